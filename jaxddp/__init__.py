@@ -1,0 +1,22 @@
+"""Distributed data parallelism, gradient buckets and ZeRO for JAX."""
+
+from .buckets import BucketPlan as BucketPlan
+from .buckets import TensorSpec as TensorSpec
+from .buckets import plan_buckets as plan_buckets
+from .ddp import bucketed as bucketed
+from .ddp import flat as flat
+from .ddp import naive as naive
+from .ddp import overlapped as overlapped
+from .loss import Weighted as Weighted
+from .mesh import data_mesh as data_mesh
+from .mesh import simulate_devices as simulate_devices
+from .mesh import start_process as start_process
+from .schedule import gradient_collectives as gradient_collectives
+from .strategy import STRATEGIES as STRATEGIES
+from .strategy import Strategy as Strategy
+from .strategy import make_strategy as make_strategy
+from .strategy import sync_gradients as sync_gradients
+from .train import Trainer as Trainer
+from .train import TrainState as TrainState
+from .tree import named_leaves as named_leaves
+from .xla import compile_options as compile_options

@@ -1,0 +1,27 @@
+"""Flat data parallelism: all gradients in one buffer, one all-reduce after the whole backward.
+
+Saves the latency of all calls but one, at the price of a copy of the gradients into the buffer; still hides nothing.
+Gradients of several dtypes make one buffer for each.
+
+    calls per step: 1                      bytes sent per rank: 2 (N-1)/N * gradient bytes
+    exposed: latency + all of the bytes
+"""
+
+from __future__ import annotations
+
+from ..buckets import plan_buckets
+from ..compression import Compression, none
+from ..strategy import Strategy, register
+
+
+@register
+def flat(*, compression: Compression = none) -> Strategy:
+    """One all-reduce of everything, after the whole backward.
+
+    Args:
+        compression: What travels.
+
+    Returns:
+        The strategy.
+    """
+    return Strategy("flat", lambda tensors: plan_buckets(tensors, None, after_backward=True), compression)

@@ -1,0 +1,27 @@
+"""Naive data parallelism: one all-reduce per parameter, after the whole backward.
+
+What everyone writes first. Every parameter pays the latency of a call, and nothing is hidden: the first byte is sent
+when the last gradient is ready.
+
+    calls per step: P (parameters)         bytes sent per rank: 2 (N-1)/N * gradient bytes
+    exposed: P * latency + all of the bytes
+"""
+
+from __future__ import annotations
+
+from ..buckets import plan_per_tensor
+from ..compression import Compression, none
+from ..strategy import Strategy, register
+
+
+@register
+def naive(*, compression: Compression = none) -> Strategy:
+    """One all-reduce per parameter, after the whole backward.
+
+    Args:
+        compression: What travels.
+
+    Returns:
+        The strategy.
+    """
+    return Strategy("naive", lambda tensors: plan_per_tensor(tensors, after_backward=True), compression)

@@ -1,0 +1,27 @@
+"""Overlapped data parallelism: one all-reduce per parameter, as soon as its gradient is ready.
+
+The backward computes the gradients of early layers while those of late layers travel. Every parameter still pays the
+latency of a call.
+
+    calls per step: P (parameters)         bytes sent per rank: 2 (N-1)/N * gradient bytes
+    exposed: what the remaining backward is too short to hide, and at least the last gradient
+"""
+
+from __future__ import annotations
+
+from ..buckets import plan_per_tensor
+from ..compression import Compression, none
+from ..strategy import Strategy, register
+
+
+@register
+def overlapped(*, compression: Compression = none) -> Strategy:
+    """One all-reduce per parameter, as its gradient becomes ready.
+
+    Args:
+        compression: What travels.
+
+    Returns:
+        The strategy.
+    """
+    return Strategy("overlapped", plan_per_tensor, compression)

@@ -1,0 +1,140 @@
+"""What a loss function may return, and the one form in which the trainer uses it.
+
+Ranks and micro-batches each see part of the batch. A sum can be put together from parts, a mean cannot, so every loss
+becomes a total and a weight, and the division happens once, after both have been summed over all parts:
+
+    loss = sum(total) / sum(weight)        gradient = sum(d total / d params) / sum(weight)
+
+A plain mean is a total whose weight is left out: all parts hold equally many examples, so its sum is divided by the
+number of parts, which is known when the program is compiled.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Weighted(NamedTuple):
+    """A total and the weight it must be divided by, such as summed token losses and the number of tokens.
+
+    Attributes:
+        total: Sum over the examples at hand, a scalar.
+        weight: Its weight, a scalar; 0 if nothing counts.
+
+    Example:
+        >>> def loss_fn(params, batch):
+        ...     error = (batch["x"] * params["w"] - batch["y"]) ** 2
+        ...     return Weighted(jnp.sum(error * batch["mask"]), jnp.sum(batch["mask"]))
+    """
+
+    total: jax.Array
+    weight: jax.Array
+
+
+class Part(NamedTuple):
+    """A summand: a total and its weight, None if every summand counts alike."""
+
+    total: jax.Array
+    weight: jax.Array | None
+
+
+class Parts(NamedTuple):
+    """What one micro-batch on one rank contributes to the metrics; the sum of two is that of both together."""
+
+    loss: Part  # scalars
+    aux: Any  # tree of Part
+
+
+PartialLoss = Callable[[Any, Any, jax.Array], tuple[jax.Array, Parts]]
+
+
+def partial_loss(loss_fn: Callable[..., Any], has_aux: bool) -> PartialLoss:
+    """Puts a user's loss function into the trainer's form.
+
+    Args:
+        loss_fn: ``(params, batch)`` or ``(params, batch, key)`` to a scalar mean or ``Weighted``; with ``has_aux``
+            to ``(loss, aux)``.
+        has_aux: Whether it returns auxiliary values. Each leaf is averaged over ranks and micro-batches with the
+            loss's weights; a leaf that is ``Weighted`` with its own.
+
+    Returns:
+        ``(params, batch, key) -> (total, Parts)``, to be differentiated in ``total``.
+    """
+    wants_key = _takes_key(loss_fn)
+
+    def compute(params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, Parts]:
+        result = loss_fn(params, batch, key) if wants_key else loss_fn(params, batch)
+        aux = None
+        if has_aux:
+            if not isinstance(result, tuple) or isinstance(result, Weighted) or len(result) != 2:
+                raise ValueError(f"loss_fn (={_name(loss_fn)}) must return (loss, aux) when has_aux is set")
+            result, aux = result
+        loss = _as_part(loss_fn, result)
+
+        def aux_part(leaf: Any) -> Part:
+            if isinstance(leaf, Weighted):
+                return Part(jnp.asarray(leaf.total), jnp.asarray(leaf.weight))
+            leaf = jnp.asarray(leaf, jnp.promote_types(jnp.result_type(leaf), jnp.float32))
+            return Part(leaf if loss.weight is None else leaf * loss.weight, loss.weight)
+
+        return loss.total, Parts(loss, jax.tree.map(aux_part, aux, is_leaf=lambda leaf: isinstance(leaf, Weighted)))
+
+    return compute
+
+
+def divide(parts: Parts, num_parts: int) -> tuple[jax.Array, Any]:
+    """Turns summed parts into the values they stand for.
+
+    Args:
+        parts: The sum over ranks and micro-batches.
+        num_parts: How many were summed.
+
+    Returns:
+        The loss and the aux tree; 0 where the weight is 0.
+    """
+
+    def quotient(part: Part) -> jax.Array:
+        return part.total / denominator(part, num_parts)
+
+    return quotient(parts.loss), jax.tree.map(quotient, parts.aux, is_leaf=lambda leaf: isinstance(leaf, Part))
+
+
+def denominator(part: Part, num_parts: int) -> jax.Array | int:
+    """What a summed part is divided by; never 0, since a total of weight 0 is 0 as well."""
+    return num_parts if part.weight is None else jnp.where(part.weight == 0, 1, part.weight)
+
+
+def _as_part(loss_fn: Callable[..., Any], loss: Any) -> Part:
+    values = tuple(loss) if isinstance(loss, Weighted) else (loss,)
+    for value in values:
+        found = jnp.shape(value) if hasattr(value, "shape") or jnp.isscalar(value) else type(value).__name__
+        if found != ():
+            raise ValueError(
+                f"loss_fn (={_name(loss_fn)}) returned {found}: the loss must be a scalar or jaxddp.Weighted of"
+                " scalars; return aux values with has_aux=True"
+            )
+    total = jnp.asarray(values[0])
+    if not jnp.issubdtype(total.dtype, jnp.floating):
+        raise ValueError(f"loss_fn (={_name(loss_fn)}) returned dtype {total.dtype}: the loss must be floating")
+    if not isinstance(loss, Weighted):
+        return Part(total, None)
+    # Weights are counts: kept at least in float32, where they are exact up to 2^24.
+    return Part(total, jnp.asarray(values[1], jnp.promote_types(total.dtype, jnp.float32)))
+
+
+def _takes_key(loss_fn: Callable[..., Any]) -> bool:
+    try:
+        parameters = list(inspect.signature(loss_fn).parameters.values())
+    except (TypeError, ValueError):
+        return False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(positional) > 2 and (positional[2].name == "key" or positional[2].default is inspect.Parameter.empty)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", repr(function))

@@ -1,0 +1,95 @@
+"""The data mesh, and the start of ranks.
+
+A rank is one device of a one-dimensional mesh whose axis is called ``"data"``. The same strategy code runs on
+three kinds of ranks: simulated CPU devices in one process, the accelerators of one machine, and the devices of
+several processes or hosts joined by ``jax.distributed``. This is the only file that makes a mesh or starts JAX.
+"""
+
+from __future__ import annotations
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+DATA_AXIS = "data"
+
+
+def simulate_devices(num_devices: int) -> None:
+    """Makes the CPU pose as several devices; call it before anything else uses JAX.
+
+    Calling it again is harmless as long as enough devices exist.
+
+    Args:
+        num_devices: How many CPU devices this process should see.
+
+    Raises:
+        ValueError: If JAX has already started with fewer devices than asked for, or ``num_devices`` is no
+            positive integer.
+
+    Example:
+        >>> simulate_devices(4)
+        >>> len(jax.devices()) >= 4
+        True
+    """
+    if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:
+        raise ValueError(f"num_devices (={num_devices!r}) must be a positive integer")
+    try:
+        jax.config.update("jax_num_cpu_devices", num_devices)
+        jax.config.update("jax_platforms", "cpu")
+    except RuntimeError as error:
+        if jax.default_backend() == "cpu" and jax.device_count() >= num_devices:
+            return
+        raise ValueError(
+            f"num_devices (={num_devices}) cannot be simulated: JAX has already started with "
+            f"{jax.device_count()} {jax.default_backend()} device(s); call simulate_devices before using JAX"
+        ) from error
+
+
+def data_mesh(num_ranks: int | None = None, *, axis: str = DATA_AXIS) -> Mesh:
+    """Builds the one-dimensional mesh that data parallelism runs on.
+
+    Args:
+        num_ranks: Number of ranks, taken from the front of ``jax.devices()``; all of them when None.
+        axis: Name of the mesh axis.
+
+    Returns:
+        A ``Mesh`` of shape ``[num_ranks]`` with automatic sharding along ``axis``.
+
+    Raises:
+        ValueError: If ``num_ranks`` is not positive or more than there are devices.
+
+    Example:
+        >>> dict(data_mesh(4).shape)
+        {'data': 4}
+    """
+    devices = jax.devices()
+    if num_ranks is None:
+        num_ranks = len(devices)
+    if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
+        raise ValueError(f"num_ranks (={num_ranks!r}) must be a positive integer")
+    if num_ranks > len(devices):
+        raise ValueError(
+            f"num_ranks (={num_ranks}) must be at most the number of devices (={len(devices)} "
+            f"{devices[0].platform}); to simulate them, call jaxddp.simulate_devices({num_ranks}) before JAX starts"
+        )
+    return jax.make_mesh((num_ranks,), (axis,), axis_types=(AxisType.Auto,), devices=devices[:num_ranks])
+
+
+def start_process(coordinator_address: str, num_processes: int, process_id: int) -> None:
+    """Joins this process to a job of several processes, before anything else uses JAX.
+
+    On CPU the processes communicate over Gloo, on GPUs over NCCL. Each process then sees every device of the job,
+    and ``data_mesh()`` spans them all. Call it again with ``jax.distributed.shutdown`` at the end, or let the
+    process exit.
+
+    Args:
+        coordinator_address: ``host:port`` of process 0.
+        num_processes: How many processes the job has.
+        process_id: This process's number, from 0.
+
+    Raises:
+        ValueError: If ``process_id`` is not one of the job's.
+    """
+    if not 0 <= process_id < num_processes:
+        raise ValueError(f"process_id (={process_id}) must be at least 0 and below num_processes (={num_processes})")
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(coordinator_address, num_processes=num_processes, process_id=process_id)

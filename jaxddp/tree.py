@@ -1,0 +1,105 @@
+"""Trees of parameters: names for their leaves, and the split into what is trained and what is not.
+
+A leaf's name is its path, joined by dots: ``params["layers"][0]["attention"]["query"]["kernel"]`` is
+``layers.0.attention.query.kernel``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .buckets import TensorSpec
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """Lists the leaves of a tree by name, in the tree's own order.
+
+    Args:
+        tree: Any pytree; a Flax ``nnx.State`` as well.
+
+    Returns:
+        Leaves by dotted path.
+
+    Raises:
+        ValueError: If two paths give one name.
+
+    Example:
+        >>> named_leaves({"layers": [{"kernel": 1.0}, {"kernel": 2.0}]})
+        {'layers.0.kernel': 1.0, 'layers.1.kernel': 2.0}
+    """
+    leaves: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = path_name(path)
+        if name in leaves:
+            raise ValueError(f"two leaves have the name {name!r}: paths joined by dots must differ")
+        leaves[name] = leaf
+    return leaves
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """Joins a key path with dots; the ``.value`` by which Flax ends the path of a variable is left out."""
+    parts = jax.tree_util.keystr(path, simple=True, separator=".").split(".")
+    if len(parts) > 1 and parts[-1] == "value" and isinstance(path[-1], jax.tree_util.GetAttrKey):
+        parts.pop()
+    return ".".join(parts)
+
+
+def tensor_specs(leaves: dict[str, Any]) -> dict[str, TensorSpec]:
+    """Describes arrays by name, shape and dtype, which is all that a bucket plan needs."""
+    return {name: TensorSpec(name, tuple(leaf.shape), str(leaf.dtype)) for name, leaf in leaves.items()}
+
+
+def check_params(params: Any, trainable: Callable[[str], bool] | None) -> None:
+    """Refuses trees that cannot be trained.
+
+    Args:
+        params: The tree of parameters.
+        trainable: Predicate on a leaf's name; None trains all.
+
+    Raises:
+        ValueError: If the tree has no arrays, a leaf is none, nothing is trainable, or something trainable is not of
+            a floating dtype.
+    """
+    leaves = named_leaves(params)
+    if not leaves:
+        raise ValueError(f"params (={params!r}) must hold at least one array")
+    for name, leaf in leaves.items():
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise ValueError(f"params leaf {name!r} (={leaf!r}) must be an array")
+        if (trainable is None or trainable(name)) and not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(
+                f"parameter {name!r} has dtype {leaf.dtype}: what is trained must be of a floating dtype; "
+                "leave it out with Trainer(trainable=...)"
+            )
+    if trainable is not None and not any(map(trainable, leaves)):
+        raise ValueError(f"trainable must select at least one of the {len(leaves)} parameters, it selects none")
+
+
+def split(params: Any, trainable: Callable[[str], bool] | None) -> tuple[Any, Any]:
+    """Splits a tree in two of the same structure, with None where a leaf belongs to the other.
+
+    Args:
+        params: The tree of parameters.
+        trainable: Predicate on a leaf's name; None trains all.
+
+    Returns:
+        The trainable part and the frozen part.
+    """
+    paths, structure = jax.tree_util.tree_flatten_with_path(params)
+    chosen = [trainable is None or trainable(path_name(path)) for path, _ in paths]
+    leaves = [leaf for _, leaf in paths]
+    return (
+        structure.unflatten([leaf if keep else None for leaf, keep in zip(leaves, chosen, strict=True)]),
+        structure.unflatten([None if keep else leaf for leaf, keep in zip(leaves, chosen, strict=True)]),
+    )
+
+
+def merge(trainable: Any, frozen: Any) -> Any:
+    """Undoes ``split``."""
+    return jax.tree.map(
+        lambda ours, theirs: theirs if ours is None else ours, trainable, frozen, is_leaf=lambda leaf: leaf is None
+    )
