@@ -1,0 +1,273 @@
+"""Bucket plans: which gradients travel together, and in which order.
+
+A plan is made from names, shapes and dtypes alone, before any tensor exists, so that both packages (and the tests
+that read a compiled program back) can be given the same one. Tensors come in the order in which the backward pass
+finishes their gradients; buckets close as they fill; a tensor is never split; a bucket holds one dtype.
+
+    pack:    buffer [sum of sizes]  = concatenate(ravel(tensor) for tensor in bucket)     one copy, none for one tensor
+    unpack:  tensor [shape]         = buffer[offset : offset + size] reshaped             views, no copy
+
+References:
+    Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020 (section 4.2).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+MIB = 2**20
+DEFAULT_BUCKET_MB = 25.0
+DEFAULT_FIRST_BUCKET_MB = 1.0
+
+BucketMb = float | Sequence[float] | Literal["default"] | None
+Rule = Literal["before", "torch"]
+
+
+class TensorSpec(NamedTuple):
+    """Name, shape and dtype of one tensor; all that a plan needs to know of it.
+
+    Example:
+        >>> TensorSpec("layers.0.kernel", (256, 1024), "float32").num_bytes
+        1048576
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements; 1 for a scalar."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes."""
+        return self.num_elements * dtype_bytes(self.dtype)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors of one dtype whose gradients travel as one buffer, in the order in which they lie in it."""
+
+    tensors: tuple[TensorSpec, ...]
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the buffer."""
+        return self.tensors[0].dtype
+
+    @property
+    def num_elements(self) -> int:
+        """Length of the buffer."""
+        return sum(tensor.num_elements for tensor in self.tensors)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the buffer in bytes."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each tensor starts in the buffer, in elements."""
+        sizes = [tensor.num_elements for tensor in self.tensors]
+        return tuple(itertools.accumulate(sizes, initial=0))[:-1]
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """What a step should communicate: the buckets in launch order, and whether they wait for the whole backward.
+
+    Attributes:
+        buckets: In the order in which they are launched.
+        after_backward: True if nothing may be launched before the last gradient is ready; False if a bucket is
+            launched as soon as its own gradients are.
+    """
+
+    buckets: tuple[Bucket, ...]
+    after_backward: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all tensors, in the order in which they are communicated."""
+        return tuple(tensor.name for bucket in self.buckets for tensor in bucket.tensors)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers together."""
+        return sum(bucket.num_bytes for bucket in self.buckets)
+
+
+def plan_buckets(
+    tensors: Iterable[TensorSpec],
+    bucket_mb: BucketMb = "default",
+    *,
+    rule: Rule = "before",
+    after_backward: bool = False,
+) -> BucketPlan:
+    """Groups tensors into buckets of at most ``bucket_mb`` MiB.
+
+    A tensor larger than the cap has a bucket to itself. Tensors of several dtypes fill one open bucket for each
+    dtype, and buckets are launched in the order in which their last tensor is ready. Tensors without elements are
+    left out: there is nothing to send.
+
+    Args:
+        tensors: In the order in which their gradients become ready.
+        bucket_mb: Cap in MiB; a list of caps for the first, second, ... bucket, the last of which repeats; None for
+            one bucket without a cap; ``"default"`` for PyTorch's 25 MiB after a first bucket of 1 MiB, which lets
+            communication start early.
+        rule: ``"before"`` closes a bucket before a tensor would take it over the cap; ``"torch"`` closes it after
+            the tensor that reaches the cap, as PyTorch's DDP does.
+        after_backward: Recorded in the plan.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: If a cap is not a positive finite number, the rule is unknown or a name occurs twice.
+
+    Example:
+        >>> tensors = [TensorSpec(name, (256, 1024), "float32") for name in "dcba"]  # 1 MiB each
+        >>> [[t.name for t in bucket.tensors] for bucket in plan_buckets(tensors, 2.5).buckets]
+        [['d', 'c'], ['b', 'a']]
+        >>> [[t.name for t in bucket.tensors] for bucket in plan_buckets(tensors, [1, 3]).buckets]
+        [['d'], ['c', 'b', 'a']]
+    """
+    if rule not in ("before", "torch"):
+        raise ValueError(f"rule (={rule!r}) must be 'before' or 'torch'")
+    cap_list = _caps_bytes(bucket_mb)
+    caps: dict[str, Iterator[float]] = {}
+    cap: dict[str, float] = {}
+    open_buckets: dict[str, list[TensorSpec]] = {}
+    open_bytes: dict[str, int] = {}
+    closed: list[tuple[int, Bucket]] = []
+    last_index: dict[str, int] = {}
+
+    def close(dtype: str) -> None:
+        closed.append((last_index[dtype], Bucket(tuple(open_buckets.pop(dtype)))))
+        cap[dtype] = next(caps[dtype])
+
+    for index, tensor in enumerate(_checked(tensors)):
+        dtype, size = tensor.dtype, tensor.num_bytes
+        if dtype not in caps:
+            caps[dtype] = itertools.chain(cap_list, itertools.repeat(cap_list[-1]))
+            cap[dtype] = next(caps[dtype])
+        if rule == "before" and dtype in open_buckets and open_bytes[dtype] + size > cap[dtype]:
+            close(dtype)
+        if dtype not in open_buckets:
+            open_buckets[dtype], open_bytes[dtype] = [], 0
+        open_buckets[dtype].append(tensor)
+        open_bytes[dtype] += size
+        last_index[dtype] = index
+        if rule == "torch" and open_bytes[dtype] >= cap[dtype]:
+            close(dtype)
+    for dtype in list(open_buckets):
+        close(dtype)
+    return BucketPlan(tuple(bucket for _, bucket in sorted(closed, key=lambda item: item[0])), after_backward)
+
+
+def plan_per_tensor(tensors: Iterable[TensorSpec], *, after_backward: bool = False) -> BucketPlan:
+    """Gives every tensor a bucket of its own.
+
+    Args:
+        tensors: In the order in which their gradients become ready.
+        after_backward: Recorded in the plan.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: If a name occurs twice.
+    """
+    return BucketPlan(tuple(Bucket((tensor,)) for tensor in _checked(tensors)), after_backward)
+
+
+def pack(
+    bucket: Bucket, tensors: Mapping[str, torch.Tensor], out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Lays the tensors of a bucket end to end in one buffer.
+
+    Args:
+        bucket: The bucket.
+        tensors: Tensors by name, at least those of the bucket.
+        out: Buffer of ``[bucket.num_elements]`` to write into; a tensor that already lies in its place there is
+            not copied.
+
+    Returns:
+        A buffer of shape ``[bucket.num_elements]``; for a bucket of one tensor that tensor as it is, uncopied.
+    """
+    if len(bucket.tensors) == 1:
+        return tensors[bucket.tensors[0].name]
+    if out is None:
+        first = tensors[bucket.tensors[0].name]
+        out = torch.empty(bucket.num_elements, dtype=first.dtype, device=first.device)
+    for name, part in unpack(bucket, out).items():
+        if part.data_ptr() != tensors[name].data_ptr():
+            part.copy_(tensors[name])
+    return out
+
+
+def unpack(bucket: Bucket, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Takes a buffer apart into the tensors of its bucket.
+
+    Args:
+        bucket: The bucket.
+        buffer: What ``pack`` returned, or its sum over ranks.
+
+    Returns:
+        Views of the buffer by name, each of its tensor's shape.
+    """
+    if len(bucket.tensors) == 1:
+        return {bucket.tensors[0].name: buffer}
+    return {
+        tensor.name: buffer[offset : offset + tensor.num_elements].view(tensor.shape)
+        for tensor, offset in zip(bucket.tensors, bucket.offsets, strict=True)
+    }
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Bytes per element of a dtype, from its name.
+
+    Raises:
+        ValueError: If the name holds no width.
+
+    Example:
+        >>> dtype_bytes("bfloat16"), dtype_bytes("float8_e4m3fn"), dtype_bytes("bool")
+        (2, 1, 1)
+    """
+    if dtype == "bool":
+        return 1
+    width = re.search(r"\d+", dtype)
+    if width is None:
+        raise ValueError(f"dtype (={dtype!r}) must be a name with a width, like 'float32'")
+    return max(1, int(width.group()) // 8)
+
+
+def _checked(tensors: Iterable[TensorSpec]) -> list[TensorSpec]:
+    seen: set[str] = set()
+    for tensor in (kept := [tensor for tensor in tensors if tensor.num_elements > 0]):
+        if tensor.name in seen:
+            raise ValueError(f"tensor name (={tensor.name!r}) must occur once in a plan")
+        seen.add(tensor.name)
+    return kept
+
+
+def _caps_bytes(bucket_mb: BucketMb) -> list[float]:
+    if bucket_mb is None:
+        return [math.inf]
+    if isinstance(bucket_mb, str):
+        if bucket_mb != "default":
+            raise ValueError(f"bucket_mb (={bucket_mb!r}) must be a positive number of MiB, a list of them, or None")
+        return [DEFAULT_FIRST_BUCKET_MB * MIB, DEFAULT_BUCKET_MB * MIB]
+    caps = list(bucket_mb) if isinstance(bucket_mb, Sequence) else [bucket_mb]
+    for cap in caps or [0]:
+        if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 0 < cap < math.inf:
+            raise ValueError(f"bucket_mb (={bucket_mb!r}) must be a positive number of MiB, a list of them, or None")
+    return [cap * MIB for cap in caps]

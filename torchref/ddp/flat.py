@@ -1,0 +1,34 @@
+"""Flat data parallelism: all gradients in one buffer, one all-reduce after the whole backward.
+
+Saves the latency of all calls but one, at the price of a copy of the gradients into the buffer; still hides nothing.
+Gradients of several dtypes make one buffer for each.
+
+    calls per step: 1                      bytes sent per rank: 2 (N-1)/N * gradient bytes
+    exposed: latency + all of the bytes
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ..buckets import plan_buckets
+from ..strategy import DataParallel, register
+
+
+@register("flat")
+class FlatDDP(DataParallel):
+    """One all-reduce of everything, after the whole backward."""
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        """Wraps a module.
+
+        Args:
+            module: What to train.
+            **options: Of ``DataParallel``: ``process_group``, ``order``, ``compression``.
+
+        Raises:
+            ValueError: As ``DataParallel``.
+        """
+        super().__init__(module, lambda tensors: plan_buckets(tensors, None, after_backward=True), **options)

@@ -1,0 +1,34 @@
+"""Naive data parallelism: one all-reduce per parameter, after the whole backward.
+
+What everyone writes first. Every parameter pays the latency of a call, and nothing is hidden: the first byte is sent
+when the last gradient is ready.
+
+    calls per step: P (parameters)         bytes sent per rank: 2 (N-1)/N * gradient bytes
+    exposed: P * latency + all of the bytes
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ..buckets import plan_per_tensor
+from ..strategy import DataParallel, register
+
+
+@register("naive")
+class NaiveDDP(DataParallel):
+    """One all-reduce per parameter, after the whole backward."""
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        """Wraps a module.
+
+        Args:
+            module: What to train.
+            **options: Of ``DataParallel``: ``process_group``, ``order``, ``compression``.
+
+        Raises:
+            ValueError: As ``DataParallel``.
+        """
+        super().__init__(module, lambda tensors: plan_per_tensor(tensors, after_backward=True), **options)

@@ -1,0 +1,159 @@
+"""The trainer: the plain training loop around a loss function, a torch optimizer and a wrapped module.
+
+on each rank                                                    shape
+------------------------------------------------------------    -------------------------------
+parameters, optimizer state                                     full, equal on all ranks
+batch                                                           [global_batch / num_ranks, ...]
+micro-batches 1 ... A-1:  grads += d total / d params           under no_sync, nothing is communicated
+micro-batch A:            grads += d total / d params           communicated as the strategy plans
+grads = sum over ranks / sum of weights                         finish_gradient_synchronization
+parameters, state = optimizer(grads)                            the same arithmetic on every rank
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .loss import Part, as_part
+from .strategy import DataParallel
+
+Batch = Mapping[str, torch.Tensor]
+
+
+class Trainer:
+    """Training of a module, on one process or data-parallel if the module is wrapped in a strategy."""
+
+    def __init__(
+        self,
+        loss_fn: Callable[[nn.Module, Batch], Any],
+        optimizer: torch.optim.Optimizer,
+        net: nn.Module,
+        *,
+        num_microbatches: int = 1,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        """Describes a training run.
+
+        Args:
+            loss_fn: ``(net, batch)`` to the mean loss over the examples it is given, or to ``Weighted``.
+            optimizer: Over the parameters of ``net``.
+            net: A module, or a strategy around one.
+            num_microbatches: Parts into which the rank's examples are split, in order; communication happens once.
+            max_grad_norm: Clips the global norm of the averaged gradient to this value.
+
+        Raises:
+            ValueError: If a number is out of range.
+        """
+        if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
+            raise ValueError(f"num_microbatches (={num_microbatches!r}) must be a positive integer")
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm (={max_grad_norm!r}) must be positive or None")
+        self.loss_fn = loss_fn
+        self.optimizer = optimizer
+        self.net = net
+        self.num_microbatches = num_microbatches
+        self.max_grad_norm = max_grad_norm
+        self._parallel = net if isinstance(net, DataParallel) else None
+        self.num_ranks = self._parallel.num_ranks if self._parallel else 1
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        """Takes one training step.
+
+        Args:
+            batch: This rank's examples, counted by dimension 0; see ``local_rows``.
+
+        Returns:
+            ``"loss"``, the global mean before the update; ``"grad_norm"``, of the averaged gradient before clipping.
+
+        Raises:
+            ValueError: If the batch cannot be split into micro-batches, or the loss is not a scalar.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        parts = []
+        rows = _num_rows(batch)
+        if rows % self.num_microbatches or rows == 0:
+            raise ValueError(
+                f"batch (={rows * self.num_ranks} examples) must be divisible by num_ranks x num_microbatches"
+                f" (={self.num_ranks} x {self.num_microbatches})"
+            )
+        for index in range(self.num_microbatches):
+            with self._communicate_only_if(index == self.num_microbatches - 1):
+                part = as_part(self.loss_fn(self.net, local_rows(batch, index, self.num_microbatches)))
+                part.total.backward()
+            parts.append(Part(part.total.detach(), part.weight))
+        summed = self._sum_parts(parts)
+        num_parts = self.num_ranks * self.num_microbatches
+        weight = float(num_parts if summed.weight is None else summed.weight)
+        self._finish(weight or 1.0)
+        grads = [parameter.grad for parameter in self.net.parameters() if parameter.grad is not None]
+        norm = global_norm(grads)
+        if self.max_grad_norm is not None:
+            torch._foreach_mul_(grads, torch.clamp(self.max_grad_norm / norm, max=1.0))
+        if weight > 0:  # nothing counted: decay and momentum must not move anything either
+            self.optimizer.step()
+        return {"loss": float(summed.total) / (weight or 1.0), "grad_norm": float(norm)}
+
+    def _finish(self, denominator: float) -> None:
+        if self._parallel is not None:
+            self._parallel.finish_gradient_synchronization(denominator)
+            return
+        for parameter in self.net.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad.div_(denominator)
+
+    def _communicate_only_if(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if last or self._parallel is None else self._parallel.no_sync()
+
+    def _sum_parts(self, parts: list[Part]) -> Part:
+        """Sums metrics over micro-batches and ranks, all in one all-reduce of their own."""
+        dtype = torch.promote_types(parts[0].total.dtype, torch.float32)
+        totals = torch.stack([part.total for part in parts]).to(dtype).sum()
+        weights = [part.weight.to(totals) for part in parts if part.weight is not None]
+        sums = torch.stack([totals, torch.stack(weights).sum() if weights else torch.zeros_like(totals)])
+        if self._parallel is not None and self.num_ranks > 1:
+            dist.all_reduce(sums, group=self._parallel.process_group)  # not counted with the gradients'
+        return Part(sums[0], sums[1] if weights else None)
+
+
+def local_rows(batch: Batch, index: int, num_parts: int) -> dict[str, torch.Tensor]:
+    """Takes one of the equal parts into which a batch is split along dimension 0.
+
+    Args:
+        batch: Tensors of one length.
+        index: Which part: a rank or a micro-batch.
+        num_parts: How many parts there are.
+
+    Returns:
+        Views of ``batch``.
+
+    Raises:
+        ValueError: If the tensors disagree in length, or it is not divisible by ``num_parts``.
+
+    Example:
+        >>> local_rows({"x": torch.arange(6)}, 1, 3)
+        {'x': tensor([2, 3])}
+    """
+    rows = _num_rows(batch)
+    if rows % num_parts or rows == 0:
+        raise ValueError(f"batch (={rows} examples) must be divisible by the number of parts (={num_parts})")
+    size = rows // num_parts
+    return {name: tensor[index * size : (index + 1) * size] for name, tensor in batch.items()}
+
+
+def global_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Euclidean norm of all tensors together."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
+
+
+def _num_rows(batch: Batch) -> int:
+    lengths = {name: len(tensor) for name, tensor in batch.items()}
+    if len(set(lengths.values())) != 1:
+        raise ValueError(f"batch tensors must agree in length, they have {lengths}")
+    return next(iter(lengths.values()))
