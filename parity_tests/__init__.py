@@ -1,0 +1,1 @@
+"""Proof that jaxddp, torchref and single-process training give the same weights."""

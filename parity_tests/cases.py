@@ -1,0 +1,110 @@
+"""The one table of cases: what is trained, how, on how many ranks, and how closely the weights must agree.
+
+Every parity test takes its cases from here, so a new strategy, optimizer or model is one line. A case is plain data:
+it travels to rank processes that have no JAX.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+NUM_STEPS = 20
+GLOBAL_BATCH = 24  # divisible by every number of ranks below, with 1 and with 3 micro-batches
+
+
+class StrategyCase(NamedTuple):
+    """A strategy in both packages."""
+
+    name: str  # in jaxddp.STRATEGIES and torchref.STRATEGIES
+    jax_options: dict[str, Any] = {}
+    torch_options: dict[str, Any] = {}
+
+
+class Case(NamedTuple):
+    """One run in each package and on one process, all to end with the same weights."""
+
+    strategy: str
+    optimizer: str
+    num_ranks: int
+    model: str
+    dtype: str
+    num_microbatches: int = 1
+    max_grad_norm: float | None = None
+
+    @property
+    def id(self) -> str:
+        """For pytest and the table."""
+        extras = ["", f"-{self.num_microbatches}micro"][self.num_microbatches > 1]
+        extras += ["", "-clipped"][self.max_grad_norm is not None]
+        return f"{self.strategy}-{self.optimizer}-{self.num_ranks}ranks-{self.model}-{self.dtype}{extras}"
+
+
+def _bucketed(bucket_mb: Any) -> StrategyCase:
+    return StrategyCase("bucketed", {"bucket_mb": bucket_mb}, {"bucket_size_mb": bucket_mb})
+
+
+STRATEGIES = {
+    "naive": StrategyCase("naive"),
+    "flat": StrategyCase("flat"),
+    "overlapped": StrategyCase("overlapped"),
+    "bucketed(1KiB)": _bucketed(1 / 1024),
+    "bucketed(0.5KiB,4KiB)": _bucketed([0.5 / 1024, 4 / 1024]),
+    "bucketed(None)": _bucketed(None),
+    "bucketed()": StrategyCase("bucketed"),
+}
+OPTIMIZERS = ("sgd", "momentum", "adamw")
+NUM_RANKS = (1, 2, 3, 4, 8)
+MODELS = ("toy", "toy_tied", "toy_frozen", "toy_unused", "tiny")
+DTYPES = ("float64", "float32")
+
+AXES: Mapping[str, Sequence[Any]] = {
+    "strategy": tuple(STRATEGIES),
+    "optimizer": OPTIMIZERS,
+    "num_ranks": NUM_RANKS,
+    "model": MODELS,
+    "dtype": DTYPES,
+}
+
+# Accumulation and clipping act before and after communication; one row of each for every strategy is enough.
+EXTRAS = tuple(
+    Case(strategy, "adamw", 4, model, "float64", num_microbatches, max_grad_norm)
+    for strategy in ("naive", "flat", "overlapped", "bucketed(1KiB)")
+    for model, num_microbatches, max_grad_norm in (("tiny", 3, None), ("toy_unused", 3, 0.05), ("toy", 1, 0.05))
+)
+
+
+def tolerance(case: Case) -> tuple[float, str]:
+    """How far any weight may be apart after ``NUM_STEPS`` steps, and why so far."""
+    if case.dtype == "float64":
+        return 1e-12, "float64: only the order of sums differs; any error of meaning is far larger"
+    if case.optimizer == "adamw":
+        return 1e-4, "float32 Adam: where a gradient is near 0 its rounding decides the sign of a step of 1e-3"
+    return 5e-6, "float32: order of sums, some units in the last place of weights of order 1, over 20 steps"
+
+
+def whole_product() -> list[Case]:
+    """Every combination of the axes, and the extras."""
+    return [*(Case(*values) for values in itertools.product(*AXES.values())), *EXTRAS]
+
+
+def pairwise_selection() -> list[Case]:
+    """A small selection in which every value of every axis meets every value of every other, and the extras.
+
+    Greedy: the case that shows most pairs not yet shown comes next.
+    """
+    axes = list(AXES.values())
+    pairs = {
+        ((i, a), (j, b))
+        for (i, left), (j, right) in itertools.combinations(enumerate(axes), 2)
+        for a in left
+        for b in right
+    }
+    candidates = [(values, set(itertools.combinations(enumerate(values), 2))) for values in itertools.product(*axes)]
+    chosen = []
+    while pairs:
+        values, shown = max(candidates, key=lambda candidate: len(candidate[1] & pairs))
+        pairs -= shown
+        chosen.append(Case(*values))
+    return [*chosen, *EXTRAS]

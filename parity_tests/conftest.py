@@ -1,0 +1,65 @@
+"""Simulated devices, rank processes, and the table of differences that ends a test run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxddp.mesh import simulate_devices
+from torchref.conftest import ranks as ranks
+
+from .cases import Case
+
+simulate_devices(8)
+REPORT_FOLDER = Path("runs/parity")
+PAIRS = ("jaxddp - JAX on one device", "torchref - torch on one process", "jaxddp - torchref")
+
+
+class Differences:
+    """Largest differences found, case by case."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict] = []
+
+    def add(self, case: Case, found: dict[str, float], moved: float, atol: float, reason: str) -> None:
+        check = "ok" if max(found.values()) <= atol else "WRONG"
+        self.rows.append(case._asdict() | found | {"moved": moved, "atol": atol, "reason": reason, "check": check})
+
+    def table(self) -> list[str]:
+        """Markdown: the largest difference of each kind, by model, dtype and strategy."""
+        groups: dict[tuple, list[dict]] = {}
+        for row in self.rows:
+            groups.setdefault((row["dtype"], row["model"], row["optimizer"]), []).append(row)
+        header = ["dtype", "model", "optimizer", "cases", *PAIRS, "tolerance", "check"]
+        lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
+        for key, rows in sorted(groups.items()):
+            worst = [f"{max(row[pair] for row in rows):.1e}" for pair in PAIRS]
+            check = "ok" if all(row["check"] == "ok" for row in rows) else "WRONG"
+            lines.append("| " + " | ".join([*key, str(len(rows)), *worst, f"{rows[0]['atol']:.0e}", check]) + " |")
+        return lines
+
+
+_DIFFERENCES = Differences()
+
+
+@pytest.fixture(scope="session")
+def differences() -> Differences:
+    return _DIFFERENCES
+
+
+def pytest_terminal_summary(terminalreporter, config) -> None:
+    if not _DIFFERENCES.rows:
+        return
+    folder = config.rootpath / REPORT_FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    table = _DIFFERENCES.table()
+    reasons = sorted({f"{row['atol']:.0e}: {row['reason']}" for row in _DIFFERENCES.rows})
+    title = "largest difference of any weight after 20 steps"
+    (folder / "table.md").write_text("\n".join([f"# {title}", "", *table, "", *(f"- {line}" for line in reasons), ""]))
+    (folder / "cases.json").write_text(json.dumps(_DIFFERENCES.rows, indent=1))
+    terminalreporter.section(title)
+    for line in [*table, *reasons]:
+        terminalreporter.write_line(line)
+    terminalreporter.write_line(f"written to {REPORT_FOLDER}/table.md and cases.json")

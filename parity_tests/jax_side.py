@@ -1,0 +1,77 @@
+"""Training in JAX: with jaxddp's trainer, and in the plainest loop there is."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jaxddp
+from jaxddp.interop import to_numpy
+from jaxddp.models import build
+from jaxddp.tree import merge, split
+
+from .cases import STRATEGIES, Case
+from .inputs import Arrays, batches
+
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.1),
+    "momentum": lambda: optax.sgd(0.03, momentum=0.9),
+    "adamw": lambda: optax.adamw(1e-3, weight_decay=0.01),
+}
+
+
+def is_trainable(name: str) -> bool:
+    """What the torch twin gives ``requires_grad``."""
+    return not name.startswith("frozen")
+
+
+def initial_params(model: str, dtype: str) -> Any:
+    """The weights that every run of a model starts from."""
+    _, params = build(model, seed=7)
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+
+
+def train(case: Case) -> Arrays:
+    """Trains on the case's ranks; weights by torch name."""
+    with jax.enable_x64(case.dtype == "float64"):
+        loss_fn, _ = build(case.model)
+        strategy = STRATEGIES[case.strategy]
+        trainer = jaxddp.Trainer(
+            loss_fn,
+            OPTIMIZERS[case.optimizer](),
+            jaxddp.make_strategy(strategy.name, **strategy.jax_options),
+            jaxddp.data_mesh(case.num_ranks),
+            num_microbatches=case.num_microbatches,
+            trainable=is_trainable,
+            max_grad_norm=case.max_grad_norm,
+        )
+        state = trainer.init(initial_params(case.model, case.dtype))
+        for batch in batches(case.model, case.dtype):
+            state, _ = trainer.step(state, batch)
+        return to_numpy(trainer.params(state))
+
+
+@functools.cache
+def train_on_one_device(model: str, optimizer: str, dtype: str, max_grad_norm: float | None) -> Arrays:
+    """Trains on one device and whole batches, without jaxddp; weights by torch name."""
+    with jax.enable_x64(dtype == "float64"):
+        loss_fn, _ = build(model)
+        tx = OPTIMIZERS[optimizer]()
+        if max_grad_norm is not None:
+            tx = optax.chain(optax.clip_by_global_norm(max_grad_norm), tx)
+        params, frozen = split(initial_params(model, dtype), is_trainable)
+
+        @jax.jit
+        def step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any]:
+            grads = jax.grad(lambda params: loss_fn(merge(params, frozen), batch))(params)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+
+        opt_state = tx.init(params)
+        for batch in batches(model, dtype):
+            params, opt_state = step(params, opt_state, jax.tree.map(jnp.asarray, batch))
+        return to_numpy(merge(params, frozen))

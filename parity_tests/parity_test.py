@@ -1,0 +1,50 @@
+"""Every case of the table: three pairs of runs that must end with the same weights."""
+
+import pytest
+
+import jaxddp.interop
+
+from . import jax_side, torch_side
+from .cases import AXES, Case, pairwise_selection, tolerance, whole_product
+from .inputs import largest_difference
+
+
+def check(case: Case, ranks, differences):
+    with jax_side.jax.enable_x64(case.dtype == "float64"):
+        weights = jaxddp.interop.to_numpy(jax_side.initial_params(case.model, case.dtype))
+    ours = jax_side.train(case)
+    theirs = torch_side.train(case, weights, ranks)
+    atol, reason = tolerance(case)
+    found = {
+        "jaxddp - JAX on one device": largest_difference(
+            ours, jax_side.train_on_one_device(case.model, case.optimizer, case.dtype, case.max_grad_norm)
+        ),
+        "torchref - torch on one process": largest_difference(theirs, torch_side.train_on_one_process(case, weights)),
+        "jaxddp - torchref": largest_difference(ours, theirs),
+    }
+    moved = largest_difference(ours, weights)
+    differences.add(case, found, moved, atol, reason)
+    assert moved > 1e-3, "nothing was trained"
+    for pair, difference in found.items():
+        assert difference <= atol, f"{pair}: {difference:.2e} > {atol:.0e} ({reason})"
+
+
+@pytest.mark.parametrize("case", pairwise_selection(), ids=lambda case: case.id)
+def test_same_weights(case, ranks, differences):
+    check(case, ranks, differences)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", whole_product(), ids=lambda case: case.id)
+def test_same_weights_in_the_whole_product(case, ranks, differences):
+    check(case, ranks, differences)
+
+
+def test_the_selection_shows_every_pair_of_values():
+    cases = pairwise_selection()
+    assert len(cases) <= 250
+    names = list(AXES)
+    for first in range(len(names)):
+        for second in range(first + 1, len(names)):
+            met = {(case[first], case[second]) for case in cases}
+            assert met >= {(a, b) for a in AXES[names[first]] for b in AXES[names[second]]}
