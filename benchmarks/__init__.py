@@ -1,0 +1,1 @@
+"""Benchmarks of jaxddp and torchref: ``python -m benchmarks``."""

@@ -1,0 +1,73 @@
+"""``python -m benchmarks``: the main job; ``python -m benchmarks gates``: what must not be slower than what."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Ends the program with one line, without the usage that argparse would put before it."""
+        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a benchmark.
+
+    Args:
+        arguments: Those of the command line when None.
+
+    Returns:
+        The exit status: 0, 1 if a check fails, 2 after bad input, 130 after an interrupt.
+    """
+    parser = _Parser(prog="python -m benchmarks", description=__doc__.splitlines()[0].replace("``", ""))
+    parser.add_argument(
+        "benchmark", nargs="?", choices=("main", "gates"), default="main",
+        help="main: train a byte-level language model under every strategy in both frameworks (default);"
+        " gates: compare with jit and DistributedDataParallel in the same run",
+    )  # fmt: skip
+    parser.add_argument("--out", metavar="DIR", help="folder for the results (default: a new one under runs/)")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks in each framework (default: 2)")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps, or rounds of gates (default: 20)")
+    parser.add_argument("--batch-size", type=int, default=8, help="sequences of the global batch (default: 8)")
+    parser.add_argument(
+        "--data", metavar="PATH", help="file or folder of text (default: the Python standard library's sources)"
+    )
+    options = parser.parse_args(arguments)
+
+    from torchref.launch import RankError
+
+    from .console import make_console
+    from .gates import gates_setup, run_gates
+    from .main_job import run_main_job, text_setup
+    from .results import new_run_folder
+
+    try:
+        for name in ("ranks", "steps", "batch_size"):
+            if getattr(options, name) < 1:
+                raise ValueError(f"{name} (={getattr(options, name)}) must be a positive integer")
+        sizes = {"num_ranks": options.ranks, "num_steps": options.steps, "batch_size": options.batch_size}
+        if options.benchmark == "gates":
+            run, (setup, described) = run_gates, gates_setup(**sizes)
+        else:
+            run, (setup, described) = run_main_job, text_setup(data=options.data, **sizes)
+        folder, console = new_run_folder(options.out, options.benchmark), make_console()
+        console.print(described, soft_wrap=True)
+        holds = run(folder, console, setup)
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except RankError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0 if holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

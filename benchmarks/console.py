@@ -1,0 +1,58 @@
+"""What a user sees while a benchmark runs: a progress bar in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+NUM_PLAIN_LINES = 4
+
+
+def make_console() -> Console:
+    """The console of standard output; wide enough for tables where it is a file."""
+    # Set, not left to rich: the environment of a CI job may ask for control codes even in a file.
+    is_terminal = sys.stdout.isatty()
+    return Console(force_terminal=is_terminal, highlight=False, width=None if is_terminal else 160)
+
+
+@contextmanager
+def progress_of(console: Console, title: str) -> Iterator[Callable[[int, Any], None]]:
+    """Shows the messages of rank processes.
+
+    Args:
+        console: Where to.
+        title: Before each of them.
+
+    Yields:
+        What ``torchref.launch`` calls with rank and message; only rank 0's are shown.
+    """
+    columns = [
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("rounds"),
+        TimeElapsedColumn(),
+    ]
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task(title, total=None)
+
+        def show(rank: int, message: Any) -> None:
+            if rank != 0:
+                return
+            kind, *content = message
+            if kind == "doing":
+                progress.update(task, description=f"{title}: {content[0]}")
+                if not console.is_terminal:
+                    console.print(f"{title}: {content[0]}")
+            elif kind == "progress":
+                done, total = content
+                progress.update(task, completed=done, total=total)
+                if not console.is_terminal and done % max(1, total // NUM_PLAIN_LINES) == 0:
+                    console.print(f"{title}: {done} of {total} rounds")
+
+        yield show

@@ -1,0 +1,76 @@
+"""Several processes over Gloo on loopback: the same trainer, weights from process 0."""
+
+import json
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from jaxddp.mesh import data_mesh, simulate_devices, start_process
+
+WORKER = """
+import json, sys
+import jax, jax.numpy as jnp, numpy as np, optax, jaxddp
+address, num_processes, process_id, num_local = sys.argv[1], *map(int, sys.argv[2:])
+jax.config.update("jax_num_cpu_devices", num_local)
+jaxddp.start_process(address, num_processes, process_id)
+
+def loss_fn(params, batch):
+    return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+
+rng = np.random.default_rng(0)
+x, y = rng.normal(size=(8, 3)).astype(np.float32), rng.normal(size=(8, 1)).astype(np.float32)
+mine = slice(process_id * 8 // num_processes, (process_id + 1) * 8 // num_processes)
+trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), jaxddp.bucketed(25), jaxddp.data_mesh(), num_microbatches=2)
+state = trainer.init({"w": jnp.full((3, 1), float(process_id))}, seed=process_id)
+for _ in range(3):
+    state, metrics = trainer.step(state, {"x": x[mine], "y": y[mine]})
+compiled = jaxddp.gradient_collectives(trainer.compile(state, {"x": x, "y": y}))
+print(json.dumps({
+    "w": np.asarray(trainer.params(state)["w"]).ravel().tolist(), "loss": float(metrics["loss"]),
+    "num_ranks": trainer.num_ranks, "planned": trainer.planned(state, {"x": x, "y": y}), "compiled": compiled,
+}))
+"""
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_processes(num_processes, num_local):
+    address = f"127.0.0.1:{free_port()}"
+    command = [sys.executable, "-c", WORKER, address, str(num_processes)]
+    processes = [
+        subprocess.Popen([*command, str(i), str(num_local)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for i in range(num_processes)
+    ]
+    try:
+        outputs = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, errors) in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, errors
+    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+
+
+def test_processes_train_as_one_and_start_from_the_weights_of_process_0():
+    alone = run_processes(1, 4)[0]
+    for found in run_processes(2, 2):
+        assert found["num_ranks"] == 4
+        assert found["planned"] == found["compiled"] == [["all-reduce", 12]]
+        assert found["w"] == pytest.approx(alone["w"], abs=1e-6)  # float32 sums in another order
+        assert found["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match=r"process_id \(=2\) must be at least 0 and below num_processes \(=2\)"):
+        start_process("127.0.0.1:1", 2, 2)
+    for number in (0, -1, True, 1.5):
+        with pytest.raises(ValueError, match=rf"num_ranks \(={number!r}\) must be a positive integer"):
+            data_mesh(number)
+        with pytest.raises(ValueError, match=rf"num_devices \(={number!r}\) must be a positive integer"):
+            simulate_devices(number)
