@@ -7,6 +7,8 @@ several processes or hosts joined by ``jax.distributed``. This is the only file 
 
 from __future__ import annotations
 
+import contextlib
+
 import jax
 from jax.sharding import AxisType, Mesh
 
@@ -44,6 +46,32 @@ def simulate_devices(num_devices: int) -> None:
         ) from error
 
 
+def mesh_of_machine(num_ranks: int | None, default_simulated: int) -> Mesh:
+    """Builds the mesh on the machine's accelerators, or where there are none on simulated CPU devices.
+
+    Args:
+        num_ranks: Number of ranks; when None all accelerators, or ``default_simulated`` CPU devices.
+        default_simulated: Devices that a CPU should pose as when ``num_ranks`` is None.
+
+    Returns:
+        The mesh, as ``data_mesh`` makes it.
+
+    Raises:
+        ValueError: If there are not that many devices, or none that JAX could start on.
+    """
+    # Raises the number of CPU devices and leaves the choice of platform open; once JAX has started, what there is
+    # must do.
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", num_ranks or default_simulated)
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        raise ValueError(f"JAX finds no device to run on: {error}") from error
+    if num_ranks is None and devices[0].platform == "cpu":
+        num_ranks = min(default_simulated, len(devices))
+    return data_mesh(num_ranks)
+
+
 def data_mesh(num_ranks: int | None = None, *, axis: str = DATA_AXIS) -> Mesh:
     """Builds the one-dimensional mesh that data parallelism runs on.
 
@@ -68,8 +96,8 @@ def data_mesh(num_ranks: int | None = None, *, axis: str = DATA_AXIS) -> Mesh:
         raise ValueError(f"num_ranks (={num_ranks!r}) must be a positive integer")
     if num_ranks > len(devices):
         raise ValueError(
-            f"num_ranks (={num_ranks}) must be at most the number of devices (={len(devices)} "
-            f"{devices[0].platform}); to simulate them, call jaxddp.simulate_devices({num_ranks}) before JAX starts"
+            f"num_ranks (={num_ranks}) must be at most the number of devices (={len(devices)} {devices[0].platform});"
+            f" to simulate them, call jaxddp.simulate_devices({num_ranks}) before JAX starts, or say --simulate"
         )
     return jax.make_mesh((num_ranks,), (axis,), axis_types=(AxisType.Auto,), devices=devices[:num_ranks])
 

@@ -1,0 +1,53 @@
+"""``python -m jaxddp COMMAND``: finds the command and turns what goes wrong into one line.
+
+A command is a module with ``add_parser(commands)``, which adds an argparse parser whose default ``run`` is a function
+``(arguments) -> None``. Such a module imports what is slow to import only when it runs, so that help comes at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from . import train_cli
+
+COMMANDS = (train_cli,)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Ends the program with one line, without the usage that argparse would put before it."""
+        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+        arguments: Those of the command line when None.
+
+    Returns:
+        The exit status: 0, 2 after bad input, 130 after an interrupt. Other exceptions are bugs and are not caught.
+    """
+    parser = _Parser(
+        prog="python -m jaxddp", description="Data-parallel training that does what was planned.", allow_abbrev=False
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    for command in COMMANDS:
+        command.add_parser(commands)
+    parsed = parser.parse_args(arguments)
+    try:
+        parsed.run(parsed)
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as interrupt:
+        print(f"interrupted{' ' + str(interrupt) if str(interrupt) else ''}", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

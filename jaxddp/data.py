@@ -1,0 +1,240 @@
+"""Text to train on: bytes of files, cut into windows, in batches that depend on the seed and the step alone.
+
+A text of ``B`` bytes holds ``(B - 1) // T`` windows of ``T = context`` tokens; window ``i`` reads the bytes from
+``i T`` on and predicts the bytes from ``i T + 1`` on, so every byte but the first is predicted exactly once. The last
+windows are held out. The others are permuted anew in every epoch, and step ``s`` takes numbers
+``s b`` to ``(s + 1) b - 1`` of the endless row of epochs: a run can be resumed, or repeated on another number of ranks.
+
+    ============================  =========================  ====================================
+    array                         global batch               on rank r of N
+    ============================  =========================  ====================================
+    tokens, targets (int32)       [batch_size, context]      [batch_size / N, context]
+    rows of the global batch      0 ... b - 1                r b / N ... (r + 1) b / N - 1
+    ============================  =========================  ====================================
+
+NumPy only, and no communication: every rank picks its own rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+Batch = dict[str, np.ndarray]
+
+_HEAD_BYTES = 8192
+_LEFT_OUT_OF_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+class Corpus:
+    """Real text, byte by byte: the vocabulary is 256.
+
+    Example:
+        >>> corpus = Corpus(context=64)  # the standard library's own sources
+        >>> batch = corpus.batch(0, 8)
+        >>> batch["tokens"].shape, batch["targets"].dtype
+        ((8, 64), dtype('int32'))
+        >>> bool((batch["tokens"][:, 1:] == batch["targets"][:, :-1]).all())
+        True
+        >>> on_rank_3 = corpus.batch(0, 8, rank=3, num_ranks=4)
+        >>> bool((on_rank_3["tokens"] == batch["tokens"][6:8]).all())
+        True
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None, *, context: int = 128, holdout: float = 0.05):
+        """Reads the text into memory, one byte for each byte.
+
+        Args:
+            path: A file, or a folder of which every text file is read, sorted by relative path; hidden files and
+                files that hold a NUL byte are left out. When None, the Python standard library's sources, in an
+                order that mixes its packages, so that the held-out part resembles the rest.
+            context: Tokens per window.
+            holdout: Fraction of the windows kept for validation, at least one of them unless it is 0.
+
+        Raises:
+            ValueError: If there is nothing at ``path``, no text or too little of it, or a number is out of range.
+        """
+        if isinstance(context, bool) or not isinstance(context, int) or context < 1:
+            raise ValueError(f"context (={context!r}) must be a positive integer")
+        if not 0 <= holdout < 1:
+            raise ValueError(f"holdout (={holdout!r}) must be at least 0 and below 1")
+        text, self.source = _read_standard_library() if path is None else _read(Path(path))
+        num_windows = (len(text) - 1) // context
+        if num_windows < 1:
+            raise ValueError(
+                f"text of {self.source} (={len(text)} bytes) must be longer than one context (={context} tokens)"
+            )
+        self.context = context
+        """Tokens per window."""
+        self.num_bytes = len(text)
+        """Length of the whole text, held-out part included."""
+        self.num_validation_windows = min(max(round(num_windows * holdout), int(holdout > 0)), num_windows - 1)
+        """Windows held out."""
+        self.num_windows = num_windows - self.num_validation_windows
+        """Windows to train on: the examples of one epoch."""
+        self._text = np.frombuffer(text, dtype=np.uint8)
+
+    def batch(self, step: int, batch_size: int, *, seed: int = 0, rank: int = 0, num_ranks: int = 1) -> Batch:
+        """Gives a rank's rows of the batch of a step.
+
+        Args:
+            step: From 0; no batch depends on an earlier one.
+            batch_size: Examples in the global batch.
+            seed: Of the permutations; each epoch has its own.
+            rank: Whose rows.
+            num_ranks: Ranks that share the batch.
+
+        Returns:
+            ``{"tokens": [batch_size / num_ranks, context], "targets": the same, one byte later}``.
+
+        Raises:
+            ValueError: If a number is out of range or the batch cannot be split.
+        """
+        rows = _rows(step, batch_size, seed, rank, num_ranks)
+        epochs, positions = np.divmod(np.arange(rows.start, rows.stop) + step * batch_size, self.num_windows)
+        windows = [
+            _permutation(self.num_windows, seed, epoch)[position]
+            for epoch, position in zip(epochs.tolist(), positions.tolist(), strict=True)
+        ]
+        return self._examples(np.asarray(windows))
+
+    def validation_batches(self, batch_size: int, max_batches: int | None = None) -> Iterator[Batch]:
+        """Gives the held-out windows, each once and always in the same order.
+
+        Each batch takes windows from all over the held-out part, so a few batches stand for all of it; what would not
+        fill a last batch is left out.
+
+        Args:
+            batch_size: Examples in each batch.
+            max_batches: How many batches at most; all when None.
+
+        Returns:
+            An iterator over batches like those of ``batch``; empty if fewer windows than ``batch_size`` are held out.
+
+        Raises:
+            ValueError: If a number is out of range.
+        """
+        if batch_size < 1:
+            raise ValueError(f"batch_size (={batch_size}) must be positive")
+        if max_batches is not None and max_batches < 0:
+            raise ValueError(f"max_batches (={max_batches}) must not be negative")
+        num_batches = self.num_validation_windows // batch_size
+        first_windows = range(self.num_windows, self.num_windows + num_batches)[:max_batches]
+        return (self._examples(first + np.arange(batch_size) * num_batches) for first in first_windows)
+
+    def _examples(self, windows: np.ndarray) -> Batch:
+        bytes_of_window = self._text[windows[:, None] * self.context + np.arange(self.context + 1)].astype(np.int32)
+        return {"tokens": bytes_of_window[:, :-1], "targets": bytes_of_window[:, 1:]}
+
+
+class RandomTokens:
+    """Uniformly random tokens, for experiments that time training and learn nothing.
+
+    Example:
+        >>> RandomTokens(vocab=10_000, context=16).batch(0, 8, rank=1, num_ranks=2)["tokens"].shape
+        (4, 16)
+    """
+
+    def __init__(self, vocab: int = 10_000, context: int = 128):
+        """Stores the sizes.
+
+        Args:
+            vocab: Number of token ids; ids run from 0 to ``vocab - 1``.
+            context: Tokens per example.
+
+        Raises:
+            ValueError: If a size is not positive.
+        """
+        if vocab < 1 or context < 1:
+            raise ValueError(f"vocab (={vocab}) and context (={context}) must be positive")
+        self.vocab = vocab
+        self.context = context
+        self.source = f"random tokens of a vocabulary of {vocab:,}"
+
+    def batch(self, step: int, batch_size: int, *, seed: int = 0, rank: int = 0, num_ranks: int = 1) -> Batch:
+        """Gives a rank's rows of the batch of a step; see ``Corpus.batch``."""
+        rows = _rows(step, batch_size, seed, rank, num_ranks)
+        shape = (batch_size, self.context + 1)
+        tokens = np.random.default_rng([seed, step]).integers(0, self.vocab, shape, dtype=np.int32)[rows]
+        return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def _rows(step: int, batch_size: int, seed: int, rank: int, num_ranks: int) -> slice:
+    """Checks what a batch is asked for by, and says which of its rows are the rank's."""
+    if step < 0:
+        raise ValueError(f"step (={step}) must not be negative")
+    if seed < 0:
+        raise ValueError(f"seed (={seed}) must not be negative")
+    if num_ranks < 1 or not 0 <= rank < num_ranks:
+        raise ValueError(f"rank (={rank}) must be at least 0 and below num_ranks (={num_ranks})")
+    if batch_size < 1 or batch_size % num_ranks:
+        raise ValueError(f"batch_size (={batch_size}) must be positive and divisible by num_ranks (={num_ranks})")
+    rows_per_rank = batch_size // num_ranks
+    return slice(rank * rows_per_rank, (rank + 1) * rows_per_rank)
+
+
+@functools.lru_cache(maxsize=2)  # a batch may lie across the end of an epoch
+def _permutation(num_windows: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(num_windows)
+
+
+def _read(path: Path) -> tuple[bytearray, str]:
+    if path.is_file():
+        text = bytearray(path.read_bytes())
+        if not text:
+            raise ValueError(f"file {str(path)!r} must hold text, it is empty")
+        return text, str(path)
+    if not path.exists():
+        raise ValueError(f"data path {str(path)!r} does not exist")
+    if not path.is_dir():
+        raise ValueError(f"data path {str(path)!r} must be a regular file or a folder")
+    text, num_files = _join(path / name for name in sorted(_files_below(path)))
+    if not text:
+        raise ValueError(f"folder {str(path)!r} must hold text files, it has none")
+    return text, f"{path} ({num_files:,} files)"
+
+
+def _read_standard_library() -> tuple[bytearray, str]:
+    folder = Path(sysconfig.get_path("stdlib"))
+    names = [name for name in _files_below(folder, _LEFT_OUT_OF_STDLIB) if name.endswith(".py")]
+    # Sorted by name, the end of the text would be one package; a hash puts the files in a fixed order without one.
+    text, num_files = _join(
+        folder / name for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
+    )
+    if not text:
+        raise ValueError(f"the Python standard library has no sources in {str(folder)!r}: give a path to text instead")
+    return text, f"Python {platform.python_version()} standard library ({num_files:,} files)"
+
+
+def _files_below(folder: Path, left_out: Iterable[str] = ()) -> list[str]:
+    """Lists regular files below a folder as relative paths with ``/``; nothing hidden, no folder of a left-out name."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    names = []
+    for parent, folders, files in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
+        paths = [Path(parent, name) for name in files if not name.startswith(".")]
+        names += [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
+    return names
+
+
+def _join(paths: Iterable[Path]) -> tuple[bytearray, int]:
+    """Reads text files end to end, and counts them; binary ones are passed over, mostly without reading them whole."""
+    text, num_files = bytearray(), 0
+    for path in paths:
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+            content = b"" if b"\0" in head else head + file.read()
+        if content and b"\0" not in content:
+            text += content
+            num_files += 1
+    return text, num_files

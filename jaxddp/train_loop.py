@@ -1,0 +1,202 @@
+"""A whole training run of a language model, without a console.
+
+``train`` reads text, starts the ranks, compiles the step, takes ``steps`` of them and validates in between; it reports
+through two functions and returns a summary. A step trains on ``batch_size x context`` tokens, split evenly over the
+ranks; what it communicates is the strategy's affair, and is read back from the compiled program.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from .clock import Timings, stopwatch, summarize
+from .data import Batch, Corpus
+from .mesh import data_mesh, mesh_of_machine, simulate_devices
+from .models import SIZES, TransformerConfig, build
+from .schedule import gradient_collectives
+from .strategy import STRATEGIES, Strategy, make_strategy
+from .train import Trainer, TrainState
+from .train_cli import DEFAULT_SIMULATED_DEVICES, TrainOptions
+
+NUM_BYTE_VALUES = 256
+
+
+class StepReport(NamedTuple):
+    """What there is to tell after a step."""
+
+    step: int  # steps taken, from 1
+    loss: float  # nats per byte, of the global batch, before the update
+    validation_loss: float | None  # nats per byte, after the update; None if this step is not followed by a validation
+    tokens_per_s: float  # at the median of the last steps
+
+
+@dataclass(frozen=True)
+class TrainSummary:
+    """What a run was and what came of it; losses are in nats per byte."""
+
+    options: TrainOptions
+    num_params: int
+    params_bytes: int
+    source: str
+    num_bytes: int
+    num_ranks: int
+    devices: str
+    context: int
+    planned: list[tuple[str, int]]
+    compiled: list[tuple[str, int]]
+    compile_s: float
+    first_loss: float
+    last_loss: float
+    validation_loss: float | None
+    num_validation_bytes: int
+    step_timings: Timings
+
+    @property
+    def as_planned(self) -> bool:
+        """Whether the compiled step holds exactly the collectives that were planned."""
+        return sorted(self.planned) == sorted(self.compiled)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of the global batch over the median step time; compilation and validation are not in it."""
+        return self.options.batch_size * self.context / self.step_timings.median_ms * 1e3
+
+
+def train(
+    options: TrainOptions,
+    say: Callable[[str], None] = lambda text: None,
+    on_step: Callable[[StepReport], None] = lambda report: None,
+) -> TrainSummary:
+    """Trains a language model.
+
+    Args:
+        options: What to train and how.
+        say: Is given a line now and then.
+        on_step: Is called after every step.
+
+    Returns:
+        The summary.
+
+    Raises:
+        ValueError: If the options do not fit each other, the data or the machine.
+        OSError: If the data cannot be read.
+    """
+    strategy = _make_strategy(options)
+    config = _config(options.model)
+    corpus = Corpus(options.data, context=config.context)
+    mesh = _start_devices(options)
+    options.check_batch_size(int(mesh.size))
+
+    loss_fn, params = build(options.model, seed=options.seed)
+    trainer = Trainer(
+        loss_fn,
+        _make_optimizer(options),
+        strategy,
+        mesh,
+        num_microbatches=options.microbatches,
+        max_grad_norm=options.max_grad_norm,
+    )
+    state = trainer.init(params, seed=options.seed)
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
+    params_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    del params  # the state holds copies
+    say(f"{options.model} ({num_params:,} parameters) on {describe_devices(mesh)}, {strategy.name}")
+    say(f"text: {corpus.source}, {corpus.num_bytes:,} bytes")
+
+    batch = corpus.batch(0, options.batch_size, seed=options.seed)
+    planned = trainer.planned(state, batch)
+    program, compile_s = stopwatch(trainer.compile, state, batch)
+    compiled = gradient_collectives(program)
+    say(f"compiled in {compile_s:.1f} s")
+
+    held_out = list(corpus.validation_batches(options.batch_size, options.eval_batches))
+    tokens_per_step = options.batch_size * config.context
+    losses, step_seconds = [], []
+    validation_loss: float | None = None
+    for step in range(options.steps):
+        batch = corpus.batch(step, options.batch_size, seed=options.seed)
+        (state, metrics), seconds = stopwatch(trainer.step, state, batch)
+        losses.append(float(metrics["loss"]))
+        step_seconds.append(seconds)
+        is_last = step + 1 == options.steps
+        is_due = options.eval_every and (step + 1) % options.eval_every == 0
+        validation_loss = _mean_loss(trainer, state, held_out) if is_due or is_last else None
+        tokens_per_s = tokens_per_step / summarize(step_seconds[-20:]).median_ms * 1e3
+        on_step(StepReport(step + 1, losses[-1], validation_loss, tokens_per_s))
+
+    return TrainSummary(
+        options=options,
+        num_params=num_params,
+        params_bytes=params_bytes,
+        source=corpus.source,
+        num_bytes=corpus.num_bytes,
+        num_ranks=trainer.num_ranks,
+        devices=describe_devices(mesh),
+        context=config.context,
+        planned=planned,
+        compiled=compiled,
+        compile_s=compile_s,
+        first_loss=losses[0],
+        last_loss=losses[-1],
+        validation_loss=validation_loss,
+        num_validation_bytes=sum(batch["targets"].size for batch in held_out),
+        step_timings=summarize(step_seconds),
+    )
+
+
+def describe_devices(mesh: Mesh) -> str:
+    """Says in words what the ranks are, simulated ones apart from real ones."""
+    device = mesh.devices.flat[0]
+    if device.platform != "cpu":
+        return f"{mesh.size} x {device.device_kind}"
+    if mesh.size == 1:
+        return "1 CPU device"
+    return f"{mesh.size} simulated CPU devices on {os.cpu_count()} cores"
+
+
+def _mean_loss(trainer: Trainer, state: TrainState, batches: list[Batch]) -> float | None:
+    losses = [float(trainer.evaluate(state, batch)) for batch in batches]
+    return sum(losses) / len(losses) if losses else None
+
+
+def _start_devices(options: TrainOptions) -> Mesh:
+    if options.simulate:
+        num_simulated = options.devices or DEFAULT_SIMULATED_DEVICES
+        simulate_devices(num_simulated)
+        return data_mesh(num_simulated)
+    return mesh_of_machine(options.devices, DEFAULT_SIMULATED_DEVICES)
+
+
+def _config(model: str) -> TransformerConfig:
+    readable = [name for name, config in SIZES.items() if config.vocab >= NUM_BYTE_VALUES]
+    if model not in SIZES:
+        raise ValueError(f"unknown model {model!r}: one of {', '.join(readable)}")
+    if model not in readable:
+        raise ValueError(
+            f"model {model!r} has a vocabulary of {SIZES[model].vocab}, too small for bytes "
+            f"(={NUM_BYTE_VALUES} values): one of {', '.join(readable)}"
+        )
+    return SIZES[model]
+
+
+def _make_strategy(options: TrainOptions) -> Strategy:
+    if options.bucket_mb is None:
+        return make_strategy(options.strategy)
+    factory = STRATEGIES.get(options.strategy)
+    if factory is not None and "bucket_mb" not in inspect.signature(factory).parameters:
+        raise ValueError(f"strategy {options.strategy!r} has no buckets: leave out bucket_mb (={options.bucket_mb:g})")
+    return make_strategy(options.strategy, bucket_mb=options.bucket_mb)
+
+
+def _make_optimizer(options: TrainOptions) -> optax.GradientTransformation:
+    if options.optimizer == "adamw":
+        return optax.adamw(options.learning_rate, weight_decay=0.01)
+    return getattr(optax, options.optimizer)(options.learning_rate)
