@@ -1,0 +1,189 @@
+"""Carries parameters between a Flax tree and a PyTorch ``state_dict``, through NumPy; PyTorch is never imported.
+
+Names map by rule, not by a table per model, so it serves any module whose two versions name their parts alike.
+The parts of a leaf's path are joined with dots, and its last part decides the name and the layout:
+
+    Flax                                       PyTorch
+    kernel     [in, out]                       weight  [out, in]                Linear
+    kernel     [*spatial, in / groups, out]    weight  [out, in / groups, *spatial]   Conv, 1 to 3 spatial dims
+    embedding  [num, features]                 weight  [num, features]          Embed
+    scale      [features]                      weight  [features]               LayerNorm, RMSNorm, GroupNorm
+    anything else                              the same name and layout         bias, parameters of your own
+
+Shapes cannot tell a convolution's kernel from that of ``ConvTranspose``, ``LinearGeneral`` or
+``MultiHeadAttention``, which have other layouts: those are not supported. Values are copied bit for bit. A dtype
+that differs is refused, never cast: cast the parameters first. bfloat16 stays bfloat16 (``ml_dtypes``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from flax import nnx
+
+Params = Any
+
+_RENAMED = {"kernel": "weight", "embedding": "weight", "scale": "weight"}
+
+
+def to_numpy(params: Params, *, ties: Mapping[str, str] | None = None) -> dict[str, np.ndarray]:
+    """Turns a Flax tree into arrays with the names and layouts of a PyTorch ``state_dict``.
+
+    Args:
+        params: Nested dictionaries, lists or tuples of arrays, or an ``nnx.State`` of parameters
+            (``nnx.state(module, nnx.Param)``).
+        ties: ``{alias: canonical}`` for a PyTorch module that lists a shared parameter under a second name: the
+            alias is added with the same values.
+
+    Returns:
+        Fresh, writable, C-contiguous arrays by name, in the order of the tree.
+
+    Raises:
+        ValueError: If two leaves map to one name, a leaf is not a parameter or has no rule, or a tie does not fit.
+
+    Example:
+        >>> arrays = to_numpy({"head": {"kernel": jnp.ones((3, 5))}})
+        >>> {name: array.shape for name, array in arrays.items()}
+        {'head.weight': (5, 3)}
+    """
+    leaves = _named_leaves(params)
+    abstract = [name for name, (_, leaf) in leaves.items() if isinstance(_value(leaf), jax.ShapeDtypeStruct)]
+    if abstract:
+        raise ValueError(f"every leaf must have values, not a shape alone: {', '.join(map(repr, abstract))}")
+    arrays = {}
+    for name, (path, leaf) in leaves.items():
+        arrays[name] = np.array(np.transpose(np.asarray(_value(leaf)), _to_torch(path, leaf)), order="C")
+    for alias, canonical in _checked_ties(ties, arrays).items():
+        arrays[alias] = arrays[canonical].copy()
+    return arrays
+
+
+def from_numpy(arrays: Mapping[str, Any], like: Params, *, ties: Mapping[str, str] | None = None) -> Params:
+    """Turns the arrays of a PyTorch ``state_dict`` into a Flax tree: the inverse of ``to_numpy``.
+
+    Args:
+        arrays: NumPy arrays, JAX arrays or PyTorch tensors, by ``state_dict`` name.
+        like: A tree that has the structure, shapes and dtypes wanted; ``jax.ShapeDtypeStruct`` leaves will do.
+        ties: ``{alias: canonical}`` as in ``to_numpy``; an alias may be absent, and must equal its canonical array.
+
+    Returns:
+        A tree like ``like`` of JAX arrays on the default device, which share no memory with ``arrays``.
+
+    Raises:
+        ValueError: If a name is unknown or missing, a shape or dtype is not the one expected, an alias differs from
+            its canonical array, or ``like`` itself breaks a rule of ``to_numpy``. It names every offender.
+
+    Example:
+        >>> like = {"head": {"kernel": jax.ShapeDtypeStruct((3, 5), jnp.float32)}}
+        >>> from_numpy({"head.weight": np.ones((5, 3), np.float32)}, like)["head"]["kernel"].shape
+        (3, 5)
+    """
+    leaves = _named_leaves(like)
+    ties = _checked_ties(ties, leaves)
+    given = {name: _as_numpy(array) for name, array in arrays.items()}
+    faults = [f"unknown {name!r}" for name in given if name not in leaves and name not in ties]
+    faults += [f"missing {name!r}" for name in leaves if name not in given]
+    for name, (path, leaf) in leaves.items():
+        if name not in given:
+            continue
+        shape = tuple(leaf.shape[dim] for dim in _to_torch(path, leaf))
+        if given[name].shape != shape:
+            faults.append(f"{name!r} has shape {given[name].shape}, not {shape}")
+        if given[name].dtype != leaf.dtype:
+            faults.append(f"{name!r} has dtype {given[name].dtype}, not {leaf.dtype}")
+        elif jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
+            faults.append(f"{name!r} has dtype {leaf.dtype}, which needs jax_enable_x64")
+    for alias, canonical in ties.items():
+        if alias in given and canonical in given and not _same_bits(given[alias], given[canonical]):
+            faults.append(f"{alias!r} differs from {canonical!r}, to which it is tied")
+    if faults:
+        raise ValueError(f"arrays must have the names, shapes and dtypes of like: {'; '.join(faults)}")
+
+    new = []
+    for name, (path, leaf) in leaves.items():
+        back = np.argsort(_to_torch(path, leaf))
+        # A copy: jax.device_put would share NumPy's memory on the CPU, and torch updates its tensors in place.
+        array = jnp.array(np.transpose(given[name], back), copy=True)
+        new.append(leaf.replace(array) if _is_variable(leaf) else array)
+    structure = jax.tree.structure(like, is_leaf=_is_variable)
+    return jax.tree.unflatten(structure, new)
+
+
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
+
+
+def _value(leaf: Any) -> Any:
+    return leaf.get_value() if _is_variable(leaf) else leaf
+
+
+def _named_leaves(params: Params) -> dict[str, tuple[tuple[str, ...], Any]]:
+    """Maps each PyTorch name to the leaf's path and the leaf, in the order of the tree."""
+    if isinstance(params, nnx.Module):
+        raise ValueError(f"{type(params).__name__} is a module: pass nnx.state(module, nnx.Param)")
+    leaves: dict[str, tuple[tuple[str, ...], Any]] = {}
+    faults = []
+    for keys, leaf in jax.tree.leaves_with_path(params, is_leaf=_is_variable):
+        path = tuple(_part(key) for key in keys)
+        shown = ".".join(path)
+        name = ".".join((*path[:-1], _RENAMED.get(path[-1], path[-1]))) if path else ""
+        if not name:
+            faults.append("a leaf without a name")
+        elif not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            faults.append(f"{shown!r} is a {type(leaf).__name__}, not an array")
+        elif isinstance(leaf, nnx.Variable) and not isinstance(leaf, nnx.Param):
+            faults.append(f"{shown!r} is a {type(leaf).__name__}, not a Param")
+        elif path[-1] == "kernel" and not 2 <= len(leaf.shape) <= 5:
+            faults.append(f"{shown!r} has {len(leaf.shape)} dims, not 2 to 5")
+        elif name in leaves:
+            faults.append(f"{'.'.join(leaves[name][0])!r} and {shown!r} both map to {name!r}")
+        leaves.setdefault(name, (path, leaf))
+    if faults:
+        raise ValueError(f"every leaf must be a parameter with a state_dict name of its own: {'; '.join(faults)}")
+    return leaves
+
+
+def _part(key: Any) -> str:
+    """One part of a path, whichever container it leads into."""
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def _to_torch(path: tuple[str, ...], leaf: Any) -> tuple[int, ...]:
+    """The order of the Flax dims in PyTorch's layout."""
+    num_dims = len(leaf.shape)
+    if path[-1] != "kernel":
+        return tuple(range(num_dims))
+    return (num_dims - 1, num_dims - 2, *range(num_dims - 2))
+
+
+def _checked_ties(ties: Mapping[str, str] | None, names: Mapping[str, Any]) -> Mapping[str, str]:
+    """Refuses ties whose alias is a parameter of its own or whose canonical name is none."""
+    ties = ties or {}
+    faults = [f"{alias!r} is a parameter of its own" for alias in ties if alias in names]
+    faults += [f"{canonical!r} is not a parameter" for canonical in ties.values() if canonical not in names]
+    if faults:
+        raise ValueError(f"ties must map an alias to the name of a parameter: {'; '.join(faults)}")
+    return ties
+
+
+def _as_numpy(array: Any) -> np.ndarray:
+    """A NumPy view or copy of an array, or of a tensor with ``detach``."""
+    if not hasattr(array, "detach"):
+        return np.asarray(array)
+    tensor = array.detach().cpu()
+    if str(tensor.dtype) == "torch.bfloat16":
+        # Exact: every bfloat16 is a float32, and rounding one back finds the same.
+        return tensor.float().numpy().astype(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+def _same_bits(first: np.ndarray, second: np.ndarray) -> bool:
+    return first.dtype == second.dtype and first.shape == second.shape and first.tobytes() == second.tobytes()

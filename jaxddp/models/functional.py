@@ -1,0 +1,171 @@
+"""Models by name, as the trainer wants them: a loss function and its parameters.
+
+``build`` makes both; ``abstract`` makes the same without allocating anything, for models larger than the memory.
+Parameters are nested dictionaries of arrays, named as the modules are. Nothing here communicates; the ``layer``
+hook marks the units that a sharded strategy gathers one at a time: embedding, every block, and the head with the
+norm before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from .toy import FrozenToy, TiedToy, ToyMLP, UnusedToy
+from .transformer import SIZES, Transformer, TransformerConfig, rotary_tables
+
+_TOYS: dict[str, Callable[[nnx.Rngs], nnx.Module]] = {
+    "toy": lambda rngs: ToyMLP(10, 16, 5, rngs=rngs),
+    "toy_tied": lambda rngs: TiedToy(10, 16, rngs=rngs),
+    "toy_frozen": lambda rngs: FrozenToy(10, 16, 5, rngs=rngs),
+    "toy_unused": lambda rngs: UnusedToy(10, 16, 5, rngs=rngs),
+}
+
+Params = Any
+Batch = dict[str, jax.Array]
+Loss = Callable[[Params, Batch], jax.Array]
+
+
+def mean_squared_error(output: jax.Array, target: jax.Array) -> jax.Array:
+    """Mean over every element of the squared difference.
+
+    Args:
+        output: ``[batch, features]``.
+        target: Of the same shape.
+
+    Returns:
+        A scalar.
+    """
+    return jnp.mean((output - target) ** 2)
+
+
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Mean over tokens of ``log sum exp(logits) - logits[target]``, stable for logits of any size.
+
+    Args:
+        logits: ``[..., vocab]``.
+        targets: Token ids ``[...]``, all of them valid: there is no ``ignore_index``.
+
+    Returns:
+        A scalar in nats, in the dtype of the logits.
+
+    Example:
+        >>> print(f"{cross_entropy(jnp.array([[1e4, 0.0], [0.0, 0.0]]), jnp.array([0, 1])):.4f}")
+        0.3466
+    """
+    # Comparing every id with the target keeps the gradient elementwise; an indexed read would make it a scatter.
+    is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1) == targets[..., None]
+    target_logits = jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - target_logits)
+
+
+def loss_fn(model: Callable[[jax.Array], jax.Array], batch: Batch) -> jax.Array:
+    """The mean loss of a model over a batch: cross-entropy where there are tokens, else mean-squared error.
+
+    Args:
+        model: A module, or any function of the inputs.
+        batch: ``{"tokens": [batch, length], "targets": [batch, length]}`` of integers for a language model,
+            ``{"x": [batch, in_features], "y": [batch, out_features]}`` for a toy.
+
+    Returns:
+        A scalar.
+    """
+    if "tokens" in batch:
+        return cross_entropy(model(batch["tokens"]), batch["targets"])
+    return mean_squared_error(model(batch["x"]), batch["y"])
+
+
+def build(
+    name_or_config: str | TransformerConfig, seed: int = 0, *, layer: Callable[[Callable], Callable] | None = None
+) -> tuple[Loss, Params]:
+    """Makes a model's loss function and initial parameters.
+
+    Args:
+        name_or_config: ``toy``, ``toy_tied``, ``toy_frozen``, ``toy_unused``, a name in ``SIZES``, or sizes.
+        seed: Seed of the initial values.
+        layer: Wraps each ``unit(unit_params, *args)`` of the model, such as ``jaxddp.layer``; a toy is one unit.
+
+    Returns:
+        ``(loss_fn, params)``: ``loss_fn(params, batch)`` is the mean loss, ``params`` nested dictionaries of
+        float32 arrays; a tied parameter is in it once. Cast the parameters to compute in another dtype.
+
+    Raises:
+        ValueError: If the name is not known.
+
+    Example:
+        >>> loss_fn, params = build("tiny")
+        >>> tokens = jnp.zeros((2, 16), int)
+        >>> loss_fn(params, {"tokens": tokens, "targets": tokens}).shape
+        ()
+    """
+    make = _constructor(name_or_config)
+    return _functional(make(nnx.Rngs(seed)), layer)
+
+
+def abstract(
+    name_or_config: str | TransformerConfig, *, layer: Callable[[Callable], Callable] | None = None
+) -> tuple[Loss, Params]:
+    """Like ``build``, with ``jax.ShapeDtypeStruct`` for every parameter: nothing is computed or allocated.
+
+    Args:
+        name_or_config: As in ``build``.
+        layer: As in ``build``.
+
+    Returns:
+        ``(loss_fn, params)``, to compile for sizes and machines that are not there.
+
+    Raises:
+        ValueError: If the name is not known.
+
+    Example:
+        >>> loss_fn, params = abstract("2.7b")
+        >>> sum(leaf.size for leaf in jax.tree.leaves(params))
+        3406809600
+    """
+    make = _constructor(name_or_config)
+    return _functional(nnx.eval_shape(lambda: make(nnx.Rngs(0))), layer)
+
+
+def _constructor(name_or_config: str | TransformerConfig) -> Callable[[nnx.Rngs], nnx.Module]:
+    if isinstance(name_or_config, str) and name_or_config in _TOYS:
+        return _TOYS[name_or_config]
+    config = SIZES.get(name_or_config) if isinstance(name_or_config, str) else name_or_config
+    if not isinstance(config, TransformerConfig):
+        raise ValueError(f"unknown model {name_or_config!r}: one of {', '.join([*_TOYS, *SIZES])}")
+    return lambda rngs: Transformer(config, rngs=rngs)
+
+
+def _graph(module: nnx.Module) -> Any:
+    """A module without its parameters."""
+    return nnx.split(module, nnx.Param)[0]
+
+
+def _functional(model: nnx.Module, layer: Callable[[Callable], Callable] | None) -> tuple[Loss, Params]:
+    """Splits a module into a function of its parameters and those parameters."""
+    mark = layer or (lambda unit: unit)
+    graph, state = nnx.split(model, nnx.Param)
+    params = nnx.to_pure_dict(state)
+    if not isinstance(model, Transformer):
+        whole = mark(lambda params, x: nnx.merge(graph, params)(x))
+        return lambda params, batch: loss_fn(lambda x: whole(params, x), batch), params
+
+    config = model.config
+    embedding_graph, block_graph = _graph(model.embedding), _graph(model.layers[0])
+    norm_graph, head_graph = _graph(model.norm), _graph(model.head)
+
+    def logits_fn(params: Params, tokens: jax.Array) -> jax.Array:
+        config.check_length(tokens.shape[1])
+        embed = mark(lambda unit, tokens: nnx.merge(embedding_graph, unit)(tokens))
+        x = embed(params["embedding"], tokens)
+        tables = rotary_tables(tokens.shape[1], config.head_size, x.dtype)
+        block = mark(lambda unit, x: nnx.merge(block_graph, unit)(x, tables))
+        for index in range(config.num_layers):
+            x = block(params["layers"][index], x)
+        head = mark(lambda unit, x: nnx.merge(head_graph, unit["head"])(nnx.merge(norm_graph, unit["norm"])(x)))
+        return head({"norm": params["norm"], "head": params["head"]}, x)
+
+    return lambda params, batch: loss_fn(lambda tokens: logits_fn(params, tokens), batch), params

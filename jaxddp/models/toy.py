@@ -1,0 +1,129 @@
+"""Small models, one for each corner case of data parallelism: plain, tied, frozen and unused parameters.
+
+All are Linear without bias, ReLU, LayerNorm, Linear without bias, which is the least model that has matrices and
+vectors, more than one layer and a nonlinearity. Nothing here communicates. The layers take their dtype from their
+parameters: float64 parameters compute in float64.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+# One distribution for every matrix of both packages: N(0, 1 / fan_in).
+_init = nnx.initializers.variance_scaling(1.0, "fan_in", "normal")
+
+
+def _linear(in_features: int, out_features: int, rngs: nnx.Rngs) -> nnx.Linear:
+    return nnx.Linear(in_features, out_features, use_bias=False, kernel_init=_init, rngs=rngs)
+
+
+def _layer_norm(features: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    # Flax's defaults (eps 1e-6, one-pass variance) are not PyTorch's; these are.
+    return nnx.LayerNorm(features, epsilon=1e-5, use_fast_variance=False, rngs=rngs)
+
+
+class ToyMLP(nnx.Module):
+    """Linear, ReLU, LayerNorm, Linear.
+
+    Parameters, in forward order: ``up.kernel [in_features, hidden]``, ``norm.scale [hidden]``,
+    ``norm.bias [hidden]``, ``down.kernel [hidden, out_features]``.
+
+    Args:
+        in_features: Width of the input.
+        hidden: Width between the two matrices.
+        out_features: Width of the output.
+        rngs: Source of the initial values.
+
+    Example:
+        >>> ToyMLP(3, 8, 2, rngs=nnx.Rngs(0))(jnp.ones((4, 3))).shape
+        (4, 2)
+    """
+
+    def __init__(self, in_features: int, hidden: int, out_features: int, *, rngs: nnx.Rngs):
+        """Draws the initial values."""
+        self.up = _linear(in_features, hidden, rngs)
+        self.norm = _layer_norm(hidden, rngs)
+        self.down = _linear(hidden, out_features, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps ``[batch, in_features]`` to ``[batch, out_features]``."""
+        return self.down(self.norm(jax.nn.relu(self.up(x))))
+
+
+class TiedToy(nnx.Module):
+    """One matrix used twice, into the hidden width and, transposed, back out of it.
+
+    The shared matrix is one leaf, so its gradient is the sum over both uses and it is communicated once.
+    Parameters, in forward order: ``tied [in_features, hidden]``, ``norm.scale [hidden]``, ``norm.bias [hidden]``.
+
+    Args:
+        in_features: Width of the input and of the output.
+        hidden: Width between the two uses.
+        rngs: Source of the initial values.
+
+    Example:
+        >>> TiedToy(3, 8, rngs=nnx.Rngs(0))(jnp.ones((4, 3))).shape
+        (4, 3)
+    """
+
+    def __init__(self, in_features: int, hidden: int, *, rngs: nnx.Rngs):
+        """Draws the initial values."""
+        self.tied = nnx.Param(_init(rngs.params(), (in_features, hidden), jnp.float32))
+        self.norm = _layer_norm(hidden, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps ``[batch, in_features]`` to ``[batch, in_features]``."""
+        tied = self.tied[...]
+        return self.norm(jax.nn.relu(x @ tied)) @ tied.T
+
+
+class FrozenToy(nnx.Module):
+    """A first matrix that is not to be trained.
+
+    Being frozen is the trainer's affair: ``trainable`` should be false on the path of ``frozen.kernel``.
+    Parameters, in forward order: ``frozen.kernel [in_features, hidden]``, ``norm.scale [hidden]``,
+    ``norm.bias [hidden]``, ``down.kernel [hidden, out_features]``.
+
+    Args:
+        in_features: Width of the input.
+        hidden: Width between the two matrices.
+        out_features: Width of the output.
+        rngs: Source of the initial values.
+    """
+
+    def __init__(self, in_features: int, hidden: int, out_features: int, *, rngs: nnx.Rngs):
+        """Draws the initial values."""
+        self.frozen = _linear(in_features, hidden, rngs)
+        self.norm = _layer_norm(hidden, rngs)
+        self.down = _linear(hidden, out_features, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps ``[batch, in_features]`` to ``[batch, out_features]``."""
+        return self.down(self.norm(jax.nn.relu(self.frozen(x))))
+
+
+class UnusedToy(nnx.Module):
+    """A matrix in the middle that the forward never uses: its gradient is zero.
+
+    Parameters, in registration order: ``up.kernel [in_features, hidden]``, ``unused.kernel [hidden, hidden]``,
+    ``norm.scale [hidden]``, ``norm.bias [hidden]``, ``down.kernel [hidden, out_features]``.
+
+    Args:
+        in_features: Width of the input.
+        hidden: Width between the two matrices.
+        out_features: Width of the output.
+        rngs: Source of the initial values.
+    """
+
+    def __init__(self, in_features: int, hidden: int, out_features: int, *, rngs: nnx.Rngs):
+        """Draws the initial values."""
+        self.up = _linear(in_features, hidden, rngs)
+        self.unused = _linear(hidden, hidden, rngs)
+        self.norm = _layer_norm(hidden, rngs)
+        self.down = _linear(hidden, out_features, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps ``[batch, in_features]`` to ``[batch, out_features]``."""
+        return self.down(self.norm(jax.nn.relu(self.up(x))))

@@ -1,0 +1,258 @@
+"""A decoder-only transformer: pre-norm RMSNorm, RoPE, causal attention, SwiGLU, no biases, untied head.
+
+One block computes ``x += attention(norm(x)); x += feed_forward(norm(x))``. A model of ``L`` blocks has ``9 L + 3``
+parameters, registered in forward order; blocks are unrolled, so every parameter is a leaf of its own and can be
+communicated on its own. Nothing here communicates. The parameters' dtype is the compute dtype: float64 parameters
+compute in float64, and the RoPE tables are rounded to it once, from float64.
+
+References:
+    Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
+    Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv:2104.09864.
+    Shazeer, "GLU Variants Improve Transformer", arXiv:2002.05202.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+# One distribution for every matrix of both packages: N(0, 1 / fan_in), and N(0, 1 / width) for the embedding.
+_init = nnx.initializers.variance_scaling(1.0, "fan_in", "normal")
+_embedding_init = nnx.initializers.variance_scaling(1.0, "fan_out", "normal")
+
+
+ROPE_THETA = 10_000.0
+NORM_EPS = 1e-5
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig:
+    """The sizes of a ``Transformer``.
+
+    Raises:
+        ValueError: If a size is not a positive integer, ``width`` is not divisible by ``num_heads``, or the head
+            size is odd (RoPE turns pairs).
+
+    Example:
+        >>> TransformerConfig(vocab=64, context=16, width=16, num_layers=2, num_heads=2, hidden=32).num_params
+        7248
+    """
+
+    vocab: int
+    """Number of token ids; ids run from 0 to ``vocab - 1``."""
+    context: int
+    """Greatest sequence length, in tokens."""
+    width: int
+    """Width of the residual stream."""
+    num_layers: int
+    """Number of blocks."""
+    num_heads: int
+    """Attention heads per block; the head size is ``width / num_heads``."""
+    hidden: int
+    """Width inside the feed-forward network."""
+
+    def __post_init__(self) -> None:
+        """Checks the sizes."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{field.name} (={value!r}) must be a positive integer")
+        if self.width % self.num_heads:
+            raise ValueError(f"width (={self.width}) must be divisible by num_heads (={self.num_heads})")
+        if self.head_size % 2:
+            raise ValueError(f"width / num_heads (={self.head_size}) must be even: RoPE turns pairs")
+
+    @property
+    def head_size(self) -> int:
+        """Width of one attention head."""
+        return self.width // self.num_heads
+
+    def check_length(self, length: int) -> None:
+        """Refuses sequences longer than the context.
+
+        Raises:
+            ValueError: If ``length`` is greater than ``context``.
+        """
+        if length > self.context:
+            raise ValueError(f"sequence length (={length}) must be at most context (={self.context})")
+
+    @property
+    def num_params(self) -> int:
+        """Number of parameters: embedding and head ``2 V d``, blocks ``L (4 d^2 + 3 d h + 2 d)``, last norm ``d``."""
+        block = 4 * self.width**2 + 3 * self.width * self.hidden + 2 * self.width
+        return 2 * self.vocab * self.width + self.num_layers * block + self.width
+
+
+SIZES = {
+    "tiny": TransformerConfig(vocab=64, context=16, width=16, num_layers=2, num_heads=2, hidden=32),
+    "byte": TransformerConfig(vocab=256, context=128, width=256, num_layers=4, num_heads=8, hidden=1024),
+    "lm_9m": TransformerConfig(vocab=10_000, context=128, width=256, num_layers=4, num_heads=8, hidden=1024),
+    "seed_xl": TransformerConfig(vocab=10_000, context=128, width=768, num_layers=16, num_heads=12, hidden=3200),
+    "small": TransformerConfig(vocab=10_000, context=128, width=768, num_layers=12, num_heads=12, hidden=3072),
+    "medium": TransformerConfig(vocab=10_000, context=128, width=1024, num_layers=24, num_heads=16, hidden=4096),
+    "large": TransformerConfig(vocab=10_000, context=128, width=1280, num_layers=36, num_heads=20, hidden=5120),
+    "xl": TransformerConfig(vocab=10_000, context=128, width=1600, num_layers=48, num_heads=25, hidden=6400),
+    "2.7b": TransformerConfig(vocab=10_000, context=128, width=2560, num_layers=32, num_heads=32, hidden=10_240),
+}
+"""Named sizes. ``tiny`` is for tests, ``byte`` reads bytes, ``seed_xl`` has 171,098,880 parameters in 147 tensors."""
+
+
+def rotary_tables(length: int, head_size: int, dtype: jax.typing.DTypeLike) -> tuple[np.ndarray, np.ndarray]:
+    """Cosines and sines of RoPE's angles ``position * theta^(-2 i / head_size)``.
+
+    Args:
+        length: Number of positions.
+        head_size: Width of one head, even.
+        dtype: Dtype of the result; the angles are computed in float64 whatever it is.
+
+    Returns:
+        Two constants of shape ``[length, 1, head_size / 2]``, that broadcast over heads.
+    """
+    frequencies = ROPE_THETA ** (-np.arange(0, head_size, 2, dtype=np.float64) / head_size)
+    angles = np.arange(length, dtype=np.float64)[:, None, None] * frequencies
+    return np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
+
+
+def rotate(x: jax.Array, tables: tuple[np.ndarray, np.ndarray]) -> jax.Array:
+    """Turns feature ``i`` together with feature ``i + head_size / 2`` by their position's angle (half-split RoPE).
+
+    Args:
+        x: Queries or keys, ``[batch, length, num_heads, head_size]``.
+        tables: What ``rotary_tables`` gave.
+
+    Returns:
+        An array like ``x``.
+    """
+    cos, sin = tables
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+class _Linear(nnx.Linear):
+    """A linear layer that joins every dim but the last before it multiplies.
+
+    Left apart, the kernel's gradient contracts two dims (batch and length) at once, which XLA:CPU does not hand to
+    its fast matrix product: the whole step is a fifth slower. The reshapes themselves move no data.
+    """
+
+    def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
+        return super().__call__(x.reshape(-1, self.in_features)).reshape(*x.shape[:-1], self.out_features)
+
+
+def _linear(in_features: int, out_features: int, rngs: nnx.Rngs) -> nnx.Linear:
+    return _Linear(in_features, out_features, use_bias=False, kernel_init=_init, rngs=rngs)
+
+
+def _rms_norm(width: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    return nnx.RMSNorm(width, epsilon=NORM_EPS, rngs=rngs)
+
+
+class Attention(nnx.Module):
+    """Causal self-attention over ``num_heads`` heads with rotary positions.
+
+    Args:
+        config: The model's sizes.
+        rngs: Source of the initial values.
+    """
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        """Draws the initial values."""
+        self.num_heads = config.num_heads
+        self.query = _linear(config.width, config.width, rngs)
+        self.key = _linear(config.width, config.width, rngs)
+        self.value = _linear(config.width, config.width, rngs)
+        self.output = _linear(config.width, config.width, rngs)
+
+    def __call__(self, x: jax.Array, tables: tuple[np.ndarray, np.ndarray]) -> jax.Array:
+        """Maps ``[batch, length, width]`` to the same shape; a position sees itself and those before it."""
+        batch, length, width = x.shape
+        heads = (batch, length, self.num_heads, width // self.num_heads)
+        query = rotate(self.query(x).reshape(heads), tables).swapaxes(1, 2) * heads[-1] ** -0.5
+        key = rotate(self.key(x).reshape(heads), tables).swapaxes(1, 2)
+        value = self.value(x).reshape(heads).swapaxes(1, 2)
+        visible = jnp.tril(jnp.ones((length, length), bool))
+        scores = jnp.where(visible, query @ key.swapaxes(2, 3), -jnp.inf)
+        # Softmax, divided by its sum only after the values are mixed: one [length, length] array less to keep.
+        weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
+        mixed = weights @ value / weights.sum(axis=-1, keepdims=True)
+        return self.output(mixed.swapaxes(1, 2).reshape(x.shape))
+
+
+class FeedForward(nnx.Module):
+    """SwiGLU: ``down(silu(gate(x)) * up(x))``.
+
+    Args:
+        config: The model's sizes.
+        rngs: Source of the initial values.
+    """
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        """Draws the initial values."""
+        self.gate = _linear(config.width, config.hidden, rngs)
+        self.up = _linear(config.width, config.hidden, rngs)
+        self.down = _linear(config.hidden, config.width, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps ``[..., width]`` to the same shape."""
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nnx.Module):
+    """One layer: attention and feed-forward, each behind its norm and added to the residual stream.
+
+    Args:
+        config: The model's sizes.
+        rngs: Source of the initial values.
+    """
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        """Draws the initial values."""
+        self.attention_norm = _rms_norm(config.width, rngs)
+        self.attention = Attention(config, rngs=rngs)
+        self.mlp_norm = _rms_norm(config.width, rngs)
+        self.mlp = FeedForward(config, rngs=rngs)
+
+    def __call__(self, x: jax.Array, tables: tuple[np.ndarray, np.ndarray]) -> jax.Array:
+        """Maps ``[batch, length, width]`` to the same shape."""
+        x = x + self.attention(self.attention_norm(x), tables)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Transformer(nnx.Module):
+    """The whole language model.
+
+    Args:
+        config: The model's sizes.
+        rngs: Source of the initial values.
+
+    Example:
+        >>> Transformer(SIZES["tiny"], rngs=nnx.Rngs(0))(jnp.zeros((3, 8), int)).shape
+        (3, 8, 64)
+    """
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        """Draws the initial values."""
+        self.config = config
+        self.embedding = nnx.Embed(config.vocab, config.width, embedding_init=_embedding_init, rngs=rngs)
+        # Embed fixes its output dtype when it is made; None lets the parameter decide, as in every other layer.
+        self.embedding.dtype = None
+        self.layers = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
+        self.norm = _rms_norm(config.width, rngs)
+        self.head = _linear(config.width, config.vocab, rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Maps token ids ``[batch, length]`` to logits of the next token, ``[batch, length, vocab]``.
+
+        Raises:
+            ValueError: If the sequences are longer than the context.
+        """
+        self.config.check_length(tokens.shape[1])
+        x = self.embedding(tokens)
+        tables = rotary_tables(tokens.shape[1], self.config.head_size, x.dtype)
+        for layer in self.layers:
+            x = layer(x, tables)
+        return self.head(self.norm(x))

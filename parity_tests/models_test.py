@@ -1,0 +1,102 @@
+"""The two packages' models are the same functions: same weights, same loss, same gradients."""
+
+import dataclasses
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import jaxddp.interop
+import jaxddp.models
+import torchref.interop
+import torchref.models
+
+# Float64 on both sides: the frameworks sum in another order, which costs a few roundings of values near 1.
+ATOL = 1e-12
+
+
+def numpy_batch(name, seed=0):
+    rng = np.random.default_rng(seed)
+    if name in jaxddp.models.SIZES:
+        config = jaxddp.models.SIZES[name]
+        ids = rng.integers(config.vocab, size=(2, 3, min(config.context, 16))).astype(np.int32)
+        return {"tokens": ids[0], "targets": ids[1]}
+    return {"x": rng.normal(size=(6, 10)), "y": rng.normal(size=(6, 10 if name == "toy_tied" else 5))}
+
+
+@pytest.mark.parametrize("name", ["toy", "toy_tied", "toy_frozen", "toy_unused", "tiny", "byte"])
+@pytest.mark.parametrize("direction", ["to torch", "to jax"])
+def test_same_weights_give_same_loss_and_gradients(name, direction):
+    with jax.enable_x64(True):
+        loss_fn, params = jaxddp.models.build(name, seed=1)
+        params = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), params)
+        module = torchref.models.build(name, seed=2).double()
+        if direction == "to torch":
+            torchref.interop.from_numpy(jaxddp.interop.to_numpy(params), module)
+        else:
+            params = jaxddp.interop.from_numpy(torchref.interop.to_numpy(module), params)
+
+        batch = numpy_batch(name)
+        loss, grads = jax.jit(jax.value_and_grad(loss_fn))(params, jax.tree.map(jnp.asarray, batch))
+        torch_loss = torchref.models.loss_fn(module, {key: torch.from_numpy(array) for key, array in batch.items()})
+        torch_loss.backward()
+        assert loss.dtype == jnp.float64 and torch_loss.dtype == torch.float64
+        assert abs(float(loss) - torch_loss.item()) < ATOL
+
+        grads = jaxddp.interop.to_numpy(grads)
+        assert set(grads) == set(module.state_dict())
+        for key, parameter in module.named_parameters():
+            if key == "frozen.weight":
+                assert parameter.grad is None and grads[key].any()
+            elif key == "unused.weight":
+                assert parameter.grad is None and not grads[key].any()
+            else:
+                assert parameter.grad is not None
+                np.testing.assert_allclose(grads[key], parameter.grad.numpy(), rtol=0, atol=ATOL, err_msg=key)
+
+
+def test_sizes_are_the_same():
+    ours = {name: dataclasses.asdict(config) for name, config in jaxddp.models.SIZES.items()}
+    theirs = {name: dataclasses.asdict(config) for name, config in torchref.models.SIZES.items()}
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("name", jaxddp.models.SIZES)
+def test_parameters_have_the_same_names_and_shapes_at_every_size(name):
+    module = torchref.models.abstract(name)
+    arrays = {key: jax.ShapeDtypeStruct(tuple(p.shape), np.float32) for key, p in module.named_parameters()}
+    params = jaxddp.models.abstract(name)[1]
+    ours = jaxddp.interop._named_leaves(params)
+    shapes = {
+        key: jax.ShapeDtypeStruct(tuple(leaf.shape[dim] for dim in jaxddp.interop._to_torch(path, leaf)), leaf.dtype)
+        for key, (path, leaf) in ours.items()
+    }
+    assert shapes == arrays
+
+
+@pytest.mark.parametrize("file", ["toy", "transformer", "functional"])
+def test_files_have_the_same_public_names_in_the_same_order(file):
+    def public(package):
+        module = getattr(package, file)
+        defined = [
+            name
+            for name, thing in vars(module).items()
+            if (inspect.isclass(thing) or inspect.isfunction(thing)) and thing.__module__ == module.__name__
+        ]
+        return [name for name in defined if not name.startswith("_")]
+
+    assert public(jaxddp.models) == public(torchref.models) != []
+
+
+@pytest.mark.parametrize("name", ["toy", "toy_tied", "tiny"])
+def test_initial_values_have_the_same_spread(name):
+    arrays = jaxddp.interop.to_numpy(jaxddp.models.build(name)[1])
+    for key, array in torchref.interop.to_numpy(torchref.models.build(name)).items():
+        if array.size >= 256:
+            # Two samples of at least 256 normal numbers: their standard deviations differ by 6 % at one sigma.
+            assert 0.75 < array.std() / arrays[key].std() < 1.33, key
+        elif array.ndim == 1:
+            assert np.array_equal(array, arrays[key]), key

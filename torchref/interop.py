@@ -1,0 +1,106 @@
+"""Carries parameters between a module and NumPy, under the names and layouts of its ``state_dict``.
+
+These are the arrays that ``jaxddp.interop`` maps to and from a Flax tree; this half only moves bits. A parameter
+that is shared is listed under each of its names, as ``state_dict`` does. Values are copied bit for bit. A dtype that
+differs is refused, never cast: cast the module first. bfloat16, which NumPy lacks, becomes ``ml_dtypes.bfloat16``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+
+def to_numpy(module: nn.Module) -> dict[str, np.ndarray]:
+    """Copies a module's ``state_dict`` to NumPy.
+
+    Args:
+        module: Any module, on any device.
+
+    Returns:
+        Fresh, writable, C-contiguous arrays by name, in the order of ``state_dict``.
+
+    Example:
+        >>> {name: array.shape for name, array in to_numpy(nn.Linear(3, 5)).items()}
+        {'weight': (5, 3), 'bias': (5,)}
+    """
+    return {name: _as_numpy(tensor).copy(order="C") for name, tensor in module.state_dict().items()}
+
+
+def from_numpy(arrays: Mapping[str, Any], module: nn.Module) -> nn.Module:
+    """Loads arrays into a module, in place: the inverse of ``to_numpy``.
+
+    Args:
+        arrays: NumPy arrays, JAX arrays or PyTorch tensors, by ``state_dict`` name. Of a shared parameter's names
+            one is enough; if more are given, their values must be equal.
+        module: The module to fill; nothing in it changes if anything is refused.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        ValueError: If a name is unknown or missing, a shape or dtype is not the one expected, or the values given
+            for a shared parameter differ. It names every offender.
+
+    Example:
+        >>> module = from_numpy({"weight": np.ones((5, 3), np.float32)}, nn.Linear(3, 5, bias=False))
+        >>> module.weight.sum().item()
+        15.0
+    """
+    tensors = module.state_dict(keep_vars=True)
+    given = {name: _as_numpy(array) for name, array in arrays.items()}
+    names_of: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        names_of.setdefault(id(tensor), []).append(name)
+
+    faults = [f"unknown {name!r}" for name in given if name not in tensors]
+    sources: dict[str, str] = {}
+    for names in names_of.values():
+        found = [name for name in names if name in given]
+        if not found:
+            faults.append(f"missing {names[0]!r}")
+            continue
+        sources[names[0]] = found[0]
+        for name in found[1:]:
+            if not _same_bits(given[name], given[found[0]]):
+                faults.append(f"{name!r} differs from {found[0]!r}, to which it is tied")
+    for name, source in sources.items():
+        shape, dtype = tuple(tensors[name].shape), str(tensors[name].dtype).removeprefix("torch.")
+        if given[source].shape != shape:
+            faults.append(f"{source!r} has shape {given[source].shape}, not {shape}")
+        if given[source].dtype.name != dtype:
+            faults.append(f"{source!r} has dtype {given[source].dtype}, not {dtype}")
+    if faults:
+        raise ValueError(f"arrays must have the names, shapes and dtypes of module: {'; '.join(faults)}")
+
+    with torch.no_grad():
+        for name, source in sources.items():
+            tensors[name].copy_(_as_tensor(given[source]))
+    return module
+
+
+def _as_numpy(array: Any) -> np.ndarray:
+    """A NumPy view or copy of an array or tensor."""
+    if not isinstance(array, torch.Tensor):
+        return np.asarray(array)
+    tensor = array.detach().cpu()
+    if tensor.dtype == torch.bfloat16:
+        import ml_dtypes  # only bfloat16 needs it
+
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+def _as_tensor(array: np.ndarray) -> torch.Tensor:
+    """A tensor that shares no memory with ``array``, which may be read-only."""
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(array.copy())
+
+
+def _same_bits(first: np.ndarray, second: np.ndarray) -> bool:
+    return first.dtype == second.dtype and first.shape == second.shape and first.tobytes() == second.tobytes()

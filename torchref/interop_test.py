@@ -1,0 +1,101 @@
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from torchref.interop import from_numpy, to_numpy
+from torchref.models import build
+
+
+class Tied(nn.Module):
+    """Lists one parameter under two names, as language models with a tied head do."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 2)
+        self.head = nn.Linear(2, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize("name", ["toy", "toy_tied", "toy_frozen", "toy_unused", "tiny"])
+def test_models_come_back_bit_for_bit(name):
+    module, other = build(name, seed=0), build(name, seed=1)
+    arrays = to_numpy(module)
+    assert list(arrays) == list(module.state_dict())
+    flags = [parameter.requires_grad for parameter in other.parameters()]
+    assert from_numpy(arrays, other) is other
+    assert all(torch.equal(other.state_dict()[name], tensor) for name, tensor in module.state_dict().items())
+    assert [parameter.requires_grad for parameter in other.parameters()] == flags
+    assert from_numpy(module.state_dict(), build(name, seed=2)).state_dict().keys() == arrays.keys()
+
+
+def test_buffers_are_carried_too():
+    module = nn.BatchNorm1d(3)
+    arrays = to_numpy(module)
+    assert arrays["num_batches_tracked"].dtype == np.int64
+    arrays["num_batches_tracked"] = np.asarray(5)
+    arrays["running_mean"] = np.full(3, 2.0, np.float32)
+    from_numpy(arrays, module)
+    buffers = dict(module.named_buffers())
+    assert buffers["num_batches_tracked"].item() == 5 and (buffers["running_mean"] == 2.0).all()
+
+
+def test_nothing_is_shared_with_the_arrays_given_or_returned():
+    module = nn.Linear(2, 3)
+    arrays = to_numpy(module)
+    before = module.weight.detach().clone()
+    arrays["weight"][:] = 9.0
+    assert torch.equal(module.weight, before)
+    read_only = {name: np.zeros_like(array) for name, array in arrays.items()}
+    for array in read_only.values():
+        array.flags.writeable = False
+    from_numpy(read_only, module)
+    with torch.no_grad():
+        module.weight += 1.0
+    assert not read_only["weight"].any()
+
+
+def test_bfloat16_keeps_its_bits():
+    # Every bit pattern, not-a-numbers included.
+    values = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16)
+    module = nn.LayerNorm(2**16, bias=False).to(torch.bfloat16)
+    from_numpy({"weight": values}, module)
+    assert np.array_equal(module.weight.detach().view(torch.int16).numpy().view(np.uint16), values.view(np.uint16))
+    back = to_numpy(module)["weight"]
+    assert back.dtype == ml_dtypes.bfloat16
+    assert np.array_equal(back.view(np.uint16), values.view(np.uint16))
+
+
+def test_a_shared_parameter_is_listed_under_both_names_and_needs_one():
+    module = Tied()
+    arrays = to_numpy(module)
+    assert list(arrays) == ["embed.weight", "head.weight"]
+    filled = np.full((7, 2), 3.0, np.float32)
+    for name in arrays:
+        from_numpy({name: filled}, module)
+        assert module.embed.weight is module.head.weight
+        assert (module.embed.weight == 3.0).all()
+        filled = filled.copy()
+    with pytest.raises(ValueError, match="'head.weight' differs from 'embed.weight', to which it is tied$"):
+        from_numpy({"embed.weight": filled, "head.weight": filled + 1}, module)
+    with pytest.raises(ValueError, match="missing 'embed.weight'$"):
+        from_numpy({}, module)
+
+
+def test_every_array_that_does_not_fit_is_named_in_one_line_and_nothing_is_loaded():
+    module = nn.ModuleDict({"a": nn.Linear(2, 3, bias=False), "b": nn.Linear(2, 3), "c": nn.LayerNorm(2, bias=False)})
+    before = to_numpy(module)
+    arrays = {
+        "a.weight": np.zeros((2, 3), np.float32),
+        "b.weight": np.zeros((3, 2), np.float32),
+        "c.weight": np.zeros(2),
+        "d": np.zeros(1),
+    }
+    with pytest.raises(ValueError) as error:
+        from_numpy(arrays, module)
+    assert str(error.value) == (
+        "arrays must have the names, shapes and dtypes of module: unknown 'd'; missing 'b.bias'; "
+        "'a.weight' has shape (2, 3), not (3, 2); 'c.weight' has dtype float64, not float32"
+    )
+    assert all(np.array_equal(array, before[name]) for name, array in to_numpy(module).items())

@@ -1,0 +1,127 @@
+"""Models by name, and the loss they are trained on.
+
+``build`` makes a module; ``abstract`` makes the same on the ``meta`` device, without allocating anything, for models
+larger than the memory. The loss calls ``module(...)``, so a wrapper around the module works in its place. Nothing
+here communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .toy import FrozenToy, TiedToy, ToyMLP, UnusedToy
+from .transformer import SIZES, Transformer, TransformerConfig
+
+_TOYS: dict[str, Callable[[], nn.Module]] = {
+    "toy": lambda: ToyMLP(10, 16, 5),
+    "toy_tied": lambda: TiedToy(10, 16),
+    "toy_frozen": lambda: FrozenToy(10, 16, 5),
+    "toy_unused": lambda: UnusedToy(10, 16, 5),
+}
+
+Batch = dict[str, torch.Tensor]
+
+
+def mean_squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Mean over every element of the squared difference.
+
+    Args:
+        output: ``[batch, features]``.
+        target: Of the same shape.
+
+    Returns:
+        A scalar.
+    """
+    return F.mse_loss(output, target)
+
+
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean over tokens of ``log sum exp(logits) - logits[target]``, stable for logits of any size.
+
+    Args:
+        logits: ``[..., vocab]``.
+        targets: Token ids ``[...]``, of any integer dtype, all of them valid: there is no ``ignore_index``.
+
+    Returns:
+        A scalar in nats, in the dtype of the logits.
+
+    Example:
+        >>> print(f"{cross_entropy(torch.tensor([[1e4, 0.0], [0.0, 0.0]]), torch.tensor([0, 1])):.4f}")
+        0.3466
+    """
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten().long())
+
+
+def loss_fn(model: Callable[[torch.Tensor], torch.Tensor], batch: Batch) -> torch.Tensor:
+    """The mean loss of a model over a batch: cross-entropy where there are tokens, else mean-squared error.
+
+    Args:
+        model: A module or a wrapper around one.
+        batch: ``{"tokens": [batch, length], "targets": [batch, length]}`` of integers for a language model,
+            ``{"x": [batch, in_features], "y": [batch, out_features]}`` for a toy.
+
+    Returns:
+        A scalar.
+    """
+    if "tokens" in batch:
+        return cross_entropy(model(batch["tokens"]), batch["targets"])
+    return mean_squared_error(model(batch["x"]), batch["y"])
+
+
+def build(name_or_config: str | TransformerConfig, seed: int = 0) -> nn.Module:
+    """Makes a model with its initial parameters.
+
+    Args:
+        name_or_config: ``toy``, ``toy_tied``, ``toy_frozen``, ``toy_unused``, a name in ``SIZES``, or sizes.
+        seed: Seed of the initial values; the global generator is left as it was.
+
+    Returns:
+        A float32 module on the CPU.
+
+    Raises:
+        ValueError: If the name is not known.
+
+    Example:
+        >>> module = build("tiny")
+        >>> tokens = torch.zeros(2, 16, dtype=torch.int64)
+        >>> tuple(loss_fn(module, {"tokens": tokens, "targets": tokens}).shape)
+        ()
+    """
+    make = _constructor(name_or_config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make()
+
+
+def abstract(name_or_config: str | TransformerConfig) -> nn.Module:
+    """Like ``build``, with every parameter on the ``meta`` device: nothing is computed or allocated.
+
+    Args:
+        name_or_config: As in ``build``.
+
+    Returns:
+        A module that has shapes and dtypes only.
+
+    Raises:
+        ValueError: If the name is not known.
+
+    Example:
+        >>> sum(parameter.numel() for parameter in abstract("2.7b").parameters())
+        3406809600
+    """
+    make = _constructor(name_or_config)
+    with torch.device("meta"):
+        return make()
+
+
+def _constructor(name_or_config: str | TransformerConfig) -> Callable[[], nn.Module]:
+    if isinstance(name_or_config, str) and name_or_config in _TOYS:
+        return _TOYS[name_or_config]
+    config = SIZES.get(name_or_config) if isinstance(name_or_config, str) else name_or_config
+    if not isinstance(config, TransformerConfig):
+        raise ValueError(f"unknown model {name_or_config!r}: one of {', '.join([*_TOYS, *SIZES])}")
+    return lambda: Transformer(config)

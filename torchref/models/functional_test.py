@@ -1,0 +1,103 @@
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from torchref.models import TransformerConfig, abstract, build, cross_entropy, loss_fn
+
+TOYS = ["toy", "toy_tied", "toy_frozen", "toy_unused"]
+
+
+def tokens_batch(seed=0, vocab=64, length=16):
+    tokens, targets = np.random.default_rng(seed).integers(vocab, size=(2, 3, length)).astype(np.int32)
+    return {"tokens": torch.from_numpy(tokens), "targets": torch.from_numpy(targets)}
+
+
+def toy_batch(name):
+    x, y = np.random.default_rng(0).normal(size=(2, 6, 10)).astype(np.float32)
+    return {"x": torch.from_numpy(x), "y": torch.from_numpy(y if name == "toy_tied" else y[:, :5])}
+
+
+def test_cross_entropy_equals_numpy_and_is_stable():
+    rng = np.random.default_rng(0)
+    logits, targets = rng.normal(size=(2, 5, 7)) * 3, rng.integers(7, size=(2, 5))
+    picked = np.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    expected = (np.log(np.exp(logits).sum(axis=-1)) - picked).mean()
+    for shift in (0.0, 1e4, -1e4):
+        got = cross_entropy(torch.from_numpy(logits + shift), torch.from_numpy(targets))
+        # Adding 1e4 rounds a float64 logit by 1e-12.
+        assert abs(got.item() - expected) < (1e-11 if shift else 1e-14)
+
+
+def test_cross_entropy_gradient_is_softmax_minus_one_hot():
+    rng = np.random.default_rng(0)
+    logits, targets = rng.normal(size=(5, 7)), rng.integers(7, size=5)
+    softmax = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    expected = (softmax - np.eye(7)[targets]) / 5
+    leaf = torch.from_numpy(logits).requires_grad_()
+    cross_entropy(leaf, torch.from_numpy(targets)).backward()
+    assert leaf.grad is not None
+    # A handful of float64 roundings of values below 1.
+    np.testing.assert_allclose(leaf.grad.numpy(), expected, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", [*TOYS, "tiny"])
+def test_build_gives_a_module_whose_loss_has_a_gradient(name):
+    module = build(name)
+    loss = loss_fn(module, tokens_batch() if name == "tiny" else toy_batch(name))
+    loss.backward()
+    assert loss.shape == () and 0.1 < loss.item() < 10.0
+    without = [name for name, parameter in module.named_parameters() if parameter.grad is None]
+    assert without == {"toy_frozen": ["frozen.weight"], "toy_unused": ["unused.weight"]}.get(name, [])
+    assert all(p.grad.any() for p in module.parameters() if p.grad is not None)
+
+
+def test_the_loss_calls_a_wrapper_in_place_of_the_module():
+    class Wrapper(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module, self.calls = module, 0
+
+        def forward(self, x):
+            self.calls += 1
+            return self.module(x)
+
+    wrapper = Wrapper(build("tiny"))
+    assert loss_fn(wrapper, tokens_batch()).item() == loss_fn(wrapper.module, tokens_batch()).item()
+    assert wrapper.calls == 1
+
+
+def test_mean_squared_error_is_over_every_element():
+    batch = {"x": torch.zeros(2, 3), "y": torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 2.0]])}
+    assert loss_fn(lambda x: x, batch).item() == 3.0
+
+
+def test_seed_decides_the_parameters_and_the_global_generator_stays():
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    first, again, other = (build("tiny", seed).state_dict() for seed in (0, 0, 1))
+    assert torch.equal(torch.rand(3), expected)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["head.weight"], other["head.weight"])
+
+
+@pytest.mark.parametrize("name", [*TOYS, "tiny"])
+def test_abstract_is_build_without_values(name):
+    shapes = [(n, p.shape, p.dtype, p.requires_grad) for n, p in abstract(name).named_parameters()]
+    assert shapes == [(n, p.shape, p.dtype, p.requires_grad) for n, p in build(name).named_parameters()]
+    assert {parameter.device.type for parameter in abstract(name).parameters()} == {"meta"}
+
+
+def test_a_config_of_ones_own_will_do():
+    config = TransformerConfig(vocab=11, context=4, width=6, num_layers=1, num_heads=3, hidden=5)
+    assert sum(parameter.numel() for parameter in build(config).parameters()) == config.num_params
+
+
+@pytest.mark.parametrize("make", [build, abstract])
+def test_an_unknown_model_is_refused_with_the_known_ones(make):
+    names = "toy, toy_tied, toy_frozen, toy_unused, tiny, byte, lm_9m, seed_xl, small, medium, large, xl, 2.7b"
+    with pytest.raises(ValueError, match=f"^unknown model 'foo': one of {names}$"):
+        make("foo")
+    with pytest.raises(ValueError, match="^unknown model 3: one of toy, "):
+        make(3)

@@ -1,0 +1,122 @@
+"""Small models, one for each corner case of data parallelism: plain, tied, frozen and unused parameters.
+
+All are Linear without bias, ReLU, LayerNorm, Linear without bias, which is the least model that has matrices and
+vectors, more than one layer and a nonlinearity. Nothing here communicates. A module is float32 when it is made;
+``module.double()`` makes it compute in float64.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def _linear(in_features: int, out_features: int) -> nn.Linear:
+    linear = nn.Linear(in_features, out_features, bias=False)
+    # One distribution for every matrix of both packages: N(0, 1 / fan_in).
+    nn.init.normal_(linear.weight, std=in_features**-0.5)
+    return linear
+
+
+class ToyMLP(nn.Module):
+    """Linear, ReLU, LayerNorm, Linear.
+
+    Parameters, in forward order: ``up.weight [hidden, in_features]``, ``norm.weight [hidden]``,
+    ``norm.bias [hidden]``, ``down.weight [out_features, hidden]``.
+
+    Args:
+        in_features: Width of the input.
+        hidden: Width between the two matrices.
+        out_features: Width of the output.
+
+    Example:
+        >>> tuple(ToyMLP(3, 8, 2)(torch.ones(4, 3)).shape)
+        (4, 2)
+    """
+
+    def __init__(self, in_features: int, hidden: int, out_features: int):
+        """Draws the initial values."""
+        super().__init__()
+        self.up = _linear(in_features, hidden)
+        self.norm = nn.LayerNorm(hidden, eps=1e-5)
+        self.down = _linear(hidden, out_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps ``[batch, in_features]`` to ``[batch, out_features]``."""
+        return self.down(self.norm(F.relu(self.up(x))))
+
+
+class TiedToy(nn.Module):
+    """One matrix used twice, into the hidden width and, transposed, back out of it.
+
+    The shared matrix is one parameter, so its gradient is the sum over both uses and it is communicated once.
+    Parameters, in forward order: ``tied [in_features, hidden]``, ``norm.weight [hidden]``, ``norm.bias [hidden]``.
+
+    Args:
+        in_features: Width of the input and of the output.
+        hidden: Width between the two uses.
+
+    Example:
+        >>> tuple(TiedToy(3, 8)(torch.ones(4, 3)).shape)
+        (4, 3)
+    """
+
+    def __init__(self, in_features: int, hidden: int):
+        """Draws the initial values."""
+        super().__init__()
+        self.tied = nn.Parameter(torch.randn(in_features, hidden) * in_features**-0.5)
+        self.norm = nn.LayerNorm(hidden, eps=1e-5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps ``[batch, in_features]`` to ``[batch, in_features]``."""
+        return self.norm(F.relu(x @ self.tied)) @ self.tied.T
+
+
+class FrozenToy(nn.Module):
+    """A first matrix that is not to be trained: ``frozen.weight`` is born with ``requires_grad=False``.
+
+    Parameters, in forward order: ``frozen.weight [hidden, in_features]``, ``norm.weight [hidden]``,
+    ``norm.bias [hidden]``, ``down.weight [out_features, hidden]``.
+
+    Args:
+        in_features: Width of the input.
+        hidden: Width between the two matrices.
+        out_features: Width of the output.
+    """
+
+    def __init__(self, in_features: int, hidden: int, out_features: int):
+        """Draws the initial values."""
+        super().__init__()
+        self.frozen = _linear(in_features, hidden).requires_grad_(False)
+        self.norm = nn.LayerNorm(hidden, eps=1e-5)
+        self.down = _linear(hidden, out_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps ``[batch, in_features]`` to ``[batch, out_features]``."""
+        return self.down(self.norm(F.relu(self.frozen(x))))
+
+
+class UnusedToy(nn.Module):
+    """A matrix in the middle that the forward never uses: backward leaves its ``.grad`` None.
+
+    Parameters, in registration order: ``up.weight [hidden, in_features]``, ``unused.weight [hidden, hidden]``,
+    ``norm.weight [hidden]``, ``norm.bias [hidden]``, ``down.weight [out_features, hidden]``.
+
+    Args:
+        in_features: Width of the input.
+        hidden: Width between the two matrices.
+        out_features: Width of the output.
+    """
+
+    def __init__(self, in_features: int, hidden: int, out_features: int):
+        """Draws the initial values."""
+        super().__init__()
+        self.up = _linear(in_features, hidden)
+        self.unused = _linear(hidden, hidden)
+        self.norm = nn.LayerNorm(hidden, eps=1e-5)
+        self.down = _linear(hidden, out_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps ``[batch, in_features]`` to ``[batch, out_features]``."""
+        return self.down(self.norm(F.relu(self.up(x))))

@@ -1,0 +1,243 @@
+"""A decoder-only transformer: pre-norm RMSNorm, RoPE, causal attention, SwiGLU, no biases, untied head.
+
+One block computes ``x += attention(norm(x)); x += feed_forward(norm(x))``. A model of ``L`` blocks has ``9 L + 3``
+parameters, registered in forward order; every one is a tensor of its own and can be communicated on its own.
+Nothing here communicates. The parameters' dtype is the compute dtype: float64 parameters compute in float64, and
+the RoPE tables are rounded to it once, from float64; they are no parameters and no buffers, so ``state_dict`` holds
+the parameters and nothing else.
+
+References:
+    Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
+    Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv:2104.09864.
+    Shazeer, "GLU Variants Improve Transformer", arXiv:2002.05202.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+ROPE_THETA = 10_000.0
+NORM_EPS = 1e-5
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig:
+    """The sizes of a ``Transformer``.
+
+    Raises:
+        ValueError: If a size is not a positive integer, ``width`` is not divisible by ``num_heads``, or the head
+            size is odd (RoPE turns pairs).
+
+    Example:
+        >>> TransformerConfig(vocab=64, context=16, width=16, num_layers=2, num_heads=2, hidden=32).num_params
+        7248
+    """
+
+    vocab: int
+    """Number of token ids; ids run from 0 to ``vocab - 1``."""
+    context: int
+    """Greatest sequence length, in tokens."""
+    width: int
+    """Width of the residual stream."""
+    num_layers: int
+    """Number of blocks."""
+    num_heads: int
+    """Attention heads per block; the head size is ``width / num_heads``."""
+    hidden: int
+    """Width inside the feed-forward network."""
+
+    def __post_init__(self) -> None:
+        """Checks the sizes."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{field.name} (={value!r}) must be a positive integer")
+        if self.width % self.num_heads:
+            raise ValueError(f"width (={self.width}) must be divisible by num_heads (={self.num_heads})")
+        if self.head_size % 2:
+            raise ValueError(f"width / num_heads (={self.head_size}) must be even: RoPE turns pairs")
+
+    @property
+    def head_size(self) -> int:
+        """Width of one attention head."""
+        return self.width // self.num_heads
+
+    def check_length(self, length: int) -> None:
+        """Refuses sequences longer than the context.
+
+        Raises:
+            ValueError: If ``length`` is greater than ``context``.
+        """
+        if length > self.context:
+            raise ValueError(f"sequence length (={length}) must be at most context (={self.context})")
+
+    @property
+    def num_params(self) -> int:
+        """Number of parameters: embedding and head ``2 V d``, blocks ``L (4 d^2 + 3 d h + 2 d)``, last norm ``d``."""
+        block = 4 * self.width**2 + 3 * self.width * self.hidden + 2 * self.width
+        return 2 * self.vocab * self.width + self.num_layers * block + self.width
+
+
+SIZES = {
+    "tiny": TransformerConfig(vocab=64, context=16, width=16, num_layers=2, num_heads=2, hidden=32),
+    "byte": TransformerConfig(vocab=256, context=128, width=256, num_layers=4, num_heads=8, hidden=1024),
+    "lm_9m": TransformerConfig(vocab=10_000, context=128, width=256, num_layers=4, num_heads=8, hidden=1024),
+    "seed_xl": TransformerConfig(vocab=10_000, context=128, width=768, num_layers=16, num_heads=12, hidden=3200),
+    "small": TransformerConfig(vocab=10_000, context=128, width=768, num_layers=12, num_heads=12, hidden=3072),
+    "medium": TransformerConfig(vocab=10_000, context=128, width=1024, num_layers=24, num_heads=16, hidden=4096),
+    "large": TransformerConfig(vocab=10_000, context=128, width=1280, num_layers=36, num_heads=20, hidden=5120),
+    "xl": TransformerConfig(vocab=10_000, context=128, width=1600, num_layers=48, num_heads=25, hidden=6400),
+    "2.7b": TransformerConfig(vocab=10_000, context=128, width=2560, num_layers=32, num_heads=32, hidden=10_240),
+}
+"""Named sizes. ``tiny`` is for tests, ``byte`` reads bytes, ``seed_xl`` has 171,098,880 parameters in 147 tensors."""
+
+
+def rotary_tables(
+    length: int, head_size: int, dtype: torch.dtype, device: torch.device | str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of RoPE's angles ``position * theta^(-2 i / head_size)``.
+
+    Args:
+        length: Number of positions.
+        head_size: Width of one head, even.
+        dtype: Dtype of the result; the angles are computed in float64 whatever it is.
+        device: Where to compute them.
+
+    Returns:
+        Two tensors of shape ``[length, 1, head_size / 2]``, that broadcast over heads.
+    """
+    frequencies = ROPE_THETA ** (-torch.arange(0, head_size, 2, dtype=torch.float64, device=device) / head_size)
+    angles = torch.arange(length, dtype=torch.float64, device=device)[:, None, None] * frequencies
+    return torch.cos(angles).to(dtype), torch.sin(angles).to(dtype)
+
+
+def rotate(x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Turns feature ``i`` together with feature ``i + head_size / 2`` by their position's angle (half-split RoPE).
+
+    Args:
+        x: Queries or keys, ``[batch, length, num_heads, head_size]``.
+        tables: What ``rotary_tables`` gave.
+
+    Returns:
+        A tensor like ``x``.
+    """
+    cos, sin = tables
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def _linear(in_features: int, out_features: int) -> nn.Linear:
+    linear = nn.Linear(in_features, out_features, bias=False)
+    # One distribution for every matrix of both packages: N(0, 1 / fan_in).
+    nn.init.normal_(linear.weight, std=in_features**-0.5)
+    return linear
+
+
+def _rms_norm(width: int) -> nn.RMSNorm:
+    return nn.RMSNorm(width, eps=NORM_EPS)
+
+
+class Attention(nn.Module):
+    """Causal self-attention over ``num_heads`` heads with rotary positions.
+
+    Args:
+        config: The model's sizes.
+    """
+
+    def __init__(self, config: TransformerConfig):
+        """Draws the initial values."""
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.query = _linear(config.width, config.width)
+        self.key = _linear(config.width, config.width)
+        self.value = _linear(config.width, config.width)
+        self.output = _linear(config.width, config.width)
+
+    def forward(self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Maps ``[batch, length, width]`` to the same shape; a position sees itself and those before it."""
+        batch, length, width = x.shape
+        heads = (batch, length, self.num_heads, width // self.num_heads)
+        query = rotate(self.query(x).view(heads), tables).transpose(1, 2)
+        key = rotate(self.key(x).view(heads), tables).transpose(1, 2)
+        value = self.value(x).view(heads).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.output(mixed.transpose(1, 2).reshape(x.shape))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: ``down(silu(gate(x)) * up(x))``.
+
+    Args:
+        config: The model's sizes.
+    """
+
+    def __init__(self, config: TransformerConfig):
+        """Draws the initial values."""
+        super().__init__()
+        self.gate = _linear(config.width, config.hidden)
+        self.up = _linear(config.width, config.hidden)
+        self.down = _linear(config.hidden, config.width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps ``[..., width]`` to the same shape."""
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward, each behind its norm and added to the residual stream.
+
+    Args:
+        config: The model's sizes.
+    """
+
+    def __init__(self, config: TransformerConfig):
+        """Draws the initial values."""
+        super().__init__()
+        self.attention_norm = _rms_norm(config.width)
+        self.attention = Attention(config)
+        self.mlp_norm = _rms_norm(config.width)
+        self.mlp = FeedForward(config)
+
+    def forward(self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Maps ``[batch, length, width]`` to the same shape."""
+        x = x + self.attention(self.attention_norm(x), tables)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Transformer(nn.Module):
+    """The whole language model.
+
+    Args:
+        config: The model's sizes.
+
+    Example:
+        >>> tuple(Transformer(SIZES["tiny"])(torch.zeros(3, 8, dtype=torch.int64)).shape)
+        (3, 8, 64)
+    """
+
+    def __init__(self, config: TransformerConfig):
+        """Draws the initial values."""
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab, config.width)
+        nn.init.normal_(self.embedding.weight, std=config.width**-0.5)
+        self.layers = nn.ModuleList([Block(config) for _ in range(config.num_layers)])
+        self.norm = _rms_norm(config.width)
+        self.head = _linear(config.width, config.vocab)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Maps token ids ``[batch, length]`` to logits of the next token, ``[batch, length, vocab]``.
+
+        Raises:
+            ValueError: If the sequences are longer than the context.
+        """
+        self.config.check_length(tokens.shape[1])
+        x = self.embedding(tokens)
+        tables = rotary_tables(tokens.shape[1], self.config.head_size, x.dtype, x.device)
+        for layer in self.layers:
+            x = layer(x, tables)
+        return self.head(self.norm(x))
