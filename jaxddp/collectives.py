@@ -1,0 +1,225 @@
+"""NCCL's primitives by name, for use inside `jax.shard_map` or `jax.pmap`.
+
+Each function is called by every rank of a named axis with its own ``x`` (one rank is one device of that axis) and
+does its work in one collective operation, so what it sends can be read in its docstring: N is the number of
+ranks, S the bytes of the full buffer. ``bus factor`` is what nccl-tests multiplies S / time with to get a number
+that compares with the speed of the links.
+
+| function       | input per rank | output per rank  | sent per rank on a ring | bus factor | compiles to        |
+|----------------|----------------|------------------|-------------------------|------------|--------------------|
+| all_reduce     | [...]          | [...]            | 2 (N-1)/N S             | 2 (N-1)/N  | all-reduce         |
+| reduce_scatter | [N k, ...] = S | [k, ...]         | (N-1)/N S               | (N-1)/N    | reduce-scatter     |
+| all_gather     | [k, ...]       | [N k, ...] = S   | (N-1)/N S               | (N-1)/N    | all-gather         |
+| broadcast      | [...]          | [...]            | 2 (N-1)/N S             | 1          | all-reduce         |
+| reduce         | [...]          | [...], 0 off root| 2 (N-1)/N S             | 1          | all-reduce         |
+| send_recv      | [...]          | [...]            | S if it sends           | 1          | collective-permute |
+
+Arrays of length 0 are allowed: the result is empty and nothing travels. Sums are in the dtype of ``x``. Under
+``check_vma=True`` the results of `all_reduce` and `broadcast` are known to be equal on all ranks and may leave
+`jax.shard_map` under ``out_specs=P()``; those of the others may not, not even `all_gather`'s.
+
+References:
+    NVIDIA, `nccl-tests, Performance reported by NCCL tests
+    <https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md>`_
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def all_reduce(x: jax.Array, axis: str) -> jax.Array:
+    """Sums over the ranks; every rank gets the whole sum.
+
+    It is a plain `lax.psum`: compile options decide whether XLA merges it with its neighbours.
+
+    | rank | input | output              |
+    |------|-------|---------------------|
+    | r    | x_r   | x_0 + ... + x_{N-1} |
+
+    Each rank sends 2 (N-1)/N S bytes on a ring; bus factor 2 (N-1)/N.
+
+    Args:
+        x: This rank's array, of any shape; the same shape on every rank.
+        axis: Name of the axis the ranks are on.
+
+    Returns:
+        The sum, with the shape of ``x``.
+
+    Example:
+        >>> from jax.sharding import PartitionSpec as P
+        >>> from jaxddp.mesh import data_mesh
+        >>> def total(x):
+        ...     return all_reduce(x, axis="data")
+        >>> mesh = data_mesh(4)
+        >>> print(jax.shard_map(total, mesh=mesh, in_specs=P("data"), out_specs=P())(jnp.arange(4)))
+        [6]
+    """
+    return lax.psum(x, axis)
+
+
+def reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
+    """Sums over the ranks; rank r gets the r-th of N equal parts of the sum.
+
+    | rank | input                         | output                  |
+    |------|-------------------------------|-------------------------|
+    | r    | [N k, ...] = chunks x_r[0..N) | [k, ...] = sum_i x_i[r] |
+
+    Each rank sends (N-1)/N S bytes on a ring, S the bytes of the input; bus factor (N-1)/N.
+
+    Args:
+        x: This rank's array, ``[N k, ...]``.
+        axis: Name of the axis the ranks are on.
+
+    Returns:
+        This rank's chunk of the sum, ``[k, ...]``.
+
+    Raises:
+        ValueError: If dimension 0 of ``x`` is missing or not divisible by the number of ranks.
+    """
+    num_ranks = lax.axis_size(axis)
+    chunk_length = _chunk_length(x.shape, num_ranks)
+    if x.size == 0:
+        return x[:chunk_length]
+    return lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True)
+
+
+def all_gather(x: jax.Array, axis: str) -> jax.Array:
+    """Concatenates the ranks' arrays along dimension 0; every rank gets the whole.
+
+    | rank | input          | output                                 |
+    |------|----------------|----------------------------------------|
+    | r    | [k, ...] = x_r | [N k, ...] = concat(x_0, ..., x_{N-1}) |
+
+    Each rank sends (N-1)/N S bytes on a ring, S the bytes of the output; bus factor (N-1)/N.
+
+    Args:
+        x: This rank's array, ``[k, ...]``; the same shape on every rank.
+        axis: Name of the axis the ranks are on.
+
+    Returns:
+        All arrays in rank order, ``[N k, ...]``.
+
+    Raises:
+        ValueError: If ``x`` has no dimension 0.
+    """
+    num_ranks = lax.axis_size(axis)
+    _chunk_length(x.shape, 1)
+    if x.size == 0:
+        return jnp.concatenate([x] * num_ranks)
+    return lax.all_gather(x, axis, axis=0, tiled=True)
+
+
+def broadcast(x: jax.Array, axis: str, root: int = 0) -> jax.Array:
+    """Gives every rank the root's array.
+
+    | rank | input | output |
+    |------|-------|--------|
+    | r    | x_r   | x_root |
+
+    It is an all-reduce to which all ranks but the root bring zeros, so each rank sends 2 (N-1)/N S bytes, where
+    NCCL's pipelined broadcast sends S: up to twice the bytes, for something done once, at the start. The
+    alternatives cost more or give less: XLA has a broadcast of its own on GPUs only, a tree of sends takes
+    log2(N) S on its longest path (more than this from N = 4 on), an all-gather sends (N-1) S, and none of them
+    gives a result that ``check_vma=True`` knows to be equal everywhere. Bus factor 1 (of NCCL's broadcast). A
+    floating-point -0.0 may arrive as 0.0.
+
+    Args:
+        x: This rank's array, of any shape; what ranks other than the root hold is ignored.
+        axis: Name of the axis the ranks are on.
+        root: The rank to copy from.
+
+    Returns:
+        The root's array.
+
+    Raises:
+        ValueError: If ``root`` is no rank of the axis.
+    """
+    _check_root(root, lax.axis_size(axis))
+    from_root = jnp.where(lax.axis_index(axis) == root, x, jnp.zeros_like(x))
+    return lax.psum(from_root, axis).astype(x.dtype)
+
+
+def reduce(x: jax.Array, axis: str, root: int = 0) -> jax.Array:
+    """Sums over the ranks; the root gets the sum, the others get zeros.
+
+    | rank  | input  | output              |
+    |-------|--------|---------------------|
+    | root  | x_root | x_0 + ... + x_{N-1} |
+    | other | x_r    | 0                   |
+
+    It is an all-reduce whose result is dropped everywhere but on the root, so each rank sends 2 (N-1)/N S bytes,
+    where NCCL's pipelined reduce sends S: XLA has no reduction to one rank. Bus factor 1 (of NCCL's reduce).
+
+    Args:
+        x: This rank's array, of any shape; the same shape on every rank.
+        axis: Name of the axis the ranks are on.
+        root: The rank that gets the sum.
+
+    Returns:
+        The sum on the root, zeros of the same shape elsewhere.
+
+    Raises:
+        ValueError: If ``root`` is no rank of the axis.
+    """
+    _check_root(root, lax.axis_size(axis))
+    total = lax.psum(x, axis)
+    return jnp.where(lax.axis_index(axis) == root, total, jnp.zeros_like(total))
+
+
+def send_recv(x: jax.Array, axis: str, pairs: Sequence[tuple[int, int]]) -> jax.Array:
+    """Sends along ``pairs`` of ranks at once; every rank gets what was sent to it.
+
+    | rank | input | output                                         |
+    |------|-------|------------------------------------------------|
+    | r    | x_r   | x_s if (s, r) is one of the pairs, otherwise 0 |
+
+    A rank that sends sends S bytes; bus factor 1.
+
+    Args:
+        x: This rank's array, of any shape; the same shape on every rank.
+        axis: Name of the axis the ranks are on.
+        pairs: The sends, each as (from rank, to rank); the same list on every rank.
+
+    Returns:
+        What was sent to this rank, zeros if nothing was.
+
+    Raises:
+        ValueError: If a rank of ``pairs`` is not on the axis, or one sends or is sent to more than once.
+
+    Example:
+        >>> from jax.sharding import PartitionSpec as P
+        >>> from jaxddp.mesh import data_mesh
+        >>> def shift(x):
+        ...     return send_recv(x, axis="data", pairs=[(0, 1), (1, 2), (2, 3)])
+        >>> spec = P("data")
+        >>> print(jax.shard_map(shift, mesh=data_mesh(4), in_specs=spec, out_specs=spec)(jnp.arange(1, 5)))
+        [0 1 2 3]
+    """
+    _check_pairs(pairs, lax.axis_size(axis))
+    return lax.ppermute(x, axis, pairs)
+
+
+def _chunk_length(shape: Sequence[int], num_ranks: int) -> int:
+    if not shape:
+        raise ValueError(f"shape (={tuple(shape)}) must have a dimension 0 to cut or join along")
+    if shape[0] % num_ranks:
+        raise ValueError(f"dimension 0 (={shape[0]}) must be divisible by num_ranks (={num_ranks})")
+    return shape[0] // num_ranks
+
+
+def _check_root(root: int, num_ranks: int) -> None:
+    if not 0 <= root < num_ranks:
+        raise ValueError(f"root (={root}) must be at least 0 and below num_ranks (={num_ranks})")
+
+
+def _check_pairs(pairs: Sequence[tuple[int, int]], num_ranks: int) -> None:
+    for name, ranks in (("from", [source for source, _ in pairs]), ("to", [target for _, target in pairs])):
+        if not all(0 <= rank < num_ranks for rank in ranks):
+            raise ValueError(f"pairs (={list(pairs)}) must name ranks from 0 to below num_ranks (={num_ranks})")
+        if len(set(ranks)) < len(ranks):
+            raise ValueError(f"pairs (={list(pairs)}) must send at most once {name} each rank")

@@ -1,0 +1,9 @@
+import pytest
+
+from torchref.launch import RankPool, shared_pool
+
+
+@pytest.fixture(scope="session")
+def ranks() -> RankPool:
+    """Up to 8 ranks over Gloo, shared by all tests of the session."""
+    return shared_pool()

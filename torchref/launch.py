@@ -1,0 +1,307 @@
+"""Starts N ranks as processes of this machine, collects their results, and ends them all.
+
+The three ways to get ranks:
+
+| call                           | processes                                 | process group                        |
+|--------------------------------|-------------------------------------------|--------------------------------------|
+| ``RankPool(8).run(fn, ...)``   | started when first needed, kept           | a fresh one per call, of num_ranks   |
+| ``launch(fn, ..., num_ranks)`` | started and ended with the call           | one                                  |
+| ``init_from_env()``            | torchrun's or the cluster's, on any hosts | one, from RANK, WORLD_SIZE, ...      |
+
+Nothing hangs and nothing stays behind. A rank that raises or dies ends the others at once, which may be waiting for
+it in a collective; so does a timeout. Ranks end with their parent, however it ends: they read the end of its pipe,
+and on Linux the kernel kills them. The ranks meet through a file, so no port is taken and no host name is resolved.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import pickle
+import shutil
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from multiprocessing import connection
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from .rank_process import OnMessage, RankProcess, Task, receive_all, send_message
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+_BACKENDS = ("gloo", "nccl")
+_START_TIMEOUT_S = 300.0
+_CLOSE_TIMEOUT_S = 5.0
+_OTHER_FAILURES_S = 0.1
+_open_pools: weakref.WeakSet[RankPool] = weakref.WeakSet()
+
+
+class RankError(RuntimeError):
+    """A rank raised, died or did not finish: the first line says which and why, the rank's own traceback follows."""
+
+
+def report(message: Any) -> None:
+    """Sends a message from inside a rank to its parent, which gets it while the rank goes on.
+
+    Outside of a rank, and where the parent passed no ``on_message``, nothing happens.
+
+    Args:
+        message: Anything that pickles.
+
+    Example:
+        >>> report({"step": 10, "loss": 0.5})
+    """
+    send_message(message)
+
+
+class RankPool:
+    """Processes that stay, to run functions as ranks again and again; a context manager.
+
+    Rank r of every call is the same process, so module state and random number generators live on between calls.
+    A call that fails costs its ranks' processes, not the pool.
+    """
+
+    def __init__(self, max_ranks: int, *, backend: str = "gloo", threads_per_rank: int = 1) -> None:
+        """Makes a pool; starts nothing yet.
+
+        Args:
+            max_ranks: The most ranks that a call may have.
+            backend: ``"gloo"`` (CPU) or ``"nccl"`` (rank r on CUDA device r).
+            threads_per_rank: Threads that torch's CPU operations use inside each rank.
+
+        Raises:
+            ValueError: If a number is not positive, the backend is unknown, or NCCL lacks a device per rank.
+        """
+        _check_ranks("max_ranks", max_ranks, backend)
+        _check_positive("threads_per_rank", threads_per_rank)
+        self.max_ranks = max_ranks
+        self.backend = backend
+        self.threads_per_rank = threads_per_rank
+        self._ranks: dict[int, RankProcess] = {}
+        self._num_calls = 0
+        self._closed = False
+        self._running = threading.Lock()
+        self._parent_pid = os.getpid()
+        self._folder = tempfile.mkdtemp(prefix="torchref-")
+        self._remove_folder = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        _open_pools.add(self)
+
+    def run(
+        self,
+        fn: Callable[..., T],
+        *args: Any,
+        num_ranks: int | None = None,
+        timeout_s: float = 120.0,
+        on_message: OnMessage | None = None,
+    ) -> list[T]:
+        """Runs ``fn(*args)`` on every rank of a fresh process group.
+
+        Args:
+            fn: A function that other processes can import by its name; its results should be on the CPU.
+            *args: Its arguments, the same on every rank; pickled, like the results.
+            num_ranks: Size of the process group; ``max_ranks`` when None. The other processes stay out of it.
+            timeout_s: Seconds until all must have finished; the start of processes is not counted.
+            on_message: Called here as ``on_message(rank, message)`` when a rank calls ``report(message)``.
+
+        Returns:
+            The results in rank order.
+
+        Raises:
+            RankError: If a rank raises, dies or does not finish in time.
+            ValueError: If ``num_ranks`` or ``timeout_s`` is out of range, ``fn`` or ``args`` do not pickle, or the pool
+                is closed or busy with another call.
+        """
+        num_ranks = self.max_ranks if num_ranks is None else num_ranks
+        _check_positive("num_ranks", num_ranks)
+        if num_ranks > self.max_ranks:
+            raise ValueError(f"num_ranks (={num_ranks}) must be at most max_ranks (={self.max_ranks})")
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s (={timeout_s}) must be positive")
+        try:
+            payload = pickle.dumps((fn, args))
+        except Exception as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(
+                f"fn (={fn!r}) and its arguments must pickle, to reach other processes: {reason}"
+            ) from error
+        if not self._running.acquire(blocking=False):
+            raise ValueError("this RankPool is busy with another call: every thread needs a pool of its own")
+        try:
+            if self._closed:
+                raise ValueError("this RankPool is closed")
+            ranks = self._start(num_ranks)
+            self._num_calls += 1
+            store_path = os.path.join(self._folder, f"call-{self._num_calls}")
+            for rank in ranks:
+                rank.send(Task(self._num_calls, rank.rank, num_ranks, self.backend, store_path, timeout_s, payload))
+            results = self._collect(ranks, self._num_calls, timeout_s, on_message)
+            for rank in ranks:  # only now may they leave the group: the others could still have needed them
+                rank.send(None)
+            return results
+        finally:
+            self._running.release()
+
+    def close(self) -> None:
+        """Ends all processes of the pool; harmless if done before."""
+        if self._closed or os.getpid() != self._parent_pid:  # a forked copy of the parent must not end its ranks
+            return
+        self._closed = True
+        for rank in self._ranks.values():
+            rank.pipe.close()
+        deadline_s = time.monotonic() + _CLOSE_TIMEOUT_S
+        for rank in self._ranks.values():
+            rank.process.join(max(0.0, deadline_s - time.monotonic()))
+        self._end(list(self._ranks.values()))
+        self._remove_folder()
+
+    def __enter__(self) -> RankPool:
+        """Returns the pool."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Closes the pool."""
+        self.close()
+
+    def _start(self, num_ranks: int) -> list[RankProcess]:
+        self._end([rank for rank in self._ranks.values() if not rank.process.is_alive()])
+        started = [number for number in range(num_ranks) if number not in self._ranks]
+        for number in started:
+            self._ranks[number] = RankProcess(number, self.threads_per_rank)
+        self._collect([self._ranks[number] for number in started], 0, _START_TIMEOUT_S, None)
+        return [self._ranks[number] for number in range(num_ranks)]
+
+    def _collect(
+        self, ranks: Sequence[RankProcess], call: int, timeout_s: float, on_message: OnMessage | None
+    ) -> list[Any]:
+        """Waits for the results of a call; if that fails, for whatever reason, ends all its ranks."""
+        deadline_s = time.monotonic() + timeout_s
+        results: dict[int, Any] = {}
+        try:
+            while waiting := [rank for rank in ranks if rank.rank not in results]:
+                remaining_s = deadline_s - time.monotonic()
+                if remaining_s <= 0:
+                    which = ", ".join(str(rank.rank) for rank in waiting)
+                    which = f"rank{'s' if len(waiting) > 1 else ''} {which} of {len(ranks)}"
+                    raise RankError(f"{which} did not finish within timeout_s (={timeout_s})")
+                sources = [source for rank in waiting for source in (rank.pipe, rank.process.sentinel)]
+                # Not for long: processes forked by a dead rank can keep both of its sources open.
+                connection.wait(sources, min(remaining_s, 0.5))
+                failures = receive_all(waiting, call, results, on_message)
+                if failures:
+                    # One failure often makes others, and theirs may arrive first: the earliest is the cause.
+                    time.sleep(_OTHER_FAILURES_S)
+                    failed = {failure.rank for failure in failures}
+                    others = [rank for rank in waiting if rank.rank not in failed and rank.rank not in results]
+                    failures += receive_all(others, call, results, on_message)
+                    cause = min(failures, key=lambda failure: failure.at_s)
+                    raise RankError(f"rank {cause.rank} of {len(ranks)} failed: {cause.summary}\n\n{cause.details}")
+        except BaseException:
+            self._end(ranks)
+            raise
+        return [results[rank.rank] for rank in ranks]
+
+    def _end(self, ranks: Sequence[RankProcess]) -> None:
+        for rank in ranks:
+            rank.process.kill()
+        for rank in ranks:
+            rank.end()
+            self._ranks.pop(rank.rank, None)
+
+
+def launch(
+    fn: Callable[..., T],
+    *args: Any,
+    num_ranks: int,
+    backend: str = "gloo",
+    threads_per_rank: int = 1,
+    timeout_s: float = 600.0,
+    on_message: OnMessage | None = None,
+) -> list[T]:
+    """Runs ``fn(*args)`` once on ranks of its own: a `RankPool` for one call.
+
+    Args:
+        fn: A function that other processes can import by its name.
+        *args: Its arguments, the same on every rank.
+        num_ranks: Number of ranks.
+        backend: As in `RankPool`.
+        threads_per_rank: As in `RankPool`.
+        timeout_s: As in ``RankPool.run``.
+        on_message: As in ``RankPool.run``.
+
+    Returns:
+        The results in rank order.
+
+    Raises:
+        RankError: If a rank raises, dies or does not finish in time.
+        ValueError: As `RankPool` and its ``run``.
+    """
+    _check_ranks("num_ranks", num_ranks, backend)
+    with RankPool(num_ranks, backend=backend, threads_per_rank=threads_per_rank) as pool:
+        return pool.run(fn, *args, timeout_s=timeout_s, on_message=on_message)
+
+
+def init_from_env(backend: str | None = None) -> torch.device:
+    """Joins the process group that torchrun, or a cluster's launcher, describes in the environment.
+
+    Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and LOCAL_RANK (0 if unset) for the CUDA device.
+
+    Args:
+        backend: ``"gloo"`` or ``"nccl"``; None takes NCCL if there are CUDA devices.
+
+    Returns:
+        This rank's device.
+
+    Raises:
+        ValueError: If the environment describes no process group, the backend is unknown, or the device is missing.
+    """
+    import torch
+    import torch.distributed as dist
+
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} must be set in the environment: start this program with torchrun")
+    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    _check_ranks("LOCAL_RANK + 1", local_rank + 1, backend)
+    device = torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
+    if backend == "nccl":
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, device_id=device if backend == "nccl" else None)
+    return device
+
+
+@functools.cache
+def shared_pool() -> RankPool:
+    """The pool of 8 ranks that the tests of a session share; closed when the interpreter exits."""
+    return RankPool(8)
+
+
+def _check_positive(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} (={value!r}) must be a positive integer")
+
+
+def _check_ranks(name: str, num_ranks: int, backend: str) -> None:
+    _check_positive(name, num_ranks)
+    if backend not in _BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}: one of {', '.join(_BACKENDS)}")
+    if backend == "nccl":
+        import torch
+
+        num_devices = torch.cuda.device_count()
+        if num_devices == 0:
+            raise ValueError(f"backend {backend!r} needs CUDA devices, and torch finds none")
+        if num_ranks > num_devices:
+            raise ValueError(f"{name} (={num_ranks}) must be at most the number of CUDA devices (={num_devices})")
+
+
+@atexit.register  # after multiprocessing's own hook, so run before it: that one waits for all processes
+def _close_open_pools() -> None:
+    for pool in list(_open_pools):
+        pool.close()
