@@ -11,7 +11,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxddp
 from jaxddp import compression
+from jaxddp.allocator import keep_freed_memory
 from jaxddp.interop import to_numpy
+from jaxddp.mesh import mesh_of_machine
 from jaxddp.models import build
 from jaxddp.step import global_norm
 from torchref.launch import report
@@ -30,8 +32,10 @@ def run(setup: Setup) -> SideResult:
     Returns:
         What was found.
     """
-    jax.config.update("jax_num_cpu_devices", setup.num_ranks)  # without effect where there are accelerators
-    mesh = jaxddp.data_mesh(min(setup.num_ranks, jax.device_count()))
+    keep_freed_memory()
+    mesh = mesh_of_machine(None, setup.num_ranks)
+    if mesh.size > setup.num_ranks:
+        mesh = jaxddp.data_mesh(setup.num_ranks)
     loss_fn, params = build(setup.model, seed=setup.seed)
     optimizer = optax.adamw(setup.learning_rate, weight_decay=0.01)
 

@@ -40,5 +40,7 @@ def test_every_file_that_the_map_names_is_there_and_every_file_is_named(package)
     named = set(re.findall(r"`([\w]+(?:\.py|/))`", " ".join(row[package is torchref] for row in rows)))
     folder = Path(package.__file__).parent
     hidden = {"__init__.py", "__main__.py", "__pycache__/", "conftest.py"}
-    there = {path.name + "/" * path.is_dir() for path in folder.iterdir() if not path.name.endswith("_test.py")} - hidden
+    there = {
+        path.name + "/" * path.is_dir() for path in folder.iterdir() if not path.name.endswith("_test.py")
+    } - hidden
     assert named == there

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchref
+from jaxddp.allocator import keep_freed_memory
 from torchref import compression
 from torchref.collectives import record
 from torchref.interop import from_numpy, to_numpy
@@ -35,6 +36,7 @@ def run(setup: Setup, weights: dict[str, np.ndarray]) -> SideResult:
     Returns:
         What this rank found; times are its own.
     """
+    keep_freed_memory()  # as on the JAX side: the allocator's manners are not what is compared
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
     batches = [{name: torch.from_numpy(array).to(device) for name, array in batch.items()} for batch in setup.batches]

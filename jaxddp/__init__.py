@@ -1,5 +1,6 @@
 """Distributed data parallelism, gradient buckets and ZeRO for JAX."""
 
+from .allocator import keep_freed_memory as keep_freed_memory
 from .buckets import BucketPlan as BucketPlan
 from .buckets import TensorSpec as TensorSpec
 from .buckets import plan_buckets as plan_buckets

@@ -71,12 +71,13 @@ def test_counts_of_the_171m_model():
 
 def in_forward_order(leaves):
     """Flax sorts attributes by name; this is the order in which the model uses them."""
-    parts = (
-        "embedding layers attention_norm attention query key value output mlp_norm mlp gate up down norm head".split()
-    )
-    return dict(sorted(leaves.items(), key=lambda item: [
-        (int(part), "") if part.isdigit() else (parts.index(part) if part in parts else 99, "") for part in item[0].split(".")
-    ]))  # fmt: skip
+    words = "embedding layers attention_norm attention query key value output mlp_norm mlp gate up down norm head"
+    parts = words.split()
+
+    def place(name):
+        return [int(part) if part.isdigit() else parts.index(part) for part in name.split(".")[:-1]]
+
+    return dict(sorted(leaves.items(), key=lambda item: place(item[0])))
 
 
 def test_ten_thousand_tensors_plan_in_well_under_a_second():

@@ -124,7 +124,7 @@ def _as_part(loss_fn: Callable[..., Any], loss: Any) -> Part:
     if not isinstance(loss, Weighted):
         return Part(total, None)
     # Weights are counts: kept at least in float32, where they are exact up to 2^24.
-    return Part(total, jnp.asarray(values[1], jnp.promote_types(total.dtype, jnp.float32)))
+    return Part(total, jnp.asarray(loss.weight, jnp.promote_types(total.dtype, jnp.float32)))
 
 
 def _takes_key(loss_fn: Callable[..., Any]) -> bool:

@@ -16,7 +16,9 @@ METRICS_SCOPE = "jaxddp.metrics"
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "collective-permute", "all-to-all", "collective-broadcast")
 
 _HLO_DTYPES = {"pred": "bool"}
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>\(.*?\)|\S+) (?P<opcode>[\w\-]+)\((?P<rest>.*)$")
+_INSTRUCTION = re.compile(
+    r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>\(.*?\)|\S+) (?P<opcode>[\w\-]+)\((?P<rest>.*)$"
+)
 _SHAPE = re.compile(r"\b(pred|bf16|[a-z]+\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _CALLED = re.compile(r"(?:to_apply|calls|body|condition|called_computations|branch_computations)=\{?%?([\w.\-, %]+)\}?")

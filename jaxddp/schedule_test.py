@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 import pytest
 
 from jaxddp.schedule import gradient_collectives, read_program

@@ -89,11 +89,10 @@ class RankStep:
             grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, trainable)
             updates, opt_state = self.optimizer.update(grads, state.opt_state, trainable)
             updated = optax.apply_updates(trainable, updates)
-            if parts.loss.weight is not None:  # nothing counted: decay and momentum must not move anything either
+            if parts.loss.weight is not None:  # where nothing counted, decay and momentum must not move anything either
+                counted = parts.loss.weight > 0
                 updated, opt_state = jax.tree.map(
-                    lambda new, old: jnp.where(parts.loss.weight > 0, new, old),
-                    (updated, opt_state),
-                    (trainable, state.opt_state),
+                    lambda new, old: jnp.where(counted, new, old), (updated, opt_state), (trainable, state.opt_state)
                 )
         loss, aux = divide(parts, num_parts)
         metrics = {"loss": loss, "grad_norm": norm, **({} if aux is None else {"aux": aux})}
@@ -154,7 +153,7 @@ class RankStep:
             piece.reshape(leaf.shape).astype(leaf.dtype)
             for piece, leaf in zip(jnp.split(flat, ends), leaves, strict=True)
         ]
-        return structure.unflatten(sums)
+        return jax.tree.unflatten(structure, sums)
 
     def _key(self, state: TrainState) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(state.key, state.step), lax.axis_index(self.axis))

@@ -269,9 +269,11 @@ class Trainer:
     def _place(self, batch: Any, num_parts: int | None = None) -> Any:
         if jax.process_count() > 1:
             batch = jax.tree.map(
-                lambda leaf: leaf
-                if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-                else jax.make_array_from_process_local_data(self._by_rank, np.asarray(leaf)),
+                lambda leaf: (
+                    leaf
+                    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+                    else jax.make_array_from_process_local_data(self._by_rank, np.asarray(leaf))
+                ),
                 batch,
             )
         self._check_batch(batch, num_parts or self.num_ranks * self.num_microbatches)

@@ -17,6 +17,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
+from .allocator import keep_freed_memory
 from .clock import Timings, stopwatch, summarize
 from .data import Batch, Corpus
 from .mesh import data_mesh, mesh_of_machine, simulate_devices
@@ -89,6 +90,7 @@ def train(
         ValueError: If the options do not fit each other, the data or the machine.
         OSError: If the data cannot be read.
     """
+    keep_freed_memory()
     strategy = _make_strategy(options)
     config = _config(options.model)
     corpus = Corpus(options.data, context=config.context)

@@ -93,8 +93,8 @@ def split(params: Any, trainable: Callable[[str], bool] | None) -> tuple[Any, An
     chosen = [trainable is None or trainable(path_name(path)) for path, _ in paths]
     leaves = [leaf for _, leaf in paths]
     return (
-        structure.unflatten([leaf if keep else None for leaf, keep in zip(leaves, chosen, strict=True)]),
-        structure.unflatten([None if keep else leaf for leaf, keep in zip(leaves, chosen, strict=True)]),
+        jax.tree.unflatten(structure, [leaf if keep else None for leaf, keep in zip(leaves, chosen, strict=True)]),
+        jax.tree.unflatten(structure, [None if keep else leaf for leaf, keep in zip(leaves, chosen, strict=True)]),
     )
 
 

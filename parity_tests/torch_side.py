@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 import torchref
 from torchref.interop import from_numpy, to_numpy
+from torchref.launch import RankPool
 from torchref.models import build, loss_fn
 from torchref.train import local_rows
 
@@ -24,7 +25,8 @@ OPTIMIZERS = {
 def train_on_rank(case: Case, weights: Arrays) -> Arrays:
     """Trains on this rank's share of every batch; runs in a rank process."""
     rank = dist.get_rank()
-    module = build(case.model, seed=rank).to(getattr(torch, case.dtype))
+    device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
+    module = build(case.model, seed=rank).to(device, getattr(torch, case.dtype))
     if rank == 0:  # the others start from weights of their own: the wrapper must replace them
         from_numpy(weights, module)
     strategy = STRATEGIES[case.strategy]
@@ -37,11 +39,11 @@ def train_on_rank(case: Case, weights: Arrays) -> Arrays:
         max_grad_norm=case.max_grad_norm,
     )
     for batch in batches(case.model, case.dtype):
-        trainer.step(local_rows(_tensors(batch), rank, case.num_ranks))
+        trainer.step(local_rows(_tensors(batch, device), rank, case.num_ranks))
     return to_numpy(net.module)
 
 
-def train(case: Case, weights: Arrays, ranks: torchref.launch.RankPool) -> Arrays:
+def train(case: Case, weights: Arrays, ranks: RankPool) -> Arrays:
     """Trains on the case's ranks; all must end with the same bits."""
     results = ranks.run(train_on_rank, case, weights, num_ranks=case.num_ranks)
     for other in results[1:]:
@@ -67,15 +69,15 @@ def _train_plainly(model: str, optimizer: str, dtype: str, max_grad_norm: float 
     tx = OPTIMIZERS[optimizer](parameters)
     for batch in batches(model, dtype):
         tx.zero_grad()
-        loss_fn(module, _tensors(batch)).backward()
+        loss_fn(module, _tensors(batch, torch.device("cpu"))).backward()
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         if max_grad_norm is not None:
-            norm = torch.sqrt(sum(parameter.grad.square().sum() for parameter in parameters))
-            if norm > max_grad_norm:
-                for parameter in parameters:
-                    parameter.grad *= max_grad_norm / norm
+            grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            norm = torch.cat([grad.flatten() for grad in grads]).norm()
+            for grad in grads:
+                grad.mul_(min(1.0, max_grad_norm / norm.item()))
         tx.step()
     return to_numpy(module)
 
@@ -84,5 +86,5 @@ def _trainable(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
-def _tensors(batch: Arrays) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(array) for name, array in batch.items()}
+def _tensors(batch: Arrays, device: torch.device) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(array).to(device) for name, array in batch.items()}

@@ -189,9 +189,7 @@ def plan_per_tensor(tensors: Iterable[TensorSpec], *, after_backward: bool = Fal
     return BucketPlan(tuple(Bucket((tensor,)) for tensor in _checked(tensors)), after_backward)
 
 
-def pack(
-    bucket: Bucket, tensors: Mapping[str, torch.Tensor], out: torch.Tensor | None = None
-) -> torch.Tensor:
+def pack(bucket: Bucket, tensors: Mapping[str, torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
     """Lays the tensors of a bucket end to end in one buffer.
 
     Args:
@@ -266,8 +264,11 @@ def _caps_bytes(bucket_mb: BucketMb) -> list[float]:
         if bucket_mb != "default":
             raise ValueError(f"bucket_mb (={bucket_mb!r}) must be a positive number of MiB, a list of them, or None")
         return [DEFAULT_FIRST_BUCKET_MB * MIB, DEFAULT_BUCKET_MB * MIB]
-    caps = list(bucket_mb) if isinstance(bucket_mb, Sequence) else [bucket_mb]
-    for cap in caps or [0]:
-        if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 0 < cap < math.inf:
-            raise ValueError(f"bucket_mb (={bucket_mb!r}) must be a positive number of MiB, a list of them, or None")
+    caps: list[float] = list(bucket_mb) if isinstance(bucket_mb, Sequence) else [bucket_mb]
+    if not caps or not all(_is_positive_number(cap) for cap in caps):
+        raise ValueError(f"bucket_mb (={bucket_mb!r}) must be a positive number of MiB, a list of them, or None")
     return [cap * MIB for cap in caps]
+
+
+def _is_positive_number(cap: object) -> bool:
+    return isinstance(cap, (int, float)) and not isinstance(cap, bool) and 0 < cap < math.inf

@@ -111,7 +111,9 @@ class DataParallel(nn.Module):
                 broadcast(tensor, root=0, group=process_group)
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not self._trained:
-            raise ValueError(f"module (={type(module).__name__}) must have at least one parameter that needs a gradient")
+            raise ValueError(
+                f"module (={type(module).__name__}) must have at least one parameter that needs a gradient"
+            )
         names = list(reversed(self._trained)) if order is None else list(order)
         if sorted(names) != sorted(self._trained):
             wrong = sorted(set(names) ^ set(self._trained)) or [name for name in names if names.count(name) > 1]

@@ -24,6 +24,7 @@ from .loss import Part, as_part
 from .strategy import DataParallel
 
 Batch = Mapping[str, torch.Tensor]
+Loss = Callable[[Any, Any], Any]  # (net, batch) -> scalar or Weighted
 
 
 class Trainer:
@@ -31,7 +32,7 @@ class Trainer:
 
     def __init__(
         self,
-        loss_fn: Callable[[nn.Module, Batch], Any],
+        loss_fn: Loss,
         optimizer: torch.optim.Optimizer,
         net: nn.Module,
         *,

@@ -17,9 +17,7 @@ from ..strategy import Strategy, register
 
 
 @register
-def bucketed(
-    bucket_mb: BucketMb = "default", *, rule: Rule = "before", compression: Compression = none
-) -> Strategy:
+def bucketed(bucket_mb: BucketMb = "default", *, rule: Rule = "before", compression: Compression = none) -> Strategy:
     """One all-reduce per bucket, as the bucket fills.
 
     Args:

@@ -1,0 +1,61 @@
+"""The two packages read alike: same files, same public names in the same order, one strategy a file."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import jaxddp
+import torchref
+
+TWINS = (
+    "buckets",
+    "collectives",
+    "compression",
+    "interop",
+    "ring",
+    "models/toy",
+    "models/transformer",
+    "models/functional",
+)
+# What one side's arrays need and the other's do not.
+ONLY_IN_ONE = {"collectives": {"Issued", "record"}, "buckets": {"MIB"}}
+
+
+def public_names(package, file):
+    """Functions and classes that a file defines, in order."""
+    tree = ast.parse((Path(package.__file__).parent / f"{file}.py").read_text())
+    defined = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    return list(dict.fromkeys(name for name in defined if not name.startswith("_")))
+
+
+@pytest.mark.parametrize("file", TWINS)
+def test_twins_have_the_same_public_names_in_the_same_order(file):
+    ours, theirs = (
+        [name for name in public_names(package, file) if name not in ONLY_IN_ONE.get(file, ())]
+        for package in (jaxddp, torchref)
+    )
+    assert ours == theirs
+    assert ours
+
+
+def test_each_strategys_file_holds_one_strategy_in_either_package():
+    for name in jaxddp.STRATEGIES:
+        assert public_names(jaxddp, f"ddp/{name}") == [name]
+        (twin,) = public_names(torchref, f"ddp/{name}")
+        assert torchref.STRATEGIES[name].__name__ == twin
+    assert list(jaxddp.STRATEGIES) == list(torchref.STRATEGIES)
+    for package in (jaxddp, torchref):
+        files = {path.stem for path in (Path(package.__file__).parent / "ddp").glob("*.py")} - {"__init__"}
+        assert files == set(jaxddp.STRATEGIES)
+
+
+def test_neither_package_imports_the_other():
+    for package, other in ((jaxddp, "torch"), (torchref, "jax")):
+        for path in Path(package.__file__).parent.rglob("*.py"):
+            if path.name.endswith("_test.py") or path.name == "conftest.py":
+                continue
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+                assert not [name for name in names if name.split(".")[0].startswith(other)], path

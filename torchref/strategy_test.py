@@ -1,0 +1,294 @@
+"""What the wrappers promise, checked on ranks; each function below runs on every rank of a pool."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torchref
+from torchref import compression
+from torchref.collectives import record
+from torchref.strategy import planned_collectives
+
+OPTIONS = {
+    "naive": {},
+    "flat": {},
+    "overlapped": {},
+    "bucketed": {"bucket_size_mb": 0.001},
+}
+strategies = pytest.mark.parametrize("name", OPTIONS)
+
+
+def wrap(name, module, **options):
+    return torchref.make_strategy(name, module, **OPTIONS[name], **options)
+
+
+def mlp(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 5))
+
+
+class Branches(nn.Module):
+    """Two branches, of which a forward uses one."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(3, 1, bias=False), nn.Linear(3, 1, bias=False)
+
+    def forward(self, x, branch):
+        return getattr(self, branch)(x)
+
+
+# On the ranks
+
+
+def issued_and_planned(name):
+    net = wrap(name, mlp())
+    with record() as issued:
+        net(torch.ones(2, 10)).sum().backward()
+        during = len(issued)
+        net.finish_gradient_synchronization()
+    return [tuple(one) for one in issued], planned_collectives(net), during
+
+
+def integer_gradients(name):
+    """Gradients of small integers add exactly: each parameter's is rank + 1 times its index."""
+    net = wrap(name, mlp())
+    parameters = list(net.module.parameters())
+    sum((p * (i * (dist.get_rank() + 1))).sum() for i, p in enumerate(parameters)).backward()
+    net.finish_gradient_synchronization(denominator=1)
+    return [p.grad.unique().tolist() for p in parameters]
+
+
+def start_of_weights(name):
+    module = mlp(seed=dist.get_rank())
+    module.register_buffer("table", torch.full((3,), float(dist.get_rank())))
+    net = wrap(name, module)
+    return {key: value.clone() for key, value in net.module.state_dict().items()}
+
+
+def two_branches(name):
+    net = wrap(name, Branches())
+    branch = "left" if dist.get_rank() == 0 else "right"
+    net(torch.ones(1, 3), branch).sum().backward()
+    net.finish_gradient_synchronization()
+    return {key: p.grad.tolist() for key, p in net.module.named_parameters()}
+
+
+def accumulation(name):
+    """Two backward passes, the first without communication, against one over both batches."""
+    results = []
+    x = torch.arange(40.0).reshape(4, 10) * (dist.get_rank() + 1)
+    for microbatches in ([x], [x[:2], x[2:]]):
+        net = wrap(name, mlp())
+        with record() as issued:
+            for rows in microbatches[:-1]:
+                with net.no_sync():
+                    net(rows).sum().backward()
+            assert not issued
+            net(microbatches[-1]).sum().backward()
+            net.finish_gradient_synchronization()
+        results.append([p.grad.clone() for p in net.module.parameters()])
+    return max((a - b).abs().max().item() / b.abs().max().item() for a, b in zip(*results, strict=True))
+
+
+def no_sync_ends_with_an_exception(name):
+    net = wrap(name, mlp())
+    with pytest.raises(KeyError), net.no_sync():
+        raise KeyError
+    net(torch.full((1, 10), float(dist.get_rank()))).sum().backward()
+    net.finish_gradient_synchronization()
+    return net.module[0].bias.grad
+
+
+def second_backward(name):
+    net = wrap(name, mlp())
+    net(torch.ones(1, 10)).sum().backward()
+    message = "the gradient of '.*' was computed twice: call finish_gradient_synchronization after each"
+    with pytest.raises(RuntimeError, match=message):
+        net(torch.ones(1, 10)).sum().backward()
+    net.finish_gradient_synchronization()
+
+
+def after_a_failed_backward(name):
+    net = wrap(name, mlp())
+
+    def fail(grad):
+        raise KeyError("in the middle")
+
+    x = torch.ones(1, 10, requires_grad=True)
+    handle = net.module[1].register_full_backward_hook(lambda *_: fail(None))
+    with pytest.raises(KeyError):
+        net(x).sum().backward()
+    handle.remove()
+    net.zero_grad()
+    net.on_train_batch_start()
+    net(x * (dist.get_rank() + 1)).sum().backward()
+    net.finish_gradient_synchronization()
+    return net.module[0].weight.grad
+
+
+def keeping_gradients_in_place(name):
+    """With set_to_none=False gradients stay views of the buffer and must still be fresh at each step."""
+    net = wrap(name, mlp())
+    found = []
+    for step in range(3):
+        net.zero_grad(set_to_none=False)
+        net(torch.full((1, 10), float(step + dist.get_rank()))).sum().backward()
+        net.finish_gradient_synchronization()
+        found.append(net.module[0].weight.grad.clone())
+    fresh = wrap(name, mlp())
+    fresh(torch.full((1, 10), float(2 + dist.get_rank()))).sum().backward()
+    fresh.finish_gradient_synchronization()
+    return torch.equal(found[2], fresh.module[0].weight.grad)
+
+
+def nothing_survives_deletion(name):
+    net = wrap(name, mlp())
+    net(torch.ones(1, 10)).sum().backward()
+    net.finish_gradient_synchronization()
+    gone = [weakref.ref(net), weakref.ref(net.module[0].weight)]
+    gc.disable()  # freed by counting alone: no cycle through a hook
+    try:
+        del net
+        return [ref() is None for ref in gone]
+    finally:
+        gc.enable()
+
+
+def without_communication(name):
+    net = wrap(name, mlp(), compression=compression.noop)
+    with record() as issued:
+        net(torch.full((1, 10), float(dist.get_rank()))).sum().backward()
+        net.finish_gradient_synchronization(denominator=1)
+    return len(issued), planned_collectives(net), net.module[0].weight.grad.abs().max().item()
+
+
+def tied_and_frozen(name):
+    module = mlp()
+    module[3] = nn.Linear(16, 16, bias=False)
+    module[3].weight = module[2].weight
+    module[0].weight.requires_grad_(False)
+    net = wrap(name, module)
+    net(torch.ones(1, 10)).sum().backward()
+    net.finish_gradient_synchronization()
+    return sorted(net.plan.names), module[0].weight.grad is None
+
+
+def bad_input(name):
+    frozen = mlp().requires_grad_(False)
+    with pytest.raises(
+        ValueError, match=r"module \(=Sequential\) must have at least one parameter that needs a gradient"
+    ):
+        wrap(name, frozen)
+    with pytest.raises(ValueError, match="order must name each trainable parameter once; '0.bias' is not"):
+        wrap(name, mlp(), order=["0.weight", "2.weight", "2.bias", "3.weight", "3.bias"])
+    with pytest.raises(ValueError, match="unknown strategy 'zero9': one of naive, flat, overlapped, bucketed"):
+        torchref.make_strategy("zero9", mlp())
+    with pytest.raises(ValueError, match=r"bucket_mb \(=0\) must be a positive number"):
+        torchref.BucketedDDP(mlp(), 0)
+
+
+def given_order(name):
+    names = ["3.bias", "0.weight", "2.bias", "3.weight", "0.bias", "2.weight"]
+    return list(wrap(name, mlp(), order=names).plan.names) == names
+
+
+# In the test process
+
+
+@strategies
+def test_what_is_issued_is_what_was_planned(ranks, name):
+    for issued, planned, during in ranks.run(issued_and_planned, name, num_ranks=2):
+        assert issued == planned
+        assert len(planned) == {"naive": 6, "flat": 1, "overlapped": 6, "bucketed": 3}[name]
+        assert during == (0 if name in ("naive", "flat") else len(planned))
+
+
+@strategies
+def test_one_rank_communicates_nothing(ranks, name):
+    assert ranks.run(issued_and_planned, name, num_ranks=1) == [([], [], 0)]
+
+
+@strategies
+def test_integer_gradients_sum_bit_for_bit(ranks, name):
+    for found in ranks.run(integer_gradients, name, num_ranks=3):
+        assert found == [[0], [6], [12], [18], [24], [30]]
+
+
+@strategies
+def test_weights_and_buffers_come_from_rank_0(ranks, name):
+    first, *others = ranks.run(start_of_weights, name, num_ranks=3)
+    for other in others:
+        assert all(torch.equal(other[key], first[key]) for key in first)
+    assert torch.equal(first["0.weight"], mlp(seed=0)[0].weight)
+    assert torch.equal(first["table"], torch.zeros(3))
+
+
+@strategies
+def test_ranks_may_use_different_parameters(ranks, name):
+    for found in ranks.run(two_branches, name, num_ranks=2):
+        assert found == {"left.weight": [[0.5, 0.5, 0.5]], "right.weight": [[0.5, 0.5, 0.5]]}
+
+
+@strategies
+def test_no_sync_accumulates_and_the_last_backward_communicates(ranks, name):
+    assert max(ranks.run(accumulation, name, num_ranks=2)) < 1e-6  # float32 sums in another order
+
+
+@strategies
+def test_no_sync_ends_when_its_body_raises(ranks, name):
+    first, second = ranks.run(no_sync_ends_with_an_exception, name, num_ranks=2)
+    assert torch.equal(first, second)
+
+
+def test_two_backward_passes_without_finishing_are_refused(ranks):
+    for name in ("overlapped", "bucketed"):
+        ranks.run(second_backward, name, num_ranks=2)
+
+
+def test_a_failed_backward_can_be_forgotten(ranks):
+    for name in ("overlapped", "bucketed"):
+        first, second = ranks.run(after_a_failed_backward, name, num_ranks=2)
+        assert torch.equal(first, second)
+
+
+@strategies
+def test_gradients_may_stay_in_place(ranks, name):
+    assert all(ranks.run(keeping_gradients_in_place, name, num_ranks=2))
+
+
+@strategies
+def test_a_deleted_wrapper_frees_everything(ranks, name):
+    assert ranks.run(nothing_survives_deletion, name, num_ranks=2) == [[True, True]] * 2
+
+
+@strategies
+def test_noop_sends_nothing(ranks, name):
+    (issued, planned, first), (_, _, second) = ranks.run(without_communication, name, num_ranks=2)
+    assert (issued, planned, first) == (0, [], 0)
+    assert second > 0
+
+
+@strategies
+def test_tied_parameters_travel_once_and_frozen_ones_not_at_all(ranks, name):
+    expected = ["0.bias", "2.bias", "2.weight"]
+    assert ranks.run(tied_and_frozen, name, num_ranks=2) == [(expected, True)] * 2
+
+
+@strategies
+def test_bad_input(ranks, name):
+    ranks.run(bad_input, name, num_ranks=2)
+
+
+@strategies
+def test_an_order_can_be_given(ranks, name):
+    assert all(ranks.run(given_order, name, num_ranks=2))
+
+
+def test_a_wrapper_needs_a_process_group():
+    with pytest.raises(ValueError, match="NaiveDDP needs a process group: call torch.distributed.init_process_group"):
+        torchref.NaiveDDP(mlp())
