@@ -56,13 +56,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run, (setup, described) = run_main_job, text_setup(data=options.data, **sizes)
         folder, console = new_run_folder(options.out, options.benchmark), make_console()
         console.print(described, soft_wrap=True)
-        holds = run(folder, console, setup)
+        try:
+            holds = run(folder, console, setup)
+        except RankError as error:
+            (folder / "error.txt").write_text(str(error))
+            print(f"error: {str(error).splitlines()[0]}; its traceback is in {folder / 'error.txt'}", file=sys.stderr)
+            return 1
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    except RankError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -30,3 +30,12 @@ def test_bad_input(arguments, message, capsys, tmp_path, monkeypatch):
     assert message in errors
     assert errors.startswith("error: ") and errors.count("\n") == 1
     assert not list(tmp_path.glob("runs/*"))
+
+
+def test_a_rank_that_fails_is_one_line_and_its_traceback_a_file(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.main_job.MODEL", "no such model")
+    assert main(["--steps", "1", "--out", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: rank 0 of 1 failed: ValueError: unknown model 'no such model'")
+    assert error.count("\n") == 1
+    assert "Traceback" in (tmp_path / "error.txt").read_text()
