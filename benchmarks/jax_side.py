@@ -70,7 +70,9 @@ def run(setup: Setup) -> SideResult:
     device = mesh.devices.flat[0]
     simulated = device.platform == "cpu"
     return SideResult(
-        ranks=f"{mesh.size} simulated devices" if simulated else f"{mesh.size} devices, one process",
+        num_ranks=int(mesh.size),
+        kind="simulated" if simulated else "GPUs",
+        ranks=f"{mesh.size} {'simulated CPU devices' if simulated else 'GPUs'} in one process",
         backend="XLA in-process" if simulated else "XLA over NCCL",
         device=device.device_kind,
         versions={name: __import__(name).__version__ for name in ("jax", "jaxlib", "flax", "optax")},

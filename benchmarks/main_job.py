@@ -82,10 +82,11 @@ def run_main_job(folder: Path, console: Console, setup: Setup) -> bool:
     ]
     together = between <= TOLERANCE
     notes = [
-        "planned and compiled: gradient collectives of one step, from the bucket plan and read back from the compiled"
-        " program (torchref: as issued)",
-        f"max diff: largest difference of any weight to single-process training after {len(setup.batches)} steps,"
-        f" at most {TOLERANCE:.0e}",
+        f"jaxddp: {ours.ranks}, {ours.backend}; torchref: {theirs.ranks}, {theirs.backend}",
+        "planned and compiled: gradient collectives of one step (AR: all-reduce), from the bucket plan and as read back"
+        " from the compiled program; torchref compiles nothing: as issued",
+        f"loss: of the last batch, {rows[0].first_loss:.3f} nats at first; max diff: of any weight to single-process"
+        f" training after {len(setup.batches)} steps, at most {TOLERANCE:.0e}",
         "exposed: step time minus that of the same step without communication, median over interleaved rounds",
         f"single-process JAX against single-process PyTorch: {between:.1e}, {'ok' if together else 'WRONG'}",
     ]
@@ -96,9 +97,7 @@ def run_main_job(folder: Path, console: Console, setup: Setup) -> bool:
     for note in notes:
         console.print(f"[dim]{note}[/dim]", soft_wrap=True)
     write_rows(folder, rows, notes)
-    draw_steps(
-        rows, folder / "steps.png", f"{setup.model} model, {rows[0].ranks} (jaxddp), {rows[-1].ranks} (torchref)"
-    )
+    draw_steps(rows, folder / "steps.png", f"{setup.model} model; jaxddp: {ours.ranks}; torchref: {theirs.ranks}")
     console.print(f"\nwritten to {folder}: table.md, metrics.jsonl, steps.png", soft_wrap=True)
     return together and all(row.check == "ok" for row in rows)
 

@@ -112,6 +112,8 @@ class SideResult:
     """What one framework's process found.
 
     Attributes:
+        num_ranks: Number of ranks.
+        kind: What the ranks are, in a word.
         ranks: How the ranks run, in words.
         backend: What carries the collectives.
         device: What they run on.
@@ -121,6 +123,8 @@ class SideResult:
         measured: By label; ``"peer"`` is the framework's own data parallelism.
     """
 
+    num_ranks: int
+    kind: str
     ranks: str
     backend: str
     device: str

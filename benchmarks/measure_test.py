@@ -64,7 +64,7 @@ def test_the_largest_difference_is_over_all_weights():
 
 def test_collectives_in_words():
     assert counts([]) == "none"
-    assert counts([("all-reduce", 1), ("all-gather", 1), ("all-reduce", 2)]) == "1 all-gather, 2 all-reduce"
+    assert counts([("all-reduce", 1), ("all-gather", 1), ("all-reduce", 2)]) == "1 AG, 2 AR"
 
 
 def test_nothing_is_overwritten(tmp_path):

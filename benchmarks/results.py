@@ -30,6 +30,7 @@ class Row:
     backend: str
     device: str
     ranks: str
+    kind: str
     num_ranks: int
     strategy: str
     bucket_mb: float | None
@@ -66,7 +67,6 @@ def make_rows(benchmark: str, framework: str, setup: Setup, side: SideResult, to
     Returns:
         A row for each strategy, in the setup's order.
     """
-    num_ranks = int(side.ranks.split()[0])
     rows = []
     for spec in setup.strategies:
         measured = side.measured[spec.label]
@@ -78,13 +78,14 @@ def make_rows(benchmark: str, framework: str, setup: Setup, side: SideResult, to
                 backend=side.backend,
                 device=side.device,
                 ranks=side.ranks,
-                num_ranks=num_ranks,
+                kind=side.kind,
+                num_ranks=side.num_ranks,
                 strategy=spec.name,
                 bucket_mb=spec.bucket_mb,
                 dtype=str(next(iter(side.trained.values())).dtype),
                 params_bytes=sum(array.nbytes for array in side.trained.values()),
                 global_batch=setup.global_batch,
-                microbatch=setup.global_batch // num_ranks,
+                microbatch=setup.global_batch // side.num_ranks,
                 planned=measured.planned,
                 compiled=measured.found,
                 first_loss=measured.losses[0],
@@ -165,10 +166,10 @@ _COLUMNS = (
     ("framework", ""),
     ("strategy", ""),
     ("ranks", ""),
-    ("planned", "collectives"),
-    ("compiled", "collectives"),
+    ("planned", ""),
+    ("compiled", ""),
     ("loss", "nats"),
-    ("max diff", "weights"),
+    ("max diff", ""),
     ("step", "ms"),
     ("p10-p90", "ms"),
     ("exposed", "ms"),
@@ -181,10 +182,10 @@ def cells(row: Row) -> list[str]:
     return [
         row.framework,
         row.strategy if row.bucket_mb is None else f"{row.strategy} {row.bucket_mb:g} MiB",
-        row.ranks,
+        f"{row.num_ranks} {row.kind}",
         counts(row.planned),
         counts(row.compiled),
-        f"{row.first_loss:.3f} -> {row.loss:.3f}",
+        f"{row.loss:.3f}",
         f"{row.max_weight_difference:.1e}",
         f"{row.median_ms:.0f}",
         f"{row.p10_ms:.0f}-{row.p90_ms:.0f}",
@@ -194,8 +195,8 @@ def cells(row: Row) -> list[str]:
 
 
 def counts(collectives: Sequence[tuple[str, int]]) -> str:
-    """How many collectives of each kind, in short."""
-    kinds = Counter(kind for kind, _ in collectives)
+    """How many collectives of each kind: AR is all-reduce, RS reduce-scatter, AG all-gather."""
+    kinds = Counter("".join(word[0].upper() for word in kind.split("-")) for kind, _ in collectives)
     return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "none"
 
 

@@ -74,7 +74,9 @@ def run(setup: Setup, weights: dict[str, np.ndarray]) -> SideResult:
             measured[label] = Measured(one.planned, one.issued, losses, difference, seconds, baseline)
     on_gpu = device.type == "cuda"
     return SideResult(
-        ranks=f"{num_ranks} processes" if on_gpu else f"{num_ranks} processes, {torch.get_num_threads()} thread each",
+        num_ranks=num_ranks,
+        kind="GPUs" if on_gpu else "processes",
+        ranks=f"{num_ranks} processes of {torch.get_num_threads()} thread(s), {'a GPU each' if on_gpu else 'on CPUs'}",
         backend="NCCL" if on_gpu else "Gloo",
         device=torch.cuda.get_device_name() if on_gpu else "cpu",
         versions={"torch": torch.__version__},
