@@ -178,6 +178,17 @@ def tied_and_frozen(name):
     return sorted(net.plan.names), module[0].weight.grad is None
 
 
+def channels_last(name):
+    """Gradients of such a convolution do not lie in memory as their shape says."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)).double().to(memory_format=torch.channels_last)
+    x = torch.full((2, 3, 8, 8), float(dist.get_rank()), dtype=torch.float64).to(memory_format=torch.channels_last)
+    net = wrap(name, module)
+    net(x).square().sum().backward()
+    net.finish_gradient_synchronization()
+    return [p.grad.clone() for p in module.parameters()]
+
+
 def bad_input(name):
     frozen = mlp().requires_grad_(False)
     with pytest.raises(
@@ -277,6 +288,17 @@ def test_noop_sends_nothing(ranks, name):
 def test_tied_parameters_travel_once_and_frozen_ones_not_at_all(ranks, name):
     expected = ["0.bias", "2.bias", "2.weight"]
     assert ranks.run(tied_and_frozen, name, num_ranks=2) == [(expected, True)] * 2
+
+
+@strategies
+def test_gradients_of_any_memory_format(ranks, name):
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)).double()
+    x = [torch.full((2, 3, 8, 8), float(rank), dtype=torch.float64) for rank in range(2)]
+    (sum(alone(of_rank).square().sum() for of_rank in x) / 2).backward()
+    for grads in ranks.run(channels_last, name, num_ranks=2):
+        for grad, expected in zip(grads, alone.parameters(), strict=True):
+            torch.testing.assert_close(grad, expected.grad, rtol=1e-12, atol=1e-12)  # float64: the order of sums
 
 
 @strategies
