@@ -133,6 +133,7 @@ def test_replicated_input_is_every_ranks_own(check_vma):
 def test_each_primitive_is_one_collective(fn, opcode):
     mapped = jax.shard_map(lambda x: fn(x, "data"), mesh=data_mesh(4), in_specs=P("data"), out_specs=P("data"))
     program = jax.jit(mapped).lower(jnp.zeros((64, 2))).compile().as_text()
+    assert program is not None
     found = re.findall(r" (all-reduce|reduce-scatter|all-gather|collective-permute|all-to-all)\(", program)
     assert found == [opcode]
 

@@ -1,6 +1,7 @@
 """Functions that ranks run stand at the top; integer-valued data make every sum exact, so comparisons are bitwise."""
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ def check_async():
     x = integer_valued(num_ranks, 2 * num_ranks, 3)
     own, total = x[rank].clone(), x.sum(dim=0)
     summed, same = own.clone(), own.clone()
-    works = [all_reduce(summed, async_op=True), broadcast(same, async_op=True)]
+    works: list[Any] = [all_reduce(summed, async_op=True), broadcast(same, async_op=True)]
     results = []
     for start in (reduce_scatter, all_gather, reduce):
         tensor, work = start(own, async_op=True)

@@ -1,7 +1,5 @@
 """Starts N ranks as processes of this machine, collects their results, and ends them all.
 
-The three ways to get ranks:
-
 | call                           | processes                                 | process group                        |
 |--------------------------------|-------------------------------------------|--------------------------------------|
 | ``RankPool(8).run(fn, ...)``   | started when first needed, kept           | a fresh one per call, of num_ranks   |
@@ -33,7 +31,7 @@ from .rank_process import OnMessage, RankProcess, Task, receive_all, send_messag
 if TYPE_CHECKING:
     import torch
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 _BACKENDS = ("gloo", "nccl")
 _START_TIMEOUT_S = 300.0
@@ -83,7 +81,7 @@ class RankPool:
         self.max_ranks = max_ranks
         self.backend = backend
         self.threads_per_rank = threads_per_rank
-        self._ranks: dict[int, RankProcess] = {}
+        self._workers: dict[int, RankProcess] = {}
         self._num_calls = 0
         self._closed = False
         self._running = threading.Lock()
@@ -94,12 +92,12 @@ class RankPool:
 
     def run(
         self,
-        fn: Callable[..., T],
+        fn: Callable[..., _T],
         *args: Any,
         num_ranks: int | None = None,
         timeout_s: float = 120.0,
         on_message: OnMessage | None = None,
-    ) -> list[T]:
+    ) -> list[_T]:
         """Runs ``fn(*args)`` on every rank of a fresh process group.
 
         Args:
@@ -114,8 +112,7 @@ class RankPool:
 
         Raises:
             RankError: If a rank raises, dies or does not finish in time.
-            ValueError: If ``num_ranks`` or ``timeout_s`` is out of range, ``fn`` or ``args`` do not pickle, or the pool
-                is closed or busy with another call.
+            ValueError: If a number is out of range, ``fn`` or ``args`` do not pickle, or the pool is closed or busy.
         """
         num_ranks = self.max_ranks if num_ranks is None else num_ranks
         _check_positive("num_ranks", num_ranks)
@@ -126,24 +123,17 @@ class RankPool:
         try:
             payload = pickle.dumps((fn, args))
         except Exception as error:
-            reason = str(error).splitlines()[0]
-            raise ValueError(
-                f"fn (={fn!r}) and its arguments must pickle, to reach other processes: {reason}"
-            ) from error
+            raise ValueError(f"fn (={fn!r}) and its arguments must pickle: {str(error).splitlines()[0]}") from error
         if not self._running.acquire(blocking=False):
             raise ValueError("this RankPool is busy with another call: every thread needs a pool of its own")
         try:
             if self._closed:
                 raise ValueError("this RankPool is closed")
-            ranks = self._start(num_ranks)
-            self._num_calls += 1
-            store_path = os.path.join(self._folder, f"call-{self._num_calls}")
-            for rank in ranks:
-                rank.send(Task(self._num_calls, rank.rank, num_ranks, self.backend, store_path, timeout_s, payload))
-            results = self._collect(ranks, self._num_calls, timeout_s, on_message)
-            for rank in ranks:  # only now may they leave the group: the others could still have needed them
-                rank.send(None)
-            return results
+            try:
+                return self._run(payload, num_ranks, timeout_s, on_message)
+            except BaseException:
+                self._end([worker for worker in self._workers.values() if worker.rank < num_ranks])
+                raise
         finally:
             self._running.release()
 
@@ -152,12 +142,12 @@ class RankPool:
         if self._closed or os.getpid() != self._parent_pid:  # a forked copy of the parent must not end its ranks
             return
         self._closed = True
-        for rank in self._ranks.values():
-            rank.pipe.close()
+        for worker in self._workers.values():
+            worker.pipe.close()
         deadline_s = time.monotonic() + _CLOSE_TIMEOUT_S
-        for rank in self._ranks.values():
-            rank.process.join(max(0.0, deadline_s - time.monotonic()))
-        self._end(list(self._ranks.values()))
+        for worker in self._workers.values():
+            worker.process.join(max(0.0, deadline_s - time.monotonic()))
+        self._end(list(self._workers.values()))
         self._remove_folder()
 
     def __enter__(self) -> RankPool:
@@ -168,61 +158,64 @@ class RankPool:
         """Closes the pool."""
         self.close()
 
-    def _start(self, num_ranks: int) -> list[RankProcess]:
-        self._end([rank for rank in self._ranks.values() if not rank.process.is_alive()])
-        started = [number for number in range(num_ranks) if number not in self._ranks]
-        for number in started:
-            self._ranks[number] = RankProcess(number, self.threads_per_rank)
-        self._collect([self._ranks[number] for number in started], 0, _START_TIMEOUT_S, None)
-        return [self._ranks[number] for number in range(num_ranks)]
+    def _run(self, payload: bytes, num_ranks: int, timeout_s: float, on_message: OnMessage | None) -> list[Any]:
+        self._end([worker for worker in self._workers.values() if not worker.process.is_alive()])
+        missing = [rank for rank in range(num_ranks) if rank not in self._workers]
+        for rank in missing:
+            self._workers[rank] = RankProcess(rank, self.threads_per_rank)
+        self._collect(missing, num_ranks, 0, _START_TIMEOUT_S, None)
+
+        self._num_calls += 1
+        call, store_path = self._num_calls, os.path.join(self._folder, str(self._num_calls))
+        for rank in range(num_ranks):
+            self._workers[rank].send(Task(call, rank, num_ranks, self.backend, store_path, timeout_s, payload))
+        results = self._collect(range(num_ranks), num_ranks, call, timeout_s, on_message)
+        for rank in range(num_ranks):  # only now may they leave the group: the others could still have needed them
+            self._workers[rank].send(None)
+        return results
 
     def _collect(
-        self, ranks: Sequence[RankProcess], call: int, timeout_s: float, on_message: OnMessage | None
+        self, ranks: Sequence[int], num_ranks: int, call: int, timeout_s: float, on_message: OnMessage | None
     ) -> list[Any]:
-        """Waits for the results of a call; if that fails, for whatever reason, ends all its ranks."""
+        """Waits for the results of a call from some of its ranks."""
         deadline_s = time.monotonic() + timeout_s
         results: dict[int, Any] = {}
-        try:
-            while waiting := [rank for rank in ranks if rank.rank not in results]:
-                remaining_s = deadline_s - time.monotonic()
-                if remaining_s <= 0:
-                    which = ", ".join(str(rank.rank) for rank in waiting)
-                    which = f"rank{'s' if len(waiting) > 1 else ''} {which} of {len(ranks)}"
-                    raise RankError(f"{which} did not finish within timeout_s (={timeout_s})")
-                sources = [source for rank in waiting for source in (rank.pipe, rank.process.sentinel)]
-                # Not for long: processes forked by a dead rank can keep both of its sources open.
-                connection.wait(sources, min(remaining_s, 0.5))
-                failures = receive_all(waiting, call, results, on_message)
-                if failures:
-                    # One failure often makes others, and theirs may arrive first: the earliest is the cause.
-                    time.sleep(_OTHER_FAILURES_S)
-                    failed = {failure.rank for failure in failures}
-                    others = [rank for rank in waiting if rank.rank not in failed and rank.rank not in results]
-                    failures += receive_all(others, call, results, on_message)
-                    cause = min(failures, key=lambda failure: failure.at_s)
-                    raise RankError(f"rank {cause.rank} of {len(ranks)} failed: {cause.summary}\n\n{cause.details}")
-        except BaseException:
-            self._end(ranks)
-            raise
-        return [results[rank.rank] for rank in ranks]
+        while waiting := [self._workers[rank] for rank in ranks if rank not in results]:
+            remaining_s = deadline_s - time.monotonic()
+            if remaining_s <= 0:
+                which = f"rank{'s' * (len(waiting) > 1)} {', '.join(str(worker.rank) for worker in waiting)}"
+                raise RankError(f"{which} of {num_ranks} did not finish within timeout_s (={timeout_s})")
+            sources = [source for worker in waiting for source in (worker.pipe, worker.process.sentinel)]
+            # Not for long: processes forked by a dead rank can keep both of its sources open.
+            connection.wait(sources, min(remaining_s, 0.5))
+            failures = receive_all(waiting, call, results, on_message)
+            if failures:
+                # One failure often makes others, and theirs may arrive first: the earliest is the cause.
+                time.sleep(_OTHER_FAILURES_S)
+                told = results.keys() | {failure.rank for failure in failures}
+                others = [worker for worker in waiting if worker.rank not in told]
+                failures += receive_all(others, call, results, on_message)
+                cause = min(failures, key=lambda failure: failure.at_s)
+                raise RankError(f"rank {cause.rank} of {num_ranks} failed: {cause.summary}\n\n{cause.details}")
+        return [results[rank] for rank in ranks]
 
-    def _end(self, ranks: Sequence[RankProcess]) -> None:
-        for rank in ranks:
-            rank.process.kill()
-        for rank in ranks:
-            rank.end()
-            self._ranks.pop(rank.rank, None)
+    def _end(self, workers: Sequence[RankProcess]) -> None:
+        for worker in workers:
+            worker.process.kill()
+        for worker in workers:
+            worker.end()
+            self._workers.pop(worker.rank, None)
 
 
 def launch(
-    fn: Callable[..., T],
+    fn: Callable[..., _T],
     *args: Any,
     num_ranks: int,
     backend: str = "gloo",
     threads_per_rank: int = 1,
     timeout_s: float = 600.0,
     on_message: OnMessage | None = None,
-) -> list[T]:
+) -> list[_T]:
     """Runs ``fn(*args)`` once on ranks of its own: a `RankPool` for one call.
 
     Args:
@@ -295,10 +288,10 @@ def _check_ranks(name: str, num_ranks: int, backend: str) -> None:
         import torch
 
         num_devices = torch.cuda.device_count()
-        if num_devices == 0:
-            raise ValueError(f"backend {backend!r} needs CUDA devices, and torch finds none")
         if num_ranks > num_devices:
-            raise ValueError(f"{name} (={num_ranks}) must be at most the number of CUDA devices (={num_devices})")
+            raise ValueError(
+                f"{name} (={num_ranks}) must be at most the number of CUDA devices (={num_devices}) for NCCL"
+            )
 
 
 @atexit.register  # after multiprocessing's own hook, so run before it: that one waits for all processes

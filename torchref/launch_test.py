@@ -226,11 +226,10 @@ def test_a_rank_killed_from_outside_is_noticed_and_replaced(ranks):
     assert after[0] != between[0] and after[1] == between[1]
 
 
-@pytest.mark.parametrize(("sleepers", "num_ranks", "names"), [([0, 2], 3, "ranks 0, 2 of 3"), ([0], 1, "rank 0 of 1")])
+@pytest.mark.parametrize(("sleepers", "num_ranks", "names"), [([0, 2], 3, "ranks 0, 2"), ([0], 1, "rank 0")])
 def test_a_timeout_names_the_ranks_that_did_not_finish_and_ends_them(ranks, sleepers, num_ranks, names):
-    ranks.run(sleep_on, [], num_ranks=num_ranks)
     pids = ranks.run(process_id, num_ranks=num_ranks)
-    with pytest.raises(RankError, match=rf"^{names} did not finish within timeout_s \(=1.0\)$"):
+    with pytest.raises(RankError, match=rf"^{names} of {num_ranks} did not finish within timeout_s \(=1.0\)$"):
         ranks.run(sleep_on, sleepers, num_ranks=num_ranks, timeout_s=1.0)
     assert wait_until_gone(pids)
 
@@ -284,27 +283,23 @@ def test_errors_name_the_value_and_the_rule(ranks):
         ranks.run(process_id, timeout_s=0)
     with pytest.raises(ValueError, match=r"^unknown backend 'mpi': one of gloo, nccl$"):
         launch(process_id, num_ranks=1, backend="mpi")
-    with pytest.raises(ValueError, match=r"^fn \(=<function .*<lambda>.*\) and its arguments must pickle, .*"):
+    with pytest.raises(ValueError, match=r"^fn \(=<function .*<lambda>.*\) and its arguments must pickle: .*"):
         ranks.run(lambda: None)
 
 
 def test_nccl_needs_a_device_per_rank(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ValueError, match="^backend 'nccl' needs CUDA devices, and torch finds none$"):
-        launch(process_id, num_ranks=1, backend="nccl")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ValueError, match=r"^num_ranks \(=3\) must be at most the number of CUDA devices \(=2\)$"):
-        launch(process_id, num_ranks=3, backend="nccl")
-    for name, value in (
-        ("RANK", "2"),
-        ("WORLD_SIZE", "3"),
-        ("MASTER_ADDR", "x"),
-        ("MASTER_PORT", "1"),
-        ("LOCAL_RANK", "2"),
-    ):
+    environment = {"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "LOCAL_RANK": "2"}
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=r"^LOCAL_RANK \+ 1 \(=3\) must be at most the number of CUDA devices \(=2\)$"):
-        init_from_env("nccl")
+    for num_devices in (0, 2):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda number=num_devices: number)
+        rule = rf"\(=3\) must be at most the number of CUDA devices \(={num_devices}\) for NCCL$"
+        with pytest.raises(ValueError, match=rf"^num_ranks {rule}"):
+            launch(process_id, num_ranks=3, backend="nccl")
+        with pytest.raises(ValueError, match=rf"^max_ranks {rule}"):
+            RankPool(3, backend="nccl")
+        with pytest.raises(ValueError, match=rf"^LOCAL_RANK \+ 1 {rule}"):
+            init_from_env("nccl")
 
 
 def test_init_from_env_wants_torchruns_variables(monkeypatch):
@@ -340,40 +335,56 @@ def run_script(tmp_path, text):
     )
 
 
+def next_words(process, first):
+    """The rest of the next line that begins so; some versions of Gloo print lines of their own."""
+    for line in process.stdout:
+        if line.split()[:1] == [first]:
+            return line.split()[1:]
+    return None
+
+
 PARENT = """
-import os, threading, time
+import ctypes, os, threading, time
 import torch.distributed as dist
 from torchref.launch import RankPool, report
 
-def stay():
-    report(os.getpid())
+def stay(hold_the_lock):
+    report("busy:")
     if dist.get_rank() == 1:
-        dist.barrier()  # for ever: rank 0 sleeps
+        dist.barrier()  # for ever: rank 0 does not come
+    if hold_the_lock:
+        ctypes.PyDLL(None).sleep(600)  # a C function that never lets Python run
     time.sleep(600)
 
-def run(num_ranks):
-    RankPool(num_ranks).run(stay, on_message=lambda rank, pid: print(pid, flush=True))
+def run(num_ranks, num_busy, hold_the_lock=False):
+    pool = RankPool(num_ranks)
+    print("pids:", *pool.run(os.getpid), flush=True)
+    if num_busy > 0:
+        pool.run(stay, hold_the_lock, num_ranks=num_busy, on_message=lambda rank, word: print(word, flush=True))
 
 if __name__ == "__main__":
 """
 
 
 @pytest.mark.parametrize(
-    ("start", "num_ranks", "how"),
+    ("start", "num_ranks", "num_busy", "how"),
     [
-        ("run(2)", 2, signal.SIGKILL),
-        ("run(1)", 1, signal.SIGINT),
+        ("run(2, 2, hold_the_lock=True)", 2, 2, signal.SIGKILL),  # ended by the kernel alone
         # From a thread the kernel's help is not available, only the end of the pipe.
-        ("thread = threading.Thread(target=run, args=[1]); thread.start(); thread.join()", 1, signal.SIGKILL),
-        # Ends by itself, with a pool left open.
-        ("pool = RankPool(1); print(*pool.run(os.getpid))", 1, None),
+        ("thread = threading.Thread(target=run, args=[1, 1]); thread.start(); thread.join()", 1, 1, signal.SIGKILL),
+        ("run(2, 1)", 2, 1, signal.SIGINT),
+        ("run(1, 0)", 1, 0, None),  # the parent ends by itself, with a pool left open
     ],
+    ids=["killed", "killed with a pool in a thread", "interrupted", "left open"],
 )
-def test_no_rank_outlives_its_parent(tmp_path, start, num_ranks, how):
+def test_no_rank_outlives_its_parent(tmp_path, start, num_ranks, num_busy, how):
     process = run_script(tmp_path, f"{PARENT}    {start}\n")
-    pids = []
+    pids: list[int] = []
     try:
-        pids += [int(process.stdout.readline()) for _ in range(num_ranks)]
+        pids += map(int, next_words(process, "pids:"))
+        assert len(pids) == num_ranks
+        for _ in range(num_busy):
+            assert next_words(process, "busy:") == []
         if how is not None:
             assert all(is_running(pid) for pid in pids)
         if how == signal.SIGKILL:
@@ -382,10 +393,12 @@ def test_no_rank_outlives_its_parent(tmp_path, start, num_ranks, how):
             os.killpg(process.pid, how)  # Ctrl-C on a terminal reaches all processes
         process.wait(timeout=30)
         assert wait_until_gone(pids)
+        # The parent says so, its ranks do not.
         assert process.stderr.read().count("KeyboardInterrupt") == (how == signal.SIGINT)
     finally:
-        for pid in filter(is_running, [process.pid, *pids]):
-            os.kill(pid, signal.SIGKILL)
+        for pid in [process.pid, *pids]:
+            if is_running(pid):
+                os.kill(pid, signal.SIGKILL)
         process.communicate()
 
 

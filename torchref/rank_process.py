@@ -76,7 +76,7 @@ class RankProcess:
         self.rank = rank
         self.pipe, child_pipe = context.Pipe()
         self.process = context.Process(
-            target=_serve, args=(child_pipe, rank, parent_pid, threads_per_rank), name=f"rank-{rank}"
+            target=_serve, args=(child_pipe, parent_pid, threads_per_rank), name=f"rank-{rank}"
         )
         self.process.start()
         child_pipe.close()
@@ -116,12 +116,12 @@ class RankProcess:
 
 
 def receive_all(
-    ranks: Sequence[RankProcess], call: int, results: dict[int, Any], on_message: OnMessage | None
+    workers: Sequence[RankProcess], call: int, results: dict[int, Any], on_message: OnMessage | None
 ) -> list[Failure]:
     """Takes in what ranks have sent for a call so far.
 
     Args:
-        ranks: Those without a result yet.
+        workers: Those without a result yet.
         call: Its number.
         results: Result by rank; new ones are added.
         on_message: Gets the messages.
@@ -130,16 +130,16 @@ def receive_all(
         The failures.
     """
     failures = []
-    for rank in ranks:
-        for kind, content in rank.receive(call):
+    for worker in workers:
+        for kind, content in worker.receive(call):
             if kind == "result":
-                results[rank.rank] = content
-                break  # what befalls the rank afterwards is the next call's business
+                results[worker.rank] = content
+                break  # what befalls it afterwards is the next call's business
             if kind == "failure":
                 failures.append(content)
                 break
             if on_message is not None:
-                on_message(rank.rank, content)
+                on_message(worker.rank, content)
     return failures
 
 
@@ -149,7 +149,7 @@ def send_message(message: Any) -> None:
         _send_message(message)
 
 
-def _serve(pipe: Connection, rank: int, parent_pid: int | None, threads_per_rank: int) -> None:
+def _serve(pipe: Connection, parent_pid: int | None, threads_per_rank: int) -> None:
     """The life of a rank's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent decides
     if parent_pid is not None:

@@ -191,10 +191,7 @@ class DataParallel(nn.Module):
 
     def _launch_next(self) -> None:
         bucket, buffer = self.plan.buckets[len(self._work)], self._buffers_of_plan[len(self._work)]
-        if buffer is None:
-            parameter = self._trained[bucket.tensors[0].name]
-            parameter.grad = self._grad(bucket.tensors[0].name).contiguous()  # or the backend refuses it
-        else:
+        if buffer is not None:
             grads = {tensor.name: self._grad(tensor.name) for tensor in bucket.tensors}
             pack(bucket, grads, out=buffer)
         in_flight = not self.plan.after_backward  # naive and flat wait for each call, which is what they are
