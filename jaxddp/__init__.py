@@ -16,6 +16,7 @@ from .schedule import gradient_collectives as gradient_collectives
 from .strategy import STRATEGIES as STRATEGIES
 from .strategy import Strategy as Strategy
 from .strategy import make_strategy as make_strategy
+from .strategy import plan_gradients as plan_gradients
 from .strategy import sync_gradients as sync_gradients
 from .train import Trainer as Trainer
 from .train import TrainState as TrainState

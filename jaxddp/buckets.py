@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import numbers
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -90,10 +91,13 @@ class BucketPlan:
         buckets: In the order in which they are launched.
         after_backward: True if nothing may be launched before the last gradient is ready; False if a bucket is
             launched as soon as its own gradients are.
+        constants: Names of tensors whose gradient depends on nothing, such as the zeros of an unused parameter: equal
+            on all ranks, so their sum is known without sending them.
     """
 
     buckets: tuple[Bucket, ...]
     after_backward: bool = False
+    constants: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -264,4 +268,4 @@ def _caps_bytes(bucket_mb: BucketMb) -> list[float]:
 
 
 def _is_positive_number(cap: object) -> bool:
-    return isinstance(cap, (int, float)) and not isinstance(cap, bool) and 0 < cap < math.inf
+    return isinstance(cap, numbers.Real) and not isinstance(cap, bool) and 0 < cap < math.inf

@@ -57,7 +57,7 @@ def partial_loss(loss_fn: Callable[..., Any], has_aux: bool) -> PartialLoss:
     """Puts a user's loss function into the trainer's form.
 
     Args:
-        loss_fn: ``(params, batch)`` or ``(params, batch, key)`` to a scalar mean or ``Weighted``; with ``has_aux``
+        loss_fn: ``(params, batch)`` or ``(params, batch, key)``, to a scalar mean or ``Weighted``; with ``has_aux``
             to ``(loss, aux)``.
         has_aux: Whether it returns auxiliary values. Each leaf is averaged over ranks and micro-batches with the
             loss's weights; a leaf that is ``Weighted`` with its own.
@@ -65,24 +65,26 @@ def partial_loss(loss_fn: Callable[..., Any], has_aux: bool) -> PartialLoss:
     Returns:
         ``(params, batch, key) -> (total, Parts)``, to be differentiated in ``total``.
     """
-    wants_key = _takes_key(loss_fn)
+    call = _with_key(loss_fn)
 
     def compute(params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, Parts]:
-        result = loss_fn(params, batch, key) if wants_key else loss_fn(params, batch)
+        result = call(params, batch, key)
         aux = None
         if has_aux:
             if not isinstance(result, tuple) or isinstance(result, Weighted) or len(result) != 2:
                 raise ValueError(f"loss_fn (={_name(loss_fn)}) must return (loss, aux) when has_aux is set")
             result, aux = result
-        loss = _as_part(loss_fn, result)
+        total, loss = _as_part(loss_fn, result)
 
         def aux_part(leaf: Any) -> Part:
             if isinstance(leaf, Weighted):
-                return Part(jnp.asarray(leaf.total), jnp.asarray(leaf.weight))
-            leaf = jnp.asarray(leaf, jnp.promote_types(jnp.result_type(leaf), jnp.float32))
-            return Part(leaf if loss.weight is None else leaf * loss.weight, loss.weight)
+                return Part(_wide(leaf.total), _wide(leaf.weight))
+            if loss.weight is None:
+                return Part(_wide(leaf), None)
+            # Where nothing counts a mean is often 0 / 0, which must not spread.
+            return Part(jnp.where(loss.weight == 0, 0, _wide(leaf) * loss.weight), loss.weight)
 
-        return loss.total, Parts(loss, jax.tree.map(aux_part, aux, is_leaf=lambda leaf: isinstance(leaf, Weighted)))
+        return total, Parts(loss, jax.tree.map(aux_part, aux, is_leaf=lambda leaf: isinstance(leaf, Weighted)))
 
     return compute
 
@@ -109,7 +111,8 @@ def denominator(part: Part, num_parts: int) -> jax.Array | int:
     return num_parts if part.weight is None else jnp.where(part.weight == 0, 1, part.weight)
 
 
-def _as_part(loss_fn: Callable[..., Any], loss: Any) -> Part:
+def _as_part(loss_fn: Callable[..., Any], loss: Any) -> tuple[jax.Array, Part]:
+    """The total to differentiate, and what is summed for the metrics."""
     values = tuple(loss) if isinstance(loss, Weighted) else (loss,)
     for value in values:
         found = jnp.shape(value) if hasattr(value, "shape") or jnp.isscalar(value) else type(value).__name__
@@ -121,19 +124,26 @@ def _as_part(loss_fn: Callable[..., Any], loss: Any) -> Part:
     total = jnp.asarray(values[0])
     if not jnp.issubdtype(total.dtype, jnp.floating):
         raise ValueError(f"loss_fn (={_name(loss_fn)}) returned dtype {total.dtype}: the loss must be floating")
-    if not isinstance(loss, Weighted):
-        return Part(total, None)
-    # Weights are counts: kept at least in float32, where they are exact up to 2^24.
-    return Part(total, jnp.asarray(loss.weight, jnp.promote_types(total.dtype, jnp.float32)))
+    return total, Part(_wide(total), _wide(loss.weight) if isinstance(loss, Weighted) else None)
 
 
-def _takes_key(loss_fn: Callable[..., Any]) -> bool:
+def _wide(value: Any) -> jax.Array:
+    """At least float32, in which sums of 16-bit losses do not overflow and counts are exact up to 2^24."""
+    return jnp.asarray(value, jnp.promote_types(jnp.result_type(value), jnp.float32))
+
+
+def _with_key(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The loss function with a third argument, which it gets if it takes one: by position, or as ``key=``."""
     try:
         parameters = list(inspect.signature(loss_fn).parameters.values())
     except (TypeError, ValueError):
-        return False
+        parameters = []
+    if any(p.name == "key" and p.kind is p.KEYWORD_ONLY for p in parameters):
+        return lambda params, batch, key: loss_fn(params, batch, key=key)
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(positional) > 2 and (positional[2].name == "key" or positional[2].default is inspect.Parameter.empty)
+    if len(positional) > 2 and (positional[2].name == "key" or positional[2].default is inspect.Parameter.empty):
+        return loss_fn
+    return lambda params, batch, key: loss_fn(params, batch)
 
 
 def _name(function: Callable[..., Any]) -> str:

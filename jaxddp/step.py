@@ -46,7 +46,7 @@ class RankStep:
     """One rank's part of a step, for use inside ``shard_map`` over ``axis``."""
 
     loss: PartialLoss
-    optimizer: optax.GradientTransformation
+    optimizer: optax.GradientTransformationExtraArgs
     strategy: Strategy
     axis: str
     num_ranks: int
@@ -74,6 +74,7 @@ class RankStep:
         grads, parts = self._accumulate(self._as_own(trainable), frozen, batch, self._key(state))
         parts = self._sum_parts(parts)
         num_parts = self.num_ranks * self.num_microbatches
+        loss, aux = divide(parts, num_parts)
         grads = sync_gradients(
             grads,
             plan,
@@ -87,14 +88,13 @@ class RankStep:
                 scale = jnp.minimum(1.0, self.max_grad_norm / norm)
                 grads = jax.tree.map(lambda grad: grad * scale.astype(grad.dtype), grads)
             grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, trainable)
-            updates, opt_state = self.optimizer.update(grads, state.opt_state, trainable)
+            updates, opt_state = self.optimizer.update(grads, state.opt_state, trainable, value=loss)
             updated = optax.apply_updates(trainable, updates)
             if parts.loss.weight is not None:  # where nothing counted, decay and momentum must not move anything either
-                counted = parts.loss.weight > 0
+                counted = parts.loss.weight != 0
                 updated, opt_state = jax.tree.map(
                     lambda new, old: jnp.where(counted, new, old), (updated, opt_state), (trainable, state.opt_state)
                 )
-        loss, aux = divide(parts, num_parts)
         metrics = {"loss": loss, "grad_norm": norm, **({} if aux is None else {"aux": aux})}
         return TrainState(state.step + 1, merge(updated, frozen), opt_state, state.key), metrics
 

@@ -8,14 +8,17 @@ into collectives; the compile options of ``xla.py`` keep XLA from merging them a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from .buckets import BucketPlan, TensorSpec, pack, unpack
 from .compression import Compression, none
-from .tree import named_leaves
+from .order import finishing_times
+from .tree import named_leaves, tensor_specs
 
 SYNC_SCOPE = "jaxddp.sync"
 
@@ -82,9 +85,9 @@ def sync_gradients(
     ======== ==================== =================================
 
     Args:
-        grads: A tree of gradients. Leaves that the plan does not name are taken to be constant, hence equal on all
-            ranks: their sum needs no communication.
-        plan: Names are the leaves' paths, as ``jaxddp.named_leaves`` spells them.
+        grads: A tree of gradients.
+        plan: What to send and what is constant, by the leaves' paths; ``plan_gradients`` makes it. On one rank any
+            plan will do, since nothing is sent.
         axis: Name of the mesh axis.
         denominator: What the sum is divided by: the number of ranks when None, which gives the mean.
         compression: What travels.
@@ -93,40 +96,81 @@ def sync_gradients(
         A tree like ``grads``.
 
     Raises:
-        ValueError: If the plan names a tensor that ``grads`` does not hold.
+        ValueError: If the plan names a tensor that ``grads`` does not hold, or the other way round.
     """
     ready = named_leaves(grads)
     names = list(ready)
     planned = set(plan.names)
-    missing = sorted(planned - set(names))
-    if missing:
-        raise ValueError(f"plan names {missing[0]!r}, which grads does not hold: plan and grads must be of one model")
     num_ranks = lax.axis_size(axis)
+    if missing := sorted(planned - set(names)):
+        raise ValueError(f"plan names {missing[0]!r}, which grads does not hold: plan and grads must be of one model")
+    if (unknown := sorted(set(names) - planned - set(plan.constants))) and num_ranks > 1:
+        raise ValueError(f"grads holds {unknown[0]!r}, which plan does not name: plan and grads must be of one model")
     if denominator is None:
         denominator = num_ranks
     with jax.named_scope(SYNC_SCOPE):
         if plan.after_backward:
             ready = lax.optimization_barrier(ready)
-        summed = {name: grad * num_ranks for name, grad in ready.items() if name not in planned}
-        for bucket in plan.buckets:
-            total = compression.sum_over_ranks(pack(bucket, ready), axis)
-            summed.update(unpack(bucket, total))
-    # The one division: by the number of ranks and micro-batches, or by the total weight.
-    means = [(summed[name] / denominator).astype(summed[name].dtype) for name in names]
-    return jax.tree.unflatten(jax.tree.structure(grads), means)
+        means = {name: grad * num_ranks / denominator for name, grad in ready.items() if name not in planned}
+        for index, bucket in enumerate(plan.buckets):
+            # XLA reduces buckets that it can prove equal, such as the biases of parallel branches, only once. A barrier
+            # with a number makes them differ; the number comes out unknown to XLA and is used, or it would be dropped.
+            buffer, mark = lax.optimization_barrier((pack(bucket, ready), jnp.int32(index)))
+            total = compression.sum_over_ranks(buffer, axis)
+            zero = 0 if _is_varying(mark) else mark - index  # under check_vma, on jax 0.10, outputs must not take it in
+            # The one division: by the number of ranks and micro-batches, or by the total weight.
+            means.update(unpack(bucket, (total / (denominator + zero)).astype(total.dtype)))
+    return jax.tree.unflatten(jax.tree.structure(grads), [means[name] for name in names])
 
 
-def planned_collectives(strategy: Strategy, plan: BucketPlan, num_ranks: int) -> list[tuple[str, int]]:
+def plan_gradients(strategy: Strategy, grad_fn: Callable[..., Any], *args: Any) -> BucketPlan:
+    """Plans the communication of gradients in the order in which their computation finishes them.
+
+    Args:
+        strategy: How gradients are communicated.
+        grad_fn: One rank's gradients, such as ``jax.grad(loss_fn)``; traced, not run.
+        *args: Its arguments on one rank; arrays or ``jax.ShapeDtypeStruct``.
+
+    Returns:
+        The plan, for ``sync_gradients``.
+
+    Example:
+        >>> def loss_fn(params, x):
+        ...     return jnp.sum(jnp.tanh(x @ params["a"]) @ params["b"])
+        >>> params = {"a": jnp.ones((2, 3)), "b": jnp.ones((3, 1)), "unused": jnp.ones(5)}
+        >>> from jaxddp import overlapped
+        >>> plan = plan_gradients(overlapped(), jax.grad(loss_fn), params, jnp.ones((4, 2)))
+        >>> plan.names, plan.constants
+        (('b', 'a'), ('unused',))
+    """
+    traced, grads = jax.make_jaxpr(grad_fn, return_shape=True)(*args)
+    specs = tensor_specs(named_leaves(grads)).values()
+    times = list(zip(finishing_times(traced), reversed(range(len(specs))), specs, strict=True))
+    ready = sorted((time, place, spec) for time, place, spec in times if time is not None)
+    constants = tuple(spec.name for time, _, spec in times if time is None or spec.num_elements == 0)
+    return replace(strategy.plan([spec for _, _, spec in ready]), constants=constants)
+
+
+def planned_collectives(
+    strategy: Strategy, plan: BucketPlan, num_ranks: int, platform: str = "gpu"
+) -> list[tuple[str, int]]:
     """Lists what a plan communicates in one step.
 
     Args:
         strategy: The plan's strategy.
         plan: The plan.
         num_ranks: Number of ranks; one rank communicates nothing.
+        platform: What it is compiled for; XLA sums bfloat16 as float32 on CPUs.
 
     Returns:
-        ``(kind, bytes of the full buffer)`` in launch order.
+        ``(kind, bytes of the full buffer on the wire)`` in launch order.
     """
     if num_ranks == 1 or not strategy.compression.sends:
         return []
-    return [("all-reduce", bucket.num_bytes) for bucket in plan.buckets]
+    widened = "bfloat16" if platform == "cpu" else None
+    return [("all-reduce", bucket.num_bytes * (2 if bucket.dtype == widened else 1)) for bucket in plan.buckets]
+
+
+def _is_varying(x: jax.Array) -> bool:
+    kind = jax.typeof(x)
+    return bool(kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma)

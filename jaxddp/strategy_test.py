@@ -1,5 +1,7 @@
 """What each strategy compiles to on CPU, in the trainer, in a user's own shard_map and in pmap."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,6 @@ import jaxddp
 from jaxddp import compression
 from jaxddp.buckets import MIB
 from jaxddp.models import build
-from jaxddp.order import finishing_times
 from jaxddp.schedule import read_program
 from jaxddp.strategy import planned_collectives
 from jaxddp.tree import tensor_specs
@@ -34,26 +35,26 @@ def model():
     return loss_fn, params, {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
-def positions(compiled):
-    """Where the gradients' collectives stand, and where the backward ends."""
-    program = read_program(compiled)
-    return [c.position for c in program.collectives() if not c.is_metrics], program.last_backward()
-
-
 def assert_holds_what_was_planned(strategy, compiled, planned):
-    assert jaxddp.gradient_collectives(compiled) == sorted(planned)
-    where, last_backward = positions(compiled)
+    """The same collectives, and where they were asked for: all after the backward, or most of them within it."""
+    program = read_program(compiled)
+    found = [collective for collective in program.collectives() if not collective.is_metrics]
+    assert sorted((c.kind, c.num_bytes) for c in found) == sorted(planned)
+    where, last_backward = [c.position for c in found], program.last_backward()
     assert last_backward > 0
     if strategy.name in ("naive", "flat"):
         assert min(where) > last_backward
     else:
-        assert min(where) < last_backward
+        # Seen: 17 of 21 and 5 of 6; the gradients that are ready last cannot but come after.
+        assert sum(position < last_backward for position in where) >= 0.75 * len(where)
 
 
 @strategies
-def test_the_trainers_program_is_the_plan(model, strategy):
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_the_trainers_program_is_the_plan(model, strategy, num_microbatches):
     loss_fn, params, batch = model
-    trainer = jaxddp.Trainer(loss_fn, optax.adamw(1e-3), strategy, jaxddp.data_mesh(NUM_RANKS))
+    mesh = jaxddp.data_mesh(NUM_RANKS)
+    trainer = jaxddp.Trainer(loss_fn, optax.adamw(1e-3), strategy, mesh, num_microbatches=num_microbatches)
     state = trainer.init(params)
     planned = trainer.planned(state, batch)
     total = sum(leaf.size * 4 for leaf in jax.tree.leaves(params))
@@ -61,6 +62,23 @@ def test_the_trainers_program_is_the_plan(model, strategy):
     expected = {"naive": 21, "flat": 1, "overlapped": 21}.get(strategy.name)
     assert len(planned) == expected if expected else 3 < len(planned) < 21
     assert_holds_what_was_planned(strategy, trainer.compile(state, batch), planned)
+
+
+@strategies
+def test_equal_gradients_are_still_sent_apart(strategy):
+    """XLA can prove that parallel branches of one input have equal gradients, and would reduce them once."""
+
+    def loss_fn(params, x):
+        return jnp.mean(jnp.tanh(x @ params["w"] + params["b"] + x @ params["v"] + params["c"]) ** 2)
+
+    params = {"w": jnp.ones((8, 16)), "v": jnp.ones((8, 16)), "b": jnp.ones(16), "c": jnp.ones(16)}
+    if strategy.name == "bucketed":
+        strategy = jaxddp.bucketed(1e-5)  # a bucket for each parameter
+    trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), strategy, jaxddp.data_mesh(NUM_RANKS))
+    state, x = trainer.init(params), np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+    planned = trainer.planned(state, x)
+    assert len(planned) == (1 if strategy.name == "flat" else 4)
+    assert jaxddp.gradient_collectives(trainer.compile(state, x)) == sorted(planned)
 
 
 def test_the_combiner_let_loose_would_break_the_plan(model):
@@ -73,16 +91,9 @@ def test_the_combiner_let_loose_would_break_the_plan(model):
         assert len(planned_collectives(strategy, plan, NUM_RANKS)) > 1
 
 
-def gradients_and_plan(loss_fn, params, batch, strategy):
-    traced, grads = jax.make_jaxpr(jax.grad(loss_fn), return_shape=True)(params, batch)
-    specs = tensor_specs(jaxddp.named_leaves(grads)).values()
-    ready = sorted(zip(finishing_times(traced), specs, strict=True), key=lambda item: item[0])
-    return strategy.plan([spec for _, spec in ready])
-
-
 def own_shard_map(loss_fn, params, batch, strategy, check_vma=True):
     rank_batch = jax.tree.map(lambda leaf: leaf[: len(leaf) // NUM_RANKS], batch)
-    plan = gradients_and_plan(loss_fn, params, rank_batch, strategy)
+    plan = jaxddp.plan_gradients(strategy, jax.grad(loss_fn), params, rank_batch)
 
     def mean_gradients(params, batch):
         local = jax.tree.map(lambda leaf: jax.lax.pcast(leaf, "data", to="varying"), params)
@@ -122,7 +133,8 @@ def test_sync_gradients_in_a_users_own_shard_map(model, strategy, check_vma):
 def test_sync_gradients_in_pmap(model, strategy):
     loss_fn, params, batch = model
     by_rank = jax.tree.map(lambda leaf: leaf.reshape(NUM_RANKS, -1, *leaf.shape[1:]), batch)
-    plan = gradients_and_plan(loss_fn, params, jax.tree.map(lambda leaf: leaf[0], by_rank), strategy)
+    rank_batch = jax.tree.map(lambda leaf: leaf[0], by_rank)
+    plan = jaxddp.plan_gradients(strategy, jax.grad(loss_fn), params, rank_batch)
 
     def mean_gradients(params, batch):
         return jaxddp.sync_gradients(jax.grad(loss_fn)(params, batch), plan, "data")
@@ -152,6 +164,7 @@ def test_integer_gradients_sum_bit_for_bit(strategy):
 
 def test_what_the_plan_leaves_out_is_equal_on_all_ranks_and_not_sent():
     plan = jaxddp.plan_buckets([jaxddp.TensorSpec("sent", (2,), "float32")])
+    plan = dataclasses.replace(plan, constants=("constant",))
     run = jax.jit(jax.shard_map(
         lambda x: jaxddp.sync_gradients({"constant": jnp.full(3, 5.0), "sent": x[0]}, plan, "data"),
         mesh=jaxddp.data_mesh(NUM_RANKS), in_specs=PartitionSpec("data"), out_specs=PartitionSpec(),
@@ -194,6 +207,26 @@ def test_the_registry_and_bad_names():
 
 
 def test_a_plan_of_another_model_is_refused():
-    plan = jaxddp.plan_buckets([jaxddp.TensorSpec("b", (2,), "float32")])
+    def run(grads, name):
+        plan = jaxddp.plan_buckets([jaxddp.TensorSpec(name, (2,), "float32")])
+        sync = jax.shard_map(
+            lambda grads: jaxddp.sync_gradients(grads, plan, "data"),
+            mesh=jaxddp.data_mesh(2), in_specs=PartitionSpec("data"), out_specs=PartitionSpec(), check_vma=False,
+        )  # fmt: skip
+        jax.jit(sync)(grads)
+
     with pytest.raises(ValueError, match="plan names 'b', which grads does not hold"):
-        jaxddp.sync_gradients({"a": jnp.ones(2)}, plan, "data")
+        run({"a": jnp.ones(2)}, "b")
+    with pytest.raises(ValueError, match="grads holds 'a', which plan does not name"):
+        run({"a": jnp.ones(2), "b": jnp.ones(2)}, "b")
+
+
+def test_bytes_on_the_wire_are_those_of_the_platform():
+    strategy = jaxddp.bucketed(25)
+    plan = strategy.plan([jaxddp.TensorSpec("a", (8,), "bfloat16")])
+    assert planned_collectives(strategy, plan, 2, "gpu") == [("all-reduce", 16)]
+    assert planned_collectives(strategy, plan, 2, "cpu") == [("all-reduce", 32)]
+    for dtype in (jnp.bfloat16, jnp.float16):
+        trainer = jaxddp.Trainer(lambda w, x: jnp.mean(x @ w) ** 2, optax.sgd(0.1), strategy, jaxddp.data_mesh(2))
+        state, x = trainer.init(jnp.ones((4, 3), dtype)), np.ones((8, 4), np.float32)
+        assert trainer.planned(state, x) == jaxddp.gradient_collectives(trainer.compile(state, x))

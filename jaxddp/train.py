@@ -7,6 +7,7 @@ of batch with the options that keep the plan, and fed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,15 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .buckets import BucketPlan
 from .loss import partial_loss
-from .order import finishing_times
 from .step import RankStep
 from .step import TrainState as TrainState
-from .strategy import Strategy, planned_collectives
-from .tree import check_params, named_leaves, tensor_specs
+from .strategy import Strategy, plan_gradients, planned_collectives
+from .tree import check_params, named_leaves
 from .xla import compile_options
 
 
@@ -65,7 +65,7 @@ class Trainer:
         Args:
             loss_fn: ``(params, batch)`` or ``(params, batch, key)`` to the mean loss over the examples it is given,
                 or to ``Weighted``; with ``has_aux`` to ``(loss, aux)``. ``key`` differs by rank, step and micro-batch.
-            optimizer: Any optax transformation.
+            optimizer: Any optax transformation; one that wants the loss's ``value`` (``reduce_on_plateau``) gets it.
             strategy: How gradients are communicated.
             mesh: One-dimensional, as ``data_mesh`` makes it.
             num_microbatches: Parts into which each rank's examples are split, in order; communication happens once.
@@ -83,6 +83,10 @@ class Trainer:
             raise ValueError(f"mesh axes (={mesh.axis_names}) must be one: make the mesh with jaxddp.data_mesh")
         if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
             raise ValueError(f"num_microbatches (={num_microbatches!r}) must be a positive integer")
+        if not all(kind == AxisType.Auto for kind in mesh.axis_types):
+            raise ValueError(f"mesh axis types (={mesh.axis_types}) must be Auto: make the mesh with jaxddp.data_mesh")
+        if grad_dtype is not None and not jnp.issubdtype(grad_dtype, jnp.floating):
+            raise ValueError(f"grad_dtype (={grad_dtype!r}) must be a floating dtype or None")
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm (={max_grad_norm!r}) must be positive or None")
         self.strategy = strategy
@@ -91,7 +95,7 @@ class Trainer:
         self.num_microbatches = num_microbatches
         self._rank_step = RankStep(
             partial_loss(loss_fn, has_aux),
-            optimizer,
+            optax.with_extra_args_support(optimizer),
             strategy,
             axis=str(mesh.axis_names[0]),
             num_ranks=self.num_ranks,
@@ -150,6 +154,7 @@ class Trainer:
         Raises:
             ValueError: If the batch cannot be split over ranks and micro-batches, or the loss is not a scalar.
         """
+        _check_alive(state)
         batch = self._place(batch)
         return self._finished(self._program("step", state, batch)(state, batch))
 
@@ -166,12 +171,14 @@ class Trainer:
         Raises:
             ValueError: If the batch cannot be split over ranks.
         """
+        _check_alive(state)
         batch = self._place(batch, num_parts=self.num_ranks)
         return self._finished(self._program("evaluate", state, batch)(state, batch))
 
     def params(self, state: TrainState) -> Any:
-        """Gives the full parameters, as the tree that ``init`` was given."""
-        return state.params
+        """Gives a copy of the full parameters, as the tree that ``init`` was given; later steps leave it alone."""
+        _check_alive(state)
+        return jax.tree.map(jnp.copy, state.params)
 
     def compile(self, state: TrainState, batch: Any) -> jax.stages.Compiled:
         """Compiles the step for these shapes, or gives what ``step`` already runs for them.
@@ -204,12 +211,14 @@ class Trainer:
         batch = _abstract(batch)
         key = _signature(state.params, batch)
         if key not in self._plans:
-            self._plans[key] = self._make_plan(state, batch)
+            grads_on_rank = self._sharded(self._rank_step.first_grads)
+            plan = plan_gradients(self.strategy, grads_on_rank, _abstract(state), batch)
+            self._plans[key] = plan if self.num_ranks > 1 else replace(plan, buckets=())
         return self._plans[key]
 
     def planned(self, state: TrainState, batch: Any) -> list[tuple[str, int]]:
         """Lists ``(kind, bytes)`` of the collectives that one step should hold, beside its metrics'."""
-        return planned_collectives(self.strategy, self.plan(state, batch), self.num_ranks)
+        return planned_collectives(self.strategy, self.plan(state, batch), self.num_ranks, self._platform)
 
     def _program(self, kind: str, state: TrainState, batch: Any) -> Any:
         key = (kind, _signature(state, batch))
@@ -239,15 +248,6 @@ class Trainer:
             out_specs=PartitionSpec(),
             check_vma=False,
         )
-
-    def _make_plan(self, state: TrainState, batch: Any) -> BucketPlan:
-        if self.num_ranks == 1:
-            return self.strategy.plan(())
-        grads_on_rank = self._sharded(self._rank_step.first_grads)
-        traced, grads = jax.make_jaxpr(grads_on_rank, return_shape=True)(_abstract(state), batch)
-        times, specs = finishing_times(traced), tensor_specs(named_leaves(grads))
-        ready = [(time, -index, spec) for index, (time, spec) in enumerate(zip(times, specs.values(), strict=True))]
-        return self.strategy.plan([spec for time, _, spec in sorted(item for item in ready if item[0] is not None)])
 
     def _check_batch(self, batch: Any, num_parts: int) -> None:
         leaves = named_leaves(batch)
@@ -286,6 +286,12 @@ class Trainer:
     def _finished(self, result: Any) -> Any:
         # With more simulated devices than cores, steps that run ahead time out in XLA's rendezvous and abort.
         return jax.block_until_ready(result) if self._platform == "cpu" else result
+
+
+def _check_alive(state: TrainState) -> None:
+    # On jax 0.10 running a program on donated arrays ends the process.
+    if isinstance(state.step, jax.Array) and state.step.is_deleted():
+        raise ValueError(f"state (={type(state).__name__}) was donated to an earlier step: use the one it returned")
 
 
 def _abstract(tree: Any) -> Any:

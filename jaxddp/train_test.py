@@ -264,7 +264,7 @@ def test_grad_dtype_is_what_travels():
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), linear_params())
     own, wide = make(), make(grad_dtype=jnp.float32)
     batch = regression_batch()
-    assert own.planned(own.init(params), batch) == [("all-reduce", 2 * 55)]
+    assert own.plan(own.init(params), batch).num_bytes == 2 * 55
     state = wide.init(params)
     assert (
         wide.planned(state, batch)
@@ -308,7 +308,84 @@ def test_a_flax_state_can_be_the_tree_of_parameters():
     assert jax.tree.structure(trainer.params(state)) == jax.tree.structure(params)
 
 
+def test_metrics_are_summed_wide_enough():
+    def loss_fn(params, batch):
+        total = jnp.sum(params["w"]).astype(jnp.float16) * 0 + jnp.float16(20000)
+        return jaxddp.Weighted(total, jnp.float16(6)), {"count": jaxddp.Weighted(257, 1)}
+
+    trainer = make(loss_fn, has_aux=True)
+    _, metrics = trainer.step(trainer.init({"w": jnp.ones(3)}), regression_batch())
+    np.testing.assert_allclose(metrics["loss"], 20000 / 6, rtol=1e-6)
+    assert metrics["aux"]["count"] == 257
+
+
+def test_a_rank_where_nothing_counts_does_not_spoil_aux():
+    def loss_fn(params, batch):
+        hits, count = jnp.sum(batch["mask"]), jnp.sum(batch["mask"])
+        return masked_loss(params, batch), hits / count  # 0 / 0 where the mask is empty
+
+    batch = regression_batch() | {"mask": np.repeat([1, 0], 12).astype(np.float32)}
+    trainer = make(loss_fn, has_aux=True)
+    _, metrics = trainer.step(trainer.init(linear_params()), batch)
+    assert metrics["aux"] == 1
+
+
+def test_a_loss_of_negative_weight_trains_as_its_quotient_does():
+    def negative(params, batch):
+        total, weight = masked_loss(params, batch)
+        return jaxddp.Weighted(-total, -weight)
+
+    batch = regression_batch() | {"mask": np.ones(24, np.float32)}
+    results = []
+    for loss_fn in (masked_loss, negative):
+        trainer = make(loss_fn)
+        state, _ = trainer.step(trainer.init(linear_params()), batch)
+        results.append(trainer.params(state))
+    assert_trees_close(*results, atol=1e-6)  # the same division with other signs
+
+
+def test_the_key_may_be_a_keyword():
+    def loss_fn(params, batch, *, key):
+        return jnp.sum(params["w"]) * 0 + jax.random.uniform(key)
+
+    def positional(params, batch, key):
+        return loss_fn(params, batch, key=key)
+
+    losses = []
+    for function in (loss_fn, positional):
+        trainer = make(function)
+        losses.append(trainer.step(trainer.init(linear_params()), regression_batch())[1]["loss"])
+    assert 0 < losses[0] == losses[1]
+
+
+def test_an_optimizer_may_look_at_the_loss():
+    optimizer = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
+    trainer = make(optimizer=optimizer)
+    state = trainer.init(linear_params())
+    state, metrics = trainer.step(state, regression_batch())
+    assert float(state.opt_state[1].best_value) == float(metrics["loss"])
+
+
+def test_params_are_a_copy_that_later_steps_leave_alone():
+    trainer = make()
+    state = trainer.init(linear_params())
+    params = trainer.params(state)
+    trainer.step(state, regression_batch())
+    assert_trees_close(params, linear_params(), atol=0)
+
+
 # Bad input
+
+
+def test_a_donated_state_is_refused():
+    trainer = make()
+    state = trainer.init(linear_params())
+    trainer.step(state, regression_batch())
+    for use in (trainer.step, trainer.evaluate):
+        with pytest.raises(ValueError, match=r"state \(=TrainState\) was donated to an earlier step"):
+            use(state, regression_batch())
+    with pytest.raises(ValueError, match="was donated to an earlier step"):
+        trainer.params(state)
 
 
 @pytest.mark.parametrize(
@@ -371,6 +448,11 @@ def test_other_bad_input():
         make(max_grad_norm=-1)
     with pytest.raises(ValueError, match="trainable must select at least one of the 2 parameters"):
         make(trainable=lambda name: False).init(linear_params())
+    with pytest.raises(ValueError, match=r"grad_dtype \(=.*int32.*\) must be a floating dtype or None"):
+        make(grad_dtype=jnp.int32)
+    explicit = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with pytest.raises(ValueError, match=r"mesh axis types \(=.*Explicit.*\) must be Auto"):
+        jaxddp.Trainer(linear_loss, optax.sgd(0.1), jaxddp.naive(), explicit)
     two_axes = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     with pytest.raises(ValueError, match=r"mesh axes \(=\('data', 'model'\)\) must be one"):
         jaxddp.Trainer(linear_loss, optax.sgd(0.1), jaxddp.naive(), two_axes)

@@ -2,8 +2,8 @@
 
 By default XLA merges all gradient all-reduces of a step into one (CPU, TPU) or into buckets of its own (GPU, 30 MiB),
 so every strategy would be the same program. Each backend has a pass that does it and a way to stop that pass for one
-program. On CPU the optimization barrier, by which naive and flat wait for the backward, is dropped before scheduling
-unless the pass that drops it is stopped too.
+program; from jaxlib 0.10 to 0.12 they are the same. On CPU the optimization barriers, by which naive and flat wait for
+the backward and equal buckets stay apart, are dropped before scheduling unless the pass that drops them is stopped too.
 
     platform  pass that merges                                     stopped by
     CPU       cpu-all-reduce-combiner                              xla_disable_hlo_passes
@@ -27,7 +27,7 @@ def compile_options(strategy: Strategy, platform: str) -> dict[str, str | int | 
     Passes that ``XLA_FLAGS`` already disables stay disabled: a program's own list would replace that one.
 
     Args:
-        strategy: The strategy to be compiled.
+        strategy: The strategy to be compiled; at present all need the same.
         platform: ``"cpu"``, ``"gpu"``, ``"cuda"`` or ``"tpu"``, as in ``mesh.devices.flat[0].platform``.
 
     Returns:
@@ -41,10 +41,9 @@ def compile_options(strategy: Strategy, platform: str) -> dict[str, str | int | 
         >>> jaxddp.compile_options(jaxddp.bucketed(25), "gpu")["xla_gpu_all_reduce_combine_threshold_bytes"]
         0
     """
+    del strategy
     if platform == "cpu":
-        passes = ["cpu-all-reduce-combiner"]
-        if strategy.plan(()).after_backward:
-            passes.append("cse_barrier_expander")
+        passes = ["cpu-all-reduce-combiner", "cse_barrier_expander"]
         return {_DISABLE: _with_disabled_passes_of_environment(passes)}
     if platform in ("gpu", "cuda"):
         return {

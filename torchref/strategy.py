@@ -9,6 +9,7 @@ there is launched, and ``finish_gradient_synchronization`` waits for what is und
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from .collectives import broadcast
 from .compression import Compression, none
 
 STRATEGIES: dict[str, Callable[..., DataParallel]] = {}
+_live: weakref.WeakSet[DataParallel] = weakref.WeakSet()
 
 
 def register(name: str) -> Callable[[type], type]:
@@ -118,16 +120,12 @@ class DataParallel(nn.Module):
         if sorted(names) != sorted(self._trained):
             wrong = sorted(set(names) ^ set(self._trained)) or [name for name in names if names.count(name) > 1]
             raise ValueError(f"order must name each trainable parameter once; {wrong[0]!r} is not")
-        specs = [tensor_spec(name, self._trained[name]) for name in names]
-        self.plan = make_plan(specs if self.num_ranks > 1 else ())  # one rank communicates nothing
+        self._specs = {name: tensor_spec(name, self._trained[name]) for name in names}
+        self.plan = make_plan(list(self._specs.values()) if self.num_ranks > 1 else ())  # one rank communicates nothing
         self._buffers_of_plan = [_buffer(bucket, self._trained) for bucket in self.plan.buckets]
         self._bucket_of = {t.name: i for i, bucket in enumerate(self.plan.buckets) for t in bucket.tensors}
-        self.on_train_batch_start()
-        if not self.plan.after_backward:
-            # Weak, because a hook that holds its wrapper keeps model and buckets alive after both are dropped.
-            this = weakref.ref(self)
-            for name in self._bucket_of:
-                self._trained[name].register_post_accumulate_grad_hook(_ready_hook(this, name))
+        self._expect_gradients()
+        self._add_hooks()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""
@@ -144,6 +142,14 @@ class DataParallel(nn.Module):
 
     def on_train_batch_start(self) -> None:
         """Forgets a backward pass that was never finished, such as one that failed midway."""
+        for index in range(len(self._work)):  # what is under way may still write to these
+            bucket = self.plan.buckets[index]
+            self._buffers_of_plan[index] = _buffer(bucket, self._trained)
+            for tensor in bucket.tensors:
+                self._trained[tensor.name].grad = None
+        self._expect_gradients()
+
+    def _expect_gradients(self) -> None:
         self._num_missing = [len(bucket.tensors) for bucket in self.plan.buckets]
         self._ready: set[str] = set()
         self._work: list[Any] = []
@@ -156,7 +162,11 @@ class DataParallel(nn.Module):
 
         Args:
             denominator: What the sum over ranks is divided by: the number of ranks when None, which gives the mean.
+
+        Raises:
+            ValueError: If a parameter is no longer what it was when the module was wrapped.
         """
+        self._check_unchanged()
         for parameter in self._trained.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -173,7 +183,43 @@ class DataParallel(nn.Module):
             self._grad_buffer(bucket, buffer).div_(denominator)
         for name in self._trained.keys() - self._bucket_of.keys():
             self._grad(name).div_(denominator)
-        self.on_train_batch_start()
+        self._expect_gradients()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
+        """Copies the wrapper with its module; the copy communicates in the same process group."""
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        memo[id(self.process_group)] = self.process_group
+        new.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        new._add_hooks()
+        return new
+
+    def _add_hooks(self) -> None:
+        for other in _live:
+            shared = {id(p) for p in other._trained.values()}
+            for name, parameter in self._trained.items():
+                if id(parameter) in shared:
+                    raise ValueError(
+                        f"parameter {name!r} is already wrapped by a {type(other).__name__}: delete that first, or"
+                        " both would sum its gradient"
+                    )
+        _live.add(self)
+        if not self.plan.after_backward:
+            # Weak, because a hook that holds its wrapper keeps model and buckets alive after both are dropped.
+            this = weakref.ref(self)
+            for name in self._bucket_of:
+                self._trained[name].register_post_accumulate_grad_hook(_ready_hook(this, name))
+
+    def _check_unchanged(self) -> None:
+        now = dict(self.module.named_parameters())
+        for name, parameter in self._trained.items():
+            if now.get(name) is not parameter or tensor_spec(name, parameter) != self._specs[name]:
+                change = "replaced or turned into another dtype"
+            elif not parameter.requires_grad:
+                change = "frozen"
+            else:
+                continue
+            raise ValueError(f"parameter {name!r} was {change} after wrapping: wrap the module anew")
 
     def _on_ready(self, name: str) -> None:
         if not self._sync:
@@ -204,6 +250,8 @@ class DataParallel(nn.Module):
     def _grad(self, name: str) -> torch.Tensor:
         grad = self._trained[name].grad
         assert grad is not None
+        if grad.layout != torch.strided:
+            raise ValueError(f"the gradient of {name!r} has layout {grad.layout}: only dense gradients are supported")
         return grad
 
 

@@ -1,5 +1,6 @@
 """What the wrappers promise, checked on ranks; each function below runs on every rank of a pool."""
 
+import copy
 import gc
 import weakref
 
@@ -113,22 +114,24 @@ def second_backward(name):
     net.finish_gradient_synchronization()
 
 
-def after_a_failed_backward(name):
-    net = wrap(name, mlp())
-
-    def fail(grad):
-        raise KeyError("in the middle")
-
-    x = torch.ones(1, 10, requires_grad=True)
-    handle = net.module[1].register_full_backward_hook(lambda *_: fail(None))
-    with pytest.raises(KeyError):
-        net(x).sum().backward()
-    handle.remove()
-    net.zero_grad()
-    net.on_train_batch_start()
-    net(x * (dist.get_rank() + 1)).sum().backward()
-    net.finish_gradient_synchronization()
-    return net.module[0].weight.grad
+def forgetting_what_is_under_way(name):
+    """Backward, forget it, backward again: buffers of 8 MiB are still travelling when the second one fills them."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(1448, 1448), nn.Linear(1448, 1448))
+    net = torchref.make_strategy(name, module, **({"bucket_size_mb": None} if name == "bucketed" else {}))
+    wrong = []
+    for step in range(4):
+        net(torch.full((4, 1448), float(step + 7))).sum().backward()  # never finished
+        net.zero_grad()
+        net.on_train_batch_start()
+        net(torch.full((4, 1448), float(step + dist.get_rank()))).sum().backward()
+        net.finish_gradient_synchronization()
+        found = [p.grad.clone() for p in module.parameters()]
+        grads = torch.autograd.grad(
+            sum(module(torch.full((4, 1448), float(step + rank))).sum() for rank in range(2)) / 2, module.parameters()
+        )
+        wrong += [not torch.allclose(ours, full, rtol=1e-4) for ours, full in zip(found, grads, strict=True)]
+    return wrong
 
 
 def keeping_gradients_in_place(name):
@@ -144,6 +147,40 @@ def keeping_gradients_in_place(name):
     fresh(torch.full((1, 10), float(2 + dist.get_rank()))).sum().backward()
     fresh.finish_gradient_synchronization()
     return torch.equal(found[2], fresh.module[0].weight.grad)
+
+
+def changed_after_wrapping(name):
+    net = wrap(name, mlp())
+    with pytest.raises(ValueError, match=r"parameter '0.weight' is already wrapped by a \w+DDP: delete that first"):
+        wrap(name, nn.Sequential(*net.module))
+    net(torch.ones(1, 10)).sum().backward()
+    net.module[0].weight.requires_grad_(False)
+    with pytest.raises(ValueError, match="parameter '0.weight' was frozen after wrapping: wrap the module anew"):
+        net.finish_gradient_synchronization()
+    net.module[0].weight.requires_grad_(True)
+    net.finish_gradient_synchronization()
+    net.double()
+    with pytest.raises(ValueError, match="parameter '.*' was replaced or turned into another dtype after wrapping"):
+        net.finish_gradient_synchronization()
+    sparse = wrap(name, nn.Embedding(4, 3, sparse=True))
+    with pytest.raises(
+        ValueError, match="the gradient of 'weight' has layout torch.sparse_coo: only dense gradients are"
+    ):
+        sparse(torch.tensor([0, 1])).sum().backward()
+        sparse.finish_gradient_synchronization()
+
+
+def deep_copy(name):
+    net = wrap(name, mlp())
+    counts, grads = [], []
+    for one in (net, copy.deepcopy(net)):
+        with record() as issued:
+            one(torch.full((1, 10), float(dist.get_rank()))).sum().backward()
+            during = len(issued)
+            one.finish_gradient_synchronization()
+        counts.append((during, len(issued)))
+        grads.append(one.module[0].weight.grad)
+    return counts, torch.equal(*grads) and grads[0] is not grads[1]
 
 
 def nothing_survives_deletion(name):
@@ -261,10 +298,24 @@ def test_two_backward_passes_without_finishing_are_refused(ranks):
         ranks.run(second_backward, name, num_ranks=2)
 
 
-def test_a_failed_backward_can_be_forgotten(ranks):
+def test_a_backward_that_was_never_finished_can_be_forgotten(ranks):
     for name in ("overlapped", "bucketed"):
-        first, second = ranks.run(after_a_failed_backward, name, num_ranks=2)
-        assert torch.equal(first, second)
+        for wrong in ranks.run(forgetting_what_is_under_way, name, num_ranks=2):
+            assert len(wrong) == 16
+            assert not any(wrong)
+
+
+@strategies
+def test_what_changes_after_wrapping_is_refused(ranks, name):
+    ranks.run(changed_after_wrapping, name, num_ranks=2)
+
+
+@strategies
+def test_a_deep_copy_communicates_as_the_original_does(ranks, name):
+    for (original, copied), equal in ranks.run(deep_copy, name, num_ranks=2):
+        assert original == copied
+        assert original[0] == (0 if name in ("naive", "flat") else original[1])
+        assert equal
 
 
 @strategies

@@ -75,7 +75,9 @@ class Trainer:
         Raises:
             ValueError: If the batch cannot be split into micro-batches, or the loss is not a scalar.
         """
-        self.optimizer.zero_grad(set_to_none=True)
+        if self._parallel is not None:
+            self._parallel.on_train_batch_start()
+        self.net.zero_grad(set_to_none=True)
         parts = []
         rows = _num_rows(batch)
         if rows % self.num_microbatches or rows == 0:
@@ -96,7 +98,7 @@ class Trainer:
         norm = global_norm(grads)
         if self.max_grad_norm is not None:
             torch._foreach_mul_(grads, torch.clamp(self.max_grad_norm / norm, max=1.0))
-        if weight > 0:  # nothing counted: decay and momentum must not move anything either
+        if weight != 0:  # nothing counted: decay and momentum must not move anything either
             self.optimizer.step()
         return {"loss": float(summed.total) / (weight or 1.0), "grad_norm": float(norm)}
 
@@ -107,7 +109,8 @@ class Trainer:
         for parameter in self.net.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                parameter.grad.div_(denominator)
+                if denominator != 1:  # a pass over all gradients; DistributedDataParallel has divided already
+                    parameter.grad.div_(denominator)
 
     def _communicate_only_if(self, last: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if last or self._parallel is None else self._parallel.no_sync()

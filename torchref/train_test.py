@@ -93,6 +93,33 @@ def test_clipping_is_by_the_norm_without_an_epsilon():
     torch.testing.assert_close(module.weight.detach(), before - plain.weight.grad / 2, rtol=1e-6, atol=1e-7)
 
 
+def fail_once_then_train():
+    """A loss that raises in the middle of a backward must not spoil the steps after it."""
+    module = nn.Sequential(nn.Linear(10, 5), nn.Linear(5, 5))
+    trainer = torchref.Trainer(mean_loss, torch.optim.SGD(module.parameters(), lr=0.0), torchref.OverlappedDDP(module))
+
+    def fail(*_):
+        raise KeyError("in the middle")
+
+    data = batch() | {"x": batch()["x"].requires_grad_(True)}
+    first = trainer.step(data)
+    handle = module[0].register_full_backward_hook(fail)
+    with pytest.raises(KeyError):
+        trainer.step(data)
+    handle.remove()
+    return first == trainer.step(data)
+
+
+def test_a_failed_step_can_be_followed_by_another(ranks):
+    assert all(ranks.run(fail_once_then_train, num_ranks=2))
+
+
+def test_the_norm_is_of_this_steps_gradients_whatever_the_optimizer_holds():
+    module = nn.Sequential(nn.Linear(10, 5), nn.Linear(5, 5))
+    trainer = torchref.Trainer(mean_loss, torch.optim.SGD(module[1].parameters(), lr=0.0), module)
+    assert trainer.step(batch()) == trainer.step(batch())
+
+
 def test_bad_input():
     module = linear()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
