@@ -19,7 +19,7 @@ import numbers
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -264,9 +264,7 @@ def _checked(tensors: Iterable[TensorSpec]) -> list[TensorSpec]:
 def _caps_bytes(bucket_mb: BucketMb) -> list[float]:
     if bucket_mb is None:
         return [math.inf]
-    if isinstance(bucket_mb, str):
-        if bucket_mb != "default":
-            raise ValueError(f"bucket_mb (={bucket_mb!r}) must be a positive number of MiB, a list of them, or None")
+    if bucket_mb == "default":
         return [DEFAULT_FIRST_BUCKET_MB * MIB, DEFAULT_BUCKET_MB * MIB]
     caps: list[float] = list(bucket_mb) if isinstance(bucket_mb, Sequence) else [bucket_mb]
     if not caps or not all(_is_positive_number(cap) for cap in caps):
@@ -274,5 +272,5 @@ def _caps_bytes(bucket_mb: BucketMb) -> list[float]:
     return [cap * MIB for cap in caps]
 
 
-def _is_positive_number(cap: object) -> bool:
-    return isinstance(cap, numbers.Real) and not isinstance(cap, bool) and 0 < cap < math.inf
+def _is_positive_number(cap: Any) -> bool:
+    return isinstance(cap, numbers.Real) and not isinstance(cap, bool) and 0 < float(cap) < math.inf
