@@ -17,9 +17,9 @@ from rich.table import Table
 
 from jaxddp.data import RandomTokens
 
-from .main_job import check_batch_size, run_jax, run_torch
+from .main_job import TOLERANCE, check_batch_size, run_jax, run_torch
 from .measure import Setup, SideResult, StrategySpec
-from .results import commit, describe_machine
+from .results import commit, describe_machine, make_rows, write_rows
 
 MODEL, VOCAB, CONTEXT = "lm_9m", 10000, 128
 BUCKETED = StrategySpec("bucketed", 25.0)
@@ -38,6 +38,11 @@ class Gate:
     ours_ms: float
     theirs_ms: float
     num_rounds: int
+
+    @property
+    def in_words(self) -> str:
+        """The ratio with its interval."""
+        return f"{self.ratio:.3f}, 95 % interval {self.low:.3f} to {self.high:.3f}, over {self.num_rounds} rounds"
 
     @property
     def holds(self) -> bool:
@@ -115,11 +120,18 @@ def run_gates(folder: Path, console: Console, setup: Setup) -> bool:
     console.print(_table([*gates, across]))
     record = {"benchmark": "gates", "model": MODEL, "commit": commit(), **describe_machine()}
     record |= {"versions": ours.versions | theirs.versions, "ranks": [ours.ranks, theirs.ranks]}
+    rows = [
+        *make_rows("gates", "jaxddp", setup, ours, TOLERANCE, must_learn=False),
+        *make_rows("gates", "torchref", setup, theirs, TOLERANCE, must_learn=False),
+    ]
+    write_rows(folder, rows, [f"{gate.name}: {gate.in_words} ({_check(gate)})" for gate in [*gates, across]])
+    for row in rows:
+        console.print(f"{row.framework} {row.strategy}: weights, loss and gradients against one process: {row.check}")
     with (folder / "metrics.jsonl").open("a") as lines:
         for gate in [*gates, across]:
             lines.write(json.dumps(record | asdict(gate) | {"check": _check(gate)}) + "\n")
-    console.print(f"written to {folder}: metrics.jsonl", soft_wrap=True)
-    return all(gate.holds for gate in gates)
+    console.print(f"written to {folder}: table.md, metrics.jsonl", soft_wrap=True)
+    return all(gate.holds for gate in gates) and all(row.check == "ok" for row in rows)
 
 
 def _gate(name: str, side: SideResult, peers: SideResult, peer: str, limit: float) -> Gate:

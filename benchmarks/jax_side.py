@@ -18,7 +18,7 @@ from jaxddp.models import build
 from jaxddp.step import global_norm
 from torchref.launch import report
 
-from .measure import Measured, Setup, SideResult, StrategySpec, Variant, interleave, largest_difference
+from .measure import Measured, Setup, SideResult, StepMetrics, StrategySpec, Variant, interleave, largest_difference
 
 BASELINE = " without communication"
 
@@ -41,8 +41,7 @@ def run(setup: Setup) -> SideResult:
 
     report(("doing", "single-process training"))
     reference = _Run(setup, jaxddp.Trainer(loss_fn, optimizer, jaxddp.naive(), jaxddp.data_mesh(1)), params)
-    for index in range(len(setup.batches)):
-        reference.step(index)
+    expected = [reference.step(index) for index in range(len(setup.batches))]
     trained = to_numpy(reference.state.params)
     del reference
 
@@ -63,10 +62,10 @@ def run(setup: Setup) -> SideResult:
     measured = {}
     for label, one in runs.items():
         if not label.endswith(BASELINE):
-            losses, seconds = times[label]
+            metrics, seconds = times[label]
             difference = largest_difference(to_numpy(one.state.params), trained)
             baseline = times.get(label + BASELINE, ([], []))[1]
-            measured[label] = Measured(one.planned, one.compiled, losses, difference, seconds, baseline)
+            measured[label] = Measured(one.planned, one.compiled, metrics, expected, difference, seconds, baseline)
     device = mesh.devices.flat[0]
     simulated = device.platform == "cpu"
     return SideResult(
@@ -97,9 +96,9 @@ class _Run:
         self.planned = self._trainer.planned(self.state, self._batches[0])
         self.compiled = jaxddp.gradient_collectives(self._trainer.compile(self.state, self._batches[0]))
 
-    def step(self, index: int) -> float:
+    def step(self, index: int) -> StepMetrics:
         self.state, metrics = self._trainer.step(self.state, self._batches[index])
-        return float(metrics["loss"])
+        return StepMetrics(float(metrics["loss"]), float(metrics["grad_norm"]))
 
 
 class _Peer:
@@ -132,7 +131,7 @@ class _Peer:
         self._program = self._step.lower(self.state, batch).compile()
         self.compiled = jaxddp.gradient_collectives(self._program)
 
-    def step(self, index: int) -> float:
+    def step(self, index: int) -> StepMetrics:
         batch = jax.device_put(self._batches[index], self._by_rank)
         self.state, metrics = jax.block_until_ready(self._program(self.state, batch))
-        return float(metrics["loss"])
+        return StepMetrics(float(metrics["loss"]), float(metrics["grad_norm"]))

@@ -67,11 +67,18 @@ class Setup:
         return len(self.batches) - self.num_warmup
 
 
+class StepMetrics(NamedTuple):
+    """What a step says of itself."""
+
+    loss: float
+    grad_norm: float
+
+
 class Variant(NamedTuple):
     """Something that takes a training step on the batch of a round, and returns when it is done."""
 
     label: str
-    step: Callable[[int], float]  # round -> loss
+    step: Callable[[int], StepMetrics]  # round -> metrics
 
 
 @dataclass
@@ -81,7 +88,8 @@ class Measured:
     Attributes:
         planned: ``(kind, bytes)`` of the collectives that were planned.
         found: The same of those in the compiled program, or of those issued where nothing is compiled.
-        losses: One for each round.
+        metrics: One for each round.
+        reference: The same of single-process training.
         max_weight_difference: To single-process training, after the last round.
         seconds: One for each timed round.
         baseline_seconds: The same with the communication removed; empty if that was not run.
@@ -89,7 +97,8 @@ class Measured:
 
     planned: list[tuple[str, int]]
     found: list[tuple[str, int]]
-    losses: list[float]
+    metrics: list[StepMetrics]
+    reference: list[StepMetrics]
     max_weight_difference: float
     seconds: list[float]
     baseline_seconds: list[float] = field(default_factory=list)
@@ -98,6 +107,12 @@ class Measured:
     def timings(self) -> Timings:
         """Of the step."""
         return summarize(self.seconds)
+
+    @property
+    def max_metric_difference(self) -> float:
+        """Largest relative difference of any round's loss or gradient norm to single-process training's."""
+        ours, theirs = np.asarray(self.metrics), np.asarray(self.reference)
+        return float(np.max(np.abs(ours / theirs - 1)))
 
     @property
     def exposed_ms(self) -> float | None:
@@ -141,7 +156,7 @@ def interleave(
     *,
     barrier: Callable[[], None] = lambda: None,
     wait: Callable[[Any], Any] = lambda result: None,
-) -> dict[str, tuple[list[float], list[float]]]:
+) -> dict[str, tuple[list[StepMetrics], list[float]]]:
     """Runs every variant once a round, in turn.
 
     Args:
@@ -152,16 +167,16 @@ def interleave(
         wait: Returns when the value that it is given is there.
 
     Returns:
-        By label: all losses, and the seconds of the timed rounds.
+        By label: all metrics, and the seconds of the timed rounds.
     """
-    results: dict[str, tuple[list[float], list[float]]] = {variant.label: ([], []) for variant in variants}
+    results: dict[str, tuple[list[StepMetrics], list[float]]] = {variant.label: ([], []) for variant in variants}
     for index in range(num_rounds):
         shift = index % len(variants)
         for variant in [*variants[shift:], *variants[:shift]]:
             barrier()
-            loss, seconds = stopwatch(variant.step, index, wait=wait)
-            losses, timed = results[variant.label]
-            losses.append(loss)
+            step_metrics, seconds = stopwatch(variant.step, index, wait=wait)
+            metrics, timed = results[variant.label]
+            metrics.append(step_metrics)
             if index >= num_warmup:
                 timed.append(seconds)
         report(("progress", index + 1, num_rounds))

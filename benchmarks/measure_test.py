@@ -5,21 +5,24 @@ import numpy as np
 import pytest
 
 from benchmarks.gates import compare
-from benchmarks.measure import Measured, Variant, interleave, largest_difference
+from benchmarks.measure import Measured, StepMetrics, Variant, interleave, largest_difference
 from benchmarks.results import check, counts, new_run_folder
 
-GOOD = Measured([("all-reduce", 8)], [("all-reduce", 8)], [2.0, 1.0], 1e-6, [0.2, 0.3, 0.4], [0.1, 0.1, 0.3])
+METRICS = [StepMetrics(2.0, 0.5), StepMetrics(1.0, 0.4)]
+GOOD = Measured([("all-reduce", 8)], [("all-reduce", 8)], METRICS, METRICS, 1e-6, [0.2, 0.3, 0.4], [0.1, 0.1, 0.3])
 
 
 def test_variants_take_turns_and_every_round_starts_with_another():
     seen = []
 
     def step(label):
-        return lambda index: seen.append((index, label)) or float(index)
+        return lambda index: seen.append((index, label)) or StepMetrics(float(index), 1.0)
 
     times = interleave([Variant(label, step(label)) for label in "abc"], 4, 1)
     assert [label for _, label in seen] == list("abcbcacababc")
-    assert {label: losses for label, (losses, _) in times.items()} == dict.fromkeys("abc", [0.0, 1.0, 2.0, 3.0])
+    assert {label: [one.loss for one in metrics] for label, (metrics, _) in times.items()} == dict.fromkeys(
+        "abc", [0.0, 1.0, 2.0, 3.0]
+    )
     assert all(len(seconds) == 3 for _, seconds in times.values())
 
 
@@ -36,8 +39,9 @@ def test_exposed_time_is_paired_by_round():
         ({"found": [("all-reduce", 4)]}, "WRONG: 1 collectives planned, others found"),
         ({"max_weight_difference": 2e-3}, "WRONG: weights differ by more than 1e-03"),
         ({"max_weight_difference": math.nan}, "WRONG: weights differ by more than 1e-03"),
-        ({"losses": [1.0, 1.5]}, "WRONG: the loss did not fall"),
-        ({"losses": [2.0, math.nan, 1.0]}, "WRONG: the loss did not fall"),
+        ({"metrics": METRICS[::-1], "reference": METRICS[::-1]}, "WRONG: the loss did not fall"),
+        ({"metrics": [METRICS[0], StepMetrics(math.nan, 0.4)]}, "WRONG: loss or gradient norm differs by more than 1%"),
+        ({"metrics": [METRICS[0], StepMetrics(1.0, 0.8)]}, "WRONG: loss or gradient norm differs by more than 1%"),
     ],
 )
 def test_a_wrong_result_is_marked(change, found):

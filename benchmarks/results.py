@@ -14,11 +14,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich import box
 from rich.table import Table
 
 from .measure import Measured, Setup, SideResult
+
+# A wrong divisor is wrong by a factor of the number of ranks at least; what weights apart by rounding do to losses and
+# norms over some 20 steps was seen to be under 0.1 %.
+METRIC_TOLERANCE = 0.01
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class Row:
     first_loss: float
     loss: float
     max_weight_difference: float
+    max_metric_difference: float
     tolerance: float
     median_ms: float
     p10_ms: float
@@ -54,7 +58,9 @@ class Row:
     command: str
 
 
-def make_rows(benchmark: str, framework: str, setup: Setup, side: SideResult, tolerance: float) -> list[Row]:
+def make_rows(
+    benchmark: str, framework: str, setup: Setup, side: SideResult, tolerance: float, must_learn: bool = True
+) -> list[Row]:
     """Turns what one framework's process found into rows.
 
     Args:
@@ -63,6 +69,7 @@ def make_rows(benchmark: str, framework: str, setup: Setup, side: SideResult, to
         setup: What was run.
         side: What was found.
         tolerance: How far weights may be from single-process training.
+        must_learn: Whether the loss has to fall; random tokens teach nothing.
 
     Returns:
         A row for each strategy, in the setup's order.
@@ -88,15 +95,16 @@ def make_rows(benchmark: str, framework: str, setup: Setup, side: SideResult, to
                 microbatch=setup.global_batch // side.num_ranks,
                 planned=measured.planned,
                 compiled=measured.found,
-                first_loss=measured.losses[0],
-                loss=measured.losses[-1],
+                first_loss=measured.metrics[0].loss,
+                loss=measured.metrics[-1].loss,
                 max_weight_difference=measured.max_weight_difference,
+                max_metric_difference=measured.max_metric_difference,
                 tolerance=tolerance,
                 median_ms=timings.median_ms,
                 p10_ms=timings.p10_ms,
                 p90_ms=timings.p90_ms,
                 exposed_ms=measured.exposed_ms,
-                check=check(measured, tolerance),
+                check=check(measured, tolerance, must_learn),
                 versions=side.versions | {"python": platform.python_version()},
                 commit=commit(),
                 command=shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
@@ -105,13 +113,15 @@ def make_rows(benchmark: str, framework: str, setup: Setup, side: SideResult, to
     return rows
 
 
-def check(measured: Measured, tolerance: float) -> str:
+def check(measured: Measured, tolerance: float, must_learn: bool = True) -> str:
     """``"ok"``, or what is wrong with a run."""
     if sorted(measured.planned) != sorted(measured.found):
         return f"WRONG: {len(measured.planned)} collectives planned, others found"
     if not measured.max_weight_difference <= tolerance:  # NaN is wrong too
         return f"WRONG: weights differ by more than {tolerance:.0e}"
-    if not np.isfinite(measured.losses).all() or measured.losses[-1] >= measured.losses[0]:
+    if not measured.max_metric_difference <= METRIC_TOLERANCE:
+        return f"WRONG: loss or gradient norm differs by more than {METRIC_TOLERANCE:.0%}"
+    if must_learn and measured.metrics[-1].loss >= measured.metrics[0].loss:
         return "WRONG: the loss did not fall"
     return "ok"
 

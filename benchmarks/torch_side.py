@@ -21,7 +21,7 @@ from torchref.models import build, loss_fn
 from torchref.strategy import planned_collectives
 from torchref.train import local_rows
 
-from .measure import Measured, Setup, SideResult, StrategySpec, Variant, interleave, largest_difference
+from .measure import Measured, Setup, SideResult, StepMetrics, StrategySpec, Variant, interleave, largest_difference
 
 BASELINE = " without communication"
 
@@ -44,8 +44,7 @@ def run(setup: Setup, weights: dict[str, np.ndarray]) -> SideResult:
 
     report(("doing", "single-process training"))
     reference = _Run(setup, copy.deepcopy(start), batches)
-    for index in range(len(batches)):
-        reference.step(index)
+    expected = [reference.step(index) for index in range(len(batches))]
     trained = to_numpy(reference.module)
     del reference
 
@@ -68,10 +67,10 @@ def run(setup: Setup, weights: dict[str, np.ndarray]) -> SideResult:
     measured = {}
     for label, one in runs.items():
         if not label.endswith(BASELINE):
-            losses, seconds = times[label]
+            metrics, seconds = times[label]
             difference = largest_difference(to_numpy(one.module), trained)
             baseline = times.get(label + BASELINE, ([], []))[1]
-            measured[label] = Measured(one.planned, one.issued, losses, difference, seconds, baseline)
+            measured[label] = Measured(one.planned, one.issued, metrics, expected, difference, seconds, baseline)
     on_gpu = device.type == "cuda"
     return SideResult(
         num_ranks=num_ranks,
@@ -101,8 +100,8 @@ class _Run:
         optimizer = torch.optim.AdamW(self.module.parameters(), lr=setup.learning_rate, weight_decay=0.01)
         self._trainer, self._batches = torchref.Trainer(loss_fn, optimizer, net), batches
 
-    def step(self, index: int) -> float:
+    def step(self, index: int) -> StepMetrics:
         with record() as issued:
-            loss = self._trainer.step(self._batches[index])["loss"]
+            metrics = self._trainer.step(self._batches[index])
         self.issued = [(one.kind, one.num_bytes) for one in issued]
-        return loss
+        return StepMetrics(metrics["loss"], metrics["grad_norm"])

@@ -12,7 +12,6 @@ import optax
 import jaxddp
 from jaxddp.interop import to_numpy
 from jaxddp.models import build
-from jaxddp.tree import merge, split
 
 from .cases import STRATEGIES, Case
 from .inputs import Arrays, batches
@@ -57,21 +56,22 @@ def train(case: Case) -> Arrays:
 
 @functools.cache
 def train_on_one_device(model: str, optimizer: str, dtype: str, max_grad_norm: float | None) -> Arrays:
-    """Trains on one device and whole batches, without jaxddp; weights by torch name."""
+    """Trains on one device and whole batches, without jaxddp's trainer; weights by torch name."""
     with jax.enable_x64(dtype == "float64"):
         loss_fn, _ = build(model)
         tx = OPTIMIZERS[optimizer]()
         if max_grad_norm is not None:
             tx = optax.chain(optax.clip_by_global_norm(max_grad_norm), tx)
-        params, frozen = split(initial_params(model, dtype), is_trainable)
+        params = initial_params(model, dtype)
+        frozen = {name: params.pop(name) for name in list(params) if not is_trainable(name)}
 
         @jax.jit
         def step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any]:
-            grads = jax.grad(lambda params: loss_fn(merge(params, frozen), batch))(params)
+            grads = jax.grad(lambda params: loss_fn(params | frozen, batch))(params)
             updates, opt_state = tx.update(grads, opt_state, params)
             return optax.apply_updates(params, updates), opt_state
 
         opt_state = tx.init(params)
         for batch in batches(model, dtype):
             params, opt_state = step(params, opt_state, jax.tree.map(jnp.asarray, batch))
-        return to_numpy(merge(params, frozen))
+        return to_numpy(params | frozen)

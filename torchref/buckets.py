@@ -19,7 +19,7 @@ import numbers
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
@@ -266,7 +266,7 @@ def _caps_bytes(bucket_mb: BucketMb) -> list[float]:
         return [math.inf]
     if bucket_mb == "default":
         return [DEFAULT_FIRST_BUCKET_MB * MIB, DEFAULT_BUCKET_MB * MIB]
-    caps: list[float] = list(bucket_mb) if isinstance(bucket_mb, Sequence) else [bucket_mb]
+    caps = list(cast(Sequence[float], bucket_mb)) if isinstance(bucket_mb, Sequence) else [bucket_mb]
     if not caps or not all(_is_positive_number(cap) for cap in caps):
         raise ValueError(f"bucket_mb (={bucket_mb!r}) must be a positive number of MiB, a list of them, or None")
     return [cap * MIB for cap in caps]
