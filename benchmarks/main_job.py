@@ -98,7 +98,11 @@ def run_main_job(folder: Path, console: Console, setup: Setup) -> bool:
     for note in notes:
         console.print(f"[dim]{note}[/dim]", soft_wrap=True)
     write_rows(folder, rows, notes)
-    draw_steps(rows, folder / "steps.png", f"{setup.model} model; jaxddp: {ours.ranks}; torchref: {theirs.ranks}")
+    draw_steps(
+        rows,
+        folder / "steps.png",
+        f"{setup.model} model, {ours.num_ranks} ranks: {ours.kind} (jaxddp), {theirs.kind} (torchref)",
+    )
     console.print(f"\nwritten to {folder}: table.md, metrics.jsonl, steps.png", soft_wrap=True)
     return together and all(row.check == "ok" for row in rows)
 
