@@ -106,20 +106,23 @@ def sync_gradients(
         raise ValueError(f"plan names {missing[0]!r}, which grads does not hold: plan and grads must be of one model")
     if (unknown := sorted(set(names) - planned - set(plan.constants))) and num_ranks > 1:
         raise ValueError(f"grads holds {unknown[0]!r}, which plan does not name: plan and grads must be of one model")
-    if denominator is None:
-        denominator = num_ranks
+    divisor = num_ranks if denominator is None else denominator
+
+    def divide(total: jax.Array, zero: jax.Array | int = 0) -> jax.Array:
+        # The one division: by the number of ranks and micro-batches, or by the total weight.
+        return (total / (divisor + zero)).astype(total.dtype)
+
     with jax.named_scope(SYNC_SCOPE):
         if plan.after_backward:
             ready = lax.optimization_barrier(ready)
-        means = {name: grad * num_ranks / denominator for name, grad in ready.items() if name not in planned}
+        means = {name: divide(grad * num_ranks) for name, grad in ready.items() if name not in planned}
         for index, bucket in enumerate(plan.buckets):
             # XLA reduces buckets that it can prove equal, such as the biases of parallel branches, only once. A barrier
             # with a number makes them differ; the number comes out unknown to XLA and is used, or it would be dropped.
             buffer, mark = lax.optimization_barrier((pack(bucket, ready), jnp.int32(index)))
             total = compression.sum_over_ranks(buffer, axis)
             zero = 0 if _is_varying(mark) else mark - index  # under check_vma, on jax 0.10, outputs must not take it in
-            # The one division: by the number of ranks and micro-batches, or by the total weight.
-            means.update(unpack(bucket, (total / (denominator + zero)).astype(total.dtype)))
+            means.update(unpack(bucket, divide(total, zero)))
     return jax.tree.unflatten(jax.tree.structure(grads), [means[name] for name in names])
 
 
