@@ -18,9 +18,17 @@ from jaxddp.models import build
 from jaxddp.step import global_norm
 from torchref.launch import report
 
-from .measure import Measured, Setup, SideResult, StepMetrics, StrategySpec, Variant, interleave, largest_difference
-
-BASELINE = " without communication"
+from .measure import (
+    BASELINE,
+    Measured,
+    Setup,
+    SideResult,
+    StepMetrics,
+    StrategySpec,
+    Variant,
+    interleave,
+    largest_difference,
+)
 
 
 def run(setup: Setup) -> SideResult:

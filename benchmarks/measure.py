@@ -17,6 +17,8 @@ from jaxddp.clock import Timings, stopwatch, summarize
 from jaxddp.data import Batch
 from torchref.launch import report
 
+BASELINE = " without communication"  # what the label of a variant ends with whose communication is removed
+
 
 class StrategySpec(NamedTuple):
     """A strategy as a row of a table: its name in both registries, and its bucket cap."""

@@ -21,9 +21,17 @@ from torchref.models import build, loss_fn
 from torchref.strategy import planned_collectives
 from torchref.train import local_rows
 
-from .measure import Measured, Setup, SideResult, StepMetrics, StrategySpec, Variant, interleave, largest_difference
-
-BASELINE = " without communication"
+from .measure import (
+    BASELINE,
+    Measured,
+    Setup,
+    SideResult,
+    StepMetrics,
+    StrategySpec,
+    Variant,
+    interleave,
+    largest_difference,
+)
 
 
 def run(setup: Setup, weights: dict[str, np.ndarray]) -> SideResult:
