@@ -1,140 +1,122 @@
-"""Reads a compiled program: which collectives it holds, of how many bytes, and where in its schedule they stand.
+"""Reads a compiled step: what it communicates, where in its schedule, and what it computes in between.
 
-XLA prints a compiled program as text in which, once scheduled, the order of the instructions is the order in which
-they are issued. Instructions carry the name stack of the traced Python (``op_name``): JAX writes ``transpose(`` into
-the stack of what a backward pass computes, and the trainer names its own parts.
+A scheduled program is a list of operations (``operations.py``) in the order in which they are issued. A collective
+counts as in flight during the backward if backward arithmetic stands between its start and its done.
 """
 
 from __future__ import annotations
 
-import re
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
-from .buckets import dtype_bytes
+import numpy as np
 
-METRICS_SCOPE = "jaxddp.metrics"
-KINDS = ("all-reduce", "reduce-scatter", "all-gather", "collective-permute", "all-to-all", "collective-broadcast")
-
-_HLO_DTYPES = {"pred": "bool"}
-_INSTRUCTION = re.compile(
-    r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>\(.*?\)|\S+) (?P<opcode>[\w\-]+)\((?P<rest>.*)$"
-)
-_SHAPE = re.compile(r"\b(pred|bf16|[a-z]+\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_CALLED = re.compile(r"(?:to_apply|calls|body|condition|called_computations|branch_computations)=\{?%?([\w.\-, %]+)\}?")
+from .hlo import parse_module
+from .operations import PHASES as PHASES
+from .operations import Collective as Collective
+from .operations import Operation as Operation
+from .operations import OperationReader
+from .work import Work
 
 
-class Instruction(NamedTuple):
-    """One line of a program."""
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one device, as the compiler laid them out."""
 
-    name: str
-    opcode: str
-    shape: str
-    rest: str  # operands and attributes, as printed
-
-    @property
-    def op_name(self) -> str:
-        """The name stack of the Python that asked for it; empty if there is none."""
-        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.rest)
-        return found.group(1) if found else ""
-
-    @property
-    def operands(self) -> list[str]:
-        """Names of its operands."""
-        return re.findall(r"%([\w.\-]+)", self.rest.split("), ")[0])
+    arguments: int
+    outputs: int
+    aliased: int  # outputs that take the place of arguments
+    temporaries: int
+    peak: int
 
 
-class Collective(NamedTuple):
-    """One collective of a compiled program.
+@dataclass(frozen=True)
+class Overlap:
+    """How a step's gradient collectives lie to its backward.
 
     Attributes:
-        kind: One of ``KINDS``.
-        num_bytes: Bytes of the full buffer on the wire: of the input of a reduce-scatter, of the output of an
-            all-gather.
-        position: Index of the instruction in the entry computation that is it, starts it or contains it.
-        op_name: Its name stack.
+        first_start_fraction: Share of the backward's FLOPs issued before the first gradient collective starts; None
+            without one.
+        bytes_in_flight: Bytes of collectives that have backward arithmetic between start and done.
+        bytes_started_after_backward: Bytes of collectives that start after the backward's last arithmetic.
+        num_bytes: Bytes of all gradient collectives.
     """
 
-    kind: str
+    first_start_fraction: float | None
+    bytes_in_flight: int
+    bytes_started_after_backward: int
     num_bytes: int
-    position: int
-    op_name: str
-
-    @property
-    def is_metrics(self) -> bool:
-        """Whether it reduces the loss and metrics, not gradients."""
-        return METRICS_SCOPE in self.op_name
 
 
-class Program(NamedTuple):
-    """The instructions of a scheduled program, by computation."""
+@dataclass(frozen=True)
+class Schedule:
+    """A compiled step.
 
-    entry: list[Instruction]
-    others: dict[str, list[Instruction]]
+    Attributes:
+        operations: In the order in which they are issued.
+        num_devices: That it was compiled for.
+        notes: What could not be read, in words.
+        memory: Of one device; None if only the text was given.
+    """
+
+    operations: tuple[Operation, ...]
+    num_devices: int = 1
+    notes: tuple[str, ...] = ()
+    memory: Memory | None = None
 
     def collectives(self) -> list[Collective]:
-        """All collectives, in schedule order; those inside a loop or call count once and stand where it stands."""
-        found = []
-        for position, instruction in enumerate(self.entry):
-            for computation, inner in self._with_called(instruction, self.entry):
-                kind = inner.opcode.removesuffix("-start")
-                if kind in KINDS:
-                    num_bytes = _full_bytes(kind, inner, computation)
-                    found.append(Collective(kind, num_bytes, position, inner.op_name))
-        return found
+        """All collectives, in schedule order; those of a loop once."""
+        return [operation.starts for operation in _walk(self.operations) if operation.starts]
 
-    def last_backward(self) -> int:
-        """Position of the last operation that belongs to the backward pass; -1 if there is none."""
-        positions = [
-            position
-            for position, instruction in enumerate(self.entry)
-            if any(
-                "transpose(" in inner.op_name and inner.opcode.removesuffix("-start") not in KINDS
-                for _, inner in self._with_called(instruction, self.entry)
-            )
-        ]
-        return max(positions, default=-1)
+    def gradient_collectives(self) -> list[tuple[str, int]]:
+        """Sorted ``(kind, bytes)`` of all collectives but those of the loss and metrics."""
+        return sorted((c.kind, c.num_bytes) for c in self.collectives() if not c.is_metrics)
 
-    def _with_called(
-        self, instruction: Instruction, computation: list[Instruction]
-    ) -> list[tuple[list[Instruction], Instruction]]:
-        found = [(computation, instruction)]
-        for names in _CALLED.findall(instruction.rest):
-            for name in re.split(r"[, %]+", names):
-                for inner in self.others.get(name, []):
-                    found += self._with_called(inner, self.others[name])
-        return found
+    def work(self) -> Work:
+        """All that one device computes."""
+        return sum((operation.total_work for operation in self.operations), Work())
+
+    def backward_end(self) -> int:
+        """Position after the last arithmetic of the backward; 0 if there is none."""
+        return max((place + 1 for place, op in enumerate(self.operations) if _is_backward_arithmetic(op)), default=0)
+
+    def overlap(self) -> Overlap:
+        """Says how the gradient collectives lie to the backward."""
+        issued = np.cumsum([0.0] + [op.total_work.flops if op.phase == "backward" else 0.0 for op in self.operations])
+        end = self.backward_end()
+        done = {op.waits_for: place for place, op in enumerate(self.operations) if op.waits_for}
+        placed = enumerate(self.operations)
+        gradients = [(place, op, [c for c in _collectives_of(op) if not c.is_metrics]) for place, op in placed]
+        starts = [(place, op, found) for place, op, found in gradients if found]
+        late = in_flight = total = 0
+        for place, op, found in starts:
+            num_bytes = sum(c.num_bytes for c in found)
+            total += num_bytes
+            late += num_bytes if place >= end else 0
+            between = self.operations[place + 1 : done.get(op.name, place)]
+            in_flight += num_bytes if any(_is_backward_arithmetic(other) for other in between) else 0
+        first = float(issued[starts[0][0]] / issued[-1]) if starts and issued[-1] else None
+        return Overlap(first, in_flight, late, total)
 
 
-def read_program(compiled: Any) -> Program:
+def read_schedule(compiled: Any) -> Schedule:
     """Reads a compiled program.
 
     Args:
-        compiled: A ``jax.stages.Compiled``, or the text of one.
+        compiled: A ``jax.stages.Compiled``, a ``TargetProgram``, or the text of one.
 
     Returns:
-        Its instructions.
+        Its schedule.
 
     Raises:
-        ValueError: If the text is not of a scheduled HLO module.
+        ValueError: If the text is not of a scheduled HLO module, or is cut off.
     """
-    text = compiled if isinstance(compiled, str) else compiled.as_text()
-    if not text.startswith("HloModule"):
-        raise ValueError(f"text (={text[:40]!r}...) must be a compiled HLO module, as Compiled.as_text() gives it")
-    if "is_scheduled=true" not in text.split("\n", 1)[0]:
-        raise ValueError("the HLO module is not scheduled: compile it first, lowered.compile().as_text()")
-    computations: dict[str, list[Instruction]] = {}
-    entry = current = ""
-    for line in text.splitlines():
-        if header := _COMPUTATION.match(line):
-            current = header.group(2)
-            computations[current] = []
-            entry = current if header.group(1) else entry
-        elif current and (found := _INSTRUCTION.match(line)):
-            computations[current].append(Instruction(*found.group("name", "opcode", "shape", "rest")))
-    if not entry:
-        raise ValueError("the HLO module has no entry computation: the text is cut off")
-    return Program(computations.pop(entry), computations)
+    module = parse_module(compiled)
+    reader = OperationReader(module)
+    operations = reader.read(module.computations[module.entry])
+    memory = None if isinstance(compiled, str) else _memory(compiled)
+    return Schedule(operations, reader.num_devices, tuple(reader.counter.notes), memory)
 
 
 def gradient_collectives(compiled: Any) -> list[tuple[str, int]]:
@@ -146,23 +128,26 @@ def gradient_collectives(compiled: Any) -> list[tuple[str, int]]:
     Returns:
         Sorted ``(kind, bytes)``, to be compared with the sorted plan.
     """
-    return sorted((c.kind, c.num_bytes) for c in read_program(compiled).collectives() if not c.is_metrics)
+    return read_schedule(compiled).gradient_collectives()
 
 
-def _full_bytes(kind: str, instruction: Instruction, computation: list[Instruction]) -> int:
-    if kind == "all-gather":
-        parts = _shape_bytes(instruction.shape)
-        # The start of an asynchronous gather gives (inputs, outputs), as many of each.
-        return sum(parts[len(parts) // 2 :] if instruction.opcode.endswith("-start") else parts)
-    shapes = {inner.name: inner.shape for inner in computation}
-    return sum(sum(_shape_bytes(shapes[name])) for name in instruction.operands if name in shapes)
+def _collectives_of(operation: Operation) -> list[Collective]:
+    return [inner.starts for inner in _walk((operation,)) if inner.starts]
 
 
-def _shape_bytes(shape: str) -> list[int]:
-    sizes = []
-    for dtype, dims in _SHAPE.findall(shape):
-        num_elements = 1
-        for dim in dims.split(","):
-            num_elements *= int(dim) if dim else 1
-        sizes.append(num_elements * dtype_bytes(_HLO_DTYPES.get(dtype, dtype)))
-    return sizes
+def _walk(operations: tuple[Operation, ...]) -> Iterator[Operation]:
+    for operation in operations:
+        yield operation
+        yield from _walk(operation.body)
+
+
+def _is_backward_arithmetic(operation: Operation) -> bool:
+    return operation.phase == "backward" and operation.total_work.flops > 0
+
+
+def _memory(compiled: Any) -> Memory:
+    stats = compiled.memory_analysis()
+    arguments, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes
+    aliased, temporaries = stats.alias_size_in_bytes, stats.temp_size_in_bytes
+    peak = arguments + outputs - aliased + temporaries
+    return Memory(arguments, outputs, aliased, temporaries, peak)

@@ -1,0 +1,59 @@
+"""Programs as compilers print them, for tests that read such text; ``make.py`` says which and makes them."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+_FOLDER = Path(__file__).parent
+
+
+def fixture_names(pattern: str = "*") -> list[str]:
+    """Lists the programs.
+
+    Args:
+        pattern: Of their names, such as ``"gpu-*"``.
+
+    Returns:
+        Names, sorted; each is ``platform-program-jaxversion``.
+
+    Example:
+        >>> fixture_names("tpu-bucketed-*")
+        ['tpu-bucketed-jax0.10', 'tpu-bucketed-jax0.12']
+    """
+    return sorted(path.name.removesuffix(".hlo.gz") for path in _FOLDER.glob(f"{pattern}.hlo.gz"))
+
+
+def load_fixture(name: str) -> str:
+    """Gives the text of a program.
+
+    Args:
+        name: One of ``fixture_names()``.
+
+    Returns:
+        The scheduled HLO module.
+    """
+    return gzip.decompress((_FOLDER / f"{name}.hlo.gz").read_bytes()).decode()
+
+
+def handmade(*lines: str, others: str = "") -> str:
+    r"""Gives the text of a scheduled module.
+
+    Args:
+        *lines: Instructions of its entry computation.
+        others: Text of its other computations.
+
+    Returns:
+        The text.
+
+    Example:
+        >>> print(handmade("ROOT %x = f32[] parameter(0)"))
+        HloModule handmade, is_scheduled=true
+        <BLANKLINE>
+        ENTRY %main () -> f32[] {
+          ROOT %x = f32[] parameter(0)
+        }
+        <BLANKLINE>
+    """
+    body = "".join(f"  {line}\n" for line in lines)
+    return f"HloModule handmade, is_scheduled=true\n\n{others}ENTRY %main () -> f32[] {{\n{body}}}\n"
