@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import jaxddp  # first: it imports JAX without what plugins print whose devices are not there
+
+# isort: split
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-import jaxddp
 from jaxddp import compression
 from jaxddp.allocator import keep_freed_memory
+from jaxddp.auto import auto_step
 from jaxddp.interop import to_numpy
 from jaxddp.mesh import mesh_of_machine
 from jaxddp.models import build
-from jaxddp.step import global_norm
 from torchref.launch import report
 
 from .measure import (
@@ -120,15 +122,13 @@ class _Peer:
         by_rank = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self.planned: list[tuple[str, int]] = []
 
-        def step(state: jaxddp.TrainState, batch: Any) -> tuple[jaxddp.TrainState, dict[str, Any]]:
-            loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            updated = optax.apply_updates(state.params, updates)
-            metrics = {"loss": loss, "grad_norm": global_norm(grads)}
-            return jaxddp.TrainState(state.step + 1, updated, opt_state, state.key), metrics
-
         self._batches, self._by_rank = setup.batches, by_rank
-        self._step = jax.jit(step, in_shardings=(replicated, by_rank), out_shardings=replicated, donate_argnums=0)
+        self._step = jax.jit(
+            auto_step(loss_fn, optimizer),
+            in_shardings=(replicated, by_rank),
+            out_shardings=replicated,
+            donate_argnums=0,
+        )
         params = jax.device_put(jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params), replicated)
         opt_state = jax.jit(optimizer.init, out_shardings=replicated)(params)
         zero, key = jax.device_put((jnp.zeros((), jnp.int32), jax.random.key(0)), replicated)

@@ -1,5 +1,7 @@
 """Distributed data parallelism, gradient buckets and ZeRO for JAX."""
 
+from . import quiet_start as quiet_start  # before all that imports JAX
+from . import targets as targets
 from .allocator import keep_freed_memory as keep_freed_memory
 from .buckets import BucketPlan as BucketPlan
 from .buckets import TensorSpec as TensorSpec
@@ -12,7 +14,9 @@ from .loss import Weighted as Weighted
 from .mesh import data_mesh as data_mesh
 from .mesh import simulate_devices as simulate_devices
 from .mesh import start_process as start_process
+from .network import Network as Network
 from .schedule import gradient_collectives as gradient_collectives
+from .schedule import read_schedule as read_schedule
 from .strategy import STRATEGIES as STRATEGIES
 from .strategy import Strategy as Strategy
 from .strategy import make_strategy as make_strategy
@@ -22,3 +26,4 @@ from .train import Trainer as Trainer
 from .train import TrainState as TrainState
 from .tree import named_leaves as named_leaves
 from .xla import compile_options as compile_options
+from .xla import configure as configure

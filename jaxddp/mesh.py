@@ -2,7 +2,7 @@
 
 A rank is one device of a one-dimensional mesh whose axis is called ``"data"``. The same strategy code runs on
 three kinds of ranks: simulated CPU devices in one process, the accelerators of one machine, and the devices of
-several processes or hosts joined by ``jax.distributed``. This is the only file that makes a mesh or starts JAX.
+several processes or hosts joined by ``jax.distributed``. This is the only file that makes a mesh of devices.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from .quiet_start import devices
 
 DATA_AXIS = "data"
 
@@ -64,11 +66,11 @@ def mesh_of_machine(num_ranks: int | None, default_simulated: int) -> Mesh:
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", num_ranks or default_simulated)
     try:
-        devices = jax.devices()
+        found = devices()
     except RuntimeError as error:
         raise ValueError(f"JAX finds no device to run on: {error}") from error
-    if num_ranks is None and devices[0].platform == "cpu":
-        num_ranks = min(default_simulated, len(devices))
+    if num_ranks is None and found[0].platform == "cpu":
+        num_ranks = min(default_simulated, len(found))
     return data_mesh(num_ranks)
 
 
@@ -89,17 +91,28 @@ def data_mesh(num_ranks: int | None = None, *, axis: str = DATA_AXIS) -> Mesh:
         >>> dict(data_mesh(4).shape)
         {'data': 4}
     """
-    devices = jax.devices()
+    found = devices()
     if num_ranks is None:
-        num_ranks = len(devices)
+        num_ranks = len(found)
     if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
         raise ValueError(f"num_ranks (={num_ranks!r}) must be a positive integer")
-    if num_ranks > len(devices):
+    if num_ranks > len(found):
         raise ValueError(
-            f"num_ranks (={num_ranks}) must be at most the number of devices (={len(devices)} {devices[0].platform});"
+            f"num_ranks (={num_ranks}) must be at most the number of devices (={len(found)} {found[0].platform});"
             f" to simulate them, call jaxddp.simulate_devices({num_ranks}) before JAX starts, or say --simulate"
         )
-    return jax.make_mesh((num_ranks,), (axis,), axis_types=(AxisType.Auto,), devices=devices[:num_ranks])
+    return jax.make_mesh((num_ranks,), (axis,), axis_types=(AxisType.Auto,), devices=found[:num_ranks])
+
+
+def platform_of(mesh: Mesh | AbstractMesh) -> str:
+    """Gives the platform of a mesh's devices: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+
+    Args:
+        mesh: Of devices, or of a target.
+    """
+    if isinstance(mesh, AbstractMesh):
+        return mesh.abstract_device.platform
+    return mesh.devices.flat[0].platform
 
 
 def start_process(coordinator_address: str, num_processes: int, process_id: int) -> None:

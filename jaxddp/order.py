@@ -6,7 +6,8 @@ Buckets fill in this order. The order of the tree would not do: Flax sorts param
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jax.extend import core
@@ -16,35 +17,47 @@ from jax.extend import core
 _TRANSPARENT = {"jit", "pjit", "shard_map", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
 
 
-def finishing_times(closed: core.ClosedJaxpr) -> list[int | None]:
+def finishing_times(closed: core.ClosedJaxpr, cost: Callable[[Any], float] = lambda equation: 1) -> list[float | None]:
     """Says when each output of a traced program is ready.
 
     Args:
         closed: What ``jax.make_jaxpr`` returns.
+        cost: How far an operation moves the clock.
 
     Returns:
-        For each output the index of the operation that computes it, wrapped programs counted in line; None if it
-        depends on no input, so that its value is constant.
+        For each output the time at which the operation that computes it has ended, its index if each costs 1, wrapped
+        programs counted in line; None if it depends on no input, so that its value is constant.
     """
-    clock = [0]
-    inputs = [0] * len(closed.jaxpr.invars)
-    return _walk(closed.jaxpr, inputs, clock)
+    inputs = [0.0] * len(closed.jaxpr.invars)
+    return _walk(closed.jaxpr, inputs, [0.0], cost)
 
 
-def _walk(jaxpr: Any, inputs: Iterable[int | None], clock: list[int]) -> list[int | None]:
-    ready: dict[Any, int | None] = dict(zip(jaxpr.invars, inputs, strict=True))
+def matmul_flops(equation: Any) -> float:
+    """FLOPs of the matrix products of one traced operation, those of a loop times its length."""
+    if equation.primitive.name == "dot_general":
+        (contracting, _), _ = equation.params["dimension_numbers"]
+        length = math.prod(equation.invars[0].aval.shape[dim] for dim in contracting)
+        return 2.0 * equation.outvars[0].aval.size * length
+    trips = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
+    return trips * sum(matmul_flops(inner) for jaxpr in core.jaxprs_in_params(equation.params) for inner in jaxpr.eqns)
+
+
+def _walk(
+    jaxpr: Any, inputs: Iterable[float | None], clock: list[float], cost: Callable[[Any], float]
+) -> list[float | None]:
+    ready: dict[Any, float | None] = dict(zip(jaxpr.invars, inputs, strict=True))
     ready.update((var, None) for var in jaxpr.constvars)
 
-    def when(atom: Any) -> int | None:
+    def when(atom: Any) -> float | None:
         return None if isinstance(atom, core.Literal) else ready[atom]
 
     for equation in jaxpr.eqns:
         arguments = [when(atom) for atom in equation.invars]
         inner = _wrapped(equation)
         if inner is not None and len(inner.invars) == len(arguments):
-            times = _walk(inner, arguments, clock)
+            times = _walk(inner, arguments, clock, cost)
         else:
-            clock[0] += 1
+            clock[0] += cost(equation)
             constant = all(time is None for time in arguments) and equation.primitive.name != "axis_index"
             times = [None if constant else clock[0]] * len(equation.outvars)
         ready.update(zip(equation.outvars, times, strict=True))

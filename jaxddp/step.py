@@ -6,7 +6,7 @@ params, optimizer state                                         full, equal on a
 batch                                                           [global_batch / num_ranks, ...]
 micro-batches 1 ... A-1:  grads += d total / d params           a loop, nothing is communicated
 micro-batch A:            grads += d total / d params           communicated as the strategy plans
-grads = sum over ranks / sum of weights                         sync_gradients
+grads = sum over ranks / sum of weights                         sync_with_norm
 params, state = optimizer(grads)                                the same arithmetic on every rank
 """
 
@@ -25,11 +25,9 @@ from jax import lax
 from .buckets import BucketPlan
 from .collectives import all_reduce
 from .loss import PartialLoss, Parts, denominator, divide
-from .schedule import METRICS_SCOPE
-from .strategy import Strategy, sync_gradients
+from .scopes import METRICS_SCOPE, OPTIMIZER_SCOPE
+from .strategy import Strategy, sync_with_norm
 from .tree import merge, split
-
-OPTIMIZER_SCOPE = "jaxddp.optimizer"
 
 
 class TrainState(NamedTuple):
@@ -75,7 +73,7 @@ class RankStep:
         parts = self._sum_parts(parts)
         num_parts = self.num_ranks * self.num_microbatches
         loss, aux = divide(parts, num_parts)
-        grads = sync_gradients(
+        grads, norm = sync_with_norm(
             grads,
             plan,
             self.axis,
@@ -83,7 +81,6 @@ class RankStep:
             compression=self.strategy.compression,
         )
         with jax.named_scope(OPTIMIZER_SCOPE):
-            norm = global_norm(grads)
             if self.max_grad_norm is not None:
                 scale = jnp.minimum(1.0, self.max_grad_norm / norm)
                 grads = jax.tree.map(lambda grad: grad * scale.astype(grad.dtype), grads)
@@ -161,11 +158,3 @@ class RankStep:
     def _as_own(self, tree: Any) -> Any:
         # Marked as varying, parameters are differentiated on each rank alone; otherwise AD would add all-reduces.
         return jax.tree.map(lambda leaf: lax.pcast(leaf, self.axis, to="varying"), tree)
-
-
-def global_norm(tree: Any) -> jax.Array:
-    """Euclidean norm of all leaves together, summed at least in float32."""
-    squares = [
-        jnp.sum(jnp.square(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)))) for leaf in jax.tree.leaves(tree)
-    ]
-    return jnp.sqrt(sum(squares, start=jnp.zeros(())))

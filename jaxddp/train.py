@@ -1,14 +1,12 @@
 """The trainer: one jitted, sharded training step around a loss function, an optax optimizer and a strategy.
 
-What a step computes is in ``step.py``. Here it is traced once to plan the communication, compiled once for each shape
-of batch with the options that keep the plan, and fed.
+What a step computes is in ``step.py``, how that is planned and compiled in ``programs.py``. Here it is fed: a state is
+made, batches are placed, programs run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -16,15 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .buckets import BucketPlan
+from .inputs import abstract, check_alive, check_batch
 from .loss import partial_loss
+from .mesh import platform_of
+from .programs import Programs
 from .step import RankStep
 from .step import TrainState as TrainState
-from .strategy import Strategy, plan_gradients, planned_collectives
-from .tree import check_params, named_leaves
-from .xla import compile_options
+from .strategy import Strategy
+from .target_job import Pending
+from .target_program import TargetProgram
+from .targets import target_of
+from .tree import check_params
 
 
 class Trainer:
@@ -50,7 +53,7 @@ class Trainer:
         loss_fn: Callable[..., Any],
         optimizer: optax.GradientTransformation,
         strategy: Strategy,
-        mesh: Mesh,
+        mesh: Mesh | AbstractMesh,
         *,
         num_microbatches: int = 1,
         trainable: Callable[[str], bool] | None = None,
@@ -67,7 +70,8 @@ class Trainer:
                 or to ``Weighted``; with ``has_aux`` to ``(loss, aux)``. ``key`` differs by rank, step and micro-batch.
             optimizer: Any optax transformation; one that wants the loss's ``value`` (``reduce_on_plateau``) gets it.
             strategy: How gradients are communicated.
-            mesh: One-dimensional, as ``data_mesh`` makes it.
+            mesh: One-dimensional, as ``data_mesh`` makes it, or ``targets.mesh``: then ``plan``, ``planned`` and
+                ``compile`` work, with the state of ``abstract_state``, and nothing runs.
             num_microbatches: Parts into which each rank's examples are split, in order; communication happens once.
             trainable: Predicate on a parameter's dotted path. What it refuses gets no gradient, no optimizer state
                 and no communication.
@@ -77,7 +81,7 @@ class Trainer:
             grad_dtype: Dtype in which gradients are accumulated and summed over ranks; each parameter's own if None.
 
         Raises:
-            ValueError: If the mesh is not one-dimensional, or a number is out of range.
+            ValueError: If the mesh is not one-dimensional or has no devices, or a number is out of range.
         """
         if len(mesh.axis_names) != 1:
             raise ValueError(f"mesh axes (={mesh.axis_names}) must be one: make the mesh with jaxddp.data_mesh")
@@ -104,11 +108,11 @@ class Trainer:
             max_grad_norm=max_grad_norm,
             grad_dtype=grad_dtype,
         )
-        self._platform = mesh.devices.flat[0].platform
+        self._target = target_of(mesh)
+        self._platform = platform_of(mesh)
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._by_rank = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-        self._plans: dict[Any, BucketPlan] = {}
-        self._programs: dict[Any, Any] = {}
+        self._programs = Programs(self._rank_step, mesh)
 
     def init(self, params: Any, *, seed: int = 0) -> TrainState:
         """Puts a copy of the parameters on every rank and makes the optimizer state there.
@@ -123,8 +127,9 @@ class Trainer:
             The state of step 0.
 
         Raises:
-            ValueError: If there are no arrays, or a trainable one is not of a floating dtype.
+            ValueError: If there are no arrays, a trainable one is not of a floating dtype, or the mesh is a target's.
         """
+        self._check_here("init", "abstract_state")
         check_params(params, self._rank_step.trainable)
         key = jax.random.key(seed)
         if jax.process_count() > 1:
@@ -139,6 +144,25 @@ class Trainer:
         step = jax.jit(lambda: jnp.zeros((), jnp.int32), out_shardings=self._replicated)()
         return TrainState(step, params, opt_state, key)
 
+    def abstract_state(self, params: Any) -> TrainState:
+        """Describes the state of step 0 without making it, for ``plan``, ``planned`` and ``compile``.
+
+        Args:
+            params: A tree of arrays or ``jax.ShapeDtypeStruct``.
+
+        Returns:
+            A state of ``jax.ShapeDtypeStruct``.
+
+        Raises:
+            ValueError: If there are no arrays, or a trainable one is not of a floating dtype.
+        """
+        check_params(params, self._rank_step.trainable)
+
+        def first_state(params: Any) -> TrainState:
+            return TrainState(jnp.zeros((), jnp.int32), params, self._rank_step.init(params), jax.random.key(0))
+
+        return jax.eval_shape(first_state, abstract(params))
+
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Takes one training step.
 
@@ -152,11 +176,13 @@ class Trainer:
             averaged gradient before clipping; ``"aux"`` with ``has_aux``.
 
         Raises:
-            ValueError: If the batch cannot be split over ranks and micro-batches, or the loss is not a scalar.
+            ValueError: If the batch cannot be split over ranks and micro-batches, the loss is not a scalar, or the mesh
+                is a target's.
         """
-        _check_alive(state)
-        batch = self._place(batch)
-        return self._finished(self._program("step", state, batch)(state, batch))
+        self._check_here("step", "compile")
+        check_alive(state)
+        batch = self._place(batch, self.num_microbatches)
+        return self._finished(self._programs.step(state, batch)(state, batch))
 
     def evaluate(self, state: TrainState, batch: Any) -> jax.Array:
         """Gives the global mean loss of a batch, without gradients.
@@ -169,18 +195,19 @@ class Trainer:
             A scalar.
 
         Raises:
-            ValueError: If the batch cannot be split over ranks.
+            ValueError: If the batch cannot be split over ranks, or the mesh is a target's.
         """
-        _check_alive(state)
-        batch = self._place(batch, num_parts=self.num_ranks)
-        return self._finished(self._program("evaluate", state, batch)(state, batch))
+        self._check_here("evaluate", "compile")
+        check_alive(state)
+        batch = self._place(batch, 1)
+        return self._finished(self._programs.evaluate(state, batch)(state, batch))
 
     def params(self, state: TrainState) -> Any:
         """Gives a copy of the full parameters, as the tree that ``init`` was given; later steps leave it alone."""
-        _check_alive(state)
+        check_alive(state)
         return jax.tree.map(jnp.copy, state.params)
 
-    def compile(self, state: TrainState, batch: Any) -> jax.stages.Compiled:
+    def compile(self, state: TrainState, batch: Any) -> jax.stages.Compiled | TargetProgram:
         """Compiles the step for these shapes, or gives what ``step`` already runs for them.
 
         Args:
@@ -188,13 +215,14 @@ class Trainer:
             batch: The global batch; arrays or ``jax.ShapeDtypeStruct``.
 
         Returns:
-            The very executable that ``step`` runs.
+            The very executable that ``step`` runs; on the mesh of a target what it would run there.
 
         Raises:
-            ValueError: If the batch cannot be split over ranks and micro-batches.
+            ValueError: If the batch cannot be split over ranks and micro-batches, or a target's compiler is missing or
+                refuses.
         """
-        self._check_batch(batch, self.num_ranks * self.num_microbatches)
-        return self._program("step", state, _abstract(batch))
+        check_batch(batch, self.num_ranks, self.num_microbatches)
+        return self._programs.step(state, batch)
 
     def plan(self, state: TrainState, batch: Any) -> BucketPlan:
         """Says which gradients travel together, in the order in which the traced backward finishes them.
@@ -208,65 +236,49 @@ class Trainer:
         Returns:
             The bucket plan of the step.
         """
-        batch = _abstract(batch)
-        key = _signature(state.params, batch)
-        if key not in self._plans:
-            grads_on_rank = self._sharded(self._rank_step.first_grads)
-            plan = plan_gradients(self.strategy, grads_on_rank, _abstract(state), batch)
-            self._plans[key] = plan if self.num_ranks > 1 else replace(plan, buckets=())
-        return self._plans[key]
+        return self._programs.plan(state, batch)
 
     def planned(self, state: TrainState, batch: Any) -> list[tuple[str, int]]:
         """Lists ``(kind, bytes)`` of the collectives that one step should hold, beside its metrics'."""
-        return planned_collectives(self.strategy, self.plan(state, batch), self.num_ranks, self._platform)
+        return self._programs.planned(state, batch)
 
-    def _program(self, kind: str, state: TrainState, batch: Any) -> Any:
-        key = (kind, _signature(state, batch))
-        if key not in self._programs:
-            if kind == "step":
-                plan = self.plan(state, batch)
-                function = self._sharded(partial(self._rank_step.train, plan))
-                donated: tuple[int, ...] = (0,)
-            else:
-                function, donated = self._sharded(self._rank_step.evaluate), ()
-            jitted = jax.jit(
-                function,
-                in_shardings=(self._replicated, self._by_rank),
-                out_shardings=self._replicated,
-                donate_argnums=donated,
-                compiler_options=compile_options(self.strategy, self._platform),
-            )
-            self._programs[key] = jitted.lower(_abstract(state), _abstract(batch)).compile()
-        return self._programs[key]
+    def start_compile(self, state: TrainState, batch: Any) -> Pending:
+        """Starts what ``compile`` does on the mesh of a target, so that several programs compile at a time.
 
-    def _sharded(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        # check_vma would make users mark the carries of their own loops as varying.
-        return jax.shard_map(
-            function,
-            mesh=self.mesh,
-            in_specs=(PartitionSpec(), PartitionSpec(self.mesh.axis_names)),
-            out_specs=PartitionSpec(),
-            check_vma=False,
-        )
+        Args:
+            state: As from ``abstract_state``.
+            batch: The global batch; arrays or ``jax.ShapeDtypeStruct``.
 
-    def _check_batch(self, batch: Any, num_parts: int) -> None:
-        leaves = named_leaves(batch)
-        if not leaves:
-            raise ValueError(f"batch (={batch!r}) must hold at least one array")
-        for name, leaf in leaves.items():
-            if not hasattr(leaf, "shape") or leaf.ndim == 0:
-                raise ValueError(f"batch leaf {name!r} (={leaf!r}) must be an array whose dimension 0 counts examples")
-        lengths = {name: leaf.shape[0] for name, leaf in leaves.items()}
-        if len(set(lengths.values())) != 1:
-            raise ValueError(f"batch leaves must agree in length, they have {lengths}")
-        length = next(iter(lengths.values()))
-        if length % num_parts or length == 0:
-            raise ValueError(
-                f"batch (={length} examples) must be divisible by num_ranks x num_microbatches "
-                f"(={self.num_ranks} x {num_parts // self.num_ranks})"
-            )
+        Returns:
+            What gives the program with ``result()``.
 
-    def _place(self, batch: Any, num_parts: int | None = None) -> Any:
+        Raises:
+            ValueError: If the mesh is not a target's, or as ``compile``.
+        """
+        check_batch(batch, self.num_ranks, self.num_microbatches)
+        return self._programs.start_step(state, batch)
+
+    def start_compile_alone(self, state: TrainState, batch: Any) -> Pending:
+        """Starts to compile the step without communication for the mesh's target: the measure of what overlap can do.
+
+        Args:
+            state: As from ``init`` or ``abstract_state``.
+            batch: The global batch; arrays or ``jax.ShapeDtypeStruct``.
+
+        Returns:
+            What gives the program with ``result()``; every gradient is taken for equal on all ranks, and none is sent.
+
+        Raises:
+            ValueError: If the mesh's devices are no target's.
+        """
+        check_batch(batch, self.num_ranks, self.num_microbatches)
+        return self._programs.start_step_alone(state, batch)
+
+    def _check_here(self, method: str, instead: str) -> None:
+        if self._target is not None:
+            raise ValueError(f"{method} needs devices, and {self._target.spec!r} is not here: use {instead}")
+
+    def _place(self, batch: Any, num_microbatches: int) -> Any:
         if jax.process_count() > 1:
             batch = jax.tree.map(
                 lambda leaf: (
@@ -276,7 +288,7 @@ class Trainer:
                 ),
                 batch,
             )
-        self._check_batch(batch, num_parts or self.num_ranks * self.num_microbatches)
+        check_batch(batch, self.num_ranks, num_microbatches)
         return jax.device_put(batch, self._by_rank)
 
     def _replicate_across_processes(self, value: Any) -> jax.Array:
@@ -286,22 +298,3 @@ class Trainer:
     def _finished(self, result: Any) -> Any:
         # With more simulated devices than cores, steps that run ahead time out in XLA's rendezvous and abort.
         return jax.block_until_ready(result) if self._platform == "cpu" else result
-
-
-def _check_alive(state: TrainState) -> None:
-    # On jax 0.10 running a program on donated arrays ends the process.
-    if isinstance(state.step, jax.Array) and state.step.is_deleted():
-        raise ValueError(f"state (={type(state).__name__}) was donated to an earlier step: use the one it returned")
-
-
-def _abstract(tree: Any) -> Any:
-    def struct(leaf: Any) -> jax.ShapeDtypeStruct:
-        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if is_key else jax.dtypes.canonicalize_dtype(leaf.dtype))
-
-    return jax.tree.map(struct, tree)
-
-
-def _signature(*trees: Any) -> Any:
-    leaves, structure = jax.tree.flatten(trees)
-    return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)

@@ -1,3 +1,7 @@
+import re
+import subprocess
+import sys
+
 import pytest
 
 import jaxddp
@@ -19,13 +23,48 @@ def test_passes_that_the_environment_disables_stay_disabled(monkeypatch):
     }
 
 
-def test_on_gpus_thresholds_are_zero_by_either_name():
+THRESHOLDS = {f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in ("all_reduce", "all_gather", "reduce_scatter")}
+
+
+@pytest.mark.parametrize("version", ["0.10.2", "0.11.0", "0.12.0.1", "0.10.10", "1.0.0", "0.10.2.dev20260101"])
+def test_on_gpus_nothing_is_merged_and_all_starts_early(version, monkeypatch):
+    monkeypatch.setattr("jaxlib.version.__version__", version)
     options = jaxddp.compile_options(jaxddp.bucketed(), "gpu")
     assert options == jaxddp.compile_options(jaxddp.bucketed(), "cuda")
-    assert set(options.values()) == {0}
-    assert len(options) == 3
+    assert options == THRESHOLDS | {
+        "xla_gpu_experimental_collective_start_as_early_as_possible": True,
+        "xla_gpu_experimental_parallel_collective_overlap_limit": 65_536,
+    }
+
+
+@pytest.mark.parametrize("version", ["0.10.1", "0.10.0", "0.9.12"])
+def test_a_jaxlib_that_does_not_know_the_schedulers_options_does_not_get_them(version, monkeypatch):
+    monkeypatch.setattr("jaxlib.version.__version__", version)
+    assert jaxddp.compile_options(jaxddp.bucketed(), "gpu") == THRESHOLDS
 
 
 def test_unknown_platform():
     with pytest.raises(ValueError, match="unknown platform 'npu': one of cpu, gpu, cuda, tpu"):
         jaxddp.compile_options(jaxddp.naive(), "npu")
+
+
+def test_configure_tells_the_network_before_jax_starts_and_not_after(tmp_path):
+    """In a process of its own: flags belong to the process."""
+    program = """
+import os
+import jaxddp
+jaxddp.configure(jaxddp.Network(gb_per_s=450, host_gb_per_s=50, latency_us=20))
+assert "sol_latency_estimator=true" in os.environ["XLA_FLAGS"]
+assert "nic_speed_gbps=50," in os.environ["XLA_FLAGS"]
+assert "rtt_us=20," in os.environ["XLA_FLAGS"]
+jaxddp.data_mesh(1)
+jaxddp.configure(50)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    assert re.search(r"ValueError: network \(=.*\) cannot be told: JAX has started", ended.stderr)
+
+
+def test_a_bad_network_is_not_told():
+    with pytest.raises(ValueError, match=r"network gb_per_s \(=0\) must be a positive finite number"):
+        jaxddp.configure(0)

@@ -1,0 +1,101 @@
+"""A network as two numbers: what a rank can send per second, and what a call costs before anything is sent.
+
+For S bytes over N ranks that each send W bytes per second (DESIGN: ring algorithms, one latency o per all-reduce)
+
+    all-reduce        o   + 2 (N-1)/N S/W          collective-permute    o/2 + S/W
+    reduce-scatter    o/2 +   (N-1)/N S/W          all-to-all            o/2 + (N-1)/N S/W
+    all-gather        o/2 +   (N-1)/N S/W          broadcast             o/2 + S/W
+
+A group that spans H hosts with n ranks on each reduces within the hosts first and then, by 1/n of the bytes a rank,
+between them: the same formulas with n, S, W of the host's links, plus those with H, S/n, W of the links between hosts.
+
+References:
+    Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 2009.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+GB = 1e9
+DEFAULT_LATENCY_US = 15.0
+
+# Bytes that a rank sends, as a multiple of S at many ranks, and whether (N-1)/N of it stays off the wire.
+_VOLUMES = {
+    "all-reduce": (2.0, True),
+    "reduce-scatter": (1.0, True),
+    "all-gather": (1.0, True),
+    "all-to-all": (1.0, True),
+    "ragged-all-to-all": (1.0, True),
+    "collective-permute": (1.0, False),
+    "collective-broadcast": (1.0, False),
+}
+
+
+@dataclass(frozen=True)
+class Network:
+    """What connects the ranks.
+
+    Attributes:
+        gb_per_s: 10^9 bytes per second that one rank can send to others of its host.
+        latency_us: Microseconds that an all-reduce costs beside its bytes; other collectives half of it.
+        host_gb_per_s: What one rank can send to other hosts; the same as ``gb_per_s`` when None.
+        devices_per_host: Ranks of one host; all of them when None.
+
+    Raises:
+        ValueError: If a speed is not a positive finite number, or the latency is negative.
+
+    Example:
+        >>> round(Network(gb_per_s=50, latency_us=15).seconds("all-reduce", 10**9, range(8)), 6)
+        0.035015
+    """
+
+    gb_per_s: float
+    latency_us: float = DEFAULT_LATENCY_US
+    host_gb_per_s: float | None = None
+    devices_per_host: int | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the numbers."""
+        for name in ("gb_per_s", "host_gb_per_s"):
+            speed = getattr(self, name)
+            if speed is not None and not 0 < speed < math.inf:
+                raise ValueError(f"network {name} (={speed}) must be a positive finite number of 10^9 bytes per second")
+        if not 0 <= self.latency_us < math.inf:
+            raise ValueError(f"latency_us (={self.latency_us}) must be a finite number of microseconds, 0 or more")
+
+    def latency_s(self, kind: str) -> float:
+        """Seconds of one call before its bytes."""
+        return self.latency_us * 1e-6 * (1.0 if kind == "all-reduce" else 0.5)
+
+    def transfer_s(self, kind: str, num_bytes: float, group: Sequence[int]) -> float:
+        """Seconds that the bytes of one collective take.
+
+        Args:
+            kind: Such as ``"all-reduce"``.
+            num_bytes: Of the full buffer.
+            group: Numbers of the devices that take part.
+
+        Returns:
+            Seconds, 0 for a group of one.
+        """
+        if len(group) < 2:
+            return 0.0
+        volume, but_own_part = _VOLUMES[kind]
+
+        def ring(count: float, size: float, speed: float) -> float:
+            share = (count - 1) / count if but_own_part else float(count > 1)
+            return volume * share * size / (speed * GB)
+
+        per_host = self.devices_per_host or max(group) + 1
+        on_each_host = Counter(device // per_host for device in group)
+        local = max(on_each_host.values())
+        between = ring(len(on_each_host), num_bytes / local, self.host_gb_per_s or self.gb_per_s)
+        return ring(local, num_bytes, self.gb_per_s) + between
+
+    def seconds(self, kind: str, num_bytes: float, group: Sequence[int]) -> float:
+        """Seconds of one collective that has the network to itself; 0 for a group of one."""
+        return self.latency_s(kind) + self.transfer_s(kind, num_bytes, group) if len(group) > 1 else 0.0

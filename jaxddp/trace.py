@@ -1,0 +1,80 @@
+"""Simulated steps as a trace file, to be opened in Perfetto (ui.perfetto.dev) or at chrome://tracing.
+
+A process for each strategy, in it a thread for the computation and one for each communication stream, and an event
+for each operation that takes time. Waits are the gaps between the events of the computation.
+
+References:
+    Chrome's Trace Event Format: complete events (``"ph": "X"``) and metadata (``"ph": "M"``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .simulate import Simulation, Span
+
+_COMPUTE_THREAD = 1
+
+
+def write_trace(simulations: Mapping[str, Simulation], path: str | Path) -> None:
+    """Writes steps as a trace file, one process below the other.
+
+    Args:
+        simulations: By the name of their process.
+        path: Where to write the JSON. The same simulations give the same bytes.
+
+    Raises:
+        ValueError: If there is no simulation.
+    """
+    if not simulations:
+        raise ValueError("simulations (={}) must hold at least one to write")
+    events = [
+        event
+        for process, (label, simulation) in enumerate(simulations.items(), start=1)
+        for event in _process_events(process, label, simulation)
+    ]
+    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":")))
+
+
+def _process_events(process: int, label: str, simulation: Simulation) -> Iterator[dict[str, Any]]:
+    yield _metadata("process_name", process, 0, name=label)
+    yield _metadata("process_sort_index", process, 0, sort_index=process)
+    yield _metadata("thread_name", process, _COMPUTE_THREAD, name="compute")
+    streams = sorted({span.stream for span in simulation.spans if span.lane == "communication"})
+    for stream in streams:
+        name = "communication" if len(streams) == 1 else f"communication, stream {stream}"
+        yield _metadata("thread_name", process, _thread_of(stream), name=name)
+    for thread in (_COMPUTE_THREAD, *map(_thread_of, streams)):
+        yield _metadata("thread_sort_index", process, thread, sort_index=thread)
+    for span in simulation.spans:
+        is_compute = span.lane == "compute"
+        yield _complete(span, process, _COMPUTE_THREAD if is_compute else _thread_of(span.stream))
+
+
+def _thread_of(stream: int) -> int:
+    return _COMPUTE_THREAD + 1 + stream
+
+
+def _metadata(name: str, process: int, thread: int, /, **args: Any) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "pid": process, "tid": thread, "args": args}
+
+
+def _complete(span: Span, process: int, thread: int) -> dict[str, Any]:
+    # Perfetto drops an event that overlaps the one before it, and rounds starts and durations to nanoseconds, each by
+    # itself: both are made whole here, so that an event ends where the next begins.
+    start_ns, end_ns = round(span.start_s * 1e9), round(span.end_s * 1e9)
+    args = {"phase" if span.lane == "compute" else "kind": span.kind, "bytes": span.num_bytes, "op_name": span.op_name}
+    return {
+        "name": span.name,
+        "cat": f"{span.lane},{span.kind}",
+        "ph": "X",
+        "ts": start_ns / 1e3,
+        "dur": (end_ns - start_ns) / 1e3,
+        "pid": process,
+        "tid": thread,
+        "args": args,
+    }
