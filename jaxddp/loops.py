@@ -44,15 +44,21 @@ def trip_count(module: Module, loop: Instruction) -> int | None:
 
 def _place_in_state(name: str, computation: Computation) -> int | None:
     """Which part of the loop's state an instruction of its body or condition is."""
-    instruction = computation[name]
+    instruction = computation[_origin(name, computation)]
     if instruction.opcode != "get-tuple-element" or computation[instruction.operands[0]].opcode != "parameter":
         return None
     return instruction.integers("index")[0]
 
 
-def _constant(name: str, computation: Computation) -> int | None:
+def _origin(name: str, computation: Computation) -> str:
+    """What an instruction is a copy of."""
     while computation[name].opcode in ("copy", "bitcast"):
         name = computation[name].operands[0]
+    return name
+
+
+def _constant(name: str, computation: Computation) -> int | None:
+    name = _origin(name, computation)
     literal = computation[name].literal
     is_integer = computation[name].opcode == "constant" and re.fullmatch(r"-?\d+", literal)
     return int(literal) if is_integer else None
