@@ -43,6 +43,7 @@ class Programs:
         self._target = target_of(mesh)
         self._plans: dict[Any, BucketPlan] = {}
         self._programs: dict[Any, Any] = {}
+        self._alone: dict[Any, Pending] = {}
 
     def plan(self, state: TrainState, batch: Any) -> BucketPlan:
         """Gives the bucket plan of the step; on one rank nothing travels."""
@@ -93,10 +94,14 @@ class Programs:
             ValueError: If the mesh's devices are no target's.
         """
         target = target_like(self._mesh)
+        key = signature(state, batch)
+        if key in self._alone:
+            return self._alone[key]
         trace = self._trace(abstract(state), abstract(batch))
         nothing = BucketPlan((), constants=(*(tensor.name for tensor in trace.tensors), *trace.constants))
         function, args, options = self._step(target_mesh(target.spec, axis=self._rank_step.axis), nothing, state, batch)
-        return start_compile(target, function, args, **options)
+        self._alone[key] = start_compile(target, function, args, **options)
+        return self._alone[key]
 
     def _trace(self, state: TrainState, batch: Any) -> GradientTrace:
         return trace_gradients(self._sharded(self._rank_step.first_grads, self._mesh), state, batch)
