@@ -94,8 +94,7 @@ class Schedule:
             num_bytes = sum(c.num_bytes for c in found)
             total += num_bytes
             late += num_bytes if place >= end else 0
-            between = self.operations[place + 1 : done.get(op.name, place)]
-            in_flight += num_bytes if any(_is_backward_arithmetic(other) for other in between) else 0
+            in_flight += num_bytes if issued[done.get(op.name, place)] > issued[place + 1] else 0
         first = float(issued[starts[0][0]] / issued[-1]) if starts and issued[-1] else None
         return Overlap(first, in_flight, late, total)
 
