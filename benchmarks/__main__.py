@@ -1,11 +1,11 @@
-"""``python -m benchmarks``: the main job; ``python -m benchmarks gates``: what must not be slower than what."""
+"""``python -m benchmarks``: the main job; ``gates``: what must not be slower than what; ``compile``: compile times."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 
 class _Parser(argparse.ArgumentParser):
@@ -25,21 +25,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = _Parser(prog="python -m benchmarks", description=__doc__.splitlines()[0].replace("``", ""))
     parser.add_argument(
-        "benchmark", nargs="?", choices=("main", "gates"), default="main",
+        "benchmark", nargs="?", choices=("main", "gates", "compile"), default="main",
         help="main: train a byte-level language model under every strategy in both frameworks (default);"
-        " gates: compare with jit and DistributedDataParallel in the same run",
+        " gates: compare with jit and DistributedDataParallel in the same run;"
+        " compile: time the compilation for up to 512 devices and 3,000 parameters",
     )  # fmt: skip
     parser.add_argument("--out", metavar="DIR", help="folder for the results (default: a new one under runs/)")
     parser.add_argument("--ranks", type=int, default=2, help="ranks in each framework (default: 2)")
-    parser.add_argument("--steps", type=int, default=20, help="timed steps, or rounds of gates (default: 20)")
+    parser.add_argument("--steps", type=int, help="timed steps, or rounds (default: 20, of compile 3)")
     parser.add_argument("--batch-size", type=int, default=8, help="sequences of the global batch (default: 8)")
     parser.add_argument(
         "--data", metavar="PATH", help="file or folder of text (default: the Python standard library's sources)"
     )
     options = parser.parse_args(arguments)
+    if options.steps is None:
+        options.steps = 3 if options.benchmark == "compile" else 20
 
     from torchref.launch import RankError
 
+    from .compile_time import compile_setup, run_compile_time
     from .console import make_console
     from .gates import gates_setup, run_gates
     from .main_job import run_main_job, text_setup
@@ -50,7 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if getattr(options, name) < 1:
                 raise ValueError(f"{name} (={getattr(options, name)}) must be a positive integer")
         sizes = {"num_ranks": options.ranks, "num_steps": options.steps, "batch_size": options.batch_size}
-        if options.benchmark == "gates":
+        run: Callable[..., bool]
+        setup: Any
+        if options.benchmark == "compile":
+            run, (setup, described) = run_compile_time, compile_setup(num_rounds=options.steps)
+        elif options.benchmark == "gates":
             run, (setup, described) = run_gates, gates_setup(**sizes)
         else:
             run, (setup, described) = run_main_job, text_setup(data=options.data, **sizes)
