@@ -27,3 +27,7 @@ from .train import TrainState as TrainState
 from .tree import named_leaves as named_leaves
 from .xla import compile_options as compile_options
 from .xla import configure as configure
+from .zero import layer as layer
+from .zero import zero1 as zero1
+from .zero import zero2 as zero2
+from .zero import zero3 as zero3

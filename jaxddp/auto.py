@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .exchange import sum_of_squares
 from .scopes import OPTIMIZER_SCOPE
 from .step import TrainState
-from .strategy import sum_of_squares
 
 
 def auto_step(

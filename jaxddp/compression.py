@@ -7,11 +7,11 @@ and an exact baseline: exposed communication is the time of a step minus the tim
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
-from .collectives import all_reduce
+from .buckets import Bucket
 
 
 class Compression(NamedTuple):
@@ -20,13 +20,14 @@ class Compression(NamedTuple):
     Attributes:
         name: For tables.
         sends: False if nothing is communicated.
-        sum_over_ranks: ``(buffer [n], axis) -> buffer [n]``.
+        travel: ``(bucket, buffer, axis, memory, route) -> (what the rank keeps of the sum, memory)``; ``memory`` is
+            what the compression remembers of this bucket from step to step.
     """
 
     name: str
     sends: bool
-    sum_over_ranks: Callable[[jax.Array, str], jax.Array]
+    travel: Callable[[Bucket, jax.Array, str, Any, Any], tuple[jax.Array, Any]]
 
 
-none = Compression("none", True, all_reduce)
-noop = Compression("noop", False, lambda buffer, axis: buffer)
+none = Compression("none", True, lambda bucket, buffer, axis, memory, route: (route.send(buffer, axis), memory))
+noop = Compression("noop", False, lambda bucket, buffer, axis, memory, route: (route.keep(buffer, axis), memory))

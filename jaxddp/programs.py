@@ -19,14 +19,18 @@ from .buckets import BucketPlan
 from .inputs import abstract, signature
 from .mesh import platform_of
 from .schedule import read_schedule
+from .state_layout import StateLayout, state_layout
 from .step import RankStep, TrainState
-from .strategy import GradientTrace, Strategy, planned_collectives, trace_gradients
+from .strategy import GradientTrace, Strategy, plan_trace, planned_collectives, trace_gradients
 from .target_compile import compile_for_target, start_compile
 from .target_job import Pending
 from .targets import mesh as target_mesh
 from .targets import target_like, target_of
+from .tree import named_leaves
 from .tuning import time_gradients
 from .xla import compile_options
+from .zero.stage3 import loss_on_shards
+from .zero.traced import traced_collectives
 
 
 class Programs:
@@ -41,25 +45,65 @@ class Programs:
         """
         self._rank_step, self._mesh = rank_step, mesh
         self._target = target_of(mesh)
+        self._layouts: dict[Any, StateLayout] = {}
+        self._described: StateLayout | None = None
         self._plans: dict[Any, BucketPlan] = {}
         self._programs: dict[Any, Any] = {}
         self._alone: dict[Any, Pending] = {}
 
+    def describe(self, params: Any) -> StateLayout:
+        """Lays out the state of a model, of whole parameters; at stage 3 it is the model from here on.
+
+        Raises:
+            ValueError: If its optimizer cannot be sharded.
+        """
+        key = signature(params)
+        if key not in self._layouts:
+            step = self._rank_step
+            self._layouts[key] = state_layout(params, step.optimizer, step.strategy, step.num_ranks, step.trainable)
+        self._described = self._layouts[key]
+        return self._described
+
+    def layout(self, state: TrainState) -> StateLayout:
+        """Gives the layout of a state.
+
+        Raises:
+            ValueError: If parameters are shards, and nothing has said of what.
+        """
+        if self._rank_step.strategy.stage < 3:
+            return self.describe(state.params)
+        if self._described is None:
+            raise ValueError("the state holds shards of a model not seen yet: call init or abstract_state first")
+        return self._described
+
     def plan(self, state: TrainState, batch: Any) -> BucketPlan:
         """Gives the bucket plan of the step; on one rank nothing travels."""
         state, batch = abstract(state), abstract(batch)
-        key = signature(state.params, batch)
+        key = signature(self.layout(state).whole(), batch)
         if key not in self._plans:
             trace = self._trace(state, batch)
-            strategy = self._tuned(state, batch, trace)
-            plan = replace(strategy.plan(trace.tensors), constants=trace.constants)
-            self._plans[key] = plan if self._rank_step.num_ranks > 1 else replace(plan, buckets=())
+            plan = plan_trace(self._tuned(state, batch, trace), trace)
+            self._plans[key] = plan if self._rank_step.num_ranks > 1 else replace(plan, buckets=(), gathers=())
         return self._plans[key]
 
     def planned(self, state: TrainState, batch: Any) -> list[tuple[str, int]]:
         """Lists ``(kind, bytes)`` of the collectives that one step should hold, beside its metrics'."""
-        plan, num_ranks = self.plan(state, batch), self._rank_step.num_ranks
-        return planned_collectives(self._rank_step.strategy, plan, num_ranks, platform_of(self._mesh))
+        step, platform = self._on_rank(state), platform_of(self._mesh)
+        plan = self.plan(state, batch)
+        planned = planned_collectives(
+            step.strategy, plan, step.num_ranks, platform, num_microbatches=step.num_microbatches
+        )
+        if not step.shards:
+            return planned
+        # The gathers and scatters of units stand in the loss function, and no plan: they are read from its trace.
+        units = traced_collectives(jax.make_jaxpr(self._first_grads(state, batch))(abstract(state), abstract(batch)))
+        return units * step.num_microbatches + planned
+
+    def init_opt_state(self, layout: StateLayout, params: Any) -> Any:
+        """Makes the optimizer's state of step 0, each rank its own part of it."""
+        specs = layout.specs(self._rank_step.axis)
+        init = self._sharded(self._rank_step.init, self._mesh, (specs.params,), specs.opt_state)
+        return jax.jit(init, out_shardings=jax.tree.map(partial(NamedSharding, self._mesh), specs.opt_state))(params)
 
     def step(self, state: TrainState, batch: Any) -> Any:
         """Gives the compiled training step for these shapes."""
@@ -71,8 +115,11 @@ class Programs:
 
     def evaluate(self, state: TrainState, batch: Any) -> Any:
         """Gives the compiled evaluation for these shapes."""
-        evaluate = self._rank_step.evaluate
-        return self._compiled("evaluate", lambda: self._over(self._mesh, evaluate, (), state, batch), state, batch)
+
+        def make() -> Any:
+            return self._over(self._mesh, self._on_rank(state).evaluate, (), state, batch)
+
+        return self._compiled("evaluate", make, state, batch)
 
     def start_step(self, state: TrainState, batch: Any) -> Pending:
         """Starts to compile the step for the mesh's target.
@@ -98,13 +145,32 @@ class Programs:
         if key in self._alone:
             return self._alone[key]
         trace = self._trace(abstract(state), abstract(batch))
-        nothing = BucketPlan((), constants=(*(tensor.name for tensor in trace.tensors), *trace.constants))
+        nothing = BucketPlan((), constants=tuple(tensor.name for tensor in (*trace.tensors, *trace.constants)))
         function, args, options = self._step(target_mesh(target.spec, axis=self._rank_step.axis), nothing, state, batch)
         self._alone[key] = start_compile(target, function, args, **options)
         return self._alone[key]
 
+    def _on_rank(self, state: TrainState) -> RankStep:
+        """What each rank computes of this state, whose parameters may be shards."""
+        step = self._rank_step
+        if step.strategy.stage < 3:
+            return step
+        layout, strategy = self.layout(state), step.strategy
+        cuts = {name: leaf.cut for name, leaf in named_leaves(layout.params).items() if leaf.cut is not None}
+        sends = strategy.compression.sends and step.num_ranks > 1
+        loss = loss_on_shards(
+            step.loss, layout.whole(), cuts, step.axis, strategy.precision, trainable=step.trainable, sends=sends
+        )
+        return replace(step, loss=loss, shards=frozenset(cuts))
+
+    def _first_grads(self, state: TrainState, batch: Any) -> Callable[..., Any]:
+        first_grads = self._on_rank(state).first_grads
+        outs = (PartitionSpec(), PartitionSpec(self._rank_step.axis))
+        return self._sharded(first_grads, self._mesh, self._specs(state), outs)
+
     def _trace(self, state: TrainState, batch: Any) -> GradientTrace:
-        return trace_gradients(self._sharded(self._rank_step.first_grads, self._mesh), state, batch)
+        on_ranks = self._first_grads(state, batch)
+        return trace_gradients(lambda *args: on_ranks(*args)[0], state, batch)
 
     def _tuned(self, state: TrainState, batch: Any, trace: GradientTrace) -> Strategy:
         """The strategy, its open choices made for the mesh at hand from the step compiled without communication."""
@@ -116,7 +182,7 @@ class Programs:
         return strategy.tune(time_gradients(schedule, trace.tensors, trace.flops_before, chip, num_ranks))
 
     def _compiled(self, kind: str, make: Callable[[], Any], state: TrainState, batch: Any) -> Any:
-        key = (kind, signature(state, batch))
+        key = (kind, signature(self.layout(state).whole(), state, batch))
         if key not in self._programs:
             function, args, options = make()
             if self._target is not None:
@@ -126,27 +192,28 @@ class Programs:
         return self._programs[key]
 
     def _step(self, mesh: Mesh | AbstractMesh, plan: BucketPlan, state: TrainState, batch: Any) -> Any:
-        return self._over(mesh, partial(self._rank_step.train, plan), (0,), state, batch)
+        return self._over(mesh, partial(self._on_rank(state).train, plan), (0,), state, batch)
 
     def _over(
         self, mesh: Mesh | AbstractMesh, on_rank: Callable[..., Any], donated: tuple[int, ...], state: Any, batch: Any
     ) -> tuple[Callable[..., Any], tuple[Any, Any], dict[str, Any]]:
         """A function on ranks as one over a mesh, its arguments, and the options to compile it with."""
-        replicated = NamedSharding(mesh, PartitionSpec())
+        ins, outs = self._specs(state), PartitionSpec()
+        if donated:
+            outs = (ins[0], outs)
+        in_shardings, out_shardings = jax.tree.map(partial(NamedSharding, mesh), (ins, outs))
         options = {
-            "in_shardings": (replicated, NamedSharding(mesh, PartitionSpec(mesh.axis_names))),
-            "out_shardings": replicated,
+            "in_shardings": in_shardings,
+            "out_shardings": out_shardings,
             "donate_argnums": donated,
             "compiler_options": compile_options(self._rank_step.strategy, platform_of(mesh)),
         }
-        return self._sharded(on_rank, mesh), (abstract(state), abstract(batch)), options
+        return self._sharded(on_rank, mesh, ins, outs), (abstract(state), abstract(batch)), options
 
-    def _sharded(self, function: Callable[..., Any], mesh: Mesh | AbstractMesh) -> Callable[..., Any]:
+    def _specs(self, state: TrainState) -> tuple[TrainState, PartitionSpec]:
+        """How a state and a batch lie over the mesh."""
+        return self.layout(state).specs(self._rank_step.axis), PartitionSpec(self._rank_step.axis)
+
+    def _sharded(self, function: Callable[..., Any], mesh: Mesh | AbstractMesh, ins: Any, outs: Any) -> Any:
         # check_vma would make users mark the carries of their own loops as varying.
-        return jax.shard_map(
-            function,
-            mesh=mesh,
-            in_specs=(PartitionSpec(), PartitionSpec(mesh.axis_names)),
-            out_specs=PartitionSpec(),
-            check_vma=False,
-        )
+        return jax.shard_map(function, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)

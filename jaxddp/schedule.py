@@ -66,7 +66,7 @@ class Schedule:
     memory: Memory | None = None
 
     def collectives(self) -> list[Collective]:
-        """All collectives, in schedule order; those of a loop once."""
+        """All collectives that the step carries out, in schedule order; those of a loop as often as it repeats them."""
         return [operation.starts for operation in _walk(self.operations) if operation.starts]
 
     def gradient_collectives(self) -> list[tuple[str, int]]:
@@ -137,7 +137,8 @@ def _collectives_of(operation: Operation) -> list[Collective]:
 def _walk(operations: tuple[Operation, ...]) -> Iterator[Operation]:
     for operation in operations:
         yield operation
-        yield from _walk(operation.body)
+        for _ in range(operation.trips if operation.body else 0):
+            yield from _walk(operation.body)
 
 
 def _is_backward_arithmetic(operation: Operation) -> bool:

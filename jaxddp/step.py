@@ -1,13 +1,14 @@
 """What each rank computes in one training step; the trainer shards and compiles it.
 
 on each rank                                                    shape
-------------------------------------------------------------    -------------------------------
-params, optimizer state                                         full, equal on all ranks
+------------------------------------------------------------    -------------------------------------------
+params, optimizer state                                         full, equal on all ranks, or this rank's shards
 batch                                                           [global_batch / num_ranks, ...]
 micro-batches 1 ... A-1:  grads += d total / d params           a loop, nothing is communicated
 micro-batch A:            grads += d total / d params           communicated as the strategy plans
-grads = sum over ranks / sum of weights                         sync_with_norm
-params, state = optimizer(grads)                                the same arithmetic on every rank
+grads = sum over ranks / sum of weights                         what this rank updates of them
+params, state = optimizer(grads)                                what this rank updates of them
+params = all-gather                                             where it updated shards of full ones
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ from jax import lax
 
 from .buckets import BucketPlan
 from .collectives import all_reduce
+from .exchange import Sums, launch, settle
 from .loss import PartialLoss, Parts, denominator, divide
 from .scopes import METRICS_SCOPE, OPTIMIZER_SCOPE
-from .strategy import Strategy, sync_with_norm
-from .tree import merge, split
+from .strategy import Strategy
+from .tree import like, merge, named_leaves, split
+from .zero.stage1 import gather_params, own_shards
 
 
 class TrainState(NamedTuple):
-    """What a training run carries from step to step, equal on every rank."""
+    """What a training run carries from step to step; ``state_layout.py`` says what of it is cut into shards."""
 
     step: jax.Array  # shape=(), dtype=int32: steps taken
     params: Any  # the user's tree
@@ -52,46 +55,48 @@ class RankStep:
     trainable: Callable[[str], bool] | None
     max_grad_norm: float | None
     grad_dtype: Any
+    shards: frozenset[str] = frozenset()  # names of the parameters that the loss takes in shards
 
     def init(self, params: Any) -> Any:
-        """Makes the optimizer state of the trainable parameters."""
-        return self.optimizer.init(split(params, self.trainable)[0])
+        """Makes the optimizer state of what this rank updates."""
+        return self.optimizer.init(self._own(split(params, self.trainable)[0]))
 
     def train(self, plan: BucketPlan, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Takes one step.
 
         Args:
             plan: What to communicate.
-            state: Equal on every rank.
+            state: This rank's.
             batch: This rank's examples.
 
         Returns:
-            The next state and the metrics, equal on every rank.
+            The next state, and the metrics, equal on every rank.
         """
         trainable, frozen = split(state.params, self.trainable)
-        grads, parts = self._accumulate(self._as_own(trainable), frozen, batch, self._key(state))
+        sums, parts = self._accumulate(plan, self._as_own(trainable), frozen, batch, self._key(state))
         parts = self._sum_parts(parts)
         num_parts = self.num_ranks * self.num_microbatches
         loss, aux = divide(parts, num_parts)
-        grads, norm = sync_with_norm(
-            grads,
-            plan,
-            self.axis,
-            denominator=denominator(parts.loss, num_parts),
-            compression=self.strategy.compression,
+        means, squares, own_squares = settle(
+            sums, plan, self.num_ranks, self.strategy.route, denominator(parts.loss, num_parts)
         )
+        norm = jnp.sqrt(squares + self._sum_squares(own_squares))
         with jax.named_scope(OPTIMIZER_SCOPE):
+            own = self._own(trainable)
+            grads = jax.tree.map(lambda grad, param: grad.reshape(param.shape), like(own, means), own)
             if self.max_grad_norm is not None:
                 scale = jnp.minimum(1.0, self.max_grad_norm / norm)
                 grads = jax.tree.map(lambda grad: grad * scale.astype(grad.dtype), grads)
-            grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, trainable)
-            updates, opt_state = self.optimizer.update(grads, state.opt_state, trainable, value=loss)
-            updated = optax.apply_updates(trainable, updates)
+            grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, own)
+            updates, opt_state = self.optimizer.update(grads, state.opt_state, own, value=loss)
+            updated = optax.apply_updates(own, updates)
             if parts.loss.weight is not None:  # where nothing counted, decay and momentum must not move anything either
                 counted = parts.loss.weight != 0
                 updated, opt_state = jax.tree.map(
-                    lambda new, old: jnp.where(counted, new, old), (updated, opt_state), (trainable, state.opt_state)
+                    lambda new, old: jnp.where(counted, new, old), (updated, opt_state), (own, state.opt_state)
                 )
+        if self.strategy.stage in (1, 2):
+            updated = gather_params(updated, trainable, plan, self.axis, sends=self.strategy.compression.sends)
         metrics = {"loss": loss, "grad_norm": norm, **({} if aux is None else {"aux": aux})}
         return TrainState(state.step + 1, merge(updated, frozen), opt_state, state.key), metrics
 
@@ -101,32 +106,61 @@ class RankStep:
         return divide(self._sum_parts(parts), self.num_ranks)[0]
 
     def first_grads(self, state: TrainState, batch: Any) -> Any:
-        """Gives this rank's gradients of its first micro-batch; traced to see in which order they become ready."""
+        """Gives this rank's gradients of its first micro-batch; traced to see in which order they become ready.
+
+        Returns:
+            Those that are still to be sent, and the shards of others.
+        """
         trainable, frozen = split(state.params, self.trainable)
         rows = jax.tree.map(lambda leaf: leaf[: leaf.shape[0] // self.num_microbatches], batch)
-        return self._grads(self._as_own(trainable), frozen, rows, self._key(state))[0]
+        return self._by_kind(self._grads(self._as_own(trainable), frozen, rows, self._key(state))[0])
 
-    def _accumulate(self, trainable: Any, frozen: Any, batch: Any, key: jax.Array) -> tuple[Any, Parts]:
-        """Sums gradients and metrics over the rank's micro-batches; no communication."""
+    def _by_kind(self, grads: Any) -> tuple[Any, Any]:
+        """Splits gradients into whole ones, and shards that are summed over ranks already."""
+        return split(grads, lambda name: name not in self.shards)
 
-        def one(microbatch: Any, index: jax.Array | int) -> tuple[Any, Parts]:
-            return self._grads(trainable, frozen, microbatch, jax.random.fold_in(key, index))
+    def _accumulate(
+        self, plan: BucketPlan, trainable: Any, frozen: Any, batch: Any, key: jax.Array
+    ) -> tuple[Sums, Parts]:
+        """Sums gradients over the rank's micro-batches and over ranks, and metrics over micro-batches."""
+
+        def send(grads: Any) -> Sums:
+            whole, shards = self._by_kind(grads)
+            sums, _ = launch(whole, plan, self.axis, self.strategy.route, self.strategy.compression)
+            return sums._replace(shards=named_leaves(shards))
+
+        each = self.strategy.accumulate == "shards"  # sent by every micro-batch, or once
+
+        def one(microbatch: Any, index: jax.Array | int) -> tuple[Any, Parts, jax.Array]:
+            # With units to gather, XLA must not know that each micro-batch gathers the same: it would gather all units
+            # before the loop, and hold them. The number that comes out unknown is used, or it would be dropped.
+            params, mark = (trainable, frozen), jnp.int32(0)
+            if self.shards:
+                params, mark = lax.optimization_barrier((params, jnp.int32(index)))
+                mark -= jnp.int32(index)
+            grads, parts = self._grads(*params, microbatch, jax.random.fold_in(key, index))
+            return send(grads) if each else grads, parts, mark
 
         num = self.num_microbatches
         if num == 1:
-            return one(batch, 0)
-        pieces = jax.tree.map(lambda leaf: leaf.reshape(num, leaf.shape[0] // num, *leaf.shape[1:]), batch)
-        earlier = jax.tree.map(lambda leaf: leaf[:-1], pieces)
-        last = jax.tree.map(lambda leaf: leaf[-1], pieces)
-        shapes = jax.eval_shape(one, last, 0)
-        zeros = self._as_own(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes))
+            total, parts, mark = one(batch, 0)
+        else:
+            pieces = jax.tree.map(lambda leaf: leaf.reshape(num, leaf.shape[0] // num, *leaf.shape[1:]), batch)
+            earlier = jax.tree.map(lambda leaf: leaf[:-1], pieces)
+            last = jax.tree.map(lambda leaf: leaf[-1], pieces)
+            shapes = jax.eval_shape(one, last, 0)
+            zeros = self._as_own(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes))
 
-        def add(total: tuple[Any, Parts], item: tuple[Any, jax.Array]) -> tuple[tuple[Any, Parts], None]:
-            return jax.tree.map(jnp.add, total, one(*item)), None
+            def add(total: Any, item: tuple[Any, jax.Array]) -> tuple[Any, None]:
+                return jax.tree.map(jnp.add, total, one(*item)), None
 
-        # The last micro-batch stands outside of the loop, so that its backward and the communication can overlap.
-        total, _ = lax.scan(add, zeros, (earlier, jnp.arange(num - 1)))
-        return jax.tree.map(jnp.add, total, one(last, num - 1))
+            # The last micro-batch stands outside of the loop, so that its backward and the communication can overlap.
+            summed, _ = lax.scan(add, zeros, (earlier, jnp.arange(num - 1, dtype=jnp.int32)))
+            if each or self.shards:  # a loop of one round is none, and XLA would add up first and send once
+                summed = lax.optimization_barrier(summed)
+            total, parts, mark = jax.tree.map(jnp.add, summed, one(last, num - 1))
+        sums = total if each else send(total)
+        return sums._replace(mark=sums.mark + mark), parts
 
     def _grads(self, trainable: Any, frozen: Any, batch: Any, key: jax.Array) -> tuple[Any, Parts]:
         def total(part: Any) -> tuple[jax.Array, Parts]:
@@ -151,6 +185,17 @@ class RankStep:
             for piece, leaf in zip(jnp.split(flat, ends), leaves, strict=True)
         ]
         return jax.tree.unflatten(structure, sums)
+
+    def _sum_squares(self, squares: jax.Array) -> jax.Array:
+        """Sums over ranks the squares of what each of them alone updates."""
+        if self.strategy.stage == 0 or self.num_ranks == 1:
+            return squares
+        with jax.named_scope(METRICS_SCOPE):
+            return all_reduce(squares, self.axis)
+
+    def _own(self, params: Any) -> Any:
+        """What this rank updates of the parameters."""
+        return own_shards(params, self.axis) if self.strategy.stage in (1, 2) else params
 
     def _key(self, state: TrainState) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(state.key, state.step), lax.axis_index(self.axis))

@@ -7,19 +7,37 @@ into collectives; the compile options of ``xla.py`` keep XLA from merging them a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .buckets import BucketPlan, TensorSpec, pack, unpack
+from .buckets import Bucket, BucketPlan, TensorSpec, dtype_bytes, plan_buckets
 from .compression import Compression, none
+from .exchange import SHARDED, WHOLE, Route, launch, settle
 from .order import finishing_times, matmul_flops
-from .scopes import SYNC_SCOPE
-from .tree import named_leaves, tensor_specs
+from .sharding import Cut, bucket_width
+from .tree import like, named_leaves, tensor_specs
+
+
+class Precision(NamedTuple):
+    """Dtypes of a strategy whose parameters are shards; None leaves the choice to the one before it.
+
+    Attributes:
+        master_dtype: Of shards, and so of the optimizer's state and of the gradients it gets; that of the parameters
+            given to ``Trainer.init``.
+        compute_dtype: In which the loss function gets its floating parameters; the master's.
+        gather_dtype: In which parameters travel; that of computing.
+        reduce_dtype: In which gradients are summed over ranks; the master's.
+    """
+
+    master_dtype: Any = None
+    compute_dtype: Any = None
+    gather_dtype: Any = None
+    reduce_dtype: Any = None
 
 
 class Strategy(NamedTuple):
@@ -30,12 +48,28 @@ class Strategy(NamedTuple):
         plan: Tensors in the order in which their gradients become ready ``->`` what to communicate.
         compression: What travels.
         tune: When gradients are ready, as a ``tuning.StepTiming`` ``->`` the strategy to use; None if it is this one.
+        stage: What is sharded: 0 nothing, 1 the optimizer's state, 2 also gradients that outlive their bucket, 3 also
+            parameters.
+        accumulate: What the micro-batches of a step add up: ``"full"`` gradients, sent once, or ``"shards"``, sent by
+            each micro-batch.
+        cut: ``(parameter, num_ranks) ->`` how it is cut into what each rank updates; None if it stays whole. Not asked
+            at stage 0.
+        precision: At stage 3.
     """
 
     name: str
     plan: Callable[[Sequence[TensorSpec]], BucketPlan]
     compression: Compression = none
     tune: Callable[[Any], Strategy] | None = None
+    stage: int = 0
+    accumulate: Literal["full", "shards"] = "full"
+    cut: Callable[[TensorSpec, int], Cut | None] = lambda tensor, num_ranks: Cut(tensor.shape, num_ranks)
+    precision: Precision = Precision()
+
+    @property
+    def route(self) -> Route:
+        """How the buckets of its plan travel."""
+        return SHARDED if self.stage in (1, 2) else WHOLE
 
 
 STRATEGIES: dict[str, Callable[..., Strategy]] = {}
@@ -112,16 +146,6 @@ def sync_with_norm(
 ) -> tuple[Any, jax.Array]:
     """Does what ``sync_gradients`` does, and gives the global norm of the result.
 
-    The norm also keeps the optimizer in step with the network. What a compiler may do first is what depends on
-    nothing else, so the order is made one of data: no bucket is divided before every bucket is packed, which is when
-    the backward ends, and none before the squares of the bucket launched before it are summed. XLA fuses that sum
-    with the bucket's update; so updates follow the buckets as they arrive, and run under the reductions still to come.
-
-        packed[k]  = pack(grads of bucket k)                         as soon as its last gradient is ready
-        total[k]   = sum over ranks of packed[k]                     in flight until it is needed
-        mean[k]    = total[k] / denominator                          after packed[0 ... n] and squares[k-1]
-        squares[k] = squares[k-1] + sum(mean[k]^2)                   norm = sqrt(squares[n])
-
     Args:
         grads: As for ``sync_gradients``, and so are the others.
         plan: What to send.
@@ -135,47 +159,10 @@ def sync_with_norm(
     Raises:
         ValueError: As ``sync_gradients``.
     """
-    ready = named_leaves(grads)
-    names = list(ready)
-    planned = set(plan.names)
     num_ranks = lax.axis_size(axis)
-    if missing := sorted(planned - set(names)):
-        raise ValueError(f"plan names {missing[0]!r}, which grads does not hold: plan and grads must be of one model")
-    if (unknown := sorted(set(names) - planned - set(plan.constants))) and num_ranks > 1:
-        raise ValueError(f"grads holds {unknown[0]!r}, which plan does not name: plan and grads must be of one model")
-    divisor = num_ranks if denominator is None else denominator
-
-    def divide(total: jax.Array, zero: jax.Array | int = 0) -> jax.Array:
-        # The one division: by the number of ranks and micro-batches, or by the total weight.
-        return (total / (divisor + zero)).astype(total.dtype)
-
-    with jax.named_scope(SYNC_SCOPE):
-        if plan.after_backward:
-            ready = lax.optimization_barrier(ready)
-        means = {name: divide(grad * num_ranks) for name, grad in ready.items() if name not in planned}
-        squares = sum_of_squares(means.values())
-        totals, zero = [], jnp.int32(0)
-        for index, bucket in enumerate(plan.buckets):
-            # XLA reduces buckets that it can prove equal, such as the biases of parallel branches, only once. A barrier
-            # with a number makes them differ; the number comes out unknown to XLA and is used, or it would be dropped.
-            buffer, mark = lax.optimization_barrier((pack(bucket, ready), jnp.int32(index)))
-            totals.append(compression.sum_over_ranks(buffer, axis))
-            if not _is_varying(mark):  # under check_vma, on jax 0.10, outputs must not take it in
-                zero += mark - index
-        if plan.after_backward:
-            totals = lax.optimization_barrier(totals)
-        for bucket, total in zip(plan.buckets, totals, strict=True):
-            total, squares = lax.optimization_barrier((total, squares))  # noqa: PLW2901
-            mean = unpack(bucket, divide(total, zero))
-            squares += sum_of_squares(mean.values())
-            means.update(mean)
-    return jax.tree.unflatten(jax.tree.structure(grads), [means[name] for name in names]), jnp.sqrt(squares)
-
-
-def sum_of_squares(arrays: Iterable[jax.Array]) -> jax.Array:
-    """Sums the squares of all elements of some arrays, at least in float32."""
-    squares = [jnp.sum(jnp.square(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)))) for leaf in arrays]
-    return sum(squares, start=jnp.zeros(()))
+    sums, _ = launch(grads, plan, axis, WHOLE, compression)
+    means, squares, _ = settle(sums, plan, num_ranks, WHOLE, num_ranks if denominator is None else denominator)
+    return like(grads, means), jnp.sqrt(squares)
 
 
 def plan_gradients(strategy: Strategy, grad_fn: Callable[..., Any], *args: Any) -> BucketPlan:
@@ -198,9 +185,24 @@ def plan_gradients(strategy: Strategy, grad_fn: Callable[..., Any], *args: Any) 
         >>> plan.names, plan.constants
         (('b', 'a'), ('unused',))
     """
-    trace = trace_gradients(grad_fn, *args)
-    plan = strategy.plan(trace.tensors)
-    return replace(plan, constants=plan.constants + trace.constants)
+    return plan_trace(strategy, trace_gradients(grad_fn, *args))
+
+
+def plan_trace(strategy: Strategy, trace: GradientTrace) -> BucketPlan:
+    """Plans what a traced backward pass is to communicate.
+
+    Args:
+        strategy: How gradients are communicated.
+        trace: Of the backward pass on one rank.
+
+    Returns:
+        The plan.
+    """
+    plan = replace(strategy.plan(trace.tensors), constants=tuple(tensor.name for tensor in trace.constants))
+    if strategy.route is WHOLE:
+        return plan
+    # A gradient of zero is not sent; the parameter, which decay and moments still move, is.
+    return replace(plan, gathers=plan.buckets + plan_buckets(trace.constants, None).buckets)
 
 
 class GradientTrace(NamedTuple):
@@ -209,12 +211,12 @@ class GradientTrace(NamedTuple):
     Attributes:
         tensors: Those that depend on something, in the order in which they are finished.
         flops_before: Share of the trace's matrix products done before each is finished.
-        constants: Names of those that depend on nothing.
+        constants: Those that depend on nothing.
     """
 
     tensors: tuple[TensorSpec, ...]
     flops_before: tuple[float, ...]
-    constants: tuple[str, ...]
+    constants: tuple[TensorSpec, ...]
 
 
 def trace_gradients(grad_fn: Callable[..., Any], *args: Any) -> GradientTrace:
@@ -236,12 +238,12 @@ def trace_gradients(grad_fn: Callable[..., Any], *args: Any) -> GradientTrace:
         (time, -place, place) for place, time in enumerate(times) if time is not None and specs[place].num_elements > 0
     )
     tensors = tuple(specs[place] for *_, place in ready)
-    constants = tuple(spec.name for spec in specs if spec not in set(tensors))
+    constants = tuple(spec for spec in specs if spec not in set(tensors))
     return GradientTrace(tensors, tuple((flops[place] or 0.0) / total for *_, place in ready), constants)
 
 
 def planned_collectives(
-    strategy: Strategy, plan: BucketPlan, num_ranks: int, platform: str = "gpu"
+    strategy: Strategy, plan: BucketPlan, num_ranks: int, platform: str = "gpu", *, num_microbatches: int = 1
 ) -> list[tuple[str, int]]:
     """Lists what a plan communicates in one step.
 
@@ -250,6 +252,7 @@ def planned_collectives(
         plan: The plan.
         num_ranks: Number of ranks; one rank communicates nothing.
         platform: What it is compiled for; XLA sums bfloat16 as float32 on CPUs.
+        num_microbatches: Parts of each rank's batch.
 
     Returns:
         ``(kind, bytes of the full buffer on the wire)`` in launch order.
@@ -257,9 +260,12 @@ def planned_collectives(
     if num_ranks == 1 or not strategy.compression.sends:
         return []
     widened = "bfloat16" if platform == "cpu" else None
-    return [("all-reduce", bucket.num_bytes * (2 if bucket.dtype == widened else 1)) for bucket in plan.buckets]
+    route = strategy.route
 
+    def full_bytes(bucket: Bucket) -> int:
+        num_elements = bucket.num_elements if route is WHOLE else num_ranks * bucket_width(bucket, num_ranks)
+        return num_elements * dtype_bytes(bucket.dtype)
 
-def _is_varying(x: jax.Array) -> bool:
-    kind = jax.typeof(x)
-    return bool(kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma)
+    sums = [(route.kind, full_bytes(bucket) * (2 if bucket.dtype == widened else 1)) for bucket in plan.buckets]
+    times = num_microbatches if strategy.accumulate == "shards" else 1
+    return sums * times + [("all-gather", full_bytes(bucket)) for bucket in plan.gathers]

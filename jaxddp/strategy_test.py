@@ -196,7 +196,7 @@ def test_one_rank_communicates_nothing(model):
 
 
 def test_the_registry_and_bad_names():
-    assert list(jaxddp.STRATEGIES) == ["naive", "flat", "overlapped", "bucketed"]
+    assert list(jaxddp.STRATEGIES) == ["naive", "flat", "overlapped", "bucketed", "zero1", "zero2", "zero3"]
     assert (
         jaxddp.make_strategy("bucketed", bucket_mb=1).plan([jaxddp.TensorSpec("a", (MIB,), "float32")]).num_bytes
         == 4 * MIB

@@ -17,9 +17,10 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .buckets import BucketPlan
-from .inputs import abstract, check_alive, check_batch
+from .inputs import check_alive, check_batch
 from .loss import partial_loss
 from .mesh import platform_of
+from .placement import place, whole
 from .programs import Programs
 from .step import RankStep
 from .step import TrainState as TrainState
@@ -115,7 +116,7 @@ class Trainer:
         self._programs = Programs(self._rank_step, mesh)
 
     def init(self, params: Any, *, seed: int = 0) -> TrainState:
-        """Puts a copy of the parameters on every rank and makes the optimizer state there.
+        """Puts a copy of the parameters, or its shard of them, on every rank and makes the optimizer state there.
 
         Several processes may call it with different parameters: those of process 0 count.
 
@@ -127,21 +128,18 @@ class Trainer:
             The state of step 0.
 
         Raises:
-            ValueError: If there are no arrays, a trainable one is not of a floating dtype, or the mesh is a target's.
+            ValueError: If there are no arrays, a trainable one is not of a floating dtype, the optimizer is not
+                element-wise where its state is sharded, or the mesh is a target's.
         """
         self._check_here("init", "abstract_state")
         check_params(params, self._rank_step.trainable)
-        key = jax.random.key(seed)
         if jax.process_count() > 1:
             params, seed = multihost_utils.broadcast_one_to_all((params, seed))
-            params = jax.tree.map(self._replicate_across_processes, params)
-            key = jax.jit(lambda: jax.random.key(int(seed)), out_shardings=self._replicated)()
-        else:
-            # Copied first: device_put may hand on the caller's own buffer, which the first step would then donate.
-            params = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params)
-            params, key = jax.device_put((params, key), self._replicated)
-        opt_state = jax.jit(self._rank_step.init, out_shardings=self._replicated)(params)
-        step = jax.jit(lambda: jnp.zeros((), jnp.int32), out_shardings=self._replicated)()
+        layout = self._programs.describe(params)
+        params = place(params, layout.params, self.mesh)
+        opt_state = self._programs.init_opt_state(layout, params)
+        seed = int(seed)
+        step, key = jax.jit(lambda: (jnp.zeros((), jnp.int32), jax.random.key(seed)), out_shardings=self._replicated)()
         return TrainState(step, params, opt_state, key)
 
     def abstract_state(self, params: Any) -> TrainState:
@@ -157,11 +155,7 @@ class Trainer:
             ValueError: If there are no arrays, or a trainable one is not of a floating dtype.
         """
         check_params(params, self._rank_step.trainable)
-
-        def first_state(params: Any) -> TrainState:
-            return TrainState(jnp.zeros((), jnp.int32), params, self._rank_step.init(params), jax.random.key(0))
-
-        return jax.eval_shape(first_state, abstract(params))
+        return self._programs.describe(params).held()
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Takes one training step.
@@ -205,7 +199,7 @@ class Trainer:
     def params(self, state: TrainState) -> Any:
         """Gives a copy of the full parameters, as the tree that ``init`` was given; later steps leave it alone."""
         check_alive(state)
-        return jax.tree.map(jnp.copy, state.params)
+        return whole(state.params, self._programs.layout(state).params, self.mesh)
 
     def compile(self, state: TrainState, batch: Any) -> jax.stages.Compiled | TargetProgram:
         """Compiles the step for these shapes, or gives what ``step`` already runs for them.
@@ -290,10 +284,6 @@ class Trainer:
             )
         check_batch(batch, self.num_ranks, num_microbatches)
         return jax.device_put(batch, self._by_rank)
-
-    def _replicate_across_processes(self, value: Any) -> jax.Array:
-        value = np.asarray(value)
-        return jax.make_array_from_callback(value.shape, self._replicated, lambda index: value[index])
 
     def _finished(self, result: Any) -> Any:
         # With more simulated devices than cores, steps that run ahead time out in XLA's rendezvous and abort.

@@ -48,6 +48,19 @@ def path_name(path: tuple[Any, ...]) -> str:
     return ".".join(parts)
 
 
+def like(tree: Any, leaves: dict[str, Any]) -> Any:
+    """Makes a tree of the structure of another.
+
+    Args:
+        tree: The other.
+        leaves: By name; those that the tree does not have are left out.
+
+    Returns:
+        The tree.
+    """
+    return jax.tree_util.tree_map_with_path(lambda path, _: leaves[path_name(path)], tree)
+
+
 def tensor_specs(leaves: dict[str, Any]) -> dict[str, TensorSpec]:
     """Describes arrays by name, shape and dtype, which is all that a bucket plan needs."""
     return {name: TensorSpec(name, tuple(leaf.shape), str(leaf.dtype)) for name, leaf in leaves.items()}

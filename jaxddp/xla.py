@@ -12,7 +12,8 @@ the backward and equal buckets stay apart, are dropped before scheduling unless 
 
 On GPUs a plan also has to survive the scheduler, which by default keeps one collective in flight and starts the next
 when a model of the target's own links says so, whatever the network is. It is told to start each as soon as its
-buffer is packed, and to let any number be in flight: they queue on one stream, in the order of the plan.
+buffer is packed, and to let any number be in flight: they queue on one stream, in the order of the plan. Not at stage 3,
+where what could start at once are the gathers of all units.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def compile_options(strategy: Strategy, platform: str) -> dict[str, str | int | 
     Passes that ``XLA_FLAGS`` already disables stay disabled: a program's own list would replace that one.
 
     Args:
-        strategy: The strategy to be compiled; at present all need the same.
+        strategy: The strategy to be compiled.
         platform: ``"cpu"``, ``"gpu"``, ``"cuda"`` or ``"tpu"``, as in ``mesh.devices.flat[0].platform``.
 
     Returns:
@@ -53,7 +54,6 @@ def compile_options(strategy: Strategy, platform: str) -> dict[str, str | int | 
         >>> jaxddp.compile_options(jaxddp.bucketed(25), "gpu")["xla_gpu_all_reduce_combine_threshold_bytes"]
         0
     """
-    del strategy
     if platform == "cpu":
         passes = ["cpu-all-reduce-combiner", "cse_barrier_expander"]
         return {_DISABLE: _with_disabled_passes_of_environment(passes)}
@@ -62,7 +62,8 @@ def compile_options(strategy: Strategy, platform: str) -> dict[str, str | int | 
             "xla_gpu_all_reduce_combine_threshold_bytes": 0,
             "xla_gpu_all_gather_combine_threshold_bytes": 0,
             "xla_gpu_reduce_scatter_combine_threshold_bytes": 0,
-            **(_START_EARLY if _jaxlib_version() >= (0, 10, 2) else {}),  # older ones refuse a name they do not know
+            # Older ones refuse a name they do not know. Gathers of stage 3 could all start at once, and would be held.
+            **(_START_EARLY if _jaxlib_version() >= (0, 10, 2) and strategy.stage < 3 else {}),
         }
     if platform == "tpu":
         return {_DISABLE: _with_disabled_passes_of_environment(["all-reduce-combiner"])}

@@ -1,0 +1,62 @@
+"""Brings a tree of whole arrays onto a mesh, each leaf whole on every rank or in shards, and back."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from .state_layout import Leaf
+
+
+def place(tree: Any, layout: Any, mesh: Mesh) -> Any:
+    """Copies arrays onto the ranks; no device holds more of a leaf than it is to keep.
+
+    Args:
+        tree: Of whole arrays, the same in every process; they stay the caller's.
+        layout: A tree of ``Leaf`` like it.
+        mesh: One-dimensional.
+
+    Returns:
+        A tree of arrays over the mesh.
+    """
+    return jax.tree.map(partial(_place, mesh), tree, layout)
+
+
+def whole(tree: Any, layout: Any, mesh: Mesh) -> Any:
+    """Undoes ``place``: every rank gets a copy of every whole leaf.
+
+    Args:
+        tree: Of arrays over the mesh.
+        layout: A tree of ``Leaf`` like it.
+        mesh: The mesh.
+
+    Returns:
+        A tree of arrays, of their whole shape, without padding.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    cuts = tuple(leaf.cut for leaf in jax.tree.leaves(layout))
+    unjoined = _unjoin(leaves, cuts, NamedSharding(mesh, PartitionSpec())) if leaves else []
+    return jax.tree.unflatten(structure, unjoined)
+
+
+def _place(mesh: Mesh, array: Any, leaf: Leaf) -> jax.Array:
+    sharding = NamedSharding(mesh, leaf.spec(str(mesh.axis_names[0])))
+    if leaf.cut is None and jax.process_count() == 1:
+        # Copied first: device_put may hand on the caller's own buffer, which the first step would then donate.
+        return jax.device_put(jnp.array(array, leaf.dtype, copy=True), sharding)
+    held = np.asarray(array, leaf.dtype)
+    held = held if leaf.cut is None else leaf.cut.join(held)
+    return jax.make_array_from_callback(held.shape, sharding, lambda index: held[index])
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _unjoin(leaves: list[jax.Array], cuts: tuple[Any, ...], replicated: NamedSharding) -> list[jax.Array]:
+    return [
+        jax.lax.with_sharding_constraint(jnp.copy(leaf) if cut is None else cut.unjoin(leaf), replicated)
+        for leaf, cut in zip(leaves, cuts, strict=True)
+    ]

@@ -1,0 +1,171 @@
+"""ZeRO stage 3: parameters are sharded as well, as fully sharded data parallelism has it.
+
+Between its uses a parameter is nowhere whole. A unit (a layer, the embedding, the head) gathers its own when it runs,
+drops them, and gathers them again in the backward; its gradients leave by reduce-scatter, which is the transpose of the
+gather. What is left on a rank is 1/N of everything, and the unit at work.
+
+    ================ ====================== ================================
+    tensor           on each rank           bytes on each rank, AdamW, fp32
+    ================ ====================== ================================
+    parameter        ``[c]``, c = ceil(n/N) 4 Psi / N, and one unit's whole
+    gradient         ``[c]``                4 Psi / N, and one unit's whole
+    moments          ``[c]`` each           8 Psi / N
+    small parameter  ``[shape]``            whole, as in stage 0
+    ================ ====================== ================================
+
+    forward   of unit u:  p = all-gather of p[r]           y = u(p, x)                 drop p
+    backward  of unit u:  p = all-gather of p[r]           dx, dp = u'(p, x, dy)       drop p
+                          g[r] = row r of the sum over ranks of dp                     reduce-scatter, drop dp
+    update                p[r] += optimizer(g[r] / N, state[r], p[r])
+
+    gathers per step, U units: 2U - 1 in a loop, where the last unit keeps its own; 2U under a scan; less those whose
+    backward needs no parameters, such as an embedding's      bytes sent per rank: 3 (N-1)/N * parameter bytes, less that
+
+Units are marked by ``jaxddp.layer``. What is used outside of them is gathered before the forward and held to the end of
+the backward, so a model without marks has its state in shards, and no promise about temporaries.
+
+References:
+    Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020 (section 5.3).
+    Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..buckets import BucketMb, TensorSpec, plan_buckets
+from ..compression import Compression, none
+from ..loss import PartialLoss, Parts
+from ..sharding import Cut, chunk_elements
+from ..strategy import Precision, Strategy, register
+from ..tree import path_name
+from .gather import make_gather
+from .units import Shard, run, trace_marked
+
+_MOST_PADDING = 1e-3
+
+
+@register
+def zero3(
+    *,
+    min_shard_elements: int = 4096,
+    master_dtype: Any = None,
+    compute_dtype: Any = None,
+    gather_dtype: Any = None,
+    reduce_dtype: Any = None,
+    bucket_mb: BucketMb = "default",
+    compression: Compression = none,
+) -> Strategy:
+    """Parameters in shards, gathered unit by unit; gradients scattered unit by unit.
+
+    Args:
+        min_shard_elements: Parameters with fewer elements stay whole on every rank, their gradients in all-reduces.
+        master_dtype: Of shards, and so of the optimizer's state and of gradients when they are summed; that of the
+            parameters given to ``Trainer.init`` if None.
+        compute_dtype: In which the loss function gets its floating parameters; the master's if None.
+        gather_dtype: In which parameters travel; ``compute_dtype`` if None.
+        reduce_dtype: In which gradients are summed over ranks; the master's if None.
+        bucket_mb: Cap of the buckets of the small parameters; see ``plan_buckets``.
+        compression: ``none``, or ``noop`` for a step without communication; the dtypes say what else travels.
+
+    Returns:
+        The strategy.
+
+    Raises:
+        ValueError: If a number is out of range, a dtype is not floating, or gradients are to be compressed.
+    """
+    if isinstance(min_shard_elements, bool) or not isinstance(min_shard_elements, int) or min_shard_elements < 0:
+        raise ValueError(f"min_shard_elements (={min_shard_elements!r}) must be an integer of at least 0")
+    precision = Precision(master_dtype, compute_dtype, gather_dtype, reduce_dtype)
+    for name, dtype in precision._asdict().items():
+        if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+            raise ValueError(f"{name} (={dtype!r}) must be a floating dtype or None")
+    if compression.name not in ("none", "noop"):
+        raise ValueError(f"compression (={compression.name!r}) must be none or noop at stage 3: use reduce_dtype")
+    plan_buckets([], bucket_mb)  # a bad cap is refused here, not at the first step
+
+    def cut(tensor: TensorSpec, num_ranks: int) -> Cut | None:
+        return None if tensor.num_elements < max(min_shard_elements, 1) else cut_of(tensor.shape, num_ranks)
+
+    return Strategy(
+        "zero3",
+        lambda tensors: plan_buckets(tensors, bucket_mb),
+        compression,
+        stage=3,
+        cut=cut,
+        precision=precision,
+    )
+
+
+def cut_of(shape: tuple[int, ...], num_ranks: int) -> Cut:
+    """Cuts a parameter by row, so that it may be a stack of layers, unless that would pad it by more than 0.1 %.
+
+    Args:
+        shape: Of the whole.
+        num_ranks: Number of ranks.
+
+    Returns:
+        The cut.
+
+    Example:
+        >>> cut_of((12, 640, 2560), 8).shard_shape, cut_of((12, 5), 8).shard_shape
+        ((12, 1, 204800), (1, 8))
+    """
+    by_row = Cut(shape, num_ranks, by_row=True) if len(shape) > 1 else None
+    if by_row is None or by_row.row_elements == 0:
+        return Cut(shape, num_ranks)
+    padded = num_ranks * chunk_elements(by_row.row_elements, num_ranks)
+    return by_row if padded <= (1 + _MOST_PADDING) * by_row.row_elements else Cut(shape, num_ranks)
+
+
+def loss_on_shards(
+    loss: PartialLoss,
+    params: Any,
+    cuts: dict[str, Cut],
+    axis: str,
+    precision: Precision,
+    *,
+    trainable: Callable[[str], bool] | None = None,
+    sends: bool = True,
+) -> PartialLoss:
+    """Turns a loss function of whole parameters into one of shards.
+
+    Args:
+        loss: ``(params, batch, key) -> (total, Parts)``.
+        params: The whole parameters, as ``jax.ShapeDtypeStruct``.
+        cuts: How they are cut, by name; those left out are whole.
+        axis: Name of the mesh axis.
+        precision: In which dtypes parameters are used and travel, and gradients are summed.
+        trainable: Predicate on a parameter's name; the gradients of others are not sent.
+        sends: Whether anything travels.
+
+    Returns:
+        The same function of a tree in which shards stand for what is cut.
+    """
+    gather = make_gather(axis, precision, sends=sends)
+
+    def used(struct: Any) -> Any:
+        is_floating = jnp.issubdtype(struct.dtype, jnp.floating)
+        return jax.ShapeDtypeStruct(struct.shape, (is_floating and precision.compute_dtype) or struct.dtype)
+
+    wanted = jax.tree.map(used, params)
+
+    def on_shards(shards: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, Parts]:
+        program, results = trace_marked(loss, wanted, batch, key)
+
+        def argument(path: Any, array: jax.Array, struct: Any) -> Any:
+            name = path_name(path)
+            if name not in cuts:
+                return array.astype(struct.dtype)
+            local = array.reshape(cuts[name].rows, -1) if cuts[name].by_row else array.reshape(-1)
+            return Shard(local, cuts[name], struct.dtype, trainable is None or trainable(name))
+
+        arguments = jax.tree_util.tree_map_with_path(argument, shards, wanted)
+        values = run(program, jax.tree.leaves((arguments, batch, key)), gather)
+        return jax.tree.unflatten(jax.tree.structure(results), values)
+
+    return on_shards

@@ -1,0 +1,38 @@
+"""Reads from a traced program which collectives it asks for, where no bucket plan says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.extend import core
+from jax.interpreters import partial_eval
+
+from ..scopes import SYNC_SCOPE
+
+_KINDS = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "psum_scatter": "reduce-scatter"}
+
+
+def traced_collectives(program: core.ClosedJaxpr) -> list[tuple[str, int]]:
+    """Lists the gathers and scatters of shards whose results a program needs.
+
+    Args:
+        program: From ``jax.make_jaxpr``.
+
+    Returns:
+        ``(kind, bytes of the full buffer)`` in the order of the trace, those of a scan as often as it repeats them.
+    """
+    needed, _ = partial_eval.dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
+    return _collectives(needed)
+
+
+def _collectives(jaxpr: Any) -> list[tuple[str, int]]:
+    found: list[tuple[str, int]] = []
+    for equation in jaxpr.eqns:
+        kind = _KINDS.get(equation.primitive.name)
+        if kind and SYNC_SCOPE in str(equation.source_info.name_stack):
+            full = (equation.outvars if kind == "all-gather" else equation.invars)[0].aval
+            found.append((kind, full.size * full.dtype.itemsize))
+        times = equation.params["length"] if equation.primitive.name == "scan" else 1
+        for inner in core.jaxprs_in_params(equation.params):
+            found += _collectives(inner) * times
+    return found
