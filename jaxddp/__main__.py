@@ -11,9 +11,9 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from . import inspect_cli, train_cli
+from . import inspect_cli, plan_cli, train_cli
 
-COMMANDS = (train_cli, inspect_cli)
+COMMANDS = (train_cli, inspect_cli, plan_cli)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -57,7 +57,6 @@ _CAUSES = {
     "reduce_or": "all elements together",
     "reduce_sum": "a sum over elements",
 }
-_NOTHING = None  # how that is computed which has no elements
 _REFUSAL = "optimizer must be element-wise to be sharded: {}; use a strategy that keeps the optimizer whole"
 
 
@@ -137,7 +136,7 @@ def check_elementwise(
     with _blaming_shapes():
         cut = _computations(optimizer, shards, state, extra_args, expressions)
         for (label, computation), (_, on_shard) in zip(whole, cut, strict=True):
-            if computation not in (_NOTHING, on_shard):
+            if computation != on_shard:
                 raise ValueError(f"{label} is another computation there; decide by path or ndim")
 
 
@@ -262,13 +261,13 @@ def _computations(
                 cause = value.cause or "elements of a parameter that it does not mirror"
                 clip = ", or Trainer(max_grad_norm=...) to clip" if "(reduce_sum)" in cause else ""
                 raise ValueError(_REFUSAL.format(f"{label} depends on {cause}") + clip)
-            found.append((label, _NOTHING if 0 in shape else (value.number, shape == leaf.shape)))
+            found.append((label, (value.number, shape == leaf.shape)))
     return found
 
 
 def _same_structure(tree: Any, like: Any) -> Any:
     if len({jax.tree.structure(tree), jax.tree.structure(like)}) > 1:
-        raise ValueError("the trees that it makes have another structure there")
+        raise ValueError("optimizer's state and updates must keep one structure")
     return tree
 
 

@@ -135,7 +135,8 @@ class Programs:
     def start_step_alone(self, state: TrainState, batch: Any) -> Pending:
         """Starts to compile the step without communication, for the mesh's target or the one that its devices are.
 
-        Every gradient is taken for equal on all ranks, and none is packed or sent.
+        Every gradient is taken for equal on all ranks, and none is packed or sent. It is the same for all strategies:
+        that of whole parameters and a whole optimizer state.
 
         Raises:
             ValueError: If the mesh's devices are no target's.
@@ -143,6 +144,10 @@ class Programs:
         target = target_like(self._mesh)
         key = signature(state, batch)
         if key in self._alone:
+            return self._alone[key]
+        if self._rank_step.strategy.stage > 0:
+            whole = Programs(replace(self._rank_step, strategy=Strategy("whole", BucketPlan)), self._mesh)
+            self._alone[key] = whole.start_step_alone(whole.describe(self.layout(state).whole()).held(), batch)
             return self._alone[key]
         trace = self._trace(abstract(state), abstract(batch))
         nothing = BucketPlan((), constants=tuple(tensor.name for tensor in (*trace.tensors, *trace.constants)))

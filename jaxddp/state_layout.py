@@ -6,9 +6,11 @@ leaf            stage 0               stage 1 and 2          stage 3
 parameter       whole                 whole                  shards, small ones whole
 optimizer state whole                 shards where it mirrors a parameter, else whole
 step, key       whole                 whole                  whole
+memory          each rank its own     none                   none
 =============== ===================== ====================== ======================
 
-A shard's leaf is one array of ``Cut.joined_shape``, which lies over the ranks along its last dimension.
+A shard's leaf is one array of ``Cut.joined_shape``, which lies over the ranks along its last dimension. What each rank
+remembers of a parameter is one array as well, which lies over the ranks along its first dimension.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
@@ -28,7 +31,7 @@ from .inputs import abstract
 from .sharding import Cut
 from .step import TrainState
 from .strategy import Strategy
-from .tree import path_name, split, tensor_specs
+from .tree import named_leaves, path_name, split, tensor_specs
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,11 @@ class Leaf:
         """What one rank has of it."""
         return jax.ShapeDtypeStruct(self.cut.shard_shape if self.cut else self.shape, self.dtype)
 
+    @property
+    def bytes_on_rank(self) -> int:
+        """Bytes that one rank has of it."""
+        return self.on_rank.size * self.on_rank.dtype.itemsize
+
     def spec(self, axis: str) -> PartitionSpec:
         """Says to ``shard_map`` and ``NamedSharding`` how its array lies over a mesh axis."""
         return self.cut.spec(axis) if self.cut else PartitionSpec()
@@ -67,15 +75,18 @@ class StateLayout:
     Attributes:
         params: The tree of the parameters, of ``Leaf``.
         opt_state: The tree of the optimizer's state, of ``Leaf``.
+        memory: What the compression remembers before the first step, arrays of NumPy ``[num_ranks, ...]``.
     """
 
     params: Any
     opt_state: Any
+    memory: Any = ()
 
     def specs(self, axis: str) -> TrainState:
         """Gives the ``PartitionSpec`` of each leaf of a state."""
         params, opt_state = jax.tree.map(lambda leaf: leaf.spec(axis), (self.params, self.opt_state))
-        return TrainState(PartitionSpec(), params, opt_state, PartitionSpec())
+        memory = jax.tree.map(lambda array: PartitionSpec(axis), self.memory)
+        return TrainState(PartitionSpec(), params, opt_state, PartitionSpec(), memory)
 
     def whole(self) -> Any:
         """Describes the model: its parameters, whole."""
@@ -85,7 +96,7 @@ class StateLayout:
         """Describes a state of step 0."""
         params, opt_state = jax.tree.map(lambda leaf: leaf.held, (self.params, self.opt_state))
         step, key = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), jax.random.key(0)))
-        return TrainState(step, params, opt_state, key)
+        return TrainState(step, params, opt_state, key, abstract(self.memory))
 
 
 def state_layout(
@@ -120,7 +131,7 @@ def state_layout(
         whole, state = jax.tree.map(
             lambda struct: leaf(struct, None), (params, jax.eval_shape(optimizer.init, trained))
         )
-        return StateLayout(whole, state)
+        return StateLayout(whole, state, _first_memory(trained, strategy, num_ranks))
 
     def cut(path: Any, struct: Any) -> Leaf:
         name = path_name(path)
@@ -136,6 +147,17 @@ def state_layout(
     )
     between_steps = updated if strategy.stage == 3 else jax.tree.map(lambda struct: leaf(struct, None), params)
     return StateLayout(between_steps, opt_state)
+
+
+def _first_memory(trained: Any, strategy: Strategy, num_ranks: int) -> Any:
+    remember = strategy.compression.remember
+    if remember is None or num_ranks == 1:  # where nothing travels, nothing is lost
+        return ()
+    first = {name: remember(tensor) for name, tensor in tensor_specs(named_leaves(trained)).items()}
+    return jax.tree.map(
+        lambda array: np.broadcast_to(array, (num_ranks, *array.shape)),
+        {name: memory for name, memory in first.items() if memory is not None},
+    )
 
 
 def _as_master(dtype: Any, struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

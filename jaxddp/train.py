@@ -20,8 +20,9 @@ from .buckets import BucketPlan
 from .inputs import check_alive, check_batch
 from .loss import partial_loss
 from .mesh import platform_of
-from .placement import place, whole
+from .placement import place, place_by_rank, whole
 from .programs import Programs
+from .state_layout import StateLayout
 from .step import RankStep
 from .step import TrainState as TrainState
 from .strategy import Strategy
@@ -140,7 +141,7 @@ class Trainer:
         opt_state = self._programs.init_opt_state(layout, params)
         seed = int(seed)
         step, key = jax.jit(lambda: (jnp.zeros((), jnp.int32), jax.random.key(seed)), out_shardings=self._replicated)()
-        return TrainState(step, params, opt_state, key)
+        return TrainState(step, params, opt_state, key, place_by_rank(layout.memory, self.mesh))
 
     def abstract_state(self, params: Any) -> TrainState:
         """Describes the state of step 0 without making it, for ``plan``, ``planned`` and ``compile``.
@@ -235,6 +236,10 @@ class Trainer:
     def planned(self, state: TrainState, batch: Any) -> list[tuple[str, int]]:
         """Lists ``(kind, bytes)`` of the collectives that one step should hold, beside its metrics'."""
         return self._programs.planned(state, batch)
+
+    def layout(self, state: TrainState) -> StateLayout:
+        """Says which leaves of a state are shards, and of what; for stage 3 after ``init`` or ``abstract_state``."""
+        return self._programs.layout(state)
 
     def start_compile(self, state: TrainState, batch: Any) -> Pending:
         """Starts what ``compile`` does on the mesh of a target, so that several programs compile at a time.

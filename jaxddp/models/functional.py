@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ..zero.units import layer
 from .toy import FrozenToy, TiedToy, ToyMLP, UnusedToy
 from .transformer import SIZES, Transformer, TransformerConfig, rotary_tables
 
@@ -80,14 +81,14 @@ def loss_fn(model: Callable[[jax.Array], jax.Array], batch: Batch) -> jax.Array:
 
 
 def build(
-    name_or_config: str | TransformerConfig, seed: int = 0, *, layer: Callable[[Callable], Callable] | None = None
+    name_or_config: str | TransformerConfig, seed: int = 0, *, layer: Callable[[Callable], Callable] = layer
 ) -> tuple[Loss, Params]:
     """Makes a model's loss function and initial parameters.
 
     Args:
         name_or_config: ``toy``, ``toy_tied``, ``toy_frozen``, ``toy_unused``, a name in ``SIZES``, or sizes.
         seed: Seed of the initial values.
-        layer: Wraps each ``unit(unit_params, *args)`` of the model, such as ``jaxddp.layer``; a toy is one unit.
+        layer: Wraps each ``unit(unit_params, *args)`` of the model: embedding, blocks and head; a toy is one unit.
 
     Returns:
         ``(loss_fn, params)``: ``loss_fn(params, batch)`` is the mean loss, ``params`` nested dictionaries of
@@ -107,7 +108,7 @@ def build(
 
 
 def abstract(
-    name_or_config: str | TransformerConfig, *, layer: Callable[[Callable], Callable] | None = None
+    name_or_config: str | TransformerConfig, *, layer: Callable[[Callable], Callable] = layer
 ) -> tuple[Loss, Params]:
     """Like ``build``, with ``jax.ShapeDtypeStruct`` for every parameter: nothing is computed or allocated.
 
@@ -144,13 +145,12 @@ def _graph(module: nnx.Module) -> Any:
     return nnx.split(module, nnx.Param)[0]
 
 
-def _functional(model: nnx.Module, layer: Callable[[Callable], Callable] | None) -> tuple[Loss, Params]:
+def _functional(model: nnx.Module, layer: Callable[[Callable], Callable]) -> tuple[Loss, Params]:
     """Splits a module into a function of its parameters and those parameters."""
-    mark = layer or (lambda unit: unit)
     graph, state = nnx.split(model, nnx.Param)
     params = nnx.to_pure_dict(state)
     if not isinstance(model, Transformer):
-        whole = mark(lambda params, x: nnx.merge(graph, params)(x))
+        whole = layer(lambda params, x: nnx.merge(graph, params)(x))
         return lambda params, batch: loss_fn(lambda x: whole(params, x), batch), params
 
     config = model.config
@@ -159,13 +159,13 @@ def _functional(model: nnx.Module, layer: Callable[[Callable], Callable] | None)
 
     def logits_fn(params: Params, tokens: jax.Array) -> jax.Array:
         config.check_length(tokens.shape[1])
-        embed = mark(lambda unit, tokens: nnx.merge(embedding_graph, unit)(tokens))
+        embed = layer(lambda unit, tokens: nnx.merge(embedding_graph, unit)(tokens))
         x = embed(params["embedding"], tokens)
         tables = rotary_tables(tokens.shape[1], config.head_size, x.dtype)
-        block = mark(lambda unit, x: nnx.merge(block_graph, unit)(x, tables))
+        block = layer(lambda unit, x: nnx.merge(block_graph, unit)(x, tables))
         for index in range(config.num_layers):
             x = block(params["layers"][index], x)
-        head = mark(lambda unit, x: nnx.merge(head_graph, unit["head"])(nnx.merge(norm_graph, unit["norm"])(x)))
+        head = layer(lambda unit, x: nnx.merge(head_graph, unit["head"])(nnx.merge(norm_graph, unit["norm"])(x)))
         return head({"norm": params["norm"], "head": params["head"]}, x)
 
     return lambda params, batch: loss_fn(lambda tokens: logits_fn(params, tokens), batch), params

@@ -33,7 +33,7 @@ from jax import lax
 
 from ..buckets import BucketMb, BucketPlan, Rule, plan_buckets
 from ..collectives import all_gather
-from ..compression import Compression, none
+from ..compression import Compression, check_forgets, none
 from ..scopes import SYNC_SCOPE
 from ..sharding import Cut, pack_own, unpack_chunks
 from ..strategy import Strategy, register
@@ -47,14 +47,15 @@ def zero1(bucket_mb: BucketMb = "default", *, rule: Rule = "before", compression
     Args:
         bucket_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``; see ``plan_buckets``.
         rule: When a bucket closes; see ``plan_buckets``.
-        compression: What of the gradients travels; parameters travel as they are.
+        compression: What of the gradients travels; parameters travel as they are. None that remembers.
 
     Returns:
         The strategy.
 
     Raises:
-        ValueError: If a cap or the rule is out of range.
+        ValueError: If a cap or the rule is out of range, or the compression needs whole gradients.
     """
+    check_forgets(compression, "where gradients are sharded: use none, bf16 or fp16, or a strategy of stage 0")
     plan_buckets([], bucket_mb, rule=rule)  # a bad cap is refused here, not at the first step
     return Strategy("zero1", lambda tensors: plan_buckets(tensors, bucket_mb, rule=rule), compression, stage=1)
 
@@ -92,8 +93,13 @@ def gather_params(shards: Any, params: Any, plan: BucketPlan, axis: str, *, send
     if num_ranks == 1:
         return like(params, {name: Cut(leaf.shape, 1).whole(own[name]) for name, leaf in whole.items()})
     with jax.named_scope(SYNC_SCOPE):
+        unpacked: dict[str, jax.Array] = {}
         for bucket in plan.gathers:
             packed = pack_own(bucket, own)[None]
             buffer = all_gather(packed, axis) if sends else jnp.tile(packed, (num_ranks, 1))
-            whole.update(unpack_chunks(bucket, buffer))
+            # Unpacked as they arrive: left to itself, XLA copies all buckets out after the last has arrived.
+            buffer, unpacked = lax.optimization_barrier((buffer, unpacked))
+            whole.update(unpacked)
+            unpacked = unpack_chunks(bucket, buffer)
+        whole.update(unpacked)
     return like(params, whole)  # what has no elements was not gathered

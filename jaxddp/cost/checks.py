@@ -1,0 +1,76 @@
+"""What the cost models refuse, in one place: numbers out of range, in one line that gives the value and the rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import numpy as np
+
+
+def check_positive(**values: Any) -> None:
+    """Refuses what is not above 0 and finite.
+
+    Args:
+        **values: Numbers or arrays, by the names that the caller's arguments have.
+
+    Raises:
+        ValueError: Of the first bad one.
+
+    Example:
+        >>> check_positive(bytes_per_s=[1e9, -1.0])
+        Traceback (most recent call last):
+            ...
+        ValueError: bytes_per_s (=-1.0) must be a positive finite number
+    """
+    _check(values, lambda value: (value > 0) & np.isfinite(value), "must be a positive finite number")
+
+
+def check_not_negative(**values: Any) -> None:
+    """Refuses what is below 0 or not finite.
+
+    Args:
+        **values: As for ``check_positive``.
+
+    Raises:
+        ValueError: Of the first bad one.
+    """
+    _check(values, lambda value: (value >= 0) & np.isfinite(value), "must be a finite number, 0 or more")
+
+
+def check_count(**values: Any) -> None:
+    """Refuses what is not a whole number, 1 or more.
+
+    Args:
+        **values: As for ``check_positive``.
+
+    Raises:
+        ValueError: Of the first bad one.
+    """
+    rule = "must be a whole number, 1 or more"
+    _check(values, lambda value: (value >= 1) & np.isfinite(value) & (np.floor(value) == value), rule)
+
+
+def check_choice(options: Collection[Any], **values: Any) -> None:
+    """Refuses what is not one of some options.
+
+    Args:
+        options: What there is.
+        **values: By name, one each.
+
+    Raises:
+        ValueError: Of the first bad one.
+    """
+    for name, value in values.items():
+        if value not in options:
+            raise ValueError(f"{name} (={value!r}) must be one of {', '.join(map(str, options))}")
+
+
+def _check(values: dict[str, Any], is_good: Callable[[Any], Any], rule: str) -> None:
+    for name, value in values.items():
+        entries = np.asarray(value)
+        if entries.dtype.kind not in "iuf":  # neither text nor truth is a number, nor a list of unequal lists
+            raise ValueError(f"{name} (={value!r}) {rule}")
+        good = np.broadcast_to(is_good(entries), entries.shape)
+        if not good.all():
+            raise ValueError(f"{name} (={entries[~good].flat[0]}) {rule}")

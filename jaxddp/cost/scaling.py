@@ -1,0 +1,235 @@
+"""When a step is compute-bound: computing takes at least as long as the communication that runs beside it.
+
+N = X Y R devices: X share the parameters of a replica and gather them (FSDP), Y cut each matrix (TP), R replicas sum
+their gradients (DP). B tokens a step, P parameters of e bytes as they travel, f FLOPs per token of a forward, A
+elements per token that tensor parallelism sums; a device computes C FLOP/s and sends W_X, W_Y, W_R bytes per second to
+its FSDP, TP and DP groups. r(n) is (n-1)/n, the part of a ring's bytes that leaves a rank, or 1 where that is left out.
+
+                     forward                          backward                    both
+    compute          f B / (N C)                      twice                       3 times
+    FSDP             e P r(X) / (Y W_X), gather       twice: gather, scatter      3 times
+    TP               2 e A B r(Y) / (X R W_Y)         once more                   twice
+    DP               0                                2 e P r(R) / (X Y W_R)      the same
+
+For the feed-forward model of k matrices f = 2 k D F L, P = k D F L and A = D L, so D and L cancel. With e = 2:
+
+    k = 3, r(n) = (n-1)/n, one W, on GPUs             k = 2, r(n) = 1, W per axis of a torus, M axes a group, on TPUs
+    DP, FSDP   N <= 1 + B W/C                         B / X >= alpha / M_X,  alpha = C / W
+    TP         N <= 1 + 1.5 F W/C, backward 3 F W/C   Y <= M_Y F / alpha
+
+A torus axis of a TPU sends both ways round its ring, so W is twice a link's one-way rate: 2 x 9e10 B/s for v5p, 1.8e11,
+and a group over M axes sends M W. FSDP and TP communicate over different axes; whether their collectives overlap
+decides if their times add or the longer counts. Added,
+
+    F / (Y M_X) + B / (X M_Y) <= B F / (N alpha)      so      B >= [F / (Y M_X)] / [F / (N alpha) - 1 / (X M_Y)]
+
+and where the bracket is not positive, no batch is large enough: the time of TP grows with B as that of computing does.
+Adding up K micro-batches of b tokens does not lower that B. Reduced once, K b must reach it; and FSDP, which gathers
+the parameters in each, needs it of every b.
+
+References:
+    Austin et al., How to Scale Your Model, 2025 (training, on TPUs): https://jax-ml.github.io/scaling-book/training
+    Stanford CS336 (2026), assignment 2, section 8 (GPUs); (2025), communication_accounting (TPUs).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from .checks import check_choice, check_count, check_not_negative, check_positive
+from .workload import Workload
+
+Passes = Literal["forward", "backward", "both"]
+
+
+class _Multiples(NamedTuple):
+    compute: int
+    fsdp: int
+    tp: int
+    dp: int
+
+
+_MULTIPLES = {
+    "forward": _Multiples(1, 1, 1, 0),
+    "backward": _Multiples(2, 2, 1, 1),
+    "both": _Multiples(3, 3, 2, 1),
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a device does per second.
+
+    Attributes:
+        flops_per_s: C.
+        fsdp_bytes_per_s: W_X, M_X W on a torus.
+        tp_bytes_per_s: W_Y, M_Y W on a torus.
+        dp_bytes_per_s: W_R; that of FSDP when None.
+
+    Raises:
+        ValueError: If a number is not positive and finite.
+    """
+
+    flops_per_s: float
+    fsdp_bytes_per_s: float
+    tp_bytes_per_s: float
+    dp_bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the numbers."""
+        check_positive(**{name: value for name, value in vars(self).items() if value is not None})
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What is taken for granted.
+
+    Attributes:
+        passes: ``"forward"``, ``"backward"`` or ``"both"``.
+        overlapped_axes: Whether the collectives of FSDP, TP and DP run at the same time.
+        ring_factors: Whether r(n) is (n-1)/n, not 1.
+        element_bytes: e.
+
+    Raises:
+        ValueError: If ``passes`` is unknown or ``element_bytes`` not positive.
+    """
+
+    passes: Passes = "forward"
+    overlapped_axes: bool = False
+    ring_factors: bool = False
+    element_bytes: float = 2
+
+    def __post_init__(self) -> None:
+        """Checks what can be wrong."""
+        check_choice(_MULTIPLES, passes=self.passes)
+        check_positive(element_bytes=self.element_bytes)
+
+    @property
+    def multiples(self) -> _Multiples:
+        """How many forwards each kind of work is."""
+        return _MULTIPLES[self.passes]
+
+    def ring(self, num_ranks: Any) -> Any:
+        """r(n); 0 for a group of one, which sends nothing."""
+        n = np.asarray(num_ranks, float)
+        return (n - 1) / n if self.ring_factors else np.where(n > 1, 1.0, 0.0)
+
+
+class Times(NamedTuple):
+    """Seconds of each kind of work.
+
+    Attributes:
+        compute_s: Of the matrix products.
+        fsdp_s: To gather parameters, and to scatter gradients.
+        tp_s: To sum activations.
+        dp_s: To sum gradients over replicas.
+    """
+
+    compute_s: Any
+    fsdp_s: Any
+    tp_s: Any
+    dp_s: Any
+
+    def communication_s(self, assumptions: Assumptions) -> Any:
+        """Seconds of all communication: the longest kind if they overlap, else the sum."""
+        kinds = (self.fsdp_s, self.tp_s, self.dp_s)
+        return np.maximum.reduce(np.broadcast_arrays(*kinds)) if assumptions.overlapped_axes else sum(kinds)
+
+
+DEFAULT = Assumptions()
+
+
+def times(
+    workload: Workload,
+    machine: Machine,
+    tokens: Any,
+    fsdp: Any,
+    tp: Any,
+    dp: Any = 1,
+    assumptions: Assumptions = DEFAULT,
+) -> Times:
+    """Gives the table above in seconds.
+
+    Args:
+        workload: The model.
+        machine: The device.
+        tokens: B, of all devices together; a number or an array, as the numbers of ranks.
+        fsdp: X.
+        tp: Y.
+        dp: R.
+        assumptions: What is taken for granted.
+
+    Returns:
+        Seconds.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+    check_not_negative(tokens=tokens)
+    check_count(fsdp=fsdp, tp=tp, dp=dp)
+    x, y, r = (np.asarray(ranks, float) for ranks in (fsdp, tp, dp))
+    size_bytes = assumptions.element_bytes * workload.num_params
+    summed_bytes = assumptions.element_bytes * workload.summed_per_token * np.asarray(tokens, float)
+    dp_bytes_per_s = machine.dp_bytes_per_s or machine.fsdp_bytes_per_s
+    times = assumptions.multiples
+    return Times(
+        times.compute * workload.flops_per_token * np.asarray(tokens, float) / (x * y * r * machine.flops_per_s),
+        times.fsdp * size_bytes * assumptions.ring(x) / (y * machine.fsdp_bytes_per_s),
+        times.tp * 2 * summed_bytes * assumptions.ring(y) / (x * r * machine.tp_bytes_per_s),
+        times.dp * 2 * size_bytes * assumptions.ring(r) / (x * y * dp_bytes_per_s),
+    )
+
+
+def min_tokens(
+    workload: Workload, machine: Machine, fsdp: Any, tp: Any, dp: Any = 1, assumptions: Assumptions = DEFAULT
+) -> Any:
+    """Gives the least batch at which a step is compute-bound.
+
+    Args:
+        workload: The model.
+        machine: The device.
+        fsdp: X; a number or an array, as the others.
+        tp: Y.
+        dp: R.
+        assumptions: What is taken for granted.
+
+    Returns:
+        B, tokens of all devices together, not rounded; inf where no batch is large enough.
+
+    Raises:
+        ValueError: If a number is out of range.
+
+    Example:
+        >>> from .workload import feed_forward
+        >>> v5p = Machine(flops_per_s=4.6e14, fsdp_bytes_per_s=2 * 1.8e11, tp_bytes_per_s=1.8e11)
+        >>> round(float(min_tokens(feed_forward(16384, 53248), v5p, fsdp=16, tp=4)), 1)
+        25301.7
+    """
+    one = times(
+        workload, machine, 1, fsdp, tp, dp, assumptions
+    )  # of one token: what grows with them, and what does not
+    fixed_s = one._replace(tp_s=0.0).communication_s(assumptions)
+    room_s = one.compute_s - (0.0 if assumptions.overlapped_axes else one.tp_s)
+    possible = one.compute_s >= one.tp_s if assumptions.overlapped_axes else room_s > 0
+    return np.where(possible, fixed_s / np.where(possible, room_s, 1.0), np.inf)
+
+
+def accumulated_min_tokens(min_tokens: Any, num_microbatches: Any, *, gathers_every: bool) -> Any:
+    """Gives the least batch if it is worked on in micro-batches.
+
+    Args:
+        min_tokens: At one micro-batch.
+        num_microbatches: K.
+        gathers_every: Whether what must be hidden is communicated in each micro-batch, as FSDP does, not once a step.
+
+    Returns:
+        Tokens of the whole step.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+    check_count(num_microbatches=num_microbatches)
+    return np.multiply(min_tokens, num_microbatches if gathers_every else 1)
