@@ -92,11 +92,13 @@ class BucketPlan:
             launched as soon as its own gradients are.
         constants: Names of tensors whose gradient depends on nothing, such as the zeros of an unused parameter: equal
             on all ranks, so their sum is known without sending them.
+        gathers: Where parameters are updated by shards, the buckets in which the updated ones are gathered.
     """
 
     buckets: tuple[Bucket, ...]
     after_backward: bool = False
     constants: tuple[str, ...] = ()
+    gathers: tuple[Bucket, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:

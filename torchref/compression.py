@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .collectives import all_reduce
-
 
 class Compression(NamedTuple):
     """How a buffer is summed over ranks.
@@ -20,17 +18,14 @@ class Compression(NamedTuple):
     Attributes:
         name: For tables.
         sends: False if nothing is communicated.
-        sum_over_ranks: ``(buffer [n], group, async_op)``, in place, to a handle to wait on, or None if it is done.
+        travel: ``(buffer, group, async_op, route) -> (what the rank keeps of the sum, handle)``; what is kept is there
+            when the handle has been waited for, at once if it is None. The buffer may be overwritten.
     """
 
     name: str
     sends: bool
-    sum_over_ranks: Callable[[torch.Tensor, Any, bool], Any]
+    travel: Callable[[torch.Tensor, Any, bool, Any], tuple[torch.Tensor, Any]]
 
 
-def _keep(buffer: torch.Tensor, group: Any, async_op: bool) -> None:
-    del buffer, group, async_op
-
-
-none = Compression("none", True, all_reduce)
-noop = Compression("noop", False, _keep)
+none = Compression("none", True, lambda buffer, group, async_op, route: route.send(buffer, group, async_op))
+noop = Compression("noop", False, lambda buffer, group, async_op, route: (route.keep(buffer, group), None))

@@ -2,29 +2,37 @@
 
 on each rank                                                    shape
 ------------------------------------------------------------    -------------------------------
-parameters, optimizer state                                     full, equal on all ranks
+parameters, optimizer state                                     full, equal on all ranks, or this rank's shards
 batch                                                           [global_batch / num_ranks, ...]
-micro-batches 1 ... A-1:  grads += d total / d params           under no_sync, nothing is communicated
+micro-batches 1 ... A-1:  grads += d total / d params           under no_sync: most strategies send nothing
 micro-batch A:            grads += d total / d params           communicated as the strategy plans
 grads = sum over ranks / sum of weights                         finish_gradient_synchronization
-parameters, state = optimizer(grads)                            the same arithmetic on every rank
+parameters, state = optimizer(grads)                            of all, or of the rank's shards
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from .clipping import clip_to_norm_, global_norm
+from .data_parallel import DataParallel
 from .loss import Part, as_part
-from .strategy import DataParallel
 
 Batch = Mapping[str, torch.Tensor]
 Loss = Callable[[Any, Any], Any]  # (net, batch) -> scalar or Weighted
+
+
+class Optimizer(Protocol):
+    """What takes a step: an optimizer, or a net that shards its own."""
+
+    def step(self) -> Any:
+        """Updates the parameters by their gradients."""
 
 
 class Trainer:
@@ -33,7 +41,7 @@ class Trainer:
     def __init__(
         self,
         loss_fn: Loss,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         net: nn.Module,
         *,
         num_microbatches: int = 1,
@@ -43,7 +51,7 @@ class Trainer:
 
         Args:
             loss_fn: ``(net, batch)`` to the mean loss over the examples it is given, or to ``Weighted``.
-            optimizer: Over the parameters of ``net``.
+            optimizer: Over the parameters of ``net``; of ``ZeRO1`` and ``ZeRO2`` the net itself.
             net: A module, or a strategy around one.
             num_microbatches: Parts into which the rank's examples are split, in order; communication happens once.
             max_grad_norm: Clips the global norm of the averaged gradient to this value.
@@ -94,10 +102,7 @@ class Trainer:
         num_parts = self.num_ranks * self.num_microbatches
         weight = float(num_parts if summed.weight is None else summed.weight)
         self._finish(weight or 1.0)
-        grads = [parameter.grad for parameter in self.net.parameters() if parameter.grad is not None]
-        norm = global_norm(grads)
-        if self.max_grad_norm is not None:
-            torch._foreach_mul_(grads, torch.clamp(self.max_grad_norm / norm, max=1.0))
+        norm = self._clip()
         if weight != 0:  # nothing counted: decay and momentum must not move anything either
             self.optimizer.step()
         return {"loss": float(summed.total) / (weight or 1.0), "grad_norm": float(norm)}
@@ -111,6 +116,18 @@ class Trainer:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 if denominator != 1:  # a pass over all gradients; DistributedDataParallel has divided already
                     parameter.grad.div_(denominator)
+
+    def _clip(self) -> torch.Tensor:
+        """Clips the averaged gradient if it is to be clipped, and gives its norm before."""
+        if self._parallel is not None:
+            if self.max_grad_norm is None:
+                return self._parallel.grad_norm()
+            return self._parallel.clip_grad_norm_(self.max_grad_norm)
+        grads = [parameter.grad for parameter in self.net.parameters() if parameter.grad is not None]
+        norm = global_norm(grads)
+        if self.max_grad_norm is not None:
+            clip_to_norm_(grads, norm, self.max_grad_norm)
+        return norm
 
     def _communicate_only_if(self, last: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if last or self._parallel is None else self._parallel.no_sync()
@@ -149,11 +166,6 @@ def local_rows(batch: Batch, index: int, num_parts: int) -> dict[str, torch.Tens
         raise ValueError(f"batch (={rows} examples) must be divisible by the number of parts (={num_parts})")
     size = rows // num_parts
     return {name: tensor[index * size : (index + 1) * size] for name, tensor in batch.items()}
-
-
-def global_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Euclidean norm of all tensors together."""
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
 
 
 def _num_rows(batch: Batch) -> int:

@@ -16,11 +16,12 @@ from typing import Any
 from torch import nn
 
 from ..buckets import BucketMb, Rule, plan_buckets
-from ..strategy import DataParallel, register
+from ..replicated import Replicated
+from ..strategy import register
 
 
 @register("bucketed")
-class BucketedDDP(DataParallel):
+class BucketedDDP(Replicated):
     """One all-reduce per bucket, as the bucket fills."""
 
     def __init__(

@@ -14,11 +14,12 @@ from typing import Any
 from torch import nn
 
 from ..buckets import plan_buckets
-from ..strategy import DataParallel, register
+from ..replicated import Replicated
+from ..strategy import register
 
 
 @register("flat")
-class FlatDDP(DataParallel):
+class FlatDDP(Replicated):
     """One all-reduce of everything, after the whole backward."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:

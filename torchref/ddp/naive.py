@@ -14,11 +14,12 @@ from typing import Any
 from torch import nn
 
 from ..buckets import plan_per_tensor
-from ..strategy import DataParallel, register
+from ..replicated import Replicated
+from ..strategy import register
 
 
 @register("naive")
-class NaiveDDP(DataParallel):
+class NaiveDDP(Replicated):
     """One all-reduce per parameter, after the whole backward."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:

@@ -14,11 +14,12 @@ from typing import Any
 from torch import nn
 
 from ..buckets import plan_per_tensor
-from ..strategy import DataParallel, register
+from ..replicated import Replicated
+from ..strategy import register
 
 
 @register("overlapped")
-class OverlappedDDP(DataParallel):
+class OverlappedDDP(Replicated):
     """One all-reduce per parameter, as its gradient becomes ready."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:

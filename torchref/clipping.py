@@ -1,0 +1,65 @@
+"""The global norm of gradients, of which each rank may have a part, and clipping by it.
+
+A rank knows the squares of its own shards only; the sum of all takes one all-reduce of one number.
+
+    norm = sqrt(sum of g^2 over what is replicated + sum over ranks of g^2 over their shards)
+    g    = g * min(1, max_norm / norm)                                  no epsilon, as in optax
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+
+def global_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Euclidean norm of all tensors together."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors))))
+
+
+def sharded_norm(
+    shards: Sequence[torch.Tensor], replicated: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """Euclidean norm of tensors that lie in shards over the ranks, and of others that every rank has whole.
+
+    Args:
+        shards: This rank's; at least one, and as many on every rank.
+        replicated: The same on every rank.
+        group: The ranks; None for all.
+
+    Returns:
+        The norm, the same on every rank, at least in float32.
+    """
+    squares = _sum_of_squares(shards)
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(squares, group=group)  # not counted with the gradients'
+    return torch.sqrt(squares + _sum_of_squares(replicated) if replicated else squares)
+
+
+def clip_to_norm_(tensors: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
+    """Scales tensors in place, if their norm is above a greatest one.
+
+    Args:
+        tensors: Gradients.
+        norm: Their global norm.
+        max_norm: The greatest one.
+
+    Raises:
+        ValueError: If ``max_norm`` is not positive.
+
+    Example:
+        >>> gradient = torch.tensor([3.0, 4.0])
+        >>> clip_to_norm_([gradient], global_norm([gradient]), 1.0)
+        >>> gradient
+        tensor([0.6000, 0.8000])
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm (={max_norm!r}) must be positive")
+    torch._foreach_mul_(list(tensors), torch.clamp(max_norm / norm, max=1.0))
+
+
+def _sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    norm = global_norm(tensors)
+    return norm.to(torch.promote_types(norm.dtype, torch.float32)).square()

@@ -1,0 +1,177 @@
+"""How tensors are cut into shards: tensor by tensor, one chunk a rank.
+
+A tensor is flattened, padded with zeros to a multiple of the number of ranks N, and rank r owns chunk r. The chunks of
+many tensors can travel together: the buffer of a bucket holds in row r what rank r owns.
+
+    tensor  [n]         padded to [N c], c = ceil(n / N)           chunk r = elements r c ... (r + 1) c
+    bucket  [N, width]  row r = chunk r of each of its tensors     width = sum of their c
+    scatter [width]     = reduce-scatter of [N, width] along dimension 0
+    gather  [N, width]  = all-gather of [width]
+
+A tensor of fewer than N elements leaves the last ranks with padding, one without elements leaves every rank with a
+chunk of length 0, and a scalar is a tensor of one element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from .buckets import Bucket
+
+
+def chunk_elements(num_elements: int, num_ranks: int) -> int:
+    """Elements of one rank's chunk of a tensor, padding included.
+
+    Args:
+        num_elements: Of the whole tensor.
+        num_ranks: Number of ranks.
+
+    Returns:
+        The length of every chunk.
+
+    Example:
+        >>> chunk_elements(10, 4), chunk_elements(1, 4), chunk_elements(0, 4)
+        (3, 1, 0)
+    """
+    return -(-num_elements // num_ranks)
+
+
+def bucket_width(bucket: Bucket, num_ranks: int) -> int:
+    """Elements of one rank's part of a bucket: the length of a row of its buffer.
+
+    Args:
+        bucket: The bucket.
+        num_ranks: Number of ranks.
+
+    Returns:
+        The sum of its tensors' chunks.
+    """
+    return sum(chunk_elements(tensor.num_elements, num_ranks) for tensor in bucket.tensors)
+
+
+def pack_chunks(
+    bucket: Bucket, tensors: Mapping[str, torch.Tensor], num_ranks: int, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Lays the chunks of a bucket's tensors side by side, rank by rank.
+
+    Args:
+        bucket: The bucket.
+        tensors: Whole tensors by name, at least those of the bucket.
+        num_ranks: Number of ranks.
+        out: Buffer of ``[num_ranks, width]`` to write into, of any dtype.
+
+    Returns:
+        A buffer of shape ``[num_ranks, width]``, whose row r is what rank r owns; without ``out``, that of one tensor
+        that needs no padding is a view of it.
+    """
+    first = tensors[bucket.tensors[0].name]
+    if out is None:
+        if len(bucket.tensors) == 1 and first.numel() % num_ranks == 0:
+            return first.reshape(num_ranks, first.numel() // num_ranks)
+        out = first.new_empty(num_ranks, bucket_width(bucket, num_ranks))
+    for name, columns in split_chunks(bucket, out, num_ranks).items():
+        _write(tensors[name], columns)
+    return out
+
+
+def pack_own(bucket: Bucket, chunks: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Lays one rank's chunks of a bucket's tensors end to end.
+
+    Args:
+        bucket: The bucket.
+        chunks: That rank's chunks by name, each of shape ``[c]``.
+
+    Returns:
+        A buffer of shape ``[width]``; of a bucket of one tensor, its chunk.
+    """
+    own = [chunks[tensor.name] for tensor in bucket.tensors]
+    return own[0] if len(own) == 1 else torch.cat(own)
+
+
+def unpack_chunks(
+    bucket: Bucket, buffer: torch.Tensor, out: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
+    """Undoes ``pack_chunks``.
+
+    Args:
+        bucket: The bucket.
+        buffer: Of shape ``[num_ranks, width]``.
+        out: Whole tensors by name to write into, at least those of the bucket.
+
+    Returns:
+        Whole tensors by name, each of its tensor's shape, without padding; without ``out``, that of a bucket of one
+        tensor is a view.
+    """
+    found = {}
+    for tensor, columns in zip(bucket.tensors, split_chunks(bucket, buffer, buffer.shape[0]).values(), strict=True):
+        if out is None:
+            found[tensor.name] = columns.reshape(-1)[: tensor.num_elements].view(tensor.shape)
+        else:
+            found[tensor.name] = out[tensor.name]
+            _read(columns, out[tensor.name])
+    return found
+
+
+def split_chunks(bucket: Bucket, own: torch.Tensor, num_ranks: int) -> dict[str, torch.Tensor]:
+    """Takes one rank's part of a bucket apart, or every rank's.
+
+    Args:
+        bucket: The bucket.
+        own: Of shape ``[width]``, or ``[num_ranks, width]``.
+        num_ranks: Number of ranks.
+
+    Returns:
+        Own chunks by name, each of shape ``[c]``, or ``[num_ranks, c]``: views.
+    """
+    chunks = [chunk_elements(tensor.num_elements, num_ranks) for tensor in bucket.tensors]
+    return dict(zip((tensor.name for tensor in bucket.tensors), own.split(chunks, dim=-1), strict=True))
+
+
+def own_chunk(tensor: torch.Tensor, num_ranks: int, rank: int) -> torch.Tensor:
+    """Cuts out the chunk that a rank owns.
+
+    Args:
+        tensor: The whole.
+        num_ranks: Number of ranks.
+        rank: Which of them.
+
+    Returns:
+        The chunk, of shape ``[c]``; a view of a contiguous tensor, unless it needs padding.
+
+    Example:
+        >>> own_chunk(torch.tensor([[1, 2], [3, 4]]), 3, 0), own_chunk(torch.tensor(5), 3, 1)
+        (tensor([1, 2]), tensor([0]))
+    """
+    chunk = chunk_elements(tensor.numel(), num_ranks)
+    part = tensor.reshape(-1)[rank * chunk : (rank + 1) * chunk]
+    return part if len(part) == chunk else torch.cat([part, part.new_zeros(chunk - len(part))])
+
+
+def _write(tensor: torch.Tensor, columns: torch.Tensor) -> None:
+    """Fills the columns ``[N, c]`` of a tensor's chunks."""
+    for part, place in _pairs(tensor.reshape(-1), columns):
+        place.copy_(part)
+    num_full, rest = divmod(tensor.numel(), columns.shape[1] or 1)
+    columns[num_full : num_full + 1, rest:].zero_()
+    columns[num_full + 1 :].zero_()
+
+
+def _read(columns: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Fills a tensor from the columns ``[N, c]`` of its chunks."""
+    if not tensor.is_contiguous():
+        tensor.copy_(columns.reshape(-1)[: tensor.numel()].view(tensor.shape))
+        return
+    for part, place in _pairs(tensor.view(-1), columns):
+        part.copy_(place)
+
+
+def _pairs(flat: torch.Tensor, columns: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The full rows of a tensor's chunks, and what is left over: where they lie in the tensor and in the columns."""
+    chunk = columns.shape[1]
+    num_full, rest = divmod(len(flat), chunk) if chunk else (0, 0)
+    if num_full:
+        yield flat[: num_full * chunk].view(num_full, chunk), columns[:num_full]
+    if rest:
+        yield flat[num_full * chunk :], columns[num_full, :rest]

@@ -1,0 +1,217 @@
+"""The sharded optimizer: torch's interface, ownership by size, and the state that comes of it."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torchref
+from torchref.collectives import record
+
+SIZES = (1000, 1, 30, 500, 999, 250, 250, 7, 0, 640)
+
+
+def mlp(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+
+
+def backward(module):
+    """The same on every rank, as after a strategy of ``ddp/``."""
+    total = module(torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3)).square().sum()
+    total.backward()
+    return total
+
+
+def same_weights(ours, theirs):
+    return all(torch.equal(p, q) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+# On the ranks
+
+
+def owned_bytes(add_one_by_one):
+    parameters = [nn.Parameter(torch.zeros(size)) for size in SIZES]
+    if add_one_by_one:
+        optimizer = torchref.ShardedOptimizer(parameters[:1], torch.optim.SGD, lr=0.1)
+        for parameter in parameters[1:]:
+            optimizer.add_param_group({"params": parameter})
+    else:
+        optimizer = torchref.ShardedOptimizer(iter(parameters), torch.optim.SGD, lr=0.1)
+    own = [p for group in optimizer.local.param_groups for p in group["params"]]
+    assert sum(p.nbytes for p in own) == sum(p.nbytes for p in parameters if optimizer.owner(p) == optimizer.rank)
+    return sum(p.nbytes for p in own)
+
+
+def state_and_broadcasts():
+    module = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(6)))
+    module[3].weight.requires_grad_(False)
+    module.append(module[0])
+    optimizer = torchref.ShardedOptimizer([*module.parameters(), module[0].weight], torch.optim.Adam, lr=0.1)
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == 6  # the tied one once
+    module(torch.ones(1, 8)).sum().backward()
+    with record() as issued:
+        optimizer.step()
+    assert optimizer.state is optimizer.local.state
+    return sum(state["exp_avg"].nbytes for state in optimizer.state.values()), [one.kind for one in issued]
+
+
+def late_group_closure_and_schedule():
+    """A group that joins during training, options that change outside, losses of closures: against torch's own."""
+    ours, theirs = mlp(), mlp()
+    optimizers = [
+        torchref.ShardedOptimizer(ours[0].parameters(), torch.optim.AdamW, lr=0.1, weight_decay=0.5),
+        torch.optim.AdamW(theirs[0].parameters(), lr=0.1, weight_decay=0.5),
+    ]
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in optimizers]
+    losses = []
+    for step in range(4):
+        for module, optimizer, schedule in zip((ours, theirs), optimizers, schedules, strict=True):
+            if step == 2:
+                optimizer.add_param_group({"params": module[2].parameters(), "lr": 0.3, "betas": (0.5, 0.6)})
+                schedule.base_lrs.append(0.3)
+            if step == 3:
+                optimizer.param_groups[1]["weight_decay"] = 0.0
+
+            def closure(module=module, optimizer=optimizer):
+                optimizer.zero_grad()
+                assert torch.is_grad_enabled()
+                return backward(module)
+
+            losses.append(optimizer.step(closure).item())
+            schedule.step()
+    assert losses[::2] == losses[1::2]
+    assert optimizers[0].param_groups[1]["eps"] == 1e-8  # defaults of the class are there
+    assert isinstance(optimizers[0], torch.optim.Optimizer)
+    return same_weights(ours, theirs)
+
+
+def all_gradients_are_zeroed():
+    module = mlp()
+    optimizer = torchref.ShardedOptimizer(module.named_parameters(), torch.optim.SGD, lr=0.1)
+    assert optimizer.param_groups[0]["param_names"] == [name for name, _ in module.named_parameters()]
+    backward(module)
+    optimizer.zero_grad(set_to_none=False)
+    zeros = all(not parameter.grad.any() for parameter in module.parameters())
+    optimizer.zero_grad()
+    return zeros, all(parameter.grad is None for parameter in module.parameters())
+
+
+def not_element_wise():
+    """Whole parameters are enough for an optimizer that looks at whole parameters."""
+    ours, theirs = mlp(), mlp()
+    optimizers = [
+        torchref.ShardedOptimizer(ours.parameters(), torch.optim.Adafactor, lr=0.1),
+        torch.optim.Adafactor(theirs.parameters(), lr=0.1),
+    ]
+    for _ in range(3):
+        for module, optimizer in zip((ours, theirs), optimizers, strict=True):
+            optimizer.zero_grad()
+            backward(module)
+            optimizer.step()
+    return same_weights(ours, theirs)
+
+
+def saved_and_loaded():
+    """Training that is interrupted, against training that is not."""
+    modules, ends = [mlp(), mlp()], []
+    for module, is_interrupted in zip(modules, (True, False), strict=True):
+        optimizer = torchref.ShardedOptimizer(module.parameters(), torch.optim.AdamW, lr=0.1)
+        optimizer.param_groups[0]["lr"] = 0.2
+        for step in range(4):
+            if step == 2 and is_interrupted:
+                saved = optimizer.state_dict()
+                optimizer = torchref.ShardedOptimizer(module.parameters(), torch.optim.AdamW, lr=0.7)
+                optimizer.load_state_dict(saved)
+                assert optimizer.param_groups[0]["lr"] == 0.2
+            optimizer.zero_grad()
+            backward(module)
+            optimizer.step()
+        ends.append(len(optimizer.state))
+    assert ends[0] == ends[1]
+    return saved, same_weights(*modules)
+
+
+def loading_anothers(saved):
+    optimizer = torchref.ShardedOptimizer(mlp().parameters(), torch.optim.AdamW, lr=0.1)
+    found = rf"\(=of rank {saved['rank']} of {saved['num_ranks']}\)"
+    mine = rf"\(={optimizer.rank} of {optimizer.num_ranks}\)"
+    with pytest.raises(ValueError, match=f"state_dict {found} must be this rank's {mine}: shards do not move"):
+        optimizer.load_state_dict(saved)
+    with pytest.raises(ValueError, match=r"state_dict \(=of rank None of None\) must be"):
+        optimizer.load_state_dict(torch.optim.AdamW(mlp().parameters()).state_dict())
+
+
+def in_two_groups():
+    module = mlp()
+    groups = [{"params": module.parameters()}, {"params": [module[0].bias]}]
+    with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
+        torchref.ShardedOptimizer(groups, torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match="Invalid learning rate: -1"):
+        torchref.ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=-1)
+
+
+def from_different_weights():
+    """Ranks that start apart are together after a step, even with fewer parameters than ranks."""
+    module = nn.Linear(3, 2)
+    with torch.no_grad():
+        module.weight.fill_(dist.get_rank())
+        module.bias.fill_(dist.get_rank())
+    optimizer = torchref.ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.0)
+    optimizer.step()
+    return module.weight.unique().tolist(), module.bias.unique().tolist()
+
+
+# In the test process
+
+
+@pytest.mark.parametrize("add_one_by_one", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_no_rank_owns_more_than_its_part_and_the_largest_parameter(ranks, num_ranks, add_one_by_one):
+    owned = ranks.run(owned_bytes, add_one_by_one, num_ranks=num_ranks)
+    total = sum(SIZES) * 4
+    assert sum(owned) == total
+    assert max(owned) <= total / num_ranks + max(SIZES) * 4
+    if not add_one_by_one:  # largest first
+        assert max(owned) <= 1.1 * max(total / num_ranks, max(SIZES) * 4)
+
+
+def test_state_is_spread_and_parameters_are_broadcast(ranks):
+    # 5 trained weights of 256 bytes, the frozen one is not owned by weight, nor sent.
+    found = ranks.run(state_and_broadcasts, num_ranks=2)
+    assert sorted(num_bytes for num_bytes, _ in found) == [2 * 256, 3 * 256]
+    assert all(kinds == ["broadcast"] * 5 for _, kinds in found)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_it_is_torchs_optimizer(ranks, num_ranks):
+    assert ranks.run(late_group_closure_and_schedule, num_ranks=num_ranks) == [True] * num_ranks
+
+
+def test_zero_grad_is_for_all_parameters(ranks):
+    assert ranks.run(all_gradients_are_zeroed, num_ranks=2) == [(True, True)] * 2
+
+
+def test_an_optimizer_that_looks_at_whole_parameters(ranks):
+    assert ranks.run(not_element_wise, num_ranks=2) == [True, True]
+
+
+def test_state_can_be_saved_and_loaded_on_the_same_ranks_only(ranks):
+    found = ranks.run(saved_and_loaded, num_ranks=2)
+    assert all(same for _, same in found)
+    assert [(saved["rank"], saved["num_ranks"]) for saved, _ in found] == [(0, 2), (1, 2)]
+    ranks.run(loading_anothers, found[0][0], num_ranks=3)
+
+
+def test_bad_input(ranks):
+    ranks.run(in_two_groups, num_ranks=2)
+    with pytest.raises(
+        ValueError, match="ShardedOptimizer needs a process group: call torch.distributed.init_process_"
+    ):
+        torchref.ShardedOptimizer(mlp().parameters(), torch.optim.SGD, lr=0.1)
+
+
+def test_every_rank_gets_the_owners_weights(ranks):
+    first, *others = ranks.run(from_different_weights, num_ranks=3)
+    assert all(other == first for other in others)
+    assert first == ([0], [1])  # the larger one is dealt out first

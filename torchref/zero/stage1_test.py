@@ -1,0 +1,167 @@
+"""Stage 1: gradients whole until they are summed, an optimizer over chunks, parameters whole after the step."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torchref
+from torchref.sharding import own_chunk
+
+
+def mlp(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+
+
+def inputs(rank=None):
+    return torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3) * (1 + (dist.get_rank() if rank is None else rank))
+
+
+def backward(net, x=None):
+    net(inputs() if x is None else x).square().sum().backward()
+
+
+def sum_over_ranks(module, num_ranks):
+    module.zero_grad()
+    for rank in range(num_ranks):
+        backward(module, inputs(rank))
+    return {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
+
+
+# On the ranks
+
+
+def gradients_step_by_step():
+    """The gradients of the module and of the chunks: before the synchronisation, after it, after zero_grad."""
+    net = torchref.ZeRO1(mlp(), torch.optim.SGD, lr=0.1)
+    local = mlp()
+    backward(local)
+    backward(net)
+    found = [all(torch.equal(p.grad, q.grad) for p, q in zip(net.parameters(), local.parameters(), strict=True))]
+    net.finish_gradient_synchronization(denominator=1)
+    found.append(all(parameter.grad is None for parameter in net.parameters()))
+    total = sum_over_ranks(mlp(), net.num_ranks)
+    for name, chunk in net._chunks.items():
+        expected = own_chunk(total[name], net.num_ranks, dist.get_rank())
+        torch.testing.assert_close(chunk.grad, expected, rtol=1e-14, atol=1e-14)  # float64: the order of two sums
+    net.zero_grad()
+    found.append(all(chunk.grad is None for chunk in net._chunks.values()))
+    return found
+
+
+def chunks_share_the_modules_memory():
+    net = torchref.ZeRO1(nn.Linear(4, 4, bias=False), torch.optim.SGD, lr=0.1)
+    place = net.module.weight.data_ptr() + 32 * dist.get_rank()  # 8 of 16 floats
+    (chunk,) = net._chunks.values()
+    return chunk.data_ptr() == place
+
+
+def groups_and_schedule():
+    """Two groups with options of their own and a schedule, against the same on one process."""
+    results = []
+    for sharded in (True, False):
+        module = mlp()
+        module[0].bias.requires_grad_(False)
+        decay = [parameter for parameter in module.parameters() if parameter.ndim > 1]
+        rest = [parameter for parameter in module.parameters() if parameter.ndim <= 1]  # a frozen one among them
+        groups = [{"params": iter(decay), "weight_decay": 0.5}, {"params": rest, "lr": 0.3}]
+        if sharded:
+            net = torchref.ZeRO1(module, torch.optim.AdamW, 1e-4, params=groups, lr=0.1, weight_decay=0.0)
+            optimizer = net.optimizer
+        else:
+            optimizer = torch.optim.AdamW(groups, lr=0.1, weight_decay=0.0)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for _ in range(3):
+            optimizer.zero_grad()
+            if sharded:
+                backward(net)
+                net.finish_gradient_synchronization(denominator=1)
+                net.step()
+            else:
+                for rank in range(dist.get_world_size()):
+                    backward(module, inputs(rank))
+                optimizer.step()
+            schedule.step()
+        results.append([parameter.detach() for parameter in module.parameters()])
+    return max((ours - theirs).abs().max().item() for ours, theirs in zip(*results, strict=True))
+
+
+def weights_given_later():
+    """What is loaded into the module is what is trained."""
+    net = torchref.ZeRO1(mlp(), torch.optim.SGD, lr=0.0)
+    net.module.load_state_dict(mlp(seed=5).state_dict())
+    backward(net)
+    net.finish_gradient_synchronization()
+    net.step()
+    return all(torch.equal(p, q) for p, q in zip(net.parameters(), mlp(seed=5).parameters(), strict=True))
+
+
+def steps_on_the_same_gradients():
+    net = torchref.ZeRO1(mlp(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(RuntimeError, match="step needs averaged gradients: call finish_gradient_synchronization after"):
+        net.step()
+    backward(net)
+    net.finish_gradient_synchronization(denominator=1)
+    net.step()
+    net.step()
+    module = mlp()
+    total = sum_over_ranks(module, net.num_ranks)
+    for name, parameter in net.module.named_parameters():
+        expected = module.get_parameter(name) - 0.2 * total[name]
+        torch.testing.assert_close(parameter, expected, rtol=1e-14, atol=1e-14)  # float64: two steps of 0.1
+
+
+def channels_last():
+    torch.manual_seed(0)
+    module = nn.Conv2d(3, 8, 3).double().to(memory_format=torch.channels_last)
+    net = torchref.ZeRO1(module, torch.optim.SGD, lr=0.1)
+    x = torch.arange(2 * 3 * 16, dtype=torch.float64).view(2, 3, 4, 4)
+    alone = nn.Conv2d(3, 8, 3).double()
+    alone.load_state_dict(module.state_dict())
+    alone(x).sum().backward()
+    net(x.to(memory_format=torch.channels_last)).sum().backward()
+    net.finish_gradient_synchronization()
+    net.step()
+    assert module.weight.is_contiguous(memory_format=torch.channels_last)
+    return (module.weight - (alone.weight - 0.1 * alone.weight.grad)).abs().max().item()
+
+
+def bad_input():
+    with pytest.raises(ValueError, match="params must be parameters of the module, or groups of them; one is not"):
+        torchref.ZeRO1(mlp(), torch.optim.SGD, params=mlp().parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"optimizer \(=Adafactor\) must be element-wise to be sharded"):
+        torchref.ZeRO1(mlp(), torch.optim.Adafactor, lr=0.1)
+    with pytest.raises(ValueError, match="Invalid learning rate: -1"):
+        torchref.ZeRO1(mlp(), torch.optim.SGD, lr=-1)
+
+
+# In the test process
+
+
+def test_gradients_are_whole_until_they_are_summed(ranks):
+    assert ranks.run(gradients_step_by_step, num_ranks=3) == [[True, True, True]] * 3
+
+
+def test_chunks_take_no_memory_of_their_own(ranks):
+    assert ranks.run(chunks_share_the_modules_memory, num_ranks=2) == [True, True]
+
+
+def test_groups_keep_their_options_and_follow_a_schedule(ranks):
+    assert max(ranks.run(groups_and_schedule, num_ranks=2)) <= 1e-12  # float64: the order of sums
+
+
+def test_weights_loaded_after_wrapping_count(ranks):
+    assert ranks.run(weights_given_later, num_ranks=3) == [True] * 3
+
+
+def test_step_needs_gradients_and_may_take_them_twice(ranks):
+    ranks.run(steps_on_the_same_gradients, num_ranks=2)
+
+
+def test_parameters_of_any_memory_format(ranks):
+    assert max(ranks.run(channels_last, num_ranks=3)) <= 1e-12  # float64, weights and gradients of order 100
+
+
+def test_bad_input(ranks):
+    ranks.run(bad_input, num_ranks=2)

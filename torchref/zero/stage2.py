@@ -1,0 +1,101 @@
+"""ZeRO stage 2: gradients are sharded as well.
+
+What stage 1 keeps whole for longer than it must is gradients. Here those of a bucket are freed as soon as they are
+packed, the buffer as soon as it is reduced and scattered, and what outlives the bucket is a shard.
+
+    ================ ============================ =========================================
+    tensor           on each rank                 bytes on each rank, AdamW, fp32
+    ================ ============================ =========================================
+    parameter        ``[shape]``                  4 Psi
+    gradient         ``[shape]``, in its bucket   the open bucket, and two in flight
+    summed gradient  ``[c]``, c = ceil(n/N)       4 Psi / N
+    moments          ``[c]`` each                 8 Psi / N
+    ================ ============================ =========================================
+
+    over micro-batches a:  g[r] += row r of the sum over ranks of pack(gradients of a)      reduce-scatter
+    then as stage 1 does:  p[r] += optimizer(g[r] / (N A), state[r], p[r]);  p = all-gather of p[r]
+
+    calls per step: A + 1 per bucket for A micro-batches      bytes sent per rank: (A + 1) (N-1)/N * parameter bytes
+
+With ``accumulate="full"`` gradients of all micro-batches are summed whole and sent once: the memory of stage 1 up to
+the last micro-batch, and its speed.
+
+References:
+    Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020,
+    arXiv:1910.02054 (section 5.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ..buckets import BucketMb
+from ..exchange import SHARDED
+from ..strategy import register
+from .stage1 import ZeRO1
+
+
+@register("zero2")
+class ZeRO2(ZeRO1):
+    """Does what ``ZeRO1`` does, and frees a gradient as soon as its bucket is on its way.
+
+    With ``accumulate="shards"`` every backward communicates, those under ``no_sync`` too: that one then only says that
+    another is to follow. All ranks must run equally many, each through at least one trainable parameter.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer_cls: Callable[..., torch.optim.Optimizer],
+        bucket_size_mb: BucketMb = 25.0,
+        *,
+        accumulate: Literal["shards", "full"] = "shards",
+        **kwargs: Any,
+    ) -> None:
+        """Wraps a module.
+
+        Args:
+            module: What to train.
+            optimizer_cls: As for ``ZeRO1``.
+            bucket_size_mb: As for ``ZeRO1``.
+            accumulate: ``"shards"`` communicates in every micro-batch and keeps the memory; ``"full"`` communicates
+                once and keeps the speed.
+            **kwargs: As for ``ZeRO1``.
+
+        Raises:
+            ValueError: If ``accumulate`` is neither, or as ``ZeRO1``.
+        """
+        if accumulate not in ("shards", "full"):
+            raise ValueError(f"accumulate (={accumulate!r}) must be 'shards' or 'full'")
+        super().__init__(module, optimizer_cls, bucket_size_mb, **kwargs)
+        self.accumulate = accumulate
+
+    def planned(self, num_microbatches: int = 1) -> list[tuple[str, int]]:
+        """Lists a reduce-scatter per bucket and communicating micro-batch, and an all-gather per bucket."""
+        once = super().planned()
+        sums = [collective for collective in once if collective[0] == SHARDED.kind]
+        return sums * (num_microbatches - 1 if self.accumulate == "shards" else 0) + once
+
+    def _on_ready(self, name: str) -> None:
+        if self._sync or self.accumulate == "full":
+            super()._on_ready(name)
+            return
+        if not self._ready:
+            # Only autograd knows when a backward is over that leaves some parameters out.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+        self._count(name)
+
+    def _launch(self, index: int) -> None:
+        super()._launch(index)
+        for tensor in self.plan.buckets[index].tensors:
+            self._trained[tensor.name].grad = None
+
+    def _end_pass(self) -> None:
+        """Sums up a backward that another is to follow."""
+        self._launch_rest()
+        self._collect()
+        self._expect_gradients()

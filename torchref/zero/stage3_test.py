@@ -1,0 +1,189 @@
+"""Stage 3: what is sharded, what stays whole, in which dtypes, and what is refused."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import torchref
+from torchref.collectives import record
+from torchref.sharding import own_chunk
+
+
+class Tied(nn.Module):
+    """An embedding and a head of one weight, around a normalisation that stays whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.norm, self.head = nn.Embedding(7, 4), nn.RMSNorm(4, eps=1e-5), nn.Linear(4, 7)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.head(self.norm(self.embedding(tokens)))
+
+
+class Functional(nn.Module):
+    """Reads a weight that another module has."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.weight = other.weight
+
+    def forward(self, x):
+        return F.linear(x, self.weight)
+
+
+def tied():
+    torch.manual_seed(0)
+    return Tied()
+
+
+def backward(net, rank=None):
+    tokens = (torch.arange(6) + (dist.get_rank() if rank is None else rank)) % 7
+    net(tokens).float().logsumexp(-1).sum().backward()
+
+
+# On the ranks
+
+
+def shards_and_gradients(compute_dtype, reduce_dtype):
+    """Parameters and gradients, against chunks of those of one process; and what was sent."""
+    module = tied()
+    expected = copy.deepcopy(module)
+    net = torchref.FSDP(module, compute_dtype, reduce_dtype=reduce_dtype)
+    starts = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    with record() as issued:
+        backward(net)
+    net.finish_gradient_synchronization(denominator=1)
+    for rank in range(net.num_ranks):
+        backward(expected, rank)
+    differences = {}
+    for name, parameter in expected.named_parameters():
+        cut = (lambda whole: whole) if "norm" in name else lambda x: own_chunk(x, net.num_ranks, dist.get_rank())
+        shard = module.get_parameter(name)
+        assert torch.equal(starts[name], cut(parameter.detach()))
+        assert shard.dtype == shard.grad.dtype == torch.float32
+        assert shard.shape == shard.grad.shape == cut(parameter).shape
+        assert shard.untyped_storage().nbytes() == shard.nbytes  # and not a view of the whole
+        differences[name] = ((shard.grad - cut(parameter.grad)).norm() / parameter.grad.norm()).item()
+    return differences, [tuple(one) for one in issued]
+
+
+def full_params():
+    module = tied()
+    expected = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    found = torchref.FSDP(module, torch.bfloat16).gather_full_params()
+    assert found.keys() == expected.keys()  # the tied one under both of its names
+    return all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def own_types():
+    """Only modules of the given types are sharded; a type may be the whole model's own."""
+    shapes = []
+    for types in ((nn.RMSNorm,), (Tied, nn.RMSNorm), (nn.Module,)):
+        net = torchref.FSDP(tied(), shard_types=types)
+        shapes.append({name: tuple(parameter.shape) for name, parameter in net.module.named_parameters()})
+    root = torchref.FSDP(nn.Linear(4, 6))
+    shapes.append({name: tuple(parameter.shape) for name, parameter in root.module.named_parameters()})
+    assert list(root.gather_full_params()) == ["weight", "bias"]
+    return shapes
+
+
+def accumulation():
+    """Two backward passes, the first under no_sync, against one over both."""
+    grads = []
+    for microbatches in ([(0, 1)], [(0,), (1,)]):
+        net = torchref.FSDP(tied().double())
+        for index, ranks in enumerate(microbatches):
+            last = index == len(microbatches) - 1
+            with record() as issued:
+                if last:
+                    sum(net(torch.tensor([rank, 2])).square().sum() for rank in ranks).backward()
+                else:
+                    with net.no_sync():
+                        net(torch.tensor([ranks[0], 2])).square().sum().backward()
+            assert ("all-reduce" in [one.kind for one in issued]) == last
+        net.finish_gradient_synchronization()
+        grads.append(torch.cat([parameter.grad.flatten() for parameter in net.parameters()]))
+    return (grads[0] - grads[1]).abs().max().item()
+
+
+def multihead_attention():
+    """Its output layer is used without being called, so it must be left alone."""
+    torch.manual_seed(0)
+    module = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).double()
+    alone = copy.deepcopy(module)
+    net = torchref.FSDP(module)
+    x = torch.linspace(-1, 1, 48, dtype=torch.float64).view(2, 3, 8)
+    sharded = [name for name, p in module.named_parameters() if p.shape != alone.get_parameter(name).shape]
+    assert sharded == ["linear1.weight", "linear1.bias", "linear2.weight", "linear2.bias"]
+    difference = (net(x) - alone(x)).abs().max()
+    with torch.no_grad():
+        return max(difference, (net.eval()(x) - alone.eval()(x)).abs().max()).item()
+
+
+def bad_input():
+    with pytest.raises(
+        ValueError, match=r"module \(=Tied\) must have parameters in modules of shard_types \(=Conv1d\)"
+    ):
+        torchref.FSDP(tied(), shard_types=(nn.Conv1d,))
+    for name in ("compute_dtype", "reduce_dtype"):
+        with pytest.raises(ValueError, match=rf"{name} \(=torch.int8\) must be a floating-point dtype or None"):
+            torchref.FSDP(tied(), **{name: torch.int8})
+    shared = nn.Sequential(linear := nn.Linear(4, 4), Functional(linear))
+    with pytest.raises(ValueError, match="parameter '0.weight' is shared with a Functional, which is not sharded: add"):
+        torchref.FSDP(shared)
+    with pytest.raises(ValueError, match=r"parameter 'weight_ih_l0' cannot be sharded: LSTM\(2, 3\) keeps or changes"):
+        torchref.FSDP(nn.LSTM(2, 3), shard_types=(nn.LSTM,))
+    with pytest.raises(ValueError, match=r"parameter 'weight' cannot be sharded: Embedding\(.*\) keeps or changes"):
+        torchref.FSDP(nn.Embedding(4, 2, max_norm=1.0))
+
+
+# In the test process
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_shards_are_chunks_and_so_are_their_gradients(ranks, num_ranks):
+    for differences, _ in ranks.run(shards_and_gradients, None, None, num_ranks=num_ranks):
+        assert max(differences.values()) < 1e-6  # float32: sums over ranks in another order
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
+def test_bfloat16_computes_and_float32_remembers(ranks, reduce_dtype):
+    for differences, issued in ranks.run(shards_and_gradients, torch.bfloat16, reduce_dtype, num_ranks=2):
+        # bfloat16 has 8 bits: a relative error of 2^-9 in each of some ten operations.
+        assert 1e-4 < max(differences.values()) < 0.05
+        gathers = [num_bytes for kind, num_bytes in issued if kind == "all-gather"]
+        sums = [num_bytes for kind, num_bytes in issued if kind == "reduce-scatter"]
+        # Embedding [7, 4]: 14 elements a rank; head with a bias of 7: 14 + 4. The embedding is not gathered again.
+        assert gathers == [2 * 14 * 2, 2 * 18 * 2, 2 * 18 * 2]
+        element_bytes = 4 if reduce_dtype is None else 2
+        assert sums == [2 * 18 * element_bytes, 2 * 14 * element_bytes]
+        assert ("all-reduce", 4 * 4) in issued
+
+
+def test_full_parameters_have_their_names_shapes_and_bits(ranks):
+    assert ranks.run(full_params, num_ranks=3) == [True] * 3
+
+
+def test_types_say_what_is_sharded(ranks):
+    for norm_only, with_the_model, everything, root in ranks.run(own_types, num_ranks=2):
+        assert norm_only == {"embedding.weight": (7, 4), "norm.weight": (2,), "head.bias": (7,)}
+        assert with_the_model == norm_only  # the model has no parameters of its own
+        assert everything == {"embedding.weight": (14,), "norm.weight": (2,), "head.bias": (4,)}
+        assert root == {"weight": (12,), "bias": (3,)}
+
+
+def test_micro_batches_add_up_in_shards_and_in_what_stays_whole(ranks):
+    assert max(ranks.run(accumulation, num_ranks=2)) < 1e-12  # float64: the order of sums
+
+
+def test_a_layer_that_is_used_without_being_called_stays_whole(ranks):
+    assert max(ranks.run(multihead_attention, num_ranks=2)) < 1e-12  # float64; torch's fast path sums otherwise
+
+
+def test_bad_input(ranks):
+    ranks.run(bad_input, num_ranks=2)

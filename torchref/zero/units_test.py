@@ -1,0 +1,221 @@
+"""Units: whole while they are used and not longer, whatever goes in and out, and however often they are run."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import torchref
+from torchref.collectives import record
+
+WIDTH = 32  # a weight has 4 KiB of float32, more than any activation here
+
+
+class Swiglu(nn.Module):
+    """A user's own: parameters of its own around another unit, keyword arguments, a dict in, a dict out."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = (nn.Parameter(torch.randn(WIDTH, WIDTH) / 6) for _ in range(2))
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.down = nn.Parameter(torch.randn(WIDTH, WIDTH) / 6)
+
+    def forward(self, x, *, scale, extra):
+        hidden = F.silu(F.linear(x, self.gate)) * F.linear(x, self.up)
+        return {"y": F.linear(self.inner(hidden), self.down) * scale + extra["residual"], "count": 1}
+
+
+class Model(nn.Module):
+    """Layers that change their input in place, a user's own unit, and a unit used twice."""
+
+    def __init__(self, reentrant=None):
+        super().__init__()
+        self.embedding = nn.Embedding(5, WIDTH)
+        self.first = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True))
+        self.swiglu = Swiglu()
+        self.twice = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.reentrant = reentrant
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        if self.reentrant is None:
+            x = self.block(x)
+        else:
+            x = checkpoint(self.block, x, use_reentrant=self.reentrant)
+        return self.twice(torch.tanh(self.twice(x)))
+
+    def block(self, x):
+        return self.swiglu(self.first(x), scale=2.0, extra={"residual": x})["y"]
+
+
+def model(reentrant=None):
+    torch.manual_seed(0)
+    return Model(reentrant).double()
+
+
+def tokens(rank):
+    return (torch.arange(3) + rank) % 5
+
+
+def wrap(module):
+    return torchref.FSDP(module, shard_types=(nn.Linear, nn.Embedding, Swiglu))
+
+
+# On the ranks
+
+
+def difference_from_one_process(reentrant):
+    """Largest difference of any gradient, and what was communicated."""
+    alone, net = model(), wrap(model(reentrant))
+    with record() as issued:
+        net(tokens(dist.get_rank())).square().sum().backward()
+        net.finish_gradient_synchronization(denominator=1)
+    for rank in range(net.num_ranks):
+        alone(tokens(rank)).square().sum().backward()
+    for parameter in net.parameters():
+        parameter.data = parameter.grad
+    found, kinds = net.gather_full_params(), [one.kind for one in issued]
+    differences = [(found[name] - parameter.grad).abs().max().item() for name, parameter in alone.named_parameters()]
+    return max(differences), kinds.count("all-gather"), kinds.count("reduce-scatter")
+
+
+def kept_by_the_graph(reentrant):
+    """Bytes of the tensors that the graph keeps, with units and without; and whether units leave anything behind."""
+    net = wrap(model(reentrant))
+    found = []
+    for one in (net, model(reentrant)):
+        kept = []
+
+        def pack(tensor, kept=kept):
+            kept.append(tensor.untyped_storage().nbytes())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = one(tokens(0))
+        found.append(sorted(kept))
+        shards_only = all(parameter.ndim == 1 for parameter in net.parameters())
+        in_place = any("weight" in module.__dict__ or "gate" in module.__dict__ for module in net.modules())
+        output.sum().backward()
+    still_gathered = any(unit.shards._again for unit in net._units.values())
+    return *found, shards_only and not in_place and not still_gathered
+
+
+def first_layer():
+    """The weight of a layer whose input needs no gradient is gathered once."""
+    net = torchref.FSDP(nn.Linear(4, 4))
+    counts = []
+    for needs_gradient in (False, True):
+        with record() as issued:
+            net(torch.ones(1, 4).requires_grad_(needs_gradient)).sum().backward()
+        counts.append([one.kind for one in issued].count("all-gather"))
+        net.finish_gradient_synchronization()
+        net.zero_grad()
+    return counts
+
+
+def frozen_layers():
+    """Frozen units between trained ones pass gradients on, get none and keep nothing gathered."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).double()
+    module[1].requires_grad_(False)
+    alone = copy.deepcopy(module)
+    net = torchref.FSDP(module)
+    x = torch.ones(1, 4, dtype=torch.float64)
+    for one in (net, alone):
+        one(x).square().sum().backward()
+    assert net._units[module[1]].shards._again is None
+    net.finish_gradient_synchronization()
+    assert module[1].weight.grad is None
+    bias = own_part(alone[0].bias.grad)
+    return torch.allclose(module[0].bias.grad, bias, rtol=1e-12)
+
+
+def own_part(whole):
+    return whole.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def twice_through_one_graph():
+    net = torchref.FSDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double())
+    total = net(torch.ones(1, 4, dtype=torch.float64)).square().sum()
+    grads = []
+    with net.no_sync():
+        total.backward(retain_graph=True)
+    total.backward()
+    net.finish_gradient_synchronization()
+    grads.append([parameter.grad.clone() for parameter in net.parameters()])
+    net.zero_grad()
+    net(torch.ones(1, 4, dtype=torch.float64)).square().sum().backward()
+    net.finish_gradient_synchronization()
+    return all(torch.allclose(a, 2 * b.grad) for a, b in zip(grads[0], net.parameters(), strict=True))
+
+
+def changed_before_the_backward():
+    net = torchref.FSDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    total = net(torch.ones(1, 4)).sum()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(1)
+    with pytest.raises(RuntimeError, match=r"shards of \['weight', 'bias'\] were changed between the forward and its"):
+        total.backward()
+
+
+def failing_forward():
+    """A forward that raises leaves the units as they were."""
+    net = wrap(model())
+    expected = net(tokens(0))
+    with pytest.raises(RuntimeError):
+        net.module.first(torch.ones(1, 3, dtype=torch.float64))
+    with pytest.raises(TypeError):
+        net.module.swiglu(torch.ones(1, WIDTH, dtype=torch.float64))
+    assert all(not unit._uses for unit in net._units.values())
+    assert "weight" not in net.module.first[0].__dict__
+    return torch.equal(net(tokens(0)), expected)
+
+
+# In the test process
+
+
+@pytest.mark.parametrize(
+    ("reentrant", "num_gathers"),
+    # Forward: embedding, first, swiglu, inner, twice (2); backward: the same less the embedding. A checkpoint gathers
+    # the three units in it once more, to run them again.
+    [(None, 6 + 5), (False, 6 + 5 + 3), (True, 6 + 5 + 3)],
+)
+def test_gradients_are_those_of_one_process(ranks, reentrant, num_gathers):
+    for difference, gathers, sums in ranks.run(difference_from_one_process, reentrant, num_ranks=2):
+        assert difference < 1e-11  # float64, gradients of order 100: the order of sums
+        assert (gathers, sums) == (num_gathers, 6)
+
+
+@pytest.mark.parametrize("reentrant", [None, False])
+def test_the_graph_keeps_what_it_would_without_units_but_for_the_weights(ranks, reentrant):
+    weight_bytes = WIDTH * WIDTH * 8
+    for with_units, without, clean in ranks.run(kept_by_the_graph, reentrant, num_ranks=2):
+        weights = [num_bytes for num_bytes in without if num_bytes >= weight_bytes]
+        assert len(weights) == (2 if reentrant is False else 7)  # outside of the checkpoint only one is used, twice
+        assert with_units + weights == without
+        assert clean
+
+
+def test_a_weight_is_gathered_again_only_if_the_backward_needs_it(ranks):
+    assert ranks.run(first_layer, num_ranks=2) == [[1, 2]] * 2
+
+
+def test_frozen_units(ranks):
+    assert all(ranks.run(frozen_layers, num_ranks=2))
+
+
+def test_a_graph_may_be_run_backward_twice(ranks):
+    assert all(ranks.run(twice_through_one_graph, num_ranks=2))
+
+
+def test_shards_must_not_change_between_forward_and_backward(ranks):
+    ranks.run(changed_before_the_backward, num_ranks=2)
+
+
+def test_a_forward_may_fail(ranks):
+    assert all(ranks.run(failing_forward, num_ranks=2))
