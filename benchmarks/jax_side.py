@@ -73,7 +73,7 @@ def run(setup: Setup) -> SideResult:
     for label, one in runs.items():
         if not label.endswith(BASELINE):
             metrics, seconds = times[label]
-            difference = largest_difference(to_numpy(one.state.params), trained)
+            difference = largest_difference(to_numpy(one.params()), trained)
             baseline = times.get(label + BASELINE, ([], []))[1]
             measured[label] = Measured(one.planned, one.compiled, metrics, expected, difference, seconds, baseline)
     device = mesh.devices.flat[0]
@@ -105,6 +105,9 @@ class _Run:
     def compile(self) -> None:
         self.planned = self._trainer.planned(self.state, self._batches[0])
         self.compiled = jaxddp.gradient_collectives(self._trainer.compile(self.state, self._batches[0]))
+
+    def params(self) -> Any:
+        return self._trainer.params(self.state)
 
     def step(self, index: int) -> StepMetrics:
         self.state, metrics = self._trainer.step(self.state, self._batches[index])

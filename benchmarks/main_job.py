@@ -28,6 +28,9 @@ STRATEGIES = (
     StrategySpec("flat"),
     StrategySpec("overlapped"),
     StrategySpec("bucketed", 4.0),
+    StrategySpec("zero1", 4.0),
+    StrategySpec("zero2", 4.0),
+    StrategySpec("zero3"),
 )
 
 

@@ -61,7 +61,7 @@ def run(setup: Setup, weights: dict[str, np.ndarray]) -> SideResult:
     for spec in setup.strategies:
         for label, wire in ((spec.label, compression.none), (spec.label + BASELINE, compression.noop)):
             if wire.sends or setup.with_baselines:
-                runs[label] = _Run(setup, _strategy(spec, copy.deepcopy(start), wire), rows)
+                runs[label] = _Run(setup, _strategy(setup, spec, copy.deepcopy(start), wire), rows)
     if setup.with_peer:
         # Caps as torchref's BucketedDDP has them, and the cheaper of DDP's two ways to hold gradients.
         cap = next((spec.bucket_mb for spec in setup.strategies if spec.bucket_mb), None)
@@ -76,7 +76,7 @@ def run(setup: Setup, weights: dict[str, np.ndarray]) -> SideResult:
     for label, one in runs.items():
         if not label.endswith(BASELINE):
             metrics, seconds = times[label]
-            difference = largest_difference(to_numpy(one.module), trained)
+            difference = largest_difference(one.weights(), trained)
             baseline = times.get(label + BASELINE, ([], []))[1]
             measured[label] = Measured(one.planned, one.issued, metrics, expected, difference, seconds, baseline)
     on_gpu = device.type == "cuda"
@@ -93,20 +93,34 @@ def run(setup: Setup, weights: dict[str, np.ndarray]) -> SideResult:
     )
 
 
-def _strategy(spec: StrategySpec, module: nn.Module, wire: compression.Compression) -> nn.Module:
+def _strategy(setup: Setup, spec: StrategySpec, module: nn.Module, wire: compression.Compression) -> nn.Module:
     options: dict[str, Any] = {} if spec.bucket_mb is None else {"bucket_size_mb": spec.bucket_mb}
+    if spec.name in ("zero1", "zero2"):
+        options |= {"optimizer_cls": torch.optim.AdamW, **_adamw(setup)}
     return torchref.make_strategy(spec.name, module, compression=wire, **options)
+
+
+def _adamw(setup: Setup) -> dict[str, float]:
+    return {"lr": setup.learning_rate, "weight_decay": 0.01}
 
 
 class _Run:
     """A strategy's own copy of the training run; without a strategy, single-process training."""
 
     def __init__(self, setup: Setup, net: nn.Module, batches: list[dict[str, torch.Tensor]]) -> None:
+        self._net = net
         self.module = net.module if isinstance(net, (torchref.DataParallel, DistributedDataParallel)) else net
         self.planned = planned_collectives(net) if isinstance(net, torchref.DataParallel) else []
         self.issued: list[tuple[str, int]] = []
-        optimizer = torch.optim.AdamW(self.module.parameters(), lr=setup.learning_rate, weight_decay=0.01)
+        shards_its_own = isinstance(net, torchref.ZeRO1)
+        optimizer = net if shards_its_own else torch.optim.AdamW(self.module.parameters(), **_adamw(setup))
         self._trainer, self._batches = torchref.Trainer(loss_fn, optimizer, net), batches
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """Copies of the whole parameters; every rank must ask."""
+        if isinstance(self._net, torchref.FSDP):
+            return {name: tensor.cpu().numpy() for name, tensor in self._net.gather_full_params().items()}
+        return to_numpy(self.module)
 
     def step(self, index: int) -> StepMetrics:
         with record() as issued:

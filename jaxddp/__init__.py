@@ -6,6 +6,7 @@ from .allocator import keep_freed_memory as keep_freed_memory
 from .buckets import BucketPlan as BucketPlan
 from .buckets import TensorSpec as TensorSpec
 from .buckets import plan_buckets as plan_buckets
+from .clipping import clip_by_global_norm as clip_by_global_norm
 from .ddp import bucketed as bucketed
 from .ddp import flat as flat
 from .ddp import naive as naive
@@ -17,6 +18,8 @@ from .mesh import start_process as start_process
 from .network import Network as Network
 from .schedule import gradient_collectives as gradient_collectives
 from .schedule import read_schedule as read_schedule
+from .shard_optimizer import shard_optimizer as shard_optimizer
+from .shard_optimizer import sharded_specs as sharded_specs
 from .strategy import STRATEGIES as STRATEGIES
 from .strategy import Strategy as Strategy
 from .strategy import make_strategy as make_strategy

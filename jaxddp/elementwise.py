@@ -33,12 +33,13 @@ import numpy as np
 import optax
 from jax.extend import core
 
-from .order import _TRANSPARENT
+from .order import TRANSPARENT
 from .sharding import chunk_elements
 from .tree import named_leaves, path_name
 
+GLOBAL_NORM = "jaxddp_global_norm"  # name of the one function whose sum over elements ``clipping`` takes over ranks
 _PROBE_ELEMENTS = 1009  # of the first shard that is made up
-_WRAPPERS = _TRANSPARENT - {"shard_map"}  # inside of which shapes are others
+_WRAPPERS = TRANSPARENT - {"shard_map"}  # inside of which shapes are others
 _RESHAPES = frozenset(("broadcast_in_dim", "reshape", "slice", "squeeze"))  # to the same shape: no change
 ELEMENTWISE = frozenset(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil "
@@ -181,6 +182,8 @@ class _Expressions:
         name, params = equation.primitive.name, equation.params
         shapes = tuple(atom.aval.shape for atom in equation.invars)
         out_shapes = [var.aval.shape for var in equation.outvars]
+        if params.get("name") == GLOBAL_NORM:
+            return [_Value(_Kind.UNIFORM, self.number(GLOBAL_NORM, *(value.number for value in operands)))]
         if name in _WRAPPERS:
             return self.follow(params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"], operands)
         if name == "optimization_barrier":
@@ -259,7 +262,7 @@ def _computations(
             label, value = f"its {what} {path_name(path)!r}", next(values)
             if value.kind not in (_Kind.UNIFORM, _Kind.POSITIONAL if leaf.param is None else _Kind.ALIGNED):
                 cause = value.cause or "elements of a parameter that it does not mirror"
-                clip = ", or Trainer(max_grad_norm=...) to clip" if "(reduce_sum)" in cause else ""
+                clip = ", or jaxddp.clip_by_global_norm to clip" if "(reduce_sum)" in cause else ""
                 raise ValueError(_REFUSAL.format(f"{label} depends on {cause}") + clip)
             found.append((label, (value.number, shape == leaf.shape)))
     return found

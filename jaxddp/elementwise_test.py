@@ -173,7 +173,7 @@ def test_element_wise_optimizers_pass_and_do_on_shards_what_they_do_on_the_whole
             assert all(jnp.array_equal(shard, leaf) for shard in shards)
 
 
-A_SUM = r"depends on a sum over elements \(reduce_sum\); .* or Trainer\(max_grad_norm=...\) to clip"
+A_SUM = r"depends on a sum over elements \(reduce_sum\); .* or jaxddp.clip_by_global_norm to clip"
 NOISE = r"depends on random numbers by place \(random_bits\)"
 OTHER_SHAPE = r"its update of 'layers.0.bias' depends on a parameter of another shape "
 PLACE = r"its update of 'layers.0.bias' depends on the place of elements \(iota\)"

@@ -94,8 +94,10 @@ def launch(
     axis: str,
     route: Route,
     compression: Compression,
-    memory: tuple[Any, ...] = (),
-) -> tuple[Sums, tuple[Any, ...]]:
+    memory: Any = (),
+    denominator: jax.Array | float = 1,
+    max_in_flight: int | None = None,
+) -> tuple[Sums, Any]:
     """Packs and sends the gradients of one backward pass.
 
     Args:
@@ -104,7 +106,10 @@ def launch(
         axis: Name of the mesh axis.
         route: How buckets travel.
         compression: What travels.
-        memory: What the compression remembers of each bucket, if it remembers anything.
+        memory: What this rank remembers of tensors, by name, if the compression remembers anything.
+        denominator: What the sums will be divided by; only what remembers needs to know it.
+        max_in_flight: How many buckets may be packed and not yet have arrived; any number if None. A limit saves their
+            memory, and makes the backward wait where the network is slower.
 
     Returns:
         The sums, and what the compression remembers now.
@@ -125,20 +130,23 @@ def launch(
             ready = lax.optimization_barrier(ready)
         rank = lax.axis_index(axis)
         unsent = {name: route.own(x * num_ranks, num_ranks, rank) for name, x in ready.items() if name not in planned}
-        totals, remembered, zero = [], [], jnp.int32(0)
+        totals, zero = [], jnp.int32(0)
         for index, bucket in enumerate(plan.buckets):
             # XLA reduces buckets that it can prove equal, such as the biases of parallel branches, only once. A barrier
             # with a number makes them differ; the number comes out unknown to XLA and is used, or it would be dropped.
             packed = route.pack(bucket, ready, num_ranks)
+            if max_in_flight is not None and index >= max_in_flight:
+                earlier = index - max_in_flight
+                packed, totals[earlier] = lax.optimization_barrier((packed, totals[earlier]))
             buffer, mark = lax.optimization_barrier((packed, jnp.int32(index)))
-            total, kept = compression.travel(bucket, buffer, axis, memory[index] if memory else None, route)
+            total, changed = compression.travel(bucket, buffer, axis, memory, route, denominator)
             totals.append(total)
-            remembered.append(kept)
+            memory = {**memory, **changed} if changed else memory
             if not _is_varying(mark):  # under check_vma, on jax 0.10, outputs must not take it in
                 zero += mark - index
         if plan.after_backward:
             totals = lax.optimization_barrier(totals)
-    return Sums(tuple(totals), unsent, zero, {}), tuple(remembered) if memory else ()
+    return Sums(tuple(totals), unsent, zero, {}), memory
 
 
 def settle(

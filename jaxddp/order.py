@@ -14,7 +14,7 @@ from jax.extend import core
 
 # Operations that only wrap a program of their own, which runs where they stand. Loops are left whole: all that a loop
 # returns is ready when the loop is.
-_TRANSPARENT = {"jit", "pjit", "shard_map", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
+TRANSPARENT = {"jit", "pjit", "shard_map", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
 
 
 def finishing_times(closed: core.ClosedJaxpr, cost: Callable[[Any], float] = lambda equation: 1) -> list[float | None]:
@@ -65,7 +65,7 @@ def _walk(
 
 
 def _wrapped(equation: Any) -> Any:
-    if equation.primitive.name not in _TRANSPARENT:
+    if equation.primitive.name not in TRANSPARENT:
         return None
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         if key in equation.params:

@@ -54,6 +54,22 @@ def _place(mesh: Mesh, array: Any, leaf: Leaf) -> jax.Array:
     return jax.make_array_from_callback(held.shape, sharding, lambda index: held[index])
 
 
+def place_by_rank(tree: Any, mesh: Mesh) -> Any:
+    """Puts each rank's own part of arrays onto it.
+
+    Args:
+        tree: Of arrays of NumPy whose dimension 0 counts ranks.
+        mesh: One-dimensional.
+
+    Returns:
+        A tree of arrays over the mesh.
+    """
+    sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
+    return jax.tree.map(
+        lambda array: jax.make_array_from_callback(array.shape, sharding, lambda index: array[index]), tree
+    )
+
+
 @partial(jax.jit, static_argnums=(1, 2))
 def _unjoin(leaves: list[jax.Array], cuts: tuple[Any, ...], replicated: NamedSharding) -> list[jax.Array]:
     return [

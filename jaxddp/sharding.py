@@ -13,8 +13,8 @@ A stack of layers, as a scan takes it, is cut by rows instead: each entry of dim
 padded and cut by itself, so that one layer can be gathered without the others.
 
 A shard has as many dimensions as its tensor, all of length 1 but the last: ``[1, ..., 1, c]``, by rows
-``[rows, 1, ..., 1, c]``. So a mask by the number of dimensions, as weight decay has it, means on shards what it means on
-the whole.
+``[rows, 1, ..., 1, c]``. So a mask by the number of dimensions, as weight decay has it, means on shards what it means
+on the whole.
 """
 
 from __future__ import annotations

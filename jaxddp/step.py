@@ -6,6 +6,7 @@ params, optimizer state                                         full, equal on a
 batch                                                           [global_batch / num_ranks, ...]
 micro-batches 1 ... A-1:  grads += d total / d params           a loop, nothing is communicated
 micro-batch A:            grads += d total / d params           communicated as the strategy plans
+memory                                                          [1, ...], this rank's, where gradients are compressed
 grads = sum over ranks / sum of weights                         what this rank updates of them
 params, state = optimizer(grads)                                what this rank updates of them
 params = all-gather                                             where it updated shards of full ones
@@ -13,6 +14,7 @@ params = all-gather                                             where it updated
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,8 +26,9 @@ import optax
 from jax import lax
 
 from .buckets import BucketPlan
+from .clipping import on_shards
 from .collectives import all_reduce
-from .exchange import Sums, launch, settle
+from .exchange import SHARDED, Sums, launch, settle
 from .loss import PartialLoss, Parts, denominator, divide
 from .scopes import METRICS_SCOPE, OPTIMIZER_SCOPE
 from .strategy import Strategy
@@ -40,6 +43,7 @@ class TrainState(NamedTuple):
     params: Any  # the user's tree
     opt_state: Any  # optax state of the trainable part
     key: jax.Array  # shape=(), a typed PRNG key
+    memory: Any = ()  # what the compression remembers, by parameter: each rank's own, [num_ranks, ...]
 
 
 @dataclass(frozen=True)
@@ -73,13 +77,15 @@ class RankStep:
             The next state, and the metrics, equal on every rank.
         """
         trainable, frozen = split(state.params, self.trainable)
-        sums, parts = self._accumulate(plan, self._as_own(trainable), frozen, batch, self._key(state))
+        total, parts, mark = self._accumulate(plan, self._as_own(trainable), frozen, batch, self._key(state))
         parts = self._sum_parts(parts)
         num_parts = self.num_ranks * self.num_microbatches
         loss, aux = divide(parts, num_parts)
-        means, squares, own_squares = settle(
-            sums, plan, self.num_ranks, self.strategy.route, denominator(parts.loss, num_parts)
-        )
+        divisor = denominator(parts.loss, num_parts)
+        memory = jax.tree.map(lambda leaf: leaf[0], state.memory)
+        sums, memory = (total, memory) if self._sends_each else self._send(plan, total, memory, divisor)
+        sums = sums._replace(mark=sums.mark + mark)
+        means, squares, own_squares = settle(sums, plan, self.num_ranks, self.strategy.route, divisor)
         norm = jnp.sqrt(squares + self._sum_squares(own_squares))
         with jax.named_scope(OPTIMIZER_SCOPE):
             own = self._own(trainable)
@@ -88,17 +94,21 @@ class RankStep:
                 scale = jnp.minimum(1.0, self.max_grad_norm / norm)
                 grads = jax.tree.map(lambda grad: grad * scale.astype(grad.dtype), grads)
             grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, own)
-            updates, opt_state = self.optimizer.update(grads, state.opt_state, own, value=loss)
+            with on_shards(self.axis, self._is_shard) if self.strategy.stage else contextlib.nullcontext():
+                updates, opt_state = self.optimizer.update(grads, state.opt_state, own, value=loss)
             updated = optax.apply_updates(own, updates)
+            memory = jax.tree.map(lambda leaf: leaf[None], memory)
             if parts.loss.weight is not None:  # where nothing counted, decay and momentum must not move anything either
                 counted = parts.loss.weight != 0
-                updated, opt_state = jax.tree.map(
-                    lambda new, old: jnp.where(counted, new, old), (updated, opt_state), (own, state.opt_state)
+                updated, opt_state, memory = jax.tree.map(
+                    lambda new, old: jnp.where(counted, new, old),
+                    (updated, opt_state, memory),
+                    (own, state.opt_state, state.memory),
                 )
         if self.strategy.stage in (1, 2):
             updated = gather_params(updated, trainable, plan, self.axis, sends=self.strategy.compression.sends)
         metrics = {"loss": loss, "grad_norm": norm, **({} if aux is None else {"aux": aux})}
-        return TrainState(state.step + 1, merge(updated, frozen), opt_state, state.key), metrics
+        return TrainState(state.step + 1, merge(updated, frozen), opt_state, state.key, memory), metrics
 
     def evaluate(self, state: TrainState, batch: Any) -> jax.Array:
         """Gives the global mean loss of a batch, equal on every rank; ``batch`` is this rank's examples."""
@@ -119,17 +129,28 @@ class RankStep:
         """Splits gradients into whole ones, and shards that are summed over ranks already."""
         return split(grads, lambda name: name not in self.shards)
 
+    @property
+    def _sends_each(self) -> bool:
+        """Whether every micro-batch sends its gradients, or only the last, the sum of all."""
+        return self.strategy.accumulate == "shards"
+
+    def _send(self, plan: BucketPlan, grads: Any, memory: Any, divisor: jax.Array | float) -> tuple[Sums, Any]:
+        whole, shards = self._by_kind(grads)
+        route, compression = self.strategy.route, self.strategy.compression
+        # Where shards are what accumulates, memory is what counts: one bucket arrives while the next one fills.
+        limit = 2 if route is SHARDED and self._sends_each and self.num_microbatches > 1 else None
+        sums, memory = launch(whole, plan, self.axis, route, compression, memory, divisor, limit)
+        return sums._replace(shards=named_leaves(shards)), memory
+
     def _accumulate(
         self, plan: BucketPlan, trainable: Any, frozen: Any, batch: Any, key: jax.Array
-    ) -> tuple[Sums, Parts]:
-        """Sums gradients over the rank's micro-batches and over ranks, and metrics over micro-batches."""
+    ) -> tuple[Any, Parts, jax.Array]:
+        """Sums over the rank's micro-batches: gradients, as ``Sums`` if each sends its own, and metrics.
 
-        def send(grads: Any) -> Sums:
-            whole, shards = self._by_kind(grads)
-            sums, _ = launch(whole, plan, self.axis, self.strategy.route, self.strategy.compression)
-            return sums._replace(shards=named_leaves(shards))
-
-        each = self.strategy.accumulate == "shards"  # sent by every micro-batch, or once
+        Returns:
+            The two, and a number that is 0 and not known to the compiler before the last micro-batch.
+        """
+        each = self._sends_each
 
         def one(microbatch: Any, index: jax.Array | int) -> tuple[Any, Parts, jax.Array]:
             # With units to gather, XLA must not know that each micro-batch gathers the same: it would gather all units
@@ -139,7 +160,7 @@ class RankStep:
                 params, mark = lax.optimization_barrier((params, jnp.int32(index)))
                 mark -= jnp.int32(index)
             grads, parts = self._grads(*params, microbatch, jax.random.fold_in(key, index))
-            return send(grads) if each else grads, parts, mark
+            return self._send(plan, grads, (), 1)[0] if each else grads, parts, mark
 
         num = self.num_microbatches
         if num == 1:
@@ -159,8 +180,7 @@ class RankStep:
             if each or self.shards:  # a loop of one round is none, and XLA would add up first and send once
                 summed = lax.optimization_barrier(summed)
             total, parts, mark = jax.tree.map(jnp.add, summed, one(last, num - 1))
-        sums = total if each else send(total)
-        return sums._replace(mark=sums.mark + mark), parts
+        return total, parts, mark
 
     def _grads(self, trainable: Any, frozen: Any, batch: Any, key: jax.Array) -> tuple[Any, Parts]:
         def total(part: Any) -> tuple[jax.Array, Parts]:
@@ -192,6 +212,10 @@ class RankStep:
             return squares
         with jax.named_scope(METRICS_SCOPE):
             return all_reduce(squares, self.axis)
+
+    def _is_shard(self, name: str) -> bool:
+        """Whether this rank updates a shard of a parameter."""
+        return self.strategy.stage < 3 or name in self.shards
 
     def _own(self, params: Any) -> Any:
         """What this rank updates of the parameters."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .buckets import Bucket, BucketPlan, TensorSpec, dtype_bytes, plan_buckets
-from .compression import Compression, none
+from .compression import Compression, check_forgets, none
 from .exchange import SHARDED, WHOLE, Route, launch, settle
 from .order import finishing_times, matmul_flops
 from .sharding import Cut, bucket_width
@@ -125,13 +125,14 @@ def sync_gradients(
             plan will do, since nothing is sent.
         axis: Name of the mesh axis.
         denominator: What the sum is divided by: the number of ranks when None, which gives the mean.
-        compression: What travels.
+        compression: What travels; none that remembers.
 
     Returns:
         A tree like ``grads``.
 
     Raises:
-        ValueError: If the plan names a tensor that ``grads`` does not hold, or the other way round.
+        ValueError: If the plan names a tensor that ``grads`` does not hold, or the other way round, or the compression
+            needs a memory from step to step.
     """
     return sync_with_norm(grads, plan, axis, denominator=denominator, compression=compression)[0]
 
@@ -159,6 +160,7 @@ def sync_with_norm(
     Raises:
         ValueError: As ``sync_gradients``.
     """
+    check_forgets(compression, "in sync_gradients: use a Trainer, which carries it from step to step")
     num_ranks = lax.axis_size(axis)
     sums, _ = launch(grads, plan, axis, WHOLE, compression)
     means, squares, _ = settle(sums, plan, num_ranks, WHOLE, num_ranks if denominator is None else denominator)
@@ -262,10 +264,14 @@ def planned_collectives(
     widened = "bfloat16" if platform == "cpu" else None
     route = strategy.route
 
-    def full_bytes(bucket: Bucket) -> int:
-        num_elements = bucket.num_elements if route is WHOLE else num_ranks * bucket_width(bucket, num_ranks)
-        return num_elements * dtype_bytes(bucket.dtype)
+    def num_elements(bucket: Bucket) -> int:
+        return bucket.num_elements if route is WHOLE else num_ranks * bucket_width(bucket, num_ranks)
 
-    sums = [(route.kind, full_bytes(bucket) * (2 if bucket.dtype == widened else 1)) for bucket in plan.buckets]
+    sums = [
+        (route.kind, elements * dtype_bytes(dtype) * (2 if dtype == widened else 1))
+        for bucket in plan.buckets
+        for elements, dtype in strategy.compression.wire(bucket, num_elements(bucket))
+    ]
     times = num_microbatches if strategy.accumulate == "shards" else 1
-    return sums * times + [("all-gather", full_bytes(bucket)) for bucket in plan.gathers]
+    gathers = [("all-gather", num_elements(bucket) * dtype_bytes(bucket.dtype)) for bucket in plan.gathers]
+    return sums * times + gathers

@@ -12,8 +12,8 @@ the backward and equal buckets stay apart, are dropped before scheduling unless 
 
 On GPUs a plan also has to survive the scheduler, which by default keeps one collective in flight and starts the next
 when a model of the target's own links says so, whatever the network is. It is told to start each as soon as its
-buffer is packed, and to let any number be in flight: they queue on one stream, in the order of the plan. Not at stage 3,
-where what could start at once are the gathers of all units.
+buffer is packed, and to let any number be in flight: they queue on one stream, in the order of the plan. Not at stage
+3, where what could start at once are the gathers of all units.
 """
 
 from __future__ import annotations

@@ -13,14 +13,23 @@ import jaxddp
 from jaxddp.interop import to_numpy
 from jaxddp.models import build
 
-from .cases import STRATEGIES, Case
+from .cases import LEARNING_RATES, STRATEGIES, Case
 from .inputs import Arrays, batches
 
 OPTIMIZERS = {
     "sgd": lambda: optax.sgd(0.1),
     "momentum": lambda: optax.sgd(0.03, momentum=0.9),
     "adamw": lambda: optax.adamw(1e-3, weight_decay=0.01),
+    "adamw_masked": lambda: optax.adamw(_learning_rate, weight_decay=0.01, mask=_decays),
 }
+
+
+def _learning_rate(step: jax.Array) -> jax.Array:
+    return jnp.asarray(LEARNING_RATES)[step]
+
+
+def _decays(params: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
 
 def is_trainable(name: str) -> bool:

@@ -14,12 +14,13 @@ TWINS = (
     "compression",
     "interop",
     "ring",
+    "sharding",
     "models/toy",
     "models/transformer",
     "models/functional",
 )
 # What one side's arrays need and the other's do not.
-ONLY_IN_ONE = {"collectives": {"Issued", "record"}, "buckets": {"MIB"}}
+ONLY_IN_ONE = {"collectives": {"Issued", "record"}, "buckets": {"MIB"}, "sharding": {"Cut"}}
 
 
 def public_names(package, file):
@@ -39,16 +40,22 @@ def test_twins_have_the_same_public_names_in_the_same_order(file):
     assert ours
 
 
+FILES = {name: f"ddp/{name}" for name in ("naive", "flat", "overlapped", "bucketed")} | {
+    f"zero{stage}": f"zero/stage{stage}" for stage in (1, 2, 3)
+}
+
+
 def test_each_strategys_file_holds_one_strategy_in_either_package():
-    for name in jaxddp.STRATEGIES:
-        assert public_names(jaxddp, f"ddp/{name}") == [name]
-        (twin,) = public_names(torchref, f"ddp/{name}")
+    assert list(jaxddp.STRATEGIES) == list(torchref.STRATEGIES) == list(FILES)
+    for name, file in FILES.items():
+        strategies = [public for public in public_names(jaxddp, file) if public in jaxddp.STRATEGIES]
+        assert strategies == [name]
+        (twin,) = public_names(torchref, file)
         assert torchref.STRATEGIES[name].__name__ == twin
-    assert list(jaxddp.STRATEGIES) == list(torchref.STRATEGIES)
     for package in (jaxddp, torchref):
-        folder = Path(package.__file__).parent / "ddp"
-        files = {path.stem for path in folder.glob("*.py") if not path.stem.endswith("_test")} - {"__init__"}
-        assert files == set(jaxddp.STRATEGIES)
+        folder = Path(package.__file__).parent
+        files = {path.stem for path in folder.glob("ddp/*.py") if not path.stem.endswith("_test")} - {"__init__"}
+        assert {f"ddp/{file}" for file in files} == {file for file in FILES.values() if file.startswith("ddp")}
 
 
 def test_neither_package_imports_the_other():

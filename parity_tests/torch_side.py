@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -9,16 +11,20 @@ import torchref
 from torchref.interop import from_numpy, to_numpy
 from torchref.launch import RankPool
 from torchref.models import build, loss_fn
+from torchref.models.toy import TiedToy
 from torchref.train import local_rows
 
-from .cases import STRATEGIES, Case
+from .cases import LEARNING_RATES, STRATEGIES, Case
 from .inputs import Arrays, batches
 
 # foreach and fused kernels round differently from the plain formula.
-OPTIMIZERS = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=False),
-    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.03, momentum=0.9, foreach=False),
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.01, foreach=False),
+# TiedToy holds a matrix of its own, and uses it within its own forward.
+SHARD_TYPES = (torch.nn.Linear, torch.nn.Embedding, TiedToy)
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "foreach": False}),
+    "momentum": (torch.optim.SGD, {"lr": 0.03, "momentum": 0.9, "foreach": False}),
+    "adamw": (torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.01, "foreach": False}),
+    "adamw_masked": (torch.optim.AdamW, {"weight_decay": 0.01, "foreach": False}),
 }
 
 
@@ -29,18 +35,48 @@ def train_on_rank(case: Case, weights: Arrays) -> Arrays:
     module = build(case.model, seed=rank).to(device, getattr(torch, case.dtype))
     if rank == 0:  # the others start from weights of their own: the wrapper must replace them
         from_numpy(weights, module)
-    strategy = STRATEGIES[case.strategy]
-    net = torchref.make_strategy(strategy.name, module, **strategy.torch_options)
+    net, optimizer, options = _wrap(case, module)
     trainer = torchref.Trainer(
-        loss_fn,
-        OPTIMIZERS[case.optimizer](_trainable(module)),
-        net,
-        num_microbatches=case.num_microbatches,
-        max_grad_norm=case.max_grad_norm,
+        loss_fn, optimizer, net, num_microbatches=case.num_microbatches, max_grad_norm=case.max_grad_norm
     )
-    for batch in batches(case.model, case.dtype):
+    for step, batch in enumerate(batches(case.model, case.dtype)):
+        _set_learning_rate(case.optimizer, options, step)
         trainer.step(local_rows(_tensors(batch, device), rank, case.num_ranks))
+    if isinstance(net, torchref.FSDP):
+        return {name: tensor.detach().cpu().numpy() for name, tensor in net.gather_full_params().items()}
     return to_numpy(net.module)
+
+
+def _wrap(case: Case, module: torch.nn.Module) -> tuple[Any, Any, torch.optim.Optimizer]:
+    """The strategy around a module, what takes its steps, and the optimizer whose options a schedule sets."""
+    strategy = STRATEGIES[case.strategy]
+    optimizer_cls, kwargs = OPTIMIZERS[case.optimizer]
+    matrices = {name for name, parameter in module.named_parameters() if parameter.ndim > 1}
+    if strategy.name in ("zero1", "zero2"):
+        groups = _groups(case.optimizer, module, matrices)
+        options = strategy.torch_options | kwargs | {"optimizer_cls": optimizer_cls, "params": groups}
+        net = torchref.make_strategy(strategy.name, module, **options)
+        return net, net, net.optimizer
+    options = {"shard_types": SHARD_TYPES} if strategy.name == "zero3" else strategy.torch_options
+    net = torchref.make_strategy(strategy.name, module, **options)
+    optimizer = optimizer_cls(_groups(case.optimizer, net.module, matrices), **kwargs)
+    return net, optimizer, optimizer
+
+
+def _groups(optimizer: str, module: torch.nn.Module, matrices: set[str]) -> Any:
+    """What is trained, for a torch optimizer; by name, because shards of matrices are vectors."""
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    if optimizer != "adamw_masked":
+        return list(trained.values())
+    kept = [parameter for name, parameter in trained.items() if name not in matrices]
+    decays = [parameter for name, parameter in trained.items() if name in matrices]
+    return [{"params": decays}, {"params": kept, "weight_decay": 0.0}]
+
+
+def _set_learning_rate(optimizer: str, options: torch.optim.Optimizer, step: int) -> None:
+    if optimizer == "adamw_masked":
+        for group in options.param_groups:
+            group["lr"] = LEARNING_RATES[step]
 
 
 def train(case: Case, weights: Arrays, ranks: RankPool) -> Arrays:
@@ -65,9 +101,12 @@ def train_on_one_process(case: Case, weights: Arrays) -> Arrays:
 
 def _train_plainly(model: str, optimizer: str, dtype: str, max_grad_norm: float | None, weights: Arrays) -> Arrays:
     module = from_numpy(weights, build(model).to(getattr(torch, dtype)))
-    parameters = _trainable(module)
-    tx = OPTIMIZERS[optimizer](parameters)
-    for batch in batches(model, dtype):
+    optimizer_cls, kwargs = OPTIMIZERS[optimizer]
+    matrices = {name for name, parameter in module.named_parameters() if parameter.ndim > 1}
+    tx = optimizer_cls(_groups(optimizer, module, matrices), **kwargs)
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    for step, batch in enumerate(batches(model, dtype)):
+        _set_learning_rate(optimizer, tx, step)
         tx.zero_grad()
         loss_fn(module, _tensors(batch, torch.device("cpu"))).backward()
         for parameter in parameters:
@@ -80,10 +119,6 @@ def _train_plainly(model: str, optimizer: str, dtype: str, max_grad_norm: float 
                 grad.mul_(min(1.0, max_grad_norm / norm.item()))
         tx.step()
     return to_numpy(module)
-
-
-def _trainable(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def _tensors(batch: Arrays, device: torch.device) -> dict[str, torch.Tensor]:

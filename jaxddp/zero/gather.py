@@ -20,7 +20,7 @@ from jax import lax
 from ..collectives import all_gather, reduce_scatter
 from ..scopes import SYNC_SCOPE
 from ..strategy import Precision
-from .units import Shard
+from .shard import Shard
 
 
 def make_gather(axis: str, precision: Precision, *, sends: bool = True) -> Callable[[Sequence[Shard]], list[jax.Array]]:

@@ -18,8 +18,9 @@ gather. What is left on a rank is 1/N of everything, and the unit at work.
                           g[r] = row r of the sum over ranks of dp                     reduce-scatter, drop dp
     update                p[r] += optimizer(g[r] / N, state[r], p[r])
 
-    gathers per step, U units: 2U - 1 in a loop, where the last unit keeps its own; 2U under a scan; less those whose
-    backward needs no parameters, such as an embedding's      bytes sent per rank: 3 (N-1)/N * parameter bytes, less that
+    gathers per step, U units: 2U - 1 in a loop, where the last unit keeps its own; 2U under a scan
+    bytes sent per rank: 3 (N-1)/N * parameter bytes, less what is kept
+    less in both: units whose backward needs no parameters, such as an embedding
 
 Units are marked by ``jaxddp.layer``. What is used outside of them is gathered before the forward and held to the end of
 the backward, so a model without marks has its state in shards, and no promise about temporaries.
@@ -44,7 +45,8 @@ from ..sharding import Cut, chunk_elements
 from ..strategy import Precision, Strategy, register
 from ..tree import path_name
 from .gather import make_gather
-from .units import Shard, run, trace_marked
+from .shard import Shard
+from .units import run, trace_marked
 
 _MOST_PADDING = 1e-3
 

@@ -1,16 +1,11 @@
 """What is gathered together: ``layer`` marks it, and a traced loss function is run with its parameters in shards.
 
-A unit is a part of a model, such as a layer, that uses its parameters and then needs them no more. The loss function is
-traced once on whole shapes, and its operations are carried out one by one: parameters stand as shards until an operation
-needs them. A marked unit gets its own gathered for as long as it runs; what is used outside of any unit is gathered
-before the first operation.
+A unit is a part of a model, such as a layer, that uses its parameters and then needs them no more. The loss function
+is traced once on whole shapes, and its operations are carried out one by one: parameters stand as shards until an
+operation needs them. A marked unit gets its own gathered for as long as it runs; what is used outside of any unit is
+gathered before the first operation.
 
     y = unit(gather(shards), x)          gather: one all-gather      its transpose: one reduce-scatter
-
-The backward needs the parameters again. A unit is therefore a checkpoint of a special kind. Kept for the backward are
-its inputs, and the results of its matrix products and other costly operations that depend on ``x``; what is cheap is
-computed again from these, which is no more than XLA does on its own when it fuses; and what depends on parameters alone,
-the gathered parameters and copies of them, is gathered again. The last unit keeps all, because the backward begins there.
 """
 
 from __future__ import annotations
@@ -18,22 +13,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-from ..elementwise import ELEMENTWISE
-from ..sharding import Cut
-
-Gather = Callable[[Sequence["Shard"]], Sequence[jax.Array]]
+from .shard import Shard
+from .unit import CHECKPOINTS, WRAPPERS, Gather, bind, run_unit
 
 _MARK = "jaxddp_layer"
-_ACTIVATION = "jaxddp.activation"
 _marking: ContextVar[bool] = ContextVar("jaxddp_marking", default=False)
 
 
@@ -78,31 +67,6 @@ def layer(fn: Callable[..., Any]) -> Callable[..., Any]:
         return jax.jit(jaxddp_layer)([leaf for leaf, array in zip(leaves, is_array, strict=True) if array])
 
     return unit
-
-
-@dataclass(frozen=True)
-class Shard:
-    """A parameter of which this rank has a shard, or a row or some of it.
-
-    Attributes:
-        local: This rank's, ``[rows, c]``, or ``[c]`` of a parameter that is not cut by row.
-        cut: How the whole is cut.
-        dtype: Of the whole.
-        is_trained: Whether it has a gradient.
-    """
-
-    local: jax.Array
-    cut: Cut
-    dtype: Any
-    is_trained: bool = True
-
-    def of(self, local: jax.Array) -> Shard:
-        """The same of another array of its shape."""
-        return replace(self, local=local)
-
-    def rows(self, local: jax.Array, shape: tuple[int, ...]) -> Shard:
-        """The shard of some of its rows, which have a given shape when whole; of one row if that has one dim."""
-        return replace(self, local=local, cut=Cut(shape, self.cut.num_ranks, by_row=local.ndim == 2))
 
 
 def trace_marked(function: Callable[..., Any], *args: Any) -> tuple[core.ClosedJaxpr, Any]:
@@ -152,39 +116,21 @@ class _Run:
         values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
         for place, equation in enumerate(jaxpr.eqns):
             inputs = [atom.val if isinstance(atom, core.Literal) else values[atom] for atom in equation.invars]
-            values.update(zip(equation.outvars, self.equation(equation, inputs, place == last), strict=True))
+            values.update(zip(equation.outvars, self.equation(jaxpr, equation, inputs, place == last), strict=True))
         return [atom.val if isinstance(atom, core.Literal) else values[atom] for atom in jaxpr.outvars]
 
-    def equation(self, equation: Any, inputs: list[Any], is_last: bool) -> Sequence[Any]:
+    def equation(self, jaxpr: Any, equation: Any, inputs: list[Any], is_last: bool) -> Sequence[Any]:
         if not any(isinstance(value, Shard) for value in inputs):
-            return _bind(equation, inputs)
+            return bind(jaxpr, equation, inputs)
         if _is_unit(equation):
-            return self.unit(equation.params["jaxpr"], inputs, keep=is_last)
+            return run_unit(equation.params["jaxpr"], inputs, self.gather, keep=is_last)
         if (taken := _rows(equation, inputs)) is not None:
             return [taken]
         if equation.primitive.name == "scan":
             return self.scan(equation, inputs)
-        if equation.primitive.name in _WRAPPERS:
+        if equation.primitive.name in WRAPPERS:
             return self.wrapper(equation, inputs)
-        return _bind(equation, self.wholes(inputs))
-
-    def unit(self, program: core.ClosedJaxpr, inputs: list[Any], *, keep: bool) -> Sequence[Any]:
-        places = [place for place, value in enumerate(inputs) if isinstance(value, Shard)]
-        held = [inputs[place] for place in places]
-
-        def compute(locals_: list[jax.Array], others: list[Any]) -> list[Any]:
-            shards = [shard.of(local) for shard, local in zip(held, locals_, strict=True)]
-            wholes, others = _together(self.gather(shards), others)
-            arguments, rest = dict(zip(places, wholes, strict=True)), iter(others)
-            values = [arguments[place] if place in arguments else next(rest) for place in range(len(inputs))]
-            if keep:
-                return core.jaxpr_as_fun(program)(*values)
-            return _name_activations(program, values, [place not in arguments for place in range(len(inputs))])
-
-        if not keep:
-            compute = jax.checkpoint(compute, policy=jax.checkpoint_policies.save_only_these_names(_ACTIVATION))
-        others = [value for value in inputs if not isinstance(value, Shard)]
-        return compute([shard.local for shard in held], others)
+        return bind(jaxpr, equation, self.wholes(inputs))
 
     def scan(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
         params = equation.params
@@ -214,7 +160,7 @@ class _Run:
     def wrapper(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
         inner = equation.params["jaxpr"]
         jaxpr, consts = (inner.jaxpr, inner.consts) if isinstance(inner, core.ClosedJaxpr) else (inner, ())
-        if equation.primitive.name not in _CHECKPOINTS:
+        if equation.primitive.name not in CHECKPOINTS:
             return self.jaxpr(jaxpr, consts, inputs)
 
         def compute(arrays: list[Any]) -> list[Any]:
@@ -230,33 +176,6 @@ class _Run:
         shards = [value for value in values if isinstance(value, Shard)]
         found = iter(self.gather(shards)) if shards else iter(())
         return [next(found) if isinstance(value, Shard) else value for value in values]
-
-
-_CHEAP = ELEMENTWISE | {
-    "argmax", "argmin", "broadcast_in_dim", "concatenate", "dynamic_slice", "dynamic_update_slice", "expand_dims", "gather",
-    "iota", "pad", "pcast", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum", "reshape", "rev", "slice",
-    "split", "squeeze", "stop_gradient", "transpose",
-}  # fmt: skip
-_CHECKPOINTS = ("remat2", "checkpoint", "remat")
-_WRAPPERS = ("jit", "pjit", "closed_call", *_CHECKPOINTS)
-
-
-def _together(wholes: Sequence[jax.Array], others: Sequence[Any]) -> tuple[Sequence[jax.Array], list[Any]]:
-    """Passes a unit's inputs on; in the backward the gradients of all are there before any goes further.
-
-    Left to itself, XLA runs ahead through the gradients of activations, and keeps for later what those of the parameters
-    need: of all units at a time.
-    """
-    floating = [jnp.issubdtype(other.dtype, jnp.floating) for other in others]
-
-    @jax.custom_vjp
-    def identity(arrays: Any) -> Any:
-        return arrays
-
-    identity.defvjp(lambda arrays: (arrays, None), lambda _, grads: (lax.optimization_barrier(grads),))
-    wholes, tied = identity((wholes, [other for other, tie in zip(others, floating, strict=True) if tie]))
-    passed = iter(tied)
-    return wholes, [next(passed) if tie else other for other, tie in zip(others, floating, strict=True)]
 
 
 def _is_unit(equation: Any) -> bool:
@@ -284,7 +203,7 @@ def _is_loose(jaxpr: Any, place: int) -> bool:
             first = equation.params["num_consts"] + equation.params["num_carry"]
             if any(i < first or _is_loose(equation.params["jaxpr"].jaxpr, i) for i in places):
                 return True
-        elif equation.primitive.name in _WRAPPERS:
+        elif equation.primitive.name in WRAPPERS:
             inner = equation.params["jaxpr"]
             if any(_is_loose(getattr(inner, "jaxpr", inner), i) for i in places):
                 return True
@@ -315,53 +234,3 @@ def _rows(equation: Any, inputs: list[Any]) -> Shard | None:
     if equation.primitive.name == "dynamic_slice":
         return shard.rows(lax.dynamic_slice_in_dim(shard.local, inputs[1], shape[0]), shape)
     return shard.rows(shard.local[0], shape)
-
-
-def _is_cheap(equation: Any) -> bool:
-    """Whether computing its result again costs no more than reading its inputs."""
-    inner = list(core.jaxprs_in_params(equation.params))
-    if equation.primitive.name in ("custom_jvp_call", *_WRAPPERS):
-        return all(_is_cheap(one) for jaxpr in inner for one in jaxpr.eqns)
-    return equation.primitive.name in _CHEAP
-
-
-def _name_activations(program: core.ClosedJaxpr, args: list[Any], is_activation: list[bool]) -> list[Any]:
-    """Runs a program and names all that depends on its activations, so that a checkpoint may keep it."""
-
-    def walk(jaxpr: Any, consts: Sequence[Any], args: list[Any], depends: list[bool]) -> list[tuple[Any, bool]]:
-        known: dict[Any, tuple[Any, bool]] = {
-            var: (const, False) for var, const in zip(jaxpr.constvars, consts, strict=True)
-        }
-        known.update(zip(jaxpr.invars, zip(args, depends, strict=True), strict=True))
-
-        def read(atom: Any) -> tuple[Any, bool]:
-            return (atom.val, False) if isinstance(atom, core.Literal) else known[atom]
-
-        for equation in jaxpr.eqns:
-            values, from_activations = zip(*map(read, equation.invars), strict=True) if equation.invars else ((), ())
-            if equation.primitive.name in ("jit", "pjit", "closed_call"):
-                inner = equation.params["jaxpr"]
-                results = walk(inner.jaxpr, inner.consts, list(values), list(from_activations))
-            else:
-                depending = any(from_activations)
-                found = _bind(equation, list(values))
-                is_kept = depending and not _is_cheap(equation)
-                results = [(_named(value) if is_kept else value, depending) for value in found]
-            known.update(zip(equation.outvars, results, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
-
-    return [value for value, _ in walk(program.jaxpr, program.consts, args, is_activation)]
-
-
-def _named(value: Any) -> Any:
-    is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
-    return value if is_key else checkpoint_name(value, _ACTIVATION)
-
-
-def _bind(equation: Any, inputs: list[Any]) -> Sequence[Any]:
-    """Carries out one operation."""
-    known = {
-        atom: value for atom, value in zip(equation.invars, inputs, strict=True) if not isinstance(atom, core.Literal)
-    }
-    program = core.Jaxpr([], list(known), equation.outvars, [equation], equation.effects)
-    return core.jaxpr_as_fun(core.ClosedJaxpr(program, []))(*known.values())

@@ -1,0 +1,120 @@
+"""What zero3 compiles to on 8 H100s that are not here: what a layer adds to memory, and how often units are gathered.
+
+A layer's whole parameters take 8 MiB, and so do their gradients; 1/8 of these is a shard of either. Its backward needs
+the layer's input and the wide product, 512 + 2048 elements of each of 512 tokens on a device: 5 MiB.
+"""
+
+from collections import Counter
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jaxddp
+from jaxddp import targets
+from jaxddp.memory import layer_growth_bytes
+from jaxddp.schedule import read_schedule
+
+MIB = 2**20
+WIDTH, HIDDEN, VOCAB, CONTEXT, SEQUENCES, NUM_RANKS = 512, 2048, 512, 64, 64, 8
+TOKENS = SEQUENCES * CONTEXT // NUM_RANKS
+LAYER = {"norm": (WIDTH,), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
+FEW, MANY = 4, 16
+KINDS = ("loop", "scan")
+
+
+class Step(NamedTuple):
+    planned: list[tuple[str, int]]
+    collectives: list[tuple[str, int]]
+    temporaries: int
+
+
+@jaxddp.layer
+def embed(table, tokens):
+    return table[tokens]
+
+
+@jaxddp.layer
+def feed_forward(params, x):
+    scaled = x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5) * params["norm"]
+    return x + jax.nn.gelu(scaled @ params["up"]) @ params["down"]
+
+
+@jaxddp.layer
+def head(kernel, x):
+    return x @ kernel
+
+
+def make_loss(kind):
+    def loss_fn(params, batch):
+        x = embed(params["embedding"], batch["tokens"])
+        if kind == "scan":
+            x, _ = jax.lax.scan(lambda x, layer: (feed_forward(layer, x), None), x, params["layers"])
+        else:
+            for layer in params["layers"]:
+                x = feed_forward(layer, x)
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(head(params["head"], x)), batch["targets"][..., None], -1)
+        return -jnp.mean(chosen)
+
+    return loss_fn
+
+
+def make_params(kind, num_layers):
+    def of(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    one = {name: of(*shape) for name, shape in LAYER.items()}
+    stack = {name: of(num_layers, *shape) for name, shape in LAYER.items()}
+    layers = stack if kind == "scan" else [one] * num_layers
+    return {"embedding": of(VOCAB, WIDTH), "layers": layers, "head": of(WIDTH, VOCAB)}
+
+
+@pytest.fixture(scope="module")
+def steps():
+    """Both kinds of models with few and many layers, compiled as many at a time as there are CPUs."""
+    pending = {}
+    tokens = jax.ShapeDtypeStruct((SEQUENCES, CONTEXT), jnp.int32)
+    batch = {"tokens": tokens, "targets": tokens}
+    for kind in KINDS:
+        for num_layers in (FEW, MANY):
+            strategy = jaxddp.zero3(min_shard_elements=0)
+            trainer = jaxddp.Trainer(make_loss(kind), optax.adam(1e-3), strategy, targets.mesh(f"h100:{NUM_RANKS}"))
+            state = trainer.abstract_state(make_params(kind, num_layers))
+            pending[kind, num_layers] = trainer.planned(state, batch), trainer.start_compile(state, batch)
+    found = {}
+    for case, (planned, compilation) in pending.items():
+        program = compilation.result()
+        collectives = read_schedule(program).gradient_collectives()
+        found[case] = Step(planned, collectives, program.memory_analysis().temp_size_in_bytes)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_adds_activations_and_gradient_shards(steps, kind):
+    growth = (steps[kind, MANY].temporaries - steps[kind, FEW].temporaries) / (MANY - FEW)
+    leaves = [jax.ShapeDtypeStruct(shape, jnp.float32).size for shape in LAYER.values()]
+    formula = layer_growth_bytes(TOKENS, WIDTH + HIDDEN, leaves, NUM_RANKS)
+    whole_parameters = 4 * sum(leaves)
+    # A loop's peak is half-way through its backward, where XLA's scheduler has the gradients of half of the layers wait
+    # whole for their scatters: (5 + 8) / 2 MiB a layer instead of 5 + 1, and gaps between arrays, seen: 6.59. A scan
+    # scatters as it goes; one input more or less is alive at its peak: 6 + 1/12, seen: 6.08.
+    slack = (0.6 if kind == "loop" else 0.1) * MIB
+    assert growth <= formula + slack
+    assert formula + whole_parameters > 2 * (formula + slack)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_layers", [FEW, MANY])
+def test_units_are_gathered_once_forward_and_once_backward(steps, kind, num_layers):
+    """2 U - 1 in a loop, where the last unit keeps its own, less the embedding, whose backward needs no parameters.
+
+    In a scan every layer is gathered twice, the last one too: beside it are the embedding, and the head, which is last.
+    """
+    step = steps[kind, num_layers]
+    assert step.collectives == sorted(step.planned)
+    num_units = num_layers + 2
+    gathers = (2 * num_units - 1) - 1 if kind == "loop" else 2 * num_layers + 1 + 1
+    counts = Counter(kind for kind, _ in step.collectives)
+    assert counts == {"all-gather": gathers, "reduce-scatter": num_units}

@@ -1,0 +1,215 @@
+"""What the ZeRO strategies compile to and hold on CPU: collectives, bytes sent, bytes kept, temporaries."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxddp
+from jaxddp import compression
+from jaxddp.models import build
+from jaxddp.schedule import read_schedule
+
+NUM_RANKS = 4
+SMALL_MB = 0.005
+ZERO = {
+    "zero1": jaxddp.zero1(SMALL_MB),
+    "zero2": jaxddp.zero2(SMALL_MB),
+    "zero2, full": jaxddp.zero2(SMALL_MB, accumulate="full"),
+    "zero3": jaxddp.zero3(min_shard_elements=100),
+}
+strategies = pytest.mark.parametrize("strategy", ZERO.values(), ids=ZERO)
+
+
+@pytest.fixture(scope="module")
+def model():
+    loss_fn, params = build("tiny")
+    tokens = np.random.default_rng(0).integers(0, 64, (24, 17), dtype=np.int32)
+    return loss_fn, params, {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def trainer_of(loss_fn, strategy, **options):
+    return jaxddp.Trainer(loss_fn, optax.adamw(1e-3), strategy, jaxddp.data_mesh(NUM_RANKS), **options)
+
+
+def params_bytes(params):
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
+
+
+def sent_bytes(collectives):
+    """What one rank sends on a ring, times N / (N - 1)."""
+    return sum(num_bytes * (2 if kind == "all-reduce" else 1) for kind, num_bytes in collectives)
+
+
+@strategies
+@pytest.mark.parametrize("num_microbatches", [1, 2, 3])
+def test_compiled_is_planned_and_sends_what_the_stage_says(model, strategy, num_microbatches):
+    loss_fn, params, batch = model
+    trainer = trainer_of(loss_fn, strategy, num_microbatches=num_microbatches)
+    state = trainer.init(params)
+    compiled = jaxddp.gradient_collectives(trainer.compile(state, batch))
+    assert compiled == sorted(trainer.planned(state, batch))
+    kinds = [kind for kind, _ in compiled]
+    total = params_bytes(params)
+    each = num_microbatches if strategy.accumulate == "shards" else 1
+    if strategy.stage < 3:
+        assert set(kinds) == {"reduce-scatter", "all-gather"}
+        num_buckets = len(trainer.plan(state, batch).buckets)
+        assert num_buckets > 5
+        assert (kinds.count("reduce-scatter"), kinds.count("all-gather")) == (each * num_buckets, num_buckets)
+        # 2 Psi, A + 1 where every micro-batch sends; a leaf of the model is padded by less than N elements.
+        padding = (each + 1) * 4 * NUM_RANKS * len(jax.tree.leaves(params))
+        assert (each + 1) * total <= sent_bytes(compiled) < (each + 1) * total + padding
+    else:
+        units = 4  # embedding, two blocks, head
+        # Gathered for the forward and again for the backward, less the last unit, and the embedding, whose gradient
+        # does not depend on it.
+        assert kinds.count("all-gather") == num_microbatches * (2 * units - 2)
+        assert kinds.count("reduce-scatter") == num_microbatches * units
+        assert kinds.count("all-reduce") == 1  # of what stays whole
+        whole = sum(leaf.size * 4 for leaf in jax.tree.leaves(params) if leaf.size < 100)
+        kept = sum(leaf.size * 4 for name in ("embedding", "head") for leaf in jax.tree.leaves(params[name]))
+        # 3 Psi of what is sharded, less the two that are not gathered again; the head's norm is small and whole.
+        expected = num_microbatches * (3 * (total - whole) - kept) + 2 * whole
+        assert abs(sent_bytes(compiled) - expected) <= 0.001 * expected  # padding
+
+
+@strategies
+def test_each_rank_keeps_its_part_and_keeps_it_there(model, strategy):
+    loss_fn, params, batch = model
+    trainer = trainer_of(loss_fn, strategy)
+    state = trainer.init(params)
+
+    def held(tree):
+        return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+
+    small = sum(leaf.size * 4 for leaf in jax.tree.leaves(params) if leaf.size < 100) if strategy.stage == 3 else 0
+    total, num_leaves = params_bytes(params), len(jax.tree.leaves(params))
+    part = (total - small) / NUM_RANKS + small
+    padding = 4 * num_leaves  # less than one element of each leaf on each rank
+    for _ in range(2):
+        count = 4  # bytes of Adam's count
+        assert 0 <= held(state.opt_state) - 2 * part - count < 2 * padding
+        assert 0 <= held(state.params) - (part if strategy.stage == 3 else total) < padding
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+        state, _ = trainer.step(state, batch)
+        assert jax.tree.map(lambda leaf: leaf.sharding, state) == shardings
+    arguments = read_schedule(trainer.compile(state, batch)).memory.arguments
+    state_bytes = held(state.params) + held(state.opt_state) + 4 + 8  # the step and the key
+    assert arguments == state_bytes + sum(leaf.nbytes for leaf in batch.values()) // NUM_RANKS
+
+
+def test_shards_of_gradients_take_less_memory_than_whole_ones_across_micro_batches():
+    def loss_fn(params, batch):
+        x = batch["x"]
+        for kernel in params:
+            x = jnp.tanh(x @ kernel)
+        return jnp.mean(x**2)
+
+    params = [jnp.zeros((256, 256))] * 8
+    batch = {"x": np.ones((16, 256), np.float32)}
+
+    def temporaries(strategy):
+        trainer = trainer_of(loss_fn, strategy, num_microbatches=4)
+        return read_schedule(trainer.compile(trainer.abstract_state(params), batch)).memory.temporaries
+
+    shards, full = temporaries(jaxddp.zero2(0.25)), temporaries(jaxddp.zero2(0.25, accumulate="full"))
+    # What is summed is a quarter of what it was, but on CPUs barriers copy, which takes most of it back: here it is
+    # only less. On GPUs it is a third; see strategies_target_test.
+    assert shards < full
+
+
+@strategies
+def test_one_rank_communicates_nothing_and_noop_sends_nothing(model, strategy):
+    loss_fn, params, batch = model
+    alone = jaxddp.Trainer(loss_fn, optax.adamw(1e-3), strategy, jaxddp.data_mesh(1))
+    state = alone.init(params)
+    assert alone.planned(state, batch) == jaxddp.gradient_collectives(alone.compile(state, batch)) == []
+    silent = trainer_of(loss_fn, strategy._replace(compression=compression.noop))
+    state = silent.init(params)
+    assert silent.planned(state, batch) == jaxddp.gradient_collectives(silent.compile(state, batch)) == []
+
+
+def test_leaves_smaller_than_the_ranks_empty_and_scalar_train_as_on_one_device():
+    def loss_fn(params, batch):
+        x = batch["x"] @ params["w"] * params["scale"] + params["b"]
+        return jnp.mean((x - batch["y"]) ** 2) + jnp.sum(params["empty"])
+
+    params = {"w": jnp.ones((3, 2)), "scale": jnp.float32(0.5), "b": jnp.zeros(2), "empty": jnp.zeros((0, 4))}
+    rng = np.random.default_rng(0)
+    batch = {"x": rng.normal(size=(8, 3)).astype(np.float32), "y": rng.normal(size=(8, 2)).astype(np.float32)}
+    optimizer = optax.adamw(0.1)
+    grads = jax.grad(loss_fn)(params, batch)
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    expected = optax.apply_updates(params, updates)
+    for strategy in (jaxddp.zero1(), jaxddp.zero2(1e-6), jaxddp.zero3(min_shard_elements=0)):
+        trainer = jaxddp.Trainer(loss_fn, optimizer, strategy, jaxddp.data_mesh(8))
+        state, _ = trainer.step(trainer.init(params), batch)
+        for mine, other in zip(jax.tree.leaves(trainer.params(state)), jax.tree.leaves(expected), strict=True):
+            assert mine.shape == other.shape
+            np.testing.assert_allclose(mine, other, atol=1e-6)  # float32 Adam, one step of 0.1
+
+
+def test_mixed_precision_computes_and_sends_what_is_said(model):
+    loss_fn, params, batch = model
+    strategy = jaxddp.zero3(min_shard_elements=0, compute_dtype=jnp.float16, reduce_dtype=jnp.float32)
+    seen = []
+
+    def watching(params, batch):
+        seen.append({str(leaf.dtype) for leaf in jax.tree.leaves(params)})
+        return loss_fn(params, batch)
+
+    trainer = trainer_of(watching, strategy)
+    state = trainer.init(params)
+    compiled = jaxddp.gradient_collectives(trainer.compile(state, batch))
+    assert compiled == sorted(trainer.planned(state, batch))
+    assert all(dtypes == {"float16"} for dtypes in seen)
+    gathered = sum(num_bytes for kind, num_bytes in compiled if kind == "all-gather")
+    scattered = sum(num_bytes for kind, num_bytes in compiled if kind == "reduce-scatter")
+    total = params_bytes(params)
+    assert total <= scattered < 1.01 * total  # in float32, padded
+    assert gathered < total  # at most twice, in half the bytes
+    state, _ = trainer.step(state, batch)
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(trainer.params(state))} == {"float32"}
+    masters = trainer_of(loss_fn, jaxddp.zero3(master_dtype=jnp.float32))
+    halves = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(masters.init(halves).params)} == {"float32"}
+
+
+def test_frozen_parameters_are_gathered_and_never_scattered(model):
+    loss_fn, params, batch = model
+    trainer = trainer_of(
+        loss_fn, jaxddp.zero3(min_shard_elements=0), trainable=lambda name: not name.startswith("layers")
+    )
+    state = trainer.init(params)
+    compiled = jaxddp.gradient_collectives(trainer.compile(state, batch))
+    assert compiled == sorted(trainer.planned(state, batch))
+    scattered = sum(num_bytes for kind, num_bytes in compiled if kind == "reduce-scatter")
+    trained = params_bytes({name: part for name, part in params.items() if name != "layers"})
+    assert trained <= scattered < 1.01 * trained
+    after, _ = trainer.step(state, batch)
+    for name, moved in (("layers", False), ("head", True)):
+        before_leaves, after_leaves = (jax.tree.leaves(tree[name]) for tree in (params, trainer.params(after)))
+        assert any((mine != other).any() for mine, other in zip(before_leaves, after_leaves, strict=True)) == moved
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: jaxddp.zero1(0), r"bucket_mb \(=0\)"),
+        (lambda: jaxddp.zero2(accumulate="some"), r"accumulate \(='some'\) must be 'shards' or 'full'"),
+        (lambda: jaxddp.zero3(min_shard_elements=-1), r"min_shard_elements \(=-1\)"),
+        (lambda: jaxddp.zero3(compute_dtype=jnp.int32), "compute_dtype .* must be a floating dtype"),
+    ],
+)
+def test_bad_options_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_shards_of_an_unknown_model_are_refused(model):
+    loss_fn, params, batch = model
+    state = trainer_of(loss_fn, jaxddp.zero3()).init(params)
+    with pytest.raises(ValueError, match="shards of a model not seen yet: call init or abstract_state first"):
+        trainer_of(loss_fn, jaxddp.zero3()).step(state, batch)
