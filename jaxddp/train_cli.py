@@ -6,6 +6,7 @@ The options and what becomes of them; the run itself is in ``train_loop.py``, wh
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 from dataclasses import dataclass, fields
 from typing import Any
@@ -29,6 +30,7 @@ class TrainOptions:
     data: str | None = None
     model: str = "byte"
     bucket_mb: float | None = None
+    compression: str = "none"
     batch_size: int = 32
     microbatches: int = 1
     learning_rate: float = 1e-3
@@ -37,15 +39,25 @@ class TrainOptions:
     seed: int = 0
     eval_every: int = 50
     eval_batches: int = 4
+    checkpoint: str | None = None
+    checkpoint_every: int = 50
+    keep: int = 3
+    resume: bool = False
 
     def __post_init__(self) -> None:
         """Checks what can be checked before anything is loaded."""
-        for name in ("devices", "steps", "batch_size", "microbatches", "eval_batches"):
+        for name in ("devices", "steps", "batch_size", "microbatches", "eval_batches", "keep"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} (={value}) must be a positive integer")
         if self.eval_every < 0:
             raise ValueError(f"eval_every (={self.eval_every}) must not be negative; 0 evaluates at the end only")
+        if self.checkpoint_every < 0:
+            raise ValueError(
+                f"checkpoint_every (={self.checkpoint_every}) must not be negative; 0 saves at the end only"
+            )
+        if self.resume and self.checkpoint is None:
+            raise ValueError(f"resume (={self.resume}) must come with checkpoint, the folder to go on from")
         if not 0 <= self.seed < 2**31:
             raise ValueError(f"seed (={self.seed}) must be at least 0 and below 2^31")
         if not 0 < self.learning_rate < math.inf:
@@ -91,8 +103,9 @@ def add_parser(commands: Any) -> None:
         default = getattr(TrainOptions, flag.removeprefix("--").replace("-", "_"))
         parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=f"{text} (default: {default_text})")
 
-    add("--strategy", str, "naive, flat, overlapped or bucketed", metavar="NAME")
+    add("--strategy", str, "naive, flat, overlapped, bucketed, zero1, zero2 or zero3", metavar="NAME")
     add("--bucket-mb", float, "bucket cap in MiB (2^20 bytes)", "25 after a first bucket of 1", "MIB")
+    add("--compression", str, "what travels of gradients: none, bf16, fp16 or powersgd:RANK", metavar="NAME")
     add("--devices", int, "number of ranks", f"every accelerator, or {DEFAULT_SIMULATED_DEVICES} simulated devices")
     parser.add_argument("--simulate", action="store_true", help="use simulated CPU devices even beside accelerators")
     add("--model", str, "byte, lm_9m, small, medium, large, xl, seed_xl or 2.7b", metavar="NAME")
@@ -106,6 +119,15 @@ def add_parser(commands: Any) -> None:
     add("--seed", int, "of the initial parameters and the order of the text")
     add("--eval-every", int, "steps between validations; 0: at the end only")
     add("--eval-batches", int, "held-out batches of each validation")
+    add("--checkpoint", str, "folder for checkpoints; the last step is always saved", "none is saved", "DIR")
+    add("--checkpoint-every", int, "steps between checkpoints; 0: at the end only")
+    add("--keep", int, "checkpoints to keep, the newest")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest checkpoint, on any number of ranks and with any strategy; from step 0 if "
+        "--checkpoint holds none yet, so that one command starts and restarts",
+    )
     parser.set_defaults(run=run)
 
 
@@ -121,6 +143,8 @@ def run(arguments: argparse.Namespace) -> None:
     from .train_console import TrainConsole
     from .train_loop import train
 
+    if options.checkpoint is not None:
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax's; what fails is raised as well
     console = TrainConsole(options.steps)
     try:
         with console:

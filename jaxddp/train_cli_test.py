@@ -9,10 +9,13 @@ from dataclasses import fields
 from typing import Any
 
 import jax
+import optax
 import pytest
 
+import jaxddp
 from jaxddp.__main__ import main
-from jaxddp.models import SIZES
+from jaxddp.checkpoint import Checkpoints
+from jaxddp.models import SIZES, build
 from jaxddp.strategy import STRATEGIES
 from jaxddp.train_cli import OPTIMIZERS, TrainOptions, add_parser
 
@@ -54,6 +57,9 @@ BAD_INPUT = {
     "train --learning-rate 0": "learning_rate (=0.0) must be a positive finite number",
     "train --learning-rate inf": "learning_rate (=inf) must be a positive finite number",
     "train --max-grad-norm nan": "max_grad_norm (=nan) must be positive",
+    "train --resume": "resume (=True) must come with checkpoint, the folder to go on from",
+    "train --checkpoint-every -1": "checkpoint_every (=-1) must not be negative; 0 saves at the end only",
+    "train --keep 0": "keep (=0) must be a positive integer",
     "train --quick": "unrecognized arguments: --quick",
     "train --dev 2": "unrecognized arguments: --dev 2",
     # 16 devices, where this process has started with 8.
@@ -128,6 +134,7 @@ def test_every_option_is_on_the_command_line_with_its_default(monkeypatch):
         "data": "x",
         "model": "xl",
         "bucket_mb": 1.5,
+        "compression": "bf16",
         "batch_size": 12,
         "microbatches": 3,
         "learning_rate": 0.5,
@@ -136,10 +143,15 @@ def test_every_option_is_on_the_command_line_with_its_default(monkeypatch):
         "seed": 9,
         "eval_every": 11,
         "eval_batches": 13,
+        "checkpoint": "y",
+        "checkpoint_every": 17,
+        "keep": 19,
+        "resume": True,
     }
     assert set(everything) == {field.name for field in fields(TrainOptions)}
-    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in everything.items() if name != "simulate"]
-    assert main(["train", "--simulate", *arguments]) == 0
+    switches = ("simulate", "resume")
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in everything.items() if name not in switches]
+    assert main(["train", "--simulate", "--resume", *arguments]) == 0
     assert seen == [TrainOptions(), TrainOptions(**everything)]
 
 
@@ -179,8 +191,8 @@ def test_program_in_a_pipe():
     assert re.fullmatch(r"median [\d,]+ ms \(p10 [\d,]+, p90 [\d,]+\); compiled in [\d.]+ s", summary["step time"])
 
 
-def test_interrupt_is_one_line_and_status_130():
-    arguments = "--devices 1 --steps 1000 --batch-size 1"
+def test_interrupt_is_one_line_and_status_130_and_what_is_saved_is_whole(tmp_path):
+    arguments = f"--devices 1 --steps 1000 --batch-size 1 --checkpoint {tmp_path} --checkpoint-every 1 --resume"
     with subprocess.Popen(
         [*TRAIN, *arguments.split()], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -196,6 +208,12 @@ def test_interrupt_is_one_line_and_status_130():
     assert process.returncode == 130
     assert re.fullmatch(r"interrupted after \d+ of 1000 steps\n", error)
     assert "throughput" not in output
+    loss_fn, params = build("byte")
+    trainer = jaxddp.Trainer(loss_fn, optax.adamw(1e-3, weight_decay=0.01), jaxddp.zero1(), jaxddp.data_mesh(2))
+    with Checkpoints(tmp_path) as checkpoints:
+        state, position = checkpoints.restore(trainer, params)
+    assert int(state.step) == position["examples"] >= 1
+    assert all(path.name.isdecimal() for path in tmp_path.iterdir())
 
 
 def test_parser_is_added_by_name():

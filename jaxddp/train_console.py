@@ -102,6 +102,7 @@ class TrainConsole:
                 f"{_nats_and_bits(summary.validation_loss)}, over {summary.num_validation_bytes:,} held-out bytes"
             )
         cap = "" if options.bucket_mb is None else f", buckets of at most {options.bucket_mb:g} MiB"
+        first = f"{summary.first_loss:.3f} nats at step {summary.first_step}"
         rows: list[tuple[str, str | Text]] = [
             ("model", f"{options.model}: {summary.num_params:,} parameters, {_mib(summary.params_bytes)}"),
             ("optimizer", f"{options.optimizer}, learning rate {options.learning_rate:g}"),
@@ -109,7 +110,7 @@ class TrainConsole:
             ("ranks", summary.devices),
             ("strategy", options.strategy + cap),
             ("collectives", collectives),
-            ("loss", f"{summary.first_loss:.3f} nats at step 1, {summary.last_loss:.3f} at step {options.steps}"),
+            ("loss", f"{first}, {summary.last_loss:.3f} at step {options.steps}"),
             ("validation", validation),
             ("step time", f"{summary.step_timings}; compiled in {summary.compile_s:.1f} s"),
             ("throughput", f"{summary.tokens_per_s:,.0f} tokens/s ({options.batch_size} x {summary.context} per step)"),

@@ -136,3 +136,7 @@ def test_the_step_that_was_reached_is_kept():
     assert console.num_steps_taken == 0
     console.on_step(StepReport(3, 5.0, None, 10.0))
     assert console.num_steps_taken == 3
+
+
+def test_a_resumed_run_names_its_own_first_step():
+    assert "loss         5.500 nats at step 31, 2.500 at step 60\n" in shown(False, summary=make_summary(first_step=31))

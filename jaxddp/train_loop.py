@@ -1,17 +1,18 @@
 """A whole training run of a language model, without a console.
 
-``train`` reads text, starts the ranks, compiles the step, takes ``steps`` of them and validates in between; it reports
-through two functions and returns a summary. A step trains on ``batch_size x context`` tokens, split evenly over the
-ranks; what it communicates is the strategy's affair, and is read back from the compiled program.
+``train`` reads text, starts the ranks, compiles the step, takes ``steps`` of them, and validates and saves in between;
+it reports through two functions and returns a summary. A step trains on ``batch_size x context`` tokens, split evenly
+over the ranks; what it communicates is the strategy's affair, and is read back from the compiled program.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import optax
@@ -19,6 +20,7 @@ from jax.sharding import Mesh
 
 from .allocator import keep_freed_memory
 from .clock import Timings, stopwatch, summarize
+from .compression import make_compression
 from .data import Batch, Corpus
 from .mesh import data_mesh, mesh_of_machine, simulate_devices
 from .models import SIZES, TransformerConfig, build
@@ -26,6 +28,9 @@ from .schedule import gradient_collectives
 from .strategy import STRATEGIES, Strategy, make_strategy
 from .train import Trainer, TrainState
 from .train_cli import DEFAULT_SIMULATED_DEVICES, TrainOptions
+
+if TYPE_CHECKING:
+    from .checkpoint import Checkpoints
 
 NUM_BYTE_VALUES = 256
 
@@ -59,6 +64,7 @@ class TrainSummary:
     validation_loss: float | None
     num_validation_bytes: int
     step_timings: Timings
+    first_step: int = 1  # of this run, which may go on with another
 
     @property
     def as_planned(self) -> bool:
@@ -106,33 +112,40 @@ def train(
         num_microbatches=options.microbatches,
         max_grad_norm=options.max_grad_norm,
     )
-    state = trainer.init(params, seed=options.seed)
     num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
     params_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    del params  # the state holds copies
     say(f"{options.model} ({num_params:,} parameters) on {describe_devices(mesh)}, {strategy.name}")
     say(f"text: {corpus.source}, {corpus.num_bytes:,} bytes")
 
-    batch = corpus.batch(0, options.batch_size, seed=options.seed)
-    planned = trainer.planned(state, batch)
-    program, compile_s = stopwatch(trainer.compile, state, batch)
-    compiled = gradient_collectives(program)
-    say(f"compiled in {compile_s:.1f} s")
+    with _open_checkpoints(options) as checkpoints:
+        state, num_earlier_batches = _start(trainer, params, options, corpus, checkpoints, say)
+        del params  # the state holds copies
+        num_earlier_steps = int(state.step)
 
-    held_out = list(corpus.validation_batches(options.batch_size, options.eval_batches))
-    tokens_per_step = options.batch_size * config.context
-    losses, step_seconds = [], []
-    validation_loss: float | None = None
-    for step in range(options.steps):
-        batch = corpus.batch(step, options.batch_size, seed=options.seed)
-        (state, metrics), seconds = stopwatch(trainer.step, state, batch)
-        losses.append(float(metrics["loss"]))
-        step_seconds.append(seconds)
-        is_last = step + 1 == options.steps
-        is_due = options.eval_every and (step + 1) % options.eval_every == 0
-        validation_loss = _mean_loss(trainer, state, held_out) if is_due or is_last else None
-        tokens_per_s = tokens_per_step / summarize(step_seconds[-20:]).median_ms * 1e3
-        on_step(StepReport(step + 1, losses[-1], validation_loss, tokens_per_s))
+        batch = corpus.batch(0, options.batch_size, seed=options.seed)
+        planned = trainer.planned(state, batch)
+        program, compile_s = stopwatch(trainer.compile, state, batch)
+        compiled = gradient_collectives(program)
+        say(f"compiled in {compile_s:.1f} s")
+
+        held_out = list(corpus.validation_batches(options.batch_size, options.eval_batches))
+        tokens_per_step = options.batch_size * config.context
+        losses, step_seconds = [], []
+        validation_loss: float | None = None
+        for num_batches, step in enumerate(range(num_earlier_steps + 1, options.steps + 1), num_earlier_batches):
+            batch = corpus.batch(num_batches, options.batch_size, seed=options.seed)
+            (state, metrics), seconds = stopwatch(trainer.step, state, batch)
+            losses.append(float(metrics["loss"]))
+            step_seconds.append(seconds)
+            if checkpoints is not None and _is_due(step, options.checkpoint_every, options.steps):
+                checkpoints.save(trainer, state, data_position=_position(options, corpus, num_batches + 1))
+            is_validated = _is_due(step, options.eval_every, options.steps)
+            validation_loss = _mean_loss(trainer, state, held_out) if is_validated else None
+            tokens_per_s = tokens_per_step / summarize(step_seconds[-20:]).median_ms * 1e3
+            on_step(StepReport(step, losses[-1], validation_loss, tokens_per_s))
+        if checkpoints is not None:
+            checkpoints.wait()
+            say(f"checkpoints in {options.checkpoint}: steps {', '.join(map(str, checkpoints.steps()))}")
 
     return TrainSummary(
         options=options,
@@ -151,6 +164,7 @@ def train(
         validation_loss=validation_loss,
         num_validation_bytes=sum(batch["targets"].size for batch in held_out),
         step_timings=summarize(step_seconds),
+        first_step=num_earlier_steps + 1,
     )
 
 
@@ -162,6 +176,61 @@ def describe_devices(mesh: Mesh) -> str:
     if mesh.size == 1:
         return "1 CPU device"
     return f"{mesh.size} simulated CPU devices on {os.cpu_count()} cores"
+
+
+def _open_checkpoints(options: TrainOptions) -> contextlib.AbstractContextManager[Checkpoints | None]:
+    if options.checkpoint is None:
+        return contextlib.nullcontext()
+    from .checkpoint import Checkpoints  # only now: few runs need Orbax, and its import takes as long as a step
+
+    return Checkpoints(options.checkpoint, keep=options.keep)
+
+
+def _start(
+    trainer: Trainer,
+    params: Any,
+    options: TrainOptions,
+    corpus: Corpus,
+    checkpoints: Checkpoints | None,
+    say: Callable[[str], None],
+) -> tuple[TrainState, int]:
+    """Makes the state to start from, and counts the batches before it."""
+    taken = None if checkpoints is None else checkpoints.latest_step()
+    if checkpoints is None or taken is None:
+        if options.resume:
+            say(f"no checkpoint in {options.checkpoint} yet: starting at step 0")
+        return trainer.init(params, seed=options.seed), 0
+    if not options.resume:
+        raise ValueError(f"checkpoint (={options.checkpoint!r}) holds step {taken}: resume, or choose another folder")
+    about = checkpoints.about()
+    if taken >= options.steps:
+        raise ValueError(f"steps (={options.steps}) must be above {taken}, those that the checkpoint has taken")
+    saved, here = about["data_position"], _position(options, corpus, 0)
+    if not isinstance(saved, dict) or saved.keys() != here.keys():
+        raise ValueError(f"data_position (={saved!r}) of the checkpoint of step {taken} must be one of this program")
+    for name in ("seed", "text_bytes"):
+        if here[name] != saved[name]:
+            raise ValueError(
+                f"{name} (={here[name]}) must be {saved[name]}, as in the checkpoint, to go on in the data"
+            )
+    if saved["examples"] % options.batch_size:
+        raise ValueError(f"batch_size (={options.batch_size}) must divide the examples taken (={saved['examples']})")
+    state, _ = checkpoints.restore(trainer, params)
+    say(f"resumed at step {taken}, which {about['strategy']} saved on {about['num_ranks']} ranks")
+    return state, saved["examples"] // options.batch_size
+
+
+def _position(options: TrainOptions, corpus: Corpus, num_batches: int) -> dict[str, int]:
+    """Says where in the data training is: after so many examples of this order of this text."""
+    return {
+        "examples": num_batches * options.batch_size,
+        "seed": options.seed,
+        "text_bytes": corpus.num_bytes,
+    }
+
+
+def _is_due(step: int, every: int, last: int) -> bool:
+    return step == last or (every > 0 and step % every == 0)
 
 
 def _mean_loss(trainer: Trainer, state: TrainState, batches: list[Batch]) -> float | None:
@@ -190,12 +259,13 @@ def _config(model: str) -> TransformerConfig:
 
 
 def _make_strategy(options: TrainOptions) -> Strategy:
+    compression = make_compression(options.compression)
     if options.bucket_mb is None:
-        return make_strategy(options.strategy)
+        return make_strategy(options.strategy, compression=compression)
     factory = STRATEGIES.get(options.strategy)
     if factory is not None and "bucket_mb" not in inspect.signature(factory).parameters:
         raise ValueError(f"strategy {options.strategy!r} has no buckets: leave out bucket_mb (={options.bucket_mb:g})")
-    return make_strategy(options.strategy, bucket_mb=options.bucket_mb)
+    return make_strategy(options.strategy, bucket_mb=options.bucket_mb, compression=compression)
 
 
 def _make_optimizer(options: TrainOptions) -> optax.GradientTransformation:

@@ -1,12 +1,18 @@
 import os
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
+import jaxddp
 from jaxddp import train_loop
-from jaxddp.models import SIZES, TransformerConfig
+from jaxddp.checkpoint import Checkpoints
+from jaxddp.host_state import to_host
+from jaxddp.models import SIZES, TransformerConfig, cross_entropy
 from jaxddp.train_cli import TrainOptions
 from jaxddp.train_loop import StepReport, train
 
@@ -156,3 +162,124 @@ def test_seed_reaches_parameters_and_data(small, monkeypatch):
     with pytest.raises(Stop):
         train(small(seed=7))
     assert seeds == [7, 7]
+
+
+# Checkpoints
+
+
+def bigram_loss(params, batch):
+    logits = params["embedding"][batch["tokens"]] @ params["head"]
+    return cross_entropy(logits, batch["targets"])
+
+
+@pytest.fixture
+def bigram(small, monkeypatch):
+    """Makes options of runs in float64, so that what ranks and strategies change is seen to be rounding."""
+
+    def build(model, seed):
+        rng = np.random.default_rng(seed)
+        params = {"embedding": rng.normal(size=(256, 20)), "head": rng.normal(size=(20, 256))}
+        return bigram_loss, jax.tree.map(jnp.asarray, params)
+
+    monkeypatch.setattr(train_loop, "build", build)
+    with jax.enable_x64(True):
+        yield partial(small, eval_every=0, eval_batches=1)
+
+
+def saved_state(folder, step):
+    """The canonical arrays of a checkpoint, whoever saved it."""
+    loss_fn, params = train_loop.build("small_bytes", seed=0)
+    trainer = jaxddp.Trainer(loss_fn, optax.adamw(1e-2, weight_decay=0.01), jaxddp.naive(), jaxddp.data_mesh(1))
+    with Checkpoints(folder) as checkpoints:
+        return dict(to_host(trainer, checkpoints.restore(trainer, params, step=step)[0]))
+
+
+def test_a_resumed_run_ends_where_the_uninterrupted_one_does(bigram, text, tmp_path):
+    run = partial(bigram, data=text, optimizer="adamw", learning_rate=1e-2, batch_size=24)
+    whole: list[StepReport] = []
+    summary = train(run(steps=7, devices=1, strategy="naive", checkpoint=str(tmp_path / "whole")), on_step=whole.append)
+    assert summary.first_step == 1
+    parts: list[StepReport] = []
+    lines: list[str] = []
+    folder = str(tmp_path / "parts")
+    for options in (
+        {"steps": 2, "devices": 8, "strategy": "zero3"},
+        {"steps": 5, "devices": 3, "strategy": "bucketed", "checkpoint_every": 2},
+        {"steps": 7, "devices": 2, "strategy": "zero1", "microbatches": 3, "keep": 2},
+    ):
+        summary = train(run(checkpoint=folder, resume=True, **options), lines.append, parts.append)
+    assert [report.step for report in parts] == [report.step for report in whole] == list(range(1, 8))
+    # Float64: sums over ranks and micro-batches in another order, seven steps of AdamW.
+    assert [report.loss for report in parts] == pytest.approx([report.loss for report in whole], abs=1e-12)
+    assert summary.first_step == 6 and summary.first_loss == parts[5].loss
+    expected = saved_state(tmp_path / "whole", 7)
+    for name, array in saved_state(folder, 7).items():
+        np.testing.assert_allclose(array, expected[name], rtol=0, atol=1e-12, err_msg=name)
+    assert [line for line in lines if "step" in line] == [
+        f"no checkpoint in {folder} yet: starting at step 0",
+        f"checkpoints in {folder}: steps 2",
+        "resumed at step 2, which zero3 saved on 8 ranks",
+        f"checkpoints in {folder}: steps 2, 4, 5",
+        "resumed at step 5, which bucketed saved on 3 ranks",
+        f"checkpoints in {folder}: steps 5, 7",
+    ]
+
+
+def test_another_batch_size_goes_on_in_the_data_where_the_last_one_stopped(bigram, text, tmp_path, monkeypatch):
+    asked: list[tuple[int, int]] = []
+    real_batch = train_loop.Corpus.batch
+
+    def batch(self, step, batch_size, **options):
+        asked.append((step, batch_size))
+        return real_batch(self, step, batch_size, **options)
+
+    run = partial(bigram, data=text, checkpoint=str(tmp_path), resume=True)
+    train(run(steps=4, batch_size=6))
+    monkeypatch.setattr(train_loop.Corpus, "batch", batch)
+    train(run(steps=6, batch_size=12))
+    assert asked == [(0, 12), (2, 12), (3, 12)]  # the first is compiled for
+
+
+def test_an_interrupted_run_leaves_whole_checkpoints(bigram, text, tmp_path):
+    folder = tmp_path / "checkpoints"
+
+    def interrupt(report):
+        if report.step == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(bigram(data=text, checkpoint=str(folder), checkpoint_every=2), on_step=interrupt)
+    assert sorted(path.name for path in folder.iterdir()) == ["2", "4"]
+    lines: list[str] = []
+    train(bigram(data=text, steps=5, checkpoint=str(folder), resume=True), lines.append)
+    assert "resumed at step 4, which bucketed saved on 2 ranks" in lines
+
+
+def test_what_does_not_fit_the_checkpoint_is_refused(bigram, text, tmp_path):
+    run = partial(bigram, data=text, checkpoint=str(tmp_path), steps=3)
+    train(run(resume=True))
+    other = tmp_path / "other.txt"
+    other.write_bytes(b"Another text. " * 200)
+    for changes, reason in [
+        ({}, rf"checkpoint \(='{tmp_path}'\) holds step 3: resume, or choose another folder"),
+        ({"steps": 3}, r"steps \(=3\) must be above 3, those that the checkpoint has taken"),
+        ({"seed": 1}, r"seed \(=1\) must be 0, as in the checkpoint, to go on in the data"),
+        ({"data": str(other)}, r"text_bytes \(=2800\) must be 9200, as in the checkpoint, to go on in the data"),
+        ({"batch_size": 16}, r"batch_size \(=16\) must divide the examples taken \(=24\)"),
+        ({"optimizer": "adam"}, "is of another optimizer: optimizer state '0.count' is missing there and int32"),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            train(run(**{"steps": 5, "resume": bool(changes), **changes}))
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.steps() == [3]
+
+
+def test_a_checkpoint_that_another_program_saved_is_refused(bigram, text, tmp_path):
+    loss_fn, params = train_loop.build("small_bytes", seed=0)
+    trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), jaxddp.naive(), jaxddp.data_mesh(1))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(trainer, trainer.init(params), data_position=17)
+    with pytest.raises(
+        ValueError, match=r"data_position \(=17\) of the checkpoint of step 0 must be one of this program"
+    ):
+        train(bigram(data=text, checkpoint=str(tmp_path), resume=True))

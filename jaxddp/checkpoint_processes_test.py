@@ -1,0 +1,64 @@
+"""Several processes over Gloo on loopback save together, restore together, and one process goes on alone."""
+
+import subprocess
+import sys
+
+import jax
+
+from jaxddp.checkpoint import Checkpoints
+from jaxddp.checkpoint_test import BATCH, advance, assert_close, dict_of, make_params, trainer_of, uninterrupted
+from jaxddp.mesh_test import free_port
+
+NUM_PROCESSES = 2
+
+WORKER = """
+import sys
+import jax
+import jaxddp
+
+address, process_id, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_num_cpu_devices", 2)
+jaxddp.start_process(address, 2, process_id)
+
+from jaxddp.checkpoint import Checkpoints
+from jaxddp.checkpoint_test import BATCH, batch_of, make, make_params
+
+def step(trainer, state, position):
+    mine = slice(process_id * BATCH // 2, (process_id + 1) * BATCH // 2)
+    return trainer.step(state, {name: array[mine] for name, array in batch_of(position).items()})[0]
+
+with Checkpoints(folder) as checkpoints:
+    sharded = make(jaxddp.zero3(min_shard_elements=8))
+    state = step(sharded, sharded.init(make_params()), 0)
+    checkpoints.save(sharded, state, data_position=BATCH)
+    whole = make(jaxddp.bucketed())
+    state, position = checkpoints.restore(whole, make_params())
+    checkpoints.save(whole, step(whole, state, position), data_position=position + BATCH)
+print(sharded.num_ranks)
+"""
+
+
+def test_processes_save_and_restore_as_one(tmp_path):
+    command = [sys.executable, "-c", WORKER, f"127.0.0.1:{free_port()}"]
+    processes = [
+        subprocess.Popen([*command, str(i), str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for i in range(NUM_PROCESSES)
+    ]
+    try:
+        outputs = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (output, errors) in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, errors
+        assert output.splitlines()[-1] == "4"
+    with jax.enable_x64(True), Checkpoints(tmp_path) as checkpoints:
+        trainer = trainer_of("bucketed on 3")
+        for step, strategy in ((1, "zero3"), (2, "bucketed")):
+            assert checkpoints.about(step)["strategy"] == strategy
+            state, position = checkpoints.restore(trainer, make_params(), step=step)
+            assert position == step * BATCH
+            assert_close(dict_of(trainer, state), uninterrupted(step))
+        state, _ = advance(trainer, state, position, 1)
+        assert_close(dict_of(trainer, state), uninterrupted(3))

@@ -1,0 +1,43 @@
+"""Weights that jaxddp trained in shards, checkpointed and exported are torchref's after one file."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import torch
+
+import jaxddp
+import torchref.interop
+import torchref.models
+from jaxddp.checkpoint import Checkpoints
+from jaxddp.interop import from_numpy, to_numpy
+from jaxddp.models import build
+from jaxddp.weights import export_weights, load_weights
+
+
+def test_a_checkpoint_goes_on_in_torch(tmp_path):
+    with jax.enable_x64(True):
+        loss_fn, params = build("toy")
+        params = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), params)
+        rng = np.random.default_rng(0)
+        batch = {"x": rng.normal(size=(8, 10)), "y": rng.normal(size=(8, 5))}
+        on_4 = jaxddp.Trainer(loss_fn, optax.adam(0.1), jaxddp.zero3(min_shard_elements=0), jaxddp.data_mesh(4))
+        on_1 = jaxddp.Trainer(loss_fn, optax.adam(0.1), jaxddp.naive(), jaxddp.data_mesh(1))
+        state, _ = on_4.step(on_4.init(params), batch)
+        with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+            checkpoints.save(on_4, state)
+            state, _ = checkpoints.restore(on_1, params)
+        export_weights(tmp_path / "weights.npz", to_numpy(on_1.params(state)))
+        expected = float(on_1.evaluate(state, batch))
+
+        module = torchref.interop.from_numpy(
+            load_weights(tmp_path / "weights.npz"), torchref.models.build("toy").double()
+        )
+        loss = torchref.models.loss_fn(module, {name: torch.from_numpy(array) for name, array in batch.items()})
+        assert abs(loss.item() - expected) < 1e-12  # float64, the frameworks sum in another order
+        assert expected < float(loss_fn(params, batch)) - 0.01
+
+        export_weights(tmp_path / "back.npz", torchref.interop.to_numpy(module))
+        jax.tree.map(
+            np.testing.assert_array_equal, from_numpy(load_weights(tmp_path / "back.npz"), params), on_1.params(state)
+        )
