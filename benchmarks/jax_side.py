@@ -142,6 +142,9 @@ class _Peer:
         self._program = self._step.lower(self.state, batch).compile()
         self.compiled = jaxddp.gradient_collectives(self._program)
 
+    def params(self) -> Any:
+        return self.state.params
+
     def step(self, index: int) -> StepMetrics:
         batch = jax.device_put(self._batches[index], self._by_rank)
         self.state, metrics = jax.block_until_ready(self._program(self.state, batch))

@@ -100,7 +100,7 @@ def _strategy(setup: Setup, spec: StrategySpec, module: nn.Module, wire: compres
     return torchref.make_strategy(spec.name, module, compression=wire, **options)
 
 
-def _adamw(setup: Setup) -> dict[str, float]:
+def _adamw(setup: Setup) -> dict[str, Any]:
     return {"lr": setup.learning_rate, "weight_decay": 0.01}
 
 
@@ -113,7 +113,7 @@ class _Run:
         self.planned = planned_collectives(net) if isinstance(net, torchref.DataParallel) else []
         self.issued: list[tuple[str, int]] = []
         shards_its_own = isinstance(net, torchref.ZeRO1)
-        optimizer = net if shards_its_own else torch.optim.AdamW(self.module.parameters(), **_adamw(setup))
+        optimizer: Any = net if shards_its_own else torch.optim.AdamW(self.module.parameters(), **_adamw(setup))
         self._trainer, self._batches = torchref.Trainer(loss_fn, optimizer, net), batches
 
     def weights(self) -> dict[str, np.ndarray]:

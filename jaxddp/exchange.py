@@ -130,7 +130,8 @@ def launch(
             ready = lax.optimization_barrier(ready)
         rank = lax.axis_index(axis)
         unsent = {name: route.own(x * num_ranks, num_ranks, rank) for name, x in ready.items() if name not in planned}
-        totals, zero = [], jnp.int32(0)
+        totals: list[jax.Array] = []
+        zero = jnp.int32(0)
         for index, bucket in enumerate(plan.buckets):
             # XLA reduces buckets that it can prove equal, such as the biases of parallel branches, only once. A barrier
             # with a number makes them differ; the number comes out unknown to XLA and is used, or it would be dropped.

@@ -233,7 +233,7 @@ def _of_each_shape(
     names: dict[tuple[int, ...], list[str]] = {}
     for name, matrix in matrices.items():
         names.setdefault(matrix.shape, []).append(name)
-    found = {}
+    found: dict[str, jax.Array] = {}
     for alike in names.values():
         found.update(zip(alike, function(jnp.stack([matrices[name] for name in alike])), strict=True))
     return found

@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .state_layout import Leaf
 
 
-def place(tree: Any, layout: Any, mesh: Mesh) -> Any:
+def place(tree: Any, layout: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Copies arrays onto the ranks; no device holds more of a leaf than it is to keep.
 
     Args:
@@ -27,7 +27,7 @@ def place(tree: Any, layout: Any, mesh: Mesh) -> Any:
     return jax.tree.map(partial(_place, mesh), tree, layout)
 
 
-def whole(tree: Any, layout: Any, mesh: Mesh) -> Any:
+def whole(tree: Any, layout: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Undoes ``place``: every rank gets a copy of every whole leaf.
 
     Args:
@@ -44,17 +44,17 @@ def whole(tree: Any, layout: Any, mesh: Mesh) -> Any:
     return jax.tree.unflatten(structure, unjoined)
 
 
-def _place(mesh: Mesh, array: Any, leaf: Leaf) -> jax.Array:
+def _place(mesh: Mesh | AbstractMesh, array: Any, leaf: Leaf) -> jax.Array:
     sharding = NamedSharding(mesh, leaf.spec(str(mesh.axis_names[0])))
     if leaf.cut is None and jax.process_count() == 1:
         # Copied first: device_put may hand on the caller's own buffer, which the first step would then donate.
         return jax.device_put(jnp.array(array, leaf.dtype, copy=True), sharding)
-    held = np.asarray(array, leaf.dtype)
+    held: Any = np.asarray(array, leaf.dtype)
     held = held if leaf.cut is None else leaf.cut.join(held)
     return jax.make_array_from_callback(held.shape, sharding, lambda index: held[index])
 
 
-def place_by_rank(tree: Any, mesh: Mesh) -> Any:
+def place_by_rank(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Puts each rank's own part of arrays onto it.
 
     Args:

@@ -146,7 +146,9 @@ class Programs:
         if key in self._alone:
             return self._alone[key]
         if self._rank_step.strategy.stage > 0:
-            whole = Programs(replace(self._rank_step, strategy=Strategy("whole", BucketPlan)), self._mesh)
+            whole = Programs(
+                replace(self._rank_step, strategy=Strategy("whole", lambda tensors: BucketPlan(()))), self._mesh
+            )
             self._alone[key] = whole.start_step_alone(whole.describe(self.layout(state).whole()).held(), batch)
             return self._alone[key]
         trace = self._trace(abstract(state), abstract(batch))
@@ -203,9 +205,8 @@ class Programs:
         self, mesh: Mesh | AbstractMesh, on_rank: Callable[..., Any], donated: tuple[int, ...], state: Any, batch: Any
     ) -> tuple[Callable[..., Any], tuple[Any, Any], dict[str, Any]]:
         """A function on ranks as one over a mesh, its arguments, and the options to compile it with."""
-        ins, outs = self._specs(state), PartitionSpec()
-        if donated:
-            outs = (ins[0], outs)
+        ins, metrics = self._specs(state), PartitionSpec()
+        outs = (ins[0], metrics) if donated else metrics
         in_shardings, out_shardings = jax.tree.map(partial(NamedSharding, mesh), (ins, outs))
         options = {
             "in_shardings": in_shardings,

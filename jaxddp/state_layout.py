@@ -82,11 +82,12 @@ class StateLayout:
     opt_state: Any
     memory: Any = ()
 
-    def specs(self, axis: str) -> TrainState:
-        """Gives the ``PartitionSpec`` of each leaf of a state."""
+    def specs(self, axis: str) -> Any:
+        """Gives a ``TrainState`` of the ``PartitionSpec`` of each leaf."""
         params, opt_state = jax.tree.map(lambda leaf: leaf.spec(axis), (self.params, self.opt_state))
         memory = jax.tree.map(lambda array: PartitionSpec(axis), self.memory)
-        return TrainState(PartitionSpec(), params, opt_state, PartitionSpec(), memory)
+        whole: Any = PartitionSpec()
+        return TrainState(whole, params, opt_state, whole, memory)
 
     def whole(self) -> Any:
         """Describes the model: its parameters, whole."""

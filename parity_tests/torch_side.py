@@ -55,7 +55,7 @@ def _wrap(case: Case, module: torch.nn.Module) -> tuple[Any, Any, torch.optim.Op
     if strategy.name in ("zero1", "zero2"):
         groups = _groups(case.optimizer, module, matrices)
         options = strategy.torch_options | kwargs | {"optimizer_cls": optimizer_cls, "params": groups}
-        net = torchref.make_strategy(strategy.name, module, **options)
+        net: Any = torchref.make_strategy(strategy.name, module, **options)
         return net, net, net.optimizer
     options = {"shard_types": SHARD_TYPES} if strategy.name == "zero3" else strategy.torch_options
     net = torchref.make_strategy(strategy.name, module, **options)

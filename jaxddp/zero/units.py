@@ -53,6 +53,8 @@ def layer(fn: Callable[..., Any]) -> Callable[..., Any]:
     def unit(*args: Any, **kwargs: Any) -> Any:
         if not _marking.get():
             return fn(*args, **kwargs)
+        leaves: list[Any]
+        structure: Any
         leaves, structure = jax.tree.flatten((args, kwargs))
         is_array = [isinstance(leaf, jax.Array | jax.core.Tracer) for leaf in leaves]
 

@@ -1,0 +1,162 @@
+"""The memory benchmark's variants: each strategy's step compiled and read, and, where a device counts, allocated.
+
+Memory of one variant must not be taken for another's, so nothing is shared between them: a step for a target is
+compiled in a process of its own anyway, one for this machine's CPU or allocated on its GPUs is so here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jaxddp  # first: it imports JAX without what plugins print whose devices are not there
+
+# isort: split
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxddp import targets
+from jaxddp.memory import StepMemory, allocated_bytes, padding_share, step_memory
+from jaxddp.models import SIZES, TransformerConfig, abstract
+from jaxddp.quiet_start import devices
+from torchref.launch import launch
+
+CPU = "cpu"
+TIMEOUT_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is compiled.
+
+    Attributes:
+        model: Name of a size of the transformer.
+        target: What for: a target, or ``cpu:N`` for N simulated devices.
+        num_ranks: Its devices.
+        strategies: Names in ``STRATEGIES``.
+        batch_size: Sequences of the global batch.
+    """
+
+    model: str
+    target: str
+    num_ranks: int
+    strategies: tuple[str, ...]
+    batch_size: int
+
+    @property
+    def config(self) -> TransformerConfig:
+        """The model's sizes."""
+        return SIZES[self.model]
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is compiled for this machine."""
+        return self.target.startswith(f"{CPU}:")
+
+
+class Read(NamedTuple):
+    """What a compiled step says.
+
+    Attributes:
+        memory: Of each device.
+        padding: How much more the shards of its state take than 1/N.
+    """
+
+    memory: StepMemory
+    padding: float
+
+
+class Allocation(NamedTuple):
+    """What an allocator says, in bytes of one device.
+
+    Attributes:
+        device: Its name.
+        num_ranks: Devices that took part.
+        after_init: In use, beside what was before.
+        peak: At most until two steps were done: a step is one program, of which it sees no parts.
+        after_step: In use afterwards.
+    """
+
+    device: str
+    num_ranks: int
+    after_init: int
+    peak: int
+    after_step: int
+
+
+def read_all(setup: Setup) -> Iterator[tuple[str, Read]]:
+    """Compiles every variant and reads it.
+
+    Args:
+        setup: What to compile.
+
+    Yields:
+        Each strategy's name and what was read, in the setup's order.
+
+    Raises:
+        ValueError: If a step cannot be compiled.
+    """
+    if setup.is_here:
+        for name in setup.strategies:
+            yield name, launch(_read_here, setup, name, num_ranks=1, timeout_s=TIMEOUT_S)[0]
+        return
+    pending = {}
+    for name in setup.strategies:
+        trainer, state, batch = _trainer(setup, name, targets.mesh(setup.target))
+        pending[name] = trainer, state, trainer.start_compile(state, batch)
+    for name, (trainer, state, compilation) in pending.items():
+        yield name, Read(step_memory(compilation.result(), state), padding_share(trainer.layout(state)))
+
+
+def allocate(setup: Setup, name: str) -> Allocation | str:
+    """Takes two steps on this machine's accelerators, in a process of their own.
+
+    Args:
+        setup: What to train.
+        name: The strategy.
+
+    Returns:
+        What the first device's allocator says, or why it says nothing.
+    """
+    return launch(_allocate_here, setup, name, num_ranks=1, timeout_s=TIMEOUT_S)[0]
+
+
+def _read_here(setup: Setup, name: str) -> Read:
+    jaxddp.simulate_devices(setup.num_ranks)
+    trainer, state, batch = _trainer(setup, name, jaxddp.data_mesh(setup.num_ranks))
+    return Read(step_memory(trainer.compile(state, batch), state), padding_share(trainer.layout(state)))
+
+
+def _allocate_here(setup: Setup, name: str) -> Allocation | str:
+    first, *others = devices()
+    before = allocated_bytes(first)
+    if before is None:
+        return f"{first.platform} devices count no allocations"
+    num_ranks = min(setup.num_ranks, 1 + len(others))
+    trainer, described, batch = _trainer(setup, name, jaxddp.data_mesh(num_ranks))
+    state = trainer.init(_zeros(trainer.layout(described).whole()))
+    made = allocated_bytes(first)
+    for _ in range(2):
+        state, _ = jax.block_until_ready(trainer.step(state, _zeros(batch)))
+    after = allocated_bytes(first)
+    assert made is not None and after is not None
+    start = before.in_use_bytes
+    return Allocation(
+        first.device_kind, num_ranks, made.in_use_bytes - start, after.peak_bytes - start, after.in_use_bytes - start
+    )
+
+
+def _trainer(setup: Setup, name: str, mesh: Mesh | AbstractMesh) -> tuple[jaxddp.Trainer, jaxddp.TrainState, Any]:
+    loss_fn, params = abstract(setup.model, layer=jaxddp.layer)
+    trainer = jaxddp.Trainer(loss_fn, optax.adamw(1e-3), jaxddp.make_strategy(name), mesh)
+    sequences = setup.batch_size // setup.num_ranks * trainer.num_ranks
+    tokens = jax.ShapeDtypeStruct((sequences, setup.config.context), jnp.int32)
+    return trainer, trainer.abstract_state(params), {"tokens": tokens, "targets": tokens}
+
+
+def _zeros(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), tree)
