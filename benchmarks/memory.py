@@ -2,7 +2,7 @@
 
 Three moments, as the blog's table has them: after initialisation, before the step's update and after the step. What
 lives across steps must agree with its formula to the byte; of what comes and goes in between, the formulas say what
-has to be there at least, and the table how far the compiled program is from it.
+cannot be done without, and the table how far the compiled program is from that.
 
     python -m benchmarks memory --model seed_xl --target h100:2
 """
@@ -105,7 +105,7 @@ def run_memory(folder: Path, console: Console, setup: Setup) -> bool:
 
 
 def formulas(setup: Setup, name: str) -> dict[str, int]:
-    """Gives what each device has to hold: the state to the byte, and beside it what has to be there at the least.
+    """Gives what each device holds by formula: the state to the byte, and beside it what cannot be done without.
 
         before the update   what the backward needs of the forward; at stage 3 two gathered units
         after the step      gradients, those that are buckets in flight and those that are shards already
@@ -182,7 +182,7 @@ def _notes(read: dict[str, Read], allocated: dict[str, Allocation | str]) -> Ite
     )
     yield (
         "check: what lives across steps is as the formula says, to the byte; at the other moments how far the compiled"
-        " program is above what the formula says has to be there"
+        " program is from its formula"
     )
     for name, (memory, padding) in read.items():
         alive = max(memory.before_update.temporary, memory.after_step.temporary)

@@ -81,7 +81,7 @@ class StepMemory:
         after_init: The state alone.
         before_update: At the peak of the forward and backward.
         after_step: At the peak of what follows, as the update is made; then the state alone is left.
-        temporaries: As the compiler laid them out, the gaps between them included: at least the most of either peak.
+        temporaries: As the compiler laid them out, with the gaps between them: what the peaks need, and little more.
     """
 
     after_init: DeviceBytes
