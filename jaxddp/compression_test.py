@@ -19,11 +19,8 @@ from jaxddp.train_loop import train
 
 NUM_RANKS = 4
 SHAPES = {"a": (12, 10), "b": (10,), "c": (2, 3, 8)}  # factors of rank 2 are smaller than "a" and "c"
-BF16_ROUNDING, FP16_ROUNDING, FP16_LEAST = (
-    2.0**-8,
-    2.0**-11,
-    2.0**-25,
-)  # half of the last place; below 2^-24: half of it
+BF16_ROUNDING, FP16_ROUNDING = 2.0**-8, 2.0**-11  # half of the last place, of 8 and 11 bits
+FP16_LEAST = 2.0**-25  # half of the last place below 2^-14
 
 
 def linear_loss(params, batch):
@@ -114,7 +111,7 @@ def test_casts_work_in_a_users_own_shard_map():
 # PowerSGD
 
 
-@pytest.mark.parametrize("strategy", ["naive", "flat", "overlapped", "bucketed"])
+@pytest.mark.parametrize("strategy", ["naive", "flat", "overlapped"])
 def test_a_sum_of_low_rank_arrives_whole_whatever_its_summands_are(strategy):
     """Only the sum has rank 2: what cancels between ranks stays where it is, in their errors."""
     rng, grads = np.random.default_rng(0), gradients()
@@ -141,8 +138,7 @@ def weighted_loss(params, batch):
     return jaxddp.Weighted(each @ weight, weight.sum())
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2])
-@pytest.mark.parametrize("loss_fn", [linear_loss, weighted_loss])
+@pytest.mark.parametrize("loss_fn, num_microbatches", [(linear_loss, 2), (weighted_loss, 1)])
 def test_what_was_not_sent_is_in_the_errors_of_all_ranks(loss_fn, num_microbatches):
     strategy = jaxddp.bucketed(2e-4, compression=compression.powersgd(2))
     trainer = trainer_of(strategy, loss_fn=loss_fn, num_microbatches=num_microbatches)

@@ -64,6 +64,8 @@ def make_gather(axis: str, precision: Precision, *, sends: bool = True) -> Calla
 
     def _scatter(shards: list[Shard], grads: list[jax.Array]) -> list[jax.Array]:
         trained = [(shard, grad) for shard, grad in zip(shards, grads, strict=True) if shard.is_trained]
+        if not trained:
+            return [jnp.zeros_like(shard.local) for shard in shards]
         dtype = precision.reduce_dtype or shards[0].local.dtype
         with jax.named_scope(SYNC_SCOPE):
             buffer = _join([shard.cut.chunks(grad.astype(dtype)) for shard, grad in trained])

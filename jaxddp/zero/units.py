@@ -19,6 +19,7 @@ import jax
 from jax import lax
 from jax.extend import core
 
+from .links import Links
 from .shard import Shard
 from .unit import CHECKPOINTS, WRAPPERS, Gather, bind, run_unit
 
@@ -113,6 +114,7 @@ class _Run:
 
     def __init__(self, gather: Gather) -> None:
         self.gather = gather
+        self.links = Links()
 
     def jaxpr(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], last: int = -1) -> list[Any]:
         values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
@@ -125,7 +127,7 @@ class _Run:
         if not any(isinstance(value, Shard) for value in inputs):
             return bind(jaxpr, equation, inputs)
         if _is_unit(equation):
-            return run_unit(equation.params["jaxpr"], inputs, self.gather, keep=is_last)
+            return self.unit(equation.params["jaxpr"], inputs, keep=is_last)
         if (taken := _rows(equation, inputs)) is not None:
             return [taken]
         if equation.primitive.name == "scan":
@@ -133,6 +135,13 @@ class _Run:
         if equation.primitive.name in WRAPPERS:
             return self.wrapper(equation, inputs)
         return bind(jaxpr, equation, self.wholes(inputs))
+
+    def unit(self, program: core.ClosedJaxpr, inputs: list[Any], *, keep: bool) -> Sequence[Any]:
+        places = [place for place, value in enumerate(inputs) if isinstance(value, Shard)]
+        shards, waited = self.links.before([inputs[place].local for place in places])
+        linked = dict(zip(places, shards, strict=True))
+        inputs = [value.of(linked[place]) if place in linked else value for place, value in enumerate(inputs)]
+        return self.links.after(run_unit(program, inputs, self.gather, keep=keep), waited)
 
     def scan(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
         params = equation.params
@@ -150,13 +159,15 @@ class _Run:
             slices = [
                 x.rows(row, x.cut.shape[1:]) if isinstance(x, Shard) else row for x, row in zip(xs, rows, strict=True)
             ]
-            results = self.jaxpr(body.jaxpr, body.consts, [*consts, *carry, *slices])
+            # The rounds of a loop are in line by themselves, and its values cannot be linked to those outside.
+            results = _Run(self.gather).jaxpr(body.jaxpr, body.consts, [*consts, *carry, *slices])
             return results[:num_carry], results[num_carry:]
 
         locals_ = [x.local if isinstance(x, Shard) else x for x in xs]
         carry, ys = lax.scan(
             step, list(carry), locals_, length=params["length"], reverse=params["reverse"], unroll=params["unroll"]
         )
+        self.links = Links()
         return [*carry, *ys]
 
     def wrapper(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
@@ -167,7 +178,9 @@ class _Run:
 
         def compute(arrays: list[Any]) -> list[Any]:
             pairs = zip(inputs, arrays, strict=True)
-            return self.jaxpr(jaxpr, consts, [x.of(array) if isinstance(x, Shard) else array for x, array in pairs])
+            return _Run(self.gather).jaxpr(
+                jaxpr, consts, [x.of(array) if isinstance(x, Shard) else array for x, array in pairs]
+            )
 
         arrays = [value.local if isinstance(value, Shard) else value for value in inputs]
         options = {name: equation.params[name] for name in ("policy", "prevent_cse")}
