@@ -91,6 +91,10 @@ def powersgd(rank: int, *, min_compression: float = 1.0) -> Compression:
 
     Each rank keeps the error, of the size of the gradients, and the second factors, in ``TrainState.memory``.
 
+    What does not fit comes later, by up to min(rows, columns) / rank steps. SGD adds gradients up and loses little: the
+    model ``byte`` at rank 4 was 0.6 % behind after 200 steps (validation loss, learning rate 0.1). Adam divides by how
+    large gradients are, which those that come late and at once make larger: it was 13 % behind (AdamW, 0.001).
+
     Args:
         rank: Columns of the factors, that is the rank of the matrices they stand for.
         min_compression: How many times smaller factors must be than a matrix that is to travel as such; at least 1.

@@ -130,7 +130,10 @@ def test_a_step_too_large_says_by_how_much_and_what_would_fit(needed_gb, by_the_
 
 def test_what_cannot_be_is_refused():
     target = targets.target("h100:8")
-    with pytest.raises(ValueError, match=r"^unknown strategy 'fast': one of auto, naive, flat, overlapped, bucketed$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^unknown strategy 'fast': one of auto, naive, flat, overlapped, bucketed, zero1, zero2, zero3$",
+    ):
         inspect_steps(["fast"], CONFIG, target, NETWORK)
     with pytest.raises(ValueError, match=r"^bucket_mb \(=3\) must come with the strategy 'bucketed', not 'naive'$"):
         inspect_steps(["naive"], CONFIG, target, NETWORK, bucket_mb=3)

@@ -18,7 +18,7 @@ PLANNED = {
     "bucketed": BUCKETS,
     "auto": [("all-reduce", 4 * 4657)],  # XLA merges all 4656 gradients of one block, and the loss with them
     "microbatch": [("all-reduce", 4 * 272)],
-    "loop": [("all-reduce", 192 * 192 * 4)],
+    "loop": [("all-reduce", 192 * 192 * 4)] * 5,  # once in each round
     "products": [],
     "collectives": [(kind, MEGABYTE) for kind in ("all-gather", "all-to-all", "collective-permute", "reduce-scatter")],
 }

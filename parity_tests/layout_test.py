@@ -13,6 +13,7 @@ TWINS = (
     "collectives",
     "compression",
     "interop",
+    "low_rank",
     "ring",
     "sharding",
     "models/toy",
@@ -20,7 +21,13 @@ TWINS = (
     "models/functional",
 )
 # What one side's arrays need and the other's do not.
-ONLY_IN_ONE = {"collectives": {"Issued", "record"}, "buckets": {"MIB"}, "sharding": {"Cut"}}
+ONLY_IN_ONE = {
+    "collectives": {"Issued", "Pending", "record"},
+    "buckets": {"MIB"},
+    "compression": {"make_compression"},
+    "low_rank": {"merge_memory", "split_memory"},
+    "sharding": {"Cut"},
+}
 
 
 def public_names(package, file):

@@ -207,7 +207,7 @@ def send_recv(tensor: Tensor, pairs: _Pairs, group: _Group = None, async_op: boo
             operations.append(dist.P2POp(dist.isend, sent, group=group, group_peer=target))
         elif target == rank:
             operations.append(dist.P2POp(dist.irecv, received, group=group, group_peer=source))
-    work = _Pending(dist.batch_isend_irecv(operations) if operations else [])
+    work = Pending(dist.batch_isend_irecv(operations) if operations else [])
     if async_op:
         return received, work
     work.wait()
@@ -250,15 +250,22 @@ def _note(kind: str, full: Tensor) -> None:
         issued.append(Issued(kind, full.nbytes))
 
 
-class _Pending(Work):
+class Pending(Work):
     """Several handles as one, with something to do once all are done."""
 
     def __init__(self, works: Sequence[Work], finish: Callable[[], object] | None = None) -> None:
+        """Waits for nothing yet.
+
+        Args:
+            works: The handles.
+            finish: What to do after the first wait.
+        """
         super().__init__()
         self._works = works
         self._finish = finish
 
     def wait(self, timeout: Any = None) -> bool:
+        """Waits for all of them."""
         works, self._works = self._works, []  # a second wait for a send would never return
         for work in works:
             work.wait() if timeout is None else work.wait(timeout)
@@ -272,7 +279,7 @@ def _in_place(tensor: Tensor, buffer: Tensor, work: Work | None) -> Work | None:
     if buffer.data_ptr() == tensor.data_ptr():
         return work
     if work is not None:
-        return _Pending([work], lambda: tensor.detach().copy_(buffer))
+        return Pending([work], lambda: tensor.detach().copy_(buffer))
     tensor.detach().copy_(buffer)
     return None
 

@@ -23,6 +23,7 @@ from .buckets import BucketPlan, TensorSpec
 from .clipping import clip_to_norm_, global_norm, sharded_norm
 from .collectives import broadcast
 from .compression import Compression, none
+from .low_rank import Memory
 from .strategy import check_dense, tensor_spec
 
 _live: weakref.WeakSet[DataParallel] = weakref.WeakSet()
@@ -35,6 +36,7 @@ class DataParallel(nn.Module):
         module: The wrapped module.
         plan: What a backward pass communicates.
         num_ranks: Number of ranks.
+        memory: What the compression remembers of parameters, by name: this rank's own.
     """
 
     module: nn.Module
@@ -76,6 +78,7 @@ class DataParallel(nn.Module):
         self.process_group = process_group
         self.compression = compression
         self.num_ranks = dist.get_world_size(process_group)
+        self.memory: dict[str, Memory] = {}
         self._sync = True
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not trained:

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .buckets import Bucket, BucketPlan, TensorSpec, pack, unpack
+from .buckets import Bucket, BucketPlan, TensorSpec, dtype_bytes, pack, unpack
 from .data_parallel import DataParallel
 from .exchange import WHOLE
+from .low_rank import Memory
 
 
 class Replicated(DataParallel):
@@ -49,10 +50,21 @@ class Replicated(DataParallel):
         super().__init__(module, make_plan, **options)
         self._buffers_of_plan = [self._new_buffer(bucket) for bucket in self.plan.buckets]
         self._sums: list[tuple[torch.Tensor, Any]] = []
+        if self.compression.remember is not None:
+            self.memory = {
+                tensor.name: Memory(*(part.to(self._trained[tensor.name].device) for part in first))
+                for bucket in self.plan.buckets
+                for tensor in bucket.tensors
+                if (first := self.compression.remember(tensor)) is not None
+            }
 
     def planned(self, num_microbatches: int = 1) -> list[tuple[str, int]]:
-        """Lists one all-reduce per bucket."""
-        return [(WHOLE.kind, bucket.num_bytes) for bucket in self.plan.buckets]
+        """Lists the all-reduces of each bucket: one, unless compression makes them more."""
+        return [
+            (WHOLE.kind, num_elements * dtype_bytes(dtype))
+            for bucket in self.plan.buckets
+            for num_elements, dtype in self.compression.wire(bucket, bucket.num_elements)
+        ]
 
     def _launch(self, index: int) -> None:
         bucket, buffer = self.plan.buckets[index], self._buffers_of_plan[index]
@@ -68,7 +80,10 @@ class Replicated(DataParallel):
                 self._trained[name].grad = view
 
     def _divide(self, denominator: float) -> None:
-        for total, _ in self._sums:
+        for bucket, (total, _) in zip(self.plan.buckets, self._sums, strict=True):
+            if self.compression.finish is not None:
+                changed = self.compression.finish(bucket, total, self.process_group, self.memory, denominator)
+                self.memory = {**self.memory, **changed}
             total.div_(denominator)
         for name in self._trained.keys() - self._bucket_of.keys():
             self._grad(name).div_(denominator)

@@ -101,10 +101,13 @@ class Trainer:
         summed = self._sum_parts(parts)
         num_parts = self.num_ranks * self.num_microbatches
         weight = float(num_parts if summed.weight is None else summed.weight)
+        memory = self._parallel.memory if self._parallel is not None else {}
         self._finish(weight or 1.0)
         norm = self._clip()
-        if weight != 0:  # nothing counted: decay and momentum must not move anything either
+        if weight != 0:
             self.optimizer.step()
+        elif self._parallel is not None:  # nothing counted: decay, momentum and memory must not move anything either
+            self._parallel.memory = memory
         return {"loss": float(summed.total) / (weight or 1.0), "grad_norm": float(norm)}
 
     def _finish(self, denominator: float) -> None:

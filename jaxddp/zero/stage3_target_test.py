@@ -97,8 +97,8 @@ def test_a_layer_adds_activations_and_gradient_shards(steps, kind):
     leaves = [jax.ShapeDtypeStruct(shape, jnp.float32).size for shape in LAYER.values()]
     formula = layer_growth_bytes(TOKENS, WIDTH + HIDDEN, leaves, NUM_RANKS)
     whole_parameters = 4 * sum(leaves)
-    # A scan holds one input more or less at its peak: 6 + 1/12 MiB a layer, seen: 6.08. In a loop the links between units
-    # keep XLA's scheduler from letting whole gradients wait; shards that are updated early make it less: seen: 5.0.
+    # A scan holds one input more or less at its peak: 6 + 1/12 MiB a layer, seen: 6.08. In a loop the links between
+    # units keep XLA's scheduler from letting whole gradients wait; what is updated early makes it less: seen: 5.0.
     slack = 0.1 * MIB
     assert growth <= formula + slack
     assert formula + whole_parameters > 2 * (formula + slack)

@@ -36,7 +36,7 @@ from torch import nn
 
 from ..buckets import Bucket, BucketMb, BucketPlan, Rule, TensorSpec, dtype_bytes, plan_buckets
 from ..collectives import all_gather
-from ..compression import Compression, none
+from ..compression import Compression, check_forgets, none
 from ..data_parallel import DataParallel
 from ..elementwise import check_elementwise
 from ..exchange import SHARDED, InFlight
@@ -83,18 +83,19 @@ class ZeRO1(DataParallel):
             rule: When a bucket closes; see ``plan_buckets``.
             process_group: As ``DataParallel`` takes it.
             order: As ``DataParallel`` takes it.
-            compression: What of the gradients travels; parameters travel as they are.
+            compression: What of the gradients travels; parameters travel as they are. None that remembers.
             **kwargs: For ``optimizer_cls``.
 
         Raises:
-            ValueError: If the optimizer is not element-wise, ``params`` holds what is no parameter of the module, a
-                cap or the rule is out of range, or as ``DataParallel``.
+            ValueError: If the optimizer is not element-wise, the compression needs whole gradients, ``params`` holds
+                what is no parameter of the module, a cap or the rule is out of range, or as ``DataParallel``.
         """
 
         def make_plan(tensors: Sequence[TensorSpec]) -> BucketPlan:
             plan = plan_buckets(tensors, bucket_size_mb, rule=rule)
             return dataclasses.replace(plan, gathers=plan.buckets)
 
+        check_forgets(compression, "where gradients are sharded: use none, bf16 or fp16, or a strategy of ddp/")
         check_elementwise(optimizer_cls, kwargs, next(module.parameters(), torch.empty(0)).device)
         super().__init__(module, make_plan, process_group=process_group, order=order, compression=compression)
         self._rank = dist.get_rank(process_group)
@@ -125,8 +126,14 @@ class ZeRO1(DataParallel):
 
     def planned(self, num_microbatches: int = 1) -> list[tuple[str, int]]:
         """Lists a reduce-scatter and an all-gather per bucket."""
-        sums = [(SHARDED.kind, self._num_bytes(bucket)) for bucket in self.plan.buckets]
-        return sums + [("all-gather", self._num_bytes(bucket)) for bucket in self.plan.gathers]
+        sums = [
+            (SHARDED.kind, num_elements * dtype_bytes(dtype))
+            for bucket in self.plan.buckets
+            for num_elements, dtype in self.compression.wire(bucket, self._num_elements(bucket))
+        ]
+        return sums + [
+            ("all-gather", self._num_elements(bucket) * dtype_bytes(bucket.dtype)) for bucket in self.plan.gathers
+        ]
 
     @torch.no_grad()
     def _gather(self) -> None:
@@ -185,8 +192,8 @@ class ZeRO1(DataParallel):
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         return own_chunk(tensor.detach(), self.num_ranks, self._rank)
 
-    def _num_bytes(self, bucket: Bucket) -> int:
-        return self.num_ranks * bucket_width(bucket, self.num_ranks) * dtype_bytes(bucket.dtype)
+    def _num_elements(self, bucket: Bucket) -> int:
+        return self.num_ranks * bucket_width(bucket, self.num_ranks)
 
     def _of_chunks(self, params: Params | None) -> list[dict[str, Any]]:
         """The groups of an optimizer, with chunks for parameters."""

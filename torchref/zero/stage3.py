@@ -88,7 +88,7 @@ class FSDP(Replicated):
             rule: Of the same; see ``plan_buckets``.
             process_group: As ``DataParallel`` takes it.
             order: As ``DataParallel`` takes it, of the parameters that are not sharded.
-            compression: What of the gradients travels; parameters travel as they are.
+            compression: ``none``, or ``noop`` for a step without communication; the dtypes say what else travels.
 
         Raises:
             ValueError: If there is no parameter to shard, a unit shares one with a module that is none or uses its own
@@ -97,6 +97,8 @@ class FSDP(Replicated):
         for name, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype)):
             if dtype is not None and not dtype.is_floating_point:
                 raise ValueError(f"{name} (={dtype}) must be a floating-point dtype or None")
+        if compression.name not in ("none", "noop"):
+            raise ValueError(f"compression (={compression.name!r}) must be none or noop at stage 3: use reduce_dtype")
         own = {one: dict(one.named_parameters(recurse=False, remove_duplicate=False)) for one in module.modules()}
         to_shard = _find_units(module, own, shard_types)
         ids = {id(parameter) for one in to_shard for parameter in own[one].values()}

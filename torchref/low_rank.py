@@ -1,0 +1,195 @@
+"""Matrices as products of two thin ones: the arithmetic of PowerSGD.
+
+What travels of an n x m matrix of gradients G is a basis of what it maps to, and what it is in that basis: k columns of
+n numbers, then k of m. A rank keeps the error, what it could not send, and adds it to the gradients of the next step;
+the second factor is where the next step starts, so that over the steps the bases turn towards the largest directions,
+as subspace iteration has it. N is the number of ranks, D what sums over ranks are divided by.
+
+    ========= ========== ===================================================== =========================
+    tensor    on a rank
+    ========= ========== ===================================================== =========================
+    M[r]      ``[n, m]`` G[r] + D error[r]
+    P         ``[n, k]`` sum over ranks of M[r] factor                          travels, in one all-reduce
+    basis     ``[n, k]`` orthonormal(P)                                         the same on every rank
+    S         ``[m, k]`` sum over ranks of M[r]' basis                          travels, in one all-reduce
+    total     ``[n, m]`` basis S', for the sum of M[r]                          the same on every rank
+    error[r]  ``[n, m]`` (M[r] - total / N) / D                                 kept, its own
+    factor    ``[m, k]`` orthonormal(S)                                         kept, the same on every rank
+    ========= ========== ===================================================== =========================
+
+The error is in units of the averaged gradient, so the errors of all ranks together are what training still lacks,
+whatever weights the batches have. All is computed at least in float32.
+
+References:
+    Vogels, Karimireddy, Jaggi, PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization,
+    NeurIPS 2019, arXiv:1905.13727.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from .buckets import Bucket, TensorSpec, pack, unpack
+
+
+class Memory(NamedTuple):
+    """What a rank remembers of one matrix.
+
+    Attributes:
+        error: Of the parameter's shape; the rank's own.
+        factor: ``[m, k]``; the same on every rank.
+    """
+
+    error: torch.Tensor
+    factor: torch.Tensor
+
+
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Says as what matrix a tensor is seen: its first dimension counts rows, as outputs do in PyTorch's layers.
+
+    Args:
+        shape: Of the tensor; a vector is one column.
+
+    Returns:
+        Rows n and columns m.
+
+    Example:
+        >>> matrix_shape((32, 16, 3, 3)), matrix_shape((5,)), matrix_shape(())
+        ((32, 144), (5, 1), (1, 1))
+    """
+    return math.prod(shape[:1]), math.prod(shape[1:])
+
+
+def is_worth_it(shape: tuple[int, ...], num_columns: int, min_compression: float = 1.0) -> bool:
+    """Whether two factors are that much smaller than the tensor: k (n + m) times ``min_compression`` below n m.
+
+    Args:
+        shape: Of the tensor.
+        num_columns: k.
+        min_compression: At least 1.
+
+    Returns:
+        False for vectors and scalars, which are their own smallest factor.
+    """
+    n, m = matrix_shape(shape)
+    return num_columns * (n + m) * min_compression < n * m
+
+
+def first_memory(tensor: TensorSpec, num_columns: int) -> Memory:
+    """Makes what a rank remembers before the first step: no error, and columns that only the name decides.
+
+    Args:
+        tensor: The parameter.
+        num_columns: k.
+
+    Returns:
+        Tensors on the CPU.
+    """
+    dtype = _at_least_float32(tensor.dtype)
+    _, m = matrix_shape(tensor.shape)
+    factor = np.random.default_rng(zlib.crc32(tensor.name.encode())).standard_normal((m, num_columns))
+    return Memory(torch.zeros(tensor.shape, dtype=dtype), torch.from_numpy(factor).to(dtype))
+
+
+def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
+    """Makes columns orthonormal, one after the other, as Gram and Schmidt do.
+
+    A column that is a combination of earlier ones, up to rounding, becomes zeros: normalised, it would be noise.
+
+    Args:
+        matrix: ``[n, k]``.
+
+    Returns:
+        The same shape.
+    """
+    n, k = matrix.shape
+    least = 10 * math.sqrt(n) * torch.finfo(matrix.dtype).eps  # of a column of n roundings
+    basis = torch.zeros_like(matrix)
+    for j in range(k):
+        given = column = matrix[:, j]
+        for _ in range(2):  # rounding leaves of the earlier columns what a second time removes
+            column = column - basis @ (basis.T @ column)
+        length = column.norm()
+        is_new = length > least * given.norm()
+        basis[:, j] = torch.where(is_new, column / torch.where(is_new, length, 1), 0)
+    return basis
+
+
+def factor_buckets(bucket: Bucket, num_columns: int, min_compression: float) -> tuple[Bucket, Bucket]:
+    """Says what travels for a bucket.
+
+    Args:
+        bucket: The bucket.
+        num_columns: k.
+        min_compression: As for ``is_worth_it``.
+
+    Returns:
+        The bucket of all P, with the tensors that are not worth factors as they are; and that of all S, empty if
+        there are none.
+    """
+    dtype = str(_at_least_float32(bucket.dtype)).removeprefix("torch.")
+    first, second = [], []
+    for tensor in bucket.tensors:
+        n, m = matrix_shape(tensor.shape)
+        is_factored = is_worth_it(tensor.shape, num_columns, min_compression)
+        first.append(TensorSpec(tensor.name, (n, num_columns) if is_factored else tensor.shape, dtype))
+        if is_factored:
+            second.append(TensorSpec(tensor.name, (m, num_columns), dtype))
+    return Bucket(tuple(first)), Bucket(tuple(second))
+
+
+def sum_by_factors(
+    tensors: Mapping[str, torch.Tensor],
+    memory: Mapping[str, Memory],
+    buckets: tuple[Bucket, Bucket],
+    send: Callable[[torch.Tensor], torch.Tensor],
+    num_ranks: int,
+    denominator: float,
+) -> tuple[dict[str, torch.Tensor], dict[str, Memory]]:
+    """Sums the tensors of a bucket over ranks.
+
+    Args:
+        tensors: This rank's, by name.
+        memory: This rank's of each that has factors.
+        buckets: From ``factor_buckets``.
+        send: Sums a buffer over ranks; the buffer may be overwritten.
+        num_ranks: N.
+        denominator: D, what the sum will be divided by.
+
+    Returns:
+        The sums by name, as far as they have travelled, at least in float32; and what is remembered now.
+    """
+    first, second = buckets
+    wide = {tensor.name: tensors[tensor.name].to(getattr(torch, tensor.dtype)) for tensor in first.tensors}
+    matrices, factors = {}, {}
+    for tensor in second.tensors:
+        given = wide[tensor.name] + denominator * memory[tensor.name].error
+        matrices[tensor.name] = given.reshape(matrix_shape(tuple(given.shape)))
+        factors[tensor.name] = memory[tensor.name].factor.to(given.dtype)
+    projected = {name: matrix @ factors[name] for name, matrix in matrices.items()}
+    arrived = unpack(first, send(pack(first, wide | projected)))
+    if not second.tensors:
+        return arrived, {}
+    bases = {name: orthonormal(arrived[name]) for name in matrices}
+    sums = unpack(second, send(pack(second, {name: matrix.T @ bases[name] for name, matrix in matrices.items()})))
+    remembered = {}
+    for name, matrix in matrices.items():
+        total = bases[name] @ sums[name].T
+        before = memory[name]
+        error = ((matrix - total / num_ranks) / denominator).reshape(before.error.shape)
+        turned = orthonormal(sums[name])
+        # A column of zeros would stay one for ever.
+        factor = torch.where((turned != 0).any(dim=0), turned, factors[name])
+        remembered[name] = Memory(error.to(before.error.dtype), factor.to(before.factor.dtype))
+        arrived[name] = total.reshape(before.error.shape)
+    return arrived, remembered
+
+
+def _at_least_float32(dtype: str) -> torch.dtype:
+    return torch.promote_types(getattr(torch, dtype), torch.float32)
