@@ -60,9 +60,11 @@ def test_the_table_and_the_picture_are_written(finished):
     assert (folder / "steps.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_job_compares_all_four_strategies_from_the_same_batches():
+def test_the_job_compares_all_strategies_from_the_same_batches():
     setup, described = text_setup(num_ranks=2, num_steps=3, batch_size=4, data=None)
-    assert [spec.name for spec in STRATEGIES] == ["naive", "flat", "overlapped", "bucketed"]
+    assert [spec.name for spec in STRATEGIES] == [
+        "naive", "flat", "overlapped", "bucketed", "zero1", "zero2", "zero3",
+    ]  # fmt: skip
     assert setup.num_timed == 3
     assert setup.batches[0]["tokens"].shape == (4, 128)
     assert "standard library" in described

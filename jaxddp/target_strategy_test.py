@@ -24,7 +24,9 @@ BUCKET_MB = {GPU: 4, TPU: 0.005}  # 7 and 6 buckets
 BATCH_PER_DEVICE = 15  # 3 micro-batches of 5
 SPEEDS_GB_PER_S = (360, 50, 12)
 WAITING = ("naive", "flat")
-EARLY = tuple(name for name in jaxddp.STRATEGIES if name not in WAITING)
+# Those that shard have tests of their own in zero/.
+REPLICATED = tuple(name for name in jaxddp.STRATEGIES if not name.startswith("zero"))
+EARLY = tuple(name for name in REPLICATED if name not in WAITING)
 
 # What the compile options of each target that stop the combiner, and those for the scheduler, have in their names.
 COMBINER = {GPU: "combine_threshold", TPU: "disable_hlo_passes"}
@@ -48,10 +50,10 @@ class Step(NamedTuple):
 IN_PARTS = Case(GPU, "bucketed", num_microbatches=3)
 MERGED = [Case(spec, name, left_out=COMBINER[spec]) for spec in SPECS for name in ("naive", "overlapped", "bucketed")]
 RESCHEDULED = Case(GPU, "bucketed", left_out=SCHEDULER)
-AS_THEY_COME = [Case(spec, name) for spec in SPECS for name in jaxddp.STRATEGIES]
+AS_THEY_COME = [Case(spec, name) for spec in SPECS for name in REPLICATED]
 
 every_target = pytest.mark.parametrize("spec", SPECS)
-every_strategy = pytest.mark.parametrize("name", jaxddp.STRATEGIES)
+every_strategy = pytest.mark.parametrize("name", REPLICATED)
 waiting_strategies = pytest.mark.parametrize("name", WAITING)
 early_strategies = pytest.mark.parametrize("name", EARLY)
 every_speed = pytest.mark.parametrize("gb_per_s", SPEEDS_GB_PER_S)
