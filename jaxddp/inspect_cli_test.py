@@ -157,7 +157,7 @@ BAD_INPUT = {
     "--bucket-mb -1": "bucket_mb (=-1.0) must be a positive number of MiB",
     "--bucket-mb nan": "bucket_mb (=nan) must be a positive number of MiB",
     "--bucket-mb text": "argument --bucket-mb: 'text' must be a number of MiB, or auto; see python -m jaxddp ",
-    "--bucket-mb 3 --strategy flat": "bucket_mb (=3.0) must come with the strategy 'bucketed', not 'flat'",
+    "--bucket-mb 3 --strategy flat": "bucket_mb (=3.0) must come with one of bucketed, zero1, zero2, not 'flat'",
     "--out {full}": "out (={full}) must not exist, or be an empty folder: nothing is overwritten",
     "--out {full}/file --json": "out (={full}/file) must not exist, or be an empty folder: nothing is overwritten",
     "--dump-hlo {full}/file": "dump_hlo (={full}/file) must not exist: nothing is overwritten",

@@ -139,7 +139,8 @@ def inspect_steps(
         if name != AUTO and name not in STRATEGIES:
             raise ValueError(f"unknown strategy {name!r}: one of {AUTO}, {', '.join(STRATEGIES)}")
     if bucket_mb is not None and not _BUCKETED & set(strategies):
-        raise ValueError(f"bucket_mb (={bucket_mb}) must come with the strategy 'bucketed', not {strategies[0]!r}")
+        allowed = ", ".join(sorted(_BUCKETED))
+        raise ValueError(f"bucket_mb (={bucket_mb}) must come with one of {allowed}, not {strategies[0]!r}")
     loss_fn, params = abstract(config)
     optimizer = optax.adamw(LEARNING_RATE)
     mesh = targets.mesh(target.spec)

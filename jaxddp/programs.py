@@ -47,7 +47,9 @@ class Programs:
         self._target = target_of(mesh)
         self._layouts: dict[Any, StateLayout] = {}
         self._described: StateLayout | None = None
+        self._model: Any = None  # key of what was described last
         self._plans: dict[Any, BucketPlan] = {}
+        self._units: dict[Any, list[tuple[str, int]]] = {}
         self._programs: dict[Any, Any] = {}
         self._alone: dict[Any, Pending] = {}
 
@@ -61,7 +63,7 @@ class Programs:
         if key not in self._layouts:
             step = self._rank_step
             self._layouts[key] = state_layout(params, step.optimizer, step.strategy, step.num_ranks, step.trainable)
-        self._described = self._layouts[key]
+        self._described, self._model = self._layouts[key], key
         return self._described
 
     def layout(self, state: TrainState) -> StateLayout:
@@ -79,7 +81,7 @@ class Programs:
     def plan(self, state: TrainState, batch: Any) -> BucketPlan:
         """Gives the bucket plan of the step; on one rank nothing travels."""
         state, batch = abstract(state), abstract(batch)
-        key = signature(self.layout(state).whole(), batch)
+        key = self._key(state.params, batch)
         if key not in self._plans:
             trace = self._trace(state, batch)
             plan = plan_trace(self._tuned(state, batch, trace), trace)
@@ -96,8 +98,11 @@ class Programs:
         if not step.shards:
             return planned
         # The gathers and scatters of units stand in the loss function, and no plan: they are read from its trace.
-        units = traced_collectives(jax.make_jaxpr(self._first_grads(state, batch))(abstract(state), abstract(batch)))
-        return units * step.num_microbatches + planned
+        key = self._key(state.params, batch)
+        if key not in self._units:
+            traced = jax.make_jaxpr(self._first_grads(state, batch))(abstract(state), abstract(batch))
+            self._units[key] = traced_collectives(traced)
+        return self._units[key] * step.num_microbatches + planned
 
     def init_opt_state(self, layout: StateLayout, params: Any) -> Any:
         """Makes the optimizer's state of step 0, each rank its own part of it."""
@@ -157,6 +162,10 @@ class Programs:
         self._alone[key] = start_compile(target, function, args, **options)
         return self._alone[key]
 
+    def _key(self, *trees: Any) -> Any:
+        """What tells programs apart: shapes; at stage 3 also those of the model, which its shards do not show."""
+        return signature(*trees), self._model if self._rank_step.strategy.stage == 3 else None
+
     def _on_rank(self, state: TrainState) -> RankStep:
         """What each rank computes of this state, whose parameters may be shards."""
         step = self._rank_step
@@ -189,7 +198,7 @@ class Programs:
         return strategy.tune(time_gradients(schedule, trace.tensors, trace.flops_before, chip, num_ranks))
 
     def _compiled(self, kind: str, make: Callable[[], Any], state: TrainState, batch: Any) -> Any:
-        key = (kind, signature(self.layout(state).whole(), state, batch))
+        key = (kind, self._key(state, batch))
         if key not in self._programs:
             function, args, options = make()
             if self._target is not None:

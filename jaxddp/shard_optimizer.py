@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax import lax
 
@@ -18,6 +17,7 @@ from .clipping import on_shards
 from .compression import none
 from .elementwise import check_elementwise
 from .exchange import SHARDED, launch, settle
+from .sharding import Cut
 from .state_layout import state_layout
 from .tree import like, named_leaves, tensor_specs
 from .zero.stage1 import gather_params, own_shards, zero1
@@ -46,9 +46,10 @@ def shard_optimizer(
         bucket_mb: Cap of the buckets, which hold gradients in the reverse order of the tree; see ``plan_buckets``.
 
     Returns:
-        The transformation. ``init`` and ``update`` raise ``ValueError`` if the optimizer is not element-wise.
+        The transformation. Its ``init`` raises ``ValueError`` if the optimizer is not element-wise.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> from jax.sharding import PartitionSpec as P
         >>> import jaxddp
         >>> mesh = jaxddp.data_mesh(4)
@@ -81,11 +82,11 @@ def shard_optimizer(
         means, *_ = settle(sums, plan, num_ranks, SHARDED, num_ranks)
         own = None if params is None else own_shards(params, axis)
         shards = jax.tree.map(
-            lambda mean, shard: mean.reshape(shard.shape), like(grads, means), own_shards(grads, axis)
+            lambda mean, grad: mean.reshape(Cut(grad.shape, num_ranks).shard_shape), like(grads, means), grads
         )
         with on_shards(axis, lambda name: True):
             updates, state = optimizer.update(shards, state, own, **extra_args)
-        return gather_params(updates, jax.tree.map(jnp.zeros_like, grads), plan, axis), state
+        return gather_params(updates, grads, plan, axis), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 

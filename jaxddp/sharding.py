@@ -30,23 +30,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from .buckets import Bucket
-
-
-def chunk_elements(num_elements: int, num_ranks: int) -> int:
-    """Elements of one rank's chunk of a tensor, padding included.
-
-    Args:
-        num_elements: Of the whole tensor.
-        num_ranks: Number of ranks.
-
-    Returns:
-        The length of every chunk.
-
-    Example:
-        >>> chunk_elements(10, 4), chunk_elements(1, 4), chunk_elements(0, 4)
-        (3, 1, 0)
-    """
-    return -(-num_elements // num_ranks)
+from .cost.memory import chunk_elements as chunk_elements
 
 
 def bucket_width(bucket: Bucket, num_ranks: int) -> int:

@@ -4,7 +4,7 @@ on each rank                                                    shape
 ------------------------------------------------------------    -------------------------------------------
 params, optimizer state                                         full, equal on all ranks, or this rank's shards
 batch                                                           [global_batch / num_ranks, ...]
-micro-batches 1 ... A-1:  grads += d total / d params           a loop, nothing is communicated
+micro-batches 1 ... A-1:  grads += d total / d params           a loop; only shards are communicated in it
 micro-batch A:            grads += d total / d params           communicated as the strategy plans
 memory                                                          [1, ...], this rank's, where gradients are compressed
 grads = sum over ranks / sum of weights                         what this rank updates of them
@@ -28,7 +28,7 @@ from jax import lax
 from .buckets import BucketPlan
 from .clipping import on_shards
 from .collectives import all_reduce
-from .exchange import SHARDED, Sums, launch, settle
+from .exchange import Sums, launch, settle
 from .loss import PartialLoss, Parts, denominator, divide
 from .scopes import METRICS_SCOPE, OPTIMIZER_SCOPE
 from .strategy import Strategy
@@ -138,7 +138,7 @@ class RankStep:
         whole, shards = self._by_kind(grads)
         route, compression = self.strategy.route, self.strategy.compression
         # Where shards are what accumulates, memory is what counts: one bucket arrives while the next one fills.
-        limit = 2 if route is SHARDED and self._sends_each and self.num_microbatches > 1 else None
+        limit = 2 if self._sends_each and self.num_microbatches > 1 else None
         sums, memory = launch(whole, plan, self.axis, route, compression, memory, divisor, limit)
         return sums._replace(shards=named_leaves(shards)), memory
 

@@ -28,13 +28,15 @@ References:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
+
+from .pending import Pending
 
 _Group: TypeAlias = ProcessGroup | None
 _Pairs: TypeAlias = Sequence[tuple[int, int]]
@@ -248,31 +250,6 @@ def record() -> Iterator[list[Issued]]:
 def _note(kind: str, full: Tensor) -> None:
     for issued in _recorders:
         issued.append(Issued(kind, full.nbytes))
-
-
-class Pending(Work):
-    """Several handles as one, with something to do once all are done."""
-
-    def __init__(self, works: Sequence[Work], finish: Callable[[], object] | None = None) -> None:
-        """Waits for nothing yet.
-
-        Args:
-            works: The handles.
-            finish: What to do after the first wait.
-        """
-        super().__init__()
-        self._works = works
-        self._finish = finish
-
-    def wait(self, timeout: Any = None) -> bool:
-        """Waits for all of them."""
-        works, self._works = self._works, []  # a second wait for a send would never return
-        for work in works:
-            work.wait() if timeout is None else work.wait(timeout)
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
-        return True
 
 
 def _in_place(tensor: Tensor, buffer: Tensor, work: Work | None) -> Work | None:

@@ -29,8 +29,9 @@ import torch
 import torch.distributed as dist
 
 from .buckets import Bucket, TensorSpec, unpack
-from .collectives import Pending, all_reduce
+from .collectives import all_reduce
 from .low_rank import Memory, factor_buckets, first_memory, is_worth_it, sum_by_factors
+from .pending import Pending
 
 
 class Compression(NamedTuple):

@@ -9,6 +9,7 @@ is its subclasses' business: ``Replicated`` sums on every rank, those in ``zero/
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import copy
 import weakref
@@ -29,7 +30,7 @@ from .strategy import check_dense, tensor_spec
 _live: weakref.WeakSet[DataParallel] = weakref.WeakSet()
 
 
-class DataParallel(nn.Module):
+class DataParallel(nn.Module, abc.ABC):
     """Keeps a module's replicas equal: same weights at the start, averaged gradients at every step.
 
     Attributes:
@@ -172,9 +173,9 @@ class DataParallel(nn.Module):
         clip_to_norm_([*replicated, *shards], norm, max_norm)
         return norm
 
+    @abc.abstractmethod
     def planned(self, num_microbatches: int = 1) -> list[tuple[str, int]]:
         """Lists what one step communicates; see ``planned_collectives``."""
-        raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
         """Copies the wrapper with its module; the copy communicates in the same process group."""
@@ -185,25 +186,25 @@ class DataParallel(nn.Module):
         new._add_hooks()
         return new
 
+    @abc.abstractmethod
     def _launch(self, index: int) -> None:
         """Launches the collective of a bucket."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _collect(self) -> None:
         """Waits for all that was launched, and takes in the sums."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _divide(self, denominator: float) -> None:
         """Divides the sums, and makes them the gradients that the optimizer finds."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _forget(self) -> None:
         """Drops what was launched, and may still be written to."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The gradients that the optimizer finds: those that every rank has whole, and this rank's shards."""
-        raise NotImplementedError
 
     def _expect_gradients(self) -> None:
         self._num_missing = [len(bucket.tensors) for bucket in self.plan.buckets]

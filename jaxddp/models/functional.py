@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..zero.units import layer
+from ..zero.layers import layer
 from .toy import FrozenToy, TiedToy, ToyMLP, UnusedToy
 from .transformer import SIZES, Transformer, TransformerConfig, rotary_tables
 

@@ -1,6 +1,6 @@
 """ZeRO: data parallelism that keeps each part of the training state on one rank only."""
 
+from .layers import layer as layer
 from .stage1 import zero1 as zero1
 from .stage2 import zero2 as zero2
 from .stage3 import zero3 as zero3
-from .units import layer as layer

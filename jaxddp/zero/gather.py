@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,8 +20,33 @@ from jax import lax
 
 from ..collectives import all_gather, reduce_scatter
 from ..scopes import SYNC_SCOPE
+from ..sharding import Cut
 from ..strategy import Precision
-from .shard import Shard
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A parameter of which this rank has a shard, or a row or some of it.
+
+    Attributes:
+        local: This rank's, ``[rows, c]``, or ``[c]`` of a parameter that is not cut by row.
+        cut: How the whole is cut.
+        dtype: Of the whole.
+        is_trained: Whether it has a gradient.
+    """
+
+    local: jax.Array
+    cut: Cut
+    dtype: Any
+    is_trained: bool = True
+
+    def of(self, local: jax.Array) -> Shard:
+        """The same of another array of its shape."""
+        return replace(self, local=local)
+
+    def rows(self, local: jax.Array, shape: tuple[int, ...]) -> Shard:
+        """The shard of some of its rows, which have a given shape when whole; of one row if that has one dim."""
+        return replace(self, local=local, cut=Cut(shape, self.cut.num_ranks, by_row=local.ndim == 2))
 
 
 def make_gather(axis: str, precision: Precision, *, sends: bool = True) -> Callable[[Sequence[Shard]], list[jax.Array]]:
@@ -46,12 +72,12 @@ def make_gather(axis: str, precision: Precision, *, sends: bool = True) -> Calla
         master = shards[0].local.dtype
         if not jnp.issubdtype(master, jnp.floating):
             return _collect(shards, master)
-        whole = jax.custom_vjp(lambda locals_: collect(locals_))
 
         def collect(locals_: list[jax.Array]) -> list[jax.Array]:
             held = [shard.of(local) for shard, local in zip(shards, locals_, strict=True)]
             return _collect(held, precision.gather_dtype or precision.compute_dtype or master)
 
+        whole = jax.custom_vjp(collect)
         whole.defvjp(lambda locals_: (collect(locals_), None), lambda _, grads: (_scatter(shards, grads),))
         return whole([shard.local for shard in shards])
 

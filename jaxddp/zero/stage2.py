@@ -17,6 +17,7 @@ gradients are reduced and scattered as soon as they are there, and what outlives
 
     calls per step: A + 1 per bucket for A micro-batches      bytes sent per rank: (A + 1) (N-1)/N * parameter bytes
 
+At most two buckets are in flight at a time then: on a network that is slower than the backward, the backward waits.
 With ``accumulate="full"`` gradients of all micro-batches are summed whole and sent once: the memory of stage 1, and its
 speed. With one micro-batch the two are the same program, and the same as stage 1's.
 

@@ -44,9 +44,8 @@ from ..loss import PartialLoss, Parts
 from ..sharding import Cut, chunk_elements
 from ..strategy import Precision, Strategy, register
 from ..tree import path_name
-from .gather import make_gather
-from .shard import Shard
-from .units import run, trace_marked
+from .gather import Shard, make_gather
+from .layers import run, trace_marked
 
 _MOST_PADDING = 1e-3
 

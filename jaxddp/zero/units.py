@@ -1,251 +1,133 @@
-"""What is gathered together: ``layer`` marks it, and a traced loss function is run with its parameters in shards.
-
-A unit is a part of a model, such as a layer, that uses its parameters and then needs them no more. The loss function
-is traced once on whole shapes, and its operations are carried out one by one: parameters stand as shards until an
-operation needs them. A marked unit gets its own gathered for as long as it runs; what is used outside of any unit is
-gathered before the first operation.
+"""Runs one unit: its parameters are gathered, used and dropped, and gathered again in the backward.
 
     y = unit(gather(shards), x)          gather: one all-gather      its transpose: one reduce-scatter
+
+The backward needs the parameters again. A unit is therefore a checkpoint of a special kind. Kept for the backward are
+its inputs, and the results of its matrix products and other costly operations that depend on ``x``; what is cheap is
+computed again from these, which is little more than XLA does on its own when it fuses; and what depends on parameters
+alone, the gathered parameters and copies of them, is gathered again. The last unit keeps all, because the backward
+begins there.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-from .links import Links
-from .shard import Shard
-from .unit import CHECKPOINTS, WRAPPERS, Gather, bind, run_unit
+from ..elementwise import ELEMENTWISE
+from .gather import Shard
 
-_MARK = "jaxddp_layer"
-_marking: ContextVar[bool] = ContextVar("jaxddp_marking", default=False)
+Gather = Callable[[Sequence[Shard]], Sequence[jax.Array]]
 
-
-def layer(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a function as one unit of a model, whose parameters ``zero3`` gathers, uses and drops.
-
-    It may be called in a loop over layers or in the body of ``lax.scan`` over a stack of them. Other strategies, and
-    calls outside of a trainer, run ``fn`` as it is.
-
-    Args:
-        fn: ``(layer_params, *args)``, all trees of arrays, ``->`` a tree of arrays. Parameters of the model must come
-            in as arguments, as they are or sliced from a stack; those that it closes over are gathered by themselves.
-
-    Returns:
-        A function like ``fn``.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> dense = layer(lambda params, x: jnp.tanh(x @ params["kernel"]))
-        >>> def loss_fn(params, batch):
-        ...     x = batch["x"]
-        ...     for one in params["layers"]:
-        ...         x = dense(one, x)
-        ...     return jnp.mean((x - batch["y"]) ** 2)
-    """
-
-    @functools.wraps(fn)
-    def unit(*args: Any, **kwargs: Any) -> Any:
-        if not _marking.get():
-            return fn(*args, **kwargs)
-        leaves: list[Any]
-        structure: Any
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        is_array = [isinstance(leaf, jax.Array | jax.core.Tracer) for leaf in leaves]
-
-        def jaxddp_layer(arrays: list[Any]) -> Any:
-            traced = iter(arrays)
-            args, kwargs = structure.unflatten(
-                next(traced) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)
-            )
-            return fn(*args, **kwargs)
-
-        assert jaxddp_layer.__name__ == _MARK
-        return jax.jit(jaxddp_layer)([leaf for leaf, array in zip(leaves, is_array, strict=True) if array])
-
-    return unit
+CHECKPOINTS = ("remat2", "checkpoint", "remat")
+WRAPPERS = ("jit", "pjit", "closed_call", *CHECKPOINTS)
+_ACTIVATION = "jaxddp.activation"
+_CHEAP = ELEMENTWISE | {
+    "argmax", "argmin", "broadcast_in_dim", "concatenate", "dynamic_slice", "dynamic_update_slice", "expand_dims",
+    "gather", "iota", "pad", "pcast", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum", "reshape",
+    "rev", "slice", "split", "squeeze", "stop_gradient", "transpose",
+}  # fmt: skip
 
 
-def trace_marked(function: Callable[..., Any], *args: Any) -> tuple[core.ClosedJaxpr, Any]:
-    """Traces a function in which ``layer`` leaves its marks.
+def run_unit(program: core.ClosedJaxpr, inputs: Sequence[Any], gather: Gather, *, keep: bool) -> Sequence[Any]:
+    """Runs a unit.
 
     Args:
-        function: Of arrays.
-        *args: Arrays or ``jax.ShapeDtypeStruct``.
-
-    Returns:
-        The traced program, and the shapes of its results.
-    """
-    token = _marking.set(True)
-    try:
-        return jax.make_jaxpr(function, return_shape=True)(*args)
-    finally:
-        _marking.reset(token)
-
-
-def run(program: core.ClosedJaxpr, args: Sequence[jax.Array | Shard], gather: Gather) -> list[jax.Array]:
-    """Runs a program of which some arguments are shards.
-
-    Args:
-        program: From ``trace_marked``.
-        args: One for each input; a ``Shard`` where the program expects the whole.
+        program: What it computes of whole parameters and other arrays.
+        inputs: Its inputs, some of them a ``Shard``.
         gather: Shards ``->`` wholes, in one collective for each dtype.
+        keep: Whether the backward may keep the gathered parameters.
 
     Returns:
         Its results.
     """
-    loose = [place for place, arg in enumerate(args) if isinstance(arg, Shard) and _is_loose(program.jaxpr, place)]
-    wholes = gather([args[place] for place in loose]) if loose else ()  # type: ignore[misc]
-    known = dict(zip(loose, wholes, strict=True))
-    last = max((i for i, equation in enumerate(program.jaxpr.eqns) if _has_unit(equation)), default=-1)
-    return _Run(gather).jaxpr(
-        program.jaxpr, program.consts, [known.get(place, arg) for place, arg in enumerate(args)], last
+    places = [place for place, value in enumerate(inputs) if isinstance(value, Shard)]
+    held = [inputs[place] for place in places]
+
+    def compute(locals_: list[jax.Array], others: list[Any]) -> list[Any]:
+        shards = [shard.of(local) for shard, local in zip(held, locals_, strict=True)]
+        wholes, others = _together(gather(shards), others)
+        arguments, rest = dict(zip(places, wholes, strict=True)), iter(others)
+        values = [arguments[place] if place in arguments else next(rest) for place in range(len(inputs))]
+        if keep:
+            return core.jaxpr_as_fun(program)(*values)
+        return _name_activations(program, values, [place not in arguments for place in range(len(inputs))])
+
+    if not keep:
+        compute = jax.checkpoint(compute, policy=jax.checkpoint_policies.save_only_these_names(_ACTIVATION))
+    return compute([shard.local for shard in held], [value for value in inputs if not isinstance(value, Shard)])
+
+
+def bind(jaxpr: Any, equation: Any, inputs: list[Any]) -> Sequence[Any]:
+    """Carries out one operation of a program."""
+    pairs = zip(equation.invars, inputs, strict=True)
+    known = {atom: value for atom, value in pairs if not isinstance(atom, core.Literal)}
+    alone = jaxpr.replace(
+        constvars=[], invars=list(known), outvars=equation.outvars, eqns=[equation], effects=equation.effects
     )
+    return core.jaxpr_as_fun(core.ClosedJaxpr(alone, []))(*known.values())
 
 
-class _Run:
-    """Carries out the operations of a program."""
+def _together(wholes: Sequence[jax.Array], others: Sequence[Any]) -> tuple[Sequence[jax.Array], list[Any]]:
+    """Passes a unit's inputs on; in the backward the gradients of all are there before any goes further.
 
-    def __init__(self, gather: Gather) -> None:
-        self.gather = gather
-        self.links = Links()
+    Left to itself, XLA runs ahead through the gradients of activations, and keeps for later what those of the
+    parameters need: of all units at a time.
+    """
+    floating = [jnp.issubdtype(other.dtype, jnp.floating) for other in others]
 
-    def jaxpr(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], last: int = -1) -> list[Any]:
-        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-        for place, equation in enumerate(jaxpr.eqns):
-            inputs = [atom.val if isinstance(atom, core.Literal) else values[atom] for atom in equation.invars]
-            values.update(zip(equation.outvars, self.equation(jaxpr, equation, inputs, place == last), strict=True))
-        return [atom.val if isinstance(atom, core.Literal) else values[atom] for atom in jaxpr.outvars]
+    @jax.custom_vjp
+    def identity(arrays: Any) -> Any:
+        return arrays
 
-    def equation(self, jaxpr: Any, equation: Any, inputs: list[Any], is_last: bool) -> Sequence[Any]:
-        if not any(isinstance(value, Shard) for value in inputs):
-            return bind(jaxpr, equation, inputs)
-        if _is_unit(equation):
-            return self.unit(equation.params["jaxpr"], inputs, keep=is_last)
-        if (taken := _rows(equation, inputs)) is not None:
-            return [taken]
-        if equation.primitive.name == "scan":
-            return self.scan(equation, inputs)
-        if equation.primitive.name in WRAPPERS:
-            return self.wrapper(equation, inputs)
-        return bind(jaxpr, equation, self.wholes(inputs))
-
-    def unit(self, program: core.ClosedJaxpr, inputs: list[Any], *, keep: bool) -> Sequence[Any]:
-        places = [place for place, value in enumerate(inputs) if isinstance(value, Shard)]
-        shards, waited = self.links.before([inputs[place].local for place in places])
-        linked = dict(zip(places, shards, strict=True))
-        inputs = [value.of(linked[place]) if place in linked else value for place, value in enumerate(inputs)]
-        return self.links.after(run_unit(program, inputs, self.gather, keep=keep), waited)
-
-    def scan(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
-        params = equation.params
-        body = params["jaxpr"]
-        num_consts, num_carry = params["num_consts"], params["num_carry"]
-        inputs = [*self.wholes(inputs[: num_consts + num_carry]), *inputs[num_consts + num_carry :]]
-        consts, carry, xs = (
-            inputs[:num_consts],
-            inputs[num_consts : num_consts + num_carry],
-            inputs[num_consts + num_carry :],
-        )
-        xs = [x if not isinstance(x, Shard) or x.cut.by_row else self.wholes([x])[0] for x in xs]
-
-        def step(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
-            slices = [
-                x.rows(row, x.cut.shape[1:]) if isinstance(x, Shard) else row for x, row in zip(xs, rows, strict=True)
-            ]
-            # The rounds of a loop are in line by themselves, and its values cannot be linked to those outside.
-            results = _Run(self.gather).jaxpr(body.jaxpr, body.consts, [*consts, *carry, *slices])
-            return results[:num_carry], results[num_carry:]
-
-        locals_ = [x.local if isinstance(x, Shard) else x for x in xs]
-        carry, ys = lax.scan(
-            step, list(carry), locals_, length=params["length"], reverse=params["reverse"], unroll=params["unroll"]
-        )
-        self.links = Links()
-        return [*carry, *ys]
-
-    def wrapper(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
-        inner = equation.params["jaxpr"]
-        jaxpr, consts = (inner.jaxpr, inner.consts) if isinstance(inner, core.ClosedJaxpr) else (inner, ())
-        if equation.primitive.name not in CHECKPOINTS:
-            return self.jaxpr(jaxpr, consts, inputs)
-
-        def compute(arrays: list[Any]) -> list[Any]:
-            pairs = zip(inputs, arrays, strict=True)
-            return _Run(self.gather).jaxpr(
-                jaxpr, consts, [x.of(array) if isinstance(x, Shard) else array for x, array in pairs]
-            )
-
-        arrays = [value.local if isinstance(value, Shard) else value for value in inputs]
-        options = {name: equation.params[name] for name in ("policy", "prevent_cse")}
-        return jax.checkpoint(compute, **options)(arrays)
-
-    def wholes(self, values: list[Any]) -> list[Any]:
-        """Gathers what is left of shards, where an operation needs the whole."""
-        shards = [value for value in values if isinstance(value, Shard)]
-        found = iter(self.gather(shards)) if shards else iter(())
-        return [next(found) if isinstance(value, Shard) else value for value in values]
+    identity.defvjp(lambda arrays: (arrays, None), lambda _, grads: (lax.optimization_barrier(grads),))
+    wholes, tied = identity((wholes, [other for other, tie in zip(others, floating, strict=True) if tie]))
+    passed = iter(tied)
+    return wholes, [next(passed) if tie else other for other, tie in zip(others, floating, strict=True)]
 
 
-def _is_unit(equation: Any) -> bool:
-    return equation.primitive.name in ("jit", "pjit") and equation.params.get("name") == _MARK
+def _is_cheap(equation: Any) -> bool:
+    """Whether computing its result again costs no more than reading its inputs."""
+    inner = list(core.jaxprs_in_params(equation.params))
+    if equation.primitive.name in ("custom_jvp_call", *WRAPPERS):
+        return all(_is_cheap(one) for jaxpr in inner for one in jaxpr.eqns)
+    return equation.primitive.name in _CHEAP
 
 
-def _has_unit(equation: Any) -> bool:
-    return _is_unit(equation) or any(
-        _has_unit(inner) for jaxpr in core.jaxprs_in_params(equation.params) for inner in jaxpr.eqns
-    )
+def _name_activations(program: core.ClosedJaxpr, args: list[Any], is_activation: list[bool]) -> list[Any]:
+    """Runs a program and names all that depends on its activations, so that a checkpoint may keep it."""
+
+    def walk(jaxpr: Any, consts: Sequence[Any], args: list[Any], depends: list[bool]) -> list[tuple[Any, bool]]:
+        known: dict[Any, tuple[Any, bool]] = {
+            var: (const, False) for var, const in zip(jaxpr.constvars, consts, strict=True)
+        }
+        known.update(zip(jaxpr.invars, zip(args, depends, strict=True), strict=True))
+
+        def read(atom: Any) -> tuple[Any, bool]:
+            return (atom.val, False) if isinstance(atom, core.Literal) else known[atom]
+
+        for equation in jaxpr.eqns:
+            values, from_activations = zip(*map(read, equation.invars), strict=True) if equation.invars else ((), ())
+            if equation.primitive.name in ("jit", "pjit", "closed_call"):
+                inner = equation.params["jaxpr"]
+                results = walk(inner.jaxpr, inner.consts, list(values), list(from_activations))
+            else:
+                depending = any(from_activations)
+                found = bind(jaxpr, equation, list(values))
+                is_kept = depending and not _is_cheap(equation)
+                results = [(_named(value) if is_kept else value, depending) for value in found]
+            known.update(zip(equation.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    return [value for value, _ in walk(program.jaxpr, program.consts, args, is_activation)]
 
 
-def _is_loose(jaxpr: Any, place: int) -> bool:
-    """Whether an input is used by anything but units and what leads to them."""
-    followed = {jaxpr.invars[place]}
-    for equation in jaxpr.eqns:
-        places = [
-            i for i, atom in enumerate(equation.invars) if not isinstance(atom, core.Literal) and atom in followed
-        ]
-        if not places or _is_unit(equation):
-            continue
-        if _takes_rows(equation):
-            followed.update(equation.outvars)
-        elif equation.primitive.name == "scan":
-            first = equation.params["num_consts"] + equation.params["num_carry"]
-            if any(i < first or _is_loose(equation.params["jaxpr"].jaxpr, i) for i in places):
-                return True
-        elif equation.primitive.name in WRAPPERS:
-            inner = equation.params["jaxpr"]
-            if any(_is_loose(getattr(inner, "jaxpr", inner), i) for i in places):
-                return True
-        else:
-            return True
-    return any(not isinstance(atom, core.Literal) and atom in followed for atom in jaxpr.outvars)
-
-
-def _takes_rows(equation: Any) -> bool:
-    """Whether an operation takes entries of dimension 0 and leaves the others whole."""
-    name, params = equation.primitive.name, equation.params
-    whole = equation.invars[0].aval.shape if equation.invars else ()
-    if name == "slice":
-        return params["strides"] is None and equation.outvars[0].aval.shape[1:] == whole[1:]
-    if name == "dynamic_slice":
-        return equation.outvars[0].aval.shape[1:] == whole[1:]
-    return name == "squeeze" and params["dimensions"] == (0,)
-
-
-def _rows(equation: Any, inputs: list[Any]) -> Shard | None:
-    """The shard of the rows that an operation takes of a shard; None if it does something else."""
-    shard = inputs[0]
-    if not isinstance(shard, Shard) or not shard.cut.by_row or not _takes_rows(equation):
-        return None
-    shape = equation.outvars[0].aval.shape
-    if equation.primitive.name == "slice":
-        return shard.rows(shard.local[equation.params["start_indices"][0] : equation.params["limit_indices"][0]], shape)
-    if equation.primitive.name == "dynamic_slice":
-        return shard.rows(lax.dynamic_slice_in_dim(shard.local, inputs[1], shape[0]), shape)
-    return shard.rows(shard.local[0], shape)
+def _named(value: Any) -> Any:
+    is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
+    return value if is_key else checkpoint_name(value, _ACTIVATION)
