@@ -25,7 +25,7 @@ ONLY_IN_ONE = {
     "collectives": {"Issued", "record"},
     "buckets": {"MIB"},
     "compression": {"make_compression"},
-    "low_rank": {"merge_memory", "split_memory"},
+    "low_rank": {"pay_back", "merge_memory", "split_memory"},
     "sharding": {"Cut"},
 }
 

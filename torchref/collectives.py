@@ -201,14 +201,17 @@ def send_recv(tensor: Tensor, pairs: _Pairs, group: _Group = None, async_op: boo
     rank = dist.get_rank(group)
     sent = tensor.detach().contiguous()
     received = torch.zeros_like(sent)
-    operations = []
+    sends, receives = [], []
     for source, target in pairs:
         if source == target == rank:
             received.copy_(sent)
         elif source == rank:
-            operations.append(dist.P2POp(dist.isend, sent, group=group, group_peer=target))
+            sends.append(dist.P2POp(dist.isend, sent, group=group, group_peer=target))
         elif target == rank:
-            operations.append(dist.P2POp(dist.irecv, received, group=group, group_peer=source))
+            receives.append(dist.P2POp(dist.irecv, received, group=group, group_peer=source))
+    # Receives first: Gloo tells its peer that it is ready on the connection that its own bytes take, and would say so
+    # after them: an exchange of 8 MiB at 1 Gbit/s took 137 ms, and 75 so.
+    operations = [*receives, *sends]
     work = Pending(dist.batch_isend_irecv(operations) if operations else [])
     if async_op:
         return received, work

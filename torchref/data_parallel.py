@@ -24,6 +24,7 @@ from .buckets import BucketPlan, TensorSpec
 from .clipping import clip_to_norm_, global_norm, sharded_norm
 from .collectives import broadcast
 from .compression import Compression, none
+from .leftovers import check_whole, remove_with
 from .low_rank import Memory
 from .strategy import check_dense, tensor_spec
 
@@ -66,13 +67,15 @@ class DataParallel(nn.Module, abc.ABC):
             shard: Replaces those by shards, once every rank has the same weights and nothing is left to refuse.
 
         Raises:
-            ValueError: If there is no process group yet, nothing to train, or ``order`` names other parameters.
+            ValueError: If there is no process group yet, nothing to train, the module is wrapped or sharded already,
+                or ``order`` names other parameters.
         """
         if not dist.is_initialized():
             raise ValueError(
                 f"{type(self).__name__} needs a process group: call torch.distributed.init_process_group,"
                 " or run under torchref.launch, before wrapping a module"
             )
+        check_whole(module)
         _check_unwrapped(module)
         super().__init__()
         self.module = module
@@ -213,11 +216,11 @@ class DataParallel(nn.Module, abc.ABC):
 
     def _add_hooks(self) -> None:
         _live.add(self)
-        if not self.plan.after_backward:
-            # Weak, because a hook that holds its wrapper keeps model and buckets alive after both are dropped.
-            this = weakref.ref(self)
-            for name in self._bucket_of:
-                self._trained[name].register_post_accumulate_grad_hook(_ready_hook(this, name))
+        # Weak, because a hook that holds its wrapper keeps model and buckets alive after both are dropped.
+        this = weakref.ref(self)
+        names = () if self.plan.after_backward else self._bucket_of
+        hooked = [(self._trained[name], _ready_hook(this, name)) for name in names]
+        remove_with(self, [parameter.register_post_accumulate_grad_hook(hook) for parameter, hook in hooked])
 
     def _check_unchanged(self) -> None:
         now = dict(self.module.named_parameters())

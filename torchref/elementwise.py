@@ -2,12 +2,13 @@
 
 On a rank, a sharded optimizer sees a flat part of each parameter. Its updates are those of the whole if the update of
 an element depends on that element's gradient and state alone, and on numbers that all ranks hold alike. No optimizer is
-known by name: some steps are taken on a small matrix, and on its flat halves; the two must agree.
+known by name: some steps are taken on a small matrix, and on its flat halves by an optimizer each, as ranks have them;
+the two must agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ def check_elementwise(
         device: Where to run it.
 
     Raises:
-        ValueError: If an update depends on more than the element, such as on a norm, or on the parameter's shape.
+        ValueError: If an update depends on more than the element, such as on a norm, or on the parameter's shape, or if
+            there is none, since the optimizer wants a closure, matrices or sparse gradients.
 
     Example:
         >>> check_elementwise(torch.optim.AdamW, {"lr": 0.1})
@@ -41,21 +43,30 @@ def check_elementwise(
     """
     if "lr" in options:
         options = {**options, "lr": 1.0}  # a schedule may start from 0, where all optimizers are alike
+    name = getattr(optimizer_cls, "__name__", optimizer_cls)
     values = torch.cos(torch.arange(24.0, dtype=torch.float64, device=device))
-    whole = [nn.Parameter(values.reshape(4, 6).clone())]
+    whole = nn.Parameter(values.reshape(4, 6).clone())
     parts = [nn.Parameter(part.clone()) for part in values.chunk(2)]
-    movements = []
-    for parameters in (whole, parts):
-        optimizer = optimizer_cls(parameters, **options)
-        for step in range(_NUM_STEPS):
-            grads = torch.sin((step + 1) * torch.arange(24.0, dtype=torch.float64, device=device))
-            for parameter, grad in zip(parameters, grads.chunk(len(parameters)), strict=True):
-                parameter.grad = grad.reshape(parameter.shape)
-            optimizer.step()
-        movements.append(torch.cat([parameter.detach().reshape(-1) for parameter in parameters]) - values)
-    difference = (movements[0] - movements[1]).abs().max()
-    if not difference <= _TOLERANCE * movements[0].abs().max():
+    optimizer = optimizer_cls([whole], **options)  # what it says of its options is no matter of shards
+    try:
+        _take_steps([optimizer], [whole])
+        _take_steps([optimizer_cls([part], **options) for part in parts], parts)  # as on two ranks
+    except Exception as error:  # whatever it is, it comes of the optimizer
         raise ValueError(
-            f"optimizer (={getattr(optimizer_cls, '__name__', optimizer_cls)}) must be element-wise to be sharded: its"
-            " steps differ on the whole and on its parts"
+            f"optimizer (={name}) must be element-wise to be sharded: on a matrix and its parts it raises"
+            f" {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
+    moved, moved_in_parts = (torch.cat([p.detach().reshape(-1) for p in one]) - values for one in ([whole], parts))
+    if not (moved - moved_in_parts).abs().max() <= _TOLERANCE * moved.abs().max():
+        raise ValueError(
+            f"optimizer (={name}) must be element-wise to be sharded: its steps differ on the whole and on its parts"
         )
+
+
+def _take_steps(optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[nn.Parameter]) -> None:
+    """Takes the same steps, of a whole or of its parts."""
+    for step in range(_NUM_STEPS):
+        grads = torch.sin((step + 1) * torch.arange(24.0, dtype=torch.float64, device=parameters[0].device))
+        for optimizer, parameter, grad in zip(optimizers, parameters, grads.chunk(len(parameters)), strict=True):
+            parameter.grad = grad.reshape(parameter.shape)
+            optimizer.step()

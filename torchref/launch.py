@@ -16,7 +16,6 @@ from __future__ import annotations
 import atexit
 import functools
 import os
-import pickle
 import shutil
 import tempfile
 import threading
@@ -26,7 +25,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .rank_process import OnMessage, RankProcess, Task, receive_all, send_message
+from .rank_process import OnMessage, Prepare, RankProcess, Task, pickled, receive_all, send_message
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +35,6 @@ _T = TypeVar("_T")
 _BACKENDS = ("gloo", "nccl")
 _START_TIMEOUT_S = 300.0
 _CLOSE_TIMEOUT_S = 5.0
-_OTHER_FAILURES_S = 0.1
 _open_pools: weakref.WeakSet[RankPool] = weakref.WeakSet()
 
 
@@ -65,22 +63,28 @@ class RankPool:
     A call that fails costs its ranks' processes, not the pool.
     """
 
-    def __init__(self, max_ranks: int, *, backend: str = "gloo", threads_per_rank: int = 1) -> None:
+    def __init__(
+        self, max_ranks: int, *, backend: str = "gloo", threads_per_rank: int = 1, prepare: Prepare | None = None
+    ) -> None:
         """Makes a pool; starts nothing yet.
 
         Args:
             max_ranks: The most ranks that a call may have.
             backend: ``"gloo"`` (CPU) or ``"nccl"`` (rank r on CUDA device r).
             threads_per_rank: Threads that torch's CPU operations use inside each rank.
+            prepare: Called as ``prepare(rank)`` in each new process, before it starts a thread or joins a group.
 
         Raises:
-            ValueError: If a number is not positive, the backend is unknown, or NCCL lacks a device per rank.
+            ValueError: If a number is not positive, the backend is unknown, NCCL lacks a device per rank, or
+                ``prepare`` does not pickle.
         """
         _check_ranks("max_ranks", max_ranks, backend)
         _check_positive("threads_per_rank", threads_per_rank)
         self.max_ranks = max_ranks
         self.backend = backend
         self.threads_per_rank = threads_per_rank
+        pickled(f"prepare (={prepare!r})", prepare)
+        self.prepare = prepare
         self._workers: dict[int, RankProcess] = {}
         self._num_calls = 0
         self._closed = False
@@ -120,10 +124,7 @@ class RankPool:
             raise ValueError(f"num_ranks (={num_ranks}) must be at most max_ranks (={self.max_ranks})")
         if not timeout_s > 0:
             raise ValueError(f"timeout_s (={timeout_s}) must be positive")
-        try:
-            payload = pickle.dumps((fn, args))
-        except Exception as error:
-            raise ValueError(f"fn (={fn!r}) and its arguments must pickle: {str(error).splitlines()[0]}") from error
+        payload = pickled(f"fn (={fn!r}) and its arguments", (fn, args))
         if not self._running.acquire(blocking=False):
             raise ValueError("this RankPool is busy with another call: every thread needs a pool of its own")
         try:
@@ -162,7 +163,7 @@ class RankPool:
         self._end([worker for worker in self._workers.values() if not worker.process.is_alive()])
         missing = [rank for rank in range(num_ranks) if rank not in self._workers]
         for rank in missing:
-            self._workers[rank] = RankProcess(rank, self.threads_per_rank)
+            self._workers[rank] = RankProcess(rank, self.threads_per_rank, self.prepare)
         self._collect(missing, num_ranks, 0, _START_TIMEOUT_S, None)
 
         self._num_calls += 1
@@ -188,14 +189,8 @@ class RankPool:
             sources = [source for worker in waiting for source in (worker.pipe, worker.process.sentinel)]
             # Not for long: processes forked by a dead rank can keep both of its sources open.
             connection.wait(sources, min(remaining_s, 0.5))
-            failures = receive_all(waiting, call, results, on_message)
-            if failures:
-                # One failure often makes others, and theirs may arrive first: the earliest is the cause.
-                time.sleep(_OTHER_FAILURES_S)
-                told = results.keys() | {failure.rank for failure in failures}
-                others = [worker for worker in waiting if worker.rank not in told]
-                failures += receive_all(others, call, results, on_message)
-                cause = min(failures, key=lambda failure: failure.at_s)
+            cause = receive_all(waiting, call, results, on_message)
+            if cause is not None:
                 raise RankError(f"rank {cause.rank} of {num_ranks} failed: {cause.summary}\n\n{cause.details}")
         return [results[rank] for rank in ranks]
 
@@ -213,6 +208,7 @@ def launch(
     num_ranks: int,
     backend: str = "gloo",
     threads_per_rank: int = 1,
+    prepare: Prepare | None = None,
     timeout_s: float = 600.0,
     on_message: OnMessage | None = None,
 ) -> list[_T]:
@@ -224,6 +220,7 @@ def launch(
         num_ranks: Number of ranks.
         backend: As in `RankPool`.
         threads_per_rank: As in `RankPool`.
+        prepare: As in `RankPool`.
         timeout_s: As in ``RankPool.run``.
         on_message: As in ``RankPool.run``.
 
@@ -235,7 +232,7 @@ def launch(
         ValueError: As `RankPool` and its ``run``.
     """
     _check_ranks("num_ranks", num_ranks, backend)
-    with RankPool(num_ranks, backend=backend, threads_per_rank=threads_per_rank) as pool:
+    with RankPool(num_ranks, backend=backend, threads_per_rank=threads_per_rank, prepare=prepare) as pool:
         return pool.run(fn, *args, timeout_s=timeout_s, on_message=on_message)
 
 

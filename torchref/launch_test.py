@@ -23,6 +23,21 @@ def rank_and_size(offset=0):
     return dist.get_rank(), dist.get_world_size(), int(total)
 
 
+def leave_a_mark(rank):
+    assert threading.active_count() == 1 and not dist.is_initialized()
+    os.environ["MARK"] = os.environ.get("MARK", "") + f"rank {rank}"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+
+
+def read_the_mark():
+    return os.environ.get("MARK"), dist.get_rank()
+
+
+def refuse(rank):
+    if rank == 1:
+        raise ValueError("this rank stays out")
+
+
 def process_id():
     return os.getpid()
 
@@ -139,6 +154,21 @@ def test_ranks_use_the_asked_threads_backend_and_loopback(ranks):
     loopback = os.environ.get("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else None)
     assert ranks.run(settings, num_ranks=2) == [(1, loopback, "gloo")] * 2
     assert launch(settings, num_ranks=1, threads_per_rank=2) == [(2, loopback, "gloo")]
+
+
+def test_prepare_is_called_once_in_each_process_before_anything_starts():
+    with RankPool(2, prepare=leave_a_mark) as pool:
+        assert pool.run(read_the_mark) == [("rank 0", 0), ("rank 1", 1)]
+        assert pool.run(read_the_mark, num_ranks=1) == [("rank 0", 0)]
+    assert "MARK" not in os.environ
+
+
+def test_an_error_in_prepare_is_that_ranks():
+    with pytest.raises(RankError) as caught:
+        launch(process_id, num_ranks=2, prepare=refuse)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "rank 1 of 2 failed: ValueError: this rank stays out"
+    assert '    raise ValueError("this rank stays out")' in lines
 
 
 def test_tensors_travel_both_ways(ranks):
@@ -285,6 +315,8 @@ def test_errors_name_the_value_and_the_rule(ranks):
         launch(process_id, num_ranks=1, backend="mpi")
     with pytest.raises(ValueError, match=r"^fn \(=<function .*<lambda>.*\) and its arguments must pickle: .*"):
         ranks.run(lambda: None)
+    with pytest.raises(ValueError, match=r"^prepare \(=<function .*<lambda>.*\) must pickle: .*"):
+        RankPool(1, prepare=lambda rank: None)
 
 
 def test_nccl_needs_a_device_per_rank(monkeypatch):

@@ -29,9 +29,11 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 OnMessage = Callable[[int, Any], None]  # (rank, message)
+Prepare = Callable[[int], None]  # (rank)
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LONGEST_TIMEOUT_S = 1e7
+_OTHER_FAILURES_S = 0.1
 _WHILE_STARTING = (
     "It happened while the process started, which imports the main module again: a script must guard"
     ' what starts ranks with `if __name__ == "__main__":`.'
@@ -63,12 +65,13 @@ class Failure(NamedTuple):
 class RankProcess:
     """The parent's handle on one rank."""
 
-    def __init__(self, rank: int, threads_per_rank: int) -> None:
+    def __init__(self, rank: int, threads_per_rank: int, prepare: Prepare | None) -> None:
         """Starts the process; it answers call 0 when it is ready.
 
         Args:
             rank: Its rank in every call.
             threads_per_rank: Threads of torch's CPU operations.
+            prepare: Called with the rank in the process, before anything is started there.
         """
         context = multiprocessing.get_context("spawn")
         # The kernel's "end with your parent" means the thread that started you: only the main one lives to the end.
@@ -76,7 +79,7 @@ class RankProcess:
         self.rank = rank
         self.pipe, child_pipe = context.Pipe()
         self.process = context.Process(
-            target=_serve, args=(child_pipe, parent_pid, threads_per_rank), name=f"rank-{rank}"
+            target=_serve, args=(child_pipe, parent_pid, rank, threads_per_rank, prepare), name=f"rank-{rank}"
         )
         self.process.start()
         child_pipe.close()
@@ -117,7 +120,7 @@ class RankProcess:
 
 def receive_all(
     workers: Sequence[RankProcess], call: int, results: dict[int, Any], on_message: OnMessage | None
-) -> list[Failure]:
+) -> Failure | None:
     """Takes in what ranks have sent for a call so far.
 
     Args:
@@ -127,8 +130,21 @@ def receive_all(
         on_message: Gets the messages.
 
     Returns:
-        The failures.
+        The failure that came first, if there is one.
     """
+    failures = _receive(workers, call, results, on_message)
+    if not failures:
+        return None
+    # One failure often makes others, and theirs may arrive first: the earliest is the cause.
+    time.sleep(_OTHER_FAILURES_S)
+    told = results.keys() | {failure.rank for failure in failures}
+    failures += _receive([worker for worker in workers if worker.rank not in told], call, results, on_message)
+    return min(failures, key=lambda failure: failure.at_s)
+
+
+def _receive(
+    workers: Sequence[RankProcess], call: int, results: dict[int, Any], on_message: OnMessage | None
+) -> list[Failure]:
     failures = []
     for worker in workers:
         for kind, content in worker.receive(call):
@@ -143,17 +159,31 @@ def receive_all(
     return failures
 
 
+def pickled(name: str, value: Any) -> bytes:
+    """Pickles what a user gave; raises ValueError if it does not."""
+    try:
+        return pickle.dumps(value)
+    except Exception as error:
+        raise ValueError(f"{name} must pickle: {str(error).splitlines()[0]}") from error
+
+
 def send_message(message: Any) -> None:
     """Sends a message to the parent of a rank; does nothing anywhere else."""
     if _send_message is not None:
         _send_message(message)
 
 
-def _serve(pipe: Connection, parent_pid: int | None, threads_per_rank: int) -> None:
+def _serve(pipe: Connection, parent_pid: int | None, rank: int, threads_per_rank: int, prepare: Prepare | None) -> None:
     """The life of a rank's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent decides
     if parent_pid is not None:
         _end_with_parent(parent_pid)
+    if prepare is not None:
+        try:
+            prepare(rank)  # before a thread starts: what it sets for its thread, later ones inherit
+        except BaseException as error:
+            pipe.send_bytes(pickle.dumps((0, "failure", _describe(rank, error))))
+            return
     tasks: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read_tasks, args=(pipe, tasks), daemon=True).start()
     if sys.platform == "linux":

@@ -53,7 +53,8 @@ class Trainer:
             loss_fn: ``(net, batch)`` to the mean loss over the examples it is given, or to ``Weighted``.
             optimizer: Over the parameters of ``net``; of ``ZeRO1`` and ``ZeRO2`` the net itself.
             net: A module, or a strategy around one.
-            num_microbatches: Parts into which the rank's examples are split, in order; communication happens once.
+            num_microbatches: Parts into which the rank's examples are split, in order. Communication happens
+                once, where a strategy does not say that every one communicates.
             max_grad_norm: Clips the global norm of the averaged gradient to this value.
 
         Raises:

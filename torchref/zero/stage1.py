@@ -27,7 +27,7 @@ References:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,8 +42,8 @@ from ..elementwise import check_elementwise
 from ..exchange import SHARDED, InFlight
 from ..sharding import bucket_width, own_chunk, pack_chunks, pack_own, split_chunks, unpack_chunks
 from ..strategy import register
-
-Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
+from .groups import Params, as_groups
+from .own_state import keep_own
 
 
 @register("zero1")
@@ -52,11 +52,12 @@ class ZeRO1(DataParallel):
 
     It is its own optimizer: after the backward and ``finish_gradient_synchronization`` call ``step`` and ``zero_grad``.
     Gradients of the module's parameters are this rank's own and stay until the synchronisation; afterwards they are
-    None, and the averaged ones are those of the chunks in ``optimizer.param_groups``.
+    None, and the averaged ones are those of the chunks in ``optimizer.param_groups``. So clip with the wrapper's own
+    ``clip_grad_norm_``: over ``parameters()``, ``torch.nn.utils.clip_grad_norm_`` finds no gradient and clips nothing.
 
     Attributes:
         optimizer: The optimizer over this rank's chunks, one ``[c]`` for each parameter: what a schedule drives, and
-            what holds the state of this rank.
+            what holds the state of this rank. Its ``state_dict`` says of which, and is refused on others.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class ZeRO1(DataParallel):
             **kwargs: For ``optimizer_cls``.
 
         Raises:
+            TypeError: If ``params`` or a group of it is a set.
             ValueError: If the optimizer is not element-wise, the compression needs whole gradients, ``params`` holds
                 what is no parameter of the module, a cap or the rule is out of range, or as ``DataParallel``.
         """
@@ -95,12 +97,14 @@ class ZeRO1(DataParallel):
             plan = plan_buckets(tensors, bucket_size_mb, rule=rule)
             return dataclasses.replace(plan, gathers=plan.buckets)
 
+        groups = None if params is None else as_groups(params)
         check_forgets(compression, "where gradients are sharded: use none, bf16 or fp16, or a strategy of ddp/")
         check_elementwise(optimizer_cls, kwargs, next(module.parameters(), torch.empty(0)).device)
         super().__init__(module, make_plan, process_group=process_group, order=order, compression=compression)
         self._rank = dist.get_rank(process_group)
         self._chunks = {name: nn.Parameter(self._own(parameter)) for name, parameter in self._trained.items()}
-        self.optimizer = optimizer_cls(self._of_chunks(params), **kwargs)
+        self.optimizer = optimizer_cls(self._of_chunks(groups), **kwargs)
+        keep_own(self.optimizer, process_group)
         self._sums: list[torch.Tensor | None] = [None] * len(self.plan.buckets)
         self._in_flight: InFlight[tuple[int, torch.Tensor]] = InFlight()
 
@@ -134,6 +138,13 @@ class ZeRO1(DataParallel):
         return sums + [
             ("all-gather", self._num_elements(bucket) * dtype_bytes(bucket.dtype)) for bucket in self.plan.gathers
         ]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ZeRO1:
+        """Copies the wrapper with its module and optimizer; see ``DataParallel``."""
+        new = super().__deepcopy__(memo)
+        assert isinstance(new, ZeRO1)
+        keep_own(new.optimizer, new.process_group)
+        return new
 
     @torch.no_grad()
     def _gather(self) -> None:
@@ -195,18 +206,14 @@ class ZeRO1(DataParallel):
     def _num_elements(self, bucket: Bucket) -> int:
         return self.num_ranks * bucket_width(bucket, self.num_ranks)
 
-    def _of_chunks(self, params: Params | None) -> list[dict[str, Any]]:
+    def _of_chunks(self, groups: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
         """The groups of an optimizer, with chunks for parameters."""
-        given: list[Any] = [{"params": self._trained.values()}] if params is None else list(params)
-        groups = given if given and isinstance(given[0], dict) else [{"params": given}]
         chunk_of = {id(parameter): self._chunks[name] for name, parameter in self._trained.items()}
         frozen = {id(parameter) for parameter in self.module.parameters()} - chunk_of.keys()
         found = []
-        for group in groups:
-            listed = group["params"]
-            ids = [id(one) for one in ([listed] if isinstance(listed, torch.Tensor) else listed)]
+        for group in [{"params": self._trained.values()}] if groups is None else groups:
+            ids = [id(one) for one in group["params"]]
             if not frozen.union(chunk_of).issuperset(ids):
                 raise ValueError("params must be parameters of the module, or groups of them; one is not")
-            chunks = [chunk_of[key] for key in dict.fromkeys(ids) if key not in frozen]
-            found.append({**group, "params": chunks})
+            found.append({**group, "params": [chunk_of[key] for key in ids if key not in frozen]})
         return found

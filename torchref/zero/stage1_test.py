@@ -130,6 +130,11 @@ def channels_last():
 def bad_input():
     with pytest.raises(ValueError, match="params must be parameters of the module, or groups of them; one is not"):
         torchref.ZeRO1(mlp(), torch.optim.SGD, params=mlp().parameters(), lr=0.1)
+    for params in (set(mlp().parameters()), [{"params": set(mlp().parameters())}]):
+        with pytest.raises(
+            TypeError, match=r"params \(=set\) must be a list: a set is in another order in each process"
+        ):
+            torchref.ZeRO1(mlp(), torch.optim.SGD, params=params, lr=0.1)
     with pytest.raises(ValueError, match=r"optimizer \(=Adafactor\) must be element-wise to be sharded"):
         torchref.ZeRO1(mlp(), torch.optim.Adafactor, lr=0.1)
     with pytest.raises(ValueError, match="Invalid learning rate: -1"):

@@ -34,7 +34,8 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,9 +45,11 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from ..buckets import BucketMb, Rule, plan_buckets
 from ..compression import Compression, none
 from ..exchange import SHARDED, InFlight
+from ..leftovers import remove_with
 from ..replicated import Replicated
 from ..strategy import register
 from .gather import Arrival, Shards, accumulate
+from .own_state import check_own, whose
 from .units import Unit
 
 
@@ -57,11 +60,19 @@ class FSDP(Replicated):
     ``parameters()`` are the shards, one-dimensional and of the parameters' own dtype, and what stays whole. Make the
     optimizer over them after wrapping; it must be element-wise where it meets shards, and choose groups by name, since
     the number of dimensions tells nothing. Gradients have the shape and the dtype of the shards. A backward pass
-    communicates the shards' gradients under ``no_sync`` too; the others are accumulated whole.
+    communicates the shards' gradients under ``no_sync`` too; the others are accumulated whole. Clip with the wrapper's
+    own ``clip_grad_norm_``: ``torch.nn.utils.clip_grad_norm_`` would find another norm on each rank, of its shards.
 
-    All ranks must use the same units in the same order. A parameter must be used within its own module's forward only;
-    two units may share one.
+    All ranks must use the same units in the same order. A parameter must be used within its own module's forward only,
+    since elsewhere it is a flat shard: a parent that reads ``child.weight`` fails, as a rule with an error about sizes.
+    Two units may share one.
+
+    Sharding is for good. ``state_dict`` is this rank's, and ``load_state_dict`` refuses another's. When the wrapper is
+    deleted its hooks go, and the module is left with shards, which no strategy wraps again: call
+    ``gather_full_params`` before, and load what it gives into a new module.
     """
+
+    _units: dict[nn.Module, Unit]
 
     def __init__(
         self,
@@ -103,16 +114,16 @@ class FSDP(Replicated):
         to_shard = _find_units(module, own, shard_types)
         ids = {id(parameter) for one in to_shard for parameter in own[one].values()}
         in_flight: InFlight[Arrival] = InFlight()
-        units: dict[nn.Module, Unit] = {}
 
         def shard() -> None:
+            self._units = {}
             cut: dict[int, nn.Parameter] = {}
             for one, whole in own.items():
                 if one in to_shard:
                     shards = Shards(whole, cut, process_group, compression, in_flight, compute_dtype, reduce_dtype)
-                    units[one] = Unit(one, shards, {}, compute_dtype)
+                    self._units[one] = Unit(one, shards, {}, compute_dtype)
                 elif whole and compute_dtype is not None:
-                    units[one] = Unit(one, None, whole, compute_dtype)
+                    self._units[one] = Unit(one, None, whole, compute_dtype)
 
         super().__init__(
             module,
@@ -124,7 +135,21 @@ class FSDP(Replicated):
             shard=shard,
         )
         self._in_flight = in_flight
-        self._units = units
+
+    def get_extra_state(self) -> dict[str, int]:
+        """Says whose shards a ``state_dict`` holds."""
+        return whose(self.process_group)
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Refuses the shards of another rank, before any is loaded.
+
+        Args:
+            state: What ``get_extra_state`` gave.
+
+        Raises:
+            ValueError: If it is another rank's, or of another number of ranks.
+        """
+        check_own(state, self.process_group)
 
     def gather_full_params(self) -> dict[str, torch.Tensor]:
         """Puts all parameters together; a collective, which every rank must call.
@@ -151,6 +176,10 @@ class FSDP(Replicated):
                 forward += gathers
                 backward = [*(gathers if unit.needed_again else ()), *sums, *backward]
         return (forward + backward) * num_microbatches + super().planned()
+
+    def _add_hooks(self) -> None:
+        super()._add_hooks()
+        remove_with(self, [handle for unit in self._units.values() for handle in unit.handles])
 
     def _collect(self) -> None:
         accumulate(self._in_flight.wait(), self.num_ranks)

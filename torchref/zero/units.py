@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..leftovers import note_whole
 from .gather import Gather, Shards
 
 
@@ -32,6 +33,7 @@ class Unit:
     Attributes:
         shards: Those in shards; None if there are none.
         needed_again: Whether the backward may need them.
+        handles: Of its hooks.
     """
 
     def __init__(
@@ -54,11 +56,15 @@ class Unit:
         self._replicated = replicated
         self._compute_dtype = compute_dtype
         self._uses: list[torch.autograd.graph.saved_tensors_hooks | None] = []
-        for name, shard in shards.parameters.items() if shards else ():
-            setattr(module, name, shard)
+        if shards is not None:
+            note_whole(module, {name: spec.shape for name, spec in shards.specs.items()})
+            for name, shard in shards.parameters.items():
+                setattr(module, name, shard)
         # Bound methods: a deep copy of the module gets hooks of its own unit.
-        module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
-        module.register_forward_hook(self._after_forward, always_call=True)
+        self.handles = [
+            module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
+            module.register_forward_hook(self._after_forward, always_call=True),
+        ]
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._uses.append(None)

@@ -1,9 +1,5 @@
 """What all stages promise, checked on ranks; most functions below run on every rank of a pool."""
 
-import copy
-import gc
-import weakref
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -165,38 +161,6 @@ def state_elements(name):
     )
 
 
-def nothing_survives_deletion(name):
-    net, tx = wrap(name, corners())
-    torchref.Trainer(loss_fn, tx, net).step(rows(batches()[0]))
-    gone = [weakref.ref(net), *(weakref.ref(parameter) for parameter in net.parameters()), weakref.ref(net.module)]
-    if name != "zero3":
-        gone += [weakref.ref(net.optimizer), *(weakref.ref(chunk) for chunk in net._chunks.values())]
-    gc.disable()  # freed by counting alone: no cycle through a hook
-    try:
-        del net, tx
-        return [ref() is None for ref in gone]
-    finally:
-        gc.enable()
-
-
-def deep_copy(name):
-    net, tx = wrap(name, corners())
-    batch = rows(batches()[0])
-    torchref.Trainer(loss_fn, tx, net).step(batch)
-    twin = copy.deepcopy(net)
-    twin_tx = twin if tx is net else OPTIMIZERS["adamw"][0](twin.parameters(), **OPTIMIZERS["adamw"][1])
-    if tx is not net:
-        twin_tx.load_state_dict(copy.deepcopy(tx.state_dict()))  # or both would update the same moments
-    before = weights(net)
-    found = []
-    for one, step in ((twin, twin_tx), (net, tx)):
-        with record() as issued:
-            torchref.Trainer(loss_fn, step, one).step(batch)
-        found.append((weights(one), [tuple(each) for each in issued]))
-    (theirs, their_calls), (ours, our_calls) = found
-    return furthest(ours, theirs), furthest(ours, before), our_calls == their_calls
-
-
 def without_communication(name):
     net, tx = wrap(name, corners(), compression=compression.noop)
     trainer = torchref.Trainer(loss_fn, tx, net)
@@ -205,46 +169,12 @@ def without_communication(name):
     return len(issued), planned_collectives(net), metrics[-1]["loss"]
 
 
-def changed_after_wrapping(name):
-    net, _ = wrap(name, corners())
-    with pytest.raises(ValueError, match="parameter '0.scale' is already wrapped by a .*: delete that first"):
-        wrap(name, nn.Sequential(net.module))
-    loss_fn(net, rows(batches()[0])).backward()
-    net.module.hidden.weight.requires_grad_(False)
-    with pytest.raises(ValueError, match="parameter 'hidden.weight' was frozen after wrapping: wrap the module anew"):
-        net.finish_gradient_synchronization()
-    net.module.hidden.weight.requires_grad_(True)
-    net.finish_gradient_synchronization()
-    net.float()
-    with pytest.raises(ValueError, match="parameter '.*' was replaced or turned into another dtype after wrapping"):
-        net.finish_gradient_synchronization()
-
-
 def sparse_gradients(name):
     net, _ = wrap(name, nn.Embedding(4, 3, sparse=True))
     message = "the gradient of 'weight' has layout torch.sparse_coo: only dense gradients are supported"
     with pytest.raises(ValueError, match=message):
         net(torch.tensor([0, 1])).sum().backward()
         net.finish_gradient_synchronization()
-
-
-def fail_once_then_train(name):
-    """A step that fails in the middle of the backward must not spoil those after it."""
-    results = []
-    for fails in (False, True):
-        net, tx = wrap(name, corners())
-        trainer = torchref.Trainer(loss_fn, tx, net, num_microbatches=2)
-        if fails:
-            handle = net.module.norm.weight.register_hook(fail)
-            with pytest.raises(KeyError):
-                trainer.step(rows(batches()[0]))
-            handle.remove()
-        results.append([trainer.step(rows(batch)) for batch in batches()])
-    return results
-
-
-def fail(grad):
-    raise KeyError("in the middle")
 
 
 def bad_input(name):
@@ -316,21 +246,6 @@ def test_a_rank_keeps_the_state_of_its_chunks(ranks, name, num_ranks):
 
 
 @stages
-def test_a_deleted_wrapper_frees_everything(ranks, name):
-    for found in ranks.run(nothing_survives_deletion, name, num_ranks=2):
-        assert len(found) > 10
-        assert all(found)
-
-
-@stages
-def test_a_deep_copy_trains_as_the_original_does(ranks, name):
-    for apart, moved, same_calls in ranks.run(deep_copy, name, num_ranks=2):
-        assert apart == 0
-        assert moved > 1e-3
-        assert same_calls
-
-
-@stages
 def test_noop_sends_nothing(ranks, name):
     (issued, planned, first), (_, _, second) = ranks.run(without_communication, name, num_ranks=2)
     assert (issued, planned) == (0, [])
@@ -338,19 +253,8 @@ def test_noop_sends_nothing(ranks, name):
 
 
 @stages
-def test_what_changes_after_wrapping_is_refused(ranks, name):
-    ranks.run(changed_after_wrapping, name, num_ranks=2)
-
-
-@stages
 def test_only_dense_gradients_are_supported(ranks, name):
     ranks.run(sparse_gradients, name, num_ranks=2)
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_a_failed_step_can_be_followed_by_another(ranks, name):
-    for clean, after_failure in ranks.run(fail_once_then_train, name, num_ranks=2):
-        assert clean == after_failure
 
 
 @stages
