@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -36,16 +35,15 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import LatestN
 
-from .host_state import is_key, places_of, to_host, to_ranks
+from .checkpoint_leaves import check_fits, check_model, checksum, describe
+from .host_state import places_of, to_host, to_ranks
 from .inputs import check_alive
-from .state_layout import Leaf
 from .train import Trainer, TrainState
 from .tree import named_leaves
 
 FORMAT = 1
 """Of the checkpoints that this version writes; it reads all up to it."""
 
-_OWNERS = {"params": ("parameter", "model"), "opt_state": ("optimizer state", "optimizer")}
 _UNREADABLE = (ValueError, LookupError, TypeError, FileNotFoundError)  # what Orbax was seen to raise of damaged files
 
 
@@ -77,11 +75,13 @@ class Checkpoints:
             keep: How many checkpoints to keep; older ones are removed.
 
         Raises:
-            ValueError: If ``keep`` is not positive.
+            ValueError: If ``keep`` is not positive, or the folder is a file.
         """
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise ValueError(f"keep (={keep!r}) must be a positive integer")
         self.directory = Path(directory).absolute()
+        if self.directory.exists() and not self.directory.is_dir():
+            raise ValueError(f"directory (={str(self.directory)!r}) must be a folder, it is a file")
         handlers = ocp.type_handlers
         # Only arrays of NumPy are written; Orbax warns of a registry without JAX's.
         registry = handlers.create_type_handler_registry(
@@ -123,7 +123,10 @@ class Checkpoints:
         self.wait()  # so that the host never holds two
         step, steps = int(state.step), self.steps()
         if steps and step <= steps[-1]:
-            raise ValueError(f"step (={step}) must be above {steps[-1]}, that of the newest checkpoint {self._where}")
+            raise ValueError(
+                f"step (={step}) must be above {steps[-1]}, that of the newest checkpoint {self._where}: save into "
+                f"another folder, or remove those of step {step} and later"
+            )
         try:
             data_position = json.loads(json.dumps(data_position))
         except (TypeError, ValueError) as error:
@@ -138,11 +141,11 @@ class Checkpoints:
             "num_ranks": trainer.num_ranks,
             "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "data_position": data_position,
-            "leaves": {name: _describe(leaves[name], place, arrays[name]) for name, place in places.items()},
+            "leaves": {name: describe(leaves[name], place, arrays[name]) for name, place in places.items()},
         }
         items = {
             "state": ocp.args.PyTreeSave({name: array for name, array in arrays.items() if array.size}),
-            "about": ocp.args.JsonSave(about | {"crc32": _checksum(about)}),
+            "about": ocp.args.JsonSave(about | {"crc32": checksum(about)}),
         }
         # In a thread, which Ctrl-C does not interrupt: what Orbax has started by then would wait for the rest for ever.
         with ThreadPoolExecutor(max_workers=1) as thread:
@@ -154,18 +157,21 @@ class Checkpoints:
         Args:
             trainer: That goes on; its ranks and strategy may be others than those that saved.
             params: The model's parameters, for their names, shapes and dtypes: arrays or ``jax.ShapeDtypeStruct``.
+                Dtypes may be wider than those saved, never narrower.
             step: Of which checkpoint; the newest if None.
 
         Returns:
             The state, and the position in the data that was saved with it.
 
         Raises:
-            ValueError: If there is no such checkpoint; if it is of another model or another optimizer, damaged, or
-                written by a newer version. No checkpoint is changed by it.
+            ValueError: If there is no such checkpoint; if it is of another model or another optimizer, of wider
+                dtypes, damaged, or written by a newer version. No checkpoint is changed by it.
         """
         about = self.about(step)
+        name = f"checkpoint of step {about['step']} {self._where}"
+        check_model(name, about["leaves"], params)  # first, so that the trainer hears of no other model
         state = trainer.abstract_state(params)
-        self._check_same(about, named_leaves(places_of(trainer, state)))
+        check_fits(name, about["leaves"], places_of(trainer, state))
         impls = {name: row["impl"] for name, row in about["leaves"].items() if "impl" in row}
         return to_ranks(trainer, state, self._read(about), impls), about["data_position"]
 
@@ -195,16 +201,22 @@ class Checkpoints:
             written = about["format"]
         except _UNREADABLE as error:
             raise self._damaged(step) from error
-        if written > FORMAT:
+        if isinstance(written, int) and written > FORMAT:
             raise ValueError(
                 f"checkpoint of step {step} {self._where} has format {written}, newer than {FORMAT}: update jaxddp"
             )
-        if about.pop("crc32", None) != _checksum(about):
+        if about.pop("crc32", None) != checksum(about):
             raise self._damaged(step)
+        if about["step"] != step:
+            raise ValueError(
+                f"checkpoint of step {step} {self._where} is that of step {about['step']}: remove or rename its folder"
+            )
         return about
 
     def steps(self) -> list[int]:
         """Lists the steps of the checkpoints, oldest first, with that which is being written."""
+        if not self._manager.is_saving_in_progress():
+            self._manager.reload()  # others may have removed some, as we say of damaged ones, or saved some
         return sorted(self._manager.all_steps())
 
     def latest_step(self) -> int | None:
@@ -232,21 +244,6 @@ class Checkpoints:
             f"checkpoint of step {step} {self._where} is damaged or half-written: remove it to go on from an older one"
         )
 
-    def _check_same(self, about: Mapping[str, Any], wanted: Mapping[str, Leaf]) -> None:
-        """Refuses a checkpoint whose parameters or optimizer state are not those wanted."""
-        saved = {name: (row["dtype"], tuple(row["shape"])) for name, row in about["leaves"].items()}
-        ours = {name: (str(leaf.dtype), leaf.shape) for name, leaf in wanted.items()}
-        for name in ours | saved:
-            owner, _, leaf_name = name.partition(".")
-            if owner not in _OWNERS or saved.get(name) == ours.get(name):
-                continue
-            what, whole = _OWNERS[owner]
-            there, here = (" ".join(map(str, found[name])) if name in found else "missing" for found in (saved, ours))
-            raise ValueError(
-                f"checkpoint of step {about['step']} {self._where} is of another {whole}: {what} {leaf_name!r} is "
-                f"{there} there and {here} here"
-            )
-
     def _read(self, about: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Reads all arrays of a checkpoint."""
         step, leaves = about["step"], about["leaves"]
@@ -260,7 +257,7 @@ class Checkpoints:
             raise self._damaged(step) from error
         arrays = {name: found[name] if name in stored else np.zeros(row["shape"]) for name, row in leaves.items()}
         # Orbax passes over bytes that changed in the middle of an array, and takes missing ones for zeros.
-        if any(_checksum(arrays[name]) != leaves[name]["crc32"] for name in stored):
+        if any(checksum(arrays[name]) != leaves[name]["crc32"] for name in stored):
             raise self._damaged(step)
         return arrays
 
@@ -278,12 +275,3 @@ class _HostArrays(ocp.type_handlers.NumpyHandler):
         for info, arg in zip(infos, args, strict=True):
             arrays += await super().deserialize([info], arg and [arg])
         return arrays
-
-
-def _describe(leaf: jax.Array, place: Leaf, array: np.ndarray) -> dict[str, Any]:
-    row = {"shape": list(place.shape), "dtype": str(place.dtype), "crc32": _checksum(array)}
-    return row | {"impl": str(jax.random.key_impl(leaf))} if is_key(leaf) else row
-
-
-def _checksum(data: np.ndarray | dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(data).encode() if isinstance(data, dict) else data.reshape(-1).view(np.uint8).data)

@@ -7,9 +7,7 @@ import signal
 import threading
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jaxddp
@@ -201,43 +199,13 @@ def test_damaged_files_are_never_taken_for_the_state(saved, capfd):
         assert int(checkpoints.restore(trainer, make_params(), step=1)[0].step) == 1
 
 
-def test_another_model_is_named_by_its_first_leaf_that_differs(saved):
-    of_step_2 = f"checkpoint of step 2 in {str(saved)!r} is of another "
-    params = make_params()
-    wider = params | {"w": jnp.zeros((5, 9)), "stack": jnp.zeros((3, 8, 8))}
-    assert refusal(saved, params=wider) == (
-        of_step_2 + "model: parameter 'stack' is float64 (2, 8, 8) there and float64 (3, 8, 8) here"
-    )
-    assert refusal(saved, params={"new": jnp.zeros(3)} | params) == (
-        of_step_2 + "model: parameter 'new' is missing there and float64 (3,) here"
-    )
-    del params["w"]
-    assert refusal(saved, params=params) == of_step_2 + "model: parameter 'w' is float64 (5, 8) there and missing here"
-    single = make_params(np.float32)
-    assert refusal(saved, trainer_of("zero3 on 8"), single) == (
-        of_step_2 + "model: parameter 'b' is float64 (8,) there and float32 (8,) here"
-    )
-
-
-@pytest.mark.parametrize(
-    "optimizer, difference",
-    [
-        (optax.sgd(0.1), "'0.count' is int32 () there and missing here"),
-        (optax.sgd(0.1, momentum=0.9), "'0.trace.b' is missing there and float64 (8,) here"),
-        (optax.chain(optax.sgd(0.1), optax.adamw(0.1)), "'1.0.count' is missing there and int32 () here"),
-    ],
-)
-def test_another_optimizer_is_named_by_its_first_leaf_that_differs(saved, optimizer, difference):
-    trainer = make(jaxddp.bucketed(), 2, optimizer=optimizer)
-    assert refusal(saved, trainer) == (
-        f"checkpoint of step 2 in {str(saved)!r} is of another optimizer: optimizer state {difference}"
-    )
-
-
 def test_a_newer_format_and_a_checkpoint_of_something_else(saved):
     path = saved / "2" / "about" / "metadata"
     about = json.loads(path.read_text())
     del about["crc32"]  # what else is in it only a newer version knows
+    for no_number in ("1", None, 1.5, [1]):
+        path.write_text(json.dumps(about | {"format": no_number}))
+        assert refusal(saved).endswith("is damaged or half-written: remove it to go on from an older one")
     path.write_text(json.dumps(about | {"format": FORMAT + 1}))
     assert refusal(saved) == (
         f"checkpoint of step 2 in {str(saved)!r} has format {FORMAT + 1}, newer than {FORMAT}: update jaxddp"
@@ -259,6 +227,28 @@ def test_half_written_folders_are_passed_over(saved):
         assert_close(dict_of(trainer, checkpoints.restore(trainer, make_params())[0]), uninterrupted(3))
 
 
+def test_a_copy_under_another_step_is_refused(saved):
+    shutil.copytree(saved / "2", saved / "9")
+    assert refusal(saved) == f"checkpoint of step 9 in {str(saved)!r} is that of step 2: remove or rename its folder"
+
+
+def test_what_others_do_to_an_open_folder_is_seen(saved):
+    trainer = trainer_of("naive on 1")
+    with Checkpoints(saved) as checkpoints:
+        shutil.rmtree(saved / "2" / "about")
+        with pytest.raises(ValueError, match="damaged or half-written: remove it to go on from an older one"):
+            checkpoints.restore(trainer, make_params())
+        shutil.rmtree(saved / "2")
+        state, position = checkpoints.restore(trainer, make_params())
+        assert int(state.step) == checkpoints.latest_step() == 1
+        with Checkpoints(saved) as other:
+            state, _ = advance(trainer, state, position, 1)
+            other.save(trainer, state)
+        assert checkpoints.steps() == [1, 2]
+        with pytest.raises(ValueError, match=r"step \(=2\) must be above 2"):
+            checkpoints.save(trainer, state)
+
+
 def test_bad_input(saved, tmp_path_factory):
     empty = tmp_path_factory.mktemp("empty")
     assert refusal(empty) == f"no checkpoint in {str(empty)!r}"
@@ -266,11 +256,18 @@ def test_bad_input(saved, tmp_path_factory):
     for keep in (0, -1, True, 1.5):
         with pytest.raises(ValueError, match=rf"keep \(={keep!r}\) must be a positive integer"):
             Checkpoints(saved, keep=keep)
+    (empty / "file").touch()
+    with pytest.raises(ValueError, match=r"^directory \(='.*file'\) must be a folder, it is a file$"):
+        Checkpoints(empty / "file")
     trainer = trainer_of("naive on 1")
     before = files_of(saved)
     with Checkpoints(saved) as checkpoints:
         state, _ = checkpoints.restore(trainer, make_params())
-        with pytest.raises(ValueError, match=r"step \(=2\) must be above 2, that of the newest checkpoint in"):
+        with pytest.raises(
+            ValueError,
+            match=r"^step \(=2\) must be above 2, that of the newest checkpoint in .*: save into another folder, or "
+            "remove those of step 2 and later$",
+        ):
             checkpoints.save(trainer, state)
         donated, (state, _) = state, trainer.step(state, batch_of(0))
         with pytest.raises(ValueError, match="was donated to an earlier step"):

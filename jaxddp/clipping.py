@@ -9,21 +9,23 @@ else it is the plain sum.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from .collectives import all_reduce
 from .elementwise import GLOBAL_NORM
 from .exchange import sum_of_squares
 from .scopes import METRICS_SCOPE
+from .sharding import Cut
 from .tree import named_leaves
 
-_shards: ContextVar[tuple[str, Callable[[str], bool]] | None] = ContextVar("jaxddp_shards", default=None)
+_shards: ContextVar[tuple[str, Mapping[str, Cut | None]] | None] = ContextVar("jaxddp_shards", default=None)
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
@@ -67,35 +69,47 @@ def global_norm(tree: Any) -> jax.Array:
     """Gives the Euclidean norm of all elements of a tree, over all ranks if it is one of shards.
 
     Args:
-        tree: Of arrays, named as the parameters are.
+        tree: Of arrays, named as the parameters are; some may be missing.
 
     Returns:
         A scalar, summed at least in float32.
+
+    Raises:
+        ValueError: If the tree is one of shards and a name in it is no parameter's: what is cut how is then not known.
     """
     over = _shards.get()
 
     def jaxddp_global_norm(leaves: dict[str, jax.Array]) -> jax.Array:
         if over is None:
             return jnp.sqrt(sum_of_squares(leaves.values()))
-        axis, is_shard = over
-        own = sum_of_squares(leaf for name, leaf in leaves.items() if is_shard(name))
+        axis, cuts = over
+        shards, wholes = [], []
+        for name, leaf in leaves.items():
+            if name not in cuts:
+                rule = "updates in shards must keep the names of parameters"
+                raise ValueError(f"{rule}, and {name!r} is none: clip the whole tree")
+            cut = cuts[name]
+            if cut is None:
+                wholes.append(leaf)
+            else:  # an optimizer may have made anything of the zeros of padding
+                shards.append(cut.without_padding(leaf.reshape(cut.shard_shape), lax.axis_index(axis)))
         with jax.named_scope(METRICS_SCOPE):
-            own = all_reduce(own, axis)
-        return jnp.sqrt(own + sum_of_squares(leaf for name, leaf in leaves.items() if not is_shard(name)))
+            total = all_reduce(sum_of_squares(shards), axis)
+        return jnp.sqrt(total + sum_of_squares(wholes))
 
     assert jaxddp_global_norm.__name__ == GLOBAL_NORM
     return jax.jit(jaxddp_global_norm)(named_leaves(tree))
 
 
 @contextlib.contextmanager
-def on_shards(axis: str, is_shard: Callable[[str], bool]) -> Iterator[None]:
+def on_shards(axis: str, cuts: Mapping[str, Cut | None]) -> Iterator[None]:
     """Says that the updates handled inside are shards.
 
     Args:
         axis: Name of the mesh axis over which they lie.
-        is_shard: By a parameter's name, whether its update is one; those of others are whole on every rank.
+        cuts: By a parameter's name, how it is cut; None for one whose update is whole on every rank.
     """
-    token = _shards.set((axis, is_shard))
+    token = _shards.set((axis, cuts))
     try:
         yield
     finally:

@@ -53,3 +53,34 @@ def test_the_norm_of_nothing_is_0_and_a_bad_limit_is_refused():
     assert float(global_norm({"empty": jnp.zeros(0)})) == 0
     with pytest.raises(ValueError, match=r"max_norm \(=0\) must be positive"):
         jaxddp.clip_by_global_norm(0)
+
+
+@pytest.mark.parametrize("strategy", [jaxddp.zero1(), jaxddp.zero3(min_shard_elements=2)], ids=lambda one: one.name)
+def test_padding_counts_for_nothing_whatever_an_optimizer_makes_of_it(strategy):
+    """Adam with eps = 0 divides the zeros of padding by zero."""
+    params = {"scale": jnp.ones(1), "w": jnp.arange(1.0, 6.0)}
+    optimizer = optax.chain(optax.scale_by_adam(eps=0), jaxddp.clip_by_global_norm(0.1), optax.sgd(0.1))
+
+    def loss_fn(params, x):
+        return jnp.mean(x) * params["scale"][0] * jnp.sum(params["w"] ** 2)
+
+    def moved(strategy, num_ranks):
+        trainer = jaxddp.Trainer(loss_fn, optimizer, strategy, jaxddp.data_mesh(num_ranks))
+        state, _ = trainer.step(trainer.init(params), np.ones((4, 1), np.float32))
+        return trainer.params(state)
+
+    ours, full = moved(strategy, 4), moved(jaxddp.naive(), 1)
+    for name in params:
+        np.testing.assert_allclose(ours[name], full[name], atol=1e-7)  # one unit in the last place of 1
+
+
+def test_a_part_of_the_tree_is_refused_on_shards():
+    """Under names of its own, what is a shard of what is not known."""
+    clip = jaxddp.clip_by_global_norm(0.1)
+    part = optax.stateless(lambda updates, params: updates | {"inner": clip.update(updates["inner"], ())[0]})
+    params = {"inner": {"w": jnp.ones(8)}, "outer": jnp.ones(8)}
+    trainer = jaxddp.Trainer(
+        lambda p, x: jnp.mean(x) * jnp.sum(p["inner"]["w"] * p["outer"]), part, jaxddp.zero1(), jaxddp.data_mesh(4)
+    )
+    with pytest.raises(ValueError, match=r"must keep the names of parameters, and 'w' is none: clip the whole tree"):
+        trainer.compile(trainer.init(params), np.ones((4, 1), np.float32))

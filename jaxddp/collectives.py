@@ -88,7 +88,7 @@ def reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
     return lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True)
 
 
-def all_gather(x: jax.Array, axis: str) -> jax.Array:
+def all_gather(x: jax.Array, axis: str, *, equal: bool = False) -> jax.Array:
     """Concatenates the ranks' arrays along dimension 0; every rank gets the whole.
 
     | rank | input          | output                                 |
@@ -100,6 +100,8 @@ def all_gather(x: jax.Array, axis: str) -> jax.Array:
     Args:
         x: This rank's array, ``[k, ...]``; the same shape on every rank.
         axis: Name of the axis the ranks are on.
+        equal: Whether ``check_vma=True`` is to know the result to be equal everywhere, so that it may leave
+            ``shard_map`` whole; its gradient is then one rank's, and no longer a reduce-scatter.
 
     Returns:
         All arrays in rank order, ``[N k, ...]``.
@@ -111,7 +113,7 @@ def all_gather(x: jax.Array, axis: str) -> jax.Array:
     _chunk_length(x.shape, 1)
     if x.size == 0:
         return jnp.concatenate([x] * num_ranks)
-    return lax.all_gather(x, axis, axis=0, tiled=True)
+    return lax.all_gather(x, axis, axis=0, tiled=True, to="invarying" if equal else "varying")
 
 
 def broadcast(x: jax.Array, axis: str, root: int = 0) -> jax.Array:

@@ -2,10 +2,13 @@
 
 import jax
 import numpy as np
+import pytest
 
 from jaxddp.models import SIZES, TransformerConfig
 from jaxddp.train_cli import TrainOptions
 from jaxddp.train_loop import train
+
+pytestmark = pytest.mark.usefixtures("optimized")
 
 
 def test_a_language_model_learns_as_fast(monkeypatch):

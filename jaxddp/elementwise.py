@@ -138,7 +138,7 @@ def check_elementwise(
         cut = _computations(optimizer, shards, state, extra_args, expressions)
         for (label, computation), (_, on_shard) in zip(whole, cut, strict=True):
             if computation != on_shard:
-                raise ValueError(f"{label} is another computation there; decide by path or ndim")
+                raise ValueError(f"{label} is another computation there; decide by path, or by ndim > 1")
 
 
 class _Kind(enum.Enum):
@@ -262,7 +262,7 @@ def _computations(
             label, value = f"its {what} {path_name(path)!r}", next(values)
             if value.kind not in (_Kind.UNIFORM, _Kind.POSITIONAL if leaf.param is None else _Kind.ALIGNED):
                 cause = value.cause or "elements of a parameter that it does not mirror"
-                clip = ", or jaxddp.clip_by_global_norm to clip" if "(reduce_sum)" in cause else ""
+                clip = "; if it clips, jaxddp.clip_by_global_norm does so on shards" if "(reduce_sum)" in cause else ""
                 raise ValueError(_REFUSAL.format(f"{label} depends on {cause}") + clip)
             found.append((label, (value.number, shape == leaf.shape)))
     return found

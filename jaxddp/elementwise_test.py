@@ -12,6 +12,8 @@ from optax import contrib
 from jaxddp.elementwise import StateLeaf, check_elementwise, sharded_state
 from jaxddp.tree import named_leaves, path_name
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 SHAPES = {
     "layers": [{"kernel": (3, 4), "bias": (2,)}, {"kernel": (3, 4), "bias": (2,)}],
     "scale": (),
@@ -173,7 +175,7 @@ def test_element_wise_optimizers_pass_and_do_on_shards_what_they_do_on_the_whole
             assert all(jnp.array_equal(shard, leaf) for shard in shards)
 
 
-A_SUM = r"depends on a sum over elements \(reduce_sum\); .* or jaxddp.clip_by_global_norm to clip"
+A_SUM = r"depends on a sum over elements \(reduce_sum\); .*; if it clips, jaxddp.clip_by_global_norm does so on shards"
 NOISE = r"depends on random numbers by place \(random_bits\)"
 OTHER_SHAPE = r"its update of 'layers.0.bias' depends on a parameter of another shape "
 PLACE = r"its update of 'layers.0.bias' depends on the place of elements \(iota\)"

@@ -27,6 +27,7 @@ from jax import lax
 from .buckets import Bucket, BucketPlan, pack, unpack
 from .collectives import all_reduce, reduce_scatter
 from .compression import Compression
+from .low_rank import pay_back
 from .scopes import SYNC_SCOPE
 from .sharding import own_chunk, pack_chunks, split_chunks
 from .tree import named_leaves
@@ -128,6 +129,8 @@ def launch(
     with jax.named_scope(SYNC_SCOPE):
         if plan.after_backward:
             ready = lax.optimization_barrier(ready)
+        if num_ranks == 1 and memory:
+            ready, memory = pay_back(ready, memory, denominator)
         rank = lax.axis_index(axis)
         unsent = {name: route.own(x * num_ranks, num_ranks, rank) for name, x in ready.items() if name not in planned}
         totals: list[jax.Array] = []

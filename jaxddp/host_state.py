@@ -25,6 +25,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from .inputs import check_alive
 from .low_rank import Memory, merge_memory, split_memory
 from .placement import place
 from .sharding import Cut
@@ -70,6 +71,28 @@ def to_host(trainer: Trainer, state: TrainState) -> Iterator[tuple[str, np.ndarr
             yield f"memory.{name}.{part}", _to_host(leaf, None)
 
 
+def host_params(trainer: Trainer, state: TrainState) -> Any:
+    """Copies the full parameters to the host, leaf by leaf: of one process, no device holds more than its shards.
+
+    Args:
+        trainer: Whose state it is.
+        state: Kept as it is.
+
+    Returns:
+        Arrays of NumPy, as the tree that ``Trainer.init`` was given.
+
+    Example:
+        >>> import optax, jaxddp
+        >>> strategy = jaxddp.zero3(min_shard_elements=0)
+        >>> trainer = jaxddp.Trainer(lambda params, batch: 0.0, optax.sgd(0.1), strategy, jaxddp.data_mesh(4))
+        >>> host_params(trainer, trainer.init({"w": jnp.ones((2, 3))}))
+        {'w': array([[1., 1., 1.],
+               [1., 1., 1.]], dtype=float32)}
+    """
+    check_alive(state)
+    return jax.tree.map(lambda leaf, where: _to_host(leaf, where.cut), state.params, trainer.layout(state).params)
+
+
 def to_ranks(
     trainer: Trainer, state: TrainState, arrays: Mapping[str, np.ndarray], key_impls: Mapping[str, str]
 ) -> TrainState:
@@ -78,8 +101,8 @@ def to_ranks(
     Args:
         trainer: That is to have the state.
         state: From its ``abstract_state``.
-        arrays: By name, the same in every process. What a compression remembers may be missing, or be of another
-            compression: then it starts anew.
+        arrays: By name, the same in every process, of dtypes no wider than the state's. What a compression remembers
+            may be missing, or be of another compression: then it starts anew.
         key_impls: What draws from PRNG keys, by name.
 
     Returns:
@@ -130,4 +153,4 @@ def _to_ranks(array: np.ndarray, where: Leaf, mesh: Mesh, key_impl: str | None) 
 def _remembered(arrays: Mapping[str, np.ndarray], path: Any, first: np.ndarray) -> np.ndarray:
     """What was saved of a compression's memory, or what there is before the first step."""
     saved = arrays.get(f"memory.{path_name(path)}")
-    return first if saved is None or (saved.shape, saved.dtype) != (first.shape, first.dtype) else saved
+    return first if saved is None or saved.shape != first.shape else saved.astype(first.dtype)

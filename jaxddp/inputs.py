@@ -24,6 +24,20 @@ def check_alive(state: TrainState) -> None:
         raise ValueError(f"state (={type(state).__name__}) was donated to an earlier step: use the one it returned")
 
 
+def as_arrays(state: TrainState) -> TrainState:
+    """Takes Python's numbers in a state for what they are, such as a learning rate that the user has set.
+
+    Args:
+        state: Its optimizer's state may hold numbers.
+
+    Returns:
+        The same of arrays.
+    """
+    if all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(state.opt_state)):
+        return state
+    return state._replace(opt_state=jax.tree.map(jnp.asarray, state.opt_state))
+
+
 def check_batch(batch: Any, num_ranks: int, num_microbatches: int) -> None:
     """Refuses a batch that cannot be split.
 

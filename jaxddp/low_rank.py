@@ -18,7 +18,8 @@ as subspace iteration has it. N is the number of ranks, D what sums over ranks a
     ========= ========== ===================================================== =========================
 
 The error is in units of the averaged gradient, so the errors of all ranks together are what training still lacks, on
-however many ranks it goes on, and whatever weights the batches have. All is computed at least in float32.
+however many ranks it goes on, and whatever weights the batches have. One rank alone sends nothing: it adds what it
+finds lacking to its gradients. All is computed at least in float32.
 
 References:
     Vogels, Karimireddy, Jaggi, PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization,
@@ -195,6 +196,25 @@ def sum_by_factors(
         remembered[name] = Memory(error.astype(before.error.dtype), factor.astype(before.factor.dtype))
         arrived[name] = total.reshape(before.error.shape)
     return {name: total.astype(tensors[name].dtype) for name, total in arrived.items()}, remembered
+
+
+def pay_back(
+    tensors: Mapping[str, jax.Array], memory: Mapping[str, Memory], denominator: jax.Array | float
+) -> tuple[dict[str, jax.Array], dict[str, Memory]]:
+    """Adds to the tensors of an only rank, which sends nothing, what several ranks have left out before it.
+
+    Args:
+        tensors: By name.
+        memory: Of some of them.
+        denominator: D.
+
+    Returns:
+        The tensors, of the dtypes they had, and what is remembered now: the factors.
+    """
+    paid = dict(tensors)
+    for name, one in memory.items():
+        paid[name] = (tensors[name] + denominator * one.error).astype(tensors[name].dtype)
+    return paid, {name: one._replace(error=jnp.zeros_like(one.error)) for name, one in memory.items()}
 
 
 def merge_memory(memory: dict[str, Memory]) -> dict[str, Memory]:

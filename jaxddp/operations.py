@@ -158,7 +158,7 @@ class OperationReader:
         is_async = instruction.opcode.endswith("-start") and instruction.config("is_sync") != "true"
         return Collective(
             kind, _full_bytes(kind, inner, where), self._group(inner), is_async,
-            (inner.config("kernel_strategy") or instruction.config("kernel_strategy")).removeprefix("KERNEL_STRATEGY_"),
+            _kernel(inner, instruction),
             inner.op_name or instruction.op_name,
         )  # fmt: skip
 
@@ -243,6 +243,12 @@ def _with_computation(
 def _kind(instruction: Instruction) -> str:
     kind = instruction.opcode.removesuffix("-start")
     return kind if kind in KINDS else ""
+
+
+def _kernel(collective: Instruction, holder: Instruction) -> str:
+    """GPUs' ``kernel_strategy``; the ``emitter`` of a TPU's fusion, which does something else with it."""
+    strategy = collective.config("kernel_strategy") or holder.config("kernel_strategy")
+    return strategy.removeprefix("KERNEL_STRATEGY_") or (holder.config("emitter") if holder is not collective else "")
 
 
 def _full_bytes(kind: str, instruction: Instruction, computation: Computation) -> int:

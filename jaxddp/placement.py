@@ -1,4 +1,7 @@
-"""Brings a tree of whole arrays onto a mesh, each leaf whole on every rank or in shards, and back."""
+"""Brings a tree of whole arrays onto a mesh, each leaf whole on every rank or in shards, and back.
+
+Several processes take the arrays of the first of them, by way of their hosts: devices pass on a piece at a time.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .state_layout import Leaf
+
+PIECE_BYTES = 2**25
+"""What devices pass on at a time of an array that goes from one process to the others."""
+
+
+def from_first_process(tree: Any) -> Any:
+    """Gives every process the arrays that process 0 has; no device ever holds more of them than a piece.
+
+    Args:
+        tree: Of arrays, in every process of the same structure, shapes and dtypes.
+
+    Returns:
+        A tree of arrays of NumPy.
+    """
+    return jax.tree.map(_from_first_process, tree)
 
 
 def place(tree: Any, layout: Any, mesh: Mesh | AbstractMesh) -> Any:
@@ -42,6 +61,16 @@ def whole(tree: Any, layout: Any, mesh: Mesh | AbstractMesh) -> Any:
     cuts = tuple(leaf.cut for leaf in jax.tree.leaves(layout))
     unjoined = _unjoin(leaves, cuts, NamedSharding(mesh, PartitionSpec())) if leaves else []
     return jax.tree.unflatten(structure, unjoined)
+
+
+def _from_first_process(array: Any) -> np.ndarray:
+    mine: Any = np.asarray(array)
+    received = np.empty(mine.nbytes, np.uint8)
+    sent = np.ascontiguousarray(mine).reshape(-1).view(np.uint8)
+    for start in range(0, received.size, PIECE_BYTES):
+        piece = slice(start, start + PIECE_BYTES)
+        received[piece] = multihost_utils.broadcast_one_to_all(sent[piece])
+    return received.view(mine.dtype).reshape(mine.shape)
 
 
 def _place(mesh: Mesh | AbstractMesh, array: Any, leaf: Leaf) -> jax.Array:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from typing import Any
 
 XXL = "xxl"
@@ -75,6 +76,8 @@ def add_parser(commands: Any) -> None:
                         "backward together")  # fmt: skip
     assumed.add_argument("--ring-factors", action=argparse.BooleanOptionalAction, help="count (n-1)/n of the bytes of "
                          "a ring (default: on GPUs)")  # fmt: skip
+    add("--verify", action="store_true", help="compile the step for the target, which needs not be there, and lay its "
+        "bytes beside the formulas'")  # fmt: skip
     add("--explain", action="store_true", help="print the formula of each number")
     add("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=run)
@@ -87,14 +90,20 @@ def run(arguments: argparse.Namespace) -> None:
         ValueError: If the options do not fit each other, or a number is out of range.
     """
     # Imported only now: the help must not wait for JAX's friends.
-    from .plan_console import as_json, show
+    from .plan_console import as_json, show, show_verification, verification_object
     from .planning import plan
 
     found = plan(_job(arguments))
+    verified = _verify(found, arguments) if arguments.verify else None
     if arguments.json:
-        print(json.dumps(as_json(found, arguments.model, explain=arguments.explain), allow_nan=False))
-    else:
-        show(found, arguments.model, explain=arguments.explain)
+        as_one = as_json(found, arguments.model, explain=arguments.explain)
+        if verified is not None:
+            as_one["verify"] = verification_object(verified)
+        print(json.dumps(as_one, allow_nan=False))
+        return
+    show(found, arguments.model, explain=arguments.explain)
+    if verified is not None:
+        show_verification(verified)
 
 
 def _job(arguments: argparse.Namespace) -> Any:
@@ -132,6 +141,31 @@ def _job(arguments: argparse.Namespace) -> Any:
         workload, cluster, fsdp, tp, arguments.tokens, sequence_length, arguments.stage,
         states[arguments.precision], assumptions, arguments.accumulation_steps,
     )  # fmt: skip
+
+
+def _verify(found: Any, arguments: argparse.Namespace) -> Any:
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # accelerators that are here have nothing to do with it
+
+    from .plan_verification import verify
+
+    return verify(found, arguments.dtype, _transformer(arguments))
+
+
+def _transformer(arguments: argparse.Namespace) -> Any:
+    """Gives the sizes of the transformer that was planned; None if it is the feed-forward model."""
+    if arguments.model == XXL or (arguments.model == CUSTOM and arguments.vocab is None):
+        return None
+    from .models import SIZES, TransformerConfig
+
+    if arguments.model != CUSTOM:
+        config = SIZES[arguments.model]
+        return replace(config, context=arguments.context or config.context)
+    if arguments.matrices not in (None, 3):
+        raise ValueError(f"matrices (={arguments.matrices}) must be 3 for a transformer to be compiled")
+    shapes = (getattr(arguments, name) for name in ("vocab", "context", "width", "layers", "heads", "hidden"))
+    return TransformerConfig(*shapes)
 
 
 def _workload(arguments: argparse.Namespace) -> tuple[Any, int]:

@@ -4,11 +4,15 @@ import re
 import signal
 import subprocess
 import sys
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 
+from jaxddp import plan_verification, target_compile
 from jaxddp.__main__ import main
-from jaxddp.models import SIZES
+from jaxddp.models import SIZES, TransformerConfig
+from jaxddp.plan_verification import Verification
 from jaxddp.targets import CHIPS
 
 KEYS = (
@@ -16,6 +20,7 @@ KEYS = (
     "traffic_bytes_per_step best_split tokens devices"
 ).split()
 CUSTOM = "--model custom --width 64 --hidden 256 --layers 2"
+ON_GRID = "--model custom --layers 2 --target h100:8 --tp 2 --tokens 64 --verify"
 
 
 def planned(arguments, capsys):
@@ -93,6 +98,48 @@ def test_the_table_and_its_formulas_are_printed(capsys):
     assert "25,302 tokens" in explained["formulas"]["compute-bound"]
 
 
+def test_verify_compiles_what_was_planned(capsys):
+    options = f"{CUSTOM} --target h100:4 --fsdp 2 --tp 2 --tokens 63"
+    found, alone = planned(f"{options} --verify", capsys), planned(options, capsys)
+    verified = found.pop("verify")
+    assert found == alone
+    assert (verified["tokens"], verified["as_planned"], verified["refused"]) == (64, True, None)
+    rows = {row.pop("label"): row for row in verified["rows"]}
+    params = 4 * found["params"] // 4
+    assert rows["parameters"] == {
+        "planned": params, "compiled": params, "difference": 0, "check": "ok", "as_planned": True
+    }  # fmt: skip
+    assert rows["batch, step and key"]["planned"] is rows["batch, step and key"]["difference"] is None
+    assert {(each["kind"], each["ranks"]) for each in verified["collectives"]} == {
+        ("all-gather", 2), ("reduce-scatter", 2), ("all-reduce", 2)
+    }  # fmt: skip
+    assert verified["notes"] == ["compiled with 64 tokens, as many on each data rank"]
+
+
+def test_the_transformer_that_was_planned_is_compiled(monkeypatch, capsys):
+    asked = []
+
+    def verify(found, dtype, config):
+        asked.append((dtype, config))
+        return Verification(found, (), Counter())
+
+    monkeypatch.setattr(plan_verification, "verify", verify)
+    for options in (
+        "--model seed_xl --target h100:8 --dtype float32",
+        "--model seed_xl --target h100:8 --context 64",
+        f"{CUSTOM} --vocab 100 --heads 4 --context 16 --target h100:4",
+        "",
+        f"{CUSTOM} --matrices 2 --target h100:4",
+    ):
+        planned(f"{options} --verify", capsys)
+    seed_xl = SIZES["seed_xl"]
+    small = TransformerConfig(vocab=100, context=16, width=64, num_layers=2, num_heads=4, hidden=256)
+    assert asked == [
+        ("float32", seed_xl), ("bfloat16", replace(seed_xl, context=64)), ("bfloat16", small), ("bfloat16", None),
+        ("bfloat16", None),
+    ]  # fmt: skip
+
+
 BAD_INPUT = {
     "--model toy": "unknown model 'toy': one of xxl, custom, tiny, ",
     "--width 3": "--width must come with --model custom, not with 'xxl'",
@@ -126,8 +173,23 @@ BAD_INPUT = {
     "--target h100:8 --tp-axes 1": "tp_axes (=1) must be left out for 'h100:8', which is no torus",
     "--fsdp-axes 0": "fsdp_axes (=0) must be a whole number, 1 or more",
     "--latency-us -1": "latency_us (=-1.0) must be a finite number, 0 or more",
+    "--fsdp 8 --tp 4 --verify": "fsdp x tp (=8 x 4) must be the 64 devices of 'v5p:64' to be compiled, ",
+    "--fsdp 16 --tp 4 --stage 1 --verify": "stage (=1) must be 3 for matrices cut by tp (=4) to be compiled",
+    "--model tiny --target h100:8 --tp 2 --tokens 64 --verify": "tp (=2) must be 1 for a transformer to be compiled: ",
+    f"{ON_GRID} --width 6 --hidden 8": "width (=6) must be divisible by fsdp (=4)",
+    f"{ON_GRID} --width 8 --hidden 7": "hidden (=7) must be divisible by tp (=2)",
+    f"{CUSTOM} --matrices 2 --vocab 9 --heads 4 --context 8 --tokens 512 --verify": "matrices (=2) must be 3 for a ",
+    "--dtype float8 --flops-per-s 1e15 --verify": "dtype (='float8') must be one of bfloat16, float16, float32 to be ",
     "--forward-only --with-backward": "argument --with-backward: not allowed with argument --forward-only; see ",
 }
+
+
+def test_a_target_whose_compiler_is_missing_names_the_extra(monkeypatch, capsys):
+    monkeypatch.setattr(target_compile, "find_spec", lambda name: None)
+    assert main(["plan", "--verify"]) == 2
+    output = capsys.readouterr()
+    said = "error: target 'v5p:64' needs the TPU compiler and flatbuffers: pip install 'jaxddp[targets]'\n"
+    assert (output.out, output.err) == ("", said)
 
 
 @pytest.mark.parametrize("command", BAD_INPUT)

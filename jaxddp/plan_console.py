@@ -1,18 +1,25 @@
-"""What a user sees of a plan: lines of numbers with their units, on request with their formulas, or one JSON object."""
+"""What a user sees of a plan: lines of numbers with their units, on request with their formulas, or one JSON object.
+
+Where the step was compiled, a table of planned and compiled bytes stands below.
+"""
 
 from __future__ import annotations
 
 import math
 import sys
 import textwrap
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from .bucket_choice import Buckets
 from .buckets import MIB
 from .plan_lines import assumptions, lines, notes, symbols
 from .planning import Plan
 
+if TYPE_CHECKING:  # it needs the whole library, which a plan alone does not wait for
+    from .plan_verification import Row, Verification
+
 _LABEL_WIDTH = 25
+_NUMBER_WIDTH = 20
 _WIDTH = 120
 
 
@@ -43,6 +50,53 @@ def show(plan: Plan, model: str, *, explain: bool = False, file: TextIO | None =
                   file=file)  # fmt: skip
     for note in notes(plan):
         print(f"Note: {note}.", file=file)
+
+
+def show_verification(verification: Verification, file: TextIO | None = None) -> None:
+    """Writes a plan's formulas beside its compiled step, as a table in bytes.
+
+    Args:
+        verification: What was compared.
+        file: Where to write; standard output when None.
+    """
+    file = file or sys.stdout
+    job = verification.plan.job
+    print(f"\nCompiled for {job.cluster.name}, bytes of a device:\n", file=file)
+    head = (f"{name:>{_NUMBER_WIDTH}}" for name in ("planned", "compiled", "difference"))
+    print(f"{'':<{_LABEL_WIDTH}}{''.join(head)}  check", file=file)
+    for row in verification.rows:
+        numbers = (_digits(row.planned), _digits(row.compiled), _digits(row.difference, "+"))
+        cells = "".join(f"{number:>{_NUMBER_WIDTH}}" for number in numbers)
+        print(f"{row.label:<{_LABEL_WIDTH}}{cells}  {row.check}".rstrip(), file=file)
+    if verification.refusal is not None:
+        print(f"Refused by the compiler: {verification.refusal}.", file=file)
+    for note in verification.notes:
+        print(f"Note: {note}.", file=file)
+
+
+def verification_object(verification: Verification) -> dict[str, Any]:
+    """Gives a verification as one object.
+
+    Args:
+        verification: What was compared.
+
+    Returns:
+        What ``json.dumps`` takes; absent numbers are None.
+    """
+    refusal = verification.refusal
+    return {
+        "tokens": verification.plan.tokens,
+        "as_planned": verification.holds,
+        "rows": [_row_object(row) for row in verification.rows],
+        "collectives": [
+            {"kind": kind, "bytes": num_bytes, "ranks": ranks, "count": count}
+            for (kind, num_bytes, ranks), count in sorted(verification.collectives.items())
+        ],
+        "refused": None
+        if refusal is None
+        else {"needed_bytes": refusal.needed_bytes, "available_bytes": refusal.available_bytes},
+        "notes": list(verification.notes),
+    }
 
 
 def as_json(plan: Plan, model: str, *, explain: bool = False) -> dict[str, Any]:
@@ -114,6 +168,19 @@ def _bucket_object(buckets: Buckets) -> dict[str, Any]:
         "equal_mb": None if equal is None else equal.bucket_bytes / MIB,
         "regime": None if equal is None else equal.regime,
     }
+
+
+def _row_object(row: Row) -> dict[str, Any]:
+    numbers = {"planned": row.planned, "compiled": row.compiled, "difference": row.difference}
+    rounded = {name: None if number is None else round(number) for name, number in numbers.items()}
+    return {"label": row.label, **rounded, "check": row.check, "as_planned": row.holds}
+
+
+def _digits(num_bytes: float | None, sign: str = "") -> str:
+    if num_bytes is None:
+        return "-"
+    whole = round(num_bytes)
+    return format(whole, f"{sign if whole else ''},")
 
 
 def _whole(num_bytes: float) -> int:

@@ -2,6 +2,7 @@ import io
 import json
 import math
 import re
+from collections import Counter
 
 import pytest
 
@@ -9,10 +10,12 @@ from jaxddp import targets
 from jaxddp.cost.scaling import Assumptions
 from jaxddp.cost.workload import feed_forward, transformer
 from jaxddp.plan_cluster import cluster_of
-from jaxddp.plan_console import as_json, show
+from jaxddp.plan_console import as_json, show, show_verification, verification_object
 from jaxddp.plan_job import Job
 from jaxddp.plan_lines import lines, symbols
+from jaxddp.plan_verification import Row, Verification
 from jaxddp.planning import plan
+from jaxddp.target_program import TargetMemoryError
 
 XXL = feed_forward(width=16384, hidden=53248, num_blocks=126)
 XL = transformer(vocab=10_000, context=128, width=768, num_layers=16, num_heads=12, hidden=3200)
@@ -106,3 +109,47 @@ def test_json_is_the_same_numbers_to_the_byte(name):
 )
 def test_what_a_reader_must_know_is_said(name, said):
     assert said in shown(name)
+
+
+VERIFICATION = Verification(
+    PLANS["book"],
+    (
+        Row("parameters", 1e9, 1e9, "ok", holds=True),
+        Row("optimizer state", 2e9, 2e9 + 4, "NOT AS PLANNED", holds=False),
+        Row("peak", 5.25, None, "not compiled"),
+    ),
+    Counter({("all-gather", 8, 16): 4, ("all-gather", 4, 16): 2}),
+    TargetMemoryError("the program needs too much", "details", needed_bytes=20, available_bytes=10),
+    ("a note",),
+)
+
+
+def test_a_verification_as_a_reader_sees_it():
+    file = io.StringIO()
+    show_verification(VERIFICATION, file)
+    assert (
+        file.getvalue()
+        == """
+Compiled for v5p:64, bytes of a device:
+
+                                      planned            compiled          difference  check
+parameters                      1,000,000,000       1,000,000,000                   0  ok
+optimizer state                 2,000,000,000       2,000,000,004                  +4  NOT AS PLANNED
+peak                                        5                   -                   -  not compiled
+Refused by the compiler: the program needs too much.
+Note: a note.
+"""
+    )
+
+
+def test_a_verification_as_json():
+    found = verification_object(VERIFICATION)
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert (found["tokens"], found["as_planned"], found["notes"]) == (25_302, False, ["a note"])
+    assert found["refused"] == {"needed_bytes": 20, "available_bytes": 10}
+    assert found["collectives"] == [
+        {"kind": "all-gather", "bytes": 4, "ranks": 16, "count": 2},
+        {"kind": "all-gather", "bytes": 8, "ranks": 16, "count": 4},
+    ]
+    peak = {"planned": 5, "compiled": None, "difference": None, "check": "not compiled", "as_planned": None}
+    assert found["rows"][2] == {"label": "peak", **peak}

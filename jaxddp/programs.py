@@ -45,26 +45,27 @@ class Programs:
         """
         self._rank_step, self._mesh = rank_step, mesh
         self._target = target_of(mesh)
-        self._layouts: dict[Any, StateLayout] = {}
-        self._described: StateLayout | None = None
-        self._model: Any = None  # key of what was described last
+        self._layouts: dict[Any, StateLayout] = {}  # by whole parameters
+        self._of_shards: dict[Any, StateLayout] = {}  # at stage 3, by parameters as they are held
         self._plans: dict[Any, BucketPlan] = {}
         self._units: dict[Any, list[tuple[str, int]]] = {}
         self._programs: dict[Any, Any] = {}
         self._alone: dict[Any, Pending] = {}
 
     def describe(self, params: Any) -> StateLayout:
-        """Lays out the state of a model, of whole parameters; at stage 3 it is the model from here on.
+        """Lays out the state of a model, of whole parameters; at stage 3 its shards are known from here on.
 
         Raises:
-            ValueError: If its optimizer cannot be sharded.
+            ValueError: If its optimizer cannot be sharded, or its shards cannot be told from those of another model.
         """
         key = signature(params)
         if key not in self._layouts:
             step = self._rank_step
-            self._layouts[key] = state_layout(params, step.optimizer, step.strategy, step.num_ranks, step.trainable)
-        self._described, self._model = self._layouts[key], key
-        return self._described
+            layout = state_layout(params, step.optimizer, step.strategy, step.num_ranks, step.trainable)
+            if step.strategy.stage == 3:
+                _check_same(self._of_shards.setdefault(signature(layout.held().params), layout), layout)
+            self._layouts[key] = layout
+        return self._layouts[key]
 
     def layout(self, state: TrainState) -> StateLayout:
         """Gives the layout of a state.
@@ -74,14 +75,15 @@ class Programs:
         """
         if self._rank_step.strategy.stage < 3:
             return self.describe(state.params)
-        if self._described is None:
+        layout = self._of_shards.get(signature(state.params))
+        if layout is None:
             raise ValueError("the state holds shards of a model not seen yet: call init or abstract_state first")
-        return self._described
+        return layout
 
     def plan(self, state: TrainState, batch: Any) -> BucketPlan:
         """Gives the bucket plan of the step; on one rank nothing travels."""
         state, batch = abstract(state), abstract(batch)
-        key = self._key(state.params, batch)
+        key = signature(state.params, batch)
         if key not in self._plans:
             trace = self._trace(state, batch)
             plan = plan_trace(self._tuned(state, batch, trace), trace)
@@ -95,13 +97,13 @@ class Programs:
         planned = planned_collectives(
             step.strategy, plan, step.num_ranks, platform, num_microbatches=step.num_microbatches
         )
-        if not step.shards:
+        if not step.cuts:
             return planned
         # The gathers and scatters of units stand in the loss function, and no plan: they are read from its trace.
-        key = self._key(state.params, batch)
+        key = signature(state.params, batch)
         if key not in self._units:
             traced = jax.make_jaxpr(self._first_grads(state, batch))(abstract(state), abstract(batch))
-            self._units[key] = traced_collectives(traced)
+            self._units[key] = traced_collectives(traced, platform)
         return self._units[key] * step.num_microbatches + planned
 
     def init_opt_state(self, layout: StateLayout, params: Any) -> Any:
@@ -162,10 +164,6 @@ class Programs:
         self._alone[key] = start_compile(target, function, args, **options)
         return self._alone[key]
 
-    def _key(self, *trees: Any) -> Any:
-        """What tells programs apart: shapes; at stage 3 also those of the model, which its shards do not show."""
-        return signature(*trees), self._model if self._rank_step.strategy.stage == 3 else None
-
     def _on_rank(self, state: TrainState) -> RankStep:
         """What each rank computes of this state, whose parameters may be shards."""
         step = self._rank_step
@@ -174,10 +172,12 @@ class Programs:
         layout, strategy = self.layout(state), step.strategy
         cuts = {name: leaf.cut for name, leaf in named_leaves(layout.params).items() if leaf.cut is not None}
         sends = strategy.compression.sends and step.num_ranks > 1
+        reduced = strategy.precision.reduce_dtype or step.grad_dtype
         loss = loss_on_shards(
-            step.loss, layout.whole(), cuts, step.axis, strategy.precision, trainable=step.trainable, sends=sends
-        )
-        return replace(step, loss=loss, shards=frozenset(cuts))
+            step.loss, layout.whole(), cuts, step.axis, strategy.precision._replace(reduce_dtype=reduced),
+            trainable=step.trainable, sends=sends,
+        )  # fmt: skip
+        return replace(step, loss=loss, cuts=cuts)
 
     def _first_grads(self, state: TrainState, batch: Any) -> Callable[..., Any]:
         first_grads = self._on_rank(state).first_grads
@@ -198,7 +198,7 @@ class Programs:
         return strategy.tune(time_gradients(schedule, trace.tensors, trace.flops_before, chip, num_ranks))
 
     def _compiled(self, kind: str, make: Callable[[], Any], state: TrainState, batch: Any) -> Any:
-        key = (kind, self._key(state, batch))
+        key = (kind, signature(state, batch))
         if key not in self._programs:
             function, args, options = make()
             if self._target is not None:
@@ -232,3 +232,13 @@ class Programs:
     def _sharded(self, function: Callable[..., Any], mesh: Mesh | AbstractMesh, ins: Any, outs: Any) -> Any:
         # check_vma would make users mark the carries of their own loops as varying.
         return jax.shard_map(function, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
+
+
+def _check_same(known: StateLayout, layout: StateLayout) -> None:
+    """Refuses a model whose shards are shaped as those of one that is known, and are to be put together otherwise."""
+    for (name, theirs), ours in zip(named_leaves(known.params).items(), jax.tree.leaves(layout.params), strict=True):
+        if ours != theirs:
+            raise ValueError(
+                f"parameter {name!r} (={ours.shape}) cannot be told by its shards from that of another model of this "
+                f"trainer (={theirs.shape}): make a Trainer for each"
+            )

@@ -60,7 +60,7 @@ def shard_optimizer(
         ...     state = optimizer.init(params)
         ...     updates, state = optimizer.update({"w": x * params["w"]}, state, params)
         ...     return optax.apply_updates(params, updates), state
-        >>> run = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), specs), check_vma=False)
+        >>> run = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), specs))
         >>> params, state = run(params, jnp.arange(4.0))
         >>> state[0].mu["w"].shape, state[0].mu["w"].addressable_shards[0].data.shape
         ((8,), (2,))
@@ -84,7 +84,8 @@ def shard_optimizer(
         shards = jax.tree.map(
             lambda mean, grad: mean.reshape(Cut(grad.shape, num_ranks).shard_shape), like(grads, means), grads
         )
-        with on_shards(axis, lambda name: True):
+        cuts = {name: Cut(leaf.shape, num_ranks) for name, leaf in named_leaves(grads).items()}
+        with on_shards(axis, cuts):
             updates, state = optimizer.update(shards, state, own, **extra_args)
         return gather_params(updates, grads, plan, axis), state
 

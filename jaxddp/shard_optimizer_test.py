@@ -113,7 +113,8 @@ def test_in_pmap(problem):
         assert_same(jax.tree.map(lambda leaf: leaf[rank], copies), theirs)  # noqa: B023
 
 
-def test_leaves_smaller_than_the_ranks_empty_and_scalar():
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_leaves_smaller_than_the_ranks_empty_and_scalar(check_vma):
     mesh, optimizer = jaxddp.data_mesh(NUM_RANKS), optax.adam(0.1)
     params = {"scalar": jnp.float32(1), "two": jnp.ones(2), "empty": jnp.zeros((0, 3)), "nine": jnp.ones((3, 3))}
     sharded = jaxddp.shard_optimizer(optimizer, "data")
@@ -125,7 +126,7 @@ def test_leaves_smaller_than_the_ranks_empty_and_scalar():
 
     x = np.arange(4, dtype=np.float32)
     specs = {"in_specs": (PartitionSpec(), PartitionSpec("data")), "out_specs": PartitionSpec()}
-    ours = jax.jit(jax.shard_map(step, mesh=mesh, check_vma=False, **specs))(params, x)
+    ours = jax.jit(jax.shard_map(step, mesh=mesh, check_vma=check_vma, **specs))(params, x)
     grads = jax.tree.map(lambda leaf: leaf * x.mean(), params)
     theirs, _ = optimizer.update(grads, optimizer.init(params), params)
     for mine, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):

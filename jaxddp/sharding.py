@@ -186,6 +186,13 @@ class Cut:
         """Cuts out a rank's shard of a whole tensor, of ``shard_shape``."""
         return lax.dynamic_index_in_dim(self.chunks(tensor), rank, keepdims=False).reshape(self.shard_shape)
 
+    def without_padding(self, shard: jax.Array, rank: jax.Array | int) -> jax.Array:
+        """Zeroes what a rank's shard, of ``shard_shape``, holds beyond the end of its tensor or of each of its rows."""
+        chunk = self.shard_shape[-1]
+        if self.num_ranks * chunk == self.row_elements:
+            return shard
+        return jnp.where(rank * chunk + jnp.arange(chunk) < self.row_elements, shard, 0)
+
     def join(self, tensor: jax.Array) -> jax.Array:
         """Lays all shards of a whole tensor side by side, in ``joined_shape``."""
         by_rank = self.chunks(tensor).reshape(self.num_ranks, self.rows, self.shard_shape[-1])

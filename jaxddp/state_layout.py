@@ -152,7 +152,7 @@ def state_layout(
 
 def _first_memory(trained: Any, strategy: Strategy, num_ranks: int) -> Any:
     remember = strategy.compression.remember
-    if remember is None or num_ranks == 1:  # where nothing travels, nothing is lost
+    if remember is None:
         return ()
     first = {name: remember(tensor) for name, tensor in tensor_specs(named_leaves(trained)).items()}
     return jax.tree.map(

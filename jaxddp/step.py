@@ -15,8 +15,8 @@ params = all-gather                                             where it updated
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +31,7 @@ from .collectives import all_reduce
 from .exchange import Sums, launch, settle
 from .loss import PartialLoss, Parts, denominator, divide
 from .scopes import METRICS_SCOPE, OPTIMIZER_SCOPE
+from .sharding import Cut
 from .strategy import Strategy
 from .tree import like, merge, named_leaves, split
 from .zero.stage1 import gather_params, own_shards
@@ -59,7 +60,7 @@ class RankStep:
     trainable: Callable[[str], bool] | None
     max_grad_norm: float | None
     grad_dtype: Any
-    shards: frozenset[str] = frozenset()  # names of the parameters that the loss takes in shards
+    cuts: Mapping[str, Cut] = field(default_factory=dict)  # of the parameters that the loss takes in shards, by name
 
     def init(self, params: Any) -> Any:
         """Makes the optimizer state of what this rank updates."""
@@ -94,7 +95,7 @@ class RankStep:
                 scale = jnp.minimum(1.0, self.max_grad_norm / norm)
                 grads = jax.tree.map(lambda grad: grad * scale.astype(grad.dtype), grads)
             grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, own)
-            with on_shards(self.axis, self._is_shard) if self.strategy.stage else contextlib.nullcontext():
+            with on_shards(self.axis, self._cuts(trainable)) if self.strategy.stage else contextlib.nullcontext():
                 updates, opt_state = self.optimizer.update(grads, state.opt_state, own, value=loss)
             updated = optax.apply_updates(own, updates)
             memory = jax.tree.map(lambda leaf: leaf[None], memory)
@@ -127,7 +128,7 @@ class RankStep:
 
     def _by_kind(self, grads: Any) -> tuple[Any, Any]:
         """Splits gradients into whole ones, and shards that are summed over ranks already."""
-        return split(grads, lambda name: name not in self.shards)
+        return split(grads, lambda name: name not in self.cuts)
 
     @property
     def _sends_each(self) -> bool:
@@ -156,7 +157,7 @@ class RankStep:
             # With units to gather, XLA must not know that each micro-batch gathers the same: it would gather all units
             # before the loop, and hold them. The number that comes out unknown is used, or it would be dropped.
             params, mark = (trainable, frozen), jnp.int32(0)
-            if self.shards:
+            if self.cuts:
                 params, mark = lax.optimization_barrier((params, jnp.int32(index)))
                 mark -= jnp.int32(index)
             grads, parts = self._grads(*params, microbatch, jax.random.fold_in(key, index))
@@ -177,7 +178,7 @@ class RankStep:
 
             # The last micro-batch stands outside of the loop, so that its backward and the communication can overlap.
             summed, _ = lax.scan(add, zeros, (earlier, jnp.arange(num - 1, dtype=jnp.int32)))
-            if each or self.shards:  # a loop of one round is none, and XLA would add up first and send once
+            if each or self.cuts:  # a loop of one round is none, and XLA would add up first and send once
                 summed = lax.optimization_barrier(summed)
             total, parts, mark = jax.tree.map(jnp.add, summed, one(last, num - 1))
         return total, parts, mark
@@ -213,9 +214,11 @@ class RankStep:
         with jax.named_scope(METRICS_SCOPE):
             return all_reduce(squares, self.axis)
 
-    def _is_shard(self, name: str) -> bool:
-        """Whether this rank updates a shard of a parameter."""
-        return self.strategy.stage < 3 or name in self.shards
+    def _cuts(self, trainable: Any) -> dict[str, Cut | None]:
+        """How the parameters are cut of which this rank updates shards, by name; None for those that are whole."""
+        if self.strategy.stage < 3:
+            return {name: Cut(leaf.shape, self.num_ranks) for name, leaf in named_leaves(trainable).items()}
+        return {name: self.cuts.get(name) for name in named_leaves(trainable)}
 
     def _own(self, params: Any) -> Any:
         """What this rank updates of the parameters."""

@@ -253,7 +253,7 @@ def planned_collectives(
         strategy: The plan's strategy.
         plan: The plan.
         num_ranks: Number of ranks; one rank communicates nothing.
-        platform: What it is compiled for; XLA sums bfloat16 as float32 on CPUs.
+        platform: What it is compiled for; bfloat16 travels as float32 on CPUs.
         num_microbatches: Parts of each rank's batch.
 
     Returns:
@@ -261,17 +261,35 @@ def planned_collectives(
     """
     if num_ranks == 1 or not strategy.compression.sends:
         return []
-    widened = "bfloat16" if platform == "cpu" else None
     route = strategy.route
 
     def num_elements(bucket: Bucket) -> int:
         return bucket.num_elements if route is WHOLE else num_ranks * bucket_width(bucket, num_ranks)
 
     sums = [
-        (route.kind, elements * dtype_bytes(dtype) * (2 if dtype == widened else 1))
+        (route.kind, wire_bytes(elements, dtype, platform))
         for bucket in plan.buckets
         for elements, dtype in strategy.compression.wire(bucket, num_elements(bucket))
     ]
     times = num_microbatches if strategy.accumulate == "shards" else 1
-    gathers = [("all-gather", num_elements(bucket) * dtype_bytes(bucket.dtype)) for bucket in plan.gathers]
+    gathers = [("all-gather", wire_bytes(num_elements(bucket), bucket.dtype, platform)) for bucket in plan.gathers]
     return sums * times + gathers
+
+
+def wire_bytes(num_elements: int, dtype: Any, platform: str) -> int:
+    """Counts the bytes of a buffer as it travels: XLA's collectives for CPUs take bfloat16 as float32.
+
+    Args:
+        num_elements: Of the buffer.
+        dtype: Of the buffer.
+        platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+
+    Returns:
+        Bytes.
+
+    Example:
+        >>> wire_bytes(8, "bfloat16", "cpu"), wire_bytes(8, "bfloat16", "gpu")
+        (32, 16)
+    """
+    name = str(dtype)
+    return num_elements * (4 if (platform, name) == ("cpu", "bfloat16") else dtype_bytes(name))

@@ -48,7 +48,7 @@ class Step(NamedTuple):
 
 
 IN_PARTS = Case(GPU, "bucketed", num_microbatches=3)
-MERGED = [Case(spec, name, left_out=COMBINER[spec]) for spec in SPECS for name in ("naive", "overlapped", "bucketed")]
+MERGED = [Case(spec, name, left_out=COMBINER[spec]) for spec in SPECS for name in ("naive", "bucketed")]
 RESCHEDULED = Case(GPU, "bucketed", left_out=SCHEDULER)
 AS_THEY_COME = [Case(spec, name) for spec in SPECS for name in REPLICATED]
 

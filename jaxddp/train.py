@@ -13,14 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .buckets import BucketPlan
-from .inputs import check_alive, check_batch
+from .inputs import as_arrays, check_alive, check_batch
 from .loss import partial_loss
 from .mesh import platform_of
-from .placement import place, place_by_rank, whole
+from .placement import from_first_process, place, place_by_rank, whole
 from .programs import Programs
 from .state_layout import StateLayout
 from .step import RankStep
@@ -74,7 +73,8 @@ class Trainer:
             strategy: How gradients are communicated.
             mesh: One-dimensional, as ``data_mesh`` makes it, or ``targets.mesh``: then ``plan``, ``planned`` and
                 ``compile`` work, with the state of ``abstract_state``, and nothing runs.
-            num_microbatches: Parts into which each rank's examples are split, in order; communication happens once.
+            num_microbatches: Parts into which each rank's examples are split, in order. Communication
+                happens once, where a strategy does not say that every one communicates.
             trainable: Predicate on a parameter's dotted path. What it refuses gets no gradient, no optimizer state
                 and no communication.
             has_aux: Whether ``loss_fn`` returns auxiliary values as well; they come back in ``metrics["aux"]``,
@@ -135,7 +135,7 @@ class Trainer:
         self._check_here("init", "abstract_state")
         check_params(params, self._rank_step.trainable)
         if jax.process_count() > 1:
-            params, seed = multihost_utils.broadcast_one_to_all((params, seed))
+            params, seed = from_first_process((params, seed))
         layout = self._programs.describe(params)
         params = place(params, layout.params, self.mesh)
         opt_state = self._programs.init_opt_state(layout, params)
@@ -176,6 +176,7 @@ class Trainer:
         """
         self._check_here("step", "compile")
         check_alive(state)
+        state = as_arrays(state)
         batch = self._place(batch, self.num_microbatches)
         return self._finished(self._programs.step(state, batch)(state, batch))
 
@@ -198,7 +199,10 @@ class Trainer:
         return self._finished(self._programs.evaluate(state, batch)(state, batch))
 
     def params(self, state: TrainState) -> Any:
-        """Gives a copy of the full parameters, as the tree that ``init`` was given; later steps leave it alone."""
+        """Gives a copy of the full parameters, as the tree that ``init`` was given; later steps leave it alone.
+
+        It is whole on every device; ``jaxddp.host_state.host_params`` gives it on the host, where no device holds it.
+        """
         check_alive(state)
         return whole(state.params, self._programs.layout(state).params, self.mesh)
 

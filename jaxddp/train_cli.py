@@ -105,7 +105,13 @@ def add_parser(commands: Any) -> None:
 
     add("--strategy", str, "naive, flat, overlapped, bucketed, zero1, zero2 or zero3", metavar="NAME")
     add("--bucket-mb", float, "bucket cap in MiB (2^20 bytes)", "25 after a first bucket of 1", "MIB")
-    add("--compression", str, "what travels of gradients: none, bf16, fp16 or powersgd:RANK", metavar="NAME")
+    add(
+        "--compression",
+        str,
+        "what travels of gradients: none; bf16 or fp16, except under zero3; powersgd:RANK under naive, flat, "
+        "overlapped and bucketed only (at rank 4 it was 13 %% behind after 200 steps of adamw, 0.6 %% of sgd)",
+        metavar="NAME",
+    )
     add("--devices", int, "number of ranks", f"every accelerator, or {DEFAULT_SIMULATED_DEVICES} simulated devices")
     parser.add_argument("--simulate", action="store_true", help="use simulated CPU devices even beside accelerators")
     add("--model", str, "byte, lm_9m, small, medium, large, xl, seed_xl or 2.7b", metavar="NAME")
@@ -126,7 +132,8 @@ def add_parser(commands: Any) -> None:
         "--resume",
         action="store_true",
         help="go on from the newest checkpoint, on any number of ranks and with any strategy; from step 0 if "
-        "--checkpoint holds none yet, so that one command starts and restarts",
+        "--checkpoint holds none yet, and no further if it has taken all --steps, so that one command starts, restarts "
+        "and ends with status 0",
     )
     parser.set_defaults(run=run)
 
@@ -151,4 +158,5 @@ def run(arguments: argparse.Namespace) -> None:
             summary = train(options, console.say, console.on_step)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"after {console.num_steps_taken} of {options.steps} steps") from None
-    console.show(summary)
+    if summary is not None:  # there were steps left to take
+        console.show(summary)

@@ -81,7 +81,7 @@ def train(
     options: TrainOptions,
     say: Callable[[str], None] = lambda text: None,
     on_step: Callable[[StepReport], None] = lambda report: None,
-) -> TrainSummary:
+) -> TrainSummary | None:
     """Trains a language model.
 
     Args:
@@ -90,7 +90,7 @@ def train(
         on_step: Is called after every step.
 
     Returns:
-        The summary.
+        The summary; None if the run that was to be resumed has taken all its steps.
 
     Raises:
         ValueError: If the options do not fit each other, the data or the machine.
@@ -118,8 +118,11 @@ def train(
     say(f"text: {corpus.source}, {corpus.num_bytes:,} bytes")
 
     with _open_checkpoints(options) as checkpoints:
-        state, num_earlier_batches = _start(trainer, params, options, corpus, checkpoints, say)
-        del params  # the state holds copies
+        started = _start(trainer, params, options, corpus, checkpoints, say)
+        if started is None:
+            return None
+        state, num_earlier_batches = started
+        del params, started  # the state holds copies
         num_earlier_steps = int(state.step)
 
         batch = corpus.batch(0, options.batch_size, seed=options.seed)
@@ -193,8 +196,8 @@ def _start(
     corpus: Corpus,
     checkpoints: Checkpoints | None,
     say: Callable[[str], None],
-) -> tuple[TrainState, int]:
-    """Makes the state to start from, and counts the batches before it."""
+) -> tuple[TrainState, int] | None:
+    """Makes the state to start from, and counts the batches before it; None if no steps are left to take."""
     taken = None if checkpoints is None else checkpoints.latest_step()
     if checkpoints is None or taken is None:
         if options.resume:
@@ -203,8 +206,6 @@ def _start(
     if not options.resume:
         raise ValueError(f"checkpoint (={options.checkpoint!r}) holds step {taken}: resume, or choose another folder")
     about = checkpoints.about()
-    if taken >= options.steps:
-        raise ValueError(f"steps (={options.steps}) must be above {taken}, those that the checkpoint has taken")
     saved, here = about["data_position"], _position(options, corpus, 0)
     if not isinstance(saved, dict) or saved.keys() != here.keys():
         raise ValueError(f"data_position (={saved!r}) of the checkpoint of step {taken} must be one of this program")
@@ -213,6 +214,9 @@ def _start(
             raise ValueError(
                 f"{name} (={here[name]}) must be {saved[name]}, as in the checkpoint, to go on in the data"
             )
+    if taken >= options.steps:
+        say(f"complete: the checkpoint in {options.checkpoint} has taken {taken} of {options.steps} steps")
+        return None
     if saved["examples"] % options.batch_size:
         raise ValueError(f"batch_size (={options.batch_size}) must divide the examples taken (={saved['examples']})")
     state, _ = checkpoints.restore(trainer, params)

@@ -262,7 +262,6 @@ def test_what_does_not_fit_the_checkpoint_is_refused(bigram, text, tmp_path):
     other.write_bytes(b"Another text. " * 200)
     for changes, reason in [
         ({}, rf"checkpoint \(='{tmp_path}'\) holds step 3: resume, or choose another folder"),
-        ({"steps": 3}, r"steps \(=3\) must be above 3, those that the checkpoint has taken"),
         ({"seed": 1}, r"seed \(=1\) must be 0, as in the checkpoint, to go on in the data"),
         ({"data": str(other)}, r"text_bytes \(=2800\) must be 9200, as in the checkpoint, to go on in the data"),
         ({"batch_size": 16}, r"batch_size \(=16\) must divide the examples taken \(=24\)"),
@@ -272,6 +271,17 @@ def test_what_does_not_fit_the_checkpoint_is_refused(bigram, text, tmp_path):
             train(run(**{"steps": 5, "resume": bool(changes), **changes}))
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.steps() == [3]
+
+
+def test_a_complete_run_takes_no_more_steps(bigram, text, tmp_path):
+    run = partial(bigram, data=text, checkpoint=str(tmp_path), resume=True)
+    train(run(steps=3))
+    for steps in (3, 2):
+        lines: list[str] = []
+        assert train(run(steps=steps), lines.append, pytest.fail) is None
+        assert lines[-1] == f"complete: the checkpoint in {tmp_path} has taken 3 of {steps} steps"
+    with pytest.raises(ValueError, match=r"seed \(=1\) must be 0"):  # it is another run that is complete
+        train(run(steps=3, seed=1))
 
 
 def test_a_checkpoint_that_another_program_saved_is_refused(bigram, text, tmp_path):

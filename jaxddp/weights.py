@@ -3,8 +3,9 @@
 Names are dotted paths, as everywhere here. For PyTorch, torchref among it, give the arrays of ``interop.to_numpy``,
 which have the names and layouts of a ``state_dict``:
 
-    export_weights("weights.npz", trainer.params(state))             head.kernel [in, out]
-    export_weights("weights.npz", to_numpy(trainer.params(state)))   head.weight [out, in]
+    params = host_state.host_params(trainer, state)          whole on the host, and on no device
+    export_weights("weights.npz", params)                    head.kernel [in, out]
+    export_weights("weights.npz", to_numpy(params))          head.weight [out, in]
 
 NumPy's files know no bfloat16 and none of the smaller floats: these are written as float32, which holds them exactly.
 """

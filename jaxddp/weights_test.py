@@ -4,8 +4,11 @@ import zipfile
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import jaxddp
+from jaxddp.host_state import host_params
 from jaxddp.interop import from_numpy, to_numpy
 from jaxddp.models import build
 from jaxddp.tree import named_leaves
@@ -23,6 +26,26 @@ def test_names_are_the_trees_or_a_state_dicts(tmp_path):
     loaded = load_weights(tmp_path / "torch.npz")
     assert {name.rsplit(".")[-1] for name in loaded} == {"weight"}
     jax.tree.map(np.testing.assert_array_equal, from_numpy(loaded, params), params)
+
+
+def test_of_shards_it_is_written_without_a_whole_on_any_device(tmp_path):
+    loss_fn, params = build("tiny")
+    strategy = jaxddp.zero3(min_shard_elements=8)
+    trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), strategy, jaxddp.data_mesh(3))
+    state = trainer.init(params)
+    largest = max(leaf.on_rank.size for leaf in jax.tree.leaves(trainer.layout(state).params))
+    before = {id(array) for array in jax.live_arrays()}
+    on_host = host_params(trainer, state)
+    assert all(array.size <= largest for array in jax.live_arrays() if id(array) not in before)
+    export_weights(tmp_path / "weights.npz", on_host)
+    loaded = load_weights(tmp_path / "weights.npz")
+    assert list(loaded) == list(named_leaves(params))
+    for name, leaf in named_leaves(params).items():
+        np.testing.assert_array_equal(loaded[name], leaf)
+    trainer.step(state, {name: np.zeros((3, 8), np.int32) for name in ("tokens", "targets")})
+    jax.tree.map(np.testing.assert_array_equal, on_host, params)  # a step that is given the state leaves them alone
+    with pytest.raises(ValueError, match="was donated to an earlier step"):
+        host_params(trainer, state)
 
 
 def test_any_name_and_any_shape_and_numpy_itself_reads_them(tmp_path):

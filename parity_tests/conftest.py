@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from jaxddp.mesh import simulate_devices
+import jaxddp.conftest  # noqa: F401  simulated devices
 from torchref.conftest import ranks as ranks
 
 from .cases import Case
 
-simulate_devices(8)
 REPORT_FOLDER = Path("runs/parity")
 PAIRS = ("jaxddp - JAX on one device", "torchref - torch on one process", "jaxddp - torchref")
 

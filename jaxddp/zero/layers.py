@@ -11,6 +11,7 @@ gathered before the first operation.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -31,7 +32,9 @@ def layer(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Marks a function as one unit of a model, whose parameters ``zero3`` gathers, uses and drops.
 
     It may be called in a loop over layers or in the body of ``lax.scan`` over a stack of them. Other strategies, and
-    calls outside of a trainer, run ``fn`` as it is.
+    calls outside of a trainer, run ``fn`` as it is. It needs no ``jax.checkpoint``: around a unit that gathers once
+    more. Inside of ``lax.cond``, ``lax.switch`` and ``lax.while_loop`` (a ``fori_loop`` is one) it marks nothing, with
+    a warning: what these take is gathered before them, all of it at once.
 
     Args:
         fn: ``(layer_params, *args)``, all trees of arrays, ``->`` a tree of arrays. Parameters of the model must come
@@ -124,6 +127,9 @@ class _Run:
         return [atom.val if isinstance(atom, core.Literal) else values[atom] for atom in jaxpr.outvars]
 
     def equation(self, jaxpr: Any, equation: Any, inputs: list[Any], is_last: bool) -> Sequence[Any]:
+        if equation.primitive.name in ("cond", "while") and _has_unit(equation):
+            where = f"lax.{equation.primitive.name}"
+            warnings.warn(f"jaxddp.layer marks nothing inside of {where}: all is gathered before it", stacklevel=2)
         if not any(isinstance(value, Shard) for value in inputs):
             return bind(jaxpr, equation, inputs)
         if _is_unit(equation):
@@ -146,7 +152,7 @@ class _Run:
     def scan(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
         params = equation.params
         body = params["jaxpr"]
-        num_consts, num_carry = params["num_consts"], params["num_carry"]
+        num_consts, num_carry = _consts_and_carry(equation)
         inputs = [*self.wholes(inputs[: num_consts + num_carry]), *inputs[num_consts + num_carry :]]
         consts, carry, xs = (
             inputs[:num_consts],
@@ -215,7 +221,7 @@ def _is_loose(jaxpr: Any, place: int) -> bool:
         if _takes_rows(equation):
             followed.update(equation.outvars)
         elif equation.primitive.name == "scan":
-            first = equation.params["num_consts"] + equation.params["num_carry"]
+            first = sum(_consts_and_carry(equation))
             if any(i < first or _is_loose(equation.params["jaxpr"].jaxpr, i) for i in places):
                 return True
         elif equation.primitive.name in WRAPPERS:
@@ -225,6 +231,15 @@ def _is_loose(jaxpr: Any, place: int) -> bool:
         else:
             return True
     return any(not isinstance(atom, core.Literal) and atom in followed for atom in jaxpr.outvars)
+
+
+def _consts_and_carry(scan: Any) -> tuple[int, int]:
+    """How many of a loop's first inputs are the same in all rounds, and how many go from round to round."""
+    params = scan.params
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # since jax 0.12
+    return len(consts), len(carry)
 
 
 def _takes_rows(equation: Any) -> bool:

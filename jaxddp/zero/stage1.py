@@ -89,17 +89,21 @@ def gather_params(shards: Any, params: Any, plan: BucketPlan, axis: str, *, send
     """
     num_ranks = lax.axis_size(axis)
     own = {name: shard.reshape(-1) for name, shard in named_leaves(shards).items()}
-    whole = named_leaves(params)
+    whole = {
+        # What has no elements is not gathered.
+        name: leaf if leaf.size else jnp.zeros(leaf.shape, leaf.dtype)
+        for name, leaf in named_leaves(params).items()
+    }
     if num_ranks == 1:
         return like(params, {name: Cut(leaf.shape, 1).whole(own[name]) for name, leaf in whole.items()})
     with jax.named_scope(SYNC_SCOPE):
         unpacked: dict[str, jax.Array] = {}
         for bucket in plan.gathers:
             packed = pack_own(bucket, own)[None]
-            buffer = all_gather(packed, axis) if sends else jnp.tile(packed, (num_ranks, 1))
+            buffer = all_gather(packed, axis, equal=True) if sends else jnp.tile(packed, (num_ranks, 1))
             # Unpacked as they arrive: left to itself, XLA copies all buckets out after the last has arrived.
             buffer, unpacked = lax.optimization_barrier((buffer, unpacked))
             whole.update(unpacked)
             unpacked = unpack_chunks(bucket, buffer)
         whole.update(unpacked)
-    return like(params, whole)  # what has no elements was not gathered
+    return like(params, whole)

@@ -69,7 +69,8 @@ def zero3(
             parameters given to ``Trainer.init`` if None.
         compute_dtype: In which the loss function gets its floating parameters; the master's if None.
         gather_dtype: In which parameters travel; ``compute_dtype`` if None.
-        reduce_dtype: In which gradients are summed over ranks; the master's if None.
+        reduce_dtype: In which gradients of shards are summed over ranks; if None the trainer's ``grad_dtype``, which
+            is that of parameters that stay whole, or the master's.
         bucket_mb: Cap of the buckets of the small parameters; see ``plan_buckets``.
         compression: ``none``, or ``noop`` for a step without communication; the dtypes say what else travels.
 

@@ -8,31 +8,34 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from ..scopes import SYNC_SCOPE
+from ..strategy import wire_bytes
 
 _KINDS = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "psum_scatter": "reduce-scatter"}
 
 
-def traced_collectives(program: core.ClosedJaxpr) -> list[tuple[str, int]]:
+def traced_collectives(program: core.ClosedJaxpr, platform: str) -> list[tuple[str, int]]:
     """Lists the gathers and scatters of shards whose results a program needs.
 
     Args:
         program: From ``jax.make_jaxpr``.
+        platform: What it is compiled for.
 
     Returns:
-        ``(kind, bytes of the full buffer)`` in the order of the trace, those of a scan as often as it repeats them.
+        ``(kind, bytes of the full buffer on the wire)`` in the order of the trace, those of a scan as often as it
+        repeats them.
     """
     needed, _ = partial_eval.dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
-    return _collectives(needed)
+    return _collectives(needed, platform)
 
 
-def _collectives(jaxpr: Any) -> list[tuple[str, int]]:
+def _collectives(jaxpr: Any, platform: str) -> list[tuple[str, int]]:
     found: list[tuple[str, int]] = []
     for equation in jaxpr.eqns:
         kind = _KINDS.get(equation.primitive.name)
         if kind and SYNC_SCOPE in str(equation.source_info.name_stack):
             full = (equation.outvars if kind == "all-gather" else equation.invars)[0].aval
-            found.append((kind, full.size * full.dtype.itemsize))
+            found.append((kind, wire_bytes(full.size, full.dtype, platform)))
         times = equation.params["length"] if equation.primitive.name == "scan" else 1
         for inner in core.jaxprs_in_params(equation.params):
-            found += _collectives(inner) * times
+            found += _collectives(inner, platform) * times
     return found

@@ -12,6 +12,7 @@ begins there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -78,18 +79,37 @@ def _together(wholes: Sequence[jax.Array], others: Sequence[Any]) -> tuple[Seque
     """Passes a unit's inputs on; in the backward the gradients of all are there before any goes further.
 
     Left to itself, XLA runs ahead through the gradients of activations, and keeps for later what those of the
-    parameters need: of all units at a time.
+    parameters need: of all units at a time. Inputs that nobody wants a gradient of, such as a batch, are left out, or
+    the barrier would ask for it, and the parameters that it needs would be gathered again for nothing.
     """
     floating = [jnp.issubdtype(other.dtype, jnp.floating) for other in others]
 
     @jax.custom_vjp
-    def identity(arrays: Any) -> Any:
+    def identity(arrays: list[jax.Array]) -> list[jax.Array]:
         return arrays
 
-    identity.defvjp(lambda arrays: (arrays, None), lambda _, grads: (lax.optimization_barrier(grads),))
-    wholes, tied = identity((wholes, [other for other, tie in zip(others, floating, strict=True) if tie]))
-    passed = iter(tied)
+    def forward(arrays: list[Any]) -> tuple[list[jax.Array], _Wanted]:
+        return [array.value for array in arrays], _Wanted(tuple(array.perturbed for array in arrays))
+
+    def backward(wanted: _Wanted, grads: list[Any]) -> tuple[list[Any]]:
+        zero = jax.custom_derivatives.SymbolicZero
+        real = [wants and not isinstance(grad, zero) for wants, grad in zip(wanted.each, grads, strict=True)]
+        there = iter(lax.optimization_barrier([grad for grad, keep in zip(grads, real, strict=True) if keep]))
+        return ([next(there) if keep else None for keep in real],)
+
+    identity.defvjp(forward, backward, symbolic_zeros=True)
+    tied = [other for other, tie in zip(others, floating, strict=True) if tie]
+    passed = iter(identity([*wholes, *tied]))
+    wholes = [next(passed) for _ in wholes]
     return wholes, [next(passed) if tie else other for other, tie in zip(others, floating, strict=True)]
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Wanted:
+    """Of which inputs a gradient is wanted."""
+
+    each: tuple[bool, ...]
 
 
 def _is_cheap(equation: Any) -> bool:
