@@ -32,10 +32,19 @@ def test_bad_input(arguments, message, capsys, tmp_path, monkeypatch):
     assert not list(tmp_path.glob("runs/*"))
 
 
-def test_a_rank_that_fails_is_one_line_and_its_traceback_a_file(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("benchmarks.main_job.MODEL", "no such model")
+def fail(*args):
+    """Runs in a rank."""
+    raise ValueError("there is no such rank")
+
+
+def test_a_framework_that_fails_is_a_row_and_its_traceback_a_file(capsys, tmp_path, monkeypatch):
+    for name in ("run", "initial_weights"):
+        monkeypatch.setattr(f"benchmarks.frameworks.jax_side.{name}", fail)
     assert main(["--steps", "1", "--out", str(tmp_path)]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("error: rank 0 of 1 failed: ValueError: unknown model 'no such model'")
-    assert error.count("\n") == 1
-    assert "Traceback" in (tmp_path / "error.txt").read_text()
+    said = "rank 0 of 1 failed: ValueError: there is no such rank"
+    printed = capsys.readouterr().out
+    for framework in ("jaxddp", "torchref"):
+        assert f"{framework}: FAILED: {said}" in printed
+        assert "Traceback" in (tmp_path / f"error-{framework}.txt").read_text()
+    assert "between frameworks: FAILED: one of the frameworks has no results" in printed
+    assert said in (tmp_path / "table.md").read_text()

@@ -20,7 +20,6 @@ import jax
 import jaxlib
 import numpy as np
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from jaxddp.target_compile import check_installed
@@ -29,7 +28,9 @@ from jaxddp.targets import target
 from .compile_picture import draw_curves
 from .compile_points import PARTS, Point, Setup, measure_all
 from .gates import Gate, compare
+from .options import Options
 from .results import commit, describe_machine
+from .run import Run
 
 TRACE_AND_COMPILE = ("trace", "plan", "export", "compile")
 GROWTH_LIMIT = 1.2  # of tracing and compiling, from the fewest devices to the most
@@ -38,11 +39,11 @@ READ_LIMIT_S = 5.0  # to read and simulate the model's step
 LINEAR = 1.15
 
 
-def compile_setup(*, num_rounds: int) -> tuple[Setup, str]:
+def describe(options: Options) -> tuple[Setup, str]:
     """Describes what is compiled.
 
     Args:
-        num_rounds: How often each.
+        options: How often each (3 times).
 
     Returns:
         The setup, and its description in a line.
@@ -50,6 +51,7 @@ def compile_setup(*, num_rounds: int) -> tuple[Setup, str]:
     Raises:
         ValueError: If the compiler for GPUs is not installed.
     """
+    num_rounds = options.steps or 3
     setup = Setup(num_rounds)
     check_installed(target(f"h100:{setup.devices[0]}"))
     described = (
@@ -59,18 +61,18 @@ def compile_setup(*, num_rounds: int) -> tuple[Setup, str]:
     return setup, described
 
 
-def run_compile_time(folder: Path, console: Console, setup: Setup) -> bool:
+def run(this: Run, setup: Setup) -> bool:
     """Times both curves, prints the table and fills the folder.
 
     Args:
-        folder: Of this run.
-        console: Where to print.
+        this: The folder, console and rows of this run.
         setup: What to compile.
 
     Returns:
         Whether every program is as planned, growth over devices is within its limit, growth over parameters linear
         and the model's step read in time.
     """
+    folder, console = this.folder, this.console
     load_before = os.getloadavg()[0]
     points = measure_all(console, setup)
     load = f"1-minute load on {os.cpu_count()} cores: {load_before:.1f} before, {os.getloadavg()[0]:.1f} after"

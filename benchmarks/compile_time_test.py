@@ -11,7 +11,8 @@ from rich.console import Console
 
 from benchmarks import compile_points
 from benchmarks.compile_points import PARTS, Point, Seconds, Setup, polynomials
-from benchmarks.compile_time import exponents_of, fit_exponent, run_compile_time
+from benchmarks.compile_time import exponents_of, fit_exponent, run
+from benchmarks.run import Run
 from jaxddp.target_program import TargetError
 
 
@@ -20,7 +21,7 @@ def finished(tmp_path_factory):
     """One round of two sizes of each curve; its rows, its folder, what it printed and what it returned."""
     folder, output = tmp_path_factory.mktemp("run"), io.StringIO()
     setup = Setup(1, "tiny", devices=(8, 16), parameters=(10, 30))
-    holds = run_compile_time(folder, Console(file=output, width=200, highlight=False), setup)
+    holds = run(Run(folder, Console(file=output, width=200, highlight=False), "compile"), setup)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return rows, folder, output.getvalue(), holds
 

@@ -1,5 +1,35 @@
-"""Eight simulated devices for every test and example of this package."""
+"""Eight simulated devices for every test and example of this package; tests of the lab where one can be made."""
 
-from jaxddp.mesh import simulate_devices
+import pytest
 
-simulate_devices(8)
+import jaxddp.conftest  # noqa: F401  simulated devices
+from benchmarks.lab import Lab
+
+NO_LAB = pytest.StashKey[str]()
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k have made their choice
+def pytest_collection_modifyitems(config, items):
+    of_lab = [item for item in items if item.get_closest_marker("lab")]
+    if not of_lab:
+        return
+    try:
+        with Lab(2, 1000):
+            pass
+    except ValueError as reason:
+        config.stash[NO_LAB] = f"{len(of_lab)} tests marked lab were left out: {reason}"
+        if hasattr(config, "workeroutput"):  # one of several processes: another one reports
+            config.workeroutput["no lab"] = config.stash[NO_LAB]
+        config.hook.pytest_deselected(items=of_lab)
+        items[:] = [item for item in items if item not in of_lab]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    if said := getattr(node, "workeroutput", {}).get("no lab"):
+        node.config.stash[NO_LAB] = said
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if NO_LAB in config.stash:
+        terminalreporter.write_line(config.stash[NO_LAB])

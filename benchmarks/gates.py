@@ -1,83 +1,58 @@
 """Gates: no strategy may cost more than what it replaces, measured in the same run.
 
-A gate is a ratio of medians over interleaved rounds with a 95 % interval, and holds if the interval's lower end does:
-on a noisy machine the same program against itself gives ratios from 0.95 to 1.10, so a single ratio proves nothing.
+A gate is a ratio of medians with a 95 % interval, see ``ratios.py``. Within a framework the two take turns; of two
+frameworks, whose processes cannot, each has its own rounds.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
 
-import numpy as np
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from .frameworks import BETWEEN, measure_both
+from .measure import PEERS, Setup, StrategySpec
+from .options import Options
+from .ranks import ranks_of_machine
+from .ratios import Gate as Gate
+from .ratios import compare as compare
+from .run import NOT_RUN, Run, holds
+from .steps import STEP_COLUMNS, label
+from .strategies import BATCH_SIZE, NUM_RANKS, make_setup
+from .tables import NOTHING, Column, markdown_table, terminal_table, time_cell, value, write_markdown
 
-from jaxddp.data import RandomTokens
-
-from .main_job import check_batch_size, run_jax, run_torch
-from .measure import Setup, StrategySpec
-from .results import commit, describe_machine, make_rows, write_rows
-
-MODEL, VOCAB, CONTEXT = "lm_9m", 10000, 128
-BUCKETED = StrategySpec("bucketed", 25.0)
-ZERO1 = StrategySpec("zero1", 25.0)
-NUM_RESAMPLES = 4000
-
-
-@dataclass(frozen=True)
-class Gate:
-    """A ratio of step times and the most that it may be."""
-
-    name: str
-    ratio: float
-    low: float
-    high: float
-    limit: float
-    ours_ms: float
-    theirs_ms: float
-    num_rounds: int
-
-    @property
-    def in_words(self) -> str:
-        """The ratio with its interval."""
-        return f"{self.ratio:.3f}, 95 % interval {self.low:.3f} to {self.high:.3f}, over {self.num_rounds} rounds"
-
-    @property
-    def holds(self) -> bool:
-        """Whether the lower end of the interval is within the limit."""
-        return self.low <= self.limit
+MODEL, NUM_ROUNDS, MIN_ROUNDS, NUM_WARMUP = "lm_9m", 20, 10, 3
+BUCKETED, ZERO1, JIT = StrategySpec("bucketed", 25.0), StrategySpec("zero1", 25.0), StrategySpec("jit")
+# Its caps as torchref's BucketedDDP has them.
+DDP = StrategySpec("DistributedDataParallel", 25.0)
+STRATEGIES = {
+    "jaxddp": (StrategySpec("flat"), StrategySpec("overlapped"), BUCKETED, ZERO1, JIT),
+    "torchref": (BUCKETED, DDP),
+}
+BEST = "jaxddp's best strategy"
+# Name, what of which framework over what of which, and the limit.
+_GATES = (
+    ("jaxddp bucketed / jit with replicated parameters", ("jaxddp", BUCKETED), ("jaxddp", JIT), 1.05),
+    ("jaxddp zero1 / jaxddp bucketed", ("jaxddp", ZERO1), ("jaxddp", BUCKETED), 1.05),
+    ("torchref bucketed / DistributedDataParallel", ("torchref", BUCKETED), ("torchref", DDP), 1.05),
+    (f"{BEST} / DistributedDataParallel", ("jaxddp", None), ("torchref", DDP), 1.00),
+)
+_COLUMNS = (
+    Column("gate", "", lambda row: row["name"], is_text=True),
+    Column("ours", "ms", time_cell("ours_ms")),
+    Column("peer", "ms", time_cell("theirs_ms")),
+    Column("ratio", "", value("ratio", ".3f")),
+    Column("95 % interval", "", lambda row: f"{row['low']:.3f}-{row['high']:.3f}" if "low" in row else NOTHING),
+    Column("limit", "", value("limit", ".2f")),
+    Column("check", "", lambda row: row["check"], is_text=True),
+)
 
 
-def compare(name: str, ours: list[float], theirs: list[float], limit: float) -> Gate:
-    """Compares two variants that were timed in the same rounds.
-
-    Args:
-        name: Of the gate.
-        ours: Seconds by round.
-        theirs: Seconds by round, of the peer.
-        limit: The most that median(ours) / median(theirs) may be.
-
-    Returns:
-        The gate, with the 95 % interval of the ratio from resampled rounds.
-    """
-    pairs = np.asarray([ours, theirs])
-    chosen = np.random.default_rng(0).integers(0, len(ours), (NUM_RESAMPLES, len(ours)))
-    resampled = np.median(pairs[:, chosen], axis=2)
-    low, high = np.percentile(resampled[0] / resampled[1], [2.5, 97.5]).tolist()
-    median_ours, median_theirs = np.median(pairs, axis=1).tolist()
-    return Gate(name, median_ours / median_theirs, low, high, limit, median_ours * 1e3, median_theirs * 1e3, len(ours))
-
-
-def gates_setup(*, num_ranks: int, num_steps: int, batch_size: int) -> tuple[Setup, str]:
+def describe(options: Options) -> tuple[Setup, str]:
     """Describes what is compared.
 
     Args:
-        num_ranks: Ranks in each framework.
-        num_steps: Timed rounds, at least 10.
-        batch_size: Sequences of the global batch.
+        options: Ranks (2), rounds (20, at least 10) and the batch size (8).
 
     Returns:
         The setup, and its description in a line.
@@ -85,85 +60,83 @@ def gates_setup(*, num_ranks: int, num_steps: int, batch_size: int) -> tuple[Set
     Raises:
         ValueError: If there are too few rounds for an interval, or the batch cannot be split.
     """
-    if num_steps < 10:
-        raise ValueError(f"steps (={num_steps}) must be at least 10 rounds, or the interval means nothing")
-    check_batch_size(batch_size, num_ranks)
-    tokens, num_warmup = RandomTokens(VOCAB, CONTEXT), 3
-    batches = tuple(tokens.batch(step, batch_size) for step in range(num_warmup + num_steps))
-    described = (
-        f"{MODEL}, vocabulary {VOCAB}, random tokens: {num_warmup} + {num_steps} interleaved rounds of"
-        f" {batch_size} x {CONTEXT} tokens, AdamW, {num_ranks} ranks"
+    num_steps = options.steps or (MIN_ROUNDS if options.quick else NUM_ROUNDS)
+    if num_steps < MIN_ROUNDS:
+        raise ValueError(f"steps (={num_steps}) must be at least {MIN_ROUNDS} rounds, or the interval means nothing")
+    ranks = ranks_of_machine(options.ranks or NUM_RANKS, options.on)
+    setup, described = make_setup(
+        options.model or MODEL, ranks, num_steps, options.batch_size or BATCH_SIZE, num_warmup=NUM_WARMUP
     )
-    setup = Setup(MODEL, (BUCKETED, ZERO1), num_ranks, batches, num_warmup, with_baselines=False, with_peer=True)
-    return setup, described
+    return replace(setup, with_baselines=False), described
 
 
-def run_gates(folder: Path, console: Console, setup: Setup) -> bool:
-    """Runs both frameworks against their peers, prints the table and fills the folder.
+def run(this: Run, setup: Setup) -> bool:
+    """Runs both frameworks against their peers, prints the tables and fills the folder.
 
     Args:
-        folder: Of this run.
-        console: Where to print.
+        this: The folder, console and rows of this run.
         setup: What to train.
 
     Returns:
         Whether every gate holds.
     """
-    in_torch = replace(setup, strategies=(BUCKETED,))
-    ours = run_jax(setup, console)
-    theirs = run_torch(in_torch, ours.weights, console)
-    jax_s, torch_s = ({label: one.seconds for label, one in side.measured.items()} for side in (ours, theirs))
-    gates = [
-        compare("jaxddp bucketed / jit with replicated parameters", jax_s[BUCKETED.label], jax_s["peer"], 1.05),
-        compare("jaxddp zero1 / jaxddp bucketed", jax_s[ZERO1.label], jax_s[BUCKETED.label], 1.05),
-        compare("torchref bucketed / DistributedDataParallel", torch_s[BUCKETED.label], torch_s["peer"], 1.10),
+    measured = measure_both(this, {name: replace(setup, strategies=specs) for name, specs in STRATEGIES.items()})
+    this.part("gates", lambda: gate_rows(measured))
+    show(this)
+    return holds(this.rows)
+
+
+def gate_rows(measured: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Compares what was measured.
+
+    Args:
+        measured: Rows of training steps.
+
+    Yields:
+        A row for each gate; one of whose sides is wrong or missing is not run.
+    """
+    sound = [row for row in measured if row["check"] == "ok" and "median_ms" in row]
+    for name, ours, theirs, limit in _GATES:
+        one, other = _find(sound, *ours), _find(sound, *theirs)
+        if one is None or other is None:
+            yield {"name": name, "limit": limit, "check": f"{NOT_RUN}one of the two was not measured, or is wrong"}
+            continue
+        paired = ours[0] == theirs[0]
+        gate = compare(name, _seconds(one), _seconds(other), limit, paired=paired)
+        which = {"ours": label(one), "theirs": label(other), "is_interleaved": paired}
+        yield asdict(gate) | which | {"check": "ok" if gate.holds else "MISSED"}
+
+
+def _seconds(row: Mapping[str, Any]) -> list[float]:
+    return [1e-3 * time for time in row["rounds_ms"]]
+
+
+def _find(rows: Sequence[Mapping[str, Any]], framework: str, spec: StrategySpec | None) -> Mapping[str, Any] | None:
+    """The row of a strategy, or of the fastest that is no peer; None if there is none."""
+    of_framework = [row for row in rows if row["framework"] == framework]
+    if spec is not None:
+        return next((row for row in of_framework if label(row) == spec.label), None)
+    ours = [row for row in of_framework if row["strategy"] not in PEERS[framework]]
+    return min(ours, key=lambda row: row["median_ms"], default=None)
+
+
+def show(this: Run) -> None:
+    """Makes the tables and notes of a run's rows."""
+    gates = [row for row in this.rows if row["part"] == "gates"]
+    steps = [row for row in this.rows if row["part"] not in ("gates", BETWEEN)]
+    notes = [
+        f"{row['name']}: {row['ratio']:.3f}, 95 % interval {row['low']:.3f} to {row['high']:.3f}, over"
+        f" {row['num_rounds']} rounds{'' if row['is_interleaved'] else ' each, not interleaved'};"
+        f" {row['ours']} / {row['theirs']} ({row['check']})"
+        for row in gates
+        if "ratio" in row
     ]
-    # No gate, and not interleaved: two processes cannot take turns step by step.
-    name = "for information: jaxddp bucketed / DistributedDataParallel"
-    across = compare(name, jax_s[BUCKETED.label], torch_s["peer"], float("inf"))
-    console.print()
-    console.print(_table([*gates, across]))
-    record = {"benchmark": "gates", "model": MODEL, "commit": commit(), **describe_machine()}
-    record |= {"versions": ours.versions | theirs.versions, "ranks": [ours.ranks, theirs.ranks]}
-    # No bound on weights: random tokens leave most embedding rows gradients of the size of their rounding, which Adam
-    # turns into steps of full size. Losses and norms of all rounds were seen within 2e-5 of single-process training's.
-    rows = [
-        *make_rows("gates", "jaxddp", setup, ours, None, must_learn=False),
-        *make_rows("gates", "torchref", in_torch, theirs, None, must_learn=False),
-    ]
-    write_rows(folder, rows, [f"{gate.name}: {gate.in_words} ({_check(gate)})" for gate in [*gates, across]])
-    for row in rows:
-        console.print(
-            f"{row.framework} {row.strategy}: plan, losses and gradient norms against one process: {row.check}"
-        )
-    with (folder / "metrics.jsonl").open("a") as lines:
-        for gate in [*gates, across]:
-            lines.write(json.dumps(record | asdict(gate) | {"check": _check(gate)}) + "\n")
-    console.print(f"written to {folder}: table.md, metrics.jsonl", soft_wrap=True)
-    return all(gate.holds for gate in gates) and all(row.check == "ok" for row in rows)
-
-
-def _check(gate: Gate) -> str:
-    return "-" if gate.limit == float("inf") else "ok" if gate.holds else "MISSED"
-
-
-def _table(gates: list[Gate]) -> Table:
-    table = Table(title="ratios of median step times", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name, unit in (
-        ("gate", ""),
-        ("ours", "ms"),
-        ("peer", "ms"),
-        ("ratio", ""),
-        ("95 % interval", ""),
-        ("limit", ""),
-    ):
-        table.add_column(f"{name}\n[dim]{unit}[/dim]", justify="left" if name == "gate" else "right", no_wrap=True)
-    table.add_column("check\n", no_wrap=True)
-    for gate in gates:
-        limit = "-" if gate.limit == float("inf") else f"{gate.limit:.2f}"
-        table.add_row(
-            gate.name, f"{gate.ours_ms:.0f}", f"{gate.theirs_ms:.0f}", f"{gate.ratio:.3f}",
-            f"{gate.low:.3f}-{gate.high:.3f}", limit, _check(gate),
-            style=None if gate.holds else "bold red",
-        )  # fmt: skip
-    return table
+    notes.append("a gate holds if the lower end of its interval is within the limit")
+    this.console.print()
+    for rows, columns, title in ((steps, STEP_COLUMNS, "steps"), (gates, _COLUMNS, "ratios of median step times")):
+        this.console.print(terminal_table(rows, columns, title))
+    for note in notes:
+        this.console.print(f"[dim]{note}[/dim]", soft_wrap=True)
+    tables = [markdown_table(gates, _COLUMNS), markdown_table(steps, STEP_COLUMNS)]
+    write_markdown(this.folder, tables, notes)
+    this.console.print(f"\nwritten to {this.folder}: table.md, metrics.jsonl", soft_wrap=True)

@@ -1,94 +1,141 @@
-"""Every variant of a setup in JAX: one process, a rank for each of its devices."""
+"""Every variant of a setup in JAX: one process with a rank for each of its devices, or a process for each rank."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jaxddp  # first: it imports JAX without what plugins print whose devices are not there
 
 # isort: split
 import jax
-import jax.numpy as jnp
+import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import torch.distributed as dist
+from jax.sharding import Mesh
 
 from jaxddp import compression
 from jaxddp.allocator import keep_freed_memory
-from jaxddp.auto import auto_step
 from jaxddp.interop import to_numpy
-from jaxddp.mesh import mesh_of_machine
+from jaxddp.mesh import DATA_AXIS
 from jaxddp.models import build
+from jaxddp.order import matmul_flops
+from jaxddp.strategy import trace_gradients
+from jaxddp.tree import named_leaves
 from torchref.launch import report
 
-from .measure import (
-    BASELINE,
-    Measured,
-    Setup,
-    SideResult,
-    StepMetrics,
-    StrategySpec,
-    Variant,
-    interleave,
-    largest_difference,
-)
+from .interleave import Attempts, Variant, agree_over_ranks, interleave
+from .jax_variants import Jit, Planned, probes, rows_of_process
+from .measure import BASELINE, Measured, Setup, SideResult, StrategySpec, largest_difference, ranks_in_words
+from .ranks import Ranks
 
 
-def run(setup: Setup) -> SideResult:
-    """Trains under every strategy; runs in a process of its own, before JAX has started there.
+def run(ranks: Ranks, setup: Setup) -> SideResult:
+    """Trains under every strategy; runs in processes of its own, before JAX has started there.
 
     Args:
+        ranks: The ranks.
         setup: What to train.
 
     Returns:
-        What was found.
+        What this process found; times are its own.
     """
     keep_freed_memory()
-    mesh = mesh_of_machine(None, setup.num_ranks)
-    if mesh.size > setup.num_ranks:
-        mesh = jaxddp.data_mesh(setup.num_ranks)
+    mesh = ranks.mesh()
     loss_fn, params = build(setup.model, seed=setup.seed)
     optimizer = optax.adamw(setup.learning_rate, weight_decay=0.01)
+    rows = [rows_of_process(batch) for batch in setup.batches]
 
     report(("doing", "single-process training"))
-    reference = _Run(setup, jaxddp.Trainer(loss_fn, optimizer, jaxddp.naive(), jaxddp.data_mesh(1)), params)
+    # Not data_mesh(1), whose device may be another process's.
+    alone = Mesh(np.array(jax.local_devices()[:1]), (DATA_AXIS,))
+    reference = Planned(jaxddp.Trainer(loss_fn, optimizer, jaxddp.naive(), alone), params, setup.batches)
     expected = [reference.step(index) for index in range(len(setup.batches))]
-    trained = to_numpy(reference.state.params)
+    trained = to_numpy(reference.params())
     del reference
 
-    runs: dict[str, _Run | _Peer] = {}
-    for spec in setup.strategies:
-        for label, wire in ((spec.label, compression.none), (spec.label + BASELINE, compression.noop)):
-            if wire.sends or setup.with_baselines:
-                report(("doing", f"compiling {label}"))
-                runs[label] = _Run(setup, jaxddp.Trainer(loss_fn, optimizer, _strategy(spec, wire), mesh), params)
-                runs[label].compile()
-    if setup.with_peer:
-        report(("doing", "compiling jit with replicated parameters"))
-        runs["peer"] = _Peer(setup, loss_fn, optimizer, mesh, params)
-        runs["peer"].compile()
+    attempt = Attempts(agree_over_ranks)
+    names = dict(zip(named_leaves(params), to_numpy(params), strict=True))
+
+    def add(label: str, spec: StrategySpec, wire: compression.Compression) -> None:
+        def make() -> Planned | Jit:
+            if spec.name == "jit":
+                made: Planned | Jit = Jit(loss_fn, optimizer, mesh, params, rows)
+            else:
+                made = Planned(jaxddp.Trainer(loss_fn, optimizer, _strategy(spec, wire), mesh), params, rows)
+            made.compile(setup.batches[0], names, setup.with_schedules)
+            return made
+
+        if label not in attempt.made:
+            report(("doing", f"compiling {label}"))
+            attempt(label, make)
+
+    for spec in setup.of("jaxddp"):
+        add(spec.label, spec, compression.none)
+        if setup.with_baselines:
+            add(*_baseline(spec), compression.noop)
+    timed = probes(setup, loss_fn, params, mesh, rows) if setup.probe_bytes else []
 
     report(("doing", "training"))
-    times = interleave([Variant(label, one.step) for label, one in runs.items()], len(setup.batches), setup.num_warmup)
+    variants = [Variant(label, one.step) for label, one in attempt.made.items()] + timed
+    times, failed = interleave(
+        variants, len(rows), setup.num_warmup, barrier=dist.barrier, agree=agree_over_ranks
+    )  # fmt: skip
     measured = {}
-    for label, one in runs.items():
-        if not label.endswith(BASELINE):
-            metrics, seconds = times[label]
+    for spec in setup.of("jaxddp"):
+        if spec.label in times:
+            one, (metrics, seconds) = attempt.made[spec.label], times[spec.label]
+            baseline = times.get(_baseline(spec)[0], ([], []))[1]
             difference = largest_difference(to_numpy(one.params()), trained)
-            baseline = times.get(label + BASELINE, ([], []))[1]
-            measured[label] = Measured(one.planned, one.compiled, metrics, expected, difference, seconds, baseline)
-    device = mesh.devices.flat[0]
-    simulated = device.platform == "cpu"
+            measured[spec.label] = Measured(
+                one.planned, one.compiled, metrics, expected, difference, seconds, baseline, one.buckets, one.schedule
+            )
+    kind, words = ranks_in_words(ranks, "jaxddp")
     return SideResult(
         num_ranks=int(mesh.size),
-        kind="simulated" if simulated else "GPUs",
-        ranks=f"{mesh.size} {'simulated CPU devices' if simulated else 'GPUs'} in one process",
-        backend="XLA in-process" if simulated else "XLA over NCCL",
-        device=device.device_kind,
+        kind=kind,
+        ranks=words,
+        backend=ranks.backend["jaxddp"],
+        device=mesh.devices.flat[0].device_kind,
         versions={name: __import__(name).__version__ for name in ("jax", "jaxlib", "flax", "optax")},
-        weights=to_numpy(params),
-        trained=trained,
+        weights=to_numpy(params) if dist.get_rank() == 0 else {},
+        trained=trained if dist.get_rank() == 0 else {},
         measured=measured,
+        failed=attempt.failed | failed,
+        probes={variant.label: times[variant.label][1] for variant in timed},
     )
+
+
+def initial_weights(ranks: Ranks, setup: Setup) -> dict[str, np.ndarray]:
+    """Makes the weights from which every run of a setup starts, by torch name."""
+    ranks.mesh()
+    return to_numpy(build(setup.model, seed=setup.seed)[1])
+
+
+def gradient_shares(ranks: Ranks, setup: Setup) -> tuple[float, dict[str, float], int]:
+    """Traces a rank's step, and says how FLOPs are spread over it.
+
+    Args:
+        ranks: One.
+        setup: What is trained, and on how many ranks.
+
+    Returns:
+        The forward's share of the FLOPs of forward and backward; the share that is done before each gradient is ready,
+        by torch name; and the bytes of all gradients.
+    """
+    ranks.mesh()
+    loss_fn, params = build(setup.model, seed=setup.seed)
+    names = dict(zip(named_leaves(params), to_numpy(params), strict=True))
+    size = setup.global_batch // setup.ranks.num
+    batch = {name: array[:size] for name, array in setup.batches[0].items()}
+
+    def flops(function: Callable[..., Any]) -> float:
+        return sum(matmul_flops(equation) for equation in jax.make_jaxpr(function)(params, batch).eqns)
+
+    trace = trace_gradients(jax.grad(loss_fn), params, batch)
+    ready = {names[one.name]: share for one, share in zip(trace.tensors, trace.flops_before, strict=True)}
+    num_bytes = sum(tensor.num_bytes for tensor in trace.tensors)
+    return flops(loss_fn) / flops(jax.grad(loss_fn)), ready, num_bytes
 
 
 def _strategy(spec: StrategySpec, wire: compression.Compression) -> jaxddp.Strategy:
@@ -96,56 +143,7 @@ def _strategy(spec: StrategySpec, wire: compression.Compression) -> jaxddp.Strat
     return jaxddp.make_strategy(spec.name, compression=wire, **options)
 
 
-class _Run:
-    """A strategy's own copy of the training run."""
-
-    def __init__(self, setup: Setup, trainer: jaxddp.Trainer, params: Any) -> None:
-        self._batches, self._trainer, self.state = setup.batches, trainer, trainer.init(params)
-
-    def compile(self) -> None:
-        self.planned = self._trainer.planned(self.state, self._batches[0])
-        self.compiled = jaxddp.gradient_collectives(self._trainer.compile(self.state, self._batches[0]))
-
-    def params(self) -> Any:
-        return self._trainer.params(self.state)
-
-    def step(self, index: int) -> StepMetrics:
-        self.state, metrics = self._trainer.step(self.state, self._batches[index])
-        return StepMetrics(float(metrics["loss"]), float(metrics["grad_norm"]))
-
-
-class _Peer:
-    """Data parallelism as JAX does it unasked: ``jit`` with replicated parameters and a sharded batch.
-
-    It computes the same metrics as the trainer, so that the two differ in nothing but the communication.
-    """
-
-    def __init__(self, setup: Setup, loss_fn: Any, optimizer: Any, mesh: Mesh, params: Any) -> None:
-        replicated = NamedSharding(mesh, PartitionSpec())
-        by_rank = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-        self.planned: list[tuple[str, int]] = []
-
-        self._batches, self._by_rank = setup.batches, by_rank
-        self._step = jax.jit(
-            auto_step(loss_fn, optimizer),
-            in_shardings=(replicated, by_rank),
-            out_shardings=replicated,
-            donate_argnums=0,
-        )
-        params = jax.device_put(jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params), replicated)
-        opt_state = jax.jit(optimizer.init, out_shardings=replicated)(params)
-        zero, key = jax.device_put((jnp.zeros((), jnp.int32), jax.random.key(0)), replicated)
-        self.state = jaxddp.TrainState(zero, params, opt_state, key)
-
-    def compile(self) -> None:
-        batch = jax.device_put(self._batches[0], self._by_rank)
-        self._program = self._step.lower(self.state, batch).compile()
-        self.compiled = jaxddp.gradient_collectives(self._program)
-
-    def params(self) -> Any:
-        return self.state.params
-
-    def step(self, index: int) -> StepMetrics:
-        batch = jax.device_put(self._batches[index], self._by_rank)
-        self.state, metrics = jax.block_until_ready(self._program(self.state, batch))
-        return StepMetrics(float(metrics["loss"]), float(metrics["grad_norm"]))
+def _baseline(spec: StrategySpec) -> tuple[str, StrategySpec]:
+    """Label and strategy of the same step without communication; jit's is ours, which computes the same."""
+    spec = StrategySpec("naive") if spec.name == "jit" else spec
+    return spec.label + BASELINE, spec

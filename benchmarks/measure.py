@@ -1,27 +1,34 @@
-"""What is measured, and the interleaving by which it is measured.
+"""What is measured: a training run under several strategies, and what each of them did.
 
-Variants take turns, one step each a round, and every round starts with another of them, so that a machine that drifts
-moves all of them alike. A variant's exposed communication is the median, over rounds, of its step time minus the time
-of the same step with its communication removed.
+A variant's exposed communication is the median, over rounds, of its step time minus the time of the same step with its
+communication removed. Where ranks are processes, a step takes as long as its slowest rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxddp.clock import Timings, stopwatch, summarize
+from jaxddp.clock import Timings, summarize
 from jaxddp.data import Batch
-from torchref.launch import report
+
+from .ranks import THREADS, Ranks
 
 BASELINE = " without communication"  # what the label of a variant ends with whose communication is removed
+# What each framework does by itself.
+PEERS = {
+    "jaxddp": ("jit",),
+    "torchref": ("DistributedDataParallel", "ZeroRedundancyOptimizer", "fully_shard"),
+}
+FORWARD_BACKWARD = "forward and backward"
+NUM_PROBED = 4  # all-reduces in a row that a probe times at once
 
 
 class StrategySpec(NamedTuple):
-    """A strategy as a row of a table: its name in both registries, and its bucket cap."""
+    """A strategy as a row of a table: its name in both registries or among ``PEERS``, and its bucket cap."""
 
     name: str
     bucket_mb: float | None = None
@@ -38,25 +45,38 @@ class Setup:
 
     Attributes:
         model: A name that both packages' ``models.build`` know.
-        strategies: What to compare.
-        num_ranks: Ranks in each framework.
+        strategies: What to compare; those among ``PEERS`` run in their own framework.
+        ranks: Ranks of each framework.
         batches: Global batches, one for each round; warm-up rounds come first and are not timed.
         num_warmup: Rounds that are not timed.
+        tolerance: How far weights may be from single-process training; None to go by losses and gradient norms alone.
+        must_learn: Whether the loss has to fall; random tokens teach nothing.
         learning_rate: Of AdamW, with weight decay 0.01.
         with_baselines: Whether each strategy also runs with its communication removed.
-        with_peer: Whether the framework's own data parallelism runs as well.
+        probe_bytes: Sizes of all-reduces that are timed as well; if there are any, so are forward and backward alone.
+        with_schedules: Whether compiled programs are read.
+        with_traces: Whether steps are recorded by the profilers as well.
         seed: Of the initial weights.
     """
 
     model: str
     strategies: tuple[StrategySpec, ...]
-    num_ranks: int
+    ranks: Ranks
     batches: tuple[Batch, ...]
     num_warmup: int = 2
+    tolerance: float | None = None
+    must_learn: bool = False
     learning_rate: float = 1e-3
     with_baselines: bool = True
-    with_peer: bool = False
+    probe_bytes: tuple[int, ...] = ()
+    with_schedules: bool = False
+    with_traces: bool = False
     seed: int = 0
+
+    def of(self, framework: str) -> tuple[StrategySpec, ...]:
+        """What runs in a framework."""
+        others = {name for key, names in PEERS.items() if key != framework for name in names}
+        return tuple(spec for spec in self.strategies if spec.name not in others)
 
     @property
     def global_batch(self) -> int:
@@ -76,34 +96,32 @@ class StepMetrics(NamedTuple):
     grad_norm: float
 
 
-class Variant(NamedTuple):
-    """Something that takes a training step on the batch of a round, and returns when it is done."""
-
-    label: str
-    step: Callable[[int], StepMetrics]  # round -> metrics
-
-
 @dataclass
 class Measured:
     """What one variant did.
 
     Attributes:
-        planned: ``(kind, bytes)`` of the collectives that were planned.
-        found: The same of those in the compiled program, or of those issued where nothing is compiled.
+        planned: ``(kind, bytes)`` of the collectives that were planned; None of a peer, which plans for itself.
+        found: The same of those in the compiled program, or of those issued where nothing is compiled; None if they
+            cannot be seen.
         metrics: One for each round.
         reference: The same of single-process training.
         max_weight_difference: To single-process training, after the last round.
         seconds: One for each timed round.
         baseline_seconds: The same with the communication removed; empty if that was not run.
+        buckets: Names and bytes of the tensors of each bucket, in launch order.
+        schedule: What the step was compiled to, a ``jaxddp.schedule.Schedule``, if that was asked for.
     """
 
-    planned: list[tuple[str, int]]
-    found: list[tuple[str, int]]
+    planned: list[tuple[str, int]] | None
+    found: list[tuple[str, int]] | None
     metrics: list[StepMetrics]
     reference: list[StepMetrics]
     max_weight_difference: float
     seconds: list[float]
     baseline_seconds: list[float] = field(default_factory=list)
+    buckets: list[list[tuple[str, int]]] = field(default_factory=list)
+    schedule: Any = None
 
     @property
     def timings(self) -> Timings:
@@ -113,20 +131,19 @@ class Measured:
     @property
     def max_metric_difference(self) -> float:
         """Largest relative difference of any round's loss or gradient norm to single-process training's."""
-        ours, theirs = np.asarray(self.metrics), np.asarray(self.reference)
-        return float(np.max(np.abs(ours / theirs - 1)))
+        return float(np.max([_distance(*pair) for pair in zip(self.metrics, self.reference, strict=True)]))
 
     @property
-    def exposed_ms(self) -> float | None:
-        """Median over rounds of step minus baseline; None without a baseline."""
+    def exposed(self) -> Timings | None:
+        """Of step minus baseline, round by round; None without a baseline."""
         if not self.baseline_seconds:
             return None
-        return float(np.median(np.subtract(self.seconds, self.baseline_seconds)) * 1e3)
+        return summarize(np.subtract(self.seconds, self.baseline_seconds).tolist())
 
 
 @dataclass
 class SideResult:
-    """What one framework's process found.
+    """What one framework's processes found.
 
     Attributes:
         num_ranks: Number of ranks.
@@ -137,7 +154,9 @@ class SideResult:
         versions: Of the framework's packages.
         weights: Initial weights, by torch name.
         trained: Weights of single-process training after the last round, by torch name.
-        measured: By label; ``"peer"`` is the framework's own data parallelism.
+        measured: By label.
+        failed: Why others were not, by label.
+        probes: Seconds of the timed rounds, by ``FORWARD_BACKWARD`` and ``all_reduce_label``.
     """
 
     num_ranks: int
@@ -149,40 +168,64 @@ class SideResult:
     weights: dict[str, np.ndarray]
     trained: dict[str, np.ndarray]
     measured: dict[str, Measured]
+    failed: dict[str, str] = field(default_factory=dict)
+    probes: dict[str, list[float]] = field(default_factory=dict)
 
 
-def interleave(
-    variants: Sequence[Variant],
-    num_rounds: int,
-    num_warmup: int,
-    *,
-    barrier: Callable[[], None] = lambda: None,
-    wait: Callable[[Any], Any] = lambda result: None,
-) -> dict[str, tuple[list[StepMetrics], list[float]]]:
-    """Runs every variant once a round, in turn.
+def ranks_in_words(ranks: Ranks, framework: str) -> tuple[str, str]:
+    """Says how the ranks of a framework run: in a word, and in a few."""
+    if ranks.kind == "gpus":
+        how = "GPUs in one process" if framework == "jaxddp" else "processes with a GPU each"
+        return "GPUs", f"{ranks.num} {how}"
+    if ranks.kind == "simulated" and framework == "jaxddp":
+        return "simulated", f"{ranks.num} simulated CPU devices in one process"
+    where = ", each on a host of its own" if ranks.kind == "lab" else ""
+    threads = f"{THREADS} thread(s)" if framework == "torchref" else "one CPU device"
+    return "hosts" if where else "processes", f"{ranks.num} processes of {threads}{where}"
+
+
+def all_reduce_label(num_bytes: int) -> str:
+    """The probe of ``NUM_PROBED`` all-reduces of so many bytes each."""
+    return f"all-reduce {num_bytes}"
+
+
+def merge_ranks(sides: Sequence[SideResult]) -> SideResult:
+    """Joins what the processes of a framework found: each step as slow as its slowest rank, and as wrong as its worst.
 
     Args:
-        variants: Each is stepped ``num_rounds`` times.
-        num_rounds: Rounds, warm-up included.
-        num_warmup: Rounds whose times are dropped.
-        barrier: Called before each step, untimed, so that ranks start together.
-        wait: Returns when the value that it is given is there.
+        sides: One for each process, that of rank 0 first.
 
     Returns:
-        By label: all metrics, and the seconds of the timed rounds.
+        The result of all.
     """
-    results: dict[str, tuple[list[StepMetrics], list[float]]] = {variant.label: ([], []) for variant in variants}
-    for index in range(num_rounds):
-        shift = index % len(variants)
-        for variant in [*variants[shift:], *variants[:shift]]:
-            barrier()
-            step_metrics, seconds = stopwatch(variant.step, index, wait=wait)
-            metrics, timed = results[variant.label]
-            metrics.append(step_metrics)
-            if index >= num_warmup:
-                timed.append(seconds)
-        report(("progress", index + 1, num_rounds))
-    return results
+    first = sides[0]
+    measured = {label: _merge([side.measured[label] for side in sides]) for label in first.measured}
+    probes = {label: _slowest([side.probes[label] for side in sides]) for label in first.probes}
+    return replace(first, measured=measured, probes=probes)
+
+
+def _merge(of_ranks: Sequence[Measured]) -> Measured:
+    first = of_ranks[0]
+    metrics = [
+        max(of_round, key=lambda one, expected=expected: _distance(one, expected))  # type: ignore[misc]
+        for *of_round, expected in zip(*(one.metrics for one in of_ranks), first.reference, strict=True)
+    ]
+    return replace(
+        first,
+        metrics=metrics,
+        max_weight_difference=float(np.max([one.max_weight_difference for one in of_ranks])),  # NaN is worst
+        seconds=_slowest([one.seconds for one in of_ranks]),
+        baseline_seconds=_slowest([one.baseline_seconds for one in of_ranks]),
+    )
+
+
+def _slowest(of_ranks: Sequence[Sequence[float]]) -> list[float]:
+    return [max(times) for times in zip(*of_ranks, strict=True)]
+
+
+def _distance(ours: StepMetrics, theirs: StepMetrics) -> float:
+    difference = float(np.max(np.abs(np.divide(ours, theirs) - 1)))
+    return float("inf") if np.isnan(difference) else difference
 
 
 def largest_difference(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> float:

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import jax
-from rich.console import Console
 
 from jaxddp import STRATEGIES, make_strategy, targets
 from jaxddp.cost.memory import StateBytes, activation_bytes, exact_bucket_bytes, gathered_bytes
@@ -24,23 +22,23 @@ from jaxddp.models import SIZES, TransformerConfig
 from jaxddp.target_compile import check_installed
 
 from .console import progress_of
-from .main_job import check_batch_size
 from .memory_source import NUM_RANKS, SEQUENCES, figures
 from .memory_table import Row, mib, print_tables, write_tables
 from .memory_variants import CPU, Allocation, Read, Setup, allocate, read_all
+from .options import Options
+from .run import Run
+from .strategies import check_batch_size
 
 MOMENTS = {"after_init": "after init", "before_update": "before the update", "after_step": "after the step"}
 SCALAR_BYTES = 4 + 4 + 8  # optax's count of steps, the state's own, and its key
 
 
-def memory_setup(*, model: str, target: str, strategies: Sequence[str], batch_size: int) -> tuple[Setup, str]:
+def describe(options: Options) -> tuple[Setup, str]:
     """Describes what is compiled.
 
     Args:
-        model: Name of a size of the transformer.
-        target: Such as ``h100:2``, or ``cpu:2`` for simulated devices of this machine.
-        strategies: Names in ``STRATEGIES``.
-        batch_size: Sequences of the global batch.
+        options: A size of the transformer (seed_xl), a target (``h100:2``), or ``cpu:2`` for simulated devices of this
+            machine, strategies (one of each stage) and the batch size (32).
 
     Returns:
         The setup, and its description in a line.
@@ -48,6 +46,12 @@ def memory_setup(*, model: str, target: str, strategies: Sequence[str], batch_si
     Raises:
         ValueError: If a name is unknown, the batch cannot be split, or the target's compiler is not installed.
     """
+    model, target, batch_size = (
+        options.model or ("small" if options.quick else "seed_xl"),
+        options.target or "h100:2",
+        options.batch_size or 32,
+    )
+    strategies = options.strategies or ("bucketed", "zero1", "zero2", "zero3")
     if model not in SIZES:
         raise ValueError(f"unknown model {model!r}: one of {', '.join(SIZES)}")
     for name in strategies:
@@ -71,17 +75,17 @@ def memory_setup(*, model: str, target: str, strategies: Sequence[str], batch_si
     return setup, described
 
 
-def run_memory(folder: Path, console: Console, setup: Setup) -> bool:
+def run(this: Run, setup: Setup) -> bool:
     """Reads every variant, prints the table and fills the folder.
 
     Args:
-        folder: Of this run.
-        console: Where to print.
+        this: The folder, console and rows of this run.
         setup: What to compile.
 
     Returns:
         Whether formula and compiled program agree to the byte about what lives across steps.
     """
+    folder, console = this.folder, this.console
     read: dict[str, Read] = {}
     allocated: dict[str, Allocation | str] = {}
     with progress_of(console, "memory") as show:

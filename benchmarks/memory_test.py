@@ -10,9 +10,11 @@ from rich.console import Console
 
 import jaxddp
 from benchmarks import memory, memory_variants
-from benchmarks.memory import formulas, kept_per_token, memory_setup, run_memory
+from benchmarks.memory import describe, formulas, kept_per_token
 from benchmarks.memory_source import dealt_by_index, figures
 from benchmarks.memory_variants import Setup, allocate, read_all
+from benchmarks.options import Options
+from benchmarks.run import Run
 from jaxddp.memory import Allocated, DeviceBytes, StepMemory, held_bytes
 from jaxddp.models import SIZES, TransformerConfig, abstract
 
@@ -44,7 +46,7 @@ def run(read, tmp_path, monkeypatch):
         monkeypatch.setattr(memory, "read_all", lambda setup: read.items())
         monkeypatch.setitem(SIZES, "micro", MICRO)
         output = io.StringIO()
-        holds = run_memory(tmp_path, Console(file=output, width=200, highlight=False), SETUP)
+        holds = memory.run(Run(tmp_path, Console(file=output, width=200, highlight=False), "memory"), SETUP)
         rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
         return holds, rows, output.getvalue(), (tmp_path / "table.md").read_text()
 
@@ -164,10 +166,10 @@ def test_the_allocator_of_a_gpu_holds_the_state_and_its_rounding():
 def test_bad_input(changed, message):
     wanted = {"model": "tiny", "target": "cpu:2", "strategies": ["zero1"], "batch_size": 4}
     with pytest.raises(ValueError, match=message):
-        memory_setup(**wanted | changed)
+        describe(Options(**wanted | changed))
 
 
 def test_a_setup_is_described_in_a_line():
-    setup, described = memory_setup(model="tiny", target="cpu:2", strategies=["zero1", "zero1"], batch_size=4)
+    setup, described = describe(Options(model="tiny", target="cpu:2", strategies=("zero1", "zero1"), batch_size=4))
     assert setup == Setup("tiny", "cpu:2", 2, ("zero1",), 4)
     assert described == "tiny, 7,248 parameters, on cpu:2: 4 x 16 tokens a step, AdamW, float32; zero1"

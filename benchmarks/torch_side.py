@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-import torchref
 from jaxddp.allocator import keep_freed_memory
 from torchref import compression
-from torchref.collectives import record
 from torchref.interop import from_numpy, to_numpy
 from torchref.launch import report
-from torchref.models import build, loss_fn
-from torchref.strategy import planned_collectives
+from torchref.models import build
 from torchref.train import local_rows
 
+from .interleave import Attempts, Variant, agree_over_ranks, interleave
 from .measure import (
     BASELINE,
     Measured,
@@ -28,16 +23,19 @@ from .measure import (
     SideResult,
     StepMetrics,
     StrategySpec,
-    Variant,
-    interleave,
     largest_difference,
+    ranks_in_words,
 )
+from .ranks import Ranks
+from .torch_peers import Peer, is_peer
+from .torch_variants import Planned, probes, wrap
 
 
-def run(setup: Setup, weights: dict[str, np.ndarray]) -> SideResult:
+def run(ranks: Ranks, setup: Setup, weights: dict[str, np.ndarray]) -> SideResult:
     """Trains under every strategy; runs on each rank, inside a process group.
 
     Args:
+        ranks: The ranks.
         setup: What to train.
         weights: Initial weights, by torch name.
 
@@ -51,79 +49,65 @@ def run(setup: Setup, weights: dict[str, np.ndarray]) -> SideResult:
     start = from_numpy(weights, build(setup.model)).to(device)
 
     report(("doing", "single-process training"))
-    reference = _Run(setup, copy.deepcopy(start), batches)
+    reference = Planned(setup, copy.deepcopy(start), batches)
     expected = [reference.step(index) for index in range(len(batches))]
     trained = to_numpy(reference.module)
     del reference
 
     rows = [local_rows(batch, rank, num_ranks) for batch in batches]
-    runs: dict[str, _Run] = {}
-    for spec in setup.strategies:
-        for label, wire in ((spec.label, compression.none), (spec.label + BASELINE, compression.noop)):
-            if wire.sends or setup.with_baselines:
-                runs[label] = _Run(setup, _strategy(setup, spec, copy.deepcopy(start), wire), rows)
-    if setup.with_peer:
-        # Caps as torchref's BucketedDDP has them, and the cheaper of DDP's two ways to hold gradients.
-        cap = next((spec.bucket_mb for spec in setup.strategies if spec.bucket_mb), None)
-        peer = DistributedDataParallel(copy.deepcopy(start), bucket_cap_mb=cap, gradient_as_bucket_view=True)
-        runs["peer"] = _Run(setup, peer, rows)
+    attempt = Attempts(agree_over_ranks)
+
+    def add(label: str, spec: StrategySpec, wire: compression.Compression) -> None:
+        def make() -> Planned | Peer:
+            module = copy.deepcopy(start)
+            if is_peer(spec):
+                return Peer(setup, spec, module, rows, sends=wire.sends)
+            return Planned(setup, wrap(setup, spec, module, wire), rows)
+
+        attempt(label, make)
+
+    for spec in setup.of("torchref"):
+        add(spec.label, spec, compression.none)
+        if setup.with_baselines and (not is_peer(spec) or spec.name in Peer.CAN_KEEP_SILENT):
+            add(spec.label + BASELINE, spec, compression.noop)
+    timed = probes(setup, copy.deepcopy(start), rows) if setup.probe_bytes else []
 
     report(("doing", "training"))
     synchronize = (lambda _: torch.cuda.synchronize()) if device.type == "cuda" else (lambda _: None)
-    variants = [Variant(label, one.step) for label, one in runs.items()]
-    times = interleave(variants, len(batches), setup.num_warmup, barrier=dist.barrier, wait=synchronize)
+    variants = [Variant(label, one.step) for label, one in attempt.made.items()] + timed
+    times, failed = interleave(
+        variants, len(batches), setup.num_warmup, barrier=dist.barrier, wait=synchronize, agree=agree_over_ranks
+    )
     measured = {}
-    for label, one in runs.items():
-        if not label.endswith(BASELINE):
-            metrics, seconds = times[label]
+    for spec in setup.of("torchref"):
+        if spec.label in times:
+            one, (metrics, seconds) = attempt.made[spec.label], times[spec.label]
+            if is_peer(spec):
+                metrics = _over_ranks(metrics, device)
+            baseline = times.get(spec.label + BASELINE, ([], []))[1]
             difference = largest_difference(one.weights(), trained)
-            baseline = times.get(label + BASELINE, ([], []))[1]
-            measured[label] = Measured(one.planned, one.issued, metrics, expected, difference, seconds, baseline)
-    on_gpu = device.type == "cuda"
+            measured[spec.label] = Measured(
+                one.planned, one.issued, metrics, expected, difference, seconds, baseline, one.buckets
+            )
+    kind, words = ranks_in_words(ranks, "torchref")
     return SideResult(
         num_ranks=num_ranks,
-        kind="GPUs" if on_gpu else "processes",
-        ranks=f"{num_ranks} processes of {torch.get_num_threads()} thread(s), {'a GPU each' if on_gpu else 'on CPUs'}",
-        backend="NCCL" if on_gpu else "Gloo",
-        device=torch.cuda.get_device_name() if on_gpu else "cpu",
+        kind=kind,
+        ranks=words,
+        backend=ranks.backend["torchref"],
+        device=torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         versions={"torch": torch.__version__},
         weights=weights if rank == 0 else {},
         trained=trained if rank == 0 else {},
         measured=measured,
+        failed=attempt.failed | failed,
+        probes={variant.label: times[variant.label][1] for variant in timed},
     )
 
 
-def _strategy(setup: Setup, spec: StrategySpec, module: nn.Module, wire: compression.Compression) -> nn.Module:
-    options: dict[str, Any] = {} if spec.bucket_mb is None else {"bucket_size_mb": spec.bucket_mb}
-    if spec.name in ("zero1", "zero2"):
-        options |= {"optimizer_cls": torch.optim.AdamW, **_adamw(setup)}
-    return torchref.make_strategy(spec.name, module, compression=wire, **options)
-
-
-def _adamw(setup: Setup) -> dict[str, Any]:
-    return {"lr": setup.learning_rate, "weight_decay": 0.01}
-
-
-class _Run:
-    """A strategy's own copy of the training run; without a strategy, single-process training."""
-
-    def __init__(self, setup: Setup, net: nn.Module, batches: list[dict[str, torch.Tensor]]) -> None:
-        self._net = net
-        self.module = net.module if isinstance(net, (torchref.DataParallel, DistributedDataParallel)) else net
-        self.planned = planned_collectives(net) if isinstance(net, torchref.DataParallel) else []
-        self.issued: list[tuple[str, int]] = []
-        shards_its_own = isinstance(net, torchref.ZeRO1)
-        optimizer: Any = net if shards_its_own else torch.optim.AdamW(self.module.parameters(), **_adamw(setup))
-        self._trainer, self._batches = torchref.Trainer(loss_fn, optimizer, net), batches
-
-    def weights(self) -> dict[str, np.ndarray]:
-        """Copies of the whole parameters; every rank must ask."""
-        if isinstance(self._net, torchref.FSDP):
-            return {name: tensor.cpu().numpy() for name, tensor in self._net.gather_full_params().items()}
-        return to_numpy(self.module)
-
-    def step(self, index: int) -> StepMetrics:
-        with record() as issued:
-            metrics = self._trainer.step(self._batches[index])
-        self.issued = [(one.kind, one.num_bytes) for one in issued]
-        return StepMetrics(metrics["loss"], metrics["grad_norm"])
+def _over_ranks(metrics: list[StepMetrics], device: torch.device) -> list[StepMetrics]:
+    """What peers say of a step, whose losses are each rank's own, with the mean over ranks."""
+    losses = torch.tensor([one.loss for one in metrics], dtype=torch.float64, device=device)
+    dist.all_reduce(losses)
+    means = (losses / dist.get_world_size()).tolist()
+    return [one._replace(loss=mean) for one, mean in zip(metrics, means, strict=True)]

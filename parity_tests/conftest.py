@@ -48,6 +48,16 @@ def differences() -> Differences:
     return _DIFFERENCES
 
 
+def pytest_sessionfinish(session) -> None:
+    if hasattr(session.config, "workeroutput"):  # one of several processes: what it found goes to the one that reports
+        session.config.workeroutput["parity"] = _DIFFERENCES.rows
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node) -> None:
+    _DIFFERENCES.rows += getattr(node, "workeroutput", {}).get("parity", [])
+
+
 def pytest_terminal_summary(terminalreporter, config) -> None:
     if not _DIFFERENCES.rows:
         return

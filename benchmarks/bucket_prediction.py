@@ -1,0 +1,180 @@
+"""What a step under buckets should take: the in-order pipeline of ``jaxddp.cost.overlap`` with a real composition.
+
+    gradient ready   share of the FLOPs of forward and backward that are done by then in the trace, times their time
+    bucket sent      o + S / w, fitted to all-reduces that were timed on the same ranks in the same rounds
+    step             the step without communication + what the pipeline leaves over after the last gradient
+
+Times of gradients go by FLOPs and are not measured one by one: a compiled step has no place for a clock, and the same
+shares then serve both frameworks. Forward and backward are measured as a whole. The pipeline takes it that what
+communicates takes nothing from what computes, which ranks that share cores and memory do not grant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxddp.chips import CHIPS, Chip
+from jaxddp.cost.bandwidth import bus_factor, fit_sweep
+from jaxddp.cost.overlap import (
+    COMMUNICATION_BOUND,
+    COMPUTE_BOUND,
+    Optimum,
+    bucket_times_s,
+    finish_s,
+    uniform_optimum,
+)
+from jaxddp.network import GB, Network
+from jaxddp.schedule import Schedule
+from jaxddp.simulate import simulate
+
+Buckets = Sequence[Sequence[tuple[str, int]]]
+GOOD_ERROR = 0.15
+# A core: what matters is how its FLOPs go with its bytes, since its speed is fitted.
+_CORE = Chip("core", "a core of a CPU", "cpu", {"float32": 5e10}, "float32", 1e10, 0, 0.0, 0.0, 1, "")
+
+
+class Shares(NamedTuple):
+    """How FLOPs are spread over a step, by the trace.
+
+    Attributes:
+        forward: Share of the forward in the FLOPs of forward and backward.
+        ready: Share that is done before each gradient is ready, by name.
+    """
+
+    forward: float
+    ready: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What was measured of a framework on its ranks.
+
+    Attributes:
+        step_alone_s: A step without communication.
+        forward_backward_s: Of it, forward and backward.
+        latency_s: o, of one all-reduce.
+        bytes_per_s: w, the buffer's bytes over the time.
+        num_ranks: Ranks.
+    """
+
+    step_alone_s: float
+    forward_backward_s: float
+    latency_s: float
+    bytes_per_s: float
+    num_ranks: int
+
+    @property
+    def network(self) -> Network:
+        """The same as a network."""
+        sent_per_s = self.bytes_per_s * float(bus_factor("all_reduce", self.num_ranks))
+        return Network(gb_per_s=sent_per_s / GB, latency_us=self.latency_s * 1e6)
+
+
+class Prediction(NamedTuple):
+    """What a step should take, and of it what communication shows."""
+
+    step_s: float
+    exposed_s: float
+
+
+def fit_costs(
+    step_alone_s: float, forward_backward_s: float, all_reduces: Mapping[int, float], num_ranks: int
+) -> Costs:
+    """Fits latency and bandwidth.
+
+    Args:
+        step_alone_s: A step without communication.
+        forward_backward_s: Of it, forward and backward.
+        all_reduces: Seconds of one all-reduce, by its bytes.
+        num_ranks: Ranks.
+
+    Returns:
+        The costs; a latency that is fitted below 0 is 0.
+
+    Raises:
+        ValueError: If times do not grow with sizes.
+    """
+    fit = fit_sweep(list(all_reduces), list(all_reduces.values()))
+    return Costs(step_alone_s, forward_backward_s, max(0.0, fit.latency_s), fit.bytes_per_s, num_ranks)
+
+
+def predict(buckets: Buckets, shares: Shares, costs: Costs) -> Prediction:
+    """Walks the pipeline.
+
+    Args:
+        buckets: Names and bytes of the tensors of each, in launch order.
+        shares: When gradients are ready.
+        costs: What was measured.
+
+    Returns:
+        The prediction.
+    """
+    tensors = [tensor for bucket in buckets for tensor in bucket]
+    if not tensors:
+        return Prediction(costs.step_alone_s, 0.0)
+    ends = np.cumsum([len(bucket) for bucket in buckets]).tolist()
+    places = [range(end - len(bucket), end) for bucket, end in zip(buckets, ends, strict=True)]
+    ready_s = [shares.ready[name] * costs.forward_backward_s for name, _ in tensors]
+    timed = bucket_times_s(
+        places, [num_bytes for _, num_bytes in tensors], ready_s, costs.bytes_per_s, costs.latency_s
+    )  # fmt: skip
+    exposed_s = max(0.0, float(finish_s(*timed)) - costs.forward_backward_s)
+    return Prediction(costs.step_alone_s + exposed_s, exposed_s)
+
+
+def backward_s(shares: Shares, costs: Costs) -> float:
+    """Seconds of the backward."""
+    return (1 - shares.forward) * costs.forward_backward_s
+
+
+def regime(num_bytes: int, shares: Shares, costs: Costs) -> str:
+    """Says whether all gradients take longer to send, in one call, than the backward takes to compute."""
+    sending_s = num_bytes / costs.bytes_per_s
+    return COMMUNICATION_BOUND if sending_s >= backward_s(shares, costs) else COMPUTE_BOUND
+
+
+def uniform(num_bytes: int, shares: Shares, costs: Costs) -> Optimum | None:
+    """Gives the best number of equal buckets by formula; None where latency is 0, and there is none."""
+    if costs.latency_s == 0:
+        return None
+    return uniform_optimum(backward_s(shares, costs), num_bytes, costs.bytes_per_s, costs.latency_s)
+
+
+def simulated(schedule: Schedule, device: str, costs: Costs) -> Prediction:
+    """Simulates a compiled step on a device that computes as fast as was measured, and on the fitted network.
+
+    Args:
+        schedule: Of the step.
+        device: What it ran on.
+        costs: What was measured.
+
+    Returns:
+        The prediction.
+    """
+    chip = next((chip for name, chip in CHIPS.items() if name in device.lower()), _CORE)
+    factor = simulate(schedule, chip, costs.network).compute_s / costs.step_alone_s
+    fitted = replace(
+        chip,
+        flops_per_s={dtype: rate * factor for dtype, rate in chip.flops_per_s.items()},
+        memory_bytes_per_s=chip.memory_bytes_per_s * factor,
+    )
+    found = simulate(schedule, fitted, costs.network)
+    return Prediction(found.step_s, found.exposed_s)
+
+
+def judge(predicted_s: float, measured_s: float) -> dict[str, Any]:
+    """Says how far a prediction is off.
+
+    Args:
+        predicted_s: Of a step.
+        measured_s: Its median.
+
+    Returns:
+        ``error_share``, and ``check``: ``"ok"`` within 15 %.
+    """
+    error = predicted_s / measured_s - 1
+    return {"error_share": error, "check": "ok" if abs(error) <= GOOD_ERROR else f"off by {error:+.0%}"}

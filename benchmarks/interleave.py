@@ -1,0 +1,124 @@
+"""The interleaving by which variants are measured.
+
+Variants take turns, one step each a round, and every round starts with another of them, so that a machine that drifts
+moves all of them alike. What cannot be made, or fails in its first step, is left out, on all ranks alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from jaxddp.clock import stopwatch
+from torchref.launch import report
+
+from .measure import StepMetrics
+
+_T = TypeVar("_T")
+
+
+class Variant(NamedTuple):
+    """Something that takes a training step on the batch of a round, and returns when it is done."""
+
+    label: str
+    step: Callable[[int], StepMetrics | None]  # round -> metrics; of what is no training step None
+
+
+class Attempts:
+    """Things of which some cannot be made: those that fail anywhere are left out everywhere.
+
+    Attributes:
+        made: What could be made, by label.
+        failed: Why the others could not.
+    """
+
+    def __init__(self, agree: Callable[[str], str]) -> None:
+        """Starts with nothing.
+
+        Args:
+            agree: Takes what went wrong here, empty if nothing did, and gives what went wrong on any rank.
+        """
+        self.made: dict[str, Any] = {}
+        self.failed: dict[str, str] = {}
+        self._agree = agree
+
+    def __call__(self, label: str, make: Callable[[], _T]) -> _T | None:
+        """Makes one.
+
+        Args:
+            label: Its name.
+            make: Gives it; whatever it raises is why not.
+
+        Returns:
+            It, or None.
+        """
+        said, made = "", None
+        try:
+            made = make()
+        except Exception as error:
+            said = in_words(error)
+        if said := self._agree(said):
+            self.failed[label] = said
+            self.made.pop(label, None)
+            return None
+        self.made[label] = made
+        return made
+
+
+def in_words(error: BaseException) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def agree_over_ranks(said: str) -> str:
+    """Gives what the first rank says that says anything; every rank of the process group must ask."""
+    import torch.distributed as dist
+
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, said)
+    return next(filter(None, of_ranks), "")
+
+
+def interleave(
+    variants: Sequence[Variant],
+    num_rounds: int,
+    num_warmup: int,
+    *,
+    barrier: Callable[[], None] = lambda: None,
+    wait: Callable[[Any], Any] = lambda result: None,
+    agree: Callable[[str], str] = lambda said: said,
+) -> tuple[dict[str, tuple[list[Any], list[float]]], dict[str, str]]:
+    """Runs every variant once a round, in turn; one that fails in its first step takes part in no other.
+
+    Args:
+        variants: Each is stepped ``num_rounds`` times.
+        num_rounds: Rounds, warm-up included.
+        num_warmup: Rounds whose times are dropped.
+        barrier: Called before each step, untimed, so that ranks start together.
+        wait: Returns when the value that it is given is there.
+        agree: As for `Attempts`.
+
+    Returns:
+        By label: all metrics, and the seconds of the timed rounds; and why others failed.
+    """
+    results: dict[str, tuple[list[Any], list[float]]] = {variant.label: ([], []) for variant in variants}
+    first_steps = Attempts(agree)
+    for index in range(num_rounds):
+        shift = index % len(variants)
+        for variant in [*variants[shift:], *variants[:shift]]:
+            if variant.label in first_steps.failed:
+                continue
+
+            def timed(variant: Variant = variant, index: int = index) -> tuple[Any, float]:
+                return stopwatch(variant.step, index, wait=wait)
+
+            barrier()
+            taken = first_steps(variant.label, timed) if index == 0 else timed()
+            if taken is None:
+                continue
+            metrics, seconds = results[variant.label]
+            metrics.append(taken[0])
+            if index >= num_warmup:
+                seconds.append(taken[1])
+        report(("progress", index + 1, num_rounds))
+    return {label: found for label, found in results.items() if label not in first_steps.failed}, first_steps.failed

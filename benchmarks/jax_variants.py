@@ -1,0 +1,188 @@
+"""What takes turns in JAX: a strategy's copy of the training run, plain ``jit``'s, and probes of what they are made of.
+
+Where ranks are processes, each holds the rows of the global batch that are its own, and every program spans them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jaxddp  # first: it imports JAX without what plugins print whose devices are not there
+
+# isort: split
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxddp.auto import auto_step
+from jaxddp.data import Batch
+from jaxddp.inputs import abstract
+from jaxddp.mesh import platform_of
+
+from .interleave import Variant
+from .measure import FORWARD_BACKWARD, NUM_PROBED, Setup, StepMetrics, all_reduce_label
+
+
+class Planned:
+    """A strategy's own copy of the training run.
+
+    Attributes:
+        state: Of the run.
+        planned: As in `Measured`, and so are the others; there once it is compiled.
+        compiled: What was found.
+        buckets: By the names of torch.
+        schedule: What was compiled.
+    """
+
+    def __init__(self, trainer: jaxddp.Trainer, params: Any, batches: Sequence[Batch]) -> None:
+        """Starts the run.
+
+        Args:
+            trainer: With the strategy.
+            params: Initial weights, copied.
+            batches: This process's rows of the batch of each round.
+        """
+        self._trainer, self._batches, self.state = trainer, batches, trainer.init(params)
+        self.planned: list[tuple[str, int]] | None = None
+        self.compiled: list[tuple[str, int]] | None = None
+        self.buckets: list[list[tuple[str, int]]] = []
+        self.schedule: Any = None
+
+    def compile(self, batch: Batch, names: dict[str, str], with_schedule: bool) -> None:
+        """Compiles the step and reads it.
+
+        Args:
+            batch: A global batch.
+            names: Torch's, by name.
+            with_schedule: Whether to keep the schedule.
+        """
+        self.planned = self._trainer.planned(self.state, batch)
+        schedule = jaxddp.read_schedule(self._trainer.compile(self.state, batch))
+        self.compiled = schedule.gradient_collectives()
+        self.schedule = schedule if with_schedule else None
+        self.buckets = [
+            [(names[tensor.name], tensor.num_bytes) for tensor in bucket.tensors]
+            for bucket in self._trainer.plan(self.state, batch).buckets
+        ]
+
+    def params(self) -> Any:
+        """The whole parameters."""
+        return self._trainer.params(self.state)
+
+    def step(self, index: int) -> StepMetrics:
+        """Takes the step of a round."""
+        self.state, metrics = self._trainer.step(self.state, self._batches[index])
+        return StepMetrics(float(metrics["loss"]), float(metrics["grad_norm"]))
+
+
+class Jit:
+    """Data parallelism as JAX does it unasked: ``jit`` with replicated parameters and a sharded batch.
+
+    It computes the same metrics as the trainer, so that the two differ in nothing but the communication. Its attributes
+    are those of `Planned`; it plans nothing.
+    """
+
+    planned = None
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        optimizer: optax.GradientTransformation,
+        mesh: Mesh,
+        params: Any,
+        batches: Sequence[Batch],
+    ) -> None:
+        """Starts the run; arguments as for `Planned` and its trainer."""
+        self._by_rank = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        replicated = NamedSharding(mesh, PartitionSpec())
+        trainer = jaxddp.Trainer(loss_fn, optimizer, jaxddp.naive(), mesh)
+        self._trainer, self._batches = trainer, batches
+        self._jitted = jax.jit(
+            auto_step(loss_fn, optimizer),
+            in_shardings=(replicated, self._by_rank),
+            out_shardings=replicated,
+            donate_argnums=0,
+        )
+        self.state = trainer.init(params)._replace(memory=())
+        self.buckets: list[list[tuple[str, int]]] = []
+        self.schedule: Any = None
+
+    def compile(self, batch: Batch, names: dict[str, str], with_schedule: bool) -> None:
+        """As that of `Planned`."""
+        del names
+        self._program = self._jitted.lower(abstract(self.state), abstract(batch)).compile()
+        schedule = jaxddp.read_schedule(self._program)
+        self.compiled = schedule.gradient_collectives()
+        self.schedule = schedule if with_schedule else None
+
+    def params(self) -> Any:
+        """The whole parameters."""
+        return self._trainer.params(self.state)
+
+    def step(self, index: int) -> StepMetrics:
+        """Takes the step of a round."""
+        batch = _place(self._batches[index], self._by_rank)
+        self.state, metrics = jax.block_until_ready(self._program(self.state, batch))
+        return StepMetrics(float(metrics["loss"]), float(metrics["grad_norm"]))
+
+
+def rows_of_process(batch: Batch) -> Batch:
+    """Takes this process's rows of a global batch."""
+    count, index = jax.process_count(), jax.process_index()
+    size = len(next(iter(batch.values()))) // count
+    return {name: array[index * size : (index + 1) * size] for name, array in batch.items()}
+
+
+def probes(
+    setup: Setup, loss_fn: Callable[..., Any], params: Any, mesh: Mesh, batches: Sequence[Batch]
+) -> list[Variant]:
+    """Makes what tells of what a step is made: forward and backward alone, and all-reduces alone.
+
+    Args:
+        setup: With ``probe_bytes``.
+        loss_fn: ``(params, batch)`` to the mean loss.
+        params: Of which the gradients are taken.
+        mesh: Of the ranks.
+        batches: This process's rows of the batch of each round.
+
+    Returns:
+        The variants.
+    """
+    by_rank, axis = NamedSharding(mesh, PartitionSpec(mesh.axis_names)), PartitionSpec(mesh.axis_names)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    options = jaxddp.compile_options(jaxddp.bucketed(), platform_of(mesh))
+
+    def over_ranks(on_rank: Callable[..., Any], ins: Any, outs: Any) -> Callable[..., Any]:
+        mapped = jax.shard_map(on_rank, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
+        return jax.jit(mapped, compiler_options=options)
+
+    def own_gradients(params: Any, batch: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf[None], jax.value_and_grad(loss_fn)(params, batch))
+
+    gradients = over_ranks(own_gradients, (PartitionSpec(), axis), axis)
+    held = jax.jit(lambda tree: tree, out_shardings=replicated)(jax.tree.map(np.asarray, params))
+
+    def forward_backward(index: int) -> None:
+        jax.block_until_ready(gradients(held, _place(batches[index], by_rank)))
+
+    sums = over_ranks(lambda buffers: jax.lax.psum(buffers, mesh.axis_names[0]), axis, PartitionSpec())
+    variants = [Variant(FORWARD_BACKWARD, forward_backward)]
+    for num_bytes in setup.probe_bytes:
+        shape = (mesh.size * num_bytes // 4,)
+        zeros = jax.jit(lambda shape=shape: [jnp.zeros(shape)] * NUM_PROBED, out_shardings=by_rank)()
+
+        def all_reduce(index: int, zeros: Any = zeros) -> None:
+            del index
+            jax.block_until_ready(sums(zeros))
+
+        variants.append(Variant(all_reduce_label(num_bytes), all_reduce))
+    return variants
+
+
+def _place(batch: Batch, by_rank: NamedSharding) -> Any:
+    if jax.process_count() == 1:
+        return jax.device_put(batch, by_rank)
+    return jax.tree.map(lambda array: jax.make_array_from_process_local_data(by_rank, array), batch)

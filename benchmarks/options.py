@@ -1,0 +1,122 @@
+"""The one set of arguments that all benchmarks share; each takes those it can use, and says what their defaults are."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NoReturn
+
+from .ranks import KINDS
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line said; None where it said nothing, and the benchmark decides.
+
+    Attributes:
+        quick: Whether the short form will do.
+        ranks: Ranks in each framework.
+        on: How they run: one of ``KINDS``.
+        hosts: Of a lab.
+        rate_mbit: Of a lab's links.
+        steps: Timed rounds.
+        batch_size: Sequences of the global batch.
+        model: Name of a model.
+        data: File or folder of text.
+        target: A machine to compile for.
+        strategies: Names of strategies.
+        bucket_mb: Caps of buckets.
+        sizes_mb: Sizes of buffers.
+        profile: Whether to record traces.
+    """
+
+    quick: bool = False
+    ranks: int | None = None
+    on: str | None = None
+    hosts: int | None = None
+    rate_mbit: float | None = None
+    steps: int | None = None
+    batch_size: int | None = None
+    model: str | None = None
+    data: str | None = None
+    target: str | None = None
+    strategies: tuple[str, ...] | None = None
+    bucket_mb: tuple[float, ...] | None = None
+    sizes_mb: tuple[float, ...] | None = None
+    profile: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks what can be checked of any benchmark's arguments.
+
+        Raises:
+            ValueError: If a number is not positive.
+        """
+        for name in ("ranks", "steps", "batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} (={value}) must be a positive integer")
+        for name in ("bucket_mb", "sizes_mb"):
+            for value in getattr(self, name) or ():
+                if not 0 < value < float("inf"):
+                    raise ValueError(f"{name} (={value:g}) must be a positive number of MiB")
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program with one line, without the usage that argparse would put before it."""
+        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `Options` to a parser."""
+    parser.add_argument("--quick", action="store_true", help="the short form")
+    parser.add_argument("--ranks", type=int, metavar="N", help="ranks in each framework (default: 2)")
+    parser.add_argument(
+        "--on", choices=KINDS,
+        help="what JAX's ranks are: devices of one process, processes over Gloo, GPUs, or processes on hosts of a lab"
+        " (default: GPUs where there are any, else simulated devices); torch's are processes",
+    )  # fmt: skip
+    parser.add_argument("--hosts", type=int, metavar="N", help="of a lab: hosts, 2 to 8 (default: 2)")
+    parser.add_argument(
+        "--rate-mbit", type=float, metavar="R", help="of a lab: what a host sends and receives (default: 1000 Mbit/s)"
+    )
+    parser.add_argument("--steps", type=int, metavar="N", help="timed rounds")
+    parser.add_argument("--batch-size", type=int, metavar="N", help="sequences of the global batch")
+    parser.add_argument("--model", metavar="NAME", help="what is trained")
+    parser.add_argument(
+        "--data",
+        metavar="PATH",
+        help="text for a model of bytes, a file or folder (default: the Python standard library's sources)",
+    )
+    parser.add_argument(
+        "--target", metavar="SPEC",
+        help="of memory: a target, or cpu:N for N simulated devices (default: h100:2); of scaling: the largest to"
+        " simulate (default: h100:512)",
+    )  # fmt: skip
+    parser.add_argument("--strategies", metavar="NAME", nargs="+", help="strategies to compare")
+    parser.add_argument("--bucket-mb", type=float, metavar="MIB", nargs="+", help="of buckets: caps, in MiB")
+    parser.add_argument("--sizes-mb", type=float, metavar="MIB", nargs="+", help="of collectives: buffers, in MiB")
+    parser.add_argument("--profile", action="store_true", help="of strategies: record traces of both frameworks")
+
+
+def read_options(parsed: argparse.Namespace | dict[str, Any]) -> Options:
+    """Takes options from what a parser gave, or from what ``dataclasses.asdict`` had made of them.
+
+    Args:
+        parsed: It may hold other things too.
+
+    Returns:
+        The options.
+
+    Raises:
+        ValueError: If a number is not positive.
+    """
+    given = parsed if isinstance(parsed, dict) else vars(parsed)
+
+    def plain(value: Any) -> Any:
+        return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+
+    return Options(**{field.name: plain(given[field.name]) for field in fields(Options) if field.name in given})

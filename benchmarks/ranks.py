@@ -1,0 +1,181 @@
+"""How a benchmark's ranks run, and the one way to start them, in both frameworks.
+
+| kind        | jaxddp                                                     | torchref                            |
+|-------------|------------------------------------------------------------|-------------------------------------|
+| `simulated` | one process, a rank for each of its simulated CPU devices  | none: a rank of torch is a process  |
+| `processes` | a process a rank, joined by `jax.distributed`, over Gloo   | a process a rank, over Gloo         |
+| `gpus`      | one process, a rank for each of its GPUs, over NCCL        | a process a rank, over NCCL         |
+| `lab`       | as `processes`, each on a host of its own: see `lab.py`    | the same                            |
+
+Where there are GPUs, ranks are GPUs, whatever was asked for. Every rank's process takes its torch threads from
+``THREADS``; XLA's CPU client takes the cores that its process may use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from torchref.launch import launch
+from torchref.rank_process import OnMessage, Prepare
+
+from .lab import Host, enter_host, open_lab
+
+_T = TypeVar("_T")
+
+KINDS = ("simulated", "processes", "gpus", "lab")
+_OF_PROCESSES = ("processes", "lab")
+THREADS = 1
+TIMEOUT_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """So many ranks of a kind; plain data, sent to the processes.
+
+    Attributes:
+        num: Their number.
+        kind: One of ``KINDS``.
+        hosts: Of a lab: rank r runs on the r-th.
+    """
+
+    num: int
+    kind: str
+    hosts: tuple[Host, ...] = ()
+
+    @property
+    def backend(self) -> dict[str, str]:
+        """What carries the collectives, by framework."""
+        jax_s = {"simulated": "XLA in-process", "gpus": "XLA over NCCL"}.get(self.kind, "XLA over Gloo")
+        return {"jaxddp": jax_s, "torchref": "NCCL" if self.kind == "gpus" else "Gloo"}
+
+    def run_jax(self, fn: Callable[..., _T], *args: Any, on_message: OnMessage | None = None) -> list[_T]:
+        """Runs ``fn(self, *args)`` in JAX's processes; inside, ``mesh()`` gives the mesh of these ranks.
+
+        Args:
+            fn: A function that other processes can import by its name.
+            *args: Its arguments.
+            on_message: As in ``torchref.launch``.
+
+        Returns:
+            One result for each process: of all ranks together, or of each.
+        """
+        num_processes = self.num if self.kind in _OF_PROCESSES else 1
+        return launch(
+            fn, self, *args, num_ranks=num_processes, threads_per_rank=THREADS, prepare=self._prepare,
+            timeout_s=TIMEOUT_S, on_message=on_message,
+        )  # fmt: skip
+
+    def run_torch(self, fn: Callable[..., _T], *args: Any, on_message: OnMessage | None = None) -> list[_T]:
+        """Runs ``fn(self, *args)`` on every rank of a torch process group.
+
+        Args:
+            fn: A function that other processes can import by its name.
+            *args: Its arguments.
+            on_message: As in ``torchref.launch``.
+
+        Returns:
+            The ranks' results.
+        """
+        backend = "nccl" if self.kind == "gpus" else "gloo"
+        return launch(
+            fn, self, *args, num_ranks=self.num, backend=backend, threads_per_rank=THREADS, prepare=self._prepare,
+            timeout_s=TIMEOUT_S, on_message=on_message,
+        )  # fmt: skip
+
+    def mesh(self) -> Any:
+        """Gives the mesh of these ranks; call it once, inside ``run_jax``, before JAX has started."""
+        import jaxddp
+
+        if self.kind == "gpus":
+            os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs room on them as well
+        if self.kind in _OF_PROCESSES:
+            import jax
+            from jax.experimental import multihost_utils
+
+            jax.config.update("jax_platforms", "cpu")
+            jaxddp.start_process(_agreed_address(self.hosts), self.num, _rank())
+            mesh = jaxddp.data_mesh()
+            with _without_output():  # in its first collective XLA's Gloo prints who is connected
+                multihost_utils.sync_global_devices("connected")
+            return mesh
+        if self.kind == "simulated":
+            jaxddp.simulate_devices(self.num)
+        return jaxddp.data_mesh(self.num)
+
+    @property
+    def _prepare(self) -> Prepare | None:
+        return partial(enter_host, self.hosts) if self.hosts else None
+
+
+def ranks_of_machine(num_ranks: int, kind: str | None = None) -> Ranks:
+    """Decides how ranks run here.
+
+    Args:
+        num_ranks: How many are wanted; with GPUs there are no more than those that CUDA_VISIBLE_DEVICES leaves.
+        kind: One of ``KINDS``; None takes GPUs where there are any, and simulated devices elsewhere; ``"lab"`` takes
+            the hosts of the lab that is open.
+
+    Returns:
+        The ranks.
+
+    Raises:
+        ValueError: If the kind is unknown, there are no GPUs or not as many hosts for it, or a number is not positive.
+    """
+    if num_ranks < 1:
+        raise ValueError(f"ranks (={num_ranks}) must be a positive integer")
+    if kind is not None and kind not in KINDS:
+        raise ValueError(f"unknown kind of ranks {kind!r}: one of {', '.join(KINDS)}")
+    if kind == "lab":
+        hosts = open_lab().hosts
+        if num_ranks > len(hosts):
+            raise ValueError(f"ranks (={num_ranks}) must be at most the number of the lab's hosts (={len(hosts)})")
+        return Ranks(num_ranks, kind, hosts[:num_ranks])
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    if kind == "gpus" and not num_gpus:
+        raise ValueError("ranks of kind 'gpus' need GPUs, and torch finds none")
+    if kind is None:
+        kind = "gpus" if num_gpus else "simulated"
+    return Ranks(min(num_ranks, num_gpus) if kind == "gpus" else num_ranks, kind)
+
+
+@contextlib.contextmanager
+def _without_output() -> Iterator[None]:
+    """Drops what is printed meanwhile, by native code too; errors stay."""
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def _rank() -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank()
+
+
+def _agreed_address(hosts: tuple[Host, ...]) -> str:
+    """A free port of rank 0's host, which all ranks of the process group get to know."""
+    import torch.distributed as dist
+
+    host = hosts[0].address if hosts else "127.0.0.1"
+    agreed: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        with socket.socket() as listener:
+            listener.bind((host, 0))
+            agreed = [f"{host}:{listener.getsockname()[1]}"]
+    dist.broadcast_object_list(agreed)
+    return str(agreed[0])

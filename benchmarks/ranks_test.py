@@ -1,0 +1,43 @@
+"""Ranks of either kind run the same function, over one mesh; bad ones are refused."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from benchmarks.ranks import Ranks, ranks_of_machine
+
+
+def total(of, start):
+    """Sums start + 0, start + 1, ... over the ranks."""
+    mesh = of.mesh()
+    values = np.arange(mesh.size, dtype=np.float32) + start
+    by_rank = NamedSharding(mesh, PartitionSpec("data"))
+    x = jax.make_array_from_callback(values.shape, by_rank, lambda index: values[index])
+    add = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=by_rank.spec, out_specs=PartitionSpec())
+    return mesh.size, jax.process_count(), float(jax.jit(add)(x)[0])
+
+
+@pytest.mark.parametrize(("kind", "num_processes"), [("simulated", 1), ("processes", 2)])
+def test_jax_runs_on_ranks_of_a_kind(kind, num_processes):
+    assert Ranks(2, kind).run_jax(total, 5.0) == [(2, num_processes, 11.0)] * num_processes
+
+
+def test_gpus_are_taken_where_there_are_any(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert ranks_of_machine(3) == Ranks(3, "simulated")
+    assert ranks_of_machine(3, "processes") == Ranks(3, "processes")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert ranks_of_machine(3) == Ranks(2, "gpus")
+    assert ranks_of_machine(3, "simulated") == Ranks(3, "simulated")
+    assert ranks_of_machine(1).backend == {"jaxddp": "XLA over NCCL", "torchref": "NCCL"}
+
+
+def test_bad_ranks(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(ValueError, match=r"^ranks \(=0\) must be a positive integer$"):
+        ranks_of_machine(0)
+    with pytest.raises(ValueError, match=r"^unknown kind of ranks 'threads': one of simulated, processes, gpus, lab$"):
+        ranks_of_machine(2, "threads")
+    with pytest.raises(ValueError, match=r"^ranks of kind 'gpus' need GPUs, and torch finds none$"):
+        ranks_of_machine(2, "gpus")

@@ -1,0 +1,106 @@
+"""What a run's numbers depend on: command, code, versions, machine, ranks and time, as its rows say them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from .markup import Markup, tag
+from .runs import RunRows
+from .values import Row, by, text
+
+# What every row says, or many: no part of a result.
+ENVELOPE = frozenset(
+    "benchmark part commit command measured_at machine cores system python versions device ranks threads".split()
+) | {"link_mbit"}
+
+
+def facts(run: RunRows) -> dict[str, list[str]]:
+    """Collects what the rows of a run say of its environment.
+
+    Args:
+        run: What was read.
+
+    Returns:
+        By name what is said, once each; where benchmarks of the run differ, which of them says it.
+    """
+    said = {name: _by_benchmark(run, of) for name, of in _FACTS.items()}
+    said["versions"] = _versions(run.all_rows)
+    times = sorted({text(row, "measured_at") for row in run.all_rows} - {""})
+    said["measured"] = [times[0] if times[0] == times[-1] else f"{times[0]} to {times[-1]}"] if times else []
+    return {name: lines for name, lines in said.items() if lines}
+
+
+def differences(one: RunRows, other: RunRows) -> list[str]:
+    """Names what two runs say differently of the environment of what both measured, but for when that was."""
+    shared = one.rows.keys() & other.rows.keys()
+    ours, theirs = (facts(RunRows(run.name, {name: run.rows[name] for name in shared})) for run in (one, other))
+    names = [name for name in (*_FACTS, "versions") if ours.get(name) != theirs.get(name)]
+    return [
+        f"{name} ({'; '.join(ours.get(name, ['not said']))} / {'; '.join(theirs.get(name, ['not said']))})"
+        for name in names
+    ]
+
+
+def render_environment(run: RunRows) -> Markup:
+    """Writes the environment of a run as a list of terms."""
+    pairs = []
+    for name, lines in facts(run).items():
+        shown = [tag("code", line) if name == "command" else line for line in lines]
+        pairs.append(tag("div", tag("dt", name), *(tag("dd", line) for line in shown)))
+    return tag("dl", *pairs)
+
+
+def _by_benchmark(run: RunRows, of: Callable[[Sequence[Row]], list[str]]) -> list[str]:
+    """What rows say, and which benchmarks say it where not all do that say anything."""
+    said = [(line, benchmark) for benchmark, rows in run.rows.items() for line in of(rows)]
+    everyone = {benchmark for _, benchmark in said}
+    return [
+        line if len(some) == len(everyone) else f"{line} ({', '.join(benchmark for _, benchmark in some)})"
+        for line, some in by(said, lambda one: one[0]).items()
+    ]
+
+
+def _texts(key: str) -> Callable[[Sequence[Row]], list[str]]:
+    return lambda rows: list(dict.fromkeys(words for row in rows if (words := text(row, key))))
+
+
+def _machine(rows: Sequence[Row]) -> list[str]:
+    found: dict[str, None] = {}
+    for row in rows:
+        words = [text(row, "machine"), text(row, "system")] + (
+            [f"{text(row, 'cores')} cores"] if "cores" in row else []
+        )
+        found[", ".join(filter(None, words))] = None
+    return [words for words in found if words]
+
+
+def _ranks(rows: Sequence[Row]) -> list[str]:
+    """What the ranks were, by framework."""
+    found: dict[str, None] = {}
+    for row in rows:
+        if text(row, "ranks"):
+            words = ", ".join(filter(None, [text(row, "ranks"), text(row, "backend")]))
+            found[f"{text(row, 'framework')}: {words}" if text(row, "framework") else words] = None
+    return list(found)
+
+
+def _versions(rows: Sequence[Row]) -> list[str]:
+    found: dict[str, None] = {}
+    for row in rows:
+        versions = row.get("versions")
+        for package, version in versions.items() if isinstance(versions, dict) else ():
+            found[f"{package} {version}"] = None
+        if "python" in row:
+            found[f"python {text(row, 'python')}"] = None
+    return [", ".join(sorted(found))] if found else []
+
+
+_FACTS: dict[str, Callable[[Sequence[Row]], list[str]]] = {
+    "command": _texts("command"),
+    "commit": _texts("commit"),
+    "machine": _machine,
+    "device": _texts("device"),
+    "ranks": _ranks,
+    "torch threads of a rank": _texts("threads"),
+    "link, Mbit/s": _texts("link_mbit"),
+}

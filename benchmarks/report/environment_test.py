@@ -1,0 +1,36 @@
+"""The environment of a run: said once where all agree, and by whom where they do not."""
+
+from benchmarks.report.conftest import of, row
+from benchmarks.report.environment import differences, facts, render_environment
+from benchmarks.report.runs import RunRows
+
+
+def run(**changes):
+    return RunRows("a", {"main": [row("main", **of("jaxddp")), row("main", **of("torchref")) | changes]})
+
+
+def test_facts():
+    said = facts(run(measured_at="2026-01-02 04:00:00 +0000"))
+    assert said == {
+        "command": ["python -m benchmarks all"],
+        "commit": ["0123abc"],
+        "machine": ["x86_64, Linux, 2 cores"],
+        "device": ["cpu"],
+        "ranks": ["jaxddp: 2 simulated, XLA in-process", "torchref: 2 processes, Gloo"],
+        "versions": ["jax 0.10.2, python 3.11.7, torch 2.13.0"],
+        "measured": ["2026-01-02 03:04:05 +0000 to 2026-01-02 04:00:00 +0000"],
+    }
+    assert "<dt>machine</dt><dd>x86_64, Linux, 2 cores</dd>" in render_environment(run())
+
+
+def test_who_says_what_is_named_where_benchmarks_differ():
+    both = RunRows("a", {"main": [row("main", device="cpu")], "gates": [row("gates", device="H200"), row("gates")]})
+    assert facts(both)["device"] == ["cpu (main)", "H200 (gates)"]
+    assert facts(both)["commit"] == ["0123abc"]
+
+
+def test_differences_are_of_what_both_measured():
+    assert differences(run(), run(measured_at="later")) == []
+    assert differences(run(), run(commit="fffffff")) == ["commit (0123abc / 0123abc; fffffff)"]
+    alone = RunRows("b", run().rows | {"gates": [row("gates", machine="aarch64")]})
+    assert differences(run(), alone) == []

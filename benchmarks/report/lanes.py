@@ -1,0 +1,95 @@
+"""Timelines: what ran when, in lanes below each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .axis import Axis
+from .figure import TICK_ROOM, Drawing, along, area, axis_along, words
+from .markup import Markup, join, tag
+from .values import cut, short
+
+_LANE, _LABEL, _BLOCK = 44, 14, 20  # pixels
+_FINEST = 1 / 1500  # of the axis: what lies closer together is one block
+
+
+class Event(NamedTuple):
+    """Something that ran.
+
+    Attributes:
+        lane: Where.
+        phase: What for.
+        start_ms: From the start of the step.
+        end_ms: Not before its start.
+        name: What it was.
+    """
+
+    lane: str
+    phase: str
+    start_ms: float
+    end_ms: float
+    name: str = ""
+
+
+def draw_lanes(events: Sequence[Event], lanes: Sequence[str], styles: dict[str, int], axis: Axis) -> Drawing:
+    """Draws a timeline.
+
+    Args:
+        events: In any order.
+        lanes: From top to bottom.
+        styles: By phase.
+        axis: Of milliseconds.
+
+    Returns:
+        The drawing; events of one lane and phase that lie closer together than can be seen are drawn as one.
+    """
+    drawn: list[Markup] = []
+    for index, lane in enumerate(lanes):
+        y = index * _LANE
+        drawn.append(words(cut(lane, 40), 0, y + _LABEL - 3, "label"))
+        drawn += [_block(event, styles[event.phase], axis, y + _LABEL) for event in _merged(events, lane, axis)]
+    bottom = len(lanes) * _LANE - 6
+    return Drawing(join(axis_along(axis, 0, bottom, "ms"), *drawn), bottom + TICK_ROOM, is_wide=True)
+
+
+def busy_ms(events: Sequence[Event]) -> float:
+    """How long at least one of some events was running."""
+    return sum(end - start for start, end in _union(events))
+
+
+def shared_ms(one: Sequence[Event], other: Sequence[Event]) -> float:
+    """How long events of both were running."""
+    return busy_ms(one) + busy_ms(other) - busy_ms([*one, *other])
+
+
+def _union(events: Sequence[Event]) -> list[tuple[float, float]]:
+    pieces: list[tuple[float, float]] = []
+    for event in sorted(events, key=lambda event: event.start_ms):
+        if pieces and event.start_ms <= pieces[-1][1]:
+            pieces[-1] = pieces[-1][0], max(pieces[-1][1], event.end_ms)
+        else:
+            pieces.append((event.start_ms, event.end_ms))
+    return pieces
+
+
+def _merged(events: Sequence[Event], lane: str, axis: Axis) -> list[Event]:
+    gap = (axis.high - axis.low) * _FINEST
+    merged: list[Event] = []
+    for event in sorted((event for event in events if event.lane == lane), key=lambda event: event.start_ms):
+        last = merged[-1] if merged else None
+        if last is not None and last.phase == event.phase and event.start_ms - last.end_ms < gap:
+            name = last.name if last.name == event.name else ""
+            merged[-1] = last._replace(end_ms=max(last.end_ms, event.end_ms), name=name)
+        else:
+            merged.append(event)
+    return merged
+
+
+def _block(event: Event, style: int, axis: Axis, y: float) -> Markup:
+    start, end = axis.at(event.start_ms), axis.at(event.end_ms)
+    name = f"{event.name or event.phase}: {short(event.start_ms)} to {short(event.end_ms)} ms"
+    return tag(
+        "rect", tag("title", cut(name)), x=along(start), y=y, width=along(max(end - start, _FINEST)), height=_BLOCK,
+        class_=area(style),
+    )  # fmt: skip

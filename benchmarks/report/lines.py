@@ -1,0 +1,98 @@
+"""Curves: values over sizes, with the spread of each as a whisker; a curve differs in colour, marker and dash."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from .axis import Axis
+from .figure import TICK_ROOM, Drawing, Key, axis_along, colored, line, marker, stroke, words
+from .markup import join, tag
+from .values import short
+
+_TOP, _HEIGHT = 24, 220  # pixels
+
+
+class Point(NamedTuple):
+    """A value at a size, with the spread around it if it has one."""
+
+    x: float
+    y: float
+    low_high: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One curve.
+
+    Attributes:
+        name: In the legend.
+        style: From 0; curves that belong together share one.
+        points: In any order.
+        is_dashed: Whether it was computed and not measured.
+    """
+
+    name: str
+    style: int
+    points: Sequence[Point]
+    is_dashed: bool = False
+
+    @property
+    def ends(self) -> tuple[Point, Point]:
+        """Its points with the least and the most x."""
+        return min(self.points, key=lambda point: point.x), max(self.points, key=lambda point: point.x)
+
+    @property
+    def key(self) -> Key:
+        """Its entry in a legend."""
+        return Key(self.name, self.style, is_line=True, is_dashed=self.is_dashed)
+
+
+def draw_curves(
+    curves: Sequence[Curve], x_axis: Axis, y_axis: Axis, x_means: str, y_means: str, marked: Sequence[float] = ()
+) -> Drawing:
+    """Draws curves.
+
+    Args:
+        curves: The later over the earlier.
+        x_axis: Along the width.
+        y_axis: Upwards.
+        x_means: Below the one.
+        y_means: Above the other.
+        marked: Values of x with a line of their own.
+
+    Returns:
+        The drawing.
+    """
+    bottom = _TOP + _HEIGHT
+
+    def height_of(value: float) -> float:
+        return bottom - _HEIGHT * y_axis.at(value)
+
+    drawn = [
+        words(y_means, 0, 12, "tick", dx=-44),
+        *(line(0, height_of(tick), 1, height_of(tick), "grid") for tick in y_axis.ticks),
+        *(words(y_axis.form(tick), 0, height_of(tick) + 4, "tick end", dx=-6) for tick in y_axis.ticks),
+        axis_along(x_axis, _TOP, bottom, x_means),
+        *(line(x_axis.at(x), _TOP, x_axis.at(x), bottom, "marked") for x in marked),
+    ]
+    for curve in curves:
+        points = sorted(curve.points, key=lambda point: point.x)
+        places = [(x_axis.at(point.x), height_of(point.y)) for point in points]
+        spreads = [
+            (x, *map(height_of, point.low_high))
+            for point, (x, _) in zip(points, places, strict=True)
+            if point.low_high is not None
+        ]
+        names = [f"{curve.name}: {short(point.y)} at {x_axis.form(point.x)}" for point in points]
+        drawn += [
+            tag("g", *(line(*one, *two) for one, two in pairwise(places)), class_=stroke(curve.style, curve.is_dashed)),
+            tag("g", *(line(x, low, x, high) for x, low, high in spreads), class_=stroke(curve.style)),
+            tag(
+                "g", *(marker(curve.style, *place, name) for place, name in zip(places, names, strict=True)),
+                class_=colored(curve.style),
+            ),
+        ]  # fmt: skip
+    return Drawing(join(*drawn), bottom + TICK_ROOM)

@@ -1,0 +1,125 @@
+"""Sentences made from numbers: what the spread does not tell apart, none of them tells apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from .values import Row, counted, is_bad, is_not_run, is_sound, listed, number, percent, short, span, spread
+
+ENOUGH_ROUNDS = 10  # as many as a gate takes at least
+
+
+def is_apart(one: Row, other: Row) -> bool:
+    """Whether two times differ by more than their spreads: each median is outside the other's 10th to 90th percentile.
+
+    Example:
+        >>> narrow = {"median_ms": 10.0, "p10_ms": 9.0, "p90_ms": 11.0}
+        >>> is_apart(narrow, {"median_ms": 12.0, "p10_ms": 10.5, "p90_ms": 13.0})
+        True
+        >>> is_apart(narrow, {"median_ms": 12.0, "p10_ms": 9.5, "p90_ms": 13.0})
+        False
+    """
+
+    def is_outside(row: Row, other: Row) -> bool:
+        median, low_high = number(row, "median_ms"), spread(other)
+        return median is not None and low_high is not None and not low_high[0] <= median <= low_high[1]
+
+    return is_outside(one, other) and is_outside(other, one)
+
+
+def timed(rows: Sequence[Row]) -> list[Row]:
+    """The rows with a time that may be believed, the shortest first."""
+    with_time = [row for row in rows if is_sound(row) and (number(row, "median_ms") or 0) > 0]
+    return sorted(with_time, key=lambda row: row["median_ms"])
+
+
+def time_of(row: Row) -> str:
+    """A row's time with its spread, in words."""
+    low_high = spread(row)
+    return f"{short(row['median_ms'])} ms" + (f" (p10{_DASH}p90 {span(low_high)})" if low_high else "")
+
+
+def extremes(rows: Sequence[Row], name: Callable[[Row], str], what: str) -> str:
+    """Says which of some rows took the shortest and the longest, and whether the run tells them apart.
+
+    Args:
+        rows: Of things that were measured side by side.
+        name: Of a row's thing.
+        what: What was timed.
+
+    Returns:
+        A sentence; empty if there are not two times.
+    """
+    ordered = timed(rows)
+    if len(ordered) < 2:
+        return ""
+    first, last = ordered[0], ordered[-1]
+    ratio = last["median_ms"] / first["median_ms"] if first["median_ms"] > 0 else float("inf")
+    if not is_apart(first, last):
+        return (
+            f"the {what} of {name(first)} is the shortest, {time_of(first)}, and that of {name(last)} the longest,"
+            f" {time_of(last)}, but the spreads do not tell them apart."
+        )
+    alike = [row for row in ordered[1:] if not is_apart(first, row)]
+    besides = f"; {listed([name(row) for row in alike])} cannot be told from it" if alike else ""
+    return (
+        f"the {what} of {name(first)} is the shortest, {time_of(first)}{besides}. The longest is that of {name(last)},"
+        f" {time_of(last)}: {ratio:.2f} times as long."
+    )
+
+
+def exposure(rows: Sequence[Row], name: Callable[[Row], str]) -> str:
+    """Says how much of a step is exposed communication, at least and at most."""
+    shares = sorted(
+        (share, name(row), _unseen(row)) for row in timed(rows) if (share := exposed_share(row)) is not None
+    )
+    if not shares:
+        return ""
+    (least, first, _), (most, last, unseen) = shares[0], shares[-1]
+    if most <= 0:
+        return "No step took longer than without its communication."
+    if len(shares) == 1:
+        return f"{percent(most)} of it is exposed communication{unseen}."
+    low, high = percent(max(least, 0.0)), percent(most)
+    return f"Exposed communication is {low} of the step of {first} and {high} of that of {last}{unseen}."
+
+
+def exposed_share(row: Row) -> float | None:
+    """What part of a step is exposed communication; it can be a little below zero, by noise."""
+    exposed, median = number(row, "exposed_ms"), number(row, "median_ms")
+    return None if exposed is None or not median else exposed / median
+
+
+def exposed_spread(row: Row) -> tuple[float, float] | None:
+    """The 10th and 90th percentile of a row's exposed communication."""
+    low, high = number(row, "exposed_p10_ms"), number(row, "exposed_p90_ms")
+    return None if low is None or high is None else (low, high)
+
+
+def _unseen(row: Row) -> str:
+    low_high = exposed_spread(row)
+    return ", which its spread does not tell from none" if low_high is not None and low_high[0] <= 0 else ""
+
+
+def few_rounds(rows: Sequence[Row]) -> str:
+    """Warns of spreads that are of few rounds; empty if all are of enough, or do not say."""
+    counts = [rounds for row in timed(rows) for key in ("num_timed", "num_rounds") if (rounds := number(row, key))]
+    if not counts or min(counts) >= ENOUGH_ROUNDS:
+        return ""
+    return f"A time here is of {min(counts):.0f} rounds: the spread of fewer than {ENOUGH_ROUNDS} proves little."
+
+
+def left_out(rows: Sequence[Row]) -> str:
+    """Says how many rows no sentence counts; empty if all are sound."""
+    bad, missing = sum(map(is_bad, rows)), sum(map(is_not_run, rows))
+    said = [f"{bad} failed or {'is' if bad == 1 else 'are'} wrong"] if bad else []
+    said += [f"{missing} {'was' if missing == 1 else 'were'} not run"] if missing else []
+    return f"Of {counted(len(rows), 'row')} {listed(said)}; no sentence here counts them." if said else ""
+
+
+def of_group(group: str, sentence: str) -> str:
+    """Puts what a sentence is about before it."""
+    return f"{group}: {sentence}" if sentence else ""
+
+
+_DASH = "\N{EN DASH}"

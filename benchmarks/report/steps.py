@@ -1,0 +1,185 @@
+"""Rows of training steps, as the main job, strategies, gates and buckets have them: their groups, columns and bars."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..results import counts
+from .axis import linear
+from .bars import Bar, draw_bars
+from .figure import Figure, Key
+from .sentences import exposed_share, exposed_spread, exposure, extremes, of_group, time_of, timed
+from .table import CHECK, Column, Table, field, numeric
+from .values import (
+    Row,
+    badge,
+    buffer_bytes,
+    by,
+    is_sound,
+    listed,
+    number,
+    percent,
+    short,
+    signed,
+    size,
+    span,
+    spread,
+    strategy,
+    text,
+)
+
+_COMPUTE, _EXPOSED, _WHOLE = 0, 1, 2
+
+
+def is_step(row: Row) -> bool:
+    """Whether a row is about a strategy's step."""
+    return "strategy" in row and "trace" not in row
+
+
+def name(row: Row) -> str:
+    """What a row measured, as the first cell of a table: its strategy, or its part if it failed before it had one."""
+    return strategy(row) or text(row, "part") or text(row, "benchmark")
+
+
+def group(row: Row) -> str:
+    """What rows have in common that may be compared: framework, backend, number and kind of ranks."""
+    ranks = f"{text(row, 'num_ranks')} ranks" if "num_ranks" in row else ""
+    return ", ".join(filter(None, [text(row, "framework"), text(row, "model"), text(row, "backend"), ranks]))
+
+
+def ranks(row: Row) -> str | None:
+    """Number and kind of ranks."""
+    return " ".join(filter(None, [text(row, "num_ranks"), text(row, "kind")])) or None
+
+
+def collectives(key: str) -> Column:
+    """A column of how many collectives a row lists under a key."""
+
+    def of(row: Row) -> str | None:
+        found = row.get(key)
+        if not isinstance(found, list):
+            return None
+        return counts([(str(one[0]), one[1]) for one in found if isinstance(one, list) and len(one) == 2])
+
+    return Column(key, of)
+
+
+STEP_COLUMNS = (
+    Column("strategy", name),
+    field("framework"),
+    field("backend"),
+    Column("ranks", ranks),
+    collectives("planned"),
+    collectives("compiled"),
+    numeric("loss", "loss", unit="nats", form=lambda value: f"{value:.3f}"),
+    numeric("max diff", "max_weight_difference", form=lambda value: f"{value:.1e}"),
+    numeric("step", "median_ms", unit="ms"),
+    Column("p10\N{EN DASH}p90", spread, "ms", span),
+    numeric("exposed", "exposed_ms", unit="ms", form=signed),
+    Column("p10\N{EN DASH}p90", exposed_spread, "ms", lambda ends: " to ".join(map(signed, ends))),
+    Column("exposed", exposed_share, "of the step", percent),
+    CHECK,
+)
+
+
+def step_table(caption: str, rows: Sequence[Row], columns: Sequence[Column] = STEP_COLUMNS) -> Table:
+    """Lays steps out in a table.
+
+    Args:
+        caption: Its name.
+        rows: Of steps, and of parts that failed.
+        columns: What may be shown.
+
+    Returns:
+        The table.
+    """
+    note = (
+        "planned and compiled: gradient collectives of a step (AR all-reduce, RS reduce-scatter, AG all-gather);"
+        " exposed: step time less that of the same step without communication, median over interleaved rounds;"
+        " max diff: of any weight to single-process training"
+    )
+    return Table(caption, tuple(columns), rows, note)
+
+
+def step_figure(title: str, rows: Sequence[Row]) -> Figure | None:
+    """Draws steps as bars, split into computation and exposed communication.
+
+    Args:
+        title: Above it.
+        rows: Of steps; those that are wrong get no bar, and those that time nothing no place.
+
+    Returns:
+        The figure; None if no row has a time.
+    """
+    rows = [row for row in rows if not is_sound(row) or number(row, "median_ms") is not None]
+    if not timed(rows):
+        return None
+    ends = [max(number(row, "median_ms") or 0, (spread(row) or (0, 0))[1]) for row in timed(rows)]
+    styles = [_style(row) for row in timed(rows)]
+    legend = [
+        Key("step without communication", _COMPUTE), Key("exposed communication", _EXPOSED),
+        Key("step, not split", _WHOLE),
+    ]  # fmt: skip
+    used = [key for key in legend if key.style in styles or (key.style == _EXPOSED and _COMPUTE in styles)]
+    return Figure(
+        title,
+        " ".join(
+            of_group(each, extremes(members, name, "step") or _all(members))
+            for each, members in by(rows, group).items()
+        ),
+        draw_bars(
+            [_bar(row) for row in rows], linear(ends), "one training step, median; whiskers p10\N{EN DASH}p90, ms"
+        ),
+        tuple(used),
+    )
+
+
+def step_sentences(rows: Sequence[Row]) -> list[str]:
+    """Says for each framework, at its largest number of ranks, which step is shortest and what is exposed."""
+    said = []
+    for framework, members in by(rows, lambda row: text(row, "framework")).items():
+        most = max((number(row, "num_ranks") or 0 for row in members), default=0)
+        largest = [row for row in members if (number(row, "num_ranks") or 0) == most]
+        for each, compared in by(largest, group).items():
+            if framework:
+                sentences = [extremes(compared, name, "step"), exposure(compared, name)]
+                said.append(of_group(each, " ".join(filter(None, sentences))))
+    return [sentence for sentence in said if sentence]
+
+
+def in_words(row: Row) -> str:
+    """Says in a line what a row is about."""
+    said = [text(row, key) for key in ("name", "framework", "model", "target", "collective")]
+    said += [name(row)] if "strategy" in row else []
+    num_bytes = buffer_bytes(row)
+    said += [size(num_bytes)] if num_bytes is not None else []
+    said += [text(row, key) for key in ("moment", "mode", "how", "curve", "size", "backend")]
+    said = list(filter(None, [*said, f"{text(row, 'num_ranks')} ranks" if "num_ranks" in row else ""]))
+    return ", ".join(said) or text(row, "part")
+
+
+def _all(rows: Sequence[Row]) -> str:
+    times = [f"{name(row)} {time_of(row)}" for row in timed(rows)]
+    return f"{listed(times)}." if times else ""
+
+
+def _style(row: Row) -> int:
+    return _WHOLE if number(row, "exposed_ms") is None else _COMPUTE
+
+
+def _bar(row: Row) -> Bar:
+    median = number(row, "median_ms")
+    if not is_sound(row) or median is None or median <= 0:
+        return Bar(group(row), name(row), f"{badge(row) or 'no time'}, see the table")
+    exposed = number(row, "exposed_ms")
+    if exposed is None:
+        segments: tuple[tuple[int, float, str], ...] = ((_WHOLE, median, f"step: {short(median)} ms"),)
+        note = f"{short(median)} ms"
+    else:
+        shown = min(max(exposed, 0.0), median)
+        segments = (
+            (_COMPUTE, median - shown, f"without communication: {short(median - shown)} ms"),
+            (_EXPOSED, shown, f"exposed communication: {short(exposed)} ms"),
+        )
+        note = f"{short(median)} ms, {signed(exposed)} exposed"
+    return Bar(group(row), name(row), note, segments, spread(row))

@@ -1,0 +1,187 @@
+"""What rows say, read with care: they come from files, so a field may be missing or be anything."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from ..run import FAILED, NOT_RUN, holds
+
+Row = Mapping[str, Any]
+Key = TypeVar("Key")
+Thing = TypeVar("Thing")
+
+MIB = 2**20
+NONE = "\N{EN DASH}"
+_LONGEST = 160
+_LEAST, _MOST = 1e-18, 1e18
+
+
+def number(row: Row, *path: str) -> float | None:
+    """Reads a number.
+
+    Args:
+        row: A row.
+        *path: The field, and fields within it.
+
+    Returns:
+        It; None if it is missing, no number, not finite, or of a size that nothing measured has.
+
+    Example:
+        >>> number({"compiled": {"batch": 3}}, "compiled", "batch"), number({"ratio": float("inf")}, "ratio")
+        (3, None)
+    """
+    value: Any = row
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and (value == 0 or _LEAST < abs(value) < _MOST) else None
+
+
+def text(row: Row, key: str) -> str:
+    """Reads a field as text, empty if it is missing; what is longer than a line is cut."""
+    value = row.get(key)
+    return "" if value is None else cut(str(value))
+
+
+def cut(words: str, longest: int = _LONGEST) -> str:
+    """Cuts text that is too long, visibly."""
+    return words if len(words) <= longest else words[: longest - 1] + "\N{HORIZONTAL ELLIPSIS}"
+
+
+def spread(row: Row) -> tuple[float, float] | None:
+    """The 10th and 90th percentile of a row's time."""
+    low, high = number(row, "p10_ms"), number(row, "p90_ms")
+    return None if low is None or high is None else (low, high)
+
+
+def buffer_bytes(row: Row) -> float | None:
+    """The size of a row's buffer as it was asked for; what ran may be a little more, to be shared evenly."""
+    asked = number(row, "asked_bytes")
+    return number(row, "size_bytes") if asked is None else asked
+
+
+def strategy(row: Row) -> str:
+    """A row's strategy, with its bucket cap."""
+    cap = number(row, "bucket_mb")
+    return text(row, "strategy") if cap is None else f"{text(row, 'strategy')} {cap:g} MiB"
+
+
+def check(row: Row) -> str:
+    """What a row says of its own correctness; empty if nothing."""
+    return text(row, "check")
+
+
+def is_bad(row: Row) -> bool:
+    """Whether a row says that it is wrong, missed or failed."""
+    return not holds([{"check": check(row)}])
+
+
+def is_not_run(row: Row) -> bool:
+    """Whether a row says that it could not be measured here."""
+    return check(row).startswith(NOT_RUN)
+
+
+def is_sound(row: Row) -> bool:
+    """Whether what a row says may be believed, and says something."""
+    return not is_bad(row) and not is_not_run(row)
+
+
+def mark(row: Row) -> str:
+    """In a word, what keeps a row from being believed; empty if nothing does."""
+    if is_not_run(row):
+        return NOT_RUN.removesuffix(": ")
+    said = check(row)
+    return said.split(":")[0] if is_bad(row) and said.startswith((FAILED, "WRONG")) else said if is_bad(row) else ""
+
+
+def badge(row: Row) -> str:
+    """As ``mark``, with a sign before what is bad."""
+    return f"\N{BALLOT X} {mark(row)}" if is_bad(row) else mark(row)
+
+
+def by(things: Iterable[Thing], key: Callable[[Thing], Key]) -> dict[Key, list[Thing]]:
+    """Groups rows, or other things; groups and their members keep their order."""
+    groups: dict[Key, list[Thing]] = {}
+    for thing in things:
+        groups.setdefault(key(thing), []).append(thing)
+    return groups
+
+
+def short(value: float) -> str:
+    """Writes a number with three digits, or all of those before the point.
+
+    Example:
+        >>> short(0.01234), short(12.34), short(1234.5), short(0)
+        ('0.0123', '12.3', '1,234', '0')
+    """
+    if value == 0:
+        return "0"
+    digits = 2 - math.floor(math.log10(abs(value)))
+    return f"{value:,.{min(max(digits, 0), 9)}f}"
+
+
+def plain(value: float) -> str:
+    """Writes a number as ``short`` does, without zeros at its end.
+
+    Example:
+        >>> plain(2.0), plain(0.25), plain(4096)
+        ('2', '0.25', '4,096')
+    """
+    written = short(value)
+    return written.rstrip("0").rstrip(".") if "." in written else written
+
+
+def percent(share: float) -> str:
+    """Writes a share in percent, with a digit behind the point below 10."""
+    return f"{share:.0%}" if abs(share) >= 0.0995 or share == 0 else f"{share:.1%}"
+
+
+def signed(value: float) -> str:
+    """As ``short``, with a sign."""
+    return f"{'+' if value > 0 else ''}{short(value)}"
+
+
+def span(low_high: Sequence[float]) -> str:
+    """Writes a spread."""
+    return f"{short(low_high[0])}{NONE if low_high[0] >= 0 else ' to '}{short(low_high[1])}"
+
+
+def mib(num_bytes: float) -> str:
+    """Writes bytes as MiB, without the unit."""
+    return f"{num_bytes / MIB:,.2f}"
+
+
+def size(num_bytes: float) -> str:
+    """Writes bytes with the largest unit that leaves a number of at least one.
+
+    Example:
+        >>> size(4096), size(25 * 2**20), size(2**30)
+        ('4 KiB', '25 MiB', '1 GiB')
+    """
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.4g} GiB"
+
+
+def listed(words: Sequence[str]) -> str:
+    """Puts words in a row, with "and" before the last.
+
+    Example:
+        >>> listed(["one", "two", "three"])
+        'one, two and three'
+    """
+    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
+
+
+def counted(count: int, noun: str) -> str:
+    """A number and its noun, in the plural where there is not one.
+
+    Example:
+        >>> counted(1, "row"), counted(12, "row")
+        ('1 row', '12 rows')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,147 @@
+"""A run of a benchmark: its folder, the rows that it has so far, and what becomes of a part that fails.
+
+A benchmark is cut into parts, each measured as a whole: what is compared takes turns inside one part. The rows of a
+part are written as soon as it is done. So what was measured stays whatever comes after, a part that fails is a row
+that says so, and a run that was stopped goes on with the parts that are missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from torchref.launch import RankError
+
+from .lab import network
+from .results import commit, describe_machine
+
+METRICS = "metrics.jsonl"
+NOT_RUN, FAILED = "not run: ", "FAILED: "
+
+
+class NotRun(Exception):
+    """What a part raises that cannot be run here: its message is the reason, and no fault."""
+
+
+class Run:
+    """Collects the rows of one benchmark in one folder.
+
+    Attributes:
+        folder: Where everything is written.
+        console: Where everything is printed.
+        benchmark: Its name.
+        rows: What was measured so far, in the order of parts; those of an earlier, stopped run come first.
+    """
+
+    def __init__(self, folder: Path, console: Console, benchmark: str) -> None:
+        """Takes up what the folder holds.
+
+        Args:
+            folder: An existing one; of a stopped run, or empty.
+            console: Where to print.
+            benchmark: Its name.
+        """
+        self.folder, self.console, self.benchmark = folder, console, benchmark
+        self.rows, broken = read_rows(folder / METRICS)
+        for number in broken:
+            console.print(f"{folder / METRICS}, line {number}: no JSON object, skipped", soft_wrap=True)
+
+    def part(self, key: str, measure: Callable[[], Iterable[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+        """Measures a part, unless its rows are there already, and writes its rows.
+
+        Args:
+            key: Its name, of its own within the benchmark.
+            measure: Gives its rows; a RankError, ValueError or OSError, and ``NotRun``, become a row that says so.
+
+        Returns:
+            Its rows; each has a ``check``.
+        """
+        there = [row for row in self.rows if row.get("part") == key]
+        if there and not any(is_failed(row) for row in there):
+            self.console.print(f"{key}: was measured before", soft_wrap=True)
+            return there
+        try:
+            rows = list(measure())
+        except NotRun as reason:
+            rows = [{"check": f"{NOT_RUN}{reason}"}]
+        except (RankError, ValueError, OSError) as error:
+            rows = [{"check": f"{FAILED}{_first_line(error)}"}]
+            (self.folder / f"error-{re.sub(r'[^a-z0-9]+', '-', key.lower())}.txt").write_text(f"{error}\n")
+        if not all("check" in row for row in rows):
+            raise AssertionError(f"a row of part {key!r} has no check")
+        envelope = {"benchmark": self.benchmark, "part": key} | _envelope()
+        made = [envelope | dict(row) for row in rows]
+        for row in made:
+            if row["check"].startswith((NOT_RUN, FAILED)):
+                self.console.print(f"{key}: {row['check']}", soft_wrap=True, markup=False)
+        if there:  # it failed before: the new rows take the place of those
+            self.rows = [row for row in self.rows if row.get("part") != key]
+            _write(self.folder / METRICS, self.rows)
+        self.rows += made
+        with (self.folder / METRICS).open("a") as lines:
+            lines.writelines(json.dumps(row) + "\n" for row in made)
+        return made
+
+
+def is_failed(row: Mapping[str, Any]) -> bool:
+    """Whether a row says that its part failed."""
+    return str(row.get("check", "")).startswith(FAILED)
+
+
+def holds(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether no row failed or is wrong; what was not run is no fault."""
+    return not any(str(row["check"]).startswith((FAILED, "WRONG", "MISSED")) for row in rows)
+
+
+def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """Reads a file of rows.
+
+    Args:
+        path: It need not exist.
+
+    Returns:
+        The rows, and the numbers, from 1, of lines that hold no JSON object.
+    """
+    rows, broken = [], []
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict):
+            rows.append(row)
+        elif line.strip():
+            broken.append(number)
+    return rows, broken
+
+
+def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    beside = path.with_suffix(".tmp")
+    beside.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    os.replace(beside, path)
+
+
+def _envelope() -> dict[str, Any]:
+    return {
+        "commit": commit(),
+        "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+        "measured_at": f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}",
+        **describe_machine(),
+        **network(),
+        "python": platform.python_version(),
+    }
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

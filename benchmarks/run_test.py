@@ -1,0 +1,108 @@
+"""Rows are kept as they are measured; a run that was stopped goes on, and what fails is a row."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from benchmarks.run import FAILED, NotRun, Run, holds, read_rows
+from torchref.launch import RankError
+
+
+@pytest.fixture
+def console():
+    """Prints into a string, ``console.file.getvalue()``."""
+    return Console(file=io.StringIO(), width=200, highlight=False)
+
+
+def measured(number):
+    """Gives a part that measures a number."""
+    return lambda: [{"number": number, "check": "ok"}]
+
+
+def raising(error):
+    """Gives a part that fails."""
+
+    def measure():
+        raise error
+
+    return measure
+
+
+def numbers(run):
+    return [(row["part"], row.get("number"), row["check"]) for row in run.rows]
+
+
+def test_rows_are_written_part_by_part_and_stand_alone(tmp_path, console):
+    run = Run(tmp_path, console, "races")
+    run.part("one", measured(1))
+    (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert row["benchmark"] == "races" and row["command"].startswith("python -m benchmarks")
+    assert row.keys() >= {"commit", "machine", "cores", "python", "measured_at"}
+    with pytest.raises(KeyboardInterrupt):
+        run.part("two", raising(KeyboardInterrupt()))
+    assert numbers(Run(tmp_path, console, "races")) == [("one", 1, "ok")]
+
+
+def test_a_stopped_run_measures_what_is_missing(tmp_path, console):
+    Run(tmp_path, console, "races").part("one", measured(1))
+    again = Run(tmp_path, console, "races")
+    assert again.part("one", raising(AssertionError("measured twice")))[0]["number"] == 1
+    again.part("two", measured(2))
+    assert numbers(again) == numbers(Run(tmp_path, console, "races")) == [("one", 1, "ok"), ("two", 2, "ok")]
+    assert "one: was measured before" in console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("error", "check"),
+    [
+        (RankError("rank 1 of 2 failed: OSError: no [network]\n\nits traceback"),
+         "FAILED: rank 1 of 2 failed: OSError: no [network]"),
+        (ValueError("size (=3) is odd"), "FAILED: size (=3) is odd"),
+        (OSError(), "FAILED: OSError"),
+        (NotRun("there is no GPU"), "not run: there is no GPU"),
+    ],
+)  # fmt: skip
+def test_what_fails_is_a_row_and_the_run_goes_on(error, check, tmp_path, console):
+    run = Run(tmp_path, console, "races")
+    run.part("first (a)", raising(error))
+    run.part("second", measured(2))
+    assert numbers(run) == [("first (a)", None, check), ("second", 2, "ok")]
+    assert check in console.file.getvalue()
+    assert holds(run.rows) is not check.startswith(FAILED)
+    if isinstance(error, RankError):
+        assert "its traceback" in (tmp_path / "error-first-a-.txt").read_text()
+
+
+def test_what_failed_is_measured_again(tmp_path, console):
+    run = Run(tmp_path, console, "races")
+    run.part("one", raising(ValueError("not yet")))
+    run.part("two", measured(2))
+    again = Run(tmp_path, console, "races")
+    again.part("one", measured(1))
+    assert numbers(again) == numbers(Run(tmp_path, console, "races")) == [("two", 2, "ok"), ("one", 1, "ok")]
+
+
+def test_an_error_of_our_own_is_no_row(tmp_path, console):
+    run = Run(tmp_path, console, "races")
+    with pytest.raises(TypeError):
+        run.part("one", raising(TypeError()))
+    with pytest.raises(AssertionError, match="a row of part 'one' has no check"):
+        run.part("one", lambda: [{"number": 1}])
+    assert not run.rows
+
+
+def test_broken_lines_are_skipped_and_named(tmp_path, console):
+    (tmp_path / "metrics.jsonl").write_text('{"part": "one", "check": "ok"}\n{"part": \n\n[1]\n')
+    assert read_rows(tmp_path / "metrics.jsonl") == ([{"part": "one", "check": "ok"}], [2, 4])
+    Run(tmp_path, console, "races")
+    printed = console.file.getvalue()
+    assert "metrics.jsonl, line 2: no JSON object, skipped" in printed and "line 4: no JSON" in printed
+    assert read_rows(tmp_path / "nowhere") == ([], [])
+
+
+@pytest.mark.parametrize("check", ["FAILED: x", "WRONG: x", "MISSED"])
+def test_a_wrong_row_does_not_hold(check):
+    assert holds([{"check": "ok"}, {"check": "not run: x"}, {"check": "+3.1%"}])
+    assert not holds([{"check": "ok"}, {"check": check}])

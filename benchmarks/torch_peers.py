@@ -1,0 +1,98 @@
+"""PyTorch's own data parallelism, to be compared with, in the loop that its documentation shows.
+
+| name                      | what it is                                                  | without communication      |
+|---------------------------|-------------------------------------------------------------|----------------------------|
+| `DistributedDataParallel` | all-reduces of buckets                                      | a hook that sends nothing  |
+| `ZeroRedundancyOptimizer` | the same, and an optimizer whose state is sharded by tensor | not run: it has no hook    |
+| `fully_shard`             | FSDP2: a layer is a unit, the rest is another               | not run: it has no hook    |
+
+They do not sum the loss over ranks, as the strategies of this project do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from torchref.models import loss_fn
+
+from .measure import PEERS, Setup, StepMetrics, StrategySpec
+from .torch_variants import TorchBatch, adamw
+
+
+def is_peer(spec: StrategySpec) -> bool:
+    """Whether it is PyTorch's own."""
+    return spec.name in PEERS["torchref"]
+
+
+class Peer:
+    """A peer's own copy of the training run; what it plans and issues is its own affair.
+
+    Attributes:
+        planned: None, and so is what was found.
+        issued: None.
+        buckets: None are known.
+    """
+
+    CAN_KEEP_SILENT: ClassVar[tuple[str, ...]] = ("DistributedDataParallel",)
+
+    def __init__(
+        self, setup: Setup, spec: StrategySpec, module: nn.Module, batches: Sequence[TorchBatch], *, sends: bool
+    ) -> None:
+        """Starts the run.
+
+        Args:
+            setup: What is trained.
+            spec: One of ``PEERS``, with its bucket cap.
+            module: What is trained.
+            batches: This rank's rows of the batch of each round.
+            sends: Whether it communicates; of those that can be kept from it.
+        """
+        self._batches = batches
+        self.planned = self.issued = None
+        self.buckets: list[list[tuple[str, int]]] = []
+        if spec.name == "fully_shard":
+            from torch.distributed.fsdp import fully_shard
+
+            for layer in getattr(module, "layers", ()):
+                fully_shard(layer)
+            fully_shard(module)  # in place
+            self._net = module
+        else:
+            # The cheaper of its two ways to hold gradients.
+            self._net = DistributedDataParallel(module, bucket_cap_mb=spec.bucket_mb, gradient_as_bucket_view=True)
+            if not sends:
+                self._net.register_comm_hook(None, noop_hook)
+        if spec.name == "ZeroRedundancyOptimizer":
+            from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of its own past when it is imported
+
+            self._optimizer: Any = ZeroRedundancyOptimizer(
+                self._net.parameters(), optimizer_class=torch.optim.AdamW, **adamw(setup)
+            )
+        else:
+            self._optimizer = torch.optim.AdamW(self._net.parameters(), **adamw(setup))
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """Copies of the whole parameters; every rank must ask."""
+        module = self._net.module if isinstance(self._net, DistributedDataParallel) else self._net
+        return {name: _whole(parameter.detach()).cpu().numpy() for name, parameter in module.named_parameters()}
+
+    def step(self, index: int) -> StepMetrics:
+        """Takes the step of a round; the loss is this rank's."""
+        self._optimizer.zero_grad()
+        loss = loss_fn(self._net, self._batches[index])
+        loss.backward()
+        norm = nn.utils.get_total_norm([p.grad for p in self._net.parameters() if p.grad is not None])
+        self._optimizer.step()
+        return StepMetrics(float(loss.detach()), float(_whole(norm)))
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

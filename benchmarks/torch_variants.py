@@ -1,0 +1,121 @@
+"""What takes turns in PyTorch: a strategy's copy of the training run, and probes of what it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torchref
+from torchref import compression
+from torchref.collectives import record
+from torchref.interop import to_numpy
+from torchref.models import loss_fn
+from torchref.strategy import planned_collectives
+
+from .interleave import Variant
+from .measure import FORWARD_BACKWARD, NUM_PROBED, Setup, StepMetrics, StrategySpec, all_reduce_label
+
+TorchBatch = dict[str, torch.Tensor]
+
+
+def adamw(setup: Setup) -> dict[str, Any]:
+    """Arguments of torch's AdamW."""
+    return {"lr": setup.learning_rate, "weight_decay": 0.01}
+
+
+def wrap(setup: Setup, spec: StrategySpec, module: nn.Module, wire: compression.Compression) -> nn.Module:
+    """Wraps a module in a strategy of torchref.
+
+    Args:
+        setup: What is trained.
+        spec: The strategy.
+        module: The module.
+        wire: What travels.
+
+    Returns:
+        The wrapper.
+    """
+    options: dict[str, Any] = {} if spec.bucket_mb is None else {"bucket_size_mb": spec.bucket_mb}
+    if spec.name in ("zero1", "zero2"):
+        options |= {"optimizer_cls": torch.optim.AdamW, **adamw(setup)}
+    return torchref.make_strategy(spec.name, module, compression=wire, **options)
+
+
+class Planned:
+    """A strategy's own copy of the training run; without a strategy, single-process training.
+
+    Attributes:
+        module: What is trained.
+        planned: As in `Measured`, and so are the others.
+        issued: What was found in the last step.
+        buckets: By the names of torch.
+    """
+
+    def __init__(self, setup: Setup, net: nn.Module, batches: Sequence[TorchBatch]) -> None:
+        """Starts the run.
+
+        Args:
+            setup: What is trained.
+            net: The module, or a strategy around it.
+            batches: This rank's rows of the batch of each round.
+        """
+        self._net, self._batches = net, batches
+        parallel = net if isinstance(net, torchref.DataParallel) else None
+        self.module = parallel.module if parallel else net
+        self.planned: list[tuple[str, int]] | None = planned_collectives(parallel) if parallel else []
+        self.issued: list[tuple[str, int]] | None = []
+        self.buckets = [
+            [(tensor.name, tensor.num_bytes) for tensor in bucket.tensors]
+            for bucket in (parallel.plan.buckets if parallel else ())
+        ]
+        shards_its_own = isinstance(net, torchref.ZeRO1)
+        optimizer: Any = net if shards_its_own else torch.optim.AdamW(self.module.parameters(), **adamw(setup))
+        self._trainer = torchref.Trainer(loss_fn, optimizer, net)
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """Copies of the whole parameters; every rank must ask."""
+        if isinstance(self._net, torchref.FSDP):
+            return {name: tensor.cpu().numpy() for name, tensor in self._net.gather_full_params().items()}
+        return to_numpy(self.module)
+
+    def step(self, index: int) -> StepMetrics:
+        """Takes the step of a round."""
+        with record() as issued:
+            metrics = self._trainer.step(self._batches[index])
+        self.issued = [(one.kind, one.num_bytes) for one in issued]
+        return StepMetrics(metrics["loss"], metrics["grad_norm"])
+
+
+def probes(setup: Setup, module: nn.Module, batches: Sequence[TorchBatch]) -> list[Variant]:
+    """Makes what tells of what a step is made: forward and backward alone, and all-reduces alone.
+
+    Args:
+        setup: With ``probe_bytes``.
+        module: Of which the gradients are taken.
+        batches: This rank's rows of the batch of each round.
+
+    Returns:
+        The variants.
+    """
+    device = next(module.parameters()).device
+
+    def forward_backward(index: int) -> None:
+        module.zero_grad(set_to_none=True)
+        loss_fn(module, batches[index]).backward()
+
+    variants = [Variant(FORWARD_BACKWARD, forward_backward)]
+    for num_bytes in setup.probe_bytes:
+        buffers = [torch.zeros(num_bytes // 4, device=device) for _ in range(NUM_PROBED)]
+
+        def all_reduce(index: int, buffers: list[torch.Tensor] = buffers) -> None:
+            del index
+            for buffer in buffers:
+                dist.all_reduce(buffer)
+
+        variants.append(Variant(all_reduce_label(num_bytes), all_reduce))
+    return variants

@@ -1,0 +1,108 @@
+"""Overlap as a profiler sees it: the same definition for both frameworks.
+
+    overlap = |union(communication) and union(compute)| / |union(communication)|
+
+Intervals are merged before they are measured, so operations that run side by side, or one within another, count once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+COMPUTE_PHASES = ("forward", "loss", "backward", "optimizer", "compute")
+COMPUTE, COMMUNICATION = "compute", "communication"
+SYNC = "gradient sync"
+Interval = tuple[float, float]
+
+
+class Event(NamedTuple):
+    """Something that ran on a rank; its fields are those of a row's ``trace``.
+
+    Attributes:
+        lane: ``COMPUTE`` or ``COMMUNICATION``.
+        name: What it is.
+        phase: One of ``COMPUTE_PHASES``, or what is communicated.
+        start_ms: From the start of the step.
+        end_ms: Likewise.
+    """
+
+    lane: str
+    name: str
+    phase: str
+    start_ms: float
+    end_ms: float
+
+
+def merge(intervals: Iterable[Interval]) -> list[Interval]:
+    """Joins intervals that touch or overlap.
+
+    Example:
+        >>> merge([(3, 4), (0, 2), (1, 2.5)])
+        [(0, 2.5), (3, 4)]
+    """
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def overlap_share(communication: Iterable[Interval], compute: Iterable[Interval]) -> float | None:
+    """Gives the share of the time of communication in which something is computed as well.
+
+    Args:
+        communication: Start and end of what communicates.
+        compute: Start and end of what computes.
+
+    Returns:
+        The share; None if nothing communicates.
+
+    Example:
+        >>> overlap_share([(0, 4)], [(1, 2), (1.5, 3)])
+        0.5
+    """
+    ours, theirs = merge(communication), merge(compute)
+    total = sum(end - start for start, end in ours)
+    shared = sum(
+        max(0.0, min(end, other_end) - max(start, other_start))
+        for start, end in ours
+        for other_start, other_end in theirs
+    )
+    return shared / total if total > 0 else None
+
+
+def overlap_of(events: Sequence[Event]) -> float | None:
+    """Gives the overlap of a rank's step."""
+    lanes = {lane: [(one.start_ms, one.end_ms) for one in events if one.lane == lane] for lane in _LANES}
+    return overlap_share(lanes[COMMUNICATION], lanes[COMPUTE])
+
+
+def shorten(events: Sequence[Event], gap_ms: float) -> list[Event]:
+    """Joins operations of one phase that follow one another, for rows that people look at.
+
+    Args:
+        events: Of one rank.
+        gap_ms: What may lie between two that are joined.
+
+    Returns:
+        Fewer events, by their start; what communicates is left as it is.
+    """
+    kept = [event for event in events if event.lane == COMMUNICATION]
+    runs: list[list[Event]] = []
+    for event in sorted((one for one in events if one.lane == COMPUTE), key=lambda one: one.start_ms):
+        last = runs[-1] if runs else []
+        reached = max((one.end_ms for one in last), default=-1.0)
+        if last and last[0].phase == event.phase and event.start_ms <= reached + gap_ms:
+            last.append(event)
+        else:
+            runs.append([event])
+    for run in runs:
+        name = run[0].name if len(run) == 1 else f"{len(run)} operations"
+        kept.append(run[0]._replace(name=name, end_ms=max(one.end_ms for one in run)))
+    return sorted(kept, key=lambda one: one.start_ms)
+
+
+_LANES = (COMPUTE, COMMUNICATION)
