@@ -22,11 +22,12 @@ from .strategies import BATCH_SIZE, NUM_RANKS, make_setup
 from .tables import NOTHING, Column, markdown_table, terminal_table, time_cell, value, write_markdown
 
 MODEL, NUM_ROUNDS, MIN_ROUNDS, NUM_WARMUP = "lm_9m", 20, 10, 3
-BUCKETED, ZERO1, JIT = StrategySpec("bucketed", 25.0), StrategySpec("zero1", 25.0), StrategySpec("jit")
+BUCKETED, ZERO1, ZERO2 = (StrategySpec(name, 25.0) for name in ("bucketed", "zero1", "zero2"))
+JIT = StrategySpec("jit")
 # Its caps as torchref's BucketedDDP has them.
 DDP = StrategySpec("DistributedDataParallel", 25.0)
 STRATEGIES = {
-    "jaxddp": (StrategySpec("flat"), StrategySpec("overlapped"), BUCKETED, ZERO1, JIT),
+    "jaxddp": (StrategySpec("flat"), StrategySpec("overlapped"), BUCKETED, ZERO1, ZERO2, JIT),
     "torchref": (BUCKETED, DDP),
 }
 BEST = "jaxddp's best strategy"
@@ -34,6 +35,7 @@ BEST = "jaxddp's best strategy"
 _GATES = (
     ("jaxddp bucketed / jit with replicated parameters", ("jaxddp", BUCKETED), ("jaxddp", JIT), 1.05),
     ("jaxddp zero1 / jaxddp bucketed", ("jaxddp", ZERO1), ("jaxddp", BUCKETED), 1.05),
+    ("jaxddp zero2 / jaxddp bucketed", ("jaxddp", ZERO2), ("jaxddp", BUCKETED), 1.05),
     ("torchref bucketed / DistributedDataParallel", ("torchref", BUCKETED), ("torchref", DDP), 1.05),
     (f"{BEST} / DistributedDataParallel", ("jaxddp", None), ("torchref", DDP), 1.00),
 )

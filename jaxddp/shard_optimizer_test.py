@@ -134,7 +134,11 @@ def test_leaves_smaller_than_the_ranks_empty_and_scalar(check_vma):
         assert mine.shape == other.shape
 
 
-@pytest.mark.parametrize("optimizer", [optax.lamb(0.1), optax.adafactor(0.1), optax.contrib.muon(0.1)], ids=str)
+@pytest.mark.parametrize(
+    "optimizer",
+    [optax.lamb(0.1), optax.adafactor(0.1), optax.contrib.muon(0.1)],
+    ids=["lamb", "adafactor", "muon"],
+)
 def test_what_is_not_element_wise_is_refused_where_it_would_be_sharded(optimizer):
     params = {"w": jnp.ones((8, 8))}
     mesh = jaxddp.data_mesh(2)
