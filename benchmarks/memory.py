@@ -24,6 +24,7 @@ from jaxddp.target_compile import check_installed
 from .console import progress_of
 from .memory_source import NUM_RANKS, SEQUENCES, figures
 from .memory_table import Row, mib, print_tables, write_tables
+from .memory_torch import allocate_torch
 from .memory_variants import CPU, Allocation, Read, Setup, allocate, read_all
 from .options import Options
 from .run import Run
@@ -93,11 +94,12 @@ def run(this: Run, setup: Setup) -> bool:
         for name, found in read_all(setup):
             read[name] = found
             show(0, ("doing", f"{name} is compiled, {len(read)} of {len(setup.strategies)}"))
-        show(0, ("doing", "asking the allocator"))
-        for name in setup.strategies:
-            allocated[name] = allocate(setup, name)
-            if isinstance(allocated[name], str):
-                break
+        show(0, ("doing", "asking the allocators"))
+        for framework, ask in (("", allocate), ("torchref ", allocate_torch)):
+            for name in setup.strategies:
+                allocated[framework + name] = found = ask(setup, name)
+                if isinstance(found, str):
+                    break
     rows = [row for name in setup.strategies for row in _rows(setup, name, read[name], allocated.get(name))]
     is_sources = (setup.model, setup.num_ranks, setup.batch_size) == ("seed_xl", NUM_RANKS, SEQUENCES)
     compared = figures({name: one.memory for name, one in read.items()}) if is_sources else []

@@ -85,7 +85,8 @@ def data_mesh(num_ranks: int | None = None, *, axis: str = DATA_AXIS) -> Mesh:
         A ``Mesh`` of shape ``[num_ranks]`` with automatic sharding along ``axis``.
 
     Raises:
-        ValueError: If ``num_ranks`` is not positive or more than there are devices.
+        ValueError: If ``num_ranks`` is not positive or more than there are devices, or less where several processes
+            train together.
 
     Example:
         >>> dict(data_mesh(4).shape)
@@ -100,6 +101,11 @@ def data_mesh(num_ranks: int | None = None, *, axis: str = DATA_AXIS) -> Mesh:
         raise ValueError(
             f"num_ranks (={num_ranks}) must be at most the number of devices (={len(found)} {found[0].platform});"
             f" to simulate them, call jaxddp.simulate_devices({num_ranks}) before JAX starts, or say --simulate"
+        )
+    if num_ranks < len(found) and jax.process_count() > 1:
+        raise ValueError(
+            f"num_ranks (={num_ranks}) must be all devices of the {jax.process_count()} processes (={len(found)}):"
+            " a process without a rank would wait for the others for ever"
         )
     return jax.make_mesh((num_ranks,), (axis,), axis_types=(AxisType.Auto,), devices=found[:num_ranks])
 

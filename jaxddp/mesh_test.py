@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from jaxddp.mesh import data_mesh, simulate_devices, start_process
@@ -74,3 +75,10 @@ def test_bad_input():
             data_mesh(number)
         with pytest.raises(ValueError, match=rf"num_devices \(={number!r}\) must be a positive integer"):
             simulate_devices(number)
+
+
+def test_ranks_of_several_processes_are_all_their_devices(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert data_mesh(jax.device_count()).size == jax.device_count()
+    with pytest.raises(ValueError, match=r"^num_ranks \(=3\) must be all devices of the 2 processes \(=8\): a process"):
+        data_mesh(3)
