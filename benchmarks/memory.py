@@ -97,8 +97,8 @@ def run(this: Run, setup: Setup) -> bool:
         show(0, ("doing", "asking the allocators"))
         for framework, ask in (("", allocate), ("torchref ", allocate_torch)):
             for name in setup.strategies:
-                allocated[framework + name] = found = ask(setup, name)
-                if isinstance(found, str):
+                allocated[framework + name] = ask(setup, name)
+                if isinstance(allocated[framework + name], str):
                     break
     rows = [row for name in setup.strategies for row in _rows(setup, name, read[name], allocated.get(name))]
     is_sources = (setup.model, setup.num_ranks, setup.batch_size) == ("seed_xl", NUM_RANKS, SEQUENCES)
