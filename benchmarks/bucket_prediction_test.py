@@ -1,25 +1,16 @@
 """Predictions on constructed numbers, and the whole way from a toy's ranks to its rows."""
 
-import dataclasses
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 
-from benchmarks import jax_side, torch_side
 from benchmarks.bucket_prediction import Costs, Shares, fit_costs, judge, predict, regime, simulated, uniform
-from benchmarks.buckets import bucket_rows, describe, optimum_rows, probe_sizes
-from benchmarks.frameworks import FRAMEWORKS
-from benchmarks.measure import FORWARD_BACKWARD, merge_ranks
+from benchmarks.buckets import describe, optimum_rows, probe_sizes
 from benchmarks.options import Options
-from benchmarks.ranks import Ranks
-from benchmarks.strategies_test import BATCHES, NUM_BYTES, TOY, run_on_processes
-from jaxddp.interop import to_numpy
-from jaxddp.models import build
 from jaxddp.schedule import Collective, Operation, Schedule
 from jaxddp.work import Work
-from torchref.launch import shared_pool
 
 # Forward 0.3 s, backward 0.6 s; gradients at 0.5, 0.7 and 0.9 s; 100 MB take 0.1 s and 0.01 s more.
 SHARES = Shares(1 / 3, {"c": 5 / 9, "b": 7 / 9, "a": 1.0})
@@ -117,38 +108,3 @@ def test_the_sweep():
         describe(Options(ranks=1))
     assert probe_sizes(1088) == (16, 68, 272, 1088)
     assert probe_sizes(2**40) == (2**20, 2**22, 2**24, 2**26)
-
-
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_from_ranks_to_rows(framework):
-    forward, ready, num_bytes = jax_side.gradient_shares(Ranks(1, "simulated"), TOY)
-    # Rows of 4: forward 2 * 4 * (10 * 16 + 16 * 5) FLOPs; the backward as many again, and 2 * 4 * 16 * 5 for the input
-    # of the second matrix.
-    assert forward == pytest.approx(240 / (240 + 240 + 80))
-    assert list(ready) == ["down.weight", "norm.bias", "norm.weight", "up.weight"] and num_bytes == NUM_BYTES
-    assert list(ready.values()) == sorted(ready.values()) and ready["up.weight"] == 1.0
-    setup, of_ranks = run_on_processes()
-    setup = replace(setup, strategies=tuple(spec for spec in setup.strategies if spec.name == "bucketed"))
-    if framework == "torchref":
-        weights = to_numpy(build("toy")[1])
-        of_ranks = shared_pool().run(torch_side.run, setup.ranks, setup, weights, num_ranks=2)
-    side = merge_ranks(of_ranks)
-    assert [len(seconds) for seconds in side.probes.values()] == [len(BATCHES) - 1] * 5
-    # A toy's all-reduces take as long whatever their size: the fit is tried on made times.
-    times = dict(zip(side.probes, [0.02, *(4 * (1e-3 + size / 1e6) for size in setup.probe_bytes)], strict=True))
-    assert list(times)[0] == FORWARD_BACKWARD
-    side = dataclasses.replace(side, probes={label: [time] for label, time in times.items()})
-    rows = bucket_rows(Shares(forward, ready), framework, setup, side)
-    assert [row["num_buckets"] for row in rows] == [2, 1]
-    for row in rows:
-        assert not row["check"].startswith(("WRONG", "FAILED"))
-        assert (row["alpha_us"], row["gb_per_s"]) == pytest.approx((1000, 1e-3))
-        assert row["predicted_ms"] == pytest.approx(row["step_alone_ms"] + row["predicted_exposed_ms"])
-        assert row["error_share"] == pytest.approx(row["predicted_ms"] / row["median_ms"] - 1)
-        assert (row.get("is_async") is False) == ("simulated_ms" in row) == (framework == "jaxddp")
-        if framework == "jaxddp":  # nothing of what is sent at once is hidden
-            sent_ms = row["num_buckets"] * 1.0 + NUM_BYTES * 1e-3 + 1.0 + 4 * 1e-3  # and the loss
-            assert row["simulated_exposed_ms"] == pytest.approx(sent_ms, rel=0.2)  # of what else the metrics send
-    assert rows[1]["predicted_exposed_ms"] == pytest.approx(1.0 + NUM_BYTES * 1e-3)
-    failing = dataclasses.replace(side, probes={label: [1 / (1 + place)] for place, label in enumerate(side.probes)})
-    assert bucket_rows(Shares(forward, ready), framework, setup, failing)[0]["check"].startswith("not predicted: ")

@@ -52,8 +52,8 @@ class Forecast:
         self._forecast_s = self._took_s = 0.0
 
     def done(self, part: str, asked_bytes: int, seconds: float) -> None:
-        """Notes how long a size took."""
-        self._forecast_s += self._left.pop((part, asked_bytes))
+        """Notes how long a size took; it may come again, in other processes of the part."""
+        self._forecast_s += self._left.pop((part, asked_bytes), 0.0)
         self._took_s += seconds
 
     def skip(self, part: str) -> None:

@@ -84,6 +84,8 @@ def test_the_forecast_is_corrected_by_what_was_wrong_so_far():
     assert str(forecast) == "4 min"  # 80 s, and it was wrong by three
     forecast.skip("c")
     assert str(forecast) == "2 min"
+    forecast.done("a", 2, seconds=10.0)  # again, in other processes
+    assert str(forecast) == "3 min"
 
 
 def test_a_rank_that_begins_with_a_size_makes_a_line(monkeypatch):

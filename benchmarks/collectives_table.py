@@ -77,7 +77,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
     """
     return [
         "time: of a round the slowest rank's; median and p10-p90 over rounds. The collectives of a size take turns,"
-        " with a barrier before each call; backends run one after the other, in processes of their own",
+        " with a barrier before each call; backends run one after the other, in processes of their own, and so does"
+        " XLA's reduce_scatter over Gloo: it leaves connections behind on which large messages crawl",
         "algbw: bytes of the full buffer over the time of a call; busbw: that times what a rank must send at least, as"
         " a multiple of the buffer: 2 (N-1)/N of an all-reduce, (N-1)/N of a reduce-scatter or all-gather, else 1; it"
         " compares with the speed of the links, whatever the number of ranks",

@@ -1,6 +1,4 @@
-"""Collectives take turns, as often as there is time for, and the last of their results is checked as well."""
-
-import time
+"""Collectives take turns, as often as there is time for, and every result is checked."""
 
 import pytest
 
@@ -63,10 +61,11 @@ def test_rounds_begin_with_another_collective_each_time(one_rank):
     ]  # fmt: skip
 
 
-def test_the_first_and_the_last_result_are_checked():
+def test_every_result_is_checked():
     job = Job((Batch(8, ("a",)),), 5, 1.0)
     right, always, at_last = (measure(job, Calls(wrong_from=ran).ready, nothing)[0] for ran in (8, 1, 7))
-    assert (right.wrong, always.wrong, at_last.wrong) == (0, 6, 3)  # one call to try it, one to time it, five rounds
+    # One call to try it out, one that says how long a round takes, and five rounds.
+    assert (right.wrong, always.wrong, at_last.wrong) == (0, 7 * 3, 3)
 
 
 @pytest.mark.parametrize(("budget_s", "num_rounds"), [(0.0, MIN_ROUNDS), (0.25, 25), (60.0, MAX_ROUNDS)])
@@ -74,15 +73,6 @@ def test_there_are_as_many_rounds_as_there_is_time_for(budget_s, num_rounds, mon
     monkeypatch.setattr(collectives_turns, "_agreed", lambda seconds: 0.01)
     (timed,) = measure(Job((Batch(8, ("a",)),), None, budget_s), Calls().ready, nothing)
     assert len(timed.seconds) == num_rounds
-
-
-def test_what_takes_too_long_is_not_repeated(monkeypatch):
-    monkeypatch.setattr(collectives_turns, "MAX_CALL_S", 0.001)
-    calls = Calls()
-    monkeypatch.setattr(calls, "num_wrong", lambda result: time.sleep(0.01) or 0)
-    (timed,) = measure(Job((Batch(8, ("a",)),), 5, 1.0), calls.ready, nothing)
-    assert timed.failed == "ValueError: a call took 0 s, which must be at most 0.001 s to be repeated"
-    assert timed.seconds == [] and calls.ran == 1
 
 
 def test_what_cannot_be_called_is_left_out_and_says_why():

@@ -17,7 +17,7 @@ from .ranks import ranks_of_machine
 from .ratios import Gate as Gate
 from .ratios import compare as compare
 from .run import NOT_RUN, Run, holds
-from .steps import STEP_COLUMNS, label
+from .steps import STEP_COLUMNS, how_ranks_run, label
 from .strategies import BATCH_SIZE, NUM_RANKS, make_setup
 from .tables import NOTHING, Column, markdown_table, terminal_table, time_cell, value, write_markdown
 
@@ -127,18 +127,24 @@ def show(this: Run) -> None:
     gates = [row for row in this.rows if row["part"] == "gates"]
     steps = [row for row in this.rows if row["part"] not in ("gates", BETWEEN)]
     notes = [
-        f"{row['name']}: {row['ratio']:.3f}, 95 % interval {row['low']:.3f} to {row['high']:.3f}, over"
-        f" {row['num_rounds']} rounds{'' if row['is_interleaved'] else ' each, not interleaved'};"
-        f" {row['ours']} / {row['theirs']} ({row['check']})"
-        for row in gates
-        if "ratio" in row
+        how_ranks_run([row for row in steps if "median_ms" in row]),
+        *_in_words(gates),
+        "a gate holds if the lower end of its interval is within the limit",
     ]
-    notes.append("a gate holds if the lower end of its interval is within the limit")
     this.console.print()
-    for rows, columns, title in ((steps, STEP_COLUMNS, "steps"), (gates, _COLUMNS, "ratios of median step times")):
-        this.console.print(terminal_table(rows, columns, title))
+    this.console.print(terminal_table(steps, STEP_COLUMNS, "steps"))
+    this.console.print(terminal_table(gates, _COLUMNS, "ratios of median step times", has_groups=False))
     for note in notes:
         this.console.print(f"[dim]{note}[/dim]", soft_wrap=True)
     tables = [markdown_table(gates, _COLUMNS), markdown_table(steps, STEP_COLUMNS)]
     write_markdown(this.folder, tables, notes)
     this.console.print(f"\nwritten to {this.folder}: table.md, metrics.jsonl", soft_wrap=True)
+
+
+def _in_words(gates: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for row in gates:
+        if "ratio" in row:
+            interval = f"95 % interval {row['low']:.3f} to {row['high']:.3f}"
+            rounds = f"{row['num_rounds']} rounds{'' if row['is_interleaved'] else ' each, not interleaved'}"
+            sides = f"{row['ours']} / {row['theirs']}"
+            yield f"{row['name']}: {row['ratio']:.3f}, {interval}, over {rounds}; {sides} ({row['check']})"

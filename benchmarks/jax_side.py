@@ -24,6 +24,7 @@ from jaxddp.strategy import trace_gradients
 from jaxddp.tree import named_leaves
 from torchref.launch import report
 
+from .cores import keep_to_cores
 from .interleave import Attempts, Variant, agree_over_ranks, interleave
 from .jax_variants import Jit, Planned, probes, rows_of_process
 from .measure import BASELINE, Measured, Setup, SideResult, StrategySpec, largest_difference, ranks_in_words
@@ -41,6 +42,7 @@ def run(ranks: Ranks, setup: Setup) -> SideResult:
         What this process found; times are its own.
     """
     keep_freed_memory()
+    keep_to_cores(ranks, dist.get_rank())
     mesh = ranks.mesh()
     loss_fn, params = build(setup.model, seed=setup.seed)
     optimizer = optax.adamw(setup.learning_rate, weight_decay=0.01)

@@ -3,6 +3,9 @@
 A program runs as one call, so there is nothing in Python to annotate within a step. What the profiler sees are its
 operations; ``jaxddp.read_schedule`` says of each in which phase of the step it is, by the scopes under which it was
 traced. Forward and loss are told apart by a scope around the model's units.
+
+On CPUs XLA hands some matrix products to other threads, and the profiler sees only how long that took; the operation
+that follows waits for them. So there a product lasts until the next operation begins.
 """
 
 from __future__ import annotations
@@ -18,11 +21,13 @@ import jax
 import optax
 import torch.distributed as dist
 
+from jaxddp.mesh import platform_of
 from jaxddp.models import build
 from jaxddp.schedule import Operation, Schedule
 from jaxddp.zero.layers import layer
 from torchref.launch import report
 
+from .cores import keep_to_cores
 from .jax_variants import rows_of_process
 from .measure import Setup
 from .ranks import Ranks
@@ -44,6 +49,7 @@ def run(ranks: Ranks, setup: Setup, names: tuple[str, ...], folder: str) -> dict
     Returns:
         By strategy: what this process's first rank did in a step, and how many collectives that should have.
     """
+    keep_to_cores(ranks, dist.get_rank())
     mesh = ranks.mesh()
     rows = [rows_of_process(batch) for batch in setup.batches]
     loss_fn, params = build(setup.model, seed=setup.seed, layer=lambda unit: layer(_in_scope(unit)))
@@ -64,16 +70,18 @@ def run(ranks: Ranks, setup: Setup, names: tuple[str, ...], folder: str) -> dict
                 state, _ = trainer.step(state, rows[index % len(rows)])
         if is_first:
             jax.profiler.stop_trace()
-            found[name] = (read(where, schedule), len(schedule.collectives()))
+            events = read(where, schedule, waits_late=platform_of(mesh) == "cpu")
+            found[name] = (events, len(schedule.collectives()))
     return found
 
 
-def read(folder: Path, schedule: Schedule) -> list[Event]:
+def read(folder: Path, schedule: Schedule, *, waits_late: bool) -> list[Event]:
     """Reads the second traced step of a process's first device.
 
     Args:
         folder: That the profiler wrote.
         schedule: Of the program.
+        waits_late: Whether a matrix product lasts until the next operation begins.
 
     Returns:
         Its operations, by their start; times from that of the first.
@@ -93,10 +101,14 @@ def read(folder: Path, schedule: Schedule) -> list[Event]:
     )
     if len(steps) < NUM_STEPS:
         raise ValueError(f"trace (={folder}) must hold {NUM_STEPS} steps, it has {len(steps)}")
-    step = steps[1]
-    begin = min(start for _, start, _ in step)
-    events = [_event(operation, (start - begin) / 1e6, (end - begin) / 1e6) for operation, start, end in step]
-    return sorted(events, key=lambda event: event.start_ms)
+    step = sorted(steps[1], key=lambda ran: ran[1])
+    begin = step[0][1]
+    following = [start for _, start, _ in step[1:]] + [step[-1][2]]
+    events = []
+    for (operation, start, end), after in zip(step, following, strict=True):
+        until = max(end, after) if waits_late and operation.work.matmul_flops else end
+        events.append(_event(operation, (start - begin) / 1e6, (until - begin) / 1e6))
+    return events
 
 
 def _events(path: Path) -> Iterator[tuple[Any, Any, str, float, float]]:

@@ -15,6 +15,7 @@ import numpy as np
 from jaxddp.clock import Timings, summarize
 from jaxddp.data import Batch
 
+from .cores import num_cores
 from .ranks import THREADS, Ranks
 
 BASELINE = " without communication"  # what the label of a variant ends with whose communication is removed
@@ -177,10 +178,13 @@ def ranks_in_words(ranks: Ranks, framework: str) -> tuple[str, str]:
     if ranks.kind == "gpus":
         how = "GPUs in one process" if framework == "jaxddp" else "processes with a GPU each"
         return "GPUs", f"{ranks.num} {how}"
+    count = num_cores(ranks)
     if ranks.kind == "simulated" and framework == "jaxddp":
-        return "simulated", f"{ranks.num} simulated CPU devices in one process"
+        on = f", on {count} core(s)" if count else ""
+        return "simulated", f"{ranks.num} simulated CPU devices in one process{on}"
     where = ", each on a host of its own" if ranks.kind == "lab" else ""
-    threads = f"{THREADS} thread(s)" if framework == "torchref" else "one CPU device"
+    device = "one CPU device on one core" if count else "one CPU device"
+    threads = f"{THREADS} thread(s)" if framework == "torchref" else device
     return "hosts" if where else "processes", f"{ranks.num} processes of {threads}{where}"
 
 

@@ -8,7 +8,7 @@
 | `lab`       | as `processes`, each on a host of its own: see `lab.py`    | the same                            |
 
 Where there are GPUs, ranks are GPUs, whatever was asked for. Every rank's process takes its torch threads from
-``THREADS``; XLA's CPU client takes the cores that its process may use.
+``THREADS``; XLA's CPU client takes the cores that its process may use, see ``cores.py``.
 """
 
 from __future__ import annotations

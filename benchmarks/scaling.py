@@ -150,7 +150,7 @@ def with_efficiency(
             continue
         share = first["num_ranks"] / row["num_ranks"] if row["mode"] == "strong" else 1.0
         fields: dict[str, Any] = {"efficiency": first["median_ms"] / row["median_ms"] * share}
-        if "rounds_ms" in row:
+        if "rounds_ms" in row and first["num_ranks"] < row["num_ranks"]:
             ratio = compare("", first["rounds_ms"], row["rounds_ms"], 1.0, paired=False)
             fields |= {"efficiency_low": ratio.low * share, "efficiency_high": ratio.high * share}
         yield dict(row) | fields

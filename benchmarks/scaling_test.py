@@ -36,6 +36,7 @@ def test_efficiency_is_of_the_fewest_ranks():
     (weak,) = with_efficiency([point("weak", 2, 125)], [*strong, point("weak", 1, 100)])
     assert weak["efficiency"] == pytest.approx(0.8)
     assert 0.77 < weak["efficiency_low"] < 0.8 < weak["efficiency_high"] < 0.84
+    assert "efficiency_low" not in strong[0]
     assert strong[1]["efficiency_low"] < 100 / 120 < strong[1]["efficiency_high"]
 
 

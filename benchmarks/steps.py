@@ -111,6 +111,12 @@ def ranks(row: Mapping[str, Any]) -> str:
     return f"{row['num_ranks']} {row['kind']}" if "kind" in row else NOTHING
 
 
+def how_ranks_run(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Says of each framework what its ranks are, what carries their collectives, and on what."""
+    of = {row["framework"]: f"{row['framework']}: {row['ranks']}, {row['backend']}, {row['device']}" for row in rows}
+    return "; ".join(of.values())
+
+
 def exposed(form: Callable[[Mapping[str, Any]], str]) -> Callable[[Mapping[str, Any]], str]:
     """A cell of a step's exposed communication, which not every step can tell."""
     return lambda row: "not run" if "median_ms" in row and row.get("exposed_ms") is None else form(row)
@@ -119,7 +125,6 @@ def exposed(form: Callable[[Mapping[str, Any]], str]) -> Callable[[Mapping[str, 
 STEP_COLUMNS = (
     Column("framework", "", lambda row: row.get("framework", NOTHING), is_text=True),
     Column("strategy", "", label, is_text=True),
-    Column("ranks", "", ranks, is_text=True),
     Column("planned", "", collectives("planned")),
     Column("compiled", "", collectives("compiled")),
     Column("loss", "nats", value("loss", ".3f")),

@@ -21,7 +21,7 @@ from .options import Options
 from .picture import draw_steps
 from .ranks import Ranks, ranks_of_machine
 from .run import Run, holds
-from .steps import STEP_COLUMNS
+from .steps import STEP_COLUMNS, how_ranks_run
 from .tables import markdown_table, terminal_table, write_markdown
 from .trace_picture import draw_traces
 
@@ -154,9 +154,8 @@ def show(this: Run) -> None:
 
 
 def _notes(rows: Sequence[Mapping[str, Any]], timed: Sequence[Mapping[str, Any]]) -> list[str]:
-    first = {row["framework"]: row for row in reversed(timed)}
-    notes = ["; ".join(f"{name}: {row['ranks']}, {row['backend']}, {row['device']}" for name, row in first.items())]
-    notes += [
+    notes = [
+        how_ranks_run(timed),
         "planned and compiled: gradient collectives of one step (AR: all-reduce), from the bucket plan and as read back"
         " from the compiled program; torchref compiles nothing: as issued; peers plan for themselves",
         *(

@@ -68,13 +68,16 @@ def time_cell(*keys: str, sign: str = "") -> Callable[[Mapping[str, Any]], str]:
     return cell
 
 
-def terminal_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], title: str) -> Table:
-    """Lays rows out for a terminal; where the first column changes, a line is drawn.
+def terminal_table(
+    rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], title: str, *, has_groups: bool = True
+) -> Table:
+    """Lays rows out for a terminal.
 
     Args:
         rows: Of the table.
         columns: Of the table.
         title: Above it.
+        has_groups: Whether rows with the same first column belong together, and others are set apart.
 
     Returns:
         The table.
@@ -86,7 +89,7 @@ def terminal_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column],
     previous = None
     for row in rows:
         cells = [column.cell(row).replace("[", r"\[") for column in columns]
-        if previous not in (None, cells[0]):
+        if has_groups and previous not in (None, cells[0]):
             table.add_section()
         previous = cells[0]
         table.add_row(*cells, style="bold red" if str(row["check"]).startswith(_BAD) else None)

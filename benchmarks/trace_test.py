@@ -14,6 +14,8 @@ from benchmarks.trace_overlap import COMMUNICATION, COMPUTE, SYNC, Event, merge,
 from benchmarks.trace_picture import draw_traces
 from benchmarks.traces import trace_fields
 from jaxddp.data import RandomTokens
+from jaxddp.schedule import Operation, Schedule
+from jaxddp.work import MatmulKind, Work
 from torchref.launch import shared_pool
 
 PHASES = ("forward", "loss", "backward", "optimizer")
@@ -116,7 +118,20 @@ def test_jax_is_traced_and_read_by_the_names_of_its_program(tmp_path):
     assert min(one.start_ms for one in events) == 0 and all(one.end_ms >= one.start_ms for one in events)
     assert list((tmp_path / "jaxddp-overlapped").rglob("*.xplane.pb"))
     with pytest.raises(ValueError, match="must hold 3 steps, it has 0"):
-        jax_trace.read(tmp_path / "nowhere", SimpleNamespace(operations=()))
+        jax_trace.read(tmp_path / "nowhere", SimpleNamespace(operations=()), waits_late=True)
+
+
+def test_a_product_that_is_handed_on_lasts_until_the_next_operation(tmp_path, monkeypatch):
+    product = Operation("dot", "backward", Work(matmul_flops={MatmulKind("f32", "default"): 9.0}))
+    names = {one.name: one for one in (product, Operation("add", "backward", Work(num_bytes=9)))}
+    step = (("dot", 0, 1e6), ("add", 4e6, 5e6), ("dot", 5e6, 6e6))
+    ran = [(0, run, name, 1e7 * run + start, 1e7 * run + end) for run in range(3) for name, start, end in step]
+    monkeypatch.setattr(jax_trace, "_events", lambda path: ran)
+    (tmp_path / "one.xplane.pb").touch()
+    schedule = Schedule(tuple(names.values()))
+    late, known = (jax_trace.read(tmp_path, schedule, waits_late=flag) for flag in (True, False))
+    assert [(one.name, one.start_ms, one.end_ms) for one in late] == [("dot", 0, 4), ("add", 4, 5), ("dot", 5, 6)]
+    assert known[0].end_ms == 1
 
 
 def test_torch_is_traced_and_read_by_its_ranges(tmp_path):

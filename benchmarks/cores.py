@@ -1,0 +1,32 @@
+"""Cores for JAX's ranks on CPUs: one for each, as torch's ranks have one thread each.
+
+XLA's CPU client starts as many threads as there are cores that its process may use. Left alone, one rank would compute
+on all cores of the machine, and two ranks would seem no faster.
+"""
+
+from __future__ import annotations
+
+import os
+
+from .ranks import Ranks
+
+
+def num_cores(ranks: Ranks) -> int:
+    """Cores that a process of these ranks is kept to; 0 where it is not."""
+    if ranks.kind == "gpus" or not hasattr(os, "sched_setaffinity"):
+        return 0
+    return min(ranks.num, os.cpu_count() or 1) if ranks.kind == "simulated" else 1
+
+
+def keep_to_cores(ranks: Ranks, rank: int) -> None:
+    """Keeps this process to its cores; call it before JAX has started.
+
+    Args:
+        ranks: The ranks; those that are devices of one process share as many cores.
+        rank: Of this process; where there are fewer cores than processes, some share one.
+    """
+    count = num_cores(ranks)
+    if count:
+        there = sorted(os.sched_getaffinity(0))
+        first = 0 if ranks.kind == "simulated" else rank % len(there)
+        os.sched_setaffinity(0, there[first : first + count])
