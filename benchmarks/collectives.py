@@ -8,6 +8,7 @@ two parts. Simulated devices copy within one memory and send nothing.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,16 +22,14 @@ from .collectives_forecast import START_S, Forecast, assumed_network, duration, 
 from .collectives_picture import draw
 from .collectives_sizes import asked_sizes, check_fit, fitting, free_bytes, in_words
 from .collectives_table import notes, print_tables, write_tables
-from .collectives_turns import MIN_ROUNDS, Batch, Job, Side
+from .collectives_turns import MIN_ROUNDS, Job, Side
 from .console import progress_of
+from .cores import num_cores
 from .options import Options
 from .ranks import THREADS, Ranks, ranks_of_machine
 from .run import FAILED, NOT_RUN, Run, holds
 
 RANKS = (2, 4, 6)  # as the source
-# Gloo fits a connection's send buffer to the messages of XLA's reduce-scatter, some of which are of a few bytes. What
-# is sent there afterwards waits for one acknowledgement after the other: all-reduces of 30 ms were seen to take 8 s.
-APART = {"XLA over Gloo": "reduce_scatter"}
 BUDGET_S, QUICK_BUDGET_S = 3.0, 1.0  # of timed rounds, for each size
 BACKENDS = (
     ("jaxddp", "simulated"),
@@ -185,7 +184,8 @@ def _forecast(setup: Setup, parts: Sequence[Part]) -> dict[tuple[str, int], floa
 
 def _measure(this: Run, setup: Setup, part: Part, forecast: Forecast) -> list[dict[str, Any]]:
     common: dict[str, Any] = {"framework": part.framework, "backend": part.backend, "kind": part.ranks.kind}
-    common |= {"num_ranks": part.ranks.num, "threads": THREADS, "dtype": "float32"}
+    threads = THREADS if part.framework == "torchref" else num_cores(part.ranks.kind, part.ranks.num) or os.cpu_count()
+    common |= {"num_ranks": part.ranks.num, "threads": threads, "dtype": "float32"}
     if part.why_not:
         return [common | {"check": f"{NOT_RUN}{part.why_not}"}]
     batches, left_out = fitting(setup.names, setup.sizes, part.ranks, free_bytes(part.ranks.kind))
@@ -194,31 +194,14 @@ def _measure(this: Run, setup: Setup, part: Part, forecast: Forecast) -> list[di
     ]
     with progress_of(this.console, part.key) as show:
         on_message = forecast.follow(part.key, show)
-        for some in together(part.backend, batches):
-            job = Job(some, setup.num_rounds, setup.budget_s)
-            if part.framework == "jaxddp":
-                sides = part.ranks.run_jax(collectives_jax.run, job, on_message=on_message)
-            else:
-                sides = part.ranks.run_torch(collectives_torch.run, job, on_message=on_message)
-            common |= {"device": sides[0].device, "versions": sides[0].versions}
-            rows += [common | row for row in rows_of(sides, part.ranks.num)]
+        job = Job(tuple(batches), setup.num_rounds, setup.budget_s)
+        if part.framework == "jaxddp":
+            sides = part.ranks.run_jax(collectives_jax.run, job, on_message=on_message)
+        else:
+            sides = part.ranks.run_torch(collectives_torch.run, job, on_message=on_message)
+    common |= {"device": sides[0].device, "versions": sides[0].versions}
+    rows += [common | row for row in rows_of(sides, part.ranks.num)]
     return rows + [common | row for row in fit_rows(rows)]
-
-
-def together(backend: str, batches: Sequence[Batch]) -> list[tuple[Batch, ...]]:
-    """Says which collectives may share processes, and take turns in them.
-
-    Args:
-        backend: What carries them.
-        batches: All of them.
-
-    Returns:
-        The same, for each of the sets of processes that it takes.
-    """
-    apart = APART.get(backend)
-    chosen = [lambda name: name != apart, lambda name: name == apart]
-    kept = [[Batch(size, tuple(filter(choice, names))) for size, names in batches] for choice in chosen]
-    return [some for each in kept if (some := tuple(batch for batch in each if batch.names))]
 
 
 def rows_of(sides: Sequence[Side], num_ranks: int) -> list[dict[str, Any]]:

@@ -17,8 +17,8 @@ import jaxlib
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxddp import collectives, ring
-from jaxddp.mesh import DATA_AXIS
+from jaxddp import collectives, gloo, ring
+from jaxddp.mesh import DATA_AXIS, platform_of
 
 from .collectives_cases import (
     ELEMENT_BYTES,
@@ -36,7 +36,6 @@ from .ranks import Ranks
 
 KINDS = {
     "all_reduce": "all-reduce",
-    "reduce_scatter": "reduce-scatter",
     "all_gather": "all-gather",
     "broadcast": "all-reduce",  # XLA has no broadcast and no reduce for every backend: see jaxddp/collectives.py
     "reduce": "all-reduce",
@@ -72,11 +71,12 @@ def _compiled(mesh: Mesh, name: str, asked_bytes: int, given: jax.Array) -> Call
     program = jax.jit(mapped).lower(given).compile()
     found = jaxddp.read_schedule(program).collectives()
     size_bytes = size_of(name, asked_bytes, mesh.size)
+    kinds = KINDS | {"reduce_scatter": gloo.kind_of_scatter(platform_of(mesh))}
     timed = Timed(
         name,
         asked_bytes,
         size_bytes,
-        planned=plan(name, KINDS, size_bytes, mesh.size),
+        planned=plan(name, kinds, size_bytes, mesh.size),
         found=[(one.kind, one.num_bytes) for one in found],
         kernel=", ".join(sorted({one.kernel for one in found if one.kernel})) or None,
     )

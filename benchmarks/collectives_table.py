@@ -77,17 +77,15 @@ def notes(rows: Sequence[Row]) -> list[str]:
     """
     return [
         "time: of a round the slowest rank's; median and p10-p90 over rounds. The collectives of a size take turns,"
-        " with a barrier before each call; backends run one after the other, in processes of their own, and so does"
-        " XLA's reduce_scatter over Gloo: it leaves connections behind on which large messages crawl",
+        " with a barrier before each call; backends run one after the other, in processes of their own",
         "algbw: bytes of the full buffer over the time of a call; busbw: that times what a rank must send at least, as"
         " a multiple of the buffer: 2 (N-1)/N of an all-reduce, (N-1)/N of a reduce-scatter or all-gather, else 1; it"
         " compares with the speed of the links, whatever the number of ranks",
-        "planned and found: AR all-reduce, RS reduce-scatter, AG all-gather, CP collective-permute, SR send-recv, B"
+        "planned and found: AR all-reduce, RS reduce-scatter, AG all-gather, ATA all-to-all, which stands in for XLA's"
+        " reduce-scatter over Gloo (see jaxddp/gloo.py), CP collective-permute, SR send-recv, B"
         " broadcast, R reduce; XLA's read back from the compiled program, torch's as issued. XLA has no broadcast or"
         " reduce for every backend: jaxddp's are all-reduces",
-        "XLA writes into new buffers; torch's all_reduce and broadcast work in place. On CPUs glibc maps what is larger"
-        " than 32 MiB anew in every call, and the page faults are in its time; a process that keeps freed memory, as"
-        " training does, is spared them",
+        "XLA writes into new buffers; torch's all_reduce and broadcast work in place; on CPUs both keep freed memory",
         "simulated devices (XLA in-process) copy within one memory and send nothing",
         *_kernels_in_words(rows),
         *_fits_in_words(rows),

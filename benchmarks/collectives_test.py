@@ -17,7 +17,7 @@ from benchmarks.collectives_cases import NAMES, QUICK_NAMES, check
 from benchmarks.collectives_fit import network_of
 from benchmarks.collectives_sizes import GIB, KIB, MIB
 from benchmarks.collectives_table import notes
-from benchmarks.collectives_turns import Batch, Side, Timed
+from benchmarks.collectives_turns import Side, Timed
 from benchmarks.options import Options
 from benchmarks.ranks import Ranks
 from benchmarks.run import Run
@@ -72,6 +72,8 @@ def test_every_backend_has_a_row_for_each_collective_and_size(measured):
     timed = [row for row in measured.rows if "median_ms" in row]
     assert measured.holds and {row["check"] for row in timed} == {"ok"}
     assert Counter(row["backend"] for row in timed) == dict.fromkeys(BACKENDS, (len(NAMES) - 1) * len(SIZES))
+    assert {row["threads"] for row in timed if row["framework"] == "torchref"} == {1}
+    assert {row["threads"] for row in timed if row["backend"] == "XLA over Gloo"} == {1}
     for row in timed:
         assert row["size_bytes"] == row["asked_bytes"] and row["dtype"] == "float32" and row["num_ranks"] == 2
         assert row["num_rounds"] == len(row["rounds_ms"]) == 5
@@ -178,16 +180,6 @@ def test_a_collective_that_is_wrong_is_found_out(breaks, monkeypatch):
     assert said.startswith("WRONG: 1 all-reduce of 1,024 bytes planned, ")
     assert (broken.wrong > 0) == (breaks == "result")
     assert (check(broken.found, broken.found, broken.wrong) == "ok") == (breaks == "program")
-
-
-def test_what_slows_others_down_has_processes_of_its_own():
-    batches = (Batch(8, ("all_reduce", "reduce_scatter")), Batch(4, ("reduce_scatter",)))
-    assert collectives.together("Gloo", batches) == [batches]
-    assert collectives.together("XLA over Gloo", batches) == [
-        (Batch(8, ("all_reduce",)),),
-        (Batch(8, ("reduce_scatter",)), Batch(4, ("reduce_scatter",))),
-    ]
-    assert collectives.together("XLA over Gloo", ()) == []
 
 
 def test_a_call_takes_as_long_as_on_its_slowest_rank_and_is_as_wrong_as_on_all():

@@ -8,25 +8,29 @@ from __future__ import annotations
 
 import os
 
-from .ranks import Ranks
 
+def num_cores(kind: str, num_ranks: int) -> int:
+    """Cores that a process of JAX's ranks is kept to; 0 where it is not.
 
-def num_cores(ranks: Ranks) -> int:
-    """Cores that a process of these ranks is kept to; 0 where it is not."""
-    if ranks.kind == "gpus" or not hasattr(os, "sched_setaffinity"):
+    Args:
+        kind: Of the ranks.
+        num_ranks: Their number; those that are devices of one process share as many cores.
+    """
+    if kind == "gpus" or not hasattr(os, "sched_setaffinity"):
         return 0
-    return min(ranks.num, os.cpu_count() or 1) if ranks.kind == "simulated" else 1
+    return min(num_ranks, os.cpu_count() or 1) if kind == "simulated" else 1
 
 
-def keep_to_cores(ranks: Ranks, rank: int) -> None:
+def keep_to_cores(kind: str, num_ranks: int, rank: int) -> None:
     """Keeps this process to its cores; call it before JAX has started.
 
     Args:
-        ranks: The ranks; those that are devices of one process share as many cores.
+        kind: Of the ranks.
+        num_ranks: Their number.
         rank: Of this process; where there are fewer cores than processes, some share one.
     """
-    count = num_cores(ranks)
+    count = num_cores(kind, num_ranks)
     if count:
         there = sorted(os.sched_getaffinity(0))
-        first = 0 if ranks.kind == "simulated" else rank % len(there)
+        first = 0 if kind == "simulated" else rank % len(there)
         os.sched_setaffinity(0, there[first : first + count])

@@ -23,7 +23,7 @@ def test_a_rank_has_a_core(ranks, rank, kept, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {5, 2, 3}, raising=False)
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: asked.append(set(cores)), raising=False)
-    keep_to_cores(ranks, rank)
+    keep_to_cores(ranks.kind, ranks.num, rank)
     assert asked == kept
 
 
@@ -34,6 +34,6 @@ def test_where_no_process_can_be_kept_nothing_is_said_of_it(monkeypatch):
     assert ranks_in_words(Ranks(2, "processes"), "jaxddp")[1] == "2 processes of one CPU device on one core"
     assert ranks_in_words(Ranks(2, "simulated"), "torchref") == ("processes", "2 processes of 1 thread(s)")
     monkeypatch.delattr(os, "sched_setaffinity")
-    assert num_cores(Ranks(2, "processes")) == 0
+    assert num_cores("processes", 2) == 0
     assert ranks_in_words(Ranks(2, "simulated"), "jaxddp")[1] == "2 simulated CPU devices in one process"
     assert ranks_in_words(Ranks(2, "gpus"), "jaxddp") == ("GPUs", "2 GPUs in one process")

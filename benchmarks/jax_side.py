@@ -15,7 +15,6 @@ import torch.distributed as dist
 from jax.sharding import Mesh
 
 from jaxddp import compression
-from jaxddp.allocator import keep_freed_memory
 from jaxddp.interop import to_numpy
 from jaxddp.mesh import DATA_AXIS
 from jaxddp.models import build
@@ -24,7 +23,6 @@ from jaxddp.strategy import trace_gradients
 from jaxddp.tree import named_leaves
 from torchref.launch import report
 
-from .cores import keep_to_cores
 from .interleave import Attempts, Variant, agree_over_ranks, interleave
 from .jax_variants import Jit, Planned, probes, rows_of_process
 from .measure import BASELINE, Measured, Setup, SideResult, StrategySpec, largest_difference, ranks_in_words
@@ -41,8 +39,6 @@ def run(ranks: Ranks, setup: Setup) -> SideResult:
     Returns:
         What this process found; times are its own.
     """
-    keep_freed_memory()
-    keep_to_cores(ranks, dist.get_rank())
     mesh = ranks.mesh()
     loss_fn, params = build(setup.model, seed=setup.seed)
     optimizer = optax.adamw(setup.learning_rate, weight_decay=0.01)

@@ -27,7 +27,6 @@ from jaxddp.schedule import Operation, Schedule
 from jaxddp.zero.layers import layer
 from torchref.launch import report
 
-from .cores import keep_to_cores
 from .jax_variants import rows_of_process
 from .measure import Setup
 from .ranks import Ranks
@@ -49,7 +48,6 @@ def run(ranks: Ranks, setup: Setup, names: tuple[str, ...], folder: str) -> dict
     Returns:
         By strategy: what this process's first rank did in a step, and how many collectives that should have.
     """
-    keep_to_cores(ranks, dist.get_rank())
     mesh = ranks.mesh()
     rows = [rows_of_process(batch) for batch in setup.batches]
     loss_fn, params = build(setup.model, seed=setup.seed, layer=lambda unit: layer(_in_scope(unit)))

@@ -178,7 +178,7 @@ def ranks_in_words(ranks: Ranks, framework: str) -> tuple[str, str]:
     if ranks.kind == "gpus":
         how = "GPUs in one process" if framework == "jaxddp" else "processes with a GPU each"
         return "GPUs", f"{ranks.num} {how}"
-    count = num_cores(ranks)
+    count = num_cores(ranks.kind, ranks.num)
     if ranks.kind == "simulated" and framework == "jaxddp":
         on = f", on {count} core(s)" if count else ""
         return "simulated", f"{ranks.num} simulated CPU devices in one process{on}"

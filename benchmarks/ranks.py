@@ -7,8 +7,9 @@
 | `gpus`      | one process, a rank for each of its GPUs, over NCCL        | a process a rank, over NCCL         |
 | `lab`       | as `processes`, each on a host of its own: see `lab.py`    | the same                            |
 
-Where there are GPUs, ranks are GPUs, whatever was asked for. Every rank's process takes its torch threads from
-``THREADS``; XLA's CPU client takes the cores that its process may use, see ``cores.py``.
+Where there are GPUs, ranks are GPUs, whatever was asked for. On CPUs a rank of either framework has one core: torch's
+processes take their threads from ``THREADS``, JAX's are kept to cores, see ``cores.py``. And there both keep the memory
+that they free, as programs that train do: see ``jaxddp/allocator.py``.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from jaxddp.allocator import ENVIRONMENT
 from torchref.launch import launch
 from torchref.rank_process import OnMessage, Prepare
 
+from .cores import keep_to_cores
 from .lab import Host, enter_host, open_lab
 
 _T = TypeVar("_T")
@@ -67,10 +70,7 @@ class Ranks:
             One result for each process: of all ranks together, or of each.
         """
         num_processes = self.num if self.kind in _OF_PROCESSES else 1
-        return launch(
-            fn, self, *args, num_ranks=num_processes, threads_per_rank=THREADS, prepare=self._prepare,
-            timeout_s=TIMEOUT_S, on_message=on_message,
-        )  # fmt: skip
+        return self._launch(fn, *args, num_ranks=num_processes, backend="gloo", on_message=on_message)
 
     def run_torch(self, fn: Callable[..., _T], *args: Any, on_message: OnMessage | None = None) -> list[_T]:
         """Runs ``fn(self, *args)`` on every rank of a torch process group.
@@ -84,15 +84,13 @@ class Ranks:
             The ranks' results.
         """
         backend = "nccl" if self.kind == "gpus" else "gloo"
-        return launch(
-            fn, self, *args, num_ranks=self.num, backend=backend, threads_per_rank=THREADS, prepare=self._prepare,
-            timeout_s=TIMEOUT_S, on_message=on_message,
-        )  # fmt: skip
+        return self._launch(fn, *args, num_ranks=self.num, backend=backend, on_message=on_message)
 
     def mesh(self) -> Any:
         """Gives the mesh of these ranks; call it once, inside ``run_jax``, before JAX has started."""
         import jaxddp
 
+        keep_to_cores(self.kind, self.num, _rank())
         if self.kind == "gpus":
             os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs room on them as well
         if self.kind in _OF_PROCESSES:
@@ -109,9 +107,12 @@ class Ranks:
             jaxddp.simulate_devices(self.num)
         return jaxddp.data_mesh(self.num)
 
-    @property
-    def _prepare(self) -> Prepare | None:
-        return partial(enter_host, self.hosts) if self.hosts else None
+    def _launch(self, fn: Callable[..., _T], *args: Any, **options: Any) -> list[_T]:
+        prepare: Prepare | None = partial(enter_host, self.hosts) if self.hosts else None
+        with _with_environment({} if self.kind == "gpus" else ENVIRONMENT):
+            return launch(
+                fn, self, *args, threads_per_rank=THREADS, prepare=prepare, timeout_s=TIMEOUT_S, **options
+            )  # fmt: skip
 
 
 def ranks_of_machine(num_ranks: int, kind: str | None = None) -> Ranks:
@@ -145,6 +146,18 @@ def ranks_of_machine(num_ranks: int, kind: str | None = None) -> Ranks:
     if kind is None:
         kind = "gpus" if num_gpus else "simulated"
     return Ranks(min(num_ranks, num_gpus) if kind == "gpus" else num_ranks, kind)
+
+
+@contextlib.contextmanager
+def _with_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Gives variables to the processes that are started meanwhile; what the user has set of them stays."""
+    new = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(new)
+    try:
+        yield
+    finally:
+        for name in new:
+            os.environ.pop(name, None)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from jaxddp.allocator import keep_freed_memory
 from torchref import compression
 from torchref.interop import from_numpy, to_numpy
 from torchref.launch import report
@@ -42,7 +41,6 @@ def run(ranks: Ranks, setup: Setup, weights: dict[str, np.ndarray]) -> SideResul
     Returns:
         What this rank found; times are its own.
     """
-    keep_freed_memory()  # as on the JAX side: the allocator's manners are not what is compared
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
     batches = [{name: torch.from_numpy(array).to(device) for name, array in batch.items()} for batch in setup.batches]

@@ -1,13 +1,10 @@
 """Several processes over Gloo on loopback save together, restore together, and one process goes on alone."""
 
-import subprocess
-import sys
-
 import jax
 
 from jaxddp.checkpoint import Checkpoints
 from jaxddp.checkpoint_test import BATCH, advance, assert_close, dict_of, make_params, trainer_of, uninterrupted
-from jaxddp.mesh_test import free_port
+from jaxddp.mesh_test import run_workers
 
 NUM_PROCESSES = 2
 
@@ -54,19 +51,7 @@ print(sharded.num_ranks)
 
 
 def test_processes_save_and_restore_as_one(tmp_path):
-    command = [sys.executable, "-c", WORKER, f"127.0.0.1:{free_port()}"]
-    processes = [
-        subprocess.Popen([*command, str(i), str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for i in range(NUM_PROCESSES)
-    ]
-    try:
-        outputs = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (output, errors) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, errors
-        assert output.splitlines()[-1] == "4"
+    assert run_workers(WORKER, NUM_PROCESSES, tmp_path) == ["4"] * NUM_PROCESSES
     with jax.enable_x64(True), Checkpoints(tmp_path) as checkpoints:
         trainer = trainer_of("bucketed on 3")
         for step, strategy in ((1, "zero3"), (2, "bucketed")):

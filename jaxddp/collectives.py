@@ -14,6 +14,7 @@ that compares with the speed of the links.
 | reduce         | [...]          | [...], 0 off root| 2 (N-1)/N S             | 1          | all-reduce         |
 | send_recv      | [...]          | [...]            | S if it sends           | 1          | collective-permute |
 
+Between processes on CPUs, `reduce_scatter` compiles to an all-to-all, for the reason in ``gloo.py``.
 Arrays of length 0 are allowed: the result is empty and nothing travels. Sums are in the dtype of ``x``. Under
 ``check_vma=True`` the results of `all_reduce` and `broadcast` are known to be equal on all ranks and may leave
 `jax.shard_map` under ``out_specs=P()``; those of the others may not, not even `all_gather`'s.
@@ -30,6 +31,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from . import gloo
 
 
 def all_reduce(x: jax.Array, axis: str) -> jax.Array:
@@ -85,6 +88,8 @@ def reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
     chunk_length = _chunk_length(x.shape, num_ranks)
     if x.size == 0:
         return x[:chunk_length]
+    if gloo.kind_of_scatter(gloo.traced_platform()) == "all-to-all":
+        return gloo.scatter_by_all_to_all(x, axis)
     return lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True)
 
 

@@ -13,7 +13,7 @@ from jaxddp.mesh import data_mesh, simulate_devices, start_process
 WORKER = """
 import json, sys
 import jax, jax.numpy as jnp, numpy as np, optax, jaxddp
-address, num_processes, process_id, num_local = sys.argv[1], *map(int, sys.argv[2:])
+address, process_id, num_processes, num_local = sys.argv[1], *map(int, sys.argv[2:])
 jax.config.update("jax_num_cpu_devices", num_local)
 jaxddp.start_process(address, num_processes, process_id)
 
@@ -41,12 +41,14 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def run_processes(num_processes, num_local):
+def run_workers(program, num_processes, *arguments):
+    """Runs a program, given an address, its number and the arguments, in processes; gives the last line of each."""
     address = f"127.0.0.1:{free_port()}"
-    command = [sys.executable, "-c", WORKER, address, str(num_processes)]
+    commands = [
+        [sys.executable, "-c", program, address, str(index), *map(str, arguments)] for index in range(num_processes)
+    ]
     processes = [
-        subprocess.Popen([*command, str(i), str(num_local)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for i in range(num_processes)
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for command in commands
     ]
     try:
         outputs = [process.communicate(timeout=120) for process in processes]
@@ -55,7 +57,11 @@ def run_processes(num_processes, num_local):
             process.kill()
     for process, (_, errors) in zip(processes, outputs, strict=True):
         assert process.returncode == 0, errors
-    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    return [out.splitlines()[-1] for out, _ in outputs]
+
+
+def run_processes(num_processes, num_local):
+    return [json.loads(line) for line in run_workers(WORKER, num_processes, num_processes, num_local)]
 
 
 def test_processes_train_as_one_and_start_from_the_weights_of_process_0():

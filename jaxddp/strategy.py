@@ -18,6 +18,7 @@ from jax import lax
 from .buckets import Bucket, BucketPlan, TensorSpec, dtype_bytes, plan_buckets
 from .compression import Compression, check_forgets, none
 from .exchange import SHARDED, WHOLE, Route, launch, settle
+from .gloo import kind_of_scatter
 from .order import finishing_times, matmul_flops
 from .sharding import Cut, bucket_width
 from .tree import like, named_leaves, tensor_specs
@@ -262,12 +263,13 @@ def planned_collectives(
     if num_ranks == 1 or not strategy.compression.sends:
         return []
     route = strategy.route
+    kind = kind_of_scatter(platform) if route.kind == "reduce-scatter" else route.kind
 
     def num_elements(bucket: Bucket) -> int:
         return bucket.num_elements if route is WHOLE else num_ranks * bucket_width(bucket, num_ranks)
 
     sums = [
-        (route.kind, wire_bytes(elements, dtype, platform))
+        (kind, wire_bytes(elements, dtype, platform))
         for bucket in plan.buckets
         for elements, dtype in strategy.compression.wire(bucket, num_elements(bucket))
     ]

@@ -10,7 +10,12 @@ from jax.interpreters import partial_eval
 from ..scopes import SYNC_SCOPE
 from ..strategy import wire_bytes
 
-_KINDS = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "psum_scatter": "reduce-scatter"}
+_KINDS = {
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "psum_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",  # which stands in for a reduce-scatter: see gloo.py
+}
 
 
 def traced_collectives(program: core.ClosedJaxpr, platform: str) -> list[tuple[str, int]]:
