@@ -2,11 +2,11 @@
 
     gradient ready   share of the FLOPs of forward and backward that are done by then in the trace, times their time
     bucket sent      o + S / w, fitted to all-reduces that were timed on the same ranks in the same rounds
+    both at once     each at a rate of what it does alone, from forward and backward timed beside all-reduces
     step             the step without communication + what the pipeline leaves over after the last gradient
 
 Times of gradients go by FLOPs and are not measured one by one: a compiled step has no place for a clock, and the same
-shares then serve both frameworks. Forward and backward are measured as a whole. The pipeline takes it that what
-communicates takes nothing from what computes, which ranks that share cores and memory do not grant.
+shares then serve both frameworks. Forward and backward are measured as a whole.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from jaxddp.cost.overlap import (
     COMPUTE_BOUND,
     Optimum,
     bucket_times_s,
-    finish_s,
+    rate_at_once,
+    shared_finish_s,
     uniform_optimum,
 )
 from jaxddp.network import GB, Network
@@ -59,6 +60,7 @@ class Costs:
         latency_s: o, of one all-reduce.
         bytes_per_s: w, the buffer's bytes over the time.
         num_ranks: Ranks.
+        rate_at_once: At which computing and communicating go on while both do; of what they do alone.
     """
 
     step_alone_s: float
@@ -66,6 +68,7 @@ class Costs:
     latency_s: float
     bytes_per_s: float
     num_ranks: int
+    rate_at_once: float = 1.0
 
     @property
     def network(self) -> Network:
@@ -82,15 +85,21 @@ class Prediction(NamedTuple):
 
 
 def fit_costs(
-    step_alone_s: float, forward_backward_s: float, all_reduces: Mapping[int, float], num_ranks: int
+    step_alone_s: float,
+    forward_backward_s: float,
+    all_reduces: Mapping[int, float],
+    num_ranks: int,
+    at_once: tuple[float, float] | None = None,
 ) -> Costs:
-    """Fits latency and bandwidth.
+    """Fits latency and bandwidth, and what computing and communicating take from each other.
 
     Args:
         step_alone_s: A step without communication.
         forward_backward_s: Of it, forward and backward.
         all_reduces: Seconds of one all-reduce, by its bytes.
         num_ranks: Ranks.
+        at_once: Seconds of all-reduces alone, and of forward and backward with them under way; None if they take
+            nothing from each other.
 
     Returns:
         The costs; a latency that is fitted below 0 is 0.
@@ -99,7 +108,8 @@ def fit_costs(
         ValueError: If times do not grow with sizes.
     """
     fit = fit_sweep(list(all_reduces), list(all_reduces.values()))
-    return Costs(step_alone_s, forward_backward_s, max(0.0, fit.latency_s), fit.bytes_per_s, num_ranks)
+    rate = rate_at_once(forward_backward_s, *at_once) if at_once else 1.0
+    return Costs(step_alone_s, forward_backward_s, max(0.0, fit.latency_s), fit.bytes_per_s, num_ranks, rate)
 
 
 def predict(buckets: Buckets, shares: Shares, costs: Costs) -> Prediction:
@@ -122,7 +132,7 @@ def predict(buckets: Buckets, shares: Shares, costs: Costs) -> Prediction:
     timed = bucket_times_s(
         places, [num_bytes for _, num_bytes in tensors], ready_s, costs.bytes_per_s, costs.latency_s
     )  # fmt: skip
-    exposed_s = max(0.0, float(finish_s(*timed)) - costs.forward_backward_s)
+    exposed_s = shared_finish_s(costs.forward_backward_s, *timed, costs.rate_at_once) - costs.forward_backward_s
     return Prediction(costs.step_alone_s + exposed_s, exposed_s)
 
 

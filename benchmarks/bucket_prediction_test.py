@@ -31,6 +31,10 @@ def test_the_pipeline_by_hand():
     fast = replace(COSTS, bytes_per_s=1e10, latency_s=0.0)
     assert predict(EACH, SHARES, fast) == pytest.approx((1.01, 0.01))
     assert predict([], SHARES, COSTS) == (1.0, 0.0)
+    # As slow at once as one after the other: everything shows, however it is cut.
+    shared = replace(COSTS, rate_at_once=0.5)
+    assert predict(EACH, SHARES, shared) == pytest.approx((1.53, 0.53))
+    assert predict(together, SHARES, shared) == pytest.approx((1.51, 0.51))
 
 
 def test_the_regime_is_what_takes_longer():
@@ -48,6 +52,9 @@ def test_costs_are_fitted():
     assert (costs.network.gb_per_s, costs.network.latency_us) == pytest.approx((1.5, 2000))
     assert costs.network.seconds("all-reduce", 4 * MB, range(4)) == pytest.approx(0.006)
     assert fit_costs(1.0, 0.9, {MB: 0.001, 4 * MB: 0.005}, 2).latency_s == 0.0
+    # 0.5 s beside 0.9 s took 0.1 s longer than the latter.
+    shared = fit_costs(1.0, 0.9, {MB: 0.003, 4 * MB: 0.006}, 2, at_once=(0.5, 1.0))
+    assert shared.rate_at_once == pytest.approx(0.5 / 0.6)
     with pytest.raises(ValueError, match="must grow"):
         fit_costs(1.0, 0.9, {MB: 0.002, 4 * MB: 0.001}, 2)
 
@@ -76,7 +83,7 @@ def test_a_prediction_is_good_within_15_percent(predicted, error, check):
 def cap_row(framework, bucket_mb, median_ms, predicted_ms, check="ok"):
     kept = dict.fromkeys(
         "backend device ranks kind num_ranks model params_bytes global_batch regime uniform_optimum_mb gradient_bytes"
-        " step_alone_ms forward_backward_ms backward_ms alpha_us gb_per_s".split()
+        " step_alone_ms forward_backward_ms backward_ms alpha_us gb_per_s rate_at_once".split()
     )
     return kept | {
         "framework": framework, "strategy": "bucketed", "bucket_mb": bucket_mb, "median_ms": median_ms,

@@ -43,7 +43,8 @@ def notes(rows: Sequence[Mapping[str, Any]], optima: Sequence[Mapping[str, Any]]
     yield (
         "predicted: the step without communication, and what an in-order pipeline of the real buckets leaves over;"
         " gradients are ready by their share of the FLOPs of forward and backward, whose time was measured as a whole,"
-        " and sent in the time fitted to all-reduces of the same rounds"
+        " and sent in the time fitted to all-reduces of the same rounds; while both go on each does so at the rate that"
+        " was measured, 50 % being as slow as one after the other"
     )
     for row in [row for row in rows if "is_async" in row][:1]:
         how = "asynchronous" if row["is_async"] else "synchronous, as XLA's are on CPUs, so that all of them shows"
@@ -69,6 +70,7 @@ def in_words(row: Mapping[str, Any]) -> str:
     return (
         f"{row['framework']}, {row['backend']}, is {row['regime']}: {row['gradient_bytes'] / MIB:.1f} MiB of gradients"
         f" take {sending_ms:.0f} ms at {row['gb_per_s']:.2f} GB/s and {row['alpha_us']:.0f} us a call, the backward"
-        f" {row['backward_ms']:.0f} ms; best measured {row['measured_optimum_mb']:g} MiB (as good: {as_good}),"
+        f" {row['backward_ms']:.0f} ms, and both at once {row['rate_at_once']:.0%} as fast as alone;"
+        f" best measured {row['measured_optimum_mb']:g} MiB (as good: {as_good}),"
         f" predicted {row['optimum_mb']:g} MiB{equal} ({row['check']})"
     )

@@ -28,7 +28,7 @@ from .bucket_prediction import (
 from .bucket_table import COLUMNS, notes
 from .frameworks import BETWEEN, FRAMEWORKS, measure_both
 from .jax_side import gradient_shares
-from .measure import FORWARD_BACKWARD, NUM_PROBED, Setup, SideResult, StrategySpec, all_reduce_label
+from .measure import AT_ONCE, FORWARD_BACKWARD, NUM_PROBED, Setup, SideResult, StrategySpec, all_reduce_label
 from .options import Options
 from .ranks import Ranks, ranks_of_machine
 from .ratios import compare
@@ -118,7 +118,9 @@ def bucket_rows(shares: Shares, framework: str, setup: Setup, side: SideResult) 
     }
     try:
         forward_backward_s = float(np.median(side.probes[FORWARD_BACKWARD]))
-        costs = fit_costs(float(np.median(alone_s)), forward_backward_s, all_reduces, side.num_ranks)
+        beside = all_reduce_label(setup.probe_bytes[-2])
+        at_once = (float(np.median(side.probes[beside])), float(np.median(side.probes[AT_ONCE])))
+        costs = fit_costs(float(np.median(alone_s)), forward_backward_s, all_reduces, side.num_ranks, at_once)
     except ValueError as error:
         return [row | {"check": f"not predicted: {error}" if row["check"] == "ok" else row["check"]} for row in rows]
     return [row | _predicted(row, shares, costs, side) for row in rows]
@@ -143,6 +145,7 @@ def _predicted(row: Mapping[str, Any], shares: Shares, costs: Costs, side: SideR
         "backward_ms": backward_s(shares, costs) * 1e3,
         "alpha_us": costs.latency_s * 1e6,
         "gb_per_s": costs.bytes_per_s / 1e9,
+        "rate_at_once": costs.rate_at_once,
     }
     if measured.schedule is not None:
         shown = simulated(measured.schedule, side.device, costs)
@@ -175,7 +178,7 @@ def optimum_rows(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         kept = (
             "framework", "backend", "device", "ranks", "kind", "num_ranks", "model", "params_bytes", "global_batch",
             "strategy", "regime", "uniform_optimum_mb", "gradient_bytes", "step_alone_ms", "forward_backward_ms",
-            "backward_ms", "alpha_us", "gb_per_s",
+            "backward_ms", "alpha_us", "gb_per_s", "rate_at_once",
         )  # fmt: skip
         is_good = predicted in as_good
         yield {key: best[key] for key in kept} | {

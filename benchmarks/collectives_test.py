@@ -81,9 +81,10 @@ def test_every_backend_has_a_row_for_each_collective_and_size(measured):
         assert row["algbw_gb_per_s"] == pytest.approx(row["size_bytes"] / row["median_ms"] / 1e6)
         assert sorted(row["planned"]) == sorted(row["compiled"]) != []
         assert row["versions"].keys() == ({"jax", "jaxlib"} if row["framework"] == "jaxddp" else {"torch"})
-    kinds = {(row["framework"], row["collective"]): row["compiled"][0][0] for row in timed}
-    assert kinds["jaxddp", "reduce_scatter"] == "reduce-scatter" and kinds["jaxddp", "reduce"] == "all-reduce"
-    assert kinds["torchref", "reduce"] == "reduce" and kinds["torchref", "ring_all_reduce"] == "send-recv"
+    kinds = {(row["backend"], row["collective"]): row["compiled"][0][0] for row in timed}
+    assert kinds["XLA in-process", "reduce_scatter"] == "reduce-scatter"
+    assert kinds["XLA over Gloo", "reduce_scatter"] == "all-to-all" and kinds["XLA over Gloo", "reduce"] == "all-reduce"
+    assert kinds["Gloo", "reduce"] == "reduce" and kinds["Gloo", "ring_all_reduce"] == "send-recv"
 
 
 def run_from(rows, folder, monkeypatch):

@@ -1,12 +1,16 @@
 """Cores for JAX's ranks on CPUs: one for each, as torch's ranks have one thread each.
 
 XLA's CPU client starts as many threads as there are cores that its process may use. Left alone, one rank would compute
-on all cores of the machine, and two ranks would seem no faster.
+on all cores of the machine, and two ranks would seem no faster. Kept to one core, a process would have one thread,
+which can do nothing while it waits for other ranks; torch's Gloo waits on threads of its own. So it gets a second one.
 """
 
 from __future__ import annotations
 
 import os
+
+# What XLA's CPU client takes for the number of cores.
+ENVIRONMENT = {"NPROC": "2"}
 
 
 def num_cores(kind: str, num_ranks: int) -> int:

@@ -23,7 +23,7 @@ from jaxddp.inputs import abstract
 from jaxddp.mesh import platform_of
 
 from .interleave import Variant
-from .measure import FORWARD_BACKWARD, NUM_PROBED, Setup, StepMetrics, all_reduce_label
+from .measure import AT_ONCE, FORWARD_BACKWARD, NUM_PROBED, Setup, StepMetrics, all_reduce_label
 
 
 class Planned:
@@ -139,7 +139,7 @@ def rows_of_process(batch: Batch) -> Batch:
 def probes(
     setup: Setup, loss_fn: Callable[..., Any], params: Any, mesh: Mesh, batches: Sequence[Batch]
 ) -> list[Variant]:
-    """Makes what tells of what a step is made: forward and backward alone, and all-reduces alone.
+    """Makes what tells of what a step is made: forward and backward alone, all-reduces alone, and both at once.
 
     Args:
         setup: With ``probe_bytes``.
@@ -168,18 +168,34 @@ def probes(
     def forward_backward(index: int) -> None:
         jax.block_until_ready(gradients(held, _place(batches[index], by_rank)))
 
-    sums = over_ranks(lambda buffers: jax.lax.psum(buffers, mesh.axis_names[0]), axis, PartitionSpec())
+    def own_sums(buffers: Any) -> Any:
+        return jax.lax.psum(buffers, mesh.axis_names[0])
+
+    def zeros_of(num_bytes: int) -> Any:
+        shape = (mesh.size * num_bytes // 4,)
+        return jax.jit(lambda: [jnp.zeros(shape)] * NUM_PROBED, out_shardings=by_rank)()
+
+    sums = over_ranks(own_sums, axis, PartitionSpec())
     variants = [Variant(FORWARD_BACKWARD, forward_backward)]
     for num_bytes in setup.probe_bytes:
-        shape = (mesh.size * num_bytes // 4,)
-        zeros = jax.jit(lambda shape=shape: [jnp.zeros(shape)] * NUM_PROBED, out_shardings=by_rank)()
+        zeros = zeros_of(num_bytes)
 
         def all_reduce(index: int, zeros: Any = zeros) -> None:
             del index
             jax.block_until_ready(sums(zeros))
 
         variants.append(Variant(all_reduce_label(num_bytes), all_reduce))
-    return variants
+    both = over_ranks(
+        lambda params, batch, buffers: (own_gradients(params, batch), own_sums(buffers)),
+        (PartitionSpec(), axis, axis),
+        (axis, PartitionSpec()),
+    )
+    beside = zeros_of(setup.probe_bytes[-2])
+
+    def at_once(index: int) -> None:
+        jax.block_until_ready(both(held, _place(batches[index], by_rank), beside))
+
+    return [*variants, Variant(AT_ONCE, at_once)]
 
 
 def _place(batch: Batch, by_rank: NamedSharding) -> Any:

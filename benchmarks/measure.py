@@ -25,6 +25,7 @@ PEERS = {
     "torchref": ("DistributedDataParallel", "ZeroRedundancyOptimizer", "fully_shard"),
 }
 FORWARD_BACKWARD = "forward and backward"
+AT_ONCE = "forward and backward beside all-reduces"
 NUM_PROBED = 4  # all-reduces in a row that a probe times at once
 
 
@@ -54,7 +55,8 @@ class Setup:
         must_learn: Whether the loss has to fall; random tokens teach nothing.
         learning_rate: Of AdamW, with weight decay 0.01.
         with_baselines: Whether each strategy also runs with its communication removed.
-        probe_bytes: Sizes of all-reduces that are timed as well; if there are any, so are forward and backward alone.
+        probe_bytes: Sizes of all-reduces that are timed as well; if there are any, so are forward and backward alone,
+            and beside all-reduces of the last but one.
         with_schedules: Whether compiled programs are read.
         with_traces: Whether steps are recorded by the profilers as well.
         seed: Of the initial weights.
@@ -157,7 +159,7 @@ class SideResult:
         trained: Weights of single-process training after the last round, by torch name.
         measured: By label.
         failed: Why others were not, by label.
-        probes: Seconds of the timed rounds, by ``FORWARD_BACKWARD`` and ``all_reduce_label``.
+        probes: Seconds of the timed rounds, by ``FORWARD_BACKWARD``, ``AT_ONCE`` and ``all_reduce_label``.
     """
 
     num_ranks: int

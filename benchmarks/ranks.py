@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from jaxddp.allocator import ENVIRONMENT
+from jaxddp import allocator
 from torchref.launch import launch
 from torchref.rank_process import OnMessage, Prepare
 
-from .cores import keep_to_cores
+from . import cores
 from .lab import Host, enter_host, open_lab
 
 _T = TypeVar("_T")
@@ -70,7 +70,8 @@ class Ranks:
             One result for each process: of all ranks together, or of each.
         """
         num_processes = self.num if self.kind in _OF_PROCESSES else 1
-        return self._launch(fn, *args, num_ranks=num_processes, backend="gloo", on_message=on_message)
+        with _with_environment(cores.ENVIRONMENT if self.kind in _OF_PROCESSES else {}):
+            return self._launch(fn, *args, num_ranks=num_processes, backend="gloo", on_message=on_message)
 
     def run_torch(self, fn: Callable[..., _T], *args: Any, on_message: OnMessage | None = None) -> list[_T]:
         """Runs ``fn(self, *args)`` on every rank of a torch process group.
@@ -90,7 +91,7 @@ class Ranks:
         """Gives the mesh of these ranks; call it once, inside ``run_jax``, before JAX has started."""
         import jaxddp
 
-        keep_to_cores(self.kind, self.num, _rank())
+        cores.keep_to_cores(self.kind, self.num, _rank() if self.kind in _OF_PROCESSES else 0)
         if self.kind == "gpus":
             os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs room on them as well
         if self.kind in _OF_PROCESSES:
@@ -109,7 +110,7 @@ class Ranks:
 
     def _launch(self, fn: Callable[..., _T], *args: Any, **options: Any) -> list[_T]:
         prepare: Prepare | None = partial(enter_host, self.hosts) if self.hosts else None
-        with _with_environment({} if self.kind == "gpus" else ENVIRONMENT):
+        with _with_environment({} if self.kind == "gpus" else allocator.ENVIRONMENT):
             return launch(
                 fn, self, *args, threads_per_rank=THREADS, prepare=prepare, timeout_s=TIMEOUT_S, **options
             )  # fmt: skip

@@ -18,7 +18,7 @@ from torchref.models import loss_fn
 from torchref.strategy import planned_collectives
 
 from .interleave import Variant
-from .measure import FORWARD_BACKWARD, NUM_PROBED, Setup, StepMetrics, StrategySpec, all_reduce_label
+from .measure import AT_ONCE, FORWARD_BACKWARD, NUM_PROBED, Setup, StepMetrics, StrategySpec, all_reduce_label
 
 TorchBatch = dict[str, torch.Tensor]
 
@@ -92,7 +92,7 @@ class Planned:
 
 
 def probes(setup: Setup, module: nn.Module, batches: Sequence[TorchBatch]) -> list[Variant]:
-    """Makes what tells of what a step is made: forward and backward alone, and all-reduces alone.
+    """Makes what tells of what a step is made: forward and backward alone, all-reduces alone, and both at once.
 
     Args:
         setup: With ``probe_bytes``.
@@ -118,4 +118,12 @@ def probes(setup: Setup, module: nn.Module, batches: Sequence[TorchBatch]) -> li
                 dist.all_reduce(buffer)
 
         variants.append(Variant(all_reduce_label(num_bytes), all_reduce))
-    return variants
+    beside = [torch.zeros(setup.probe_bytes[-2] // 4, device=device) for _ in range(NUM_PROBED)]
+
+    def at_once(index: int) -> None:
+        under_way = [dist.all_reduce(buffer, async_op=True) for buffer in beside]
+        forward_backward(index)
+        for one in under_way:
+            one.wait()
+
+    return [*variants, Variant(AT_ONCE, at_once)]
