@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from torchref.launch import RankError
 
     from .console import make_console
-    from .lab_job import lab_for, link_holds
+    from .lab.benchmark import lab_for, link_holds
     from .report import PAGE, write_report
     from .results import new_run_folder
     from .run import Run

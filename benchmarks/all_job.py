@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from .lab_job import lab_for, link_holds
+from .lab.benchmark import lab_for, link_holds
 from .options import Options
 from .registry import BENCHMARKS
 from .run import NotRun, Run

@@ -39,7 +39,7 @@ def fail(*args):
 
 def test_a_framework_that_fails_is_a_row_and_its_traceback_a_file(capsys, tmp_path, monkeypatch):
     for name in ("run", "initial_weights"):
-        monkeypatch.setattr(f"benchmarks.frameworks.jax_side.{name}", fail)
+        monkeypatch.setattr(f"benchmarks.training.frameworks.jax_side.{name}", fail)
     assert main(["--steps", "1", "--out", str(tmp_path)]) == 1
     said = "rank 0 of 1 failed: ValueError: there is no such rank"
     printed = capsys.readouterr().out

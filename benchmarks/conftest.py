@@ -3,7 +3,7 @@
 import pytest
 
 import jaxddp.conftest  # noqa: F401  simulated devices
-from benchmarks.lab import Lab
+from benchmarks.lab.network import Lab
 
 NO_LAB = pytest.StashKey[str]()
 

@@ -3,8 +3,8 @@ import os
 import pytest
 
 from benchmarks.cores import keep_to_cores, num_cores
-from benchmarks.measure import ranks_in_words
 from benchmarks.ranks import Ranks
+from benchmarks.training.measure import ranks_in_words
 
 
 @pytest.mark.parametrize(

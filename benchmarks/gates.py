@@ -10,16 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from .frameworks import BETWEEN, measure_both
-from .measure import PEERS, Setup, StrategySpec
 from .options import Options
 from .ranks import ranks_of_machine
 from .ratios import Gate as Gate
 from .ratios import compare as compare
 from .run import NOT_RUN, Run, holds
-from .steps import STEP_COLUMNS, how_ranks_run, label
 from .strategies import BATCH_SIZE, NUM_RANKS, make_setup
 from .tables import NOTHING, Column, markdown_table, terminal_table, time_cell, value, write_markdown
+from .training.frameworks import BETWEEN, measure_both
+from .training.measure import PEERS, Setup, StrategySpec
+from .training.steps import STEP_COLUMNS, how_ranks_run, label
 
 MODEL, NUM_ROUNDS, MIN_ROUNDS, NUM_WARMUP = "lm_9m", 20, 10, 3
 BUCKETED, ZERO1, ZERO2 = (StrategySpec(name, 25.0) for name in ("bucketed", "zero1", "zero2"))

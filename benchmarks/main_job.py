@@ -8,9 +8,9 @@ from __future__ import annotations
 from jaxddp import STRATEGIES
 
 from . import strategies
-from .measure import Setup
 from .options import Options
 from .strategies import run as run
+from .training.measure import Setup
 
 
 def describe(options: Options) -> tuple[Setup, str]:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .steps import label
 from .tables import milliseconds
+from .training.steps import label
 
 _COMPUTE = {"jaxddp": "#4c78a8", "torchref": "#e07b39"}
 _EXPOSED = "#b0b7bf"

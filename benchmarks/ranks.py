@@ -5,7 +5,7 @@
 | `simulated` | one process, a rank for each of its simulated CPU devices  | none: a rank of torch is a process  |
 | `processes` | a process a rank, joined by `jax.distributed`, over Gloo   | a process a rank, over Gloo         |
 | `gpus`      | one process, a rank for each of its GPUs, over NCCL        | a process a rank, over NCCL         |
-| `lab`       | as `processes`, each on a host of its own: see `lab.py`    | the same                            |
+| `lab`       | as `processes`, each on a host of its own: see `lab/`      | the same                            |
 
 Where there are GPUs, ranks are GPUs, whatever was asked for. On CPUs a rank of either framework has one core: torch's
 processes take their threads from ``THREADS``, JAX's are kept to cores, see ``cores.py``. And there both keep the memory
@@ -28,7 +28,7 @@ from torchref.launch import launch
 from torchref.rank_process import OnMessage, Prepare
 
 from . import cores
-from .lab import Host, enter_host, open_lab
+from .lab.network import Host, enter_host, open_lab
 
 _T = TypeVar("_T")
 

@@ -30,14 +30,20 @@ BENCHMARKS = {
     "strategies": Benchmark(
         "strategies", "the same beside what the frameworks do by themselves: jit, DDP, ZeRO, FSDP2", 4, 2
     ),
-    "buckets": Benchmark("buckets", "bucket sizes: measured beside predicted, in both frameworks", 4, 1),
+    "buckets": Benchmark("buckets.benchmark", "bucket sizes: measured beside predicted, in both frameworks", 4, 1),
     "collectives": Benchmark(
-        "collectives", "every collective by size, ranks and backend, with fitted latency and bandwidth", 30, 1
+        "collectives.benchmark", "every collective by size, ranks and backend, with fitted latency and bandwidth", 30, 1
     ),
-    "scaling": Benchmark("scaling", "strong and weak scaling, measured here and simulated up to 512 H100s", 6, 2),
-    "memory": Benchmark("memory", "what a step holds on each device, by ZeRO stage", 2, 1),
+    "scaling": Benchmark(
+        "scaling.benchmark", "strong and weak scaling, measured here and simulated up to 512 H100s", 6, 2
+    ),
+    "memory": Benchmark("memory.benchmark", "what a step holds on each device, by ZeRO stage", 2, 1),
     "gates": Benchmark("gates", "what may not cost more than what: jit, DistributedDataParallel, ZeRO-1", 3),
-    "lab": Benchmark("lab_job", "strategies, buckets and collectives over a slow network, made on this machine", 40, 2),
-    "compile": Benchmark("compile_time", "how long compilation takes, for up to 512 devices and 3,000 parameters", 60),
+    "lab": Benchmark(
+        "lab.benchmark", "strategies, buckets and collectives over a slow network, made on this machine", 40, 2
+    ),
+    "compile": Benchmark(
+        "compilation.benchmark", "how long compilation takes, for up to 512 devices and 3,000 parameters", 60
+    ),
     "all": Benchmark("all_job", "all but main and compile in one run; with --quick in some 10 minutes", 0),
 }

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from torchref.launch import RankError
 
-from .lab import network
+from .lab.network import network
 from .results import commit, describe_machine
 
 METRICS = "metrics.jsonl"

@@ -14,16 +14,16 @@ from jaxddp import STRATEGIES as OURS
 from jaxddp.data import Corpus, RandomTokens
 from jaxddp.models import SIZES
 
-from . import traces
-from .frameworks import BETWEEN, FRAMEWORKS, measure_both
-from .measure import PEERS, Setup, StrategySpec
 from .options import Options
 from .picture import draw_steps
 from .ranks import Ranks, ranks_of_machine
 from .run import Run, holds
-from .steps import STEP_COLUMNS, how_ranks_run
 from .tables import markdown_table, terminal_table, write_markdown
-from .trace_picture import draw_traces
+from .traces import parts as traces
+from .traces.picture import draw_traces
+from .training.frameworks import BETWEEN, FRAMEWORKS, measure_both
+from .training.measure import PEERS, Setup, StrategySpec
+from .training.steps import STEP_COLUMNS, how_ranks_run
 
 MODEL = "byte"
 NAMES = (*OURS, *(name for names in PEERS.values() for name in names))

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks import frameworks, main_job, strategies, torch_side
-from benchmarks.measure import Setup, StrategySpec, merge_ranks
+from benchmarks import main_job, strategies
 from benchmarks.options import Options
 from benchmarks.ranks import Ranks
 from benchmarks.run import Run
-from benchmarks.steps import step_rows
+from benchmarks.training import frameworks, torch_side
+from benchmarks.training.measure import Setup, StrategySpec, merge_ranks
+from benchmarks.training.steps import step_rows
 from jaxddp.interop import to_numpy
 from jaxddp.models import build
 from torchref.launch import shared_pool

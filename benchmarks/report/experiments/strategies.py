@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...measure import PEERS
+from ...training.measure import PEERS
 from ..figure import Figure
 from ..section import Section
 from ..sentences import few_rounds, left_out, timed

@@ -1,0 +1,1 @@
+"""Bucket sizes, measured beside predicted."""

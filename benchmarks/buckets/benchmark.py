@@ -1,0 +1,221 @@
+"""Bucket sizes: what a step takes, beside what the pipeline of ``prediction.py`` and the simulation say.
+
+Every cap trains in turn with every other, with and without its communication; in the same rounds and on the same ranks
+forward and backward are timed alone, and all-reduces of a few sizes, from which the predictions are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..options import Options
+from ..ranks import Ranks, ranks_of_machine
+from ..ratios import compare
+from ..run import Run, holds
+from ..strategies import BATCH_SIZE, NUM_RANKS, NUM_WARMUP, make_setup
+from ..tables import markdown_table, terminal_table, write_markdown
+from ..training.frameworks import BETWEEN, FRAMEWORKS, measure_both
+from ..training.jax_side import gradient_shares
+from ..training.measure import AT_ONCE, FORWARD_BACKWARD, NUM_PROBED, Setup, SideResult, StrategySpec, all_reduce_label
+from ..training.steps import step_rows
+from .picture import draw_buckets
+from .prediction import Costs, Shares, backward_s, fit_costs, judge, predict, regime, simulated, uniform
+from .table import COLUMNS, notes
+
+MIB = 2**20
+MODEL = "lm_9m"
+CAPS_MB, QUICK_CAPS_MB = (1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 1000.0), (1.0, 5.0, 25.0, 1000.0)
+NUM_STEPS, NUM_QUICK, QUICK_BATCH_SIZE = 12, 4, 4
+LARGEST_PROBE_BYTES = 64 * MIB
+OPTIMA, SHARES = "optima", "gradient shares"
+
+
+def describe(options: Options) -> tuple[Setup, str]:
+    """Describes the sweep.
+
+    Args:
+        options: Caps in MiB, ranks (2), rounds (12, or 4 in the short form), the batch size (8, or 4) and a model
+            (lm_9m).
+
+    Returns:
+        The setup, and its description in a line.
+
+    Raises:
+        ValueError: If there is one rank, the model is unknown or the batch cannot be split.
+    """
+    caps = options.bucket_mb or (QUICK_CAPS_MB if options.quick else CAPS_MB)
+    num_steps = options.steps or (NUM_QUICK if options.quick else NUM_STEPS)
+    batch_size = options.batch_size or (QUICK_BATCH_SIZE if options.quick else BATCH_SIZE)
+    ranks = ranks_of_machine(options.ranks or NUM_RANKS, options.on)
+    if ranks.num < 2:
+        raise ValueError(f"ranks (={ranks.num}) must be at least 2: one alone sends nothing")
+    num_warmup = 1 if options.quick else NUM_WARMUP
+    setup, described = make_setup(options.model or MODEL, ranks, num_steps, batch_size, num_warmup=num_warmup)
+    specs = tuple(StrategySpec("bucketed", cap) for cap in sorted(set(caps)))
+    swept = ", ".join(f"{spec.bucket_mb:g}" for spec in specs)
+    return replace(setup, strategies=specs, with_schedules=True), f"{described}; buckets of {swept} MiB"
+
+
+def run(this: Run, setup: Setup) -> bool:
+    """Sweeps in both frameworks, prints the table and fills the folder.
+
+    Args:
+        this: The folder, console and rows of this run.
+        setup: What to train.
+
+    Returns:
+        Whether every result is right; a prediction that is off is no fault.
+    """
+    (found,) = this.part(SHARES, lambda: [_share_row(setup)])
+    if "ready_shares" in found:
+        shares = Shares(found["forward_share"], found["ready_shares"])
+        setup = replace(setup, probe_bytes=probe_sizes(found["gradient_bytes"]))
+        rows = measure_both(this, dict.fromkeys(FRAMEWORKS, setup), partial(bucket_rows, shares))
+        this.part(OPTIMA, lambda: optimum_rows(rows))
+    show(this)
+    return holds(this.rows)
+
+
+def probe_sizes(num_bytes: int) -> tuple[int, ...]:
+    """Sizes of the all-reduces that are timed: all gradients, and down to a 64th of them, in whole float32."""
+    largest = min(num_bytes, LARGEST_PROBE_BYTES)
+    return tuple(4 * max(1, largest // part // 4) for part in (64, 16, 4, 1))
+
+
+def bucket_rows(shares: Shares, framework: str, setup: Setup, side: SideResult) -> list[dict[str, Any]]:
+    """Turns what one framework's processes found into rows with predictions.
+
+    Args:
+        shares: When gradients are ready.
+        framework: ``"jaxddp"`` or ``"torchref"``.
+        setup: What was run.
+        side: What was found.
+
+    Returns:
+        A row for each cap.
+    """
+    rows = step_rows(framework, setup, side)
+    alone_s = [seconds for one in side.measured.values() for seconds in one.baseline_seconds]
+    if not alone_s:
+        return rows
+    all_reduces = {
+        size: float(np.median(side.probes[all_reduce_label(size)])) / NUM_PROBED for size in setup.probe_bytes
+    }
+    try:
+        forward_backward_s = float(np.median(side.probes[FORWARD_BACKWARD]))
+        beside = all_reduce_label(setup.probe_bytes[-2])
+        at_once = (float(np.median(side.probes[beside])), float(np.median(side.probes[AT_ONCE])))
+        costs = fit_costs(float(np.median(alone_s)), forward_backward_s, all_reduces, side.num_ranks, at_once)
+    except ValueError as error:
+        return [row | {"check": f"not predicted: {error}" if row["check"] == "ok" else row["check"]} for row in rows]
+    return [row | _predicted(row, shares, costs, side) for row in rows]
+
+
+def _predicted(row: Mapping[str, Any], shares: Shares, costs: Costs, side: SideResult) -> dict[str, Any]:
+    """What is predicted for a row, and of what."""
+    measured = side.measured.get(StrategySpec(row["strategy"], row["bucket_mb"]).label)
+    if measured is None:
+        return {}
+    num_bytes = sum(size for bucket in measured.buckets for _, size in bucket)
+    said, best = predict(measured.buckets, shares, costs), uniform(num_bytes, shares, costs)
+    fields = {
+        "num_buckets": len(measured.buckets),
+        "gradient_bytes": num_bytes,
+        "predicted_ms": said.step_s * 1e3,
+        "predicted_exposed_ms": said.exposed_s * 1e3,
+        "regime": regime(num_bytes, shares, costs),
+        "uniform_optimum_mb": best and best.bucket_bytes / MIB,
+        "step_alone_ms": costs.step_alone_s * 1e3,
+        "forward_backward_ms": costs.forward_backward_s * 1e3,
+        "backward_ms": backward_s(shares, costs) * 1e3,
+        "alpha_us": costs.latency_s * 1e6,
+        "gb_per_s": costs.bytes_per_s / 1e9,
+        "rate_at_once": costs.rate_at_once,
+    }
+    if measured.schedule is not None:
+        shown = simulated(measured.schedule, side.device, costs)
+        fields |= {
+            "simulated_ms": shown.step_s * 1e3,
+            "simulated_exposed_ms": shown.exposed_s * 1e3,
+            "is_async": any(one.is_async for one in measured.schedule.collectives()),
+        }
+    judged = judge(said.step_s, measured.timings.median_ms * 1e-3)
+    return fields | {"error_share": judged["error_share"]} | (judged if row["check"] == "ok" else {})
+
+
+def optimum_rows(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Lays the best cap by prediction beside the best measured one.
+
+    Args:
+        rows: Of all caps.
+
+    Yields:
+        A row for each framework; caps are as good as the best if the 95 % interval of their ratio to it holds 1.
+    """
+    for framework in FRAMEWORKS:
+        timed = [row for row in rows if row.get("framework") == framework and "predicted_ms" in row]
+        timed = [row for row in timed if not row["check"].startswith("WRONG")]
+        if not timed:
+            continue
+        best = min(timed, key=lambda row: row["median_ms"])
+        predicted = min(timed, key=lambda row: row["predicted_ms"])
+        as_good = [row for row in timed if compare("", row["rounds_ms"], best["rounds_ms"], 1.0).holds]
+        kept = (
+            "framework", "backend", "device", "ranks", "kind", "num_ranks", "model", "params_bytes", "global_batch",
+            "strategy", "regime", "uniform_optimum_mb", "gradient_bytes", "step_alone_ms", "forward_backward_ms",
+            "backward_ms", "alpha_us", "gb_per_s", "rate_at_once",
+        )  # fmt: skip
+        is_good = predicted in as_good
+        yield {key: best[key] for key in kept} | {
+            "optimum_mb": predicted["bucket_mb"],
+            "measured_optimum_mb": best["bucket_mb"],
+            "as_good_mb": [row["bucket_mb"] for row in as_good],
+            "check": "ok" if is_good else f"off: {best['bucket_mb']:g} MiB is better",
+        }
+
+
+def _share_row(setup: Setup) -> dict[str, Any]:
+    """When gradients are ready, from a trace in a process of its own."""
+    forward, ready, num_bytes = Ranks(1, "simulated").run_jax(gradient_shares, setup)[0]
+    return {
+        "model": setup.model,
+        "forward_share": forward,
+        "ready_shares": ready,
+        "gradient_bytes": num_bytes,
+        "check": "ok",
+    }
+
+
+def show(this: Run) -> None:
+    """Makes the table, the notes and the picture of a run's rows."""
+    steps = [row for row in this.rows if row["part"] not in (BETWEEN, OPTIMA, SHARES)]
+    optima = [row for row in this.rows if "optimum_mb" in row]
+    marked = [row | {"best": _marks(row, optima)} for row in steps]
+    said = list(notes(this.rows, optima))
+    this.console.print()
+    of = [f"{row['framework']} on {row['ranks']}" for row in optima]
+    this.console.print(terminal_table(marked, COLUMNS, "; ".join(["steps by bucket size", *of])))
+    for note in said:
+        this.console.print(f"[dim]{note}[/dim]", soft_wrap=True)
+    write_markdown(this.folder, [markdown_table(marked, COLUMNS)], said)
+    written = ["table.md", "metrics.jsonl"]
+    if timed := [row for row in steps if "median_ms" in row]:
+        draw_buckets(timed, optima, this.folder / "buckets.png")
+        written.append("buckets.png")
+    this.console.print(f"\nwritten to {this.folder}: {', '.join(written)}", soft_wrap=True)
+
+
+def _marks(row: Mapping[str, Any], optima: Sequence[Mapping[str, Any]]) -> str:
+    names = {"measured_optimum_mb": "measured", "optimum_mb": "predicted"}
+    words = [
+        word
+        for one in optima
+        for key, word in names.items()
+        if one["framework"] == row.get("framework") and one[key] == row.get("bucket_mb")
+    ]
+    return "both" if len(words) == len(names) else "".join(words)

@@ -1,0 +1,1 @@
+"""All collectives by size, ranks and backend."""

@@ -1,0 +1,96 @@
+"""A backend as two numbers, fitted to the measured sizes: what a call costs, and the rate of large buffers.
+
+    t(S) = alpha + S / w        w: the buffer's bytes per second; times the bus factor, what a rank sends per second
+
+``jaxddp.cost.bandwidth`` fits it by relative error; the 95 % intervals are Student's, of the fit's own residuals, so
+they hold what one pair of numbers cannot describe as well as what scatters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxddp.cost.bandwidth import fit_sweep
+from jaxddp.network import Network
+
+from .cases import rates
+
+Row = Mapping[str, Any]
+
+MIN_SIZES = 3
+POOR_ERROR = 0.5  # of a measured time: beyond it one pair of numbers says little of the sweep
+PREFERRED_KINDS = ("gpus", "lab", "processes", "simulated")
+# 97.5th percentile of Student's t for 1, 2, ... degrees of freedom; for more, the last is a little too wide.
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+
+
+def fit_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Fits each collective of one backend.
+
+    Args:
+        rows: Of one backend and number of ranks.
+
+    Returns:
+        A row for each collective of which three sizes or more were right. An upper end of None is no bound.
+    """
+    by_name: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["check"] == "ok" and "median_ms" in row:
+            by_name.setdefault(row["collective"], []).append(row)
+    return [_fit(name, of_name) for name, of_name in by_name.items() if len(of_name) >= MIN_SIZES]
+
+
+def network_of(rows: Iterable[Row], framework: str, num_ranks: int, kind: str | None = None) -> Network:
+    """Gives a measured backend as a network, by its all-reduce.
+
+    Args:
+        rows: Of this benchmark.
+        framework: ``"jaxddp"`` or ``"torchref"``.
+        num_ranks: As measured.
+        kind: Of the ranks; when None the first of ``PREFERRED_KINDS`` that was measured.
+
+    Returns:
+        The network, whose speed is what a rank sends per second; a latency that was fitted below 0 is 0.
+
+    Raises:
+        ValueError: If there is no such fit.
+    """
+    fits = {
+        row["kind"]: row
+        for row in rows
+        if row.get("collective") == "all_reduce" and row.get("alpha_us") is not None
+        and (row["framework"], row["num_ranks"]) == (framework, num_ranks)
+    }  # fmt: skip
+    for each in (kind,) if kind else PREFERRED_KINDS:
+        if each in fits:
+            return Network(gb_per_s=fits[each]["bus_gb_per_s"], latency_us=max(0.0, fits[each]["alpha_us"]))
+    of_kind = f" of kind {kind!r}" if kind else ""
+    raise ValueError(f"no fit of {framework}'s all_reduce on {num_ranks} ranks{of_kind}: it takes {MIN_SIZES} sizes")
+
+
+def _fit(name: str, rows: Sequence[Row]) -> dict[str, Any]:
+    sizes, seconds = [row["size_bytes"] for row in rows], [row["median_ms"] * 1e-3 for row in rows]
+    made: dict[str, Any] = {"collective": name, "num_sizes": len(rows)}
+    try:
+        fit = fit_sweep(sizes, seconds)
+    except ValueError:
+        return made | {"alpha_us": None, "gb_per_s": None, "check": "poor: times do not grow with sizes"}
+    student = _STUDENT[min(len(rows) - MIN_SIZES, len(_STUDENT) - 1)]
+    alpha_us, alpha_error_us = fit.latency_s * 1e6, student * fit.latency_error_s * 1e6
+    gb_per_s = fit.bytes_per_s / 1e9
+    share = student * fit.bytes_per_s_error / fit.bytes_per_s  # of the seconds per byte, which are what is fitted
+    worst = float(np.max(np.abs(fit.residuals)))
+    return made | {
+        "alpha_us": alpha_us,
+        "alpha_low_us": alpha_us - alpha_error_us,
+        "alpha_high_us": alpha_us + alpha_error_us,
+        "gb_per_s": gb_per_s,
+        "gb_per_s_low": gb_per_s / (1 + share),
+        "gb_per_s_high": gb_per_s / (1 - share) if share < 1 else None,
+        "bus_gb_per_s": rates(name, 10**9, 1 / gb_per_s, rows[0]["num_ranks"])[1],
+        "worst_error": worst,
+        "check": "ok" if worst <= POOR_ERROR else f"poor: off by up to {worst:.0%}",
+    }

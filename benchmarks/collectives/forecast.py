@@ -1,0 +1,102 @@
+"""How long it will take: said before it starts, and corrected as it goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxddp.network import Network
+
+from ..ranks import Ranks
+from .sizes import in_words
+from .turns import NUM_WARMUP, Batch, rounds_within
+
+# Half of what the source found for Gloo, for here all ranks may have to share a few cores; and what it found for NCCL.
+CPUS, GPUS = Network(gb_per_s=0.5, latency_us=500.0), Network(gb_per_s=4.0, latency_us=100.0)
+START_S = 10.0  # of a part: processes, imports, compilation
+
+
+def assumed_network(ranks: Ranks) -> Network:
+    """What the ranks are taken to send before anything was measured."""
+    return GPUS if ranks.kind == "gpus" else CPUS
+
+
+def forecast_s(batch: Batch, ranks: Ranks, num_rounds: int | None, budget_s: float) -> float:
+    """Forecasts a size, taking every collective for an all-reduce.
+
+    Args:
+        batch: The size and its collectives.
+        ranks: Which run it.
+        num_rounds: As in ``Job``.
+        budget_s: As in ``Job``.
+
+    Returns:
+        Seconds.
+    """
+    call_s = assumed_network(ranks).seconds("all-reduce", batch.asked_bytes, range(ranks.num))
+    round_s = len(batch.names) * call_s
+    return (NUM_WARMUP + (num_rounds or rounds_within(budget_s, round_s))) * round_s
+
+
+class Forecast:
+    """How long the rest will take: as forecast, times what the forecast of the work done was wrong by."""
+
+    def __init__(self, seconds: Mapping[tuple[str, int], float]) -> None:
+        """Begins.
+
+        Args:
+            seconds: Forecast, by part and size.
+        """
+        self._left = dict(seconds)
+        self._forecast_s = self._took_s = 0.0
+
+    def done(self, part: str, asked_bytes: int, seconds: float) -> None:
+        """Notes how long a size took; it may come again, in other processes of the part."""
+        self._forecast_s += self._left.pop((part, asked_bytes), 0.0)
+        self._took_s += seconds
+
+    def skip(self, part: str) -> None:
+        """Drops what is left of a part."""
+        self._left = {key: seconds for key, seconds in self._left.items() if key[0] != part}
+
+    def follow(self, part: str, show: Callable[[int, Any], None]) -> Callable[[int, Any], None]:
+        """Makes of a rank's word that it begins with a size what a user wants to know.
+
+        Args:
+            part: That is about to start.
+            show: Shows messages.
+
+        Returns:
+            What takes the ranks' messages.
+        """
+        began_s, under_way = time.monotonic(), 0
+
+        def on_message(rank: int, message: Any) -> None:
+            nonlocal began_s, under_way
+            kind, *content = message
+            if rank == 0 and kind == "size":
+                now_s = time.monotonic()
+                if under_way:
+                    self.done(part, under_way, now_s - began_s)
+                    began_s = now_s
+                (under_way,) = content
+                message = ("doing", f"{in_words(under_way)}, about {self} left")
+            show(rank, message)
+
+        return on_message
+
+    def __str__(self) -> str:
+        """In words."""
+        scale = self._took_s / self._forecast_s if self._forecast_s else 1.0
+        return duration(scale * sum(self._left.values()))
+
+
+def duration(seconds: float) -> str:
+    """Writes a duration roughly.
+
+    Example:
+        >>> duration(42.0), duration(1000.0)
+        ('42 s', '17 min')
+    """
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"

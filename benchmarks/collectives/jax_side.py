@@ -1,0 +1,103 @@
+"""The collectives in JAX: each a program of its own, compiled for the mesh and read back before it runs.
+
+A program writes its result into a new buffer. Every call is waited for: XLA ends a process whose simulated devices have
+many calls under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jaxddp  # first: it imports JAX without what plugins print whose devices are not there
+
+# isort: split
+import jax
+import jaxlib
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxddp import collectives, gloo, ring
+from jaxddp.mesh import DATA_AXIS, platform_of
+
+from ..ranks import Ranks
+from .cases import ELEMENT_BYTES, RINGS, brought_length, expected, num_wrong, options_of, plan, size_of, values
+from .turns import Batch, Call, Job, Side, Timed, measure
+
+KINDS = {
+    "all_reduce": "all-reduce",
+    "all_gather": "all-gather",
+    "broadcast": "all-reduce",  # XLA has no broadcast and no reduce for every backend: see jaxddp/collectives.py
+    "reduce": "all-reduce",
+    "send_recv": "collective-permute",
+}
+
+
+def run(ranks: Ranks, job: Job) -> Side:
+    """Measures; runs in each of JAX's processes, before JAX has started there.
+
+    Args:
+        ranks: How they run.
+        job: What to measure.
+
+    Returns:
+        What this process found; times are its own.
+    """
+    mesh = ranks.mesh()
+
+    def ready(batch: Batch) -> Callable[[str], Call]:
+        lengths = {name: brought_length(name, batch.asked_bytes, mesh.size) for name in batch.names}
+        inputs = {length: _input(mesh, length) for length in set(lengths.values())}
+        return lambda name: _compiled(mesh, name, batch.asked_bytes, inputs[lengths[name]])
+
+    timed = measure(job, ready, jax.block_until_ready)
+    versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
+    return Side(mesh.devices.flat[0].device_kind, versions, timed)
+
+
+def _compiled(mesh: Mesh, name: str, asked_bytes: int, given: jax.Array) -> Call:
+    spec = PartitionSpec(DATA_AXIS)
+    mapped = jax.shard_map(_function(name, mesh.size), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    program = jax.jit(mapped).lower(given).compile()
+    found = jaxddp.read_schedule(program).collectives()
+    size_bytes = size_of(name, asked_bytes, mesh.size)
+    kinds = KINDS | {"reduce_scatter": gloo.kind_of_scatter(platform_of(mesh))}
+    timed = Timed(
+        name,
+        asked_bytes,
+        size_bytes,
+        planned=plan(name, kinds, size_bytes, mesh.size),
+        found=[(one.kind, one.num_bytes) for one in found],
+        kernel=", ".join(sorted({one.kernel for one in found if one.kernel})) or None,
+    )
+    length = size_bytes // ELEMENT_BYTES
+    call = Call(lambda: given, program, lambda result: _num_wrong(result, name, mesh.size, length), timed)
+    call.try_out()
+    return call
+
+
+def _function(name: str, num_ranks: int) -> Callable[[jax.Array], jax.Array]:
+    options = options_of(name, num_ranks)
+    collective = getattr(ring if name in RINGS else collectives, name)
+    return lambda x: collective(x, DATA_AXIS, **options)
+
+
+def _input(mesh: Mesh, length: int) -> jax.Array:
+    """Every rank's values; each process makes those of its own ranks."""
+    return jax.make_array_from_callback(
+        (mesh.size * length,),
+        NamedSharding(mesh, PartitionSpec(DATA_AXIS)),
+        lambda index: values(_start(index) // length, length),
+    )
+
+
+def _num_wrong(result: jax.Array, name: str, num_ranks: int, length: int) -> int:
+    shards = result.addressable_shards
+    return sum(
+        num_wrong(np.asarray(each.data), expected(name, _start(each.index) // each.data.size, num_ranks, length))
+        for each in shards
+    )
+
+
+def _start(index: Any) -> int:
+    return index[0].start or 0

@@ -1,0 +1,131 @@
+"""What sizes are measured, and which of them fit into memory."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ..ranks import Ranks
+from .cases import ELEMENT_BYTES
+from .turns import Batch
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+SIZES = tuple(KIB * 4**power for power in range(11))
+QUICK_SIZES = (16 * KIB, 256 * KIB, 4 * MIB, 16 * MIB)
+
+# Of full buffers: what a rank holds at most while a collective runs, its inputs included. As seen on 2 and 4 ranks, in
+# whichever framework holds more, rounded up: Gloo reduces and scatters in copies, rings pad and assemble in theirs.
+HELD = {
+    "all_reduce": 3.0,
+    "reduce_scatter": 5.0,
+    "all_gather": 4.5,
+    "broadcast": 4.0,
+    "reduce": 3.5,
+    "send_recv": 3.5,
+    "ring_reduce_scatter": 4.0,
+    "ring_all_gather": 4.5,
+    "ring_all_reduce": 5.5,
+}
+PROCESS_BYTES = GIB // 2  # a rank's process with both frameworks loaded
+
+
+def asked_sizes(sizes_mb: Sequence[float] | None, quick: bool) -> tuple[int, ...]:
+    """Says which sizes are measured.
+
+    Args:
+        sizes_mb: Those asked for by hand.
+        quick: Whether the short form will do.
+
+    Returns:
+        Bytes, ascending.
+
+    Raises:
+        ValueError: If a size is below 1 KiB.
+    """
+    if not sizes_mb:
+        return QUICK_SIZES if quick else SIZES
+    for size_mb in sizes_mb:
+        if size_mb * MIB < KIB:
+            raise ValueError(f"sizes_mb (={size_mb:g}) must be at least 1 KiB, {KIB / MIB:g} MiB")
+    return tuple(sorted({int(size_mb * MIB) for size_mb in sizes_mb}))
+
+
+def needed_bytes(name: str, asked_bytes: int, ranks: Ranks) -> int:
+    """What a collective takes of the memory that its ranks share; on GPUs each has its own."""
+    is_even = asked_bytes % (ELEMENT_BYTES * ranks.num) == 0  # else whole buffers of two lengths are brought
+    held = math.ceil((HELD[name] + (not is_even)) * asked_bytes)
+    if ranks.kind == "gpus":
+        return held
+    return ranks.num * held + (1 if ranks.kind == "simulated" else ranks.num) * PROCESS_BYTES
+
+
+def free_bytes(kind: str) -> int:
+    """Memory that is free for ranks of a kind: of the machine and its container, or of the fullest GPU."""
+    if kind == "gpus":
+        import torch
+
+        return min(torch.cuda.mem_get_info(gpu)[0] for gpu in range(torch.cuda.device_count()))
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if (told := Path("/proc/meminfo")).exists():
+        found = re.search(r"^MemAvailable: +(\d+) kB", told.read_text(), re.MULTILINE)
+        free = int(found.group(1)) * KIB if found else free
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (most := limit.read_text().strip()) != "max":
+        held = int(limit.with_name("memory.current").read_text())
+        files = re.search(r"^inactive_file (\d+)", limit.with_name("memory.stat").read_text(), re.MULTILINE)
+        free = min(free, int(most) - held + int(files.group(1) if files else 0))  # files in memory give way
+    return free
+
+
+def fitting(
+    names: Iterable[str], sizes: Sequence[int], ranks: Ranks, free: int
+) -> tuple[tuple[Batch, ...], list[tuple[str, int, str]]]:
+    """Sorts out what fits.
+
+    Args:
+        names: The collectives.
+        sizes: Bytes.
+        ranks: Which run them.
+        free: Bytes that are.
+
+    Returns:
+        What is to be run, largest first; and of the rest ``(name, size, why not)``.
+    """
+    batches, left_out = [], []
+    for asked in sorted(sizes, reverse=True):
+        fit = []
+        for name in names:
+            needed = needed_bytes(name, asked, ranks)
+            if needed <= free:
+                fit.append(name)
+            else:
+                why = f"{name} of {in_words(asked)} needs {needed / GIB:.1f} GiB, {free / GIB:.1f} are free"
+                left_out.append((name, asked, why))
+        if fit:
+            batches.append(Batch(asked, tuple(fit)))
+    return tuple(batches), left_out
+
+
+def check_fit(names: Sequence[str], sizes: Sequence[int], ranks: Ranks, free: int) -> None:
+    """Raises ValueError, in a line, if there are sizes at which nothing fits."""
+    batches, left_out = fitting(names, sizes, ranks, free)
+    if none := sorted(set(sizes) - {batch.asked_bytes for batch in batches}):
+        least = min(needed_bytes(name, none[0], ranks) for name in names)
+        raise ValueError(
+            f"sizes_mb (={', '.join(f'{size / MIB:g}' for size in none)}) must fit into memory: with {ranks.num} ranks"
+            f" {in_words(none[0])} needs at least {least / GIB:.1f} GiB, {free / GIB:.1f} are free"
+        )
+
+
+def in_words(size_bytes: int) -> str:
+    """Writes a size in the largest unit of which it has one.
+
+    Example:
+        >>> in_words(2**18), in_words(10 * 2**20), in_words(1536)
+        ('256 KiB', '10 MiB', '1.5 KiB')
+    """
+    unit, name = next((unit, name) for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (1, "KiB")) if size_bytes >= unit)
+    return f"{size_bytes / max(unit, KIB):.4g} {name}"

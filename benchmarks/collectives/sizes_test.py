@@ -1,0 +1,107 @@
+"""Sizes that do not fit are refused or left out before anything starts; the forecast is corrected as it goes."""
+
+import jax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxddp
+from benchmarks.collectives.cases import NAMES, brought_length
+from benchmarks.collectives.forecast import Forecast, forecast_s
+from benchmarks.collectives.jax_side import _function
+from benchmarks.collectives.sizes import (
+    GIB,
+    HELD,
+    KIB,
+    MIB,
+    PROCESS_BYTES,
+    QUICK_SIZES,
+    SIZES,
+    asked_sizes,
+    check_fit,
+    fitting,
+    free_bytes,
+    needed_bytes,
+)
+from benchmarks.collectives.turns import Batch
+from benchmarks.ranks import Ranks
+
+
+def test_sizes_are_by_powers_of_four_from_1_kib_to_1_gib_or_as_asked():
+    assert asked_sizes(None, quick=False) == SIZES and (SIZES[0], SIZES[1], SIZES[-1]) == (KIB, 4 * KIB, GIB)
+    assert asked_sizes(None, quick=True) == QUICK_SIZES and max(QUICK_SIZES) == 16 * MIB
+    assert asked_sizes((10, 0.5, 10), quick=True) == (MIB // 2, 10 * MIB)
+    with pytest.raises(ValueError, match=r"^sizes_mb \(=0.0001\) must be at least 1 KiB, 0.000976562 MiB$"):
+        asked_sizes((1, 0.0001), quick=False)
+
+
+def test_all_ranks_share_the_machines_memory():
+    held = int(3 * 64 * MIB)
+    assert needed_bytes("all_reduce", 64 * MIB, Ranks(4, "processes")) == 4 * (held + PROCESS_BYTES)
+    assert needed_bytes("all_reduce", 64 * MIB, Ranks(4, "simulated")) == 4 * held + PROCESS_BYTES
+    assert needed_bytes("all_reduce", 64 * MIB, Ranks(4, "gpus")) == held
+    # Six ranks cannot share 64 MiB evenly: beside it they bring a buffer that they can.
+    assert needed_bytes("all_reduce", 64 * MIB, Ranks(6, "gpus")) == held + 64 * MIB
+
+
+def test_what_does_not_fit_is_left_out_and_says_what_it_needs():
+    ranks = Ranks(2, "gpus")
+    batches, left_out = fitting(("all_reduce", "reduce_scatter"), (MIB, GIB), ranks, free=4 * GIB)
+    assert batches == (Batch(GIB, ("all_reduce",)), Batch(MIB, ("all_reduce", "reduce_scatter")))  # largest first
+    assert left_out == [("reduce_scatter", GIB, "reduce_scatter of 1 GiB needs 5.0 GiB, 4.0 are free")]
+    batches, left_out = fitting(("all_reduce",), (MIB, GIB), ranks, free=2 * GIB)
+    assert batches == (Batch(MIB, ("all_reduce",)),) and len(left_out) == 1
+
+
+def test_sizes_at_which_nothing_fits_are_refused():
+    ranks = Ranks(2, "gpus")
+    check_fit(("all_reduce", "reduce_scatter"), (MIB, GIB), ranks, free=4 * GIB)
+    message = r"sizes_mb \(=1024, 2048\) must fit into memory: with 2 ranks 1 GiB needs at least 3.0 GiB, 2.0 are free"
+    with pytest.raises(ValueError, match=rf"^{message}$"):
+        check_fit(("all_reduce", "reduce_scatter"), (MIB, GIB, 2 * GIB), ranks, free=2 * GIB)
+
+
+def test_free_memory_is_some_of_what_there_is():
+    assert 64 * MIB < free_bytes("processes") < 2**50
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_what_is_counted_as_held_covers_what_xla_lays_out(num_ranks):
+    mesh, spec, size_bytes = jaxddp.data_mesh(num_ranks), PartitionSpec("data"), 4 * MIB
+    for name in NAMES:
+        length = num_ranks * brought_length(name, size_bytes, num_ranks)
+        given = jax.ShapeDtypeStruct((length,), "float32", sharding=NamedSharding(mesh, spec))
+        mapped = jax.shard_map(_function(name, num_ranks), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        laid_out = jax.jit(mapped).lower(given).compile().memory_analysis()
+        outputs = laid_out.output_size_in_bytes + laid_out.temp_size_in_bytes
+        inputs = size_bytes + size_bytes / num_ranks  # there is one of either length, whichever is at work
+        assert outputs + inputs <= HELD[name] * size_bytes, name
+
+
+def test_the_forecast_is_corrected_by_what_was_wrong_so_far():
+    forecast = Forecast({("a", 2): 10.0, ("a", 1): 10.0, ("b", 2): 30.0, ("c", 2): 40.0})
+    assert str(forecast) == "90 s"
+    forecast.done("a", 2, seconds=30.0)
+    assert str(forecast) == "4 min"  # 80 s, and it was wrong by three
+    forecast.skip("c")
+    assert str(forecast) == "2 min"
+    forecast.done("a", 2, seconds=10.0)  # again, in other processes
+    assert str(forecast) == "3 min"
+
+
+def test_a_rank_that_begins_with_a_size_makes_a_line(monkeypatch):
+    now_s = iter([0.0, 5.0, 25.0])
+    monkeypatch.setattr("benchmarks.collectives.forecast.time.monotonic", lambda: next(now_s))
+    forecast, shown = Forecast({("a", 4 * MIB): 10.0, ("a", MIB): 10.0}), []
+    on_message = forecast.follow("a", lambda rank, message: shown.append((rank, message)))
+    on_message(0, ("size", 4 * MIB))
+    on_message(1, ("size", 4 * MIB))
+    on_message(0, ("size", MIB))
+    assert shown[0] == (0, ("doing", "4 MiB, about 20 s left"))
+    assert shown[2] == (0, ("doing", "1 MiB, about 25 s left"))  # 10 s, and the first took 25 in the place of 10
+
+
+def test_a_size_is_forecast_from_the_assumed_network():
+    batch = Batch(64 * MIB, ("all_reduce", "send_recv"))
+    # Two calls of 0.5 ms and 64 MiB at 0.5 GB/s each; two rounds to warm up and five timed ones.
+    assert forecast_s(batch, Ranks(2, "processes"), 5, 1.0) == pytest.approx(7 * 2 * (0.0005 + 64 * MIB / 0.5e9))
+    assert forecast_s(batch, Ranks(2, "gpus"), None, 3.0) < forecast_s(batch, Ranks(2, "processes"), None, 3.0)

@@ -1,0 +1,87 @@
+"""The collectives in PyTorch: a process for each rank, over Gloo or NCCL.
+
+What works in place gets its input back before every call, untimed; the rest writes into a new tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchref import collectives, ring
+from torchref.collectives import record
+
+from ..ranks import Ranks
+from .cases import (
+    ELEMENT_BYTES,
+    PRIMITIVES,
+    RINGS,
+    brought_length,
+    expected,
+    num_wrong,
+    options_of,
+    plan,
+    size_of,
+    values,
+)
+from .turns import Batch, Call, Job, Side, Timed, measure
+
+KINDS = {name: name.replace("_", "-") for name in PRIMITIVES}
+IN_PLACE = ("all_reduce", "broadcast")
+
+
+def run(ranks: Ranks, job: Job) -> Side:
+    """Measures; runs on each rank, inside a process group.
+
+    Args:
+        ranks: How they run.
+        job: What to measure.
+
+    Returns:
+        What this rank found; times are its own.
+    """
+    on_gpu = ranks.kind == "gpus"
+    device = torch.device("cuda", dist.get_rank()) if on_gpu else torch.device("cpu")
+    wait: Callable[[Any], Any] = (lambda _: torch.cuda.synchronize()) if on_gpu else (lambda _: None)
+
+    def ready(batch: Batch) -> Callable[[str], Call]:
+        lengths = {name: brought_length(name, batch.asked_bytes, ranks.num) for name in batch.names}
+        brought = torch.from_numpy(values(dist.get_rank(), max(lengths.values()))).to(device)
+        in_place = [lengths[name] for name in IN_PLACE if name in lengths]
+        overwritten = brought.new_empty(max(in_place, default=0))
+        return lambda name: _made(name, batch.asked_bytes, brought[: lengths[name]], overwritten)
+
+    timed = measure(job, ready, wait)
+    return Side(torch.cuda.get_device_name() if on_gpu else "cpu", {"torch": torch.__version__}, timed)
+
+
+def _made(name: str, asked_bytes: int, given: Tensor, overwritten: Tensor) -> Call:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    size_bytes = size_of(name, asked_bytes, num_ranks)
+    segments = expected(name, rank, num_ranks, size_bytes // ELEMENT_BYTES)
+    timed = Timed(name, asked_bytes, size_bytes, planned=plan(name, KINDS, size_bytes, num_ranks))
+    call = Call(
+        (lambda: overwritten.copy_(given)) if name in IN_PLACE else (lambda: given),
+        _function(name, num_ranks),
+        lambda result: num_wrong(result.cpu().numpy(), segments),
+        timed,
+    )
+    with record() as issued:
+        call.try_out()
+    timed.found = [(one.kind, one.num_bytes) for one in issued]
+    return call
+
+
+def _function(name: str, num_ranks: int) -> Callable[[Tensor], Tensor]:
+    options = options_of(name, num_ranks)
+    collective = getattr(ring if name in RINGS else collectives, name)
+
+    def call(tensor: Tensor) -> Tensor:
+        result = collective(tensor, **options)
+        return tensor if name in IN_PLACE else result
+
+    return call

@@ -1,0 +1,175 @@
+"""How the collectives of one size take turns on the ranks of one backend, and what is noted of each.
+
+Every round calls each collective once and begins with another of them. All ranks meet at a barrier before a call; each
+notes how long its own call took, and a call took as long as on the rank that was slowest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from jaxddp.clock import stopwatch
+from torchref.launch import report
+
+from ..training.interleave import Attempts, agree_over_ranks
+
+MIN_ROUNDS, MAX_ROUNDS = 5, 100
+NUM_WARMUP = 2  # one call to try a collective out, one that says how many rounds there is time for
+
+
+class Batch(NamedTuple):
+    """The collectives of one size: the bytes that were asked for, and their names."""
+
+    asked_bytes: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the ranks of one backend do; plain data, sent to their processes.
+
+    Attributes:
+        batches: By size, largest first: what is freed then serves the smaller ones.
+        num_rounds: Timed rounds of each size; None for as many as there is time for.
+        budget_s: The time that there is for a size.
+    """
+
+    batches: tuple[Batch, ...]
+    num_rounds: int | None
+    budget_s: float
+
+
+@dataclass
+class Timed:
+    """What one process found of one collective at one size.
+
+    Attributes:
+        name: The collective.
+        asked_bytes: The size that was asked for.
+        size_bytes: Of the full buffer.
+        planned: ``(kind, bytes)`` of what it should issue.
+        found: The same of what it does: read from the compiled program, or as issued where nothing is compiled.
+        kernel: The compiler's name for how it is carried out; None if it gives none.
+        wrong: Values that were wrong, of all results.
+        seconds: By round.
+        failed: Why it could not be called; empty if it could.
+    """
+
+    name: str
+    asked_bytes: int
+    size_bytes: int = 0
+    planned: list[tuple[str, int]] = field(default_factory=list)
+    found: list[tuple[str, int]] = field(default_factory=list)
+    kernel: str | None = None
+    wrong: int = 0
+    seconds: list[float] = field(default_factory=list)
+    failed: str = ""
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one process found.
+
+    Attributes:
+        device: What its ranks run on.
+        versions: Of the framework's packages.
+        timed: All collectives at all sizes.
+    """
+
+    device: str
+    versions: dict[str, str]
+    timed: list[Timed]
+
+
+class Call(NamedTuple):
+    """A collective that is ready to be called.
+
+    Attributes:
+        prepare: Gives its input, untimed.
+        run: Makes its result of the input.
+        num_wrong: Counts the wrong values of a result.
+        timed: Where to note what is found.
+    """
+
+    prepare: Callable[[], Any]
+    run: Callable[[Any], Any]
+    num_wrong: Callable[[Any], int]
+    timed: Timed
+
+    def try_out(self) -> None:
+        """Calls it, and notes wrong values."""
+        self.timed.wrong += self.num_wrong(self.run(self.prepare()))
+
+
+def measure(job: Job, ready: Callable[[Batch], Callable[[str], Call]], wait: Callable[[Any], Any]) -> list[Timed]:
+    """Measures everything; every rank does the same.
+
+    Args:
+        job: What.
+        ready: Brings the values of a size, and gives what makes a collective and tries it out.
+        wait: Returns when the value that it is given is there.
+
+    Returns:
+        What this process found.
+    """
+    timed = []
+    for batch in job.batches:
+        report(("size", batch.asked_bytes))
+        timed += _measure(job, batch, ready(batch), wait)
+    return timed
+
+
+def rounds_within(budget_s: float, round_s: float) -> int:
+    """How many rounds there is time for.
+
+    Args:
+        budget_s: The time that there is.
+        round_s: What a round takes.
+
+    Returns:
+        Their number, from ``MIN_ROUNDS`` to ``MAX_ROUNDS``.
+
+    Example:
+        >>> rounds_within(2.0, 0.1), rounds_within(2.0, 60.0), rounds_within(2.0, 1e-4)
+        (20, 5, 100)
+    """
+    return max(MIN_ROUNDS, min(MAX_ROUNDS, int(budget_s / round_s)))
+
+
+def _measure(job: Job, batch: Batch, make: Callable[[str], Call], wait: Callable[[Any], Any]) -> list[Timed]:
+    attempts = Attempts(agree_over_ranks)
+    for name in batch.names:
+        attempts(name, lambda name=name: make(name))  # type: ignore[misc]
+    calls = list(attempts.made.values())
+    if calls:
+        _take_turns(calls, job, wait)
+    failed = [Timed(name, batch.asked_bytes, failed=why) for name, why in attempts.failed.items()]
+    return [call.timed for call in calls] + failed
+
+
+def _take_turns(calls: Sequence[Call], job: Job, wait: Callable[[Any], Any]) -> None:
+    round_s = sum(_call(call, wait) for call in calls)
+    for index in range(job.num_rounds or rounds_within(job.budget_s, _agreed(round_s))):
+        turn = index % len(calls)
+        for call in [*calls[turn:], *calls[:turn]]:
+            call.timed.seconds.append(_call(call, wait))
+
+
+def _call(call: Call, wait: Callable[[Any], Any]) -> float:
+    given = call.prepare()
+    wait(given)
+    dist.barrier()
+    result, seconds = stopwatch(call.run, given, wait=wait)
+    call.timed.wrong += call.num_wrong(result)  # of every one: XLA's Gloo is known to be wrong now and then
+    return seconds
+
+
+def _agreed(seconds: float) -> float:
+    """Rank 0's: all must take the same number of turns."""
+    said = [seconds]
+    dist.broadcast_object_list(said)
+    return said[0]

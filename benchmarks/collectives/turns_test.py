@@ -1,0 +1,84 @@
+"""Collectives take turns, as often as there is time for, and every result is checked."""
+
+import pytest
+
+from benchmarks.collectives import turns
+from benchmarks.collectives.turns import MAX_ROUNDS, MIN_ROUNDS, Batch, Call, Job, Timed, measure
+
+
+class Calls:
+    """Makes calls that say what is done, in the order in which it is."""
+
+    def __init__(self, wrong_from=10**9, fails=()):
+        self.done, self.ran, self.wrong_from, self.fails = [], 0, wrong_from, fails
+
+    def ready(self, batch):
+        self.done.append(batch.asked_bytes)
+
+        def make(name):
+            if name in self.fails:
+                raise OSError("no network")
+            timed = Timed(name, batch.asked_bytes)
+            call = Call(lambda: self.done.append("prepare"), lambda _: self.run(name), self.num_wrong, timed)
+            call.try_out()
+            return call
+
+        return make
+
+    def run(self, name):
+        self.done.append(name)
+        self.ran += 1
+        return self.ran
+
+    def num_wrong(self, result):
+        return 3 if result >= self.wrong_from else 0
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch):
+    """Lets a process take turns that has no others to agree with."""
+    said = []
+    monkeypatch.setattr(turns.dist, "barrier", lambda: None)
+    monkeypatch.setattr(turns, "_agreed", lambda seconds: seconds)
+    monkeypatch.setattr(turns, "agree_over_ranks", lambda said: said)
+    monkeypatch.setattr(turns, "report", said.append)
+    return said
+
+
+def nothing(value):
+    """Waits for nothing."""
+
+
+def test_rounds_begin_with_another_collective_each_time(one_rank):
+    calls = Calls()
+    timed = measure(Job((Batch(8, ("a", "b", "c")), Batch(4, ("a",))), 2, 1.0), calls.ready, nothing)
+    assert calls.done[0] == 8 and one_rank == [("size", 8), ("size", 4)]
+    names = [one for one in calls.done if one != "prepare"]
+    assert names[1:13] == [*"abc", *"abc", *"abc", *"bca"] and names[13:] == [4, *"aaaa"]
+    assert calls.done[1:].count("prepare") == len(names) - 2  # before every call
+    assert [(one.name, one.asked_bytes, len(one.seconds)) for one in timed] == [
+        ("a", 8, 2), ("b", 8, 2), ("c", 8, 2), ("a", 4, 2),
+    ]  # fmt: skip
+
+
+def test_every_result_is_checked():
+    job = Job((Batch(8, ("a",)),), 5, 1.0)
+    right, always, at_last = (measure(job, Calls(wrong_from=ran).ready, nothing)[0] for ran in (8, 1, 7))
+    # One call to try it out, one that says how long a round takes, and five rounds.
+    assert (right.wrong, always.wrong, at_last.wrong) == (0, 7 * 3, 3)
+
+
+@pytest.mark.parametrize(("budget_s", "num_rounds"), [(0.0, MIN_ROUNDS), (0.25, 25), (60.0, MAX_ROUNDS)])
+def test_there_are_as_many_rounds_as_there_is_time_for(budget_s, num_rounds, monkeypatch):
+    monkeypatch.setattr(turns, "_agreed", lambda seconds: 0.01)
+    (timed,) = measure(Job((Batch(8, ("a",)),), None, budget_s), Calls().ready, nothing)
+    assert len(timed.seconds) == num_rounds
+
+
+def test_what_cannot_be_called_is_left_out_and_says_why():
+    calls = Calls(fails=("b", "c"))
+    timed = measure(Job((Batch(8, ("a", "b")), Batch(4, ("c",))), 5, 1.0), calls.ready, nothing)
+    assert [(one.name, one.asked_bytes, one.failed) for one in timed] == [
+        ("a", 8, ""), ("b", 8, "OSError: no network"), ("c", 4, "OSError: no network"),
+    ]  # fmt: skip
+    assert len(timed[0].seconds) == 5 and timed[1].seconds == []

@@ -1,0 +1,122 @@
+"""The compile benchmark from end to end, on the tiny model, and its arithmetic on constructed times."""
+
+import io
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from benchmarks.compilation import points as measurements
+from benchmarks.compilation.benchmark import exponents_of, fit_exponent, run
+from benchmarks.compilation.points import PARTS, Point, Seconds, Setup, polynomials
+from benchmarks.run import Run
+from jaxddp.target_program import TargetError
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """One round of two sizes of each curve; its rows, its folder, what it printed and what it returned."""
+    folder, output = tmp_path_factory.mktemp("run"), io.StringIO()
+    setup = Setup(1, "tiny", devices=(8, 16), parameters=(10, 30))
+    holds = run(Run(folder, Console(file=output, width=200, highlight=False), "compile"), setup)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return rows, folder, output.getvalue(), holds
+
+
+def test_every_size_is_compiled_as_planned(finished):
+    rows, _, output, _ = finished
+    points = [row for row in rows if "curve" in row]
+    assert [(row["curve"], row["size"], row["target"]) for row in points] == [
+        ("devices", 8, "h100:8"), ("devices", 16, "h100:2x8"), ("parameters", 10, "h100:8"),
+        ("parameters", 30, "h100:8"),
+    ]  # fmt: skip
+    assert [row["check"] for row in points] == ["ok"] * 4, output
+    assert [row["planned"] for row in points] == [1, 1, 1, 3]
+    for row in points:
+        assert set(row["seconds"]) == set(PARTS)
+        # Not of what is a difference, which noise on a busy machine can bring to 0.
+        assert all(row["seconds"][part][0][0] > 0 for part in ("plan", "export", "start", "read", "simulate"))
+
+
+def test_growth_and_exponents_are_recorded(finished):
+    rows, _, output, holds = finished
+    growth = [row for row in rows if "ratio" in row]
+    assert [row["name"] for row in growth] == [
+        "trace and compile, 16 / 8 devices, by the clock", "trace and compile, 16 / 8 devices, CPU time",
+    ]  # fmt: skip
+    exponents = {row["part"]: row for row in rows if "fitted" in row}
+    assert set(exponents) == {*PARTS, "trace and compile"} - {"start"}
+    read_in_time = "is read and simulated in 0." in output
+    linear = exponents["trace and compile"]["last"] <= 1.15
+    assert holds == (all(row["check"] == "ok" for row in growth) and linear and read_in_time)
+
+
+def test_the_table_and_the_picture_are_written(finished):
+    _, folder, output, _ = finished
+    table = (folder / "table.md").read_text()
+    assert table.startswith("| curve | size | trace | plan | export | start | compile | read | simulate |")
+    assert "CPU time of compile grows with the number of parameters as its power" in table
+    assert "load on" in output
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
+def test_an_exponent_is_fitted(power):
+    sizes = np.array([10, 100, 1000, 10000])
+    fitted = fit_exponent(sizes, 0.01 * sizes**power)
+    assert fitted == pytest.approx((power, power), abs=1e-3)  # rounded to three digits
+    assert ("more than linear" in str(fitted)) == (power > 1.15)
+
+
+def test_what_does_not_grow_hides_the_exponent_at_the_small_end_alone():
+    sizes = np.array([10, 100, 1000, 10000])
+    fitted = fit_exponent(sizes, 1.0 + 1e-6 * sizes**2.0)
+    assert fitted.fitted < 1
+    assert fitted.last == pytest.approx(np.log10(101 / 2), abs=1e-3)  # rounded to three digits
+    assert "more than linear" in str(fitted)
+
+
+def test_parts_are_summed_within_a_round_before_the_median():
+    times = {"trace": [1.0, 5.0, 2.0], "plan": [0.0] * 3, "export": [4.0, 1.0, 3.0], "compile": [0.0] * 3}
+    point = Point("parameters", 10, "h100:8")
+    point.seconds = {part: [Seconds(wall, 2 * wall) for wall in walls] for part, walls in times.items()}
+    assert point.rounds("trace", "export") == [5.0, 6.0, 5.0]
+    assert point.median_s("trace", "export") == 5.0
+    assert point.median_s("trace", "export", clock="cpu_s") == 10.0
+
+
+def test_what_no_tick_was_counted_for_can_be_fitted():
+    points = [Point("parameters", size, "h100:8") for size in (10, 100)]
+    for point in points:
+        point.seconds = {part: [Seconds(0.0, 0.0)] for part in PARTS}
+    assert set(exponents_of(points).values()) == {(0.0, 0.0)}
+
+
+def test_every_parameter_has_a_gradient_of_its_own():
+    keys = jax.random.split(jax.random.key(0), 20)
+    params = [0.5 * jax.random.normal(key, (16,)) for key in keys]
+    grads = jax.grad(polynomials)(params, jax.random.normal(jax.random.key(1), (8, 16)))
+    flat = jnp.stack(grads)
+    assert (jnp.abs(flat).max(axis=1) > 0).all()
+    assert len(np.unique(np.asarray(flat), axis=0)) == 20
+
+
+def test_what_cannot_be_compiled_is_a_row_and_no_end(monkeypatch):
+    calls = []
+
+    def refuse(*args, **options):
+        calls.append(args)
+        if len(calls) > 1:  # after the warm-up
+            raise TargetError("no program today")
+
+    monkeypatch.setattr(measurements, "compile_for_target", refuse)
+    console, setup = Console(file=io.StringIO(), width=200), Setup(2, "tiny", devices=(), parameters=(10, 20))
+    points = measurements.measure_all(console, setup)
+    assert [point.check for point in points] == ["WRONG: no program today"] * 2
+    assert [set(point.seconds) for point in points] == [{"trace", "plan"}] * 2
+    assert [len(point.seconds["trace"]) for point in points] == [1, 1]
+    with pytest.raises(ValueError, match="WRONG: no program today"):
+        measurements.measure_all(console, setup)

@@ -1,0 +1,229 @@
+"""The compile benchmark's measurements: one program compiled for machines that are not here, part by part.
+
+    part      what is timed                                                                 where
+    --------  ----------------------------------------------------------------------------  -------------
+    trace     the backward traced, and its gradients put in the order they are finished in  this process
+    plan      the bucket plan alone                                                         this process
+    export    the step traced, lowered and serialized                                       this process
+    start     an empty program compiled: mostly JAX starting                                child process
+    compile   the step compiled and handed back, less ``start``                             child process
+    read      the scheduled program read                                                    this process
+    simulate  one step simulated                                                            this process
+
+Each is timed by the clock and by the CPU time of this process and its children, which a busy machine lengthens less.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+from rich.console import Console
+
+import jaxddp
+from jaxddp import targets
+from jaxddp.clock import stopwatch
+from jaxddp.models import SIZES, abstract
+from jaxddp.network import Network
+from jaxddp.schedule import read_schedule
+from jaxddp.simulate import simulate
+from jaxddp.target_compile import compile_for_target
+from jaxddp.target_program import TargetError
+
+from ..console import progress_of
+
+PARTS = ("trace", "plan", "export", "start", "compile", "read", "simulate")
+NETWORK = Network(50.0)
+SEQUENCES_PER_DEVICE = 16
+LAYER, WIDTH = 10, 16  # parameters of a layer, and elements of each
+ONCE_ABOVE = 1000  # parameters: minutes each, so one round has to do
+
+Collectives = list[tuple[str, int]]
+Result = TypeVar("Result")
+
+
+class Seconds(NamedTuple):
+    """By the clock, and of the CPUs."""
+
+    wall_s: float
+    cpu_s: float
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is compiled.
+
+    Attributes:
+        num_rounds: How often each.
+        model: Of the curve over devices.
+        devices: Numbers of H100s.
+        parameters: Numbers of parameter tensors, compiled for 8 H100s. XLA took 144 s for 3,000 and was not done with
+            10,000 after 10 minutes.
+    """
+
+    num_rounds: int
+    model: str = "seed_xl"
+    devices: tuple[int, ...] = (8, 16, 32, 64, 128, 256, 512)
+    parameters: tuple[int, ...] = (10, 100, 1000, 3000)
+
+
+@dataclass
+class Point:
+    """One size of one curve.
+
+    Attributes:
+        curve: ``"devices"`` or ``"parameters"``.
+        size: How many.
+        target: What it is compiled for.
+        planned: Number of collectives in the plan.
+        check: ``"ok"``, or what is wrong.
+        seconds: Of each part, by round; of the parts after a failure nothing.
+    """
+
+    curve: str
+    size: int
+    target: str
+    planned: int = 0
+    check: str = "ok"
+    seconds: dict[str, list[Seconds]] = field(default_factory=dict)
+
+    def has(self, *parts: str) -> bool:
+        """Whether parts were timed."""
+        return all(part in self.seconds for part in parts)
+
+    def rounds(self, *parts: str, clock: str = "wall_s") -> list[float]:
+        """Seconds of some parts together, by round."""
+        return np.sum([[getattr(one, clock) for one in self.seconds[part]] for part in parts], axis=0).tolist()
+
+    def median_s(self, *parts: str, clock: str = "wall_s") -> float:
+        """The median of ``rounds``."""
+        return float(np.median(self.rounds(*parts, clock=clock)))
+
+
+def measure_all(console: Console, setup: Setup) -> list[Point]:
+    """Times all sizes of both curves; rounds take turns over them.
+
+    Args:
+        console: Where to show progress.
+        setup: What to compile.
+
+    Returns:
+        The points, by curve and size.
+
+    Raises:
+        ValueError: If not even the smallest program can be compiled.
+    """
+    points = [Point("devices", size, targets.target(f"h100:{size}").spec) for size in setup.devices]
+    points += [Point("parameters", size, "h100:8") for size in setup.parameters]
+    turns = [
+        point
+        for index in range(setup.num_rounds)
+        for point in points[index % len(points) :] + points[: index % len(points)]
+        if index == 0 or point.curve == "devices" or point.size <= ONCE_ABOVE
+    ]
+    with progress_of(console, "compile") as show:
+        show(0, ("doing", "warming up"))
+        _measure(first := Point("parameters", LAYER, "h100:8"), setup)
+        if first.check != "ok":
+            raise ValueError(first.check)
+        for done, point in enumerate(turns):
+            show(0, ("doing", f"{point.curve}: {point.size:,}"))
+            show(0, ("progress", done, len(turns)))
+            if point.check == "ok":
+                _measure(point, setup)
+    return points
+
+
+def polynomials(params: Sequence[Any], batch: jax.Array) -> jax.Array:
+    """A loss of many small parameters: a chain of layers, each a polynomial with ten coefficients.
+
+    Args:
+        params: Coefficients of shape ``[WIDTH]``.
+        batch: Of shape ``[examples, WIDTH]``.
+
+    Returns:
+        A scalar.
+    """
+    x = jnp.mean(batch, axis=0)
+    for start in range(0, len(params), LAYER):
+        value, *others = params[start : start + LAYER]
+        for coefficient in others:
+            value = value * x + coefficient
+        x = jnp.tanh(value)
+    return jnp.mean(x)
+
+
+def _measure(point: Point, setup: Setup) -> None:
+    """Compiles a point once and adds what it took; of what cannot be compiled, what came before."""
+    seconds: dict[str, Seconds] = {}
+    try:
+        planned, compiled = _measure_parts(point, setup, seconds)
+    except TargetError as error:
+        point.check = f"WRONG: {error}"
+    else:
+        point.planned = len(planned)
+        if sorted(planned) != compiled:
+            point.check = f"WRONG: {len(planned)} collectives planned, others found"
+    for part, one in seconds.items():
+        point.seconds.setdefault(part, []).append(one)
+
+
+def _measure_parts(point: Point, setup: Setup, seconds: dict[str, Seconds]) -> tuple[Collectives, Collectives]:
+    """Fills ``seconds`` by part; gives what was planned and what was compiled."""
+    target = targets.target(point.target)
+    trainer, params, batch = (_of_devices if point.curve == "devices" else _of_parameters)(point, setup)
+    jax.clear_caches()  # what an earlier size had traced must not shorten this one
+    state = trainer.abstract_state(params)
+
+    plan, trace = _timed(lambda: trainer.plan(state, batch))
+    tensors = [tensor for bucket in plan.buckets for tensor in bucket.tensors]
+    _, seconds["plan"] = _timed(lambda: trainer.strategy.plan(tensors))
+    seconds["trace"] = _less(trace, seconds["plan"])
+    everywhere = NamedSharding(targets.mesh(point.target), PartitionSpec())
+    nothing = (jax.ShapeDtypeStruct((), jnp.float32),)
+    _, seconds["start"] = _timed(lambda: compile_for_target(target, lambda x: x, nothing, in_shardings=everywhere))
+    pending, seconds["export"] = _timed(lambda: trainer.start_compile(state, batch))
+    program, answer = _timed(pending.result)
+    seconds["compile"] = _less(answer, seconds["start"])
+    schedule, seconds["read"] = _timed(lambda: read_schedule(program))
+    _, seconds["simulate"] = _timed(lambda: simulate(schedule, target.chip, NETWORK))
+    return trainer.planned(state, batch), schedule.gradient_collectives()
+
+
+def _of_devices(point: Point, setup: Setup) -> tuple[jaxddp.Trainer, Any, Any]:
+    loss_fn, params = abstract(setup.model)
+    shape = (SEQUENCES_PER_DEVICE * point.size, SIZES[setup.model].context)
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
+    trainer = jaxddp.Trainer(loss_fn, optax.adamw(1e-3), jaxddp.bucketed(), targets.mesh(point.target))
+    return trainer, params, {"tokens": tokens, "targets": tokens}
+
+
+def _of_parameters(point: Point, setup: Setup) -> tuple[jaxddp.Trainer, Any, Any]:
+    # Optimizer without state, and a bucket for each layer: what is left is the least that a parameter costs XLA.
+    strategy = jaxddp.bucketed(LAYER * WIDTH * 4 / 2**20)
+    trainer = jaxddp.Trainer(polynomials, optax.sgd(1e-3), strategy, targets.mesh(point.target))
+    params = [jax.ShapeDtypeStruct((WIDTH,), jnp.float32)] * point.size
+    return trainer, params, jax.ShapeDtypeStruct((trainer.num_ranks, WIDTH), jnp.float32)
+
+
+def _timed(function: Callable[[], Result]) -> tuple[Result, Seconds]:
+    def cpu_s() -> float:
+        times = os.times()
+        return time.process_time() + times.children_user + times.children_system
+
+    before_s = cpu_s()
+    result, wall_s = stopwatch(function, wait=lambda _: None)
+    return result, Seconds(wall_s, cpu_s() - before_s)
+
+
+def _less(whole: Seconds, part: Seconds) -> Seconds:
+    """A difference of timings, which noise must not make negative."""
+    return Seconds(max(whole.wall_s - part.wall_s, 0.0), max(whole.cpu_s - part.cpu_s, 0.0))

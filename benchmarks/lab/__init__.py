@@ -1,0 +1,1 @@
+"""A slow network, made on one machine, and the benchmarks that run over it."""

@@ -1,0 +1,108 @@
+"""Benchmarks over a slow network: the lab around any of them, and the one that runs those for which it matters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ..options import Options
+from ..run import METRICS, Run, holds, read_rows
+from ..several import Setups, describe_each, finish, run_each
+from .link import measure_link
+from .network import Lab, open_lab
+
+NAMES = ("strategies", "buckets", "collectives")
+QUICK_NAMES = ("buckets",)
+NUM_HOSTS, RATE_MBIT = 2, 1000.0
+
+
+@contextmanager
+def lab_for(name: str, options: Options) -> Iterator[Options]:
+    """Keeps a lab open if a benchmark is to run on one; ``ranks_of_machine`` finds it.
+
+    Args:
+        name: Of the benchmark.
+        options: As given.
+
+    Yields:
+        The options; on a lab they have its kind of ranks, and as many ranks as hosts if they said nothing of either.
+
+    Raises:
+        ValueError: If options contradict each other, or no lab can be made.
+    """
+    if name == "lab" and options.on not in (None, "lab"):
+        raise ValueError(f"on (={options.on}) must be lab, or left out, where the benchmark is lab")
+    if name != "lab" and options.on != "lab":
+        for argument in ("hosts", "rate_mbit"):
+            if (given := getattr(options, argument)) is not None:
+                raise ValueError(f"{argument} (={given:g}) is of a lab alone, and on (={options.on}) is not lab")
+        yield options
+        return
+    num_hosts, rate_mbit = NUM_HOSTS, RATE_MBIT
+    if options.hosts is not None:
+        num_hosts = options.hosts
+    if options.rate_mbit is not None:
+        rate_mbit = options.rate_mbit
+    with Lab(num_hosts, rate_mbit):
+        ranks = num_hosts if options.ranks is None else options.ranks
+        yield replace(options, on="lab", hosts=num_hosts, rate_mbit=rate_mbit, ranks=ranks)
+
+
+def link_holds(options: Options, folder: Path, console: Console) -> bool:
+    """Measures the open lab's link, prints what it does, and leaves a row in a folder of its own.
+
+    Args:
+        options: As ``lab_for`` gave them.
+        folder: Of the run.
+        console: Where to print.
+
+    Returns:
+        Whether the link is as asked for; True without a lab.
+    """
+    if options.on != "lab":
+        return True
+    (folder / "link").mkdir(exist_ok=True)
+    this = Run(folder / "link", console, "lab")
+
+    def measure() -> Iterator[Mapping[str, Any]]:
+        link = measure_link(open_lab())
+        console.print(link.in_words, style=None if link.check == "ok" else "bold red", soft_wrap=True)
+        yield asdict(link) | {"round_trip": link.round_trip._asdict(), "line": link.in_words, "check": link.check}
+
+    # A run that goes on has a new lab, so its link counts anew.
+    return holds(this.part(f"link {len(this.rows) + 1}", measure))
+
+
+def describe(options: Options) -> tuple[Setups, str]:
+    """Describes the benchmarks that are run.
+
+    Args:
+        options: What each of them may be told.
+
+    Returns:
+        Setup and line of each, and all in a line.
+
+    Raises:
+        ValueError: As they do.
+    """
+    setups, lab = describe_each(QUICK_NAMES if options.quick else NAMES, options), open_lab()
+    return setups, f"{len(lab.hosts)} hosts, links of {lab.rate_mbit:g} Mbit/s each way: {', '.join(setups)}"
+
+
+def run(this: Run, setups: Setups) -> bool:
+    """Runs the benchmarks, each with a folder of its own.
+
+    Args:
+        this: The folder, console and rows of this run.
+        setups: Of each, its setup and its line.
+
+    Returns:
+        Whether every check of each holds.
+    """
+    run_each(this, setups)
+    return finish(this, [link["line"] for link in read_rows(this.folder / "link" / METRICS)[0]])

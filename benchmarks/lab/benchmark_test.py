@@ -1,0 +1,94 @@
+"""The lab around a benchmark, which is a small one of this file: it knows nothing of labs."""
+
+import json
+
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.lab.benchmark import lab_for
+from benchmarks.lab.network import open_lab
+from benchmarks.options import Options
+from benchmarks.ranks import ranks_of_machine
+from benchmarks.registry import BENCHMARKS, Benchmark
+from benchmarks.run import holds, read_rows
+
+
+def describe(options):
+    ranks = ranks_of_machine(options.ranks or 2, options.on)
+    return (ranks, options.steps), f"{ranks.num} ranks, {ranks.kind}"
+
+
+def run(this, setup):
+    ranks, steps = setup
+    if steps == 3:
+        raise OSError("out of luck")
+    for step in range(steps or 1):
+        check = "WRONG: so it is" if step == 1 else "ok"
+        this.part(f"step {step}", lambda check=check: [{"hosts": len(ranks.hosts), "check": check}])
+    return holds(this.rows)
+
+
+@pytest.fixture
+def counts(monkeypatch):
+    monkeypatch.setitem(BENCHMARKS, "counts", Benchmark("lab.benchmark_test", "of this file", 1))
+    monkeypatch.setattr("benchmarks.lab.benchmark.NAMES", ("counts",))
+
+
+@pytest.mark.lab
+def test_any_benchmark_runs_on_a_lab_and_knows_nothing_of_it(counts, tmp_path, capsys):
+    assert main(["counts", "--on", "lab", "--hosts", "3", "--rate-mbit", "300", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "3 ranks, lab\nlink: " in printed and " Mbit/s measured" in printed and ", 300 asked, " in printed
+    (row,), _ = read_rows(tmp_path / "metrics.jsonl")
+    assert (row["benchmark"], row["hosts"], row["link_mbit"], row["check"]) == ("counts", 3, 300, "ok")
+    (link,), _ = read_rows(tmp_path / "link" / "metrics.jsonl")
+    assert (link["asked_mbit"], link["check"]) == (300, "ok") and 270 < link["rate_mbit"] < 330
+    with pytest.raises(ValueError, match="none is open"):
+        open_lab()
+
+    assert main(["--resume", str(tmp_path)]) == 0  # with a link of its own
+    assert [row["part"] for row in read_rows(tmp_path / "link" / "metrics.jsonl")[0]] == ["link 1", "link 2"]
+
+
+@pytest.mark.lab
+def test_the_lab_runs_benchmarks_each_in_a_folder(counts, tmp_path, capsys):
+    assert main(["lab", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("2 hosts, links of 1000 Mbit/s each way: counts\nlink: ")
+    assert "\ncounts: 2 ranks, lab\n" in printed
+    (row,), _ = read_rows(tmp_path / "counts" / "metrics.jsonl")
+    assert (row["benchmark"], row["part"], row["hosts"], row["link_mbit"]) == ("counts", "step 0", 2, 1000)
+    assert "| counts | ok |" in (tmp_path / "table.md").read_text()
+    assert json.loads((tmp_path / "options.json").read_text())["on"] == "lab"
+
+
+@pytest.mark.lab
+@pytest.mark.parametrize(
+    ("steps", "check"), [(2, "FAILED: not every check holds, see counts/"), (3, "FAILED: out of luck")]
+)
+def test_one_that_fails_is_a_row_and_looked_into_again(counts, tmp_path, capsys, steps, check):
+    for resume in (["lab", "--steps", str(steps), "--out"], ["--resume"]):
+        assert main([*resume, str(tmp_path)]) == 1
+        assert f"counts: {check}\n" in capsys.readouterr().out
+        assert f"| counts | {check} |" in (tmp_path / "table.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("lab", Options(on="gpus"), "on (=gpus) must be lab, or left out, where the benchmark is lab"),
+        ("main", Options(hosts=4), "hosts (=4) is of a lab alone, and on (=None) is not lab"),
+        ("main", Options(on="gpus", rate_mbit=1), "rate_mbit (=1) is of a lab alone, and on (=gpus) is not lab"),
+        ("lab", Options(hosts=9), "hosts (=9) must be at least 2 and at most 8"),
+        ("main", Options(on="lab", rate_mbit=0), "rate_mbit (=0) must be a positive number of Mbit/s"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(name, options, message):
+    with pytest.raises(ValueError) as caught, lab_for(name, options):
+        pass
+    assert str(caught.value) == message
+
+
+def test_without_a_lab_options_stay_as_they_are():
+    with lab_for("main", Options(on="processes", steps=3)) as options:
+        assert options == Options(on="processes", steps=3)

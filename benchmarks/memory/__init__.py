@@ -1,0 +1,1 @@
+"""What a step holds on each device."""

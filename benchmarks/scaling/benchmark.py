@@ -1,0 +1,208 @@
+"""Scaling: how much of the first rank's speed each further one keeps, measured here and simulated beyond.
+
+    strong   the global batch stays:        efficiency = T(first) first / (T(n) n)
+    weak     the batch of a rank stays:     efficiency = T(first) / T(n)
+
+Numbers of ranks run one after the other, each in processes of its own, so medians are compared and not rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from ..options import Options
+from ..ranks import ranks_of_machine
+from ..ratios import compare
+from ..run import Run, holds
+from ..strategies import MODEL, NAMES, check_batch_size, make_setup, spec_of
+from ..tables import NOTHING, Column, markdown_table, terminal_table, time_cell, value, write_markdown
+from ..training.frameworks import BETWEEN, FRAMEWORKS, measure_both
+from ..training.measure import PEERS, Setup, SideResult
+from ..training.steps import STEP_COLUMNS, collectives, label, ranks, step_rows
+from .picture import draw_scaling
+from .simulation import Beyond, beyond_of, simulate_beyond
+
+NUM_RANKS, QUICK_RANKS, BATCH_SIZE, NUM_STEPS, NUM_QUICK = 4, 2, 8, 12, 5
+SIMULATED = "simulated"
+
+
+@dataclass(frozen=True)
+class Point:
+    """A number of ranks and a batch, which serve one mode or both."""
+
+    setup: Setup
+    modes: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        return f"{self.setup.ranks.num} ranks, batch {self.setup.global_batch}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is measured, by growing number of ranks, and what is simulated."""
+
+    points: tuple[Point, ...]
+    beyond: Beyond
+
+
+def describe(options: Options) -> tuple[Job, str]:
+    """Describes the points.
+
+    Args:
+        options: The most ranks (4, or 2 in the short form), rounds (12, or 5), the global batch of strong scaling (8),
+            a model (byte), strategies (bucketed), and the largest target to simulate (``h100:512``, or ``h100:64``).
+
+    Returns:
+        The job, and its description in a line.
+
+    Raises:
+        ValueError: If a name is unknown or the batch cannot be split over the most ranks.
+    """
+    most = ranks_of_machine(options.ranks or (QUICK_RANKS if options.quick else NUM_RANKS), options.on).num
+    batch_size = options.batch_size or BATCH_SIZE
+    check_batch_size(batch_size, most)
+    model, names = options.model or MODEL, options.strategies or ("bucketed",)
+    for name in names:
+        if name not in NAMES:
+            raise ValueError(f"unknown strategy {name!r}: one of {', '.join(NAMES)}")
+    specs = tuple(spec_of(name, model) for name in names)
+    counts = [2**power for power in range(most.bit_length()) if 2**power < most] + [most]
+    modes: dict[tuple[int, int], list[str]] = {}
+    for count in counts:
+        modes.setdefault((count, batch_size), []).append("strong")
+        modes.setdefault((count, batch_size // most * count), []).append("weak")
+    num_steps = options.steps or (NUM_QUICK if options.quick else NUM_STEPS)
+    points = []
+    for (count, size), its_modes in modes.items():
+        setup, _ = make_setup(model, ranks_of_machine(count, options.on), num_steps, size, data=options.data)
+        points.append(Point(replace(setup, strategies=specs, with_baselines=False), tuple(its_modes)))
+    beyond = beyond_of(options, [spec for spec in specs if spec.name not in sum(PEERS.values(), ())])
+    described = (
+        f"{model}, {', '.join(names)}, {', '.join(map(str, counts))} ranks: strong scaling at a batch of {batch_size},"
+        f" weak at {batch_size // most} a rank; simulated: {beyond.in_words}"
+    )
+    return Job(tuple(points), beyond), described
+
+
+def run(this: Run, job: Job) -> bool:
+    """Measures and simulates, prints the table and fills the folder.
+
+    Args:
+        this: The folder, console and rows of this run.
+        job: What to measure.
+
+    Returns:
+        Whether every check holds.
+    """
+    for point in job.points:
+        if len(job.points) > 1:
+            this.console.print(f"\n{point.name}: {' and '.join(point.modes)} scaling")
+        rows_of = partial(scaling_rows, point.modes, this.rows)
+        measure_both(this, dict.fromkeys(FRAMEWORKS, point.setup), rows_of, name=point.name)
+    this.part(SIMULATED, lambda: with_efficiency(list(simulate_beyond(job.beyond, this.console)), []))
+    show(this)
+    return holds(this.rows)
+
+
+def scaling_rows(
+    modes: Sequence[str], earlier: Sequence[Mapping[str, Any]], framework: str, setup: Setup, side: SideResult
+) -> list[dict[str, Any]]:
+    """Turns what one framework's processes found into rows, one for each mode that it serves.
+
+    Args:
+        modes: ``"strong"``, ``"weak"`` or both.
+        earlier: Rows of fewer ranks.
+        framework: ``"jaxddp"`` or ``"torchref"``.
+        setup: What was run.
+        side: What was found.
+
+    Returns:
+        The rows.
+    """
+    found = step_rows(framework, setup, side)
+    return list(with_efficiency([row | {"mode": mode, "how": "measured"} for mode in modes for row in found], earlier))
+
+
+def with_efficiency(
+    rows: Sequence[Mapping[str, Any]], earlier: Sequence[Mapping[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """Adds to rows what they keep of the speed of the fewest ranks.
+
+    Args:
+        rows: By growing number of ranks.
+        earlier: Of fewer ranks.
+
+    Yields:
+        Each row; ``efficiency`` and, of what was measured, its 95 % interval, where the first is there and right.
+    """
+    keys = ("framework", "strategy", "bucket_mb", "mode", "how")
+    for row in rows:
+        alike = [one for one in (*earlier, *rows) if all(one.get(key) == row.get(key) for key in keys)]
+        sound = [one for one in alike if one["check"] == "ok" and "median_ms" in one]
+        first = min(sound, key=lambda one: one["num_ranks"], default=None)
+        if first is None or "median_ms" not in row or first["num_ranks"] > row["num_ranks"]:
+            yield dict(row)
+            continue
+        share = first["num_ranks"] / row["num_ranks"] if row["mode"] == "strong" else 1.0
+        fields: dict[str, Any] = {"efficiency": first["median_ms"] / row["median_ms"] * share}
+        if "rounds_ms" in row and first["num_ranks"] < row["num_ranks"]:
+            ratio = compare("", first["rounds_ms"], row["rounds_ms"], 1.0, paired=False)
+            fields |= {"efficiency_low": ratio.low * share, "efficiency_high": ratio.high * share}
+        yield dict(row) | fields
+
+
+def _interval(row: Mapping[str, Any]) -> str:
+    return f"{row['efficiency_low']:.0%}-{row['efficiency_high']:.0%}" if "efficiency_low" in row else NOTHING
+
+
+def on_cores(row: Mapping[str, Any]) -> str:
+    """Says of ranks on CPUs that they outnumber the cores, if they do."""
+    is_crowded = row.get("device") == "cpu" and row["num_ranks"] > row["cores"]
+    return f"{row['num_ranks']} on {row['cores']} cores" if is_crowded else NOTHING
+
+
+_COLUMNS = (
+    Column("scaling", "", lambda row: row.get("mode", NOTHING), is_text=True),
+    Column("framework", "", lambda row: row.get("framework", NOTHING), is_text=True),
+    Column("strategy", "", label, is_text=True),
+    Column("how", "", lambda row: row.get("how", NOTHING), is_text=True),
+    Column("ranks", "", ranks, is_text=True),
+    Column("batch", "", value("global_batch", ",")),
+    Column("compiled", "", collectives("compiled")),
+    Column("step", "ms", time_cell("median_ms")),
+    Column("p10-p90", "ms", time_cell("p10_ms", "p90_ms")),
+    Column("efficiency", "", value("efficiency", ".0%")),
+    Column("95 % interval", "", _interval),
+    Column("crowded", "", on_cores, is_text=True),
+    STEP_COLUMNS[-1],
+)
+
+
+def show(this: Run) -> None:
+    """Makes the table, the notes and the picture of a run's rows."""
+    points = [row for row in this.rows if not row["part"].startswith(BETWEEN)]
+    order = {"strong": 0, "weak": 1}
+    points.sort(key=lambda row: (order.get(row.get("mode", ""), 2), row.get("how", ""), row.get("framework", "")))
+    notes = [
+        "efficiency: of the fewest ranks' speed per rank; numbers of ranks ran one after the other, each in processes"
+        " of its own, so the interval is that of two medians",
+        *(row["network"] for row in points if "network" in row),
+    ]
+    if any(on_cores(row) != NOTHING for row in points if "cores" in row and "num_ranks" in row):
+        notes.append("ranks that outnumber the cores take turns on them: their efficiency says nothing of a cluster's")
+    notes = list(dict.fromkeys(notes))
+    this.console.print()
+    this.console.print(terminal_table(points, _COLUMNS, "scaling"))
+    for note in notes:
+        this.console.print(f"[dim]{note}[/dim]", soft_wrap=True)
+    write_markdown(this.folder, [markdown_table(points, _COLUMNS)], notes)
+    written = ["table.md", "metrics.jsonl"]
+    if placed := [row for row in points if "efficiency" in row]:
+        draw_scaling(placed, this.folder / "scaling.png")
+        written.append("scaling.png")
+    this.console.print(f"\nwritten to {this.folder}: {', '.join(written)}", soft_wrap=True)

@@ -1,0 +1,155 @@
+"""Scaling beyond this machine: steps compiled for targets, read back and simulated on their published numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from rich.console import Console
+
+import jaxddp
+from jaxddp import targets
+from jaxddp.models import SIZES, abstract
+from jaxddp.network import Network
+from jaxddp.simulate import simulate
+from jaxddp.target_compile import check_installed
+from jaxddp.target_program import TargetError
+
+from ..console import progress_of
+from ..options import Options
+from ..run import NotRun
+from ..training.measure import StrategySpec
+
+MODEL, QUICK_MODEL = "seed_xl", "byte"
+TARGET, QUICK_TARGET = "h100:512", "h100:64"
+FIRST, GROWTH, QUICK_GROWTH = 8, 4, 8
+MODES = ("strong", "weak")
+WEAK_BATCH = 16  # sequences of a device
+STRONG_LEAST = 2  # sequences of a device at the largest target
+
+
+@dataclass(frozen=True)
+class Beyond:
+    """What is simulated.
+
+    Attributes:
+        model: A size of the transformer.
+        specs: jaxddp's strategies.
+        targets: By growing number of devices.
+    """
+
+    model: str
+    specs: tuple[StrategySpec, ...]
+    targets: tuple[targets.Target, ...]
+
+    @property
+    def in_words(self) -> str:
+        """What is simulated, in a few words."""
+        return f"{self.model} on {', '.join(str(one.num_devices) for one in self.targets)} {self.targets[0].chip.name}"
+
+    def batch_size(self, mode: str, num_devices: int) -> int:
+        """Sequences of the global batch."""
+        return WEAK_BATCH * num_devices if mode == "weak" else STRONG_LEAST * self.targets[-1].num_devices
+
+
+def beyond_of(options: Options, specs: Sequence[StrategySpec]) -> Beyond:
+    """Decides what to simulate.
+
+    Args:
+        options: The largest target, and whether the short form will do.
+        specs: Strategies.
+
+    Returns:
+        Targets of the same chip from 8 devices on, or a single one that has fewer.
+
+    Raises:
+        ValueError: If there is no such target.
+    """
+    largest = targets.target(options.target or (QUICK_TARGET if options.quick else TARGET))
+    counts, count = [], FIRST
+    while count < largest.num_devices:
+        counts.append(count)
+        count *= QUICK_GROWTH if options.quick else GROWTH
+    smaller = [targets.target(f"{largest.chip.name}:{count}") for count in counts]
+    # Caps as they are by default: those of measured runs are for models small enough for this machine.
+    plain = tuple(StrategySpec(spec.name, spec.bucket_mb and 25.0) for spec in specs)
+    return Beyond(QUICK_MODEL if options.quick else MODEL, plain, (*smaller, largest))
+
+
+def simulate_beyond(beyond: Beyond, console: Console) -> Iterator[dict[str, Any]]:
+    """Compiles and simulates.
+
+    Args:
+        beyond: What.
+        console: Where to say so.
+
+    Yields:
+        A row for each strategy, mode and target.
+
+    Raises:
+        NotRun: If the target's compiler is not installed.
+    """
+    try:
+        check_installed(beyond.targets[0])
+    except TargetError as error:
+        raise NotRun(str(error)) from None
+    points = [(spec, mode, one) for spec in beyond.specs for mode in MODES for one in beyond.targets]
+    with progress_of(console, "simulation") as show:
+        show(0, ("doing", f"compiling {len(points)} programs, {beyond.in_words}"))
+        pending = [_start(beyond, *point) for point in points]
+        for index, (point, started) in enumerate(zip(points, pending, strict=True)):
+            yield _row(beyond, *point, *started)
+            show(0, ("progress", index + 1, len(points)))
+
+
+def _start(beyond: Beyond, spec: StrategySpec, mode: str, target: targets.Target) -> tuple[Any, list[tuple[str, int]]]:
+    """A compilation under way, and what it should come to."""
+    loss_fn, params = abstract(beyond.model)
+    options = {} if spec.bucket_mb is None else {"bucket_mb": spec.bucket_mb}
+    strategy = jaxddp.make_strategy(spec.name, **options)
+    trainer = jaxddp.Trainer(loss_fn, optax.adamw(1e-3), strategy, targets.mesh(target.spec))
+    size = beyond.batch_size(mode, target.num_devices)
+    tokens = jax.ShapeDtypeStruct((size, SIZES[beyond.model].context), jnp.int32)
+    state, batch = trainer.abstract_state(params), {"tokens": tokens, "targets": tokens}
+    return trainer.start_compile(state, batch), trainer.planned(state, batch)
+
+
+def _row(
+    beyond: Beyond, spec: StrategySpec, mode: str, target: targets.Target, pending: Any, planned: list[tuple[str, int]]
+) -> dict[str, Any]:
+    chip, size = target.chip, beyond.batch_size(mode, target.num_devices)
+    row = {
+        "framework": "jaxddp",
+        "backend": "simulated",
+        "device": chip.name,
+        "kind": chip.name,
+        "num_ranks": target.num_devices,
+        "model": beyond.model,
+        "strategy": spec.name,
+        "bucket_mb": spec.bucket_mb,
+        "global_batch": size,
+        "microbatch": size // target.num_devices,
+        "mode": mode,
+        "how": "simulated",
+    }
+    network = Network(chip.link_gb_per_s)
+    if target.num_hosts > 1 and target.platform == "gpu":
+        between = chip.host_link_gb_per_s
+        network = Network(
+            chip.link_gb_per_s, host_gb_per_s=between, devices_per_host=target.devices_per_host
+        )  # fmt: skip
+    schedule = jaxddp.read_schedule(pending.result())
+    found, compiled = simulate(schedule, chip, network), schedule.gradient_collectives()
+    return row | {
+        "planned": planned,
+        "compiled": compiled,
+        "median_ms": found.step_s * 1e3,
+        "exposed_ms": found.exposed_s * 1e3,
+        "network": f"simulated: {chip.description}, {chip.link_gb_per_s:g} GB/s per device in a host,"
+        f" {chip.host_link_gb_per_s:g} between hosts, {network.latency_us:g} us per all-reduce",
+        "check": "ok" if compiled == sorted(planned) else f"WRONG: {len(planned)} collectives planned, others found",
+    }

@@ -1,0 +1,1 @@
+"""Steps as the profilers see them."""

@@ -1,0 +1,145 @@
+"""Traces of steps in JAX: recorded by its profiler, and read back by the names of the compiled program.
+
+A program runs as one call, so there is nothing in Python to annotate within a step. What the profiler sees are its
+operations; ``jaxddp.read_schedule`` says of each in which phase of the step it is, by the scopes under which it was
+traced. Forward and loss are told apart by a scope around the model's units.
+
+On CPUs XLA hands some matrix products to other threads, and the profiler sees only how long that took; the operation
+that follows waits for them. So there a product lasts until the next operation begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jaxddp  # first: it imports JAX without what plugins print whose devices are not there
+
+# isort: split
+import jax
+import optax
+import torch.distributed as dist
+
+from jaxddp.mesh import platform_of
+from jaxddp.models import build
+from jaxddp.schedule import Operation, Schedule
+from jaxddp.zero.layers import layer
+from torchref.launch import report
+
+from ..ranks import Ranks
+from ..training.jax_variants import rows_of_process
+from ..training.measure import Setup
+from .overlap import COMMUNICATION, COMPUTE, SYNC, Event
+
+MODEL_SCOPE = "model"
+NUM_STEPS = 3  # the second one is read
+
+
+def run(ranks: Ranks, setup: Setup, names: tuple[str, ...], folder: str) -> dict[str, tuple[list[Event], int]]:
+    """Records steps of strategies.
+
+    Args:
+        ranks: The ranks.
+        setup: What is trained.
+        names: Strategies.
+        folder: Where the traces go, each into a folder of its own.
+
+    Returns:
+        By strategy: what this process's first rank did in a step, and how many collectives that should have.
+    """
+    mesh = ranks.mesh()
+    rows = [rows_of_process(batch) for batch in setup.batches]
+    loss_fn, params = build(setup.model, seed=setup.seed, layer=lambda unit: layer(_in_scope(unit)))
+    found = {}
+    for name in names:
+        report(("doing", f"tracing {name}"))
+        optimizer = optax.adamw(setup.learning_rate, weight_decay=0.01)
+        trainer = jaxddp.Trainer(loss_fn, optimizer, jaxddp.make_strategy(name), mesh)
+        state = trainer.init(params)
+        schedule = jaxddp.read_schedule(trainer.compile(state, setup.batches[0]))
+        where, is_first = Path(folder) / f"jaxddp-{name}", dist.get_rank() == 0
+        for index in range(NUM_STEPS + 1):
+            if index == 1 and is_first:  # the first step is a warm-up
+                options = jax.profiler.ProfileOptions()
+                options.python_tracer_level = 0
+                jax.profiler.start_trace(where, profiler_options=options)
+            with jax.profiler.StepTraceAnnotation("train", step_num=index):
+                state, _ = trainer.step(state, rows[index % len(rows)])
+        if is_first:
+            jax.profiler.stop_trace()
+            events = read(where, schedule, waits_late=platform_of(mesh) == "cpu")
+            found[name] = (events, len(schedule.collectives()))
+    return found
+
+
+def read(folder: Path, schedule: Schedule, *, waits_late: bool) -> list[Event]:
+    """Reads the second traced step of a process's first device.
+
+    Args:
+        folder: That the profiler wrote.
+        schedule: Of the program.
+        waits_late: Whether a matrix product lasts until the next operation begins.
+
+    Returns:
+        Its operations, by their start; times from that of the first.
+
+    Raises:
+        ValueError: If there is no such step in it.
+    """
+    operations = {operation.name: operation for operation in _all(schedule.operations)}
+    runs: dict[Any, list[tuple[Operation, float, float]]] = {}
+    for path in sorted(folder.rglob("*.xplane.pb")):
+        for device, run_id, name, start_ns, end_ns in _events(path):
+            if name in operations:
+                runs.setdefault((device, run_id), []).append((operations[name], start_ns, end_ns))
+    first = min((device for device, _ in runs), default=None)
+    steps = sorted(
+        (ran for (device, _), ran in runs.items() if device == first), key=lambda ran: min(r[1] for r in ran)
+    )
+    if len(steps) < NUM_STEPS:
+        raise ValueError(f"trace (={folder}) must hold {NUM_STEPS} steps, it has {len(steps)}")
+    step = sorted(steps[1], key=lambda ran: ran[1])
+    begin = step[0][1]
+    following = [start for _, start, _ in step[1:]] + [step[-1][2]]
+    events = []
+    for (operation, start, end), after in zip(step, following, strict=True):
+        until = max(end, after) if waits_late and operation.work.matmul_flops else end
+        events.append(_event(operation, (start - begin) / 1e6, (until - begin) / 1e6))
+    return events
+
+
+def _events(path: Path) -> Iterator[tuple[Any, Any, str, float, float]]:
+    """Device, number of the run, name, start and end of each operation of a compiled program."""
+    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+        for line in plane.lines:
+            for event in line.events:
+                said = dict(event.stats)
+                if "hlo_op" in said:
+                    device = said.get("device_ordinal", plane.name)
+                    yield device, said.get("run_id"), said["hlo_op"], event.start_ns, event.start_ns + event.duration_ns
+
+
+def _event(operation: Operation, start_ms: float, end_ms: float) -> Event:
+    if operation.starts is None:
+        return Event(COMPUTE, operation.name, _phase(operation), start_ms, end_ms)
+    return Event(COMMUNICATION, operation.name, "metrics" if operation.starts.is_metrics else SYNC, start_ms, end_ms)
+
+
+def _phase(operation: Operation) -> str:
+    in_loss = "jvp(" in operation.op_name and f"{MODEL_SCOPE})" not in operation.op_name
+    return "loss" if operation.phase == "forward" and in_loss else operation.phase
+
+
+def _in_scope(unit: Callable[..., Any]) -> Callable[..., Any]:
+    def scoped(*args: Any) -> Any:
+        with jax.named_scope(MODEL_SCOPE):
+            return unit(*args)
+
+    return scoped
+
+
+def _all(operations: tuple[Operation, ...]) -> Iterator[Operation]:
+    for operation in operations:
+        yield operation
+        yield from _all(operation.body)

@@ -1,0 +1,102 @@
+"""Timelines of a step as the profilers see it: two strategies that differ in when they communicate, both frameworks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..console import progress_of
+from ..run import Run
+from ..tables import Column, time_cell, value
+from ..training.measure import Setup, ranks_in_words
+from . import jax_side, torch_side
+from .overlap import COMPUTE, Event, merge, overlap_of, shorten
+
+STRATEGIES = ("naive", "overlapped")
+FOLDER = "traces"
+GAP_SHARE = 1 / 500  # of a step: operations of a phase that are closer are drawn as one
+
+COLUMNS = (
+    Column("framework", "", lambda row: row.get("framework", "-"), is_text=True),
+    Column("strategy", "", lambda row: row.get("strategy", row["part"]), is_text=True),
+    Column("traced step", "ms", time_cell("traced_ms")),
+    Column("computes", "ms", time_cell("compute_ms")),
+    Column("communicates", "ms", time_cell("communication_ms")),
+    Column("overlap", "", value("overlap_share", ".0%")),
+    Column("check", "", lambda row: row["check"], is_text=True),
+)
+
+
+def record(this: Run, setup: Setup) -> None:
+    """Records traces of both frameworks into the run's folder, and reads them into rows; a part for each.
+
+    Args:
+        this: The run.
+        setup: What is trained.
+    """
+    folder = this.folder / FOLDER
+    folder.mkdir(exist_ok=True)
+
+    def measure(framework: str) -> Iterator[dict[str, Any]]:
+        side = jax_side.run if framework == "jaxddp" else torch_side.run
+        start = setup.ranks.run_jax if framework == "jaxddp" else setup.ranks.run_torch
+        with progress_of(this.console, framework) as show:
+            of_ranks = start(side, setup, STRATEGIES, str(folder.resolve()), on_message=show)
+        for name, (events, planned) in of_ranks[0].items():
+            yield _identity(setup, framework, name) | trace_fields(events, planned)
+
+    for framework in ("jaxddp", "torchref"):
+        this.part(f"{framework} traces", lambda framework=framework: measure(framework))  # type: ignore[misc]
+
+
+def trace_fields(events: Sequence[Event], num_planned: int) -> dict[str, Any]:
+    """Makes what a row says of a trace.
+
+    Args:
+        events: Of a step of one rank.
+        num_planned: Collectives that it should have.
+
+    Returns:
+        ``trace`` and ``overlap_share``, and how long was computed and communicated.
+    """
+    lanes = {lane: merge((one.start_ms, one.end_ms) for one in events if (one.lane == COMPUTE) is lane)
+             for lane in (True, False)}  # fmt: skip
+    busy = {lane: sum(end - start for start, end in intervals) for lane, intervals in lanes.items()}
+    traced_ms = max((one.end_ms for one in events), default=0.0)
+    found = sum(one.lane != COMPUTE for one in events)
+    return {
+        "traced_ms": traced_ms,
+        "compute_ms": busy[True],
+        "communication_ms": busy[False],
+        "overlap_share": overlap_of(events),
+        "trace": [_rounded(one) for one in shorten(events, traced_ms * GAP_SHARE)],
+        "check": "ok" if found == num_planned else f"WRONG: {num_planned} collectives planned, {found} traced",
+    }
+
+
+def notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Says what traces show."""
+    said = [
+        "overlap: of the time in which a rank communicates, the share in which it computes as well (merged intervals)"
+    ]
+    return said if any("trace" in row for row in rows) else []
+
+
+def _identity(setup: Setup, framework: str, name: str) -> dict[str, Any]:
+    kind, words = ranks_in_words(setup.ranks, framework)
+    return {
+        "framework": framework,
+        "backend": setup.ranks.backend[framework],
+        "strategy": name,
+        "model": setup.model,
+        "num_ranks": setup.ranks.num,
+        "kind": kind,
+        "ranks": words,
+        "global_batch": setup.global_batch,
+        "trace_of": f"{Path(FOLDER) / framework}-{name}, rank 0",
+    }
+
+
+def _rounded(event: Event) -> dict[str, Any]:
+    return event._asdict() | {"start_ms": round(event.start_ms, 4), "end_ms": round(event.end_ms, 4)}

@@ -1,0 +1,99 @@
+"""Both frameworks, one after the other, in processes of their own: a part of a run for each.
+
+The second starts from the weights of the first, and where single-process training ends must be the same in both, so
+these weights stay in the run's folder until both are there: a run that was stopped goes on with them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxddp.weights import export_weights, load_weights
+
+from ..console import progress_of
+from ..ranks import Ranks
+from ..run import Run, is_failed
+from . import jax_side, torch_side
+from .measure import Setup, SideResult, largest_difference, merge_ranks
+from .steps import METRIC_TOLERANCE, step_rows
+
+FRAMEWORKS = ("jaxddp", "torchref")
+BETWEEN = "between frameworks"
+RowsOf = Callable[[str, Setup, SideResult], list[dict[str, Any]]]
+
+
+def measure_both(
+    this: Run, setups: Mapping[str, Setup], rows_of: RowsOf = step_rows, *, name: str = ""
+) -> list[dict[str, Any]]:
+    """Runs a setup in each framework, and lays their single-process training side by side.
+
+    Args:
+        this: The run.
+        setups: By framework; they differ in strategies alone.
+        rows_of: Makes the rows of what a framework found.
+        name: What tells these parts from others of the run.
+
+    Returns:
+        The rows of both, and that of the comparison; nothing of a framework without a strategy.
+    """
+    parts = {one: f"{one} {name}".strip() for one in (*FRAMEWORKS, BETWEEN)}
+    files = {one: this.folder / f"{re.sub(r'[^a-z0-9]+', '-', part)}.npz" for one, part in parts.items()}
+
+    def measure(framework: str) -> list[dict[str, Any]]:
+        run = _run_jax if framework == "jaxddp" else _run_torch
+        side = run(this, setups[framework], files[BETWEEN])
+        export_weights(files[framework], side.trained)
+        return rows_of(framework, setups[framework], side)
+
+    def compare() -> list[dict[str, Any]]:
+        return [_comparison(setups["jaxddp"], files, {one: rows[one] for one in FRAMEWORKS})]
+
+    # A peer alone is of one framework, and leaves nothing to compare.
+    chosen = [one for one in FRAMEWORKS if setups[one].of(one)]
+    rows = {one: this.part(parts[one], lambda one=one: measure(one)) for one in chosen}  # type: ignore[misc]
+    compared = this.part(parts[BETWEEN], compare) if len(chosen) == len(FRAMEWORKS) else []
+    together = [row for of_one in (*rows.values(), compared) for row in of_one]
+    if not any(is_failed(row) for row in together):
+        for path in files.values():
+            path.unlink(missing_ok=True)
+    return together
+
+
+def _run_jax(this: Run, setup: Setup, initial: Path) -> SideResult:
+    with progress_of(this.console, "jaxddp") as show:
+        side = merge_ranks(setup.ranks.run_jax(jax_side.run, setup, on_message=show))
+    export_weights(initial, side.weights)
+    return side
+
+
+def _run_torch(this: Run, setup: Setup, initial: Path) -> SideResult:
+    if not initial.exists():  # the other framework failed
+        export_weights(initial, Ranks(1, "simulated").run_jax(jax_side.initial_weights, setup)[0])
+    with progress_of(this.console, "torchref") as show:
+        return merge_ranks(setup.ranks.run_torch(torch_side.run, setup, load_weights(initial), on_message=show))
+
+
+def _comparison(setup: Setup, files: Mapping[str, Path], rows: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """A row that says how far single-process training of the two frameworks is apart."""
+    losses = [row["reference_loss"] for one in FRAMEWORKS for row in rows[one] if "reference_loss" in row]
+    if not all(any("reference_loss" in row for row in rows[one]) for one in FRAMEWORKS):
+        raise ValueError("one of the frameworks has no results")
+    weights = largest_difference(*(load_weights(files[one]) for one in FRAMEWORKS))
+    apart = abs(losses[0] / losses[-1] - 1)
+    check = "ok"
+    if setup.tolerance is not None and not weights <= setup.tolerance:
+        check = f"WRONG: weights differ by more than {setup.tolerance:.0e}"
+    elif not apart <= METRIC_TOLERANCE:
+        check = f"WRONG: the loss differs by more than {METRIC_TOLERANCE:.0%}"
+    return {
+        "framework": " and ".join(FRAMEWORKS),
+        "strategy": "single-process training",
+        "model": setup.model,
+        "max_weight_difference": weights,
+        "max_metric_difference": apart,
+        "tolerance": setup.tolerance,
+        "check": check,
+    }

@@ -1,0 +1,147 @@
+"""Every variant of a setup in JAX: one process with a rank for each of its devices, or a process for each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jaxddp  # first: it imports JAX without what plugins print whose devices are not there
+
+# isort: split
+import jax
+import numpy as np
+import optax
+import torch.distributed as dist
+from jax.sharding import Mesh
+
+from jaxddp import compression
+from jaxddp.interop import to_numpy
+from jaxddp.mesh import DATA_AXIS
+from jaxddp.models import build
+from jaxddp.order import matmul_flops
+from jaxddp.strategy import trace_gradients
+from jaxddp.tree import named_leaves
+from torchref.launch import report
+
+from ..ranks import Ranks
+from .interleave import Attempts, Variant, agree_over_ranks, interleave
+from .jax_variants import Jit, Planned, probes, rows_of_process
+from .measure import BASELINE, Measured, Setup, SideResult, StrategySpec, largest_difference, ranks_in_words
+
+
+def run(ranks: Ranks, setup: Setup) -> SideResult:
+    """Trains under every strategy; runs in processes of its own, before JAX has started there.
+
+    Args:
+        ranks: The ranks.
+        setup: What to train.
+
+    Returns:
+        What this process found; times are its own.
+    """
+    mesh = ranks.mesh()
+    loss_fn, params = build(setup.model, seed=setup.seed)
+    optimizer = optax.adamw(setup.learning_rate, weight_decay=0.01)
+    rows = [rows_of_process(batch) for batch in setup.batches]
+
+    report(("doing", "single-process training"))
+    # Not data_mesh(1), whose device may be another process's.
+    alone = Mesh(np.array(jax.local_devices()[:1]), (DATA_AXIS,))
+    reference = Planned(jaxddp.Trainer(loss_fn, optimizer, jaxddp.naive(), alone), params, setup.batches)
+    expected = [reference.step(index) for index in range(len(setup.batches))]
+    trained = to_numpy(reference.params())
+    del reference
+
+    attempt = Attempts(agree_over_ranks)
+    names = dict(zip(named_leaves(params), to_numpy(params), strict=True))
+
+    def add(label: str, spec: StrategySpec, wire: compression.Compression) -> None:
+        def make() -> Planned | Jit:
+            if spec.name == "jit":
+                made: Planned | Jit = Jit(loss_fn, optimizer, mesh, params, rows)
+            else:
+                made = Planned(jaxddp.Trainer(loss_fn, optimizer, _strategy(spec, wire), mesh), params, rows)
+            made.compile(setup.batches[0], names, setup.with_schedules)
+            return made
+
+        if label not in attempt.made:
+            report(("doing", f"compiling {label}"))
+            attempt(label, make)
+
+    for spec in setup.of("jaxddp"):
+        add(spec.label, spec, compression.none)
+        if setup.with_baselines:
+            add(*_baseline(spec), compression.noop)
+    timed = probes(setup, loss_fn, params, mesh, rows) if setup.probe_bytes else []
+
+    report(("doing", "training"))
+    variants = [Variant(label, one.step) for label, one in attempt.made.items()] + timed
+    times, failed = interleave(
+        variants, len(rows), setup.num_warmup, barrier=dist.barrier, agree=agree_over_ranks
+    )  # fmt: skip
+    measured = {}
+    for spec in setup.of("jaxddp"):
+        if spec.label in times:
+            one, (metrics, seconds) = attempt.made[spec.label], times[spec.label]
+            baseline = times.get(_baseline(spec)[0], ([], []))[1]
+            difference = largest_difference(to_numpy(one.params()), trained)
+            measured[spec.label] = Measured(
+                one.planned, one.compiled, metrics, expected, difference, seconds, baseline, one.buckets, one.schedule
+            )
+    kind, words = ranks_in_words(ranks, "jaxddp")
+    return SideResult(
+        num_ranks=int(mesh.size),
+        kind=kind,
+        ranks=words,
+        backend=ranks.backend["jaxddp"],
+        device=mesh.devices.flat[0].device_kind,
+        versions={name: __import__(name).__version__ for name in ("jax", "jaxlib", "flax", "optax")},
+        weights=to_numpy(params) if dist.get_rank() == 0 else {},
+        trained=trained if dist.get_rank() == 0 else {},
+        measured=measured,
+        failed=attempt.failed | failed,
+        probes={variant.label: times[variant.label][1] for variant in timed},
+    )
+
+
+def initial_weights(ranks: Ranks, setup: Setup) -> dict[str, np.ndarray]:
+    """Makes the weights from which every run of a setup starts, by torch name."""
+    ranks.mesh()
+    return to_numpy(build(setup.model, seed=setup.seed)[1])
+
+
+def gradient_shares(ranks: Ranks, setup: Setup) -> tuple[float, dict[str, float], int]:
+    """Traces a rank's step, and says how FLOPs are spread over it.
+
+    Args:
+        ranks: One.
+        setup: What is trained, and on how many ranks.
+
+    Returns:
+        The forward's share of the FLOPs of forward and backward; the share that is done before each gradient is ready,
+        by torch name; and the bytes of all gradients.
+    """
+    ranks.mesh()
+    loss_fn, params = build(setup.model, seed=setup.seed)
+    names = dict(zip(named_leaves(params), to_numpy(params), strict=True))
+    size = setup.global_batch // setup.ranks.num
+    batch = {name: array[:size] for name, array in setup.batches[0].items()}
+
+    def flops(function: Callable[..., Any]) -> float:
+        return sum(matmul_flops(equation) for equation in jax.make_jaxpr(function)(params, batch).eqns)
+
+    trace = trace_gradients(jax.grad(loss_fn), params, batch)
+    ready = {names[one.name]: share for one, share in zip(trace.tensors, trace.flops_before, strict=True)}
+    num_bytes = sum(tensor.num_bytes for tensor in trace.tensors)
+    return flops(loss_fn) / flops(jax.grad(loss_fn)), ready, num_bytes
+
+
+def _strategy(spec: StrategySpec, wire: compression.Compression) -> jaxddp.Strategy:
+    options: dict[str, Any] = {} if spec.bucket_mb is None else {"bucket_mb": spec.bucket_mb}
+    return jaxddp.make_strategy(spec.name, compression=wire, **options)
+
+
+def _baseline(spec: StrategySpec) -> tuple[str, StrategySpec]:
+    """Label and strategy of the same step without communication; jit's is ours, which computes the same."""
+    spec = StrategySpec("naive") if spec.name == "jit" else spec
+    return spec.label + BASELINE, spec

@@ -1,0 +1,81 @@
+"""Both sides on ranks that are processes: from what each rank found to rows, and to predictions for buckets."""
+
+import dataclasses
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.buckets.benchmark import bucket_rows, probe_sizes
+from benchmarks.buckets.prediction import Shares
+from benchmarks.ranks import Ranks
+from benchmarks.strategies_test import BATCHES, NUM_BYTES, TOY, specs
+from benchmarks.training import frameworks, jax_side, torch_side
+from benchmarks.training.frameworks import FRAMEWORKS
+from benchmarks.training.measure import FORWARD_BACKWARD, StrategySpec, merge_ranks
+from benchmarks.training.steps import step_rows
+from jaxddp.interop import to_numpy
+from jaxddp.models import build
+from torchref.launch import shared_pool
+
+
+@pytest.fixture(scope="module")
+def on_processes():
+    """A run of JAX on processes, with all that benchmarks ask for; its setup, and what each process found."""
+    caps = (*specs("bucketed", "jit"), StrategySpec("bucketed", 1000.0))
+    setup = replace(TOY, ranks=Ranks(2, "processes"), strategies=caps, with_schedules=True)
+    setup = replace(setup, probe_bytes=probe_sizes(NUM_BYTES))
+    return setup, setup.ranks.run_jax(frameworks.jax_side.run, setup)
+
+
+@pytest.fixture(scope="module")
+def shares():
+    """When gradients are ready, as found in a process of its own."""
+    return Ranks(1, "simulated").run_jax(jax_side.gradient_shares, TOY)[0]
+
+
+def test_ranks_that_are_processes_train_alike(on_processes):
+    setup, of_processes = on_processes
+    side = merge_ranks(of_processes)
+    rows = step_rows("jaxddp", setup, side)
+    assert [(row["strategy"], row["check"]) for row in rows] == [("bucketed", "ok"), ("jit", "ok"), ("bucketed", "ok")]
+    assert (rows[0]["kind"], rows[0]["backend"], rows[0]["num_ranks"]) == ("processes", "XLA over Gloo", 2)
+    assert rows[0]["planned"] == rows[0]["compiled"] != []
+    for label, measured in side.measured.items():
+        of_ranks = [one.measured[label].seconds for one in of_processes]
+        assert measured.seconds == [max(times) for times in zip(*of_ranks, strict=True)]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_from_ranks_to_predictions(framework, on_processes, shares):
+    forward, ready, num_bytes = shares
+    # Rows of 4: forward 2 * 4 * (10 * 16 + 16 * 5) FLOPs; the backward as many again, and 2 * 4 * 16 * 5 for the input
+    # of the second matrix.
+    assert forward == pytest.approx(240 / (240 + 240 + 80))
+    assert list(ready) == ["down.weight", "norm.bias", "norm.weight", "up.weight"] and num_bytes == NUM_BYTES
+    assert list(ready.values()) == sorted(ready.values()) and ready["up.weight"] == 1.0
+    setup, of_ranks = on_processes
+    setup = replace(setup, strategies=tuple(spec for spec in setup.strategies if spec.name == "bucketed"))
+    if framework == "torchref":
+        weights = to_numpy(build("toy")[1])
+        of_ranks = shared_pool().run(torch_side.run, setup.ranks, setup, weights, num_ranks=2)
+    side = merge_ranks(of_ranks)
+    assert [len(seconds) for seconds in side.probes.values()] == [len(BATCHES) - 1] * 6
+    # A toy's all-reduces take as long whatever their size: the fit is tried on made times.
+    sending = [4 * (1e-3 + size / 1e6) for size in setup.probe_bytes]
+    times = dict(zip(side.probes, [0.02, *sending, 0.02 + sending[-2] / 2], strict=True))
+    assert list(times)[0] == FORWARD_BACKWARD
+    side = dataclasses.replace(side, probes={label: [time] for label, time in times.items()})
+    rows = bucket_rows(Shares(forward, ready), framework, setup, side)
+    assert [row["num_buckets"] for row in rows] == [2, 1]
+    for row in rows:
+        assert not row["check"].startswith(("WRONG", "FAILED"))
+        assert (row["alpha_us"], row["gb_per_s"]) == pytest.approx((1000, 1e-3))
+        assert row["predicted_ms"] == pytest.approx(row["step_alone_ms"] + row["predicted_exposed_ms"])
+        assert row["error_share"] == pytest.approx(row["predicted_ms"] / row["median_ms"] - 1)
+        assert (row.get("is_async") is False) == ("simulated_ms" in row) == (framework == "jaxddp")
+        if framework == "jaxddp":  # nothing of what is sent at once is hidden
+            sent_ms = row["num_buckets"] * 1.0 + NUM_BYTES * 1e-3 + 1.0 + 4 * 1e-3  # and the loss
+            assert row["simulated_exposed_ms"] == pytest.approx(sent_ms, rel=0.2)  # of what else the metrics send
+    assert rows[1]["predicted_exposed_ms"] == pytest.approx(1.0 + NUM_BYTES * 1e-3)
+    failing = dataclasses.replace(side, probes={label: [1 / (1 + place)] for place, label in enumerate(side.probes)})
+    assert bucket_rows(Shares(forward, ready), framework, setup, failing)[0]["check"].startswith("not predicted: ")

@@ -1,0 +1,138 @@
+"""Training steps as rows, with everything needed to read each alone, and the columns in which they are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..results import counts
+from ..run import FAILED, NOT_RUN
+from ..tables import NOTHING, Column, time_cell, value
+from .measure import BASELINE, PEERS, Measured, Setup, SideResult, StrategySpec
+
+# A wrong divisor is wrong by a factor of the number of ranks at least; what weights apart by rounding do to losses and
+# norms over some 20 steps was seen to be under 0.1 %.
+METRIC_TOLERANCE = 0.01
+
+
+def step_rows(framework: str, setup: Setup, side: SideResult) -> list[dict[str, Any]]:
+    """Turns what one framework's processes found into rows, each with everything needed to read it alone.
+
+    Args:
+        framework: ``"jaxddp"`` or ``"torchref"``.
+        setup: What was run.
+        side: What was found.
+
+    Returns:
+        A row for each strategy and peer of the framework, in the setup's order; ``check`` says whether it may be
+        believed, or why it was not measured.
+    """
+    of_all = {
+        "framework": framework,
+        "backend": side.backend,
+        "device": side.device,
+        "ranks": side.ranks,
+        "kind": side.kind,
+        "num_ranks": side.num_ranks,
+        "model": setup.model,
+        "dtype": str(next(iter(side.trained.values())).dtype),
+        "params_bytes": sum(array.nbytes for array in side.trained.values()),
+        "global_batch": setup.global_batch,
+        "microbatch": setup.global_batch // side.num_ranks,
+        "num_timed": setup.num_timed,
+        "tolerance": setup.tolerance,
+        "versions": side.versions,
+    }
+    rows = []
+    for spec in setup.of(framework):
+        row = of_all | {"strategy": spec.name, "bucket_mb": spec.bucket_mb}
+        if said := side.failed.get(spec.label + BASELINE):
+            row["baseline_check"] = f"{FAILED}{said}"
+        measured = side.measured.get(spec.label)
+        if measured is None:
+            said = NOT_RUN if spec.name in PEERS[framework] else FAILED
+            rows.append(row | {"check": f"{said}{side.failed[spec.label]}"})
+        else:
+            rows.append(row | _measured_fields(measured) | {"check": check(measured, setup)})
+    return rows
+
+
+def _measured_fields(measured: Measured) -> dict[str, Any]:
+    timings, exposed = measured.timings, measured.exposed
+    return {
+        "planned": measured.planned,
+        "compiled": measured.found,
+        "first_loss": measured.metrics[0].loss,
+        "loss": measured.metrics[-1].loss,
+        "reference_loss": measured.reference[-1].loss,
+        "max_weight_difference": measured.max_weight_difference,
+        "max_metric_difference": measured.max_metric_difference,
+        "median_ms": timings.median_ms,
+        "p10_ms": timings.p10_ms,
+        "p90_ms": timings.p90_ms,
+        "exposed_ms": exposed and exposed.median_ms,
+        "exposed_p10_ms": exposed and exposed.p10_ms,
+        "exposed_p90_ms": exposed and exposed.p90_ms,
+        "exposed_share": exposed and exposed.median_ms / timings.median_ms,
+        "rounds_ms": _in_ms(measured.seconds),
+        "baseline_rounds_ms": _in_ms(measured.baseline_seconds),
+    }
+
+
+def _in_ms(seconds: Sequence[float]) -> list[float]:
+    return [round(1e3 * one, 4) for one in seconds]
+
+
+def check(measured: Measured, setup: Setup) -> str:
+    """``"ok"``, or what is wrong with a run."""
+    if measured.planned is not None and sorted(measured.planned) != sorted(measured.found or []):
+        return f"WRONG: {len(measured.planned)} collectives planned, others found"
+    if setup.tolerance is not None and not measured.max_weight_difference <= setup.tolerance:  # NaN is wrong too
+        return f"WRONG: weights differ by more than {setup.tolerance:.0e}"
+    if not measured.max_metric_difference <= METRIC_TOLERANCE:
+        return f"WRONG: loss or gradient norm differs by more than {METRIC_TOLERANCE:.0%}"
+    if setup.must_learn and measured.metrics[-1].loss >= measured.metrics[0].loss:
+        return "WRONG: the loss did not fall"
+    return "ok"
+
+
+def collectives(key: str) -> Callable[[Mapping[str, Any]], str]:
+    """A cell that counts the collectives which a row lists."""
+    return lambda row: NOTHING if row.get(key) is None else counts(row[key])
+
+
+def label(row: Mapping[str, Any]) -> str:
+    """A row's strategy, with its bucket cap; of a part that failed as a whole its name."""
+    return StrategySpec(row.get("strategy") or row["part"], row.get("bucket_mb")).label
+
+
+def ranks(row: Mapping[str, Any]) -> str:
+    """Number and kind of a row's ranks."""
+    return f"{row['num_ranks']} {row['kind']}" if "kind" in row else NOTHING
+
+
+def how_ranks_run(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Says of each framework what its ranks are, what carries their collectives, and on what."""
+    of = {row["framework"]: f"{row['framework']}: {row['ranks']}, {row['backend']}, {row['device']}" for row in rows}
+    return "; ".join(of.values())
+
+
+def exposed(form: Callable[[Mapping[str, Any]], str]) -> Callable[[Mapping[str, Any]], str]:
+    """A cell of a step's exposed communication, which not every step can tell."""
+    return lambda row: "not run" if "median_ms" in row and row.get("exposed_ms") is None else form(row)
+
+
+STEP_COLUMNS = (
+    Column("framework", "", lambda row: row.get("framework", NOTHING), is_text=True),
+    Column("strategy", "", label, is_text=True),
+    Column("planned", "", collectives("planned")),
+    Column("compiled", "", collectives("compiled")),
+    Column("loss", "nats", value("loss", ".3f")),
+    Column("max diff", "", value("max_weight_difference", ".1e")),
+    Column("step", "ms", time_cell("median_ms")),
+    Column("p10-p90", "ms", time_cell("p10_ms", "p90_ms")),
+    Column("exposed", "ms", exposed(time_cell("exposed_ms", sign="+"))),
+    Column("p10-p90", "ms", time_cell("exposed_p10_ms", "exposed_p90_ms", sign="+")),
+    Column("share", "of step", value("exposed_share", ".0%")),
+    Column("check", "", lambda row: str(row["check"]), is_text=True),
+)

@@ -1,0 +1,111 @@
+"""Every variant of a setup in PyTorch: a process for each rank."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from torchref import compression
+from torchref.interop import from_numpy, to_numpy
+from torchref.launch import report
+from torchref.models import build
+from torchref.train import local_rows
+
+from ..ranks import Ranks
+from .interleave import Attempts, Variant, agree_over_ranks, interleave
+from .measure import (
+    BASELINE,
+    Measured,
+    Setup,
+    SideResult,
+    StepMetrics,
+    StrategySpec,
+    largest_difference,
+    ranks_in_words,
+)
+from .torch_peers import Peer, is_peer
+from .torch_variants import Planned, probes, wrap
+
+
+def run(ranks: Ranks, setup: Setup, weights: dict[str, np.ndarray]) -> SideResult:
+    """Trains under every strategy; runs on each rank, inside a process group.
+
+    Args:
+        ranks: The ranks.
+        setup: What to train.
+        weights: Initial weights, by torch name.
+
+    Returns:
+        What this rank found; times are its own.
+    """
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
+    batches = [{name: torch.from_numpy(array).to(device) for name, array in batch.items()} for batch in setup.batches]
+    start = from_numpy(weights, build(setup.model)).to(device)
+
+    report(("doing", "single-process training"))
+    reference = Planned(setup, copy.deepcopy(start), batches)
+    expected = [reference.step(index) for index in range(len(batches))]
+    trained = to_numpy(reference.module)
+    del reference
+
+    rows = [local_rows(batch, rank, num_ranks) for batch in batches]
+    attempt = Attempts(agree_over_ranks)
+
+    def add(label: str, spec: StrategySpec, wire: compression.Compression) -> None:
+        def make() -> Planned | Peer:
+            module = copy.deepcopy(start)
+            if is_peer(spec):
+                return Peer(setup, spec, module, rows, sends=wire.sends)
+            return Planned(setup, wrap(setup, spec, module, wire), rows)
+
+        attempt(label, make)
+
+    for spec in setup.of("torchref"):
+        add(spec.label, spec, compression.none)
+        if setup.with_baselines and (not is_peer(spec) or spec.name in Peer.CAN_KEEP_SILENT):
+            add(spec.label + BASELINE, spec, compression.noop)
+    timed = probes(setup, copy.deepcopy(start), rows) if setup.probe_bytes else []
+
+    report(("doing", "training"))
+    synchronize = (lambda _: torch.cuda.synchronize()) if device.type == "cuda" else (lambda _: None)
+    variants = [Variant(label, one.step) for label, one in attempt.made.items()] + timed
+    times, failed = interleave(
+        variants, len(batches), setup.num_warmup, barrier=dist.barrier, wait=synchronize, agree=agree_over_ranks
+    )
+    measured = {}
+    for spec in setup.of("torchref"):
+        if spec.label in times:
+            one, (metrics, seconds) = attempt.made[spec.label], times[spec.label]
+            if is_peer(spec):
+                metrics = _over_ranks(metrics, device)
+            baseline = times.get(spec.label + BASELINE, ([], []))[1]
+            difference = largest_difference(one.weights(), trained)
+            measured[spec.label] = Measured(
+                one.planned, one.issued, metrics, expected, difference, seconds, baseline, one.buckets
+            )
+    kind, words = ranks_in_words(ranks, "torchref")
+    return SideResult(
+        num_ranks=num_ranks,
+        kind=kind,
+        ranks=words,
+        backend=ranks.backend["torchref"],
+        device=torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        versions={"torch": torch.__version__},
+        weights=weights if rank == 0 else {},
+        trained=trained if rank == 0 else {},
+        measured=measured,
+        failed=attempt.failed | failed,
+        probes={variant.label: times[variant.label][1] for variant in timed},
+    )
+
+
+def _over_ranks(metrics: list[StepMetrics], device: torch.device) -> list[StepMetrics]:
+    """What peers say of a step, whose losses are each rank's own, with the mean over ranks."""
+    losses = torch.tensor([one.loss for one in metrics], dtype=torch.float64, device=device)
+    dist.all_reduce(losses)
+    means = (losses / dist.get_world_size()).tolist()
+    return [one._replace(loss=mean) for one, mean in zip(metrics, means, strict=True)]
