@@ -29,7 +29,7 @@ from .table import COLUMNS, notes
 
 MIB = 2**20
 MODEL = "lm_9m"
-CAPS_MB, QUICK_CAPS_MB = (1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 1000.0), (1.0, 5.0, 25.0, 1000.0)
+CAPS_MB, QUICK_CAPS_MB = (1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 1000.0), (1.0, 5.0, 1000.0)
 NUM_STEPS, NUM_QUICK, QUICK_BATCH_SIZE = 12, 4, 4
 LARGEST_PROBE_BYTES = 64 * MIB
 OPTIMA, SHARES = "optima", "gradient shares"
