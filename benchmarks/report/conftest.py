@@ -59,9 +59,9 @@ def traces():
         ]  # fmt: skip
 
     return [
-        row("strategies", **of(framework), strategy=name, trace=events(first))
+        row("strategies", **of(framework), strategy=name, trace=events(first), overlap_share=share, communication_ms=16)
         for framework in BACKENDS
-        for name, first in (("naive", 60), ("overlapped", 30))
+        for name, first, share in (("naive", 60, 0.0), ("overlapped", 30, 0.75))
     ]
 
 

@@ -101,6 +101,6 @@ _FACTS: dict[str, Callable[[Sequence[Row]], list[str]]] = {
     "machine": _machine,
     "device": _texts("device"),
     "ranks": _ranks,
-    "torch threads of a rank": _texts("threads"),
+    "threads of a process": _texts("threads"),
     "link, Mbit/s": _texts("link_mbit"),
 }

@@ -58,11 +58,6 @@ def busy_ms(events: Sequence[Event]) -> float:
     return sum(end - start for start, end in _union(events))
 
 
-def shared_ms(one: Sequence[Event], other: Sequence[Event]) -> float:
-    """How long events of both were running."""
-    return busy_ms(one) + busy_ms(other) - busy_ms([*one, *other])
-
-
 def _union(events: Sequence[Event]) -> list[tuple[float, float]]:
     pieces: list[tuple[float, float]] = []
     for event in sorted(events, key=lambda event: event.start_ms):

@@ -3,7 +3,7 @@
 import re
 
 from benchmarks.report.axis import linear
-from benchmarks.report.lanes import Event, busy_ms, draw_lanes, shared_ms
+from benchmarks.report.lanes import Event, busy_ms, draw_lanes
 
 
 def event(start_ms, end_ms, lane="a", phase="forward"):
@@ -12,8 +12,7 @@ def event(start_ms, end_ms, lane="a", phase="forward"):
 
 def test_what_overlaps_counts_once():
     assert busy_ms([event(5, 8), event(0, 2), event(1, 4), event(6, 7)]) == 7
-    assert shared_ms([event(0, 10)], [event(8, 12), event(9, 15)]) == 2
-    assert busy_ms([]) == shared_ms([event(0, 1)], []) == 0
+    assert busy_ms([]) == 0
 
 
 def test_blocks_are_where_their_events_were():

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..axis import linear
 from ..figure import Figure, Key
-from ..lanes import Event, busy_ms, draw_lanes, shared_ms
+from ..lanes import Event, busy_ms, draw_lanes
 from ..steps import name
 from ..table import Column, Table, numeric
 from ..values import Row, by, is_sound, number, percent, text
@@ -41,7 +41,7 @@ def trace_figures(rows: Sequence[Row]) -> list[Figure]:
         figures.append(
             Figure(
                 f"Timeline of a step: {title}",
-                f"{_hidden(row, events)} Lanes: {', '.join(lanes)}.",
+                f"{_hidden(row)} Lanes: {', '.join(lanes)}.",
                 draw_lanes(events, lanes, styles, axis),
                 tuple(Key(phase, style) for phase, style in styles.items()),
                 _table(title, events),
@@ -52,7 +52,7 @@ def trace_figures(rows: Sequence[Row]) -> list[Figure]:
 
 def trace_sentences(rows: Sequence[Row]) -> list[str]:
     """Says of each trace how much of its communication ran while something was computed."""
-    return [_hidden(row, events) for row in rows if is_sound(row) and (events := events_of(row))]
+    return [_hidden(row) for row in rows if is_sound(row) and events_of(row)]
 
 
 def events_of(row: Row) -> list[Event]:
@@ -66,15 +66,14 @@ def events_of(row: Row) -> list[Event]:
     return events
 
 
-def _hidden(row: Row, events: Sequence[Event]) -> str:
-    compute = [event for event in events if event.phase in PHASES]
-    communication = [event for event in events if event.phase not in PHASES]
+def _hidden(row: Row) -> str:
+    # As the row has it: what is drawn closes the gaps between operations, and would hide more.
+    share, communication_ms = number(row, "overlap_share"), number(row, "communication_ms")
     title = " ".join(filter(None, [text(row, "framework"), name(row)]))
-    if not busy_ms(communication):
+    if share is None or communication_ms is None:
         return f"{title}: the trace shows no communication."
-    share = shared_ms(compute, communication) / busy_ms(communication)
     return (
-        f"{title}: of {busy_ms(communication):.3g} ms of communication in the traced step,"
+        f"{title}: of {communication_ms:.3g} ms of communication in the traced step,"
         f" {percent(share)} ran while something was computed."
     )
 
