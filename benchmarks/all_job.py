@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 
 from .lab.benchmark import lab_for, link_holds
 from .options import Options
@@ -48,7 +49,8 @@ def run(this: Run, setup: tuple[Options, Setups]) -> bool:
     def on_a_lab(inner: Run) -> bool:
         with ExitStack() as stack:
             try:
-                given = stack.enter_context(lab_for("lab", options))
+                # Its ranks are its hosts, whatever and however many the others' are.
+                given = stack.enter_context(lab_for("lab", replace(options, on=None, ranks=None)))
             except ValueError as reason:
                 raise NotRun(str(reason)) from reason
             as_asked = link_holds(given, inner.folder, this.console)

@@ -28,12 +28,16 @@ def small(monkeypatch):
     monkeypatch.setattr(all_job, "NAMES", ("short", "long"))
     monkeypatch.setattr(all_job, "NOT_QUICK", ("long",))
 
+    asked = []
+
     @contextlib.contextmanager
     def no_lab(name, options):
+        asked.append(options)
         raise ValueError("a lab needs root")
         yield
 
     monkeypatch.setattr(all_job, "lab_for", no_lab)
+    return asked
 
 
 def test_each_has_a_folder_and_the_time_is_said_before(small, tmp_path, capsys):
@@ -47,6 +51,12 @@ def test_each_has_a_folder_and_the_time_is_said_before(small, tmp_path, capsys):
     assert [row["part"] for row in read_rows(tmp_path / "long" / "metrics.jsonl")[0]] == ["step 0"]
     assert "| lab | not run: a lab needs root |" in (tmp_path / "table.md").read_text()
     assert (tmp_path / "report.html").is_file()
+
+
+def test_the_lab_has_hosts_of_its_own_whatever_ranks_the_others_have(small, tmp_path):
+    assert main(["all", "--ranks", "4", "--on", "processes", "--rate-mbit", "200", "--out", str(tmp_path)]) == 0
+    (options,) = small
+    assert (options.ranks, options.on, options.rate_mbit) == (None, None, 200)
 
 
 def test_quick_alone_is_all_of_the_short_forms(small, tmp_path, capsys):

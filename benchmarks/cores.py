@@ -1,4 +1,4 @@
-"""Cores for JAX's ranks on CPUs: one for each, as torch's ranks have one thread each.
+"""Cores for ranks on CPUs: one for each, in both frameworks.
 
 XLA's CPU client starts as many threads as there are cores that its process may use. Left alone, one rank would compute
 on all cores of the machine, and two ranks would seem no faster. Kept to one core, a process would have one thread,
@@ -14,7 +14,7 @@ ENVIRONMENT = {"NPROC": "2"}
 
 
 def num_cores(kind: str, num_ranks: int) -> int:
-    """Cores that a process of JAX's ranks is kept to; 0 where it is not.
+    """Cores that a process of ranks is kept to; 0 where it is not.
 
     Args:
         kind: Of the ranks.
@@ -22,11 +22,11 @@ def num_cores(kind: str, num_ranks: int) -> int:
     """
     if kind == "gpus" or not hasattr(os, "sched_setaffinity"):
         return 0
-    return min(num_ranks, os.cpu_count() or 1) if kind == "simulated" else 1
+    return min(num_ranks, len(os.sched_getaffinity(0))) if kind == "simulated" else 1
 
 
 def keep_to_cores(kind: str, num_ranks: int, rank: int) -> None:
-    """Keeps this process to its cores; call it before JAX has started.
+    """Keeps this process to its cores; call it before it has started threads.
 
     Args:
         kind: Of the ranks.

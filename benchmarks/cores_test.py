@@ -20,7 +20,6 @@ from benchmarks.training.measure import ranks_in_words
 )
 def test_a_rank_has_a_core(ranks, rank, kept, monkeypatch):
     asked = []
-    monkeypatch.setattr(os, "cpu_count", lambda: 3)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {5, 2, 3}, raising=False)
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: asked.append(set(cores)), raising=False)
     keep_to_cores(ranks.kind, ranks.num, rank)
@@ -28,7 +27,7 @@ def test_a_rank_has_a_core(ranks, rank, kept, monkeypatch):
 
 
 def test_where_no_process_can_be_kept_nothing_is_said_of_it(monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: None, raising=False)
     assert ranks_in_words(Ranks(4, "simulated"), "jaxddp")[1] == "4 simulated CPU devices in one process, on 2 core(s)"
     assert ranks_in_words(Ranks(2, "processes"), "jaxddp")[1] == "2 processes of one CPU device on one core"

@@ -11,11 +11,11 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from .options import Options
-from .ranks import ranks_of_machine
+from .ranks import chosen_ranks
 from .ratios import Gate as Gate
 from .ratios import compare as compare
 from .run import NOT_RUN, Run, holds
-from .strategies import BATCH_SIZE, NUM_RANKS, make_setup
+from .strategies import BATCH_SIZE, NUM_RANKS, check_memory, make_setup
 from .tables import NOTHING, Column, markdown_table, terminal_table, time_cell, value, write_markdown
 from .training.frameworks import BETWEEN, measure_both
 from .training.measure import PEERS, Setup, StrategySpec
@@ -42,7 +42,9 @@ _GATES = (
 _COLUMNS = (
     Column("gate", "", lambda row: row["name"], is_text=True),
     Column("ours", "ms", time_cell("ours_ms")),
+    Column("p10-p90", "ms", time_cell("ours_p10_ms", "ours_p90_ms")),
     Column("peer", "ms", time_cell("theirs_ms")),
+    Column("p10-p90", "ms", time_cell("theirs_p10_ms", "theirs_p90_ms")),
     Column("ratio", "", value("ratio", ".3f")),
     Column("95 % interval", "", lambda row: f"{row['low']:.3f}-{row['high']:.3f}" if "low" in row else NOTHING),
     Column("limit", "", value("limit", ".2f")),
@@ -65,11 +67,13 @@ def describe(options: Options) -> tuple[Setup, str]:
     num_steps = options.steps or (MIN_ROUNDS if options.quick else NUM_ROUNDS)
     if num_steps < MIN_ROUNDS:
         raise ValueError(f"steps (={num_steps}) must be at least {MIN_ROUNDS} rounds, or the interval means nothing")
-    ranks = ranks_of_machine(options.ranks or NUM_RANKS, options.on)
+    ranks = chosen_ranks(options.ranks, NUM_RANKS, options.on)
     setup, described = make_setup(
         options.model or MODEL, ranks, num_steps, options.batch_size or BATCH_SIZE, num_warmup=NUM_WARMUP
     )
-    return replace(setup, with_baselines=False), described
+    setup = replace(setup, strategies=STRATEGIES["jaxddp"], with_baselines=False)
+    check_memory(setup)
+    return setup, described
 
 
 def run(this: Run, setup: Setup) -> bool:
@@ -83,7 +87,7 @@ def run(this: Run, setup: Setup) -> bool:
         Whether every gate holds.
     """
     measured = measure_both(this, {name: replace(setup, strategies=specs) for name, specs in STRATEGIES.items()})
-    this.part("gates", lambda: gate_rows(measured))
+    this.part("gates", lambda: gate_rows(measured), is_derived=True)
     show(this)
     return holds(this.rows)
 
@@ -106,6 +110,8 @@ def gate_rows(measured: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]
         paired = ours[0] == theirs[0]
         gate = compare(name, _seconds(one), _seconds(other), limit, paired=paired)
         which = {"ours": label(one), "theirs": label(other), "is_interleaved": paired}
+        for side, row in (("ours", one), ("theirs", other)):
+            which |= {f"{side}_{spread}_ms": row[f"{spread}_ms"] for spread in ("p10", "p90")}
         yield asdict(gate) | which | {"check": "ok" if gate.holds else "MISSED"}
 
 

@@ -12,7 +12,7 @@ def row(framework, strategy, rounds_ms, check="ok"):
     bucket_mb = 25.0 if strategy in ("bucketed", "zero1", "zero2", "DistributedDataParallel") else None
     return {
         "framework": framework, "strategy": strategy, "bucket_mb": bucket_mb, "median_ms": float(np.median(rounds_ms)),
-        "rounds_ms": rounds_ms, "check": check,
+        "rounds_ms": rounds_ms, "check": check, "p10_ms": min(rounds_ms), "p90_ms": max(rounds_ms),
     }  # fmt: skip
 
 

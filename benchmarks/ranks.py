@@ -7,9 +7,9 @@
 | `gpus`      | one process, a rank for each of its GPUs, over NCCL        | a process a rank, over NCCL         |
 | `lab`       | as `processes`, each on a host of its own: see `lab/`      | the same                            |
 
-Where there are GPUs, ranks are GPUs, whatever was asked for. On CPUs a rank of either framework has one core: torch's
-processes take their threads from ``THREADS``, JAX's are kept to cores, see ``cores.py``. And there both keep the memory
-that they free, as programs that train do: see ``jaxddp/allocator.py``.
+Where there are GPUs, ranks are GPUs, whatever was asked for. On CPUs a rank of either framework has one core, see
+``cores.py``, torch's computes with ``THREADS``, and both keep the memory that they free, as programs that train do: see
+``jaxddp/allocator.py``.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torchref.launch import launch
 from torchref.rank_process import OnMessage, Prepare
 
 from . import cores
+from .free_memory import PROCESS_BYTES, free_bytes
 from .lab.network import Host, enter_host, open_lab
 
 _T = TypeVar("_T")
@@ -71,7 +72,7 @@ class Ranks:
         """
         num_processes = self.num if self.kind in _OF_PROCESSES else 1
         with _with_environment(cores.ENVIRONMENT if self.kind in _OF_PROCESSES else {}):
-            return self._launch(fn, *args, num_ranks=num_processes, backend="gloo", on_message=on_message)
+            return self._launch(self.kind, fn, *args, num_ranks=num_processes, backend="gloo", on_message=on_message)
 
     def run_torch(self, fn: Callable[..., _T], *args: Any, on_message: OnMessage | None = None) -> list[_T]:
         """Runs ``fn(self, *args)`` on every rank of a torch process group.
@@ -84,14 +85,13 @@ class Ranks:
         Returns:
             The ranks' results.
         """
-        backend = "nccl" if self.kind == "gpus" else "gloo"
-        return self._launch(fn, *args, num_ranks=self.num, backend=backend, on_message=on_message)
+        backend, kind = ("nccl", "gpus") if self.kind == "gpus" else ("gloo", "processes")
+        return self._launch(kind, fn, *args, num_ranks=self.num, backend=backend, on_message=on_message)
 
     def mesh(self) -> Any:
         """Gives the mesh of these ranks; call it once, inside ``run_jax``, before JAX has started."""
         import jaxddp
 
-        cores.keep_to_cores(self.kind, self.num, _rank() if self.kind in _OF_PROCESSES else 0)
         if self.kind == "gpus":
             os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs room on them as well
         if self.kind in _OF_PROCESSES:
@@ -108,12 +108,32 @@ class Ranks:
             jaxddp.simulate_devices(self.num)
         return jaxddp.data_mesh(self.num)
 
-    def _launch(self, fn: Callable[..., _T], *args: Any, **options: Any) -> list[_T]:
-        prepare: Prepare | None = partial(enter_host, self.hosts) if self.hosts else None
+    def _launch(self, kind: str, fn: Callable[..., _T], *args: Any, **options: Any) -> list[_T]:
+        prepare: Prepare = partial(_prepare, self.hosts, kind, self.num)
         with _with_environment({} if self.kind == "gpus" else allocator.ENVIRONMENT):
             return launch(
                 fn, self, *args, threads_per_rank=THREADS, prepare=prepare, timeout_s=TIMEOUT_S, **options
             )  # fmt: skip
+
+
+def chosen_ranks(num_ranks: int | None, default: int, kind: str | None = None) -> Ranks:
+    """Decides how the ranks run that were asked for.
+
+    Args:
+        num_ranks: Their number, if it was said.
+        default: Their number if it was not; where there are fewer GPUs, these.
+        kind: As for ``ranks_of_machine``.
+
+    Returns:
+        The ranks.
+
+    Raises:
+        ValueError: As ``ranks_of_machine``, and if there are not as many GPUs as were asked for.
+    """
+    ranks = ranks_of_machine(num_ranks or default, kind)
+    if num_ranks and ranks.num < num_ranks:
+        raise ValueError(f"ranks (={num_ranks}) must be at most the number of GPUs (={ranks.num})")
+    return ranks
 
 
 def ranks_of_machine(num_ranks: int, kind: str | None = None) -> Ranks:
@@ -128,7 +148,8 @@ def ranks_of_machine(num_ranks: int, kind: str | None = None) -> Ranks:
         The ranks.
 
     Raises:
-        ValueError: If the kind is unknown, there are no GPUs or not as many hosts for it, or a number is not positive.
+        ValueError: If the kind is unknown, there are no GPUs or not as many hosts for it, a number is not positive, or
+            so many processes would not fit into memory.
     """
     if num_ranks < 1:
         raise ValueError(f"ranks (={num_ranks}) must be a positive integer")
@@ -146,7 +167,14 @@ def ranks_of_machine(num_ranks: int, kind: str | None = None) -> Ranks:
         raise ValueError("ranks of kind 'gpus' need GPUs, and torch finds none")
     if kind is None:
         kind = "gpus" if num_gpus else "simulated"
-    return Ranks(min(num_ranks, num_gpus) if kind == "gpus" else num_ranks, kind)
+    if kind == "gpus":
+        return Ranks(min(num_ranks, num_gpus), kind)
+    if (most := free_bytes(kind) // PROCESS_BYTES) < num_ranks:  # torch's are processes even where JAX's are simulated
+        each, free = PROCESS_BYTES / 2**30, free_bytes(kind) / 2**30
+        raise ValueError(
+            f"ranks (={num_ranks}) must be at most {most}: each takes {each:g} GiB for its process, {free:.1f} are free"
+        )
+    return Ranks(num_ranks, kind)
 
 
 @contextlib.contextmanager
@@ -173,6 +201,13 @@ def _without_output() -> Iterator[None]:
         os.dup2(kept, 1)
         os.close(kept)
         os.close(nowhere)
+
+
+def _prepare(hosts: tuple[Host, ...], kind: str, num_ranks: int, rank: int) -> None:
+    """What comes first in a rank's process: its host, and its cores."""
+    if hosts:
+        enter_host(hosts, rank)
+    cores.keep_to_cores(kind, num_ranks, rank)
 
 
 def _rank() -> int:

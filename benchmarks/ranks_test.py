@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks.ranks import Ranks, ranks_of_machine
+from benchmarks import ranks
+from benchmarks.ranks import Ranks, chosen_ranks, ranks_of_machine
 
 
 def total(of, start):
@@ -41,3 +42,16 @@ def test_bad_ranks(monkeypatch):
         ranks_of_machine(2, "threads")
     with pytest.raises(ValueError, match=r"^ranks of kind 'gpus' need GPUs, and torch finds none$"):
         ranks_of_machine(2, "gpus")
+
+
+def test_more_ranks_than_the_machine_has_room_for(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr(ranks, "free_bytes", lambda kind: 2 * 2**30 + 1)
+    assert ranks_of_machine(4).num == 4
+    rule = r"^ranks \(=5\) must be at most 4: each takes 0.5 GiB for its process, 2.0 are free$"
+    with pytest.raises(ValueError, match=rule):
+        ranks_of_machine(5, "processes")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert chosen_ranks(None, 4) == Ranks(2, "gpus")
+    with pytest.raises(ValueError, match=r"^ranks \(=3\) must be at most the number of GPUs \(=2\)$"):
+        chosen_ranks(3, 4)

@@ -56,18 +56,21 @@ class Run:
         for number in broken:
             console.print(f"{folder / METRICS}, line {number}: no JSON object, skipped", soft_wrap=True)
 
-    def part(self, key: str, measure: Callable[[], Iterable[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    def part(
+        self, key: str, measure: Callable[[], Iterable[Mapping[str, Any]]], *, is_derived: bool = False
+    ) -> list[dict[str, Any]]:
         """Measures a part, unless its rows are there already, and writes its rows.
 
         Args:
             key: Its name, of its own within the benchmark.
+            is_derived: Whether it is made of other parts, and has to be made anew when a run goes on.
             measure: Gives its rows; a RankError, ValueError or OSError, and ``NotRun``, become a row that says so.
 
         Returns:
             Its rows; each has a ``check``.
         """
         there = [row for row in self.rows if row.get("part") == key]
-        if there and not any(is_failed(row) for row in there):
+        if there and not is_derived and not any(is_failed(row) for row in there):
             self.console.print(f"{key}: was measured before", soft_wrap=True)
             return there
         try:
@@ -84,7 +87,7 @@ class Run:
         for row in made:
             if row["check"].startswith((NOT_RUN, FAILED)):
                 self.console.print(f"{key}: {row['check']}", soft_wrap=True, markup=False)
-        if there:  # it failed before: the new rows take the place of those
+        if there:  # it failed before, or was made of fewer parts: the new rows take the place of those
             self.rows = [row for row in self.rows if row.get("part") != key]
             _write(self.folder / METRICS, self.rows)
         self.rows += made

@@ -84,6 +84,14 @@ def test_what_failed_is_measured_again(tmp_path, console):
     assert numbers(again) == numbers(Run(tmp_path, console, "races")) == [("two", 2, "ok"), ("one", 1, "ok")]
 
 
+def test_what_is_made_of_other_parts_is_made_anew(tmp_path, console):
+    Run(tmp_path, console, "races").part("best", measured(1), is_derived=True)
+    again = Run(tmp_path, console, "races")
+    again.part("one", measured(2))
+    again.part("best", measured(3), is_derived=True)
+    assert numbers(again) == numbers(Run(tmp_path, console, "races")) == [("one", 2, "ok"), ("best", 3, "ok")]
+
+
 def test_an_error_of_our_own_is_no_row(tmp_path, console):
     run = Run(tmp_path, console, "races")
     with pytest.raises(TypeError):

@@ -14,9 +14,10 @@ from jaxddp import STRATEGIES as OURS
 from jaxddp.data import Corpus, RandomTokens
 from jaxddp.models import SIZES
 
+from .free_memory import PROCESS_BYTES, free_bytes
 from .options import Options
 from .picture import draw_steps
-from .ranks import Ranks, ranks_of_machine
+from .ranks import Ranks, chosen_ranks
 from .run import Run, holds
 from .tables import markdown_table, terminal_table, write_markdown
 from .traces import parts as traces
@@ -29,9 +30,9 @@ MODEL = "byte"
 NAMES = (*OURS, *(name for names in PEERS.values() for name in names))
 # Float32 Adam: a weight whose gradient is near 0 takes steps of 1e-3 whose sign the rounding decides. Over the 22 steps
 # here some of 4.3 million weights were seen apart by up to 2e-4; a gradient of the wrong ranks moves them by 1e-2. Adam
-# cannot see a gradient that is only too large: METRIC_TOLERANCE of steps.py, on the norms, does. Random tokens leave
-# most embedding rows gradients of the size of their rounding, which Adam turns into steps of full size: there is no
-# bound on weights, and losses and norms of all rounds were seen within 2e-5 of single-process training's.
+# cannot see a gradient that is only too large: METRIC_TOLERANCE of training/steps.py, on the norms, does. Random tokens
+# leave most embedding rows gradients of the size of their rounding, which Adam turns into steps of full size: there is
+# no bound on weights, and losses and norms of all rounds were seen within 2e-5 of single-process training's.
 TOLERANCE = 1e-3
 NUM_WARMUP, NUM_STEPS, NUM_QUICK, BATCH_SIZE, NUM_RANKS = 2, 20, 5, 8, 2
 _BUCKETED = ("bucketed", "zero1", "zero2", "DistributedDataParallel", "ZeroRedundancyOptimizer")
@@ -49,17 +50,19 @@ def describe(options: Options, names: Sequence[str] = NAMES) -> tuple[Setup, str
         The setup, and its description in a line.
 
     Raises:
-        ValueError: If a name is unknown, the data does not serve, or the batch cannot be split.
+        ValueError: If a name is unknown, the data does not serve, the batch cannot be split, or what is trained side by
+            side does not fit into memory.
     """
     model, names = options.model or MODEL, tuple(dict.fromkeys(options.strategies or names))
     for name in names:
         if name not in NAMES:
             raise ValueError(f"unknown strategy {name!r}: one of {', '.join(NAMES)}")
-    ranks = ranks_of_machine(options.ranks or NUM_RANKS, options.on)
+    ranks = chosen_ranks(options.ranks, NUM_RANKS, options.on)
     num_steps = options.steps or (NUM_QUICK if options.quick else NUM_STEPS)
     setup, described = make_setup(model, ranks, num_steps, options.batch_size or BATCH_SIZE, data=options.data)
-    specs = tuple(spec_of(name, model) for name in names)
-    return replace(setup, strategies=specs, with_traces=options.profile), f"{described}; {', '.join(names)}"
+    setup = replace(setup, strategies=tuple(spec_of(name, model) for name in names), with_traces=options.profile)
+    check_memory(setup)
+    return setup, f"{described}; {', '.join(names)}"
 
 
 def spec_of(name: str, model: str) -> StrategySpec:
@@ -104,6 +107,20 @@ def make_setup(
         f" tokens, AdamW, {ranks.num} ranks"
     )
     return setup, described
+
+
+def check_memory(setup: Setup) -> None:
+    """Raises ValueError, in a line, if the training runs that a setup keeps side by side would not fit into memory."""
+    num_runs = 1 + max(len(setup.of(framework)) for framework in PEERS) * (1 + setup.with_baselines)
+    # Parameters and AdamW's two moments of each; the gradients of one.
+    needed = SIZES[setup.model].num_params * 4 * (3 * num_runs + 1)
+    if setup.ranks.kind != "gpus":
+        needed = setup.ranks.num * (needed + PROCESS_BYTES)
+    if needed > (free := free_bytes(setup.ranks.kind)):
+        raise ValueError(
+            f"model (={setup.model}) must fit into memory: {num_runs} training runs side by side on {setup.ranks.num}"
+            f" ranks need at least {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free"
+        )
 
 
 def check_batch_size(batch_size: int, num_ranks: int) -> None:

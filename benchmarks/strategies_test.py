@@ -173,3 +173,15 @@ def test_all_strategies_and_peers_see_the_same_batches():
 def test_bad_input(given, message):
     with pytest.raises(ValueError, match=message):
         strategies.describe(Options(**given))
+
+
+def test_what_does_not_fit_is_refused_before_it_starts(monkeypatch):
+    monkeypatch.setattr(strategies, "free_bytes", lambda kind: 8 * 2**30)
+    assert strategies.describe(Options(model="lm_9m"))[0].model == "lm_9m"
+    # Of torch: 7 strategies and 3 peers, each with its baseline, and the single-process one: 21.
+    needed = 2 * (171_098_880 * 4 * (3 * 21 + 1) + 2**29) / 2**30
+    rule = (
+        rf"^model \(=seed_xl\) must fit into memory: 21 training runs side by side on 2 ranks need .* {needed:.1f} GiB"
+    )
+    with pytest.raises(ValueError, match=rule):
+        strategies.describe(Options(model="seed_xl"))

@@ -241,7 +241,8 @@ def trace_gradients(grad_fn: Callable[..., Any], *args: Any) -> GradientTrace:
         (time, -place, place) for place, time in enumerate(times) if time is not None and specs[place].num_elements > 0
     )
     tensors = tuple(specs[place] for *_, place in ready)
-    constants = tuple(spec for spec in specs if spec not in set(tensors))
+    sent = set(tensors)
+    constants = tuple(spec for spec in specs if spec not in sent)
     return GradientTrace(tensors, tuple((flops[place] or 0.0) / total for *_, place in ready), constants)
 
 

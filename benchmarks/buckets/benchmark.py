@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from ..options import Options
-from ..ranks import Ranks, ranks_of_machine
+from ..ranks import Ranks, chosen_ranks
 from ..ratios import compare
 from ..run import Run, holds
-from ..strategies import BATCH_SIZE, NUM_RANKS, NUM_WARMUP, make_setup
+from ..strategies import BATCH_SIZE, NUM_RANKS, NUM_WARMUP, check_memory, make_setup
 from ..tables import markdown_table, terminal_table, write_markdown
 from ..training.frameworks import BETWEEN, FRAMEWORKS, measure_both
 from ..training.jax_side import gradient_shares
@@ -51,14 +51,16 @@ def describe(options: Options) -> tuple[Setup, str]:
     caps = options.bucket_mb or (QUICK_CAPS_MB if options.quick else CAPS_MB)
     num_steps = options.steps or (NUM_QUICK if options.quick else NUM_STEPS)
     batch_size = options.batch_size or (QUICK_BATCH_SIZE if options.quick else BATCH_SIZE)
-    ranks = ranks_of_machine(options.ranks or NUM_RANKS, options.on)
+    ranks = chosen_ranks(options.ranks, NUM_RANKS, options.on)
     if ranks.num < 2:
         raise ValueError(f"ranks (={ranks.num}) must be at least 2: one alone sends nothing")
     num_warmup = 1 if options.quick else NUM_WARMUP
     setup, described = make_setup(options.model or MODEL, ranks, num_steps, batch_size, num_warmup=num_warmup)
     specs = tuple(StrategySpec("bucketed", cap) for cap in sorted(set(caps)))
     swept = ", ".join(f"{spec.bucket_mb:g}" for spec in specs)
-    return replace(setup, strategies=specs, with_schedules=True), f"{described}; buckets of {swept} MiB"
+    setup = replace(setup, strategies=specs, with_schedules=True)
+    check_memory(setup)
+    return setup, f"{described}; buckets of {swept} MiB"
 
 
 def run(this: Run, setup: Setup) -> bool:
@@ -76,7 +78,7 @@ def run(this: Run, setup: Setup) -> bool:
         shares = Shares(found["forward_share"], found["ready_shares"])
         setup = replace(setup, probe_bytes=probe_sizes(found["gradient_bytes"]))
         rows = measure_both(this, dict.fromkeys(FRAMEWORKS, setup), partial(bucket_rows, shares))
-        this.part(OPTIMA, lambda: optimum_rows(rows))
+        this.part(OPTIMA, lambda: optimum_rows(rows), is_derived=True)
     show(this)
     return holds(this.rows)
 
@@ -134,7 +136,9 @@ def _predicted(row: Mapping[str, Any], shares: Shares, costs: Costs, side: SideR
         "forward_backward_ms": costs.forward_backward_s * 1e3,
         "backward_ms": backward_s(shares, costs) * 1e3,
         "alpha_us": costs.latency_s * 1e6,
+        "alpha_error_us": costs.latency_error_s * 1e6,
         "gb_per_s": costs.bytes_per_s / 1e9,
+        "gb_per_s_error": costs.bytes_per_s_error / 1e9,
         "rate_at_once": costs.rate_at_once,
     }
     if measured.schedule is not None:
@@ -168,7 +172,8 @@ def optimum_rows(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         kept = (
             "framework", "backend", "device", "ranks", "kind", "num_ranks", "model", "params_bytes", "global_batch",
             "strategy", "regime", "uniform_optimum_mb", "gradient_bytes", "step_alone_ms", "forward_backward_ms",
-            "backward_ms", "alpha_us", "gb_per_s", "rate_at_once",
+            "backward_ms", "alpha_us", "alpha_error_us", "gb_per_s", "gb_per_s_error",
+            "rate_at_once",
         )  # fmt: skip
         is_good = predicted in as_good
         yield {key: best[key] for key in kept} | {

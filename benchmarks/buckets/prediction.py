@@ -61,6 +61,8 @@ class Costs:
         bytes_per_s: w, the buffer's bytes over the time.
         num_ranks: Ranks.
         rate_at_once: At which computing and communicating go on while both do; of what they do alone.
+        latency_error_s: Standard error of o.
+        bytes_per_s_error: Standard error of w.
     """
 
     step_alone_s: float
@@ -69,6 +71,8 @@ class Costs:
     bytes_per_s: float
     num_ranks: int
     rate_at_once: float = 1.0
+    latency_error_s: float = 0.0
+    bytes_per_s_error: float = 0.0
 
     @property
     def network(self) -> Network:
@@ -109,7 +113,10 @@ def fit_costs(
     """
     fit = fit_sweep(list(all_reduces), list(all_reduces.values()))
     rate = rate_at_once(forward_backward_s, *at_once) if at_once else 1.0
-    return Costs(step_alone_s, forward_backward_s, max(0.0, fit.latency_s), fit.bytes_per_s, num_ranks, rate)
+    return Costs(
+        step_alone_s, forward_backward_s, max(0.0, fit.latency_s), fit.bytes_per_s, num_ranks, rate,
+        fit.latency_error_s, fit.bytes_per_s_error,
+    )  # fmt: skip
 
 
 def predict(buckets: Buckets, shares: Shares, costs: Costs) -> Prediction:

@@ -83,7 +83,8 @@ def test_a_prediction_is_good_within_15_percent(predicted, error, check):
 def cap_row(framework, bucket_mb, median_ms, predicted_ms, check="ok"):
     kept = dict.fromkeys(
         "backend device ranks kind num_ranks model params_bytes global_batch regime uniform_optimum_mb gradient_bytes"
-        " step_alone_ms forward_backward_ms backward_ms alpha_us gb_per_s rate_at_once".split()
+        " step_alone_ms forward_backward_ms backward_ms alpha_us alpha_error_us gb_per_s gb_per_s_error"
+        " rate_at_once".split()
     )
     return kept | {
         "framework": framework, "strategy": "bucketed", "bucket_mb": bucket_mb, "median_ms": median_ms,

@@ -64,12 +64,14 @@ def notes(rows: Sequence[Mapping[str, Any]], optima: Sequence[Mapping[str, Any]]
 def in_words(row: Mapping[str, Any]) -> str:
     """Says in which regime a framework's step is, and which caps are best."""
     sending_ms = row["gradient_bytes"] / row["gb_per_s"] * 1e-6
+    rate = f"{row['gb_per_s']:.3g} +- {row['gb_per_s_error']:.1g} GB/s"
+    latency = f"{row['alpha_us']:.0f} +- {row['alpha_error_us']:.0f} us a call (standard errors of the fit)"
     as_good = ", ".join(f"{cap:g}" for cap in row["as_good_mb"])
     formula = row["uniform_optimum_mb"]
     equal = f"; by formula, equal buckets of {formula:.2g} MiB" if formula else ""
     return (
         f"{row['framework']}, {row['backend']}, is {row['regime']}: {row['gradient_bytes'] / MIB:.1f} MiB of gradients"
-        f" take {sending_ms:.0f} ms at {row['gb_per_s']:.2f} GB/s and {row['alpha_us']:.0f} us a call, the backward"
+        f" take {sending_ms:.0f} ms at {rate} and {latency}, the backward"
         f" {row['backward_ms']:.0f} ms, and both at once {row['rate_at_once']:.0%} as fast as alone;"
         f" best measured {row['measured_optimum_mb']:g} MiB (as good: {as_good}),"
         f" predicted {row['optimum_mb']:g} MiB{equal} ({row['check']})"

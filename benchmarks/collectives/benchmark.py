@@ -17,6 +17,7 @@ from jaxddp.clock import summarize
 
 from ..console import progress_of
 from ..cores import num_cores
+from ..free_memory import free_bytes
 from ..options import Options
 from ..ranks import THREADS, Ranks, ranks_of_machine
 from ..run import FAILED, NOT_RUN, Run, holds
@@ -25,7 +26,7 @@ from .cases import NAMES, QUICK_NAMES, check, rates
 from .fit import fit_rows
 from .forecast import START_S, Forecast, assumed_network, duration, forecast_s
 from .picture import draw
-from .sizes import asked_sizes, check_fit, fitting, free_bytes, in_words
+from .sizes import asked_sizes, check_fit, fitting, in_words
 from .table import notes, print_tables, write_tables
 from .turns import MIN_ROUNDS, Job, Side
 
@@ -192,6 +193,8 @@ def _measure(this: Run, setup: Setup, part: Part, forecast: Forecast) -> list[di
     rows = [
         common | {"collective": name, "asked_bytes": asked, "check": f"{NOT_RUN}{why}"} for name, asked, why in left_out
     ]
+    if not batches:
+        return rows
     with progress_of(this.console, part.key) as show:
         on_message = forecast.follow(part.key, show)
         job = Job(tuple(batches), setup.num_rounds, setup.budget_s)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
-import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
+from ..free_memory import PROCESS_BYTES
 from ..ranks import Ranks
 from .cases import ELEMENT_BYTES
 from .turns import Batch
@@ -29,7 +27,6 @@ HELD = {
     "ring_all_gather": 4.5,
     "ring_all_reduce": 5.5,
 }
-PROCESS_BYTES = GIB // 2  # a rank's process with both frameworks loaded
 
 
 def asked_sizes(sizes_mb: Sequence[float] | None, quick: bool) -> tuple[int, ...]:
@@ -60,24 +57,6 @@ def needed_bytes(name: str, asked_bytes: int, ranks: Ranks) -> int:
     if ranks.kind == "gpus":
         return held
     return ranks.num * held + (1 if ranks.kind == "simulated" else ranks.num) * PROCESS_BYTES
-
-
-def free_bytes(kind: str) -> int:
-    """Memory that is free for ranks of a kind: of the machine and its container, or of the fullest GPU."""
-    if kind == "gpus":
-        import torch
-
-        return min(torch.cuda.mem_get_info(gpu)[0] for gpu in range(torch.cuda.device_count()))
-    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if (told := Path("/proc/meminfo")).exists():
-        found = re.search(r"^MemAvailable: +(\d+) kB", told.read_text(), re.MULTILINE)
-        free = int(found.group(1)) * KIB if found else free
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.exists() and (most := limit.read_text().strip()) != "max":
-        held = int(limit.with_name("memory.current").read_text())
-        files = re.search(r"^inactive_file (\d+)", limit.with_name("memory.stat").read_text(), re.MULTILINE)
-        free = min(free, int(most) - held + int(files.group(1) if files else 0))  # files in memory give way
-    return free
 
 
 def fitting(

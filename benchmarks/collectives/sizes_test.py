@@ -13,16 +13,15 @@ from benchmarks.collectives.sizes import (
     HELD,
     KIB,
     MIB,
-    PROCESS_BYTES,
     QUICK_SIZES,
     SIZES,
     asked_sizes,
     check_fit,
     fitting,
-    free_bytes,
     needed_bytes,
 )
 from benchmarks.collectives.turns import Batch
+from benchmarks.free_memory import PROCESS_BYTES, free_bytes
 from benchmarks.ranks import Ranks
 
 

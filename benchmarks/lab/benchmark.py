@@ -39,7 +39,7 @@ def lab_for(name: str, options: Options) -> Iterator[Options]:
         raise ValueError(f"on (={options.on}) must be lab, or left out, where the benchmark is lab")
     if name != "lab" and options.on != "lab":
         for argument in ("hosts", "rate_mbit"):
-            if (given := getattr(options, argument)) is not None:
+            if name != "all" and (given := getattr(options, argument)) is not None:  # all has a lab among others
                 raise ValueError(f"{argument} (={given:g}) is of a lab alone, and on (={options.on}) is not lab")
         yield options
         return

@@ -29,7 +29,9 @@ def main(arguments: Sequence[str]) -> int:
     parsed = parser.parse_args(arguments)
     folders = [Path(run) for run in parsed.runs]
     try:
-        read_runs(folders)  # before there is a folder to be left empty
+        for run in read_runs(folders):  # before there is a folder to be left empty
+            for file, number in run.broken:
+                print(f"{run.name}: {file}, line {number}: no JSON object, skipped", file=sys.stderr)
         is_in_run = len(folders) == 1 and parsed.out is None
         path = (folders[0] if is_in_run else new_run_folder(parsed.out, "report")) / PAGE
         write_report(folders, path)

@@ -22,6 +22,16 @@ def test_the_page_of_one_run_lies_in_its_folder_and_is_made_again(runs, tmp_path
     assert "The main job" in (tmp_path / "one" / "report.html").read_text()
 
 
+def test_broken_lines_are_named(runs, tmp_path, capsys):
+    metrics = next((tmp_path / "one").rglob("metrics.jsonl"))
+    metrics.write_text(metrics.read_text() + "{broken\n")
+    assert main(["report", "one"]) == 0
+    said = capsys.readouterr()
+    assert said.out == "written to one/report.html\n"
+    number = len(metrics.read_text().splitlines())
+    assert said.err == f"one: {metrics.relative_to(tmp_path / 'one')}, line {number}: no JSON object, skipped\n"
+
+
 def test_several_runs_get_a_folder_of_their_own(runs, tmp_path, capsys):
     assert main(["report", *runs]) == 0
     (page,) = tmp_path.glob("runs/*-report/report.html")

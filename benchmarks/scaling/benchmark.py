@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from ..options import Options
-from ..ranks import ranks_of_machine
+from ..ranks import chosen_ranks, ranks_of_machine
 from ..ratios import compare
 from ..run import Run, holds
 from ..strategies import MODEL, NAMES, check_batch_size, make_setup, spec_of
@@ -63,7 +63,7 @@ def describe(options: Options) -> tuple[Job, str]:
     Raises:
         ValueError: If a name is unknown or the batch cannot be split over the most ranks.
     """
-    most = ranks_of_machine(options.ranks or (QUICK_RANKS if options.quick else NUM_RANKS), options.on).num
+    most = chosen_ranks(options.ranks, QUICK_RANKS if options.quick else NUM_RANKS, options.on).num
     batch_size = options.batch_size or BATCH_SIZE
     check_batch_size(batch_size, most)
     model, names = options.model or MODEL, options.strategies or ("bucketed",)

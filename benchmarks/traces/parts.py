@@ -78,7 +78,8 @@ def trace_fields(events: Sequence[Event], num_planned: int) -> dict[str, Any]:
 def notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Says what traces show."""
     said = [
-        "overlap: of the time in which a rank communicates, the share in which it computes as well (merged intervals)"
+        "traces: one step of rank 0, so there is no spread; overlap: of the time in which it communicates, the share in"
+        " which it computes as well (merged intervals)"
     ]
     return said if any("trace" in row for row in rows) else []
 
