@@ -37,9 +37,9 @@ def lab_for(name: str, options: Options) -> Iterator[Options]:
     """
     if name == "lab" and options.on not in (None, "lab"):
         raise ValueError(f"on (={options.on}) must be lab, or left out, where the benchmark is lab")
-    if name != "lab" and options.on != "lab":
+    if name not in ("lab", "all") and options.on != "lab":
         for argument in ("hosts", "rate_mbit"):
-            if name != "all" and (given := getattr(options, argument)) is not None:  # all has a lab among others
+            if (given := getattr(options, argument)) is not None:
                 raise ValueError(f"{argument} (={given:g}) is of a lab alone, and on (={options.on}) is not lab")
         yield options
         return
@@ -48,7 +48,11 @@ def lab_for(name: str, options: Options) -> Iterator[Options]:
         num_hosts = options.hosts
     if options.rate_mbit is not None:
         rate_mbit = options.rate_mbit
-    with Lab(num_hosts, rate_mbit):
+    planned = Lab(num_hosts, rate_mbit)
+    if name == "all" and options.on != "lab":  # which makes a lab for one of its benchmarks
+        yield options
+        return
+    with planned:
         ranks = num_hosts if options.ranks is None else options.ranks
         yield replace(options, on="lab", hosts=num_hosts, rate_mbit=rate_mbit, ranks=ranks)
 
