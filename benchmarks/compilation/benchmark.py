@@ -6,37 +6,36 @@ and more parameters for 8 of them, which must cost no more each. ``points.py`` s
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-import shlex
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jaxlib
 import numpy as np
-from rich import box
-from rich.table import Table
 
 from jaxddp.target_compile import check_installed
 from jaxddp.targets import target
 
-from ..gates import Gate, compare
 from ..options import Options
-from ..results import commit, describe_machine
-from ..run import Run
+from ..ratios import compare
+from ..run import NotRun, Run, holds
+from ..tables import write_markdown
 from .picture import draw_curves
-from .points import PARTS, Point, Setup, measure_all
+from .points import CURVES, PARTS, TRACE_AND_COMPILE, Point, Setup, measure_curve
+from .table import markdown, print_tables
 
-TRACE_AND_COMPILE = ("trace", "plan", "export", "compile")
 GROWTH_LIMIT = 1.2  # of tracing and compiling, from the fewest devices to the most
 READ_LIMIT_S = 5.0  # to read and simulate the model's step
 # 0.15 over a decade is a factor of 1.4, which is what two timings of one program were seen apart on a busy machine.
 LINEAR = 1.15
+TOGETHER = "trace and compile"
+GROWTH, READING = "growth over devices", "reading and simulating"
+# Each is a part of the run; JAX starting is not what grows.
+GROUPS = {part: (part,) for part in PARTS if part != "start"} | {TOGETHER: TRACE_AND_COMPILE}
 
 
 def describe(options: Options) -> tuple[Setup, str]:
@@ -72,41 +71,125 @@ def run(this: Run, setup: Setup) -> bool:
         Whether every program is as planned, growth over devices is within its limit, growth over parameters linear
         and the model's step read in time.
     """
-    folder, console = this.folder, this.console
-    load_before = os.getloadavg()[0]
-    points = measure_all(console, setup)
-    load = f"1-minute load on {os.cpu_count()} cores: {load_before:.1f} before, {os.getloadavg()[0]:.1f} after"
-    curves = {curve: [point for point in points if point.curve == curve] for curve in ("devices", "parameters")}
-    compiled = [point for point in curves["devices"] if point.has("compile")]
+    for curve in CURVES:
+        this.part(curve, partial(curve_rows, this, setup, curve))
+    points = [Point.of(row) for row in this.rows if "curve" in row]
+    curves = {curve: [point for point in points if point.curve == curve] for curve in CURVES}
+    this.part(GROWTH, partial(growth_rows, curves["devices"]), is_derived=True)
+    this.part(READING, partial(reading_rows, curves["devices"]), is_derived=True)
+    for name in GROUPS:
+        this.part(name, partial(exponent_rows, name, curves["parameters"]), is_derived=True)
+    show(this, setup, curves)
+    return holds(this.rows)
+
+
+def curve_rows(this: Run, setup: Setup, curve: str) -> list[dict[str, Any]]:
+    """Times a curve.
+
+    Args:
+        this: The console.
+        setup: What to compile.
+        curve: Which.
+
+    Returns:
+        A row for each size, by round and part wall and CPU seconds; and the machine's load before and after all of it.
+
+    Raises:
+        ValueError: If not even the smallest program can be compiled.
+    """
+    before = os.getloadavg()[0]
+    points = measure_curve(this.console, setup, curve)
+    versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "python": platform.python_version()}
+    record = {"versions": versions, "load": [before, os.getloadavg()[0]]}
+    return [asdict(point) | record for point in points]
+
+
+def growth_rows(points: Sequence[Point]) -> Iterator[dict[str, Any]]:
+    """Compares the most devices with the fewest.
+
+    Args:
+        points: By number of devices; rounds took turns over them.
+
+    Yields:
+        A gate by the clock, and one in CPU time.
+
+    Raises:
+        NotRun: If there are no two that were compiled.
+    """
+    compiled = [point for point in points if point.has("compile")]
+    if len(compiled) < 2:
+        raise NotRun("fewer than two sizes were compiled")
     few, many = compiled[0], compiled[-1]
-    growth = [
-        compare(f"trace and compile, {many.size} / {few.size} devices, {words}",
-                many.rounds(*TRACE_AND_COMPILE, clock=clock), few.rounds(*TRACE_AND_COMPILE, clock=clock), GROWTH_LIMIT)
-        for clock, words in (("wall_s", "by the clock"), ("cpu_s", "CPU time"))
-    ]  # fmt: skip
-    exponents = exponents_of(curves["parameters"])
-    read_s = max(point.median_s("read", "simulate") for point in compiled)
-    holds = (
-        all(point.check == "ok" for point in points)
-        and all(gate.holds for gate in growth)
-        and exponents["trace and compile"].last <= LINEAR
-        and read_s < READ_LIMIT_S
-    )
-    notes = [
-        "seconds by the clock, medians over rounds; CPU: of trace, plan, export and compile, all processes together",
-        *(f"{gate.name}: {gate.in_words}, limit {gate.limit} ({'ok' if gate.holds else 'MISSED'})" for gate in growth),
-        *(f"CPU time of {part} grows with the number of parameters {fit}" for part, fit in exponents.items()),
-        f"{setup.model} is read and simulated in {read_s:.2f} s at most, limit {READ_LIMIT_S:.0f} s",
-        load,
-    ]
-    console.print()
-    console.print(_table(points))
-    for note in notes:
-        console.print(f"[dim]{note}[/dim]", soft_wrap=True)
-    _write(folder, points, growth, exponents, notes)
-    draw_curves(curves, exponents, folder / "curves.png", setup.model)
-    console.print(f"\nwritten to {folder}: table.md, metrics.jsonl, curves.png", soft_wrap=True)
-    return holds
+    for clock, words in (("wall_s", "by the clock"), ("cpu_s", "CPU time")):
+        ours, theirs = (point.rounds(*TRACE_AND_COMPILE, clock=clock) for point in (many, few))
+        gate = compare(f"{TOGETHER}, {many.size} / {few.size} devices, {words}", ours, theirs, GROWTH_LIMIT)
+        yield asdict(gate) | {"check": "ok" if gate.holds else "MISSED"}
+
+
+def reading_rows(points: Sequence[Point]) -> Iterator[dict[str, Any]]:
+    """Holds the longest time to read and simulate the model's step against its limit.
+
+    Args:
+        points: By number of devices.
+
+    Yields:
+        A row.
+
+    Raises:
+        NotRun: If none was compiled.
+    """
+    read = [point.median_s("read", "simulate") for point in points if point.has("read", "simulate")]
+    if not read:
+        raise NotRun("no size was compiled")
+    yield {"read_s": max(read), "limit_s": READ_LIMIT_S, "check": "ok" if max(read) < READ_LIMIT_S else "MISSED"}
+
+
+def exponent_rows(name: str, points: Sequence[Point]) -> Iterator[dict[str, Any]]:
+    """Fits how the CPU time of a part, or of parts together, grows with the number of parameters.
+
+    Args:
+        name: In ``GROUPS``.
+        points: By number of parameters.
+
+    Yields:
+        A row; only tracing and compiling together has a limit.
+
+    Raises:
+        NotRun: If fewer than two sizes were timed.
+    """
+    if sum(point.has(*GROUPS[name]) for point in points) < 2:
+        raise NotRun("fewer than two sizes were timed")
+    fit = exponent_of(name, points)
+    check = "no limit" if name != TOGETHER else "ok" if fit.last <= LINEAR else "MISSED"
+    yield fit._asdict() | {"check": check}
+
+
+def show(this: Run, setup: Setup, curves: Mapping[str, Sequence[Point]]) -> None:
+    """Makes the tables, the notes and the picture of a run's rows."""
+    exponents = {row["part"]: Exponent(row["fitted"], row["last"]) for row in this.rows if "fitted" in row}
+    timed = [row for curve in CURVES for row in this.rows if row["part"] == curve]
+    notes = [*_notes(this.rows, setup.model), *(f"CPU time of {name} grows {fit}" for name, fit in exponents.items())]
+    print_tables(this.console, timed, notes)
+    write_markdown(this.folder, markdown(timed), notes)
+    written = ["table.md", "metrics.jsonl"]
+    if len(exponents) == len(GROUPS) and any(point.has("compile") for point in curves["devices"]):
+        draw_curves(curves, exponents, this.folder / "curves.png", setup.model)
+        written.append("curves.png")
+    this.console.print(f"\nwritten to {this.folder}: {', '.join(written)}", soft_wrap=True)
+
+
+def _notes(rows: Sequence[Mapping[str, Any]], model: str) -> Iterator[str]:
+    yield "seconds by the clock; CPU: of trace, plan, export and compile, all processes together"
+    for row in rows:
+        if "ratio" in row:
+            interval = f"95 % interval {row['low']:.3f} to {row['high']:.3f}, over {row['num_rounds']} rounds"
+            yield f"{row['name']}: {row['ratio']:.3f}, {interval}, limit {row['limit']} ({row['check']})"
+        if "read_s" in row:
+            yield f"{model} is read and simulated in {row['read_s']:.2f} s at most, limit {row['limit_s']:.0f} s"
+    for curve, row in {row["curve"]: row for row in rows if "load" in row}.items():
+        yield "1-minute load on {} cores: {:.1f} before {} were timed, {:.1f} after".format(
+            row["cores"], row["load"][0], curve, row["load"][1]
+        )
 
 
 class Exponent(NamedTuple):
@@ -123,7 +206,7 @@ class Exponent(NamedTuple):
     def __str__(self) -> str:
         """In words."""
         word = "" if self.last <= LINEAR else ": more than linear"
-        return f"as its power {self.fitted:.2f}, {self.last:.2f} at the end{word}"
+        return f"with the number of parameters as its power {self.fitted:.2f}, {self.last:.2f} at the end{word}"
 
 
 def fit_exponent(sizes: Sequence[float], seconds: Sequence[float]) -> Exponent:
@@ -145,52 +228,11 @@ def fit_exponent(sizes: Sequence[float], seconds: Sequence[float]) -> Exponent:
     return Exponent(round(float(fitted), 3), round(float(last), 3))
 
 
-def exponents_of(points: Sequence[Point]) -> dict[str, Exponent]:
-    """Fits every part of a curve, and tracing and compiling together, in CPU time."""
-    groups: dict[str, tuple[str, ...]] = {part: (part,) for part in PARTS if part != "start"}
-    groups["trace and compile"] = TRACE_AND_COMPILE
+def exponent_of(name: str, points: Sequence[Point]) -> Exponent:
+    """Fits a part of a curve, or parts together, as ``GROUPS`` has it, in CPU time."""
+    parts = GROUPS[name]
     # A child's CPU time comes in ticks: what came to none counts as one.
     tick_s = 1 / os.sysconf("SC_CLK_TCK")
-    exponents = {}
-    for name, parts in groups.items():
-        timed = [point for point in points if point.has(*parts)]
-        seconds = [point.median_s(*parts, clock="cpu_s") or tick_s for point in timed]
-        exponents[name] = fit_exponent([point.size for point in timed], seconds)
-    return exponents
-
-
-_COLUMNS = ("curve", "size", *PARTS, "trace and compile", "CPU", "collectives", "check")
-
-
-def _cells(point: Point) -> list[str]:
-    def seconds(*parts: str, clock: str = "wall_s") -> str:
-        return f"{point.median_s(*parts, clock=clock):.3g}" if point.has(*parts) else "-"
-
-    together = [seconds(*TRACE_AND_COMPILE, clock=clock) for clock in ("wall_s", "cpu_s")]
-    return [point.curve, f"{point.size:,}", *map(seconds, PARTS), *together, str(point.planned), point.check]
-
-
-def _table(points: Sequence[Point]) -> Table:
-    table = Table(title="seconds to compile", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in _COLUMNS:
-        table.add_column(name, justify="left" if name in ("curve", "check") else "right", no_wrap=True)
-    for previous, point in zip([None, *points], points, strict=False):
-        if previous is not None and previous.curve != point.curve:
-            table.add_section()
-        table.add_row(*_cells(point), style=None if point.check == "ok" else "bold red")
-    return table
-
-
-def _write(
-    folder: Path, points: Sequence[Point], growth: Sequence[Gate], exponents: dict[str, Exponent], notes: Sequence[str]
-) -> None:
-    record = {"benchmark": "compile", "commit": commit(), **describe_machine()}
-    record["versions"] = {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "python": platform.python_version()}
-    record["command"] = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
-    rows: list[dict[str, Any]] = [asdict(point) for point in points]
-    rows += [asdict(gate) | {"check": "ok" if gate.holds else "MISSED"} for gate in growth]
-    rows += [{"part": part} | fit._asdict() for part, fit in exponents.items()]
-    with (folder / "metrics.jsonl").open("a") as lines:
-        lines.writelines(json.dumps(record | row) + "\n" for row in rows)
-    body = ["| " + " | ".join(cells) + " |" for cells in (_COLUMNS, ["---"] * len(_COLUMNS), *map(_cells, points))]
-    (folder / "table.md").write_text("\n".join([*body, "", *(f"- {note}" for note in notes), ""]))
+    timed = [point for point in points if point.has(*parts)]
+    seconds = [point.median_s(*parts, clock="cpu_s") or tick_s for point in timed]
+    return fit_exponent([point.size for point in timed], seconds)

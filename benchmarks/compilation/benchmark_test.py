@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from benchmarks.compilation import benchmark
 from benchmarks.compilation import points as measurements
-from benchmarks.compilation.benchmark import exponents_of, fit_exponent, run
+from benchmarks.compilation.benchmark import GROUPS, exponent_of, fit_exponent, run
 from benchmarks.compilation.points import PARTS, Point, Seconds, Setup, polynomials
 from benchmarks.run import Run
 from jaxddp.target_program import TargetError
@@ -18,9 +20,9 @@ from jaxddp.target_program import TargetError
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """One round of two sizes of each curve; its rows, its folder, what it printed and what it returned."""
+    """Two rounds of two sizes of each curve; its rows, its folder, what it printed and what it returned."""
     folder, output = tmp_path_factory.mktemp("run"), io.StringIO()
-    setup = Setup(1, "tiny", devices=(8, 16), parameters=(10, 30))
+    setup = Setup(2, "tiny", devices=(8, 16), parameters=(10, 30))
     holds = run(Run(folder, Console(file=output, width=200, highlight=False), "compile"), setup)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return rows, folder, output.getvalue(), holds
@@ -49,6 +51,8 @@ def test_growth_and_exponents_are_recorded(finished):
     ]  # fmt: skip
     exponents = {row["part"]: row for row in rows if "fitted" in row}
     assert set(exponents) == {*PARTS, "trace and compile"} - {"start"}
+    assert {row["check"] for part, row in exponents.items() if part != "trace and compile"} == {"no limit"}
+    assert exponents["trace and compile"]["check"] in ("ok", "MISSED")
     read_in_time = "is read and simulated in 0." in output
     linear = exponents["trace and compile"]["last"] <= 1.15
     assert holds == (all(row["check"] == "ok" for row in growth) and linear and read_in_time)
@@ -57,7 +61,13 @@ def test_growth_and_exponents_are_recorded(finished):
 def test_the_table_and_the_picture_are_written(finished):
     _, folder, output, _ = finished
     table = (folder / "table.md").read_text()
-    assert table.startswith("| curve | size | trace | plan | export | start | compile | read | simulate |")
+    medians, spreads, _ = table.split("\n\n")
+    assert medians.startswith("| curve | size | trace | plan | export | start | compile | read | simulate |")
+    assert medians.splitlines()[2].startswith("|  |  | s | s | s | s | s | s | s | s | s |")
+    assert spreads.startswith("| curve | size | rounds | trace |")
+    export = spreads.splitlines()[3].split(" | ")[5]
+    least, most = map(float, re.fullmatch(r"([\d.e-]+?\d)-(\d.*)", export).groups())
+    assert 0 < least <= most
     assert "CPU time of compile grows with the number of parameters as its power" in table
     assert "load on" in output
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -92,7 +102,7 @@ def test_what_no_tick_was_counted_for_can_be_fitted():
     points = [Point("parameters", size, "h100:8") for size in (10, 100)]
     for point in points:
         point.seconds = {part: [Seconds(0.0, 0.0)] for part in PARTS}
-    assert set(exponents_of(points).values()) == {(0.0, 0.0)}
+    assert {exponent_of(name, points) for name in GROUPS} == {(0.0, 0.0)}
 
 
 def test_every_parameter_has_a_gradient_of_its_own():
@@ -114,9 +124,44 @@ def test_what_cannot_be_compiled_is_a_row_and_no_end(monkeypatch):
 
     monkeypatch.setattr(measurements, "compile_for_target", refuse)
     console, setup = Console(file=io.StringIO(), width=200), Setup(2, "tiny", devices=(), parameters=(10, 20))
-    points = measurements.measure_all(console, setup)
+    points = measurements.measure_curve(console, setup, "parameters")
     assert [point.check for point in points] == ["WRONG: no program today"] * 2
     assert [set(point.seconds) for point in points] == [{"trace", "plan"}] * 2
     assert [len(point.seconds["trace"]) for point in points] == [1, 1]
-    with pytest.raises(ValueError, match="WRONG: no program today"):
-        measurements.measure_all(console, setup)
+    with pytest.raises(ValueError, match="^no program today"):
+        measurements.measure_curve(console, setup, "parameters")
+
+
+def test_a_run_that_goes_on_measures_nothing_twice(finished, tmp_path, monkeypatch):
+    rows, folder, _, holds = finished
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines[:-1]) + "\n")  # stopped before the last part
+    monkeypatch.setattr(benchmark, "measure_curve", lambda *arguments: pytest.fail("measured twice"))
+    console, setup = Console(file=io.StringIO(), width=200), Setup(2, "tiny", devices=(8, 16), parameters=(10, 30))
+    assert run(Run(tmp_path, console, "compile"), setup) == holds
+    again = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["part"] for row in again] == [row["part"] for row in rows]
+    assert again[-1]["fitted"] == rows[-1]["fitted"]
+    assert (tmp_path / "table.md").read_text() == (folder / "table.md").read_text()
+
+
+def test_a_curve_that_fails_leaves_the_other_and_is_measured_again(finished, tmp_path, monkeypatch):
+    rows = finished[0]
+
+    def of_devices_alone(console, setup, curve):
+        if curve == "parameters":
+            raise TargetError("no program today")
+        return found[curve]
+
+    found = {curve: [Point.of(row) for row in rows if row.get("curve") == curve] for curve in measurements.CURVES}
+    console, setup = Console(file=io.StringIO(), width=200), Setup(2, "tiny", devices=(8, 16), parameters=(10, 30))
+    monkeypatch.setattr(benchmark, "measure_curve", of_devices_alone)
+    assert not run(Run(tmp_path, console, "compile"), setup)
+    failed = {row["part"]: row["check"] for row in Run(tmp_path, console, "compile").rows}
+    assert (failed["devices"], failed["parameters"]) == ("ok", "FAILED: no program today")
+    assert failed["trace and compile"] == "not run: fewer than two sizes were timed"
+    monkeypatch.setattr(benchmark, "measure_curve", lambda console, setup, curve: found[curve])
+    run(Run(tmp_path, console, "compile"), setup)
+    again = Run(tmp_path, console, "compile").rows
+    assert sorted(row["part"] for row in again) == sorted(row["part"] for row in rows)
+    assert not any(row["check"].startswith(("FAILED", "not run")) for row in again)

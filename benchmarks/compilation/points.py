@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -40,7 +40,9 @@ from jaxddp.target_program import TargetError
 
 from ..console import progress_of
 
+CURVES = ("devices", "parameters")
 PARTS = ("trace", "plan", "export", "start", "compile", "read", "simulate")
+TRACE_AND_COMPILE = ("trace", "plan", "export", "compile")
 NETWORK = Network(50.0)
 SEQUENCES_PER_DEVICE = 16
 LAYER, WIDTH = 10, 16  # parameters of a layer, and elements of each
@@ -95,6 +97,12 @@ class Point:
     check: str = "ok"
     seconds: dict[str, list[Seconds]] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Point:
+        """Makes a point of its row."""
+        seconds = {part: [Seconds(*one) for one in rounds] for part, rounds in row["seconds"].items()}
+        return cls(row["curve"], row["size"], row["target"], row["planned"], row["check"], seconds)
+
     def has(self, *parts: str) -> bool:
         """Whether parts were timed."""
         return all(part in self.seconds for part in parts)
@@ -108,32 +116,39 @@ class Point:
         return float(np.median(self.rounds(*parts, clock=clock)))
 
 
-def measure_all(console: Console, setup: Setup) -> list[Point]:
-    """Times all sizes of both curves; rounds take turns over them.
+def points_of(setup: Setup, curve: str) -> list[Point]:
+    """Lists the sizes of a curve, nothing of which is timed yet."""
+    if curve == "devices":
+        return [Point(curve, size, targets.target(f"h100:{size}").spec) for size in setup.devices]
+    return [Point(curve, size, "h100:8") for size in setup.parameters]
+
+
+def measure_curve(console: Console, setup: Setup, curve: str) -> list[Point]:
+    """Times all sizes of a curve; rounds take turns over them.
 
     Args:
         console: Where to show progress.
         setup: What to compile.
+        curve: ``"devices"`` or ``"parameters"``.
 
     Returns:
-        The points, by curve and size.
+        The points, by size.
 
     Raises:
         ValueError: If not even the smallest program can be compiled.
     """
-    points = [Point("devices", size, targets.target(f"h100:{size}").spec) for size in setup.devices]
-    points += [Point("parameters", size, "h100:8") for size in setup.parameters]
+    points = points_of(setup, curve)
     turns = [
         point
         for index in range(setup.num_rounds)
         for point in points[index % len(points) :] + points[: index % len(points)]
-        if index == 0 or point.curve == "devices" or point.size <= ONCE_ABOVE
+        if index == 0 or curve == "devices" or point.size <= ONCE_ABOVE
     ]
     with progress_of(console, "compile") as show:
         show(0, ("doing", "warming up"))
         _measure(first := Point("parameters", LAYER, "h100:8"), setup)
         if first.check != "ok":
-            raise ValueError(first.check)
+            raise ValueError(first.check.removeprefix("WRONG: "))
         for done, point in enumerate(turns):
             show(0, ("doing", f"{point.curve}: {point.size:,}"))
             show(0, ("progress", done, len(turns)))

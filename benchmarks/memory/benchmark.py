@@ -10,9 +10,13 @@ cannot be done without, and the table how far the compiled program is from that.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import jax
+import jaxlib
 
 from jaxddp import STRATEGIES, make_strategy, targets
 from jaxddp.cost.memory import StateBytes, activation_bytes, exact_bucket_bytes, gathered_bytes
@@ -20,17 +24,20 @@ from jaxddp.cost.workload import transformer
 from jaxddp.memory import DeviceBytes, state_formula
 from jaxddp.models import SIZES, TransformerConfig
 from jaxddp.target_compile import check_installed
+from jaxddp.target_program import TargetError
 
 from ..console import progress_of
 from ..options import Options
-from ..run import Run
+from ..run import NOT_RUN, NotRun, Run, holds
 from ..strategies import check_batch_size
 from .source import NUM_RANKS, SEQUENCES, figures
-from .table import Row, mib, print_tables, write_tables
+from .table import show
 from .torch_peak import allocate_torch
-from .variants import CPU, Allocation, Read, Setup, allocate, read_all
+from .variants import CPU, Allocation, Setup, allocate, read
 
 MOMENTS = {"after_init": "after init", "before_update": "before the update", "after_step": "after the step"}
+# What is in a row of each: a step is one program, whose peaks are what can be said of its moments.
+FIGURES = {"after_init": "in use", "before_update": "peak until the backward ends", "after_step": "peak of the update"}
 SCALAR_BYTES = 4 + 4 + 8  # optax's count of steps, the state's own, and its key
 
 
@@ -45,7 +52,7 @@ def describe(options: Options) -> tuple[Setup, str]:
         The setup, and its description in a line.
 
     Raises:
-        ValueError: If a name is unknown, the batch cannot be split, or the target's compiler is not installed.
+        ValueError: If a name is unknown or the batch cannot be split.
     """
     model, target, batch_size = (
         options.model or ("small" if options.quick else "seed_xl"),
@@ -64,7 +71,6 @@ def describe(options: Options) -> tuple[Setup, str]:
             raise ValueError(f"target {target!r} must be {CPU}:N for N simulated devices, 1 or more")
         num_ranks = int(count)
     else:
-        check_installed(targets.target(target))
         num_ranks = targets.target(target).num_devices
     check_batch_size(batch_size, num_ranks)
     setup = Setup(model, target, num_ranks, tuple(dict.fromkeys(strategies)), batch_size)
@@ -77,37 +83,97 @@ def describe(options: Options) -> tuple[Setup, str]:
 
 
 def run(this: Run, setup: Setup) -> bool:
-    """Reads every variant, prints the table and fills the folder.
+    """Reads every variant, prints the tables and fills the folder.
 
     Args:
         this: The folder, console and rows of this run.
         setup: What to compile.
 
     Returns:
-        Whether formula and compiled program agree to the byte about what lives across steps.
+        Whether formula and compiled program agree to the byte about what lives across steps, and nothing failed.
     """
-    folder, console = this.folder, this.console
-    read: dict[str, Read] = {}
-    allocated: dict[str, Allocation | str] = {}
-    with progress_of(console, "memory") as show:
-        show(0, ("doing", f"compiling {len(setup.strategies)} programs for {setup.target}"))
-        for name, found in read_all(setup):
-            read[name] = found
-            show(0, ("doing", f"{name} is compiled, {len(read)} of {len(setup.strategies)}"))
-        show(0, ("doing", "asking the allocators"))
+    with progress_of(this.console, "memory") as progress:
+        for name in setup.strategies:
+            progress(0, ("doing", f"compiling {name} for {setup.target}"))
+            this.part(name, partial(compiled_rows, setup, name))
+        progress(0, ("doing", "asking the allocators"))
         for framework, ask in (("", allocate), ("torchref ", allocate_torch)):
             for name in setup.strategies:
-                allocated[framework + name] = ask(setup, name)
-                if isinstance(allocated[framework + name], str):
-                    break
-    rows = [row for name in setup.strategies for row in _rows(setup, name, read[name], allocated.get(name))]
-    is_sources = (setup.model, setup.num_ranks, setup.batch_size) == ("seed_xl", NUM_RANKS, SEQUENCES)
-    compared = figures({name: one.memory for name, one in read.items()}) if is_sources else []
-    notes = list(_notes(read, allocated))
-    print_tables(console, f"{setup.model} on {setup.target}, bytes on each device", rows, compared, notes)
-    write_tables(folder, setup, rows, compared, allocated, notes)
-    console.print(f"\nwritten to {folder}: table.md, metrics.jsonl", soft_wrap=True)
-    return all(row.check == "ok" for row in rows if row.moment == MOMENTS["after_init"])
+                rows = partial(allocator_rows, setup, name, framework, ask)
+                if any(row["check"].startswith(NOT_RUN) for row in this.part(f"allocator, {framework}{name}", rows)):
+                    break  # no other strategy would change that
+    show(this, f"{setup.model} on {setup.target}")
+    return holds(this.rows)
+
+
+def compiled_rows(setup: Setup, name: str) -> Iterator[dict[str, Any]]:
+    """Compiles a strategy's step and lays what it says beside the formulas, and beside the source's figures.
+
+    Args:
+        setup: What to compile.
+        name: The strategy.
+
+    Yields:
+        A row for each moment, and for each figure that the source has of it.
+
+    Raises:
+        NotRun: If the target's compiler is not installed.
+        ValueError: If the step cannot be compiled.
+    """
+    if not setup.is_here:
+        try:
+            check_installed(targets.target(setup.target))
+        except TargetError as error:
+            raise NotRun(str(error)) from None
+    (memory, padding), formula, record = read(setup, name), formulas(setup, name), _record(setup)
+    for moment, words in MOMENTS.items():
+        compiled: DeviceBytes = getattr(memory, moment)
+        difference = compiled.total - compiled.padding - formula[moment]
+        if moment == "after_init":
+            check = "ok" if difference == 0 else f"WRONG: {difference:+,} bytes"
+        else:
+            check = f"{difference / formula[moment]:+.1%}"
+        yield record | {
+            "strategy": name,
+            "moment": words,
+            "is": FIGURES[moment],
+            "compiled": dataclasses.asdict(compiled),
+            "formula": formula[moment],
+            "temporaries": memory.temporaries,
+            "padding_share": padding,
+            "check": check,
+        }
+    if (setup.model, setup.num_ranks, setup.batch_size) == ("seed_xl", NUM_RANKS, SEQUENCES):
+        for figure in figures({name: memory}):
+            yield record | {"figure": figure._asdict(), "check": f"{figure.here / figure.comparable - 1:+.1%}"}
+
+
+def allocator_rows(
+    setup: Setup, name: str, framework: str, ask: Callable[[Setup, str], Allocation | str]
+) -> Iterator[dict[str, Any]]:
+    """Asks an allocator.
+
+    Args:
+        setup: What to train.
+        name: The strategy.
+        framework: Before its name: empty, or ``"torchref "``.
+        ask: Gives what it says, or why it says nothing.
+
+    Yields:
+        A row.
+    """
+    said = ask(setup, name)
+    row = _record(setup) | {"strategy": framework + name}
+    if isinstance(said, str):
+        yield row | {"allocator": said, "check": f"{NOT_RUN}{said}"}
+        return
+    if framework:
+        check = "not compared: torch makes the optimizer's state in its first step"
+    elif said.num_ranks != setup.num_ranks:
+        check = f"not compared: {said.num_ranks} ranks, the formula is of {setup.num_ranks}"
+    else:
+        check = f"after init {said.after_init / formulas(setup, name)['after_init'] - 1:+.1%}"
+    yield row | {"allocator": said._asdict(), "check": check}
 
 
 def formulas(setup: Setup, name: str) -> dict[str, int]:
@@ -165,44 +231,6 @@ def _gradients(state: StateBytes, stage: int, leaf_elements: Sequence[int], num_
     return state.gradients
 
 
-def _rows(setup: Setup, name: str, read: Read, allocated: Allocation | str | None) -> Iterator[Row]:
-    formula = formulas(setup, name)
-    for moment, words in MOMENTS.items():
-        compiled: DeviceBytes = getattr(read.memory, moment)
-        difference = compiled.total - compiled.padding - formula[moment]
-        if moment == "after_init":
-            check = "ok" if difference == 0 else f"WRONG: {difference:+,} bytes"
-        else:
-            check = f"{difference / formula[moment]:+.1%}"
-        in_use = None
-        if isinstance(allocated, Allocation) and allocated.num_ranks == setup.num_ranks:
-            in_use = {"after_init": allocated.after_init, "before_update": allocated.peak}.get(moment)
-        yield Row(name, words, compiled, formula[moment], in_use, check)
-
-
-def _notes(read: dict[str, Read], allocated: dict[str, Allocation | str]) -> Iterator[str]:
-    yield (
-        "compiled: arguments of the program, and what is alive beside them at the peak before and after the end of the"
-        " backward, read from its schedule; activations are made by the forward, gradients by the backward (those of"
-        " activations too: the program does not tell them apart), buckets are what collectives send and receive"
-    )
-    yield (
-        "check: what lives across steps is as the formula says, to the byte; at the other moments how far the compiled"
-        " program is from its formula"
-    )
-    for name, (memory, padding) in read.items():
-        alive = max(memory.before_update.temporary, memory.after_step.temporary)
-        tiles = memory.after_init.padding
-        yield (
-            f"{name}: the compiler lays temporaries out in {mib(memory.temporaries)} MiB,"
-            f" {memory.temporaries / alive - 1:.1%} more than is alive at the peak; padding of shards {padding:.4%}"
-            + (f", of layouts {mib(tiles)} MiB" if tiles else "")
-        )
-    for name, said in allocated.items():
-        if isinstance(said, str):
-            yield f"allocator: not run, {said}"
-        else:
-            yield (
-                f"allocator of {said.device}, {said.num_ranks} ranks, {name}: {mib(said.after_init)} MiB after init,"
-                f" {mib(said.peak)} at most in a step, {mib(said.after_step)} after it"
-            )
+def _record(setup: Setup) -> dict[str, Any]:
+    versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "python": platform.python_version()}
+    return dataclasses.asdict(setup) | {"dtype": "float32", "versions": versions}

@@ -13,11 +13,12 @@ from benchmarks.memory import benchmark as memory
 from benchmarks.memory import variants
 from benchmarks.memory.benchmark import describe, formulas, kept_per_token
 from benchmarks.memory.source import dealt_by_index, figures
-from benchmarks.memory.variants import Setup, allocate, read_all
+from benchmarks.memory.variants import Allocation, Setup, allocate
 from benchmarks.options import Options
 from benchmarks.run import Run
 from jaxddp.memory import Allocated, DeviceBytes, StepMemory, held_bytes
 from jaxddp.models import SIZES, TransformerConfig, abstract
+from jaxddp.target_program import TargetError
 
 MIB = 2**20
 MICRO = TransformerConfig(vocab=16, context=8, width=8, num_layers=1, num_heads=1, hidden=16)
@@ -31,24 +32,24 @@ def launch_here(fn, *args, num_ranks, timeout_s):
 
 @pytest.fixture(scope="module")
 def read():
-    """Every strategy's step, compiled and read."""
+    """The strategy's step, compiled and read."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(variants, "launch", launch_here)
         patch.setitem(SIZES, "micro", MICRO)
-        return dict(read_all(SETUP))
+        return variants.read(SETUP, "zero1")
 
 
 @pytest.fixture
 def run(read, tmp_path, monkeypatch):
     """Runs the benchmark on what was read; gives whether it holds, its rows, what it printed, and its table."""
 
-    def run_it():
+    def run_it(setup=SETUP, reader=lambda setup, name: read):
         monkeypatch.setattr(variants, "launch", launch_here)
         monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-        monkeypatch.setattr(memory, "read_all", lambda setup: read.items())
+        monkeypatch.setattr(memory, "read", reader)
         monkeypatch.setitem(SIZES, "micro", MICRO)
         output = io.StringIO()
-        holds = memory.run(Run(tmp_path, Console(file=output, width=200, highlight=False), "memory"), SETUP)
+        holds = memory.run(Run(tmp_path, Console(file=output, width=200, highlight=False), "memory"), setup)
         rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
         return holds, rows, output.getvalue(), (tmp_path / "table.md").read_text()
 
@@ -63,14 +64,68 @@ def test_every_strategy_has_a_row_for_each_moment(run):
     ]
     assert holds and moments[0]["check"] == "ok", output
     assert all(row["check"].endswith("%") for row in moments[1:])
+    assert [row["is"] for row in moments] == ["in use", "peak until the backward ends", "peak of the update"]
     compiled = moments[0]["compiled"]
     assert moments[0]["formula"] == compiled["parameters"] + compiled["optimizer_state"] + compiled["others"]
     assert compiled["optimizer_state"] == 8 * MICRO.num_params // 2 + 4
     silent = {"zero1": "cpu devices count no allocations", "torchref zero1": "torch finds no GPU"}
     assert {row["strategy"]: row["allocator"] for row in rows if "allocator" in row} == silent
-    assert table.startswith("| strategy | moment | parameters, MiB | optimizer state, MiB | activations, MiB |")
+    assert all(row["check"] == f"not run: {row['allocator']}" for row in rows if "allocator" in row)
+    assert table.startswith("| strategy | moment | is | parameters | optimizer state | activations | gradients |")
+    assert "|  |  |  | MiB | MiB | MiB |" in table
     assert "allocator: not run, cpu devices count no allocations" in table
     assert "the source's figure" not in table  # it has none of this model
+
+
+def test_a_run_that_goes_on_measures_nothing_twice(run, monkeypatch, tmp_path):
+    holds, rows, _, table = run()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines[:-1]) + "\n")  # stopped before the last part
+    again = run()
+    assert (again[0], [row["part"] for row in again[1]]) == (holds, [row["part"] for row in rows])
+    assert [row["part"] for row in rows] == ["zero1"] * 3 + ["allocator, zero1", "allocator, torchref zero1"]
+    assert again[3] == table
+    assert "zero1: was measured before" in again[2]
+
+
+def test_without_the_compiler_strategies_are_not_run(run, monkeypatch):
+    def missing(target):
+        raise TargetError("target 'h100:2' needs the CUDA compiler: pip install it")
+
+    monkeypatch.setattr(memory, "check_installed", missing)
+    setup, _ = describe(Options(model="tiny", strategies=("bucketed", "zero1")))
+    holds, rows, output, table = run(setup)
+    found = {row["part"]: row["check"] for row in rows if not row["part"].startswith("allocator")}
+    assert found == dict.fromkeys(
+        ("bucketed", "zero1"), "not run: target 'h100:2' needs the CUDA compiler: pip install it"
+    )
+    assert holds and "| bucketed | - | - | - |" in table and "needs the CUDA compiler" in output
+
+
+def test_a_strategy_that_fails_leaves_the_others(run, read):
+    def only_zero1(setup, name):
+        if name == "zero2":
+            raise TargetError("no program today")
+        return read
+
+    holds, rows, _, _ = run(Setup("micro", "cpu:2", 2, ("zero2", "zero1"), 4), reader=only_zero1)
+    assert not holds
+    assert [row["check"] for row in rows[:2]] == ["FAILED: no program today", "ok"]
+    holds, rows, _, _ = run(Setup("micro", "cpu:2", 2, ("zero2", "zero1"), 4))
+    assert holds and [row["part"] for row in rows if "moment" in row] == ["zero1"] * 3 + ["zero2"] * 3
+
+
+def test_an_allocators_peak_is_shown_once_and_as_that_of_the_step(run, monkeypatch):
+    said = Allocation("H200", 2, 10**6, 7 * MIB, 3 * MIB)
+    monkeypatch.setattr(memory, "allocate", lambda setup, name: said)
+    _, rows, _, table = run()
+    (counted,) = [row for row in rows if isinstance(row.get("allocator"), dict)]
+    assert counted["allocator"] == said._asdict() and counted["check"].startswith("after init +")
+    header, _, _, line = table.split("\n\n")[1].splitlines()
+    assert header == (
+        "| allocator | device | ranks | in use after init | peak of the step | in use after the step | check |"
+    )
+    assert line.split(" | ")[4:6] == ["7.00", "3.00"] and table.count("7.00") == 1
 
 
 def test_a_formula_that_is_off_by_a_byte_is_marked(run, monkeypatch):

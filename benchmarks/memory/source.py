@@ -43,6 +43,11 @@ class Figure(NamedTuple):
     here: int
     why: str
 
+    @property
+    def comparable(self) -> float:
+        """What ``here`` is held against: the figure as corrected, or as it is, in bytes."""
+        return self.says_mib * MIB if self.corrected is None else self.corrected
+
 
 def figures(found: Mapping[str, StepMemory]) -> list[Figure]:
     """Lays the source's figures beside what was found.

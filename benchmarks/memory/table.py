@@ -2,71 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import platform
-import shlex
-import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
-import jax
-import jaxlib
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
-from jaxddp.memory import DeviceBytes
-
-from ..results import commit, describe_machine
-from .source import Figure
-from .variants import Allocation, Setup
+from ..run import FAILED, NOT_RUN, Run
+from ..tables import NOTHING, Column, markdown_table, terminal_table, write_markdown
 
 MIB = 2**20
+_KINDS = ("parameters", "optimizer_state", "activations", "gradients", "buckets")
 
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One variant at one moment, in bytes on each device.
-
-    Attributes:
-        strategy: Its name.
-        moment: In words.
-        compiled: By component.
-        formula: In all.
-        allocated: In all; None where it was not run, or not of as many ranks.
-        check: Of what lives across steps ``"ok"`` or what is wrong; else how far the program is from the formula.
-    """
-
-    strategy: str
-    moment: str
-    compiled: DeviceBytes
-    formula: int
-    allocated: int | None
-    check: str
-
-    @property
-    def cells(self) -> list[str]:
-        """What it shows in a table; ``_COLUMNS`` names it."""
-        parts = self.compiled
-        kinds = (parts.parameters, parts.optimizer_state, parts.activations, parts.gradients, parts.buckets)
-        allocated = "not run" if self.allocated is None else mib(self.allocated)
-        return [
-            self.strategy, self.moment, *map(mib, kinds), mib(parts.total), mib(self.formula), allocated, self.check,
-        ]  # fmt: skip
-
-
-_COLUMNS = (
-    ("strategy", ""), ("moment", ""), ("parameters", "MiB"), ("optimizer state", "MiB"), ("activations", "MiB"),
-    ("gradients", "MiB"), ("buckets", "MiB"), ("compiled", "MiB"), ("formula", "MiB"), ("allocator", "MiB"),
-    ("check", ""),
-)  # fmt: skip
-_WHY = "why they differ"
-_SOURCE_COLUMNS = (
-    ("the source's figure", ""), ("it says", "MiB"), ("corrected", "MiB"), ("here", "MiB"), (_WHY, ""),
-)  # fmt: skip
-_TEXT = {"strategy", "moment", "check", "the source's figure", _WHY}
+Row = Mapping[str, Any]
+Cell = Callable[[Row], str]
 
 
 def mib(num_bytes: float) -> str:
@@ -74,60 +20,111 @@ def mib(num_bytes: float) -> str:
     return f"{num_bytes / MIB:,.2f}"
 
 
-def print_tables(
-    console: Console, title: str, rows: Sequence[Row], compared: Sequence[Figure], notes: Sequence[str]
-) -> None:
-    """Prints what was found, and the source's figures beside it, if there are any."""
-    console.print()
-    console.print(_table(title, _COLUMNS, [row.cells for row in rows]))
+def _total(row: Row) -> int:
+    return sum(row["compiled"].values())
+
+
+def _bytes_of(*path: str) -> Cell:
+    """A cell of a field, or a field in it, that is in bytes."""
+
+    def cell(row: Row) -> str:
+        value: Any = row
+        for key in path:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return NOTHING if value is None else mib(value)
+
+    return cell
+
+
+def _text(key: str, within: str = "") -> Cell:
+    return lambda row: str((row[within] if within else row).get(key, NOTHING))
+
+
+_CHECK = Column("check", "", lambda row: row["check"], is_text=True)
+_COLUMNS = (
+    Column("strategy", "", lambda row: row.get("strategy", row["part"]), is_text=True),
+    Column("moment", "", _text("moment"), is_text=True),
+    Column("is", "", _text("is"), is_text=True),
+    *(Column(kind.replace("_", " "), "MiB", _bytes_of("compiled", kind)) for kind in _KINDS),
+    Column("compiled", "MiB", lambda row: mib(_total(row)) if "compiled" in row else NOTHING),
+    Column("formula", "MiB", _bytes_of("formula")),
+    _CHECK,
+)
+_ALLOCATOR_COLUMNS = (
+    Column("allocator", "", lambda row: row.get("strategy", row["part"]), is_text=True),
+    Column("device", "", lambda row: row["allocator"]["device"], is_text=True),
+    Column("ranks", "", lambda row: str(row["allocator"]["num_ranks"])),
+    Column("in use after init", "MiB", _bytes_of("allocator", "after_init")),
+    Column("peak of the step", "MiB", _bytes_of("allocator", "peak")),
+    Column("in use after the step", "MiB", _bytes_of("allocator", "after_step")),
+    _CHECK,
+)
+_WHY = Column("why they differ", "", _text("why", "figure"), is_text=True)
+_SOURCE_COLUMNS = (
+    Column("the source's figure", "", _text("name", "figure"), is_text=True),
+    Column("it says", "MiB", lambda row: f"{row['figure']['says_mib']:,.7g}"),
+    Column("corrected", "MiB", _bytes_of("figure", "corrected")),
+    Column("here", "MiB", _bytes_of("figure", "here")),
+    Column("differ by", "", lambda row: row["check"]),
+)
+
+
+def show(this: Run, title: str) -> None:
+    """Makes the tables and notes of a run's rows."""
+    compared = [row for row in this.rows if "figure" in row]
+    counted = [row for row in this.rows if isinstance(row.get("allocator"), Mapping)]
+    silent = [row for row in this.rows if row["part"].startswith("allocator") and row not in counted]
+    held = [row for row in this.rows if row not in compared and row not in counted and row not in silent]
+    notes = [*_notes([row for row in held if "compiled" in row]), *_allocator_notes(counted, silent)]
+    shown = [(f"{title}, bytes on each device", _COLUMNS, held), ("allocators", _ALLOCATOR_COLUMNS, counted)]
+    shown = [(name, columns, rows) for name, columns, rows in shown if rows]
+    tables = [markdown_table(rows, columns) for _, columns, rows in shown]
     if compared:
-        console.print(_table("beside the source's", _SOURCE_COLUMNS, [_figure_cells(one) for one in compared]))
+        shown.append(("beside the source's", _SOURCE_COLUMNS, compared))
+        tables.append(markdown_table(compared, (*_SOURCE_COLUMNS, _WHY)))
+    for name, columns, rows in shown:
+        this.console.print()
+        this.console.print(terminal_table(rows, columns, name, has_groups=columns is _COLUMNS))
     for note in notes:
-        console.print(f"[dim]{note}[/dim]", soft_wrap=True)
+        this.console.print(f"[dim]{note}[/dim]", soft_wrap=True)
+    write_markdown(this.folder, tables, notes)
+    this.console.print(f"\nwritten to {this.folder}: table.md, metrics.jsonl", soft_wrap=True)
 
 
-def write_tables(
-    folder: Path,
-    setup: Setup,
-    rows: Sequence[Row],
-    compared: Sequence[Figure],
-    allocated: Mapping[str, Allocation | str],
-    notes: Sequence[str],
-) -> None:
-    """Appends what was found to ``metrics.jsonl``, in bytes, and writes ``table.md``."""
-    record = {"benchmark": "memory", **dataclasses.asdict(setup), "dtype": "float32", "commit": commit()}
-    record |= describe_machine()
-    record["versions"] = {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "python": platform.python_version()}
-    record["command"] = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
-    lines: list[dict[str, Any]] = [dataclasses.asdict(row) for row in rows]
-    lines += [{"figure": figure._asdict(), "check": "-"} for figure in compared]
-    for name, said in allocated.items():
-        lines.append({"strategy": name, "allocator": said if isinstance(said, str) else said._asdict(), "check": "-"})
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.writelines(json.dumps(record | line) + "\n" for line in lines)
-    body = _markdown(_COLUMNS, [row.cells for row in rows])
-    if compared:
-        body += ["", *_markdown(_SOURCE_COLUMNS, [_figure_cells(one) for one in compared])]
-    (folder / "table.md").write_text("\n".join([*body, "", *(f"- {note}" for note in notes), ""]))
+def _notes(rows: Sequence[Row]) -> Iterator[str]:
+    if not rows:
+        return
+    yield (
+        "compiled: arguments of the program, and what is alive beside them at the peak before and after the end of the"
+        " backward, read from its schedule; activations are made by the forward, gradients by the backward (those of"
+        " activations too: the program does not tell them apart), buckets are what collectives send and receive"
+    )
+    yield (
+        "check: what lives across steps is as the formula says, to the byte; at the other moments how far the compiled"
+        " program is from its formula"
+    )
+    for name in dict.fromkeys(row["strategy"] for row in rows):
+        moments = [row["compiled"] for row in rows if row["strategy"] == name]
+        first = next(row for row in rows if row["strategy"] == name)
+        alive = max(sum(held[kind] for kind in (*_KINDS[2:], "updates")) for held in moments)
+        tiles = moments[0]["padding"]
+        yield (
+            f"{name}: the compiler lays temporaries out in {mib(first['temporaries'])} MiB,"
+            f" {first['temporaries'] / alive - 1:.1%} more than is alive at the peak; padding of shards"
+            f" {first['padding_share']:.4%}" + (f", of layouts {mib(tiles)} MiB" if tiles else "")
+        )
 
 
-def _figure_cells(figure: Figure) -> list[str]:
-    corrected = "-" if figure.corrected is None else mib(figure.corrected)
-    return [figure.name, f"{figure.says_mib:,.7g}", corrected, mib(figure.here), figure.why]
-
-
-def _table(title: str, columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name, unit in columns:
-        justify: Literal["left", "right"] = "left" if name in _TEXT else "right"
-        table.add_column(f"{name}\n[dim]{unit}[/dim]", justify=justify, no_wrap=name != _WHY)
-    for previous, row in zip([None, *rows], rows, strict=False):
-        if previous is not None and columns is _COLUMNS and previous[0] != row[0]:
-            table.add_section()
-        table.add_row(*row, style="bold red" if row[-1].startswith("WRONG") else None)
-    return table
-
-
-def _markdown(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> list[str]:
-    names = [f"{name}, {unit}" if unit else name for name, unit in columns]
-    return ["| " + " | ".join(cells) + " |" for cells in (names, ["---"] * len(names), *rows)]
+def _allocator_notes(counted: Sequence[Row], silent: Sequence[Row]) -> Iterator[str]:
+    if counted:
+        yield (
+            "allocators: what rank 0's says of two steps; the peak is that of the whole step, of whose moments it sees"
+            " none, and after it the state and what was not freed are in use; check: how far from the formula"
+        )
+    for row in silent:
+        said = row["check"]
+        yield (
+            f"allocator: {said.replace(NOT_RUN, 'not run, ')}"
+            if not said.startswith(FAILED)
+            else f"{row['part']}: {said}"
+        )

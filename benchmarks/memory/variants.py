@@ -6,7 +6,6 @@ compiled in a process of its own anyway, one for this machine's CPU or allocated
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -77,8 +76,8 @@ class Allocation(NamedTuple):
         device: Its name.
         num_ranks: Devices that took part.
         after_init: In use, beside what was before.
-        peak: At most until two steps were done: a step is one program, of which it sees no parts.
-        after_step: In use afterwards.
+        peak: The most in use until two steps were done: a step is one program, of which it sees no moments.
+        after_step: In use once they were done.
     """
 
     device: str
@@ -88,28 +87,24 @@ class Allocation(NamedTuple):
     after_step: int
 
 
-def read_all(setup: Setup) -> Iterator[tuple[str, Read]]:
-    """Compiles every variant and reads it.
+def read(setup: Setup, name: str) -> Read:
+    """Compiles a variant and reads it.
 
     Args:
         setup: What to compile.
+        name: The strategy.
 
-    Yields:
-        Each strategy's name and what was read, in the setup's order.
+    Returns:
+        What was read.
 
     Raises:
-        ValueError: If a step cannot be compiled.
+        ValueError: If the step cannot be compiled.
     """
     if setup.is_here:
-        for name in setup.strategies:
-            yield name, launch(_read_here, setup, name, num_ranks=1, timeout_s=TIMEOUT_S)[0]
-        return
-    pending = {}
-    for name in setup.strategies:
-        trainer, state, batch = _trainer(setup, name, targets.mesh(setup.target))
-        pending[name] = trainer, state, trainer.start_compile(state, batch)
-    for name, (trainer, state, compilation) in pending.items():
-        yield name, Read(step_memory(compilation.result(), state), padding_share(trainer.layout(state)))
+        return launch(_read_here, setup, name, num_ranks=1, timeout_s=TIMEOUT_S)[0]
+    trainer, state, batch = _trainer(setup, name, targets.mesh(setup.target))
+    program = trainer.start_compile(state, batch).result()
+    return Read(step_memory(program, state), padding_share(trainer.layout(state)))
 
 
 def allocate(setup: Setup, name: str) -> Allocation | str:

@@ -12,7 +12,7 @@ from ..lines import Curve, Point, draw_curves
 from ..section import Section
 from ..sentences import left_out
 from ..table import CHECK, Column, Table, field, numeric
-from ..values import Row, by, is_sound, number, short, text
+from ..values import Row, by, is_bad, is_sound, number, short, span, text
 from .gates import gate_sentences, gate_table, is_gate
 
 _PARTS = ("trace", "plan", "export", "start", "compile", "read", "simulate")
@@ -33,17 +33,30 @@ def middle(row: Row, part: str, clock: int) -> float | None:
     return median(found) if found else None
 
 
+def least_most(row: Row, part: str) -> tuple[float, float] | None:
+    """The least and the most of ``seconds`` by the clock; None of fewer than two rounds."""
+    found = seconds(row, part, _WALL)
+    return (min(found), max(found)) if len(found) > 1 else None
+
+
+_CURVE = Column("curve", lambda row: text(row, "curve") or text(row, "part"))
 _COLUMNS = (
-    field("curve"),
+    _CURVE,
     numeric("size", "size", form=lambda value: f"{value:,.0f}"),
     *(Column(part, partial(middle, part=part, clock=_WALL), "s") for part in _PARTS),
     numeric("collectives", "planned", form=lambda value: f"{value:,.0f}"),
     CHECK,
 )
+_SPREADS = (
+    _CURVE,
+    numeric("size", "size", form=lambda value: f"{value:,.0f}"),
+    *(Column(part, partial(least_most, part=part), "s", span) for part in _PARTS),
+)
 _EXPONENTS = (
     field("part"),
     numeric("power, fitted", "fitted", form=lambda value: f"{value:.2f}"),
     numeric("power, at the end", "last", form=lambda value: f"{value:.2f}"),
+    CHECK,
 )
 
 
@@ -51,14 +64,17 @@ def section(rows: Sequence[Row]) -> Section:
     """Makes the section."""
     gates = [row for row in rows if is_gate(row)]
     exponents = [row for row in rows if number(row, "fitted") is not None]
-    points = [row for row in rows if row not in gates and row not in exponents]
+    reading = [row for row in rows if number(row, "read_s") is not None]
+    points = [row for row in rows if row not in gates and row not in exponents and row not in reading]
+    repeated = [row for row in points if any(least_most(row, part) for part in _PARTS)]
     figures = [
         figure for curve, some in by(points, lambda row: text(row, "curve")).items() if (figure := _figure(curve, some))
     ]
     tables = [Table("Seconds by the clock, medians over rounds", _COLUMNS, points)]
+    tables += [Table("The same, the least and the most of the rounds", _SPREADS, repeated)] if repeated else []
     tables += [gate_table(gates)] if gates else []
     tables += [Table("How CPU time grows with the number of parameters", _EXPONENTS, exponents)] if exponents else []
-    sentences = [*_sentences(points, exponents), *gate_sentences(gates), left_out(points)]
+    sentences = [*_sentences(points, exponents), *map(_reading, reading), *gate_sentences(gates), left_out(points)]
     return Section("Compilation", sentences, [*figures, *tables])
 
 
@@ -103,3 +119,8 @@ def _sentences(points: Sequence[Row], exponents: Sequence[Row]) -> list[str]:
                 f" {short(number(row, 'last') or 0)} at the end."
             )
     return said
+
+
+def _reading(row: Row) -> str:
+    limit = f"{number(row, 'limit_s') or 0:g} s{' MISSED' if is_bad(row) else ''}"
+    return f"Reading and simulating a step takes {short(row['read_s'])} s at most, limit {limit}."

@@ -1,7 +1,7 @@
 """Compilation: curves, growth and exponents."""
 
 from benchmarks.report.conftest import compilation, row
-from benchmarks.report.experiments.compilation import middle, section
+from benchmarks.report.experiments.compilation import least_most, middle, section
 from benchmarks.report.figure import Figure
 
 
@@ -34,3 +34,17 @@ def test_growth_is_a_gate():
     made = section([*compilation(), growth])
     assert "0 of 1 gate hold." in made.sentences
     assert [getattr(part, "caption", "") for part in made.parts].count("Ratios and their limits") == 1
+
+
+def test_rounds_have_their_least_and_most():
+    one = row("compile", curve="devices", size=8, seconds={"read": [[3.0, 30.0], [1.0, 10.0]], "plan": [[1.0, 1.0]]})
+    assert least_most(one, "read") == (1.0, 3.0) and least_most(one, "plan") is None
+    table = next(part for part in section([one]).parts if getattr(part, "caption", "").startswith("The same"))
+    assert [column.cell(one) for column in table.columns if column.name in ("size", "read")] == ["8", "1.00–3.00"]
+
+
+def test_the_time_to_read_has_its_limit_and_is_no_point():
+    reading = row("compile", read_s=6.0, limit_s=5.0) | {"check": "MISSED"}
+    made = section([*compilation(), reading])
+    assert "Reading and simulating a step takes 6.00 s at most, limit 5 s MISSED." in made.sentences
+    assert all(reading not in part.rows for part in made.parts if not isinstance(part, Figure))

@@ -37,10 +37,10 @@ def total(row: Row) -> float | None:
 _COLUMNS = (
     Column("strategy", lambda row: text(row, "strategy") or text(row, "part")),
     field("moment"),
+    field("is"),
     *(Column(name, partial(held, keys=keys), "MiB", mib) for name, keys in _COMPONENTS),
     Column("compiled", lambda row: total(row), "MiB", mib),
     numeric("formula", "formula", unit="MiB", form=mib),
-    numeric("allocator", "allocated", unit="MiB", form=mib),
     CHECK,
 )
 _ALLOCATOR_COLUMNS = (
@@ -48,8 +48,13 @@ _ALLOCATOR_COLUMNS = (
     Column("device", lambda row: text(row["allocator"], "device")),
     *(
         numeric(words, "allocator", key, unit="MiB", form=mib)
-        for words, key in (("after init", "after_init"), ("at most in a step", "peak"), ("after it", "after_step"))
+        for words, key in (
+            ("in use after init", "after_init"),
+            ("peak of the step", "peak"),
+            ("in use after the step", "after_step"),
+        )
     ),
+    CHECK,
 )
 _SOURCE_COLUMNS = (
     Column("figure", lambda row: text(row["figure"], "name")),

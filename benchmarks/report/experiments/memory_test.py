@@ -33,11 +33,24 @@ def test_the_sources_figures_and_the_allocator():
         "strategy": "zero3",
         "allocator": {"device": "H200", "after_init": 2**20, "peak": 2**21, "after_step": 2**20},
     }
-    table = section([*memory(), read | {"check": "-"}]).parts[2]
-    assert [column.cell(read) for column in table.columns] == ["zero3", "H200", "1.00", "2.00", "1.00"]
+    table = section([*memory(), read | {"check": "after init +0.1%"}]).parts[2]
+    assert [column.name for column in table.columns[2:]] == [
+        "in use after init", "peak of the step", "in use after the step", "check",
+    ]  # fmt: skip
+    assert [column.cell(table.rows[0]) for column in table.columns] == [
+        "zero3", "H200", "1.00", "2.00", "1.00", "after init +0.1%",
+    ]  # fmt: skip
 
 
 def test_a_row_that_is_wrong_has_no_bar():
     wrong = memory()[0] | {"check": "WRONG: +4 bytes"}
     assert "✗ WRONG, see the table" in section([wrong]).parts[0].drawing.body
     assert "<rect" not in section([wrong]).parts[0].drawing.body
+
+
+def test_what_was_not_run_is_said_by_name():
+    missing = {"benchmark": "memory", "part": "zero2", "check": "not run: there is no compiler"}
+    made = section([*memory(), missing])
+    cells = [column.cell(missing) for column in made.parts[1].columns]
+    assert (cells[0], cells[-1]) == ("zero2", "not run: there is no compiler")
+    assert made.sentences[-1].startswith("Of 10 rows 1 was not run")
