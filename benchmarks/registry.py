@@ -11,8 +11,9 @@ class Benchmark(NamedTuple):
     Attributes:
         module: Its file.
         summary: What it measures, in a line.
-        full_minutes: What it took on two cores of a laptop's kind.
-        quick_minutes: The same of its short form.
+        full_minutes: About what it takes on two cores of a laptop's kind; reckoned from shorter runs where it is more
+            than ten.
+        quick_minutes: The same of its short form, as measured.
     """
 
     module: str
@@ -26,7 +27,7 @@ class Benchmark(NamedTuple):
 
 
 BENCHMARKS = {
-    "main": Benchmark("main_job", "a byte-level language model under every strategy in both frameworks", 3),
+    "main": Benchmark("main_job", "a byte-level language model under every strategy in both frameworks", 5),
     "strategies": Benchmark(
         "strategies", "the same beside what the frameworks do by themselves: jit, DDP, ZeRO, FSDP2", 5, 3
     ),
@@ -43,7 +44,7 @@ BENCHMARKS = {
         "lab.benchmark", "strategies, buckets and collectives over a slow network, made on this machine", 40, 2
     ),
     "compile": Benchmark(
-        "compilation.benchmark", "how long compilation takes, for up to 512 devices and 3,000 parameters", 60
+        "compilation.benchmark", "how long compilation takes, for up to 512 devices and 3,000 parameters", 15
     ),
     "all": Benchmark("all_job", "all but main and compile in one run; with --quick in some 10 minutes", 0),
 }

@@ -19,13 +19,12 @@ import numpy as np
 
 from jaxddp.chips import CHIPS, Chip
 from jaxddp.cost.bandwidth import bus_factor, fit_sweep
+from jaxddp.cost.contention import rate_at_once, shared_finish_s
 from jaxddp.cost.overlap import (
     COMMUNICATION_BOUND,
     COMPUTE_BOUND,
     Optimum,
     bucket_times_s,
-    rate_at_once,
-    shared_finish_s,
     uniform_optimum,
 )
 from jaxddp.network import GB, Network
