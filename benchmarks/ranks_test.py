@@ -1,5 +1,7 @@
 """Ranks of either kind run the same function, over one mesh; bad ones are refused."""
 
+import os
+
 import jax
 import numpy as np
 import pytest
@@ -22,6 +24,21 @@ def total(of, start):
 @pytest.mark.parametrize(("kind", "num_processes"), [("simulated", 1), ("processes", 2)])
 def test_jax_runs_on_ranks_of_a_kind(kind, num_processes):
     assert Ranks(2, kind).run_jax(total, 5.0) == [(2, num_processes, 11.0)] * num_processes
+
+
+def manners(of):
+    """What a rank's process was started with: its cores, what glibc and what XLA's pool were told."""
+    return len(os.sched_getaffinity(0)), os.environ.get("MALLOC_ARENA_MAX"), os.environ.get("NPROC")
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="processes are kept to cores on Linux alone")
+def test_a_rank_of_either_framework_has_a_core_and_keeps_its_memory(monkeypatch):
+    for name in ("MALLOC_ARENA_MAX", "NPROC"):
+        monkeypatch.delenv(name, raising=False)
+    assert Ranks(2, "processes").run_torch(manners) == [(1, "1", None)] * 2
+    assert Ranks(2, "processes").run_jax(manners) == [(1, "1", "2")] * 2
+    assert Ranks(2, "simulated").run_jax(manners) == [(min(2, len(os.sched_getaffinity(0))), "1", None)]
+    assert not {"MALLOC_ARENA_MAX", "NPROC"} & os.environ.keys()
 
 
 def test_gpus_are_taken_where_there_are_any(monkeypatch):
