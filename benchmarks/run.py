@@ -78,7 +78,7 @@ class Run:
         except NotRun as reason:
             rows = [{"check": f"{NOT_RUN}{reason}"}]
         except (RankError, ValueError, OSError) as error:
-            rows = [{"check": f"{FAILED}{_first_line(error)}"}]
+            rows = [{"check": f"{FAILED}{first_line(error)}"}]
             (self.folder / f"error-{re.sub(r'[^a-z0-9]+', '-', key.lower())}.txt").write_text(f"{error}\n")
         if not all("check" in row for row in rows):
             raise AssertionError(f"a row of part {key!r} has no check")
@@ -146,5 +146,6 @@ def _envelope() -> dict[str, Any]:
     }
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What a row says of an error."""
     return (str(error).splitlines() or [type(error).__name__])[0]

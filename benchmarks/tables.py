@@ -68,6 +68,23 @@ def time_cell(*keys: str, sign: str = "") -> Callable[[Mapping[str, Any]], str]:
     return cell
 
 
+def plus_minus_cell(name: str) -> Callable[[Mapping[str, Any]], str]:
+    """A cell that shows a time in milliseconds and its standard deviation, ``name_ms`` and ``name_sd_ms``.
+
+    Example:
+        >>> plus_minus_cell("predicted")({"predicted_ms": 568.2, "predicted_sd_ms": 4.12})
+        '568 +- 4.1'
+    """
+
+    def cell(row: Mapping[str, Any]) -> str:
+        number, deviation = (row.get(f"{name}_{part}") for part in ("ms", "sd_ms"))
+        if number is None:
+            return NOTHING
+        return milliseconds(number) if deviation is None else f"{milliseconds(number)} +- {deviation:.2g}"
+
+    return cell
+
+
 def terminal_table(
     rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], title: str, *, has_groups: bool = True
 ) -> Table:

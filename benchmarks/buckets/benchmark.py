@@ -6,6 +6,7 @@ forward and backward are timed alone, and all-reduces of a few sizes, from which
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,13 +25,14 @@ from ..training.jax_side import gradient_shares
 from ..training.measure import AT_ONCE, FORWARD_BACKWARD, NUM_PROBED, Setup, SideResult, StrategySpec, all_reduce_label
 from ..training.steps import step_rows
 from .picture import draw_buckets
-from .prediction import Costs, Shares, backward_s, fit_costs, judge, predict, regime, simulated, uniform
+from .prediction import Costs, Prediction, Shares, backward_s, fit_costs, judge, predict, regime, simulated, uniform
 from .table import COLUMNS, notes
 
 MIB = 2**20
 MODEL = "lm_9m"
 CAPS_MB, QUICK_CAPS_MB = (1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 1000.0), (1.0, 5.0, 1000.0)
 NUM_STEPS, NUM_QUICK, QUICK_BATCH_SIZE = 12, 4, 4
+NUM_RESAMPLED = 40
 LARGEST_PROBE_BYTES = 64 * MIB
 OPTIMA, SHARES = "optima", "gradient shares"
 
@@ -102,34 +104,51 @@ def bucket_rows(shares: Shares, framework: str, setup: Setup, side: SideResult) 
         A row for each cap.
     """
     rows = step_rows(framework, setup, side)
-    alone_s = [seconds for one in side.measured.values() for seconds in one.baseline_seconds]
-    if not alone_s:
+    if not any(one.baseline_seconds for one in side.measured.values()):
         return rows
-    all_reduces = {
-        size: float(np.median(side.probes[all_reduce_label(size)])) / NUM_PROBED for size in setup.probe_bytes
-    }
     try:
-        forward_backward_s = float(np.median(side.probes[FORWARD_BACKWARD]))
-        beside = all_reduce_label(setup.probe_bytes[-2])
-        at_once = (float(np.median(side.probes[beside])), float(np.median(side.probes[AT_ONCE])))
-        costs = fit_costs(float(np.median(alone_s)), forward_backward_s, all_reduces, side.num_ranks, at_once)
+        costs = _costs(setup, side)
     except ValueError as error:
         return [row | {"check": f"not predicted: {error}" if row["check"] == "ok" else row["check"]} for row in rows]
-    return [row | _predicted(row, shares, costs, side) for row in rows]
+    resampled = list(_resampled_costs(setup, side))
+    return [row | _predicted(row, shares, costs, resampled, side) for row in rows]
 
 
-def _predicted(row: Mapping[str, Any], shares: Shares, costs: Costs, side: SideResult) -> dict[str, Any]:
-    """What is predicted for a row, and of what."""
+def _costs(setup: Setup, side: SideResult, rounds: Any = slice(None)) -> Costs:
+    """Fits the costs to the medians of some rounds, or of all."""
+
+    def median_s(*timed: Sequence[float]) -> float:
+        return float(np.median(np.concatenate([np.asarray(seconds)[rounds] for seconds in timed])))
+
+    alone_s = median_s(*(one.baseline_seconds for one in side.measured.values() if one.baseline_seconds))
+    forward_backward_s = median_s(side.probes[FORWARD_BACKWARD])
+    all_reduces = {size: median_s(side.probes[all_reduce_label(size)]) / NUM_PROBED for size in setup.probe_bytes}
+    at_once = (median_s(side.probes[all_reduce_label(setup.probe_bytes[-2])]), median_s(side.probes[AT_ONCE]))
+    return fit_costs(alone_s, forward_backward_s, all_reduces, side.num_ranks, at_once)
+
+
+def _resampled_costs(setup: Setup, side: SideResult) -> Iterator[Costs]:
+    """Fits the costs to rounds that are drawn anew from those there are: how they differ is what noise does to them."""
+    num_rounds = len(side.probes[FORWARD_BACKWARD])
+    for rounds in np.random.default_rng(0).integers(num_rounds, size=(NUM_RESAMPLED, num_rounds)):
+        with contextlib.suppress(ValueError):  # of rounds by which times do not grow with sizes
+            yield _costs(setup, side, rounds)
+
+
+def _predicted(
+    row: Mapping[str, Any], shares: Shares, costs: Costs, resampled: Sequence[Costs], side: SideResult
+) -> dict[str, Any]:
+    """What is predicted for a row, how much noise in the costs moves it, and of what."""
     measured = side.measured.get(StrategySpec(row["strategy"], row["bucket_mb"]).label)
     if measured is None:
         return {}
     num_bytes = sum(size for bucket in measured.buckets for _, size in bucket)
-    said, best = predict(measured.buckets, shares, costs), uniform(num_bytes, shares, costs)
+    best = uniform(num_bytes, shares, costs)
+    said, *others = (predict(measured.buckets, shares, some) for some in (costs, *resampled))
     fields = {
         "num_buckets": len(measured.buckets),
         "gradient_bytes": num_bytes,
-        "predicted_ms": said.step_s * 1e3,
-        "predicted_exposed_ms": said.exposed_s * 1e3,
+        **_in_ms("predicted", said, others),
         "regime": regime(num_bytes, shares, costs),
         "uniform_optimum_mb": best and best.bucket_bytes / MIB,
         "step_alone_ms": costs.step_alone_s * 1e3,
@@ -142,14 +161,22 @@ def _predicted(row: Mapping[str, Any], shares: Shares, costs: Costs, side: SideR
         "rate_at_once": costs.rate_at_once,
     }
     if measured.schedule is not None:
-        shown = simulated(measured.schedule, side.device, costs)
+        shown = [simulated(measured.schedule, side.device, some) for some in (costs, *resampled)]
         fields |= {
-            "simulated_ms": shown.step_s * 1e3,
-            "simulated_exposed_ms": shown.exposed_s * 1e3,
+            **_in_ms("simulated", shown[0], shown[1:]),
             "is_async": any(one.is_async for one in measured.schedule.collectives()),
         }
     judged = judge(said.step_s, measured.timings.median_ms * 1e-3)
     return fields | {"error_share": judged["error_share"]} | (judged if row["check"] == "ok" else {})
+
+
+def _in_ms(name: str, said: Prediction, resampled: Sequence[Prediction]) -> dict[str, Any]:
+    """A prediction's fields; of each the standard deviation over those from resampled rounds, if there are two."""
+    fields: dict[str, Any] = {}
+    for part, seconds, *others in zip(("", "_exposed"), said, *resampled, strict=True):
+        fields[f"{name}{part}_ms"] = seconds * 1e3
+        fields[f"{name}{part}_sd_ms"] = float(np.std(others, ddof=1)) * 1e3 if len(others) > 1 else None
+    return fields
 
 
 def optimum_rows(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

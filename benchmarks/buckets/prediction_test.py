@@ -6,9 +6,18 @@ from functools import partial
 import numpy as np
 import pytest
 
-from benchmarks.buckets.benchmark import describe, optimum_rows, probe_sizes
+from benchmarks.buckets.benchmark import bucket_rows, describe, optimum_rows, probe_sizes
 from benchmarks.buckets.prediction import Costs, Shares, fit_costs, judge, predict, regime, simulated, uniform
 from benchmarks.options import Options
+from benchmarks.training.measure import (
+    AT_ONCE,
+    FORWARD_BACKWARD,
+    NUM_PROBED,
+    Measured,
+    SideResult,
+    StepMetrics,
+    all_reduce_label,
+)
 from jaxddp.schedule import Collective, Operation, Schedule
 from jaxddp.work import Work
 
@@ -116,3 +125,29 @@ def test_the_sweep():
         describe(Options(ranks=1))
     assert probe_sizes(1088) == (16, 68, 272, 1088)
     assert probe_sizes(2**40) == (2**20, 2**22, 2**24, 2**26)
+
+
+def predicted_row(noise):
+    """A sweep of one cap over 8 rounds, in which computing takes 0.9 s and some ``noise`` in every other round."""
+    setup, _ = describe(Options(quick=True, bucket_mb=(1.0,), steps=8))
+    setup = replace(setup, probe_bytes=(MB, 4 * MB, 16 * MB, 64 * MB))
+    wobble = noise * np.array([1, -1] * 4)
+    computing = {FORWARD_BACKWARD: 0.9 + wobble, AT_ONCE: 1.0 + wobble}
+    sending = {all_reduce_label(size): np.full(8, NUM_PROBED * (0.01 + size / 1e9)) for size in setup.probe_bytes}
+    metrics = [StepMetrics(1.0, 1.0)] * 9
+    one = Measured([], [], metrics, metrics, 0.0, [1.22] * 8, (1.0 + wobble).tolist(), EACH)
+    probes = {label: seconds.tolist() for label, seconds in (computing | sending).items()}
+    (spec,) = setup.strategies
+    trained = {"w": np.zeros(1, np.float32)}
+    side = SideResult(2, "processes", "", "gloo", "cpu", {}, trained, trained, {spec.label: one}, probes=probes)
+    (row,) = bucket_rows(SHARES, "torchref", setup, side)
+    return row
+
+
+def test_a_prediction_says_how_much_noise_in_the_probes_moves_it():
+    quiet, noisy = predicted_row(0.0), predicted_row(0.05)
+    assert quiet["predicted_ms"] == pytest.approx(1000 + quiet["predicted_exposed_ms"])
+    assert quiet["predicted_sd_ms"] == pytest.approx(0.0, abs=1e-6)
+    # The median of 8 draws of 0.95 and 1.05 s is one of them or the middle: its deviation is below that of one draw.
+    assert 10 < noisy["predicted_sd_ms"] < 60
+    assert "simulated_sd_ms" not in noisy

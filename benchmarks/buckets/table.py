@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..tables import Column, time_cell, value
+from ..tables import Column, plus_minus_cell, time_cell, value
 from ..training.frameworks import BETWEEN
 from ..training.steps import STEP_COLUMNS, collectives
 
@@ -17,12 +17,12 @@ COLUMNS = (
     Column("compiled", "", collectives("compiled")),
     Column("step", "ms", time_cell("median_ms")),
     Column("p10-p90", "ms", time_cell("p10_ms", "p90_ms")),
-    Column("predicted", "ms", time_cell("predicted_ms")),
+    Column("predicted", "ms", plus_minus_cell("predicted")),
     Column("error", "", value("error_share", "+.0%")),
-    Column("simulated", "ms", time_cell("simulated_ms")),
+    Column("simulated", "ms", plus_minus_cell("simulated")),
     Column("exposed", "ms", time_cell("exposed_ms", sign="+")),
     Column("p10-p90", "ms", time_cell("exposed_p10_ms", "exposed_p90_ms", sign="+")),
-    Column("predicted", "ms", time_cell("predicted_exposed_ms")),
+    Column("predicted", "ms", plus_minus_cell("predicted_exposed")),
     Column("best", "", lambda row: row["best"], is_text=True),
     STEP_COLUMNS[-1],
 )
@@ -45,6 +45,10 @@ def notes(rows: Sequence[Mapping[str, Any]], optima: Sequence[Mapping[str, Any]]
         " gradients are ready by their share of the FLOPs of forward and backward, whose time was measured as a whole,"
         " and sent in the time fitted to all-reduces of the same rounds; while both go on each does so at the rate that"
         " was measured, 50 % being as slow as one after the other"
+    )
+    yield (
+        "+-: the standard deviation over predictions from rounds drawn anew, with replacement, from those timed: what"
+        " noise in the probes moves them by"
     )
     for row in [row for row in rows if "is_async" in row][:1]:
         how = "asynchronous" if row["is_async"] else "synchronous, as XLA's are on CPUs, so that all of them shows"

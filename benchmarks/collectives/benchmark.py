@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jaxddp.clock import summarize
+from torchref.launch import RankError
 
 from ..console import progress_of
 from ..cores import num_cores
 from ..free_memory import free_bytes
 from ..options import Options
 from ..ranks import THREADS, Ranks, ranks_of_machine
-from ..run import FAILED, NOT_RUN, Run, holds
+from ..run import FAILED, NOT_RUN, Run, first_line, holds
 from . import jax_side, torch_side
 from .cases import NAMES, QUICK_NAMES, check, rates
 from .fit import fit_rows
@@ -28,10 +29,11 @@ from .forecast import START_S, Forecast, assumed_network, duration, forecast_s
 from .picture import draw
 from .sizes import asked_sizes, check_fit, fitting, in_words
 from .table import notes, print_tables, write_tables
-from .turns import MIN_ROUNDS, Job, Side
+from .turns import MIN_ROUNDS, Batch, Job, Side
 
 RANKS = (2, 4, 6)  # as the source
 BUDGET_S, QUICK_BUDGET_S = 3.0, 1.0  # of timed rounds, for each size
+MAX_FAILED = 3  # sizes of a part, each of which its processes did not survive
 BACKENDS = (
     ("jaxddp", "simulated"),
     ("jaxddp", "processes"),
@@ -109,8 +111,9 @@ def describe(options: Options) -> tuple[Setup, str]:
     if options.sizes_mb:
         for part in there:
             check_fit(names, sizes, part.ranks, free_bytes(part.ranks.kind))
-    assumed = {"GPUs" if part.ranks.kind == "gpus" else "CPUs": assumed_network(part.ranks) for part in there}
-    speeds = " and ".join(f"{network.gb_per_s:g} GB/s on {where}" for where, network in assumed.items())
+    where = {"gpus": "GPUs", "lab": "the lab's links"}
+    assumed = {where.get(part.ranks.kind, "CPUs"): assumed_network(part.ranks) for part in there}
+    speeds = " and ".join(f"{network.gb_per_s:.3g} GB/s on {what}" for what, network in assumed.items())
     described = (
         f"{len(names)} collectives of {in_words(sizes[0])} to {in_words(sizes[-1])}:"
         f" {'; '.join(part.key for part in there)}; about {duration(sum(_forecast(setup, there).values()))} if a rank"
@@ -195,16 +198,47 @@ def _measure(this: Run, setup: Setup, part: Part, forecast: Forecast) -> list[di
     ]
     if not batches:
         return rows
-    with progress_of(this.console, part.key) as show:
-        on_message = forecast.follow(part.key, show)
-        job = Job(tuple(batches), setup.num_rounds, setup.budget_s)
-        if part.framework == "jaxddp":
-            sides = part.ranks.run_jax(jax_side.run, job, on_message=on_message)
-        else:
-            sides = part.ranks.run_torch(torch_side.run, job, on_message=on_message)
+    sides, failed = _sides(this, setup, part, batches, forecast)
+    for batch in batches:
+        if batch.asked_bytes in failed:
+            row = common | {"asked_bytes": batch.asked_bytes, "check": f"{FAILED}{failed[batch.asked_bytes]}"}
+            rows += [row | {"collective": name} for name in batch.names]
     common |= {"device": sides[0].device, "versions": sides[0].versions}
     rows += [common | row for row in rows_of(sides, part.ranks.num)]
     return rows + [common | row for row in fit_rows(rows)]
+
+
+def _sides(
+    this: Run, setup: Setup, part: Part, batches: Sequence[Batch], forecast: Forecast
+) -> tuple[list[Side], dict[int, str]]:
+    """Runs the ranks; a size that their processes do not survive is left out, and the others are run again.
+
+    Args:
+        this: The console.
+        setup: What is measured.
+        part: By whom.
+        batches: The sizes.
+        forecast: To be kept up to date.
+
+    Returns:
+        What the processes found; and of the sizes that failed, why.
+
+    Raises:
+        RankError: If they ended before they had begun with a size, or at ``MAX_FAILED`` sizes.
+    """
+    failed: dict[int, str] = {}
+    run_ranks = part.ranks.run_jax if part.framework == "jaxddp" else part.ranks.run_torch
+    side = jax_side if part.framework == "jaxddp" else torch_side
+    while True:
+        job = Job(tuple(one for one in batches if one.asked_bytes not in failed), setup.num_rounds, setup.budget_s)
+        with progress_of(this.console, part.key) as show:
+            on_message = forecast.follow(part.key, show)
+            try:
+                return run_ranks(side.run, job, on_message=on_message), failed
+            except RankError as error:
+                if not on_message.under_way or len(failed) + 1 == min(MAX_FAILED, len(batches)):
+                    raise
+                failed[on_message.under_way] = first_line(error)
 
 
 def rows_of(sides: Sequence[Side], num_ranks: int) -> list[dict[str, Any]]:

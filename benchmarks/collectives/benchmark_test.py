@@ -153,6 +153,51 @@ def test_a_part_that_fails_is_said_and_the_others_go_on(measured, tmp_path, monk
     assert said in again.printed and f"- {said}" in (tmp_path / "table.md").read_text()
 
 
+def test_a_size_that_the_ranks_do_not_survive_costs_no_other(measured, tmp_path, monkeypatch):
+    (expected,) = {row["part"] for row in measured.rows if row["backend"] == "Gloo"}
+    kept = [row for row in measured.rows if row["part"] == expected and "median_ms" in row]
+    jobs = []
+
+    def end_at_the_largest(self, fn, job, *, on_message):
+        jobs.append([batch.asked_bytes for batch in job.batches])
+        for batch in job.batches:
+            on_message(0, ("size", batch.asked_bytes))
+            if batch.asked_bytes == SIZES[-1]:
+                raise RankError("rank 1 of 2 failed: killed by signal 9 (SIGKILL)\n\ndetails")
+        found = [row for row in kept if row["asked_bytes"] != SIZES[-1]]
+        fields = ("asked_bytes", "size_bytes", "planned", "planned")
+        timed = [
+            Timed(row["collective"], *(row[key] for key in fields), seconds=[ms * 1e-3 for ms in row["rounds_ms"]])
+            for row in found
+        ]
+        return [Side("cpu", {}, timed)] * 2
+
+    monkeypatch.setattr(Ranks, "run_torch", end_at_the_largest)
+    again = run_from([row for row in measured.rows if row["backend"] != "Gloo"], tmp_path, monkeypatch)
+    assert jobs == [list(SIZES[::-1]), list(SIZES[-2::-1])]
+    assert not again.holds
+    checks = {
+        row["asked_bytes"]: row["check"] for row in again.rows if row["backend"] == "Gloo" and "asked_bytes" in row
+    }
+    assert checks == {
+        SIZES[0]: "ok", SIZES[1]: "ok", SIZES[2]: "FAILED: rank 1 of 2 failed: killed by signal 9 (SIGKILL)",
+    }  # fmt: skip
+
+
+def test_ranks_that_survive_nothing_are_started_no_more_than_three_times(measured, tmp_path, monkeypatch):
+    started = []
+
+    def end(self, fn, job, *, on_message):
+        started.append(job.batches[0].asked_bytes)
+        on_message(0, ("size", job.batches[0].asked_bytes))
+        raise RankError("rank 0 of 2 failed: killed by signal 9 (SIGKILL)")
+
+    monkeypatch.setattr(Ranks, "run_torch", end)
+    again = run_from([row for row in measured.rows if row["backend"] != "Gloo"], tmp_path, monkeypatch)
+    assert started == list(SIZES[::-1]) and not again.holds
+    assert "Gloo, 2 ranks: FAILED: rank 0 of 2 failed" in again.printed
+
+
 def test_kernels_are_explained_where_there_are_any(measured):
     assert not any(said.startswith("kernel: ") for said in notes(measured.rows))
     on_gpu = next(row for row in measured.rows if "kernel" in row) | {"kernel": "TRITON_ONE_SHOT"}

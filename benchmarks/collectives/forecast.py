@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from jaxddp.network import Network
 
+from ..lab.network import network
 from ..ranks import Ranks
 from .sizes import in_words
 from .turns import NUM_WARMUP, Batch, rounds_within
@@ -18,8 +21,11 @@ START_S = 10.0  # of a part: processes, imports, compilation
 
 
 def assumed_network(ranks: Ranks) -> Network:
-    """What the ranks are taken to send before anything was measured."""
-    return GPUS if ranks.kind == "gpus" else CPUS
+    """What the ranks are taken to send before anything was measured: in a lab no more than its links let through."""
+    if ranks.kind == "gpus":
+        return GPUS
+    link_mbit = network().get("link_mbit", math.inf) if ranks.kind == "lab" else math.inf
+    return replace(CPUS, gb_per_s=min(CPUS.gb_per_s, link_mbit / 8e3))
 
 
 def forecast_s(batch: Batch, ranks: Ranks, num_rounds: int | None, budget_s: float) -> float:
@@ -60,7 +66,7 @@ class Forecast:
         """Drops what is left of a part."""
         self._left = {key: seconds for key, seconds in self._left.items() if key[0] != part}
 
-    def follow(self, part: str, show: Callable[[int, Any], None]) -> Callable[[int, Any], None]:
+    def follow(self, part: str, show: Callable[[int, Any], None]) -> Follower:
         """Makes of a rank's word that it begins with a size what a user wants to know.
 
         Args:
@@ -70,26 +76,43 @@ class Forecast:
         Returns:
             What takes the ranks' messages.
         """
-        began_s, under_way = time.monotonic(), 0
-
-        def on_message(rank: int, message: Any) -> None:
-            nonlocal began_s, under_way
-            kind, *content = message
-            if rank == 0 and kind == "size":
-                now_s = time.monotonic()
-                if under_way:
-                    self.done(part, under_way, now_s - began_s)
-                    began_s = now_s
-                (under_way,) = content
-                message = ("doing", f"{in_words(under_way)}, about {self} left")
-            show(rank, message)
-
-        return on_message
+        return Follower(self, part, show)
 
     def __str__(self) -> str:
         """In words."""
         scale = self._took_s / self._forecast_s if self._forecast_s else 1.0
         return duration(scale * sum(self._left.values()))
+
+
+class Follower:
+    """Takes the messages of a part's ranks.
+
+    Attributes:
+        under_way: The size in bytes that rank 0 is at; 0 before the first.
+    """
+
+    def __init__(self, forecast: Forecast, part: str, show: Callable[[int, Any], None]) -> None:
+        """Begins.
+
+        Args:
+            forecast: To be kept up to date.
+            part: That is about to start.
+            show: Shows messages.
+        """
+        self.under_way = 0
+        self._forecast, self._part, self._show, self._began_s = forecast, part, show, time.monotonic()
+
+    def __call__(self, rank: int, message: Any) -> None:
+        """Takes a message."""
+        kind, *content = message
+        if rank == 0 and kind == "size":
+            now_s = time.monotonic()
+            if self.under_way:
+                self._forecast.done(self._part, self.under_way, now_s - self._began_s)
+                self._began_s = now_s
+            (self.under_way,) = content
+            message = ("doing", f"{in_words(self.under_way)}, about {self._forecast} left")
+        self._show(rank, message)
 
 
 def duration(seconds: float) -> str:

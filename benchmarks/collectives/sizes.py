@@ -14,19 +14,21 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 SIZES = tuple(KIB * 4**power for power in range(11))
 QUICK_SIZES = (16 * KIB, 256 * KIB, 4 * MIB, 16 * MIB)
 
-# Of full buffers: what a rank holds at most while a collective runs, its inputs included. As seen on 2 and 4 ranks, in
-# whichever framework holds more, rounded up: Gloo reduces and scatters in copies, rings pad and assemble in theirs.
+# Of full buffers: what a rank takes at most while a collective runs, its inputs included. As seen on 2 ranks, in
+# whichever framework takes more, rounded up: Gloo reduces and scatters in copies, rings pad and assemble in theirs, and
+# a process that keeps the memory it frees has holes in it as large as a buffer.
 HELD = {
-    "all_reduce": 3.0,
-    "reduce_scatter": 5.0,
-    "all_gather": 4.5,
-    "broadcast": 4.0,
-    "reduce": 3.5,
-    "send_recv": 3.5,
-    "ring_reduce_scatter": 4.0,
-    "ring_all_gather": 4.5,
-    "ring_all_reduce": 5.5,
+    "all_reduce": 5.0,
+    "reduce_scatter": 8.0,
+    "all_gather": 10.0,
+    "broadcast": 6.5,
+    "reduce": 6.5,
+    "send_recv": 6.0,
+    "ring_reduce_scatter": 6.0,
+    "ring_all_gather": 9.5,
+    "ring_all_reduce": 9.0,
 }
+SPARE_SHARE = 0.05  # of the memory that is free: it stays so
 
 
 def asked_sizes(sizes_mb: Sequence[float] | None, quick: bool) -> tuple[int, ...]:
@@ -68,12 +70,13 @@ def fitting(
         names: The collectives.
         sizes: Bytes.
         ranks: Which run them.
-        free: Bytes that are.
+        free: Bytes that are; ``SPARE_SHARE`` of them are left alone.
 
     Returns:
         What is to be run, largest first; and of the rest ``(name, size, why not)``.
     """
     batches, left_out = [], []
+    free = int(free * (1 - SPARE_SHARE))
     for asked in sorted(sizes, reverse=True):
         fit = []
         for name in names:
@@ -81,7 +84,7 @@ def fitting(
             if needed <= free:
                 fit.append(name)
             else:
-                why = f"{name} of {in_words(asked)} needs {needed / GIB:.1f} GiB, {free / GIB:.1f} are free"
+                why = f"{name} of {in_words(asked)} needs {needed / GIB:.1f} GiB, {free / GIB:.1f} can be had"
                 left_out.append((name, asked, why))
         if fit:
             batches.append(Batch(asked, tuple(fit)))
@@ -92,10 +95,10 @@ def check_fit(names: Sequence[str], sizes: Sequence[int], ranks: Ranks, free: in
     """Raises ValueError, in a line, if there are sizes at which nothing fits."""
     batches, left_out = fitting(names, sizes, ranks, free)
     if none := sorted(set(sizes) - {batch.asked_bytes for batch in batches}):
-        least = min(needed_bytes(name, none[0], ranks) for name in names)
+        least, most = min(needed_bytes(name, none[0], ranks) for name in names), free * (1 - SPARE_SHARE)
         raise ValueError(
             f"sizes_mb (={', '.join(f'{size / MIB:g}' for size in none)}) must fit into memory: with {ranks.num} ranks"
-            f" {in_words(none[0])} needs at least {least / GIB:.1f} GiB, {free / GIB:.1f} are free"
+            f" {in_words(none[0])} needs at least {least / GIB:.1f} GiB, {most / GIB:.1f} can be had"
         )
 
 

@@ -89,7 +89,9 @@ def buckets():
         for cap in (1.0, 5.0, 10.0, 25.0, 100.0):
             fields = {
                 "predicted_ms": 100 + 10 * abs(math.log(cap / 5)),
+                "predicted_sd_ms": 1.5,
                 "simulated_ms": 99.0,
+                "simulated_sd_ms": 2.5,
                 "regime": "compute-bound",
             }
             rows.append(step("buckets", framework, "bucketed", 100 + 20 * abs(math.log(cap / 10)), 20.0, cap, **fields))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ..axis import linear, logarithmic
 from ..figure import Figure
@@ -15,13 +16,18 @@ from ..table import CHECK, Column, Table, field, numeric
 from ..values import MIB, Row, by, is_sound, listed, number, plain, signed, spread, text
 
 _COMPUTED = (("predicted_ms", "predicted"), ("simulated_ms", "simulated"))
+_MICROSECONDS = "\N{GREEK SMALL LETTER MU}s"
 _COLUMNS = (
     *STEP_COLUMNS[:-1],
     numeric("predicted", "predicted_ms", unit="ms"),
+    numeric("s.d.", "predicted_sd_ms", unit="ms"),
     numeric("error", "error_share", form=lambda share: f"{share:+.0%}"),
     numeric("simulated", "simulated_ms", unit="ms"),
+    numeric("s.d.", "simulated_sd_ms", unit="ms"),
     numeric("predicted", "predicted_exposed_ms", unit="ms exposed", form=signed),
+    numeric("s.d.", "predicted_exposed_sd_ms", unit="ms"),
     numeric("simulated", "simulated_exposed_ms", unit="ms exposed", form=signed),
+    numeric("s.d.", "simulated_exposed_sd_ms", unit="ms"),
     field("regime"),
     CHECK,
 )
@@ -33,8 +39,10 @@ _OPTIMUM_COLUMNS = (
     numeric("by formula", "uniform_optimum_mb", unit="MiB"),
     field("regime"),
     numeric("backward", "backward_ms", unit="ms"),
-    numeric("latency", "alpha_us", unit="\N{GREEK SMALL LETTER MU}s"),
+    numeric("latency", "alpha_us", unit=_MICROSECONDS),
+    numeric("standard error", "alpha_error_us", unit=_MICROSECONDS),
     numeric("algbw", "gb_per_s", unit="GB/s"),
+    numeric("standard error", "gb_per_s_error", unit="GB/s"),
     CHECK,
 )
 _CAPS_MB = [factor * 10.0**decade for decade in range(-3, 5) for factor in (1, 2, 5)]
@@ -46,7 +54,8 @@ def section(rows: Sequence[Row]) -> Section:
     # When gradients are ready goes into the predictions, and is none itself.
     steps = [row for row in rows if number(row, "optimum_mb") is None and "ready_shares" not in row]
     figures = [figure for each, some in by(steps, group).items() if (figure := _figure(each, some, optima))]
-    tables = [step_table("Steps by bucket size", steps, _COLUMNS)]
+    table = step_table("Steps by bucket size", steps, _COLUMNS)
+    tables = [replace(table, note=f"{table.note}; s.d.: standard deviation, by rounds drawn anew from those timed")]
     if optima:
         note = "by formula: equal buckets, where latency and the backward are all that counts"
         tables.append(Table("The best caps", _OPTIMUM_COLUMNS, optima, note))
