@@ -84,9 +84,9 @@ class Run:
             raise AssertionError(f"a row of part {key!r} has no check")
         envelope = {"benchmark": self.benchmark, "part": key} | _envelope()
         made = [envelope | dict(row) for row in rows]
-        for row in made:
-            if row["check"].startswith((NOT_RUN, FAILED)):
-                self.console.print(f"{key}: {row['check']}", soft_wrap=True, markup=False)
+        for said in dict.fromkeys(row["check"] for row in made):
+            if said.startswith((NOT_RUN, FAILED)):
+                self.console.print(f"{key}: {said}", soft_wrap=True, markup=False)
         if there:  # it failed before, or was made of fewer parts: the new rows take the place of those
             self.rows = [row for row in self.rows if row.get("part") != key]
             _write(self.folder / METRICS, self.rows)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from jaxddp.clock import summarize
@@ -27,13 +27,13 @@ from .cases import NAMES, QUICK_NAMES, check, rates
 from .fit import fit_rows
 from .forecast import START_S, Forecast, assumed_network, duration, forecast_s
 from .picture import draw
-from .sizes import asked_sizes, check_fit, fitting, in_words
+from .sizes import asked_sizes, check_fit, fitting, in_words, launches
 from .table import notes, print_tables, write_tables
 from .turns import MIN_ROUNDS, Batch, Job, Side
 
 RANKS = (2, 4, 6)  # as the source
 BUDGET_S, QUICK_BUDGET_S = 3.0, 1.0  # of timed rounds, for each size
-MAX_FAILED = 3  # sizes of a part, each of which its processes did not survive
+MAX_FAILED = 3  # batches of a part, none of which its processes survived
 BACKENDS = (
     ("jaxddp", "simulated"),
     ("jaxddp", "processes"),
@@ -174,15 +174,14 @@ def _part(framework: str, kind: str, num_ranks: int, num_gpus: int) -> Part:
     return Part(framework, ranks_of_machine(num_ranks, kind))
 
 
-def _forecast(setup: Setup, parts: Sequence[Part]) -> dict[tuple[str, int], float]:
+def _forecast(setup: Setup, parts: Sequence[Part]) -> dict[tuple[str, Batch], float]:
     seconds = {}
     for part in parts:
         batches, _ = fitting(setup.names, setup.sizes, part.ranks, free_bytes(part.ranks.kind))
-        for batch in batches:
-            start_s = START_S if batch is batches[0] else 0.0
-            seconds[part.key, batch.asked_bytes] = start_s + forecast_s(
-                batch, part.ranks, setup.num_rounds, setup.budget_s
-            )
+        for launch in launches(batches):
+            for batch in launch:
+                start_s = START_S if batch is launch[0] else 0.0
+                seconds[part.key, batch] = start_s + forecast_s(batch, part.ranks, setup.num_rounds, setup.budget_s)
     return seconds
 
 
@@ -199,10 +198,9 @@ def _measure(this: Run, setup: Setup, part: Part, forecast: Forecast) -> list[di
     if not batches:
         return rows
     sides, failed = _sides(this, setup, part, batches, forecast)
-    for batch in batches:
-        if batch.asked_bytes in failed:
-            row = common | {"asked_bytes": batch.asked_bytes, "check": f"{FAILED}{failed[batch.asked_bytes]}"}
-            rows += [row | {"collective": name} for name in batch.names]
+    for batch, why in failed.items():
+        row = common | {"asked_bytes": batch.asked_bytes, "check": f"{FAILED}{why}"}
+        rows += [row | {"collective": name} for name in batch.names]
     common |= {"device": sides[0].device, "versions": sides[0].versions}
     rows += [common | row for row in rows_of(sides, part.ranks.num)]
     return rows + [common | row for row in fit_rows(rows)]
@@ -210,35 +208,45 @@ def _measure(this: Run, setup: Setup, part: Part, forecast: Forecast) -> list[di
 
 def _sides(
     this: Run, setup: Setup, part: Part, batches: Sequence[Batch], forecast: Forecast
-) -> tuple[list[Side], dict[int, str]]:
-    """Runs the ranks; a size that their processes do not survive is left out, and the others are run again.
+) -> tuple[list[Side], dict[Batch, str]]:
+    """Runs the ranks; a batch that their processes do not survive is left out, and the others are run again.
 
     Args:
         this: The console.
         setup: What is measured.
         part: By whom.
-        batches: The sizes.
+        batches: At least one.
         forecast: To be kept up to date.
 
     Returns:
-        What the processes found; and of the sizes that failed, why.
+        What the processes found; and of the batches that failed, why.
 
     Raises:
-        RankError: If they ended before they had begun with a size, or at ``MAX_FAILED`` sizes.
+        RankError: If they ended before they had begun with a batch, or at ``MAX_FAILED`` of them, or at all.
     """
-    failed: dict[int, str] = {}
     run_ranks = part.ranks.run_jax if part.framework == "jaxddp" else part.ranks.run_torch
     side = jax_side if part.framework == "jaxddp" else torch_side
-    while True:
-        job = Job(tuple(one for one in batches if one.asked_bytes not in failed), setup.num_rounds, setup.budget_s)
+    failed: dict[Batch, str] = {}
+    found: list[list[Side]] = []
+    to_do = launches(batches)
+    while to_do:
+        job = Job(to_do.pop(0), setup.num_rounds, setup.budget_s)
         with progress_of(this.console, part.key) as show:
             on_message = forecast.follow(part.key, show)
             try:
-                return run_ranks(side.run, job, on_message=on_message), failed
+                found.append(run_ranks(side.run, job, on_message=on_message))
             except RankError as error:
-                if not on_message.under_way or len(failed) + 1 == min(MAX_FAILED, len(batches)):
+                ended = on_message.under_way
+                if ended is None or len(failed) + 1 == min(MAX_FAILED, len(batches)):
                     raise
-                failed[on_message.under_way] = first_line(error)
+                failed[ended] = first_line(error)
+                if others := tuple(batch for batch in job.batches if batch != ended):
+                    to_do.insert(0, others)
+    joined = [
+        replace(of_rank[0], timed=[timed for each in of_rank for timed in each.timed])
+        for of_rank in zip(*found, strict=True)
+    ]
+    return joined, failed
 
 
 def rows_of(sides: Sequence[Side], num_ranks: int) -> list[dict[str, Any]]:

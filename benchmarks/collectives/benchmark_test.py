@@ -161,7 +161,7 @@ def test_a_size_that_the_ranks_do_not_survive_costs_no_other(measured, tmp_path,
     def end_at_the_largest(self, fn, job, *, on_message):
         jobs.append([batch.asked_bytes for batch in job.batches])
         for batch in job.batches:
-            on_message(0, ("size", batch.asked_bytes))
+            on_message(0, ("size", batch))
             if batch.asked_bytes == SIZES[-1]:
                 raise RankError("rank 1 of 2 failed: killed by signal 9 (SIGKILL)\n\ndetails")
         found = [row for row in kept if row["asked_bytes"] != SIZES[-1]]
@@ -189,7 +189,7 @@ def test_ranks_that_survive_nothing_are_started_no_more_than_three_times(measure
 
     def end(self, fn, job, *, on_message):
         started.append(job.batches[0].asked_bytes)
-        on_message(0, ("size", job.batches[0].asked_bytes))
+        on_message(0, ("size", job.batches[0]))
         raise RankError("rank 0 of 2 failed: killed by signal 9 (SIGKILL)")
 
     monkeypatch.setattr(Ranks, "run_torch", end)

@@ -48,18 +48,18 @@ def forecast_s(batch: Batch, ranks: Ranks, num_rounds: int | None, budget_s: flo
 class Forecast:
     """How long the rest will take: as forecast, times what the forecast of the work done was wrong by."""
 
-    def __init__(self, seconds: Mapping[tuple[str, int], float]) -> None:
+    def __init__(self, seconds: Mapping[tuple[str, Batch], float]) -> None:
         """Begins.
 
         Args:
-            seconds: Forecast, by part and size.
+            seconds: Forecast, by part and batch.
         """
         self._left = dict(seconds)
         self._forecast_s = self._took_s = 0.0
 
-    def done(self, part: str, asked_bytes: int, seconds: float) -> None:
-        """Notes how long a size took; it may come again, in other processes of the part."""
-        self._forecast_s += self._left.pop((part, asked_bytes), 0.0)
+    def done(self, part: str, batch: Batch, seconds: float) -> None:
+        """Notes how long a batch took; it may come again, in other processes of the part."""
+        self._forecast_s += self._left.pop((part, batch), 0.0)
         self._took_s += seconds
 
     def skip(self, part: str) -> None:
@@ -88,7 +88,7 @@ class Follower:
     """Takes the messages of a part's ranks.
 
     Attributes:
-        under_way: The size in bytes that rank 0 is at; 0 before the first.
+        under_way: What rank 0 is at; None before the first.
     """
 
     def __init__(self, forecast: Forecast, part: str, show: Callable[[int, Any], None]) -> None:
@@ -99,7 +99,7 @@ class Follower:
             part: That is about to start.
             show: Shows messages.
         """
-        self.under_way = 0
+        self.under_way: Batch | None = None
         self._forecast, self._part, self._show, self._began_s = forecast, part, show, time.monotonic()
 
     def __call__(self, rank: int, message: Any) -> None:
@@ -107,11 +107,11 @@ class Follower:
         kind, *content = message
         if rank == 0 and kind == "size":
             now_s = time.monotonic()
-            if self.under_way:
+            if self.under_way is not None:
                 self._forecast.done(self._part, self.under_way, now_s - self._began_s)
                 self._began_s = now_s
             (self.under_way,) = content
-            message = ("doing", f"{in_words(self.under_way)}, about {self._forecast} left")
+            message = ("doing", f"{in_words(self.under_way.asked_bytes)}, about {self._forecast} left")
         self._show(rank, message)
 
 

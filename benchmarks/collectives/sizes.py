@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from ..free_memory import PROCESS_BYTES
 from ..ranks import Ranks
@@ -28,6 +28,7 @@ HELD = {
     "ring_all_gather": 9.5,
     "ring_all_reduce": 9.0,
 }
+HELD_TOGETHER = 12.5  # while several take turns: the holes of one do not fit the others
 SPARE_SHARE = 0.05  # of the memory that is free: it stays so
 
 
@@ -54,15 +55,19 @@ def asked_sizes(sizes_mb: Sequence[float] | None, quick: bool) -> tuple[int, ...
 
 def needed_bytes(name: str, asked_bytes: int, ranks: Ranks) -> int:
     """What a collective takes of the memory that its ranks share; on GPUs each has its own."""
+    return _needed_bytes(HELD[name], asked_bytes, ranks)
+
+
+def _needed_bytes(buffers: float, asked_bytes: int, ranks: Ranks) -> int:
     is_even = asked_bytes % (ELEMENT_BYTES * ranks.num) == 0  # else whole buffers of two lengths are brought
-    held = math.ceil((HELD[name] + (not is_even)) * asked_bytes)
+    held = math.ceil((buffers + (not is_even)) * asked_bytes)
     if ranks.kind == "gpus":
         return held
     return ranks.num * held + (1 if ranks.kind == "simulated" else ranks.num) * PROCESS_BYTES
 
 
 def fitting(
-    names: Iterable[str], sizes: Sequence[int], ranks: Ranks, free: int
+    names: Sequence[str], sizes: Sequence[int], ranks: Ranks, free: int
 ) -> tuple[tuple[Batch, ...], list[tuple[str, int, str]]]:
     """Sorts out what fits.
 
@@ -73,22 +78,32 @@ def fitting(
         free: Bytes that are; ``SPARE_SHARE`` of them are left alone.
 
     Returns:
-        What is to be run, largest first; and of the rest ``(name, size, why not)``.
+        What is to be run, largest first, each collective by itself where they do not fit together; and of the rest
+        ``(name, size, why not)``, one reason for a size at which nothing fits.
     """
     batches, left_out = [], []
     free = int(free * (1 - SPARE_SHARE))
     for asked in sorted(sizes, reverse=True):
-        fit = []
+        needed = {name: needed_bytes(name, asked, ranks) for name in names}
+        fit = tuple(name for name in names if needed[name] <= free)
+        if _needed_bytes(HELD_TOGETHER, asked, ranks) <= free:
+            batches += [Batch(asked, fit)] if fit else []
+        else:
+            batches += [Batch(asked, (name,)) for name in fit]
         for name in names:
-            needed = needed_bytes(name, asked, ranks)
-            if needed <= free:
-                fit.append(name)
-            else:
-                why = f"{name} of {in_words(asked)} needs {needed / GIB:.1f} GiB, {free / GIB:.1f} can be had"
+            if name not in fit:
+                what, least = (f"{name} of ", needed[name]) if fit else ("", min(needed.values()))
+                why = f"{what}{in_words(asked)} needs {least / GIB:.1f} GiB, {free / GIB:.1f} can be had"
                 left_out.append((name, asked, why))
-        if fit:
-            batches.append(Batch(asked, tuple(fit)))
     return tuple(batches), left_out
+
+
+def launches(batches: Sequence[Batch]) -> list[tuple[Batch, ...]]:
+    """Deals batches out to processes: what does not fit together gets processes of its own, all else shares some."""
+    sizes = [batch.asked_bytes for batch in batches]
+    shared = tuple(batch for batch in batches if sizes.count(batch.asked_bytes) == 1)
+    alone: list[tuple[Batch, ...]] = [(batch,) for batch in batches if batch not in shared]
+    return [*alone, shared] if shared else alone
 
 
 def check_fit(names: Sequence[str], sizes: Sequence[int], ranks: Ranks, free: int) -> None:

@@ -18,6 +18,7 @@ from benchmarks.collectives.sizes import (
     asked_sizes,
     check_fit,
     fitting,
+    launches,
     needed_bytes,
 )
 from benchmarks.collectives.turns import Batch
@@ -44,11 +45,25 @@ def test_all_ranks_share_the_machines_memory():
 
 def test_what_does_not_fit_is_left_out_and_says_what_it_needs():
     ranks = Ranks(2, "gpus")
-    batches, left_out = fitting(("all_reduce", "reduce_scatter"), (MIB, GIB), ranks, free=6 * GIB)
+    names = ("all_reduce", "reduce_scatter")
+    batches, left_out = fitting(names, (MIB, GIB), ranks, free=6 * GIB)
     assert batches == (Batch(GIB, ("all_reduce",)), Batch(MIB, ("all_reduce", "reduce_scatter")))  # largest first
     assert left_out == [("reduce_scatter", GIB, "reduce_scatter of 1 GiB needs 8.0 GiB, 5.7 can be had")]
     batches, left_out = fitting(("all_reduce",), (MIB, GIB), ranks, free=5 * GIB)  # a twentieth is left alone
     assert batches == (Batch(MIB, ("all_reduce",)),) and len(left_out) == 1
+    _, left_out = fitting(("all_reduce", "reduce_scatter"), (GIB,), ranks, free=4 * GIB)
+    why = "1 GiB needs 5.0 GiB, 3.8 can be had"  # at the least: one reason for all
+    assert left_out == [("all_reduce", GIB, why), ("reduce_scatter", GIB, why)]
+
+
+def test_what_does_not_fit_together_is_run_apart():
+    names = ("all_reduce", "reduce_scatter")
+    batches, left_out = fitting(names, (MIB, 4 * MIB, GIB), Ranks(2, "gpus"), free=10 * GIB)
+    alone = [Batch(GIB, (name,)) for name in names]
+    shared = (Batch(4 * MIB, names), Batch(MIB, names))
+    assert batches == (*alone, *shared) and not left_out
+    assert launches(batches) == [(alone[0],), (alone[1],), shared]
+    assert launches(alone) == [(alone[0],), (alone[1],)] and launches(shared) == [shared]
 
 
 def test_sizes_at_which_nothing_fits_are_refused():
@@ -79,24 +94,26 @@ def test_what_is_counted_as_held_covers_what_xla_lays_out(num_ranks):
 
 
 def test_the_forecast_is_corrected_by_what_was_wrong_so_far():
-    forecast = Forecast({("a", 2): 10.0, ("a", 1): 10.0, ("b", 2): 30.0, ("c", 2): 40.0})
+    one, two = Batch(1, ()), Batch(2, ())
+    forecast = Forecast({("a", two): 10.0, ("a", one): 10.0, ("b", two): 30.0, ("c", two): 40.0})
     assert str(forecast) == "90 s"
-    forecast.done("a", 2, seconds=30.0)
+    forecast.done("a", two, seconds=30.0)
     assert str(forecast) == "4 min"  # 80 s, and it was wrong by three
     forecast.skip("c")
     assert str(forecast) == "2 min"
-    forecast.done("a", 2, seconds=10.0)  # again, in other processes
+    forecast.done("a", two, seconds=10.0)  # again, in other processes
     assert str(forecast) == "3 min"
 
 
 def test_a_rank_that_begins_with_a_size_makes_a_line(monkeypatch):
     now_s = iter([0.0, 5.0, 25.0])
     monkeypatch.setattr("benchmarks.collectives.forecast.time.monotonic", lambda: next(now_s))
-    forecast, shown = Forecast({("a", 4 * MIB): 10.0, ("a", MIB): 10.0}), []
+    large, small = Batch(4 * MIB, ("reduce",)), Batch(MIB, ("reduce",))
+    forecast, shown = Forecast({("a", large): 10.0, ("a", small): 10.0}), []
     on_message = forecast.follow("a", lambda rank, message: shown.append((rank, message)))
-    on_message(0, ("size", 4 * MIB))
-    on_message(1, ("size", 4 * MIB))
-    on_message(0, ("size", MIB))
+    on_message(0, ("size", large))
+    on_message(1, ("size", large))
+    on_message(0, ("size", small))
     assert shown[0] == (0, ("doing", "4 MiB, about 20 s left"))
     assert shown[2] == (0, ("doing", "1 MiB, about 25 s left"))  # 10 s, and the first took 25 in the place of 10
 

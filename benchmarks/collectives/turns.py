@@ -118,7 +118,7 @@ def measure(job: Job, ready: Callable[[Batch], Callable[[str], Call]], wait: Cal
     """
     timed = []
     for batch in job.batches:
-        report(("size", batch.asked_bytes))
+        report(("size", batch))
         timed += _measure(job, batch, ready(batch), wait)
     return timed
 

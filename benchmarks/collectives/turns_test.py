@@ -51,8 +51,9 @@ def nothing(value):
 
 def test_rounds_begin_with_another_collective_each_time(one_rank):
     calls = Calls()
-    timed = measure(Job((Batch(8, ("a", "b", "c")), Batch(4, ("a",))), 2, 1.0), calls.ready, nothing)
-    assert calls.done[0] == 8 and one_rank == [("size", 8), ("size", 4)]
+    batches = (Batch(8, ("a", "b", "c")), Batch(4, ("a",)))
+    timed = measure(Job(batches, 2, 1.0), calls.ready, nothing)
+    assert calls.done[0] == 8 and one_rank == [("size", batch) for batch in batches]
     names = [one for one in calls.done if one != "prepare"]
     assert names[1:13] == [*"abc", *"abc", *"abc", *"bca"] and names[13:] == [4, *"aaaa"]
     assert calls.done[1:].count("prepare") == len(names) - 2  # before every call

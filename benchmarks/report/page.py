@@ -16,7 +16,7 @@ from .markup import Markup, join, tag
 from .runs import RunRows, read_runs
 from .section import Section, render_section
 from .steps import in_words
-from .values import Row, check, counted, is_bad, is_not_run, listed, text
+from .values import Row, by, check, counted, is_bad, is_not_run, listed, text
 
 PAGE = "report.html"
 _HERE = Path(__file__).parent
@@ -124,8 +124,17 @@ def _summary(runs: Sequence[RunRows]) -> Markup:
 
 
 def _list(rows: Sequence[Row], kind: str) -> Markup:
-    lines = [f"{text(row, 'benchmark')}, {in_words(row)}: {check(row)}" for row in rows[:_MOST_FAULTS]]
-    lines += [f"and {len(rows) - _MOST_FAULTS} more"] if len(rows) > _MOST_FAULTS else []
+    def alike(row: Row) -> tuple[str, ...]:
+        """Every fault is told by itself; what could not be run for one reason makes one line."""
+        same = text(row, "benchmark"), check(row)
+        return (*same, in_words(row)) if kind == "faults" else same
+
+    lines = []
+    for (benchmark, why, *_), (first, *others) in by(rows, alike).items():
+        also = f" and {counted(len(others), 'other row')}" if others else ""
+        lines.append(f"{benchmark}, {in_words(first)}{also}: {why}")
+    if len(lines) > _MOST_FAULTS:
+        lines[_MOST_FAULTS:] = [f"and {len(lines) - _MOST_FAULTS} more"]
     return tag("ul", *(tag("li", one) for one in lines), class_=kind)
 
 

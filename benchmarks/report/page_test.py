@@ -173,3 +173,9 @@ def test_long_lists_of_faults_are_cut(tmp_path):
     rows = [factories.row("races", part=str(index)) | {"check": "FAILED: x"} for index in range(50)]
     top = render([read_run(factories.write_run(tmp_path, races=rows))]).split("<nav")[0]
     assert top.count("<li>") == 21 and "and 30 more" in top
+
+
+def test_what_could_not_be_run_for_one_reason_makes_one_line(tmp_path):
+    rows = [factories.row("races", part=str(index)) | {"check": "not run: no horses"} for index in range(3)]
+    top = render([read_run(factories.write_run(tmp_path, races=rows))]).split("<nav")[0]
+    assert "<li>races, 0 and 2 other rows: not run: no horses</li>" in top and top.count("<li>") == 1
