@@ -18,11 +18,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from .buckets import BucketPlan
 from .inputs import abstract, signature
 from .mesh import platform_of
+from .packing import shard_map
 from .schedule import read_schedule
 from .state_layout import StateLayout, state_layout
 from .step import RankStep, TrainState
 from .strategy import GradientTrace, Strategy, plan_trace, planned_collectives, trace_gradients
-from .target_compile import compile_for_target, start_compile
+from .target_compile import TIMEOUT_S, compile_for_target, start_compile
 from .target_job import Pending
 from .targets import mesh as target_mesh
 from .targets import target_like, target_of
@@ -109,7 +110,7 @@ class Programs:
     def init_opt_state(self, layout: StateLayout, params: Any) -> Any:
         """Makes the optimizer's state of step 0, each rank its own part of it."""
         specs = layout.specs(self._rank_step.axis)
-        init = self._sharded(self._rank_step.init, self._mesh, (specs.params,), specs.opt_state)
+        init = shard_map(self._rank_step.init, mesh=self._mesh, in_specs=(specs.params,), out_specs=specs.opt_state)
         return jax.jit(init, out_shardings=jax.tree.map(partial(NamedSharding, self._mesh), specs.opt_state))(params)
 
     def step(self, state: TrainState, batch: Any) -> Any:
@@ -128,8 +129,8 @@ class Programs:
 
         return self._compiled("evaluate", make, state, batch)
 
-    def start_step(self, state: TrainState, batch: Any) -> Pending:
-        """Starts to compile the step for the mesh's target.
+    def start_step(self, state: TrainState, batch: Any, timeout_s: float = TIMEOUT_S) -> Pending:
+        """Starts to compile the step for the mesh's target; it may take ``timeout_s``.
 
         Raises:
             ValueError: If the mesh is not a target's.
@@ -137,7 +138,7 @@ class Programs:
         if self._target is None:
             raise ValueError(f"mesh (={self._mesh}) must be a target's to compile apart: use compile")
         function, args, options = self._step(self._mesh, self.plan(state, batch), state, batch)
-        return start_compile(self._target, function, args, **options)
+        return start_compile(self._target, function, args, timeout_s=timeout_s, **options)
 
     def start_step_alone(self, state: TrainState, batch: Any) -> Pending:
         """Starts to compile the step without communication, for the mesh's target or the one that its devices are.
@@ -182,7 +183,8 @@ class Programs:
     def _first_grads(self, state: TrainState, batch: Any) -> Callable[..., Any]:
         first_grads = self._on_rank(state).first_grads
         outs = (PartitionSpec(), PartitionSpec(self._rank_step.axis))
-        return self._sharded(first_grads, self._mesh, self._specs(state), outs)
+        # Never packed: it is traced to see when each gradient is ready, and a pack is not ready before all of it is.
+        return jax.shard_map(first_grads, mesh=self._mesh, in_specs=self._specs(state), out_specs=outs, check_vma=False)
 
     def _trace(self, state: TrainState, batch: Any) -> GradientTrace:
         on_ranks = self._first_grads(state, batch)
@@ -223,15 +225,12 @@ class Programs:
             "donate_argnums": donated,
             "compiler_options": compile_options(self._rank_step.strategy, platform_of(mesh)),
         }
-        return self._sharded(on_rank, mesh, ins, outs), (abstract(state), abstract(batch)), options
+        function = shard_map(on_rank, mesh=mesh, in_specs=ins, out_specs=outs)
+        return function, (abstract(state), abstract(batch)), options
 
     def _specs(self, state: TrainState) -> tuple[TrainState, PartitionSpec]:
         """How a state and a batch lie over the mesh."""
         return self.layout(state).specs(self._rank_step.axis), PartitionSpec(self._rank_step.axis)
-
-    def _sharded(self, function: Callable[..., Any], mesh: Mesh | AbstractMesh, ins: Any, outs: Any) -> Any:
-        # check_vma would make users mark the carries of their own loops as varying.
-        return jax.shard_map(function, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
 
 
 def _check_same(known: StateLayout, layout: StateLayout) -> None:

@@ -31,6 +31,7 @@ from .target_program import TargetError, TargetProgram
 from .targets import Target
 
 _TOOLKITS = (Path("/usr/local/cuda"),)  # where XLA looks by itself
+TIMEOUT_S = 600.0
 _LOWERED_FOR = {"gpu": "cuda", "tpu": "tpu"}
 
 
@@ -44,7 +45,7 @@ def start_compile(
     donate_argnums: Sequence[int] = (),
     compiler_options: Mapping[str, Any] | None = None,
     xla_flags: str = "",
-    timeout_s: float = 600.0,
+    timeout_s: float = TIMEOUT_S,
 ) -> Pending:
     """Traces a function here and starts to compile it for a target; as many compile at a time as there are CPUs.
 

@@ -25,6 +25,7 @@ from .state_layout import StateLayout
 from .step import RankStep
 from .step import TrainState as TrainState
 from .strategy import Strategy
+from .target_compile import TIMEOUT_S
 from .target_job import Pending
 from .target_program import TargetProgram
 from .targets import target_of
@@ -245,12 +246,13 @@ class Trainer:
         """Says which leaves of a state are shards, and of what; for stage 3 after ``init`` or ``abstract_state``."""
         return self._programs.layout(state)
 
-    def start_compile(self, state: TrainState, batch: Any) -> Pending:
+    def start_compile(self, state: TrainState, batch: Any, *, timeout_s: float = TIMEOUT_S) -> Pending:
         """Starts what ``compile`` does on the mesh of a target, so that several programs compile at a time.
 
         Args:
             state: As from ``abstract_state``.
             batch: The global batch; arrays or ``jax.ShapeDtypeStruct``.
+            timeout_s: Seconds that the compilation may take once it has started.
 
         Returns:
             What gives the program with ``result()``.
@@ -259,7 +261,7 @@ class Trainer:
             ValueError: If the mesh is not a target's, or as ``compile``.
         """
         check_batch(batch, self.num_ranks, self.num_microbatches)
-        return self._programs.start_step(state, batch)
+        return self._programs.start_step(state, batch, timeout_s)
 
     def start_compile_alone(self, state: TrainState, batch: Any) -> Pending:
         """Starts to compile the step without communication for the mesh's target: the measure of what overlap can do.
