@@ -11,9 +11,8 @@ class Benchmark(NamedTuple):
     Attributes:
         module: Its file.
         summary: What it measures, in a line.
-        full_minutes: About what it takes on two cores of a laptop's kind; reckoned from shorter runs where it is more
-            than ten.
-        quick_minutes: The same of its short form, as measured.
+        full_minutes: About what it takes on two cores of a laptop's kind, as measured.
+        quick_minutes: The same of its short form.
     """
 
     module: str
@@ -31,20 +30,20 @@ BENCHMARKS = {
     "strategies": Benchmark(
         "strategies", "the same beside what the frameworks do by themselves: jit, DDP, ZeRO, FSDP2", 5, 3
     ),
-    "buckets": Benchmark("buckets.benchmark", "bucket sizes: measured beside predicted, in both frameworks", 5, 1),
+    "buckets": Benchmark("buckets.benchmark", "bucket sizes: measured beside predicted, in both frameworks", 6, 1),
     "collectives": Benchmark(
-        "collectives.benchmark", "every collective by size, ranks and backend, with fitted latency and bandwidth", 30, 1
+        "collectives.benchmark", "every collective by size, ranks and backend, with fitted latency and bandwidth", 20, 1
     ),
     "scaling": Benchmark(
-        "scaling.benchmark", "strong and weak scaling, measured here and simulated up to 512 H100s", 6, 2
+        "scaling.benchmark", "strong and weak scaling, measured here and simulated up to 512 H100s", 5, 2
     ),
     "memory": Benchmark("memory.benchmark", "what a step holds on each device, by ZeRO stage", 2, 1),
     "gates": Benchmark("gates", "what may not cost more than what: jit, DistributedDataParallel, ZeRO-1", 3),
     "lab": Benchmark(
-        "lab.benchmark", "strategies, buckets and collectives over a slow network, made on this machine", 40, 2
+        "lab.benchmark", "strategies, buckets and collectives over a slow network, made on this machine", 50, 2
     ),
     "compile": Benchmark(
-        "compilation.benchmark", "how long compilation takes, for up to 512 devices and 3,000 parameters", 15
+        "compilation.benchmark", "how long compilation takes, for up to 512 devices and 10,000 parameters", 20
     ),
     "all": Benchmark("all_job", "all but main and compile in one run; with --quick in some 10 minutes", 0),
 }
