@@ -78,8 +78,7 @@ class Run:
         except NotRun as reason:
             rows = [{"check": f"{NOT_RUN}{reason}"}]
         except (RankError, ValueError, OSError) as error:
-            rows = [{"check": f"{FAILED}{first_line(error)}"}]
-            (self.folder / f"error-{re.sub(r'[^a-z0-9]+', '-', key.lower())}.txt").write_text(f"{error}\n")
+            rows = [{"check": f"{FAILED}{self.keep_error(key, error)}"}]
         if not all("check" in row for row in rows):
             raise AssertionError(f"a row of part {key!r} has no check")
         envelope = {"benchmark": self.benchmark, "part": key} | _envelope()
@@ -94,6 +93,19 @@ class Run:
         with (self.folder / METRICS).open("a") as lines:
             lines.writelines(json.dumps(row) + "\n" for row in made)
         return made
+
+    def keep_error(self, name: str, error: BaseException) -> str:
+        """Writes all of an error to a file of its own.
+
+        Args:
+            name: What failed.
+            error: Why.
+
+        Returns:
+            Its first line, for a row.
+        """
+        (self.folder / f"error-{re.sub(r'[^a-z0-9]+', '-', name.lower())}.txt").write_text(f"{error}\n")
+        return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def is_failed(row: Mapping[str, Any]) -> bool:
@@ -144,8 +156,3 @@ def _envelope() -> dict[str, Any]:
         **network(),
         "python": platform.python_version(),
     }
-
-
-def first_line(error: BaseException) -> str:
-    """What a row says of an error."""
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -73,14 +73,14 @@ def plus_minus_cell(name: str) -> Callable[[Mapping[str, Any]], str]:
 
     Example:
         >>> plus_minus_cell("predicted")({"predicted_ms": 568.2, "predicted_sd_ms": 4.12})
-        '568 +- 4.1'
+        '568 +- 4.12'
     """
 
     def cell(row: Mapping[str, Any]) -> str:
         number, deviation = (row.get(f"{name}_{part}") for part in ("ms", "sd_ms"))
         if number is None:
             return NOTHING
-        return milliseconds(number) if deviation is None else f"{milliseconds(number)} +- {deviation:.2g}"
+        return milliseconds(number) if deviation is None else f"{milliseconds(number)} +- {milliseconds(deviation)}"
 
     return cell
 

@@ -2,12 +2,14 @@
 
 A training state has an array for each parameter, with Adam three. What Shardy and XLA's partitioner do for one operand
 or result of a ``shard_map`` takes as long as there are others, so 10,000 take a hundred times as long as 1,000. Arrays
-of one dtype that lie alike therefore go in and come out packed, ``PACK`` in one:
+of one dtype that lie alike therefore go in and come out packed, ``PACK`` in one; no dtype is weak after that:
 
     array                        over all ranks                 on each rank
     ---------------------------  -----------------------------  ------------------------------------------
     whole on every rank, [..]    [1, n] of a pack [1, width]    [1, n] of a pack [1, width], as [..]
     shards, [1, .., N c]         [N, c] of a pack [N, width]    [1, c] of a pack [1, width], as [1, .., c]
+
+What else there is, batches, keys, stacks of layers cut by rows, what a compression remembers, travels by itself.
 
 Nothing is copied for it: a slice of a concatenation is what was concatenated, and once the program is partitioned XLA
 simplifies it to that. What is left is the program of ``jax.shard_map`` (``packing_test.py`` compares the two).
@@ -55,7 +57,7 @@ def shard_map(
 
         def on_rank(packs: list[jax.Array]) -> list[list[jax.Array]]:
             result = function(*jax.tree.unflatten(structure, _unpack(packs, ins)))
-            parts, result_structure = jax.tree.flatten(result)
+            parts, result_structure = jax.tree.flatten(jax.tree.map(jnp.asarray, result))
             outs = _groups(parts, _specs(out_specs, result), axis, 1)
             traced[:] = [result_structure, outs]
             packed = _pack(parts, outs, 1)

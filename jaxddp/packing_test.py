@@ -114,6 +114,12 @@ def test_arrays_of_every_kind_come_back_as_they_went_in(packed, most):
     assert local["batch"] == [(2, 3), (2,)]
 
 
+def test_numbers_come_back_as_arrays(packed):
+    packed()
+    outs = mapped(lambda x: (2.0 * x, 3, 0.5), (PartitionSpec(),), PartitionSpec(), jnp.ones(2))
+    assert [leaf.tolist() for leaf in outs] == [[2.0, 2.0], 3, 0.5]
+
+
 def test_each_rank_gets_its_own_shards(packed):
     packed()
     by_rank = PartitionSpec(None, "data")

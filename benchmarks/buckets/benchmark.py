@@ -159,6 +159,7 @@ def _predicted(
         "gb_per_s": costs.bytes_per_s / 1e9,
         "gb_per_s_error": costs.bytes_per_s_error / 1e9,
         "rate_at_once": costs.rate_at_once,
+        "num_resampled": len(resampled),
     }
     if measured.schedule is not None:
         shown = [simulated(measured.schedule, side.device, some) for some in (costs, *resampled)]

@@ -21,7 +21,7 @@ from ..cores import num_cores
 from ..free_memory import free_bytes
 from ..options import Options
 from ..ranks import THREADS, Ranks, ranks_of_machine
-from ..run import FAILED, NOT_RUN, Run, first_line, holds
+from ..run import FAILED, NOT_RUN, Run, holds
 from . import jax_side, torch_side
 from .cases import NAMES, QUICK_NAMES, check, rates
 from .fit import fit_rows
@@ -33,7 +33,7 @@ from .turns import MIN_ROUNDS, Batch, Job, Side
 
 RANKS = (2, 4, 6)  # as the source
 BUDGET_S, QUICK_BUDGET_S = 3.0, 1.0  # of timed rounds, for each size
-MAX_FAILED = 3  # batches of a part, none of which its processes survived
+MAX_FAILED = 3  # sizes of a part that its processes did not survive
 BACKENDS = (
     ("jaxddp", "simulated"),
     ("jaxddp", "processes"),
@@ -199,7 +199,7 @@ def _measure(this: Run, setup: Setup, part: Part, forecast: Forecast) -> list[di
         return rows
     sides, failed = _sides(this, setup, part, batches, forecast)
     for batch, why in failed.items():
-        row = common | {"asked_bytes": batch.asked_bytes, "check": f"{FAILED}{why}"}
+        row = common | {"asked_bytes": batch.asked_bytes, "check": f"{FAILED}{in_words(batch.asked_bytes)}: {why}"}
         rows += [row | {"collective": name} for name in batch.names]
     common |= {"device": sides[0].device, "versions": sides[0].versions}
     rows += [common | row for row in rows_of(sides, part.ranks.num)]
@@ -219,15 +219,17 @@ def _sides(
         forecast: To be kept up to date.
 
     Returns:
-        What the processes found; and of the batches that failed, why.
+        What the processes found; and of the batches that failed, why. After ``MAX_FAILED`` sizes, or if processes end
+        before they begin with one, what is left counts as failed.
 
     Raises:
-        RankError: If they ended before they had begun with a batch, or at ``MAX_FAILED`` of them, or at all.
+        RankError: If nothing was found.
     """
     run_ranks = part.ranks.run_jax if part.framework == "jaxddp" else part.ranks.run_torch
     side = jax_side if part.framework == "jaxddp" else torch_side
     failed: dict[Batch, str] = {}
     found: list[list[Side]] = []
+    last: RankError | None = None
     to_do = launches(batches)
     while to_do:
         job = Job(to_do.pop(0), setup.num_rounds, setup.budget_s)
@@ -236,17 +238,26 @@ def _sides(
             try:
                 found.append(run_ranks(side.run, job, on_message=on_message))
             except RankError as error:
-                ended = on_message.under_way
-                if ended is None or len(failed) + 1 == min(MAX_FAILED, len(batches)):
-                    raise
-                failed[ended] = first_line(error)
-                if others := tuple(batch for batch in job.batches if batch != ended):
-                    to_do.insert(0, others)
+                last, ended = error, on_message.under_way
+                why = this.keep_error(f"{part.key}, {_in_words(ended or job.batches[0])}", error)
+                to_do = [left for left in (tuple(one for one in job.batches if one != ended), *to_do) if left]
+                failed |= {} if ended is None else {ended: why}
+                if ended is None or len({batch.asked_bytes for batch in failed}) == MAX_FAILED:
+                    failed |= dict.fromkeys([one for left in to_do for one in left], f"not tried after: {why}")
+                    to_do = []
+            finally:
+                on_message.close()
+    if last is not None and not found:
+        raise last
     joined = [
         replace(of_rank[0], timed=[timed for each in of_rank for timed in each.timed])
         for of_rank in zip(*found, strict=True)
     ]
     return joined, failed
+
+
+def _in_words(batch: Batch) -> str:
+    return f"{in_words(batch.asked_bytes)} of {', '.join(batch.names)}"
 
 
 def rows_of(sides: Sequence[Side], num_ranks: int) -> list[dict[str, Any]]:

@@ -106,13 +106,17 @@ class Follower:
         """Takes a message."""
         kind, *content = message
         if rank == 0 and kind == "size":
-            now_s = time.monotonic()
-            if self.under_way is not None:
-                self._forecast.done(self._part, self.under_way, now_s - self._began_s)
-                self._began_s = now_s
+            self.close()
             (self.under_way,) = content
             message = ("doing", f"{in_words(self.under_way.asked_bytes)}, about {self._forecast} left")
         self._show(rank, message)
+
+    def close(self) -> None:
+        """Notes how long what was under way took."""
+        now_s = time.monotonic()
+        if self.under_way is not None:
+            self._forecast.done(self._part, self.under_way, now_s - self._began_s)
+            self._began_s = now_s
 
 
 def duration(seconds: float) -> str:

@@ -87,7 +87,7 @@ def fitting(
         needed = {name: needed_bytes(name, asked, ranks) for name in names}
         fit = tuple(name for name in names if needed[name] <= free)
         if _needed_bytes(HELD_TOGETHER, asked, ranks) <= free:
-            batches += [Batch(asked, fit)] if fit else []
+            batches.append(Batch(asked, fit))
         else:
             batches += [Batch(asked, (name,)) for name in fit]
         for name in names:
@@ -99,7 +99,7 @@ def fitting(
 
 
 def launches(batches: Sequence[Batch]) -> list[tuple[Batch, ...]]:
-    """Deals batches out to processes: what does not fit together gets processes of its own, all else shares some."""
+    """Deals batches out to processes: several of one size, which do not fit together, get their own; others share."""
     sizes = [batch.asked_bytes for batch in batches]
     shared = tuple(batch for batch in batches if sizes.count(batch.asked_bytes) == 1)
     alone: list[tuple[Batch, ...]] = [(batch,) for batch in batches if batch not in shared]

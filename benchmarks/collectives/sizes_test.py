@@ -106,7 +106,7 @@ def test_the_forecast_is_corrected_by_what_was_wrong_so_far():
 
 
 def test_a_rank_that_begins_with_a_size_makes_a_line(monkeypatch):
-    now_s = iter([0.0, 5.0, 25.0])
+    now_s = iter([0.0, 5.0, 25.0, 40.0])
     monkeypatch.setattr("benchmarks.collectives.forecast.time.monotonic", lambda: next(now_s))
     large, small = Batch(4 * MIB, ("reduce",)), Batch(MIB, ("reduce",))
     forecast, shown = Forecast({("a", large): 10.0, ("a", small): 10.0}), []
@@ -116,6 +116,8 @@ def test_a_rank_that_begins_with_a_size_makes_a_line(monkeypatch):
     on_message(0, ("size", small))
     assert shown[0] == (0, ("doing", "4 MiB, about 20 s left"))
     assert shown[2] == (0, ("doing", "1 MiB, about 25 s left"))  # 10 s, and the first took 25 in the place of 10
+    on_message.close()
+    assert str(forecast) == "0 s"
 
 
 def test_a_size_is_forecast_from_the_assumed_network():

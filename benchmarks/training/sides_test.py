@@ -73,6 +73,7 @@ def test_from_ranks_to_predictions(framework, on_processes, shares):
         assert row["predicted_ms"] == pytest.approx(row["step_alone_ms"] + row["predicted_exposed_ms"])
         assert row["error_share"] == pytest.approx(row["predicted_ms"] / row["median_ms"] - 1)
         assert (row.get("is_async") is False) == ("simulated_ms" in row) == (framework == "jaxddp")
+        assert ("simulated_sd_ms" in row) == (framework == "jaxddp") and row["num_resampled"] == 40
         if framework == "jaxddp":  # nothing of what is sent at once is hidden
             sent_ms = row["num_buckets"] * 1.0 + NUM_BYTES * 1e-3 + 1.0 + 4 * 1e-3  # and the loss
             assert row["simulated_exposed_ms"] == pytest.approx(sent_ms, rel=0.2)  # of what else the metrics send
