@@ -11,7 +11,8 @@ class Benchmark(NamedTuple):
     Attributes:
         module: Its file.
         summary: What it measures, in a line.
-        full_minutes: About what it takes on two cores of a laptop's kind, as measured.
+        full_minutes: About what it takes on two cores of a laptop's kind; of collectives and lab the sum of parts that
+            were measured one by one.
         quick_minutes: The same of its short form.
     """
 

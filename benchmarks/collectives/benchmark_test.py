@@ -18,7 +18,7 @@ from benchmarks.collectives.cases import NAMES, QUICK_NAMES, check
 from benchmarks.collectives.fit import network_of
 from benchmarks.collectives.sizes import GIB, KIB, MIB
 from benchmarks.collectives.table import notes
-from benchmarks.collectives.turns import Batch, Side, Timed
+from benchmarks.collectives.turns import Side, Timed
 from benchmarks.options import Options
 from benchmarks.ranks import Ranks
 from benchmarks.run import Run
@@ -151,69 +151,6 @@ def test_a_part_that_fails_is_said_and_the_others_go_on(measured, tmp_path, monk
     assert not again.holds and len(again.rows) < len(measured.rows)
     said = "Gloo, 2 ranks: FAILED: rank 1 of 2 failed: OSError: no network"
     assert said in again.printed and f"- {said}" in (tmp_path / "table.md").read_text()
-
-
-class Dying:
-    """Ranks whose processes end at some batches; of the others they find what was measured before."""
-
-    def __init__(self, measured, ends):
-        self.rows = [row for row in measured.rows if row["backend"] == "Gloo" and "median_ms" in row]
-        self.ends, self.jobs = ends, []
-
-    def __call__(self, fn, job, *, on_message):
-        self.jobs.append([batch.asked_bytes for batch in job.batches])
-        timed = []
-        for batch in job.batches:
-            on_message(0, ("size", batch))
-            if self.ends(batch):
-                raise RankError("rank 1 of 2 failed: killed by signal 9 (SIGKILL)\n\ndetails")
-            for row in self.rows:
-                if row["asked_bytes"] == batch.asked_bytes and row["collective"] in batch.names:
-                    fields = [row[key] for key in ("asked_bytes", "size_bytes", "planned", "planned")]
-                    seconds = [ms * 1e-3 for ms in row["rounds_ms"]]
-                    timed.append(Timed(row["collective"], *fields, seconds=seconds))
-        return [Side("cpu", {}, timed)] * 2
-
-
-def run_dying(measured, tmp_path, monkeypatch, ends):
-    """The run once more; Gloo's calls that were timed and those that were not."""
-    dying = Dying(measured, ends)
-    monkeypatch.setattr(Ranks, "run_torch", lambda self, *args, **options: dying(*args, **options))
-    again = run_from([row for row in measured.rows if row["backend"] != "Gloo"], tmp_path, monkeypatch)
-    calls = [row for row in again.rows if row.get("backend") == "Gloo" and "asked_bytes" in row]
-    timed = Counter(row["asked_bytes"] for row in calls if row["check"] == "ok")
-    return again, dying.jobs, timed, {row["asked_bytes"]: row["check"] for row in calls if row["check"] != "ok"}
-
-
-def test_a_size_that_the_ranks_do_not_survive_costs_no_other(measured, tmp_path, monkeypatch):
-    again, jobs, timed, failed = run_dying(
-        measured, tmp_path, monkeypatch, lambda batch: batch.asked_bytes == SIZES[-1]
-    )
-    assert jobs == [list(SIZES[::-1]), list(SIZES[-2::-1])]
-    assert not again.holds and timed == dict.fromkeys(SIZES[:-1], len(NAMES) - 1)
-    assert failed == {SIZES[-1]: "FAILED: 256 KiB: rank 1 of 2 failed: killed by signal 9 (SIGKILL)"}
-    (kept,) = tmp_path.glob("error-*.txt")
-    assert "256-kib" in kept.name and "details" in kept.read_text()
-
-
-def test_collectives_that_end_alone_cost_no_smaller_size(measured, tmp_path, monkeypatch):
-    fits = collectives.fitting
-
-    def apart(*args):
-        batches, left_out = fits(*args)
-        (largest, *others) = batches
-        return (*(Batch(largest.asked_bytes, (name,)) for name in largest.names), *others), left_out
-
-    monkeypatch.setattr(collectives, "fitting", apart)
-    again, jobs, timed, failed = run_dying(measured, tmp_path, monkeypatch, lambda batch: len(batch.names) == 1)
-    assert len(jobs) == len(NAMES) + 1 and not again.holds
-    assert timed == dict.fromkeys(SIZES[:-1], len(NAMES) - 1) and set(failed) == {SIZES[-1]}
-
-
-def test_ranks_that_survive_nothing_are_not_started_for_every_size(measured, tmp_path, monkeypatch):
-    again, jobs, timed, _ = run_dying(measured, tmp_path, monkeypatch, lambda batch: True)
-    assert [sizes[0] for sizes in jobs] == list(SIZES[::-1]) and not timed and not again.holds
-    assert "Gloo, 2 ranks: FAILED: rank 1 of 2 failed" in again.printed
 
 
 def test_kernels_are_explained_where_there_are_any(measured):

@@ -45,7 +45,7 @@ PARTS = ("trace", "plan", "export", "start", "compile", "read", "simulate")
 TRACE_AND_COMPILE = ("trace", "plan", "export", "compile")
 NETWORK = Network(50.0)
 SEQUENCES_PER_DEVICE = 16
-LAYER, WIDTH = 10, 1024  # parameters of a layer, and elements of each
+LAYER, WIDTH = 10, 1024  # parameters of a layer, and elements of each: a bias of a small model
 TIMEOUT_S = 3600.0  # of a compilation
 ONCE_ABOVE = 1000  # parameters: minutes each, so one round has to do
 
