@@ -1,6 +1,11 @@
+import signal
+
 import pytest
 
 from torchref.launch import RankPool, shared_pool
+
+# A shell makes its background jobs ignore Ctrl-C, and all that they start; tests of interrupts send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
