@@ -1,0 +1,53 @@
+"""What arrives is divided, taken apart and its squares summed, with few sums where a bucket's tensors are small."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxddp.buckets import TensorSpec, plan_buckets
+from jaxddp.exchange import SHARDED, SMALL, WHOLE, Sums, settle
+
+NUM_RANKS, DENOMINATOR = 4, 8.0
+SIZES = {
+    "one": [5],
+    "two small": [3, 7],
+    "many small": [3, 1, 6, 8, 2, 9],
+    "many at the limit": [SMALL - 2, SMALL, SMALL + 2],
+    "many large": [SMALL, SMALL + 1, SMALL, SMALL],
+}
+
+
+def arrived(sizes, route):
+    """A plan of one bucket, the tensors whose sums over ranks have arrived in it, and those sums."""
+    specs = [TensorSpec(f"t{index}", (size,), "float32") for index, size in enumerate(sizes)]
+    plan = plan_buckets(specs, None)
+    values = np.random.default_rng(0)
+    tensors = {spec.name: jnp.asarray(values.normal(size=spec.shape), jnp.float32) for spec in specs}
+    buffer = route.pack(plan.buckets[0], tensors, NUM_RANKS)
+    return plan, tensors, Sums((buffer[0] if route is SHARDED else buffer,), {}, jnp.int32(0), {})
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("route", [WHOLE, SHARDED], ids=["whole", "sharded"])
+def test_means_and_their_squares(route, sizes):
+    plan, tensors, sums = arrived(sizes, route)
+    means, squares, own_squares = settle(sums, plan, NUM_RANKS, route, DENOMINATOR)
+    for name, tensor in tensors.items():
+        kept = tensor if route is WHOLE else route.own(tensor, NUM_RANKS, 0)
+        np.testing.assert_array_equal(means[name], kept / DENOMINATOR)
+    expected = sum(np.sum(np.square(np.asarray(mean, np.float64))) for mean in means.values())
+    summed, other = (squares, own_squares) if route is WHOLE else (own_squares, squares)
+    np.testing.assert_allclose(summed, expected, rtol=2e-5)  # float32: sqrt(65,537 terms) roundings of 6e-8
+    assert other == 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_sums"),
+    [("one", 1), ("two small", 2), ("many small", 2), ("many at the limit", 2), ("many large", 4)],
+)
+def test_small_tensors_share_a_sum(sizes, num_sums):
+    # XLA's multi-output fusion, which most of compiling 10,000 tensors is, walks the whole program for each.
+    plan, _, sums = arrived(SIZES[sizes], WHOLE)
+    program = jax.make_jaxpr(lambda sums: settle(sums, plan, NUM_RANKS, WHOLE, DENOMINATOR))(sums)
+    assert str(program).count("reduce_sum[") == num_sums
