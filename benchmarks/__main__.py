@@ -50,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
 
     import jaxddp  # noqa: F401  first: it imports JAX without what plugins print whose devices are not there
+    from jaxddp.interrupts import kept_interrupts
     from torchref.launch import RankError
 
     from .console import make_console
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = parsed.benchmark or ("all" if options.quick else "main")
         if parsed.resume:
             name, options, folder = _stopped(parsed.resume)
-        with lab_for(name, options) as options:
+        with kept_interrupts(), lab_for(name, options) as options:
             benchmark = import_module(f".{BENCHMARKS[name].module}", __package__)
             setup, line = benchmark.describe(options)
             if folder is None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from . import inspect_cli, plan_cli, train_cli
+from .interrupts import kept_interrupts
 
 COMMANDS = (train_cli, inspect_cli, plan_cli)
 
@@ -39,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_parser(commands)
     parsed = parser.parse_args(arguments)
     try:
-        parsed.run(parsed)
+        with kept_interrupts():
+            parsed.run(parsed)
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -1,0 +1,45 @@
+"""Interrupts that fall into a finalizer or a garbage collection still interrupt."""
+
+import gc
+import signal
+import sys
+import time
+
+import pytest
+
+from jaxddp.interrupts import kept_interrupts
+
+
+class _Finalized:
+    def __init__(self, error):
+        self.error = error
+
+    def __del__(self):
+        raise self.error
+
+
+def test_one_in_a_finalizer_gets_through():
+    with pytest.raises(KeyboardInterrupt), kept_interrupts():
+        _Finalized(KeyboardInterrupt())
+        time.sleep(30)
+
+
+def test_one_in_a_garbage_collection_gets_through():
+    def interrupted(phase, info):
+        gc.callbacks.remove(interrupted)
+        signal.raise_signal(signal.SIGINT)
+
+    gc.callbacks.append(interrupted)
+    with pytest.raises(KeyboardInterrupt), kept_interrupts():
+        gc.collect()
+        time.sleep(30)
+
+
+def test_other_exceptions_are_reported_as_before(monkeypatch):
+    reported = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda dropped: reported.append(dropped.exc_type))
+    with kept_interrupts():
+        _Finalized(ValueError())
+    assert reported == [ValueError]
+    _Finalized(KeyboardInterrupt())  # outside it is dropped
+    assert reported == [ValueError, KeyboardInterrupt]
