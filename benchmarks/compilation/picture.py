@@ -29,7 +29,7 @@ def draw_curves(curves: Mapping[str, Sequence[Any]], exponents: Mapping[str, Any
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 5.2), layout="constrained")
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 5.8), layout="constrained")
     for axes, points, unit in ((left, curves["devices"], "H100s"), (right, curves["parameters"], "parameter tensors")):
         for part, (color, label) in _STYLES.items():
             timed = [point for point in points if point.has(part)]
@@ -59,6 +59,6 @@ def draw_curves(curves: Mapping[str, Sequence[Any]], exponents: Mapping[str, Any
     left.set_title(f"{model}, by the number of devices", loc="left", fontsize=11)
     right.set_title("small parameters, by their number", loc="left", fontsize=11)
     for axes in (left, right):
-        axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.14), ncols=2)
+        axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.14))
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
