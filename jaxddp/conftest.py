@@ -9,7 +9,8 @@ from jaxddp.mesh import simulate_devices
 
 simulate_devices(8)
 # A shell makes its background jobs ignore Ctrl-C, and all that they start; tests of interrupts send it.
-signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Only LLVM does less: what XLA makes of a step, its operations, collectives and memory, is the same. It compiles the
 # machine code of thousands of programs here, each of which runs for a moment.
 jax.config.update("jax_disable_most_optimizations", True)

@@ -35,8 +35,9 @@ from .scopes import SYNC_SCOPE
 from .sharding import own_chunk, pack_chunks, split_chunks
 from .tree import named_leaves
 
-# Elements of a tensor, on average over its bucket, below which to read the bucket once more costs a GPU less than a
-# sum for each: 64 KiB in float32, where the step of 400 tensors has 235 kernels instead of 515.
+# Elements that a rank keeps of a tensor, on average over its bucket, up to which one read of the bucket more costs a
+# GPU no more than a sum for each: 64 KiB in float32, where the simulated step of 400 tensors is the same, 1.55 ms, with
+# 235 kernels instead of 515.
 SMALL = 16_384
 
 

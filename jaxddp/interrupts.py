@@ -21,21 +21,25 @@ _AGAIN_S = 0.01  # by then the finalizer has returned; if not, the next one is d
 
 @contextmanager
 def kept_interrupts() -> Iterator[None]:
-    """Sends an interrupt again if it was dropped; all else that cannot be raised is reported as before.
+    """Sends an interrupt of the main thread again if it was dropped; all else is reported as before.
+
+    What was dropped just before the end is not sent: there is nothing left to interrupt.
 
     Yields:
         Nothing.
     """
     report = sys.unraisablehook
+    timers: list[threading.Timer] = []
 
     def send_again(dropped: UnraisableHookArgs) -> None:
-        if not issubclass(dropped.exc_type, KeyboardInterrupt):
+        thread = threading.main_thread()
+        is_ctrl_c = issubclass(dropped.exc_type, KeyboardInterrupt) and threading.current_thread() is thread
+        if not is_ctrl_c or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             report(dropped)
             return
-        main_thread = threading.main_thread().ident
-        assert main_thread is not None
-        timer = threading.Timer(_AGAIN_S, signal.pthread_kill, (main_thread, signal.SIGINT))
+        timer = threading.Timer(_AGAIN_S, signal.pthread_kill, (thread.ident, signal.SIGINT))
         timer.daemon = True
+        timers.append(timer)
         timer.start()
 
     sys.unraisablehook = send_again
@@ -43,3 +47,6 @@ def kept_interrupts() -> Iterator[None]:
         yield
     finally:
         sys.unraisablehook = report
+        for timer in timers:
+            timer.cancel()
+            timer.join()

@@ -3,6 +3,7 @@
 import gc
 import signal
 import sys
+import threading
 import time
 
 import pytest
@@ -29,10 +30,16 @@ def test_one_in_a_garbage_collection_gets_through():
         gc.callbacks.remove(interrupted)
         signal.raise_signal(signal.SIGINT)
 
-    gc.callbacks.append(interrupted)
     with pytest.raises(KeyboardInterrupt), kept_interrupts():
+        gc.callbacks.append(interrupted)
         gc.collect()
         time.sleep(30)
+
+
+def test_nothing_is_interrupted_after_the_end():
+    with kept_interrupts():
+        _Finalized(KeyboardInterrupt())
+    time.sleep(0.1)
 
 
 def test_other_exceptions_are_reported_as_before(monkeypatch):
@@ -40,6 +47,8 @@ def test_other_exceptions_are_reported_as_before(monkeypatch):
     monkeypatch.setattr(sys, "unraisablehook", lambda dropped: reported.append(dropped.exc_type))
     with kept_interrupts():
         _Finalized(ValueError())
-    assert reported == [ValueError]
-    _Finalized(KeyboardInterrupt())  # outside it is dropped
-    assert reported == [ValueError, KeyboardInterrupt]
+        thread = threading.Thread(target=lambda: _Finalized(KeyboardInterrupt()))  # nobody pressed Ctrl-C there
+        thread.start()
+        thread.join()
+    _Finalized(KeyboardInterrupt())
+    assert reported == [ValueError, KeyboardInterrupt, KeyboardInterrupt]

@@ -5,7 +5,8 @@ import pytest
 from torchref.launch import RankPool, shared_pool
 
 # A shell makes its background jobs ignore Ctrl-C, and all that they start; tests of interrupts send it.
-signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
