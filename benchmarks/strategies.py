@@ -34,7 +34,7 @@ NAMES = (*OURS, *(name for names in PEERS.values() for name in names))
 # leave most embedding rows gradients of the size of their rounding, which Adam turns into steps of full size: there is
 # no bound on weights, and losses and norms of all rounds were seen within 2e-5 of single-process training's.
 TOLERANCE = 1e-3
-NUM_WARMUP, NUM_STEPS, NUM_QUICK, BATCH_SIZE, NUM_RANKS = 2, 20, 5, 8, 2
+NUM_WARMUP, NUM_STEPS, NUM_QUICK, BATCH_SIZE, NUM_RANKS = 2, 20, 4, 8, 2
 _BUCKETED = ("bucketed", "zero1", "zero2", "DistributedDataParallel", "ZeroRedundancyOptimizer")
 
 
@@ -42,7 +42,7 @@ def describe(options: Options, names: Sequence[str] = NAMES) -> tuple[Setup, str
     """Describes the comparison.
 
     Args:
-        options: Ranks (2), steps (20, or 6 in the short form), the batch size (8), a model (byte), text for it (the
+        options: Ranks (2), steps (20, or 4 in the short form), the batch size (8), a model (byte), text for it (the
             standard library's sources), and strategies.
         names: Strategies and peers if the options name none.
 
@@ -59,7 +59,8 @@ def describe(options: Options, names: Sequence[str] = NAMES) -> tuple[Setup, str
             raise ValueError(f"unknown strategy {name!r}: one of {', '.join(NAMES)}")
     ranks = chosen_ranks(options.ranks, NUM_RANKS, options.on)
     num_steps = options.steps or (NUM_QUICK if options.quick else NUM_STEPS)
-    setup, described = make_setup(model, ranks, num_steps, options.batch_size or BATCH_SIZE, data=options.data)
+    num_warmup, batch_size = 1 if options.quick else NUM_WARMUP, options.batch_size or BATCH_SIZE
+    setup, described = make_setup(model, ranks, num_steps, batch_size, data=options.data, num_warmup=num_warmup)
     setup = replace(setup, strategies=tuple(spec_of(name, model) for name in names), with_traces=options.profile)
     check_memory(setup)
     return setup, f"{described}; {', '.join(names)}"

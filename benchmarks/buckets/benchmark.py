@@ -29,7 +29,7 @@ from .prediction import Costs, Prediction, Shares, backward_s, fit_costs, judge,
 from .table import COLUMNS, notes
 
 MIB = 2**20
-MODEL = "lm_9m"
+MODEL, QUICK_MODEL = "lm_9m", "byte"
 CAPS_MB, QUICK_CAPS_MB = (1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 1000.0), (1.0, 5.0, 1000.0)
 NUM_STEPS, NUM_QUICK, QUICK_BATCH_SIZE = 12, 4, 4
 NUM_RESAMPLED = 40
@@ -42,7 +42,7 @@ def describe(options: Options) -> tuple[Setup, str]:
 
     Args:
         options: Caps in MiB, ranks (2), rounds (12, or 4 in the short form), the batch size (8, or 4) and a model
-            (lm_9m).
+            (lm_9m, or byte).
 
     Returns:
         The setup, and its description in a line.
@@ -56,8 +56,9 @@ def describe(options: Options) -> tuple[Setup, str]:
     ranks = chosen_ranks(options.ranks, NUM_RANKS, options.on)
     if ranks.num < 2:
         raise ValueError(f"ranks (={ranks.num}) must be at least 2: one alone sends nothing")
+    model = options.model or (QUICK_MODEL if options.quick else MODEL)
     num_warmup = 1 if options.quick else NUM_WARMUP
-    setup, described = make_setup(options.model or MODEL, ranks, num_steps, batch_size, num_warmup=num_warmup)
+    setup, described = make_setup(model, ranks, num_steps, batch_size, num_warmup=num_warmup)
     specs = tuple(StrategySpec("bucketed", cap) for cap in sorted(set(caps)))
     swept = ", ".join(f"{spec.bucket_mb:g}" for spec in specs)
     setup = replace(setup, strategies=specs, with_schedules=True)

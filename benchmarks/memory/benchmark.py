@@ -45,8 +45,8 @@ def describe(options: Options) -> tuple[Setup, str]:
     """Describes what is compiled.
 
     Args:
-        options: A size of the transformer (seed_xl), a target (``h100:2``), or ``cpu:2`` for simulated devices of this
-            machine, strategies (one of each stage) and the batch size (32).
+        options: A size of the transformer (seed_xl, or byte in the short form), a target (``h100:2``), or ``cpu:2`` for
+            simulated devices of this machine, strategies (one of each stage) and the batch size (32).
 
     Returns:
         The setup, and its description in a line.
@@ -55,7 +55,7 @@ def describe(options: Options) -> tuple[Setup, str]:
         ValueError: If a name is unknown or the batch cannot be split.
     """
     model, target, batch_size = (
-        options.model or ("small" if options.quick else "seed_xl"),
+        options.model or ("byte" if options.quick else "seed_xl"),
         options.target or "h100:2",
         options.batch_size or 32,
     )

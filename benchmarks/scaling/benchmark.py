@@ -25,7 +25,7 @@ from ..training.steps import STEP_COLUMNS, collectives, label, ranks, step_rows
 from .picture import draw_scaling
 from .simulation import Beyond, beyond_of, simulate_beyond
 
-NUM_RANKS, QUICK_RANKS, BATCH_SIZE, NUM_STEPS, NUM_QUICK = 4, 2, 8, 12, 5
+NUM_RANKS, QUICK_RANKS, BATCH_SIZE, NUM_STEPS, NUM_QUICK = 4, 2, 8, 12, 4
 SIMULATED = "simulated"
 
 
