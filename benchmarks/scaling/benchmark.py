@@ -54,7 +54,7 @@ def describe(options: Options) -> tuple[Job, str]:
     """Describes the points.
 
     Args:
-        options: The most ranks (4, or 2 in the short form), rounds (12, or 5), the global batch of strong scaling (8),
+        options: The most ranks (4, or 2 in the short form), rounds (12, or 4), the global batch of strong scaling (8),
             a model (byte), strategies (bucketed), and the largest target to simulate (``h100:512``, or ``h100:64``).
 
     Returns:
