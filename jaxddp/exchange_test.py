@@ -44,11 +44,18 @@ def test_means_and_their_squares(route, sizes):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "num_sums"),
-    [("one", 1), ("two small", 2), ("many small", 2), ("many at the limit", 2), ("many large", 4)],
+    ("sizes", "route", "num_sums"),
+    [
+        ("one", WHOLE, 1),
+        ("two small", WHOLE, 2),
+        ("many small", WHOLE, 2),
+        ("many at the limit", WHOLE, 2),
+        ("many large", WHOLE, 4),
+        ("many large", SHARDED, 2),  # a rank keeps a quarter of each
+    ],
 )
-def test_small_tensors_share_a_sum(sizes, num_sums):
-    # XLA's multi-output fusion, which most of compiling 10,000 tensors is, walks the whole program for each.
-    plan, _, sums = arrived(SIZES[sizes], WHOLE)
-    program = jax.make_jaxpr(lambda sums: settle(sums, plan, NUM_RANKS, WHOLE, DENOMINATOR))(sums)
+def test_small_tensors_share_a_sum(sizes, route, num_sums):
+    # XLA's multi-output fusion, the longest pass of compiling 10,000 tensors, walks the whole program for each sum.
+    plan, _, sums = arrived(SIZES[sizes], route)
+    program = jax.make_jaxpr(lambda sums: settle(sums, plan, NUM_RANKS, route, DENOMINATOR))(sums)
     assert str(program).count("reduce_sum[") == num_sums
