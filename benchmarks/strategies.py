@@ -26,7 +26,7 @@ from .training.frameworks import BETWEEN, FRAMEWORKS, measure_both
 from .training.measure import PEERS, Setup, StrategySpec
 from .training.steps import STEP_COLUMNS, how_ranks_run
 
-MODEL = "byte"
+MODEL, QUICK_MODEL = "byte", "byte_shallow"
 NAMES = (*OURS, *(name for names in PEERS.values() for name in names))
 # Float32 Adam: a weight whose gradient is near 0 takes steps of 1e-3 whose sign the rounding decides. Over the 22 steps
 # here some of 4.3 million weights were seen apart by up to 2e-4; a gradient of the wrong ranks moves them by 1e-2. Adam
@@ -42,8 +42,8 @@ def describe(options: Options, names: Sequence[str] = NAMES) -> tuple[Setup, str
     """Describes the comparison.
 
     Args:
-        options: Ranks (2), steps (20, or 4 in the short form), the batch size (8), a model (byte), text for it (the
-            standard library's sources), and strategies.
+        options: Ranks (2), steps (20, or 4 in the short form), the batch size (8), a model (byte, or
+            byte_shallow), text for it (the standard library's sources), and strategies.
         names: Strategies and peers if the options name none.
 
     Returns:
@@ -53,7 +53,8 @@ def describe(options: Options, names: Sequence[str] = NAMES) -> tuple[Setup, str
         ValueError: If a name is unknown, the data does not serve, the batch cannot be split, or what is trained side by
             side does not fit into memory.
     """
-    model, names = options.model or MODEL, tuple(dict.fromkeys(options.strategies or names))
+    model = options.model or default_model(options)
+    names = tuple(dict.fromkeys(options.strategies or names))
     for name in names:
         if name not in NAMES:
             raise ValueError(f"unknown strategy {name!r}: one of {', '.join(NAMES)}")
@@ -66,9 +67,14 @@ def describe(options: Options, names: Sequence[str] = NAMES) -> tuple[Setup, str
     return setup, f"{described}; {', '.join(names)}"
 
 
+def default_model(options: Options) -> str:
+    """The model if the options name none: half of it in the short form, most of whose time is compilation."""
+    return QUICK_MODEL if options.quick else MODEL
+
+
 def spec_of(name: str, model: str) -> StrategySpec:
     """A strategy or peer with the bucket cap that leaves a model several buckets; peers have that of strategies."""
-    cap = 4.0 if model == MODEL else 25.0
+    cap = 4.0 if model in (MODEL, QUICK_MODEL) else 25.0
     return StrategySpec(name, cap if name in _BUCKETED else None)
 
 

@@ -114,7 +114,7 @@ def add_parser(commands: Any) -> None:
     )
     add("--devices", int, "number of ranks", f"every accelerator, or {DEFAULT_SIMULATED_DEVICES} simulated devices")
     parser.add_argument("--simulate", action="store_true", help="use simulated CPU devices even beside accelerators")
-    add("--model", str, "byte, lm_9m, small, medium, large, xl, seed_xl or 2.7b", metavar="NAME")
+    add("--model", str, "byte, byte_shallow, lm_9m, small, medium, large, xl, seed_xl or 2.7b", metavar="NAME")
     add("--data", str, "file, or folder of text files", "the Python standard library", "PATH")
     add("--steps", int, "training steps")
     add("--batch-size", int, "examples per step, of all ranks together")

@@ -18,7 +18,7 @@ from ..options import Options
 from ..ranks import Ranks, chosen_ranks
 from ..ratios import compare
 from ..run import Run, holds
-from ..strategies import BATCH_SIZE, NUM_RANKS, NUM_WARMUP, check_memory, make_setup
+from ..strategies import BATCH_SIZE, NUM_RANKS, NUM_WARMUP, QUICK_MODEL, check_memory, make_setup
 from ..tables import markdown_table, terminal_table, write_markdown
 from ..training.frameworks import BETWEEN, FRAMEWORKS, measure_both
 from ..training.jax_side import gradient_shares
@@ -29,7 +29,7 @@ from .prediction import Costs, Prediction, Shares, backward_s, fit_costs, judge,
 from .table import COLUMNS, notes
 
 MIB = 2**20
-MODEL, QUICK_MODEL = "lm_9m", "byte"
+MODEL = "lm_9m"
 CAPS_MB, QUICK_CAPS_MB = (1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 1000.0), (1.0, 5.0, 1000.0)
 NUM_STEPS, NUM_QUICK, QUICK_BATCH_SIZE = 12, 4, 4
 NUM_RESAMPLED = 40
@@ -42,7 +42,7 @@ def describe(options: Options) -> tuple[Setup, str]:
 
     Args:
         options: Caps in MiB, ranks (2), rounds (12, or 4 in the short form), the batch size (8, or 4) and a model
-            (lm_9m, or byte).
+            (lm_9m, or byte_shallow).
 
     Returns:
         The setup, and its description in a line.

@@ -29,7 +29,7 @@ from jaxddp.target_program import TargetError
 from ..console import progress_of
 from ..options import Options
 from ..run import NOT_RUN, NotRun, Run, holds
-from ..strategies import check_batch_size
+from ..strategies import QUICK_MODEL, check_batch_size
 from .source import NUM_RANKS, SEQUENCES, figures
 from .table import show
 from .torch_peak import allocate_torch
@@ -45,8 +45,8 @@ def describe(options: Options) -> tuple[Setup, str]:
     """Describes what is compiled.
 
     Args:
-        options: A size of the transformer (seed_xl, or byte in the short form), a target (``h100:2``), or ``cpu:2`` for
-            simulated devices of this machine, strategies (one of each stage) and the batch size (32).
+        options: A size of the transformer (seed_xl, or byte_shallow in the short form), a target (``h100:2``), or
+            ``cpu:2`` for simulated devices of this machine, strategies (one of each stage) and the batch size (32).
 
     Returns:
         The setup, and its description in a line.
@@ -55,7 +55,7 @@ def describe(options: Options) -> tuple[Setup, str]:
         ValueError: If a name is unknown or the batch cannot be split.
     """
     model, target, batch_size = (
-        options.model or ("byte" if options.quick else "seed_xl"),
+        options.model or (QUICK_MODEL if options.quick else "seed_xl"),
         options.target or "h100:2",
         options.batch_size or 32,
     )

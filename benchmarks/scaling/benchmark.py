@@ -17,7 +17,7 @@ from ..options import Options
 from ..ranks import chosen_ranks, ranks_of_machine
 from ..ratios import compare
 from ..run import Run, holds
-from ..strategies import MODEL, NAMES, check_batch_size, make_setup, spec_of
+from ..strategies import NAMES, check_batch_size, default_model, make_setup, spec_of
 from ..tables import NOTHING, Column, markdown_table, terminal_table, time_cell, value, write_markdown
 from ..training.frameworks import BETWEEN, FRAMEWORKS, measure_both
 from ..training.measure import PEERS, Setup, SideResult
@@ -55,7 +55,8 @@ def describe(options: Options) -> tuple[Job, str]:
 
     Args:
         options: The most ranks (4, or 2 in the short form), rounds (12, or 4), the global batch of strong scaling (8),
-            a model (byte), strategies (bucketed), and the largest target to simulate (``h100:512``, or ``h100:64``).
+            a model (byte, or byte_shallow), strategies (bucketed), and the largest target to simulate (``h100:512``, or
+            ``h100:64``).
 
     Returns:
         The job, and its description in a line.
@@ -66,7 +67,7 @@ def describe(options: Options) -> tuple[Job, str]:
     most = chosen_ranks(options.ranks, QUICK_RANKS if options.quick else NUM_RANKS, options.on).num
     batch_size = options.batch_size or BATCH_SIZE
     check_batch_size(batch_size, most)
-    model, names = options.model or MODEL, options.strategies or ("bucketed",)
+    model, names = options.model or default_model(options), options.strategies or ("bucketed",)
     for name in names:
         if name not in NAMES:
             raise ValueError(f"unknown strategy {name!r}: one of {', '.join(NAMES)}")

@@ -22,9 +22,10 @@ from jaxddp.target_program import TargetError
 from ..console import progress_of
 from ..options import Options
 from ..run import NotRun
+from ..strategies import QUICK_MODEL
 from ..training.measure import StrategySpec
 
-MODEL, QUICK_MODEL = "seed_xl", "byte"
+MODEL = "seed_xl"
 TARGET, QUICK_TARGET = "h100:512", "h100:64"
 FIRST, GROWTH, QUICK_GROWTH = 8, 4, 8
 MODES = ("strong", "weak")

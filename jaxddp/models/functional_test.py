@@ -113,7 +113,8 @@ def test_a_config_of_ones_own_will_do():
 
 @pytest.mark.parametrize("make", [build, abstract])
 def test_an_unknown_model_is_refused_with_the_known_ones(make):
-    names = "toy, toy_tied, toy_frozen, toy_unused, tiny, byte, lm_9m, seed_xl, small, medium, large, xl, 2.7b"
+    toys = "toy, toy_tied, toy_frozen, toy_unused"
+    names = f"{toys}, tiny, byte, byte_shallow, lm_9m, seed_xl, small, medium, large, xl, 2.7b"
     with pytest.raises(ValueError, match=f"^unknown model 'foo': one of {names}$"):
         make("foo")
     with pytest.raises(ValueError, match="^unknown model 3: one of toy, "):

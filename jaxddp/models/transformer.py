@@ -90,6 +90,7 @@ class TransformerConfig:
 SIZES = {
     "tiny": TransformerConfig(vocab=64, context=16, width=16, num_layers=2, num_heads=2, hidden=32),
     "byte": TransformerConfig(vocab=256, context=128, width=256, num_layers=4, num_heads=8, hidden=1024),
+    "byte_shallow": TransformerConfig(vocab=256, context=128, width=256, num_layers=2, num_heads=8, hidden=1024),
     "lm_9m": TransformerConfig(vocab=10_000, context=128, width=256, num_layers=4, num_heads=8, hidden=1024),
     "seed_xl": TransformerConfig(vocab=10_000, context=128, width=768, num_layers=16, num_heads=12, hidden=3200),
     "small": TransformerConfig(vocab=10_000, context=128, width=768, num_layers=12, num_heads=12, hidden=3072),
@@ -98,7 +99,8 @@ SIZES = {
     "xl": TransformerConfig(vocab=10_000, context=128, width=1600, num_layers=48, num_heads=25, hidden=6400),
     "2.7b": TransformerConfig(vocab=10_000, context=128, width=2560, num_layers=32, num_heads=32, hidden=10_240),
 }
-"""Named sizes. ``tiny`` is for tests, ``byte`` reads bytes, ``seed_xl`` has 171,098,880 parameters in 147 tensors."""
+"""Named sizes. ``tiny`` is for tests, ``byte`` reads bytes and ``byte_shallow`` is the half of it; ``seed_xl`` has
+171,098,880 parameters in 147 tensors."""
 
 
 def rotary_tables(length: int, head_size: int, dtype: jax.typing.DTypeLike) -> tuple[np.ndarray, np.ndarray]:

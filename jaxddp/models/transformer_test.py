@@ -9,6 +9,7 @@ from jaxddp.models import SIZES, Attention, Transformer, TransformerConfig, rota
 NUM_PARAMS = {
     "tiny": 7_248,
     "byte": 4_327_680,
+    "byte_shallow": 2_229_504,
     "lm_9m": 9_316_608,
     "seed_xl": 171_098_880,
     "small": 128_625_408,

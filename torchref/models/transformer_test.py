@@ -7,6 +7,7 @@ from torchref.models import SIZES, Attention, Transformer, TransformerConfig, ro
 NUM_PARAMS = {
     "tiny": 7_248,
     "byte": 4_327_680,
+    "byte_shallow": 2_229_504,
     "lm_9m": 9_316_608,
     "seed_xl": 171_098_880,
     "small": 128_625_408,
