@@ -114,6 +114,25 @@ def from_numpy(arrays: Mapping[str, Any], like: Params, *, ties: Mapping[str, st
     return jax.tree.unflatten(structure, new)
 
 
+def torch_names(params: Params) -> list[str]:
+    """Lists the names that PyTorch has for a Flax tree's parameters.
+
+    Args:
+        params: As for ``to_numpy``; ``jax.ShapeDtypeStruct`` leaves will do.
+
+    Returns:
+        The names, in the order of the tree.
+
+    Raises:
+        ValueError: If two leaves map to one name, or a leaf is not a parameter or has no rule.
+
+    Example:
+        >>> torch_names({"head": {"kernel": jax.ShapeDtypeStruct((3, 5), jnp.float32)}})
+        ['head.weight']
+    """
+    return list(_named_leaves(params))
+
+
 def _is_variable(node: Any) -> bool:
     return isinstance(node, nnx.Variable)
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..options import Options
-from ..ranks import Ranks, chosen_ranks
+from ..ranks import chosen_ranks
 from ..ratios import compare
 from ..run import Run, holds
 from ..strategies import BATCH_SIZE, NUM_RANKS, NUM_WARMUP, QUICK_MODEL, check_memory, make_setup
@@ -214,8 +214,8 @@ def optimum_rows(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _share_row(setup: Setup) -> dict[str, Any]:
-    """When gradients are ready, from a trace in a process of its own."""
-    forward, ready, num_bytes = Ranks(1, "simulated").run_jax(gradient_shares, setup)[0]
+    """When gradients are ready."""
+    forward, ready, num_bytes = gradient_shares(setup)
     return {
         "model": setup.model,
         "forward_share": forward,

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from jax.sharding import Mesh
 
 from jaxddp import compression
-from jaxddp.interop import to_numpy
+from jaxddp.interop import to_numpy, torch_names
 from jaxddp.mesh import DATA_AXIS
-from jaxddp.models import build
+from jaxddp.models import abstract, build
 from jaxddp.order import matmul_flops
 from jaxddp.strategy import trace_gradients
 from jaxddp.tree import named_leaves
@@ -53,7 +53,7 @@ def run(ranks: Ranks, setup: Setup) -> SideResult:
     del reference
 
     attempt = Attempts(agree_over_ranks)
-    names = dict(zip(named_leaves(params), to_numpy(params), strict=True))
+    names = dict(zip(named_leaves(params), torch_names(params), strict=True))
 
     def add(label: str, spec: StrategySpec, wire: compression.Compression) -> None:
         def make() -> Planned | Jit:
@@ -110,20 +110,18 @@ def initial_weights(ranks: Ranks, setup: Setup) -> dict[str, np.ndarray]:
     return to_numpy(build(setup.model, seed=setup.seed)[1])
 
 
-def gradient_shares(ranks: Ranks, setup: Setup) -> tuple[float, dict[str, float], int]:
-    """Traces a rank's step, and says how FLOPs are spread over it.
+def gradient_shares(setup: Setup) -> tuple[float, dict[str, float], int]:
+    """Traces a rank's step on shapes alone, which starts no device, and says how FLOPs are spread over it.
 
     Args:
-        ranks: One.
         setup: What is trained, and on how many ranks.
 
     Returns:
         The forward's share of the FLOPs of forward and backward; the share that is done before each gradient is ready,
         by torch name; and the bytes of all gradients.
     """
-    ranks.mesh()
-    loss_fn, params = build(setup.model, seed=setup.seed)
-    names = dict(zip(named_leaves(params), to_numpy(params), strict=True))
+    loss_fn, params = abstract(setup.model)
+    names = dict(zip(named_leaves(params), torch_names(params), strict=True))
     size = setup.global_batch // setup.ranks.num
     batch = {name: array[:size] for name, array in setup.batches[0].items()}
 

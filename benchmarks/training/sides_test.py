@@ -1,6 +1,9 @@
 """Both sides on ranks that are processes: from what each rank found to rows, and to predictions for buckets."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -29,8 +32,19 @@ def on_processes():
 
 @pytest.fixture(scope="module")
 def shares():
-    """When gradients are ready, as found in a process of its own."""
-    return Ranks(1, "simulated").run_jax(jax_side.gradient_shares, TOY)[0]
+    """When gradients are ready."""
+    return jax_side.gradient_shares(TOY)
+
+
+def test_shares_are_traced_without_a_device():
+    code = (
+        "from benchmarks.strategies_test import TOY\n"
+        "from benchmarks.training.jax_side import gradient_shares\n"
+        "print(gradient_shares(TOY)[2])"
+    )
+    no_device = os.environ | {"JAX_PLATFORMS": "none_such"}
+    result = subprocess.run([sys.executable, "-c", code], env=no_device, capture_output=True, text=True, timeout=120)
+    assert (result.stdout, result.returncode) == (f"{NUM_BYTES}\n", 0), result.stderr
 
 
 def test_ranks_that_are_processes_train_alike(on_processes):
