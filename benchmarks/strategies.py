@@ -68,7 +68,7 @@ def describe(options: Options, names: Sequence[str] = NAMES) -> tuple[Setup, str
 
 
 def default_model(options: Options) -> str:
-    """The model if the options name none: half of it in the short form, most of whose time is compilation."""
+    """The model if the options name none: one of half the blocks in the short form, which mostly compiles."""
     return QUICK_MODEL if options.quick else MODEL
 
 

@@ -155,7 +155,10 @@ def test_all_strategies_and_peers_see_the_same_batches():
     assert "standard library" in described
     short, _ = main_job.describe(Options(quick=True))
     assert [spec.name for spec in short.strategies] == ours
-    assert short.num_timed < strategies.describe(Options())[0].num_timed
+    long = strategies.describe(Options())[0]
+    assert (short.model, long.model) == ("byte_shallow", "byte") and short.num_timed < long.num_timed
+    # Several buckets for either model.
+    assert StrategySpec("bucketed", 4.0) in short.strategies and StrategySpec("bucketed", 4.0) in long.strategies
     others, described = strategies.describe(Options(model="lm_9m", strategies=("bucketed", "jit")))
     assert others.strategies == (StrategySpec("bucketed", 25.0), StrategySpec("jit"))
     assert others.tolerance is None and not others.must_learn and "random tokens" in described
