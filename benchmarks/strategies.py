@@ -27,6 +27,7 @@ from .training.measure import PEERS, Setup, StrategySpec
 from .training.steps import STEP_COLUMNS, how_ranks_run
 
 MODEL, QUICK_MODEL = "byte", "byte_shallow"
+DDP_CAP_MB, SMALL_CAP_MB = 25.0, 4.0
 NAMES = (*OURS, *(name for names in PEERS.values() for name in names))
 # Float32 Adam: a weight whose gradient is near 0 takes steps of 1e-3 whose sign the rounding decides. Over the 22 steps
 # here some of 4.3 million weights were seen apart by up to 2e-4; a gradient of the wrong ranks moves them by 1e-2. Adam
@@ -73,8 +74,8 @@ def default_model(options: Options) -> str:
 
 
 def spec_of(name: str, model: str) -> StrategySpec:
-    """A strategy or peer with the bucket cap that leaves a model several buckets; peers have that of strategies."""
-    cap = 4.0 if model in (MODEL, QUICK_MODEL) else 25.0
+    """A strategy or peer with DDP's bucket cap, or a smaller one where that would hold all gradients of the model."""
+    cap = DDP_CAP_MB if SIZES[model].num_params * 4 > DDP_CAP_MB * 2**20 else SMALL_CAP_MB
     return StrategySpec(name, cap if name in _BUCKETED else None)
 
 

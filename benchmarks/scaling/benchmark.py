@@ -71,17 +71,21 @@ def describe(options: Options) -> tuple[Job, str]:
     for name in names:
         if name not in NAMES:
             raise ValueError(f"unknown strategy {name!r}: one of {', '.join(NAMES)}")
-    specs = tuple(spec_of(name, model) for name in names)
     counts = [2**power for power in range(most.bit_length()) if 2**power < most] + [most]
     modes: dict[tuple[int, int], list[str]] = {}
     for count in counts:
         modes.setdefault((count, batch_size), []).append("strong")
         modes.setdefault((count, batch_size // most * count), []).append("weak")
     num_steps = options.steps or (NUM_QUICK if options.quick else NUM_STEPS)
-    points = []
-    for (count, size), its_modes in modes.items():
-        setup, _ = make_setup(model, ranks_of_machine(count, options.on), num_steps, size, data=options.data)
-        points.append(Point(replace(setup, strategies=specs, with_baselines=False), tuple(its_modes)))
+    setups = [
+        make_setup(model, ranks_of_machine(count, options.on), num_steps, size, data=options.data)[0]
+        for count, size in modes
+    ]
+    specs = tuple(spec_of(name, model) for name in names)
+    points = [
+        Point(replace(setup, strategies=specs, with_baselines=False), tuple(its_modes))
+        for setup, its_modes in zip(setups, modes.values(), strict=True)
+    ]
     beyond = beyond_of(options, [spec for spec in specs if spec.name not in sum(PEERS.values(), ())])
     described = (
         f"{model}, {', '.join(names)}, {', '.join(map(str, counts))} ranks: strong scaling at a batch of {batch_size},"
