@@ -25,6 +25,7 @@ ONLY_IN_ONE = {
     "collectives": {"Issued", "record"},
     "buckets": {"MIB"},
     "compression": {"make_compression"},
+    "interop": {"torch_names"},
     "low_rank": {"pay_back", "merge_memory", "split_memory"},
     "sharding": {"Cut"},
 }

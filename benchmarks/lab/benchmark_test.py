@@ -12,6 +12,10 @@ from benchmarks.ranks import ranks_of_machine
 from benchmarks.registry import BENCHMARKS, Benchmark
 from benchmarks.run import holds, read_rows
 
+# Of a link that is measured and has to be found right: what its ends save up for bursts, 70 ms of this rate, makes up
+# for a machine that stands still for so long. A faster one was found off where others had much of the processors.
+RATE_MBIT = 30
+
 
 def describe(options):
     ranks = ranks_of_machine(options.ranks or 2, options.on)
@@ -36,13 +40,14 @@ def counts(monkeypatch):
 
 @pytest.mark.lab
 def test_any_benchmark_runs_on_a_lab_and_knows_nothing_of_it(counts, tmp_path, capsys):
-    assert main(["counts", "--on", "lab", "--hosts", "3", "--rate-mbit", "300", "--out", str(tmp_path)]) == 0
+    assert main(["counts", "--on", "lab", "--hosts", "3", "--rate-mbit", str(RATE_MBIT), "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert "3 ranks, lab\nlink: " in printed and " Mbit/s measured" in printed and ", 300 asked, " in printed
+    assert "3 ranks, lab\nlink: " in printed and " Mbit/s measured" in printed and f", {RATE_MBIT} asked, " in printed
     (row,), _ = read_rows(tmp_path / "metrics.jsonl")
-    assert (row["benchmark"], row["hosts"], row["link_mbit"], row["check"]) == ("counts", 3, 300, "ok")
+    assert (row["benchmark"], row["hosts"], row["link_mbit"], row["check"]) == ("counts", 3, RATE_MBIT, "ok")
     (link,), _ = read_rows(tmp_path / "link" / "metrics.jsonl")
-    assert (link["asked_mbit"], link["check"]) == (300, "ok") and 270 < link["rate_mbit"] < 330
+    assert (link["asked_mbit"], link["check"]) == (RATE_MBIT, "ok")
+    assert 0.9 * RATE_MBIT < link["rate_mbit"] < 1.1 * RATE_MBIT
     with pytest.raises(ValueError, match="none is open"):
         open_lab()
 
@@ -52,14 +57,21 @@ def test_any_benchmark_runs_on_a_lab_and_knows_nothing_of_it(counts, tmp_path, c
 
 @pytest.mark.lab
 def test_the_lab_runs_benchmarks_each_in_a_folder(counts, tmp_path, capsys):
-    assert main(["lab", "--out", str(tmp_path)]) == 0
+    assert main(["lab", "--rate-mbit", str(RATE_MBIT), "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("2 hosts, links of 1000 Mbit/s each way: counts\nlink: ")
+    assert printed.startswith(f"2 hosts, links of {RATE_MBIT} Mbit/s each way: counts\nlink: ")
     assert "\ncounts: 2 ranks, lab\n" in printed
     (row,), _ = read_rows(tmp_path / "counts" / "metrics.jsonl")
-    assert (row["benchmark"], row["part"], row["hosts"], row["link_mbit"]) == ("counts", "step 0", 2, 1000)
+    assert (row["benchmark"], row["part"], row["hosts"], row["link_mbit"]) == ("counts", "step 0", 2, RATE_MBIT)
     assert "| counts | ok |" in (tmp_path / "table.md").read_text()
     assert json.loads((tmp_path / "options.json").read_text())["on"] == "lab"
+
+
+@pytest.mark.lab
+def test_a_lab_of_which_nothing_is_said_has_two_hosts_and_links_of_a_gigabit():
+    with lab_for("lab", Options()) as options:
+        assert options == Options(on="lab", hosts=2, rate_mbit=1000, ranks=2)
+        assert (len(open_lab().hosts), open_lab().rate_mbit) == (2, 1000)
 
 
 @pytest.mark.lab
