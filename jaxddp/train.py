@@ -1,7 +1,6 @@
 """The trainer: one jitted, sharded training step around a loss function, an optax optimizer and a strategy.
 
-What a step computes is in ``step.py``, how that is planned and compiled in ``programs.py``. Here it is fed: a state is
-made, batches are placed, programs run.
+``step.py`` computes, ``programs.py`` plans and compiles; here a state is made, batches are placed, programs run.
 """
 
 from __future__ import annotations

@@ -17,15 +17,6 @@ from ..workload import feed_forward, transformer
 from . import Row, check_printed, checks
 
 MIB, GIB = 2**20, 2**30
-XL_SIZES: dict[str, Any] = {
-    "vocab": 10_000,
-    "context": 128,
-    "width": 768,
-    "num_layers": 16,
-    "num_heads": 12,
-    "hidden": 3200,
-}
-XL = transformer(**XL_SIZES)
 XXL = feed_forward(width=16384, hidden=53248, num_blocks=126)
 GPT2_VOCAB = 50_257
 
@@ -35,6 +26,10 @@ def sizes_of(vocab: int, d_model: int, d_ff: int, layers: int, heads: int) -> di
     return {
         "vocab": vocab, "context": 128, "width": d_model, "num_layers": layers, "num_heads": heads, "hidden": d_ff,
     }  # fmt: skip
+
+
+XL_SIZES = sizes_of(10_000, 768, 3200, 16, 12)
+XL = transformer(**XL_SIZES)
 
 
 @checks("P.xl_seed")
