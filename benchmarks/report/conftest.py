@@ -5,6 +5,8 @@ import math
 
 import pytest
 
+from jaxddp.cost.bandwidth import bus_factor
+
 HOSTILE = "</script><script>alert(1)</script><img src=http://127.0.0.1/x onerror=alert(2)>"
 ENVELOPE = {
     "part": "2 ranks", "commit": "0123abc", "command": "python -m benchmarks all", "machine": "x86_64", "cores": 2,
@@ -77,7 +79,12 @@ def collectives():
                         row("collectives", **of(framework, num_ranks), **timed(seconds * 1e3, 0.2), collective=name,
                             size_bytes=size_bytes, algbw_gb_per_s=algbw, busbw_gb_per_s=algbw * 1.5, kernel="")
                     )  # fmt: skip
-                fit = {"alpha_us": 200.0 * num_ranks, "gb_per_s": 1.9, "num_sizes": 5}
+                fit = {
+                    "alpha_us": 200.0 * num_ranks, "alpha_low_us": 150.0 * num_ranks,
+                    "alpha_high_us": 250.0 * num_ranks, "gb_per_s": 1.9, "gb_per_s_low": 1.1,
+                    "gb_per_s_high": None if num_ranks == 4 else 6.9, "worst_error": 0.07, "num_sizes": 5,
+                    "bus_gb_per_s": 1.9 * float(bus_factor(name, num_ranks)),
+                }  # fmt: skip
                 rows.append(row("collectives", **of(framework, num_ranks), collective=name, **fit))
     return rows
 

@@ -16,15 +16,23 @@ from ..table import CHECK, Column, Table, field, numeric
 from ..values import Row, buffer_bytes, by, is_sound, number, percent, short, size, span, spread, text
 
 
-def _interval(row: Row, low: str, high: str) -> tuple[float, float] | None:
+def _interval(row: Row, low: str, high: str) -> tuple[float, float | None] | None:
+    """An interval of a fit; an upper end of None, as the row has it, is no bound."""
     ends = number(row, low), number(row, high)
-    return None if ends[0] is None or ends[1] is None else (ends[0], ends[1])
+    is_unbounded = high in row and row[high] is None
+    return None if ends[0] is None or (ends[1] is None and not is_unbounded) else (ends[0], ends[1])
+
+
+def _ends(interval: tuple[float, float | None]) -> str:
+    low, high = interval
+    return f"at least {short(low)}" if high is None else span((low, high))
 
 
 def _size(row: Row) -> float:
     return buffer_bytes(row) or 0.0
 
 
+_MICROSECONDS = "\N{GREEK SMALL LETTER MU}s"
 _SIZES = [4.0**power for power in range(21)]
 _COLUMNS = (
     Column("collective", lambda row: collective(row) or text(row, "part")),
@@ -41,11 +49,12 @@ _COLUMNS = (
 )
 _FIT_COLUMNS = (
     *_COLUMNS[:4],
-    numeric("latency", "alpha_us", unit="\N{GREEK SMALL LETTER MU}s"),
-    Column("95 % interval", partial(_interval, low="alpha_low_us", high="alpha_high_us"), form=span),
-    numeric("a rank sends", "gb_per_s", unit="GB/s"),
-    Column("95 % interval", partial(_interval, low="gb_per_s_low", high="gb_per_s_high"), form=span),
-    numeric("worst error", "worst_error", form=percent),
+    numeric("latency", "alpha_us", unit=_MICROSECONDS),
+    Column("95 % interval", partial(_interval, low="alpha_low_us", high="alpha_high_us"), _MICROSECONDS, _ends),
+    numeric("rate", "gb_per_s", unit="GB/s"),
+    Column("95 % interval", partial(_interval, low="gb_per_s_low", high="gb_per_s_high"), "GB/s", _ends),
+    numeric("a rank sends", "bus_gb_per_s", unit="GB/s"),
+    numeric("worst error", "worst_error", unit="of a call", form=percent),
     CHECK,
 )
 
@@ -69,7 +78,10 @@ def section(rows: Sequence[Row]) -> Section:
     figures = [figure for name, some in by(placed, collective).items() for figure in _figures(name, some, styles)]
     tables = [Table("Calls by collective and size", _COLUMNS, calls)]
     if fits:
-        note = "of a call: time = latency + bytes that a rank sends / what it sends a second"
+        note = (
+            "of a call: time = latency + bytes of the buffer / rate; rate: the algbw of a large buffer; a rank sends:"
+            " its busbw, the rate times the collective's bus factor, with the rate's interval times the same"
+        )
         tables.append(Table("What the sizes of one collective have in common", _FIT_COLUMNS, fits, note))
     return Section(
         "Collectives by size", [*_sentences(calls), left_out(rows)], [*figures, *tables], collectives_beside(rows)

@@ -35,6 +35,24 @@ def test_fits_have_a_table_of_their_own():
     assert fits.columns[0].cell(poor) == "reduce"
 
 
+def test_a_fit_gives_the_rate_of_the_buffer_and_what_a_rank_sends_with_units_and_bounds():
+    fits = section(collectives()).parts[-1]
+    shown = [(column.name, column.unit) for column in fits.columns[4:-1]]
+    assert shown == [
+        ("latency", "μs"), ("95 % interval", "μs"), ("rate", "GB/s"), ("95 % interval", "GB/s"),
+        ("a rank sends", "GB/s"), ("worst error", "of a call"),
+    ]  # fmt: skip
+    cells = {
+        (one["collective"], one["num_ranks"]): [column.cell(one) for column in fits.columns[4:-1]]
+        for one in fits.rows
+        if one["framework"] == "jaxddp"
+    }
+    assert cells["all_reduce", 2] == ["400", "300–500", "1.90", "1.10–6.90", "1.90", "7.0%"]
+    assert cells["all_gather", 2] == ["400", "300–500", "1.90", "1.10–6.90", "0.950", "7.0%"]  # half goes over the link
+    assert cells["all_reduce", 4] == ["800", "600–1,000", "1.90", "at least 1.10", "2.85", "7.0%"]
+    assert "bytes of the buffer / rate" in fits.note and "bus factor" in fits.note
+
+
 def test_what_was_not_run_is_in_the_table_alone():
     missing = row("collectives", **of("jaxddp"), collective="reduce", asked_bytes=2**30) | {"check": "not run: 9 GiB"}
     made = section([missing])
