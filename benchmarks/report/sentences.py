@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from .ratio import ratio_of
 from .values import Row, counted, is_bad, is_not_run, is_sound, listed, number, percent, short, span, spread
 
 ENOUGH_ROUNDS = 10  # as many as a gate takes at least
@@ -54,7 +55,6 @@ def extremes(rows: Sequence[Row], name: Callable[[Row], str], what: str) -> str:
     if len(ordered) < 2:
         return ""
     first, last = ordered[0], ordered[-1]
-    ratio = last["median_ms"] / first["median_ms"] if first["median_ms"] > 0 else float("inf")
     if not is_apart(first, last):
         return (
             f"the {what} of {name(first)} is the shortest, {time_of(first)}, and that of {name(last)} the longest,"
@@ -62,9 +62,11 @@ def extremes(rows: Sequence[Row], name: Callable[[Row], str], what: str) -> str:
         )
     alike = [row for row in ordered[1:] if not is_apart(first, row)]
     besides = f"; {listed([name(row) for row in alike])} cannot be told from it" if alike else ""
+    ratio = ratio_of(last, first)
+    as_long = f": {ratio.times} as long ({ratio.interval})" if ratio else ""
     return (
         f"the {what} of {name(first)} is the shortest, {time_of(first)}{besides}. The longest is that of {name(last)},"
-        f" {time_of(last)}: {ratio:.2f} times as long."
+        f" {time_of(last)}{as_long}."
     )
 
 

@@ -16,7 +16,7 @@ def test_the_shortest_and_the_longest_are_named():
     said = extremes([named("slow", 200.0), named("fast", 100.0), named("near", 103.0)], name, "step")
     assert said == (
         "the step of fast is the shortest, 100 ms (p10–p90 95.0–105); near cannot be told from it."
-        " The longest is that of slow, 200 ms (p10–p90 190–210): 2.00 times as long."
+        " The longest is that of slow, 200 ms (p10–p90 190–210): 2.000 times as long (by p10 and p90 1.810 to 2.211)."
     )
 
 

@@ -25,7 +25,7 @@ def test_times_are_summed_up():
     rows = [row("races", **timed(time)) | {"part": name} for name, time in (("a", 1.0), ("b", 2.0))]
     assert section_of("races", rows).sentences == [
         "The time of a is the shortest, 1.00 ms (p10–p90 0.950–1.05). The longest is that of b, 2.00 ms"
-        " (p10–p90 1.90–2.10): 2.00 times as long."
+        " (p10–p90 1.90–2.10): 2.000 times as long (by p10 and p90 1.810 to 2.211)."
     ]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ...training.measure import PEERS
 from ..figure import Figure
+from ..ratio import ratio_of
 from ..section import Section
 from ..sentences import few_rounds, left_out, timed
 from ..source import strategies_beside
@@ -52,6 +53,21 @@ def _beside_peers(rows: Sequence[Row]) -> list[str]:
         ours = [row for row in ordered if text(row, "strategy") not in _PEERS]
         peers = [row for row in ordered if text(row, "strategy") in _PEERS]
         if ours and peers:
-            ratios = [f"{ours[0]['median_ms'] / row['median_ms']:.2f} times that of {name(row)}" for row in peers]
-            said.append(f"{each}: the step of {name(ours[0])} takes {listed(ratios)}.")
+            said.append(f"{each}: the step of {name(ours[0])} {_beside(ours[0], peers)}.")
     return said
+
+
+def _beside(ours: Row, peers: Sequence[Row]) -> str:
+    """Says by how much a step differs from others, and from which of them no interval tells it."""
+    told, untold = [], []
+    for row in peers:
+        ratio = ratio_of(ours, row)
+        if ratio is None:
+            untold.append(f"that of {name(row)} (no spread is known)")
+        elif ratio.is_told:
+            told.append(f"{ratio.times} that of {name(row)} ({ratio.interval})")
+        else:
+            untold.append(f"that of {name(row)} ({ratio.times}, {ratio.interval})")
+    said = [f"takes {listed(told)}"] if told else []
+    said += [f"cannot be told from {listed(untold)}"] if untold else []
+    return " and ".join(said)

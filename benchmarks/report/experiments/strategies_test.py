@@ -12,11 +12,11 @@ def test_sentences_of_the_main_job():
     section = main_section(steps() + unsound("main"))
     assert section.sentences == [
         "jaxddp, XLA in-process, 2 ranks: the step of zero3 is the shortest, 180 ms (p10–p90 171–189). The longest is"
-        " that of naive, 300 ms (p10–p90 285–315): 1.67 times as long. Exposed communication is 2.2% of the step of"
-        " zero3 and 13% of that of naive.",
+        " that of naive, 300 ms (p10–p90 285–315): 1.667 times as long (by p10 and p90 1.508 to 1.842). Exposed"
+        " communication is 2.2% of the step of zero3 and 13% of that of naive.",
         "torchref, Gloo, 2 ranks: the step of zero3 is the shortest, 210 ms (p10–p90 200–220). The longest is that of"
-        " naive, 330 ms (p10–p90 314–346): 1.57 times as long. Exposed communication is 1.9% of the step of zero3 and"
-        " 12% of that of naive.",
+        " naive, 330 ms (p10–p90 314–346): 1.571 times as long (by p10 and p90 1.422 to 1.737). Exposed communication"
+        " is 1.9% of the step of zero3 and 12% of that of naive.",
         "Of 17 rows 2 failed or are wrong and 1 was not run; no sentence here counts them.",
     ]
 
@@ -38,14 +38,37 @@ def test_a_step_that_is_not_split_is_a_bar_of_its_own_kind():
     assert figure.description == "jaxddp, XLA in-process, 2 ranks: jit 100 ms (p10–p90 95.0–105)."
 
 
-def test_peers_are_compared_with_the_shortest_step():
+def test_peers_are_compared_with_the_shortest_step_and_no_ratio_is_without_its_interval():
+    ours, theirs = [180.0, 176.0, 184.0, 181.0, 179.0], [200.0, 196.0, 204.0, 201.0, 199.0]
+    zero3, jit = (step("strategies", "jaxddp", name, 180.0) | {"num_timed": 5} for name in ("zero3", "jit"))
+    apart = strategies_section([zero3 | {"rounds_ms": ours}, jit | {"rounds_ms": theirs}]).sentences
+    alike = strategies_section([zero3 | {"rounds_ms": ours}, jit | {"rounds_ms": ours[::-1]}]).sentences
+    assert (
+        "jaxddp, XLA in-process, 2 ranks: the step of zero3 takes 0.900 times that of jit (95 % interval 0.898 to"
+        " 0.902)." in apart
+    )
+    assert (
+        "jaxddp, XLA in-process, 2 ranks: the step of zero3 cannot be told from that of jit (1.000 times, 95 % interval"
+        " 0.972 to 1.028)." in alike
+    )
+
+
+def test_peers_without_rounds_are_compared_by_their_spreads():
     peers = [
         step("strategies", "torchref", "DistributedDataParallel", 250.0),
-        step("strategies", "jaxddp", "jit", 90.0),
+        step("strategies", "torchref", "fully_shard", 214.0),
+        step("strategies", "jaxddp", "jit", 90.0) | {"p10_ms": None},
     ]
     said = strategies_section(steps("strategies") + peers).sentences
-    assert "jaxddp, XLA in-process, 2 ranks: the step of zero3 takes 2.00 times that of jit." in said
-    assert "torchref, Gloo, 2 ranks: the step of zero3 takes 0.84 times that of DistributedDataParallel." in said
+    assert (
+        "torchref, Gloo, 2 ranks: the step of zero3 takes 0.840 times that of DistributedDataParallel (by p10 and p90"
+        " 0.760 to 0.928) and cannot be told from that of fully_shard (0.981 times, by p10 and p90 0.888 to 1.085)."
+        in said
+    )
+    assert (
+        "jaxddp, XLA in-process, 2 ranks: the step of zero3 cannot be told from that of jit (no spread is known)."
+        in said
+    )
 
 
 def test_sentences_are_of_the_most_ranks():

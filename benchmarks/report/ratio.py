@@ -1,0 +1,89 @@
+"""Ratios of two times, with what their rounds leave open: no ratio is said without its interval.
+
+Where rows have their rounds the interval is that of ``benchmarks/ratios.py``. Where they have only a spread it goes
+from one's 10th over the other's 90th percentile to the reverse, which is wider.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..ratios import compare
+from .values import Row, number, short, spread
+
+_OF_ONE_PART = ("benchmark", "part", "measured_at")
+
+
+class Ratio(NamedTuple):
+    """A ratio of two times.
+
+    Attributes:
+        value: Of the medians.
+        low: The lower end of its interval.
+        high: The upper end.
+        kind: What the interval is.
+    """
+
+    value: float
+    low: float
+    high: float
+    kind: str
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the interval tells the two times apart."""
+        return not self.low <= 1 <= self.high
+
+    @property
+    def times(self) -> str:
+        """The ratio in words."""
+        return f"{_written(self.value)} times"
+
+    @property
+    def interval(self) -> str:
+        """Its interval in words."""
+        return f"{self.kind} {_written(self.low)} to {_written(self.high)}"
+
+
+def ratio_of(one: Row, other: Row) -> Ratio | None:
+    """Compares two rows with a time.
+
+    Args:
+        one: Whose time is divided.
+        other: By whose.
+
+    Returns:
+        The ratio of their medians; None if nothing says what it leaves open.
+
+    Example:
+        >>> ratio_of({"median_ms": 9.0, "rounds_ms": [9.0] * 5}, {"median_ms": 10.0, "rounds_ms": [10.0] * 5})
+        Ratio(value=0.9, low=0.9, high=0.9, kind='95 % interval')
+    """
+    ours, theirs = _rounds(one), _rounds(other)
+    if len(ours) > 1 and len(theirs) > 1:
+        # Rows of one part were timed in the same rounds; others, of other processes, each in their own.
+        is_paired = len(ours) == len(theirs) and all(one.get(key) == other.get(key) for key in _OF_ONE_PART)
+        found = compare("", ours, theirs, 1.0, paired=is_paired)
+        return Ratio(found.ratio, found.low, found.high, "95 % interval")
+    (median, low, high), (by_median, by_low, by_high) = _spread(one), _spread(other)
+    if min(median, low, high, by_median, by_low, by_high) <= 0:
+        return None
+    return Ratio(median / by_median, low / by_high, high / by_low, "by p10 and p90")
+
+
+def _written(value: float) -> str:
+    """With as many digits as a gate's ratio, or fewer where it is large."""
+    return f"{value:.3f}" if value < 10 else short(value)
+
+
+def _spread(row: Row) -> tuple[float, float, float]:
+    """Median, 10th and 90th percentile of a row's time; what is missing is 0."""
+    low, high = spread(row) or (0.0, 0.0)
+    return number(row, "median_ms") or 0.0, low, high
+
+
+def _rounds(row: Row) -> list[float]:
+    """The times of a row's rounds; none if one of them is no time."""
+    times = row.get("rounds_ms")
+    found = [number({"ms": time}, "ms") or 0.0 for time in times] if isinstance(times, list) else []
+    return found if all(time > 0 for time in found) else []
