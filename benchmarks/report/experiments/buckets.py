@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,11 +10,11 @@ from ..axis import linear, logarithmic
 from ..figure import Figure
 from ..lines import Curve, Point, draw_curves
 from ..section import Section
-from ..sentences import extremes, few_rounds, left_out, of_group, timed
+from ..sentences import extremes, few_rounds, is_apart, left_out, of_group, time_of, timed
 from ..source import buckets_beside
 from ..steps import STEP_COLUMNS, group, name, step_table
 from ..table import CHECK, Column, Table, field, numeric
-from ..values import MIB, Row, by, is_sound, listed, number, plain, signed, spread, text
+from ..values import MIB, Row, by, counted, is_sound, listed, number, plain, short, signed, spread, text
 
 _COMPUTED = (("predicted_ms", "predicted"), ("simulated_ms", "simulated"))
 _MICROSECONDS = "\N{GREEK SMALL LETTER MU}s"
@@ -45,6 +46,7 @@ _OPTIMUM_COLUMNS = (
     numeric("standard error", "gb_per_s_error", unit="GB/s"),
     CHECK,
 )
+_DEVIATIONS = 1.2816  # from the median of a normal distribution to its 90th percentile
 _CAPS_MB = [factor * 10.0**decade for decade in range(-3, 5) for factor in (1, 2, 5)]
 
 
@@ -105,10 +107,9 @@ def _figure(each: str, rows: Sequence[Row], optima: Sequence[Row]) -> Figure | N
 def _sentences(each: str, rows: Sequence[Row], optima: Sequence[Row]) -> list[str]:
     said = [extremes(rows, name, "step")]
     placed = [row for row in timed(rows) if cap_mb(row)]
-    predicted = [row for row in placed if number(row, "predicted_ms") is not None]
+    predicted = [row for row in placed if (number(row, "predicted_ms") or 0) > 0]
     if predicted:
-        errors = sorted(row["predicted_ms"] / row["median_ms"] for row in predicted)
-        said.append(f"Predictions are {errors[0]:.2f} to {errors[-1]:.2f} times what was measured.")
+        said.append(_judged(predicted))
     for row in _optima_of(placed, optima) if placed else []:
         found = f"The best cap is predicted as {plain(row['optimum_mb'])} MiB"
         measured, regime = number(row, "measured_optimum_mb"), text(row, "regime")
@@ -118,6 +119,27 @@ def _sentences(each: str, rows: Sequence[Row], optima: Sequence[Row]) -> list[st
             found += f" and measured as {plain(measured)} MiB{alike}"
         said.append(found + (f"; the step is {regime}." if regime else "."))
     return [of_group(each, " ".join(filter(None, said)))]
+
+
+def _judged(rows: Sequence[Row]) -> str:
+    """Says how many predictions the spreads tell from what was measured, and which is the furthest off."""
+    apart = [row for row in rows if is_apart(row, _prediction(row))]
+    if not apart:
+        return f"The spreads tell none of {counted(len(rows), 'prediction')} from what was measured."
+    furthest = max(apart, key=lambda row: abs(math.log(row["predicted_ms"] / row["median_ms"])))
+    differ = f"{'differ' if len(apart) > 1 else 'differs'} from what was measured by more than the spreads"
+    deviation = number(furthest, "predicted_sd_ms")
+    noise = "" if deviation is None else f" (standard deviation {short(deviation)} ms)"
+    return (
+        f"{len(apart)} of {counted(len(rows), 'prediction')} {differ}, most of all that of {name(furthest)}:"
+        f" {short(furthest['predicted_ms'])} ms{noise} predicted, {time_of(furthest)} measured."
+    )
+
+
+def _prediction(row: Row) -> Row:
+    """A row's prediction as a time: as a normal distribution has them, with the percentiles that noise gives it."""
+    predicted, away = row["predicted_ms"], _DEVIATIONS * (number(row, "predicted_sd_ms") or 0.0)
+    return {"median_ms": predicted, "p10_ms": predicted - away, "p90_ms": predicted + away}
 
 
 def _optima_of(rows: Sequence[Row], optima: Sequence[Row]) -> list[Row]:

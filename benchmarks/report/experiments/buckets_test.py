@@ -8,10 +8,24 @@ from benchmarks.report.figure import Figure
 def test_what_was_measured_is_compared_with_what_was_predicted():
     said = section(buckets()).sentences[0]
     assert said.startswith("jaxddp, XLA in-process, 2 ranks: the step of bucketed 10 MiB is the shortest, 100 ms")
-    assert "Predictions are 0.79 to 1.07 times what was measured." in said
+    assert (
+        "4 of 5 predictions differ from what was measured by more than the spreads, most of all that of bucketed"
+        " 1 MiB: 116 ms (standard deviation 1.50 ms) predicted, 146 ms (p10–p90 139–153) measured." in said
+    )
     assert said.endswith(
         "The best cap is predicted as 5 MiB and measured as 10 MiB, with 25 MiB as good; the step is compute-bound."
     )
+
+
+def test_predictions_that_the_spreads_do_not_tell_from_what_was_measured_are_not_said_to_be_off():
+    near = [one | {"predicted_ms": 0.96 * one["median_ms"]} for one in buckets() if "median_ms" in one]
+    assert "The spreads tell none of 5 predictions from what was measured." in section(near).sentences[0]
+    noisy = [one | {"predicted_ms": 0.8 * one["median_ms"], "predicted_sd_ms": 30.0} for one in near]
+    assert "The spreads tell none of 5 predictions from what was measured." in section(noisy).sentences[0]
+    exact = [one | {"predicted_ms": 0.8 * one["median_ms"], "predicted_sd_ms": None} for one in near[:1]]
+    said = section(exact).sentences[0]
+    assert "1 of 1 prediction differs from what was measured by more than the spreads" in said
+    assert "117 ms predicted, 146 ms (p10–p90 139–153) measured." in said
 
 
 def test_measured_and_computed_curves():
