@@ -14,6 +14,7 @@ from ..table import CHECK, Column, Table, numeric
 from ..values import NONE, Row, by, counted, is_sound, number, percent, plain, text
 
 _RANKS = [2.0**power for power in range(14)]
+_INTERVAL = Column("95 % interval", lambda row: interval(row), form=lambda ends: NONE.join(map(percent, ends)))
 _COLUMNS = (
     Column("scaling", lambda row: text(row, "mode") or text(row, "part")),
     STEP_COLUMNS[0],
@@ -21,7 +22,7 @@ _COLUMNS = (
     Column("how", lambda row: how(row)),
     *STEP_COLUMNS[8:11],
     numeric("efficiency", "efficiency", form=percent),
-    Column("95 % interval", lambda row: interval(row), form=lambda ends: NONE.join(map(percent, ends))),
+    _INTERVAL,
     CHECK,
 )
 
@@ -66,7 +67,8 @@ def _figure(mode: str, rows: Sequence[Row]) -> Figure:
     ]
     x_axis = logarithmic([row["num_ranks"] for row in rows], plain, _RANKS)
     y_axis = linear([1.0, *(end for row in rows for end in (row["efficiency"], *(interval(row) or ())))], percent)
-    said = [f"{curve.name}: {percent(curve.ends[1].y)} at {plain(curve.ends[1].x)} ranks." for curve in curves]
+    ends = [(curve.name, curve.ends[1]) for curve in curves]
+    said = [f"{name}: {_with_interval(end.y, end.low_high)} at {plain(end.x)} ranks." for name, end in ends]
     drawing = draw_curves(curves, x_axis, y_axis, "ranks", "efficiency")
     return Figure(f"Efficiency, {mode} scaling", " ".join(said), drawing, tuple(curve.key for curve in curves))
 
@@ -75,12 +77,19 @@ def _sentences(rows: Sequence[Row]) -> list[str]:
     said = []
     for mode, some in by(rows, lambda row: text(row, "mode")).items():
         for kind, alike in by(some, how).items():
-            most = max(row["num_ranks"] for row in alike)
-            at_end = sorted((row for row in alike if row["num_ranks"] == most), key=lambda row: row["efficiency"])
-            if most > 1:
-                words = ", ".join(f"{_of(row)} {percent(row['efficiency'])}" for row in reversed(at_end))
+            # The fewest ranks of a curve keep all of their own speed: that says nothing.
+            further = [row for curve in by(alike, _curve_name).values() for row in _beyond_fewest(curve)]
+            most = max((row["num_ranks"] for row in further), default=0)
+            at_end = sorted((row for row in further if row["num_ranks"] == most), key=lambda row: -row["efficiency"])
+            if at_end:
+                words = ", ".join(f"{_of(row)} {_kept(row)}" for row in at_end)
                 said.append(f"{mode.capitalize()} scaling to {most} ranks{', ' if kind else ''}{kind}, keeps: {words}.")
     return said
+
+
+def _beyond_fewest(rows: Sequence[Row]) -> list[Row]:
+    fewest = min(row["num_ranks"] for row in rows)
+    return [row for row in rows if row["num_ranks"] > fewest]
 
 
 def _crowded(rows: Sequence[Row]) -> str:
@@ -94,6 +103,16 @@ def _crowded(rows: Sequence[Row]) -> str:
         f"From {fewest} ranks on they take turns on {counted(int(max(cores)), 'core')}: what is measured there says"
         " nothing of a cluster."
     )
+
+
+def _kept(row: Row) -> str:
+    """A row's efficiency, with its interval; what is simulated has none."""
+    has_no_spread = how(row) == "measured" and interval(row) is None
+    return _with_interval(row["efficiency"], interval(row)) + (" (no spread is known)" if has_no_spread else "")
+
+
+def _with_interval(efficiency: float, low_high: tuple[float, float] | None) -> str:
+    return percent(efficiency) + (f" (95 % interval {_INTERVAL.form(low_high)})" if low_high else "")
 
 
 def _of(row: Row) -> str:
