@@ -73,17 +73,19 @@ def extremes(rows: Sequence[Row], name: Callable[[Row], str], what: str) -> str:
 def exposure(rows: Sequence[Row], name: Callable[[Row], str]) -> str:
     """Says how much of a step is exposed communication, at least and at most."""
     shares = sorted(
-        (share, name(row), _unseen(row)) for row in timed(rows) if (share := exposed_share(row)) is not None
+        ((share, row) for row in timed(rows) if (share := exposed_share(row)) is not None), key=lambda one: one[0]
     )
     if not shares:
         return ""
-    (least, first, _), (most, last, unseen) = shares[0], shares[-1]
+    (least, first), (most, last) = shares[0], shares[-1]
     if most <= 0:
         return "No step took longer than without its communication."
+    high = f"{percent(most)}{_share_spread(last)}"
     if len(shares) == 1:
-        return f"{percent(most)} of it is exposed communication{unseen}."
-    low, high = percent(max(least, 0.0)), percent(most)
-    return f"Exposed communication is {low} of the step of {first} and {high} of that of {last}{unseen}."
+        return f"{high} of it is exposed communication{_unseen(last)}."
+    low = f"{percent(max(least, 0.0))}{_share_spread(first)}"
+    both = f"{low} of the step of {name(first)} and {high} of that of {name(last)}"
+    return f"Exposed communication is {both}{_unseen(last)}."
 
 
 def exposed_share(row: Row) -> float | None:
@@ -96,6 +98,14 @@ def exposed_spread(row: Row) -> tuple[float, float] | None:
     """The 10th and 90th percentile of a row's exposed communication."""
     low, high = number(row, "exposed_p10_ms"), number(row, "exposed_p90_ms")
     return None if low is None or high is None else (low, high)
+
+
+def _share_spread(row: Row) -> str:
+    """What a row's exposed communication scatters by, as a share of its step; empty if it does not say."""
+    low_high, median = exposed_spread(row), number(row, "median_ms")
+    if low_high is None or not median:
+        return ""
+    return f" (p10{_DASH}p90 {percent(low_high[0] / median)} to {percent(low_high[1] / median)})"
 
 
 def _unseen(row: Row) -> str:

@@ -39,7 +39,11 @@ def test_exposed_communication():
     assert exposure(rows[:1], name) == "No step took longer than without its communication."
     assert exposure(rows[1:], name) == "25% of it is exposed communication."
     unsure = named("b", 200.0, exposed_ms=50.0, exposed_p10_ms=-5.0, exposed_p90_ms=90.0)
-    assert exposure([unsure], name).endswith("which its spread does not tell from none.")
+    assert exposure([unsure], name) == (
+        "25% (p10–p90 -2.5% to 45%) of it is exposed communication, which its spread does not tell from none."
+    )
+    sure = named("a", 100.0, exposed_ms=10.0, exposed_p10_ms=8.0, exposed_p90_ms=12.0)
+    assert exposure([sure, unsure], name).startswith("Exposed communication is 10% (p10–p90 8.0% to 12%) of the step")
     assert exposure([named("a", 100.0)], name) == ""
 
 
