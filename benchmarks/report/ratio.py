@@ -21,13 +21,13 @@ class Ratio(NamedTuple):
         value: Of the medians.
         low: The lower end of its interval.
         high: The upper end.
-        kind: What the interval is.
+        is_of_rounds: Whether it is the 95 % interval of rounds.
     """
 
     value: float
     low: float
     high: float
-    kind: str
+    is_of_rounds: bool
 
     @property
     def is_told(self) -> bool:
@@ -42,7 +42,8 @@ class Ratio(NamedTuple):
     @property
     def interval(self) -> str:
         """Its interval in words."""
-        return f"{self.kind} {_written(self.low)} to {_written(self.high)}"
+        kind = "95 % interval" if self.is_of_rounds else "by p10 and p90"
+        return f"{kind} {_written(self.low)} to {_written(self.high)}"
 
 
 def ratio_of(one: Row, other: Row) -> Ratio | None:
@@ -57,18 +58,18 @@ def ratio_of(one: Row, other: Row) -> Ratio | None:
 
     Example:
         >>> ratio_of({"median_ms": 9.0, "rounds_ms": [9.0] * 5}, {"median_ms": 10.0, "rounds_ms": [10.0] * 5})
-        Ratio(value=0.9, low=0.9, high=0.9, kind='95 % interval')
+        Ratio(value=0.9, low=0.9, high=0.9, is_of_rounds=True)
     """
     ours, theirs = _rounds(one), _rounds(other)
     if len(ours) > 1 and len(theirs) > 1:
         # Rows of one part were timed in the same rounds; others, of other processes, each in their own.
         is_paired = len(ours) == len(theirs) and all(one.get(key) == other.get(key) for key in _OF_ONE_PART)
         found = compare("", ours, theirs, 1.0, paired=is_paired)
-        return Ratio(found.ratio, found.low, found.high, "95 % interval")
+        return Ratio(found.ratio, found.low, found.high, True)
     (median, low, high), (by_median, by_low, by_high) = _spread(one), _spread(other)
     if min(median, low, high, by_median, by_low, by_high) <= 0:
         return None
-    return Ratio(median / by_median, low / by_high, high / by_low, "by p10 and p90")
+    return Ratio(median / by_median, low / by_high, high / by_low, False)
 
 
 def _written(value: float) -> str:

@@ -13,6 +13,8 @@ ENOUGH_ROUNDS = 10  # as many as a gate takes at least
 def is_apart(one: Row, other: Row) -> bool:
     """Whether two times differ by more than their spreads: each median is outside the other's 10th to 90th percentile.
 
+    Where both have their rounds, the 95 % interval of their ratio must leave 1 out as well.
+
     Example:
         >>> narrow = {"median_ms": 10.0, "p10_ms": 9.0, "p90_ms": 11.0}
         >>> is_apart(narrow, {"median_ms": 12.0, "p10_ms": 10.5, "p90_ms": 13.0})
@@ -25,7 +27,10 @@ def is_apart(one: Row, other: Row) -> bool:
         median, low_high = number(row, "median_ms"), spread(other)
         return median is not None and low_high is not None and not low_high[0] <= median <= low_high[1]
 
-    return is_outside(one, other) and is_outside(other, one)
+    if not (is_outside(one, other) and is_outside(other, one)):
+        return False
+    ratio = ratio_of(one, other)
+    return ratio is None or not ratio.is_of_rounds or ratio.is_told
 
 
 def timed(rows: Sequence[Row]) -> list[Row]:

@@ -127,12 +127,13 @@ def _judged(rows: Sequence[Row]) -> str:
     if not apart:
         return f"The spreads tell none of {counted(len(rows), 'prediction')} from what was measured."
     furthest = max(apart, key=lambda row: abs(math.log(row["predicted_ms"] / row["median_ms"])))
-    differ = f"{'differ' if len(apart) > 1 else 'differs'} from what was measured by more than the spreads"
     deviation = number(furthest, "predicted_sd_ms")
     noise = "" if deviation is None else f" (standard deviation {short(deviation)} ms)"
+    differ, most = ("differ", ", most of all") if len(apart) > 1 else ("differs", ",")
     return (
-        f"{len(apart)} of {counted(len(rows), 'prediction')} {differ}, most of all that of {name(furthest)}:"
-        f" {short(furthest['predicted_ms'])} ms{noise} predicted, {time_of(furthest)} measured."
+        f"{len(apart)} of {counted(len(rows), 'prediction')} {differ} from what was measured by more than the"
+        f" spreads{most} that of {name(furthest)}: {short(furthest['predicted_ms'])} ms{noise} predicted,"
+        f" {time_of(furthest)} measured."
     )
 
 
