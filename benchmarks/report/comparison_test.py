@@ -3,20 +3,29 @@
 import pytest
 
 from benchmarks.report.comparison import NOT_COMPARED, SAME, compare, quantity_of
-from benchmarks.report.conftest import collectives, gates, memory, row, step, steps, timed
+from benchmarks.report.conftest import (
+    buckets,
+    collectives,
+    gates,
+    in_lab,
+    links,
+    memory,
+    row,
+    step,
+    steps,
+    timed,
+)
 from benchmarks.report.runs import RunRows
+from benchmarks.report.table import Table
 
 
 def run(name, rows):
-    found = {}
-    for one in rows:
-        found.setdefault(one["benchmark"], []).append(one)
-    return RunRows(name, found)
+    return RunRows(name, rows)
 
 
 def seen(first, second):
-    table = compare(run("a", first), run("b", second)).parts[-1]
-    return [(line["seen"], line.get("ratio")) for line in table.rows]
+    tables = [part for part in compare(run("a", first), run("b", second)).parts if isinstance(part, Table)]
+    return [(line["seen"], line.get("ratio")) for table in tables for line in table.rows]
 
 
 @pytest.mark.parametrize(
@@ -61,13 +70,47 @@ def test_gates_go_by_their_interval_and_bytes_by_themselves():
     assert {verdict for verdict, _ in seen(more, memory())} == {"less"}
 
 
+def test_what_ran_in_a_lab_is_compared_with_what_ran_over_links_of_its_rate():
+    slower = [one | timed(2 * one["median_ms"]) for one in buckets() if "median_ms" in one]
+    first = [*buckets(), *in_lab(buckets(), 100.0), *in_lab(buckets()), *links()]
+    second = [*buckets(), *in_lab(slower), *in_lab(buckets(), 10.0), *links()]
+    made = compare(run("a", first), run("b", second))
+    tables = [part for part in made.parts if isinstance(part, Table)]
+    assert [table.caption for table in tables] == ["a and b", "a and b, in a lab with links of 1000 Mbit/s"]
+    verdicts = [[(line["benchmark"], line["seen"]) for line in table.rows] for table in tables]
+    assert verdicts == [[("buckets", SAME)] * 10, [("buckets", "slower")] * 10 + [("lab", SAME)]]
+    assert {line["first"].get("link_mbit") for line in tables[0].rows} == {None}
+    figures = [part.title for part in made.parts if not isinstance(part, Table)]
+    assert figures == ["b / a", "b / a, in a lab with links of 1000 Mbit/s"]
+    assert made.sentences[:2] == [
+        "Of 10 things measured in both, b against a: 10 no difference seen.",
+        "In a lab with links of 1000 Mbit/s: of 11 things measured in both, b against a: 10 slower and 1 no difference"
+        " seen.",
+    ]
+    assert made.sentences[-2:] == ["10 things in a alone.", "10 things in b alone."]
+
+
+def test_links_are_compared_by_what_they_carry():
+    link = links()[0]
+    assert quantity_of(link) == (957.0, 900.0, 960.0, "Mbit/s")
+    slow = link | {"rate_mbit": 600.0, "p10_mbit": 590.0, "p90_mbit": 610.0}
+    assert seen([link], [slow]) == [("slower", pytest.approx(600 / 957))]
+    assert compare(run("a", [link]), run("b", [slow])).sentences[1] == (
+        "In a lab with links of 1000 Mbit/s: the largest difference: link 1, 0.63 times, slower: 957 Mbit/s (spread"
+        " 900–960) in a, 600 Mbit/s (spread 590–610) in b."
+    )
+
+
 def test_sentences():
     slower = step("main", "jaxddp", "naive", 600.0, commit="fffffff")
     first = steps() + gates()
     second = [slower if (one["framework"], one["strategy"]) == ("jaxddp", "naive") else one for one in steps()]
     said = compare(run("a", first), run("b", second)).sentences
     assert said[0] == "Of 14 things measured in both, b against a: 1 slower and 13 no difference seen."
-    assert said[1] == "The largest difference: jaxddp, naive, XLA in-process, 2 ranks, 2.00 times, slower."
+    assert said[1] == (
+        "The largest difference: jaxddp, naive, XLA in-process, 2 ranks, 2.00 times, slower: 300 ms (spread"
+        " 285–315) in a, 600 ms (spread 570–630) in b."
+    )
     assert said[2] == "The runs differ in commit (0123abc / fffffff; 0123abc)."
     assert said[3] == "4 things in a alone."
     assert compare(run("a", steps()), run("b", gates())).sentences == ["Nothing was measured in both a and b."]

@@ -157,6 +157,21 @@ def scaling():
     ]  # fmt: skip
 
 
+def in_lab(rows, link_mbit=1000.0):
+    """Rows as the same benchmark writes them in a lab."""
+    of_hosts = {"kind": "hosts", "link_mbit": link_mbit}
+    backends = {"XLA in-process": {"backend": "XLA over Gloo"}}
+    return [one | of_hosts | backends.get(one.get("backend"), {}) for one in rows]
+
+
+def links(link_mbit=1000.0):
+    """A lab's link as it was measured, and what ran in the lab."""
+    found = {"asked_mbit": link_mbit, "rate_mbit": 0.957 * link_mbit, "p10_mbit": 0.9 * link_mbit,
+             "p90_mbit": 0.96 * link_mbit, "round_trip": timed(0.05), "congestion_control": "cubic"}  # fmt: skip
+    rows = [row("lab", **found, line="link: as asked") | {"part": "link 1"}, row("lab") | {"part": "buckets"}]
+    return [one | {"link_mbit": link_mbit} for one in rows]
+
+
 def unsound(benchmark):
     """What did not work out, one of each kind."""
     wrong = step(benchmark, "jaxddp", "naive", 123.456, 10.0, 7.0)
@@ -168,7 +183,7 @@ def unsound(benchmark):
 
 
 def write_run(folder, **benchmarks):
-    """Writes rows by benchmark, each into a sub-folder as ``all`` does, and returns the folder."""
+    """Writes rows by benchmark, each into a folder as ``all`` does, or the lab into its own, and returns the folder."""
     for name, rows in benchmarks.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / name / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
@@ -176,13 +191,16 @@ def write_run(folder, **benchmarks):
 
 
 def write_full_run(folder):
-    """Writes all experiments, one that nobody knows, rows that did not work out, and lines that hold no row."""
+    """Writes all experiments, one that nobody knows, a lab, rows that did not work out, and lines that hold no row."""
     write_run(
         folder, main=steps() + unsound("main"), strategies=[*steps("strategies"), *traces(),
         step("strategies", "jaxddp", "jit", 210.0), step("strategies", "torchref", "DistributedDataParallel", 250.0)],
         collectives=collectives(), buckets=buckets(), memory=memory(), gates=gates(), compile=compilation(),
         scaling=scaling(), races=[row("races", name=HOSTILE, nested={"a": [1, 2]}, **timed(3.0))],
     )  # fmt: skip
+    link, *ran = links()
+    write_run(folder, lab=ran)
+    write_run(folder / "lab", link=[link], buckets=in_lab(buckets()), collectives=in_lab(collectives()))
     with (folder / "main" / "metrics.jsonl").open("a") as lines:
         lines.write('{"benchmark": "main", "str\n')
     return folder

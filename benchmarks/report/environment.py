@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from .experiment import experiment_of
 from .markup import Markup, tag
 from .runs import RunRows
 from .values import Row, by, text
@@ -21,19 +22,21 @@ def facts(run: RunRows) -> dict[str, list[str]]:
         run: What was read.
 
     Returns:
-        By name what is said, once each; where benchmarks of the run differ, which of them says it.
+        By name what is said, once each; where experiments of the run differ, which of them says it.
     """
-    said = {name: _by_benchmark(run, of) for name, of in _FACTS.items()}
-    said["versions"] = _versions(run.all_rows)
-    times = sorted({text(row, "measured_at") for row in run.all_rows} - {""})
+    said = {name: _by_experiment(run, of) for name, of in _FACTS.items()}
+    said["versions"] = _versions(run.rows)
+    times = sorted({text(row, "measured_at") for row in run.rows} - {""})
     said["measured"] = [times[0] if times[0] == times[-1] else f"{times[0]} to {times[-1]}"] if times else []
     return {name: lines for name, lines in said.items() if lines}
 
 
 def differences(one: RunRows, other: RunRows) -> list[str]:
     """Names what two runs say differently of the environment of what both measured, but for when that was."""
-    shared = one.rows.keys() & other.rows.keys()
-    ours, theirs = (facts(RunRows(run.name, {name: run.rows[name] for name in shared})) for run in (one, other))
+    shared = one.experiments.keys() & other.experiments.keys()
+    ours, theirs = (
+        facts(RunRows(run.name, [row for row in run.rows if experiment_of(row) in shared])) for run in (one, other)
+    )
     names = [name for name in (*_FACTS, "versions") if ours.get(name) != theirs.get(name)]
     return [
         f"{name} ({'; '.join(ours.get(name, ['not said']))} / {'; '.join(theirs.get(name, ['not said']))})"
@@ -50,12 +53,12 @@ def render_environment(run: RunRows) -> Markup:
     return tag("dl", *pairs)
 
 
-def _by_benchmark(run: RunRows, of: Callable[[Sequence[Row]], list[str]]) -> list[str]:
-    """What rows say, and which benchmarks say it where not all do that say anything."""
-    said = [(line, benchmark) for benchmark, rows in run.rows.items() for line in of(rows)]
-    everyone = {benchmark for _, benchmark in said}
+def _by_experiment(run: RunRows, of: Callable[[Sequence[Row]], list[str]]) -> list[str]:
+    """What rows say, and which experiments say it where not all do that say anything."""
+    said = [(line, experiment.label) for experiment, rows in run.experiments.items() for line in of(rows)]
+    everyone = {label for _, label in said}
     return [
-        line if len(some) == len(everyone) else f"{line} ({', '.join(benchmark for _, benchmark in some)})"
+        line if len(some) == len(everyone) else f"{line} ({', '.join(label for _, label in some)})"
         for line, some in by(said, lambda one: one[0]).items()
     ]
 
@@ -84,6 +87,10 @@ def _ranks(rows: Sequence[Row]) -> list[str]:
     return list(found)
 
 
+def _links(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(rate for row in rows if (rate := experiment_of(row).rate)))
+
+
 def _versions(rows: Sequence[Row]) -> list[str]:
     found: dict[str, None] = {}
     for row in rows:
@@ -102,5 +109,5 @@ _FACTS: dict[str, Callable[[Sequence[Row]], list[str]]] = {
     "device": _texts("device"),
     "ranks": _ranks,
     "threads of a process": _texts("threads"),
-    "link, Mbit/s": _texts("link_mbit"),
+    "links of the lab": _links,
 }

@@ -6,7 +6,7 @@ from benchmarks.report.runs import RunRows
 
 
 def run(**changes):
-    return RunRows("a", {"main": [row("main", **of("jaxddp")), row("main", **of("torchref")) | changes]})
+    return RunRows("a", [row("main", **of("jaxddp")), row("main", **of("torchref")) | changes])
 
 
 def test_facts():
@@ -24,13 +24,22 @@ def test_facts():
 
 
 def test_who_says_what_is_named_where_benchmarks_differ():
-    both = RunRows("a", {"main": [row("main", device="cpu")], "gates": [row("gates", device="H200"), row("gates")]})
+    both = RunRows("a", [row("main", device="cpu"), row("gates", device="H200"), row("gates")])
     assert facts(both)["device"] == ["cpu (main)", "H200 (gates)"]
     assert facts(both)["commit"] == ["0123abc"]
+
+
+def test_a_lab_is_told_from_what_ran_outside_of_it():
+    rows = [row("buckets", device="a"), row("buckets", device="b", link_mbit=1000.0)]
+    said = facts(RunRows("a", rows))
+    assert said["device"] == ["a (buckets)", "b (buckets at 1000 Mbit/s)"]
+    assert said["links of the lab"] == ["1000 Mbit/s"]
 
 
 def test_differences_are_of_what_both_measured():
     assert differences(run(), run(measured_at="later")) == []
     assert differences(run(), run(commit="fffffff")) == ["commit (0123abc / 0123abc; fffffff)"]
-    alone = RunRows("b", run().rows | {"gates": [row("gates", machine="aarch64")]})
+    alone = RunRows("b", [*run().rows, row("gates", machine="aarch64")])
     assert differences(run(), alone) == []
+    in_lab = [row("main", machine="aarch64", link_mbit=1000.0)]
+    assert differences(RunRows("a", [*run().rows, *in_lab]), run()) == []

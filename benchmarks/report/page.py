@@ -10,13 +10,14 @@ from pathlib import Path
 from ..run import METRICS
 from .comparison import compare
 from .environment import render_environment
+from .experiment import experiment_of
 from .experiments import is_known, order_of, section_of
 from .figure import definitions
 from .markup import Markup, join, tag
 from .runs import RunRows, read_runs
 from .section import Section, render_section
 from .steps import in_words
-from .values import Row, by, check, counted, is_bad, is_not_run, listed, text
+from .values import Row, by, check, counted, is_bad, is_not_run, listed
 
 PAGE = "report.html"
 _HERE = Path(__file__).parent
@@ -68,7 +69,7 @@ def render(runs: Sequence[RunRows]) -> str:
     for index, run in enumerate(runs, 1):
         prefix, level = (f"run-{index}-", 3) if len(runs) > 1 else ("", 2)
         written = [tag("h2", f"Run {run.name}", id=f"run-{index}")] if len(runs) > 1 else []
-        sections = [(prefix + _id(number, benchmark), section) for number, benchmark, section in _sections(run)]
+        sections = [(prefix + name, section) for name, section in _sections(run)]
         written += [_about(run, prefix, level), *(render_section(section, name, level) for name, section in sections)]
         of_run = [_entry(name, section.title) for name, section in sections]
         entries += [_entry(f"run-{index}", f"Run {run.name}", of_run)] if len(runs) > 1 else of_run
@@ -92,10 +93,12 @@ def render(runs: Sequence[RunRows]) -> str:
     return "<!doctype html>\n" + tag("html", head, body, lang="en") + "\n"
 
 
-def _sections(run: RunRows) -> list[tuple[int, str, Section]]:
-    ordered = sorted(run.rows, key=order_of)
+def _sections(run: RunRows) -> list[tuple[str, Section]]:
+    """The sections of a run, each with its id."""
+    experiments = run.experiments
     return [
-        (number, benchmark, section_of(benchmark, run.rows[benchmark])) for number, benchmark in enumerate(ordered, 1)
+        (one.id if is_known(one.benchmark) else f"benchmark-{number}", section_of(one, experiments[one]))
+        for number, one in enumerate(sorted(experiments, key=order_of), 1)
     ]
 
 
@@ -105,15 +108,11 @@ def _entry(name: str, words: str, below: Sequence[Markup] = ()) -> Markup:
     return tag("li", link, tag("ul", *below) if below else None, class_="run" if below else None)
 
 
-def _id(number: int, benchmark: str) -> str:
-    return benchmark if is_known(benchmark) else f"benchmark-{number}"
-
-
 def _summary(runs: Sequence[RunRows]) -> Markup:
     """Says at the top what does not hold, if anything."""
     said = []
     for run in runs:
-        rows = run.all_rows
+        rows = run.rows
         bad, missing = [row for row in rows if is_bad(row)], [row for row in rows if is_not_run(row)]
         words = f"{counted(len(rows), 'row')}, of which "
         words += f"{len(bad) or 'none'} failed, wrong or missed"
@@ -126,13 +125,13 @@ def _summary(runs: Sequence[RunRows]) -> Markup:
 def _list(rows: Sequence[Row], kind: str) -> Markup:
     def alike(row: Row) -> tuple[str, ...]:
         """Every fault is told by itself; what could not be run for one reason makes one line."""
-        same = text(row, "benchmark"), check(row)
+        same = experiment_of(row).label, check(row)
         return (*same, in_words(row)) if kind == "faults" else same
 
     lines = []
-    for (benchmark, why, *_), (first, *others) in by(rows, alike).items():
+    for (experiment, why, *_), (first, *others) in by(rows, alike).items():
         also = f" and {counted(len(others), 'other row')}" if others else ""
-        lines.append(f"{benchmark}, {in_words(first)}{also}: {why}")
+        lines.append(f"{experiment}, {in_words(first)}{also}: {why}")
     if len(lines) > _MOST_FAULTS:
         lines[_MOST_FAULTS:] = [f"and {len(lines) - _MOST_FAULTS} more"]
     return tag("ul", *(tag("li", one) for one in lines), class_=kind)

@@ -131,7 +131,7 @@ def test_what_did_not_work_out_is_said_at_the_top(page):
     text, reader = page
     top = text.split("<nav")[0]
     for words in (
-        "161 rows, of which 3 failed, wrong or missed; 1 could not be run.",
+        "247 rows, of which 3 failed, wrong or missed; 1 could not be run.",
         "main, jaxddp, naive 7 MiB, XLA in-process, 2 ranks: WRONG: weights differ by more than 1e-03",
         "main, torchref, fully_shard, Gloo, 2 ranks: FAILED: rank 1 of 2 failed: no network",
         "main, 2 ranks: not run: there is no GPU",
@@ -156,17 +156,43 @@ def test_whatever_fields_hold_there_is_a_page(seed, full_run):
     odd = [None, 0, -1, 1e300, 1e-300, math.nan, math.inf, "", "text", [], [1], [["a"]], [["a", 1]], {}, {"a": 1}, True]
     choices = random.Random(seed)
     run = read_run(full_run)
-    changed = {
-        name: [
-            {
-                key: choices.choice(odd) if key != "benchmark" and choices.random() < 0.1 else value
-                for key, value in one.items()
-            }
-            for one in rows
-        ]
-        for name, rows in run.rows.items()
-    }
+    changed = [
+        {
+            key: choices.choice(odd) if key != "benchmark" and choices.random() < 0.1 else value
+            for key, value in one.items()
+        }
+        for one in run.rows
+    ]
     Reader(render([RunRows("changed", changed), run]))
+
+
+def test_what_ran_in_a_lab_has_sections_of_its_own(full_run):
+    reader = Reader(render([read_run(full_run)]))
+    titles = [data for tag, data in reader.texts if tag == "h2"]
+    at = titles.index("The network, in a lab with links of 1000 Mbit/s")
+    assert titles[at:] == [
+        "The network, in a lab with links of 1000 Mbit/s",
+        "Collectives by size, in a lab with links of 1000 Mbit/s",
+        "Bucket sizes, in a lab with links of 1000 Mbit/s",
+    ]
+    assert "Bucket sizes" in titles[:at] and "Collectives by size" in titles[:at]
+    ids = {attributes.get("id") for _, attributes, _ in reader.elements}
+    assert {"buckets", "buckets-1000-mbit", "lab-1000-mbit"} <= ids
+
+
+def test_what_is_wrong_in_a_lab_says_so(tmp_path):
+    write_run = factories.write_run
+    bad = [one | {"check": "WRONG: x"} for one in factories.steps("buckets")[:1]]
+    missing = [factories.row("buckets") | {"check": "not run: y"}]
+    write_run(tmp_path / "lab", buckets=factories.in_lab(bad + missing))
+    write_run(tmp_path, buckets=bad + missing)
+    top = render([read_run(tmp_path)]).split("<nav")[0]
+    for words in (
+        "<li>buckets, jaxddp, naive, XLA in-process, 2 ranks: WRONG: x</li>", "<li>buckets, 2 ranks: not run: y</li>",
+        "<li>buckets at 1000 Mbit/s, jaxddp, naive, XLA over Gloo, 2 ranks: WRONG: x</li>",
+        "<li>buckets at 1000 Mbit/s, 2 ranks: not run: y</li>",
+    ):  # fmt: skip
+        assert words in top
 
 
 def test_long_lists_of_faults_are_cut(tmp_path):

@@ -1,4 +1,4 @@
-"""Runs as they lie in their folders: rows by benchmark, and the lines that could not be read."""
+"""Runs as they lie in their folders: rows by experiment, and the lines that could not be read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..run import METRICS, read_rows
-from .values import Row, by, text
+from .experiment import Experiment, experiment_of
+from .values import Row, by
+
+# Not every folder within a folder: that would make one run of all those that lie beside each other.
+_FILES = (METRICS, f"*/{METRICS}", f"lab/*/{METRICS}")
 
 
 @dataclass(frozen=True)
@@ -16,22 +20,22 @@ class RunRows:
 
     Attributes:
         name: Of its folder.
-        rows: By benchmark, in the order in which they were written.
+        rows: Of all its benchmarks, in the order in which they were written.
         broken: File, relative to the folder, and number of each line that holds no JSON object.
     """
 
     name: str
-    rows: dict[str, list[Row]]
+    rows: Sequence[Row]
     broken: tuple[tuple[str, int], ...] = ()
 
     @property
-    def all_rows(self) -> list[Row]:
-        """Of all benchmarks."""
-        return [row for rows in self.rows.values() for row in rows]
+    def experiments(self) -> dict[Experiment, list[Row]]:
+        """The rows of each experiment."""
+        return by(self.rows, experiment_of)
 
 
 def read_run(folder: Path) -> RunRows:
-    """Reads a run: its rows, and those of its benchmarks' sub-folders if there are any.
+    """Reads a run: its rows, and those of its benchmarks' folders if there are any; a lab has folders in its own.
 
     Args:
         folder: Of the run.
@@ -46,13 +50,13 @@ def read_run(folder: Path) -> RunRows:
         raise ValueError(f"run (={folder}) must be the folder of a run")
     rows: list[Row] = []
     broken = []
-    for path in [folder / METRICS, *sorted(folder.glob(f"*/{METRICS}"))]:
+    for path in [one for pattern in _FILES for one in sorted(folder.glob(pattern))]:
         found, numbers = read_rows(path)
         rows += [{"benchmark": path.parent.resolve().name} | row for row in found]
         broken += [(str(path.relative_to(folder)), number) for number in numbers]
     if not rows:
-        raise ValueError(f"run (={folder}) must hold results: there is no row in {METRICS} or */{METRICS}")
-    return RunRows(folder.resolve().name, by(rows, lambda row: text(row, "benchmark")), tuple(broken))
+        raise ValueError(f"run (={folder}) must hold results: there is no row in {' or '.join(_FILES)}")
+    return RunRows(folder.resolve().name, rows, tuple(broken))
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunRows]:
