@@ -13,6 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from .experiment import experiment_of
 from .sentences import exposed_share, timed
 from .table import Column, Table, field, numeric
 from .values import NONE, Row, buffer_bytes, by, number, percent, plain, size, text
@@ -187,7 +188,13 @@ def _machines(part: str, rows: Sequence[Row]) -> str:
     """Says what the source ran on, and what these rows did."""
     source = figures()[part] if isinstance(figures()[part], dict) else {}
     what = f"{source['model']}, {source['num_ranks']} ranks, NCCL, " if source else ""
-    seen = by(rows, lambda row: ", ".join(filter(None, [text(row, "device"), text(row, "backend")])))
+    seen = by(rows, _where)
     here = "; ".join(words for words in seen if words) or NONE
     both = f"The source: {what}{figures()['machine']}. Here: {here}."
     return f"{both} Shares and ratios go by how fast each computes beside how fast it sends."
+
+
+def _where(row: Row) -> str:
+    """What a row was measured on, if it says."""
+    on = [text(row, "device"), text(row, "backend")]
+    return ", ".join(filter(None, [*on, experiment_of(row).network if any(on) else ""]))

@@ -1,6 +1,6 @@
 """The source's figures are as its tables have them, and lie beside what they can be compared with."""
 
-from benchmarks.report.conftest import buckets, collectives, of, row, steps, timed
+from benchmarks.report.conftest import buckets, collectives, in_lab, of, row, steps, timed
 from benchmarks.report.source import buckets_beside, collectives_beside, figures, strategies_beside
 from jaxddp.cost.bandwidth import bandwidths
 
@@ -45,6 +45,13 @@ def test_all_reduces_of_the_same_size_on_as_many_ranks():
     (line,) = collectives_beside([gpu | {"backend": "NCCL", "size_bytes": 2**20 + 8}]).rows
     assert line["source"]["mean_ms"] == 0.599
     assert collectives_beside([gpu | {"num_ranks": 3}]) is None
+
+
+def test_a_lab_is_named_beside_the_source():
+    assert strategies_beside(steps()).note.count("Here: cpu, XLA in-process; cpu, Gloo.") == 1
+    note = strategies_beside(in_lab(steps())).note
+    where = "in a lab with links of 1000 Mbit/s"
+    assert f"Here: cpu, XLA over Gloo, {where}; cpu, Gloo, {where}." in note
 
 
 def test_bucket_sizes_as_ratios_to_the_best():
