@@ -1,4 +1,4 @@
-"""Sentences made from numbers: what the spread does not tell apart, none of them tells apart."""
+"""Sentences made from numbers: what the spread, or the interval of a ratio, leaves open, none of them decides."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ ENOUGH_ROUNDS = 10  # as many as a gate takes at least
 
 
 def is_apart(one: Row, other: Row) -> bool:
-    """Whether two times differ by more than their spreads: each median is outside the other's 10th to 90th percentile.
+    """Whether a run tells two times apart.
 
-    Where both have their rounds, the 95 % interval of their ratio must leave 1 out as well.
+    It does where the 95 % interval of the ratio of their rounds leaves 1 out, as a gate's does, which knows of turns
+    taken. Of times without rounds each median has to be outside the other's 10th to 90th percentile.
 
     Example:
         >>> narrow = {"median_ms": 10.0, "p10_ms": 9.0, "p90_ms": 11.0}
@@ -27,10 +28,10 @@ def is_apart(one: Row, other: Row) -> bool:
         median, low_high = number(row, "median_ms"), spread(other)
         return median is not None and low_high is not None and not low_high[0] <= median <= low_high[1]
 
-    if not (is_outside(one, other) and is_outside(other, one)):
-        return False
     ratio = ratio_of(one, other)
-    return ratio is None or not ratio.is_of_rounds or ratio.is_told
+    if ratio is not None and ratio.is_of_rounds:
+        return ratio.is_told
+    return is_outside(one, other) and is_outside(other, one)
 
 
 def timed(rows: Sequence[Row]) -> list[Row]:

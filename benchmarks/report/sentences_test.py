@@ -26,12 +26,14 @@ def test_what_the_spread_does_not_tell_apart_no_sentence_does():
     assert "times as long" not in said
 
 
-def test_nor_does_it_what_the_interval_of_the_rounds_does_not():
-    few, apart = named("a", 100.0, 0.01, rounds_ms=[100.0, 99.0, 101.0, 140.0]), [120.0, 119.0, 121.0, 90.0]
-    said = extremes([few, named("b", 120.0, 0.01, rounds_ms=apart)], name, "step")
+def test_rounds_go_before_spreads():
+    few, other = [100.0, 99.0, 101.0, 140.0], [120.0, 119.0, 121.0, 90.0]
+    said = extremes([named("a", 100.0, 0.01, rounds_ms=few), named("b", 120.0, 0.01, rounds_ms=other)], name, "step")
     assert said.endswith("but the spreads do not tell them apart.")
-    said = extremes([few, named("b", 200.0, 0.01, rounds_ms=[200.0, 199.0, 201.0, 190.0])], name, "step")
-    assert said.endswith(": 1.985 times as long (95 % interval 1.357 to 2.010).")
+    drifting = [100.0, 110.0, 120.0, 130.0, 140.0]
+    slower = [105.0, 115.5, 126.0, 136.5, 147.0]  # in every round, while both drift
+    rows = [named("a", 120.0, 0.2, rounds_ms=drifting), named("b", 126.0, 0.2, rounds_ms=slower)]
+    assert extremes(rows, name, "step").endswith(": 1.050 times as long (95 % interval 1.050 to 1.050).")
 
 
 def test_what_is_wrong_or_was_not_run_is_not_counted():
