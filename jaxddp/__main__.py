@@ -1,7 +1,8 @@
 """``python -m jaxddp COMMAND``: finds the command and turns what goes wrong into one line.
 
 A command is a module with ``add_parser(commands)``, which adds an argparse parser whose default ``run`` is a function
-``(arguments) -> None``. Such a module imports what is slow to import only when it runs, so that help comes at once.
+``(arguments) -> int | None``, the exit status if it is not 0. Such a module imports what is slow to import only when it
+runs, so that help comes at once.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Those of the command line when None.
 
     Returns:
-        The exit status: 0, 2 after bad input, 130 after an interrupt. Other exceptions are bugs and are not caught.
+        The exit status: 0, 1 if a plan is not what was compiled, 2 after bad input, 130 after an interrupt. Other
+        exceptions are bugs and are not caught.
     """
     parser = _Parser(
         prog="python -m jaxddp", description="Data-parallel training that does what was planned.", allow_abbrev=False
@@ -41,14 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     try:
         with kept_interrupts():
-            parsed.run(parsed)
+            status = parsed.run(parsed)
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:
         print(f"interrupted{' ' + str(interrupt) if str(interrupt) else ''}", file=sys.stderr)
         return 130
-    return 0
+    return status or 0
 
 
 if __name__ == "__main__":

@@ -83,8 +83,11 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace) -> int:
     """Plans as the command line says, and shows it.
+
+    Returns:
+        The exit status: 1 if what was compiled is not as planned.
 
     Raises:
         ValueError: If the options do not fit each other, or a number is out of range.
@@ -100,10 +103,11 @@ def run(arguments: argparse.Namespace) -> None:
         if verified is not None:
             as_one["verify"] = verification_object(verified)
         print(json.dumps(as_one, allow_nan=False))
-        return
-    show(found, arguments.model, explain=arguments.explain)
-    if verified is not None:
-        show_verification(verified)
+    else:
+        show(found, arguments.model, explain=arguments.explain)
+        if verified is not None:
+            show_verification(verified)
+    return 0 if verified is None or verified.holds else 1
 
 
 def _job(arguments: argparse.Namespace) -> Any:

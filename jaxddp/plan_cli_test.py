@@ -12,7 +12,7 @@ import pytest
 from jaxddp import plan_verification, target_compile
 from jaxddp.__main__ import main
 from jaxddp.models import SIZES, TransformerConfig
-from jaxddp.plan_verification import Verification
+from jaxddp.plan_verification import Row, Verification
 from jaxddp.targets import CHIPS
 
 KEYS = (
@@ -114,6 +114,14 @@ def test_verify_compiles_what_was_planned(capsys):
         ("all-gather", 2), ("reduce-scatter", 2), ("all-reduce", 2)
     }  # fmt: skip
     assert verified["notes"] == ["compiled with 64 tokens, as many on each data rank"]
+
+
+def test_a_step_that_is_not_as_planned_is_the_exit_status(monkeypatch, capsys):
+    row = Row("parameters", 4, 5, "NOT AS PLANNED: +1 bytes", holds=False)
+    monkeypatch.setattr(plan_verification, "verify", lambda found, *_: Verification(found, (row,), Counter()))
+    assert main(["plan", "--verify"]) == main(["plan", "--verify", "--json"]) == 1
+    assert '"as_planned": false' in capsys.readouterr().out
+    assert main(["plan"]) == 0
 
 
 def test_the_transformer_that_was_planned_is_compiled(monkeypatch, capsys):
