@@ -94,12 +94,13 @@ def read(folder: Path, schedule: Schedule, *, waits_late: bool) -> list[Event]:
             if name in operations:
                 runs.setdefault((device, run_id), []).append((operations[name], start_ns, end_ns))
     first = min((device for device, _ in runs), default=None)
-    steps = sorted(
-        (ran for (device, _), ran in runs.items() if device == first), key=lambda ran: min(r[1] for r in ran)
-    )
+    of_first = [sorted(ran, key=lambda one: one[1]) for (device, _), ran in runs.items() if device == first]
+    if len(of_first) == 1:
+        of_first = _split(of_first[0])
+    steps = sorted(of_first, key=lambda ran: ran[0][1])
     if len(steps) < NUM_STEPS:
         raise ValueError(f"trace (={folder}) must hold {NUM_STEPS} steps, it has {len(steps)}")
-    step = sorted(steps[1], key=lambda ran: ran[1])
+    step = steps[1]
     begin = step[0][1]
     following = [start for _, start, _ in step[1:]] + [step[-1][2]]
     events = []
@@ -107,6 +108,12 @@ def read(folder: Path, schedule: Schedule, *, waits_late: bool) -> list[Event]:
         until = max(end, after) if waits_late and operation.work.matmul_flops else end
         events.append(_event(operation, (start - begin) / 1e6, (until - begin) / 1e6))
     return events
+
+
+def _split(ran: list[tuple[Operation, float, float]]) -> list[list[tuple[Operation, float, float]]]:
+    """Cuts what a device ran where its first operation comes again: GPUs do not number their runs."""
+    starts = [index for index, (operation, _, _) in enumerate(ran) if operation.name == ran[0][0].name]
+    return [ran[start:end] for start, end in zip(starts, [*starts[1:], len(ran)], strict=True)]
 
 
 def _events(path: Path) -> Iterator[tuple[Any, Any, str, float, float]]:

@@ -121,6 +121,8 @@ def read(recorded: Sequence[Any]) -> list[Event]:
 def _lane(event: Any) -> str | None:
     """Where an event belongs; None if it only surrounds others, issues or waits."""
     if event.device_type != DeviceType.CPU:
+        if getattr(event, "is_user_annotation", False):  # a GPU has a copy of each range around what it runs
+            return None
         return COMMUNICATION if event.name.startswith("nccl") else COMPUTE
     if event.name.startswith("gloo:"):
         return COMMUNICATION

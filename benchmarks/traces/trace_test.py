@@ -74,10 +74,11 @@ def test_a_row_says_what_is_missing_from_a_trace():
     assert trace_fields(events, 2)["check"] == "WRONG: 2 collectives planned, 1 traced"
 
 
-def recorded(name, start, end, parent=None, device=DeviceType.CPU):
+def recorded(name, start, end, parent=None, device=DeviceType.CPU, annotation=False):
     return SimpleNamespace(
-        name=name, time_range=SimpleNamespace(start=start, end=end), cpu_parent=parent, device_type=device
-    )
+        name=name, time_range=SimpleNamespace(start=start, end=end), cpu_parent=parent, device_type=device,
+        is_user_annotation=annotation,
+    )  # fmt: skip
 
 
 def test_torchs_events_count_to_the_ranges_in_which_they_start():
@@ -99,6 +100,8 @@ def test_torchs_events_count_to_the_ranges_in_which_they_start():
     ]  # fmt: skip
     kernels = [recorded("ncclDevKernel_AllReduce", 5300, 5400, device=DeviceType.CUDA)]
     kernels.append(recorded("gemm", 5310, 5350, device=DeviceType.CUDA))
+    for name in ("step", "backward", "nccl:all_reduce"):  # a GPU's copies of ranges are no kernels
+        kernels.append(recorded(name, 5300, 5400, device=DeviceType.CUDA, annotation=True))
     with_kernels = torch_side.read([event for begin in (0, 5000, 10000) for event in step(begin)] + kernels)
     assert {(one.lane, one.phase) for one in with_kernels if one not in events} == {
         (COMMUNICATION, SYNC), (COMPUTE, "compute"),
@@ -132,6 +135,17 @@ def test_a_product_that_is_handed_on_lasts_until_the_next_operation(tmp_path, mo
     late, known = (jax_side.read(tmp_path, schedule, waits_late=flag) for flag in (True, False))
     assert [(one.name, one.start_ms, one.end_ms) for one in late] == [("dot", 0, 4), ("add", 4, 5), ("dot", 5, 6)]
     assert known[0].end_ms == 1
+
+
+def test_gpus_do_not_number_their_runs(tmp_path, monkeypatch):
+    product = Operation("dot", "backward", Work(matmul_flops={MatmulKind("f32", "default"): 9.0}))
+    names = (product, Operation("add", "backward", Work(num_bytes=9)))
+    ran = [("GPU:0", None, name, 1e7 * step + start, 1e7 * step + start + 1e6)
+           for step in range(3) for name, start in (("dot", 0), ("add", 4e6), ("add", 6e6))]  # fmt: skip
+    monkeypatch.setattr(jax_side, "_events", lambda path: ran)
+    (tmp_path / "one.xplane.pb").touch()
+    events = jax_side.read(tmp_path, Schedule(names), waits_late=False)
+    assert [(one.name, one.start_ms, one.end_ms) for one in events] == [("dot", 0, 1), ("add", 4, 5), ("add", 6, 7)]
 
 
 def test_torch_is_traced_and_read_by_its_ranges(tmp_path):
