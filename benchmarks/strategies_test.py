@@ -136,6 +136,35 @@ def test_a_peer_that_is_wrong_is_marked_and_one_that_fails_is_a_row():
     ]  # fmt: skip
 
 
+def failing_without_communication(ranks, setup, weights):
+    """Keeps a strategy from running without its communication, and a peer from starting; runs on each rank."""
+
+    def refuse_silence(setup, spec, module, wire):
+        if wire is torch_side.compression.noop:
+            raise TypeError("no silence")
+        return wrap(setup, spec, module, wire)
+
+    class Broken(torch_side.Peer):
+        def __init__(self, *args, sends):
+            raise IndexError("one too many")
+
+    with pytest.MonkeyPatch.context() as patch:
+        wrap = torch_side.wrap
+        patch.setattr(torch_side, "wrap", refuse_silence)
+        patch.setattr(torch_side, "Peer", Broken)
+        return torch_side.run(ranks, setup, weights)
+
+
+def test_what_crashes_is_a_fault_of_a_peer_too_and_of_a_step_without_communication():
+    setup = replace(TOY, strategies=specs("naive", "fully_shard"))
+    weights = to_numpy(build("toy")[1])
+    side = merge_ranks(shared_pool().run(failing_without_communication, setup.ranks, setup, weights, num_ranks=2))
+    naive, peer = step_rows("torchref", setup, side)
+    assert naive["check"] == "FAILED: TypeError: no silence, without its communication"
+    assert naive["median_ms"] > 0 and naive["exposed_ms"] is None
+    assert peer["check"] == "FAILED: IndexError: one too many"
+
+
 def test_a_peer_alone_is_of_one_framework(tmp_path, monkeypatch):
     setup = replace(TOY, strategies=specs("jit"))
     monkeypatch.setattr(frameworks, "_run_torch", refuse)

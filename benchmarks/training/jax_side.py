@@ -26,7 +26,7 @@ from torchref.launch import report
 from ..ranks import Ranks
 from .interleave import Attempts, Variant, agree_over_ranks, interleave
 from .jax_variants import Jit, Planned, probes, rows_of_process
-from .measure import BASELINE, Measured, Setup, SideResult, StrategySpec, largest_difference, ranks_in_words
+from .measure import Measured, Setup, SideResult, StrategySpec, largest_difference, ranks_in_words
 
 
 def run(ranks: Ranks, setup: Setup) -> SideResult:
@@ -71,7 +71,7 @@ def run(ranks: Ranks, setup: Setup) -> SideResult:
     for spec in setup.of("jaxddp"):
         add(spec.label, spec, compression.none)
         if setup.with_baselines:
-            add(*_baseline(spec), compression.noop)
+            add(*spec.without_communication, compression.noop)
     timed = probes(setup, loss_fn, params, mesh, rows) if setup.probe_bytes else []
 
     report(("doing", "training"))
@@ -83,7 +83,7 @@ def run(ranks: Ranks, setup: Setup) -> SideResult:
     for spec in setup.of("jaxddp"):
         if spec.label in times:
             one, (metrics, seconds) = attempt.made[spec.label], times[spec.label]
-            baseline = times.get(_baseline(spec)[0], ([], []))[1]
+            baseline = times.get(spec.without_communication[0], ([], []))[1]
             difference = largest_difference(to_numpy(one.params()), trained)
             measured[spec.label] = Measured(
                 one.planned, one.compiled, metrics, expected, difference, seconds, baseline, one.buckets, one.schedule
@@ -137,9 +137,3 @@ def gradient_shares(setup: Setup) -> tuple[float, dict[str, float], int]:
 def _strategy(spec: StrategySpec, wire: compression.Compression) -> jaxddp.Strategy:
     options: dict[str, Any] = {} if spec.bucket_mb is None else {"bucket_mb": spec.bucket_mb}
     return jaxddp.make_strategy(spec.name, compression=wire, **options)
-
-
-def _baseline(spec: StrategySpec) -> tuple[str, StrategySpec]:
-    """Label and strategy of the same step without communication; jit's is ours, which computes the same."""
-    spec = StrategySpec("naive") if spec.name == "jit" else spec
-    return spec.label + BASELINE, spec

@@ -17,7 +17,6 @@ from torchref.train import local_rows
 from ..ranks import Ranks
 from .interleave import Attempts, Variant, agree_over_ranks, interleave
 from .measure import (
-    BASELINE,
     Measured,
     Setup,
     SideResult,
@@ -67,7 +66,7 @@ def run(ranks: Ranks, setup: Setup, weights: dict[str, np.ndarray]) -> SideResul
     for spec in setup.of("torchref"):
         add(spec.label, spec, compression.none)
         if setup.with_baselines and (not is_peer(spec) or spec.name in Peer.CAN_KEEP_SILENT):
-            add(spec.label + BASELINE, spec, compression.noop)
+            add(*spec.without_communication, compression.noop)
     timed = probes(setup, copy.deepcopy(start), rows) if setup.probe_bytes else []
 
     report(("doing", "training"))
@@ -82,7 +81,7 @@ def run(ranks: Ranks, setup: Setup, weights: dict[str, np.ndarray]) -> SideResul
             one, (metrics, seconds) = attempt.made[spec.label], times[spec.label]
             if is_peer(spec):
                 metrics = _over_ranks(metrics, device)
-            baseline = times.get(spec.label + BASELINE, ([], []))[1]
+            baseline = times.get(spec.without_communication[0], ([], []))[1]
             difference = largest_difference(one.weights(), trained)
             measured[spec.label] = Measured(
                 one.planned, one.issued, metrics, expected, difference, seconds, baseline, one.buckets
