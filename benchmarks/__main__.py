@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 from .options import Options, Parser, add_options, read_options
-from .registry import BENCHMARKS
+from .registry import BENCHMARKS, check_taken
 
 _OPTIONS = "options.json"
 
@@ -63,7 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, folder = read_options(parsed), None
         name = parsed.benchmark or ("all" if options.quick else "main")
         if parsed.resume:
+            if parsed.benchmark or parsed.out or options != Options():
+                raise ValueError(f"resume (={parsed.resume}) goes on as the run was called: nothing else can be given")
             name, options, folder = _stopped(parsed.resume)
+        else:
+            check_taken(name, options)
         with kept_interrupts(), lab_for(name, options) as options:
             benchmark = import_module(f".{BENCHMARKS[name].module}", __package__)
             setup, line = benchmark.describe(options)

@@ -16,6 +16,20 @@ from benchmarks.__main__ import main
         (["--out", "."], "error: out (=.) must not exist, or be an empty folder"),
         (["races"], "invalid choice: 'races'"),
         (["--steps", "many"], "invalid int value: 'many'"),
+        (
+            ["collectives", "--model", "tiny"],
+            "error: --model changes nothing of collectives, which takes --",
+        ),
+        (
+            ["memory", "--quick", "--ranks", "4"],
+            "error: --ranks changes nothing of memory, which takes --quick,",
+        ),
+        (["gates", "--profile"], "error: --profile changes nothing of gates, which takes "),
+        (
+            ["--resume", "x", "--steps", "9"],
+            "error: resume (=x) goes on as the run was called: nothing else can",
+        ),
+        (["main", "--resume", "x"], "error: resume (=x) goes on as the run was called: nothing else can"),
     ],
 )
 def test_bad_input(arguments, message, capsys, tmp_path, monkeypatch):

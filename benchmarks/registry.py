@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import NamedTuple
+
+from .options import Options
+
+_MACHINE = ("quick", "ranks", "on", "hosts", "rate_mbit", "steps")
+_TRAINING = (*_MACHINE, "batch_size", "model", "data")
+_EVERY = tuple(field.name for field in fields(Options))
 
 
 class Benchmark(NamedTuple):
@@ -14,12 +21,14 @@ class Benchmark(NamedTuple):
         full_minutes: About what it takes on two cores of a laptop's kind; of collectives and lab the sum of parts that
             were measured one by one.
         quick_minutes: The same of its short form.
+        takes: Names of the options that change it.
     """
 
     module: str
     summary: str
     full_minutes: int
     quick_minutes: int = 0
+    takes: tuple[str, ...] = _EVERY
 
     def minutes(self, quick: bool) -> int:
         """About how long it takes."""
@@ -27,24 +36,62 @@ class Benchmark(NamedTuple):
 
 
 BENCHMARKS = {
-    "main": Benchmark("main_job", "a byte-level language model under every strategy in both frameworks", 5),
-    "strategies": Benchmark(
-        "strategies", "the same beside what the frameworks do by themselves: jit, DDP, ZeRO, FSDP2", 5, 3
+    "main": Benchmark(
+        "main_job", "a byte-level language model under every strategy in both frameworks", 5,
+        takes=(*_TRAINING, "strategies", "profile"),
     ),
-    "buckets": Benchmark("buckets.benchmark", "bucket sizes: measured beside predicted, in both frameworks", 6, 1),
+    "strategies": Benchmark(
+        "strategies", "the same beside what the frameworks do by themselves: jit, DDP, ZeRO, FSDP2", 5, 3,
+        (*_TRAINING, "strategies", "profile"),
+    ),
+    "buckets": Benchmark(
+        "buckets.benchmark", "bucket sizes: measured beside predicted, in both frameworks", 6, 1,
+        (*_TRAINING, "bucket_mb"),
+    ),
     "collectives": Benchmark(
-        "collectives.benchmark", "every collective by size, ranks and backend, with fitted latency and bandwidth", 20, 1
+        "collectives.benchmark", "every collective by size, ranks and backend, with fitted latency and bandwidth",
+        20, 1, (*_MACHINE, "sizes_mb"),
     ),
     "scaling": Benchmark(
-        "scaling.benchmark", "strong and weak scaling, measured here and simulated up to 512 H100s", 5, 2
+        "scaling.benchmark", "strong and weak scaling, measured here and simulated up to 512 H100s", 5, 2,
+        (*_TRAINING, "strategies", "target"),
     ),
-    "memory": Benchmark("memory.benchmark", "what a step holds on each device, by ZeRO stage", 2, 1),
-    "gates": Benchmark("gates", "what may not cost more than what: jit, DistributedDataParallel, ZeRO-1", 3),
+    "memory": Benchmark(
+        "memory.benchmark", "what a step holds on each device, by ZeRO stage", 2, 1,
+        ("quick", "batch_size", "model", "strategies", "target"),
+    ),
+    "gates": Benchmark(
+        "gates", "what may not cost more than what: jit, DistributedDataParallel, ZeRO-1", 3, 3, _TRAINING
+    ),
     "lab": Benchmark(
-        "lab.benchmark", "strategies, buckets and collectives over a slow network, made on this machine", 50, 2
+        "lab.benchmark", "strategies, buckets, gates and collectives over a slow network, made on this machine", 55, 2,
+        (*_TRAINING, "strategies", "bucket_mb", "sizes_mb", "profile"),
     ),
     "compile": Benchmark(
-        "compilation.benchmark", "how long compilation takes, for up to 512 devices and 10,000 parameters", 20
+        "compilation.benchmark", "how long compilation takes, for up to 512 devices and 10,000 parameters", 20,
+        takes=("steps",),
     ),
     "all": Benchmark("all_job", "all but main and compile in one run; with --quick in some 10 minutes", 0),
-}
+}  # fmt: skip
+
+
+def check_taken(name: str, options: Options) -> None:
+    """Refuses options that a benchmark does not take; those of several go to whichever of them takes each.
+
+    Args:
+        name: Of the benchmark.
+        options: As given.
+
+    Raises:
+        ValueError: If one would change nothing.
+    """
+    takes, nothing_said = BENCHMARKS[name].takes, Options()
+    for option in _EVERY:
+        if option not in takes and getattr(options, option) != getattr(nothing_said, option):
+            words = ", ".join(map(in_words, takes))
+            raise ValueError(f"{in_words(option)} changes nothing of {name}, which takes {words}")
+
+
+def in_words(option: str) -> str:
+    """An option as the command line has it."""
+    return f"--{option.replace('_', '-')}"
