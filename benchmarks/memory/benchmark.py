@@ -38,6 +38,7 @@ from .variants import CPU, Allocation, Setup, allocate, read
 MOMENTS = {"after_init": "after init", "before_update": "before the update", "after_step": "after the step"}
 # What is in a row of each: a step is one program, whose peaks are what can be said of its moments.
 FIGURES = {"after_init": "in use", "before_update": "peak until the backward ends", "after_step": "peak of the update"}
+OF_EACH_STAGE = ("bucketed", "zero1", "zero2", "zero3")
 SCALAR_BYTES = 4 + 4 + 8  # optax's count of steps, the state's own, and its key
 
 
@@ -46,7 +47,8 @@ def describe(options: Options) -> tuple[Setup, str]:
 
     Args:
         options: A size of the transformer (seed_xl, or byte_shallow in the short form), a target (``h100:2``), or
-            ``cpu:2`` for simulated devices of this machine, strategies (one of each stage) and the batch size (32).
+            ``cpu:2`` for simulated devices of this machine, strategies (all, or one of each stage) and the batch size
+            (32).
 
     Returns:
         The setup, and its description in a line.
@@ -59,7 +61,7 @@ def describe(options: Options) -> tuple[Setup, str]:
         options.target or "h100:2",
         options.batch_size or 32,
     )
-    strategies = options.strategies or ("bucketed", "zero1", "zero2", "zero3")
+    strategies = options.strategies or (OF_EACH_STAGE if options.quick else tuple(STRATEGIES))
     if model not in SIZES:
         raise ValueError(f"unknown model {model!r}: one of {', '.join(SIZES)}")
     for name in strategies:
