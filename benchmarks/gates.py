@@ -56,7 +56,7 @@ def describe(options: Options) -> tuple[Setup, str]:
     """Describes what is compared.
 
     Args:
-        options: Ranks (2), rounds (20, at least 10) and the batch size (8).
+        options: Ranks (2), rounds (20, at least 10), the batch size (8), a model (lm_9m), and text for one of bytes.
 
     Returns:
         The setup, and its description in a line.
@@ -67,10 +67,10 @@ def describe(options: Options) -> tuple[Setup, str]:
     num_steps = options.steps or (MIN_ROUNDS if options.quick else NUM_ROUNDS)
     if num_steps < MIN_ROUNDS:
         raise ValueError(f"steps (={num_steps}) must be at least {MIN_ROUNDS} rounds, or the interval means nothing")
-    ranks = chosen_ranks(options.ranks, NUM_RANKS, options.on)
-    setup, described = make_setup(
-        options.model or MODEL, ranks, num_steps, options.batch_size or BATCH_SIZE, num_warmup=NUM_WARMUP
-    )
+    batch_size = options.batch_size or BATCH_SIZE
+    ranks = chosen_ranks(options.ranks, NUM_RANKS, options.on, batch_size=batch_size)
+    model = options.model or MODEL
+    setup, described = make_setup(model, ranks, num_steps, batch_size, data=options.data, num_warmup=NUM_WARMUP)
     setup = replace(setup, strategies=STRATEGIES["jaxddp"], with_baselines=False)
     check_memory(setup)
     return setup, described

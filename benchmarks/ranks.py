@@ -7,16 +7,19 @@
 | `gpus`      | one process, a rank for each of its GPUs, over NCCL        | a process a rank, over NCCL         |
 | `lab`       | as `processes`, each on a host of its own: see `lab/`      | the same                            |
 
-Where there are GPUs, ranks are GPUs, whatever was asked for. On CPUs a rank of either framework has one core, see
-``cores.py``, torch's computes with ``THREADS``, and both keep the memory that they free, as programs that train do: see
-``jaxddp/allocator.py``.
+Where both frameworks find GPUs, ranks are GPUs, all of them, unless something else is asked for; on them products of
+float32 are float32 in both (JAX by itself would take TF32, torch would not). On CPUs a rank of either framework has one
+core, see ``cores.py``, torch's computes with ``THREADS``, and both keep the memory that they free, as programs that
+train do: see ``jaxddp/allocator.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -36,6 +39,7 @@ _T = TypeVar("_T")
 KINDS = ("simulated", "processes", "gpus", "lab")
 _OF_PROCESSES = ("processes", "lab")
 THREADS = 1
+_COUNT_GPUS = "import jax; print(sum(device.platform == 'gpu' for device in jax.local_devices()))"
 TIMEOUT_S = 3600.0
 
 
@@ -58,6 +62,15 @@ class Ranks:
         """What carries the collectives, by framework."""
         jax_s = {"simulated": "XLA in-process", "gpus": "XLA over NCCL"}.get(self.kind, "XLA over Gloo")
         return {"jaxddp": jax_s, "torchref": "NCCL" if self.kind == "gpus" else "Gloo"}
+
+    @property
+    def in_words(self) -> str:
+        """How many there are, and of how many GPUs."""
+        of_gpus, of_jax = _counted_gpus()
+        counted = f"{self.num} rank{'s' if self.num > 1 else ''}"
+        if self.kind == "gpus":
+            return f"{counted} on {self.num} of {min(of_gpus, of_jax)} GPUs"
+        return f"{counted} ({_without_jax(of_gpus)})" if self.kind == "simulated" and of_gpus > of_jax == 0 else counted
 
     def run_jax(self, fn: Callable[..., _T], *args: Any, on_message: OnMessage | None = None) -> list[_T]:
         """Runs ``fn(self, *args)`` in JAX's processes; inside, ``mesh()`` gives the mesh of these ranks.
@@ -93,7 +106,10 @@ class Ranks:
         import jaxddp
 
         if self.kind == "gpus":
+            import jax
+
             os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs room on them as well
+            jax.config.update("jax_default_matmul_precision", "highest")  # as torch has it
         if self.kind in _OF_PROCESSES:
             import jax
             from jax.experimental import multihost_utils
@@ -116,13 +132,14 @@ class Ranks:
             )  # fmt: skip
 
 
-def chosen_ranks(num_ranks: int | None, default: int, kind: str | None = None) -> Ranks:
+def chosen_ranks(num_ranks: int | None, default: int, kind: str | None = None, *, batch_size: int = 0) -> Ranks:
     """Decides how the ranks run that were asked for.
 
     Args:
         num_ranks: Their number, if it was said.
-        default: Their number if it was not; where there are fewer GPUs, these.
+        default: Their number if it was not, and they are no GPUs: of those as many as can share the batch.
         kind: As for ``ranks_of_machine``.
+        batch_size: Of the global batch; 0 if anything will do.
 
     Returns:
         The ranks.
@@ -131,7 +148,11 @@ def chosen_ranks(num_ranks: int | None, default: int, kind: str | None = None) -
         ValueError: As ``ranks_of_machine``, and if there are not as many GPUs as were asked for.
     """
     ranks = ranks_of_machine(num_ranks or default, kind)
-    if num_ranks and ranks.num < num_ranks:
+    if ranks.kind != "gpus":
+        return ranks
+    if num_ranks is None:
+        return next(Ranks(num, "gpus") for num in range(num_gpus(), 0, -1) if batch_size % num == 0)
+    if ranks.num < num_ranks:
         raise ValueError(f"ranks (={num_ranks}) must be at most the number of GPUs (={ranks.num})")
     return ranks
 
@@ -160,21 +181,46 @@ def ranks_of_machine(num_ranks: int, kind: str | None = None) -> Ranks:
         if num_ranks > len(hosts):
             raise ValueError(f"ranks (={num_ranks}) must be at most the number of the lab's hosts (={len(hosts)})")
         return Ranks(num_ranks, kind, hosts[:num_ranks])
-    import torch
-
-    num_gpus = torch.cuda.device_count()
-    if kind == "gpus" and not num_gpus:
-        raise ValueError("ranks of kind 'gpus' need GPUs, and torch finds none")
+    if kind == "gpus" and not num_gpus():
+        of_torch, _ = _counted_gpus()
+        raise ValueError(
+            f"ranks of kind 'gpus' need GPUs, and {_without_jax(of_torch) if of_torch else 'torch finds none'}"
+        )
     if kind is None:
-        kind = "gpus" if num_gpus else "simulated"
+        kind = "gpus" if num_gpus() else "simulated"
     if kind == "gpus":
-        return Ranks(min(num_ranks, num_gpus), kind)
+        return Ranks(min(num_ranks, num_gpus()), kind)
     if (most := free_bytes(kind) // PROCESS_BYTES) < num_ranks:  # torch's are processes even where JAX's are simulated
         each, free = PROCESS_BYTES / 2**30, free_bytes(kind) / 2**30
         raise ValueError(
             f"ranks (={num_ranks}) must be at most {most}: each takes {each:g} GiB for its process, {free:.1f} are free"
         )
     return Ranks(num_ranks, kind)
+
+
+def num_gpus() -> int:
+    """How many GPUs there are for both frameworks."""
+    return min(_counted_gpus())
+
+
+def _counted_gpus() -> tuple[int, int]:
+    """GPUs that torch finds, which it does without starting any, and that JAX finds, which is only asked then."""
+    import torch
+
+    of_torch = torch.cuda.device_count()
+    return of_torch, count_jax_gpus() if of_torch else 0
+
+
+@functools.cache
+def count_jax_gpus() -> int:
+    """GPUs that JAX finds, in a process of its own: this one must not start a device before its ranks do."""
+    said = subprocess.run([sys.executable, "-c", _COUNT_GPUS], capture_output=True, text=True)
+    last = said.stdout.split()[-1:]
+    return int(last[0]) if said.returncode == 0 and last else 0
+
+
+def _without_jax(of_torch: int) -> str:
+    return f"torch finds {of_torch}, JAX none: it takes .[cuda12] or .[cuda13]"
 
 
 @contextlib.contextmanager

@@ -41,18 +41,58 @@ def test_a_rank_of_either_framework_has_a_core_and_keeps_its_memory(monkeypatch)
     assert not {"MALLOC_ARENA_MAX", "NPROC"} & os.environ.keys()
 
 
+def gpus(monkeypatch, of_torch, of_jax=None):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: of_torch)
+    monkeypatch.setattr(ranks, "count_jax_gpus", lambda: of_torch if of_jax is None else of_jax)
+
+
 def test_gpus_are_taken_where_there_are_any(monkeypatch):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    gpus(monkeypatch, 0)
     assert ranks_of_machine(3) == Ranks(3, "simulated")
     assert ranks_of_machine(3, "processes") == Ranks(3, "processes")
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    gpus(monkeypatch, 2)
     assert ranks_of_machine(3) == Ranks(2, "gpus")
     assert ranks_of_machine(3, "simulated") == Ranks(3, "simulated")
     assert ranks_of_machine(1).backend == {"jaxddp": "XLA over NCCL", "torchref": "NCCL"}
 
 
+def test_all_gpus_are_taken_that_can_share_the_batch(monkeypatch):
+    gpus(monkeypatch, 8)
+    assert chosen_ranks(None, 2, batch_size=8) == Ranks(8, "gpus")
+    assert chosen_ranks(None, 2, batch_size=12) == Ranks(6, "gpus")
+    assert chosen_ranks(3, 2, batch_size=8) == Ranks(3, "gpus")  # said by hand, so that its error is theirs
+    assert chosen_ranks(None, 2, "simulated", batch_size=8) == Ranks(2, "simulated")
+    assert Ranks(6, "gpus").in_words == "6 ranks on 6 of 8 GPUs"
+    gpus(monkeypatch, 1)
+    assert chosen_ranks(None, 2, batch_size=8).in_words == "1 rank on 1 of 1 GPUs"
+    gpus(monkeypatch, 0)
+    assert chosen_ranks(None, 2, batch_size=8).in_words == "2 ranks"
+
+
+def test_gpus_that_jax_cannot_use_are_not_taken_and_said(monkeypatch):
+    gpus(monkeypatch, 2, of_jax=0)
+    assert ranks_of_machine(2) == Ranks(2, "simulated")
+    assert ranks_of_machine(2).in_words == "2 ranks (torch finds 2, JAX none: it takes .[cuda12] or .[cuda13])"
+    rule = r"^ranks of kind 'gpus' need GPUs, and torch finds 2, JAX none: it takes \.\[cuda12\] or \.\[cuda13\]$"
+    with pytest.raises(ValueError, match=rule):
+        ranks_of_machine(2, "gpus")
+
+
+def test_jax_counts_its_gpus_in_a_process_of_its_own(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    ranks.count_jax_gpus.cache_clear()
+    assert ranks.count_jax_gpus() == 0
+    monkeypatch.setattr(ranks, "_COUNT_GPUS", "print('a warning'); print(3)")
+    ranks.count_jax_gpus.cache_clear()
+    assert ranks.count_jax_gpus() == 3
+    monkeypatch.setattr(ranks, "_COUNT_GPUS", "raise SystemExit('no driver')")
+    ranks.count_jax_gpus.cache_clear()
+    assert ranks.count_jax_gpus() == 0
+    ranks.count_jax_gpus.cache_clear()
+
+
 def test_bad_ranks(monkeypatch):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    gpus(monkeypatch, 0)
     with pytest.raises(ValueError, match=r"^ranks \(=0\) must be a positive integer$"):
         ranks_of_machine(0)
     with pytest.raises(ValueError, match=r"^unknown kind of ranks 'threads': one of simulated, processes, gpus, lab$"):
@@ -62,13 +102,13 @@ def test_bad_ranks(monkeypatch):
 
 
 def test_more_ranks_than_the_machine_has_room_for(monkeypatch):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    gpus(monkeypatch, 0)
     monkeypatch.setattr(ranks, "free_bytes", lambda kind: 2 * 2**30 + 1)
     assert ranks_of_machine(4).num == 4
     rule = r"^ranks \(=5\) must be at most 4: each takes 0.5 GiB for its process, 2.0 are free$"
     with pytest.raises(ValueError, match=rule):
         ranks_of_machine(5, "processes")
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    gpus(monkeypatch, 2)
     assert chosen_ranks(None, 4) == Ranks(2, "gpus")
     with pytest.raises(ValueError, match=r"^ranks \(=3\) must be at most the number of GPUs \(=2\)$"):
         chosen_ranks(3, 4)

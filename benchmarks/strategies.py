@@ -59,9 +59,9 @@ def describe(options: Options, names: Sequence[str] = NAMES) -> tuple[Setup, str
     for name in names:
         if name not in NAMES:
             raise ValueError(f"unknown strategy {name!r}: one of {', '.join(NAMES)}")
-    ranks = chosen_ranks(options.ranks, NUM_RANKS, options.on)
     num_steps = options.steps or (NUM_QUICK if options.quick else NUM_STEPS)
     num_warmup, batch_size = 1 if options.quick else NUM_WARMUP, options.batch_size or BATCH_SIZE
+    ranks = chosen_ranks(options.ranks, NUM_RANKS, options.on, batch_size=batch_size)
     setup, described = make_setup(model, ranks, num_steps, batch_size, data=options.data, num_warmup=num_warmup)
     setup = replace(setup, strategies=tuple(spec_of(name, model) for name in names), with_traces=options.profile)
     check_memory(setup)
@@ -112,7 +112,7 @@ def make_setup(
     )
     described = (
         f"{model} language model on {source.source}: {num_warmup} + {num_steps} steps of {batch_size} x {context}"
-        f" tokens, AdamW, {ranks.num} ranks"
+        f" tokens, AdamW, {ranks.in_words}"
     )
     return setup, described
 

@@ -17,7 +17,7 @@ import numpy as np
 from ..options import Options
 from ..ranks import chosen_ranks
 from ..ratios import compare
-from ..run import Run, holds
+from ..run import NotRun, Run, holds
 from ..strategies import BATCH_SIZE, NUM_RANKS, NUM_WARMUP, QUICK_MODEL, check_memory, make_setup
 from ..tables import markdown_table, terminal_table, write_markdown
 from ..training.frameworks import BETWEEN, FRAMEWORKS, measure_both
@@ -35,30 +35,31 @@ NUM_STEPS, NUM_QUICK, QUICK_BATCH_SIZE = 12, 4, 4
 NUM_RESAMPLED = 40
 LARGEST_PROBE_BYTES = 64 * MIB
 OPTIMA, SHARES = "optima", "gradient shares"
+ALONE = "one alone sends nothing"
 
 
 def describe(options: Options) -> tuple[Setup, str]:
     """Describes the sweep.
 
     Args:
-        options: Caps in MiB, ranks (2), rounds (12, or 4 in the short form), the batch size (8, or 4) and a model
-            (lm_9m, or byte_shallow).
+        options: Caps in MiB, ranks (2), rounds (12, or 4 in the short form), the batch size (8, or 4), a model
+            (lm_9m, or byte_shallow), and text for one of bytes.
 
     Returns:
         The setup, and its description in a line.
 
     Raises:
-        ValueError: If there is one rank, the model is unknown or the batch cannot be split.
+        ValueError: If one rank is asked for, the model is unknown or the batch cannot be split.
     """
     caps = options.bucket_mb or (QUICK_CAPS_MB if options.quick else CAPS_MB)
     num_steps = options.steps or (NUM_QUICK if options.quick else NUM_STEPS)
     batch_size = options.batch_size or (QUICK_BATCH_SIZE if options.quick else BATCH_SIZE)
-    ranks = chosen_ranks(options.ranks, NUM_RANKS, options.on)
-    if ranks.num < 2:
-        raise ValueError(f"ranks (={ranks.num}) must be at least 2: one alone sends nothing")
+    if options.ranks == 1:
+        raise ValueError(f"ranks (=1) must be at least 2: {ALONE}")
+    ranks = chosen_ranks(options.ranks, NUM_RANKS, options.on, batch_size=batch_size)
     model = options.model or (QUICK_MODEL if options.quick else MODEL)
     num_warmup = 1 if options.quick else NUM_WARMUP
-    setup, described = make_setup(model, ranks, num_steps, batch_size, num_warmup=num_warmup)
+    setup, described = make_setup(model, ranks, num_steps, batch_size, data=options.data, num_warmup=num_warmup)
     specs = tuple(StrategySpec("bucketed", cap) for cap in sorted(set(caps)))
     swept = ", ".join(f"{spec.bucket_mb:g}" for spec in specs)
     setup = replace(setup, strategies=specs, with_schedules=True)
@@ -76,7 +77,7 @@ def run(this: Run, setup: Setup) -> bool:
     Returns:
         Whether every result is right; a prediction that is off is no fault.
     """
-    (found,) = this.part(SHARES, lambda: [_share_row(setup)])
+    (found,) = this.part(SHARES if setup.ranks.num > 1 else "sweep", lambda: [_share_row(setup)])
     if "ready_shares" in found:
         shares = Shares(found["forward_share"], found["ready_shares"])
         setup = replace(setup, probe_bytes=probe_sizes(found["gradient_bytes"]))
@@ -214,7 +215,9 @@ def optimum_rows(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _share_row(setup: Setup) -> dict[str, Any]:
-    """When gradients are ready."""
+    """When gradients are ready, if there is a rank to send them to."""
+    if setup.ranks.num < 2:
+        raise NotRun(f"{setup.ranks.in_words}: {ALONE}")
     forward, ready, num_bytes = gradient_shares(setup)
     return {
         "model": setup.model,

@@ -1,14 +1,17 @@
 """Predictions on constructed numbers, and the whole way from a toy's ranks to its rows."""
 
+import io
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
+from rich.console import Console
 
-from benchmarks.buckets.benchmark import bucket_rows, describe, optimum_rows, probe_sizes
+from benchmarks.buckets.benchmark import bucket_rows, describe, optimum_rows, probe_sizes, run
 from benchmarks.buckets.prediction import Costs, Shares, fit_costs, judge, predict, regime, simulated, uniform
 from benchmarks.options import Options
+from benchmarks.run import Run
 from benchmarks.training.measure import (
     AT_ONCE,
     FORWARD_BACKWARD,
@@ -123,8 +126,24 @@ def test_the_sweep():
     assert [spec.bucket_mb for spec in chosen.strategies] == [2, 4]
     with pytest.raises(ValueError, match=r"ranks \(=1\) must be at least 2: one alone sends nothing"):
         describe(Options(ranks=1))
+    with pytest.raises(ValueError, match=r"unknown model 'toy'"):
+        describe(Options(model="toy"))
     assert probe_sizes(1088) == (16, 68, 272, 1088)
     assert probe_sizes(2**40) == (2**20, 2**22, 2**24, 2**26)
+
+
+def test_one_gpu_alone_is_a_row_that_is_not_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("benchmarks.ranks.count_jax_gpus", lambda: 1)
+    monkeypatch.setattr("benchmarks.strategies.free_bytes", lambda kind: 80 * 2**30)
+    setup, described = describe(Options(quick=True))
+    assert "1 rank on 1 of 1 GPUs; buckets of" in described
+    this = Run(tmp_path, Console(file=io.StringIO()), "buckets")
+    assert run(this, setup)
+    assert [(row["part"], row["check"]) for row in this.rows] == [
+        ("sweep", "not run: 1 rank on 1 of 1 GPUs: one alone sends nothing")
+    ]
+    assert "| sweep |" in (tmp_path / "table.md").read_text()
 
 
 def predicted_row(noise):

@@ -17,7 +17,7 @@ from ..options import Options
 from ..ranks import chosen_ranks, ranks_of_machine
 from ..ratios import compare
 from ..run import Run, holds
-from ..strategies import NAMES, check_batch_size, default_model, make_setup, spec_of
+from ..strategies import NAMES, check_batch_size, check_memory, default_model, make_setup, spec_of
 from ..tables import NOTHING, Column, markdown_table, terminal_table, time_cell, value, write_markdown
 from ..training.frameworks import BETWEEN, FRAMEWORKS, measure_both
 from ..training.measure import PEERS, Setup, SideResult
@@ -62,10 +62,11 @@ def describe(options: Options) -> tuple[Job, str]:
         The job, and its description in a line.
 
     Raises:
-        ValueError: If a name is unknown or the batch cannot be split over the most ranks.
+        ValueError: If a name is unknown, the batch cannot be split over the most ranks, or what is trained does not fit
+            into memory.
     """
-    most = chosen_ranks(options.ranks, QUICK_RANKS if options.quick else NUM_RANKS, options.on).num
-    batch_size = options.batch_size or BATCH_SIZE
+    batch_size, default = options.batch_size or BATCH_SIZE, QUICK_RANKS if options.quick else NUM_RANKS
+    most = chosen_ranks(options.ranks, default, options.on, batch_size=batch_size).num
     check_batch_size(batch_size, most)
     model, names = options.model or default_model(options), options.strategies or ("bucketed",)
     for name in names:
@@ -86,6 +87,8 @@ def describe(options: Options) -> tuple[Job, str]:
         Point(replace(setup, strategies=specs, with_baselines=False), tuple(its_modes))
         for setup, its_modes in zip(setups, modes.values(), strict=True)
     ]
+    for point in points:
+        check_memory(point.setup)
     beyond = beyond_of(options, [spec for spec in specs if spec.name not in sum(PEERS.values(), ())])
     described = (
         f"{model}, {', '.join(names)}, {', '.join(map(str, counts))} ranks: strong scaling at a batch of {batch_size},"
