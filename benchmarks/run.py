@@ -1,8 +1,8 @@
 """A run of a benchmark: its folder, the rows that it has so far, and what becomes of a part that fails.
 
 A benchmark is cut into parts, each measured as a whole: what is compared takes turns inside one part. The rows of a
-part are written as soon as it is done. So what was measured stays whatever comes after, a part that fails is a row
-that says so, and a run that was stopped goes on with the parts that are missing.
+part are written as soon as it is done, all of them or none. So what was measured stays whatever comes after, a part
+that fails is a row that says so, and a run that was stopped goes on with the parts that are missing.
 """
 
 from __future__ import annotations
@@ -79,20 +79,34 @@ class Run:
             rows = [{"check": f"{NOT_RUN}{reason}"}]
         except (RankError, ValueError, OSError) as error:
             rows = [{"check": f"{FAILED}{self.keep_error(key, error)}"}]
-        if not all("check" in row for row in rows):
-            raise AssertionError(f"a row of part {key!r} has no check")
+        made = self.put(key, rows)
+        self.say(key, made)
+        return made
+
+    def put(self, key: str, rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Writes the rows of a part, in the place of those that it had: a part may grow while it is measured.
+
+        Args:
+            key: The part's name.
+            rows: All of its rows; those that were written before keep when and by what they were measured.
+
+        Returns:
+            Them, as they were written.
+        """
         envelope = {"benchmark": self.benchmark, "part": key} | _envelope()
         made = [envelope | dict(row) for row in rows]
-        for said in dict.fromkeys(row["check"] for row in made):
+        if not all("check" in row for row in made):
+            raise AssertionError(f"a row of part {key!r} has no check")
+        kept = [row for row in self.rows if row.get("part") != key]
+        _write(self.folder / METRICS, [*kept, *made])
+        self.rows[:] = [*kept, *made]
+        return made
+
+    def say(self, key: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Prints what of a part failed or was not run."""
+        for said in dict.fromkeys(row["check"] for row in rows):
             if said.startswith((NOT_RUN, FAILED)):
                 self.console.print(f"{key}: {said}", soft_wrap=True, markup=False)
-        if there:  # it failed before, or was made of fewer parts: the new rows take the place of those
-            self.rows = [row for row in self.rows if row.get("part") != key]
-            _write(self.folder / METRICS, self.rows)
-        self.rows += made
-        with (self.folder / METRICS).open("a") as lines:
-            lines.writelines(json.dumps(row) + "\n" for row in made)
-        return made
 
     def keep_error(self, name: str, error: BaseException) -> str:
         """Writes all of an error to a file of its own.
@@ -142,8 +156,12 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
 
 
 def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Writes all rows or, killed or with a full disk in between, none: the file stays as it was."""
     beside = path.with_suffix(".tmp")
-    beside.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with beside.open("w") as lines:
+        lines.writelines(json.dumps(row) + "\n" for row in rows)
+        lines.flush()
+        os.fsync(lines.fileno())  # or, when the machine goes down, the new name could have no content
     os.replace(beside, path)
 
 

@@ -54,6 +54,53 @@ def test_a_stopped_run_measures_what_is_missing(tmp_path, console):
     assert "one: was measured before" in console.file.getvalue()
 
 
+def test_a_part_is_written_with_all_of_its_rows_or_none(tmp_path, console):
+    run = Run(tmp_path, console, "races")
+    run.part("one", measured(1))
+    with pytest.raises(TypeError, match="not JSON serializable"):  # after the first row was turned into a line
+        run.part("two", lambda: [{"number": 2, "check": "ok"}, {"number": object(), "check": "ok"}])
+    again = Run(tmp_path, console, "races")
+    assert numbers(run) == numbers(again) == [("one", 1, "ok")]
+    again.part("two", measured(2))
+    assert numbers(again) == [("one", 1, "ok"), ("two", 2, "ok")]
+
+
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, console, monkeypatch):
+    run = Run(tmp_path, console, "races")
+    run.part("one", measured(1))
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr("benchmarks.run.os.fsync", full)
+        run.part("two", measured(2))
+    assert numbers(run) == numbers(Run(tmp_path, console, "races")) == [("one", 1, "ok")]
+
+
+def test_an_unfinished_line_costs_no_other(tmp_path, console):
+    Run(tmp_path, console, "races").part("one", measured(1))
+    with (tmp_path / "metrics.jsonl").open("a") as lines:
+        lines.write('{"benchmark": "races", "part": "two", "num')
+    again = Run(tmp_path, console, "races")
+    assert "metrics.jsonl, line 2: no JSON object, skipped" in console.file.getvalue()
+    again.part("two", measured(2))
+    assert numbers(Run(tmp_path, console, "races")) == [("one", 1, "ok"), ("two", 2, "ok")]
+    assert read_rows(tmp_path / "metrics.jsonl")[1] == []
+
+
+def test_rows_of_a_part_that_grows_keep_when_they_were_measured(tmp_path, console, monkeypatch):
+    run = Run(tmp_path, console, "races")
+    monkeypatch.setattr("benchmarks.run._envelope", lambda: {"measured_at": "early"})
+    run.put("other", measured(0)())
+    early = run.put("one", measured(1)())
+    monkeypatch.setattr("benchmarks.run._envelope", lambda: {"measured_at": "late"})
+    run.put("one", [*early, *measured(2)()])
+    rows = Run(tmp_path, console, "races").rows
+    found = [(row["part"], row["number"], row["measured_at"]) for row in rows]
+    assert found == [("other", 0, "early"), ("one", 1, "early"), ("one", 2, "late")] and rows == run.rows
+
+
 @pytest.mark.parametrize(
     ("error", "check"),
     [
