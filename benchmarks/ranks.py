@@ -40,7 +40,7 @@ KINDS = ("simulated", "processes", "gpus", "lab")
 _OF_PROCESSES = ("processes", "lab")
 THREADS = 1
 _COUNT_GPUS = "import jax; print(sum(device.platform == 'gpu' for device in jax.local_devices()))"
-TIMEOUT_S = 3600.0
+TIMEOUT_S = 3600.0  # without a report of any rank: a call of a slow network may take minutes, all of them many hours
 
 
 @dataclass(frozen=True)

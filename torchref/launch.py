@@ -7,8 +7,9 @@
 | ``init_from_env()``            | torchrun's or the cluster's, on any hosts | one, from RANK, WORLD_SIZE, ...      |
 
 Nothing hangs and nothing stays behind. A rank that raises or dies ends the others at once, which may be waiting for
-it in a collective; so does a timeout. Ranks end with their parent, however it ends: they read the end of its pipe,
-and on Linux the kernel kills them. The ranks meet through a file, so no port is taken and no host name is resolved.
+it in a collective; so does a timeout, of ranks that say nothing. Ranks end with their parent, however it ends: they
+read the end of its pipe, and on Linux the kernel kills them. The ranks meet through a file, so no port is taken and no
+host name is resolved.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ class RankPool:
             fn: A function that other processes can import by its name; its results should be on the CPU.
             *args: Its arguments, the same on every rank; pickled, like the results.
             num_ranks: Size of the process group; ``max_ranks`` when None. The other processes stay out of it.
-            timeout_s: Seconds until all must have finished; the start of processes is not counted.
+            timeout_s: Seconds until all must have finished; they begin anew whenever a rank reports or finishes. The
+                start of processes is not counted.
             on_message: Called here as ``on_message(rank, message)`` when a rank calls ``report(message)``.
 
         Returns:
@@ -179,13 +181,14 @@ class RankPool:
         self, ranks: Sequence[int], num_ranks: int, call: int, timeout_s: float, on_message: OnMessage | None
     ) -> list[Any]:
         """Waits for the results of a call from some of its ranks."""
-        deadline_s = time.monotonic() + timeout_s
+        began_s = time.monotonic()
         results: dict[int, Any] = {}
         while waiting := [self._workers[rank] for rank in ranks if rank not in results]:
-            remaining_s = deadline_s - time.monotonic()
+            heard_s = max(self._workers[rank].heard_s for rank in ranks)
+            remaining_s = max(began_s, heard_s) + timeout_s - time.monotonic()
             if remaining_s <= 0:
                 which = f"rank{'s' * (len(waiting) > 1)} {', '.join(str(worker.rank) for worker in waiting)}"
-                raise RankError(f"{which} of {num_ranks} did not finish within timeout_s (={timeout_s})")
+                raise RankError(f"{which} of {num_ranks} did not finish or report within timeout_s (={timeout_s})")
             sources = [source for worker in waiting for source in (worker.pipe, worker.process.sentinel)]
             # Not for long: processes forked by a dead rank can keep both of its sources open.
             connection.wait(sources, min(remaining_s, 0.5))

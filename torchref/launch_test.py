@@ -96,6 +96,16 @@ def join_the_group_that_the_environment_describes(port):
     return rank_and_size(), str(device)
 
 
+def report_now_and_then(num_reports, sleeper=None):
+    for index in range(num_reports):
+        time.sleep(0.8)
+        if dist.get_rank() == index % 2:  # one of them is enough
+            report(index)
+    if dist.get_rank() == sleeper:
+        time.sleep(60)
+    return num_reports
+
+
 def report_and_wait():
     report(os.getpid())
     if dist.get_rank() == 0:
@@ -259,9 +269,18 @@ def test_a_rank_killed_from_outside_is_noticed_and_replaced(ranks):
 @pytest.mark.parametrize(("sleepers", "num_ranks", "names"), [([0, 2], 3, "ranks 0, 2"), ([0], 1, "rank 0")])
 def test_a_timeout_names_the_ranks_that_did_not_finish_and_ends_them(ranks, sleepers, num_ranks, names):
     pids = ranks.run(process_id, num_ranks=num_ranks)
-    with pytest.raises(RankError, match=rf"^{names} of {num_ranks} did not finish within timeout_s \(=1.0\)$"):
+    said = rf"^{names} of {num_ranks} did not finish or report within timeout_s \(=1.0\)$"
+    with pytest.raises(RankError, match=said):
         ranks.run(sleep_on, sleepers, num_ranks=num_ranks, timeout_s=1.0)
     assert wait_until_gone(pids)
+
+
+def test_each_report_begins_the_timeout_anew(ranks):
+    assert ranks.run(report_now_and_then, 5, num_ranks=2, timeout_s=3.0) == [5, 5]
+    started_s = time.monotonic()
+    with pytest.raises(RankError, match=r"^rank 1 of 2 did not finish or report within timeout_s \(=3.0\)$"):
+        ranks.run(report_now_and_then, 2, 1, num_ranks=2, timeout_s=3.0)
+    assert time.monotonic() - started_s < 20
 
 
 def test_a_result_that_does_not_pickle_is_the_ranks_error(ranks):

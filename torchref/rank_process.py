@@ -63,7 +63,14 @@ class Failure(NamedTuple):
 
 
 class RankProcess:
-    """The parent's handle on one rank."""
+    """The parent's handle on one rank.
+
+    Attributes:
+        rank: Its rank in every call.
+        pipe: To and from it.
+        process: It.
+        heard_s: When it last reported or finished.
+    """
 
     def __init__(self, rank: int, threads_per_rank: int, prepare: Prepare | None) -> None:
         """Starts the process; it answers call 0 when it is ready.
@@ -76,7 +83,7 @@ class RankProcess:
         context = multiprocessing.get_context("spawn")
         # The kernel's "end with your parent" means the thread that started you: only the main one lives to the end.
         parent_pid = os.getpid() if threading.current_thread() is threading.main_thread() else None
-        self.rank = rank
+        self.rank, self.heard_s = rank, 0.0
         self.pipe, child_pipe = context.Pipe()
         self.process = context.Process(
             target=_serve, args=(child_pipe, parent_pid, rank, threads_per_rank, prepare), name=f"rank-{rank}"
@@ -96,6 +103,7 @@ class RankProcess:
             while self.pipe.poll():
                 its_call, kind, content = pickle.loads(self.pipe.recv_bytes())
                 if its_call == call:
+                    self.heard_s = time.monotonic()
                     yield kind, content
         except (EOFError, OSError):
             died = True
