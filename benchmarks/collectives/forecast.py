@@ -85,7 +85,7 @@ class Forecast:
 
 
 class Follower:
-    """Takes the messages of a part's ranks.
+    """Takes the messages of a part's ranks: of a size that they begin with, and of its rounds if they take long.
 
     Attributes:
         under_way: What rank 0 is at; None before the first.
@@ -100,6 +100,7 @@ class Follower:
             show: Shows messages.
         """
         self.under_way: Batch | None = None
+        self._rounds: list[int] = []  # of it, done and in all, as shown last
         self._forecast, self._part, self._show, self._began_s = forecast, part, show, time.monotonic()
 
     def __call__(self, rank: int, message: Any) -> None:
@@ -107,8 +108,13 @@ class Follower:
         kind, *content = message
         if rank == 0 and kind == "size":
             self.close()
-            (self.under_way,) = content
+            (self.under_way,), self._rounds = content, []
             message = ("doing", f"{in_words(self.under_way.asked_bytes)}, about {self._forecast} left")
+        elif rank == 0 and kind == "rounds" and self.under_way is not None and content != self._rounds:
+            self._rounds = content
+            num_done, num_rounds = content
+            said = f"{num_done} of {num_rounds} rounds" if num_rounds else "warming up"
+            message = ("doing", f"{in_words(self.under_way.asked_bytes)}, {said}")
         self._show(rank, message)
 
     def close(self) -> None:

@@ -120,6 +120,15 @@ def test_a_rank_that_begins_with_a_size_makes_a_line(monkeypatch):
     assert str(forecast) == "0 s"
 
 
+def test_a_size_that_takes_long_makes_a_line_a_round():
+    batch, shown = Batch(4 * MIB, ("reduce",)), []
+    on_message = Forecast({}).follow("a", lambda rank, message: shown.append(message))
+    for message in [("size", batch), ("rounds", 0, 0), ("rounds", 0, 5), ("rounds", 0, 5), ("rounds", 1, 5)]:
+        on_message(0, message)
+    lines = [said for kind, said, *_ in shown if kind == "doing"]
+    assert lines[1:] == ["4 MiB, warming up", "4 MiB, 0 of 5 rounds", "4 MiB, 1 of 5 rounds"]
+
+
 def test_a_size_is_forecast_from_the_assumed_network():
     batch = Batch(64 * MIB, ("all_reduce", "send_recv"))
     # Two calls of 0.5 ms and 64 MiB at 0.5 GB/s each; two rounds to warm up and five timed ones.

@@ -6,6 +6,7 @@ notes how long its own call took, and a call took as long as on the rank that wa
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from torchref.launch import report
 from ..training.interleave import Attempts, agree_over_ranks
 
 MIN_ROUNDS, MAX_ROUNDS = 5, 100
+REPORT_EVERY_S = 10.0  # often enough to show that a slow size goes on, too seldom to disturb what is timed
 NUM_WARMUP = 2  # one call to try a collective out, one that says how many rounds there is time for
 
 
@@ -140,23 +142,41 @@ def rounds_within(budget_s: float, round_s: float) -> int:
     return max(MIN_ROUNDS, min(MAX_ROUNDS, int(budget_s / round_s)))
 
 
+class _Progress:
+    """Reports how many rounds are done, but seldom; without a word for long, ranks are taken to hang."""
+
+    def __init__(self) -> None:
+        self._said_s = time.monotonic()
+
+    def __call__(self, num_done: int, num_rounds: int) -> None:
+        if (now_s := time.monotonic()) - self._said_s >= REPORT_EVERY_S:
+            self._said_s = now_s
+            report(("rounds", num_done, num_rounds))
+
+
 def _measure(job: Job, batch: Batch, make: Callable[[str], Call], wait: Callable[[Any], Any]) -> list[Timed]:
-    attempts = Attempts(agree_over_ranks)
+    attempts, progress = Attempts(agree_over_ranks), _Progress()
     for name in batch.names:
         attempts(name, lambda name=name: make(name))  # type: ignore[misc]
+        progress(0, 0)
     calls = list(attempts.made.values())
     if calls:
-        _take_turns(calls, job, wait)
+        _take_turns(calls, job, wait, progress)
     failed = [Timed(name, batch.asked_bytes, failed=why) for name, why in attempts.failed.items()]
     return [call.timed for call in calls] + failed
 
 
-def _take_turns(calls: Sequence[Call], job: Job, wait: Callable[[Any], Any]) -> None:
-    round_s = sum(_call(call, wait) for call in calls)
-    for index in range(job.num_rounds or rounds_within(job.budget_s, _agreed(round_s))):
+def _take_turns(calls: Sequence[Call], job: Job, wait: Callable[[Any], Any], progress: _Progress) -> None:
+    round_s = 0.0
+    for call in calls:
+        round_s += _call(call, wait)
+        progress(0, 0)
+    num_rounds = job.num_rounds or rounds_within(job.budget_s, _agreed(round_s))
+    for index in range(num_rounds):
         turn = index % len(calls)
         for call in [*calls[turn:], *calls[:turn]]:
             call.timed.seconds.append(_call(call, wait))
+            progress(index, num_rounds)
 
 
 def _call(call: Call, wait: Callable[[Any], Any]) -> float:

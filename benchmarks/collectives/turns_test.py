@@ -62,6 +62,17 @@ def test_rounds_begin_with_another_collective_each_time(one_rank):
     ]  # fmt: skip
 
 
+def test_a_size_that_takes_long_says_how_far_it_is(one_rank, monkeypatch):
+    job = Job((Batch(8, ("a", "b")),), 2, 1.0)
+    measure(job, Calls().ready, nothing)
+    assert [kind for kind, *_ in one_rank] == ["size"]  # what is timed is left alone
+    monkeypatch.setattr(turns, "REPORT_EVERY_S", 0.0)
+    one_rank.clear()
+    measure(job, Calls().ready, nothing)
+    # After each call: two that try out, two that say what a round takes, and those of two rounds.
+    assert one_rank[1:] == [*[("rounds", 0, 0)] * 4, *[("rounds", 0, 2)] * 2, *[("rounds", 1, 2)] * 2]
+
+
 def test_every_result_is_checked():
     job = Job((Batch(8, ("a",)),), 5, 1.0)
     right, always, at_last = (measure(job, Calls(wrong_from=ran).ready, nothing)[0] for ran in (8, 1, 7))
