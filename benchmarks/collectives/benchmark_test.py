@@ -12,13 +12,15 @@ from rich.console import Console
 
 import jaxddp
 from benchmarks.collectives import benchmark as collectives
-from benchmarks.collectives import jax_side, picture, sizes
-from benchmarks.collectives.benchmark import Part, Setup, describe, rows_of, run
+from benchmarks.collectives import jax_side, part, picture, sizes
+from benchmarks.collectives.benchmark import describe, run
 from benchmarks.collectives.cases import NAMES, QUICK_NAMES, check
 from benchmarks.collectives.fit import network_of
+from benchmarks.collectives.part import Part, Setup
+from benchmarks.collectives.rows import rows_of
 from benchmarks.collectives.sizes import GIB, KIB, MIB
 from benchmarks.collectives.table import notes
-from benchmarks.collectives.turns import Side, Timed
+from benchmarks.collectives.turns import Timed
 from benchmarks.options import Options
 from benchmarks.ranks import Ranks
 from benchmarks.run import Run
@@ -134,7 +136,8 @@ def test_ranks_print_nothing(measured):
 
 
 def test_a_run_that_was_stopped_goes_on_without_measuring_again(measured, tmp_path, monkeypatch):
-    monkeypatch.setattr(collectives, "_measure", lambda *_: pytest.fail("measured again"))
+    for name in ("run_jax", "run_torch"):
+        monkeypatch.setattr(Ranks, name, lambda *_, **__: pytest.fail("measured again"))
     again = run_from(measured.rows, tmp_path, monkeypatch)
     assert again.holds and len(again.rows) == len(measured.rows)
     assert (tmp_path / "table.md").read_text() == (measured.folder / "table.md").read_text()
@@ -191,7 +194,7 @@ def test_a_call_takes_as_long_as_on_its_slowest_rank_and_is_as_wrong_as_on_all()
          Timed("broadcast", 1000, failed="XlaRuntimeError: no")]
         for wrong, seconds in ((0, [0.1, 0.4, 0.3]), (2, [0.2, 0.3, 0.1]))
     ]  # fmt: skip
-    first, second = rows_of([Side("cpu", {}, timed) for timed in of_ranks], num_ranks=2)
+    first, second = rows_of(of_ranks, num_ranks=2)
     assert first["rounds_ms"] == [200.0, 400.0, 300.0] and first["median_ms"] == pytest.approx(300)
     assert first["check"] == "WRONG: 2 values"
     assert (second["check"], second["collective"]) == ("FAILED: XlaRuntimeError: no", "broadcast")
@@ -228,7 +231,7 @@ def test_the_short_form(gpus):
 
 
 def test_ranks_on_gpus_are_no_more_than_there_are(gpus, monkeypatch):
-    monkeypatch.setattr(collectives, "free_bytes", lambda kind: 8 * GIB)
+    monkeypatch.setattr(part, "free_bytes", lambda kind: 8 * GIB)
     gpus(4)
     assert [key for key, _ in keys(Options(on="gpus"))] == [
         "XLA over NCCL, 2 ranks", "NCCL, 2 ranks", "XLA over NCCL, 4 ranks", "NCCL, 4 ranks",

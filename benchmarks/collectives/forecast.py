@@ -88,7 +88,7 @@ class Follower:
     """Takes the messages of a part's ranks: of a size that they begin with, and of its rounds if they take long.
 
     Attributes:
-        under_way: What rank 0 is at; None before the first.
+        under_way: What rank 0 is at; None before the first and when it is done.
     """
 
     def __init__(self, forecast: Forecast, part: str, show: Callable[[int, Any], None]) -> None:
@@ -110,6 +110,8 @@ class Follower:
             self.close()
             (self.under_way,), self._rounds = content, []
             message = ("doing", f"{in_words(self.under_way.asked_bytes)}, about {self._forecast} left")
+        elif rank == 0 and kind == "found":
+            self.close()
         elif rank == 0 and kind == "rounds" and self.under_way is not None and content != self._rounds:
             self._rounds = content
             num_done, num_rounds = content
@@ -122,7 +124,7 @@ class Follower:
         now_s = time.monotonic()
         if self.under_way is not None:
             self._forecast.done(self._part, self.under_way, now_s - self._began_s)
-            self._began_s = now_s
+            self._began_s, self.under_way = now_s, None
 
 
 def duration(seconds: float) -> str:

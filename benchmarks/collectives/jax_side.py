@@ -33,15 +33,12 @@ KINDS = {
 }
 
 
-def run(ranks: Ranks, job: Job) -> Side:
+def run(ranks: Ranks, job: Job) -> None:
     """Measures; runs in each of JAX's processes, before JAX has started there.
 
     Args:
         ranks: How they run.
         job: What to measure.
-
-    Returns:
-        What this process found; times are its own.
     """
     mesh = ranks.mesh()
 
@@ -50,9 +47,8 @@ def run(ranks: Ranks, job: Job) -> Side:
         inputs = {length: _input(mesh, length) for length in set(lengths.values())}
         return lambda name: _compiled(mesh, name, batch.asked_bytes, inputs[lengths[name]])
 
-    timed = measure(job, ready, jax.block_until_ready)
     versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
-    return Side(mesh.devices.flat[0].device_kind, versions, timed)
+    measure(job, Side(mesh.devices.flat[0].device_kind, versions), ready, jax.block_until_ready)
 
 
 def _compiled(mesh: Mesh, name: str, asked_bytes: int, given: jax.Array) -> Call:

@@ -116,8 +116,9 @@ def test_a_rank_that_begins_with_a_size_makes_a_line(monkeypatch):
     on_message(0, ("size", small))
     assert shown[0] == (0, ("doing", "4 MiB, about 20 s left"))
     assert shown[2] == (0, ("doing", "1 MiB, about 25 s left"))  # 10 s, and the first took 25 in the place of 10
-    on_message.close()
-    assert str(forecast) == "0 s"
+    assert on_message.under_way == small
+    on_message(0, ("found", None))
+    assert str(forecast) == "0 s" and on_message.under_way is None
 
 
 def test_a_size_that_takes_long_makes_a_line_a_round():

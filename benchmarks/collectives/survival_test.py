@@ -1,4 +1,4 @@
-"""Batches that their ranks' processes do not survive: each is a row that says so, and costs no other."""
+"""What was found of a size stays: one that the ranks' processes do not survive costs no other, nor does Ctrl-C."""
 
 import io
 from collections import Counter
@@ -7,11 +7,13 @@ import pytest
 from rich.console import Console
 
 from benchmarks.collectives import benchmark as collectives
-from benchmarks.collectives.benchmark import Part, Setup, run
+from benchmarks.collectives import part as parts
+from benchmarks.collectives.benchmark import run
+from benchmarks.collectives.part import Part, Setup
 from benchmarks.collectives.sizes import KIB
-from benchmarks.collectives.turns import Batch, Side, Timed
+from benchmarks.collectives.turns import Batch, Found, Side, Timed
 from benchmarks.ranks import Ranks
-from benchmarks.run import Run
+from benchmarks.run import Run, read_rows
 from torchref.launch import RankError
 
 NAMES = ("all_reduce", "broadcast", "reduce")
@@ -29,16 +31,18 @@ def run_dying(tmp_path, monkeypatch):
 
         def run_torch(ranks, fn, job, *, on_message):
             jobs.append([batch.asked_bytes for batch in job.batches])
-            timed = []
             for batch in job.batches:
                 if ends(batch, len(jobs)) == "before it begins":
                     raise RankError(WHY)
                 on_message(0, ("size", batch))
+                if ends(batch, len(jobs)) == "Ctrl-C":
+                    raise KeyboardInterrupt
                 if ends(batch, len(jobs)):
                     raise RankError(f"{WHY}\n\ndetails of {batch.asked_bytes}")
                 seconds = [1e-3 + batch.asked_bytes * 1e-9] * 5
-                timed += [Timed(name, *[batch.asked_bytes] * 2, seconds=seconds) for name in batch.names]
-            return [Side("cpu", {}, timed)] * 2
+                timed = [Timed(name, *[batch.asked_bytes] * 2, seconds=seconds) for name in batch.names]
+                on_message(0, ("found", Found(batch, Side("cpu", {}), [timed] * 2)))
+            return [None] * 2
 
         monkeypatch.setattr(Ranks, "run_torch", run_torch)
         monkeypatch.setattr(collectives, "draw", lambda rows, folder: [])
@@ -54,7 +58,7 @@ def run_dying(tmp_path, monkeypatch):
 
 def apart(monkeypatch, *sizes):
     """Lets the collectives of some sizes not fit into memory together."""
-    together = collectives.fitting
+    together = parts.fitting
 
     def fitting(*args):
         batches, left_out = together(*args)
@@ -64,7 +68,7 @@ def apart(monkeypatch, *sizes):
         ]
         return tuple(batch for some in dealt for batch in some), left_out
 
-    monkeypatch.setattr(collectives, "fitting", fitting)
+    monkeypatch.setattr(parts, "fitting", fitting)
 
 
 def test_all_is_well_where_all_survive(run_dying):
@@ -74,7 +78,7 @@ def test_all_is_well_where_all_survive(run_dying):
 
 def test_one_size_costs_no_other(run_dying, tmp_path):
     holds, _, jobs, timed, failed = run_dying(lambda batch, index: batch.asked_bytes == SIZES[2])
-    assert jobs == [list(SIZES[::-1]), [SIZES[3], SIZES[1], SIZES[0]]]
+    assert jobs == [list(SIZES[::-1]), [SIZES[1], SIZES[0]]]
     assert not holds and timed == dict.fromkeys((SIZES[0], SIZES[1], SIZES[3]), 3)
     assert failed == {(name, SIZES[2]): f"FAILED: 256 KiB: {WHY}" for name in NAMES}
     (kept,) = tmp_path.glob("error-*.txt")
@@ -103,3 +107,60 @@ def test_ranks_that_survive_nothing_are_not_started_for_every_size(run_dying):
     holds, this, jobs, timed, _ = run_dying(lambda batch, index: True)
     assert [sizes[0] for sizes in jobs] == list(SIZES[:0:-1]) and not timed and not holds
     assert f"Gloo, 2 ranks: FAILED: {WHY}" in this.console.file.getvalue()
+
+
+def test_what_was_done_of_a_stopped_run_stays_and_the_rest_is_measured(run_dying, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run_dying(lambda batch, index: "Ctrl-C" if batch.asked_bytes == SIZES[1] else False)
+    before, broken = read_rows(tmp_path / "metrics.jsonl")
+    assert Counter((row["asked_bytes"], row["check"]) for row in before) == {(SIZES[3], "ok"): 3, (SIZES[2], "ok"): 3}
+    left = [Batch(size, NAMES) for size in SIZES[1::-1]]
+    assert list(collectives._forecast(SETUP, SETUP.parts, before)) == [("Gloo, 2 ranks", batch) for batch in left]
+
+    holds, this, jobs, timed, failed = run_dying(lambda batch, index: False)
+    assert jobs == [[SIZES[1], SIZES[0]]] and "Gloo, 2 ranks: was measured before, in part" in printed(this)
+    assert holds and timed == dict.fromkeys(SIZES, 3) and not failed and not broken
+    assert [row for row in this.rows if row in before] == before  # when it was measured too
+    assert fits(this) == dict.fromkeys(NAMES, len(SIZES))
+
+
+def test_a_run_that_is_stopped_again_and_again_ends_like_any_other(run_dying, tmp_path):
+    for size in SIZES[:0:-1]:
+        with pytest.raises(KeyboardInterrupt):  # each time when one size is done
+            run_dying(lambda batch, index, size=size: "Ctrl-C" if batch.asked_bytes < size else False)
+    _, in_steps, jobs, timed, _ = run_dying(lambda batch, index: False)
+    assert jobs == [[SIZES[0]]] and timed == dict.fromkeys(SIZES, 3)
+    (tmp_path / "metrics.jsonl").unlink()
+    _, at_once, _, _, _ = run_dying(lambda batch, index: False)
+    assert [plain(row) for row in in_steps.rows] == [plain(row) for row in at_once.rows]
+
+
+def test_collectives_that_run_apart_are_kept_one_by_one(run_dying, monkeypatch):
+    apart(monkeypatch, SIZES[3])
+    with pytest.raises(KeyboardInterrupt):
+        run_dying(lambda batch, index: "Ctrl-C" if batch.names == ("broadcast",) else False)
+    monkeypatch.undo()  # there is more memory now
+    holds, this, jobs, timed, _ = run_dying(lambda batch, index: False)
+    assert holds and timed == dict.fromkeys(SIZES, 3) and jobs == [list(SIZES[::-1])]
+
+
+@pytest.mark.parametrize("first", [SIZES[2:3], SIZES])
+def test_what_failed_is_measured_when_the_run_goes_on(first, run_dying):
+    holds, _, _, timed, _ = run_dying(lambda batch, index: batch.asked_bytes in first)
+    assert not holds and set(timed) == set(SIZES) - set(first)
+    holds, this, jobs, timed, failed = run_dying(lambda batch, index: False)
+    assert holds and jobs == [list(first[::-1])] and timed == dict.fromkeys(SIZES, 3) and not failed
+    assert fits(this) == dict.fromkeys(NAMES, len(SIZES)) and len(this.rows) == len(NAMES) * (len(SIZES) + 1)
+
+
+def printed(this):
+    return this.console.file.getvalue()
+
+
+def fits(this):
+    return {row["collective"]: row["num_sizes"] for row in this.rows if "num_sizes" in row}
+
+
+def plain(row):
+    """Without what differs from run to run."""
+    return {key: value for key, value in row.items() if key != "measured_at"}

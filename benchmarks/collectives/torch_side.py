@@ -34,15 +34,12 @@ KINDS = {name: name.replace("_", "-") for name in PRIMITIVES}
 IN_PLACE = ("all_reduce", "broadcast")
 
 
-def run(ranks: Ranks, job: Job) -> Side:
+def run(ranks: Ranks, job: Job) -> None:
     """Measures; runs on each rank, inside a process group.
 
     Args:
         ranks: How they run.
         job: What to measure.
-
-    Returns:
-        What this rank found; times are its own.
     """
     on_gpu = ranks.kind == "gpus"
     device = torch.device("cuda", dist.get_rank()) if on_gpu else torch.device("cpu")
@@ -55,8 +52,8 @@ def run(ranks: Ranks, job: Job) -> Side:
         overwritten = brought.new_empty(max(in_place, default=0))
         return lambda name: _made(name, batch.asked_bytes, brought[: lengths[name]], overwritten)
 
-    timed = measure(job, ready, wait)
-    return Side(torch.cuda.get_device_name() if on_gpu else "cpu", {"torch": torch.__version__}, timed)
+    side = Side(torch.cuda.get_device_name() if on_gpu else "cpu", {"torch": torch.__version__})
+    measure(job, side, ready, wait)
 
 
 def _made(name: str, asked_bytes: int, given: Tensor, overwritten: Tensor) -> Call:

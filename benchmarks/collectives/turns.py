@@ -1,7 +1,8 @@
 """How the collectives of one size take turns on the ranks of one backend, and what is noted of each.
 
 Every round calls each collective once and begins with another of them. All ranks meet at a barrier before a call; each
-notes how long its own call took, and a call took as long as on the rank that was slowest.
+notes how long its own call took, and a call took as long as on the rank that was slowest. What was found of a size is
+told before the next one begins, so that it is known whatever becomes of that.
 """
 
 from __future__ import annotations
@@ -72,19 +73,19 @@ class Timed:
     failed: str = ""
 
 
-@dataclass(frozen=True)
-class Side:
-    """What one process found.
-
-    Attributes:
-        device: What its ranks run on.
-        versions: Of the framework's packages.
-        timed: All collectives at all sizes.
-    """
+class Side(NamedTuple):
+    """What the ranks run on, and with which versions of the framework's packages."""
 
     device: str
     versions: dict[str, str]
-    timed: list[Timed]
+
+
+class Found(NamedTuple):
+    """What was found of a size: by rank 0's side, and what each process noted of each collective."""
+
+    batch: Batch
+    side: Side
+    timed: list[list[Timed]]
 
 
 class Call(NamedTuple):
@@ -107,22 +108,19 @@ class Call(NamedTuple):
         self.timed.wrong += self.num_wrong(self.run(self.prepare()))
 
 
-def measure(job: Job, ready: Callable[[Batch], Callable[[str], Call]], wait: Callable[[Any], Any]) -> list[Timed]:
-    """Measures everything; every rank does the same.
+def measure(job: Job, side: Side, ready: Callable[[Batch], Callable[[str], Call]], wait: Callable[[Any], Any]) -> None:
+    """Measures everything; every rank does the same, and reports each size, before it and when it is done.
 
     Args:
         job: What.
+        side: On what.
         ready: Brings the values of a size, and gives what makes a collective and tries it out.
         wait: Returns when the value that it is given is there.
-
-    Returns:
-        What this process found.
     """
-    timed = []
     for batch in job.batches:
         report(("size", batch))
-        timed += _measure(job, batch, ready(batch), wait)
-    return timed
+        timed = _measure(job, batch, ready(batch), wait)
+        report(("found", Found(batch, side, _of_all(timed))))
 
 
 def rounds_within(budget_s: float, round_s: float) -> int:
@@ -186,6 +184,12 @@ def _call(call: Call, wait: Callable[[Any], Any]) -> float:
     result, seconds = stopwatch(call.run, given, wait=wait)
     call.timed.wrong += call.num_wrong(result)  # of every one: XLA's Gloo is known to be wrong now and then
     return seconds
+
+
+def _of_all(timed: list[Timed]) -> list[list[Timed]]:
+    of_all: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, timed)
+    return of_all
 
 
 def _agreed(seconds: float) -> float:

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.collectives import turns
-from benchmarks.collectives.turns import MAX_ROUNDS, MIN_ROUNDS, Batch, Call, Job, Timed, measure
+from benchmarks.collectives.turns import MAX_ROUNDS, MIN_ROUNDS, Batch, Call, Job, Side, Timed
 
 
 class Calls:
@@ -40,20 +40,29 @@ def one_rank(monkeypatch):
     said = []
     monkeypatch.setattr(turns.dist, "barrier", lambda: None)
     monkeypatch.setattr(turns, "_agreed", lambda seconds: seconds)
+    monkeypatch.setattr(turns, "_of_all", lambda timed: [timed])
     monkeypatch.setattr(turns, "agree_over_ranks", lambda said: said)
     monkeypatch.setattr(turns, "report", said.append)
     return said
 
 
-def nothing(value):
-    """Waits for nothing."""
+@pytest.fixture
+def measure(one_rank):
+    """Measures with nothing to wait for, and gives what was found of all sizes."""
+
+    def measured(job, ready):
+        one_rank.clear()
+        turns.measure(job, Side("cpu", {}), ready, lambda value: None)
+        return [timed for kind, found, *_ in one_rank if kind == "found" for timed in found.timed[0]]
+
+    return measured
 
 
-def test_rounds_begin_with_another_collective_each_time(one_rank):
+def test_rounds_begin_with_another_collective_each_time(measure):
     calls = Calls()
     batches = (Batch(8, ("a", "b", "c")), Batch(4, ("a",)))
-    timed = measure(Job(batches, 2, 1.0), calls.ready, nothing)
-    assert calls.done[0] == 8 and one_rank == [("size", batch) for batch in batches]
+    timed = measure(Job(batches, 2, 1.0), calls.ready)
+    assert calls.done[0] == 8
     names = [one for one in calls.done if one != "prepare"]
     assert names[1:13] == [*"abc", *"abc", *"abc", *"bca"] and names[13:] == [4, *"aaaa"]
     assert calls.done[1:].count("prepare") == len(names) - 2  # before every call
@@ -62,34 +71,49 @@ def test_rounds_begin_with_another_collective_each_time(one_rank):
     ]  # fmt: skip
 
 
-def test_a_size_that_takes_long_says_how_far_it_is(one_rank, monkeypatch):
+def test_a_size_is_told_before_the_next_begins(one_rank, measure):
+    small, calls = Batch(4, ("a",)), Calls()
+
+    def ready(batch):
+        if batch == small:
+            raise RuntimeError("killed")
+        return calls.ready(batch)
+
+    with pytest.raises(RuntimeError, match="killed"):
+        measure(Job((Batch(8, ("a", "b")), small), 2, 1.0), ready)
+    (begun, large), (told, found), then = one_rank
+    assert (begun, told, then) == ("size", "found", ("size", small))
+    assert found.batch == large and found.side == Side("cpu", {})
+    assert [[(one.name, len(one.seconds)) for one in timed] for timed in found.timed] == [[("a", 2), ("b", 2)]]
+
+
+def test_a_size_that_takes_long_says_how_far_it_is(one_rank, measure, monkeypatch):
     job = Job((Batch(8, ("a", "b")),), 2, 1.0)
-    measure(job, Calls().ready, nothing)
-    assert [kind for kind, *_ in one_rank] == ["size"]  # what is timed is left alone
+    measure(job, Calls().ready)
+    assert [kind for kind, *_ in one_rank] == ["size", "found"]  # what is timed is left alone
     monkeypatch.setattr(turns, "REPORT_EVERY_S", 0.0)
-    one_rank.clear()
-    measure(job, Calls().ready, nothing)
+    measure(job, Calls().ready)
     # After each call: two that try out, two that say what a round takes, and those of two rounds.
-    assert one_rank[1:] == [*[("rounds", 0, 0)] * 4, *[("rounds", 0, 2)] * 2, *[("rounds", 1, 2)] * 2]
+    assert one_rank[1:-1] == [*[("rounds", 0, 0)] * 4, *[("rounds", 0, 2)] * 2, *[("rounds", 1, 2)] * 2]
 
 
-def test_every_result_is_checked():
+def test_every_result_is_checked(measure):
     job = Job((Batch(8, ("a",)),), 5, 1.0)
-    right, always, at_last = (measure(job, Calls(wrong_from=ran).ready, nothing)[0] for ran in (8, 1, 7))
+    right, always, at_last = (measure(job, Calls(wrong_from=ran).ready)[0] for ran in (8, 1, 7))
     # One call to try it out, one that says how long a round takes, and five rounds.
     assert (right.wrong, always.wrong, at_last.wrong) == (0, 7 * 3, 3)
 
 
 @pytest.mark.parametrize(("budget_s", "num_rounds"), [(0.0, MIN_ROUNDS), (0.25, 25), (60.0, MAX_ROUNDS)])
-def test_there_are_as_many_rounds_as_there_is_time_for(budget_s, num_rounds, monkeypatch):
+def test_there_are_as_many_rounds_as_there_is_time_for(budget_s, num_rounds, measure, monkeypatch):
     monkeypatch.setattr(turns, "_agreed", lambda seconds: 0.01)
-    (timed,) = measure(Job((Batch(8, ("a",)),), None, budget_s), Calls().ready, nothing)
+    (timed,) = measure(Job((Batch(8, ("a",)),), None, budget_s), Calls().ready)
     assert len(timed.seconds) == num_rounds
 
 
-def test_what_cannot_be_called_is_left_out_and_says_why():
+def test_what_cannot_be_called_is_left_out_and_says_why(measure):
     calls = Calls(fails=("b", "c"))
-    timed = measure(Job((Batch(8, ("a", "b")), Batch(4, ("c",))), 5, 1.0), calls.ready, nothing)
+    timed = measure(Job((Batch(8, ("a", "b")), Batch(4, ("c",))), 5, 1.0), calls.ready)
     assert [(one.name, one.asked_bytes, one.failed) for one in timed] == [
         ("a", 8, ""), ("b", 8, "OSError: no network"), ("c", 4, "OSError: no network"),
     ]  # fmt: skip

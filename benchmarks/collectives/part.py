@@ -1,0 +1,209 @@
+"""A part of the run: a backend with a number of ranks, what of it is missing, and how that is measured.
+
+What its processes found of a size is written as soon as they tell it, so it stays whatever comes after, and a run that
+goes on measures the sizes that are missing. A batch that its processes do not survive is left out, and those that they
+had not come to are run by others.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torchref.launch import RankError
+
+from ..console import progress_of
+from ..cores import num_cores
+from ..free_memory import free_bytes
+from ..ranks import THREADS, Ranks
+from ..run import FAILED, NOT_RUN, Run, is_failed
+from . import jax_side, torch_side
+from .fit import fit_rows
+from .forecast import Forecast
+from .rows import in_order, rows_of
+from .sizes import fitting, in_words, launches
+from .turns import Batch, Found, Job, Side
+
+MAX_FAILED = 3  # sizes of a part that its processes did not survive
+
+Row = Mapping[str, Any]
+
+
+class Part(NamedTuple):
+    """A backend with a number of ranks.
+
+    Attributes:
+        framework: ``"jaxddp"`` or ``"torchref"``.
+        ranks: How they run.
+        why_not: Why it cannot be measured here; empty if it can.
+    """
+
+    framework: str
+    ranks: Ranks
+    why_not: str = ""
+
+    @property
+    def backend(self) -> str:
+        """What carries the collectives."""
+        return self.ranks.backend[self.framework]
+
+    @property
+    def key(self) -> str:
+        """For tables."""
+        return f"{self.backend}, {self.ranks.num} ranks"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is measured.
+
+    Attributes:
+        parts: Backends by number of ranks.
+        names: The collectives.
+        sizes: Bytes that were asked for, ascending.
+        num_rounds: Timed rounds of each size; None for as many as there is time for.
+        budget_s: The time that there is for a size.
+    """
+
+    parts: tuple[Part, ...]
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    num_rounds: int | None
+    budget_s: float
+
+
+def missing(
+    setup: Setup, part: Part, rows: Sequence[Row]
+) -> tuple[list[tuple[Batch, ...]], list[tuple[str, int, str]]]:
+    """Sorts out what is left to do.
+
+    Args:
+        setup: What is measured.
+        part: By whom.
+        rows: What there is so far, of every part.
+
+    Returns:
+        By process what it has to measure; and ``(collective, size, why not)`` of what does not fit into memory.
+    """
+    there = {(row["collective"], row["asked_bytes"]) for row in _done(part, rows)}
+
+    def left(batch: Batch) -> Batch:
+        return batch._replace(names=tuple(name for name in batch.names if (name, batch.asked_bytes) not in there))
+
+    batches, left_out = fitting(setup.names, setup.sizes, part.ranks, free_bytes(part.ranks.kind))
+    dealt = [tuple(one for one in map(left, launch) if one.names) for launch in launches(batches)]
+    return [some for some in dealt if some], [one for one in left_out if one[:2] not in there]
+
+
+def measure_part(this: Run, setup: Setup, part: Part, forecast: Forecast) -> None:
+    """Measures what is missing of a part, writes each size when it is done, and last the fits to all of them.
+
+    Args:
+        this: The console and rows of this run.
+        setup: What is measured.
+        part: By whom.
+        forecast: To be kept up to date.
+    """
+    common: dict[str, Any] = {"framework": part.framework, "backend": part.backend, "kind": part.ranks.kind}
+    threads = THREADS if part.framework == "torchref" else num_cores(part.ranks.kind, part.ranks.num) or os.cpu_count()
+    common |= {"num_ranks": part.ranks.num, "threads": threads, "dtype": "float32"}
+    if part.why_not:
+        this.say(part.key, this.put(part.key, [common | {"check": f"{NOT_RUN}{part.why_not}"}]))
+        return
+    rows: list[Row] = _done(part, this.rows)
+    to_do, left_out = missing(setup, part, this.rows)
+    if rows:
+        this.console.print(f"{part.key}: was measured before{', in part' if to_do else ''}", soft_wrap=True)
+    for name, asked, why in left_out:
+        rows.append(common | {"collective": name, "asked_bytes": asked, "check": f"{NOT_RUN}{why}"})
+
+    def keep(found: Found) -> None:
+        made = rows_of(found.timed, part.ranks.num)
+        rows[:] = this.put(part.key, in_order([*rows, *(common | found.side._asdict() | row for row in made)]))
+
+    failed, why = _run_ranks(this, setup, part, to_do, forecast, keep)
+    if any("device" in row for row in rows):
+        for batch, said in failed.items():
+            row = common | {"asked_bytes": batch.asked_bytes, "check": f"{FAILED}{in_words(batch.asked_bytes)}: {said}"}
+            rows += [row | {"collective": name} for name in batch.names]
+        rows = in_order(rows)
+    elif failed:
+        rows.append(common | {"check": f"{FAILED}{why}"})
+    of_all = common | next(({key: row[key] for key in Side._fields} for row in rows if "device" in row), {})
+    this.say(part.key, this.put(part.key, [*rows, *(of_all | fit for fit in fit_rows(rows))]))
+
+
+def _done(part: Part, rows: Sequence[Row]) -> list[Row]:
+    """The rows of calls that need not be measured; not those of fits, which are made anew, nor what failed."""
+    return [row for row in rows if row.get("part") == part.key and "asked_bytes" in row and not is_failed(row)]
+
+
+def _run_ranks(
+    this: Run,
+    setup: Setup,
+    part: Part,
+    to_do: Sequence[tuple[Batch, ...]],
+    forecast: Forecast,
+    keep: Callable[[Found], None],
+) -> tuple[dict[Batch, str], str]:
+    """Runs the ranks; a batch that their processes do not survive is left out, and the rest is run again.
+
+    Args:
+        this: The console.
+        setup: What is measured.
+        part: By whom.
+        to_do: By process.
+        forecast: To be kept up to date.
+        keep: Takes what was found of each batch, when it was.
+
+    Returns:
+        Of the batches that failed, why; and why the last one did. After ``MAX_FAILED`` sizes, or if processes end
+        before they begin with one, what is left counts as failed.
+    """
+    failed: dict[Batch, str] = {}
+    why, queue = "", list(to_do)
+    while queue:
+        job = Job(queue.pop(0), setup.num_rounds, setup.budget_s)
+        left, ended, error = _run_job(this, part, job, forecast, keep)
+        if error is None:
+            continue
+        why = this.keep_error(f"{part.key}, {_in_words(ended or job.batches[0])}", error)
+        queue = [some for some in (tuple(one for one in left if one != ended), *queue) if some]
+        failed |= {} if ended is None else {ended: why}
+        began = ended is not None or len(left) < len(job.batches)
+        if not began or len({batch.asked_bytes for batch in failed}) == MAX_FAILED:
+            failed |= dict.fromkeys([one for some in queue for one in some], f"not tried after: {why}")
+            queue = []
+    return failed, why
+
+
+def _run_job(
+    this: Run, part: Part, job: Job, forecast: Forecast, keep: Callable[[Found], None]
+) -> tuple[list[Batch], Batch | None, Exception | None]:
+    """Runs the ranks once: what was not found, and if they failed, at which batch, if at one, and why."""
+    run_ranks = part.ranks.run_jax if part.framework == "jaxddp" else part.ranks.run_torch
+    side = jax_side if part.framework == "jaxddp" else torch_side
+    left = list(job.batches)
+    with progress_of(this.console, part.key) as show:
+        follow = forecast.follow(part.key, show)
+
+        def take(rank: int, message: Any) -> None:
+            follow(rank, message)
+            kind, content, *_ = message
+            if rank == 0 and kind == "found":
+                keep(content)
+                left.remove(content.batch)
+
+        try:
+            run_ranks(side.run, job, on_message=take)
+        except (RankError, ValueError, OSError) as error:
+            return left, follow.under_way, error
+        finally:
+            follow.close()
+    return left, None, None
+
+
+def _in_words(batch: Batch) -> str:
+    return f"{in_words(batch.asked_bytes)} of {', '.join(batch.names)}"
