@@ -109,11 +109,11 @@ def measure_part(this: Run, setup: Setup, part: Part, forecast: Forecast) -> Non
     common: dict[str, Any] = {"framework": part.framework, "backend": part.backend, "kind": part.ranks.kind}
     threads = THREADS if part.framework == "torchref" else num_cores(part.ranks.kind, part.ranks.num) or os.cpu_count()
     common |= {"num_ranks": part.ranks.num, "threads": threads, "dtype": "float32"}
-    if part.why_not:
+    rows: list[Row] = _done(part, this.rows)
+    if part.why_not and not rows:
         this.say(part.key, this.put(part.key, [common | {"check": f"{NOT_RUN}{part.why_not}"}]))
         return
-    rows: list[Row] = _done(part, this.rows)
-    to_do, left_out = missing(setup, part, this.rows)
+    to_do, left_out = ([], []) if part.why_not else missing(setup, part, this.rows)
     if rows:
         this.console.print(f"{part.key}: was measured before{', in part' if to_do else ''}", soft_wrap=True)
     for name, asked, why in left_out:

@@ -9,6 +9,7 @@ from rich.console import Console
 from benchmarks.collectives import benchmark as collectives
 from benchmarks.collectives import part as parts
 from benchmarks.collectives.benchmark import run
+from benchmarks.collectives.forecast import Forecast
 from benchmarks.collectives.part import Part, Setup
 from benchmarks.collectives.sizes import KIB
 from benchmarks.collectives.turns import Batch, Found, Side, Timed
@@ -151,6 +152,12 @@ def test_what_failed_is_measured_when_the_run_goes_on(first, run_dying):
     holds, this, jobs, timed, failed = run_dying(lambda batch, index: False)
     assert holds and jobs == [list(first[::-1])] and timed == dict.fromkeys(SIZES, 3) and not failed
     assert fits(this) == dict.fromkeys(NAMES, len(SIZES)) and len(this.rows) == len(NAMES) * (len(SIZES) + 1)
+
+
+def test_what_was_measured_elsewhere_stays_where_it_cannot_be(run_dying):
+    _, this, _, timed, _ = run_dying(lambda batch, index: False)
+    parts.measure_part(this, SETUP, SETUP.parts[0]._replace(why_not="no GPU"), Forecast({}))
+    assert Counter(row["asked_bytes"] for row in this.rows if "median_ms" in row) == timed and fits(this)
 
 
 def printed(this):
