@@ -13,7 +13,7 @@ from typing import Any
 
 from ..free_memory import free_bytes
 from ..options import Options
-from ..ranks import Ranks, ranks_of_machine
+from ..ranks import Ranks, num_gpus, ranks_of_machine
 from ..run import Run, holds
 from .cases import NAMES, QUICK_NAMES
 from .forecast import START_S, Forecast, assumed_network, duration, forecast_s
@@ -38,9 +38,9 @@ def describe(options: Options) -> tuple[Setup, str]:
     """Describes what is measured.
 
     Args:
-        options: Ranks (2, 4 and 6; with GPUs no more than there are), what they are (all that there is), sizes (1 KiB
-            to 1 GiB by powers of 4, as far as they fit into memory), rounds of each (as many as there is time for, at
-            least 5), and whether the short form will do: four collectives up to 16 MiB on 2 ranks.
+        options: Ranks (2, 4 and 6; with GPUs no more than there are, and all of them), what they are (all that there
+            is), sizes (1 KiB to 1 GiB by powers of 4, as far as they fit into memory), rounds of each (as many as there
+            is time for, at least 5), and whether the short form will do: four collectives up to 16 MiB on 2 ranks.
 
     Returns:
         The setup, and its description in a line, with the time that it will take.
@@ -93,20 +93,23 @@ def run(this: Run, setup: Setup) -> bool:
 
 
 def _parts(options: Options) -> tuple[Part, ...]:
-    import torch
-
-    num_gpus = torch.cuda.device_count()
+    found_gpus = num_gpus()
     if options.ranks == 1:
         raise ValueError("ranks (=1) must be at least 2: one rank has no other to communicate with")
     if options.on == "gpus":
         ranks_of_machine(2, "gpus")  # raises if there are none
-        if options.ranks is not None and options.ranks > num_gpus:
-            raise ValueError(f"ranks (={options.ranks}) must be at most the number of GPUs (={num_gpus})")
+        if options.ranks is not None and options.ranks > found_gpus:
+            raise ValueError(f"ranks (={options.ranks}) must be at most the number of GPUs (={found_gpus})")
     parts: dict[Part, None] = {}
     backends = _of_kind(options.on) if options.on else BACKENDS
-    for num_ranks in (options.ranks,) if options.ranks else (2,) if options.quick else RANKS:
+    counts = (options.ranks,) if options.ranks else (2,) if options.quick else RANKS
+    for num_ranks in counts:
         for framework, kind in backends:
-            parts[_part(framework, kind, num_ranks, num_gpus)] = None
+            parts[_part(framework, kind, num_ranks, found_gpus)] = None
+    if counts is RANKS and found_gpus > max(RANKS):  # all of them, which on CPUs would only share the cores
+        for framework, kind in backends:
+            if kind == "gpus":
+                parts[_part(framework, kind, found_gpus, found_gpus)] = None
     return tuple(parts)
 
 
@@ -116,9 +119,9 @@ def _of_kind(kind: str) -> tuple[tuple[str, str], ...]:
     return ("jaxddp", kind), ("torchref", of_torch)
 
 
-def _part(framework: str, kind: str, num_ranks: int, num_gpus: int) -> Part:
-    if kind == "gpus" and num_gpus < 2:
-        return Part(framework, Ranks(num_ranks, kind), "one GPU, and ranks need one each" if num_gpus else "no GPU")
+def _part(framework: str, kind: str, num_ranks: int, found_gpus: int) -> Part:
+    if kind == "gpus" and found_gpus < 2:
+        return Part(framework, Ranks(num_ranks, kind), "one GPU, and ranks need one each" if found_gpus else "no GPU")
     return Part(framework, ranks_of_machine(num_ranks, kind))
 
 

@@ -22,7 +22,7 @@ from benchmarks.collectives.sizes import GIB, KIB, MIB
 from benchmarks.collectives.table import notes
 from benchmarks.collectives.turns import Timed
 from benchmarks.options import Options
-from benchmarks.ranks import Ranks
+from benchmarks.ranks import Ranks, num_gpus
 from benchmarks.run import Run
 from torchref.launch import RankError
 
@@ -203,7 +203,12 @@ def test_a_call_takes_as_long_as_on_its_slowest_rank_and_is_as_wrong_as_on_all()
 @pytest.fixture
 def gpus(monkeypatch):
     """Gives the machine some GPUs."""
-    return lambda count: monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+
+    def have(count):
+        monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+        monkeypatch.setattr("benchmarks.ranks.count_jax_gpus", lambda: count)
+
+    return have
 
 
 def keys(options):
@@ -239,6 +244,9 @@ def test_ranks_on_gpus_are_no_more_than_there_are(gpus, monkeypatch):
     assert "XLA over NCCL, 4 ranks" in describe(Options(ranks=6))[1] and "4 GB/s on GPUs" in describe(Options())[1]
     with pytest.raises(ValueError, match=r"^ranks \(=6\) must be at most the number of GPUs \(=4\)$"):
         describe(Options(on="gpus", ranks=6))
+    gpus(8)
+    assert [key for key, _ in keys(Options(on="gpus"))][-2:] == ["XLA over NCCL, 8 ranks", "NCCL, 8 ranks"]
+    assert "NCCL, 8 ranks" in dict(keys(Options())) and "Gloo, 8 ranks" not in dict(keys(Options()))
     gpus(1)
     assert ("NCCL, 2 ranks", "one GPU, and ranks need one each") in keys(Options(quick=True))
 
@@ -264,7 +272,5 @@ def test_gpus_give_right_results_or_are_too_few(tmp_path):
     assert {part.ranks.kind for part in setup.parts} == {"gpus"}
     this = Run(tmp_path, console(), "collectives")
     assert run(this, setup)
-    import torch
-
     measured = {row["backend"] for row in this.rows if row["check"] == "ok"}
-    assert measured == ({"XLA over NCCL", "NCCL"} if torch.cuda.device_count() > 1 else set())
+    assert measured == ({"XLA over NCCL", "NCCL"} if num_gpus() > 1 else set())
