@@ -54,9 +54,9 @@ def step_rows(framework: str, setup: Setup, side: SideResult) -> list[dict[str, 
             is_missing = spec.name in PEERS[framework] and said.startswith(_NOT_THERE)
             rows.append(row | {"check": f"{NOT_RUN if is_missing else FAILED}{said}"})
             continue
-        found = check(measured, setup)
-        if found == "ok" and (said := side.failed.get(spec.without_communication[0])):
-            found = f"{FAILED}{said}, without its communication"
+        found, silent = check(measured, setup), spec.without_communication[0]
+        if found == "ok" and silent in side.failed:
+            found = f"{FAILED}{side.failed[silent]}, without its communication"
         rows.append(row | _measured_fields(measured) | {"check": found})
     return rows
 
