@@ -24,6 +24,7 @@ from torchref.launch import RankError
 
 from .lab.network import network
 from .results import commit, describe_machine
+from .stolen import in_words, stolen_share, ticks
 
 METRICS = "metrics.jsonl"
 NOT_RUN, FAILED = "not run: ", "FAILED: "
@@ -52,6 +53,7 @@ class Run:
             benchmark: Its name.
         """
         self.folder, self.console, self.benchmark = folder, console, benchmark
+        self._since = ticks()
         self.rows, broken = read_rows(folder / METRICS)
         for number in broken:
             console.print(f"{folder / METRICS}, line {number}: no JSON object, skipped", soft_wrap=True)
@@ -73,6 +75,7 @@ class Run:
         if there and not is_derived and not any(is_failed(row) for row in there):
             self.console.print(f"{key}: was measured before", soft_wrap=True)
             return there
+        self._since = ticks()
         try:
             rows = list(measure())
         except NotRun as reason:
@@ -93,7 +96,8 @@ class Run:
         Returns:
             Them, as they were written.
         """
-        envelope = {"benchmark": self.benchmark, "part": key} | _envelope()
+        envelope = {"benchmark": self.benchmark, "part": key, "stolen_share": stolen_share(self._since)} | _envelope()
+        self._since = ticks()
         made = [envelope | dict(row) for row in rows]
         if not all("check" in row for row in made):
             raise AssertionError(f"a row of part {key!r} has no check")
@@ -102,11 +106,13 @@ class Run:
         self.rows[:] = [*kept, *made]
         return made
 
-    def say(self, key: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Prints what of a part failed or was not run."""
+    def say(self, key: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Prints what of a part failed or was not run, and how much of the machine it did not get."""
         for said in dict.fromkeys(row["check"] for row in rows):
             if said.startswith((NOT_RUN, FAILED)):
                 self.console.print(f"{key}: {said}", soft_wrap=True, markup=False)
+        if said := in_words(max((row.get("stolen_share", 0.0) for row in rows), default=0.0)):
+            self.console.print(f"{key}: {said}; its times are longer for it", soft_wrap=True, markup=False)
 
     def keep_error(self, name: str, error: BaseException) -> str:
         """Writes all of an error to a file of its own.

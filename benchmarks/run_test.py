@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.run import FAILED, NotRun, Run, holds, read_rows
+from benchmarks.stolen import Ticks
 from torchref.launch import RankError
 
 
@@ -43,6 +44,20 @@ def test_rows_are_written_part_by_part_and_stand_alone(tmp_path, console):
     with pytest.raises(KeyboardInterrupt):
         run.part("two", raising(KeyboardInterrupt()))
     assert numbers(Run(tmp_path, console, "races")) == [("one", 1, "ok")]
+
+
+def test_each_part_says_what_of_the_machine_it_did_not_get(tmp_path, console, monkeypatch):
+    counted = iter(
+        [Ticks(0, 0), Ticks(50, 100), Ticks(51, 200), Ticks(51, 200), Ticks(60, 220), Ticks(100, 320), Ticks(1, 1)]
+    )
+    for name in ("benchmarks.run.ticks", "benchmarks.stolen.ticks"):
+        monkeypatch.setattr(name, lambda: next(counted))
+    run = Run(tmp_path, console, "races")
+    run.part("calm", measured(1))
+    run.part("busy", measured(2))
+    assert [row["stolen_share"] for row in run.rows] == [0.01, 0.4]
+    said = "busy: 40% of the processors' time went to others by this machine's host; its times are longer for it\n"
+    assert console.file.getvalue() == said
 
 
 def test_a_stopped_run_measures_what_is_missing(tmp_path, console):

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ..stolen import in_words
 from .experiment import experiment_of
 from .markup import Markup, tag
 from .runs import RunRows
-from .values import Row, by, text
+from .values import Row, by, number, text
 
 # What every row says, or many: no part of a result.
 ENVELOPE = frozenset(
     "benchmark part commit command measured_at machine cores system python versions device ranks threads".split()
-) | {"link_mbit"}
+) | {"link_mbit", "stolen_share"}
 
 
 def facts(run: RunRows) -> dict[str, list[str]]:
@@ -91,6 +92,11 @@ def _links(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(rate for row in rows if (rate := experiment_of(row).rate)))
 
 
+def _stolen(rows: Sequence[Row]) -> list[str]:
+    most = max((number(row, "stolen_share") or 0.0 for row in rows), default=0.0)
+    return [f"up to {said}" for said in [in_words(most)] if said]
+
+
 def _versions(rows: Sequence[Row]) -> list[str]:
     found: dict[str, None] = {}
     for row in rows:
@@ -110,4 +116,5 @@ _FACTS: dict[str, Callable[[Sequence[Row]], list[str]]] = {
     "ranks": _ranks,
     "threads of a process": _texts("threads"),
     "links of the lab": _links,
+    "not got": _stolen,
 }

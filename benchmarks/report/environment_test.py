@@ -36,6 +36,12 @@ def test_a_lab_is_told_from_what_ran_outside_of_it():
     assert said["links of the lab"] == ["1000 Mbit/s"]
 
 
+def test_a_machine_that_was_not_all_there_is_named():
+    rows = [row("gates", stolen_share=0.31), row("gates", stolen_share=0.12), row("buckets", stolen_share=0.02)]
+    said = facts(RunRows("a", rows))
+    assert said["not got"] == ["up to 31% of the processors' time went to others by this machine's host"]
+
+
 def test_differences_are_of_what_both_measured():
     assert differences(run(), run(measured_at="later")) == []
     assert differences(run(), run(commit="fffffff")) == ["commit (0123abc / 0123abc; fffffff)"]
