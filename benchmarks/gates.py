@@ -1,7 +1,7 @@
 """Gates: no strategy may cost more than what it replaces, measured in the same run.
 
 A gate is a ratio of medians with a 95 % interval, see ``ratios.py``. Within a framework the two take turns; of two
-frameworks, whose processes cannot, each has its own rounds.
+frameworks, whose processes cannot, each has its own rounds, and is not judged where a machine was not all there.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from .ranks import chosen_ranks
 from .ratios import Gate as Gate
 from .ratios import compare as compare
 from .run import NOT_RUN, Run, holds
+from .stolen import in_words
 from .strategies import BATCH_SIZE, NUM_RANKS, check_memory, make_setup
 from .tables import NOTHING, Column, markdown_table, terminal_table, time_cell, value, write_markdown
 from .training.frameworks import BETWEEN, measure_both
@@ -99,7 +100,8 @@ def gate_rows(measured: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]
         measured: Rows of training steps.
 
     Yields:
-        A row for each gate; one of whose sides is wrong or missing is not run.
+        A row for each gate; one of whose sides is wrong or missing is not run, and one whose sides did not take turns
+        is not judged if this machine's host kept much of its time from either.
     """
     sound = [row for row in measured if row["check"] == "ok" and "median_ms" in row]
     for name, ours, theirs, limit in _GATES:
@@ -112,7 +114,9 @@ def gate_rows(measured: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]
         which = {"ours": label(one), "theirs": label(other), "is_interleaved": paired}
         for side, row in (("ours", one), ("theirs", other)):
             which |= {f"{side}_{spread}_ms": row[f"{spread}_ms"] for spread in ("p10", "p90")}
-        yield asdict(gate) | which | {"check": "ok" if gate.holds else "MISSED"}
+        said = "" if paired else in_words(max(row.get("stolen_share", 0.0) for row in (one, other)))
+        judged = "ok" if gate.holds else "MISSED"
+        yield asdict(gate) | which | {"check": f"not judged: {said}" if said else judged}
 
 
 def _seconds(row: Mapping[str, Any]) -> list[float]:

@@ -50,6 +50,20 @@ def test_what_is_wrong_is_not_compared():
     assert [gate["check"].split(":")[0] for gate in gates] == ["ok", "ok", "ok", "not run", "not run"]
 
 
+@pytest.mark.parametrize("side", ["flat", "ddp"])
+def test_frameworks_are_not_judged_where_the_host_kept_much_from_one(side):
+    taken = rows_of()
+    for one in taken:
+        if one["strategy"] in (side, {"ddp": "DistributedDataParallel"}.get(side)):
+            one["stolen_share"] = 0.4
+    *others, best = gate_rows(taken)
+    assert best["check"] == "not judged: 40% of the processors' time went to others by this machine's host"
+    assert best["ratio"] > 1 and {gate["check"] for gate in others} == {"ok"}  # these took turns
+    for one in taken:
+        one["stolen_share"] = 0.03
+    assert list(gate_rows(taken))[-1]["check"] == "MISSED"
+
+
 def test_a_gate_holds_if_the_lower_end_of_its_interval_does():
     rng = np.random.default_rng(1)
     theirs = list(1 + 0.02 * rng.random(40))
