@@ -11,13 +11,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 NUM_PLAIN_LINES = 4
+FILE_WIDTH = 180  # where the widest table, that of memory, cuts no number
 
 
 def make_console() -> Console:
     """The console of standard output; wide enough for tables where it is a file."""
     # Set, not left to rich: the environment of a CI job may ask for control codes even in a file.
     is_terminal = sys.stdout.isatty()
-    return Console(force_terminal=is_terminal, highlight=False, width=None if is_terminal else 160)
+    return Console(force_terminal=is_terminal, highlight=False, width=None if is_terminal else FILE_WIDTH)
 
 
 @contextmanager

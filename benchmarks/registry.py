@@ -57,7 +57,7 @@ BENCHMARKS = {
         (*_TRAINING, "strategies", "target"),
     ),
     "memory": Benchmark(
-        "memory.benchmark", "what a step holds on each device, by ZeRO stage", 2, 1,
+        "memory.benchmark", "what a step holds on each device, by ZeRO stage", 4, 1,
         ("quick", "batch_size", "model", "strategies", "target"),
     ),
     "gates": Benchmark(
