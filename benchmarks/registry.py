@@ -64,7 +64,7 @@ BENCHMARKS = {
         "gates", "what may not cost more than what: jit, DistributedDataParallel, ZeRO-1", 3, 3, _TRAINING
     ),
     "lab": Benchmark(
-        "lab.benchmark", "strategies, buckets, gates and collectives over a slow network, made on this machine", 55, 2,
+        "lab.benchmark", "strategies, buckets and collectives over a slow network, made on this machine", 50, 2,
         (*_TRAINING, "strategies", "bucket_mb", "sizes_mb", "profile"),
     ),
     "compile": Benchmark(

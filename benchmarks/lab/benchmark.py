@@ -16,7 +16,7 @@ from ..several import Setups, describe_each, finish, run_each
 from .link import measure_link
 from .network import Lab, open_lab
 
-NAMES = ("strategies", "buckets", "gates", "collectives")
+NAMES = ("strategies", "buckets", "collectives")
 QUICK_NAMES = ("buckets",)
 NUM_HOSTS, RATE_MBIT = 2, 1000.0
 
