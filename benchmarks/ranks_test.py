@@ -5,6 +5,7 @@ import os
 import jax
 import numpy as np
 import pytest
+import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import ranks
@@ -76,6 +77,17 @@ def test_gpus_that_jax_cannot_use_are_not_taken_and_said(monkeypatch):
     rule = r"^ranks of kind 'gpus' need GPUs, and torch finds 2, JAX none: it takes \.\[cuda12\] or \.\[cuda13\]$"
     with pytest.raises(ValueError, match=rule):
         ranks_of_machine(2, "gpus")
+
+
+def test_gpus_multiply_float32_in_float32(monkeypatch):
+    monkeypatch.setattr("jaxddp.data_mesh", lambda num: num)
+    before = jax.config.jax_default_matmul_precision
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")  # so that it is put back
+    try:
+        assert Ranks(1, "gpus").mesh() == 1
+        assert jax.config.jax_default_matmul_precision == torch.get_float32_matmul_precision() == "highest"
+    finally:
+        jax.config.update("jax_default_matmul_precision", before)
 
 
 def test_jax_counts_its_gpus_in_a_process_of_its_own(monkeypatch):

@@ -32,6 +32,14 @@ def point(mode, num_ranks, median_ms, **others):
     return row | others
 
 
+def test_what_does_not_fit_is_said_before_anything_starts(monkeypatch):
+    monkeypatch.setattr("benchmarks.strategies.free_bytes", lambda kind: 2**30)
+    with pytest.raises(
+        ValueError, match=r"^model \(=byte\) must fit into memory: .* on 2 ranks need at least .* GiB, 1.0 are"
+    ):
+        describe(Options(ranks=4))
+
+
 def test_efficiency_is_of_the_fewest_ranks():
     strong = list(with_efficiency([point("strong", 1, 100), point("strong", 2, 60), point("strong", 4, 30)], []))
     assert [row["efficiency"] for row in strong] == pytest.approx([1.0, 100 / 120, 100 / 120])
