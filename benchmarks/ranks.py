@@ -40,6 +40,7 @@ KINDS = ("simulated", "processes", "gpus", "lab")
 _OF_PROCESSES = ("processes", "lab")
 THREADS = 1
 _COUNT_GPUS = "import jax; print(sum(device.platform == 'gpu' for device in jax.local_devices()))"
+_COUNT_TIMEOUT_S = 120.0  # a driver that hangs has no GPUs
 TIMEOUT_S = 3600.0  # without a report of any rank: a call of a slow network may take minutes, all of them many hours
 
 
@@ -214,7 +215,11 @@ def _counted_gpus() -> tuple[int, int]:
 @functools.cache
 def count_jax_gpus() -> int:
     """GPUs that JAX finds, in a process of its own: this one must not start a device before its ranks do."""
-    said = subprocess.run([sys.executable, "-c", _COUNT_GPUS], capture_output=True, text=True)
+    command = [sys.executable, "-c", _COUNT_GPUS]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=_COUNT_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return 0
     last = said.stdout.split()[-1:]
     return int(last[0]) if said.returncode == 0 and last else 0
 

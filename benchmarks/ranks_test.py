@@ -100,6 +100,10 @@ def test_jax_counts_its_gpus_in_a_process_of_its_own(monkeypatch):
     monkeypatch.setattr(ranks, "_COUNT_GPUS", "raise SystemExit('no driver')")
     ranks.count_jax_gpus.cache_clear()
     assert ranks.count_jax_gpus() == 0
+    monkeypatch.setattr(ranks, "_COUNT_GPUS", "import time; time.sleep(60)")
+    monkeypatch.setattr(ranks, "_COUNT_TIMEOUT_S", 0.5)
+    ranks.count_jax_gpus.cache_clear()
+    assert ranks.count_jax_gpus() == 0
     ranks.count_jax_gpus.cache_clear()
 
 
