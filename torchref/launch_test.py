@@ -3,11 +3,9 @@
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from torchref.launch import RankError, RankPool, init_from_env, launch, report, shared_pool
+from torchref.script_test import is_running, wait_until_gone
 
 
 def rank_and_size(offset=0):
@@ -54,22 +53,6 @@ def leave_the_group():
     dist.destroy_process_group()
 
 
-def report_progress(num_steps):
-    for step in range(num_steps):
-        report({"step": step, "rank": dist.get_rank()})
-    return num_steps
-
-
-def report_then_wait_for(path):
-    report("started")
-    while not Path(path).exists():
-        time.sleep(0.01)
-
-
-def late_report():
-    threading.Timer(0.3, report, ["too late"]).start()
-
-
 def raise_on(rank):
     if dist.get_rank() == rank:
         raise ValueError("no such thing\nand more about it")
@@ -96,16 +79,6 @@ def join_the_group_that_the_environment_describes(port):
     return rank_and_size(), str(device)
 
 
-def report_now_and_then(num_reports, sleeper=None):
-    for index in range(num_reports):
-        time.sleep(0.8)
-        if dist.get_rank() == index % 2:  # one of them is enough
-            report(index)
-    if dist.get_rank() == sleeper:
-        time.sleep(60)
-    return num_reports
-
-
 def report_and_wait():
     report(os.getpid())
     if dist.get_rank() == 0:
@@ -129,22 +102,6 @@ def start_a_child():
     child.start()
     child.join()
     return child.exitcode
-
-
-def is_running(pid):
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        # A zombie is gone but for its entry, unless it is only its first thread that has ended so far.
-        return state != "Z" or len(os.listdir(f"/proc/{pid}/task")) > 1
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def wait_until_gone(pids, seconds=10.0):
-    deadline_s = time.monotonic() + seconds
-    while any(is_running(pid) for pid in pids) and time.monotonic() < deadline_s:
-        time.sleep(0.02)
-    return not any(is_running(pid) for pid in pids)
 
 
 def test_results_come_by_rank_from_a_group_of_exactly_that_size(ranks):
@@ -194,33 +151,6 @@ def test_a_rank_may_leave_the_group_itself(ranks):
 
 def test_a_rank_may_start_processes_of_its_own(ranks):
     assert ranks.run(start_a_child, num_ranks=1) == [0]
-
-
-def test_reports_arrive_in_each_ranks_order(ranks):
-    messages = []
-    ranks.run(report_progress, 3, num_ranks=2, on_message=lambda rank, message: messages.append((rank, message)))
-    for rank in range(2):
-        of_rank = [message for sender, message in messages if sender == rank]
-        assert of_rank == [{"step": step, "rank": rank} for step in range(3)]
-    assert ranks.run(report_progress, 3, num_ranks=2) == [3, 3]
-
-
-def test_reports_arrive_while_the_rank_runs(ranks, tmp_path):
-    go_on = tmp_path / "go on"
-    # The rank ends only after the parent has acted on its report.
-    ranks.run(report_then_wait_for, str(go_on), num_ranks=1, on_message=lambda rank, message: go_on.touch())
-
-
-def test_a_late_report_goes_nowhere(ranks):
-    messages = []
-    ranks.run(late_report, num_ranks=1)
-    time.sleep(0.6)
-    ranks.run(process_id, num_ranks=1, on_message=lambda rank, message: messages.append(message))
-    assert messages == []
-
-
-def test_report_outside_of_a_rank_does_nothing():
-    report(threading.Lock())  # which could not be sent
 
 
 def test_an_error_in_a_rank_is_told_with_its_own_traceback_and_ends_the_others(ranks):
@@ -275,31 +205,9 @@ def test_a_timeout_names_the_ranks_that_did_not_finish_and_ends_them(ranks, slee
     assert wait_until_gone(pids)
 
 
-def test_each_report_begins_the_timeout_anew(ranks):
-    assert ranks.run(report_now_and_then, 5, num_ranks=2, timeout_s=3.0) == [5, 5]
-    started_s = time.monotonic()
-    with pytest.raises(RankError, match=r"^rank 1 of 2 did not finish or report within timeout_s \(=3.0\)$"):
-        ranks.run(report_now_and_then, 2, 1, num_ranks=2, timeout_s=3.0)
-    assert time.monotonic() - started_s < 20
-
-
 def test_a_result_that_does_not_pickle_is_the_ranks_error(ranks):
     with pytest.raises(RankError, match=r"^rank 0 of 1 failed: TypeError: cannot pickle '_thread.lock' object"):
         ranks.run(cannot_be_pickled, num_ranks=1)
-
-
-def test_an_error_in_on_message_ends_the_call(ranks):
-    pids = []
-
-    def call_again(rank, pid):
-        pids.append(pid)
-        ranks.run(process_id)
-
-    with pytest.raises(
-        ValueError, match="^this RankPool is busy with another call: every thread needs a pool of its own$"
-    ):
-        ranks.run(report_and_wait, num_ranks=1, on_message=call_again)
-    assert wait_until_gone(pids)
 
 
 def test_close_ends_all_processes_and_is_final():
@@ -370,95 +278,6 @@ def test_init_from_env_joins_the_group_that_the_environment_describes(ranks):
         port = probe.getsockname()[1]
     results = ranks.run(join_the_group_that_the_environment_describes, port, num_ranks=2)
     assert results == [((0, 2, 1), "cpu"), ((1, 2, 1), "cpu")]
-
-
-def run_script(tmp_path, text):
-    script = tmp_path / "script.py"
-    script.write_text(text)
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    return subprocess.Popen(
-        [sys.executable, str(script)],
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def next_words(process, first):
-    """The rest of the next line that begins so; some versions of Gloo print lines of their own."""
-    for line in process.stdout:
-        if line.split()[:1] == [first]:
-            return line.split()[1:]
-    return None
-
-
-PARENT = """
-import ctypes, os, threading, time
-import torch.distributed as dist
-from torchref.launch import RankPool, report
-
-def stay(hold_the_lock):
-    report("busy:")
-    if dist.get_rank() == 1:
-        dist.barrier()  # for ever: rank 0 does not come
-    if hold_the_lock:
-        ctypes.PyDLL(None).sleep(600)  # a C function that never lets Python run
-    time.sleep(600)
-
-def run(num_ranks, num_busy, hold_the_lock=False):
-    pool = RankPool(num_ranks)
-    print("pids:", *pool.run(os.getpid), flush=True)
-    if num_busy > 0:
-        pool.run(stay, hold_the_lock, num_ranks=num_busy, on_message=lambda rank, word: print(word, flush=True))
-
-if __name__ == "__main__":
-"""
-
-
-@pytest.mark.parametrize(
-    ("start", "num_ranks", "num_busy", "how"),
-    [
-        ("run(2, 2, hold_the_lock=True)", 2, 2, signal.SIGKILL),  # ended by the kernel alone
-        # From a thread the kernel's help is not available, only the end of the pipe.
-        ("thread = threading.Thread(target=run, args=[1, 1]); thread.start(); thread.join()", 1, 1, signal.SIGKILL),
-        ("run(2, 1)", 2, 1, signal.SIGINT),
-        ("run(1, 0)", 1, 0, None),  # the parent ends by itself, with a pool left open
-    ],
-    ids=["killed", "killed with a pool in a thread", "interrupted", "left open"],
-)
-def test_no_rank_outlives_its_parent(tmp_path, start, num_ranks, num_busy, how):
-    process = run_script(tmp_path, f"{PARENT}    {start}\n")
-    pids: list[int] = []
-    try:
-        pids += map(int, next_words(process, "pids:"))
-        assert len(pids) == num_ranks
-        for _ in range(num_busy):
-            assert next_words(process, "busy:") == []
-        if how is not None:
-            assert all(is_running(pid) for pid in pids)
-        if how == signal.SIGKILL:
-            process.kill()
-        elif how == signal.SIGINT:
-            os.killpg(process.pid, how)  # Ctrl-C on a terminal reaches all processes
-        process.wait(timeout=30)
-        assert wait_until_gone(pids)
-        # The parent says so, its ranks do not.
-        assert process.stderr.read().count("KeyboardInterrupt") == (how == signal.SIGINT)
-    finally:
-        for pid in [process.pid, *pids]:
-            if is_running(pid):
-                os.kill(pid, signal.SIGKILL)
-        process.communicate()
-
-
-def test_an_unguarded_script_is_told_what_is_missing(tmp_path):
-    process = run_script(tmp_path, "import os\nfrom torchref.launch import launch\nlaunch(os.getpid, num_ranks=1)\n")
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "torchref.launch.RankError: rank 0 of 1 failed: exited with code 1" in err
-    assert 'a script must guard what starts ranks with `if __name__ == "__main__":`' in err
 
 
 def test_shared_pool_is_one_pool_of_eight(ranks):

@@ -1,0 +1,115 @@
+"""Scripts that start ranks: none outlives its parent, however that ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+
+def is_running(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        # A zombie is gone but for its entry, unless it is only its first thread that has ended so far.
+        return state != "Z" or len(os.listdir(f"/proc/{pid}/task")) > 1
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until_gone(pids, seconds=10.0):
+    deadline_s = time.monotonic() + seconds
+    while any(is_running(pid) for pid in pids) and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    return not any(is_running(pid) for pid in pids)
+
+
+def run_script(tmp_path, text):
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    return subprocess.Popen(
+        [sys.executable, str(script)],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def next_words(process, first):
+    """The rest of the next line that begins so; some versions of Gloo print lines of their own."""
+    for line in process.stdout:
+        if line.split()[:1] == [first]:
+            return line.split()[1:]
+    return None
+
+
+PARENT = """
+import ctypes, os, threading, time
+import torch.distributed as dist
+from torchref.launch import RankPool, report
+
+def stay(hold_the_lock):
+    report("busy:")
+    if dist.get_rank() == 1:
+        dist.barrier()  # for ever: rank 0 does not come
+    if hold_the_lock:
+        ctypes.PyDLL(None).sleep(600)  # a C function that never lets Python run
+    time.sleep(600)
+
+def run(num_ranks, num_busy, hold_the_lock=False):
+    pool = RankPool(num_ranks)
+    print("pids:", *pool.run(os.getpid), flush=True)
+    if num_busy > 0:
+        pool.run(stay, hold_the_lock, num_ranks=num_busy, on_message=lambda rank, word: print(word, flush=True))
+
+if __name__ == "__main__":
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "num_ranks", "num_busy", "how"),
+    [
+        ("run(2, 2, hold_the_lock=True)", 2, 2, signal.SIGKILL),  # ended by the kernel alone
+        # From a thread the kernel's help is not available, only the end of the pipe.
+        ("thread = threading.Thread(target=run, args=[1, 1]); thread.start(); thread.join()", 1, 1, signal.SIGKILL),
+        ("run(2, 1)", 2, 1, signal.SIGINT),
+        ("run(1, 0)", 1, 0, None),  # the parent ends by itself, with a pool left open
+    ],
+    ids=["killed", "killed with a pool in a thread", "interrupted", "left open"],
+)
+def test_no_rank_outlives_its_parent(tmp_path, start, num_ranks, num_busy, how):
+    process = run_script(tmp_path, f"{PARENT}    {start}\n")
+    pids: list[int] = []
+    try:
+        pids += map(int, next_words(process, "pids:"))
+        assert len(pids) == num_ranks
+        for _ in range(num_busy):
+            assert next_words(process, "busy:") == []
+        if how is not None:
+            assert all(is_running(pid) for pid in pids)
+        if how == signal.SIGKILL:
+            process.kill()
+        elif how == signal.SIGINT:
+            os.killpg(process.pid, how)  # Ctrl-C on a terminal reaches all processes
+        process.wait(timeout=30)
+        assert wait_until_gone(pids)
+        # The parent says so, its ranks do not.
+        assert process.stderr.read().count("KeyboardInterrupt") == (how == signal.SIGINT)
+    finally:
+        for pid in [process.pid, *pids]:
+            if is_running(pid):
+                os.kill(pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_an_unguarded_script_is_told_what_is_missing(tmp_path):
+    process = run_script(tmp_path, "import os\nfrom torchref.launch import launch\nlaunch(os.getpid, num_ranks=1)\n")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "torchref.launch.RankError: rank 0 of 1 failed: exited with code 1" in err
+    assert 'a script must guard what starts ranks with `if __name__ == "__main__":`' in err
