@@ -10,7 +10,7 @@ from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
-from .options import Options, Parser, add_options, read_options
+from .harness.options import Options, Parser, add_options, read_options
 from .registry import BENCHMARKS, check_taken
 
 _OPTIONS = "options.json"
@@ -50,14 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
 
     import jaxddp  # noqa: F401  first: it imports JAX without what plugins print whose devices are not there
-    from jaxddp.interrupts import kept_interrupts
+    from jaxddp.cli.interrupts import kept_interrupts
     from torchref.launch import RankError
 
-    from .console import make_console
+    from .harness.console import make_console
+    from .harness.results import new_run_folder
+    from .harness.run import Run
     from .lab.benchmark import lab_for, link_holds
     from .report import PAGE, write_report
-    from .results import new_run_folder
-    from .run import Run
 
     try:
         options, folder = read_options(parsed), None

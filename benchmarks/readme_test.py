@@ -5,11 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-import jaxddp
-import torchref
-
 README = Path(__file__).parent.parent / "README.md"
 
 
@@ -30,17 +25,3 @@ def test_the_two_commands_stand_each_on_a_line_of_their_own():
         "python3 -m pip install -e '.[torch]' && python3 -m benchmarks",
         "python3 -m pip install -e '.[test]' && python3 -m pytest",
     ]
-
-
-@pytest.mark.parametrize("package", [jaxddp, torchref])
-def test_every_file_that_the_map_names_is_there_and_every_file_is_named(package):
-    """Names stand in the package's column of the table, or in both."""
-    table = re.search(r"^## Files\n(.*?)^## ", README.read_text(), re.MULTILINE | re.DOTALL).group(1)
-    rows = [line.split("|")[2:4] for line in table.splitlines() if line.startswith("|")]
-    named = set(re.findall(r"`([\w]+(?:\.py|/))`", " ".join(row[package is torchref] for row in rows)))
-    folder = Path(package.__file__).parent
-    hidden = {"__init__.py", "__main__.py", "__pycache__/", "conftest.py"}
-    there = {
-        path.name + "/" * path.is_dir() for path in folder.iterdir() if not path.name.endswith("_test.py")
-    } - hidden
-    assert named == there

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import NamedTuple
 
-from .options import Options
+from .harness.options import Options
 
 _MACHINE = ("quick", "ranks", "on", "hosts", "rate_mbit", "steps")
 _TRAINING = (*_MACHINE, "batch_size", "model", "data")
@@ -37,11 +37,11 @@ class Benchmark(NamedTuple):
 
 BENCHMARKS = {
     "main": Benchmark(
-        "main_job", "a byte-level language model under every strategy in both frameworks", 5,
+        "suite.main_job", "a byte-level language model under every strategy in both frameworks", 5,
         takes=(*_TRAINING, "strategies", "profile"),
     ),
     "strategies": Benchmark(
-        "strategies", "the same beside what the frameworks do by themselves: jit, DDP, ZeRO, FSDP2", 5, 3,
+        "strategies.benchmark", "the same beside what the frameworks do by themselves: jit, DDP, ZeRO, FSDP2", 5, 3,
         (*_TRAINING, "strategies", "profile"),
     ),
     "buckets": Benchmark(
@@ -61,7 +61,7 @@ BENCHMARKS = {
         ("quick", "batch_size", "model", "strategies", "target"),
     ),
     "gates": Benchmark(
-        "gates", "what may not cost more than what: jit, DistributedDataParallel, ZeRO-1", 3, 3, _TRAINING
+        "gates.benchmark", "what may not cost more than what: jit, DistributedDataParallel, ZeRO-1", 3, 3, _TRAINING
     ),
     "lab": Benchmark(
         "lab.benchmark", "strategies, buckets and collectives over a slow network, made on this machine", 50, 2,
@@ -71,7 +71,7 @@ BENCHMARKS = {
         "compilation.benchmark", "how long compilation takes, for up to 512 devices and 10,000 parameters", 20,
         takes=("steps",),
     ),
-    "all": Benchmark("all_job", "all but main and compile in one run; with --quick in some 10 minutes", 0),
+    "all": Benchmark("suite.all_job", "all but main and compile in one run; with --quick in some 10 minutes", 0),
 }  # fmt: skip
 
 

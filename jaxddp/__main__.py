@@ -12,8 +12,10 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from . import inspect_cli, plan_cli, train_cli
-from .interrupts import kept_interrupts
+from .cli import inspect as inspect_cli
+from .cli import plan as plan_cli
+from .cli import train as train_cli
+from .cli.interrupts import kept_interrupts
 
 COMMANDS = (train_cli, inspect_cli, plan_cli)
 

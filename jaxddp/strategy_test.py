@@ -10,10 +10,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jaxddp
-from jaxddp import compression
-from jaxddp.buckets import MIB
+from jaxddp.communication import compression
+from jaxddp.communication.buckets import MIB
+from jaxddp.compiled.schedule import read_schedule
 from jaxddp.models import build
-from jaxddp.schedule import read_schedule
 from jaxddp.strategy import planned_collectives
 from jaxddp.tree import tensor_specs
 

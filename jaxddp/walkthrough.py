@@ -19,15 +19,15 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .compression import none
-from .exchange import SHARDED, launch, settle
+from .communication.compression import none
+from .communication.exchange import SHARDED, launch, settle
+from .compiled.schedule import gradient_collectives
 from .mesh import DATA_AXIS, data_mesh, simulate_devices
-from .placement import place
-from .schedule import gradient_collectives
-from .state_layout import state_layout
 from .strategy import plan_gradients
+from .training.placement import place
+from .training.state_layout import state_layout
+from .training.xla import compile_options
 from .tree import like
-from .xla import compile_options
 from .zero.stage1 import gather_params, own_shards, zero1
 
 NUM_RANKS = 2

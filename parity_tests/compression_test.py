@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 import jaxddp
-import jaxddp.compression
+import jaxddp.communication.compression
 import torchref
-import torchref.compression
+import torchref.communication.compression
 from torchref.train import local_rows
 
 NUM_STEPS = 8
@@ -68,7 +68,7 @@ def train_jax(strategy, how, num_ranks, num_microbatches):
 
 def train_torch(strategy, name, rank_of_factors, num_microbatches):
     """The same on a rank, which has its own memory only."""
-    how = getattr(torchref.compression, name)
+    how = getattr(torchref.communication.compression, name)
     options = {key.replace("bucket_mb", "bucket_size_mb"): value for key, value in STRATEGIES[strategy].items()}
     module = Module()
     net = torchref.make_strategy(
@@ -94,7 +94,7 @@ def train_torch(strategy, name, rank_of_factors, num_microbatches):
     [("naive", 2, 1), ("flat", 3, 2), ("overlapped", 2, 2), ("bucketed", 3, 1)],
 )
 def test_powersgd_is_the_same_step_for_step(ranks, strategy, num_ranks, num_microbatches):
-    ours = train_jax(strategy, jaxddp.compression.powersgd(2), num_ranks, num_microbatches)
+    ours = train_jax(strategy, jaxddp.communication.compression.powersgd(2), num_ranks, num_microbatches)
     theirs = ranks.run(train_torch, strategy, "powersgd", 2, num_microbatches, num_ranks=num_ranks)
     for step, (params, memory) in enumerate(ours):
         assert set(memory) == FACTORED
@@ -111,8 +111,8 @@ def test_powersgd_is_the_same_step_for_step(ranks, strategy, num_ranks, num_micr
 
 @pytest.mark.parametrize("name, rounding", [("bf16", 2.0**-8), ("fp16", 2.0**-11)])
 def test_casts_are_the_same_up_to_how_sums_are_rounded(ranks, name, rounding):
-    exact = train_jax("flat", jaxddp.compression.none, 2, 1)
-    ours = train_jax("flat", getattr(jaxddp.compression, name), 2, 1)
+    exact = train_jax("flat", jaxddp.communication.compression.none, 2, 1)
+    ours = train_jax("flat", getattr(jaxddp.communication.compression, name), 2, 1)
     (theirs, _) = ranks.run(train_torch, "flat", name, None, 1, num_ranks=2)
     for key, initial_value in initial().items():
         # Gloo rounds each sum of two, XLA only the last: half of the last place of gradients, for each of two.

@@ -6,7 +6,7 @@ The test process itself has simulated CPU devices, so both frameworks run in ran
 import pytest
 import torch
 
-import jaxddp.interop
+import jaxddp.checkpoint.interop
 from torchref.launch import launch
 
 from . import jax_side, torch_side
@@ -49,7 +49,7 @@ def jaxddp_on_gpus(case: Case):
 @pytest.mark.parametrize("strategy", list(STRATEGIES))
 def test_gpus_give_the_weights_of_one_cpu_process(strategy, model):
     case = Case(strategy, "adamw", num_gpus(), model, "float32")
-    start = jaxddp.interop.to_numpy(jax_side.initial_params(case.model, case.dtype))
+    start = jaxddp.checkpoint.interop.to_numpy(jax_side.initial_params(case.model, case.dtype))
     alone = torch_side.train_on_one_process(case, start)
     ours, planned, compiled = launch(jaxddp_on_gpus, case, num_ranks=1)[0]
     theirs = launch(torch_side.train_on_rank, case, start, num_ranks=case.num_ranks, backend="nccl")[0]

@@ -9,7 +9,7 @@ import torch
 from flax import nnx
 from torch import nn
 
-import jaxddp.interop
+import jaxddp.checkpoint.interop
 import torchref.interop
 
 
@@ -66,11 +66,11 @@ def test_a_users_own_network_computes_the_same(direction):
         graph, state = nnx.split(FlaxNet(nnx.Rngs(0)), nnx.Param)
         net = TorchNet().double()
         if direction == "to torch":
-            state = jaxddp.interop.from_numpy(randomised(jaxddp.interop.to_numpy(state)), state)
-            torchref.interop.from_numpy(jaxddp.interop.to_numpy(state), net)
+            state = jaxddp.checkpoint.interop.from_numpy(randomised(jaxddp.checkpoint.interop.to_numpy(state)), state)
+            torchref.interop.from_numpy(jaxddp.checkpoint.interop.to_numpy(state), net)
         else:
             torchref.interop.from_numpy(randomised(torchref.interop.to_numpy(net)), net)
-            state = jaxddp.interop.from_numpy(net.state_dict(), state)
+            state = jaxddp.checkpoint.interop.from_numpy(net.state_dict(), state)
 
         x = np.random.default_rng(1).normal(size=(3, 4, 9, 7, 2))
         ids = np.asarray([0, 4, 2])
@@ -84,9 +84,11 @@ def test_a_users_own_network_computes_the_same(direction):
 def test_both_halves_return_what_they_were_given():
     with jax.enable_x64(True):
         state = nnx.state(FlaxNet(nnx.Rngs(0)), nnx.Param)
-        arrays = randomised(jaxddp.interop.to_numpy(state))
+        arrays = randomised(jaxddp.checkpoint.interop.to_numpy(state))
         net = torchref.interop.from_numpy(arrays, TorchNet().double())
-        back = jaxddp.interop.to_numpy(jaxddp.interop.from_numpy(torchref.interop.to_numpy(net), state))
+        back = jaxddp.checkpoint.interop.to_numpy(
+            jaxddp.checkpoint.interop.from_numpy(torchref.interop.to_numpy(net), state)
+        )
         assert set(back) == set(arrays) == set(net.state_dict())
         assert all(np.array_equal(back[name], arrays[name]) for name in arrays)
 
@@ -99,7 +101,7 @@ def test_bfloat16_tensors_keep_their_bits():
     torchref.interop.from_numpy({"weight": jnp.asarray(finite)}, module)
     like = {"scale": jax.ShapeDtypeStruct(finite.shape, jnp.bfloat16)}
     for source in (module.state_dict(), torchref.interop.to_numpy(module)):
-        back = np.asarray(jaxddp.interop.from_numpy(source, like)["scale"])
+        back = np.asarray(jaxddp.checkpoint.interop.from_numpy(source, like)["scale"])
         assert np.array_equal(back.view(np.uint16), finite.view(np.uint16))
 
 
@@ -114,12 +116,12 @@ def test_a_parameter_that_torch_lists_twice_is_one_leaf_here():
     module = Tied()
     like = {"embed": {"embedding": jax.ShapeDtypeStruct((7, 2), jnp.float32)}}
     ties = {"head.weight": "embed.weight"}
-    params = jaxddp.interop.from_numpy(module.state_dict(), like, ties=ties)
+    params = jaxddp.checkpoint.interop.from_numpy(module.state_dict(), like, ties=ties)
     assert np.array_equal(params["embed"]["embedding"], module.embed.weight.detach().numpy())
     doubled = jax.tree.map(lambda leaf: 2 * leaf, params)
     before = module.head.weight.detach().clone()
-    torchref.interop.from_numpy(jaxddp.interop.to_numpy(doubled, ties=ties), module)
+    torchref.interop.from_numpy(jaxddp.checkpoint.interop.to_numpy(doubled, ties=ties), module)
     assert torch.equal(module.head.weight, 2 * before)
     # Without the alias it loads as well: torch knows that the two names are one.
-    torchref.interop.from_numpy(jaxddp.interop.to_numpy(params), module)
+    torchref.interop.from_numpy(jaxddp.checkpoint.interop.to_numpy(params), module)
     assert torch.equal(module.head.weight, before)

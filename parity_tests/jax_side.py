@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 import jaxddp
-from jaxddp.interop import to_numpy
+from jaxddp.checkpoint.interop import to_numpy
 from jaxddp.models import build
 
 from .cases import LEARNING_RATES, STRATEGIES, Case

@@ -9,25 +9,23 @@ import jaxddp
 import torchref
 
 TWINS = (
-    "buckets",
-    "collectives",
-    "compression",
-    "interop",
-    "low_rank",
-    "ring",
-    "sharding",
+    "communication/buckets",
+    "communication/collectives",
+    "communication/compression",
+    "communication/low_rank",
+    "communication/ring",
+    "communication/sharding",
     "models/toy",
     "models/transformer",
     "models/functional",
 )
 # What one side's arrays need and the other's do not.
 ONLY_IN_ONE = {
-    "collectives": {"Issued", "record"},
-    "buckets": {"MIB"},
-    "compression": {"make_compression"},
-    "interop": {"torch_names"},
-    "low_rank": {"pay_back", "merge_memory", "split_memory"},
-    "sharding": {"Cut"},
+    "communication/collectives": {"Issued", "record"},
+    "communication/buckets": {"MIB"},
+    "communication/compression": {"make_compression"},
+    "communication/low_rank": {"pay_back", "merge_memory", "split_memory"},
+    "communication/sharding": {"Cut"},
 }
 
 

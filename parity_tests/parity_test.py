@@ -2,7 +2,7 @@
 
 import pytest
 
-import jaxddp.interop
+import jaxddp.checkpoint.interop
 
 from . import jax_side, torch_side
 from .cases import AXES, Case, pairwise_selection, tolerance, whole_product
@@ -11,7 +11,7 @@ from .inputs import largest_difference
 
 def check(case: Case, ranks, differences):
     with jax_side.jax.enable_x64(case.dtype == "float64"):
-        weights = jaxddp.interop.to_numpy(jax_side.initial_params(case.model, case.dtype))
+        weights = jaxddp.checkpoint.interop.to_numpy(jax_side.initial_params(case.model, case.dtype))
     ours = jax_side.train(case)
     theirs = torch_side.train(case, weights, ranks)
     atol, reason = tolerance(case)

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import jaxddp.buckets
-import torchref.buckets
+import jaxddp.communication.buckets
+import torchref.communication.buckets
 import torchref.models
 from torchref.strategy import tensor_spec
 
@@ -27,7 +27,7 @@ def test_both_packages_plan_alike(model):
         for rule in RULES:
             ours, theirs = (
                 package.plan_buckets(backward_specs(package, model), cap, rule=rule)
-                for package in (jaxddp.buckets, torchref.buckets)
+                for package in (jaxddp.communication.buckets, torchref.communication.buckets)
             )
             assert [bucket.tensors for bucket in ours.buckets] == [bucket.tensors for bucket in theirs.buckets]
             assert [bucket.offsets for bucket in ours.buckets] == [bucket.offsets for bucket in theirs.buckets]
@@ -40,12 +40,17 @@ def test_torchs_rule_is_torchs(caps):
     tensors = [torch.empty(parameters[name].shape, device="meta") for name in names]
     limits = [int(cap * 2**20) for cap in caps]
     indices, _ = dist._compute_bucket_assignment_by_size(tensors, limits)
-    plan = torchref.buckets.plan_buckets([tensor_spec(name, parameters[name]) for name in names], caps, rule="torch")
+    plan = torchref.communication.buckets.plan_buckets(
+        [tensor_spec(name, parameters[name]) for name in names], caps, rule="torch"
+    )
     assert [[names[i] for i in bucket] for bucket in indices] == [[t.name for t in b.tensors] for b in plan.buckets]
 
 
 def test_the_planners_are_the_same_text():
     """Written twice on purpose; this keeps the two from drifting apart."""
     for name in ("plan_buckets", "plan_per_tensor", "dtype_bytes", "TensorSpec", "Bucket", "BucketPlan", "_caps_bytes"):
-        ours, theirs = (inspect.getsource(getattr(package, name)) for package in (jaxddp.buckets, torchref.buckets))
+        ours, theirs = (
+            inspect.getsource(getattr(package, name))
+            for package in (jaxddp.communication.buckets, torchref.communication.buckets)
+        )
         assert ours == theirs, name

@@ -9,10 +9,10 @@ import torch
 import jaxddp
 import torchref.interop
 import torchref.models
-from jaxddp.checkpoint import Checkpoints
-from jaxddp.interop import from_numpy, to_numpy
+from jaxddp.checkpoint.checkpoints import Checkpoints
+from jaxddp.checkpoint.interop import from_numpy, to_numpy
+from jaxddp.checkpoint.weights import export_weights, load_weights
 from jaxddp.models import build
-from jaxddp.weights import export_weights, load_weights
 
 
 def test_a_checkpoint_goes_on_in_torch(tmp_path):

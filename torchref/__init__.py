@@ -1,8 +1,8 @@
 """The PyTorch twin of jaxddp: the same strategies over torch.distributed."""
 
-from .buckets import BucketPlan as BucketPlan
-from .buckets import TensorSpec as TensorSpec
-from .buckets import plan_buckets as plan_buckets
+from .communication.buckets import BucketPlan as BucketPlan
+from .communication.buckets import TensorSpec as TensorSpec
+from .communication.buckets import plan_buckets as plan_buckets
 from .data_parallel import DataParallel as DataParallel
 from .ddp import BucketedDDP as BucketedDDP
 from .ddp import FlatDDP as FlatDDP

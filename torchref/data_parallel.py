@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .buckets import BucketPlan, TensorSpec
 from .clipping import clip_to_norm_, global_norm, sharded_norm
-from .collectives import broadcast
-from .compression import Compression, none
-from .leftovers import check_whole, remove_with
-from .low_rank import Memory
+from .communication.buckets import BucketPlan, TensorSpec
+from .communication.collectives import broadcast
+from .communication.compression import Compression, none
+from .communication.low_rank import Memory
+from .hooks import check_whole, remove_with
 from .strategy import check_dense, tensor_spec
 
 _live: weakref.WeakSet[DataParallel] = weakref.WeakSet()

@@ -1,6 +1,6 @@
 """Carries parameters between a module and NumPy, under the names and layouts of its ``state_dict``.
 
-These are the arrays that ``jaxddp.interop`` maps to and from a Flax tree; this half only moves bits. A parameter
+These are the arrays that ``jaxddp`` maps to and from a Flax tree; this half only moves bits. A parameter
 that is shared is listed under each of its names, as ``state_dict`` does. Values are copied bit for bit. A dtype that
 differs is refused, never cast: cast the module first. bfloat16, which NumPy lacks, becomes ``ml_dtypes.bfloat16``.
 """

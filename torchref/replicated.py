@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .buckets import Bucket, BucketPlan, TensorSpec, dtype_bytes, pack, unpack
+from .communication.buckets import Bucket, BucketPlan, TensorSpec, dtype_bytes, pack, unpack
+from .communication.exchange import WHOLE
+from .communication.low_rank import Memory
 from .data_parallel import DataParallel
-from .exchange import WHOLE
-from .low_rank import Memory
 
 
 class Replicated(DataParallel):

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .collectives import record
+from .communication.collectives import record
 from .launch import RankPool, launch
 from .zero import ZeRO1
 

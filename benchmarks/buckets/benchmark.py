@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from ..options import Options
-from ..ranks import chosen_ranks
-from ..ratios import compare
-from ..run import NotRun, Run, holds
-from ..strategies import BATCH_SIZE, NUM_RANKS, NUM_WARMUP, QUICK_MODEL, check_memory, make_setup
-from ..tables import markdown_table, terminal_table, write_markdown
+from ..harness.options import Options
+from ..harness.ranks import chosen_ranks
+from ..harness.ratios import compare
+from ..harness.run import NotRun, Run, holds
+from ..harness.tables import markdown_table, terminal_table, write_markdown
+from ..strategies.benchmark import BATCH_SIZE, NUM_RANKS, NUM_WARMUP, QUICK_MODEL, check_memory, make_setup
 from ..training.frameworks import BETWEEN, FRAMEWORKS, measure_both
 from ..training.jax_side import gradient_shares
 from ..training.measure import AT_ONCE, FORWARD_BACKWARD, NUM_PROBED, Setup, SideResult, StrategySpec, all_reduce_label

@@ -1,4 +1,4 @@
-"""What a step under buckets should take: the in-order pipeline of ``jaxddp.cost.overlap`` with a real composition.
+"""What a step under buckets should take: the in-order pipeline of ``planning.cost.overlap`` with a real composition.
 
     gradient ready   share of the FLOPs of forward and backward that are done by then in the trace, times their time
     bucket sent      o + S / w, fitted to all-reduces that were timed on the same ranks in the same rounds
@@ -17,19 +17,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxddp.chips import CHIPS, Chip
-from jaxddp.cost.bandwidth import bus_factor, fit_sweep
-from jaxddp.cost.contention import rate_at_once, shared_finish_s
-from jaxddp.cost.overlap import (
-    COMMUNICATION_BOUND,
-    COMPUTE_BOUND,
-    Optimum,
-    bucket_times_s,
-    uniform_optimum,
-)
-from jaxddp.network import GB, Network
-from jaxddp.schedule import Schedule
-from jaxddp.simulate import simulate
+from jaxddp.compiled.schedule import Schedule
+from jaxddp.planning.cost.bandwidth import bus_factor, fit_sweep
+from jaxddp.planning.cost.contention import rate_at_once, shared_finish_s
+from jaxddp.planning.cost.overlap import COMMUNICATION_BOUND, COMPUTE_BOUND, Optimum, bucket_times_s, uniform_optimum
+from jaxddp.simulation.network import GB, Network
+from jaxddp.simulation.simulate import simulate
+from jaxddp.targets.chips import CHIPS, Chip
 
 Buckets = Sequence[Sequence[tuple[str, int]]]
 GOOD_ERROR = 0.15

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from benchmarks.buckets.benchmark import bucket_rows, describe, optimum_rows, probe_sizes, run
 from benchmarks.buckets.prediction import Costs, Shares, fit_costs, judge, predict, regime, simulated, uniform
-from benchmarks.options import Options
-from benchmarks.run import Run
+from benchmarks.harness.options import Options
+from benchmarks.harness.run import Run
 from benchmarks.training.measure import (
     AT_ONCE,
     FORWARD_BACKWARD,
@@ -21,8 +21,8 @@ from benchmarks.training.measure import (
     StepMetrics,
     all_reduce_label,
 )
-from jaxddp.schedule import Collective, Operation, Schedule
-from jaxddp.work import Work
+from jaxddp.compiled.schedule import Collective, Operation, Schedule
+from jaxddp.compiled.work import Work
 
 # Forward 0.3 s, backward 0.6 s; gradients at 0.5, 0.7 and 0.9 s; 100 MB take 0.1 s and 0.01 s more.
 SHARES = Shares(1 / 3, {"c": 5 / 9, "b": 7 / 9, "a": 1.0})
@@ -134,7 +134,7 @@ def test_the_sweep():
 
 def test_one_gpu_alone_is_a_row_that_is_not_run(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    monkeypatch.setattr("benchmarks.ranks.count_jax_gpus", lambda: 1)
+    monkeypatch.setattr("benchmarks.harness.ranks.count_jax_gpus", lambda: 1)
     monkeypatch.setattr("benchmarks.strategies.free_bytes", lambda kind: 80 * 2**30)
     setup, described = describe(Options(quick=True))
     assert "1 rank on 1 of 1 GPUs; buckets of" in described

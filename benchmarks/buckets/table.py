@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..tables import Column, plus_minus_cell, time_cell, value
+from ..harness.tables import Column, plus_minus_cell, time_cell, value
 from ..training.frameworks import BETWEEN
 from ..training.steps import STEP_COLUMNS, collectives
 

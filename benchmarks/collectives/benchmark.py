@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..free_memory import free_bytes
-from ..options import Options
-from ..ranks import Ranks, num_gpus, ranks_of_machine
-from ..run import Run, holds
+from ..harness.free_memory import free_bytes
+from ..harness.options import Options
+from ..harness.ranks import Ranks, num_gpus, ranks_of_machine
+from ..harness.run import Run, holds
 from .cases import NAMES, QUICK_NAMES
 from .forecast import START_S, Forecast, assumed_network, duration, forecast_s
 from .part import Part, Setup, measure_part, missing

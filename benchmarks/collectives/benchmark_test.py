@@ -21,9 +21,9 @@ from benchmarks.collectives.rows import rows_of
 from benchmarks.collectives.sizes import GIB, KIB, MIB
 from benchmarks.collectives.table import notes
 from benchmarks.collectives.turns import Timed
-from benchmarks.options import Options
-from benchmarks.ranks import Ranks, num_gpus
-from benchmarks.run import Run
+from benchmarks.harness.options import Options
+from benchmarks.harness.ranks import Ranks, num_gpus
+from benchmarks.harness.run import Run
 from torchref.launch import RankError
 
 SIZES = (KIB, 16 * KIB, 256 * KIB)
@@ -173,8 +173,8 @@ def test_a_wrong_result_is_marked_everywhere(measured, tmp_path, monkeypatch):
 @pytest.mark.parametrize("breaks", ["result", "program"])
 def test_a_collective_that_is_wrong_is_found_out(breaks, monkeypatch):
     """Wrong values, and right ones by another way than planned."""
-    instead = {"result": lambda x, axis: 2 * jaxddp.collectives.send_recv(x, axis, [(0, 1), (1, 0)]),
-               "program": jaxddp.ring.ring_all_reduce}[breaks]  # fmt: skip
+    instead = {"result": lambda x, axis: 2 * jaxddp.communication.collectives.send_recv(x, axis, [(0, 1), (1, 0)]),
+               "program": jaxddp.communication.ring.ring_all_reduce}[breaks]  # fmt: skip
     mesh = jaxddp.data_mesh(2)
     given = jax_side._input(mesh, 256)
     right = jax_side._compiled(mesh, "all_reduce", KIB, given).timed
@@ -206,7 +206,7 @@ def gpus(monkeypatch):
 
     def have(count):
         monkeypatch.setattr("torch.cuda.device_count", lambda: count)
-        monkeypatch.setattr("benchmarks.ranks.count_jax_gpus", lambda: count)
+        monkeypatch.setattr("benchmarks.harness.ranks.count_jax_gpus", lambda: count)
 
     return have
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxddp.cost.bandwidth import bandwidths
+from jaxddp.planning.cost.bandwidth import bandwidths
 
 PRIMITIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "send_recv")
 RINGS = ("ring_reduce_scatter", "ring_all_gather", "ring_all_reduce")

@@ -2,7 +2,7 @@
 
     t(S) = alpha + S / w        w: the buffer's bytes per second; times the bus factor, what a rank sends per second
 
-``jaxddp.cost.bandwidth`` fits it by relative error; the 95 % intervals are Student's, of the fit's own residuals, so
+``planning.cost.bandwidth`` fits it by relative error; the 95 % intervals are Student's, of the fit's own residuals, so
 they hold what one pair of numbers cannot describe as well as what scatters.
 """
 
@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxddp.cost.bandwidth import fit_sweep
-from jaxddp.network import Network
+from jaxddp.planning.cost.bandwidth import fit_sweep
+from jaxddp.simulation.network import Network
 
 from .cases import rates
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxddp.network import Network
+from jaxddp.simulation.network import Network
 
+from ..harness.ranks import Ranks
 from ..lab.network import network
-from ..ranks import Ranks
 from .sizes import in_words
 from .turns import NUM_WARMUP, Batch, rounds_within
 

@@ -17,10 +17,10 @@ import jaxlib
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxddp import collectives, gloo, ring
+from jaxddp.communication import collectives, gloo, ring
 from jaxddp.mesh import DATA_AXIS, platform_of
 
-from ..ranks import Ranks
+from ..harness.ranks import Ranks
 from .cases import ELEMENT_BYTES, RINGS, brought_length, expected, num_wrong, options_of, plan, size_of, values
 from .turns import Batch, Call, Job, Side, Timed, measure
 

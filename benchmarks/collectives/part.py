@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from torchref.launch import RankError
 
-from ..console import progress_of
-from ..cores import num_cores
-from ..free_memory import free_bytes
-from ..ranks import THREADS, Ranks
-from ..run import FAILED, NOT_RUN, Run, is_failed
+from ..harness.console import progress_of
+from ..harness.cores import num_cores
+from ..harness.free_memory import free_bytes
+from ..harness.ranks import THREADS, Ranks
+from ..harness.run import FAILED, NOT_RUN, Run, is_failed
 from . import jax_side, torch_side
 from .fit import fit_rows
 from .forecast import Forecast

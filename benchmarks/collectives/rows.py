@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxddp.clock import summarize
+from jaxddp.training.clock import summarize
 
-from ..run import FAILED, NOT_RUN
+from ..harness.run import FAILED, NOT_RUN
 from .cases import NAMES, check, rates
 from .turns import Timed
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..free_memory import PROCESS_BYTES
-from ..ranks import Ranks
+from ..harness.free_memory import PROCESS_BYTES
+from ..harness.ranks import Ranks
 from .cases import ELEMENT_BYTES
 from .turns import Batch
 

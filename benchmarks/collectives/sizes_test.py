@@ -22,8 +22,8 @@ from benchmarks.collectives.sizes import (
     needed_bytes,
 )
 from benchmarks.collectives.turns import Batch
-from benchmarks.free_memory import PROCESS_BYTES, free_bytes
-from benchmarks.ranks import Ranks
+from benchmarks.harness.free_memory import PROCESS_BYTES, free_bytes
+from benchmarks.harness.ranks import Ranks
 
 
 def test_sizes_are_by_powers_of_four_from_1_kib_to_1_gib_or_as_asked():

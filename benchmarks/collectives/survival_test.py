@@ -13,8 +13,8 @@ from benchmarks.collectives.forecast import Forecast
 from benchmarks.collectives.part import Part, Setup
 from benchmarks.collectives.sizes import KIB
 from benchmarks.collectives.turns import Batch, Found, Side, Timed
-from benchmarks.ranks import Ranks
-from benchmarks.run import Run, read_rows
+from benchmarks.harness.ranks import Ranks
+from benchmarks.harness.run import Run, read_rows
 from torchref.launch import RankError
 
 NAMES = ("all_reduce", "broadcast", "reduce")

@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.console import Console
 
-from ..results import counts
-from ..run import FAILED, NOT_RUN
-from ..tables import NOTHING, Column, markdown_table, terminal_table, value, write_markdown
+from ..harness.results import counts
+from ..harness.run import FAILED, NOT_RUN
+from ..harness.tables import NOTHING, Column, markdown_table, terminal_table, value, write_markdown
 from .cases import NAMES
 from .fit import MIN_SIZES
 from .ratio import PAIRS, ratios

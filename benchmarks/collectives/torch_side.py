@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchref import collectives, ring
-from torchref.collectives import record
+from torchref.communication import collectives, ring
+from torchref.communication.collectives import record
 
-from ..ranks import Ranks
+from ..harness.ranks import Ranks
 from .cases import (
     ELEMENT_BYTES,
     PRIMITIVES,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from jaxddp.clock import stopwatch
+from jaxddp.training.clock import stopwatch
 from torchref.launch import report
 
 from ..training.interleave import Attempts, agree_over_ranks

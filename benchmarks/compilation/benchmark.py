@@ -17,13 +17,13 @@ import jax
 import jaxlib
 import numpy as np
 
-from jaxddp.target_compile import check_installed
-from jaxddp.targets import target
+from jaxddp.targets.compile import check_installed
+from jaxddp.targets.target import target
 
-from ..options import Options
-from ..ratios import compare
-from ..run import NotRun, Run, holds
-from ..tables import write_markdown
+from ..harness.options import Options
+from ..harness.ratios import compare
+from ..harness.run import NotRun, Run, holds
+from ..harness.tables import write_markdown
 from .picture import draw_curves
 from .points import CURVES, PARTS, TRACE_AND_COMPILE, Point, Setup, measure_curve
 from .table import markdown, print_tables

@@ -14,8 +14,8 @@ from benchmarks.compilation import benchmark
 from benchmarks.compilation import points as measurements
 from benchmarks.compilation.benchmark import GROUPS, exponent_of, fit_exponent, run
 from benchmarks.compilation.points import PARTS, Point, Seconds, Setup, polynomials
-from benchmarks.run import Run
-from jaxddp.target_program import TargetError
+from benchmarks.harness.run import Run
+from jaxddp.targets.program import TargetError
 
 
 @pytest.fixture(scope="module")

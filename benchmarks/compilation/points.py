@@ -30,15 +30,15 @@ from rich.console import Console
 
 import jaxddp
 from jaxddp import targets
-from jaxddp.clock import stopwatch
+from jaxddp.compiled.schedule import read_schedule
 from jaxddp.models import SIZES, abstract
-from jaxddp.network import Network
-from jaxddp.schedule import read_schedule
-from jaxddp.simulate import simulate
-from jaxddp.target_compile import compile_for_target
-from jaxddp.target_program import TargetError
+from jaxddp.simulation.network import Network
+from jaxddp.simulation.simulate import simulate
+from jaxddp.targets.compile import compile_for_target
+from jaxddp.targets.program import TargetError
+from jaxddp.training.clock import stopwatch
 
-from ..console import progress_of
+from ..harness.console import progress_of
 
 CURVES = ("devices", "parameters")
 PARTS = ("trace", "plan", "export", "start", "compile", "read", "simulate")

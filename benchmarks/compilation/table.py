@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ..tables import NOTHING, Column, markdown_table, terminal_table
+from ..harness.tables import NOTHING, Column, markdown_table, terminal_table
 from .points import PARTS, TRACE_AND_COMPILE, Point
 
 Row = Mapping[str, Any]

@@ -10,9 +10,9 @@ from typing import Any
 
 from rich.console import Console
 
-from ..options import Options
-from ..run import METRICS, Run, holds, read_rows
-from ..several import Setups, describe_each, finish, run_each
+from ..harness.options import Options
+from ..harness.run import METRICS, Run, holds, read_rows
+from ..suite.suite import Setups, describe_each, finish, run_each
 from .link import measure_link
 from .network import Lab, open_lab
 

@@ -5,12 +5,12 @@ import json
 import pytest
 
 from benchmarks.__main__ import main
+from benchmarks.harness.options import Options
+from benchmarks.harness.ranks import ranks_of_machine
+from benchmarks.harness.run import holds, read_rows
 from benchmarks.lab.benchmark import lab_for
 from benchmarks.lab.network import open_lab
-from benchmarks.options import Options
-from benchmarks.ranks import ranks_of_machine
 from benchmarks.registry import BENCHMARKS, Benchmark
-from benchmarks.run import holds, read_rows
 
 # Of a link that is measured and has to be found right: what its ends save up for bursts, 70 ms of this rate, makes up
 # for a machine that stands still for so long. A faster one was found off where others had much of the processors.

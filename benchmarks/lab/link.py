@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxddp.clock import Timings, stopwatch, summarize
+from jaxddp.training.clock import Timings, stopwatch, summarize
 
 from .network import BURST_BYTES, Lab
 

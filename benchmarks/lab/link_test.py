@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.lab.link import Link, measure_link
 from benchmarks.lab.network import Lab
-from jaxddp.clock import Timings
+from jaxddp.training.clock import Timings
 
 
 @pytest.mark.lab

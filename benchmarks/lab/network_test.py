@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.harness.ranks import Ranks, ranks_of_machine
 from benchmarks.lab import network as module
 from benchmarks.lab.network import BURST_BYTES, Host, Lab, check_rights, network, open_lab
-from benchmarks.ranks import Ranks, ranks_of_machine
 from torchref.launch import RankError
 
 RATE_MBIT = 200.0

@@ -19,17 +19,17 @@ import jax
 import jaxlib
 
 from jaxddp import STRATEGIES, make_strategy, targets
-from jaxddp.cost.memory import StateBytes, activation_bytes, exact_bucket_bytes, gathered_bytes
-from jaxddp.cost.workload import transformer
-from jaxddp.memory import DeviceBytes, state_formula
+from jaxddp.compiled.memory import DeviceBytes, state_formula
 from jaxddp.models import SIZES, TransformerConfig
-from jaxddp.target_compile import check_installed
-from jaxddp.target_program import TargetError
+from jaxddp.planning.cost.memory import StateBytes, activation_bytes, exact_bucket_bytes, gathered_bytes
+from jaxddp.planning.cost.workload import transformer
+from jaxddp.targets.compile import check_installed
+from jaxddp.targets.program import TargetError
 
-from ..console import progress_of
-from ..options import Options
-from ..run import NOT_RUN, NotRun, Run, holds
-from ..strategies import QUICK_MODEL, check_batch_size
+from ..harness.console import progress_of
+from ..harness.options import Options
+from ..harness.run import NOT_RUN, NotRun, Run, holds
+from ..strategies.benchmark import QUICK_MODEL, check_batch_size
 from .source import NUM_RANKS, SEQUENCES, figures
 from .table import show
 from .torch_peak import allocate_torch

@@ -9,16 +9,16 @@ import pytest
 from rich.console import Console
 
 import jaxddp
+from benchmarks.harness.options import Options
+from benchmarks.harness.run import Run
 from benchmarks.memory import benchmark as memory
 from benchmarks.memory import variants
 from benchmarks.memory.benchmark import describe, formulas, kept_per_token
 from benchmarks.memory.source import dealt_by_index, figures
 from benchmarks.memory.variants import Allocation, Setup, allocate
-from benchmarks.options import Options
-from benchmarks.run import Run
-from jaxddp.memory import Allocated, DeviceBytes, StepMemory, held_bytes
+from jaxddp.compiled.memory import Allocated, DeviceBytes, StepMemory, held_bytes
 from jaxddp.models import SIZES, TransformerConfig, abstract
-from jaxddp.target_program import TargetError
+from jaxddp.targets.program import TargetError
 
 MIB = 2**20
 MICRO = TransformerConfig(vocab=16, context=8, width=8, num_layers=1, num_heads=1, hidden=16)

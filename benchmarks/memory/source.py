@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxddp.cost.ownership import owned_bytes, owners
-from jaxddp.cost.workload import transformer
-from jaxddp.memory import StepMemory
+from jaxddp.compiled.memory import StepMemory
 from jaxddp.models import SIZES
+from jaxddp.planning.cost.ownership import owned_bytes, owners
+from jaxddp.planning.cost.workload import transformer
 
 NUM_RANKS, SEQUENCES = 2, 32
 MIB = 2**20

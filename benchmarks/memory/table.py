@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..run import FAILED, NOT_RUN, Run
-from ..tables import NOTHING, Column, markdown_table, terminal_table, write_markdown
+from ..harness.run import FAILED, NOT_RUN, Run
+from ..harness.tables import NOTHING, Column, markdown_table, terminal_table, write_markdown
 
 MIB = 2**20
 _KINDS = ("parameters", "optimizer_state", "activations", "gradients", "buckets")

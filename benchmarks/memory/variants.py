@@ -19,7 +19,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxddp import targets
-from jaxddp.memory import StepMemory, allocated_bytes, padding_share, step_memory
+from jaxddp.compiled.memory import StepMemory, allocated_bytes, padding_share, step_memory
 from jaxddp.models import SIZES, TransformerConfig, abstract
 from jaxddp.quiet_start import devices
 from torchref.launch import launch

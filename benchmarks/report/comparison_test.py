@@ -3,18 +3,7 @@
 import pytest
 
 from benchmarks.report.comparison import NOT_COMPARED, SAME, compare, quantity_of
-from benchmarks.report.conftest import (
-    buckets,
-    collectives,
-    gates,
-    in_lab,
-    links,
-    memory,
-    row,
-    step,
-    steps,
-    timed,
-)
+from benchmarks.report.conftest import buckets, collectives, gates, in_lab, links, memory, row, step, steps, timed
 from benchmarks.report.runs import RunRows
 from benchmarks.report.table import Table
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from jaxddp.cost.bandwidth import bus_factor
+from jaxddp.planning.cost.bandwidth import bus_factor
 
 HOSTILE = "</script><script>alert(1)</script><img src=http://127.0.0.1/x onerror=alert(2)>"
 ENVELOPE = {

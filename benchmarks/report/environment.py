@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..stolen import in_words
+from ..harness.steal_time import in_words
 from .experiment import experiment_of
 from .markup import Markup, tag
 from .runs import RunRows

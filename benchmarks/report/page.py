@@ -7,15 +7,15 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..run import METRICS
+from ..harness.run import METRICS
 from .comparison import compare
 from .environment import render_environment
 from .experiment import experiment_of
-from .experiments import is_known, order_of, section_of
 from .figure import definitions
 from .markup import Markup, join, tag
 from .runs import RunRows, read_runs
 from .section import Section, render_section
+from .sections import is_known, order_of, section_of
 from .steps import in_words
 from .values import Row, by, check, counted, is_bad, is_not_run, listed
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from benchmarks.ratios import compare
+from benchmarks.harness.ratios import compare
 from benchmarks.report.conftest import timed
 from benchmarks.report.ratio import ratio_of
 

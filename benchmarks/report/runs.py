@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..run import METRICS, read_rows
+from ..harness.run import METRICS, read_rows
 from .experiment import Experiment, experiment_of
 from .values import Row, by
 

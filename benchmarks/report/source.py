@@ -2,7 +2,7 @@
 
 The machines differ, so times do too: what is set side by side are shares of a step, ratios within one run, and
 bandwidths, which say how far the two machines are apart. What is wrong in the source is worked out in
-``benchmarks/docs/source-figures.md``, rows T1.claims, T2.exposed, B.fit_predict and S.time.
+``docs/source-figures.md``, rows T1.claims, T2.exposed, B.fit_predict and S.time.
 """
 
 from __future__ import annotations

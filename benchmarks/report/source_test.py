@@ -2,7 +2,7 @@
 
 from benchmarks.report.conftest import buckets, collectives, in_lab, of, row, steps, timed
 from benchmarks.report.source import buckets_beside, collectives_beside, figures, strategies_beside
-from jaxddp.cost.bandwidth import bandwidths
+from jaxddp.planning.cost.bandwidth import bandwidths
 
 
 def lines(table):

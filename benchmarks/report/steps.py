@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..results import counts
+from ..harness.results import counts
 from .axis import linear
 from .bars import Bar, draw_bars
 from .figure import Figure, Key

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ..options import Options
-from ..ranks import chosen_ranks, ranks_of_machine
-from ..ratios import compare
-from ..run import Run, holds
-from ..strategies import NAMES, check_batch_size, check_memory, default_model, make_setup, spec_of
-from ..tables import NOTHING, Column, markdown_table, terminal_table, time_cell, value, write_markdown
+from ..harness.options import Options
+from ..harness.ranks import chosen_ranks, ranks_of_machine
+from ..harness.ratios import compare
+from ..harness.run import Run, holds
+from ..harness.tables import NOTHING, Column, markdown_table, terminal_table, time_cell, value, write_markdown
+from ..strategies.benchmark import NAMES, check_batch_size, check_memory, default_model, make_setup, spec_of
 from ..training.frameworks import BETWEEN, FRAMEWORKS, measure_both
 from ..training.measure import PEERS, Setup, SideResult
 from ..training.steps import STEP_COLUMNS, collectives, label, ranks, step_rows

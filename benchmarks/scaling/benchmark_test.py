@@ -7,20 +7,20 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks.options import Options
-from benchmarks.ranks import Ranks
-from benchmarks.run import NotRun, Run
+from benchmarks.harness.options import Options
+from benchmarks.harness.ranks import Ranks
+from benchmarks.harness.run import NotRun, Run
 from benchmarks.scaling import benchmark as scaling
 from benchmarks.scaling import simulation
 from benchmarks.scaling.benchmark import Job, Point, describe, on_cores, with_efficiency
 from benchmarks.scaling.simulation import Beyond, beyond_of, simulate_beyond
-from benchmarks.strategies_test import TOY
+from benchmarks.strategies.benchmark_test import TOY
 from benchmarks.training import frameworks
 from benchmarks.training.measure import Measured, SideResult, StepMetrics, StrategySpec
+from jaxddp.checkpoint.weights import export_weights
 from jaxddp.models import SIZES, TransformerConfig
-from jaxddp.target_program import TargetError
-from jaxddp.targets import target
-from jaxddp.weights import export_weights
+from jaxddp.targets.program import TargetError
+from jaxddp.targets.target import target
 
 
 def point(mode, num_ranks, median_ms, **others):

@@ -14,15 +14,15 @@ from rich.console import Console
 import jaxddp
 from jaxddp import targets
 from jaxddp.models import SIZES, abstract
-from jaxddp.network import Network
-from jaxddp.simulate import simulate
-from jaxddp.target_compile import check_installed
-from jaxddp.target_program import TargetError
+from jaxddp.simulation.network import Network
+from jaxddp.simulation.simulate import simulate
+from jaxddp.targets.compile import check_installed
+from jaxddp.targets.program import TargetError
 
-from ..console import progress_of
-from ..options import Options
-from ..run import NotRun
-from ..strategies import QUICK_MODEL
+from ..harness.console import progress_of
+from ..harness.options import Options
+from ..harness.run import NotRun
+from ..strategies.benchmark import QUICK_MODEL
 from ..training.measure import StrategySpec
 
 MODEL = "seed_xl"

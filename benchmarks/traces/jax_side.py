@@ -21,13 +21,13 @@ import jax
 import optax
 import torch.distributed as dist
 
+from jaxddp.compiled.schedule import Operation, Schedule
 from jaxddp.mesh import platform_of
 from jaxddp.models import build
-from jaxddp.schedule import Operation, Schedule
 from jaxddp.zero.layers import layer
 from torchref.launch import report
 
-from ..ranks import Ranks
+from ..harness.ranks import Ranks
 from ..training.jax_variants import rows_of_process
 from ..training.measure import Setup
 from .overlap import COMMUNICATION, COMPUTE, SYNC, Event

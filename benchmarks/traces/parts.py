@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..console import progress_of
-from ..run import Run
-from ..tables import Column, time_cell, value
+from ..harness.console import progress_of
+from ..harness.run import Run
+from ..harness.tables import Column, time_cell, value
 from ..training.measure import Setup, ranks_in_words
 from . import jax_side, torch_side
 from .overlap import COMPUTE, Event, merge, overlap_of, shorten

@@ -22,7 +22,7 @@ from torchref.models import build, cross_entropy
 from torchref.strategy import planned_collectives
 from torchref.train import local_rows
 
-from ..ranks import Ranks
+from ..harness.ranks import Ranks
 from ..training.measure import Setup
 from ..training.torch_variants import TorchBatch, adamw
 from .overlap import COMMUNICATION, COMPUTE, SYNC, Event

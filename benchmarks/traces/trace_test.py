@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 from torch.autograd import DeviceType
 
-from benchmarks.ranks import Ranks
-from benchmarks.strategies_test import TOY
+from benchmarks.harness.ranks import Ranks
+from benchmarks.strategies.benchmark_test import TOY
 from benchmarks.traces import jax_side, torch_side
 from benchmarks.traces.overlap import COMMUNICATION, COMPUTE, SYNC, Event, merge, overlap_of, overlap_share, shorten
 from benchmarks.traces.parts import trace_fields
 from benchmarks.traces.picture import draw_traces
 from benchmarks.training.measure import Setup
-from jaxddp.data import RandomTokens
-from jaxddp.schedule import Operation, Schedule
-from jaxddp.work import MatmulKind, Work
+from jaxddp.compiled.schedule import Operation, Schedule
+from jaxddp.compiled.work import MatmulKind, Work
+from jaxddp.training.data import RandomTokens
 from torchref.launch import shared_pool
 
 PHASES = ("forward", "loss", "backward", "optimizer")

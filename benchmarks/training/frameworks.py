@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxddp.weights import export_weights, load_weights
+from jaxddp.checkpoint.weights import export_weights, load_weights
 
-from ..console import progress_of
-from ..ranks import Ranks
-from ..run import Run, is_failed
+from ..harness.console import progress_of
+from ..harness.ranks import Ranks
+from ..harness.run import Run, is_failed
 from . import jax_side, torch_side
 from .measure import Setup, SideResult, largest_difference, merge_ranks
 from .steps import METRIC_TOLERANCE, step_rows

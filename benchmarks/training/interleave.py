@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from jaxddp.clock import stopwatch
+from jaxddp.training.clock import stopwatch
 from torchref.launch import report
 
 from .measure import StepMetrics

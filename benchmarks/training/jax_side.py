@@ -14,16 +14,16 @@ import optax
 import torch.distributed as dist
 from jax.sharding import Mesh
 
-from jaxddp import compression
-from jaxddp.interop import to_numpy, torch_names
+from jaxddp.checkpoint.interop import to_numpy, torch_names
+from jaxddp.communication import compression
+from jaxddp.communication.order import matmul_flops
 from jaxddp.mesh import DATA_AXIS
 from jaxddp.models import abstract, build
-from jaxddp.order import matmul_flops
 from jaxddp.strategy import trace_gradients
 from jaxddp.tree import named_leaves
 from torchref.launch import report
 
-from ..ranks import Ranks
+from ..harness.ranks import Ranks
 from .interleave import Attempts, Variant, agree_over_ranks, interleave
 from .jax_variants import Jit, Planned, probes, rows_of_process
 from .measure import Measured, Setup, SideResult, StrategySpec, largest_difference, ranks_in_words

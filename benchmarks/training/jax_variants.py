@@ -17,10 +17,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxddp.auto import auto_step
-from jaxddp.data import Batch
-from jaxddp.inputs import abstract
 from jaxddp.mesh import platform_of
+from jaxddp.training.data import Batch
+from jaxddp.training.jit_baseline import auto_step
+from jaxddp.training.validation import abstract
 
 from .interleave import Variant
 from .measure import AT_ONCE, FORWARD_BACKWARD, NUM_PROBED, Setup, StepMetrics, all_reduce_label

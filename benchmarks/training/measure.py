@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxddp.clock import Timings, summarize
-from jaxddp.data import Batch
+from jaxddp.training.clock import Timings, summarize
+from jaxddp.training.data import Batch
 
-from ..cores import num_cores
-from ..ranks import THREADS, Ranks
+from ..harness.cores import num_cores
+from ..harness.ranks import THREADS, Ranks
 
 # What each framework does by itself.
 PEERS = {
@@ -118,7 +118,7 @@ class Measured:
         seconds: One for each timed round.
         baseline_seconds: The same with the communication removed; empty if that was not run.
         buckets: Names and bytes of the tensors of each bucket, in launch order.
-        schedule: What the step was compiled to, a ``jaxddp.schedule.Schedule``, if that was asked for.
+        schedule: What the step was compiled to, a ``jaxddp.compiled.schedule.Schedule``, if that was asked for.
     """
 
     planned: list[tuple[str, int]] | None

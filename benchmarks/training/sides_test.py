@@ -10,13 +10,13 @@ import pytest
 
 from benchmarks.buckets.benchmark import bucket_rows, probe_sizes
 from benchmarks.buckets.prediction import Shares
-from benchmarks.ranks import Ranks
-from benchmarks.strategies_test import BATCHES, NUM_BYTES, TOY, specs
+from benchmarks.harness.ranks import Ranks
+from benchmarks.strategies.benchmark_test import BATCHES, NUM_BYTES, TOY, specs
 from benchmarks.training import frameworks, jax_side, torch_side
 from benchmarks.training.frameworks import FRAMEWORKS
 from benchmarks.training.measure import FORWARD_BACKWARD, StrategySpec, merge_ranks
 from benchmarks.training.steps import step_rows
-from jaxddp.interop import to_numpy
+from jaxddp.checkpoint.interop import to_numpy
 from jaxddp.models import build
 from torchref.launch import shared_pool
 
@@ -38,7 +38,7 @@ def shares():
 
 def test_shares_are_traced_without_a_device():
     code = (
-        "from benchmarks.strategies_test import TOY\n"
+        "from benchmarks.strategies.benchmark_test import TOY\n"
         "from benchmarks.training.jax_side import gradient_shares\n"
         "print(gradient_shares(TOY)[2])"
     )

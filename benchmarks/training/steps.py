@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..results import counts
-from ..run import FAILED, NOT_RUN
-from ..tables import NOTHING, Column, time_cell, value
+from ..harness.results import counts
+from ..harness.run import FAILED, NOT_RUN
+from ..harness.tables import NOTHING, Column, time_cell, value
 from .measure import PEERS, Measured, Setup, SideResult, StrategySpec
 
 # A wrong divisor is wrong by a factor of the number of ranks at least; what weights apart by rounding do to losses and

@@ -8,23 +8,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchref import compression
+from torchref.communication import compression
 from torchref.interop import from_numpy, to_numpy
 from torchref.launch import report
 from torchref.models import build
 from torchref.train import local_rows
 
-from ..ranks import Ranks
+from ..harness.ranks import Ranks
 from .interleave import Attempts, Variant, agree_over_ranks, interleave
-from .measure import (
-    Measured,
-    Setup,
-    SideResult,
-    StepMetrics,
-    StrategySpec,
-    largest_difference,
-    ranks_in_words,
-)
+from .measure import Measured, Setup, SideResult, StepMetrics, StrategySpec, largest_difference, ranks_in_words
 from .torch_peers import Peer, is_peer
 from .torch_variants import Planned, probes, wrap
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import torchref
-from torchref import compression
-from torchref.collectives import record
+from torchref.communication import compression
+from torchref.communication.collectives import record
 from torchref.interop import to_numpy
 from torchref.models import loss_fn
 from torchref.strategy import planned_collectives

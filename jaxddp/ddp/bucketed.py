@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from ..buckets import BucketMb, BucketPlan, Rule, TensorSpec, plan_buckets
-from ..compression import Compression, none
-from ..network import Network
+from ..communication.buckets import BucketMb, BucketPlan, Rule, TensorSpec, plan_buckets
+from ..communication.compression import Compression, none
+from ..simulation.network import Network
 from ..strategy import Strategy, register
 
 
@@ -56,7 +56,7 @@ def _tuned(network: Network, rule: Rule, compression: Compression) -> Strategy:
         raise ValueError("bucket_mb (='auto') must be resolved by a Trainer: elsewhere give a number")
 
     def tune(timing: Any) -> Strategy:
-        from ..tuning import best_caps  # which needs strategies itself
+        from ..simulation.tuning import best_caps  # which needs strategies itself
 
         return bucketed(best_caps(timing, network, rule), rule=rule, compression=compression)
 

@@ -4,9 +4,9 @@ import optax
 import pytest
 
 import jaxddp
-from jaxddp import compression
+from jaxddp.communication import compression
 from jaxddp.models import abstract
-from jaxddp.network import Network
+from jaxddp.simulation.network import Network
 
 
 def test_automatic_caps_need_a_network():
@@ -41,7 +41,7 @@ def test_the_caps_are_those_that_tuning_picks(monkeypatch):
         seen.append((timing, network, rule))
         return [1, 8]
 
-    monkeypatch.setattr("jaxddp.tuning.best_caps", pick)
+    monkeypatch.setattr("jaxddp.simulation.tuning.best_caps", pick)
     strategy = jaxddp.bucketed("auto", network=50, rule="torch", compression=compression.noop)
     assert strategy.tune is not None
     tuned = strategy.tune("timing")

@@ -9,8 +9,8 @@ latency of a call.
 
 from __future__ import annotations
 
-from ..buckets import plan_per_tensor
-from ..compression import Compression, none
+from ..communication.buckets import plan_per_tensor
+from ..communication.compression import Compression, none
 from ..strategy import Strategy, register
 
 

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..collectives import all_gather, reduce_scatter
+from ..communication.collectives import all_gather, reduce_scatter
+from ..communication.sharding import Cut
 from ..scopes import SYNC_SCOPE
-from ..sharding import Cut
 from ..strategy import Precision
 
 

@@ -21,8 +21,8 @@ from jax import lax
 from jax.extend import core
 
 from .gather import Shard
-from .links import Links
-from .units import CHECKPOINTS, WRAPPERS, Gather, bind, run_unit
+from .ordering import Links
+from .remat import CHECKPOINTS, WRAPPERS, Gather, bind, run_unit
 
 _MARK = "jaxddp_layer"
 _marking: ContextVar[bool] = ContextVar("jaxddp_marking", default=False)

@@ -31,11 +31,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..buckets import BucketMb, BucketPlan, Rule, plan_buckets
-from ..collectives import all_gather
-from ..compression import Compression, check_forgets, none
+from ..communication.buckets import BucketMb, BucketPlan, Rule, plan_buckets
+from ..communication.collectives import all_gather
+from ..communication.compression import Compression, check_forgets, none
+from ..communication.sharding import Cut, pack_own, unpack_chunks
 from ..scopes import SYNC_SCOPE
-from ..sharding import Cut, pack_own, unpack_chunks
 from ..strategy import Strategy, register
 from ..tree import like, named_leaves
 

@@ -38,10 +38,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..buckets import BucketMb, TensorSpec, plan_buckets
-from ..compression import Compression, none
+from ..communication.buckets import BucketMb, TensorSpec, plan_buckets
+from ..communication.compression import Compression, none
+from ..communication.sharding import Cut, chunk_elements
 from ..loss import PartialLoss, Parts
-from ..sharding import Cut, chunk_elements
 from ..strategy import Precision, Strategy, register
 from ..tree import path_name
 from .gather import Shard, make_gather

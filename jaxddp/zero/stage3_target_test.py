@@ -14,8 +14,8 @@ import pytest
 
 import jaxddp
 from jaxddp import targets
-from jaxddp.memory import layer_growth_bytes
-from jaxddp.schedule import read_schedule
+from jaxddp.compiled.memory import layer_growth_bytes
+from jaxddp.compiled.schedule import read_schedule
 
 MIB = 2**20
 WIDTH, HIDDEN, VOCAB, CONTEXT, SEQUENCES, NUM_RANKS = 512, 2048, 512, 64, 64, 8

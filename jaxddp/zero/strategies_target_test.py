@@ -7,9 +7,9 @@ import pytest
 
 import jaxddp
 from jaxddp import targets
-from jaxddp.network import Network
-from jaxddp.schedule import read_schedule
-from jaxddp.simulate import simulate
+from jaxddp.compiled.schedule import read_schedule
+from jaxddp.simulation.network import Network
+from jaxddp.simulation.simulate import simulate
 
 NUM_LAYERS, WIDTH = 8, 1024
 PARAMS = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * NUM_LAYERS  # 4 MiB each, a bucket each

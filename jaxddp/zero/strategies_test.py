@@ -7,9 +7,9 @@ import optax
 import pytest
 
 import jaxddp
-from jaxddp import compression
+from jaxddp.communication import compression
+from jaxddp.compiled.schedule import read_schedule
 from jaxddp.models import build
-from jaxddp.schedule import read_schedule
 
 NUM_RANKS = 4
 SMALL_MB = 0.005

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from ..buckets import BucketMb, Rule, plan_buckets
+from ..communication.buckets import BucketMb, Rule, plan_buckets
 from ..replicated import Replicated
 from ..strategy import register
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from ..buckets import plan_buckets
+from ..communication.buckets import plan_buckets
 from ..replicated import Replicated
 from ..strategy import register
 

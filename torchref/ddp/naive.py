@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from ..buckets import plan_per_tensor
+from ..communication.buckets import plan_per_tensor
 from ..replicated import Replicated
 from ..strategy import register
 

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 import torchref
-from torchref.collectives import record
+from torchref.communication.collectives import record
 from torchref.zero.zero_test import (
     OPTIMIZERS,
     OPTIONS,

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torchref
-from torchref.collectives import record
+from torchref.communication.collectives import record
 from torchref.zero.sharded_optimizer_test import mlp
 
 SIZES = (1000, 1, 30, 500, 999, 250, 250, 7, 0, 640)

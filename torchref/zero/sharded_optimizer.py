@@ -34,7 +34,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..collectives import broadcast
+from ..communication.collectives import broadcast
 from .groups import as_groups, as_list
 from .own_state import check_own, whose
 

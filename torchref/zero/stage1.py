@@ -34,14 +34,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..buckets import Bucket, BucketMb, BucketPlan, Rule, TensorSpec, dtype_bytes, plan_buckets
-from ..collectives import all_gather
-from ..compression import Compression, check_forgets, none
+from ..communication.buckets import Bucket, BucketMb, BucketPlan, Rule, TensorSpec, dtype_bytes, plan_buckets
+from ..communication.collectives import all_gather
+from ..communication.compression import Compression, check_forgets, none
+from ..communication.exchange import SHARDED, InFlight
+from ..communication.sharding import bucket_width, own_chunk, pack_chunks, pack_own, split_chunks, unpack_chunks
 from ..data_parallel import DataParallel
-from ..elementwise import check_elementwise
-from ..exchange import SHARDED, InFlight
-from ..sharding import bucket_width, own_chunk, pack_chunks, pack_own, split_chunks, unpack_chunks
 from ..strategy import register
+from .elementwise import check_elementwise
 from .groups import Params, as_groups
 from .own_state import keep_own
 

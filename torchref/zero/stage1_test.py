@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torchref
-from torchref.sharding import own_chunk
+from torchref.communication.sharding import own_chunk
 
 
 def mlp(seed=0):

@@ -33,8 +33,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..buckets import BucketMb
-from ..exchange import SHARDED
+from ..communication.buckets import BucketMb
+from ..communication.exchange import SHARDED
 from ..strategy import register
 from .stage1 import ZeRO1
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torchref
-from torchref.collectives import record
+from torchref.communication.collectives import record
 
 
 class Branches(nn.Module):

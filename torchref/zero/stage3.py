@@ -42,10 +42,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ..buckets import BucketMb, Rule, plan_buckets
-from ..compression import Compression, none
-from ..exchange import SHARDED, InFlight
-from ..leftovers import remove_with
+from ..communication.buckets import BucketMb, Rule, plan_buckets
+from ..communication.compression import Compression, none
+from ..communication.exchange import SHARDED, InFlight
+from ..hooks import remove_with
 from ..replicated import Replicated
 from ..strategy import register
 from .gather import Arrival, Shards, accumulate

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchref
-from torchref.collectives import record
-from torchref.sharding import own_chunk
+from torchref.communication.collectives import record
+from torchref.communication.sharding import own_chunk
 
 
 class Tied(nn.Module):

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..leftovers import note_whole
+from ..hooks import note_whole
 from .gather import Gather, Shards
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torchref
-from torchref.collectives import record
+from torchref.communication.collectives import record
 
 WIDTH = 32  # a weight has 4 KiB of float32, more than any activation here
 

@@ -1,0 +1,152 @@
+"""Bucket sizes: what a step takes as measured, beside what was predicted and simulated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..report.axis import linear, logarithmic
+from ..report.figure import Figure
+from ..report.lines import Curve, Point, draw_curves
+from ..report.section import Section
+from ..report.sentences import extremes, few_rounds, is_apart, left_out, of_group, time_of, timed
+from ..report.source import buckets_beside
+from ..report.steps import STEP_COLUMNS, group, name, step_table
+from ..report.table import CHECK, Column, Table, field, numeric
+from ..report.values import MIB, Row, by, counted, is_sound, listed, number, plain, short, signed, spread, text
+
+_COMPUTED = (("predicted_ms", "predicted"), ("simulated_ms", "simulated"))
+_MICROSECONDS = "\N{GREEK SMALL LETTER MU}s"
+_COLUMNS = (
+    *STEP_COLUMNS[:-1],
+    numeric("predicted", "predicted_ms", unit="ms"),
+    numeric("s.d.", "predicted_sd_ms", unit="ms"),
+    numeric("error", "error_share", form=lambda share: f"{share:+.0%}"),
+    numeric("simulated", "simulated_ms", unit="ms"),
+    numeric("s.d.", "simulated_sd_ms", unit="ms"),
+    numeric("predicted", "predicted_exposed_ms", unit="ms exposed", form=signed),
+    numeric("s.d.", "predicted_exposed_sd_ms", unit="ms"),
+    numeric("simulated", "simulated_exposed_ms", unit="ms exposed", form=signed),
+    numeric("s.d.", "simulated_exposed_sd_ms", unit="ms"),
+    field("regime"),
+    CHECK,
+)
+_OPTIMUM_COLUMNS = (
+    Column("of", lambda row: group(row) or text(row, "part")),
+    numeric("predicted best", "optimum_mb", unit="MiB", form=plain),
+    numeric("measured best", "measured_optimum_mb", unit="MiB", form=plain),
+    Column("as good", lambda row: as_good(row)),
+    numeric("by formula", "uniform_optimum_mb", unit="MiB"),
+    field("regime"),
+    numeric("backward", "backward_ms", unit="ms"),
+    numeric("latency", "alpha_us", unit=_MICROSECONDS),
+    numeric("standard error", "alpha_error_us", unit=_MICROSECONDS),
+    numeric("algbw", "gb_per_s", unit="GB/s"),
+    numeric("standard error", "gb_per_s_error", unit="GB/s"),
+    CHECK,
+)
+_DEVIATIONS = 1.2816  # from the median of a normal distribution to its 90th percentile
+_CAPS_MB = [factor * 10.0**decade for decade in range(-3, 5) for factor in (1, 2, 5)]
+
+
+def section(rows: Sequence[Row]) -> Section:
+    """Makes the section."""
+    optima = [row for row in rows if number(row, "optimum_mb") is not None]
+    # When gradients are ready goes into the predictions, and is none itself.
+    steps = [row for row in rows if number(row, "optimum_mb") is None and "ready_shares" not in row]
+    figures = [figure for each, some in by(steps, group).items() if (figure := _figure(each, some, optima))]
+    table = step_table("Steps by bucket size", steps, _COLUMNS)
+    tables = [replace(table, note=f"{table.note}; s.d.: standard deviation, by rounds drawn anew from those timed")]
+    if optima:
+        note = "by formula: equal buckets, where latency and the backward are all that counts"
+        tables.append(Table("The best caps", _OPTIMUM_COLUMNS, optima, note))
+    sentences = [sentence for each, some in by(steps, group).items() for sentence in _sentences(each, some, optima)]
+    return Section(
+        "Bucket sizes",
+        [*sentences, few_rounds(steps), left_out(rows)],
+        [*figures, *tables],
+        buckets_beside(steps, optima),
+    )
+
+
+def cap_mb(row: Row) -> float | None:
+    """The cap of a row's buckets in MiB; of one bucket for everything, the size of that."""
+    params = number(row, "params_bytes")
+    whole = params / MIB if params and row.get("bucket_mb", 0) is None else None
+    return number(row, "bucket_mb") or whole
+
+
+def as_good(row: Row) -> str:
+    """The caps in MiB that the run does not tell from the best one."""
+    caps = row.get("as_good_mb")
+    return ", ".join(f"{cap:g}" for cap in caps if isinstance(cap, int | float)) if isinstance(caps, list) else ""
+
+
+def _figure(each: str, rows: Sequence[Row], optima: Sequence[Row]) -> Figure | None:
+    placed = [row for row in timed(rows) if cap_mb(row)]
+    if not placed:
+        return None
+    curves = [Curve("measured", 0, [Point(cap_mb(row) or 0, row["median_ms"], spread(row)) for row in placed])]
+    for style, (key, words) in enumerate(_COMPUTED, 1):
+        points = [Point(cap_mb(row) or 0, value) for row in placed if (value := number(row, key)) is not None]
+        if points:
+            curves.append(Curve(words, style, points, is_dashed=True))
+    times = [value for curve in curves for point in curve.points for value in (point.y, *(point.low_high or ()))]
+    best = [value for row in _optima_of(placed, optima) if (value := number(row, "optimum_mb"))]
+    x_axis = logarithmic([*(point.x for point in curves[0].points), *best], plain, _CAPS_MB)
+    marked = f" The upright line: the best cap as predicted, {plain(best[0])} MiB." if best else ""
+    return Figure(
+        f"Step by bucket size: {each}",
+        of_group(each, extremes(placed, name, "step")) + marked,
+        draw_curves(curves, x_axis, linear(times, start=0.8 * min(times)), "cap of a bucket, MiB", "ms", best),
+        tuple(curve.key for curve in curves),
+    )
+
+
+def _sentences(each: str, rows: Sequence[Row], optima: Sequence[Row]) -> list[str]:
+    said = [extremes(rows, name, "step")]
+    placed = [row for row in timed(rows) if cap_mb(row)]
+    predicted = [row for row in placed if (number(row, "predicted_ms") or 0) > 0]
+    if predicted:
+        said.append(_judged(predicted))
+    for row in _optima_of(placed, optima) if placed else []:
+        found = f"The best cap is predicted as {plain(row['optimum_mb'])} MiB"
+        measured, regime = number(row, "measured_optimum_mb"), text(row, "regime")
+        if measured is not None:
+            others = [cap for cap in as_good(row).split(", ") if cap and cap != f"{measured:g}"]
+            alike = f", with {listed(others)} MiB as good" if others else ""
+            found += f" and measured as {plain(measured)} MiB{alike}"
+        said.append(found + (f"; the step is {regime}." if regime else "."))
+    return [of_group(each, " ".join(filter(None, said)))]
+
+
+def _judged(rows: Sequence[Row]) -> str:
+    """Says how many predictions the spreads tell from what was measured, and which is the furthest off."""
+    apart = [row for row in rows if is_apart(row, _prediction(row))]
+    if not apart:
+        return f"The spreads tell none of {counted(len(rows), 'prediction')} from what was measured."
+    furthest = max(apart, key=lambda row: abs(math.log(row["predicted_ms"] / row["median_ms"])))
+    deviation = number(furthest, "predicted_sd_ms")
+    noise = "" if deviation is None else f" (standard deviation {short(deviation)} ms)"
+    differ, most = ("differ", ", most of all") if len(apart) > 1 else ("differs", ",")
+    return (
+        f"{len(apart)} of {counted(len(rows), 'prediction')} {differ} from what was measured by more than the"
+        f" spreads{most} that of {name(furthest)}: {short(furthest['predicted_ms'])} ms{noise} predicted,"
+        f" {time_of(furthest)} measured."
+    )
+
+
+def _prediction(row: Row) -> Row:
+    """A row's prediction as a time: as a normal distribution has them, with the percentiles that noise gives it."""
+    predicted, away = row["predicted_ms"], _DEVIATIONS * (number(row, "predicted_sd_ms") or 0.0)
+    return {"median_ms": predicted, "p10_ms": predicted - away, "p90_ms": predicted + away}
+
+
+def _optima_of(rows: Sequence[Row], optima: Sequence[Row]) -> list[Row]:
+    """The optima that are of the same framework and number of ranks as some rows, or of all."""
+    keys = ("framework", "num_ranks", "backend")
+    return [
+        one for one in optima
+        if is_sound(one) and all(one.get(key) in (None, row.get(key)) for row in rows for key in keys)
+    ]  # fmt: skip

@@ -1,0 +1,126 @@
+"""How long compilation takes, over the number of devices and of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from statistics import median
+
+from ..gates.section import gate_sentences, gate_table, is_gate
+from ..report.axis import linear, logarithmic
+from ..report.figure import Figure
+from ..report.lines import Curve, Point, draw_curves
+from ..report.section import Section
+from ..report.sentences import left_out
+from ..report.table import CHECK, Column, Table, field, numeric
+from ..report.values import Row, by, is_bad, is_sound, number, short, span, text
+
+_PARTS = ("trace", "plan", "export", "start", "compile", "read", "simulate")
+_DRAWN = ("trace", "export", "compile", "read", "simulate")
+_WALL, _CPU = 0, 1
+
+
+def seconds(row: Row, part: str, clock: int) -> list[float]:
+    """Seconds of a part by round; by the clock, or of the CPUs."""
+    rounds = row["seconds"].get(part) if isinstance(row.get("seconds"), dict) else None
+    found = [one[clock] for one in rounds or [] if isinstance(one, list) and len(one) == 2]
+    return [value for value in found if isinstance(value, int | float)]
+
+
+def middle(row: Row, part: str, clock: int) -> float | None:
+    """The median of ``seconds``."""
+    found = seconds(row, part, clock)
+    return median(found) if found else None
+
+
+def least_most(row: Row, part: str) -> tuple[float, float] | None:
+    """The least and the most of ``seconds`` by the clock; None of fewer than two rounds."""
+    found = seconds(row, part, _WALL)
+    return (min(found), max(found)) if len(found) > 1 else None
+
+
+_CURVE = Column("curve", lambda row: text(row, "curve") or text(row, "part"))
+_COLUMNS = (
+    _CURVE,
+    numeric("size", "size", form=lambda value: f"{value:,.0f}"),
+    *(Column(part, partial(middle, part=part, clock=_WALL), "s") for part in _PARTS),
+    numeric("collectives", "planned", form=lambda value: f"{value:,.0f}"),
+    CHECK,
+)
+_SPREADS = (
+    _CURVE,
+    numeric("size", "size", form=lambda value: f"{value:,.0f}"),
+    *(Column(part, partial(least_most, part=part), "s", span) for part in _PARTS),
+)
+_EXPONENTS = (
+    field("part"),
+    numeric("power, fitted", "fitted", form=lambda value: f"{value:.2f}"),
+    numeric("power, at the end", "last", form=lambda value: f"{value:.2f}"),
+    CHECK,
+)
+
+
+def section(rows: Sequence[Row]) -> Section:
+    """Makes the section."""
+    gates = [row for row in rows if is_gate(row)]
+    exponents = [row for row in rows if number(row, "fitted") is not None]
+    reading = [row for row in rows if number(row, "read_s") is not None]
+    points = [row for row in rows if row not in gates and row not in exponents and row not in reading]
+    repeated = [row for row in points if any(least_most(row, part) for part in _PARTS)]
+    figures = [
+        figure for curve, some in by(points, lambda row: text(row, "curve")).items() if (figure := _figure(curve, some))
+    ]
+    tables = [Table("Seconds by the clock, medians over rounds", _COLUMNS, points)]
+    tables += [Table("The same, the least and the most of the rounds", _SPREADS, repeated)] if repeated else []
+    tables += [gate_table(gates)] if gates else []
+    tables += [Table("How CPU time grows with the number of parameters", _EXPONENTS, exponents)] if exponents else []
+    sentences = [*_sentences(points, exponents), *map(_reading, reading), *gate_sentences(gates), left_out(points)]
+    return Section("Compilation", sentences, [*figures, *tables])
+
+
+def _figure(curve: str, rows: Sequence[Row]) -> Figure | None:
+    sized = [row for row in rows if is_sound(row) and number(row, "size")]
+    curves = []
+    for style, part in enumerate(_DRAWN):
+        timed = [(row["size"], seconds(row, part, _CPU)) for row in sized]
+        points = [
+            Point(size, median(some), (min(some), max(some))) for size, some in timed if some and median(some) > 0
+        ]
+        if points:
+            curves.append(Curve(part, style, points))
+    if not curves:
+        return None
+    sizes = sorted({row["size"] for row in sized})
+    x_axis = logarithmic(sizes, lambda value: f"{value:,.0f}", sizes)
+    values = [value for one in curves for point in one.points for value in (point.y, *(point.low_high or ()))]
+    y_axis = logarithmic(values) if curve == "parameters" else linear(values)
+    means = {"devices": "devices", "parameters": "parameter tensors"}.get(curve, "size")
+    said = [f"{one.name}: {short(one.ends[1].y)} s at {one.ends[1].x:,.0f} {means}." for one in curves]
+    drawing = draw_curves(curves, x_axis, y_axis, means, "CPU seconds; whiskers: all rounds")
+    return Figure(f"CPU seconds by number of {means}", " ".join(said), drawing, tuple(one.key for one in curves))
+
+
+def _sentences(points: Sequence[Row], exponents: Sequence[Row]) -> list[str]:
+    said = []
+    for curve, some in by([row for row in points if is_sound(row)], lambda row: text(row, "curve")).items():
+        timed = sorted(
+            (row["size"], value) for row in some if number(row, "size") and (value := middle(row, "compile", _WALL))
+        )
+        if len(timed) > 1:
+            (few, first), (many, last) = timed[0], timed[-1]
+            said.append(
+                f"Compiling for {few:,} {curve} takes {short(first)} s, and for {many:,} it takes {short(last)} s,"
+                f" {last / first:.2f} times as long."
+            )
+    for row in exponents:
+        if text(row, "part") == "trace and compile":
+            said.append(
+                f"Tracing and compiling grow with the number of parameters as its power {row['fitted']:.2f},"
+                f" {short(number(row, 'last') or 0)} at the end."
+            )
+    return said
+
+
+def _reading(row: Row) -> str:
+    limit = f"{number(row, 'limit_s') or 0:g} s{' MISSED' if is_bad(row) else ''}"
+    return f"Reading and simulating a step takes {short(row['read_s'])} s at most, limit {limit}."

@@ -1,0 +1,1 @@
+"""What may not cost more than what."""

@@ -1,0 +1,93 @@
+"""Gates: ratios of step times with their intervals, beside the most that each may be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..report.axis import linear
+from ..report.bars import Bar, draw_bars
+from ..report.figure import Figure
+from ..report.section import Section
+from ..report.sentences import left_out
+from ..report.steps import step_figure, step_table
+from ..report.table import CHECK, Column, Table, field, numeric
+from ..report.values import NONE, Row, badge, counted, is_bad, is_sound, number, text
+
+_COLUMNS = (
+    field("gate", "name"),
+    numeric("ratio", "ratio", form=lambda value: f"{value:.3f}"),
+    Column("95 % interval", lambda row: interval(row), form=lambda ends: f"{ends[0]:.3f}{NONE}{ends[1]:.3f}"),
+    numeric("limit", "limit", form=lambda value: f"{value:.2f}"),
+    numeric("rounds", "num_rounds", form=lambda value: f"{value:.0f}"),
+    field("ours"),
+    field("theirs"),
+    CHECK,
+)
+
+
+def is_gate(row: Row) -> bool:
+    """Whether a row is a ratio and its limit, measured or not."""
+    return "name" in row and "limit" in row
+
+
+def interval(row: Row) -> tuple[float, float] | None:
+    """The 95 % interval of a ratio."""
+    low, high = number(row, "low"), number(row, "high")
+    return None if low is None or high is None else (low, high)
+
+
+def section(rows: Sequence[Row]) -> Section:
+    """Makes the section."""
+    gates = [row for row in rows if is_gate(row)]
+    steps = [row for row in rows if not is_gate(row)]
+    parts = [gate_figure(gates), gate_table(gates) if gates else None]
+    parts += [step_figure("The steps behind the ratios", steps), step_table("Steps", steps) if steps else None]
+    return Section("Gates", [*gate_sentences(gates), left_out(steps)], [part for part in parts if part])
+
+
+def gate_table(gates: Sequence[Row]) -> Table:
+    """Lays ratios out in a table."""
+    note = "a gate holds if the lower end of its interval is within its limit"
+    return Table("Ratios and their limits", _COLUMNS, gates, note)
+
+
+def gate_figure(gates: Sequence[Row]) -> Figure | None:
+    """Draws ratios as intervals beside their limits; None if there is none."""
+    gates = [row for row in gates if number(row, "ratio") is not None]
+    if not gates:
+        return None
+    values = [v for row in gates for v in (row["ratio"], *(interval(row) or ()), number(row, "limit")) if v is not None]
+    axis = linear(values, start=min([0.9, *(0.98 * value for value in values)]))
+    return Figure(
+        "Ratios of step times",
+        " ".join(_in_words(row) for row in gates),
+        draw_bars([_bar(row) for row in gates], axis, "ratio; whiskers 95 % interval, upright line the limit"),
+    )
+
+
+def gate_sentences(gates: Sequence[Row]) -> list[str]:
+    """Says how many gates hold, and which is the nearest to its limit or beyond it."""
+    limited = [row for row in gates if (number(row, "limit") or 0) > 0 and number(row, "ratio") is not None]
+    if not limited:
+        return []
+    missed = [row for row in limited if is_bad(row)]
+    holding = len(limited) - len(missed)
+    said = [f"{holding} of {counted(len(limited), 'gate')} {'holds' if holding == 1 else 'hold'}."]
+    nearest = max(limited, key=lambda row: (interval(row) or (row["ratio"],))[0] / row["limit"])
+    return [*said, *map(_in_words, missed or [nearest])]
+
+
+def _in_words(row: Row) -> str:
+    limit, low_high = number(row, "limit"), interval(row)
+    words = f"{text(row, 'name')}: {row['ratio']:.3f}"
+    if low_high is not None:
+        words += f", 95 % interval {low_high[0]:.3f} to {low_high[1]:.3f}"
+    return words + (f", limit {limit:.2f}{' MISSED' if is_bad(row) else ''}." if limit is not None else ".")
+
+
+def _bar(row: Row) -> Bar:
+    limit = number(row, "limit")
+    note = f"{row['ratio']:.3f}" + (f", limit {limit:.2f}" if limit is not None else ", no limit")
+    if not is_sound(row):
+        note = f"{badge(row)}: {note}"
+    return Bar("", text(row, "name"), note, (), interval(row), row["ratio"], limit)

@@ -1,0 +1,1 @@
+"""What every benchmark shares: options, ranks, runs, results, tables."""

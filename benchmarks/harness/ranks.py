@@ -1,0 +1,281 @@
+"""How a benchmark's ranks run, and the one way to start them, in both frameworks.
+
+| kind        | jaxddp                                                     | torchref                            |
+|-------------|------------------------------------------------------------|-------------------------------------|
+| `simulated` | one process, a rank for each of its simulated CPU devices  | none: a rank of torch is a process  |
+| `processes` | a process a rank, joined by `jax.distributed`, over Gloo   | a process a rank, over Gloo         |
+| `gpus`      | one process, a rank for each of its GPUs, over NCCL        | a process a rank, over NCCL         |
+| `lab`       | as `processes`, each on a host of its own: see `lab/`      | the same                            |
+
+Where both frameworks find GPUs, ranks are GPUs, all of them, unless something else is asked for; on them products of
+float32 are float32 in both (JAX by itself would take TF32, torch would not). On CPUs a rank of either framework has one
+core, see ``cores.py``, torch's computes with ``THREADS``, and both keep the memory that they free, as programs that
+train do: see ``jaxddp/allocator.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from jaxddp.training import allocator
+from torchref.launch import launch
+from torchref.rank_process import OnMessage, Prepare
+
+from ..lab.network import Host, enter_host, open_lab
+from . import cores
+from .free_memory import PROCESS_BYTES, free_bytes
+
+_T = TypeVar("_T")
+
+KINDS = ("simulated", "processes", "gpus", "lab")
+_OF_PROCESSES = ("processes", "lab")
+THREADS = 1
+_COUNT_GPUS = "import jax; print(sum(device.platform == 'gpu' for device in jax.local_devices()))"
+_COUNT_TIMEOUT_S = 120.0  # a driver that hangs has no GPUs
+TIMEOUT_S = 3600.0  # without a report of any rank: a call of a slow network may take minutes, all of them many hours
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """So many ranks of a kind; plain data, sent to the processes.
+
+    Attributes:
+        num: Their number.
+        kind: One of ``KINDS``.
+        hosts: Of a lab: rank r runs on the r-th.
+    """
+
+    num: int
+    kind: str
+    hosts: tuple[Host, ...] = ()
+
+    @property
+    def backend(self) -> dict[str, str]:
+        """What carries the collectives, by framework."""
+        jax_s = {"simulated": "XLA in-process", "gpus": "XLA over NCCL"}.get(self.kind, "XLA over Gloo")
+        return {"jaxddp": jax_s, "torchref": "NCCL" if self.kind == "gpus" else "Gloo"}
+
+    @property
+    def in_words(self) -> str:
+        """How many there are, and of how many GPUs."""
+        of_gpus, of_jax = _counted_gpus()
+        counted = f"{self.num} rank{'s' if self.num > 1 else ''}"
+        if self.kind == "gpus":
+            return f"{counted} on {self.num} of {min(of_gpus, of_jax)} GPUs"
+        return f"{counted} ({_without_jax(of_gpus)})" if self.kind == "simulated" and of_gpus > of_jax == 0 else counted
+
+    def run_jax(self, fn: Callable[..., _T], *args: Any, on_message: OnMessage | None = None) -> list[_T]:
+        """Runs ``fn(self, *args)`` in JAX's processes; inside, ``mesh()`` gives the mesh of these ranks.
+
+        Args:
+            fn: A function that other processes can import by its name.
+            *args: Its arguments.
+            on_message: As in ``torchref.launch``.
+
+        Returns:
+            One result for each process: of all ranks together, or of each.
+        """
+        num_processes = self.num if self.kind in _OF_PROCESSES else 1
+        with _with_environment(cores.ENVIRONMENT if self.kind in _OF_PROCESSES else {}):
+            return self._launch(self.kind, fn, *args, num_ranks=num_processes, backend="gloo", on_message=on_message)
+
+    def run_torch(self, fn: Callable[..., _T], *args: Any, on_message: OnMessage | None = None) -> list[_T]:
+        """Runs ``fn(self, *args)`` on every rank of a torch process group.
+
+        Args:
+            fn: A function that other processes can import by its name.
+            *args: Its arguments.
+            on_message: As in ``torchref.launch``.
+
+        Returns:
+            The ranks' results.
+        """
+        backend, kind = ("nccl", "gpus") if self.kind == "gpus" else ("gloo", "processes")
+        return self._launch(kind, fn, *args, num_ranks=self.num, backend=backend, on_message=on_message)
+
+    def mesh(self) -> Any:
+        """Gives the mesh of these ranks; call it once, inside ``run_jax``, before JAX has started."""
+        import jaxddp
+
+        if self.kind == "gpus":
+            import jax
+
+            os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs room on them as well
+            jax.config.update("jax_default_matmul_precision", "highest")  # as torch has it
+        if self.kind in _OF_PROCESSES:
+            import jax
+            from jax.experimental import multihost_utils
+
+            jax.config.update("jax_platforms", "cpu")
+            jaxddp.start_process(_agreed_address(self.hosts), self.num, _rank())
+            mesh = jaxddp.data_mesh()
+            with _without_output():  # in its first collective XLA's Gloo prints who is connected
+                multihost_utils.sync_global_devices("connected")
+            return mesh
+        if self.kind == "simulated":
+            jaxddp.simulate_devices(self.num)
+        return jaxddp.data_mesh(self.num)
+
+    def _launch(self, kind: str, fn: Callable[..., _T], *args: Any, **options: Any) -> list[_T]:
+        prepare: Prepare = partial(_prepare, self.hosts, kind, self.num)
+        with _with_environment({} if self.kind == "gpus" else allocator.ENVIRONMENT):
+            return launch(
+                fn, self, *args, threads_per_rank=THREADS, prepare=prepare, timeout_s=TIMEOUT_S, **options
+            )  # fmt: skip
+
+
+def chosen_ranks(num_ranks: int | None, default: int, kind: str | None = None, *, batch_size: int = 0) -> Ranks:
+    """Decides how the ranks run that were asked for.
+
+    Args:
+        num_ranks: Their number, if it was said.
+        default: Their number if it was not, and they are no GPUs: of those as many as can share the batch.
+        kind: As for ``ranks_of_machine``.
+        batch_size: Of the global batch; 0 if anything will do.
+
+    Returns:
+        The ranks.
+
+    Raises:
+        ValueError: As ``ranks_of_machine``, and if there are not as many GPUs as were asked for.
+    """
+    ranks = ranks_of_machine(num_ranks or default, kind)
+    if ranks.kind != "gpus":
+        return ranks
+    if num_ranks is None:
+        return next(Ranks(num, "gpus") for num in range(num_gpus(), 0, -1) if batch_size % num == 0)
+    if ranks.num < num_ranks:
+        raise ValueError(f"ranks (={num_ranks}) must be at most the number of GPUs (={ranks.num})")
+    return ranks
+
+
+def ranks_of_machine(num_ranks: int, kind: str | None = None) -> Ranks:
+    """Decides how ranks run here.
+
+    Args:
+        num_ranks: How many are wanted; with GPUs there are no more than those that CUDA_VISIBLE_DEVICES leaves.
+        kind: One of ``KINDS``; None takes GPUs where there are any, and simulated devices elsewhere; ``"lab"`` takes
+            the hosts of the lab that is open.
+
+    Returns:
+        The ranks.
+
+    Raises:
+        ValueError: If the kind is unknown, there are no GPUs or not as many hosts for it, a number is not positive, or
+            so many processes would not fit into memory.
+    """
+    if num_ranks < 1:
+        raise ValueError(f"ranks (={num_ranks}) must be a positive integer")
+    if kind is not None and kind not in KINDS:
+        raise ValueError(f"unknown kind of ranks {kind!r}: one of {', '.join(KINDS)}")
+    if kind == "lab":
+        hosts = open_lab().hosts
+        if num_ranks > len(hosts):
+            raise ValueError(f"ranks (={num_ranks}) must be at most the number of the lab's hosts (={len(hosts)})")
+        return Ranks(num_ranks, kind, hosts[:num_ranks])
+    if kind == "gpus" and not num_gpus():
+        of_torch, _ = _counted_gpus()
+        raise ValueError(
+            f"ranks of kind 'gpus' need GPUs, and {_without_jax(of_torch) if of_torch else 'torch finds none'}"
+        )
+    if kind is None:
+        kind = "gpus" if num_gpus() else "simulated"
+    if kind == "gpus":
+        return Ranks(min(num_ranks, num_gpus()), kind)
+    if (most := free_bytes(kind) // PROCESS_BYTES) < num_ranks:  # torch's are processes even where JAX's are simulated
+        each, free = PROCESS_BYTES / 2**30, free_bytes(kind) / 2**30
+        raise ValueError(
+            f"ranks (={num_ranks}) must be at most {most}: each takes {each:g} GiB for its process, {free:.1f} are free"
+        )
+    return Ranks(num_ranks, kind)
+
+
+def num_gpus() -> int:
+    """How many GPUs there are for both frameworks."""
+    return min(_counted_gpus())
+
+
+def _counted_gpus() -> tuple[int, int]:
+    """GPUs that torch finds, which it does without starting any, and that JAX finds, which is only asked then."""
+    import torch
+
+    of_torch = torch.cuda.device_count()
+    return of_torch, count_jax_gpus() if of_torch else 0
+
+
+@functools.cache
+def count_jax_gpus() -> int:
+    """GPUs that JAX finds, in a process of its own: this one must not start a device before its ranks do."""
+    command = [sys.executable, "-c", _COUNT_GPUS]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=_COUNT_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return 0
+    last = said.stdout.split()[-1:]
+    return int(last[0]) if said.returncode == 0 and last else 0
+
+
+def _without_jax(of_torch: int) -> str:
+    return f"torch finds {of_torch}, JAX none: it takes .[cuda12] or .[cuda13]"
+
+
+@contextlib.contextmanager
+def _with_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Gives variables to the processes that are started meanwhile; what the user has set of them stays."""
+    new = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(new)
+    try:
+        yield
+    finally:
+        for name in new:
+            os.environ.pop(name, None)
+
+
+@contextlib.contextmanager
+def _without_output() -> Iterator[None]:
+    """Drops what is printed meanwhile, by native code too; errors stay."""
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def _prepare(hosts: tuple[Host, ...], kind: str, num_ranks: int, rank: int) -> None:
+    """What comes first in a rank's process: its host, and its cores."""
+    if hosts:
+        enter_host(hosts, rank)
+    cores.keep_to_cores(kind, num_ranks, rank)
+
+
+def _rank() -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank()
+
+
+def _agreed_address(hosts: tuple[Host, ...]) -> str:
+    """A free port of rank 0's host, which all ranks of the process group get to know."""
+    import torch.distributed as dist
+
+    host = hosts[0].address if hosts else "127.0.0.1"
+    agreed: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        with socket.socket() as listener:
+            listener.bind((host, 0))
+            agreed = [f"{host}:{listener.getsockname()[1]}"]
+    dist.broadcast_object_list(agreed)
+    return str(agreed[0])

@@ -1,0 +1,62 @@
+"""A lab: what its links were found to carry, and which benchmarks ran in it, each of which has a section of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..report.section import Section
+from ..report.sentences import left_out, time_of
+from ..report.table import CHECK, Column, Table, field, numeric
+from ..report.values import Row, is_sound, number, short, span, spread, text
+
+_PERCENTILES = "p10\N{EN DASH}p90"
+
+
+def carried(row: Row) -> tuple[float, float] | None:
+    """The 10th and 90th percentile of what a link carries."""
+    low, high = number(row, "p10_mbit"), number(row, "p90_mbit")
+    return None if low is None or high is None else (low, high)
+
+
+def round_trip(row: Row) -> Row:
+    """The time of a link's round trips; empty if it was not measured."""
+    found = row.get("round_trip")
+    return found if isinstance(found, Mapping) else {}
+
+
+_LINK_COLUMNS = (
+    field("link", "part"),
+    numeric("asked for", "asked_mbit", unit="Mbit/s", form=lambda value: f"{value:g}"),
+    numeric("carried", "rate_mbit", unit="Mbit/s"),
+    Column(_PERCENTILES, carried, "Mbit/s", span),
+    numeric("round trip", "round_trip", "median_ms", unit="ms"),
+    Column(_PERCENTILES, lambda row: spread(round_trip(row)), "ms", span),
+    field("congestion control", "congestion_control"),
+    CHECK,
+)
+
+
+def section(rows: Sequence[Row]) -> Section:
+    """Makes the section."""
+    links = [row for row in rows if "asked_mbit" in row]
+    others = [row for row in rows if "asked_mbit" not in row]
+    tables = []
+    if links:
+        note = (
+            "carried: TCP's payload from one host to another with nothing else under way, median over windows of a"
+            " tenth of a second or more; a frame's headers take 4 % of what its link lets through"
+        )
+        tables.append(Table("Links as measured", _LINK_COLUMNS, links, note))
+    if others:
+        tables.append(Table("What ran in the lab", (field("part"), CHECK), others))
+    said = [_in_words(row) for row in links if is_sound(row)]
+    return Section("The network", [one for one in [*said, left_out(rows)] if one], tables)
+
+
+def _in_words(row: Row) -> str:
+    rate, low_high, asked, trip = number(row, "rate_mbit"), carried(row), number(row, "asked_mbit"), round_trip(row)
+    if rate is None or low_high is None or asked is None:
+        return ""
+    words = f"{text(row, 'part')}: TCP carries {short(rate)} Mbit/s ({_PERCENTILES} {span(low_high)}) of the {asked:g}"
+    words += " Mbit/s asked for"
+    return words + (f", and a round trip takes {time_of(trip)}." if number(trip, "median_ms") is not None else ".")

@@ -1,0 +1,119 @@
+"""Scaling: how much of the first ranks' speed each further one keeps, as measured and as simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..report.axis import linear, logarithmic
+from ..report.figure import Figure
+from ..report.lines import Curve, Point, draw_curves
+from ..report.section import Section
+from ..report.sentences import left_out
+from ..report.steps import STEP_COLUMNS
+from ..report.table import CHECK, Column, Table, numeric
+from ..report.values import NONE, Row, by, counted, is_sound, number, percent, plain, text
+
+_RANKS = [2.0**power for power in range(14)]
+_INTERVAL = Column("95 % interval", lambda row: interval(row), form=lambda ends: NONE.join(map(percent, ends)))
+_COLUMNS = (
+    Column("scaling", lambda row: text(row, "mode") or text(row, "part")),
+    STEP_COLUMNS[0],
+    *STEP_COLUMNS[1:4],
+    Column("how", lambda row: how(row)),
+    *STEP_COLUMNS[8:11],
+    numeric("efficiency", "efficiency", form=percent),
+    _INTERVAL,
+    CHECK,
+)
+
+
+def how(row: Row) -> str:
+    """Whether a row was measured or simulated."""
+    return text(row, "how")
+
+
+def interval(row: Row) -> tuple[float, float] | None:
+    """The 95 % interval of a measured efficiency."""
+    low, high = number(row, "efficiency_low"), number(row, "efficiency_high")
+    return None if low is None or high is None else (low, high)
+
+
+def section(rows: Sequence[Row]) -> Section:
+    """Makes the section."""
+    placed = [
+        row for row in rows if is_sound(row) and number(row, "efficiency") is not None and number(row, "num_ranks")
+    ]
+    figures = [_figure(mode, some) for mode, some in by(placed, lambda row: text(row, "mode")).items()]
+    table = Table("Efficiency by number of ranks", _COLUMNS, rows)
+    return Section("Scaling", [*_sentences(placed), _crowded(placed), left_out(rows)], [*figures, table])
+
+
+def _curve_name(row: Row) -> str:
+    return ", ".join(filter(None, [text(row, "framework"), STEP_COLUMNS[0].cell(row), how(row)]))
+
+
+def _figure(mode: str, rows: Sequence[Row]) -> Figure:
+    styles = {
+        key: style for style, key in enumerate(by(rows, lambda row: (text(row, "framework"), text(row, "strategy"))))
+    }
+    curves = [
+        Curve(
+            name,
+            styles[text(some[0], "framework"), text(some[0], "strategy")],
+            [Point(row["num_ranks"], row["efficiency"], interval(row)) for row in some],
+            is_dashed=how(some[0]) == "simulated",
+        )
+        for name, some in by(rows, _curve_name).items()
+    ]
+    x_axis = logarithmic([row["num_ranks"] for row in rows], plain, _RANKS)
+    y_axis = linear([1.0, *(end for row in rows for end in (row["efficiency"], *(interval(row) or ())))], percent)
+    ends = [(curve.name, curve.ends[1]) for curve in curves]
+    said = [f"{name}: {_with_interval(end.y, end.low_high)} at {plain(end.x)} ranks." for name, end in ends]
+    drawing = draw_curves(curves, x_axis, y_axis, "ranks", "efficiency")
+    return Figure(f"Efficiency, {mode} scaling", " ".join(said), drawing, tuple(curve.key for curve in curves))
+
+
+def _sentences(rows: Sequence[Row]) -> list[str]:
+    said = []
+    for mode, some in by(rows, lambda row: text(row, "mode")).items():
+        for kind, alike in by(some, how).items():
+            # The fewest ranks of a curve keep all of their own speed: that says nothing.
+            further = [row for curve in by(alike, _curve_name).values() for row in _beyond_fewest(curve)]
+            most = max((row["num_ranks"] for row in further), default=0)
+            at_end = sorted((row for row in further if row["num_ranks"] == most), key=lambda row: -row["efficiency"])
+            if at_end:
+                words = ", ".join(f"{_of(row)} {_kept(row)}" for row in at_end)
+                said.append(f"{mode.capitalize()} scaling to {most} ranks{', ' if kind else ''}{kind}, keeps: {words}.")
+    return said
+
+
+def _beyond_fewest(rows: Sequence[Row]) -> list[Row]:
+    fewest = min(row["num_ranks"] for row in rows)
+    return [row for row in rows if row["num_ranks"] > fewest]
+
+
+def _crowded(rows: Sequence[Row]) -> str:
+    """Says where ranks take turns on the cores of their machine, which no cluster's do."""
+    cores = {cores for row in rows if text(row, "device") == "cpu" and (cores := number(row, "cores"))}
+    crowded = [row for row in rows if how(row) == "measured" and cores and row["num_ranks"] > max(cores)]
+    if not crowded:
+        return ""
+    fewest = min(row["num_ranks"] for row in crowded)
+    return (
+        f"From {fewest} ranks on they take turns on {counted(int(max(cores)), 'core')}: what is measured there says"
+        " nothing of a cluster."
+    )
+
+
+def _kept(row: Row) -> str:
+    """A row's efficiency, with its interval; what is simulated has none."""
+    has_no_spread = how(row) == "measured" and interval(row) is None
+    return _with_interval(row["efficiency"], interval(row)) + (" (no spread is known)" if has_no_spread else "")
+
+
+def _with_interval(efficiency: float, low_high: tuple[float, float] | None) -> str:
+    return percent(efficiency) + (f" (95 % interval {_INTERVAL.form(low_high)})" if low_high else "")
+
+
+def _of(row: Row) -> str:
+    return " ".join(filter(None, [text(row, "framework"), STEP_COLUMNS[0].cell(row)]))

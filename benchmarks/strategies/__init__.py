@@ -1,0 +1,1 @@
+"""Strategies side by side, and beside what the frameworks do by themselves."""

@@ -1,0 +1,206 @@
+"""Every strategy in both frameworks, beside what the frameworks do by themselves, in the same interleaved rounds.
+
+All runs of a framework start from the same weights and see the same batches, so all must end where single-process
+training ends, and that must be the same in both frameworks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jaxddp import STRATEGIES as OURS
+from jaxddp.models import SIZES
+from jaxddp.training.data import Corpus, RandomTokens
+
+from ..harness.free_memory import PROCESS_BYTES, free_bytes
+from ..harness.options import Options
+from ..harness.picture import draw_steps
+from ..harness.ranks import Ranks, chosen_ranks
+from ..harness.run import Run, holds
+from ..harness.tables import markdown_table, terminal_table, write_markdown
+from ..traces import parts as traces
+from ..traces.picture import draw_traces
+from ..training.frameworks import BETWEEN, FRAMEWORKS, measure_both
+from ..training.measure import PEERS, Setup, StrategySpec
+from ..training.steps import STEP_COLUMNS, how_ranks_run
+
+MODEL, QUICK_MODEL = "byte", "byte_shallow"
+DDP_CAP_MB, SMALL_CAP_MB = 25.0, 4.0
+NAMES = (*OURS, *(name for names in PEERS.values() for name in names))
+# Float32 Adam: a weight whose gradient is near 0 takes steps of 1e-3 whose sign the rounding decides. Over the 22 steps
+# here some of 4.3 million weights were seen apart by up to 2e-4; a gradient of the wrong ranks moves them by 1e-2. Adam
+# cannot see a gradient that is only too large: METRIC_TOLERANCE of training/steps.py, on the norms, does. Random tokens
+# leave most embedding rows gradients of the size of their rounding, which Adam turns into steps of full size: there is
+# no bound on weights, and losses and norms of all rounds were seen within 2e-5 of single-process training's.
+TOLERANCE = 1e-3
+NUM_WARMUP, NUM_STEPS, NUM_QUICK, BATCH_SIZE, NUM_RANKS = 2, 20, 4, 8, 2
+_BUCKETED = ("bucketed", "zero1", "zero2", "DistributedDataParallel", "ZeroRedundancyOptimizer")
+
+
+def describe(options: Options, names: Sequence[str] = NAMES) -> tuple[Setup, str]:
+    """Describes the comparison.
+
+    Args:
+        options: Ranks (2), steps (20, or 4 in the short form), the batch size (8), a model (byte, or
+            byte_shallow), text for it (the standard library's sources), and strategies.
+        names: Strategies and peers if the options name none.
+
+    Returns:
+        The setup, and its description in a line.
+
+    Raises:
+        ValueError: If a name is unknown, the data does not serve, the batch cannot be split, or what is trained side by
+            side does not fit into memory.
+    """
+    model = options.model or default_model(options)
+    names = tuple(dict.fromkeys(options.strategies or names))
+    for name in names:
+        if name not in NAMES:
+            raise ValueError(f"unknown strategy {name!r}: one of {', '.join(NAMES)}")
+    num_steps = options.steps or (NUM_QUICK if options.quick else NUM_STEPS)
+    num_warmup, batch_size = 1 if options.quick else NUM_WARMUP, options.batch_size or BATCH_SIZE
+    ranks = chosen_ranks(options.ranks, NUM_RANKS, options.on, batch_size=batch_size)
+    setup, described = make_setup(model, ranks, num_steps, batch_size, data=options.data, num_warmup=num_warmup)
+    setup = replace(setup, strategies=tuple(spec_of(name, model) for name in names), with_traces=options.profile)
+    check_memory(setup)
+    return setup, f"{described}; {', '.join(names)}"
+
+
+def default_model(options: Options) -> str:
+    """The model if the options name none: one of half the blocks in the short form, which mostly compiles."""
+    return QUICK_MODEL if options.quick else MODEL
+
+
+def spec_of(name: str, model: str) -> StrategySpec:
+    """A strategy or peer with DDP's bucket cap, or a smaller one where that would hold all gradients of the model."""
+    cap = DDP_CAP_MB if SIZES[model].num_params * 4 > DDP_CAP_MB * 2**20 else SMALL_CAP_MB
+    return StrategySpec(name, cap if name in _BUCKETED else None)
+
+
+def make_setup(
+    model: str, ranks: Ranks, num_steps: int, batch_size: int, *, data: str | None = None, num_warmup: int = NUM_WARMUP
+) -> tuple[Setup, str]:
+    """Makes a setup without strategies: bytes of text for the model of bytes, random tokens for others.
+
+    Args:
+        model: A size of the transformer.
+        ranks: The ranks.
+        num_steps: Timed rounds.
+        batch_size: Sequences of the global batch.
+        data: File or folder of text.
+        num_warmup: Rounds that are not timed.
+
+    Returns:
+        The setup, and its description.
+
+    Raises:
+        ValueError: If the model is unknown, the data does not serve, or the batch cannot be split.
+    """
+    if model not in SIZES:
+        raise ValueError(f"unknown model {model!r}: one of {', '.join(SIZES)}")
+    check_batch_size(batch_size, ranks.num)
+    vocab, context = SIZES[model].vocab, SIZES[model].context
+    if data is not None and vocab != 256:
+        raise ValueError(f"data (={data}) must come with a model of bytes, such as {MODEL!r}, not {model!r}")
+    reads_text = vocab == 256
+    source: Corpus | RandomTokens = Corpus(data, context=context) if reads_text else RandomTokens(vocab, context)
+    batches = tuple(source.batch(step, batch_size) for step in range(num_warmup + num_steps))
+    setup = Setup(
+        model, (), ranks, batches, num_warmup, tolerance=TOLERANCE if reads_text else None, must_learn=reads_text
+    )
+    described = (
+        f"{model} language model on {source.source}: {num_warmup} + {num_steps} steps of {batch_size} x {context}"
+        f" tokens, AdamW, {ranks.in_words}"
+    )
+    return setup, described
+
+
+def check_memory(setup: Setup) -> None:
+    """Raises ValueError, in a line, if the training runs that a setup keeps side by side would not fit into memory."""
+    num_runs = 1 + max(len(setup.of(framework)) for framework in PEERS) * (1 + setup.with_baselines)
+    # Parameters and AdamW's two moments of each; the gradients of one.
+    needed = SIZES[setup.model].num_params * 4 * (3 * num_runs + 1)
+    if setup.ranks.kind != "gpus":
+        needed = setup.ranks.num * (needed + PROCESS_BYTES)
+    if needed > (free := free_bytes(setup.ranks.kind)):
+        raise ValueError(
+            f"model (={setup.model}) must fit into memory: {num_runs} training runs side by side on {setup.ranks.num}"
+            f" ranks need at least {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free"
+        )
+
+
+def check_batch_size(batch_size: int, num_ranks: int) -> None:
+    """Raises ValueError if a batch cannot be split over the ranks."""
+    if batch_size % num_ranks:
+        raise ValueError(f"batch_size (={batch_size}) must be divisible by the number of ranks (={num_ranks})")
+
+
+def run(this: Run, setup: Setup) -> bool:
+    """Runs a setup in both frameworks, prints its table and fills its folder.
+
+    Args:
+        this: The folder, console and rows of this run.
+        setup: What to train.
+
+    Returns:
+        Whether every check holds.
+    """
+    measure_both(this, dict.fromkeys(FRAMEWORKS, setup))
+    if setup.with_traces:
+        traces.record(this, setup)
+    show(this)
+    return holds(this.rows)
+
+
+def show(this: Run) -> None:
+    """Makes the table, the notes and the picture of a run's rows."""
+    traced = [row for row in this.rows if "trace" in row]
+    steps = [row for row in this.rows if row["part"] != BETWEEN and row not in traced]
+    timed = [row for row in steps if "median_ms" in row]
+    title = f"{timed[0]['model']} model, {timed[0]['num_timed']} timed steps" if timed else "nothing was measured"
+    notes = [*_notes(this.rows, timed), *traces.notes(this.rows)]
+    this.console.print()
+    this.console.print(terminal_table(steps, STEP_COLUMNS, title))
+    tables, written = [markdown_table(steps, STEP_COLUMNS)], ["table.md", "metrics.jsonl"]
+    if traced:
+        this.console.print(terminal_table(traced, traces.COLUMNS, "one step of rank 0, as profiled"))
+        tables.append(markdown_table(traced, traces.COLUMNS))
+        draw_traces(traced, this.folder / "traces.png")
+        written += ["traces.png", f"{traces.FOLDER}/"]
+    for note in notes:
+        this.console.print(f"[dim]{note}[/dim]", soft_wrap=True)
+    write_markdown(this.folder, tables, notes)
+    if timed:
+        draw_steps(timed, this.folder / "steps.png", title)
+        written.append("steps.png")
+    this.console.print(f"\nwritten to {this.folder}: {', '.join(written)}", soft_wrap=True)
+
+
+def _notes(rows: Sequence[Mapping[str, Any]], timed: Sequence[Mapping[str, Any]]) -> list[str]:
+    notes = [
+        how_ranks_run(timed),
+        "planned and compiled: gradient collectives of one step (AR: all-reduce), from the bucket plan and as read back"
+        " from the compiled program; torchref compiles nothing: as issued; peers plan for themselves",
+        *(
+            f"loss: of the last batch, {row['first_loss']:.3f} nats at first; max diff: of any weight to single-process"
+            f" training after the last step{_at_most(row)}"
+            for row in timed[:1]
+        ),
+        "exposed: step time minus that of the same step without communication, median over interleaved rounds, and its"
+        " share of the step; jit's is against naive without communication; of some peers there is no such step",
+    ]
+    for row in rows:
+        if row["part"] == BETWEEN and "max_weight_difference" in row:
+            notes.append(
+                f"single-process JAX against single-process PyTorch: weights {row['max_weight_difference']:.1e},"
+                f" loss {row['max_metric_difference']:.1e}, {row['check']}"
+            )
+    return notes
+
+
+def _at_most(row: Mapping[str, Any]) -> str:
+    if row["tolerance"] is None:
+        return ", without a bound: random tokens leave gradients of the size of their rounding"
+    return f", at most {row['tolerance']:.0e}"

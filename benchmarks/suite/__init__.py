@@ -1,0 +1,1 @@
+"""Runs of several benchmarks: the main job and all of them."""

@@ -1,0 +1,62 @@
+"""Every benchmark in one run, and how long that will take before it starts; the lab where one can be made."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+
+from ..harness.options import Options
+from ..harness.run import NotRun, Run
+from ..lab.benchmark import lab_for, link_holds
+from ..registry import BENCHMARKS
+from .suite import Setups, describe_each, finish, module_of, run_each, run_one
+
+NAMES = ("strategies", "buckets", "collectives", "scaling", "memory", "gates")
+NOT_QUICK = ("gates",)
+
+
+def describe(options: Options) -> tuple[tuple[Options, Setups], str]:
+    """Describes the benchmarks that are run.
+
+    Args:
+        options: What each of them may be told.
+
+    Returns:
+        The options, setup and line of each; and all in a line, with the minutes that they take.
+
+    Raises:
+        ValueError: As they do.
+    """
+    names = [name for name in NAMES if not (options.quick and name in NOT_QUICK)]
+    minutes = sum(BENCHMARKS[name].minutes(options.quick) for name in (*names, "lab"))
+    line = f"{', '.join(names)}, lab: about {minutes} minutes on two cores"
+    return (options, describe_each(names, options)), line
+
+
+def run(this: Run, setup: tuple[Options, Setups]) -> bool:
+    """Runs the benchmarks, each with a folder of its own.
+
+    Args:
+        this: The folder, console and rows of this run.
+        setup: The options; of each benchmark its setup and its line.
+
+    Returns:
+        Whether every check of each holds.
+    """
+    options, setups = setup
+    run_each(this, setups)
+
+    def on_a_lab(inner: Run) -> bool:
+        with ExitStack() as stack:
+            try:
+                # Its ranks are its hosts, whatever and however many the others' are.
+                given = stack.enter_context(lab_for("lab", replace(options, on=None, ranks=None)))
+            except ValueError as reason:
+                raise NotRun(str(reason)) from reason
+            as_asked = link_holds(given, inner.folder, this.console)
+            within, line = module_of("lab").describe(given)
+            this.console.print(f"\nlab: {line}", soft_wrap=True, markup=False)
+            return module_of("lab").run(inner, within) and as_asked
+
+    run_one(this, "lab", on_a_lab)
+    return finish(this, [])

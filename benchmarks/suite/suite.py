@@ -1,0 +1,90 @@
+"""Several benchmarks as one run, each with a folder of its own inside: all of them, or those that matter on a lab."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from ..harness.options import Options
+from ..harness.run import FAILED, METRICS, NotRun, Run, holds, read_rows
+from ..harness.tables import Column, markdown_table, value, write_markdown
+from ..registry import BENCHMARKS
+
+Setups = dict[str, tuple[Any, str]]
+
+_COLUMNS = (Column("benchmark", "", value("part", ""), is_text=True), Column("check", "", value("check", ""), True))
+
+
+def describe_each(names: Sequence[str], options: Options) -> Setups:
+    """Describes benchmarks.
+
+    Args:
+        names: In the registry.
+        options: What each of them may be told.
+
+    Returns:
+        Setup and line of each.
+
+    Raises:
+        ValueError: As they do.
+    """
+    return {name: module_of(name).describe(options) for name in names}
+
+
+def run_each(this: Run, setups: Setups) -> None:
+    """Runs benchmarks; what one of them finds is a row that says whether every check of it holds.
+
+    Args:
+        this: The folder, console and rows of this run.
+        setups: Of each, its setup and its line.
+    """
+    for name, (setup, line) in setups.items():
+
+        def measure(inner: Run, name: str = name, setup: Any = setup, line: str = line) -> bool:
+            this.console.print(f"\n{name}: {line}", soft_wrap=True, markup=False)
+            return module_of(name).run(inner, setup)
+
+        run_one(this, name, measure)
+
+
+def run_one(this: Run, name: str, measure: Callable[[Run], bool]) -> None:
+    """Runs a benchmark as a part of another.
+
+    Args:
+        this: The folder, console and rows of the other.
+        name: In the registry.
+        measure: Runs it; gives whether every check holds.
+    """
+
+    def rows() -> list[dict[str, Any]]:
+        folder = this.folder / name
+        folder.mkdir(exist_ok=True)
+        good = measure(Run(folder, this.console, name))
+        if not read_rows(folder / METRICS)[0] and not any(folder.glob(f"*/{METRICS}")):
+            raise NotRun("it has nothing to measure here")
+        # Not WRONG, so that a run that goes on looks into the folder again for parts that failed.
+        return [{"check": "ok" if good else f"{FAILED}not every check holds, see {name}/"}]
+
+    this.part(name, rows)
+
+
+def finish(this: Run, notes: Sequence[str]) -> bool:
+    """Writes the table of what was run, and says where everything is.
+
+    Args:
+        this: The folder, console and rows of this run.
+        notes: Below the table.
+
+    Returns:
+        Whether every check of each benchmark holds.
+    """
+    write_markdown(this.folder, [markdown_table(this.rows, _COLUMNS)], list(notes))
+    this.console.print(f"\nwritten to {this.folder}: table.md, and a folder for each benchmark", soft_wrap=True)
+    return holds(this.rows)
+
+
+def module_of(name: str) -> ModuleType:
+    """Imports a benchmark."""
+    return import_module(f".{BENCHMARKS[name].module}", "benchmarks")

@@ -1,0 +1,3 @@
+"""Checkpoints that any strategy on any number of ranks restores, and weights for other frameworks."""
+
+from .checkpoints import Checkpoints as Checkpoints

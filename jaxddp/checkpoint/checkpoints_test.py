@@ -1,0 +1,261 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxddp
+from jaxddp.checkpoint.checkpoints import FORMAT, Checkpoints
+from jaxddp.checkpoint.host_state import to_host
+from jaxddp.communication.compression import powersgd
+from jaxddp.models import ToyMLP
+
+NUM_STEPS = 5
+BATCH = 24  # of all ranks: divides by 8, 3, 2 x 3 micro-batches and 1
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def loss_fn(params, batch):
+    hidden = batch["x"] @ params["w"] + params["b"]
+    for layer in params["stack"]:
+        hidden = jnp.tanh(hidden @ layer)
+    return jnp.mean((params["scale"] * hidden - batch["y"]) ** 2) + jnp.sum(params["empty"])
+
+
+def make_params(dtype=np.float64):
+    rng = np.random.default_rng(0)
+    shapes = {"w": (5, 8), "b": (8,), "stack": (2, 8, 8), "scale": (), "empty": (0, 3)}
+    return {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in shapes.items()}
+
+
+def batch_of(position):
+    rng = np.random.default_rng(position)
+    return {"x": rng.normal(size=(BATCH, 5)), "y": rng.normal(size=(BATCH, 8))}
+
+
+def make(strategy, num_ranks=None, loss_fn=loss_fn, optimizer=None, mesh=None, **options):
+    if optimizer is None:
+        # A table: Optax computes schedules in float32, which rounds one way or the other with what XLA fuses.
+        rates = np.linspace(1e-2, 1e-3, NUM_STEPS)
+        optimizer = optax.adamw(
+            lambda count: jnp.asarray(rates)[count], mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)
+        )
+    mesh = mesh or jaxddp.data_mesh(num_ranks)
+    return jaxddp.Trainer(loss_fn, optimizer, strategy, mesh, max_grad_norm=0.5, **options)
+
+
+# Each pads some leaf: 8 elements for 3 ranks, a scalar for 2.
+RUNS = {
+    "zero3 on 8": lambda: make(jaxddp.zero3(min_shard_elements=8), 8),
+    "bucketed on 3": lambda: make(jaxddp.bucketed(0.0005), 3),
+    "zero2 on 2, accumulating": lambda: make(jaxddp.zero2(), 2, num_microbatches=3),
+    "zero1 on 4": lambda: make(jaxddp.zero1(), 4),
+    "naive on 1": lambda: make(jaxddp.naive(), 1),
+    "zero3 on 3, accumulating": lambda: make(jaxddp.zero3(min_shard_elements=0), 3, num_microbatches=4),
+}
+trainer_of = functools.cache(lambda name: RUNS[name]())
+
+
+def advance(trainer, state, position, num_steps):
+    for _ in range(num_steps):
+        state, _ = trainer.step(state, batch_of(position))
+        position += BATCH
+    return state, position
+
+
+@functools.cache
+def uninterrupted(num_steps=NUM_STEPS):
+    trainer = trainer_of("naive on 1")
+    state, _ = advance(trainer, trainer.init(make_params()), 0, num_steps)
+    return dict_of(trainer, state)
+
+
+def dict_of(trainer, state):
+    return dict(to_host(trainer, state))
+
+
+def assert_close(found, expected):
+    assert list(found) == list(expected)
+    for name, array in expected.items():
+        # Float64 sums of 24 examples in another order, five steps of AdamW: 1e-15 seen.
+        np.testing.assert_allclose(found[name], array, rtol=0, atol=1e-12, err_msg=name)
+
+
+def assert_same(found, expected):
+    assert list(found) == list(expected)
+    for name, array in expected.items():
+        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape)
+        assert found[name].tobytes() == array.tobytes(), name
+
+
+# Training goes on
+
+
+@pytest.mark.parametrize("first_steps", range(1, NUM_STEPS))
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ("zero3 on 8", "bucketed on 3"),
+        ("bucketed on 3", "zero1 on 4"),
+        ("zero1 on 4", "naive on 1"),
+        ("naive on 1", "zero3 on 8"),
+        ("zero3 on 8", "zero3 on 3, accumulating"),
+        ("zero3 on 3, accumulating", "zero2 on 2, accumulating"),
+        ("zero2 on 2, accumulating", "zero3 on 8"),
+    ],
+)
+def test_interrupted_at_any_step_and_resumed_elsewhere_it_is_the_uninterrupted_training(
+    tmp_path, before, after, first_steps
+):
+    trainer = trainer_of(before)
+    with Checkpoints(tmp_path) as checkpoints:
+        state, position = advance(trainer, trainer.init(make_params()), 0, first_steps)
+        checkpoints.save(trainer, state, data_position=position)
+    trainer = trainer_of(after)
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest_step() == first_steps
+        state, position = checkpoints.restore(trainer, jax.eval_shape(make_params))
+    assert position == first_steps * BATCH
+    state, _ = advance(trainer, state, position, NUM_STEPS - first_steps)
+    assert_close(dict_of(trainer, state), uninterrupted())
+
+
+def test_what_is_saved_is_whole_under_its_own_name(tmp_path):
+    trainer = trainer_of("zero3 on 8")
+    state = trainer.init(make_params())
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(trainer, state, data_position={"file": "a.txt", "line": 7})
+        about = checkpoints.about()
+    assert {key: about[key] for key in ("format", "step", "strategy", "num_ranks", "data_position")} == {
+        "format": FORMAT,
+        "step": 0,
+        "strategy": "zero3",
+        "num_ranks": 8,
+        "data_position": {"file": "a.txt", "line": 7},
+    }
+    shapes = {name: tuple(row["shape"]) for name, row in about["leaves"].items()}
+    params = {name: leaf.shape for name, leaf in make_params().items()}
+    for prefix in ("params", "opt_state.0.mu", "opt_state.0.nu"):
+        assert {name: shapes[f"{prefix}.{name}"] for name in params} == params
+    assert len(shapes) == 3 * len(params) + 4  # step, key, and two counts
+    assert {row["dtype"] for row in about["leaves"].values()} == {"float64", "int32", "key<fry>"}
+
+
+def test_dropout_and_noise_go_on_with_their_keys(tmp_path):
+    def noisy_loss(params, batch, key):
+        kept = jax.random.bernoulli(key, 0.5, batch["x"].shape)
+        return loss_fn(params, {**batch, "x": batch["x"] * kept})
+
+    noise = optax.add_noise(0.1, 0.5, jax.random.key(5, impl="rbg"))
+    trainer = make(jaxddp.bucketed(), 2, noisy_loss, optax.chain(noise, optax.sgd(0.1)))
+    state, _ = advance(trainer, trainer.init(make_params(), seed=3), 0, 4)
+    expected = dict_of(trainer, state)
+    state, position = advance(trainer, trainer.init(make_params(), seed=3), 0, 2)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(trainer, state, data_position=position)
+        state, position = checkpoints.restore(trainer, make_params())
+    state, _ = advance(trainer, state, position, 2)
+    assert_same(dict_of(trainer, state), expected)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16, np.float32])
+def test_every_bit_comes_back_in_trees_of_every_kind(tmp_path, dtype):
+    params = {
+        "layers": [(make_params(dtype), {"a/b": jnp.ones(3, dtype)}), jnp.arange(4)],
+        "": jnp.full((), jnp.nan, dtype),
+    }
+    trainer = make(jaxddp.zero1(), 8, lambda params, batch: 0.0, trainable=lambda name: name != "layers.1")
+    state = trainer.init(params)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(trainer, state)
+        restored, position = checkpoints.restore(trainer, params)
+    assert position is None
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    assert_same(dict_of(trainer, restored), dict_of(trainer, state))
+    for ours, theirs in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
+        assert ours.sharding.is_equivalent_to(theirs.sharding, ours.ndim)
+
+
+def test_a_flax_state_and_an_array_alone(tmp_path):
+    graph, flax_params, rest = nnx.split(ToyMLP(10, 16, 5, rngs=nnx.Rngs(0)), nnx.Param, ...)
+    for folder, (loss, params) in {
+        "flax": (lambda params, batch: jnp.sum(nnx.merge(graph, params, rest)(batch["x"])), flax_params),
+        "array": (lambda params, batch: jnp.sum(params**2), jnp.ones(5)),
+    }.items():
+        trainer = make(jaxddp.zero3(min_shard_elements=0), 3, loss, optax.sgd(0.1))
+        state = trainer.init(params)
+        with Checkpoints(tmp_path / folder) as checkpoints:
+            checkpoints.save(trainer, state)
+            restored, _ = checkpoints.restore(trainer, params)
+        assert jax.tree.structure(restored) == jax.tree.structure(state)
+        assert_same(dict_of(trainer, restored), dict_of(trainer, state))
+
+
+def test_what_a_compression_still_owes_is_shared_out_anew(tmp_path):
+    def forgetful(num_ranks, rank=1):
+        return make(jaxddp.bucketed(compression=powersgd(rank)), num_ranks)
+
+    on_4 = forgetful(4)
+    state, position = advance(on_4, on_4.init(make_params()), 0, 2)
+    owed = {name: np.asarray(one.error).sum(axis=0) for name, one in state.memory.items()}
+    assert set(owed) == {"w", "stack"} and all(np.abs(error).max() > 1e-6 for error in owed.values())
+    factors = {name: np.asarray(one.factor)[0] for name, one in state.memory.items()}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(on_4, state, data_position=position)
+        about = checkpoints.about()
+        on_2 = forgetful(2)
+        state, _ = checkpoints.restore(on_2, make_params())
+        for name, one in state.memory.items():
+            assert tuple(about["leaves"][f"memory.{name}.error"]["shape"]) == make_params()[name].shape
+            # Sums of four numbers, halved.
+            np.testing.assert_allclose(np.asarray(one.error), np.stack([owed[name] / 2] * 2), rtol=1e-12, atol=1e-18)
+            np.testing.assert_array_equal(np.asarray(one.factor), np.stack([factors[name]] * 2))
+        expected = dict_of(on_2, state)
+        state, _ = advance(on_2, state, position, 1)
+        # Of more columns: the error is owed as before, the factors start anew.
+        more = forgetful(2, rank=2)
+        state, _ = checkpoints.restore(more, make_params())
+        anew = more.init(make_params())
+        for name, one in state.memory.items():
+            np.testing.assert_allclose(np.asarray(one.error).sum(axis=0), owed[name], rtol=1e-12, atol=1e-18)
+            np.testing.assert_array_equal(np.asarray(one.factor), np.asarray(anew.memory[name].factor))
+        # Where nothing is left out nothing is remembered.
+        trainer = trainer_of("zero3 on 8")
+        state, _ = checkpoints.restore(trainer, make_params())
+        assert state.memory == ()
+        found = dict_of(trainer, state)
+        assert_same(found, {name: expected[name] for name in found})
+
+
+def test_what_is_owed_on_one_rank_is_paid_with_its_first_gradients(tmp_path):
+    strategy, optimizer, position = jaxddp.bucketed(compression=powersgd(1)), optax.sgd(1.0), BATCH
+    on_4, on_1 = (jaxddp.Trainer(loss_fn, optimizer, strategy, jaxddp.data_mesh(num)) for num in (4, 1))
+    plain = jaxddp.Trainer(loss_fn, optimizer, jaxddp.naive(), jaxddp.data_mesh(1), num_microbatches=2)
+    state, _ = on_4.step(on_4.init(make_params()), batch_of(0))
+    with Checkpoints(tmp_path / "on_4") as checkpoints:
+        checkpoints.save(on_4, state)
+        expected, _ = plain.step(checkpoints.restore(plain, make_params())[0], batch_of(position))
+        state, _ = checkpoints.restore(on_1, make_params())
+    owed = {name: np.asarray(one.error)[0] for name, one in state.memory.items()}
+    assert all(np.abs(error).max() > 1e-3 for error in owed.values())
+    with Checkpoints(tmp_path / "on_1") as checkpoints:
+        checkpoints.save(on_1, state)  # where nothing is trained, all is still owed when ranks come back
+        back, _ = checkpoints.restore(on_4, make_params())
+        for name, error in owed.items():
+            # Four quarters of a number.
+            np.testing.assert_allclose(np.asarray(back.memory[name].error).sum(axis=0), error, rtol=1e-12, atol=1e-18)
+        state, _ = on_1.step(state, batch_of(position))
+        for name, param in plain.params(expected).items():
+            # Float64 sums of 24 examples in another order.
+            np.testing.assert_allclose(on_1.params(state)[name], param - owed.get(name, 0), rtol=0, atol=1e-12)
+        checkpoints.save(on_1, state)
+        back, _ = checkpoints.restore(on_4, make_params())
+        assert not any(np.any(one.error) for one in back.memory.values())

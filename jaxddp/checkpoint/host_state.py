@@ -1,0 +1,156 @@
+"""A training state on the host: every leaf whole and without padding, whatever the ranks hold of it.
+
+    ===================  ==========================  ===============================================
+    leaf                 over N ranks                on the host
+    ===================  ==========================  ===============================================
+    whole on each rank   ``[shape]``                 ``[shape]``
+    cut                  ``Cut.joined_shape``        ``[shape]``
+    PRNG key             ``[shape]``, of a key type  ``[shape, words]``, unsigned integers
+    memory, an error     ``[N, shape]``              ``[shape]``, the sum: what training still lacks
+    memory, a factor     ``[N, shape]``              ``[shape]``, that of any rank
+    ===================  ==========================  ===============================================
+
+Names are those of the state, such as ``params.head.kernel``, ``opt_state.0.mu.head.kernel``, ``step`` or ``key``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from ..communication.low_rank import Memory, merge_memory, split_memory
+from ..communication.sharding import Cut
+from ..training.placement import place
+from ..training.state_layout import Leaf
+from ..training.step import TrainState
+from ..training.train import Trainer
+from ..training.validation import check_alive
+from ..tree import like, named_leaves, path_name
+
+
+def places_of(trainer: Trainer, state: TrainState) -> TrainState:
+    """Says what each leaf of a state is on the host, and how it is cut over the ranks.
+
+    Args:
+        trainer: Whose state it is.
+        state: Of arrays or ``jax.ShapeDtypeStruct``.
+
+    Returns:
+        A state of ``Leaf``.
+    """
+    layout = trainer.layout(state)
+    step, key = jax.tree.map(lambda leaf: Leaf(tuple(leaf.shape), leaf.dtype), (state.step, state.key))
+    memory = jax.tree.map(lambda array: Leaf(array.shape[1:], array.dtype), layout.memory)
+    return TrainState(step, layout.params, layout.opt_state, key, memory)
+
+
+def to_host(trainer: Trainer, state: TrainState) -> Iterator[tuple[str, np.ndarray]]:
+    """Copies a state to the host, leaf by leaf; to all hosts, if several processes hold it.
+
+    Args:
+        trainer: Whose state it is.
+        state: Kept as it is.
+
+    Yields:
+        The name and the whole of a leaf; no two share memory, nor any with the state.
+    """
+    replicated = NamedSharding(_mesh(trainer), PartitionSpec())
+    cuts = {name: where.cut for name, where in named_leaves(places_of(trainer, state)).items()}
+    for name, leaf in named_leaves(state._replace(memory=())).items():
+        yield name, _to_host(leaf, cuts[name])
+    merge = jax.jit(lambda one: merge_memory({"": one})[""], out_shardings=replicated)
+    for name, one in dict(state.memory).items():
+        for part, leaf in named_leaves(merge(one)).items():
+            yield f"memory.{name}.{part}", _to_host(leaf, None)
+
+
+def host_params(trainer: Trainer, state: TrainState) -> Any:
+    """Copies the full parameters to the host, leaf by leaf: of one process, no device holds more than its shards.
+
+    Args:
+        trainer: Whose state it is.
+        state: Kept as it is.
+
+    Returns:
+        Arrays of NumPy, as the tree that ``Trainer.init`` was given.
+
+    Example:
+        >>> import optax, jaxddp
+        >>> strategy = jaxddp.zero3(min_shard_elements=0)
+        >>> trainer = jaxddp.Trainer(lambda params, batch: 0.0, optax.sgd(0.1), strategy, jaxddp.data_mesh(4))
+        >>> host_params(trainer, trainer.init({"w": jnp.ones((2, 3))}))
+        {'w': array([[1., 1., 1.],
+               [1., 1., 1.]], dtype=float32)}
+    """
+    check_alive(state)
+    return jax.tree.map(lambda leaf, where: _to_host(leaf, where.cut), state.params, trainer.layout(state).params)
+
+
+def to_ranks(
+    trainer: Trainer, state: TrainState, arrays: Mapping[str, np.ndarray], key_impls: Mapping[str, str]
+) -> TrainState:
+    """Undoes ``to_host``, for the ranks and the strategy of any trainer.
+
+    Args:
+        trainer: That is to have the state.
+        state: From its ``abstract_state``.
+        arrays: By name, the same in every process, of dtypes no wider than the state's. What a compression remembers
+            may be missing, or be of another compression: then it starts anew.
+        key_impls: What draws from PRNG keys, by name.
+
+    Returns:
+        The state.
+    """
+    mesh = _mesh(trainer)
+    first = jax.tree.map(lambda array: array[0], trainer.layout(state).memory)
+    places = places_of(trainer, state)._replace(memory=())
+    leaves = named_leaves(places)
+    placed = {name: _to_ranks(arrays[name], where, mesh, key_impls.get(name)) for name, where in leaves.items()}
+    memory = jax.tree_util.tree_map_with_path(partial(_remembered, arrays), first)
+    by_rank = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    split = jax.jit(lambda one: split_memory({"": one}, trainer.num_ranks)[""], out_shardings=by_rank)
+    return like(places, placed)._replace(memory=jax.tree.map(split, memory, is_leaf=_is_memory))
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf, an array or its ``Leaf``, holds PRNG keys."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _mesh(trainer: Trainer) -> Mesh:
+    if isinstance(trainer.mesh, AbstractMesh):
+        raise ValueError(f"mesh (={trainer.mesh}) must be of devices: a target holds no state")
+    return trainer.mesh
+
+
+def _is_memory(node: Any) -> bool:
+    return isinstance(node, Memory)
+
+
+def _to_host(leaf: jax.Array, cut: Cut | None) -> np.ndarray:
+    if is_key(leaf):
+        leaf = jax.random.key_data(leaf)
+    if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+        leaf = multihost_utils.process_allgather(leaf, tiled=True)
+    held: Any = np.asarray(leaf)
+    # A copy: on CPUs NumPy looks into JAX's own memory, which the next step is given.
+    return np.array(held if cut is None else cut.unjoin(held), order="C")
+
+
+def _to_ranks(array: np.ndarray, where: Leaf, mesh: Mesh, key_impl: str | None) -> jax.Array:
+    if not is_key(where):
+        return place(array, where, mesh)
+    return jax.random.wrap_key_data(place(array, Leaf(array.shape, array.dtype), mesh), impl=key_impl)
+
+
+def _remembered(arrays: Mapping[str, np.ndarray], path: Any, first: np.ndarray) -> np.ndarray:
+    """What was saved of a compression's memory, or what there is before the first step."""
+    saved = arrays.get(f"memory.{path_name(path)}")
+    return first if saved is None or saved.shape != first.shape else saved.astype(first.dtype)

@@ -1,0 +1,193 @@
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxddp.checkpoint.interop import from_numpy, to_numpy
+from jaxddp.models import build
+
+
+class Tensor:
+    """Behaves as a PyTorch tensor does where it is asked to become an array."""
+
+    def __init__(self, array):
+        self.array, self.dtype = array, f"torch.{array.dtype}"
+
+    def detach(self):
+        return self
+
+    def cpu(self):
+        return self
+
+    def float(self):
+        return Tensor(self.array.astype(np.float32))
+
+    def numpy(self):
+        if self.dtype == "torch.bfloat16":
+            raise TypeError("Got unsupported ScalarType BFloat16")
+        return self.array
+
+
+def numbered(*shape, dtype=np.float32):
+    return np.arange(np.prod(shape)).reshape(shape).astype(dtype)
+
+
+def same(first, second):
+    """Whether two trees have equal structures, dtypes and values; tree.map itself refuses unequal structures."""
+    return jax.tree.all(jax.tree.map(lambda a, b: a.dtype == b.dtype and bool(jnp.array_equal(a, b)), first, second))
+
+
+def test_names_and_layouts_follow_the_rules():
+    params = {
+        "linear": {"kernel": numbered(2, 3), "bias": numbered(3)},
+        "stack": [{"kernel": numbered(5, 2, 3)}, {"kernel": numbered(5, 6, 2, 3)}],
+        "volume": ({"kernel": numbered(4, 5, 6, 2, 3)},),
+        "embed": {"embedding": numbered(7, 2)},
+        "norm": {"scale": numbered(3), "bias": numbered(3)},
+        "own": numbered(2, 3),
+    }
+    arrays = to_numpy(params)
+    assert set(arrays) == {
+        *("linear.weight", "linear.bias", "stack.0.weight", "stack.1.weight", "volume.0.weight"),
+        *("embed.weight", "norm.weight", "norm.bias", "own"),
+    }
+    assert np.array_equal(arrays["linear.weight"], params["linear"]["kernel"].T)
+    for out in range(3):
+        for into in range(2):
+            assert np.array_equal(arrays["stack.0.weight"][out, into], params["stack"][0]["kernel"][:, into, out])
+            assert np.array_equal(arrays["stack.1.weight"][out, into], params["stack"][1]["kernel"][:, :, into, out])
+            assert np.array_equal(
+                arrays["volume.0.weight"][out, into], params["volume"][0]["kernel"][:, :, :, into, out]
+            )
+    assert np.array_equal(arrays["embed.weight"], params["embed"]["embedding"])
+    assert np.array_equal(arrays["norm.weight"], params["norm"]["scale"])
+    assert np.array_equal(arrays["own"], params["own"])
+    assert all(array.flags.c_contiguous and array.flags.writeable for array in arrays.values())
+    assert same(from_numpy(arrays, params), jax.tree.map(jnp.asarray, params))
+
+
+@pytest.mark.parametrize("name", ["toy", "toy_tied", "toy_frozen", "toy_unused", "tiny"])
+def test_models_come_back_bit_for_bit(name):
+    params = build(name)[1]
+    arrays = to_numpy(params)
+    assert same(from_numpy(arrays, params), params)
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+    assert same(from_numpy({name: Tensor(array) for name, array in arrays.items()}, shapes), params)
+
+
+def test_nothing_is_shared_with_the_arrays_given_or_returned():
+    params = {"own": jnp.zeros(64)}
+    arrays = to_numpy(params)
+    arrays["own"][:] = 1.0
+    assert not params["own"].any()
+    # jax.device_put takes over NumPy's memory where it starts at a multiple of 64 bytes: the hardest case.
+    memory = np.zeros(64 + 16, np.float32)
+    start = -memory.ctypes.data % 64 // 4
+    aligned = memory[start : start + 64]
+    back = from_numpy({"own": aligned}, params)
+    aligned[:] = 1.0
+    assert not back["own"].any()
+
+
+def test_nnx_state_comes_back_as_nnx_state():
+    state = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Param)
+    arrays = to_numpy(state)
+    assert {name: array.shape for name, array in arrays.items()} == {"weight": (3, 2), "bias": (3,)}
+    back = from_numpy({name: array + 1 for name, array in arrays.items()}, state)
+    assert isinstance(back, nnx.State) and isinstance(back["kernel"], nnx.Param)
+    assert np.array_equal(back["kernel"][...], np.asarray(state["kernel"][...]) + 1)
+
+
+@pytest.mark.parametrize("wrap", [np.asarray, Tensor])
+def test_bfloat16_keeps_its_bits(wrap):
+    # Every finite bit pattern, both signs.
+    bits = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16)
+    values = bits[np.isfinite(bits.astype(np.float32))]
+    params = {"own": jnp.asarray(values)}
+    arrays = to_numpy(params)
+    assert arrays["own"].dtype == ml_dtypes.bfloat16
+    assert np.array_equal(arrays["own"].view(np.uint16), values.view(np.uint16))
+    back = from_numpy({"own": wrap(arrays["own"])}, params)
+    assert back["own"].dtype == jnp.bfloat16
+    assert np.array_equal(np.asarray(back["own"]).view(np.uint16), values.view(np.uint16))
+
+
+def test_float64_is_kept_and_never_narrowed_silently():
+    like = {"own": jax.ShapeDtypeStruct((3,), np.float64)}
+    arrays = {"own": np.full(3, 1 / 3)}
+    with jax.enable_x64(True):
+        assert np.array_equal(np.asarray(from_numpy(arrays, like)["own"]), arrays["own"])
+    with pytest.raises(ValueError, match="'own' has dtype float64, which needs jax_enable_x64$"):
+        from_numpy(arrays, like)
+
+
+def test_ties_add_an_alias_and_take_it_back():
+    params = {"embed": {"embedding": jnp.asarray(numbered(7, 2))}}
+    ties = {"head.weight": "embed.weight"}
+    arrays = to_numpy(params, ties=ties)
+    assert list(arrays) == ["embed.weight", "head.weight"]
+    assert np.array_equal(arrays["head.weight"], arrays["embed.weight"])
+    assert same(from_numpy(arrays, params, ties=ties), params)
+    assert same(from_numpy({"embed.weight": arrays["embed.weight"]}, params, ties=ties), params)
+    with pytest.raises(ValueError, match="unknown 'head.weight'$"):
+        from_numpy(arrays, params)
+    with pytest.raises(ValueError, match="'head.weight' differs from 'embed.weight', to which it is tied$"):
+        from_numpy({**arrays, "head.weight": arrays["head.weight"] + 1}, params, ties=ties)
+
+
+@pytest.mark.parametrize(
+    ("ties", "message"),
+    [
+        ({"a.weight": "b.weight"}, "'a.weight' is a parameter of its own"),
+        ({"c.weight": "d.weight"}, "'d.weight' is not a parameter"),
+    ],
+)
+def test_ties_that_do_not_fit_are_refused(ties, message):
+    params = {"a": {"kernel": jnp.zeros((2, 2))}, "b": {"kernel": jnp.zeros((2, 2))}}
+    message = f"^ties must map an alias to the name of a parameter: {message}$"
+    with pytest.raises(ValueError, match=message):
+        to_numpy(params, ties=ties)
+    with pytest.raises(ValueError, match=message):
+        from_numpy(to_numpy(params), params, ties=ties)
+
+
+def test_every_array_that_does_not_fit_is_named_in_one_line():
+    like = {"a": {"kernel": jnp.zeros((2, 3))}, "b": {"kernel": jnp.zeros((2, 3))}, "c": jnp.zeros(2)}
+    arrays = {"a.weight": np.zeros((2, 3), np.float32), "c": np.zeros(2), "d": np.zeros(1), "e": np.zeros(1)}
+    with pytest.raises(ValueError) as error:
+        from_numpy(arrays, like)
+    assert str(error.value) == (
+        "arrays must have the names, shapes and dtypes of like: unknown 'd'; unknown 'e'; missing 'b.weight'; "
+        "'a.weight' has shape (2, 3), not (3, 2); 'c' has dtype float64, not float32"
+    )
+
+
+@pytest.mark.parametrize(
+    ("params", "fault"),
+    [
+        (
+            {"a": {"kernel": np.zeros((2, 2)), "weight": np.zeros((2, 2))}},
+            "'a.kernel' and 'a.weight' both map to 'a.weight'",
+        ),
+        ({"a.b": np.zeros(2), "a": {"b": np.zeros(2)}}, "'a.b' and 'a.b' both map to 'a.b'"),
+        ({"a": {"kernel": np.zeros(2)}}, "'a.kernel' has 1 dims, not 2 to 5"),
+        ({"a": 3.0}, "'a' is a float, not an array"),
+        (np.zeros(2), "a leaf without a name"),
+        (nnx.state(nnx.BatchNorm(2, rngs=nnx.Rngs(0))), "'mean' is a BatchStat, not a Param; 'var' is a BatchStat"),
+    ],
+)
+def test_trees_without_a_rule_are_refused(params, fault):
+    rule = "every leaf must be a parameter with a state_dict name of its own"
+    with pytest.raises(ValueError, match=f"^{rule}: {fault}"):
+        to_numpy(params)
+    with pytest.raises(ValueError, match=f"^{rule}: {fault}"):
+        from_numpy({}, params)
+
+
+def test_a_module_and_an_abstract_tree_are_refused_where_values_are_needed():
+    with pytest.raises(ValueError, match=r"^Linear is a module: pass nnx.state\(module, nnx.Param\)$"):
+        to_numpy(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match="^every leaf must have values, not a shape alone: 'a'$"):
+        to_numpy({"a": jax.ShapeDtypeStruct((2,), np.float32)})

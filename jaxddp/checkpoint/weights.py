@@ -1,0 +1,85 @@
+"""Weights alone, in one file for whoever reads NumPy: ``.npz``, an array for each name, without pickle.
+
+Names are dotted paths, as everywhere here. For PyTorch, torchref among it, give the arrays of ``interop.to_numpy``,
+which have the names and layouts of a ``state_dict``:
+
+    params = host_state.host_params(trainer, state)          whole on the host, and on no device
+    export_weights("weights.npz", params)                    head.kernel [in, out]
+    export_weights("weights.npz", to_numpy(params))          head.weight [out, in]
+
+NumPy's files know no bfloat16 and none of the smaller floats: these are written as float32, which holds them exactly.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..tree import named_leaves
+
+
+def export_weights(path: str | os.PathLike[str], params: Any) -> None:
+    """Writes weights to a file, which is there as a whole or not at all.
+
+    Args:
+        path: Of the file; one of that name is replaced.
+        params: A tree of arrays, or arrays by name.
+
+    Raises:
+        ValueError: If two leaves have one name.
+        OSError: If the file cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     export_weights(f"{folder}/weights.npz", {"head": {"kernel": jnp.ones((3, 5))}})
+        ...     weights = load_weights(f"{folder}/weights.npz")
+        >>> {name: array.shape for name, array in weights.items()}
+        {'head.kernel': (3, 5)}
+    """
+    path = Path(path)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        # Not np.savez, whose own arguments take some names away, and which would pickle what it does not know.
+        with zipfile.ZipFile(partial, "w") as archive:
+            for name, leaf in named_leaves(params).items():
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                    np.lib.format.write_array(member, _as_native(np.asarray(leaf)), allow_pickle=False)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load_weights(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+    """Reads the weights of a file.
+
+    Args:
+        path: Of the file.
+
+    Returns:
+        Arrays by name, in the order in which they were written.
+
+    Raises:
+        ValueError: If the file is truncated, or none of weights.
+        OSError: If it cannot be read.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return {name.removesuffix(".npy"): _read(archive, name) for name in archive.namelist()}
+    except (zipfile.BadZipFile, ValueError, EOFError) as error:
+        raise ValueError(f"file {str(path)!r} must hold weights, it is truncated or another kind: {error}") from error
+
+
+def _read(archive: zipfile.ZipFile, name: str) -> np.ndarray:
+    with archive.open(name) as member:
+        return np.lib.format.read_array(member, allow_pickle=False)
+
+
+def _as_native(array: np.ndarray) -> np.ndarray:
+    is_native = not jnp.issubdtype(array.dtype, jnp.floating) or np.issubdtype(array.dtype, np.floating)
+    return array if is_native else array.astype(np.float32)

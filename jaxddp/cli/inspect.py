@@ -1,0 +1,164 @@
+"""``python -m jaxddp inspect``: what a training step would do on GPUs or TPUs that are not here.
+
+The options and what becomes of them; the work is in ``inspection.py``, what a user sees in ``inspect_console.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+_SHAPES = ("layers", "width", "heads", "hidden", "vocab", "context")
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command ``inspect``.
+
+    Args:
+        commands: What ``ArgumentParser.add_subparsers`` returned.
+    """
+    parser = commands.add_parser(
+        "inspect",
+        help="show what a step would do on GPUs or TPUs that are not here",
+        description="Compile a training step (AdamW, float32 parameters) for accelerators that are not here, read the "
+        "compiled program back, simulate it on a network, and say what communication overlaps. Times are of a machine "
+        "at its published best: compare them, do not expect them.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--model", default="seed_xl", metavar="NAME", help="a named size, or custom (default: %(default)s)")
+    for shape in _SHAPES:
+        add(f"--{shape}", type=int, metavar="N", help=f"{shape} of --model custom")
+    add("--strategy", default="bucketed", metavar="NAME", help="naive, flat, overlapped, bucketed, zero1, zero2, "
+        "zero3, or auto: plain jit with replicated parameters (default: %(default)s)")  # fmt: skip
+    add("--compare", nargs="+", default=[], metavar="NAME", help="more strategies, for the same table")
+    add("--bucket-mb", type=_bucket_mb, metavar="MIB", help="bucket cap in MiB (2^20 bytes), or auto: chosen for the "
+        "network, of bucketed alone (default: 25 after a first bucket of 1)")  # fmt: skip
+    add("--target", default="h100:8", metavar="SPEC", help="chip and count: h100:8, h100:4x8 for 4 hosts of 8, v5p:64; "
+        "chips are h100, h200, a100, b200 and v5p (default: %(default)s)")  # fmt: skip
+    add("--network-gb-per-s", type=float, metavar="GB", help="10^9 bytes per second that one rank can send: to other "
+        "hosts if there are several, else to the others of its own (default: the published links)")  # fmt: skip
+    add("--latency-us", type=float, default=15.0, metavar="US", help="microseconds per all-reduce (default: 15)")
+    add("--batch-per-device", type=int, default=16, metavar="N", help="sequences on each device (default: 16)")
+    add("--hlo", metavar="FILE", help="read this scheduled HLO text instead of compiling a model")
+    add("--dump-hlo", metavar="FILE", help="write the scheduled program of --strategy")
+    add("--json", action="store_true", help="print one JSON object instead of the table; files only with --out")
+    add("--out", metavar="DIR", help="folder for timeline.png, timeline.svg and trace.json (default: a new one under "
+        "runs/)")  # fmt: skip
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Inspects as the command line says, and shows it.
+
+    Raises:
+        ValueError: If the options do not fit each other, or the step does not fit the target.
+        OSError: If a file cannot be read or written.
+    """
+    # Imported only now: the help must not wait for JAX.
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # accelerators that are here have nothing to do with it
+
+    from .. import targets
+    from ..inspection.strategies import inspect_dump, inspect_steps
+    from .inspect_console import as_json, show
+
+    target = targets.target(arguments.target)
+    network = _network(arguments, target)
+    folder = _check_options(arguments)
+    if arguments.hlo is not None:
+        text = Path(arguments.hlo).read_text(errors="replace")
+        inspections = [inspect_dump(Path(arguments.hlo).name, text, target, network)]
+    else:
+        strategies = list(dict.fromkeys([arguments.strategy, *arguments.compare]))
+        inspections = inspect_steps(
+            strategies, _config(arguments), target, network,
+            bucket_mb=arguments.bucket_mb, batch_per_device=arguments.batch_per_device,
+            say=(lambda text: None) if arguments.json else partial(print, flush=True),
+        )  # fmt: skip
+    if arguments.dump_hlo is not None:
+        Path(arguments.dump_hlo).write_text(inspections[0].text)
+    if folder is not None:
+        _draw(folder, inspections)
+    if arguments.json:
+        print(json.dumps(as_json(inspections)))
+    else:
+        show(inspections, arguments.model if arguments.hlo is None else arguments.hlo, folder)
+
+
+def _check_options(arguments: argparse.Namespace) -> Path | None:
+    """Checks what is known before anything is compiled, and gives the folder for the pictures."""
+    for name in ("batch_per_device", *_SHAPES):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} (={value}) must be a positive integer")
+    if arguments.hlo is not None:
+        for name in ("compare", "bucket_mb", "dump_hlo", *_SHAPES):
+            if (value := getattr(arguments, name)) not in (None, []):
+                raise ValueError(f"{name} (={value}) must be left out with --hlo, which is one program as it is")
+    if arguments.dump_hlo is not None:
+        dump = Path(arguments.dump_hlo)
+        if dump.exists():
+            raise ValueError(f"dump_hlo (={dump}) must not exist: nothing is overwritten")
+        if not dump.parent.is_dir():
+            raise ValueError(f"dump_hlo (={dump}) must be in a folder that exists")
+    if arguments.json and arguments.out is None:
+        return None
+    folder = Path(arguments.out or f"runs/{datetime.now():%Y%m%d-%H%M%S}-inspect")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"out (={folder}) must not exist, or be an empty folder: nothing is overwritten")
+    return folder
+
+
+def _draw(folder: Path, inspections: list[Any]) -> None:
+    from ..simulation.timeline import draw
+    from ..simulation.trace import write_trace
+
+    folder.mkdir(parents=True, exist_ok=True)
+    simulations = {inspection.strategy: inspection.simulation for inspection in inspections}
+    for suffix in ("png", "svg"):
+        draw(simulations, folder / f"timeline.{suffix}", title=inspections[0].title)
+    write_trace(simulations, folder / "trace.json")
+
+
+def _network(arguments: argparse.Namespace, target: Any) -> Any:
+    """The target's links, or the given speed in the place of those that bind: between hosts if there are several."""
+    from ..simulation.network import Network
+
+    chip, given = target.chip, arguments.network_gb_per_s
+    if target.num_hosts == 1 or target.platform == "tpu":
+        return Network(chip.link_gb_per_s if given is None else given, arguments.latency_us)
+    return Network(
+        chip.link_gb_per_s, arguments.latency_us,
+        host_gb_per_s=chip.host_link_gb_per_s if given is None else given, devices_per_host=target.devices_per_host,
+    )  # fmt: skip
+
+
+def _config(arguments: argparse.Namespace) -> Any:
+    from ..models import SIZES, TransformerConfig
+
+    given = {shape: getattr(arguments, shape) for shape in _SHAPES if getattr(arguments, shape) is not None}
+    if arguments.model != "custom":
+        if given:
+            raise ValueError(f"--{next(iter(given))} must come with --model custom, not with {arguments.model!r}")
+        if arguments.model not in SIZES:
+            raise ValueError(f"unknown model {arguments.model!r}: one of custom, {', '.join(SIZES)}")
+        return SIZES[arguments.model]
+    if missing := [f"--{shape}" for shape in _SHAPES if shape not in given]:
+        raise ValueError(f"--model custom needs {', '.join(missing)} as well")
+    return TransformerConfig(
+        vocab=given["vocab"], context=given["context"], width=given["width"], num_layers=given["layers"],
+        num_heads=given["heads"], hidden=given["hidden"],
+    )  # fmt: skip
+
+
+def _bucket_mb(text: str) -> float | str:
+    try:
+        return text if text == "auto" else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of MiB, or auto") from None

@@ -1,0 +1,129 @@
+import dataclasses
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from jaxddp import targets
+from jaxddp.cli.inspect_console import as_json, show
+from jaxddp.compiled.testdata import load_fixture
+from jaxddp.inspection.strategies import inspect_dump
+from jaxddp.simulation.bound import Bound
+from jaxddp.simulation.network import Network
+
+TARGET = targets.target("h100:8")
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def inspection(strategy, network=None, **changes):
+    """A step of the fixtures as if it had been compiled from a model just now."""
+    text = load_fixture(f"gpu-{strategy}-jax0.12")
+    read = inspect_dump(strategy, text, TARGET, network or Network(50, 15))
+    memory = {"parameters": 28_992, "peak": 4_460_000_000, "available": 80_000_000_000}
+    bound = Bound(read.simulation.compute_s, 1e-6, 1e-6, 17e-6)
+    changes = {"planned": read.compiled, "bound": bound, "memory": memory, **changes}
+    return dataclasses.replace(read, **changes)
+
+
+@pytest.fixture
+def both():
+    return [inspection("bucketed"), inspection("naive"), inspection("auto", planned=[])]
+
+
+def shown(inspections, width=None, folder=None, monkeypatch=None):
+    file = io.StringIO()
+    if width is not None:
+        monkeypatch.setenv("COLUMNS", str(width))
+        monkeypatch.setenv("TERM", "xterm")
+        file = Terminal()
+    show(inspections, "model", folder, file)
+    return file.getvalue()
+
+
+def plain(text):
+    return re.sub(r"\x1b\[[\d;]*m", "", text)
+
+
+def test_a_row_holds_what_the_schedule_and_the_simulation_say(both):
+    lines = shown(both).splitlines()
+    assert lines[0] == "model on h100:8, 50 GB/s per rank, 15 us per all-reduce, simulated"
+    split = [re.split(r"\s{2,}", line.strip()) for line in lines]
+    rows = {cells[0]: cells for cells in split if len(cells) > 10}
+    heads = rows["strategy"]
+    assert heads == "strategy planned compiled check volume first in late compute comm exposed step step peak".split()
+    for each in both:
+        row = rows[each.strategy]
+        overlap, simulation = each.schedule.overlap(), each.simulation
+        count = f"{len(each.compiled)} AR"
+        is_auto = each.strategy == "auto"
+        assert row[1:4] == ["-" if is_auto else count, count, "-" if is_auto else "ok"]
+        assert row[4] == f"{overlap.num_bytes / 2**20:.1f}"
+        in_flight = f"{overlap.bytes_in_flight / overlap.num_bytes:.0%}"
+        late = f"{overlap.bytes_started_after_backward / overlap.num_bytes:.0%}"
+        assert row[5:8] == [f"{overlap.first_start_fraction:.0%}", in_flight, late]
+        times = (simulation.compute_s, simulation.communication_s, simulation.exposed_s, simulation.step_s)
+        # The longest step, of 0.44 ms, has four figures.
+        assert row[8:12] == [f"{seconds * 1e3:.4f}" for seconds in times]
+        assert row[12:] == [f"{simulation.step_s / each.bound.step_s:.3f}", "4.5"]
+
+
+def test_each_step_is_a_line_below(both):
+    output = shown(both, folder=Path("runs/here"))
+    for each in both:
+        assert re.search(rf"^{each.strategy} +[fFbBoO#]{{72}}$", output, re.M)
+    assert "\nNo schedule can beat the bound, " in output
+    assert output.endswith("\nruns/here: timeline.png, timeline.svg, trace.json (for ui.perfetto.dev)\n")
+    assert "\x1b" not in output
+    assert "runs/here" not in shown(both)
+
+
+@pytest.mark.parametrize("width", [160, 120, 100, 80])
+def test_nothing_is_cut_at_any_width(both, width, monkeypatch):
+    output = shown(both, width, monkeypatch=monkeypatch)
+    assert "\x1b[1m" in output
+    lines = plain(output).splitlines()
+    assert max(map(len, lines)) <= width
+    assert "…" not in output
+    cells = re.findall(r"\S+", " ".join(lines))
+    for each in both:
+        assert f"{each.simulation.exposed_s * 1e3:.4f}" in cells
+    names = " bucketed naive auto".split()
+    is_transposed = any(line.split() == names for line in lines)
+    assert is_transposed == (width < 120)
+    if is_transposed:
+        assert any(line.split()[:3] == ["exposed", "ms", f"{both[0].simulation.exposed_s * 1e3:.4f}"] for line in lines)
+
+
+def test_what_was_not_compiled_as_planned_stands_out(both, monkeypatch):
+    lost = dataclasses.replace(both[1], planned=both[1].planned[1:])
+    output = shown([lost], 160, monkeypatch=monkeypatch)
+    assert "\x1b[1;31mNOT AS PLANNED" in output
+    assert "\nnaive: compiled to other collectives than planned\n" in plain(output)
+
+
+def test_a_dump_has_neither_plan_nor_bound():
+    network = Network(450, 15, host_gb_per_s=12.5, devices_per_host=4)
+    dump = inspection("bucketed", network, planned=[], bound=None, memory=None)
+    output = shown([dump])
+    assert output.startswith("model on h100:8, 12.5 GB/s per rank between hosts, ")
+    assert "bound, " not in output
+    row = next(line for line in output.splitlines() if line.startswith(" bucketed")).split()
+    assert row[1] == "-" and row[-2:] == ["-", "-"]
+
+
+def test_json_holds_plain_values(both):
+    found = as_json(both)
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert [each["strategy"] for each in found["compare"]] == ["naive", "auto"]
+    assert all("compare" not in each for each in found["compare"])
+    assert found["planned"] == [{"kind": kind, "bytes": num_bytes} for kind, num_bytes in both[0].planned]
+    assert found["exposed_ms"] == both[0].simulation.exposed_s * 1e3
+    assert found["lower_bound_ms"] == both[0].bound.step_s * 1e3
+    assert found["memory"] == both[0].memory
+    assert as_json(both[:1])["compare"] == []

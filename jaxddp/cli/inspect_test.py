@@ -1,0 +1,273 @@
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxddp.__main__ import main
+from jaxddp.compiled.testdata import load_fixture
+from jaxddp.models import SIZES
+from jaxddp.strategy import STRATEGIES
+from jaxddp.targets.target import CHIPS
+
+INSPECT = [sys.executable, "-m", "jaxddp", "inspect"]
+SHAPES = "--layers 2 --width 32 --heads 2 --hidden 64 --vocab 128 --context 16"
+CUSTOM = f"--model custom {SHAPES} --batch-per-device 4"
+KEYS = (
+    "strategy target devices network_gb_per_s planned compiled bytes_started_after_backward first_start_fraction "
+    "step_ms compute_ms comm_ms exposed_ms lower_bound_ms memory"
+).split()
+TOO_LARGE = "--model custom --layers 13 --width 8192 --heads 8 --hidden 32768 --vocab 1000 --context 128"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def started():
+    """JAX with the eight devices of conftest.py."""
+    assert jax.device_count() == 8
+
+
+def inspect(arguments, folder):
+    return subprocess.run(
+        [*INSPECT, *arguments.split()], cwd=folder, capture_output=True, text=True, timeout=600, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("inspect")
+
+
+@pytest.fixture(scope="module")
+def printed(folder):
+    """What is printed for a small model under every strategy; its files are in the folder."""
+    result = inspect(f"{CUSTOM} --compare auto flat naive overlapped --json --dump-hlo own.hlo --out pictures", folder)
+    assert (result.returncode, result.stderr) == (0, "")
+    return result.stdout
+
+
+def test_json_is_one_object_with_every_key(printed):
+    assert printed.count("\n") == 1
+    found = json.loads(printed)
+    all_found = [found, *found["compare"]]
+    assert [each["strategy"] for each in all_found] == ["bucketed", "auto", "flat", "naive", "overlapped"]
+    for each in all_found:
+        assert set(each) >= set(KEYS)
+        assert (each["target"], each["devices"], each["network_gb_per_s"]) == ("h100:8", 8, 450.0)
+        assert all(set(collective) == {"kind", "bytes"} for collective in each["planned"] + each["compiled"])
+        compiled = sorted((collective["kind"], collective["bytes"]) for collective in each["compiled"])
+        planned = sorted((collective["kind"], collective["bytes"]) for collective in each["planned"])
+        assert each["step_ms"] == pytest.approx(each["compute_ms"] + each["exposed_ms"], rel=1e-12)  # by definition
+        if each["strategy"] == "auto":
+            assert sum(num_bytes for _, num_bytes in compiled) == 115_328 + 4  # the loss travels with the gradients
+            assert (planned, each["as_planned"]) == ([], None)
+        else:
+            assert sum(num_bytes for _, num_bytes in compiled) == 115_328
+            assert planned == compiled and each["as_planned"] is True
+    assert len({each["lower_bound_ms"] for each in all_found}) == 1
+    late = {each["strategy"]: each["bytes_started_after_backward"] for each in all_found}
+    assert late["naive"] == late["flat"] == 115_328 > late["overlapped"]
+
+
+def test_pictures_and_trace_are_written(printed, folder):
+    files = {path.name: path.read_bytes() for path in Path(folder, "pictures").iterdir()}
+    assert set(files) == {"timeline.png", "timeline.svg", "trace.json"}
+    assert files["timeline.png"].startswith(b"\x89PNG") and b"<svg" in files["timeline.svg"]
+    for strategy in ("bucketed", "auto", "naive", "flat", "overlapped"):
+        assert strategy.encode() in files["timeline.svg"]
+    assert json.loads(files["trace.json"])["traceEvents"]
+
+
+def test_a_dump_is_read_back_to_the_same_step(printed, folder, capsys):
+    assert main(["inspect", "--hlo", str(folder / "own.hlo"), "--json"]) == 0
+    output = capsys.readouterr()
+    assert output.err == ""
+    ours, theirs = json.loads(printed), json.loads(output.out)
+    for key in ("compiled", "step_ms", "compute_ms", "comm_ms", "exposed_ms", "first_start_fraction", "target"):
+        assert theirs[key] == ours[key]
+    assert theirs["strategy"] == "own.hlo" and theirs["lower_bound_ms"] is theirs["memory"] is None
+
+
+def test_several_hosts_take_the_given_network_between_them(folder, printed, capsys):
+    dump = str(folder / "own.hlo")
+    found = {}
+    for arguments in ("h100:8", "h100:2x4", "h100:2x4 --network-gb-per-s 5", "h100:2x4 --latency-us 0"):
+        assert main(["inspect", "--hlo", dump, "--json", "--target", *arguments.split()]) == 0
+        found[arguments] = json.loads(capsys.readouterr().out)
+    speeds = [each["network_gb_per_s"] for each in found.values()]
+    assert speeds == [CHIPS["h100"].link_gb_per_s, CHIPS["h100"].host_link_gb_per_s, 5.0, 50.0]
+    comm_ms = {arguments: each["comm_ms"] for arguments, each in found.items()}
+    assert comm_ms["h100:8"] < comm_ms["h100:2x4"] < comm_ms["h100:2x4 --network-gb-per-s 5"]
+    # Two calls, the bucket and the metrics, of 15 us each; 1e-12 for the rounding of sums.
+    assert comm_ms["h100:2x4"] - comm_ms["h100:2x4 --latency-us 0"] == pytest.approx(0.03, rel=1e-12)
+    assert found["h100:2x4"]["notes"] == []
+    assert main(["inspect", "--hlo", dump, "--json", "--target", "h100:2x8"]) == 0
+    assert json.loads(capsys.readouterr().out)["notes"] == [
+        "compiled for 8 devices, not for the 16 of h100:2x8: its collectives are simulated among those"
+    ]
+
+
+def test_a_tpu_with_caps_chosen_for_its_network(folder):
+    result = inspect("--model tiny --target v5p:8 --bucket-mb auto --json", folder)
+    assert (result.returncode, result.stderr) == (0, "")
+    found = json.loads(result.stdout)
+    assert found["planned"] == found["compiled"] == [{"kind": "all-reduce", "bytes": 28_992}]
+    assert (found["devices"], found["network_gb_per_s"], found["compare"]) == (8, 600.0, [])
+
+
+def test_the_table_says_where_the_pictures_are(printed, folder, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
+    assert main(["inspect", "--hlo", "own.hlo"]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith("own.hlo on h100:8, 450 GB/s per rank, 15 us per all-reduce, simulated\n")
+    written = re.search(r"^(runs/\d{8}-\d{6}-inspect): timeline.png, timeline.svg, trace.json", output, re.M)
+    assert written is not None
+    assert {path.name for path in Path(written.group(1)).iterdir()} == {"timeline.png", "timeline.svg", "trace.json"}
+
+
+BAD_INPUT = {
+    "--target x100:8": "target 'x100:8' is of an unknown chip 'x100': one of h100, ",
+    "--target h100": "target 'h100' must be chip:devices or chip:hosts x devices, as in ",
+    "--target h100:9": "target 'h100:9' must have 1 to 8 devices, a multiple of 8, or hosts x devices",
+    "--target h100:0": "target 'h100:0' must have 1 to 8 devices",
+    "--target h100:2x9": "target 'h100:2x9' must have at least 1 host of 1 to 8 devices",
+    "--target v5p:12": "target 'v5p:12' makes no torus: v5p comes in 4, 8, 16, ",
+    "--network-gb-per-s 0": "network gb_per_s (=0.0) must be a positive finite number of 10^9 bytes per second",
+    "--network-gb-per-s -1": "network gb_per_s (=-1.0) must be a positive finite number",
+    "--network-gb-per-s nan": "network gb_per_s (=nan) must be a positive finite number",
+    "--network-gb-per-s inf": "network gb_per_s (=inf) must be a positive finite number",
+    "--network-gb-per-s -1 --target h100:2x8": "network host_gb_per_s (=-1.0) must be a positive finite number",
+    "--network-gb-per-s fast": "argument --network-gb-per-s: invalid float value: 'fast'; see ",
+    "--latency-us -1": "latency_us (=-1.0) must be a finite number of microseconds, 0 or more",
+    "--latency-us nan": "latency_us (=nan) must be a finite number of microseconds, 0 or more",
+    "--batch-per-device 0": "batch_per_device (=0) must be a positive integer",
+    "--strategy fast": "unknown strategy 'fast': one of auto, naive, ",
+    "--compare auto fast": "unknown strategy 'fast': one of auto, naive, ",
+    "--model toy": "unknown model 'toy': one of custom, tiny, ",
+    "--layers 3": "--layers must come with --model custom, not with 'seed_xl'",
+    "--model custom --layers 2 --width 32": "--model custom needs --heads, --hidden, --vocab, --context as well",
+    f"{CUSTOM} --width 0": "width (=0) must be a positive integer",
+    f"{CUSTOM} --heads 3": "width (=32) must be divisible by num_heads (=3)",
+    "--bucket-mb 0": "bucket_mb (=0.0) must be a positive number of MiB",
+    "--bucket-mb -1": "bucket_mb (=-1.0) must be a positive number of MiB",
+    "--bucket-mb nan": "bucket_mb (=nan) must be a positive number of MiB",
+    "--bucket-mb text": "argument --bucket-mb: 'text' must be a number of MiB, or auto; see python -m jaxddp ",
+    "--bucket-mb 3 --strategy flat": "bucket_mb (=3.0) must come with one of bucketed, zero1, zero2, not 'flat'",
+    "--out {full}": "out (={full}) must not exist, or be an empty folder: nothing is overwritten",
+    "--out {full}/file --json": "out (={full}/file) must not exist, or be an empty folder: nothing is overwritten",
+    "--dump-hlo {full}/file": "dump_hlo (={full}/file) must not exist: nothing is overwritten",
+    "--dump-hlo {full}/no/file": "dump_hlo (={full}/no/file) must be in a folder that exists",
+    "--hlo {full}/file --compare auto": "compare (=['auto']) must be left out with --hlo, which is one program",
+    "--hlo {full}/file --bucket-mb 0": "bucket_mb (=0.0) must be left out with --hlo",
+    "--hlo {full}/no": "[Errno 2] No such file or directory: '{full}/no'",
+    "--hlo {full}": "[Errno 21] Is a directory: '{full}'",
+    # 3.46e9 float32 parameters, of which AdamW keeps two more and the backward makes one: 16 bytes each. Stage 2 keeps
+    # 4 + 12/8 bytes each of them, stage 3 2 bytes.
+    TOO_LARGE: "parameters, gradients and optimizer state alone need 223.6 GB on each device of 'h100:8', which has "
+    "80.0 GB: 143.6 GB too much; ZeRO-2 would fit, with 76.9 GB",
+    f"{TOO_LARGE} --target h100:1": "parameters, gradients and optimizer state alone need 223.6 GB on each device of "
+    "'h100:1', which has 80.0 GB: 143.6 GB too much; even ZeRO-3 would need 223.6 GB",
+}
+
+
+@pytest.mark.parametrize("command", BAD_INPUT)
+def test_bad_input_is_one_line_and_status_2_before_anything_is_compiled(command, capsys, monkeypatch, tmp_path):
+    def fail(*arguments, **options):
+        raise AssertionError("must not compile")
+
+    monkeypatch.setattr("jaxddp.training.programs.start_compile", fail)
+    monkeypatch.setattr("jaxddp.inspection.strategies.start_compile", fail)
+    monkeypatch.chdir(tmp_path)
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "file").write_text("kept")
+    try:
+        status = main(["inspect", *command.format(full=full).split()])
+    except SystemExit as ended:  # argparse's way
+        status = ended.code
+    output = capsys.readouterr()
+    assert status == 2
+    assert output.err.startswith(f"error: {BAD_INPUT[command].format(full=full)}")
+    assert output.err.count("\n") == 1 and output.err.endswith("\n")
+    assert output.out == ""
+    assert (full / "file").read_text() == "kept" and os.listdir(tmp_path) == ["full"]
+
+
+GPU_TEXT = load_fixture("gpu-naive-jax0.10")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (load_fixture("cpu-naive-jax0.10"), "the program is one for cpu, and target 'h100:8' is a gpu"),
+        (load_fixture("tpu-naive-jax0.12"), "the program is one for tpu, and target 'h100:8' is a gpu"),
+        (GPU_TEXT.replace("is_scheduled=true, ", "", 1), "the HLO module is not scheduled: compile it first"),
+        (GPU_TEXT[: len(GPU_TEXT) // 2], "the HLO module is cut off"),
+        ("", "text (=''...) must be a compiled HLO module"),
+        ("import jax\n", "text (='import jax\\n'...) must be a compiled HLO module"),
+        (bytes(range(256)), "text (="),
+    ],
+)
+def test_foreign_text_is_one_line(content, said, tmp_path, capsys):
+    path = tmp_path / "x.hlo"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    for options in ([], ["--json"]):
+        assert main(["inspect", "--hlo", str(path), "--out", str(tmp_path / "out"), *options]) == 2
+        output = capsys.readouterr()
+        assert output.err.startswith(f"error: {said}") and output.err.count("\n") == 1
+        assert output.out == ""
+    assert os.listdir(tmp_path) == ["x.hlo"]
+
+
+def test_help_is_quick_and_lists_every_strategy_and_chip():
+    code = (
+        "import sys; from jaxddp.__main__ import main\n"
+        "try: main(['inspect', '--help'])\n"
+        "finally: print([name for name in ('flax', 'rich', 'matplotlib', 'jaxddp.models', "
+        "'jaxddp.inspection.strategies') "
+        "if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    *words, imported = result.stdout.splitlines()
+    assert imported == "[]"
+    assert set(re.findall(r"[\w.]+", " ".join(words))) >= {*STRATEGIES, *CHIPS, "auto", "MiB", "custom"}
+    assert "seed_xl" in SIZES  # the default
+
+
+def children_of(pid):
+    return [child for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_interrupt_is_one_line_and_status_130_and_leaves_no_process(tmp_path):
+    arguments = "--model lm_9m --compare naive flat".split()
+    with subprocess.Popen(
+        [*INSPECT, *arguments], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline().startswith("compiling 4 programs")
+            deadline = time.monotonic() + 60
+            while not (children := children_of(process.pid)):
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            output, error = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert (process.returncode, output, error) == (130, "", "interrupted\n")
+    deadline = time.monotonic() + 10
+    while any(is_alive(child) for child in children):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert os.listdir(tmp_path) == []

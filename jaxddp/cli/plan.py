@@ -1,0 +1,213 @@
+"""``python -m jaxddp plan``: what a training step needs of a machine, by formulas, before anything is compiled.
+
+The options and what becomes of them; the work is in ``planning.py``, what a user sees in ``plan_console.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from typing import Any
+
+XXL = "xxl"
+CUSTOM = "custom"
+DEFAULT_TARGET, DEFAULT_FSDP, DEFAULT_TP = "v5p:64", 16, 4
+_FEED_FORWARD = ("width", "hidden", "layers")
+_TRANSFORMER = ("vocab", "heads", "context")
+_PRECISIONS = ("fp32", "mixed", "mixed-fp32-sums")
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command ``plan``.
+
+    Args:
+        commands: What ``ArgumentParser.add_subparsers`` returned.
+    """
+    parser = commands.add_parser(
+        "plan",
+        help="say by formulas whether a step fits a machine and keeps it busy",
+        description="Plan a training step by formulas: whether it fits, on how many devices at least, from which batch "
+        "on it is compute-bound, what it sends, which buckets are best. Without options it plans xxl, "
+        "126 feed-forward blocks of 16384 x 53248, on 64 TPU v5p, FSDP 16 x TP 4, as the scaling book reckons. GB are "
+        "10^9 bytes, MiB 2^20.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--model", default=XXL, metavar="NAME", help="xxl, a named transformer (small, medium, large, xl, seed_xl, "
+        "...), or custom (default: %(default)s)")  # fmt: skip
+    for shape in (*_FEED_FORWARD, *_TRANSFORMER):
+        which = "a transformer too" if shape in _TRANSFORMER else "feed-forward blocks"
+        add(f"--{shape}", type=int, metavar="N", help=f"{shape} of --model custom: {which}"
+            + ("; of a named transformer as well" if shape == "context" else ""))  # fmt: skip
+    add("--matrices", type=int, metavar="N", help="matrices of a feed-forward block, 2 or 3 (gated) (default: 2, of a "
+        "transformer 3)")  # fmt: skip
+    add("--target", metavar="SPEC", help="chip and count: h100:8, h100:4x8 for 4 hosts of 8, v5p:64; chips are h100, "
+        f"h200, a100, b200 and v5p (default: {DEFAULT_TARGET})")  # fmt: skip
+    add("--fsdp", type=int, metavar="N", help="ranks that share the training state (default: all that --tp leaves)")
+    add("--tp", type=int, metavar="N", help="ranks that cut each matrix (default: 1, of the example 4)")
+    add("--stage", type=int, default=3, metavar="N", help="what --fsdp ranks share: 0 nothing, 1 the optimizer's "
+        "state, 2 also gradients, 3 also parameters (default: %(default)s)")  # fmt: skip
+    add("--tokens", type=int, metavar="N", help="tokens of a step, of all devices (default: the least that is "
+        "compute-bound)")  # fmt: skip
+    add("--accumulation-steps", type=int, metavar="N", help="micro-batches of a step (default: the fewest that fit)")
+    add("--dtype", default="bfloat16", metavar="NAME", help="of products, of what is kept for the backward, and of "
+        "what travels (default: %(default)s)")  # fmt: skip
+    add("--precision", default="fp32", choices=_PRECISIONS, help="of the training state with Adam, bytes a parameter: "
+        "fp32 4 + 4 + 8, mixed 2 + 2 + 12, or that with 4 more to sum gradients (default: %(default)s)")  # fmt: skip
+
+    hardware = parser.add_argument_group("the machine by hand", "in the place of published numbers")
+    hardware.add_argument("--flops-per-s", type=float, metavar="X", help="FLOP/s of a device")
+    hardware.add_argument("--memory-gb", type=float, metavar="GB", help="memory of a device, 10^9 bytes")
+    hardware.add_argument("--link-gb-per-s", type=float, metavar="GB", help="10^9 bytes per second that a device can "
+                          "send within its host; of a TPU over one axis of its torus, both ways")  # fmt: skip
+    hardware.add_argument("--host-link-gb-per-s", type=float, metavar="GB", help="the same to other hosts, on GPUs")
+    hardware.add_argument("--latency-us", type=float, metavar="US", help="microseconds per all-reduce (default: 15)")
+    hardware.add_argument("--fsdp-axes", type=int, metavar="N", help="axes of a TPU's torus that FSDP groups span")
+    hardware.add_argument("--tp-axes", type=int, metavar="N", help="axes of a TPU's torus that TP groups span")
+
+    assumed = parser.add_argument_group("assumptions of compute-bound")
+    assumed.add_argument("--overlapped-axes", action="store_true", help="collectives of FSDP and TP run at the same "
+                         "time (default: one after the other)")  # fmt: skip
+    passes = assumed.add_mutually_exclusive_group()
+    passes.add_argument("--forward-only", dest="passes", action="store_const", const="forward", help="judge the "
+                        "forward (default, unless parameters are not gathered: then the backward)")  # fmt: skip
+    passes.add_argument("--with-backward", dest="passes", action="store_const", const="both", help="judge forward and "
+                        "backward together")  # fmt: skip
+    assumed.add_argument("--ring-factors", action=argparse.BooleanOptionalAction, help="count (n-1)/n of the bytes of "
+                         "a ring (default: on GPUs)")  # fmt: skip
+    add("--verify", action="store_true", help="compile the step for the target, which needs not be there, and lay its "
+        "bytes beside the formulas'")  # fmt: skip
+    add("--explain", action="store_true", help="print the formula of each number")
+    add("--json", action="store_true", help="print one JSON object instead")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plans as the command line says, and shows it.
+
+    Returns:
+        The exit status: 1 if what was compiled is not as planned.
+
+    Raises:
+        ValueError: If the options do not fit each other, or a number is out of range.
+    """
+    # Imported only now: the help must not wait for JAX's friends.
+    from ..planning.plan import plan
+    from .plan_console import as_json, show, show_verification, verification_object
+
+    found = plan(_job(arguments))
+    verified = _verify(found, arguments) if arguments.verify else None
+    if arguments.json:
+        as_one = as_json(found, arguments.model, explain=arguments.explain)
+        if verified is not None:
+            as_one["verify"] = verification_object(verified)
+        print(json.dumps(as_one, allow_nan=False))
+    else:
+        show(found, arguments.model, explain=arguments.explain)
+        if verified is not None:
+            show_verification(verified)
+    return 0 if verified is None or verified.holds else 1
+
+
+def _job(arguments: argparse.Namespace) -> Any:
+    from .. import targets
+    from ..communication.buckets import dtype_bytes
+    from ..planning.cost import memory
+    from ..planning.cost.scaling import Assumptions
+    from ..planning.job import Job
+    from ..planning.machine import cluster_of
+
+    workload, sequence_length = _workload(arguments)
+    element_bytes = dtype_bytes(arguments.dtype)
+    is_example = arguments.target is arguments.fsdp is arguments.tp is None
+    target = targets.target(DEFAULT_TARGET if arguments.target is None else arguments.target)
+    tp = (DEFAULT_TP if is_example else 1) if arguments.tp is None else arguments.tp
+    _check_counts(arguments, "fsdp", "tp")
+    fsdp = (
+        (DEFAULT_FSDP if is_example else max(1, target.num_devices // tp)) if arguments.fsdp is None else arguments.fsdp
+    )
+    memory_bytes = None if arguments.memory_gb is None else arguments.memory_gb * 1e9
+    cluster = cluster_of(
+        target, arguments.dtype, flops_per_s=arguments.flops_per_s, memory_bytes=memory_bytes,
+        **{name: getattr(arguments, name) for name in ("link_gb_per_s", "host_link_gb_per_s", "latency_us", "fsdp_axes",
+                                                       "tp_axes")},
+    )  # fmt: skip
+    sums_only = (arguments.stage < 3 or fsdp == 1) and target.num_devices > tp
+    assumptions = Assumptions(
+        passes=arguments.passes or ("backward" if sums_only else "forward"),
+        overlapped_axes=arguments.overlapped_axes,
+        ring_factors=not cluster.torus if arguments.ring_factors is None else arguments.ring_factors,
+        element_bytes=element_bytes,
+    )
+    states = dict(zip(_PRECISIONS, (memory.FP32, memory.MIXED, memory.MIXED_ACCUMULATED), strict=True))
+    return Job(
+        workload, cluster, fsdp, tp, arguments.tokens, sequence_length, arguments.stage,
+        states[arguments.precision], assumptions, arguments.accumulation_steps,
+    )  # fmt: skip
+
+
+def _verify(found: Any, arguments: argparse.Namespace) -> Any:
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # accelerators that are here have nothing to do with it
+
+    from ..inspection.verification import verify
+
+    return verify(found, arguments.dtype, _transformer(arguments))
+
+
+def _transformer(arguments: argparse.Namespace) -> Any:
+    """Gives the sizes of the transformer that was planned; None if it is the feed-forward model."""
+    if arguments.model == XXL or (arguments.model == CUSTOM and arguments.vocab is None):
+        return None
+    from ..models import SIZES, TransformerConfig
+
+    if arguments.model != CUSTOM:
+        config = SIZES[arguments.model]
+        return replace(config, context=arguments.context or config.context)
+    if arguments.matrices not in (None, 3):
+        raise ValueError(f"matrices (={arguments.matrices}) must be 3 for a transformer to be compiled")
+    shapes = (getattr(arguments, name) for name in ("vocab", "context", "width", "layers", "heads", "hidden"))
+    return TransformerConfig(*shapes)
+
+
+def _workload(arguments: argparse.Namespace) -> tuple[Any, int]:
+    """Gives the model's counts, and the tokens of a sequence."""
+    from ..planning.cost.workload import feed_forward, transformer
+
+    given = {name: getattr(arguments, name) for name in (*_FEED_FORWARD, *_TRANSFORMER, "matrices")}
+    given = {name: value for name, value in given.items() if value is not None}
+    _check_counts(arguments, *given)
+    if arguments.model == CUSTOM:
+        wanted = _FEED_FORWARD if not set(given) & set(_TRANSFORMER) else (*_FEED_FORWARD, *_TRANSFORMER)
+        if missing := [f"--{name}" for name in wanted if name not in given]:
+            raise ValueError(f"--model custom needs {', '.join(missing)} as well")
+        if wanted == _FEED_FORWARD:
+            return feed_forward(given["width"], given["hidden"], given["layers"], given.get("matrices", 2)), 1
+        counts = transformer(
+            given["vocab"], given["context"], given["width"], given["layers"], given["heads"], given["hidden"],
+            num_matrices=given.get("matrices", 3),
+        )  # fmt: skip
+        return counts, given["context"]
+    for name in given:
+        if name != "context" or arguments.model == XXL:
+            raise ValueError(f"--{name} must come with --model custom, not with {arguments.model!r}")
+    if arguments.model == XXL:
+        return feed_forward(width=16384, hidden=53248, num_blocks=126), 1
+    from ..models import SIZES
+
+    if arguments.model not in SIZES:
+        raise ValueError(f"unknown model {arguments.model!r}: one of {XXL}, {CUSTOM}, {', '.join(SIZES)}")
+    config = SIZES[arguments.model]
+    context = given.get("context", config.context)
+    counts = transformer(
+        config.vocab, context, config.width, config.num_layers, config.num_heads, config.hidden
+    )  # fmt: skip
+    return counts, context
+
+
+def _check_counts(arguments: argparse.Namespace, *names: str) -> None:
+    from ..planning.cost.checks import check_count
+
+    check_count(**{name: value for name in names if (value := getattr(arguments, name)) is not None})

@@ -1,0 +1,238 @@
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from jaxddp.__main__ import main
+from jaxddp.inspection import verification as plan_verification
+from jaxddp.inspection.verification import Row, Verification
+from jaxddp.models import SIZES, TransformerConfig
+from jaxddp.targets import compile as target_compile
+from jaxddp.targets.target import CHIPS
+
+KEYS = (
+    "fits bytes_per_device min_devices compute_bound min_tokens best_bucket_mb accumulation_steps "
+    "traffic_bytes_per_step best_split tokens devices"
+).split()
+CUSTOM = "--model custom --width 64 --hidden 256 --layers 2"
+ON_GRID = "--model custom --layers 2 --target h100:8 --tp 2 --tokens 64 --verify"
+
+
+def planned(arguments, capsys):
+    assert main(["plan", *arguments.split(), "--json"]) == 0
+    output = capsys.readouterr()
+    assert output.err == "" and output.out.count("\n") == 1
+    return json.loads(output.out)
+
+
+def test_the_default_is_the_scaling_book_as_written(capsys):
+    default = planned("", capsys)
+    assert default == planned("--model xxl --target v5p:64 --fsdp 16 --tp 4 --tokens 25302", capsys)
+    assert set(default) >= set(KEYS)
+    assert (default["min_tokens"], default["compute_bound"], default["params"]) == (25_302, True, 219_848_638_464)
+    assumed = default["assumptions"]
+    assert (assumed["passes"], assumed["overlapped_axes"], assumed["ring_factors"]) == ("forward", False, False)
+    assert (assumed["flops_per_s"], assumed["link_gb_per_s"]) == (4.6e14, 180)
+
+
+@pytest.mark.parametrize(
+    ("options", "min_tokens"),
+    [
+        ("--flops-per-s 4.59e14", 25_234), ("--overlapped-axes", 20_445), ("--ring-factors", 22_391),
+        ("--link-gb-per-s 90", 66_373), ("--link-gb-per-s 29 --tokens 25302", None),
+        ("--fsdp-axes 1 --tp-axes 1", 50_604), ("--with-backward", 23_445), ("--forward-only", 25_302),
+        ("--fsdp 8 --tp 8", 16_594), ("--dtype float8 --flops-per-s 4.6e14", 11_308),
+    ],
+)  # fmt: skip
+def test_other_assumptions_by_hand(options, min_tokens, capsys):
+    """The accounting's cases, and numbers of one byte: F/(2 Y M_X) / (F/(N alpha) - 1/(2 X M_Y))."""
+    assert planned(options, capsys)["min_tokens"] == min_tokens
+
+
+def test_named_transformers_have_their_parameters_and_sequences(capsys):
+    for name, config in SIZES.items():
+        found = planned(f"--model {name} --target h100:8", capsys)
+        assert found["params"] == config.num_params and found["fsdp"] == 8
+        assert found["tokens"] % (8 * config.context) == 0 and found["compute_bound"]
+    longer = planned("--model seed_xl --target h100:8 --context 1024", capsys)
+    assert longer["params"] == SIZES["seed_xl"].num_params and longer["tokens"] % 8192 == 0
+
+
+def test_shapes_and_machines_by_hand(capsys):
+    found = planned(f"{CUSTOM} --target h100:4 --memory-gb 0.0001 --latency-us 0", capsys)
+    assert found["params"] == 2 * 64 * 256 * 2 and not found["fits"]
+    assert found["bytes_per_device"]["available"] == 100_000 and found["buckets"]["regime"] is None
+    assert planned(f"{CUSTOM} --target h100:4 --matrices 3", capsys)["params"] == 3 * 64 * 256 * 2
+    whole = f"{CUSTOM} --vocab 100 --heads 4 --context 16 --target h100:4"
+    assert planned(whole, capsys)["params"] == 2 * 100 * 64 + 2 * (4 * 64**2 + 3 * 64 * 256 + 2 * 64) + 64
+    slow = planned("--model xl --target h100:2x8 --host-link-gb-per-s 1", capsys)
+    assert slow["min_tokens"] > 10 * planned("--model xl --target h100:2x8", capsys)["min_tokens"]
+
+
+def test_precision_stage_and_accumulation(capsys):
+    options = "--model seed_xl --target h100:8 --tokens 65536 --accumulation-steps 2"
+    found = planned(f"{options} --stage 1 --precision mixed-fp32-sums", capsys)["bytes_per_device"]
+    count = SIZES["seed_xl"].num_params
+    assert [found[name] for name in ("parameters", "gradients", "optimizer_state")] == [
+        2 * count,
+        6 * count,
+        1.5 * count,
+    ]
+    summing, gathering = planned(f"{options} --stage 2", capsys), planned(options, capsys)
+    assert (summing["assumptions"]["passes"], gathering["assumptions"]["passes"]) == ("backward", "forward")
+    assert gathering["assumptions"]["ring_factors"] is True  # on GPUs
+    assert gathering["accumulation_steps"] == 2 and gathering["micro_batch"] == 32
+
+
+def test_the_table_and_its_formulas_are_printed(capsys):
+    assert main(["plan", "--explain"]) == 0
+    output = capsys.readouterr()
+    assert output.err == "" and output.out.startswith("xxl on v5p:64: FSDP 16 x TP 4, 25,302 tokens a step\n")
+    assert "= sum(FSDP, DP) / (compute - TP of a token)" in output.out
+    explained = planned("--explain", capsys)
+    assert "25,302 tokens" in explained["formulas"]["compute-bound"]
+
+
+def test_verify_compiles_what_was_planned(capsys):
+    options = f"{CUSTOM} --target h100:4 --fsdp 2 --tp 2 --tokens 63"
+    found, alone = planned(f"{options} --verify", capsys), planned(options, capsys)
+    verified = found.pop("verify")
+    assert found == alone
+    assert (verified["tokens"], verified["as_planned"], verified["refused"]) == (64, True, None)
+    rows = {row.pop("label"): row for row in verified["rows"]}
+    params = 4 * found["params"] // 4
+    assert rows["parameters"] == {
+        "planned": params, "compiled": params, "difference": 0, "check": "ok", "as_planned": True
+    }  # fmt: skip
+    assert rows["batch, step and key"]["planned"] is rows["batch, step and key"]["difference"] is None
+    assert {(each["kind"], each["ranks"]) for each in verified["collectives"]} == {
+        ("all-gather", 2), ("reduce-scatter", 2), ("all-reduce", 2)
+    }  # fmt: skip
+    assert verified["notes"] == ["compiled with 64 tokens, as many on each data rank"]
+
+
+def test_a_step_that_is_not_as_planned_is_the_exit_status(monkeypatch, capsys):
+    row = Row("parameters", 4, 5, "NOT AS PLANNED: +1 bytes", holds=False)
+    monkeypatch.setattr(plan_verification, "verify", lambda found, *_: Verification(found, (row,), Counter()))
+    assert main(["plan", "--verify"]) == main(["plan", "--verify", "--json"]) == 1
+    assert '"as_planned": false' in capsys.readouterr().out
+    assert main(["plan"]) == 0
+
+
+def test_the_transformer_that_was_planned_is_compiled(monkeypatch, capsys):
+    asked = []
+
+    def verify(found, dtype, config):
+        asked.append((dtype, config))
+        return Verification(found, (), Counter())
+
+    monkeypatch.setattr(plan_verification, "verify", verify)
+    for options in (
+        "--model seed_xl --target h100:8 --dtype float32",
+        "--model seed_xl --target h100:8 --context 64",
+        f"{CUSTOM} --vocab 100 --heads 4 --context 16 --target h100:4",
+        "",
+        f"{CUSTOM} --matrices 2 --target h100:4",
+    ):
+        planned(f"{options} --verify", capsys)
+    seed_xl = SIZES["seed_xl"]
+    small = TransformerConfig(vocab=100, context=16, width=64, num_layers=2, num_heads=4, hidden=256)
+    assert asked == [
+        ("float32", seed_xl), ("bfloat16", replace(seed_xl, context=64)), ("bfloat16", small), ("bfloat16", None),
+        ("bfloat16", None),
+    ]  # fmt: skip
+
+
+BAD_INPUT = {
+    "--model toy": "unknown model 'toy': one of xxl, custom, tiny, ",
+    "--width 3": "--width must come with --model custom, not with 'xxl'",
+    "--context 3": "--context must come with --model custom, not with 'xxl'",
+    "--model xl --heads 3": "--heads must come with --model custom, not with 'xl'",
+    "--model custom --width 3": "--model custom needs --hidden, --layers as well",
+    f"{CUSTOM} --vocab 3": "--model custom needs --heads, --context as well",
+    f"{CUSTOM} --matrices 4": "num_matrices (=4) must be one of 2, 3",
+    "--model custom --width 0 --hidden 4 --layers 2": "width (=0) must be a whole number, 1 or more",
+    "--target v5p:12": "target 'v5p:12' makes no torus: ",
+    "--target h100": "target 'h100' must be chip:devices ",
+    "--fsdp 3": "fsdp x tp (=3 x 1) must divide the 64 devices of v5p:64",
+    "--fsdp 0": "fsdp (=0) must be a whole number, 1 or more",
+    "--tp 0": "tp (=0) must be a whole number, 1 or more",
+    "--tp 128": "fsdp x tp (=1 x 128) must divide the 64 devices of v5p:64",
+    "--tp 32": "tokens must be given: with tp (=32) no batch is compute-bound",
+    "--tokens 0": "tokens (=0) must be a whole number, 1 or more",
+    "--tokens 3": "tokens (=3) must be at least sequence length x data ranks x accumulation steps (=1 x 16 x 1)",
+    "--model xl --tokens 8193 --target h100:8": "tokens (=8193) must be a multiple of sequence length x data ranks x ",
+    "--tokens many": "argument --tokens: invalid int value: 'many'; see python -m jaxddp plan --help",
+    "--stage 4": "stage (=4) must be one of 0, 1, 2, 3",
+    "--accumulation-steps 0": "accumulation_steps (=0) must be a whole number, 1 or more",
+    "--dtype text": "dtype (='text') must be a name with a width, like 'float32'",
+    "--dtype float16": "dtype (='float16') has no published peak on v5p: give --flops-per-s",
+    "--precision half": "argument --precision: invalid choice: 'half' (choose from ",
+    "--flops-per-s 0": "flops_per_s (=0.0) must be a positive finite number",
+    "--flops-per-s nan": "flops_per_s (=nan) must be a positive finite number",
+    "--memory-gb -1": "memory_bytes (=-1000000000.0) must be a positive finite number",
+    "--link-gb-per-s inf": "link_gb_per_s (=inf) must be a positive finite number",
+    "--host-link-gb-per-s 5": "host_link_gb_per_s (=5.0) must be left out for 'v5p:64', which is one torus",
+    "--target h100:8 --tp-axes 1": "tp_axes (=1) must be left out for 'h100:8', which is no torus",
+    "--fsdp-axes 0": "fsdp_axes (=0) must be a whole number, 1 or more",
+    "--latency-us -1": "latency_us (=-1.0) must be a finite number, 0 or more",
+    "--fsdp 8 --tp 4 --verify": "fsdp x tp (=8 x 4) must be the 64 devices of 'v5p:64' to be compiled, ",
+    "--fsdp 16 --tp 4 --stage 1 --verify": "stage (=1) must be 3 for matrices cut by tp (=4) to be compiled",
+    "--model tiny --target h100:8 --tp 2 --tokens 64 --verify": "tp (=2) must be 1 for a transformer to be compiled: ",
+    f"{ON_GRID} --width 6 --hidden 8": "width (=6) must be divisible by fsdp (=4)",
+    f"{ON_GRID} --width 8 --hidden 7": "hidden (=7) must be divisible by tp (=2)",
+    f"{CUSTOM} --matrices 2 --vocab 9 --heads 4 --context 8 --tokens 512 --verify": "matrices (=2) must be 3 for a ",
+    "--dtype float8 --flops-per-s 1e15 --verify": "dtype (='float8') must be one of bfloat16, float16, float32 to be ",
+    "--forward-only --with-backward": "argument --with-backward: not allowed with argument --forward-only; see ",
+}
+
+
+def test_a_target_whose_compiler_is_missing_names_the_extra(monkeypatch, capsys):
+    monkeypatch.setattr(target_compile, "find_spec", lambda name: None)
+    assert main(["plan", "--verify"]) == 2
+    output = capsys.readouterr()
+    said = "error: target 'v5p:64' needs the TPU compiler and flatbuffers: pip install 'jaxddp[targets]'\n"
+    assert (output.out, output.err) == ("", said)
+
+
+@pytest.mark.parametrize("command", BAD_INPUT)
+def test_bad_input_is_one_line_and_status_2(command, capsys):
+    try:
+        status = main(["plan", *command.split()])
+    except SystemExit as ended:  # argparse's way
+        status = ended.code
+    output = capsys.readouterr()
+    assert (status, output.out) == (2, "")
+    assert output.err.startswith(f"error: {BAD_INPUT[command]}")
+    assert output.err.count("\n") == 1 and output.err.endswith("\n")
+
+
+def test_help_is_quick_and_lists_every_chip_and_option():
+    code = (
+        "import sys; from jaxddp.__main__ import main\n"
+        "try: main(['plan', '--help'])\n"
+        "finally: print([name for name in ('flax', 'rich', 'jaxddp.models', 'jaxddp.planning') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    *words, imported = result.stdout.splitlines()
+    assert imported == "[]"
+    assert set(re.findall(r"[\w.]+", " ".join(words))) >= {*CHIPS, "seed_xl", "MiB", "custom", "xxl"}
+
+
+def test_interrupt_is_one_line_and_status_130():
+    """Sent from inside, as soon as there is something to interrupt."""
+    code = (
+        "import os, signal, sys, jaxddp.planning as planning\n"
+        "planning.plan = lambda job: os.kill(os.getpid(), signal.SIGINT) or [0 for _ in iter(int, 1)]\n"
+        "from jaxddp.__main__ import main; sys.exit(main(['plan']))"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={**os.environ}, check=False
+    )
+    assert signal.SIGINT == 2 and (process.returncode, process.stdout, process.stderr) == (130, "", "interrupted\n")

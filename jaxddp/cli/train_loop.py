@@ -1,0 +1,280 @@
+"""A whole training run of a language model, without a console.
+
+``train`` reads text, starts the ranks, compiles the step, takes ``steps`` of them, and validates and saves in between;
+it reports through two functions and returns a summary. A step trains on ``batch_size x context`` tokens, split evenly
+over the ranks; what it communicates is the strategy's affair, and is read back from the compiled program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from ..communication.compression import make_compression
+from ..compiled.schedule import gradient_collectives
+from ..mesh import data_mesh, mesh_of_machine, simulate_devices
+from ..models import SIZES, TransformerConfig, build
+from ..strategy import STRATEGIES, Strategy, make_strategy
+from ..training.allocator import keep_freed_memory
+from ..training.clock import Timings, stopwatch, summarize
+from ..training.data import Batch, Corpus
+from ..training.train import Trainer, TrainState
+from .train import DEFAULT_SIMULATED_DEVICES, TrainOptions
+
+if TYPE_CHECKING:
+    from ..checkpoint.checkpoints import Checkpoints
+
+NUM_BYTE_VALUES = 256
+
+
+class StepReport(NamedTuple):
+    """What there is to tell after a step."""
+
+    step: int  # steps taken, from 1
+    loss: float  # nats per byte, of the global batch, before the update
+    validation_loss: float | None  # nats per byte, after the update; None if this step is not followed by a validation
+    tokens_per_s: float  # at the median of the last steps
+
+
+@dataclass(frozen=True)
+class TrainSummary:
+    """What a run was and what came of it; losses are in nats per byte."""
+
+    options: TrainOptions
+    num_params: int
+    params_bytes: int
+    source: str
+    num_bytes: int
+    num_ranks: int
+    devices: str
+    context: int
+    planned: list[tuple[str, int]]
+    compiled: list[tuple[str, int]]
+    compile_s: float
+    first_loss: float
+    last_loss: float
+    validation_loss: float | None
+    num_validation_bytes: int
+    step_timings: Timings
+    first_step: int = 1  # of this run, which may go on with another
+
+    @property
+    def as_planned(self) -> bool:
+        """Whether the compiled step holds exactly the collectives that were planned."""
+        return sorted(self.planned) == sorted(self.compiled)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of the global batch over the median step time; compilation and validation are not in it."""
+        return self.options.batch_size * self.context / self.step_timings.median_ms * 1e3
+
+
+def train(
+    options: TrainOptions,
+    say: Callable[[str], None] = lambda text: None,
+    on_step: Callable[[StepReport], None] = lambda report: None,
+) -> TrainSummary | None:
+    """Trains a language model.
+
+    Args:
+        options: What to train and how.
+        say: Is given a line now and then.
+        on_step: Is called after every step.
+
+    Returns:
+        The summary; None if the run that was to be resumed has taken all its steps.
+
+    Raises:
+        ValueError: If the options do not fit each other, the data or the machine.
+        OSError: If the data cannot be read.
+    """
+    keep_freed_memory()
+    strategy = _make_strategy(options)
+    config = _config(options.model)
+    corpus = Corpus(options.data, context=config.context)
+    mesh = _start_devices(options)
+    options.check_batch_size(int(mesh.size))
+
+    loss_fn, params = build(options.model, seed=options.seed)
+    trainer = Trainer(
+        loss_fn,
+        _make_optimizer(options),
+        strategy,
+        mesh,
+        num_microbatches=options.microbatches,
+        max_grad_norm=options.max_grad_norm,
+    )
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
+    params_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    say(f"{options.model} ({num_params:,} parameters) on {describe_devices(mesh)}, {strategy.name}")
+    say(f"text: {corpus.source}, {corpus.num_bytes:,} bytes")
+
+    with _open_checkpoints(options) as checkpoints:
+        started = _start(trainer, params, options, corpus, checkpoints, say)
+        if started is None:
+            return None
+        state, num_earlier_batches = started
+        del params, started  # the state holds copies
+        num_earlier_steps = int(state.step)
+
+        batch = corpus.batch(0, options.batch_size, seed=options.seed)
+        planned = trainer.planned(state, batch)
+        program, compile_s = stopwatch(trainer.compile, state, batch)
+        compiled = gradient_collectives(program)
+        say(f"compiled in {compile_s:.1f} s")
+
+        held_out = list(corpus.validation_batches(options.batch_size, options.eval_batches))
+        tokens_per_step = options.batch_size * config.context
+        losses, step_seconds = [], []
+        validation_loss: float | None = None
+        for num_batches, step in enumerate(range(num_earlier_steps + 1, options.steps + 1), num_earlier_batches):
+            batch = corpus.batch(num_batches, options.batch_size, seed=options.seed)
+            (state, metrics), seconds = stopwatch(trainer.step, state, batch)
+            losses.append(float(metrics["loss"]))
+            step_seconds.append(seconds)
+            if checkpoints is not None and _is_due(step, options.checkpoint_every, options.steps):
+                checkpoints.save(trainer, state, data_position=_position(options, corpus, num_batches + 1))
+            is_validated = _is_due(step, options.eval_every, options.steps)
+            validation_loss = _mean_loss(trainer, state, held_out) if is_validated else None
+            tokens_per_s = tokens_per_step / summarize(step_seconds[-20:]).median_ms * 1e3
+            on_step(StepReport(step, losses[-1], validation_loss, tokens_per_s))
+        if checkpoints is not None:
+            checkpoints.wait()
+            say(f"checkpoints in {options.checkpoint}: steps {', '.join(map(str, checkpoints.steps()))}")
+
+    return TrainSummary(
+        options=options,
+        num_params=num_params,
+        params_bytes=params_bytes,
+        source=corpus.source,
+        num_bytes=corpus.num_bytes,
+        num_ranks=trainer.num_ranks,
+        devices=describe_devices(mesh),
+        context=config.context,
+        planned=planned,
+        compiled=compiled,
+        compile_s=compile_s,
+        first_loss=losses[0],
+        last_loss=losses[-1],
+        validation_loss=validation_loss,
+        num_validation_bytes=sum(batch["targets"].size for batch in held_out),
+        step_timings=summarize(step_seconds),
+        first_step=num_earlier_steps + 1,
+    )
+
+
+def describe_devices(mesh: Mesh) -> str:
+    """Says in words what the ranks are, simulated ones apart from real ones."""
+    device = mesh.devices.flat[0]
+    if device.platform != "cpu":
+        return f"{mesh.size} x {device.device_kind}"
+    if mesh.size == 1:
+        return "1 CPU device"
+    return f"{mesh.size} simulated CPU devices on {os.cpu_count()} cores"
+
+
+def _open_checkpoints(options: TrainOptions) -> contextlib.AbstractContextManager[Checkpoints | None]:
+    if options.checkpoint is None:
+        return contextlib.nullcontext()
+    from ..checkpoint.checkpoints import (
+        Checkpoints,  # only now: few runs need Orbax, and its import takes as long as a step
+    )
+
+    return Checkpoints(options.checkpoint, keep=options.keep)
+
+
+def _start(
+    trainer: Trainer,
+    params: Any,
+    options: TrainOptions,
+    corpus: Corpus,
+    checkpoints: Checkpoints | None,
+    say: Callable[[str], None],
+) -> tuple[TrainState, int] | None:
+    """Makes the state to start from, and counts the batches before it; None if no steps are left to take."""
+    taken = None if checkpoints is None else checkpoints.latest_step()
+    if checkpoints is None or taken is None:
+        if options.resume:
+            say(f"no checkpoint in {options.checkpoint} yet: starting at step 0")
+        return trainer.init(params, seed=options.seed), 0
+    if not options.resume:
+        raise ValueError(f"checkpoint (={options.checkpoint!r}) holds step {taken}: resume, or choose another folder")
+    about = checkpoints.about()
+    saved, here = about["data_position"], _position(options, corpus, 0)
+    if not isinstance(saved, dict) or saved.keys() != here.keys():
+        raise ValueError(f"data_position (={saved!r}) of the checkpoint of step {taken} must be one of this program")
+    for name in ("seed", "text_bytes"):
+        if here[name] != saved[name]:
+            raise ValueError(
+                f"{name} (={here[name]}) must be {saved[name]}, as in the checkpoint, to go on in the data"
+            )
+    if taken >= options.steps:
+        say(f"complete: the checkpoint in {options.checkpoint} has taken {taken} of {options.steps} steps")
+        return None
+    if saved["examples"] % options.batch_size:
+        raise ValueError(f"batch_size (={options.batch_size}) must divide the examples taken (={saved['examples']})")
+    state, _ = checkpoints.restore(trainer, params)
+    say(f"resumed at step {taken}, which {about['strategy']} saved on {about['num_ranks']} ranks")
+    return state, saved["examples"] // options.batch_size
+
+
+def _position(options: TrainOptions, corpus: Corpus, num_batches: int) -> dict[str, int]:
+    """Says where in the data training is: after so many examples of this order of this text."""
+    return {
+        "examples": num_batches * options.batch_size,
+        "seed": options.seed,
+        "text_bytes": corpus.num_bytes,
+    }
+
+
+def _is_due(step: int, every: int, last: int) -> bool:
+    return step == last or (every > 0 and step % every == 0)
+
+
+def _mean_loss(trainer: Trainer, state: TrainState, batches: list[Batch]) -> float | None:
+    losses = [float(trainer.evaluate(state, batch)) for batch in batches]
+    return sum(losses) / len(losses) if losses else None
+
+
+def _start_devices(options: TrainOptions) -> Mesh:
+    if options.simulate:
+        num_simulated = options.devices or DEFAULT_SIMULATED_DEVICES
+        simulate_devices(num_simulated)
+        return data_mesh(num_simulated)
+    return mesh_of_machine(options.devices, DEFAULT_SIMULATED_DEVICES)
+
+
+def _config(model: str) -> TransformerConfig:
+    readable = [name for name, config in SIZES.items() if config.vocab >= NUM_BYTE_VALUES]
+    if model not in SIZES:
+        raise ValueError(f"unknown model {model!r}: one of {', '.join(readable)}")
+    if model not in readable:
+        raise ValueError(
+            f"model {model!r} has a vocabulary of {SIZES[model].vocab}, too small for bytes "
+            f"(={NUM_BYTE_VALUES} values): one of {', '.join(readable)}"
+        )
+    return SIZES[model]
+
+
+def _make_strategy(options: TrainOptions) -> Strategy:
+    compression = make_compression(options.compression)
+    if options.bucket_mb is None:
+        return make_strategy(options.strategy, compression=compression)
+    factory = STRATEGIES.get(options.strategy)
+    if factory is not None and "bucket_mb" not in inspect.signature(factory).parameters:
+        raise ValueError(f"strategy {options.strategy!r} has no buckets: leave out bucket_mb (={options.bucket_mb:g})")
+    return make_strategy(options.strategy, bucket_mb=options.bucket_mb, compression=compression)
+
+
+def _make_optimizer(options: TrainOptions) -> optax.GradientTransformation:
+    if options.optimizer == "adamw":
+        return optax.adamw(options.learning_rate, weight_decay=0.01)
+    return getattr(optax, options.optimizer)(options.learning_rate)

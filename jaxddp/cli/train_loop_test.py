@@ -1,0 +1,295 @@
+import os
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxddp
+from jaxddp.checkpoint.checkpoints import Checkpoints
+from jaxddp.checkpoint.host_state import to_host
+from jaxddp.cli import train_loop
+from jaxddp.cli.train import TrainOptions
+from jaxddp.cli.train_loop import StepReport, train
+from jaxddp.models import SIZES, TransformerConfig, cross_entropy
+
+# 12 tensors: 9 of the block, embedding, last norm and head.
+SMALL = TransformerConfig(vocab=256, context=16, width=16, num_layers=1, num_heads=2, hidden=32)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def started():
+    """JAX with the eight devices of conftest.py; before it starts, a run may still ask for more."""
+    assert jax.device_count() == 8
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Makes options of a run that takes little more than compiling."""
+    monkeypatch.setitem(SIZES, "small_bytes", SMALL)
+
+    def options(**changes):
+        values = {"model": "small_bytes", "devices": 2, "batch_size": 8, "optimizer": "sgd", "eval_batches": 2}
+        return TrainOptions(**{**values, **changes})
+
+    return options
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"A strategy is what its compiled program does. " * 200)
+    return str(path)
+
+
+def test_training_lowers_the_loss_and_the_summary_holds(small, text):
+    reports: list[StepReport] = []
+    lines: list[str] = []
+    options = small(steps=40, optimizer="adamw", learning_rate=1e-2, data=text, eval_every=10)
+    summary = train(options, lines.append, reports.append)
+    assert [report.step for report in reports] == list(range(1, 41))
+    assert [report.step for report in reports if report.validation_loss is not None] == [10, 20, 30, 40]
+    # Untrained, a byte is one of 256: ln 256 = 5.55. One sentence over and over is soon known: 0.4 seen.
+    assert 5 < summary.first_loss == reports[0].loss < 7
+    assert summary.last_loss == reports[-1].loss < 1.5
+    assert summary.validation_loss is not None and summary.validation_loss < 1.5
+    assert summary.validation_loss == reports[-1].validation_loss
+    assert summary.num_params == SMALL.num_params and summary.params_bytes == 4 * SMALL.num_params
+    assert (summary.source, summary.num_bytes, summary.context) == (text, 9200, 16)
+    assert summary.num_validation_bytes == 2 * 8 * 16
+    assert (summary.num_ranks, summary.devices) == (2, f"2 simulated CPU devices on {os.cpu_count()} cores")
+    assert summary.tokens_per_s == pytest.approx(8 * 16 / (summary.step_timings.median_ms / 1e3))
+    assert summary.compile_s > summary.step_timings.median_ms / 1e3 > 0
+    assert lines[0] == f"small_bytes ({SMALL.num_params:,} parameters) on {summary.devices}, bucketed"
+    assert lines[1] == f"text: {text}, 9,200 bytes"
+
+
+@pytest.mark.parametrize(
+    "changes, num_collectives",
+    [
+        ({"strategy": "naive"}, 12),
+        # Head and embedding take 16 KiB each; the others, 10 KiB between them, fit beside the first of the two.
+        ({"bucket_mb": 27 / 1024, "devices": 4}, 2),
+    ],
+)
+def test_the_strategy_decides_what_is_planned_and_compiled(small, changes, num_collectives):
+    summary = train(small(steps=1, eval_batches=1, **changes))
+    assert len(summary.planned) == len(summary.compiled) == num_collectives
+    assert summary.as_planned
+    assert sum(num_bytes for _, num_bytes in summary.planned) == summary.params_bytes
+
+
+def test_ranks_and_microbatches_do_not_change_the_training(small):
+    reports: list[StepReport] = []
+    summary = train(small(steps=3, learning_rate=0.1, eval_every=0), on_step=reports.append)
+    assert [report.validation_loss is not None for report in reports] == [False, False, True]
+    # Float32 sums in another order.
+    other = train(small(steps=3, learning_rate=0.1, eval_every=0, devices=1, microbatches=4))
+    assert other.last_loss == pytest.approx(summary.last_loss, abs=1e-4)
+    assert other.validation_loss == pytest.approx(summary.validation_loss, abs=1e-4)
+    assert abs(summary.last_loss - summary.first_loss) > 1e-2
+
+
+def test_one_rank_sends_nothing_and_too_short_a_text_has_no_validation(small, text):
+    # 9200 bytes are 574 windows of 16 tokens, 29 of them held out.
+    summary = train(small(data=text, steps=1, devices=1, batch_size=32))
+    assert (summary.devices, summary.planned, summary.compiled) == ("1 CPU device", [], [])
+    assert (summary.validation_loss, summary.num_validation_bytes) == (None, 0)
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.fixture
+def trainer_call(small, monkeypatch):
+    """Gives what the options make of the trainer's arguments, and trains nothing."""
+
+    def call(**changes):
+        seen: dict[str, Any] = {}
+
+        def stop(loss_fn, optimizer, strategy, mesh, **options):
+            seen.update(optimizer=optimizer, strategy=strategy, mesh=mesh, **options)
+            raise Stop
+
+        monkeypatch.setattr("jaxddp.cli.train_loop.Trainer", stop)
+        with pytest.raises(Stop):
+            train(small(**changes))
+        return seen
+
+    return call
+
+
+def test_options_reach_the_trainer(trainer_call):
+    seen = trainer_call(devices=4, strategy="flat", microbatches=2, max_grad_norm=0.5)
+    assert (seen["mesh"].size, seen["strategy"].name) == (4, "flat")
+    assert (seen["num_microbatches"], seen["max_grad_norm"]) == (2, 0.5)
+    assert trainer_call(devices=None)["mesh"].size == 4
+
+
+@pytest.mark.parametrize(
+    "name, first_update",
+    # The first step of Adam is the learning rate against the sign of the gradient; AdamW also takes off 1 % of that
+    # rate times the parameter.
+    [("sgd", -0.1 * 3.0), ("adam", -0.1), ("adamw", -0.1 * (1 + 0.01 * 2.0))],
+)
+def test_optimizer_by_name(trainer_call, name, first_update):
+    optimizer = trainer_call(optimizer=name, learning_rate=0.1)["optimizer"]
+    param = jnp.asarray(2.0)
+    update, _ = optimizer.update(jnp.asarray(3.0), optimizer.init(param), param)
+    # Float32, and Adam's bias correction is rounded to 1e-5.
+    assert float(update) == pytest.approx(first_update, rel=1e-4)
+
+
+def test_seed_reaches_parameters_and_data(small, monkeypatch):
+    seeds: list[int] = []
+    real_build = train_loop.build
+
+    def build(model, seed):
+        seeds.append(seed)
+        return real_build(model, seed)
+
+    monkeypatch.setattr(train_loop, "build", build)
+
+    def stop(self, step, batch_size, *, seed):
+        seeds.append(seed)
+        raise Stop
+
+    monkeypatch.setattr(train_loop.Corpus, "batch", stop)
+    with pytest.raises(Stop):
+        train(small(seed=7))
+    assert seeds == [7, 7]
+
+
+# Checkpoints
+
+
+def bigram_loss(params, batch):
+    logits = params["embedding"][batch["tokens"]] @ params["head"]
+    return cross_entropy(logits, batch["targets"])
+
+
+@pytest.fixture
+def bigram(small, monkeypatch):
+    """Makes options of runs in float64, so that what ranks and strategies change is seen to be rounding."""
+
+    def build(model, seed):
+        rng = np.random.default_rng(seed)
+        params = {"embedding": rng.normal(size=(256, 20)), "head": rng.normal(size=(20, 256))}
+        return bigram_loss, jax.tree.map(jnp.asarray, params)
+
+    monkeypatch.setattr(train_loop, "build", build)
+    with jax.enable_x64(True):
+        yield partial(small, eval_every=0, eval_batches=1)
+
+
+def saved_state(folder, step):
+    """The canonical arrays of a checkpoint, whoever saved it."""
+    loss_fn, params = train_loop.build("small_bytes", seed=0)
+    trainer = jaxddp.Trainer(loss_fn, optax.adamw(1e-2, weight_decay=0.01), jaxddp.naive(), jaxddp.data_mesh(1))
+    with Checkpoints(folder) as checkpoints:
+        return dict(to_host(trainer, checkpoints.restore(trainer, params, step=step)[0]))
+
+
+def test_a_resumed_run_ends_where_the_uninterrupted_one_does(bigram, text, tmp_path):
+    run = partial(bigram, data=text, optimizer="adamw", learning_rate=1e-2, batch_size=24)
+    whole: list[StepReport] = []
+    summary = train(run(steps=7, devices=1, strategy="naive", checkpoint=str(tmp_path / "whole")), on_step=whole.append)
+    assert summary.first_step == 1
+    parts: list[StepReport] = []
+    lines: list[str] = []
+    folder = str(tmp_path / "parts")
+    for options in (
+        {"steps": 2, "devices": 8, "strategy": "zero3"},
+        {"steps": 5, "devices": 3, "strategy": "bucketed", "checkpoint_every": 2},
+        {"steps": 7, "devices": 2, "strategy": "zero1", "microbatches": 3, "keep": 2},
+    ):
+        summary = train(run(checkpoint=folder, resume=True, **options), lines.append, parts.append)
+    assert [report.step for report in parts] == [report.step for report in whole] == list(range(1, 8))
+    # Float64: sums over ranks and micro-batches in another order, seven steps of AdamW.
+    assert [report.loss for report in parts] == pytest.approx([report.loss for report in whole], abs=1e-12)
+    assert summary.first_step == 6 and summary.first_loss == parts[5].loss
+    expected = saved_state(tmp_path / "whole", 7)
+    for name, array in saved_state(folder, 7).items():
+        np.testing.assert_allclose(array, expected[name], rtol=0, atol=1e-12, err_msg=name)
+    assert [line for line in lines if "step" in line] == [
+        f"no checkpoint in {folder} yet: starting at step 0",
+        f"checkpoints in {folder}: steps 2",
+        "resumed at step 2, which zero3 saved on 8 ranks",
+        f"checkpoints in {folder}: steps 2, 4, 5",
+        "resumed at step 5, which bucketed saved on 3 ranks",
+        f"checkpoints in {folder}: steps 5, 7",
+    ]
+
+
+def test_another_batch_size_goes_on_in_the_data_where_the_last_one_stopped(bigram, text, tmp_path, monkeypatch):
+    asked: list[tuple[int, int]] = []
+    real_batch = train_loop.Corpus.batch
+
+    def batch(self, step, batch_size, **options):
+        asked.append((step, batch_size))
+        return real_batch(self, step, batch_size, **options)
+
+    run = partial(bigram, data=text, checkpoint=str(tmp_path), resume=True)
+    train(run(steps=4, batch_size=6))
+    monkeypatch.setattr(train_loop.Corpus, "batch", batch)
+    train(run(steps=6, batch_size=12))
+    assert asked == [(0, 12), (2, 12), (3, 12)]  # the first is compiled for
+
+
+def test_an_interrupted_run_leaves_whole_checkpoints(bigram, text, tmp_path):
+    folder = tmp_path / "checkpoints"
+
+    def interrupt(report):
+        if report.step == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(bigram(data=text, checkpoint=str(folder), checkpoint_every=2), on_step=interrupt)
+    assert sorted(path.name for path in folder.iterdir()) == ["2", "4"]
+    lines: list[str] = []
+    train(bigram(data=text, steps=5, checkpoint=str(folder), resume=True), lines.append)
+    assert "resumed at step 4, which bucketed saved on 2 ranks" in lines
+
+
+def test_what_does_not_fit_the_checkpoint_is_refused(bigram, text, tmp_path):
+    run = partial(bigram, data=text, checkpoint=str(tmp_path), steps=3)
+    train(run(resume=True))
+    other = tmp_path / "other.txt"
+    other.write_bytes(b"Another text. " * 200)
+    for changes, reason in [
+        ({}, rf"checkpoint \(='{tmp_path}'\) holds step 3: resume, or choose another folder"),
+        ({"seed": 1}, r"seed \(=1\) must be 0, as in the checkpoint, to go on in the data"),
+        ({"data": str(other)}, r"text_bytes \(=2800\) must be 9200, as in the checkpoint, to go on in the data"),
+        ({"batch_size": 16}, r"batch_size \(=16\) must divide the examples taken \(=24\)"),
+        ({"optimizer": "adam"}, "is of another optimizer: optimizer state '0.count' is missing there and int32"),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            train(run(**{"steps": 5, "resume": bool(changes), **changes}))
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.steps() == [3]
+
+
+def test_a_complete_run_takes_no_more_steps(bigram, text, tmp_path):
+    run = partial(bigram, data=text, checkpoint=str(tmp_path), resume=True)
+    train(run(steps=3))
+    for steps in (3, 2):
+        lines: list[str] = []
+        assert train(run(steps=steps), lines.append, pytest.fail) is None
+        assert lines[-1] == f"complete: the checkpoint in {tmp_path} has taken 3 of {steps} steps"
+    with pytest.raises(ValueError, match=r"seed \(=1\) must be 0"):  # it is another run that is complete
+        train(run(steps=3, seed=1))
+
+
+def test_a_checkpoint_that_another_program_saved_is_refused(bigram, text, tmp_path):
+    loss_fn, params = train_loop.build("small_bytes", seed=0)
+    trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), jaxddp.naive(), jaxddp.data_mesh(1))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(trainer, trainer.init(params), data_position=17)
+    with pytest.raises(
+        ValueError, match=r"data_position \(=17\) of the checkpoint of step 0 must be one of this program"
+    ):
+        train(bigram(data=text, checkpoint=str(tmp_path), resume=True))

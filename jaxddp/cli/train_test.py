@@ -1,0 +1,222 @@
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import types
+from dataclasses import fields
+from typing import Any
+
+import jax
+import optax
+import pytest
+
+import jaxddp
+from jaxddp.__main__ import main
+from jaxddp.checkpoint.checkpoints import Checkpoints
+from jaxddp.cli.train import OPTIMIZERS, TrainOptions, add_parser
+from jaxddp.models import SIZES, build
+from jaxddp.strategy import STRATEGIES
+
+TRAIN = [sys.executable, "-m", "jaxddp", "train"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def started():
+    """JAX with the eight devices of conftest.py; before it starts, a run may still ask for more."""
+    assert jax.device_count() == 8
+
+
+BAD_INPUT = {
+    "": "the following arguments are required: COMMAND; see python -m jaxddp --help",
+    "fly": "argument COMMAND: invalid choice: 'fly' (choose from ",
+    "train --strategy fast": f"unknown strategy 'fast': one of {', '.join(STRATEGIES)}",
+    "train --strategy flat --bucket-mb 3": "strategy 'flat' has no buckets: leave out bucket_mb (=3)",
+    "train --bucket-mb 0": "bucket_mb (=0.0) must be a positive number of MiB",
+    "train --bucket-mb -1": "bucket_mb (=-1.0) must be a positive number of MiB",
+    "train --bucket-mb nan": "bucket_mb (=nan) must be a positive number of MiB",
+    "train --model toy": "unknown model 'toy': one of byte, ",
+    "train --model tiny": "model 'tiny' has a vocabulary of 64, too small for bytes (=256 values): one of byte, ",
+    "train --data /no/where": "data path '/no/where' does not exist",
+    "train --devices 0": "devices (=0) must be a positive integer",
+    "train --devices -1": "devices (=-1) must be a positive integer",
+    "train --devices 1.5": "argument --devices: invalid int value: '1.5'; see python -m jaxddp train --help",
+    "train --devices 3": "batch_size (=32) must be divisible by devices x microbatches (=3 x 1)",
+    "train --devices 2 --microbatches 5": "batch_size (=32) must be divisible by devices x microbatches (=2 x 5)",
+    "train --microbatches 64": "batch_size (=32) must be divisible by devices x microbatches (=4 x 64)",
+    "train --microbatches 0": "microbatches (=0) must be a positive integer",
+    "train --batch-size 0": "batch_size (=0) must be a positive integer",
+    "train --steps 0": "steps (=0) must be a positive integer",
+    "train --steps": "argument --steps: expected one argument",
+    "train --eval-batches 0": "eval_batches (=0) must be a positive integer",
+    "train --eval-every -1": "eval_every (=-1) must not be negative",
+    "train --seed -1": "seed (=-1) must be at least 0 and below 2^31",
+    "train --seed 99999999999": "seed (=99999999999) must be at least 0 and below 2^31",
+    "train --optimizer lion": "unknown optimizer 'lion': one of adamw, adam, sgd",
+    "train --learning-rate 0": "learning_rate (=0.0) must be a positive finite number",
+    "train --learning-rate inf": "learning_rate (=inf) must be a positive finite number",
+    "train --max-grad-norm nan": "max_grad_norm (=nan) must be positive",
+    "train --resume": "resume (=True) must come with checkpoint, the folder to go on from",
+    "train --checkpoint-every -1": "checkpoint_every (=-1) must not be negative; 0 saves at the end only",
+    "train --keep 0": "keep (=0) must be a positive integer",
+    "train --quick": "unrecognized arguments: --quick",
+    "train --dev 2": "unrecognized arguments: --dev 2",
+    # 16 devices, where this process has started with 8.
+    "train --devices 16": "num_ranks (=16) must be at most the number of devices (=8 cpu); to simulate them",
+}
+
+
+def status_of(arguments):
+    try:
+        return main(arguments)
+    except SystemExit as ended:  # argparse's way
+        return ended.code
+
+
+@pytest.mark.parametrize("command", BAD_INPUT)
+def test_bad_input_is_one_line_and_status_2(command, capsys):
+    assert status_of(command.split()) == 2
+    output = capsys.readouterr()
+    assert output.err.startswith(f"error: {BAD_INPUT[command]}")
+    assert output.err.count("\n") == 1 and output.err.endswith("\n")
+    assert output.out == ""
+
+
+def test_unreadable_and_empty_data_are_one_line(tmp_path, capsys, monkeypatch):
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    assert main(["train", "--data", str(empty)]) == 2
+    assert capsys.readouterr().err == f"error: file '{empty}' must hold text, it is empty\n"
+
+    def refuse(*arguments, **options):
+        raise PermissionError(13, "Permission\ndenied")
+
+    monkeypatch.setattr("jaxddp.cli.train_loop.Corpus", refuse)
+    assert main(["train"]) == 2
+    assert capsys.readouterr().err == "error: [Errno 13] Permission denied\n"
+
+
+def test_more_ranks_than_accelerators_says_how_to_simulate(capsys, monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(platform="gpu")])
+    assert main(["train", "--devices", "4"]) == 2
+    assert "num_ranks (=4) must be at most the number of devices (=1 gpu)" in capsys.readouterr().err
+
+
+def test_no_device_at_all_is_one_line(capsys, monkeypatch):
+    def fail():
+        raise RuntimeError("Unable to initialize backend 'cuda'")
+
+    monkeypatch.setattr(jax, "devices", fail)
+    assert main(["train"]) == 2
+    assert capsys.readouterr().err == "error: JAX finds no device to run on: Unable to initialize backend 'cuda'\n"
+
+
+def test_bugs_are_not_hidden(monkeypatch):
+    def fail(*arguments):
+        raise TypeError("a bug")
+
+    monkeypatch.setattr("jaxddp.cli.train_loop.train", fail)
+    with pytest.raises(TypeError, match="a bug"):
+        main(["train"])
+
+
+def test_every_option_is_on_the_command_line_with_its_default(monkeypatch):
+    seen: list[TrainOptions] = []
+    monkeypatch.setattr("jaxddp.cli.train_loop.train", lambda options, *rest: seen.append(options))
+    assert main(["train"]) == 0  # with no summary, as of a complete run
+    everything: dict[str, Any] = {
+        "strategy": "flat",
+        "devices": 2,
+        "simulate": True,
+        "steps": 7,
+        "data": "x",
+        "model": "xl",
+        "bucket_mb": 1.5,
+        "compression": "bf16",
+        "batch_size": 12,
+        "microbatches": 3,
+        "learning_rate": 0.5,
+        "optimizer": "sgd",
+        "max_grad_norm": 2.0,
+        "seed": 9,
+        "eval_every": 11,
+        "eval_batches": 13,
+        "checkpoint": "y",
+        "checkpoint_every": 17,
+        "keep": 19,
+        "resume": True,
+    }
+    assert set(everything) == {field.name for field in fields(TrainOptions)}
+    switches = ("simulate", "resume")
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in everything.items() if name not in switches]
+    assert main(["train", "--simulate", "--resume", *arguments]) == 0
+    assert seen == [TrainOptions(), TrainOptions(**everything)]
+
+
+def test_help_is_quick_and_lists_every_strategy_model_and_optimizer():
+    code = (
+        "import sys; from jaxddp.__main__ import main\n"
+        "try: main(['train', '--help'])\n"
+        "finally: print([name for name in ('flax', 'rich', 'jaxddp.models', 'jaxddp.training.data') "
+        "if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    *words, imported = result.stdout.splitlines()
+    assert imported == "[]"
+    words = re.findall(r"[\w.]+", " ".join(words))
+    readable = [name for name, config in SIZES.items() if config.vocab >= 256]
+    assert set(words) >= {*STRATEGIES, *readable, *OPTIMIZERS, "MiB"}
+
+
+def test_program_in_a_pipe():
+    arguments = "--strategy bucketed --devices 2 --steps 6 --batch-size 4 --eval-every 3 --eval-batches 1"
+    environment = {**os.environ, "FORCE_COLOR": "1"}
+    result = subprocess.run(
+        [*TRAIN, *arguments.split()], capture_output=True, text=True, timeout=300, env=environment, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    assert "\x1b" not in result.stdout and "\r" not in result.stdout
+    lines = result.stdout.splitlines()
+    assert lines[0] == f"byte (4,327,680 parameters) on 2 simulated CPU devices on {os.cpu_count()} cores, bucketed"
+    losses = [float(loss) for loss in re.findall(r"^step \d/6  loss ([\d.]+)  [\d,]+ tokens/s", result.stdout, re.M)]
+    assert len(losses) == 6 and losses[0] > 5 and min(losses[1:]) < losses[0] - 1
+    assert result.stdout.count("validation") == 3
+    summary = dict(re.findall(r"^(\w+(?: time)?)  +(.*)$", "\n".join(lines[-10:]), re.M))
+    assert summary["collectives"] == "planned 2 all-reduces, 16.5 MiB per step; compiled: the same"
+    assert summary["loss"] == f"{losses[0]:.3f} nats at step 1, {losses[-1]:.3f} at step 6"
+    nats, bits = map(float, re.findall(r"([\d.]+) (?:nats|bits)", summary["validation"]))
+    assert bits == pytest.approx(nats * 1.442695, abs=2e-3)
+    assert re.fullmatch(r"median [\d,]+ ms \(p10 [\d,]+, p90 [\d,]+\); compiled in [\d.]+ s", summary["step time"])
+
+
+def test_interrupt_is_one_line_and_status_130_and_what_is_saved_is_whole(tmp_path):
+    arguments = f"--devices 1 --steps 1000 --batch-size 1 --checkpoint {tmp_path} --checkpoint-every 1 --resume"
+    with subprocess.Popen(
+        [*TRAIN, *arguments.split()], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith("step"):
+                    break
+            process.send_signal(signal.SIGINT)
+            output, error = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert re.fullmatch(r"interrupted after \d+ of 1000 steps\n", error)
+    assert "throughput" not in output
+    loss_fn, params = build("byte")
+    trainer = jaxddp.Trainer(loss_fn, optax.adamw(1e-3, weight_decay=0.01), jaxddp.zero1(), jaxddp.data_mesh(2))
+    with Checkpoints(tmp_path) as checkpoints:
+        state, position = checkpoints.restore(trainer, params)
+    assert int(state.step) == position["examples"] >= 1
+    assert all(path.name.isdecimal() for path in tmp_path.iterdir())
+
+
+def test_parser_is_added_by_name():
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    assert parser.parse_args(["train", "--steps", "3"]).steps == 3

@@ -1,0 +1,165 @@
+"""Integer-valued data make every sum exact, so all comparisons here are bitwise."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxddp.communication.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter, send_recv
+from jaxddp.mesh import data_mesh
+
+DTYPES = ["float32", "bfloat16", "int32"]
+
+
+def integer_valued(num_ranks, *shape, dtype="float32"):
+    """One array per rank, [num_ranks, *shape]; small integers, so that even bfloat16 sums are exact."""
+    values = np.random.default_rng(num_ranks).integers(-8, 9, (num_ranks, *shape))
+    return jnp.asarray(values, dtype)
+
+
+def on_ranks(fn, per_rank, how="vma"):
+    """Runs ``fn(x, axis)`` on every rank; the ranks' results, stacked."""
+    if how == "pmap":
+        return jax.pmap(lambda x: fn(x, "data"), axis_name="data")(per_rank)
+    mapped = jax.shard_map(
+        lambda x: fn(x[0], "data")[None],
+        mesh=data_mesh(len(per_rank)),
+        in_specs=P("data"),
+        out_specs=P("data"),
+        check_vma=how == "vma",
+    )
+    return jax.jit(mapped)(per_rank)
+
+
+def assert_same(actual, expected):
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    assert np.array_equal(np.asarray(actual), np.asarray(expected))
+
+
+@pytest.mark.parametrize("how", ["vma", "no_vma", "pmap"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def test_every_primitive_gives_the_ranks_what_its_equation_says(num_ranks, how):
+    x = integer_valued(num_ranks, 2 * num_ranks, 3)
+    root = num_ranks - 1
+    total = x.sum(axis=0)
+    off_root = jnp.arange(num_ranks)[:, None, None] != root
+
+    assert_same(on_ranks(all_reduce, x, how), jnp.stack([total] * num_ranks))
+    assert_same(on_ranks(reduce_scatter, x, how), total.reshape(num_ranks, 2, 3))
+    assert_same(on_ranks(all_gather, x, how), jnp.stack([x.reshape(-1, 3)] * num_ranks))
+    assert_same(on_ranks(lambda x, axis: broadcast(x, axis, root), x, how), jnp.stack([x[root]] * num_ranks))
+    assert_same(on_ranks(lambda x, axis: reduce(x, axis, root), x, how), jnp.where(off_root, 0, total).astype(x.dtype))
+    # Rank 0 sends to the last rank alone: the others, itself included unless it is the last, receive nothing.
+    assert_same(
+        on_ranks(lambda x, axis: send_recv(x, axis, [(0, root)]), x, how),
+        jnp.where(off_root, 0, x[0]).astype(x.dtype),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtypes_are_kept(dtype):
+    x = integer_valued(4, 8, dtype=dtype)
+    total = x.astype("float32").sum(axis=0).astype(dtype)
+    assert_same(on_ranks(all_reduce, x), jnp.stack([total] * 4))
+    assert_same(on_ranks(reduce_scatter, x), total.reshape(4, 2))
+    assert_same(on_ranks(all_gather, x), jnp.stack([x.reshape(-1)] * 4))
+    assert_same(on_ranks(broadcast, x), jnp.stack([x[0]] * 4))
+    assert_same(on_ranks(reduce, x), jnp.zeros_like(x).at[0].set(total))
+    assert_same(on_ranks(lambda x, axis: send_recv(x, axis, [(3, 3)]), x), jnp.zeros_like(x).at[3].set(x[3]))
+
+
+def test_float64():
+    with jax.enable_x64(True):
+        x = integer_valued(4, 8, dtype="float64") / 3 * 2**60  # needs more than float32's 24 bits
+        assert_same(on_ranks(broadcast, x), jnp.stack([x[0]] * 4))
+        assert_same(on_ranks(reduce_scatter, jnp.round(x)).reshape(-1), jnp.round(x).sum(axis=0))
+
+
+def test_broadcast_ignores_what_the_other_ranks_hold():
+    x = jnp.array([[jnp.nan], [2.0], [jnp.inf]])
+    assert_same(on_ranks(lambda x, axis: broadcast(x, axis, root=1), x), jnp.full((3, 1), 2.0))
+    flags = jnp.array([[True], [False], [True]])
+    assert_same(on_ranks(lambda x, axis: broadcast(x, axis, root=1), flags), jnp.zeros((3, 1), bool))
+
+
+@pytest.mark.parametrize("how", ["vma", "no_vma", "pmap"])
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (4, 0)])
+def test_empty_arrays_come_back_empty(shape, how):
+    x = jnp.zeros((4, *shape))
+    assert on_ranks(all_reduce, x, how).shape == (4, *shape)
+    assert on_ranks(reduce_scatter, x, how).shape == (4, shape[0] // 4, *shape[1:])
+    assert on_ranks(all_gather, x, how).shape == (4, shape[0] * 4, *shape[1:])
+    assert on_ranks(broadcast, x, how).shape == (4, *shape)
+    assert on_ranks(reduce, x, how).shape == (4, *shape)
+    assert on_ranks(lambda x, axis: send_recv(x, axis, [(0, 1)]), x, how).shape == (4, *shape)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_replicated_input_is_every_ranks_own(check_vma):
+    def all_of_them(x):
+        return all_reduce(x, "data"), reduce_scatter(x, "data"), all_gather(x, "data"), broadcast(x, "data")
+
+    x = jnp.arange(4.0)
+    run = jax.shard_map(
+        all_of_them,
+        mesh=data_mesh(4),
+        in_specs=P(),
+        # Both are known to be replicated, so P() must be accepted under check_vma.
+        out_specs=(P(), P("data"), P("data"), P()),
+        check_vma=check_vma,
+    )
+    summed, scattered, gathered, same = jax.jit(run)(x)
+    assert_same(summed, 4 * x)
+    assert_same(scattered, 4 * x)
+    assert_same(gathered, jnp.tile(x, 16))
+    assert_same(same, x)
+
+
+@pytest.mark.parametrize(
+    ("fn", "opcode"),
+    [
+        (all_reduce, "all-reduce"),
+        (reduce_scatter, "reduce-scatter"),
+        (all_gather, "all-gather"),
+        (broadcast, "all-reduce"),
+        (reduce, "all-reduce"),
+        (lambda x, axis: send_recv(x, axis, [(0, 1), (1, 0)]), "collective-permute"),
+    ],
+)
+def test_each_primitive_is_one_collective(fn, opcode):
+    mapped = jax.shard_map(lambda x: fn(x, "data"), mesh=data_mesh(4), in_specs=P("data"), out_specs=P("data"))
+    program = jax.jit(mapped).lower(jnp.zeros((64, 2))).compile().as_text()
+    assert program is not None
+    found = re.findall(r" (all-reduce|reduce-scatter|all-gather|collective-permute|all-to-all)\(", program)
+    assert found == [opcode]
+
+
+def test_errors_name_the_value_and_the_rule():
+    x = jnp.zeros((4, 10))
+    with pytest.raises(ValueError, match=r"^dimension 0 \(=10\) must be divisible by num_ranks \(=4\)"):
+        on_ranks(reduce_scatter, x)
+    for needs_dimension_0 in (reduce_scatter, all_gather):
+        with pytest.raises(ValueError, match=r"^shape \(=\(\)\) must have a dimension 0 to cut or join along"):
+            on_ranks(needs_dimension_0, x[:, 0])
+    for rooted in (broadcast, reduce):
+        for root in (4, -1):
+            with pytest.raises(ValueError, match=rf"^root \(={root}\) must be at least 0 and below num_ranks \(=4\)"):
+                on_ranks(lambda x, axis, fn=rooted, root=root: fn(x, axis, root), x)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "rule"),
+    [
+        ([(0, 4)], r"must name ranks from 0 to below num_ranks \(=4\)"),
+        ([(-1, 0)], r"must name ranks from 0 to below num_ranks \(=4\)"),
+        ([(0, 1), (0, 2)], "must send at most once from each rank"),
+        ([(0, 1), (2, 1)], "must send at most once to each rank"),
+    ],
+)
+def test_send_recv_refuses_pairs_that_make_no_sense(pairs, rule):
+    with pytest.raises(ValueError, match=rf"^pairs \(={re.escape(str(pairs))}\) {rule}"):
+        on_ranks(lambda x, axis: send_recv(x, axis, pairs), jnp.zeros((4, 2)))

@@ -1,0 +1,91 @@
+"""Integer-valued data make every sum exact, so the ring is compared with XLA's own collectives bit for bit."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxddp.communication.collectives import all_gather, all_reduce, reduce_scatter
+from jaxddp.communication.collectives_test import assert_same, integer_valued, on_ranks
+from jaxddp.communication.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from jaxddp.mesh import data_mesh
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 8])
+def test_ring_equals_xlas_collectives_for_any_number_of_ranks(num_ranks):
+    x = integer_valued(num_ranks, 3 * num_ranks, 2)
+    assert_same(on_ranks(ring_reduce_scatter, x), on_ranks(reduce_scatter, x))
+    assert_same(on_ranks(ring_all_gather, x), on_ranks(all_gather, x))
+    assert_same(on_ranks(ring_all_reduce, x), on_ranks(all_reduce, x))
+
+
+@pytest.mark.parametrize("num_ranks", [3, 8])
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (0, 5), (2, 3, 5)])
+def test_all_reduce_of_any_shape(shape, num_ranks):
+    x = integer_valued(num_ranks, *shape)
+    assert_same(on_ranks(ring_all_reduce, x), jnp.stack([x.sum(axis=0)] * num_ranks))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
+@pytest.mark.parametrize("how", ["vma", "no_vma", "pmap"])
+def test_dtypes_and_ways_to_map(how, dtype):
+    x = integer_valued(4, 8, dtype=dtype)
+    assert_same(on_ranks(ring_reduce_scatter, x, how), on_ranks(reduce_scatter, x, how))
+    assert_same(on_ranks(ring_all_gather, x, how), on_ranks(all_gather, x, how))
+    assert_same(on_ranks(ring_all_reduce, x[:, :7], how), on_ranks(all_reduce, x[:, :7], how))
+
+
+def test_float64():
+    with jax.enable_x64(True):
+        x = jnp.round(integer_valued(4, 7, dtype="float64") / 3 * 2**50)  # exact in float64, not in float32
+        assert_same(on_ranks(ring_all_reduce, x), jnp.stack([x.sum(axis=0)] * 4))
+
+
+def test_any_data_agree_up_to_rounding():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 1000)), "float32")
+    # 8 summands of size about 1, each addition off by at most 2^-24 of a partial sum that stays below 16.
+    np.testing.assert_allclose(on_ranks(ring_all_reduce, x), on_ranks(all_reduce, x), rtol=0, atol=8 * 16 * 2**-24)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_replicated_input_is_every_ranks_own(check_vma):
+    def all_of_them(x):
+        return ring_reduce_scatter(x, "data"), ring_all_gather(x, "data"), ring_all_reduce(x, "data")
+
+    x = jnp.arange(4.0)
+    run = jax.shard_map(all_of_them, mesh=data_mesh(4), in_specs=P(), out_specs=P("data"), check_vma=check_vma)
+    scattered, gathered, summed = jax.jit(run)(x)
+    assert_same(scattered, 4 * x)
+    assert_same(gathered, jnp.tile(x, 16))
+    assert_same(summed, jnp.tile(4 * x, 4))
+
+
+def compiled_text(fn, num_ranks, length):
+    mapped = jax.shard_map(
+        lambda x: fn(x[0], "data")[None], mesh=data_mesh(num_ranks), in_specs=P("data"), out_specs=P("data")
+    )
+    return jax.jit(mapped).lower(jnp.zeros((num_ranks, length))).compile().as_text()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def test_compiled_programs_hold_the_planned_sends_and_nothing_else(num_ranks):
+    for fn, length, num_sends in (
+        (ring_reduce_scatter, 5 * num_ranks, num_ranks - 1),
+        (ring_all_gather, 5, num_ranks - 1),
+        (ring_all_reduce, 5 * num_ranks, 2 * (num_ranks - 1)),
+    ):
+        program = compiled_text(fn, num_ranks, length)
+        sends = re.findall(r"= (\w+\[\d+\])\S* collective-permute\(", program)
+        assert sends == ["f32[5]"] * num_sends  # a chunk each, never the whole array
+        assert not re.search(r" (all-reduce|all-gather|reduce-scatter|all-to-all)\(", program)
+
+
+def test_errors_name_the_value_and_the_rule():
+    with pytest.raises(ValueError, match=r"^dimension 0 \(=10\) must be divisible by num_ranks \(=4\)"):
+        on_ranks(ring_reduce_scatter, jnp.zeros((4, 10)))
+    for needs_dimension_0 in (ring_reduce_scatter, ring_all_gather):
+        with pytest.raises(ValueError, match=r"^shape \(=\(\)\) must have a dimension 0 to cut or join along"):
+            on_ranks(needs_dimension_0, jnp.zeros(4))

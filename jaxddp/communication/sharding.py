@@ -1,0 +1,204 @@
+"""How tensors are cut into shards: leaf by leaf, one chunk a rank.
+
+A tensor is flattened, padded with zeros to a multiple of the number of ranks N, and rank r owns chunk r. Every leaf
+keeps its place in the tree, so an optimizer still sees the user's structure, and the chunks of many leaves can travel
+together: the buffer of a bucket holds in row r what rank r owns.
+
+    leaf    [n]         padded to [N c], c = ceil(n / N)           chunk r = elements r c ... (r + 1) c
+    bucket  [N, width]  row r = chunk r of each of its tensors     width = sum of their c
+    scatter [width]     = reduce-scatter of [N, width] along dimension 0
+    gather  [N, width]  = all-gather of [width]
+
+A stack of layers, as a scan takes it, is cut by rows instead: each entry of dimension 0 is a tensor to be flattened,
+padded and cut by itself, so that one layer can be gathered without the others.
+
+A shard has as many dimensions as its tensor, all of length 1 but the last: ``[1, ..., 1, c]``, by rows
+``[rows, 1, ..., 1, c]``. So a mask by the number of dimensions, as weight decay has it, means on shards what it means
+on the whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from ..planning.cost.memory import chunk_elements as chunk_elements
+from .buckets import Bucket
+
+
+def bucket_width(bucket: Bucket, num_ranks: int) -> int:
+    """Elements of one rank's part of a bucket: the length of a row of its buffer.
+
+    Args:
+        bucket: The bucket.
+        num_ranks: Number of ranks.
+
+    Returns:
+        The sum of its tensors' chunks.
+    """
+    return sum(chunk_elements(tensor.num_elements, num_ranks) for tensor in bucket.tensors)
+
+
+def pack_chunks(bucket: Bucket, tensors: Mapping[str, jax.Array], num_ranks: int) -> jax.Array:
+    """Lays the chunks of a bucket's tensors side by side, rank by rank.
+
+    Args:
+        bucket: The bucket.
+        tensors: Whole arrays by name, at least those of the bucket.
+        num_ranks: Number of ranks.
+
+    Returns:
+        A buffer of shape ``[num_ranks, width]``, whose row r is what rank r owns.
+    """
+    chunks = [Cut(tensor.shape, num_ranks).chunks(tensors[tensor.name]) for tensor in bucket.tensors]
+    return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks, axis=1)
+
+
+def pack_own(bucket: Bucket, chunks: Mapping[str, jax.Array]) -> jax.Array:
+    """Lays one rank's chunks of a bucket's tensors end to end.
+
+    Args:
+        bucket: The bucket.
+        chunks: That rank's chunks by name, each of shape ``[c]``.
+
+    Returns:
+        A buffer of shape ``[width]``.
+    """
+    own = [chunks[tensor.name] for tensor in bucket.tensors]
+    return own[0] if len(own) == 1 else jnp.concatenate(own)
+
+
+def unpack_chunks(bucket: Bucket, buffer: jax.Array) -> dict[str, jax.Array]:
+    """Undoes ``pack_chunks``.
+
+    Args:
+        bucket: The bucket.
+        buffer: Of shape ``[num_ranks, width]``.
+
+    Returns:
+        Whole arrays by name, each of its tensor's shape, without padding.
+    """
+    num_ranks = buffer.shape[0]
+    chunks = split_chunks(bucket, buffer, num_ranks)
+    return {tensor.name: Cut(tensor.shape, num_ranks).whole(chunks[tensor.name]) for tensor in bucket.tensors}
+
+
+def split_chunks(bucket: Bucket, own: jax.Array, num_ranks: int) -> dict[str, jax.Array]:
+    """Takes one rank's part of a bucket apart.
+
+    Args:
+        bucket: The bucket.
+        own: Of shape ``[..., width]``.
+        num_ranks: Number of ranks.
+
+    Returns:
+        Chunks by name, each of shape ``[..., c]``.
+    """
+    found, offset = {}, 0
+    for tensor in bucket.tensors:
+        chunk = chunk_elements(tensor.num_elements, num_ranks)
+        found[tensor.name] = own[..., offset : offset + chunk]
+        offset += chunk
+    return found
+
+
+def own_chunk(tensor: jax.Array, num_ranks: int, rank: jax.Array | int) -> jax.Array:
+    """Cuts out the chunk that a rank owns.
+
+    Args:
+        tensor: The whole.
+        num_ranks: Number of ranks.
+        rank: Which of them.
+
+    Returns:
+        The chunk, of shape ``[c]``.
+    """
+    return lax.dynamic_index_in_dim(Cut(tensor.shape, num_ranks).chunks(tensor), rank, keepdims=False)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one tensor is cut.
+
+    Attributes:
+        shape: Of the whole tensor.
+        num_ranks: Number of ranks.
+        by_row: Whether each entry of dimension 0 is cut by itself.
+
+    Example:
+        >>> Cut((3, 5), 4).shard_shape, Cut((), 4).shard_shape, Cut((2, 3, 5), 4, by_row=True).shard_shape
+        ((1, 4), (1,), (2, 1, 4))
+    """
+
+    shape: tuple[int, ...]
+    num_ranks: int
+    by_row: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Number of pieces that are flattened, padded and cut by themselves."""
+        return self.shape[0] if self.by_row else 1
+
+    @property
+    def row_elements(self) -> int:
+        """Elements of each, without padding."""
+        return math.prod(self.shape[1:] if self.by_row else self.shape)
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """Shape of one rank's shard: of as many dimensions as the tensor, and at least one."""
+        ones = (1,) * (len(self.shape) - 1)
+        chunk = chunk_elements(self.row_elements, self.num_ranks)
+        return (self.rows, *ones[1:], chunk) if self.by_row else (*ones, chunk)
+
+    @property
+    def joined_shape(self) -> tuple[int, ...]:
+        """Shape of all ranks' shards as one array, which lies over the ranks along its last dimension."""
+        *front, chunk = self.shard_shape
+        return (*front, self.num_ranks * chunk)
+
+    def spec(self, axis: str) -> PartitionSpec:
+        """Says to ``shard_map`` and ``NamedSharding`` how an array of ``joined_shape`` lies over a mesh axis."""
+        return PartitionSpec(*(None,) * (len(self.shard_shape) - 1), axis)
+
+    def chunks(self, tensor: jax.Array) -> jax.Array:
+        """Cuts a whole tensor into the chunks of all ranks, ``[num_ranks, rows * c]``."""
+        chunk = self.shard_shape[-1]
+        padding = self.num_ranks * chunk - self.row_elements
+        pad = np.pad if isinstance(tensor, np.ndarray) else jnp.pad
+        rows = pad(tensor.reshape(self.rows, self.row_elements), ((0, 0), (0, padding)))
+        return rows.reshape(self.rows, self.num_ranks, chunk).swapaxes(0, 1).reshape(self.num_ranks, self.rows * chunk)
+
+    def whole(self, chunks: jax.Array) -> jax.Array:
+        """Undoes ``chunks``."""
+        by_rank = chunks.reshape(self.num_ranks, self.rows, self.shard_shape[-1])
+        rows = by_rank.swapaxes(0, 1).reshape(self.rows, self.num_ranks * self.shard_shape[-1])
+        return rows[:, : self.row_elements].reshape(self.shape)
+
+    def own(self, tensor: jax.Array, rank: jax.Array | int) -> jax.Array:
+        """Cuts out a rank's shard of a whole tensor, of ``shard_shape``."""
+        return lax.dynamic_index_in_dim(self.chunks(tensor), rank, keepdims=False).reshape(self.shard_shape)
+
+    def without_padding(self, shard: jax.Array, rank: jax.Array | int) -> jax.Array:
+        """Zeroes what a rank's shard, of ``shard_shape``, holds beyond the end of its tensor or of each of its rows."""
+        chunk = self.shard_shape[-1]
+        if self.num_ranks * chunk == self.row_elements:
+            return shard
+        return jnp.where(rank * chunk + jnp.arange(chunk) < self.row_elements, shard, 0)
+
+    def join(self, tensor: jax.Array) -> jax.Array:
+        """Lays all shards of a whole tensor side by side, in ``joined_shape``."""
+        by_rank = self.chunks(tensor).reshape(self.num_ranks, self.rows, self.shard_shape[-1])
+        return by_rank.swapaxes(0, 1).reshape(self.joined_shape)
+
+    def unjoin(self, joined: jax.Array) -> jax.Array:
+        """Undoes ``join``."""
+        rows = joined.reshape(self.rows, self.num_ranks * self.shard_shape[-1])
+        return rows[:, : self.row_elements].reshape(self.shape)

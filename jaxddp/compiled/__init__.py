@@ -1,0 +1,1 @@
+"""What a compiled program says: its operations, schedule, collectives and memory."""

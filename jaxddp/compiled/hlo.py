@@ -1,0 +1,287 @@
+"""The text of a compiled program, taken apart: computations, instructions, shapes.
+
+XLA prints a compiled program (``Compiled.as_text()``, ``--xla_dump_to``) as an HLO module: computations, one of them
+the entry, each a list of instructions whose order, once scheduled, is the order in which they are issued.
+
+    %name = f32[8,4]{1,0} opcode(%operand, ...), attribute=value, ..., metadata={op_name="..."}, backend_config={...}
+
+Only what the versions and backends share is relied on. Nothing here knows what an instruction does.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..communication.buckets import dtype_bytes
+
+_HEADER = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{\s*$")
+_NAME = re.compile(r"^\s*(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = ")
+_OPCODE = re.compile(r" ?(?P<opcode>[a-z][\w\-]*)\(")
+_ARRAY = re.compile(r"\b(pred|bf16|[a-z]+\d+(?:e\d+m\d+\w*)?)\[([\d,<=]*)\]")
+_CALLED = re.compile(
+    r"(?:^|, )(?:to_apply|calls|body|condition|called_computations|branch_computations|(?:true|false)_computation)"
+    r"=(?:\{([^}]*)\}|(%?[\w.\-]+))"
+)
+_COMMENT = re.compile(r"/\*.*?\*/")
+_CUT_OFF = "the HLO module is cut off: it must end with the closing brace of its entry computation"
+_OPEN, _CLOSE = "([{", ")]}"
+
+
+class Array(NamedTuple):
+    """Dtype, as HLO spells it, and dims of one array of a shape."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements; 1 for a scalar."""
+        return math.prod(self.dims)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes, without the padding of a layout."""
+        return self.num_elements * (1 if self.dtype == "pred" else dtype_bytes(self.dtype))
+
+
+class Instruction(NamedTuple):
+    """One line of a program.
+
+    Attributes:
+        name: Unique within its computation.
+        opcode: Such as ``fusion`` or ``all-reduce-start``.
+        shape: Of its result, as printed; of a tuple, all parts.
+        operands: Names of its operands, of the same computation.
+        literal: What stands between the parentheses, as printed.
+        attributes: All that follows them.
+        is_root: Whether it is its computation's result.
+    """
+
+    name: str
+    opcode: str
+    shape: str
+    operands: tuple[str, ...]
+    literal: str
+    attributes: str
+    is_root: bool
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """The arrays of its result."""
+        return arrays_of(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its result."""
+        return sum(array.num_bytes for array in self.arrays)
+
+    @property
+    def op_name(self) -> str:
+        """The name stack of the Python that asked for it; empty if there is none."""
+        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        return found.group(1) if found else ""
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """Names of the computations that it calls."""
+        names = [name for several, one in _CALLED.findall(self.attributes) for name in (several or one).split(",")]
+        return tuple(name.strip().removeprefix("%") for name in names)
+
+    def attribute(self, key: str) -> str:
+        """Gives the value of an attribute as printed, without its outer braces; empty if there is none."""
+        found = re.search(rf"(?:^|[ ,{{]){re.escape(key)}=", self.attributes)
+        if not found:
+            return ""
+        value = self.attributes[found.end() :]
+        if value[:1] == "{":
+            return value[1 : _closing(value, 0)]
+        return re.split(r", [\w.]+=", value, maxsplit=1)[0]
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        """Gives the integers of an attribute such as ``dimensions={0,2}``."""
+        return tuple(int(number) for number in re.findall(r"-?\d+", self.attribute(key)))
+
+    def config(self, key: str) -> str:
+        """Gives a field of its ``backend_config`` as printed, without quotes; empty if there is none."""
+        found = re.search(rf'"{re.escape(key)}":(?:"([^"]*)"|([\w.\-]+))', self.attributes)
+        return (found.group(1) or found.group(2) or "") if found else ""
+
+
+Computation = dict[str, Instruction]
+"""Instructions by name, in the order in which they are printed."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """A program.
+
+    Attributes:
+        header: Its first line.
+        entry: Name of the computation that it starts with.
+        computations: All of them, by name.
+    """
+
+    header: str
+    entry: str
+    computations: dict[str, Computation]
+
+    def called(self, instruction: Instruction) -> Iterator[Computation]:
+        """Gives the computations that an instruction calls."""
+        return (self.computations[name] for name in instruction.called)
+
+    def within(self, instruction: Instruction) -> Iterator[Instruction]:
+        """Gives an instruction and all that it contains, however deep."""
+        yield instruction
+        for computation in self.called(instruction):
+            for inner in computation.values():
+                yield from self.within(inner)
+
+
+def parse_module(compiled: Any) -> Module:
+    r"""Takes a scheduled program apart.
+
+    Args:
+        compiled: A ``jax.stages.Compiled``, or the text of one.
+
+    Returns:
+        Its computations.
+
+    Raises:
+        ValueError: If the text is no HLO module, was not scheduled or is cut off.
+
+    Example:
+        >>> text = "HloModule m, is_scheduled=true\n\nENTRY %main (x: f32[4]) -> f32[4] {\n"
+        >>> text += "  %x = f32[4]{0} parameter(0)\n  ROOT %y = f32[4]{0} negate(%x)\n}\n"
+        >>> parse_module(text).computations["main"]["y"].operands
+        ('x',)
+    """
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    if not text.startswith("HloModule"):
+        raise ValueError(f"text (={text[:40]!r}...) must be a compiled HLO module, as Compiled.as_text() gives it")
+    header, *lines = text.split("\n")  # and nothing else ends a line: names may hold what Python takes for an end
+    if not text.rstrip().rpartition("\n")[2].startswith("}"):
+        raise ValueError(_CUT_OFF)
+    if "is_scheduled=true" not in header:
+        raise ValueError("the HLO module is not scheduled: compile it first, lowered.compile().as_text()")
+    computations: dict[str, Computation] = {}
+    entry, current = "", None
+    for number, line in enumerate(lines, 2):
+        if current is not None and line.startswith("}"):
+            current = None
+        elif current is not None:
+            if instruction := _parse_instruction(line):
+                if unknown := next((name for name in instruction.called if name not in computations), None):
+                    raise ValueError(f"line {number} of the HLO module calls {unknown!r}, which must stand above it")
+                current[instruction.name] = instruction
+            elif line.strip():
+                raise ValueError(f"line {number} of the HLO module (={line.strip()[:60]!r}...) is no instruction")
+        elif found := _HEADER.match(line):
+            if found["name"] in computations:
+                raise ValueError(
+                    f"line {number} of the HLO module begins {found['name']!r} again: it must be one module"
+                )
+            current = computations[found["name"]] = {}
+            entry = found["name"] if found["entry"] else entry
+    if not entry or current is not None:
+        raise ValueError(_CUT_OFF)
+    for name, computation in computations.items():
+        _check(name, computation)
+    return Module(header, entry, computations)
+
+
+@functools.lru_cache(maxsize=4096)
+def arrays_of(shape: str) -> tuple[Array, ...]:
+    """Lists the arrays of a printed shape.
+
+    Example:
+        >>> arrays_of("(f32[2,3]{1,0}, s32[])")
+        (Array(dtype='f32', dims=(2, 3)), Array(dtype='s32', dims=()))
+    """
+    return tuple(
+        Array(dtype, tuple(int(dim.lstrip("<=")) for dim in dims.split(",") if dim))
+        for dtype, dims in _ARRAY.findall(shape)
+    )
+
+
+def parts_of(shape: str) -> tuple[str, ...]:
+    """Splits the printed shape of a tuple into those of its parts; an array's has none.
+
+    Example:
+        >>> parts_of("((f32[2,3]{1,0}, s32[]), /*index=1*/u32[])")
+        ('(f32[2,3]{1,0}, s32[])', 'u32[]')
+    """
+    return tuple(_split(shape[1:-1])) if shape.startswith("(") else ()
+
+
+def root_of(computation: Computation) -> Instruction:
+    """Gives the instruction whose result is the computation's."""
+    return next(instruction for instruction in computation.values() if instruction.is_root)
+
+
+def _check(name: str, computation: Computation) -> None:
+    if sum(instruction.is_root for instruction in computation.values()) != 1:
+        raise ValueError(f"computation {name!r} of the HLO module must have one root")
+    for instruction in computation.values():
+        if unknown := next((operand for operand in instruction.operands if operand not in computation), None):
+            raise ValueError(f"instruction {instruction.name!r} of {name!r} needs {unknown!r}, which is not there")
+
+
+def _parse_instruction(line: str) -> Instruction | None:
+    named = _NAME.match(line)
+    if not named:
+        return None
+    start = named.end()
+    end = _closing(line, start) + 1 if line.startswith("(", start) else line.find(" ", start)
+    opcode = _OPCODE.match(line, end)
+    if end <= 0 or not opcode:
+        return None
+    closing = _closing(line, opcode.end() - 1)
+    if closing < 0:
+        return None
+    literal = line[opcode.end() : closing]
+    operands = () if opcode["opcode"] in ("parameter", "constant") else tuple(_operand_names(literal))
+    return Instruction(
+        named["name"], opcode["opcode"], line[start:end], operands, literal, line[closing + 1 :].lstrip(", "),
+        bool(named["root"]),
+    )  # fmt: skip
+
+
+def _operand_names(literal: str) -> Iterator[str]:
+    if "%" in literal:
+        yield from re.findall(r"%([\w.\-]+)", literal)
+        return
+    # Printed without percent signs, perhaps with shapes: the name is the last word of each.
+    yield from (operand.split()[-1] for operand in _split(literal))
+
+
+def _split(listed: str) -> Iterator[str]:
+    """Parts between commas that stand in no bracket, without ``/*index=5*/``."""
+    listed = _COMMENT.sub("", listed)
+    depth, start = 0, 0
+    for index, char in enumerate(listed + ","):
+        depth += (char in _OPEN) - (char in _CLOSE)
+        if char == "," and depth == 0:
+            if part := listed[start:index].strip():
+                yield part
+            start = index + 1
+
+
+def _closing(line: str, start: int) -> int:
+    """Index of the bracket that closes the one at ``start``, whatever stands in quotes; -1 if there is none."""
+    depth = 0
+    for match in _BRACKET.finditer(line, start):
+        char = match.group()
+        if char[0] == '"':
+            continue
+        depth += 1 if char in _OPEN else -1
+        if depth == 0:
+            return match.start()
+    return -1
+
+
+_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{}]')

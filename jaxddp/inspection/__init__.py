@@ -1,0 +1,1 @@
+"""Strategies compiled for a target and compared: planned beside compiled."""

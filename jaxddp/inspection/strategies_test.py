@@ -1,0 +1,141 @@
+import dataclasses
+
+import pytest
+
+from jaxddp import targets
+from jaxddp.cli.inspect_console import as_json
+from jaxddp.compiled.testdata import fixture_names, load_fixture
+from jaxddp.inspection.strategies import inspect_dump, inspect_steps, platform_of_text
+from jaxddp.models import SIZES, TransformerConfig
+from jaxddp.simulation.network import Network
+from jaxddp.targets.program import MemoryStats, TargetMemoryError, TargetProgram
+
+CONFIG = TransformerConfig(vocab=128, context=16, width=32, num_layers=2, num_heads=2, hidden=64)
+# Embedding and head, then for each layer four projections, three matrices of the feed-forward and two norms, one norm.
+NUM_PARAMS = 2 * 128 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32
+TARGET = targets.target("h100:2x8")
+NETWORK = Network(450, host_gb_per_s=50, devices_per_host=8)
+
+
+def inspect(*strategies):
+    return inspect_steps(strategies, CONFIG, TARGET, NETWORK, bucket_mb=0.03, batch_per_device=4)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return inspect("bucketed", "auto")
+
+
+def test_what_is_planned_is_compiled(found):
+    bucketed, auto = found
+    assert len(bucketed.planned) > 2 and sorted(bucketed.planned) == bucketed.compiled
+    assert bucketed.as_planned is True
+    assert auto.planned == [] and auto.as_planned is None
+    assert bucketed.num_devices_compiled_for == 16
+
+
+def test_memory_is_what_a_hand_computes(found):
+    for each in found:
+        assert each.memory["parameters"] == 4 * NUM_PARAMS == 115_328
+        assert each.memory["optimizer_state"] == 2 * 4 * NUM_PARAMS + 4  # two moments and the count of steps
+        assert each.memory["batch"] == 2 * 4 * 16 * 4  # tokens and targets, 4 sequences of 16, int32
+        assert each.memory["available"] == 80_000_000_000
+        stats = each.schedule.memory
+        # Beside these the program takes the state's step (4 bytes) and its random key (8); each may be padded.
+        counted = sum(each.memory[name] for name in ("parameters", "optimizer_state", "batch"))
+        assert 0 < stats.arguments - counted <= 64
+        assert each.memory["temporaries"] == stats.temporaries >= 4 * NUM_PARAMS  # at least the gradients
+        assert each.memory["peak"] == stats.arguments + stats.outputs - stats.aliased + stats.temporaries
+
+
+def test_the_bound_is_one_and_below_every_step(found):
+    bucketed, auto = found
+    assert bucketed.bound == auto.bound
+    assert bucketed.bound.all_reduce_s == NETWORK.seconds("all-reduce", 4 * NUM_PARAMS, range(16))
+    for each in found:
+        assert each.simulation.step_s > each.bound.step_s
+
+
+def test_the_same_call_gives_the_same_answer(found):
+    assert as_json(inspect("bucketed")) == as_json(found[:1])
+
+
+def test_a_dump_gives_the_same_simulation(found):
+    for each in found:
+        dump = inspect_dump("name", each.text, TARGET, NETWORK)
+        assert dump.simulation == each.simulation
+        assert (dump.strategy, dump.bound, dump.memory, dump.as_planned) == ("name", None, None, None)
+
+
+def test_slower_compute_is_noted(found):
+    bucketed = found[0]
+    slower = dataclasses.replace(
+        bucketed, bound=dataclasses.replace(bucketed.bound, compute_s=bucketed.simulation.compute_s / 1.03)
+    )
+    assert slower.notes == ["computes 3.0% longer than the same step without communication"]
+    at_tolerance = dataclasses.replace(
+        bucketed, bound=dataclasses.replace(bucketed.bound, compute_s=bucketed.simulation.compute_s / 1.019)
+    )
+    assert at_tolerance.notes == []
+
+
+def test_a_lost_plan_is_noted(found):
+    bucketed = dataclasses.replace(found[0], planned=found[0].planned[1:])
+    assert bucketed.as_planned is False
+    assert "compiled to other collectives than planned" in bucketed.notes
+
+
+@pytest.mark.parametrize("name", fixture_names())
+def test_a_text_tells_its_platform(name):
+    assert platform_of_text(load_fixture(name)) == name[:3]
+
+
+class Finished:
+    """A compilation that is over."""
+
+    def __init__(self, outcome):
+        self.outcome = outcome
+
+    def result(self):
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+
+# 3.405e9 float32 parameters are 13.6 GB, and their optimizer state is 27.2 GB. 8 devices save 7/8 of 27.2 GB at stage
+# 1, of 40.9 GB with the gradients at stage 2, of 54.5 GB with the parameters at stage 3.
+@pytest.mark.parametrize(
+    ("needed_gb", "by_the_compiler", "said"),
+    [
+        (80.01, False, r"80.0 GB .*, which has 80.0 GB: 10.0 MB too much; ZeRO-1 would fit, with 56.2 GB"),
+        (100, True, r"100.0 GB .*, which has 80.0 GB: 20.0 GB too much; ZeRO-1 would fit, with 76.2 GB"),
+        (115, False, r"115.0 GB .*, which has 80.0 GB: 35.0 GB too much; ZeRO-2 would fit, with 79.2 GB"),
+        (125, True, r"125.0 GB .*, which has 80.0 GB: 45.0 GB too much; ZeRO-3 would fit, with 77.3 GB"),
+        (140, False, r"140.0 GB .*, which has 80.0 GB: 60.0 GB too much; even ZeRO-3 would need 92.3 GB"),
+    ],
+)
+def test_a_step_too_large_says_by_how_much_and_what_would_fit(needed_gb, by_the_compiler, said, monkeypatch):
+    target = targets.target("h100:8")
+    assert SIZES["2.7b"].num_params == 2 * 10_000 * 2560 + 32 * (4 * 2560**2 + 3 * 2560 * 10_240 + 2 * 2560) + 2560
+    needed = int(needed_gb * 1e9)
+    program = TargetProgram(target, load_fixture("gpu-naive-jax0.10"), MemoryStats(0, 0, 0, needed, 0, 0), {})
+    error = TargetMemoryError("too large", "", needed, 80_000_000_000)
+    monkeypatch.setattr("jaxddp.training.train.Trainer.start_compile_alone", lambda *args: Finished(program))
+    monkeypatch.setattr(
+        "jaxddp.training.train.Trainer.start_compile", lambda *args: Finished(error if by_the_compiler else program)
+    )
+    with pytest.raises(ValueError, match=f"^a step of naive needs {said}$"):
+        inspect_steps(["naive"], SIZES["2.7b"], target, Network(450))
+
+
+def test_what_cannot_be_is_refused():
+    target = targets.target("h100:8")
+    with pytest.raises(
+        ValueError,
+        match=r"^unknown strategy 'fast': one of auto, naive, flat, overlapped, bucketed, zero1, zero2, zero3$",
+    ):
+        inspect_steps(["fast"], CONFIG, target, NETWORK)
+    with pytest.raises(ValueError, match=r"^bucket_mb \(=3\) must come with one of .*zero2, not 'naive'$"):
+        inspect_steps(["naive"], CONFIG, target, NETWORK, bucket_mb=3)
+    with pytest.raises(ValueError, match="^the program is one for cpu, and target 'h100:8' is a gpu$"):
+        inspect_dump("name", load_fixture("cpu-naive-jax0.12"), target, NETWORK)

@@ -1,0 +1,186 @@
+"""The machine of a plan: what its devices compute and hold, and what each way of using them can send.
+
+On GPUs tensor-parallel ranks are neighbours, then those of FSDP, then replicas, and a group that spans hosts sends as
+``Network`` has it. A TPU's slice is a torus of links both ways; a group over M of its axes sends M times what an axis
+does. Numbers are those of ``chips.py``, with one exception: the compute-bound conditions of TPU v5p are known with the
+scaling book's rounded 4.6e14 FLOP/s and 2 x 9e10 bytes per second and axis, so these are taken, not the vendor's
+459e12 and 600e9 for three axes.
+
+References:
+    Austin et al., How to Scale Your Model, 2025: https://jax-ml.github.io/scaling-book/tpus
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from ..simulation.network import DEFAULT_LATENCY_US, GB, Network
+from ..targets.target import Target
+from .cost.checks import check_count, check_not_negative, check_positive
+from .cost.scaling import Machine
+
+# FLOP/s in bfloat16, and GB/s of an axis of the torus, both ways together.
+_BOOK = {"v5p": (4.6e14, 180.0)}
+
+
+class Axes(NamedTuple):
+    """How many axes of a torus each kind of group communicates over.
+
+    Attributes:
+        fsdp: M_X.
+        tp: M_Y.
+        dp: M_R.
+        is_exact: Whether the groups are made of whole axes; if not, the others are taken for granted.
+    """
+
+    fsdp: int
+    tp: int
+    dp: int
+    is_exact: bool = True
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices to plan for.
+
+    Attributes:
+        name: As in ``--target``.
+        num_devices: How many.
+        flops_per_s: Of one, at the dtype that is planned with.
+        memory_bytes: Of one.
+        link_gb_per_s: What one can send to others of its host, or over one axis of its torus, 10^9 bytes per second.
+        host_link_gb_per_s: What one can send to other hosts; not used on a torus.
+        devices_per_host: On GPUs; None on a torus.
+        latency_us: Microseconds of an all-reduce beside its bytes.
+        torus: Sides; empty on GPUs.
+        fsdp_axes: M_X by hand; None follows from the torus.
+        tp_axes: M_Y by hand.
+
+    Raises:
+        ValueError: If a number is out of range, or axes are given where there is no torus.
+    """
+
+    name: str
+    num_devices: int
+    flops_per_s: float
+    memory_bytes: float
+    link_gb_per_s: float
+    host_link_gb_per_s: float
+    devices_per_host: int | None = None
+    latency_us: float = DEFAULT_LATENCY_US
+    torus: tuple[int, ...] = ()
+    fsdp_axes: int | None = None
+    tp_axes: int | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the numbers."""
+        check_count(num_devices=self.num_devices)
+        check_positive(
+            flops_per_s=self.flops_per_s, memory_bytes=self.memory_bytes, link_gb_per_s=self.link_gb_per_s,
+            host_link_gb_per_s=self.host_link_gb_per_s,
+        )  # fmt: skip
+        check_not_negative(latency_us=self.latency_us)
+        for name in ("fsdp_axes", "tp_axes"):
+            if (axes := getattr(self, name)) is None:
+                continue
+            check_count(**{name: axes})
+            if not self.torus:
+                raise ValueError(f"{name} (={axes}) must be left out for {self.name!r}, which is no torus")
+
+    def axes(self, fsdp: int, tp: int) -> Axes:
+        """Gives the axes of the torus that each kind of group uses.
+
+        Args:
+            fsdp: Ranks of an FSDP group.
+            tp: Of a tensor-parallel group.
+
+        Returns:
+            Whole axes whose sides multiply to the group sizes, if there are; else two for FSDP and one for tensor
+            parallelism, or all for FSDP alone. What was given by hand goes before both.
+        """
+        found = _whole_axes(self.torus, fsdp, tp) or Axes(3 if tp == 1 else 2, 1, 1, is_exact=False)
+        return found._replace(fsdp=self.fsdp_axes or found.fsdp, tp=self.tp_axes or found.tp)
+
+    def machine(self, fsdp: int, tp: int) -> Machine:
+        """Gives the rates of ``cost/scaling.py`` for one way to use the devices.
+
+        Args:
+            fsdp: Ranks of an FSDP group.
+            tp: Of a tensor-parallel group.
+
+        Returns:
+            What one device computes and sends per second.
+        """
+        if self.torus:
+            rates = [count * self.link_gb_per_s * GB for count in self.axes(fsdp, tp)[:3]]
+            return Machine(self.flops_per_s, *rates)
+        network = Network(
+            self.link_gb_per_s, self.latency_us, self.host_link_gb_per_s, self.devices_per_host or self.num_devices
+        )
+
+        def rate(group: range) -> float:
+            if len(group) < 2:
+                return self.link_gb_per_s * GB
+            return (len(group) - 1) / len(group) / network.transfer_s("reduce-scatter", 1.0, group)
+
+        return Machine(
+            self.flops_per_s,
+            fsdp_bytes_per_s=rate(range(0, fsdp * tp, tp)),
+            tp_bytes_per_s=rate(range(tp)),
+            dp_bytes_per_s=rate(range(0, self.num_devices, fsdp * tp)),
+        )
+
+
+def cluster_of(
+    target: Target, dtype: str, *, flops_per_s: float | None = None, **by_hand: float | int | None
+) -> Cluster:
+    """Gives the machine that a target names.
+
+    Args:
+        target: Chip and count.
+        dtype: What matrix products take, such as ``"bfloat16"``.
+        flops_per_s: By hand; the chip's peak when None.
+        **by_hand: Attributes of ``Cluster`` in the place of the target's own; None is the target's.
+
+    Returns:
+        The cluster.
+
+    Raises:
+        ValueError: If a number is out of range, or the chip's peak is not published for the dtype.
+    """
+    chip = target.chip
+    key = chip.matmul_float32 if dtype == "float32" else dtype
+    if flops_per_s is None and key not in chip.flops_per_s:
+        raise ValueError(f"dtype (={dtype!r}) has no published peak on {chip.name}: give --flops-per-s")
+    book_flops_per_s, book_gb_per_s = _BOOK.get(chip.name, (None, None))
+    peak = book_flops_per_s if book_flops_per_s and key == "bfloat16" else chip.flops_per_s.get(key, math.nan)
+    is_torus = chip.platform == "tpu"
+    if is_torus and (speed := by_hand.get("host_link_gb_per_s")) is not None:
+        raise ValueError(f"host_link_gb_per_s (={speed}) must be left out for {target.spec!r}, which is one torus")
+    sides = tuple(int(side) for side in target.topology.split("x") if int(side) > 1) if is_torus else ()
+    cluster = Cluster(
+        name=target.spec,
+        num_devices=target.num_devices,
+        flops_per_s=peak if flops_per_s is None else flops_per_s,
+        memory_bytes=chip.memory_bytes,
+        link_gb_per_s=book_gb_per_s or chip.link_gb_per_s,
+        host_link_gb_per_s=chip.host_link_gb_per_s,
+        devices_per_host=None if is_torus else target.devices_per_host,
+        torus=sides,
+    )
+    return replace(cluster, **{name: value for name, value in by_hand.items() if value is not None})  # type: ignore[arg-type]
+
+
+def _whole_axes(torus: tuple[int, ...], fsdp: int, tp: int) -> Axes | None:
+    """Deals the axes to the groups so that their sides multiply to the group sizes; the first way that does."""
+    dp = math.prod(torus) // (fsdp * tp)
+    for dealt in itertools.product(range(3), repeat=len(torus)):
+        sides = [[side for side, group in zip(torus, dealt, strict=True) if group == kind] for kind in range(3)]
+        if [math.prod(each) for each in sides] == [fsdp, tp, dp]:
+            # A group of one has no axis and sends nothing; 1 keeps its rate a number.
+            over_fsdp, over_tp, over_dp = (max(1, len(each)) for each in sides)
+            return Axes(over_fsdp, over_tp, over_dp)
+    return None

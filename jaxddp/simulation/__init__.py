@@ -1,0 +1,1 @@
+"""Simulated steps: networks, timelines, the bound, and bucket caps tuned by them."""

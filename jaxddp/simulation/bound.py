@@ -1,0 +1,76 @@
+"""The least time that a step can take on a device and a network, whatever the strategy and its schedule.
+
+    bound = max(compute, forward + least work that any one gradient depends on + one all-reduce of all gradient bytes)
+
+All but the last term come from the same step compiled without communication, so no schedule can buy overlap with
+slower compute: nothing can be sent before the first gradient exists, and everything has to be sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..compiled.schedule import Operation, Schedule
+from ..targets.target import Chip
+from .network import Network
+from .simulate import device_seconds
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The terms of the bound, in seconds.
+
+    Attributes:
+        compute_s: Of the whole step.
+        forward_s: Of its forward.
+        first_gradient_s: The least that the backward takes to finish any one gradient.
+        all_reduce_s: One all-reduce of all gradient bytes.
+    """
+
+    compute_s: float
+    forward_s: float
+    first_gradient_s: float
+    all_reduce_s: float
+
+    @property
+    def step_s(self) -> float:
+        """The bound."""
+        return max(self.compute_s, self.forward_s + self.first_gradient_s + self.all_reduce_s)
+
+
+def lower_bound(alone: Schedule, chip: Chip, network: Network, gradient_bytes: int, num_devices: int) -> Bound:
+    """Computes the bound.
+
+    Args:
+        alone: One rank's step, compiled for one device of the target: without communication.
+        chip: What computes.
+        network: What communicates.
+        gradient_bytes: Bytes of all gradients, as they travel.
+        num_devices: Ranks that share the gradients.
+
+    Returns:
+        The bound's terms.
+    """
+    seconds = {op.name: device_seconds(op.total_work, chip) for op in alone.operations}
+    forward = sum(seconds[op.name] for op in alone.operations if op.phase == "forward")
+    all_reduce = network.seconds("all-reduce", gradient_bytes, range(num_devices)) if gradient_bytes else 0.0
+    return Bound(sum(seconds.values()), forward, _first_gradient_s(alone.operations, seconds), all_reduce)
+
+
+def _first_gradient_s(operations: tuple[Operation, ...], seconds: dict[str, float]) -> float:
+    """The least backward time that any value depends on which the backward hands to the optimizer."""
+    by_name = {op.name: op for op in operations}
+    needed: dict[str, int] = {}  # of each operation the backward operations it depends on, itself included, as bits
+    place = {op.name: 1 << index for index, op in enumerate(operations)}
+    handed_over: dict[str, None] = {}
+    for op in operations:
+        own = place[op.name] if op.phase == "backward" else 0
+        known = [operand for operand in op.operands if operand in needed]
+        needed[op.name] = own
+        for operand in known:
+            needed[op.name] |= needed[operand]
+        if op.phase == "optimizer":
+            handed_over.update((name, None) for name in known if by_name[name].phase == "backward")
+    costs = [(place[op.name], seconds[op.name]) for op in operations if op.phase == "backward"]
+    totals = (sum(cost for bit, cost in costs if needed[name] & bit) for name in handed_over)
+    return min((total for total in totals if total > 0), default=0.0)

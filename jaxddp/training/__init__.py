@@ -1,0 +1,1 @@
+"""The trainer, what a rank computes in a step, and the programs made of it."""

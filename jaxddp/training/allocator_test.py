@@ -1,0 +1,35 @@
+import platform
+import subprocess
+import sys
+
+from jaxddp.training.allocator import keep_freed_memory
+
+PROGRAM = """
+import resource, sys
+import jax, jax.numpy as jnp
+from jaxddp.allocator import keep_freed_memory
+jax.config.update("jax_platforms", "cpu")
+if sys.argv[1] == "keep":
+    assert keep_freed_memory()
+step = jax.jit(lambda x: jnp.sin(x @ x.T).sum())  # 64 MB of temporaries: glibc keeps up to 32 MiB by itself
+x = jnp.ones((4000, 8))
+faults = []
+for _ in range(30):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    step(x).block_until_ready()
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(sorted(faults[10:])[10])  # the median step, once warm
+"""
+
+
+def page_faults(argument):
+    run = subprocess.run([sys.executable, "-c", PROGRAM, argument], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    return int(run.stdout)
+
+
+def test_steps_stop_touching_new_pages():
+    if platform.libc_ver()[0] != "glibc":
+        assert not keep_freed_memory()
+        return
+    assert page_faults("keep") < page_faults("give back") / 10

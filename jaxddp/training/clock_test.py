@@ -1,0 +1,71 @@
+import inspect
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxddp.training.clock import Timings, stopwatch, summarize
+
+
+def test_summary_is_median_and_percentiles_in_ms():
+    # 0, 1, ... 10 ms: every tenth of the way is one of them.
+    seconds = [0.001 * value for value in (10, 3, 7, 0, 1, 9, 5, 2, 8, 4, 6)]
+    assert summarize(seconds) == pytest.approx((5.0, 1.0, 9.0))
+    assert summarize([0.25]) == (250.0, 250.0, 250.0)
+
+
+def test_summary_of_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"^seconds \(=\[\]\) must hold at least one duration$"):
+        summarize([])
+
+
+@pytest.mark.parametrize(
+    "timings, words",
+    [
+        (Timings(2431.4, 2301.2, 2688.0), "median 2,431 ms (p10 2,301, p90 2,688)"),
+        (Timings(24.31, 23.0, 126.88), "median 24.3 ms (p10 23.0, p90 126.9)"),
+        (Timings(0.02, 0.01, 0.5), "median 0.020 ms (p10 0.010, p90 0.500)"),
+    ],
+)
+def test_words_have_digits_to_compare_by(timings, words):
+    assert str(timings) == words
+
+
+def test_stopwatch_gives_the_result_and_its_duration():
+    def slow_sum(x, y):
+        time.sleep(0.05)
+        return x + y
+
+    result, seconds = stopwatch(slow_sum, 2, 3)
+    assert result == 5
+    assert 0.05 <= seconds < 5
+
+
+def test_stopwatch_waits_before_and_after(monkeypatch):
+    clock = iter([10.0, 17.5])
+    events = []
+
+    def now():
+        events.append("clock")
+        return next(clock)
+
+    monkeypatch.setattr("jaxddp.training.clock.time.perf_counter", now)
+
+    def call(text):
+        events.append("call")
+        return text.upper()
+
+    result, seconds = stopwatch(call, "work", wait=events.append)
+    assert (result, seconds) == ("WORK", 7.5)
+    assert events == [("work",), "clock", "call", "WORK", "clock"]
+
+
+def test_stopwatch_waits_for_jax_by_default():
+    assert inspect.signature(stopwatch).parameters["wait"].default is jax.block_until_ready
+
+
+def test_stopwatch_takes_arguments_that_are_donated_and_results_that_are_no_arrays():
+    give_up = jax.jit(lambda x: x * 2, donate_argnums=0)
+    (doubled, note), _ = stopwatch(lambda x: (give_up(x), "note"), jnp.arange(4.0))
+    assert doubled.tolist() == [0.0, 2.0, 4.0, 6.0] and note == "note"

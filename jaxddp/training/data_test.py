@@ -1,0 +1,250 @@
+import os
+
+import numpy as np
+import pytest
+
+from jaxddp.training.data import Corpus, RandomTokens
+
+CONTEXT = 4
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(content, name="text.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def counting(write):
+    """A text whose byte at position i is i, so that a window can be told by its first token: 50 windows of 4."""
+    return write(bytes(range(201)))
+
+
+def first_tokens(batches):
+    return [int(token) for batch in batches for token in batch["tokens"][:, 0]]
+
+
+def assert_same(batch, other):
+    assert batch.keys() == other.keys() == {"tokens", "targets"}
+    for name in batch:
+        np.testing.assert_array_equal(batch[name], other[name])
+
+
+def joined(batches):
+    return {name: np.concatenate([batch[name] for batch in batches]) for name in ("tokens", "targets")}
+
+
+def test_tokens_are_bytes_and_targets_are_the_bytes_after_them(counting):
+    corpus = Corpus(counting, context=CONTEXT)
+    batch = corpus.batch(0, 6)
+    assert batch["tokens"].shape == batch["targets"].shape == (6, CONTEXT)
+    assert batch["tokens"].dtype == batch["targets"].dtype == np.int32
+    np.testing.assert_array_equal(batch["targets"], batch["tokens"] + 1)
+    np.testing.assert_array_equal(batch["tokens"], batch["tokens"][:, :1] + np.arange(CONTEXT))
+
+
+def test_sizes(counting):
+    corpus = Corpus(counting, context=CONTEXT, holdout=0.1)
+    assert (corpus.num_bytes, corpus.num_windows, corpus.num_validation_windows) == (201, 45, 5)
+    assert corpus.source == str(counting)
+    without = Corpus(counting, context=CONTEXT, holdout=0)
+    assert (without.num_windows, without.num_validation_windows) == (50, 0)
+    assert list(without.validation_batches(1)) == []
+
+
+def test_something_is_held_out_unless_holdout_is_zero_or_there_is_one_window(write):
+    two = Corpus(write(bytes(range(9))), context=CONTEXT, holdout=0.01)
+    assert (two.num_windows, two.num_validation_windows) == (1, 1)
+    one = Corpus(write(bytes(range(5))), context=CONTEXT, holdout=0.99)
+    assert (one.num_windows, one.num_validation_windows) == (1, 0)
+    assert first_tokens([one.batch(7, 3)]) == [0, 0, 0]
+
+
+def test_every_byte_but_the_first_is_predicted_exactly_once(counting):
+    corpus = Corpus(counting, context=CONTEXT, holdout=0.1)
+    train = [corpus.batch(step, 5)["targets"] for step in range(9)]
+    held_out = [batch["targets"] for batch in corpus.validation_batches(1)]
+    assert sorted(np.concatenate([*train, *held_out]).ravel()) == list(range(1, 201))
+
+
+def test_each_epoch_holds_each_window_once_in_an_order_of_its_own(counting):
+    corpus = Corpus(counting, context=CONTEXT, holdout=0.1)
+    epochs = [first_tokens(corpus.batch(step, 9) for step in range(5 * epoch, 5 * epoch + 5)) for epoch in range(3)]
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(0, 180, CONTEXT))
+        assert epoch != sorted(epoch)
+    assert len(set(map(tuple, epochs))) == 3
+
+
+def test_a_batch_wraps_into_the_next_epoch(counting):
+    corpus = Corpus(counting, context=CONTEXT, holdout=0.1)
+    row_by_row = first_tokens(corpus.batch(step, 1) for step in range(140))
+    assert first_tokens(corpus.batch(step, 7) for step in range(20)) == row_by_row
+    # One batch larger than an epoch holds every window before it holds one again.
+    assert first_tokens([corpus.batch(0, 140)]) == row_by_row
+    assert len(set(row_by_row[:45])) == len(set(row_by_row[45:90])) == 45
+
+
+def test_batches_depend_on_seed_and_step_alone(counting):
+    first, second = (Corpus(counting, context=CONTEXT) for _ in range(2))
+    later = first.batch(5, 6, seed=3)
+    first.batch(0, 6, seed=1)
+    assert_same(second.batch(5, 6, seed=3), later)
+    assert first_tokens([first.batch(5, 6, seed=4)]) != first_tokens([later])
+    assert first_tokens([first.batch(6, 6, seed=3)]) != first_tokens([later])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 12])
+@pytest.mark.parametrize("kind", ["corpus", "random"])
+def test_ranks_get_consecutive_rows_of_the_one_global_batch(counting, kind, num_ranks):
+    data = Corpus(counting, context=CONTEXT) if kind == "corpus" else RandomTokens(1000, CONTEXT)
+    whole = data.batch(2, 12, seed=1)
+    shards = [data.batch(2, 12, seed=1, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
+    assert {len(shard["tokens"]) for shard in shards} == {12 // num_ranks}
+    assert_same(joined(shards), whole)
+
+
+def test_validation_is_the_tail_spread_over_the_batches_in_a_fixed_order(counting):
+    corpus = Corpus(counting, context=CONTEXT, holdout=0.2)  # windows 40 to 49, whose first tokens are 160 to 196
+    batches = list(corpus.validation_batches(4))
+    assert [first_tokens([batch]) for batch in batches] == [[160, 168, 176, 184], [164, 172, 180, 188]]
+    assert len(list(corpus.validation_batches(4, max_batches=1))) == 1
+    assert_same(next(corpus.validation_batches(4, max_batches=1)), batches[0])
+    assert list(corpus.validation_batches(11)) == []
+
+
+def test_a_folder_is_read_in_the_order_of_relative_paths(write, tmp_path):
+    write(b"bbbb", "b.txt")
+    write(b"aaaa", "a/z.txt")
+    write(b"0000", "a0.txt")
+    write(b"hidden", ".hidden.txt")
+    write(b"hidden", ".git/config")
+    write(b"binary\0", "binary.bin")
+    write(b"x" * 10_000 + b"\0", "binary_late.bin")
+    write(b"", "empty.txt")
+    os.symlink(tmp_path / "nowhere", tmp_path / "dangling.txt")
+    os.mkfifo(tmp_path / "pipe.txt")  # reading it would hang
+    corpus = Corpus(tmp_path, context=11, holdout=0)
+    np.testing.assert_array_equal(corpus.batch(0, 1)["tokens"][0], list(b"aaaa0000bbb"))
+    assert corpus.num_bytes == 12
+    assert corpus.source == f"{tmp_path} (3 files)"
+
+
+def test_a_file_given_by_name_is_read_whatever_it_holds(write):
+    assert Corpus(write(b"\0\xff" * 10, ".binary"), context=CONTEXT).num_bytes == 20
+
+
+def test_the_standard_library_is_the_default_text():
+    corpus = Corpus()
+    assert corpus.num_bytes > 2**20
+    assert "standard library" in corpus.source
+    text = corpus.batch(0, 512)["tokens"]
+    assert 0 < text.min() and text.max() < 256  # no NUL
+    # Source code: mostly printable ASCII and line ends, with words of the language in it.
+    assert np.isin(text, [*range(32, 127), ord("\n")]).mean() > 0.95
+    assert b"self" in text.astype(np.uint8).tobytes()
+    assert_same(Corpus().batch(3, 4), corpus.batch(3, 4))
+
+
+def test_the_standard_library_is_mixed_and_read_without_tests_and_installed_packages(write, tmp_path, monkeypatch):
+    for number in range(100):
+        write(b"aaaa", f"asyncio/{number}.py")
+        write(b"zzzz", f"zoneinfo/{number}.py")
+    for left_out in ("site-packages/x.py", "test/x.py", "json/tests/x.py", "__pycache__/x.py", "x.txt", ".x.py"):
+        write(b"????", left_out)
+    monkeypatch.setattr("jaxddp.training.data.sysconfig.get_path", lambda name: str(tmp_path))
+    corpus = Corpus(context=1, holdout=0.2)
+    assert corpus.num_bytes == 800
+    # In the order of paths, the held-out fifth would hold the letter z alone.
+    for tokens in (next(corpus.validation_batches(160))["tokens"], corpus.batch(0, 639)["tokens"]):
+        assert set(tokens.ravel()) == set(b"az")
+        assert 0.2 < (tokens == ord("a")).mean() < 0.8
+    assert_same(next(Corpus(context=1, holdout=0.2).validation_batches(160)), next(corpus.validation_batches(160)))
+
+
+def test_random_tokens_use_the_whole_vocabulary_and_differ_by_seed_and_step():
+    data = RandomTokens(vocab=50, context=64)
+    batch = data.batch(0, 64)
+    assert batch["tokens"].shape == (64, 64) and batch["tokens"].dtype == batch["targets"].dtype == np.int32
+    assert (batch["tokens"].min(), batch["tokens"].max()) == (0, 49)
+    np.testing.assert_array_equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])
+    assert_same(RandomTokens(vocab=50, context=64).batch(0, 64), batch)
+    assert not np.array_equal(data.batch(1, 64)["tokens"], batch["tokens"])
+    assert not np.array_equal(data.batch(0, 64, seed=1)["tokens"], batch["tokens"])
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"step": -1}, r"^step \(=-1\) must not be negative$"),
+        ({"seed": -2}, r"^seed \(=-2\) must not be negative$"),
+        ({"num_ranks": 4}, r"^batch_size \(=6\) must be positive and divisible by num_ranks \(=4\)$"),
+        ({"batch_size": 0}, r"^batch_size \(=0\) must be positive"),
+        ({"rank": 2, "num_ranks": 2}, r"^rank \(=2\) must be at least 0 and below num_ranks \(=2\)$"),
+        ({"rank": -1}, r"^rank \(=-1\) must be at least 0"),
+        ({"num_ranks": 0}, r"below num_ranks \(=0\)$"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["corpus", "random"])
+def test_a_batch_that_cannot_be_is_refused(counting, kind, arguments, message):
+    data = Corpus(counting, context=CONTEXT) if kind == "corpus" else RandomTokens(1000, CONTEXT)
+    with pytest.raises(ValueError, match=message):
+        data.batch(**{"step": 0, "batch_size": 6, **arguments})
+
+
+def test_validation_batches_refuses_at_once(counting):
+    corpus = Corpus(counting, context=CONTEXT)
+    with pytest.raises(ValueError, match=r"^batch_size \(=0\) must be positive$"):
+        corpus.validation_batches(0)
+    with pytest.raises(ValueError, match=r"^max_batches \(=-1\) must not be negative$"):
+        corpus.validation_batches(1, -1)
+
+
+def test_text_that_cannot_be_is_refused(write, tmp_path):
+    with pytest.raises(ValueError, match=r"^data path '.*/none' does not exist$"):
+        Corpus(tmp_path / "none")
+    with pytest.raises(ValueError, match=r"^folder '.*' must hold text files, it has none$"):
+        Corpus(tmp_path)
+    with pytest.raises(ValueError, match=r"^file '.*/empty.txt' must hold text, it is empty$"):
+        Corpus(write(b"", "empty.txt"))
+    with pytest.raises(ValueError, match=r"^folder '.*' must hold text files, it has none$"):
+        Corpus(tmp_path)
+    with pytest.raises(ValueError, match=r"^data path '/dev/null' must be a regular file or a folder$"):
+        Corpus("/dev/null")
+    with pytest.raises(ValueError, match=r"^text of .* \(=4 bytes\) must be longer than one context \(=4 tokens\)$"):
+        Corpus(write(b"abcd"), context=4)
+
+
+@pytest.mark.parametrize("holdout", [-0.1, 1, 1.5, float("nan")])
+def test_holdout_out_of_range_is_refused(holdout):
+    with pytest.raises(ValueError, match=rf"^holdout \(={holdout}\) must be at least 0 and below 1$"):
+        Corpus(holdout=holdout)
+
+
+def test_sizes_out_of_range_are_refused():
+    with pytest.raises(ValueError, match=r"^context \(=0\) must be a positive integer$"):
+        Corpus(context=0)
+    with pytest.raises(ValueError, match=r"^vocab \(=0\) and context \(=128\) must be positive$"):
+        RandomTokens(vocab=0)
+
+
+def test_an_unreadable_folder_is_an_error_and_not_left_out(tmp_path, monkeypatch, write):
+    write(b"text", "text.txt")
+
+    def refuse(folder):
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(PermissionError, match="Permission denied"):
+        Corpus(tmp_path)
+
+
+def test_standard_library_without_sources_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxddp.training.data.sysconfig.get_path", lambda name: str(tmp_path))
+    with pytest.raises(ValueError, match=r"^the Python standard library has no sources in '.*': give a path to text"):
+        Corpus()

@@ -1,0 +1,42 @@
+"""Data parallelism as JAX does it unasked: ``jit`` with replicated parameters and a sharded batch.
+
+XLA's partitioner adds the reductions, merges them as it likes and schedules them by its own model of the network. It
+is what every strategy of this package is to be compared with, and computes the same metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ..communication.exchange import sum_of_squares
+from ..scopes import OPTIMIZER_SCOPE
+from .step import TrainState
+
+
+def auto_step(
+    loss_fn: Callable[[Any, Any], jax.Array], optimizer: optax.GradientTransformation
+) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
+    """Makes a training step to be jitted with a replicated state and a batch sharded by rank.
+
+    Args:
+        loss_fn: ``(params, batch)`` to the mean loss.
+        optimizer: Any optax transformation.
+
+    Returns:
+        ``(state, batch)`` to the next state and the metrics, over the global batch.
+    """
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
+        with jax.named_scope(OPTIMIZER_SCOPE):
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            updated = optax.apply_updates(state.params, updates)
+            metrics = {"loss": loss, "grad_norm": jnp.sqrt(sum_of_squares(jax.tree.leaves(grads)))}
+        return TrainState(state.step + 1, updated, opt_state, state.key), metrics
+
+    return step

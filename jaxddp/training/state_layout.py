@@ -1,0 +1,166 @@
+"""Where each leaf of a training state lies: whole on every rank, or cut into shards.
+
+=============== ===================== ====================== ======================
+leaf            stage 0               stage 1 and 2          stage 3
+=============== ===================== ====================== ======================
+parameter       whole                 whole                  shards, small ones whole
+optimizer state whole                 shards where it mirrors a parameter, else whole
+step, key       whole                 whole                  whole
+memory          each rank its own     none                   none
+=============== ===================== ====================== ======================
+
+A shard's leaf is one array of ``Cut.joined_shape``, which lies over the ranks along its last dimension. What each rank
+remembers of a parameter is one array as well, which lies over the ranks along its first dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec
+
+from ..communication.sharding import Cut
+from ..strategy import Strategy
+from ..tree import named_leaves, path_name, split, tensor_specs
+from ..zero.elementwise import check_elementwise, sharded_state
+from .step import TrainState
+from .validation import abstract
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """Where one leaf lies.
+
+    Attributes:
+        shape: Whole.
+        dtype: Its dtype.
+        cut: How it is cut; None if every rank has the whole.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    cut: Cut | None = None
+
+    @property
+    def held(self) -> jax.ShapeDtypeStruct:
+        """The array that holds it, over all ranks."""
+        return jax.ShapeDtypeStruct(self.cut.joined_shape if self.cut else self.shape, self.dtype)
+
+    @property
+    def on_rank(self) -> jax.ShapeDtypeStruct:
+        """What one rank has of it."""
+        return jax.ShapeDtypeStruct(self.cut.shard_shape if self.cut else self.shape, self.dtype)
+
+    @property
+    def bytes_on_rank(self) -> int:
+        """Bytes that one rank has of it."""
+        return self.on_rank.size * self.on_rank.dtype.itemsize
+
+    def spec(self, axis: str) -> PartitionSpec:
+        """Says to ``shard_map`` and ``NamedSharding`` how its array lies over a mesh axis."""
+        return self.cut.spec(axis) if self.cut else PartitionSpec()
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """How the state of one model lies over the ranks.
+
+    Attributes:
+        params: The tree of the parameters, of ``Leaf``.
+        opt_state: The tree of the optimizer's state, of ``Leaf``.
+        memory: What the compression remembers before the first step, arrays of NumPy ``[num_ranks, ...]``.
+    """
+
+    params: Any
+    opt_state: Any
+    memory: Any = ()
+
+    def specs(self, axis: str) -> Any:
+        """Gives a ``TrainState`` of the ``PartitionSpec`` of each leaf."""
+        params, opt_state = jax.tree.map(lambda leaf: leaf.spec(axis), (self.params, self.opt_state))
+        memory = jax.tree.map(lambda array: PartitionSpec(axis), self.memory)
+        whole: Any = PartitionSpec()
+        return TrainState(whole, params, opt_state, whole, memory)
+
+    def whole(self) -> Any:
+        """Describes the model: its parameters, whole."""
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self.params)
+
+    def held(self) -> TrainState:
+        """Describes a state of step 0."""
+        params, opt_state = jax.tree.map(lambda leaf: leaf.held, (self.params, self.opt_state))
+        step, key = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), jax.random.key(0)))
+        return TrainState(step, params, opt_state, key, abstract(self.memory))
+
+
+def state_layout(
+    params: Any,
+    optimizer: optax.GradientTransformationExtraArgs,
+    strategy: Strategy,
+    num_ranks: int,
+    trainable: Callable[[str], bool] | None = None,
+) -> StateLayout:
+    """Lays a model's training state out over ranks.
+
+    Args:
+        params: A tree of whole arrays or ``jax.ShapeDtypeStruct``.
+        optimizer: Of the trainable ones.
+        strategy: Whose stage says what is cut, and whose ``cut`` says how.
+        num_ranks: Number of ranks.
+        trainable: Predicate on a parameter's name; None trains all.
+
+    Returns:
+        The layout.
+
+    Raises:
+        ValueError: If the optimizer's state is to be cut, and the optimizer is not element-wise.
+    """
+    params = jax.tree.map(partial(_as_master, strategy.precision.master_dtype), abstract(params))
+    trained = split(params, trainable)[0]
+
+    def leaf(struct: Any, cut: Cut | None) -> Leaf:
+        return Leaf(tuple(struct.shape), struct.dtype, cut)
+
+    if strategy.stage == 0:
+        whole, state = jax.tree.map(
+            lambda struct: leaf(struct, None), (params, jax.eval_shape(optimizer.init, trained))
+        )
+        return StateLayout(whole, state, _first_memory(trained, strategy, num_ranks))
+
+    def cut(path: Any, struct: Any) -> Leaf:
+        name = path_name(path)
+        return leaf(struct, strategy.cut(tensor_specs({name: struct})[name], num_ranks))
+
+    updated = jax.tree_util.tree_map_with_path(cut, params)
+    own = jax.tree.map(lambda place: place.on_rank, split(updated, trainable)[0])
+    check_elementwise(optimizer, trained, own, value=jax.ShapeDtypeStruct((), jnp.float32))
+    cuts = {path_name(path): place.cut for path, place in jax.tree_util.tree_leaves_with_path(updated)}
+    opt_state = jax.tree.map(
+        lambda mirror: Leaf(tuple(mirror.shape), mirror.dtype, cuts[mirror.param] if mirror.param else None),
+        sharded_state(optimizer, trained),
+    )
+    between_steps = updated if strategy.stage == 3 else jax.tree.map(lambda struct: leaf(struct, None), params)
+    return StateLayout(between_steps, opt_state)
+
+
+def _first_memory(trained: Any, strategy: Strategy, num_ranks: int) -> Any:
+    remember = strategy.compression.remember
+    if remember is None:
+        return ()
+    first = {name: remember(tensor) for name, tensor in tensor_specs(named_leaves(trained)).items()}
+    return jax.tree.map(
+        lambda array: np.broadcast_to(array, (num_ranks, *array.shape)),
+        {name: memory for name, memory in first.items() if memory is not None},
+    )
+
+
+def _as_master(dtype: Any, struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    is_cast = dtype is not None and jnp.issubdtype(struct.dtype, jnp.floating)
+    return jax.ShapeDtypeStruct(struct.shape, dtype) if is_cast else struct

@@ -1,0 +1,82 @@
+"""What a trainer is handed: states and batches, checked, and described by shape and dtype alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..tree import named_leaves
+from .step import TrainState
+
+
+def check_alive(state: TrainState) -> None:
+    """Refuses a state that a step was given before: on jax 0.10 running a program on donated arrays ends the process.
+
+    Args:
+        state: Of arrays.
+
+    Raises:
+        ValueError: If it was donated.
+    """
+    if isinstance(state.step, jax.Array) and state.step.is_deleted():
+        raise ValueError(f"state (={type(state).__name__}) was donated to an earlier step: use the one it returned")
+
+
+def as_arrays(state: TrainState) -> TrainState:
+    """Takes Python's numbers in a state for what they are, such as a learning rate that the user has set.
+
+    Args:
+        state: Its optimizer's state may hold numbers.
+
+    Returns:
+        The same of arrays.
+    """
+    if all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(state.opt_state)):
+        return state
+    return state._replace(opt_state=jax.tree.map(jnp.asarray, state.opt_state))
+
+
+def check_batch(batch: Any, num_ranks: int, num_microbatches: int) -> None:
+    """Refuses a batch that cannot be split.
+
+    Args:
+        batch: A tree of arrays whose dimension 0 counts examples.
+        num_ranks: Ranks that share it.
+        num_microbatches: Parts into which each rank splits its share.
+
+    Raises:
+        ValueError: If leaves are no arrays or differ in length, or the length cannot be divided.
+    """
+    leaves = named_leaves(batch)
+    if not leaves:
+        raise ValueError(f"batch (={batch!r}) must hold at least one array")
+    for name, leaf in leaves.items():
+        if not hasattr(leaf, "shape") or leaf.ndim == 0:
+            raise ValueError(f"batch leaf {name!r} (={leaf!r}) must be an array whose dimension 0 counts examples")
+    lengths = {name: leaf.shape[0] for name, leaf in leaves.items()}
+    if len(set(lengths.values())) != 1:
+        raise ValueError(f"batch leaves must agree in length, they have {lengths}")
+    length = next(iter(lengths.values()))
+    if length % (num_ranks * num_microbatches) or length == 0:
+        raise ValueError(
+            f"batch (={length} examples) must be divisible by num_ranks x num_microbatches "
+            f"(={num_ranks} x {num_microbatches})"
+        )
+
+
+def abstract(tree: Any) -> Any:
+    """Describes arrays by shape and dtype, as JAX would hold them."""
+
+    def struct(leaf: Any) -> jax.ShapeDtypeStruct:
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if is_key else jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+    return jax.tree.map(struct, tree)
+
+
+def signature(*trees: Any) -> Any:
+    """Gives a key that trees of the same structure, shapes and dtypes share."""
+    leaves, structure = jax.tree.flatten(trees)
+    return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)

@@ -1,0 +1,118 @@
+"""Compile options that keep a plan from being rewritten, by platform.
+
+By default XLA merges all gradient all-reduces of a step into one (CPU, TPU) or into buckets of its own (GPU, 30 MiB),
+so every strategy would be the same program. Each backend has a pass that does it and a way to stop that pass for one
+program; from jaxlib 0.10 to 0.12 they are the same. On CPU the optimization barriers, by which naive and flat wait for
+the backward and equal buckets stay apart, are dropped before scheduling unless the pass that drops them is stopped too.
+
+    platform  pass that merges                                     stopped by
+    CPU       cpu-all-reduce-combiner                              xla_disable_hlo_passes
+    GPU       gpu-{all-reduce,all-gather,reduce-scatter}-combiner  a threshold of 0 bytes
+    TPU       all-reduce-combiner                                  xla_disable_hlo_passes
+
+On GPUs a plan also has to survive the scheduler, which by default keeps one collective in flight and starts the next
+when a model of the target's own links says so, whatever the network is. It is told to start each as soon as its
+buffer is packed, and to let any number be in flight: they queue on one stream, in the order of the plan. Not at stage
+3, where what could start at once are the gathers of all units.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+import jax
+import jaxlib.version
+
+from ..simulation.network import Network
+from ..strategy import Strategy
+
+_DISABLE = "xla_disable_hlo_passes"
+_START_EARLY = {
+    "xla_gpu_experimental_collective_start_as_early_as_possible": True,
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 65_536,  # more than any plan has buckets
+}
+
+
+def compile_options(strategy: Strategy, platform: str) -> dict[str, str | int | bool]:
+    """Says what keeps a strategy's plan, for ``jax.jit(f, compiler_options=...)`` or ``lowered.compile(...)``.
+
+    Passes that ``XLA_FLAGS`` already disables stay disabled: a program's own list would replace that one.
+
+    Args:
+        strategy: The strategy to be compiled.
+        platform: ``"cpu"``, ``"gpu"``, ``"cuda"`` or ``"tpu"``, as in ``mesh.devices.flat[0].platform``.
+
+    Returns:
+        Option names and values.
+
+    Raises:
+        ValueError: If the platform is unknown.
+
+    Example:
+        >>> import jaxddp
+        >>> jaxddp.compile_options(jaxddp.bucketed(25), "gpu")["xla_gpu_all_reduce_combine_threshold_bytes"]
+        0
+    """
+    if platform == "cpu":
+        passes = ["cpu-all-reduce-combiner", "cse_barrier_expander"]
+        return {_DISABLE: _with_disabled_passes_of_environment(passes)}
+    if platform in ("gpu", "cuda"):
+        return {
+            "xla_gpu_all_reduce_combine_threshold_bytes": 0,
+            "xla_gpu_all_gather_combine_threshold_bytes": 0,
+            "xla_gpu_reduce_scatter_combine_threshold_bytes": 0,
+            # Older ones refuse a name they do not know. Gathers of stage 3 could all start at once, and would be held.
+            **(_START_EARLY if _jaxlib_version() >= (0, 10, 2) and strategy.stage < 3 else {}),
+        }
+    if platform == "tpu":
+        return {_DISABLE: _with_disabled_passes_of_environment(["all-reduce-combiner"])}
+    raise ValueError(f"unknown platform {platform!r}: one of cpu, gpu, cuda, tpu")
+
+
+def configure(network: Network | float) -> None:
+    """Tells XLA's scheduler how fast the network is, for every GPU program of this process.
+
+    What this package compiles needs no telling. It is for ``jit`` and other programs that leave the schedule to XLA,
+    which takes every network for the target's own links: at 50 GB/s per rank that costs 8 GPUs a tenth of a step
+    (``docs/schedules.md``). Sets ``XLA_FLAGS``: call it before anything else uses JAX.
+
+    Args:
+        network: What connects the GPUs, or 10^9 bytes per second that one of them can send.
+
+    Raises:
+        ValueError: If the network is out of range, or JAX has started.
+    """
+    network = network if isinstance(network, Network) else Network(network)
+    try:
+        # A change of this number, here and back, is refused once JAX has started.
+        num_devices = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+        for number in (num_devices + 1, num_devices):
+            jax.config.update("jax_num_cpu_devices", number)
+    except RuntimeError as error:
+        raise ValueError(f"network (={network}) cannot be told: JAX has started, call configure before that") from error
+    options = {
+        "nccl_op_launch_us": network.latency_us,
+        # Its unit is 10^9 bits. Told an eighth of the truth it starts earlier, which was seen to be better.
+        "nic_speed_gbps": network.host_gb_per_s or network.gb_per_s,
+        "chunk_prep_us": 1,
+        "rtt_us": network.latency_us,
+        "gpus_per_node": 1,
+        "chunk_size_bytes": 4 * 2**20,
+    }
+    told = ",".join(f"{name}={value}" for name, value in options.items())
+    flags = [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_gpu_enable_analytical_sol_latency_estimator=true",
+        f"--xla_gpu_analytical_latency_estimator_options={told}",
+    ]
+    os.environ["XLA_FLAGS"] = " ".join(filter(None, flags))
+
+
+def _jaxlib_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", jaxlib.version.__version__)[:3])
+
+
+def _with_disabled_passes_of_environment(passes: list[str]) -> str:
+    already = re.findall(rf"--{_DISABLE}=(\S+)", os.environ.get("XLA_FLAGS", ""))
+    return ",".join([*(already[-1].split(",") if already else []), *passes])

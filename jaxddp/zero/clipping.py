@@ -1,0 +1,116 @@
+"""Clipping by the global norm, which an optimizer on shards cannot do alone: each rank sees some of the squares.
+
+    norm = sqrt(sum over ranks of sum(shard^2) + sum(whole^2))        scale = min(1, max_norm / norm)
+
+Where a strategy of this package hands shards to an optimizer it says so here, and the sum is taken over ranks; anywhere
+else it is the plain sum.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from ..communication.collectives import all_reduce
+from ..communication.exchange import sum_of_squares
+from ..communication.sharding import Cut
+from ..scopes import METRICS_SCOPE
+from ..tree import named_leaves
+from .elementwise import GLOBAL_NORM
+
+_shards: ContextVar[tuple[str, Mapping[str, Cut | None]] | None] = ContextVar("jaxddp_shards", default=None)
+
+
+def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
+    """Clips updates to a global norm, whole or in shards.
+
+    Equals ``optax.clip_by_global_norm`` on whole updates, and works where that would be refused: in a chain whose state
+    is sharded, by ``Trainer`` or by ``shard_optimizer``.
+
+    Args:
+        max_norm: The greatest norm that passes unscaled.
+
+    Returns:
+        The transformation; it has no state.
+
+    Raises:
+        ValueError: If ``max_norm`` is not positive.
+
+    Example:
+        >>> clip = clip_by_global_norm(1.0)
+        >>> updates, _ = clip.update({"w": jnp.array([3.0, 4.0])}, clip.init(None))
+        >>> [round(float(update), 6) for update in updates["w"]]
+        [0.6, 0.8]
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm (={max_norm!r}) must be positive")
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+        norm = global_norm(updates)
+        passes = norm < max_norm
+
+        def clip(leaf: jax.Array) -> jax.Array:
+            return jnp.where(passes, leaf, leaf / norm.astype(leaf.dtype) * max_norm)
+
+        return jax.tree.map(clip, updates), state
+
+    return optax.GradientTransformation(optax.init_empty_state, update)
+
+
+def global_norm(tree: Any) -> jax.Array:
+    """Gives the Euclidean norm of all elements of a tree, over all ranks if it is one of shards.
+
+    Args:
+        tree: Of arrays, named as the parameters are; some may be missing.
+
+    Returns:
+        A scalar, summed at least in float32.
+
+    Raises:
+        ValueError: If the tree is one of shards and a name in it is no parameter's: what is cut how is then not known.
+    """
+    over = _shards.get()
+
+    def jaxddp_global_norm(leaves: dict[str, jax.Array]) -> jax.Array:
+        if over is None:
+            return jnp.sqrt(sum_of_squares(leaves.values()))
+        axis, cuts = over
+        shards, wholes = [], []
+        for name, leaf in leaves.items():
+            if name not in cuts:
+                rule = "updates in shards must keep the names of parameters"
+                raise ValueError(f"{rule}, and {name!r} is none: clip the whole tree")
+            cut = cuts[name]
+            if cut is None:
+                wholes.append(leaf)
+            else:  # an optimizer may have made anything of the zeros of padding
+                shards.append(cut.without_padding(leaf.reshape(cut.shard_shape), lax.axis_index(axis)))
+        with jax.named_scope(METRICS_SCOPE):
+            total = all_reduce(sum_of_squares(shards), axis)
+        return jnp.sqrt(total + sum_of_squares(wholes))
+
+    assert jaxddp_global_norm.__name__ == GLOBAL_NORM
+    return jax.jit(jaxddp_global_norm)(named_leaves(tree))
+
+
+@contextlib.contextmanager
+def on_shards(axis: str, cuts: Mapping[str, Cut | None]) -> Iterator[None]:
+    """Says that the updates handled inside are shards.
+
+    Args:
+        axis: Name of the mesh axis over which they lie.
+        cuts: By a parameter's name, how it is cut; None for one whose update is whole on every rank.
+    """
+    token = _shards.set((axis, cuts))
+    try:
+        yield
+    finally:
+        _shards.reset(token)

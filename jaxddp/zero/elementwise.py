@@ -1,0 +1,297 @@
+"""Whether an optimizer may run on shards: whether it is element-wise, seen in the trace of what it computes.
+
+On a rank, a sharded optimizer sees a part of each parameter, in another shape. Its updates are those of the whole if
+element i of an update depends on elements i alone, and on numbers that all ranks hold alike, such as counts, learning
+rates and the loss. No optimizer is known by name: ``init`` and ``update`` are traced on shapes, and every value is
+
+    uniform     one number, the same at every element and on every rank
+    aligned     its element i depends on elements i of arrays of its own shape, and on uniform values
+    positional  the same on every rank, but not at every element: a ramp, noise, a constant mask
+    mixed       all else: sums, matrix products, sorts, a parameter scaled by another one
+
+Element-wise operations keep values aligned; all others mix them, loops too, since their rounds are not looked into.
+Aligned and positional together are mixed. Updates and the state that lies in shards must be uniform or aligned, the
+state that every rank keeps whole uniform or positional; what reaches neither may be anything.
+
+An optimizer may look at shapes as well, as a mask by size does. So it is traced on shards too: every output must be the
+same expression there. A shard has as many dimensions as its parameter, and at least one: masks by ``ndim > 1`` agree.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.extend import core
+
+from ..communication.order import TRANSPARENT
+from ..communication.sharding import chunk_elements
+from ..tree import named_leaves, path_name
+
+GLOBAL_NORM = "jaxddp_global_norm"  # name of the one function whose sum over elements ``clipping`` takes over ranks
+_PROBE_ELEMENTS = 1009  # of the first shard that is made up
+_WRAPPERS = TRANSPARENT - {"shard_map"}  # inside of which shapes are others
+_RESHAPES = frozenset(("broadcast_in_dim", "reshape", "slice", "squeeze"))  # to the same shape: no change
+ELEMENTWISE = frozenset(
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil "
+    "clamp clz complex conj convert_element_type copy cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 "
+    "floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt "
+    "lt_to max min mul mulhi name ne neg nextafter not one_minus_square or polygamma polynomial population_count pow "
+    "real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic "
+    "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta".split()
+)
+_CAUSES = {
+    "dot_general": "a product summed over elements",
+    "iota": "the place of elements",
+    "random_bits": "random numbers by place",
+    "reduce_and": "all elements together",
+    "reduce_max": "all elements together",
+    "reduce_or": "all elements together",
+    "reduce_sum": "a sum over elements",
+}
+_REFUSAL = "optimizer must be element-wise to be sharded: {}; use a strategy that keeps the optimizer whole"
+
+
+@dataclass(frozen=True)
+class StateLeaf:
+    """A leaf of an optimizer's state.
+
+    Attributes:
+        param: Dotted name of the parameter that it mirrors, element by element; None if every rank keeps it whole.
+        shape: Its shape beside full parameters.
+        dtype: Its dtype.
+    """
+
+    param: str | None
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+def sharded_state(optimizer: optax.GradientTransformation, params: Any) -> Any:
+    """Says which leaves of an optimizer's state mirror a parameter, and so lie in shards like it.
+
+    ``init`` is traced on shards of made-up sizes, all different: the shape of a leaf tells whose it is.
+
+    Args:
+        optimizer: The optimizer.
+        params: The full trainable parameters: a tree of arrays or ``jax.ShapeDtypeStruct``.
+
+    Returns:
+        A tree like the optimizer's state, of ``StateLeaf``.
+
+    Raises:
+        ValueError: If a leaf's shape, or its being there, depends on parameters that it does not mirror.
+
+    Example:
+        >>> optimizer = optax.sgd(optax.linear_schedule(0.1, 0.0, 9), momentum=0.9)
+        >>> state = sharded_state(optimizer, {"w": jnp.ones((3, 4))})
+        >>> [(leaf.param, leaf.shape) for leaf in jax.tree.leaves(state)]
+        [('w', (3, 4)), (None, ())]
+    """
+    params = _abstract(params)
+    shapes = {name: leaf.shape for name, leaf in named_leaves(params).items()}
+    sizes = itertools.count(_PROBE_ELEMENTS)
+    probes = [_flat(params, lambda leaf: next(sizes)) for _ in range(2)]
+    state = jax.eval_shape(optimizer.init, params)
+    with _blaming_shapes():
+        probed = [_same_structure(jax.eval_shape(optimizer.init, probe), state) for probe in probes]
+    param_of = dict(zip(zip(*map(_shapes, probes), strict=True), shapes, strict=True))
+    paths, structure = jax.tree.flatten_with_path(state)
+    leaves = []
+    for (path, leaf), of_probes in zip(paths, zip(*map(_shapes, probed), strict=True), strict=True):
+        param = param_of.get(of_probes)
+        if {leaf.shape} != ({*of_probes} if param is None else {shapes[param]}):
+            what = f"the shape {leaf.shape} of its state {path_name(path)!r}"
+            raise ValueError(_REFUSAL.format(f"{what} depends on the sizes of parameters and is that of none"))
+        leaves.append(StateLeaf(param, leaf.shape, leaf.dtype))
+    return jax.tree.unflatten(structure, leaves)
+
+
+def check_elementwise(
+    optimizer: optax.GradientTransformation, params: Any, shard_shapes: Any = None, **extra_args: Any
+) -> None:
+    """Refuses an optimizer that would compute something else on shards than on the whole.
+
+    Args:
+        optimizer: The optimizer; traced, not run.
+        params: The full trainable parameters: a tree of arrays or ``jax.ShapeDtypeStruct``.
+        shard_shapes: What a rank holds of them, as a tree of ``jax.ShapeDtypeStruct``; as if cut for 2 ranks if None.
+        **extra_args: What else ``update`` takes, such as ``value``: the same on every rank.
+
+    Raises:
+        ValueError: If an update or the state depends on elements at other places, or on shapes.
+    """
+    params = _abstract(params)
+    shards = _flat(params, lambda leaf: chunk_elements(leaf.size, 2)) if shard_shapes is None else shard_shapes
+    state, expressions = sharded_state(optimizer, params), _Expressions()
+    whole = _computations(optimizer, params, state, extra_args, expressions)
+    with _blaming_shapes():
+        cut = _computations(optimizer, shards, state, extra_args, expressions)
+        for (label, computation), (_, on_shard) in zip(whole, cut, strict=True):
+            if computation != on_shard:
+                raise ValueError(f"{label} is another computation there; decide by path, or by ndim > 1")
+
+
+class _Kind(enum.Enum):
+    UNIFORM, ALIGNED, POSITIONAL, MIXED = range(4)
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A value in a trace: its kind, the number of its expression, and what made it positional or mixed."""
+
+    kind: _Kind
+    number: int
+    cause: str = ""
+
+
+class _Expressions:
+    """Follows values through traces. What is the same expression in two of them has the same number in both."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+
+    def number(self, *expression: Any) -> int:
+        return self._numbers.setdefault(expression, len(self._numbers))
+
+    def follow(self, program: Any, inputs: Sequence[_Value]) -> list[_Value]:
+        """Gives the outputs of a traced program for its inputs."""
+        jaxpr = getattr(program, "jaxpr", program)
+        constants = [self._constant(value) for value in getattr(program, "consts", ())]
+        values = dict(zip((*jaxpr.invars, *jaxpr.constvars), (*inputs, *constants), strict=True))
+
+        def read(atom: Any) -> _Value:
+            is_literal = isinstance(atom, core.Literal)
+            return self._constant(np.asarray(atom.val, atom.aval.dtype)) if is_literal else values[atom]
+
+        for equation in jaxpr.eqns:
+            results = self._results(equation, [read(atom) for atom in equation.invars])
+            values.update(zip(equation.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _results(self, equation: Any, operands: list[_Value]) -> list[_Value]:
+        name, params = equation.primitive.name, equation.params
+        shapes = tuple(atom.aval.shape for atom in equation.invars)
+        out_shapes = [var.aval.shape for var in equation.outvars]
+        if params.get("name") == GLOBAL_NORM:
+            return [_Value(_Kind.UNIFORM, self.number(GLOBAL_NORM, *(value.number for value in operands)))]
+        if name in _WRAPPERS:
+            return self.follow(params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"], operands)
+        if name == "optimization_barrier":
+            return operands
+        if name == "cond":
+            index = _mixed(operands[0], "a choice by a parameter's value (cond)")
+            options = zip(*(self.follow(branch, operands[1:]) for branch in params["branches"]), strict=True)
+            return [self._combined((index, *option), name) for option in options]
+        if name in _RESHAPES and (operands[0].kind is _Kind.UNIFORM or shapes[0] == out_shapes[0]):
+            return operands[:1]
+        if name in ELEMENTWISE:
+            cause = f"a parameter of another shape ({name})"
+            met = [_mixed(value, cause, shape != out_shapes[0]) for value, shape in zip(operands, shapes, strict=True)]
+            return [self._combined(met, name, str(params))]
+        cause = f"{_CAUSES.get(name, 'elements at other places')} ({name})"
+        results = []
+        for place, shape in enumerate(out_shapes):
+            # Unlike those of element-wise operations, these results depend on the shapes of what enters.
+            result = self._combined([_mixed(value, cause) for value in operands], name, str(params), shapes, place)
+            whole = _replicated(shape, result.number, result.cause or cause)
+            results.append(result if result.kind is _Kind.MIXED else whole)
+        return results
+
+    def _combined(self, values: Sequence[_Value], *operation: Any) -> _Value:
+        """Describes an array whose every element is made of those of others at the same place."""
+        number = self.number(*operation, *(value.number for value in values))
+        first = {value.kind: value for value in reversed(values)}
+        if mixed := first.get(_Kind.MIXED):
+            return replace(mixed, number=number)
+        if positional := first.get(_Kind.POSITIONAL):
+            return _Value(_Kind.MIXED if _Kind.ALIGNED in first else _Kind.POSITIONAL, number, positional.cause)
+        return _Value(_Kind.ALIGNED if _Kind.ALIGNED in first else _Kind.UNIFORM, number)
+
+    def _constant(self, value: Any) -> _Value:
+        is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+        data = np.asarray(jax.random.key_data(value) if is_key else value).tobytes()
+        one = data[: len(data) // max(value.size, 1)]
+        if data == one * value.size:
+            return _Value(_Kind.UNIFORM, self.number(str(value.dtype), one))
+        return _replicated(value.shape, self.number(str(value.dtype), value.shape, data), "an array of constants")
+
+
+def _mixed(value: _Value, cause: str, moves: bool = True) -> _Value:
+    """Gives what becomes of a value whose elements may leave their places."""
+    return replace(value, kind=_Kind.MIXED, cause=cause) if moves and value.kind is _Kind.ALIGNED else value
+
+
+def _replicated(shape: tuple[int, ...], number: int, cause: str) -> _Value:
+    """Describes an array that all ranks hold alike."""
+    return _Value(_Kind.UNIFORM, number) if math.prod(shape) <= 1 else _Value(_Kind.POSITIONAL, number, cause)
+
+
+def _computations(
+    optimizer: optax.GradientTransformation, params: Any, state: Any, extra_args: Any, expressions: _Expressions
+) -> list[tuple[str, Any]]:
+    """Says how an optimizer computes each of its outputs, for parameters or shards of them, if it is element-wise."""
+    own = jax.tree.map_with_path(lambda path, leaf: StateLeaf(path_name(path), leaf.shape, leaf.dtype), params)
+    shapes = {leaf.param: leaf.shape for leaf in jax.tree.leaves(own)}
+    state = jax.tree.map(lambda leaf: replace(leaf, shape=shapes.get(leaf.param, leaf.shape)), state)
+    arguments = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (own, state, own))
+
+    update = optax.with_extra_args_support(optimizer).update
+    traced, results = jax.make_jaxpr(
+        lambda grads, state, params, extra: (optimizer.init(params), *update(grads, state, params, **extra)),
+        return_shape=True,
+    )(*arguments, extra_args)
+    inputs: list[_Value] = []
+    for var, leaf in itertools.zip_longest(traced.jaxpr.invars, jax.tree.leaves((own, state, own))):
+        number = expressions.number("input", len(inputs))
+        held = _replicated(var.aval.shape, number, "an array that is no parameter's")
+        inputs.append(_Value(_Kind.ALIGNED, number) if leaf and leaf.param is not None else held)
+    found, values = [], iter(expressions.follow(traced, inputs))
+    for what, like, result in zip(("first state", "update of", "state"), (state, own, state), results, strict=True):
+        shapes_given = _shapes(_same_structure(result, like))
+        for (path, leaf), shape in zip(jax.tree.leaves_with_path(like), shapes_given, strict=True):
+            label, value = f"its {what} {path_name(path)!r}", next(values)
+            if value.kind not in (_Kind.UNIFORM, _Kind.POSITIONAL if leaf.param is None else _Kind.ALIGNED):
+                cause = value.cause or "elements of a parameter that it does not mirror"
+                clip = "; if it clips, jaxddp.clip_by_global_norm does so on shards" if "(reduce_sum)" in cause else ""
+                raise ValueError(_REFUSAL.format(f"{label} depends on {cause}") + clip)
+            found.append((label, (value.number, shape == leaf.shape)))
+    return found
+
+
+def _same_structure(tree: Any, like: Any) -> Any:
+    if len({jax.tree.structure(tree), jax.tree.structure(like)}) > 1:
+        raise ValueError("optimizer's state and updates must keep one structure")
+    return tree
+
+
+@contextmanager
+def _blaming_shapes() -> Iterator[None]:
+    """Says of what goes wrong on shards alone that an optimizer looks at shapes."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"optimizer looks at the shapes of parameters, and shards have others: {reason}") from error
+
+
+def _abstract(params: Any) -> Any:
+    return jax.eval_shape(lambda tree: tree, params)
+
+
+def _shapes(tree: Any) -> list[tuple[int, ...]]:
+    return [leaf.shape for leaf in jax.tree.leaves(tree)]
+
+
+def _flat(params: Any, size: Callable[[Any], int]) -> Any:
+    """Makes up shards of some sizes."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1,) * (leaf.ndim - 1) + (size(leaf),), leaf.dtype), params)

@@ -1,0 +1,352 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from optax import contrib
+
+from jaxddp.tree import named_leaves, path_name
+from jaxddp.zero.elementwise import StateLeaf, check_elementwise, sharded_state
+
+pytestmark = pytest.mark.usefixtures("optimized")
+
+SHAPES = {
+    "layers": [{"kernel": (3, 4), "bias": (2,)}, {"kernel": (3, 4), "bias": (2,)}],
+    "scale": (),
+    "frozen": None,
+}
+SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 5)
+
+
+def params_of(make):
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda shape: make(rng, shape), SHAPES, is_leaf=lambda shape: isinstance(shape, tuple))
+
+
+PARAMS = params_of(lambda rng, shape: jax.ShapeDtypeStruct(shape, jnp.float32))
+
+
+def shards_of(params, num_ranks):
+    def shard(leaf):
+        chunk = -(-math.prod(leaf.shape) // num_ranks)
+        return jax.ShapeDtypeStruct((*(1,) * (len(leaf.shape) - 1), chunk), leaf.dtype)
+
+    return jax.tree.map(shard, params)
+
+
+def no_biases(params):
+    return jax.tree.map_with_path(lambda path, leaf: not path_name(path).endswith("bias"), params)
+
+
+def of_gradients(change, init=lambda params: optax.EmptyState()):
+    return optax.GradientTransformation(init, lambda grads, state, params=None: (change(grads), state))
+
+
+def of_each_gradient(change):
+    return of_gradients(lambda grads: jax.tree.map(change, grads))
+
+
+def with_state(start, change):
+    return optax.GradientTransformation(start, lambda grads, state, params=None: (grads, change(grads, state)))
+
+
+def one_random_number(key):
+    def update(key, grads):
+        key, now = jax.random.split(key)
+        return jax.tree.map(lambda grad: grad * jax.random.normal(now), grads), key
+
+    return optax.GradientTransformation(lambda params: key, lambda grads, key, params=None: update(key, grads))
+
+
+@jax.custom_vjp
+def clipped_tanh(x):
+    return jnp.where(jnp.abs(x) < 1, jnp.tanh(x), jnp.sign(x))
+
+
+clipped_tanh.defvjp(lambda x: (clipped_tanh(x), x), lambda x, grad: (grad,))
+
+MULTI_STEPS = optax.MultiSteps(optax.sign_sgd(SCHEDULE), 2)  # compiled below, for its branches are each time otherwise
+ELEMENTWISE = {
+    "sgd": optax.sgd(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "nesterov": optax.sgd(SCHEDULE, momentum=0.9, nesterov=True),
+    "adam": optax.adam(0.1),
+    "adamw": optax.adamw(SCHEDULE, weight_decay=0.1, mask=no_biases),
+    "adamw, mask as a tree": optax.adamw(0.1, weight_decay=0.1, mask=no_biases(PARAMS)),
+    "adamw, mask by ndim": optax.adamw(0.1, mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)),
+    "adamw, nesterov": optax.adamw(0.1, nesterov=True, mu_dtype=jnp.bfloat16),
+    "adagrad": optax.adagrad(0.1),
+    "adadelta": optax.adadelta(0.1),
+    "rmsprop": optax.rmsprop(0.1),
+    "rmsprop, centered": optax.rmsprop(0.1, centered=True, momentum=0.9, bias_correction=True),
+    "lion": optax.lion(0.1),
+    "adabelief": optax.adabelief(0.1),
+    "radam": optax.radam(0.1),
+    "nadam": optax.nadam(0.1),
+    "nadamw": optax.nadamw(0.1),
+    "amsgrad": optax.amsgrad(0.1),
+    "adamax": optax.adamax(0.1),
+    "adan": optax.adan(0.1, weight_decay=0.1),
+    "yogi": optax.yogi(0.1),
+    "rprop": optax.rprop(0.1),
+    "sign_sgd": optax.sign_sgd(0.1),
+    "optimistic_adam": optax.optimistic_adam_v2(0.1),
+    "multi_transform": optax.multi_transform(
+        {True: optax.adam(0.1), False: optax.chain(optax.trace(0.9), optax.scale(-0.1))}, no_biases
+    ),
+    "frozen by labels": optax.multi_transform({True: optax.adam(0.1), False: optax.set_to_zero()}, no_biases),
+    "inject_hyperparams": optax.inject_hyperparams(optax.adamw)(SCHEDULE, b1=0.8),
+    "chain": optax.chain(optax.clip(0.5), optax.add_decayed_weights(0.1, no_biases), optax.scale_by_adam()),
+    "ema": optax.chain(optax.ema(0.9), optax.scale(-0.1)),
+    "MultiSteps": optax.GradientTransformation(MULTI_STEPS.init, jax.jit(MULTI_STEPS.update)),
+    "masked": optax.masked(optax.trace(0.9), no_biases),
+    "set_to_zero": optax.set_to_zero(),
+    "apply_every": optax.chain(optax.scale(-0.1), optax.apply_every(2)),
+    "scale_by_schedule": optax.scale_by_schedule(optax.piecewise_interpolate_schedule("linear", 0.1, {2: 0.5, 3: 0.1})),
+    "reduce_on_plateau": optax.chain(optax.adam(0.1), contrib.reduce_on_plateau(patience=1, rtol=1.0)),
+    "keep_params_nonnegative": optax.chain(optax.sgd(0.1), optax.keep_params_nonnegative()),
+    "factored_rms of small matrices": optax.scale_by_factored_rms(),
+    "schedule_free": contrib.schedule_free_adamw(0.1),
+    "ademamix": contrib.ademamix(0.1),
+    "adopt": contrib.adopt(0.1),
+    "madgrad": contrib.madgrad(0.1),
+    "one random number for all": one_random_number(jax.random.key(0)),
+    "wrapped programs": of_each_gradient(lambda grad: jax.checkpoint(clipped_tanh)(jax.nn.relu(grad))),
+    "values passed on": of_each_gradient(
+        lambda grad: jax.lax.optimization_barrier(jax.lax.stop_gradient(checkpoint_name(grad, "gradient")))
+    ),
+    "a rate out of a table": of_each_gradient(
+        lambda grad: grad * jax.lax.dynamic_slice(jnp.array([0.1, 0.2]), (1,), (1,)).reshape((1,) * grad.ndim)
+    ),
+    "a choice by count": of_each_gradient(lambda grad: jax.lax.switch(2 - 1, [jnp.zeros_like, jnp.negative], grad)),
+    "another of the same shape": of_gradients(
+        lambda grads: grads | {"layers": [grads["layers"][1], jax.tree.map(jnp.add, *grads["layers"])]}
+    ),
+    "a norm that nobody reads": of_gradients(lambda grads: (optax.tree.norm(grads), grads)[1]),
+    "a history of numbers": with_state(
+        lambda params: {"history": jnp.zeros(3)}, lambda grads, state: {"history": jnp.roll(state["history"] + 1, 1)}
+    ),
+    "constants without a place": of_each_gradient(lambda grad: grad * jnp.full(grad.shape, 2.0).reshape(grad.shape)),
+}
+
+
+def cut(array, num_ranks, rank):
+    flat = np.asarray(array).reshape(-1)
+    chunk = -(-flat.size // num_ranks)
+    flat = np.pad(flat, (0, num_ranks * chunk - flat.size))
+    return jnp.asarray(flat[rank * chunk : (rank + 1) * chunk].reshape((*(1,) * (np.ndim(array) - 1), chunk)))
+
+
+def join(shards, shape):
+    flat = np.concatenate([np.asarray(shard).reshape(-1) for shard in shards])
+    return flat[: math.prod(shape)].reshape(shape)
+
+
+@pytest.mark.parametrize("optimizer", ELEMENTWISE.values(), ids=ELEMENTWISE)
+def test_element_wise_optimizers_pass_and_do_on_shards_what_they_do_on_the_whole(optimizer):
+    num_ranks = 2
+    check_elementwise(optimizer, PARAMS, shards_of(PARAMS, num_ranks), value=jnp.float32(0))
+    check_elementwise(optimizer, PARAMS, value=jnp.float32(0))
+    update = optax.with_extra_args_support(optimizer).update
+    whole = params_of(lambda rng, shape: jnp.asarray(rng.normal(size=shape), jnp.float32))
+    state = optimizer.init(whole)
+    own = [jax.tree.map(lambda leaf, rank=rank: cut(leaf, num_ranks, rank), whole) for rank in range(num_ranks)]
+    own_states = [optimizer.init(params) for params in own]
+    rng = np.random.default_rng(1)
+    for step in range(2):
+        grads = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), whole)
+        updates, state = update(grads, state, whole, value=jnp.float32(step))
+        whole = optax.apply_updates(whole, updates)
+        for rank in range(num_ranks):
+            own_grads = jax.tree.map(lambda leaf, rank=rank: cut(leaf, num_ranks, rank), grads)
+            updates, own_states[rank] = update(own_grads, own_states[rank], own[rank], value=jnp.float32(step))
+            own[rank] = optax.apply_updates(own[rank], updates)
+    mirrors = [leaf.param for leaf in jax.tree.leaves(sharded_state(optimizer, PARAMS))] + list(named_leaves(PARAMS))
+    ours = zip(*(jax.tree.leaves(held) for held in zip(own_states, own, strict=True)), strict=True)
+    for mirror, leaf, shards in zip(mirrors, jax.tree.leaves((state, whole)), ours, strict=True):
+        # Run operation by operation, both round alike: equal to the last bit.
+        if mirror is not None:
+            np.testing.assert_array_equal(join(shards, leaf.shape), leaf)
+        else:
+            assert all(jnp.array_equal(shard, leaf) for shard in shards)
+
+
+A_SUM = r"depends on a sum over elements \(reduce_sum\); .*; if it clips, jaxddp.clip_by_global_norm does so on shards"
+NOISE = r"depends on random numbers by place \(random_bits\)"
+OTHER_SHAPE = r"its update of 'layers.0.bias' depends on a parameter of another shape "
+PLACE = r"its update of 'layers.0.bias' depends on the place of elements \(iota\)"
+MIXING = {
+    "lamb": (optax.lamb(0.1), A_SUM),
+    "lars": (optax.lars(0.1), A_SUM),
+    "novograd": (optax.novograd(0.1), A_SUM),
+    "adafactor": (optax.adafactor(0.1), A_SUM),
+    "adafactor, factored": (
+        optax.adafactor(0.1, min_dim_size_to_factor=2),
+        r"the shape \(3,\) of its state '0.v_row.lay",
+    ),
+    "sm3": (optax.sm3(0.1), "shards have others"),
+    "muon": (contrib.muon(0.1), r"update of 'layers.0.kernel' depends on elements at other places \(reshape\)"),
+    "centralize": (optax.centralize(), "update of 'layers.0.kernel' " + A_SUM),
+    "clip_by_global_norm": (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), A_SUM),
+    "clip_by_block_rms": (optax.clip_by_block_rms(1.0), A_SUM),
+    "adaptive_grad_clip": (optax.adaptive_grad_clip(0.1), A_SUM),
+    "normalize_by_update_norm": (optax.normalize_by_update_norm(), A_SUM),
+    "polyak_sgd": (optax.polyak_sgd(), A_SUM),
+    "lbfgs": (
+        optax.scale_by_lbfgs(),
+        r"the shape \(10, 2\) of its state 'diff_params_memory.layers.0.bias' depends on the",
+    ),
+    "dog": (contrib.dog(), "its first state '1.max_dist' " + A_SUM),
+    "prodigy": (contrib.prodigy(), "a product summed over elements"),
+    "mechanize": (contrib.mechanize(optax.sgd(0.1)), A_SUM),
+    "noisy_sgd": (optax.noisy_sgd(0.1, key=0), NOISE),
+    "noise": (of_each_gradient(lambda grad: grad + jax.random.normal(jax.random.key(0), grad.shape)), NOISE),
+    "apply_if_finite": (optax.apply_if_finite(optax.sgd(0.1), 3), r"all elements together \(reduce_and\)"),
+    "skip_not_finite": (optax.MultiSteps(optax.sgd(0.1), 2, should_skip_update_fn=optax.skip_not_finite), A_SUM),
+    "zero_nans": (
+        optax.zero_nans(),
+        r"its state 'found_nan.layers.0.bias' depends on all elements together \(reduce_or\)",
+    ),
+    "flatten": (optax.flatten(optax.adam(0.1)), r"the shape \(29,\) of its state '0.mu' depends on the sizes"),
+    "0-d scales": (of_gradients(lambda grads: jax.tree.map(lambda grad: grad * grads["scale"], grads)), OTHER_SHAPE),
+    "0-d decides": (
+        of_gradients(lambda grads: jax.tree.map(lambda grad: jnp.where(grads["scale"] > 0, grad, 0), grads)),
+        OTHER_SHAPE + r"\(select_n\)",
+    ),
+    "0-d branches": (
+        of_gradients(
+            lambda grads: jax.lax.cond(grads["scale"] > 0, lambda: grads, lambda: optax.tree.zeros_like(grads))
+        ),
+        r"depends on a choice by a parameter's value \(cond\)",
+    ),
+    "0-d kept": (
+        with_state(lambda params: {"last": jnp.zeros(())}, lambda grads, state: {"last": grads["scale"]}),
+        "its state 'last' depends on elements of a parameter that it does not mirror",
+    ),
+    "norm kept": (
+        with_state(lambda params: {"norm": jnp.zeros(())}, lambda grads, state: {"norm": optax.tree.norm(grads)}),
+        "its state 'norm' " + A_SUM,
+    ),
+    "cumsum": (of_each_gradient(lambda grad: jnp.cumsum(grad, -1) if grad.ndim else grad), r"\(cumsum\)"),
+    "flip": (of_each_gradient(lambda grad: jnp.flip(grad)), r"elements at other places \(rev\)"),
+    "sort": (of_each_gradient(lambda grad: jnp.sort(grad, -1) if grad.ndim else grad), r"\(sort\)"),
+    "a loop": (of_each_gradient(lambda grad: jax.lax.fori_loop(0, 3, lambda _, x: x / 2, grad)), r"\(scan\)"),
+    "ramp as mask": (of_each_gradient(lambda grad: grad * (jnp.arange(grad.size).reshape(grad.shape) > 1)), PLACE),
+    "mask of constants": (
+        of_each_gradient(lambda grad: grad * np.arange(grad.size).reshape(grad.shape)),
+        "'layers.0.bias' depends on an array of constants",
+    ),
+    "array as state": (
+        optax.GradientTransformation(
+            lambda params: jnp.ones(2),
+            lambda grads, state, params=None: (jax.tree.map(lambda g: g * state if g.ndim == 1 else g, grads), state),
+        ),
+        "its update of 'layers.0.bias' depends on an array that is no parameter's",
+    ),
+}
+
+
+def by_size(params):
+    return jax.tree.map(lambda leaf: leaf.size > 6, params)
+
+
+LOOKING_AT_SHAPES = {
+    "mask by size": (optax.adamw(0.1, mask=by_size), "its update of 'layers.0.kernel' is another computation there"),
+    "labels by size": (
+        optax.multi_transform({True: optax.adam(0.1), False: optax.sgd(0.1)}, by_size),
+        "optimizer's state and updates must keep one structure",
+    ),
+    "size as a number": (of_each_gradient(lambda grad: grad / grad.size), "'layers.0.bias' is another computation"),
+    "size as an exponent": (
+        of_each_gradient(lambda grad: grad ** (2 + (grad.size > 6))),
+        "'layers.0.kernel' is another",
+    ),
+    "size as a sum": (of_each_gradient(lambda grad: grad * jnp.sum(jnp.ones_like(grad))), "'layers.0.bias' is another"),
+    "size as a ramp": (
+        of_each_gradient(lambda grad: grad * jnp.sum(jnp.arange(grad.size))),
+        "'layers.0.bias' is another",
+    ),
+    "dims of 0-d": (of_each_gradient(lambda grad: grad if grad.ndim else 2 * grad), "'scale' is another computation"),
+    "update of one shape": (
+        of_each_gradient(lambda grad: jnp.ones((3, 4)) if grad.ndim == 2 else grad),
+        "'layers.0.kernel' is another computation",
+    ),
+    "shape as constants": (
+        of_each_gradient(lambda grad: grad * np.ones((3, 4), np.float32) if grad.ndim == 2 else grad),
+        "mul got incompatible shapes",
+    ),
+}
+
+
+@pytest.mark.parametrize(("optimizer", "reason"), MIXING.values(), ids=MIXING)
+def test_optimizers_that_mix_elements_are_refused_with_the_reason_in_one_line(optimizer, reason):
+    with pytest.raises(ValueError, match=reason) as refusal:
+        check_elementwise(optimizer, PARAMS, shards_of(PARAMS, 2), value=jnp.float32(0))
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(("optimizer", "reason"), LOOKING_AT_SHAPES.values(), ids=LOOKING_AT_SHAPES)
+def test_optimizers_that_do_another_thing_on_shards_are_refused(optimizer, reason):
+    for shards in (shards_of(PARAMS, 2), None):
+        with pytest.raises(ValueError, match=f"optimizer looks at the shapes of parameters, .*{reason}") as refusal:
+            check_elementwise(optimizer, PARAMS, shards)
+        assert "\n" not in str(refusal.value)
+
+
+def test_what_depends_on_the_cut():
+    """A matrix too narrow to be factored becomes one that is not, if it is cut by rows."""
+    params = {"w": jax.ShapeDtypeStruct((8, 4, 4), jnp.float32)}
+    optimizer = optax.scale_by_factored_rms(min_dim_size_to_factor=5)
+    check_elementwise(optimizer, params, shards_of(params, 2))
+    with pytest.raises(ValueError, match="optimizer looks at the shapes of parameters, and shards have others: "):
+        check_elementwise(optimizer, params, {"w": jax.ShapeDtypeStruct((8, 1, 8), jnp.float32)})
+    check_elementwise(optax.adamw(0.1), params, {"w": jax.ShapeDtypeStruct((8, 1, 8), jnp.float32)})
+
+
+def test_parameters_of_one_shape_must_be_cut_alike_if_they_meet():
+    params = {name: jax.ShapeDtypeStruct((4, 4), jnp.float32) for name in "ab"}
+    swap = of_gradients(lambda grads: {"a": grads["a"] + grads["b"], "b": grads["b"]})
+    check_elementwise(swap, params, shards_of(params, 2))
+    shards = {"a": jax.ShapeDtypeStruct((1, 8), jnp.float32), "b": jax.ShapeDtypeStruct((4, 1), jnp.float32)}
+    with pytest.raises(ValueError, match="'a' depends on a parameter of another shape"):
+        check_elementwise(swap, params, shards)
+
+
+def test_empty_parameters_and_arrays_of_numpy_just_work():
+    check_elementwise(optax.adagrad(0.1), {"empty": np.ones((0, 3)), "w": np.ones((2, 3))})  # of float64
+    assert jax.tree.leaves(sharded_state(optax.trace(0.9), {"empty": np.ones((0, 3))})) == [
+        StateLeaf("empty", (0, 3), jnp.float32)
+    ]
+
+
+def test_state_leaves_know_which_parameter_they_mirror():
+    optimizer = optax.chain(
+        optax.masked(optax.trace(0.9, accumulator_dtype=jnp.bfloat16), no_biases),
+        optax.inject_hyperparams(optax.scale)(SCHEDULE),
+        with_state(lambda params: {"key": jax.random.key(0), "history": jnp.zeros(3)}, lambda grads, state: state),
+    )
+    state = sharded_state(optimizer, PARAMS)
+    assert jax.tree.structure(state) == jax.tree.structure(jax.eval_shape(optimizer.init, PARAMS))
+    assert {name: (leaf.param, leaf.shape, str(leaf.dtype)) for name, leaf in named_leaves(state).items()} == {
+        "0.inner_state.trace.layers.0.kernel": ("layers.0.kernel", (3, 4), "bfloat16"),
+        "0.inner_state.trace.layers.1.kernel": ("layers.1.kernel", (3, 4), "bfloat16"),
+        "0.inner_state.trace.scale": ("scale", (), "bfloat16"),
+        "1.count": (None, (), "int32"),
+        "1.hyperparams.step_size": (None, (), "float32"),
+        "1.hyperparams_states.step_size.count": (None, (), "int32"),
+        "2.history": (None, (3,), "float32"),
+        "2.key": (None, (), "key<fry>"),
+    }
+
+
+def test_a_flax_state():
+    params = nnx.state(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.Param)
+    check_elementwise(optax.adamw(0.1), params)
+    mirrors = [leaf.param for leaf in jax.tree.leaves(sharded_state(optax.adamw(0.1), params))]
+    assert mirrors == [None, "bias", "kernel", "bias", "kernel"]
+    with pytest.raises(ValueError, match="its update of 'bias' depends on a sum over elements"):
+        check_elementwise(optax.lamb(0.1), params)

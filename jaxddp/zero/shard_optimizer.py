@@ -1,0 +1,111 @@
+"""ZeRO stage 1 as an optax transformation, for training loops of one's own inside ``shard_map`` or ``pmap``.
+
+It takes each rank's own gradients and gives whole updates: reduce-scatter, the wrapped optimizer on this rank's shards,
+all-gather. What it sends is what an all-reduce of the gradients would, and it replaces that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import optax
+from jax import lax
+
+from ..communication.buckets import BucketMb, BucketPlan, plan_buckets
+from ..communication.compression import none
+from ..communication.exchange import SHARDED, launch, settle
+from ..communication.sharding import Cut
+from ..training.state_layout import state_layout
+from ..tree import like, named_leaves, tensor_specs
+from .clipping import on_shards
+from .elementwise import check_elementwise
+from .stage1 import gather_params, own_shards, zero1
+
+
+def shard_optimizer(
+    optimizer: optax.GradientTransformation, axis: str, *, bucket_mb: BucketMb = 25.0
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer so that each rank keeps and updates 1/N of its state.
+
+    ============ ========================= ===========================
+    tensor       ``update`` takes          ``update`` gives
+    ============ ========================= ===========================
+    gradient     ``[shape]``, this rank's
+    state        ``[..., c]``, this rank's ``[..., c]``, this rank's
+    update                                 ``[shape]``, equal on all
+    ============ ========================= ===========================
+
+    Call ``init`` and ``update`` inside ``jax.shard_map`` or ``jax.pmap``; ``sharded_specs`` says how the state lies
+    over the ranks. Give ``update`` gradients that no rank has summed: it averages them. Compile the caller with
+    ``jaxddp.compile_options(jaxddp.zero1(), platform)``, or XLA merges the buckets.
+
+    Args:
+        optimizer: Element-wise; chain ``jaxddp.clip_by_global_norm`` to clip.
+        axis: Name of the mesh axis.
+        bucket_mb: Cap of the buckets, which hold gradients in the reverse order of the tree; see ``plan_buckets``.
+
+    Returns:
+        The transformation. Its ``init`` raises ``ValueError`` if the optimizer is not element-wise.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jax.sharding import PartitionSpec as P
+        >>> import jaxddp
+        >>> mesh = jaxddp.data_mesh(4)
+        >>> params = {"w": jnp.ones(6)}
+        >>> optimizer = shard_optimizer(optax.adam(0.1), "data")
+        >>> specs = sharded_specs(optax.adam(0.1), params, num_ranks=4, axis="data")
+        >>> def step(params, x):
+        ...     state = optimizer.init(params)
+        ...     updates, state = optimizer.update({"w": x * params["w"]}, state, params)
+        ...     return optax.apply_updates(params, updates), state
+        >>> run = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), specs))
+        >>> params, state = run(params, jnp.arange(4.0))
+        >>> state[0].mu["w"].shape, state[0].mu["w"].addressable_shards[0].data.shape
+        ((8,), (2,))
+    """
+    optimizer = optax.with_extra_args_support(optimizer)
+    plan_buckets([], bucket_mb)  # a bad cap is refused here, not at the first update
+
+    def init(params: Any) -> Any:
+        own = own_shards(params, axis)
+        check_elementwise(optimizer, params, own)
+        return optimizer.init(own)
+
+    def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        num_ranks = lax.axis_size(axis)
+        buckets = plan_buckets(reversed(tensor_specs(named_leaves(grads)).values()), bucket_mb).buckets
+        empty = tuple(name for name, leaf in named_leaves(grads).items() if leaf.size == 0)
+        plan = BucketPlan(buckets if num_ranks > 1 else (), constants=empty, gathers=buckets)
+        sums, _ = launch(grads, plan, axis, SHARDED, none)
+        means, *_ = settle(sums, plan, num_ranks, SHARDED, num_ranks)
+        own = None if params is None else own_shards(params, axis)
+        shards = jax.tree.map(
+            lambda mean, grad: mean.reshape(Cut(grad.shape, num_ranks).shard_shape), like(grads, means), grads
+        )
+        cuts = {name: Cut(leaf.shape, num_ranks) for name, leaf in named_leaves(grads).items()}
+        with on_shards(axis, cuts):
+            updates, state = optimizer.update(shards, state, own, **extra_args)
+        return gather_params(updates, grads, plan, axis), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def sharded_specs(optimizer: optax.GradientTransformation, params: Any, *, num_ranks: int, axis: str) -> Any:
+    """Says how the state of ``shard_optimizer`` lies over the ranks, for ``in_specs`` and ``out_specs``.
+
+    Args:
+        optimizer: The one that was wrapped.
+        params: A tree of whole arrays or ``jax.ShapeDtypeStruct``.
+        num_ranks: Number of ranks.
+        axis: Name of the mesh axis.
+
+    Returns:
+        A tree of ``PartitionSpec`` like the state.
+
+    Raises:
+        ValueError: If the optimizer is not element-wise.
+    """
+    layout = state_layout(params, optax.with_extra_args_support(optimizer), zero1(), num_ranks)
+    return layout.specs(axis).opt_state

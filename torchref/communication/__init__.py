@@ -1,0 +1,1 @@
+"""How gradients travel: collectives, buckets, shards, compression."""

@@ -1,0 +1,98 @@
+"""Functions that ranks run stand at the top; integer-valued data make every sum exact, so comparisons are bitwise."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchref.communication.collectives import Issued, all_gather, record, reduce_scatter
+from torchref.communication.collectives_test import DTYPES, assert_same, integer_valued, raised
+from torchref.communication.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+
+
+def check_against_the_library(group=None):
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    for dtype in DTYPES:
+        own = integer_valued(num_ranks, 3 * num_ranks, 2, dtype=dtype)[rank]
+        kept = own.clone()
+        assert_same(ring_reduce_scatter(own, group), reduce_scatter(own, group))
+        assert_same(ring_all_gather(own, group), all_gather(own, group))
+        assert_same(own, kept)
+        for shape in ((), (0,), (1,), (7,), (0, 5), (2, 3, 5)):
+            x = integer_valued(num_ranks, *shape, dtype=dtype)
+            assert_same(ring_all_reduce(x[rank], group), x.sum(dim=0, dtype=dtype))
+            assert_same(x, integer_valued(num_ranks, *shape, dtype=dtype))
+
+
+def check_in_a_group():
+    odd = dist.new_group([1, 3, 4])
+    if dist.get_rank() in (1, 3, 4):
+        check_against_the_library(odd)
+
+
+def check_any_data():
+    rank = dist.get_rank()
+    x = torch.randn(8, 1000, generator=torch.Generator().manual_seed(0))
+    # 8 summands of size about 1, each addition off by at most 2^-24 of a partial sum that stays below 16.
+    tolerance = 8 * 16 * 2**-24
+    assert (ring_all_reduce(x[rank]) - x.sum(dim=0)).abs().max() <= tolerance
+    # Strides, and a leaf that requires a gradient.
+    wide = x[:, :64].reshape(8, 8, 8).clone().requires_grad_()
+    total = ring_all_reduce(wide[rank].t())
+    assert not total.requires_grad
+    assert (total - wide.detach().sum(dim=0).t()).abs().max() <= tolerance
+
+
+def results_may_be_written_to():
+    """On one rank nothing is sent, but the result must still be another tensor."""
+    x = torch.ones(4)
+    for fn in (ring_reduce_scatter, ring_all_gather, ring_all_reduce):
+        fn(x).zero_()
+    assert_same(x, torch.ones(4))
+
+
+def sends():
+    num_ranks = dist.get_world_size()
+    recorded = []
+    for fn, length in ((ring_reduce_scatter, 5 * num_ranks), (ring_all_gather, 5), (ring_all_reduce, 5 * num_ranks)):
+        with record() as issued:
+            fn(torch.zeros(length))
+        recorded.append(issued)
+    return recorded
+
+
+def error_messages():
+    return [
+        raised(ring_reduce_scatter, torch.zeros(10)),
+        raised(ring_reduce_scatter, torch.tensor(1.0)),
+        raised(ring_all_gather, torch.tensor(1.0)),
+    ]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 8])
+def test_ring_equals_the_library_for_any_number_of_ranks(ranks, num_ranks):
+    ranks.run(check_against_the_library, num_ranks=num_ranks)
+
+
+def test_ring_within_a_group(ranks):
+    ranks.run(check_in_a_group, num_ranks=5)
+
+
+def test_any_data_agree_up_to_rounding(ranks):
+    ranks.run(check_any_data, num_ranks=8)
+
+
+def test_results_are_new_tensors(ranks):
+    ranks.run(results_may_be_written_to, num_ranks=1)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_the_planned_sends_are_issued_and_nothing_else(ranks, num_ranks):
+    chunk = Issued("send-recv", 5 * 4)  # 5 float32: a chunk, never the whole tensor
+    once = [chunk] * (num_ranks - 1)
+    assert ranks.run(sends, num_ranks=num_ranks) == [[once, once, 2 * once]] * num_ranks
+
+
+def test_errors_name_the_value_and_the_rule(ranks):
+    no_dimension = "shape (=()) must have a dimension 0 to cut or join along"
+    divisible = "dimension 0 (=10) must be divisible by num_ranks (=4)"
+    assert ranks.run(error_messages, num_ranks=4) == [[divisible, no_dimension, no_dimension]] * 4

@@ -1,0 +1,86 @@
+"""Which optimizers may run on shards."""
+
+import pytest
+import torch
+
+from torchref.zero.elementwise import check_elementwise
+
+ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
+
+
+class Scaled(torch.optim.Optimizer):
+    """Scales each step by the norm of its parameter, as LAMB and LARS do."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad * parameter.norm(), alpha=group["lr"])
+
+
+class Normalised(torch.optim.Optimizer):
+    """Divides all gradients by their norm together."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
+        for parameter in parameters:
+            parameter.sub_(parameter.grad / norm, alpha=self.param_groups[0]["lr"])
+
+
+class Decaying(torch.optim.SGD):
+    """Decays matrices only, by their number of dimensions."""
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.mul_(0.9 if parameter.ndim > 1 else 1.0)
+        super().step()
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_what_works_element_by_element_is_accepted(name):
+    check_elementwise(getattr(torch.optim, name), {})
+    check_elementwise(getattr(torch.optim, name), {"lr": 0.0})
+
+
+@pytest.mark.parametrize("options", [{"momentum": 0.9, "nesterov": True}, {"weight_decay": 0.1, "maximize": True}])
+def test_options_are_tried(options):
+    check_elementwise(torch.optim.SGD, {"lr": 1e-9, **options})
+
+
+@pytest.mark.parametrize("lr", [0.0, 1e-9, 0.1])
+@pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, Scaled, Normalised, Decaying])
+def test_what_looks_at_the_whole_is_refused_whatever_its_learning_rate(optimizer, lr):
+    with pytest.raises(ValueError, match=rf"optimizer \(={optimizer.__name__}\) must be element-wise to be sharded"):
+        check_elementwise(optimizer, {"lr": lr})
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "cause", "what_it_says"),
+    [
+        (torch.optim.LBFGS, TypeError, "TypeError: .* argument: 'closure'"),
+        (torch.optim.SparseAdam, RuntimeError, "RuntimeError: SparseAdam does not support dense gradients"),
+        (torch.optim.Muon, ValueError, "ValueError: Muon only supports 2D parameters"),
+    ],
+)
+def test_what_cannot_step_on_parts_is_refused_with_what_it_says(optimizer, cause, what_it_says):
+    message = rf"optimizer \(={optimizer.__name__}\) must be element-wise to be sharded: .* it raises {what_it_says}.*$"
+    with pytest.raises(ValueError, match=message) as refused:
+        check_elementwise(optimizer, {"lr": 0.1})
+    assert isinstance(refused.value.__cause__, cause)
+    assert "\n" not in str(refused.value)
+
+
+def test_options_are_refused_in_the_optimizers_own_words():
+    with pytest.raises(ValueError, match="^Invalid weight_decay value: -1"):
+        check_elementwise(torch.optim.SGD, {"weight_decay": -1})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'decay'"):
+        check_elementwise(torch.optim.SGD, {"decay": 1})
