@@ -1,10 +1,5 @@
 """Distributed data parallelism, gradient buckets and ZeRO for JAX."""
 
-from . import quiet_start as quiet_start  # before all that imports JAX
-from . import targets as targets
-from .communication.buckets import BucketPlan as BucketPlan
-from .communication.buckets import TensorSpec as TensorSpec
-from .communication.buckets import plan_buckets as plan_buckets
 from .compiled.schedule import gradient_collectives as gradient_collectives
 from .compiled.schedule import read_schedule as read_schedule
 from .ddp import bucketed as bucketed
@@ -15,7 +10,10 @@ from .loss import Weighted as Weighted
 from .mesh import data_mesh as data_mesh
 from .mesh import simulate_devices as simulate_devices
 from .mesh import start_process as start_process
-from .simulation.network import Network as Network
+from .planning.buckets import BucketPlan as BucketPlan
+from .planning.buckets import TensorSpec as TensorSpec
+from .planning.buckets import plan_buckets as plan_buckets
+from .planning.network import Network as Network
 from .strategy import STRATEGIES as STRATEGIES
 from .strategy import Strategy as Strategy
 from .strategy import make_strategy as make_strategy

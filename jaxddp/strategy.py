@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .communication.buckets import Bucket, BucketPlan, TensorSpec, dtype_bytes, plan_buckets
 from .communication.compression import Compression, check_forgets, none
 from .communication.exchange import SHARDED, WHOLE, Route, launch, settle
 from .communication.gloo import kind_of_scatter
 from .communication.order import finishing_times, matmul_flops
-from .communication.sharding import Cut, bucket_width
+from .communication.sharding import Cut
+from .planning.buckets import Bucket, BucketPlan, TensorSpec, bucket_width, dtype_bytes, plan_buckets
 from .tree import like, named_leaves, tensor_specs
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .communication.buckets import TensorSpec
+from .planning.buckets import TensorSpec
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """The PyTorch twin of jaxddp: the same strategies over torch.distributed."""
 
-from .communication.buckets import BucketPlan as BucketPlan
-from .communication.buckets import TensorSpec as TensorSpec
-from .communication.buckets import plan_buckets as plan_buckets
+from jaxddp.planning.buckets import BucketPlan as BucketPlan
+from jaxddp.planning.buckets import TensorSpec as TensorSpec
+from jaxddp.planning.buckets import plan_buckets as plan_buckets
+
 from .data_parallel import DataParallel as DataParallel
 from .ddp import BucketedDDP as BucketedDDP
 from .ddp import FlatDDP as FlatDDP

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from jaxddp.planning.buckets import BucketPlan, TensorSpec
+
 from .clipping import clip_to_norm_, global_norm, sharded_norm
-from .communication.buckets import BucketPlan, TensorSpec
 from .communication.collectives import broadcast
 from .communication.compression import Compression, none
 from .communication.low_rank import Memory

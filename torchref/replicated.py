@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .communication.buckets import Bucket, BucketPlan, TensorSpec, dtype_bytes, pack, unpack
+from jaxddp.planning.buckets import Bucket, BucketPlan, TensorSpec, dtype_bytes
+
+from .communication.buckets import pack, unpack
 from .communication.exchange import WHOLE
 from .communication.low_rank import Memory
 from .data_parallel import DataParallel

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .communication.buckets import TensorSpec
+from jaxddp.planning.buckets import TensorSpec
 
 if TYPE_CHECKING:
     from .data_parallel import DataParallel

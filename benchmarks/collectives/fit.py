@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxddp.planning.cost.bandwidth import fit_sweep
-from jaxddp.simulation.network import Network
+from jaxddp.planning.network import Network
 
 from .cases import rates
 

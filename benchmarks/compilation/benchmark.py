@@ -17,8 +17,8 @@ import jax
 import jaxlib
 import numpy as np
 
+from jaxddp.planning.chips import target
 from jaxddp.targets.compile import check_installed
-from jaxddp.targets.target import target
 
 from ..harness.options import Options
 from ..harness.ratios import compare

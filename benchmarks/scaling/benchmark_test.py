@@ -19,8 +19,8 @@ from benchmarks.training import frameworks
 from benchmarks.training.measure import Measured, SideResult, StepMetrics, StrategySpec
 from jaxddp.checkpoint.weights import export_weights
 from jaxddp.models import SIZES, TransformerConfig
+from jaxddp.planning.chips import target
 from jaxddp.targets.program import TargetError
-from jaxddp.targets.target import target
 
 
 def point(mode, num_ranks, median_ms, **others):

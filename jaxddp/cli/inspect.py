@@ -128,7 +128,7 @@ def _draw(folder: Path, inspections: list[Any]) -> None:
 
 def _network(arguments: argparse.Namespace, target: Any) -> Any:
     """The target's links, or the given speed in the place of those that bind: between hosts if there are several."""
-    from ..simulation.network import Network
+    from ..planning.network import Network
 
     chip, given = target.chip, arguments.network_gb_per_s
     if target.num_hosts == 1 or target.platform == "tpu":

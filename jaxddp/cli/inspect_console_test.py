@@ -10,8 +10,8 @@ from jaxddp import targets
 from jaxddp.cli.inspect_console import as_json, show
 from jaxddp.compiled.testdata import load_fixture
 from jaxddp.inspection.strategies import inspect_dump
+from jaxddp.planning.network import Network
 from jaxddp.simulation.bound import Bound
-from jaxddp.simulation.network import Network
 
 TARGET = targets.target("h100:8")
 

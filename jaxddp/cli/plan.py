@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _job(arguments: argparse.Namespace) -> Any:
     from .. import targets
-    from ..communication.buckets import dtype_bytes
+    from ..planning.buckets import dtype_bytes
     from ..planning.cost import memory
     from ..planning.cost.scaling import Assumptions
     from ..planning.job import Job

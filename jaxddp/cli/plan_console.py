@@ -10,8 +10,8 @@ import sys
 import textwrap
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ..communication.buckets import MIB
 from ..planning.bucket_choice import Buckets
+from ..planning.buckets import MIB
 from ..planning.lines import assumptions, lines, notes, symbols
 from ..planning.plan import Plan
 

@@ -13,8 +13,8 @@ from jaxddp.__main__ import main
 from jaxddp.inspection import verification as plan_verification
 from jaxddp.inspection.verification import Row, Verification
 from jaxddp.models import SIZES, TransformerConfig
+from jaxddp.planning.chips import CHIPS
 from jaxddp.targets import compile as target_compile
-from jaxddp.targets.target import CHIPS
 
 KEYS = (
     "fits bytes_per_device min_devices compute_bound min_tokens best_bucket_mb accumulation_steps "

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from ..communication.buckets import MIB
+from ..planning.buckets import MIB
 
 if TYPE_CHECKING:
     from .train_loop import StepReport, TrainSummary

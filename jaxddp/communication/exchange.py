@@ -27,9 +27,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..planning.buckets import Bucket, BucketPlan
 from ..scopes import SYNC_SCOPE
 from ..tree import named_leaves
-from .buckets import Bucket, BucketPlan, pack, unpack
+from .buckets import pack, unpack
 from .collectives import all_reduce, reduce_scatter
 from .compression import Compression
 from .low_rank import pay_back

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxddp.communication.buckets import TensorSpec, plan_buckets
 from jaxddp.communication.exchange import SHARDED, SMALL, WHOLE, Sums, settle
+from jaxddp.planning.buckets import TensorSpec, plan_buckets
 
 NUM_RANKS, DENOMINATOR = 4, 8.0
 SIZES = {

@@ -38,7 +38,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .buckets import Bucket, TensorSpec, pack, unpack
+from ..planning.buckets import Bucket, TensorSpec
+from .buckets import pack, unpack
 
 
 class Memory(NamedTuple):

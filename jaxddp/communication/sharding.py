@@ -29,21 +29,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ..planning.cost.memory import chunk_elements as chunk_elements
-from .buckets import Bucket
-
-
-def bucket_width(bucket: Bucket, num_ranks: int) -> int:
-    """Elements of one rank's part of a bucket: the length of a row of its buffer.
-
-    Args:
-        bucket: The bucket.
-        num_ranks: Number of ranks.
-
-    Returns:
-        The sum of its tensors' chunks.
-    """
-    return sum(chunk_elements(tensor.num_elements, num_ranks) for tensor in bucket.tensors)
+from ..planning.buckets import Bucket, chunk_elements
 
 
 def pack_chunks(bucket: Bucket, tensors: Mapping[str, jax.Array], num_ranks: int) -> jax.Array:

@@ -7,8 +7,8 @@ import pytest
 from jaxddp.compiled.schedule import PHASES, Memory, Overlap, gradient_collectives, read_schedule
 from jaxddp.compiled.testdata import fixture_names, load_fixture
 from jaxddp.models import abstract
+from jaxddp.planning.chips import target
 from jaxddp.targets.program import MemoryStats, TargetProgram
-from jaxddp.targets.target import target
 
 RANKS = tuple(range(8))
 MEGABYTE = 1024 * 256 * 4

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from ..communication.buckets import BucketMb, BucketPlan, Rule, TensorSpec, plan_buckets
 from ..communication.compression import Compression, none
-from ..simulation.network import Network
+from ..planning.buckets import BucketMb, BucketPlan, Rule, TensorSpec, plan_buckets
+from ..planning.network import Network
 from ..strategy import Strategy, register
 
 

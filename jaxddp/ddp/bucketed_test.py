@@ -6,7 +6,7 @@ import pytest
 import jaxddp
 from jaxddp.communication import compression
 from jaxddp.models import abstract
-from jaxddp.simulation.network import Network
+from jaxddp.planning.network import Network
 
 
 def test_automatic_caps_need_a_network():

@@ -19,8 +19,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .. import targets
 from ..compiled.schedule import Schedule, read_schedule
 from ..models import TransformerConfig, abstract
+from ..planning.network import Network
 from ..simulation.bound import Bound, lower_bound
-from ..simulation.network import Network
 from ..simulation.simulate import Simulation, simulate
 from ..strategy import STRATEGIES, make_strategy
 from ..targets.compile import start_compile

@@ -21,8 +21,8 @@ from ..compiled.schedule import read_schedule
 from ..models import TransformerConfig
 from ..planning.cost.memory import state_bytes
 from ..planning.cost.traffic import Traffic, sent_bytes
+from ..planning.network import GB, Network
 from ..planning.plan import Plan, plan, units
-from ..simulation.network import GB, Network
 from ..targets.program import TargetMemoryError, TargetProgram
 from .plan_step import PlannedStep, start_planned_step
 

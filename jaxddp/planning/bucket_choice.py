@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..communication.buckets import MIB, TensorSpec, plan_buckets
+from .buckets import MIB, TensorSpec, plan_buckets
 from .cost.overlap import Optimum, bucket_times_s, finish_s, uniform_optimum
 from .job import Job
 

@@ -3,13 +3,13 @@ import math
 import pytest
 
 from jaxddp import targets
-from jaxddp.communication.buckets import MIB
 from jaxddp.planning.bucket_choice import best_buckets, gradient_rate
+from jaxddp.planning.buckets import MIB
 from jaxddp.planning.cost.scaling import Assumptions
 from jaxddp.planning.cost.workload import feed_forward, transformer
 from jaxddp.planning.job import Job
 from jaxddp.planning.machine import cluster_of
-from jaxddp.simulation.network import Network
+from jaxddp.planning.network import Network
 
 XL = transformer(vocab=10_000, context=128, width=768, num_layers=16, num_heads=12, hidden=3200)
 EXACT = Assumptions(ring_factors=True)

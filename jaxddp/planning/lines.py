@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from ..communication.buckets import MIB
-from ..simulation.network import GB
+from .buckets import MIB
+from .network import GB
 from .plan import Plan, units
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from jaxddp import targets
 from jaxddp.planning.machine import Axes, cluster_of
-from jaxddp.simulation.network import Network
+from jaxddp.planning.network import Network
 
 V5P = cluster_of(targets.target("v5p:64"), "bfloat16")
 

@@ -2,9 +2,9 @@ import dataclasses
 
 from jaxddp.compiled.schedule import Operation, Schedule
 from jaxddp.compiled.work import Work
+from jaxddp.planning.chips import CHIPS
+from jaxddp.planning.network import Network
 from jaxddp.simulation.bound import lower_bound
-from jaxddp.simulation.network import Network
-from jaxddp.targets.target import CHIPS
 
 # One byte of memory traffic takes a second; so does one of an all-reduce of two ranks, and half a second a call.
 CHIP = dataclasses.replace(CHIPS["h100"], flops_per_s={"float32": 1.0, "tf32": 1.0}, memory_bytes_per_s=1.0)

@@ -22,9 +22,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxddp
 from jaxddp.compiled.schedule import read_schedule
 from jaxddp.models import SIZES, abstract
-from jaxddp.simulation.network import Network
+from jaxddp.planning.network import Network
 from jaxddp.simulation.simulate import simulate
-from jaxddp.targets.target import target_like
+from jaxddp.targets.meshes import target_like
 from jaxddp.training.train import TrainState
 
 pytestmark = pytest.mark.gpu

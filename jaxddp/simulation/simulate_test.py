@@ -6,9 +6,9 @@ import pytest
 
 from jaxddp.compiled.schedule import Collective, Operation, Schedule
 from jaxddp.compiled.work import MatmulKind, Work
-from jaxddp.simulation.network import Network
+from jaxddp.planning.chips import CHIPS
+from jaxddp.planning.network import Network
 from jaxddp.simulation.simulate import device_seconds, matmul_flops_per_s, simulate
-from jaxddp.targets.target import CHIPS
 
 # One byte of memory traffic takes a second, and so does one byte of an all-reduce of two ranks.
 CHIP = dataclasses.replace(CHIPS["h100"], flops_per_s={"float32": 1.0, "tf32": 1.0}, memory_bytes_per_s=1.0)

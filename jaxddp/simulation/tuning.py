@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..communication.buckets import DEFAULT_BUCKET_MB, BucketMb, BucketPlan, Rule, TensorSpec, plan_buckets
 from ..compiled.schedule import Collective, Operation, Schedule
 from ..compiled.work import Work
-from ..targets.target import Chip
-from .network import Network
+from ..planning.buckets import DEFAULT_BUCKET_MB, BucketMb, BucketPlan, Rule, TensorSpec, plan_buckets
+from ..planning.chips import Chip
+from ..planning.network import Network
 from .simulate import device_seconds, simulate
 
 # Above 64 MiB the sketch below no longer holds: copies of many tensors are split in two, and buckets change places.

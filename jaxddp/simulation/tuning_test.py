@@ -8,14 +8,14 @@ import pytest
 
 import jaxddp
 from jaxddp import targets
-from jaxddp.communication.buckets import MIB, TensorSpec, plan_buckets
 from jaxddp.compiled.schedule import Operation, Schedule, read_schedule
 from jaxddp.compiled.work import MatmulKind, Work
 from jaxddp.models import SIZES, abstract
-from jaxddp.simulation.network import Network
+from jaxddp.planning.buckets import MIB, TensorSpec, plan_buckets
+from jaxddp.planning.chips import CHIPS
+from jaxddp.planning.network import Network
 from jaxddp.simulation.simulate import simulate
 from jaxddp.simulation.tuning import StepTiming, best_caps, expected_step_s, time_gradients
-from jaxddp.targets.target import CHIPS
 
 CHIP = CHIPS["h100"]
 RANKS = 8

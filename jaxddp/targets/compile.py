@@ -24,11 +24,11 @@ import jax.numpy as jnp
 from jax import export
 from jax.sharding import NamedSharding
 
+from ..planning.chips import Target
 from ..quiet_start import devices, superseded_plugins
 from .devices import topology_arguments, topology_environment
 from .job import Pending
 from .program import TargetError, TargetProgram
-from .target import Target
 
 _TOOLKITS = (Path("/usr/local/cuda"),)  # where XLA looks by itself
 TIMEOUT_S = 600.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .target import Target
+from ..planning.chips import Target
 
 
 class _Gpu(NamedTuple):

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..planning.chips import Target
 from .program import MemoryStats, TargetError, TargetProgram, refusal
-from .target import Target
 
 _SCRIPT = Path(__file__).with_name("process.py")
 _free_cpus = threading.BoundedSemaphore(os.cpu_count() or 1)

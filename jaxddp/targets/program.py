@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from .target import Target
+from ..planning.chips import Target
 
 # The TPU compiler's words, with sizes such as 95.74G of 2^30 bytes.
 _SIZES = (

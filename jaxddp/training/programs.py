@@ -15,15 +15,15 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from ..communication.buckets import BucketPlan
 from ..compiled.schedule import read_schedule
 from ..mesh import platform_of
+from ..planning.buckets import BucketPlan
 from ..simulation.tuning import time_gradients
 from ..strategy import GradientTrace, Strategy, plan_trace, planned_collectives, trace_gradients
 from ..targets.compile import TIMEOUT_S, compile_for_target, start_compile
 from ..targets.job import Pending
-from ..targets.target import mesh as target_mesh
-from ..targets.target import target_like, target_of
+from ..targets.meshes import mesh as target_mesh
+from ..targets.meshes import target_like, target_of
 from ..tree import named_leaves
 from ..zero.stage3 import loss_on_shards
 from ..zero.traced import traced_collectives

@@ -25,11 +25,11 @@ import numpy as np
 import optax
 from jax import lax
 
-from ..communication.buckets import BucketPlan
 from ..communication.collectives import all_reduce
 from ..communication.exchange import Sums, launch, settle
 from ..communication.sharding import Cut
 from ..loss import PartialLoss, Parts, denominator, divide
+from ..planning.buckets import BucketPlan
 from ..scopes import METRICS_SCOPE, OPTIMIZER_SCOPE
 from ..strategy import Strategy
 from ..tree import like, merge, named_leaves, split

@@ -14,14 +14,14 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ..communication.buckets import BucketPlan
 from ..loss import partial_loss
 from ..mesh import platform_of
+from ..planning.buckets import BucketPlan
 from ..strategy import Strategy
 from ..targets.compile import TIMEOUT_S
 from ..targets.job import Pending
+from ..targets.meshes import target_of
 from ..targets.program import TargetProgram
-from ..targets.target import target_of
 from ..tree import check_params
 from .placement import from_first_process, place, place_by_rank, whole
 from .programs import Programs

@@ -34,7 +34,7 @@ import optax
 from jax.extend import core
 
 from ..communication.order import TRANSPARENT
-from ..communication.sharding import chunk_elements
+from ..planning.buckets import chunk_elements
 from ..tree import named_leaves, path_name
 
 GLOBAL_NORM = "jaxddp_global_norm"  # name of the one function whose sum over elements ``clipping`` takes over ranks

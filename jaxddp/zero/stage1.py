@@ -31,10 +31,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..communication.buckets import BucketMb, BucketPlan, Rule, plan_buckets
 from ..communication.collectives import all_gather
 from ..communication.compression import Compression, check_forgets, none
 from ..communication.sharding import Cut, pack_own, unpack_chunks
+from ..planning.buckets import BucketMb, BucketPlan, Rule, plan_buckets
 from ..scopes import SYNC_SCOPE
 from ..strategy import Strategy, register
 from ..tree import like, named_leaves

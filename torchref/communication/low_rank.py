@@ -35,7 +35,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .buckets import Bucket, TensorSpec, pack, unpack
+from jaxddp.planning.buckets import Bucket, TensorSpec
+
+from .buckets import pack, unpack
 
 
 class Memory(NamedTuple):

@@ -18,37 +18,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from .buckets import Bucket
-
-
-def chunk_elements(num_elements: int, num_ranks: int) -> int:
-    """Elements of one rank's chunk of a tensor, padding included.
-
-    Args:
-        num_elements: Of the whole tensor.
-        num_ranks: Number of ranks.
-
-    Returns:
-        The length of every chunk.
-
-    Example:
-        >>> chunk_elements(10, 4), chunk_elements(1, 4), chunk_elements(0, 4)
-        (3, 1, 0)
-    """
-    return -(-num_elements // num_ranks)
-
-
-def bucket_width(bucket: Bucket, num_ranks: int) -> int:
-    """Elements of one rank's part of a bucket: the length of a row of its buffer.
-
-    Args:
-        bucket: The bucket.
-        num_ranks: Number of ranks.
-
-    Returns:
-        The sum of its tensors' chunks.
-    """
-    return sum(chunk_elements(tensor.num_elements, num_ranks) for tensor in bucket.tensors)
+from jaxddp.planning.buckets import Bucket, bucket_width, chunk_elements
 
 
 def pack_chunks(

@@ -5,16 +5,8 @@ import math
 import pytest
 import torch
 
-from torchref.communication.buckets import Bucket, TensorSpec, plan_buckets
-from torchref.communication.sharding import (
-    bucket_width,
-    chunk_elements,
-    own_chunk,
-    pack_chunks,
-    pack_own,
-    split_chunks,
-    unpack_chunks,
-)
+from jaxddp.planning.buckets import Bucket, TensorSpec, bucket_width, chunk_elements, plan_buckets
+from torchref.communication.sharding import own_chunk, pack_chunks, pack_own, split_chunks, unpack_chunks
 
 SHAPES = {"matrix": (5, 7), "even": (6, 4), "small": (2,), "scalar": (), "empty": (0, 3)}
 ranks = pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6])

@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from ..communication.buckets import BucketMb, Rule, plan_buckets
+from jaxddp.planning.buckets import BucketMb, Rule, plan_buckets
+
 from ..replicated import Replicated
 from ..strategy import register
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from ..communication.buckets import plan_per_tensor
+from jaxddp.planning.buckets import plan_per_tensor
+
 from ..replicated import Replicated
 from ..strategy import register
 

@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..communication.buckets import Bucket, BucketPlan, TensorSpec, dtype_bytes, plan_buckets
+from jaxddp.planning.buckets import Bucket, BucketPlan, TensorSpec, bucket_width, dtype_bytes, plan_buckets
+
 from ..communication.collectives import all_gather
 from ..communication.compression import Compression
 from ..communication.exchange import SHARDED, InFlight
-from ..communication.sharding import bucket_width, own_chunk, pack_chunks, pack_own, split_chunks, unpack_chunks
+from ..communication.sharding import own_chunk, pack_chunks, pack_own, split_chunks, unpack_chunks
 from ..strategy import check_dense, tensor_spec
 
 Arrival = tuple[Bucket, dict[str, nn.Parameter], torch.Tensor]  # the bucket's shards by name, and the sum's own row

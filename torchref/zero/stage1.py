@@ -34,11 +34,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..communication.buckets import Bucket, BucketMb, BucketPlan, Rule, TensorSpec, dtype_bytes, plan_buckets
+from jaxddp.planning.buckets import (
+    Bucket,
+    BucketMb,
+    BucketPlan,
+    Rule,
+    TensorSpec,
+    bucket_width,
+    dtype_bytes,
+    plan_buckets,
+)
+
 from ..communication.collectives import all_gather
 from ..communication.compression import Compression, check_forgets, none
 from ..communication.exchange import SHARDED, InFlight
-from ..communication.sharding import bucket_width, own_chunk, pack_chunks, pack_own, split_chunks, unpack_chunks
+from ..communication.sharding import own_chunk, pack_chunks, pack_own, split_chunks, unpack_chunks
 from ..data_parallel import DataParallel
 from ..strategy import register
 from .elementwise import check_elementwise

@@ -33,7 +33,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..communication.buckets import BucketMb
+from jaxddp.planning.buckets import BucketMb
+
 from ..communication.exchange import SHARDED
 from ..strategy import register
 from .stage1 import ZeRO1

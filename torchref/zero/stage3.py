@@ -42,7 +42,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ..communication.buckets import BucketMb, Rule, plan_buckets
+from jaxddp.planning.buckets import BucketMb, Rule, plan_buckets
+
 from ..communication.compression import Compression, none
 from ..communication.exchange import SHARDED, InFlight
 from ..hooks import remove_with

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchref
+from jaxddp.planning.buckets import chunk_elements
 from torchref.communication import compression
 from torchref.communication.collectives import record
-from torchref.communication.sharding import chunk_elements
 from torchref.strategy import planned_collectives
 from torchref.train import local_rows
 

@@ -23,7 +23,7 @@ from jaxddp.planning.cost.collective import (
     tree_all_reduce,
     tree_broadcast,
 )
-from jaxddp.simulation.network import Network
+from jaxddp.planning.network import Network
 
 LINK = Link(latency_s=2e-6, bytes_per_s=5e9, reduce_bytes_per_s=3e10)
 EVERY = [

@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from ..buckets import chunk_elements
 from .checks import check_choice, check_count, check_not_negative, check_positive
 
 STAGES = (0, 1, 2, 3)
@@ -170,11 +171,6 @@ def exact_state_bytes(
     cut = _components(sum(leaf_elements), chunks, stage, per_parameter, accumulate)
     whole = _components(sum(whole_elements), sum(whole_elements), stage, per_parameter, accumulate)
     return StateBytes(*(sum(both) for both in zip(cut, whole, strict=True)))
-
-
-def chunk_elements(num_elements: int, num_ranks: int) -> int:
-    """Gives the length of each rank's chunk of a padded leaf: ceil(n / N)."""
-    return -(-num_elements // num_ranks)
 
 
 def exact_bucket_bytes(leaf_elements: Sequence[int], num_ranks: int, element_bytes: int) -> int:

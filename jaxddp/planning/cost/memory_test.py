@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jaxddp.communication import sharding
+from jaxddp.planning.buckets import chunk_elements
 from jaxddp.planning.cost.memory import (
     FP32,
     MIXED,
@@ -11,7 +12,6 @@ from jaxddp.planning.cost.memory import (
     STAGES,
     PerParameter,
     activation_bytes,
-    chunk_elements,
     cut_and_whole_bytes,
     exact_bucket_bytes,
     exact_state_bytes,

@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
-from ....communication.buckets import MIB, BucketPlan, TensorSpec, plan_buckets
-from ..memory import chunk_elements, exact_bucket_bytes
+from ...buckets import MIB, BucketPlan, TensorSpec, chunk_elements, plan_buckets
+from ..memory import exact_bucket_bytes
 from ..overlap import bucket_times_s, finish_s, handout_optimum, handout_tail_s, uniform_optimum, uniform_tail_s
 from ..workload import Shapes, transformer
 from . import Row, check_printed, checks, load_rows

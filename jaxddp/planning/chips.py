@@ -2,10 +2,18 @@
 
 They are dense (without structured sparsity), one direction of a link, and a GB is 10^9 bytes. B200 is the SXM module
 at 1000 W. Of TPU v5p the vendor gives 4800 Gb/s a chip, which is all six links of the torus together.
+
+A target is a chip and how many of it, by hosts:
+
+    spec           means
+    ``h100:8``     one host of 8 GPUs joined by NVLink
+    ``h100:4x8``   4 hosts of 8 GPUs; ``h100:32`` says the same
+    ``v5p:128``    one slice of 128 TPU chips, a three-dimensional torus
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -138,3 +146,101 @@ CHIPS: dict[str, Chip] = {
         ),
     )
 }
+
+# Chips of a slice -> its shape. Other counts make no torus of whole hosts of 2x2 chips.
+_V5P_TOPOLOGIES = {
+    4: "2x2x1",
+    8: "2x2x2",
+    16: "2x2x4",
+    32: "2x4x4",
+    64: "4x4x4",
+    128: "4x4x8",
+    256: "4x8x8",
+    512: "8x8x8",
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """Devices that programs are compiled for.
+
+    Attributes:
+        chip: Their kind.
+        num_hosts: Number of hosts.
+        devices_per_host: Devices of each host.
+    """
+
+    chip: Chip
+    num_hosts: int
+    devices_per_host: int
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all hosts."""
+        return self.num_hosts * self.devices_per_host
+
+    @property
+    def platform(self) -> str:
+        """``"gpu"`` or ``"tpu"``."""
+        return self.chip.platform
+
+    @property
+    def spec(self) -> str:
+        """The name that ``target`` takes, the same for all ways to say it."""
+        if self.platform == "tpu":
+            return f"{self.chip.name}:{self.num_devices}"
+        hosts = "" if self.num_hosts == 1 else f"{self.num_hosts}x"
+        return f"{self.chip.name}:{hosts}{self.devices_per_host}"
+
+    @property
+    def topology(self) -> str:
+        """The shape as its compiler calls it: ``slices x hosts x devices`` on GPUs, the torus on TPUs."""
+        if self.platform == "tpu":
+            return _V5P_TOPOLOGIES[self.num_devices]
+        return f"1x{self.num_hosts}x{self.devices_per_host}"
+
+
+def target(spec: str) -> Target:
+    """Reads the name of a target.
+
+    Args:
+        spec: ``chip:devices`` or, on GPUs, ``chip:hosts x devices``, such as ``"h100:8"``, ``"h100:4x8"``, ``"v5p:8"``.
+
+    Returns:
+        The target.
+
+    Raises:
+        ValueError: If the chip is unknown, or there are no machines of that many.
+
+    Example:
+        >>> target("h100:32").spec, target("h100:32").num_hosts
+        ('h100:4x8', 4)
+    """
+    found = re.fullmatch(r"(\w+):(?:(\d+)x)?(\d+)", spec) if isinstance(spec, str) else None
+    if found is None:
+        raise ValueError(f"target {spec!r} must be chip:devices or chip:hosts x devices, as in 'h100:8' or 'h100:4x8'")
+    name, hosts, devices = found.group(1), found.group(2), int(found.group(3))
+    if name not in CHIPS:
+        raise ValueError(f"target {spec!r} is of an unknown chip {name!r}: one of {', '.join(CHIPS)}")
+    chip = CHIPS[name]
+    whole = chip.devices_per_host
+    if chip.platform == "tpu":
+        if hosts is not None:
+            raise ValueError(f"target {spec!r} must give the chips of the slice alone, such as '{name}:8'")
+        if devices not in _V5P_TOPOLOGIES:
+            raise ValueError(f"target {spec!r} makes no torus: {name} comes in {_listed(_V5P_TOPOLOGIES)} chips")
+        return Target(chip, devices // whole, whole)
+    if hosts is not None:
+        if not (1 <= devices <= whole and int(hosts) >= 1):
+            raise ValueError(f"target {spec!r} must have at least 1 host of 1 to {whole} devices")
+        return Target(chip, int(hosts), devices)
+    if 1 <= devices <= whole:
+        return Target(chip, 1, devices)
+    if devices == 0 or devices % whole:
+        raise ValueError(f"target {spec!r} must have 1 to {whole} devices, a multiple of {whole}, or hosts x devices")
+    return Target(chip, devices // whole, whole)
+
+
+def _listed(counts: Mapping[int, str]) -> str:
+    *others, last = map(str, counts)
+    return f"{', '.join(others)} or {last}"

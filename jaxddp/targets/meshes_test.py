@@ -5,7 +5,8 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxddp.mesh import data_mesh, platform_of
-from jaxddp.targets.target import CHIPS, mesh, target, target_of
+from jaxddp.planning.chips import CHIPS, target
+from jaxddp.targets.meshes import mesh, target_of
 
 
 @pytest.mark.parametrize(

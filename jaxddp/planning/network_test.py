@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from jaxddp.simulation.network import Network
+from jaxddp.planning.network import Network
 
 S = 10**9
 KINDS = {

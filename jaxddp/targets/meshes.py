@@ -1,0 +1,72 @@
+"""Meshes of accelerators that programs can be compiled for without being there.
+
+Such a mesh carries the name of the target (``planning.chips.target``) and no devices: tracing and planning need no
+more, and ``compile.py`` compiles for it.
+"""
+
+from __future__ import annotations
+
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
+
+from ..mesh import DATA_AXIS
+from ..planning.chips import CHIPS, Target, target
+
+
+def mesh(spec: str, *, axis: str = DATA_AXIS) -> AbstractMesh:
+    """Builds the one-dimensional mesh of a target, to trace, plan and compile for.
+
+    Args:
+        spec: As for ``target``.
+        axis: Name of the mesh axis.
+
+    Returns:
+        A mesh without devices, for ``Trainer`` or ``jax.shard_map``.
+
+    Raises:
+        ValueError: As ``target``.
+
+    Example:
+        >>> dict(mesh("h100:4x8").shape)
+        {'data': 32}
+    """
+    named = target(spec)
+    device = AbstractDevice(device_kind=named.spec, num_cores=None, platform=named.platform)
+    return AbstractMesh((named.num_devices,), (axis,), axis_types=(AxisType.Auto,), abstract_device=device)
+
+
+def target_of(mesh: Mesh | AbstractMesh) -> Target | None:
+    """Gives the target that a mesh was made for; None if it is one of real devices.
+
+    Args:
+        mesh: Any.
+
+    Raises:
+        ValueError: If the mesh has neither devices nor a target.
+    """
+    if isinstance(mesh, Mesh):
+        return None
+    if mesh.abstract_device is None:
+        raise ValueError(f"mesh (={mesh}) has no devices: make it with jaxddp.data_mesh or jaxddp.targets.mesh")
+    return target(mesh.abstract_device.device_kind)
+
+
+def target_like(mesh: Mesh | AbstractMesh) -> Target:
+    """Gives the target that a mesh was made for, or the one that its real devices are.
+
+    Args:
+        mesh: Of a target, or of devices whose kind names a chip.
+
+    Returns:
+        The target.
+
+    Raises:
+        ValueError: If the devices are of no known chip, or too many or few for its topology.
+    """
+    if (named := target_of(mesh)) is not None:
+        return named
+    assert isinstance(mesh, Mesh)
+    kind = mesh.devices.flat[0].device_kind
+    for name in CHIPS:
+        if name in kind.lower():
+            return target(f"{name}:{mesh.size}")
+    raise ValueError(f"device kind (={kind!r}) must be one of a known chip: {', '.join(CHIPS)}")
