@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .communication.compression import Compression, check_forgets, none
-from .communication.exchange import SHARDED, WHOLE, Route, launch, settle
+from .communication.backward_order import finishing_times, matmul_flops
+from .communication.compression import Compression, check_stateless, none
 from .communication.gloo import kind_of_scatter
-from .communication.order import finishing_times, matmul_flops
+from .communication.reduction import ALL_REDUCE, REDUCE_SCATTER, Reduce, finish_reduction, start_reduction
 from .communication.sharding import Cut
 from .planning.buckets import Bucket, BucketPlan, TensorSpec, bucket_width, dtype_bytes, plan_buckets
 from .tree import like, named_leaves, tensor_specs
@@ -68,9 +68,9 @@ class Strategy(NamedTuple):
     precision: Precision = Precision()
 
     @property
-    def route(self) -> Route:
+    def reduce(self) -> Reduce:
         """How the buckets of its plan travel."""
-        return SHARDED if self.stage in (1, 2) else WHOLE
+        return REDUCE_SCATTER if self.stage in (1, 2) else ALL_REDUCE
 
 
 STRATEGIES: dict[str, Callable[..., Strategy]] = {}
@@ -161,10 +161,12 @@ def sync_with_norm(
     Raises:
         ValueError: As ``sync_gradients``.
     """
-    check_forgets(compression, "in sync_gradients: use a Trainer, which carries it from step to step")
+    check_stateless(compression, "in sync_gradients: use a Trainer, which carries it from step to step")
     num_ranks = lax.axis_size(axis)
-    sums, _ = launch(grads, plan, axis, WHOLE, compression)
-    means, squares, _ = settle(sums, plan, num_ranks, WHOLE, num_ranks if denominator is None else denominator)
+    sums, _ = start_reduction(grads, plan, axis, ALL_REDUCE, compression)
+    means, squares, _ = finish_reduction(
+        sums, plan, num_ranks, ALL_REDUCE, num_ranks if denominator is None else denominator
+    )
     return like(grads, means), jnp.sqrt(squares)
 
 
@@ -202,7 +204,7 @@ def plan_trace(strategy: Strategy, trace: GradientTrace) -> BucketPlan:
         The plan.
     """
     plan = replace(strategy.plan(trace.tensors), constants=tuple(tensor.name for tensor in trace.constants))
-    if strategy.route is WHOLE:
+    if strategy.reduce is ALL_REDUCE:
         return plan
     # A gradient of zero is not sent; the parameter, which decay and moments still move, is.
     return replace(plan, gathers=plan.buckets + plan_buckets(trace.constants, None).buckets)
@@ -263,16 +265,16 @@ def planned_collectives(
     """
     if num_ranks == 1 or not strategy.compression.sends:
         return []
-    route = strategy.route
+    route = strategy.reduce
     kind = kind_of_scatter(platform) if route.kind == "reduce-scatter" else route.kind
 
     def num_elements(bucket: Bucket) -> int:
-        return bucket.num_elements if route is WHOLE else num_ranks * bucket_width(bucket, num_ranks)
+        return bucket.num_elements if route is ALL_REDUCE else num_ranks * bucket_width(bucket, num_ranks)
 
     sums = [
         (kind, wire_bytes(elements, dtype, platform))
         for bucket in plan.buckets
-        for elements, dtype in strategy.compression.wire(bucket, num_elements(bucket))
+        for elements, dtype in strategy.compression.wire_buffers(bucket, num_elements(bucket))
     ]
     times = num_microbatches if strategy.accumulate == "shards" else 1
     gathers = [("all-gather", wire_bytes(num_elements(bucket), bucket.dtype, platform)) for bucket in plan.gathers]

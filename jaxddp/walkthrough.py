@@ -20,7 +20,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .communication.compression import none
-from .communication.exchange import SHARDED, launch, settle
+from .communication.reduction import REDUCE_SCATTER, finish_reduction, start_reduction
 from .compiled.schedule import gradient_collectives
 from .mesh import DATA_AXIS, data_mesh, simulate_devices
 from .strategy import plan_gradients
@@ -89,8 +89,8 @@ def _phases(mesh: Mesh) -> Iterator[tuple[list[Holding], _Held]]:
         return jax.tree.map(lambda grad: grad[None], jax.grad(_loss)(local, x))
 
     def synchronise(grads: Any) -> Any:
-        sums, _ = launch(jax.tree.map(lambda grad: grad[0], grads), plan, DATA_AXIS, SHARDED, none)
-        return settle(sums, plan, NUM_RANKS, SHARDED, NUM_RANKS)[0]
+        sums, _ = start_reduction(jax.tree.map(lambda grad: grad[0], grads), plan, DATA_AXIS, REDUCE_SCATTER, none)
+        return finish_reduction(sums, plan, NUM_RANKS, REDUCE_SCATTER, NUM_RANKS)[0]
 
     def update(params: Any, opt_state: Any, means: Any) -> tuple[Any, Any]:
         shards = own_shards(params, DATA_AXIS)

@@ -24,7 +24,7 @@ ONLY_IN_ONE = {
     "communication/collectives": {"Issued", "record"},
     "communication/buckets": {"MIB"},
     "communication/compression": {"make_compression"},
-    "communication/low_rank": {"pay_back", "merge_memory", "split_memory"},
+    "communication/low_rank": {"apply_residual", "merge_memory", "split_memory"},
     "communication/sharding": {"Cut"},
 }
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jaxddp.checkpoint.interop import to_numpy, torch_names
 from jaxddp.communication import compression
-from jaxddp.communication.order import matmul_flops
+from jaxddp.communication.backward_order import matmul_flops
 from jaxddp.mesh import DATA_AXIS
 from jaxddp.models import abstract, build
 from jaxddp.strategy import trace_gradients

@@ -1,20 +1,21 @@
-"""What travels: how a bucket's buffer becomes its sum over ranks.
+"""Gradient compression: how a bucket's buffer becomes its sum over ranks.
 
 =============== ================================= ============== ======================================================
-name            what n elements travel as         calls          what is lost
+name            n elements are sent as            calls          what is lost
 =============== ================================= ============== ======================================================
-``none``        themselves                        1              nothing
-``noop``        nothing                           0              the other ranks' part: wrong training, and an exact
-                                                                 baseline: exposed communication is the time of a step
-                                                                 minus the time of the same step under ``noop``
+``none``        n elements                        1              nothing
+``noop``        nothing                           0              the other ranks' gradients. Training is wrong; exposed
+                                                                 communication is the time of a step minus the time of
+                                                                 the same step under ``noop``
 ``bf16``        n of 2 bytes                      1              all but 8 bits of each summand and of their sum
 ``fp16``        n of 2 bytes                      1              all but 11 bits, and what is below 6e-8 or above 65504
-``powersgd(k)`` k (rows + columns) of a matrix,   2              nothing for ever: it is added to the next gradients
-                itself of anything smaller
+``powersgd(k)`` k (rows + columns) for a matrix,  2              nothing permanently; the error is fed back at the next
+                n for anything smaller                           step
 =============== ================================= ============== ======================================================
 
-The two casts serve every strategy that plans buckets, all-reduces and reduce-scatters alike. ``powersgd`` needs whole
-gradients, and a memory that goes from step to step: it serves those whose optimizer is whole, under ``Trainer``.
+The two casts serve every strategy that plans buckets, under all-reduce and reduce-scatter alike. ``powersgd`` needs
+full gradients, and a state that goes from step to step: it serves strategies that keep the optimizer's state
+replicated, under ``Trainer``.
 """
 
 from __future__ import annotations
@@ -38,67 +39,67 @@ class Compression(NamedTuple):
     Attributes:
         name: For tables, and for ``make_compression``.
         sends: False if nothing is communicated.
-        travel: ``(bucket, buffer, axis, memory, route, denominator) -> (what the rank keeps of the sum, memory)``;
-            ``memory`` is what this rank remembers of tensors, by name, and what is returned are those that changed;
-            ``denominator`` is what the sum will be divided by.
-        wire: ``(bucket, elements of its buffer) -> (elements, dtype)`` of each buffer that travels for it.
-        remember: Tensor ``->`` what is remembered of it before the first step, arrays of NumPy; None if nothing. The
-            whole is None if nothing is ever remembered.
+        reduce: ``(bucket, buffer, axis, state, reduce, denominator) ->`` what this rank keeps of the sum, and the
+            changed part of ``state``. ``state`` is this rank's, by parameter; ``reduce`` is a ``reduction.Reduce``;
+            the sum will be divided by ``denominator``.
+        wire_buffers: ``(bucket, elements of its buffer) -> (elements, dtype)`` of each buffer that is sent for it.
+        init_state: Tensor ``->`` its state before the first step, a tree of NumPy arrays, or None. None for a stateless
+            compression.
     """
 
     name: str
     sends: bool
-    travel: Callable[[Bucket, jax.Array, str, Mapping[str, Any], Any, Any], tuple[jax.Array, Mapping[str, Any]]]
-    wire: Callable[[Bucket, int], list[tuple[int, str]]]
-    remember: Callable[[TensorSpec], Any] | None = None
+    reduce: Callable[[Bucket, jax.Array, str, Mapping[str, Any], Any, Any], tuple[jax.Array, Mapping[str, Any]]]
+    wire_buffers: Callable[[Bucket, int], list[tuple[int, str]]]
+    init_state: Callable[[TensorSpec], Any] | None = None
 
 
 none = Compression(
     "none",
     True,
-    lambda bucket, buffer, axis, memory, route, denominator: (route.send(buffer, axis), {}),
+    lambda bucket, buffer, axis, state, reduce, denominator: (reduce.send(buffer, axis), {}),
     lambda bucket, num_elements: [(num_elements, bucket.dtype)],
 )
 noop = Compression(
     "noop",
     False,
-    lambda bucket, buffer, axis, memory, route, denominator: (route.keep(buffer, axis), {}),
+    lambda bucket, buffer, axis, state, reduce, denominator: (reduce.keep(buffer, axis), {}),
     lambda bucket, num_elements: [],
 )
 
 
 def _cast(name: str, dtype: str, *, divides: bool) -> Compression:
-    def travel(
-        bucket: Bucket, buffer: jax.Array, axis: str, memory: Mapping[str, Any], route: Any, denominator: Any
+    def reduce_cast(
+        bucket: Bucket, buffer: jax.Array, axis: str, state: Mapping[str, Any], reduce: Any, denominator: Any
     ) -> tuple[jax.Array, Mapping[str, Any]]:
         divisor = lax.axis_size(axis) if divides else 1
-        total = route.send((buffer / divisor).astype(dtype), axis)
+        total = reduce.send((buffer / divisor).astype(dtype), axis)
         return total.astype(buffer.dtype) * divisor, {}
 
-    return Compression(name, True, travel, lambda bucket, num_elements: [(num_elements, dtype)])
+    return Compression(name, True, reduce_cast, lambda bucket, num_elements: [(num_elements, dtype)])
 
 
 bf16 = _cast("bf16", "bfloat16", divides=False)
-# Above 65504 a sum of float16 is infinite: divided first, it is no larger than the largest summand.
+# A float16 sum above 65504 is infinite. Divided first, the sum is no larger than the largest summand.
 fp16 = _cast("fp16", "float16", divides=True)
 
 
 def powersgd(rank: int, *, min_compression: float = 1.0) -> Compression:
-    """Sends matrices as two thin factors, and what that leaves out with the gradients of the next step.
+    """Sends matrices as two thin factors, and feeds the error back into the next step's gradients.
 
-    Each bucket takes two all-reduces: the first factors of its matrices together with all that is smaller than its
-    factors, as it is; then the second factors. Both are at least float32. A tensor of more than two dimensions is the
-    matrix of its last dimension against all others.
+    Each bucket takes two all-reduces: the first carries the first factors of its matrices and all tensors that are
+    smaller than their factors; the second carries the second factors. Both are at least float32. A tensor of more than
+    two dimensions is factored as the matrix of its last dimension against all others.
 
     Each rank keeps the error, of the size of the gradients, and the second factors, in ``TrainState.memory``.
 
-    What does not fit comes later, by up to min(rows, columns) / rank steps. SGD adds gradients up and loses little: the
-    model ``byte`` at rank 4 was 0.6 % behind after 200 steps (validation loss, learning rate 0.1). Adam divides by how
-    large gradients are, which those that come late and at once make larger: it was 13 % behind (AdamW, 0.001).
+    What is left out arrives up to min(rows, columns) / rank steps later. SGD adds gradients up and loses little: the
+    model ``byte`` at rank 4 was 0.6 % behind after 200 steps (validation loss, learning rate 0.1). Adam divides by the
+    size of recent gradients, which late gradients inflate: it was 13 % behind (AdamW, 0.001).
 
     Args:
-        rank: Columns of the factors, that is the rank of the matrices they stand for.
-        min_compression: How many times smaller factors must be than a matrix that is to travel as such; at least 1.
+        rank: Columns of the factors, which is the rank of the matrices they represent.
+        min_compression: How many times smaller than a matrix its factors must be to be sent instead; at least 1.
 
     Returns:
         The compression.
@@ -111,27 +112,27 @@ def powersgd(rank: int, *, min_compression: float = 1.0) -> Compression:
     if not isinstance(min_compression, numbers.Real) or not 1 <= float(min_compression) < math.inf:
         raise ValueError(f"min_compression (={min_compression!r}) must be a finite number of at least 1")
 
-    def travel(
-        bucket: Bucket, buffer: jax.Array, axis: str, memory: Mapping[str, Any], route: Any, denominator: Any
+    def reduce_factors(
+        bucket: Bucket, buffer: jax.Array, axis: str, state: Mapping[str, Any], reduce: Any, denominator: Any
     ) -> tuple[jax.Array, Mapping[str, Any]]:
-        totals, remembered = sum_by_factors(
+        totals, changed = sum_by_factors(
             unpack(bucket, buffer),
-            memory,
+            state,
             factor_buckets(bucket, rank, min_compression),
-            lambda packed: route.send(packed, axis),
+            lambda packed: reduce.send(packed, axis),
             lax.axis_size(axis),
             denominator,
         )
-        return pack(bucket, totals), remembered
+        return pack(bucket, totals), changed
 
-    def wire(bucket: Bucket, num_elements: int) -> list[tuple[int, str]]:
+    def wire_buffers(bucket: Bucket, num_elements: int) -> list[tuple[int, str]]:
         factors = factor_buckets(bucket, rank, min_compression)
         return [(part.num_elements, part.dtype) for part in factors if part.tensors]
 
-    def remember(tensor: TensorSpec) -> Any:
+    def init_state(tensor: TensorSpec) -> Any:
         return first_memory(tensor, rank) if is_worth_it(tensor.shape, rank, min_compression) else None
 
-    return Compression(f"powersgd:{rank}", True, travel, wire, remember)
+    return Compression(f"powersgd:{rank}", True, reduce_factors, wire_buffers, init_state)
 
 
 def make_compression(name: str) -> Compression:
@@ -159,15 +160,15 @@ def make_compression(name: str) -> Compression:
     return powersgd(int(rank) if rank.isdecimal() else rank)  # type: ignore[arg-type]  # refused there
 
 
-def check_forgets(compression: Compression, where: str) -> None:
-    """Refuses a compression that needs a memory where there is none.
+def check_stateless(compression: Compression, where: str) -> None:
+    """Refuses a compression with state where nothing carries the state from step to step.
 
     Args:
-        compression: What travels.
-        where: Where that is, and what to do instead.
+        compression: Of the gradients.
+        where: The place, and what to do instead; ends the message.
 
     Raises:
-        ValueError: If it remembers.
+        ValueError: If it has state.
     """
-    if compression.remember is not None:
-        raise ValueError(f"compression (={compression.name!r}) must not remember anything {where}")
+    if compression.init_state is not None:
+        raise ValueError(f"compression (={compression.name!r}) must be stateless {where}")

@@ -1,25 +1,25 @@
 """Matrices as products of two thin ones: the arithmetic of PowerSGD.
 
-What travels of an n x m matrix of gradients G is a basis of what it maps to, and what it is in that basis: k columns of
-n numbers, then k of m. A rank keeps the error, what it could not send, and adds it to the gradients of the next step;
-the second factor is where the next step starts, so that over the steps the bases turn towards the largest directions,
-as subspace iteration has it. N is the number of ranks, D what sums over ranks are divided by.
+For an n x m matrix of gradients G, a rank sends a basis of its column space (k columns of n numbers) and G's
+coordinates in it (k columns of m). It keeps the error and adds it to the next step's gradients. The next step starts
+from the second factor, so that over the steps the basis turns towards the largest singular directions (subspace
+iteration). N is the number of ranks; sums over ranks are divided by D.
 
     ========= ========== ===================================================== =========================
     tensor    on a rank
     ========= ========== ===================================================== =========================
     M[r]      ``[n, m]`` G[r] + D error[r]
-    P         ``[n, k]`` sum over ranks of M[r] factor                          travels, in one all-reduce
+    P         ``[n, k]`` sum over ranks of M[r] factor                          sent, in one all-reduce
     basis     ``[n, k]`` orthonormal(P)                                         the same on every rank
-    S         ``[m, k]`` sum over ranks of M[r]' basis                          travels, in one all-reduce
+    S         ``[m, k]`` sum over ranks of M[r]' basis                          sent, in one all-reduce
     total     ``[n, m]`` basis S', for the sum of M[r]                          the same on every rank
     error[r]  ``[n, m]`` (M[r] - total / N) / D                                 kept, its own
     factor    ``[m, k]`` orthonormal(S)                                         kept, the same on every rank
     ========= ========== ===================================================== =========================
 
-The error is in units of the averaged gradient, so the errors of all ranks together are what training still lacks, on
-however many ranks it goes on, and whatever weights the batches have. One rank alone sends nothing: it adds what it
-finds lacking to its gradients. All is computed at least in float32.
+The error is in units of the averaged gradient: the sum of all ranks' errors is the gradient still to be applied, for
+any number of ranks and any weights of the batches. A single rank sends nothing and adds the error that it finds to its
+gradients. All is computed at least in float32.
 
 References:
     Vogels, Karimireddy, Jaggi, PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization,
@@ -43,7 +43,7 @@ from .buckets import pack, unpack
 
 
 class Memory(NamedTuple):
-    """What a rank remembers of one matrix; of all ranks, each with a leading dimension ``num_ranks``.
+    """A rank's state of one matrix; for all ranks together, with a leading dimension ``num_ranks``.
 
     Attributes:
         error: Of the parameter's shape; the rank's own.
@@ -55,7 +55,7 @@ class Memory(NamedTuple):
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Says as what matrix a tensor is seen: its last dimension counts columns, as outputs do in JAX's layers.
+    """The matrix shape used to factor a tensor: its last dimension, the outputs of JAX's layers, against all others.
 
     Args:
         shape: Of the tensor; a vector is one row.
@@ -71,7 +71,7 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def is_worth_it(shape: tuple[int, ...], num_columns: int, min_compression: float = 1.0) -> bool:
-    """Whether two factors are that much smaller than the tensor: k (n + m) times ``min_compression`` below n m.
+    """Whether the factors are smaller than the tensor: ``k (n + m) min_compression < n m``.
 
     Args:
         shape: Of the tensor.
@@ -79,21 +79,21 @@ def is_worth_it(shape: tuple[int, ...], num_columns: int, min_compression: float
         min_compression: At least 1.
 
     Returns:
-        False for vectors and scalars, which are their own smallest factor.
+        False for vectors and scalars, whatever k.
     """
     n, m = matrix_shape(shape)
     return num_columns * (n + m) * min_compression < n * m
 
 
 def first_memory(tensor: TensorSpec, num_columns: int) -> Memory:
-    """Makes what a rank remembers before the first step: no error, and columns that only the name decides.
+    """The state before the first step: no error, and random columns seeded by the tensor's name.
 
     Args:
         tensor: The parameter.
         num_columns: k.
 
     Returns:
-        Arrays of NumPy; the error takes no memory yet.
+        NumPy arrays; the error is a broadcast zero and takes no memory.
     """
     dtype = jnp.promote_types(tensor.dtype, jnp.float32)
     _, m = matrix_shape(tensor.shape)
@@ -102,9 +102,9 @@ def first_memory(tensor: TensorSpec, num_columns: int) -> Memory:
 
 
 def orthonormal(matrices: jax.Array) -> jax.Array:
-    """Makes columns orthonormal, one after the other, as Gram and Schmidt do.
+    """Makes columns orthonormal by Gram-Schmidt.
 
-    A column that is a combination of earlier ones, up to rounding, becomes zeros: normalised, it would be noise.
+    A column that is a combination of earlier ones, up to rounding, becomes zero: normalised, it would be noise.
 
     Args:
         matrices: ``[..., n, k]``.
@@ -113,14 +113,14 @@ def orthonormal(matrices: jax.Array) -> jax.Array:
         The same shape.
     """
     *_, n, k = matrices.shape
-    least = 10 * math.sqrt(n) * jnp.finfo(matrices.dtype).eps  # of a column of n roundings
+    least = 10 * math.sqrt(n) * jnp.finfo(matrices.dtype).eps  # n roundings add up to sqrt(n) eps
 
     def length(column: jax.Array) -> jax.Array:
         return jnp.sqrt(jnp.sum(jnp.square(column), axis=-2, keepdims=True))
 
     def add_column(j: jax.Array, basis: jax.Array) -> jax.Array:
         given = column = lax.dynamic_slice_in_dim(matrices, j, 1, axis=-1)
-        for _ in range(2):  # rounding leaves of the earlier columns what a second time removes
+        for _ in range(2):  # the second pass removes what rounding left
             column = column - _product(basis, _product(basis.mT, column))
         is_new = length(column) > least * length(given)
         column = jnp.where(is_new, column / jnp.where(is_new, length(column), 1), 0)
@@ -130,7 +130,7 @@ def orthonormal(matrices: jax.Array) -> jax.Array:
 
 
 def factor_buckets(bucket: Bucket, num_columns: int, min_compression: float) -> tuple[Bucket, Bucket]:
-    """Says what travels for a bucket.
+    """Plans the two buffers that are sent for a bucket.
 
     Args:
         bucket: The bucket.
@@ -138,8 +138,7 @@ def factor_buckets(bucket: Bucket, num_columns: int, min_compression: float) -> 
         min_compression: As for ``is_worth_it``.
 
     Returns:
-        The bucket of all P, with the tensors that are not worth factors as they are; and that of all S, empty if
-        there are none.
+        The bucket of all P and of the tensors that are sent unfactored; the bucket of all S, which may be empty.
     """
     dtype = str(jnp.promote_types(bucket.dtype, jnp.float32))
     first, second = [], []
@@ -160,18 +159,18 @@ def sum_by_factors(
     num_ranks: int,
     denominator: jax.Array | float,
 ) -> tuple[dict[str, jax.Array], dict[str, Memory]]:
-    """Sums the tensors of a bucket over ranks.
+    """Sums the tensors of a bucket over ranks, matrices approximately.
 
     Args:
         tensors: This rank's, by name.
-        memory: This rank's of each that has factors.
+        memory: This rank's state of each factored tensor.
         buckets: From ``factor_buckets``.
         send: Sums a buffer over ranks.
         num_ranks: N.
-        denominator: D, what the sum will be divided by.
+        denominator: D.
 
     Returns:
-        The sums by name, as far as they have travelled, and what is remembered now; both of the dtypes they had.
+        The sums by name, and the next state; in the dtypes they had.
     """
     first, second = buckets
     wide = {tensor.name: tensors[tensor.name].astype(tensor.dtype) for tensor in first.tensors}
@@ -187,42 +186,42 @@ def sum_by_factors(
     bases = _of_each_shape(orthonormal, {name: arrived[name] for name in matrices})
     sums = unpack(second, send(pack(second, {name: _product(m.mT, bases[name]) for name, m in matrices.items()})))
     turned = _of_each_shape(orthonormal, sums)
-    remembered = {}
+    changed = {}
     for name, matrix in matrices.items():
         total = _product(bases[name], sums[name].mT)
         before = memory[name]
         error = ((matrix - total / num_ranks) / denominator).reshape(before.error.shape)
-        # A column of zeros would stay one for ever.
+        # A zero column would stay zero at every later step.
         factor = jnp.where(jnp.any(turned[name] != 0, axis=0), turned[name], factors[name])
-        remembered[name] = Memory(error.astype(before.error.dtype), factor.astype(before.factor.dtype))
+        changed[name] = Memory(error.astype(before.error.dtype), factor.astype(before.factor.dtype))
         arrived[name] = total.reshape(before.error.shape)
-    return {name: total.astype(tensors[name].dtype) for name, total in arrived.items()}, remembered
+    return {name: total.astype(tensors[name].dtype) for name, total in arrived.items()}, changed
 
 
-def pay_back(
+def apply_residual(
     tensors: Mapping[str, jax.Array], memory: Mapping[str, Memory], denominator: jax.Array | float
 ) -> tuple[dict[str, jax.Array], dict[str, Memory]]:
-    """Adds to the tensors of an only rank, which sends nothing, what several ranks have left out before it.
+    """Single-rank case: adds the error saved by earlier steps on several ranks to the gradients.
 
     Args:
-        tensors: By name.
-        memory: Of some of them.
+        tensors: Gradients by name.
+        memory: State of some of them.
         denominator: D.
 
     Returns:
-        The tensors, of the dtypes they had, and what is remembered now: the factors.
+        The gradients, in the dtypes they had, and the next state, whose errors are zero.
     """
-    paid = dict(tensors)
+    corrected = dict(tensors)
     for name, one in memory.items():
-        paid[name] = (tensors[name] + denominator * one.error).astype(tensors[name].dtype)
-    return paid, {name: one._replace(error=jnp.zeros_like(one.error)) for name, one in memory.items()}
+        corrected[name] = (tensors[name] + denominator * one.error).astype(tensors[name].dtype)
+    return corrected, {name: one._replace(error=jnp.zeros_like(one.error)) for name, one in memory.items()}
 
 
 def merge_memory(memory: dict[str, Memory]) -> dict[str, Memory]:
-    """Makes one of what all ranks remember, to be saved: what they lack together, and the factors, which are equal.
+    """Merges all ranks' states into one, to be saved: the sum of their errors, and the factors, which are equal.
 
     Args:
-        memory: As ``TrainState`` has it, each array with a leading dimension ``num_ranks``.
+        memory: ``TrainState.memory``, whose arrays have a leading dimension ``num_ranks``.
 
     Returns:
         The same without that dimension.
@@ -231,14 +230,14 @@ def merge_memory(memory: dict[str, Memory]) -> dict[str, Memory]:
 
 
 def split_memory(merged: dict[str, Memory], num_ranks: int) -> dict[str, Memory]:
-    """Undoes ``merge_memory`` for any number of ranks: each takes an equal part of what is lacking.
+    """Undoes ``merge_memory`` for any number of ranks: each takes an equal part of the error.
 
     Args:
         merged: From ``merge_memory``.
         num_ranks: Number of ranks.
 
     Returns:
-        As ``TrainState`` has it.
+        ``TrainState.memory``.
     """
 
     def on_all(array: jax.Array) -> jax.Array:
@@ -250,7 +249,7 @@ def split_memory(merged: dict[str, Memory], num_ranks: int) -> dict[str, Memory]
 def _of_each_shape(
     function: Callable[[jax.Array], jax.Array], matrices: Mapping[str, jax.Array]
 ) -> dict[str, jax.Array]:
-    """Applies a function of ``[..., n, k]`` to matrices, to those of one shape at once: it is many small operations."""
+    """Applies a function of ``[..., n, k]`` to matrices, stacking those of one shape: it is many small operations."""
     names: dict[tuple[int, ...], list[str]] = {}
     for name, matrix in matrices.items():
         names.setdefault(matrix.shape, []).append(name)
@@ -261,5 +260,5 @@ def _of_each_shape(
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    # By default accelerators multiply in fewer bits, and columns would not be orthogonal.
+    # Accelerators multiply in fewer bits by default, and columns would not be orthogonal.
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)

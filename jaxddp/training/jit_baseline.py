@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..communication.exchange import sum_of_squares
+from ..communication.reduction import sum_of_squares
 from ..scopes import OPTIMIZER_SCOPE
 from .step import TrainState
 

@@ -9,8 +9,8 @@ step, key       whole                 whole                  whole
 memory          each rank its own     none                   none
 =============== ===================== ====================== ======================
 
-A shard's leaf is one array of ``Cut.joined_shape``, which lies over the ranks along its last dimension. What each rank
-remembers of a parameter is one array as well, which lies over the ranks along its first dimension.
+A shard's leaf is one array of ``Cut.joined_shape``, which lies over the ranks along its last dimension. The
+compression's state of a parameter is one array as well, which lies over the ranks along its first dimension.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class StateLayout:
     Attributes:
         params: The tree of the parameters, of ``Leaf``.
         opt_state: The tree of the optimizer's state, of ``Leaf``.
-        memory: What the compression remembers before the first step, arrays of NumPy ``[num_ranks, ...]``.
+        memory: State of the compression before the first step, NumPy arrays ``[num_ranks, ...]``.
     """
 
     params: Any
@@ -151,10 +151,10 @@ def state_layout(
 
 
 def _first_memory(trained: Any, strategy: Strategy, num_ranks: int) -> Any:
-    remember = strategy.compression.remember
-    if remember is None:
+    init_state = strategy.compression.init_state
+    if init_state is None:
         return ()
-    first = {name: remember(tensor) for name, tensor in tensor_specs(named_leaves(trained)).items()}
+    first = {name: init_state(tensor) for name, tensor in tensor_specs(named_leaves(trained)).items()}
     return jax.tree.map(
         lambda array: np.broadcast_to(array, (num_ranks, *array.shape)),
         {name: memory for name, memory in first.items() if memory is not None},

@@ -26,7 +26,7 @@ import optax
 from jax import lax
 
 from ..communication.collectives import all_reduce
-from ..communication.exchange import Sums, launch, settle
+from ..communication.reduction import Reduction, finish_reduction, start_reduction
 from ..communication.sharding import Cut
 from ..loss import PartialLoss, Parts, denominator, divide
 from ..planning.buckets import BucketPlan
@@ -85,9 +85,9 @@ class RankStep:
         divisor = denominator(parts.loss, num_parts)
         memory = jax.tree.map(lambda leaf: leaf[0], state.memory)
         sums, memory = (total, memory) if self._sends_each else self._send(plan, total, memory, divisor)
-        sums = sums._replace(mark=sums.mark + mark)
-        means, squares, own_squares = settle(sums, plan, self.num_ranks, self.strategy.route, divisor)
-        norm = jnp.sqrt(squares + self._sum_squares(own_squares))
+        sums = sums._replace(order_token=sums.order_token + mark)
+        means, squares, shard_squares = finish_reduction(sums, plan, self.num_ranks, self.strategy.reduce, divisor)
+        norm = jnp.sqrt(squares + self._sum_squares(shard_squares))
         with jax.named_scope(OPTIMIZER_SCOPE):
             own = self._own(trainable)
             grads = jax.tree.map(lambda grad, param: grad.reshape(param.shape), like(own, means), own)
@@ -135,18 +135,18 @@ class RankStep:
         """Whether every micro-batch sends its gradients, or only the last, the sum of all."""
         return self.strategy.accumulate == "shards"
 
-    def _send(self, plan: BucketPlan, grads: Any, memory: Any, divisor: jax.Array | float) -> tuple[Sums, Any]:
+    def _send(self, plan: BucketPlan, grads: Any, memory: Any, divisor: jax.Array | float) -> tuple[Reduction, Any]:
         whole, shards = self._by_kind(grads)
-        route, compression = self.strategy.route, self.strategy.compression
+        route, compression = self.strategy.reduce, self.strategy.compression
         # Where shards are what accumulates, memory is what counts: one bucket arrives while the next one fills.
         limit = 2 if self._sends_each and self.num_microbatches > 1 else None
-        sums, memory = launch(whole, plan, self.axis, route, compression, memory, divisor, limit)
+        sums, memory = start_reduction(whole, plan, self.axis, route, compression, memory, divisor, limit)
         return sums._replace(shards=named_leaves(shards)), memory
 
     def _accumulate(
         self, plan: BucketPlan, trainable: Any, frozen: Any, batch: Any, key: jax.Array
     ) -> tuple[Any, Parts, jax.Array]:
-        """Sums over the rank's micro-batches: gradients, as ``Sums`` if each sends its own, and metrics.
+        """Sums over the rank's micro-batches: gradients, as ``Reduction`` if each sends its own, and metrics.
 
         Returns:
             The two, and a number that is 0 and not known to the compiler before the last micro-batch.

@@ -19,7 +19,7 @@ import optax
 from jax import lax
 
 from ..communication.collectives import all_reduce
-from ..communication.exchange import sum_of_squares
+from ..communication.reduction import sum_of_squares
 from ..communication.sharding import Cut
 from ..scopes import METRICS_SCOPE
 from ..tree import named_leaves

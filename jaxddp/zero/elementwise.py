@@ -33,7 +33,7 @@ import numpy as np
 import optax
 from jax.extend import core
 
-from ..communication.order import TRANSPARENT
+from ..communication.backward_order import TRANSPARENT
 from ..planning.buckets import chunk_elements
 from ..tree import named_leaves, path_name
 

@@ -13,7 +13,7 @@ import optax
 from jax import lax
 
 from ..communication.compression import none
-from ..communication.exchange import SHARDED, launch, settle
+from ..communication.reduction import REDUCE_SCATTER, finish_reduction, start_reduction
 from ..communication.sharding import Cut
 from ..planning.buckets import BucketMb, BucketPlan, plan_buckets
 from ..training.state_layout import state_layout
@@ -78,8 +78,8 @@ def shard_optimizer(
         buckets = plan_buckets(reversed(tensor_specs(named_leaves(grads)).values()), bucket_mb).buckets
         empty = tuple(name for name, leaf in named_leaves(grads).items() if leaf.size == 0)
         plan = BucketPlan(buckets if num_ranks > 1 else (), constants=empty, gathers=buckets)
-        sums, _ = launch(grads, plan, axis, SHARDED, none)
-        means, *_ = settle(sums, plan, num_ranks, SHARDED, num_ranks)
+        sums, _ = start_reduction(grads, plan, axis, REDUCE_SCATTER, none)
+        means, *_ = finish_reduction(sums, plan, num_ranks, REDUCE_SCATTER, num_ranks)
         own = None if params is None else own_shards(params, axis)
         shards = jax.tree.map(
             lambda mean, grad: mean.reshape(Cut(grad.shape, num_ranks).shard_shape), like(grads, means), grads

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..communication.collectives import all_gather
-from ..communication.compression import Compression, check_forgets, none
+from ..communication.compression import Compression, check_stateless, none
 from ..communication.sharding import Cut, pack_own, unpack_chunks
 from ..planning.buckets import BucketMb, BucketPlan, Rule, plan_buckets
 from ..scopes import SYNC_SCOPE
@@ -55,7 +55,7 @@ def zero1(bucket_mb: BucketMb = "default", *, rule: Rule = "before", compression
     Raises:
         ValueError: If a cap or the rule is out of range, or the compression needs whole gradients.
     """
-    check_forgets(compression, "where gradients are sharded: use none, bf16 or fp16, or a strategy of stage 0")
+    check_stateless(compression, "where gradients are sharded: use none, bf16 or fp16, or a strategy of stage 0")
     plan_buckets([], bucket_mb, rule=rule)  # a bad cap is refused here, not at the first step
     return Strategy("zero1", lambda tensors: plan_buckets(tensors, bucket_mb, rule=rule), compression, stage=1)
 

@@ -1,7 +1,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxddp.communication.order import finishing_times, matmul_flops
+from jaxddp.communication.backward_order import finishing_times, matmul_flops
 
 
 def order(loss, params, *args):

@@ -1,0 +1,54 @@
+"""Orders operations that do not depend on each other, by a zero that XLA cannot fold.
+
+XLA keeps no order but that of data: what depends on nothing else may run first, and what looks equal runs only once.
+So where B must not start before A has ended, A passes an optimization barrier together with a number, and B adds what
+comes out of the barrier, less the number. That is 0, but XLA cannot know it, and has it no earlier than A:
+
+    a, token = order_token(a)        token = 0, available when a is
+    b = use_token(b, token)          b + token: what uses b waits for a
+
+XLA drops barrier outputs that nothing uses, and the order with them: the token must be used. Barriers around different
+numbers also keep XLA from merging operations that it can prove equal, such as the reductions of two equal buckets.
+
+There are three uses:
+
+    communication/reduction.py   no bucket is divided before every bucket is packed, that is before the backward ends;
+                                 buckets are divided in the order of the plan, and reduced even where they are equal
+    training/step.py             every micro-batch gathers parameters anew, instead of all of them before the loop
+    zero/ordering.py             at most two units' parameters are gathered, or wait to be scattered, at a time
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def order_token(values: Any, number: jax.typing.ArrayLike = 0) -> tuple[Any, jax.Array]:
+    """Makes a zero that is available no earlier than some arrays.
+
+    Args:
+        values: A tree of arrays.
+        number: A scalar, int32 if it is a plain integer; different ones keep equal arrays from being merged.
+
+    Returns:
+        The arrays, to be used instead, and the token, a scalar of value 0.
+    """
+    values, hidden = lax.optimization_barrier((values, jnp.int32(number) if isinstance(number, int) else number))
+    return values, hidden - number
+
+
+def use_token(array: jax.Array, token: jax.Array) -> jax.Array:
+    """Makes an array wait for a token, and pass no gradient to it.
+
+    Args:
+        array: Of a numeric dtype.
+        token: From ``order_token``.
+
+    Returns:
+        The array plus 0.
+    """
+    return array + lax.stop_gradient(token).astype(array.dtype)
