@@ -49,8 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume", metavar="DIR", help="go on with a run that was stopped, as it was called")
     parsed = parser.parse_args(arguments)
 
-    import jaxddp  # noqa: F401  first: it imports JAX without what plugins print whose devices are not there
     from jaxddp.cli.interrupts import kept_interrupts
+    from jaxddp.cli.quiet import import_jax
+
+    import_jax()
     from torchref.launch import RankError
 
     from .harness.console import make_console

@@ -1,34 +1,100 @@
-"""Distributed data parallelism, gradient buckets and ZeRO for JAX."""
+"""Distributed data parallelism, gradient buckets and ZeRO for JAX.
 
-from .compiled.schedule import gradient_collectives as gradient_collectives
-from .compiled.schedule import read_schedule as read_schedule
-from .ddp import bucketed as bucketed
-from .ddp import flat as flat
-from .ddp import naive as naive
-from .ddp import overlapped as overlapped
-from .loss import Weighted as Weighted
-from .mesh import data_mesh as data_mesh
-from .mesh import simulate_devices as simulate_devices
-from .mesh import start_process as start_process
-from .planning.buckets import BucketPlan as BucketPlan
-from .planning.buckets import TensorSpec as TensorSpec
-from .planning.buckets import plan_buckets as plan_buckets
-from .planning.network import Network as Network
-from .strategy import STRATEGIES as STRATEGIES
-from .strategy import Strategy as Strategy
-from .strategy import make_strategy as make_strategy
-from .strategy import plan_gradients as plan_gradients
-from .strategy import sync_gradients as sync_gradients
-from .training.allocator import keep_freed_memory as keep_freed_memory
-from .training.train import Trainer as Trainer
-from .training.train import TrainState as TrainState
-from .training.xla import compile_options as compile_options
-from .training.xla import configure as configure
-from .tree import named_leaves as named_leaves
-from .zero import layer as layer
-from .zero import zero1 as zero1
-from .zero import zero2 as zero2
-from .zero import zero3 as zero3
-from .zero.clipping import clip_by_global_norm as clip_by_global_norm
-from .zero.shard_optimizer import shard_optimizer as shard_optimizer
-from .zero.shard_optimizer import sharded_specs as sharded_specs
+    communication ddp zero training   the core: collectives, strategies, the trainer; with models and checkpoint
+    compiled targets simulation       instruments: read compiled programs, compile for absent machines, simulate steps
+    planning                          bucket plans, cost formulas, networks and chips; needs no framework
+    inspection cli                    what the instruments say of a step; ``python -m jaxddp``
+
+A public name is loaded when it is first used, so importing this package, or its ``planning`` alone, imports no JAX.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from . import targets as targets
+    from .communication import compression as compression
+    from .compiled.schedule import gradient_collectives as gradient_collectives
+    from .compiled.schedule import read_schedule as read_schedule
+    from .ddp import bucketed as bucketed
+    from .ddp import flat as flat
+    from .ddp import naive as naive
+    from .ddp import overlapped as overlapped
+    from .loss import Weighted as Weighted
+    from .mesh import data_mesh as data_mesh
+    from .mesh import simulate_devices as simulate_devices
+    from .mesh import start_process as start_process
+    from .planning.buckets import BucketPlan as BucketPlan
+    from .planning.buckets import TensorSpec as TensorSpec
+    from .planning.buckets import plan_buckets as plan_buckets
+    from .planning.network import Network as Network
+    from .registry import STRATEGIES as STRATEGIES
+    from .registry import make_strategy as make_strategy
+    from .strategy import Strategy as Strategy
+    from .strategy import plan_gradients as plan_gradients
+    from .strategy import sync_gradients as sync_gradients
+    from .training.allocator import keep_freed_memory as keep_freed_memory
+    from .training.train import Trainer as Trainer
+    from .training.train import TrainState as TrainState
+    from .training.xla import compile_options as compile_options
+    from .training.xla import configure as configure
+    from .tree import named_leaves as named_leaves
+    from .zero import layer as layer
+    from .zero import zero1 as zero1
+    from .zero import zero2 as zero2
+    from .zero import zero3 as zero3
+    from .zero.clipping import clip_by_global_norm as clip_by_global_norm
+    from .zero.shard_optimizer import shard_optimizer as shard_optimizer
+    from .zero.shard_optimizer import sharded_specs as sharded_specs
+
+_MODULES = {
+    "Network": ".planning.network",
+    "BucketPlan": ".planning.buckets",
+    "TensorSpec": ".planning.buckets",
+    "plan_buckets": ".planning.buckets",
+    "data_mesh": ".mesh",
+    "simulate_devices": ".mesh",
+    "start_process": ".mesh",
+    "named_leaves": ".tree",
+    "Weighted": ".loss",
+    "compression": ".communication.compression",
+    "STRATEGIES": ".registry",
+    "make_strategy": ".registry",
+    "Strategy": ".strategy",
+    "plan_gradients": ".strategy",
+    "sync_gradients": ".strategy",
+    "naive": ".ddp",
+    "flat": ".ddp",
+    "overlapped": ".ddp",
+    "bucketed": ".ddp",
+    "layer": ".zero",
+    "zero1": ".zero",
+    "zero2": ".zero",
+    "zero3": ".zero",
+    "clip_by_global_norm": ".zero.clipping",
+    "shard_optimizer": ".zero.shard_optimizer",
+    "sharded_specs": ".zero.shard_optimizer",
+    "Trainer": ".training.train",
+    "TrainState": ".training.train",
+    "compile_options": ".training.xla",
+    "configure": ".training.xla",
+    "keep_freed_memory": ".training.allocator",
+    "gradient_collectives": ".compiled.schedule",
+    "read_schedule": ".compiled.schedule",
+    "targets": ".targets",
+}
+
+if not TYPE_CHECKING:  # type checkers would accept any name
+
+    def __getattr__(name: str) -> object:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = import_module(_MODULES[name], __name__)
+        value = globals()[name] = getattr(module, name, module)  # a public module has no such name inside
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from . import __version__
 from .cli import inspect as inspect_cli
 from .cli import plan as plan_cli
 from .cli import train as train_cli
@@ -39,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Parser(
         prog="python -m jaxddp", description="Data-parallel training that does what was planned.", allow_abbrev=False
     )
+    parser.add_argument("--version", action="version", version=f"jaxddp {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
     for command in COMMANDS:
         command.add_parser(commands)

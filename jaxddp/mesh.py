@@ -12,7 +12,7 @@ import contextlib
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from .quiet_start import devices
+from .plugins import devices
 
 DATA_AXIS = "data"
 

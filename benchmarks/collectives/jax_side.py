@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jaxddp  # first: it imports JAX without what plugins print whose devices are not there
-
-# isort: split
 import jax
 import jaxlib
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import jaxddp
 from jaxddp.communication import collectives, gloo, ring
 from jaxddp.mesh import DATA_AXIS, platform_of
 

@@ -86,7 +86,8 @@ class Ranks:
         """
         num_processes = self.num if self.kind in _OF_PROCESSES else 1
         with _with_environment(cores.ENVIRONMENT if self.kind in _OF_PROCESSES else {}):
-            return self._launch(self.kind, fn, *args, num_ranks=num_processes, backend="gloo", on_message=on_message)
+            return self._launch(self.kind, fn, *args, num_ranks=num_processes, backend="gloo", on_message=on_message,
+                                in_jax=True)  # fmt: skip
 
     def run_torch(self, fn: Callable[..., _T], *args: Any, on_message: OnMessage | None = None) -> list[_T]:
         """Runs ``fn(self, *args)`` on every rank of a torch process group.
@@ -125,8 +126,8 @@ class Ranks:
             jaxddp.simulate_devices(self.num)
         return jaxddp.data_mesh(self.num)
 
-    def _launch(self, kind: str, fn: Callable[..., _T], *args: Any, **options: Any) -> list[_T]:
-        prepare: Prepare = partial(_prepare, self.hosts, kind, self.num)
+    def _launch(self, kind: str, fn: Callable[..., _T], *args: Any, in_jax: bool = False, **options: Any) -> list[_T]:
+        prepare: Prepare = partial(_prepare, self.hosts, kind, self.num, in_jax)
         with _with_environment({} if self.kind == "gpus" else allocator.ENVIRONMENT):
             return launch(
                 fn, self, *args, threads_per_rank=THREADS, prepare=prepare, timeout_s=TIMEOUT_S, **options
@@ -254,11 +255,20 @@ def _without_output() -> Iterator[None]:
         os.close(nowhere)
 
 
-def _prepare(hosts: tuple[Host, ...], kind: str, num_ranks: int, rank: int) -> None:
-    """What comes first in a rank's process: its host, and its cores."""
+def _prepare(hosts: tuple[Host, ...], kind: str, num_ranks: int, in_jax: bool, rank: int) -> None:
+    """What comes first in a rank's process: its host, its cores, and JAX."""
     if hosts:
         enter_host(hosts, rank)
     cores.keep_to_cores(kind, num_ranks, rank)
+    if in_jax:
+        prepare_jax(rank)
+
+
+def prepare_jax(rank: int) -> None:
+    """Imports JAX in a rank's process, before its function does, without what plugins print."""
+    from jaxddp.cli.quiet import import_jax
+
+    import_jax()
 
 
 def _rank() -> int:

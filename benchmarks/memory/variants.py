@@ -9,20 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jaxddp  # first: it imports JAX without what plugins print whose devices are not there
-
-# isort: split
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
+import jaxddp
 from jaxddp import targets
 from jaxddp.compiled.memory import StepMemory, allocated_bytes, padding_share, step_memory
 from jaxddp.models import SIZES, TransformerConfig, abstract
-from jaxddp.quiet_start import devices
+from jaxddp.plugins import devices
 from torchref.launch import launch
+
+from ..harness.ranks import prepare_jax
 
 CPU = "cpu"
 TIMEOUT_S = 3600.0
@@ -101,7 +101,7 @@ def read(setup: Setup, name: str) -> Read:
         ValueError: If the step cannot be compiled.
     """
     if setup.is_here:
-        return launch(_read_here, setup, name, num_ranks=1, timeout_s=TIMEOUT_S)[0]
+        return launch(_read_here, setup, name, num_ranks=1, prepare=prepare_jax, timeout_s=TIMEOUT_S)[0]
     trainer, state, batch = _trainer(setup, name, targets.mesh(setup.target))
     program = trainer.start_compile(state, batch).result()
     return Read(step_memory(program, state), padding_share(trainer.layout(state)))
@@ -117,7 +117,7 @@ def allocate(setup: Setup, name: str) -> Allocation | str:
     Returns:
         What the first device's allocator says, or why it says nothing.
     """
-    return launch(_allocate_here, setup, name, num_ranks=1, timeout_s=TIMEOUT_S)[0]
+    return launch(_allocate_here, setup, name, num_ranks=1, prepare=prepare_jax, timeout_s=TIMEOUT_S)[0]
 
 
 def _read_here(setup: Setup, name: str) -> Read:

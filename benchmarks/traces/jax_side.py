@@ -14,13 +14,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jaxddp  # first: it imports JAX without what plugins print whose devices are not there
-
-# isort: split
 import jax
 import optax
 import torch.distributed as dist
 
+import jaxddp
 from jaxddp.compiled.schedule import Operation, Schedule
 from jaxddp.mesh import platform_of
 from jaxddp.models import build

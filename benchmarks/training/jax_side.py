@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jaxddp  # first: it imports JAX without what plugins print whose devices are not there
-
-# isort: split
 import jax
 import numpy as np
 import optax
 import torch.distributed as dist
 from jax.sharding import Mesh
 
+import jaxddp
 from jaxddp.checkpoint.interop import to_numpy, torch_names
 from jaxddp.communication import compression
 from jaxddp.communication.backward_order import matmul_flops

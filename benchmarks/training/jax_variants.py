@@ -8,15 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jaxddp  # first: it imports JAX without what plugins print whose devices are not there
-
-# isort: split
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import jaxddp
 from jaxddp.mesh import platform_of
 from jaxddp.training.data import Batch
 from jaxddp.training.jit_baseline import auto_step

@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from .quiet import import_jax
+
 _SHAPES = ("layers", "width", "heads", "hidden", "vocab", "context")
 
 
@@ -59,7 +61,7 @@ def run(arguments: argparse.Namespace) -> None:
         ValueError: If the options do not fit each other, or the step does not fit the target.
         OSError: If a file cannot be read or written.
     """
-    # Imported only now: the help must not wait for JAX.
+    import_jax()  # only now: the help must not wait for it
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # accelerators that are here have nothing to do with it

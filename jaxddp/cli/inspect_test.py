@@ -14,7 +14,7 @@ from jaxddp.__main__ import main
 from jaxddp.compiled.testdata import load_fixture
 from jaxddp.models import SIZES
 from jaxddp.planning.chips import CHIPS
-from jaxddp.strategy import STRATEGIES
+from jaxddp.registry import STRATEGIES
 
 INSPECT = [sys.executable, "-m", "jaxddp", "inspect"]
 SHAPES = "--layers 2 --width 32 --heads 2 --hidden 64 --vocab 128 --context 16"

@@ -10,6 +10,8 @@ import json
 from dataclasses import replace
 from typing import Any
 
+from .quiet import import_jax
+
 XXL = "xxl"
 CUSTOM = "custom"
 DEFAULT_TARGET, DEFAULT_FSDP, DEFAULT_TP = "v5p:64", 16, 4
@@ -92,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: If the options do not fit each other, or a number is out of range.
     """
-    # Imported only now: the help must not wait for JAX's friends.
+    import_jax()  # only now: the help must not wait for it
     from ..planning.plan import plan
     from .plan_console import as_json, show, show_verification, verification_object
 

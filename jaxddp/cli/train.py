@@ -11,6 +11,8 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
+from .quiet import import_jax
+
 DEFAULT_SIMULATED_DEVICES = 4
 OPTIMIZERS = ("adamw", "adam", "sgd")
 
@@ -146,7 +148,7 @@ def run(arguments: argparse.Namespace) -> None:
     """
     options = TrainOptions(**{field.name: getattr(arguments, field.name) for field in fields(TrainOptions)})
 
-    # Imported only now: the help must not wait for JAX.
+    import_jax()  # only now: the help must not wait for it
     from .train_console import TrainConsole
     from .train_loop import train
 

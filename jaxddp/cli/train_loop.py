@@ -22,7 +22,8 @@ from ..communication.compression import make_compression
 from ..compiled.schedule import gradient_collectives
 from ..mesh import data_mesh, mesh_of_machine, simulate_devices
 from ..models import SIZES, TransformerConfig, build
-from ..strategy import STRATEGIES, Strategy, make_strategy
+from ..registry import STRATEGIES, make_strategy
+from ..strategy import Strategy
 from ..training.allocator import keep_freed_memory
 from ..training.clock import Timings, stopwatch, summarize
 from ..training.data import Batch, Corpus

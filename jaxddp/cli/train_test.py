@@ -17,7 +17,7 @@ from jaxddp.__main__ import main
 from jaxddp.checkpoint.checkpoints import Checkpoints
 from jaxddp.cli.train import OPTIMIZERS, TrainOptions, add_parser
 from jaxddp.models import SIZES, build
-from jaxddp.strategy import STRATEGIES
+from jaxddp.registry import STRATEGIES
 
 TRAIN = [sys.executable, "-m", "jaxddp", "train"]
 

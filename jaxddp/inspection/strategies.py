@@ -20,9 +20,9 @@ from .. import targets
 from ..compiled.schedule import Schedule, read_schedule
 from ..models import TransformerConfig, abstract
 from ..planning.network import Network
+from ..registry import STRATEGIES, make_strategy
 from ..simulation.bound import Bound, lower_bound
 from ..simulation.simulate import Simulation, simulate
-from ..strategy import STRATEGIES, make_strategy
 from ..targets.compile import start_compile
 from ..targets.job import Pending
 from ..targets.program import TargetMemoryError, TargetProgram

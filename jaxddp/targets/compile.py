@@ -25,7 +25,7 @@ from jax import export
 from jax.sharding import NamedSharding
 
 from ..planning.chips import Target
-from ..quiet_start import devices, superseded_plugins
+from ..plugins import devices, superseded_plugins
 from .devices import topology_arguments, topology_environment
 from .job import Pending
 from .program import TargetError, TargetProgram

@@ -1,0 +1,49 @@
+"""Imports JAX without what the CUDA plugin prints where there is no driver.
+
+With the extra ``targets`` and without a GPU, ``import jax`` prints a line of C++ for each library of the plugin, and so
+does its start. A command line shows its own lines only; in other programs, JAX prints what it likes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+
+_PLUGIN_LINES = (b"cudart_stub.cc", b"before absl::InitializeLog() is called")
+
+
+def import_jax() -> None:
+    """Imports JAX, and keeps it from loading CUDA plugins where there is no device; call it before JAX is imported."""
+    if "jax" in sys.modules:
+        return
+    with _without_plugin_lines():
+        from .. import plugins
+
+        # The compilers for targets load them in processes of their own.
+        plugins.disable_plugins(plugins.superseded_plugins() if plugins.has_device_files() else plugins.cuda_plugins())
+
+
+@contextlib.contextmanager
+def _without_plugin_lines() -> Iterator[None]:
+    """Holds back what is printed to standard error, then prints all but the lines of the CUDA plugin."""
+    try:
+        standard_error = os.dup(2)
+    except OSError:  # closed, as in a daemon: nobody reads the lines
+        yield
+        return
+    with tempfile.TemporaryFile() as held:
+        sys.stderr.flush()
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(standard_error, 2)
+            os.close(standard_error)
+            held.seek(0)
+            for line in held:
+                if not any(part in line for part in _PLUGIN_LINES):
+                    os.write(2, line)

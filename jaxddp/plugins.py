@@ -1,0 +1,69 @@
+"""Which JAX plugins are installed, and which of them JAX should start.
+
+The extra ``targets`` installs compilers for GPUs and TPUs. They are JAX's plugins for these devices as well, so JAX
+would look for devices that are not there: the CUDA plugin fails, the TPU plugin searches the network for its hosts.
+``devices`` starts JAX on the CPU where no accelerator is attached.
+
+Beside JAX's own plugin for CUDA 13, the extra's plugin for CUDA 12 is a second one for the same platform, and JAX would
+take either. ``devices`` disables the older one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from glob import glob
+from importlib import import_module
+from importlib.util import find_spec
+from pkgutil import iter_modules
+
+import jax
+
+_DEVICE_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg", "/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
+
+
+def devices() -> list[jax.Device]:
+    """Starts JAX if it has not started yet, and lists its devices.
+
+    JAX starts on the CPU alone where neither the environment nor the configuration names platforms and the machine has
+    no device of any installed plugin.
+
+    Returns:
+        ``jax.devices()``.
+    """
+    disable_plugins(superseded_plugins())
+    platforms: str | None = jax.config.jax_platforms  # type: ignore[attr-defined]
+    # How to recognise the devices of other plugins is not known here.
+    if not platforms and not has_device_files() and set(_plugins()) <= set(cuda_plugins()):
+        jax.config.update("jax_platforms", "cpu")
+    return jax.devices()
+
+
+def superseded_plugins() -> list[str]:
+    """Lists the CUDA plugins that a newer one replaces: the one for CUDA 12 beside one for CUDA 13."""
+    return cuda_plugins()[:-1]
+
+
+def disable_plugins(names: Iterable[str]) -> None:
+    """Keeps JAX from loading plugins; call it before JAX starts.
+
+    Args:
+        names: Modules of ``jax_plugins``.
+    """
+    for name in names:
+        import_module(f"jax_plugins.{name}").initialize = lambda: None  # type: ignore[attr-defined]
+
+
+def cuda_plugins() -> list[str]:
+    """Lists the installed plugins for CUDA, the newest last."""
+    return sorted(name for name in _plugins() if name.startswith("xla_cuda"))
+
+
+def has_device_files() -> bool:
+    """Whether the machine has a GPU or a TPU."""
+    return any(glob(pattern) for pattern in _DEVICE_FILES)
+
+
+def _plugins() -> list[str]:
+    package = find_spec("jax_plugins")
+    folders = package.submodule_search_locations if package is not None else None
+    return [module.name for module in iter_modules(folders or [])]

@@ -1,0 +1,70 @@
+"""What is printed when JAX is imported and started, and on which platform, in processes of their own."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# A machine without accelerators, whatever this one has.
+WITHOUT_DEVICES = "from jaxddp import plugins\nplugins._DEVICE_FILES = ()\n"
+
+
+def run(code, **environment):
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "TPU_"))}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=clean | environment, check=True)
+
+
+@pytest.mark.parametrize("environment", [{}, {"JAX_PLATFORMS": "cpu"}, {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}])
+def test_without_accelerators_the_mesh_is_on_the_cpu(environment):
+    code = WITHOUT_DEVICES + "import jaxddp, jax; print(jaxddp.data_mesh().size, jax.config.jax_platforms)"
+    found = run(code, **environment)
+    assert found.stdout == "1 cpu\n" and "Traceback" not in found.stderr
+
+
+def test_neither_the_import_nor_a_mesh_touches_file_descriptors():
+    code = (
+        "import os\n"
+        "def refuse(*args): raise AssertionError(args)\n"
+        "os.dup = os.dup2 = os.close = refuse\n"
+        "import jaxddp; jaxddp.data_mesh()"
+    )
+    run(code, JAX_PLATFORMS="cpu")
+
+
+def test_platforms_that_were_asked_for_stay():
+    code = WITHOUT_DEVICES + (
+        "import jax\n"
+        "jax.config.update('jax_platforms', 'tpu')\n"
+        "try: plugins.devices()\n"
+        "except RuntimeError as error: print(jax.config.jax_platforms, 'tpu' in str(error))"
+    )
+    assert run(code, TPU_SKIP_MDS_QUERY="1").stdout == "tpu True\n"
+
+
+def test_device_files_and_unknown_plugins_leave_the_choice_to_jax():
+    start = "import jax; plugins.devices(); print(jax.config.jax_platforms)"
+    platforms = {"JAX_CUDA_VISIBLE_DEVICES": "0", "TPU_SKIP_MDS_QUERY": "1"}
+    with_file = "from jaxddp import plugins\nplugins._DEVICE_FILES = ('/dev/null',)\n"
+    assert run(with_file + start, **platforms).stdout == "None\n"
+    with_plugin = WITHOUT_DEVICES + "plugins._plugins = lambda: ['xla_other']\n"
+    assert run(with_plugin + start, **platforms).stdout == "None\n"
+
+
+def test_of_two_plugins_for_cuda_the_newer_counts():
+    code = (
+        "from jaxddp import plugins\n"
+        "plugins._plugins = lambda: ['xla_cuda13', 'other', 'xla_cuda12']\n"
+        "print(plugins.superseded_plugins())\n"
+    )
+    assert run(code).stdout == "['xla_cuda12']\n"
+
+
+def test_jax_starts_without_a_traceback_in_programs_that_do_not_use_this_package(tmp_path):
+    shutil.copy(Path(__file__).with_name("plugins.pth"), tmp_path)
+    code = f"import site; site.addsitedir({str(tmp_path)!r})\nimport jax; jax.devices(); print('started')"
+    found = run(code, TPU_SKIP_MDS_QUERY="1")
+    assert found.stdout == "started\n" and "Traceback" not in found.stderr

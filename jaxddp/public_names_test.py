@@ -1,0 +1,61 @@
+"""The names of the package, and what importing it starts."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import jaxddp
+
+
+def declared():
+    """The imports that type checkers see: name to module."""
+    tree = ast.parse(Path(jaxddp.__file__).read_text())
+    (block,) = (
+        node for node in tree.body if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+    )
+    assert all(alias.name == alias.asname for node in block.body for alias in node.names)
+    return {alias.name: node.module or "" for node in block.body for alias in node.names}
+
+
+def test_names_for_type_checkers_are_those_that_are_loaded():
+    modules = {"targets": ".targets", "compression": ".communication.compression"}
+    assert declared() | modules == {
+        name: path if name in modules else path[1:] for name, path in jaxddp._MODULES.items()
+    }
+    for name, value in ((name, getattr(jaxddp, name)) for name in jaxddp._MODULES):
+        assert isinstance(value, ModuleType) == (name in modules)
+
+
+def test_every_name_is_listed_and_there():
+    for name in jaxddp._MODULES:
+        assert name in dir(jaxddp) and getattr(jaxddp, name) is not None
+    assert list(jaxddp.STRATEGIES) == ["naive", "flat", "overlapped", "bucketed", "zero1", "zero2", "zero3"]
+    with pytest.raises(AttributeError, match=r"^module 'jaxddp' has no attribute 'no_such_name'$"):
+        _ = jaxddp.no_such_name
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import jaxddp; dir(jaxddp); jaxddp.__version__",
+        "import jaxddp; jaxddp.plan_buckets; jaxddp.Network",
+        "import jaxddp.planning.plan",
+        "import torchref",
+        "from jaxddp.__main__ import main\ntry: main(['--help'])\nexcept SystemExit: pass",
+        "from jaxddp.__main__ import main\ntry: main(['--version'])\nexcept SystemExit: pass",
+    ],
+)
+def test_no_jax_is_imported(code):
+    code += "\nimport sys; assert 'jax' not in sys.modules and 'jaxlib' not in sys.modules"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+
+
+def test_the_order_of_strategies_is_theirs_whichever_is_loaded_first():
+    code = "import jaxddp; jaxddp.zero1; print(*jaxddp.STRATEGIES)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert run.stdout.split() == list(jaxddp.STRATEGIES)
