@@ -1,7 +1,7 @@
 """The one table of cases: what is trained, how, on how many ranks, and how closely the weights must agree.
 
-Every parity test takes its cases from here, so a new strategy, optimizer or model is one line. A case is plain data:
-it travels to rank processes that have no JAX.
+Every parity test takes its cases from here, so a new strategy, optimizer or model is one line. Rank processes import
+this file, so it imports no JAX.
 """
 
 from __future__ import annotations
@@ -9,6 +9,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+from torch import nn
+
+from torchref.models.toy import TiedToy
 
 NUM_STEPS = 20
 GLOBAL_BATCH = 72  # divisible by every number of ranks below, with 1 and with 3 micro-batches
@@ -18,11 +22,22 @@ MAX_GRAD_NORM = 0.05  # clips every step of every model
 
 
 class StrategyCase(NamedTuple):
-    """A strategy in both packages."""
+    """A strategy and its options, which both packages spell alike where both have them."""
 
     name: str  # in jaxddp.STRATEGIES and torchref.STRATEGIES
-    jax_options: dict[str, Any] = {}
-    torch_options: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    jax_only: dict[str, Any] = {}
+    torch_only: dict[str, Any] = {}
+
+    @property
+    def jax_options(self) -> dict[str, Any]:
+        """Options for ``jaxddp.make_strategy``."""
+        return self.options | self.jax_only
+
+    @property
+    def torch_options(self) -> dict[str, Any]:
+        """Options for ``torchref.make_strategy``."""
+        return self.options | self.torch_only
 
 
 class Case(NamedTuple):
@@ -44,29 +59,24 @@ class Case(NamedTuple):
         return f"{self.strategy}-{self.optimizer}-{self.num_ranks}ranks-{self.model}-{self.dtype}{extras}"
 
 
-def _bucketed(bucket_mb: Any, name: str = "bucketed") -> StrategyCase:
-    return StrategyCase(name, {"bucket_mb": bucket_mb}, {"bucket_size_mb": bucket_mb})
-
+# Units of FSDP. TiedToy holds a matrix of its own and uses it only within its own forward.
+_UNITS = {"shard_types": (nn.Linear, nn.Embedding, TiedToy)}
 
 STRATEGIES = {
     "naive": StrategyCase("naive"),
     "flat": StrategyCase("flat"),
     "overlapped": StrategyCase("overlapped"),
-    "bucketed(1KiB)": _bucketed(1 / 1024),
-    "bucketed(0.5KiB,4KiB)": _bucketed([0.5 / 1024, 4 / 1024]),
-    "bucketed(None)": _bucketed(None),
+    "bucketed(1KiB)": StrategyCase("bucketed", {"bucket_mb": 1 / 1024}),
+    "bucketed(0.5KiB,4KiB)": StrategyCase("bucketed", {"bucket_mb": [0.5 / 1024, 4 / 1024]}),
+    "bucketed(None)": StrategyCase("bucketed", {"bucket_mb": None}),
     "bucketed()": StrategyCase("bucketed"),
-    "zero1(1KiB)": _bucketed(1 / 1024, "zero1"),
+    "zero1(1KiB)": StrategyCase("zero1", {"bucket_mb": 1 / 1024}),
     "zero1()": StrategyCase("zero1"),
-    "zero2(1KiB)": _bucketed(1 / 1024, "zero2"),
-    "zero2(1KiB,full)": StrategyCase(
-        "zero2",
-        {"bucket_mb": 1 / 1024, "accumulate": "full"},
-        {"bucket_size_mb": 1 / 1024, "accumulate": "full"},
-    ),
-    # Small models: with the default every parameter would stay whole.
-    "zero3(0)": StrategyCase("zero3", {"min_shard_elements": 0}),
-    "zero3(200)": StrategyCase("zero3", {"min_shard_elements": 200, "bucket_mb": 1 / 1024}),
+    "zero2(1KiB)": StrategyCase("zero2", {"bucket_mb": 1 / 1024}),
+    "zero2(1KiB,full)": StrategyCase("zero2", {"bucket_mb": 1 / 1024, "accumulate": "full"}),
+    # jaxddp shards by size: its default would keep these small parameters whole. FSDP shards by module type.
+    "zero3(0)": StrategyCase("zero3", {}, {"min_shard_elements": 0}, _UNITS),
+    "zero3(200)": StrategyCase("zero3", {"bucket_mb": 1 / 1024}, {"min_shard_elements": 200}, _UNITS),
 }
 OPTIMIZERS = ("sgd", "momentum", "adamw", "adamw_masked")
 NUM_RANKS = (1, 2, 3, 4, 8)

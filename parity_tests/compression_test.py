@@ -69,10 +69,9 @@ def train_jax(strategy, how, num_ranks, num_microbatches):
 def train_torch(strategy, name, rank_of_factors, num_microbatches):
     """The same on a rank, which has its own memory only."""
     how = getattr(torchref.communication.compression, name)
-    options = {key.replace("bucket_mb", "bucket_size_mb"): value for key, value in STRATEGIES[strategy].items()}
     module = Module()
     net = torchref.make_strategy(
-        strategy, module, compression=how(rank_of_factors) if rank_of_factors else how, **options
+        strategy, module, compression=how(rank_of_factors) if rank_of_factors else how, **STRATEGIES[strategy]
     )
     trainer = torchref.Trainer(
         lambda net, batch: ((net(batch["x"]) - batch["y"]) ** 2).mean(),

@@ -11,15 +11,12 @@ import torchref
 from torchref.interop import from_numpy, to_numpy
 from torchref.launch import RankPool
 from torchref.models import build, loss_fn
-from torchref.models.toy import TiedToy
 from torchref.train import local_rows
 
 from .cases import LEARNING_RATES, STRATEGIES, Case
 from .inputs import Arrays, batches
 
 # foreach and fused kernels round differently from the plain formula.
-# TiedToy holds a matrix of its own, and uses it within its own forward.
-SHARD_TYPES = (torch.nn.Linear, torch.nn.Embedding, TiedToy)
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "foreach": False}),
     "momentum": (torch.optim.SGD, {"lr": 0.03, "momentum": 0.9, "foreach": False}),
@@ -42,9 +39,7 @@ def train_on_rank(case: Case, weights: Arrays) -> Arrays:
     for step, batch in enumerate(batches(case.model, case.dtype)):
         _set_learning_rate(case.optimizer, options, step)
         trainer.step(local_rows(_tensors(batch, device), rank, case.num_ranks))
-    if isinstance(net, torchref.FSDP):
-        return {name: tensor.detach().cpu().numpy() for name, tensor in net.gather_full_params().items()}
-    return to_numpy(net.module)
+    return {name: tensor.cpu().numpy() for name, tensor in net.gather_full_params().items()}
 
 
 def _wrap(case: Case, module: torch.nn.Module) -> tuple[Any, Any, torch.optim.Optimizer]:
@@ -52,13 +47,12 @@ def _wrap(case: Case, module: torch.nn.Module) -> tuple[Any, Any, torch.optim.Op
     strategy = STRATEGIES[case.strategy]
     optimizer_cls, kwargs = OPTIMIZERS[case.optimizer]
     matrices = {name for name, parameter in module.named_parameters() if parameter.ndim > 1}
-    if strategy.name in ("zero1", "zero2"):
+    wrap: Any = torchref.STRATEGIES[strategy.name]
+    if wrap.owns_optimizer:
         groups = _groups(case.optimizer, module, matrices)
-        options = strategy.torch_options | kwargs | {"optimizer_cls": optimizer_cls, "params": groups}
-        net: Any = torchref.make_strategy(strategy.name, module, **options)
+        net = wrap(module, optimizer_cls, params=groups, **strategy.torch_options, **kwargs)
         return net, net, net.optimizer
-    options = {"shard_types": SHARD_TYPES} if strategy.name == "zero3" else strategy.torch_options
-    net = torchref.make_strategy(strategy.name, module, **options)
+    net = wrap(module, **strategy.torch_options)
     optimizer = optimizer_cls(_groups(case.optimizer, net.module, matrices), **kwargs)
     return net, optimizer, optimizer
 

@@ -14,7 +14,7 @@ import contextlib
 import copy
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -40,9 +40,12 @@ class DataParallel(nn.Module, abc.ABC):
         plan: What a backward pass communicates.
         num_ranks: Number of ranks.
         memory: What the compression remembers of parameters, by name: this rank's own.
+        owns_optimizer: Whether the strategy makes and steps the optimizer: its constructor takes ``optimizer_cls`` and
+            the optimizer's options, it has ``step()``, and ``optimizer`` is what a schedule drives.
     """
 
     module: nn.Module
+    owns_optimizer: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -176,6 +179,15 @@ class DataParallel(nn.Module, abc.ABC):
         replicated, shards = self._gradients()
         clip_to_norm_([*replicated, *shards], norm, max_norm)
         return norm
+
+    def gather_full_params(self) -> dict[str, torch.Tensor]:
+        """Copies all parameters at full size; call it on every rank.
+
+        Returns:
+            Copies by name within the module; a shared parameter under each of its names.
+        """
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {name: parameter.detach().clone() for name, parameter in named}
 
     @abc.abstractmethod
     def planned(self, num_microbatches: int = 1) -> list[tuple[str, int]]:

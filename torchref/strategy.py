@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from jaxddp.planning.buckets import TensorSpec
+from jaxddp.planning.buckets import BucketMb, TensorSpec
 
 if TYPE_CHECKING:
     from .data_parallel import DataParallel
@@ -79,3 +79,22 @@ def planned_collectives(net: DataParallel, *, num_microbatches: int = 1) -> list
         ``(kind, bytes of the full buffer)`` in launch order.
     """
     return net.planned(num_microbatches) if net.compression.sends else []
+
+
+def resolve_bucket_mb(bucket_mb: BucketMb, bucket_size_mb: BucketMb) -> BucketMb:
+    """Returns the bucket cap that was given under either of its two names.
+
+    Args:
+        bucket_mb: The option.
+        bucket_size_mb: Its older name.
+
+    Raises:
+        ValueError: If both are given.
+    """
+    if bucket_size_mb == "default":
+        return bucket_mb
+    if bucket_mb != "default":
+        raise ValueError(
+            f"bucket_mb (={bucket_mb!r}) and bucket_size_mb (={bucket_size_mb!r}) are one option: give one of them"
+        )
+    return bucket_size_mb

@@ -18,7 +18,7 @@ OPTIONS = {
     "naive": {},
     "flat": {},
     "overlapped": {},
-    "bucketed": {"bucket_size_mb": 0.001},
+    "bucketed": {"bucket_mb": 0.001},
 }
 strategies = pytest.mark.parametrize("name", OPTIONS)
 
@@ -118,7 +118,7 @@ def forgetting_what_is_under_way(name):
     """Backward, forget it, backward again: buffers of 8 MiB are still travelling when the second one fills them."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(1448, 1448), nn.Linear(1448, 1448))
-    net = torchref.make_strategy(name, module, **({"bucket_size_mb": None} if name == "bucketed" else {}))
+    net = torchref.make_strategy(name, module, **({"bucket_mb": None} if name == "bucketed" else {}))
     wrong = []
     for step in range(4):
         net(torch.full((4, 1448), float(step + 7))).sum().backward()  # never finished
@@ -238,6 +238,15 @@ def bad_input(name):
         torchref.make_strategy("zero9", mlp())
     with pytest.raises(ValueError, match=r"bucket_mb \(=0\) must be a positive number"):
         torchref.BucketedDDP(mlp(), 0)
+    with pytest.raises(ValueError, match=r"bucket_mb \(=1\) and bucket_size_mb \(=None\) are one option: give one"):
+        torchref.BucketedDDP(mlp(), 1, bucket_size_mb=None)
+
+
+def older_name_of_the_cap(name):
+    takes = {} if name == "bucketed" else {"optimizer_cls": torch.optim.SGD, "lr": 0.1}
+    options = ({"bucket_mb": 0.001}, {"bucket_size_mb": 0.001})
+    plans = [torchref.make_strategy(name, mlp(), **option, **takes).plan for option in options]
+    return plans[0] == plans[1] and len(plans[0].buckets) > 1
 
 
 def given_order(name):
@@ -355,6 +364,11 @@ def test_gradients_of_any_memory_format(ranks, name):
 @strategies
 def test_bad_input(ranks, name):
     ranks.run(bad_input, name, num_ranks=2)
+
+
+@pytest.mark.parametrize("name", ["bucketed", "zero1", "zero2"])
+def test_bucket_size_mb_is_bucket_mb(ranks, name):
+    assert all(ranks.run(older_name_of_the_cap, name, num_ranks=2))
 
 
 @strategies

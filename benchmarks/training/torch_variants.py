@@ -40,7 +40,7 @@ def wrap(setup: Setup, spec: StrategySpec, module: nn.Module, wire: compression.
     Returns:
         The wrapper.
     """
-    options: dict[str, Any] = {} if spec.bucket_mb is None else {"bucket_size_mb": spec.bucket_mb}
+    options: dict[str, Any] = {} if spec.bucket_mb is None else {"bucket_mb": spec.bucket_mb}
     if spec.name in ("zero1", "zero2"):
         options |= {"optimizer_cls": torch.optim.AdamW, **adamw(setup)}
     return torchref.make_strategy(spec.name, module, compression=wire, **options)

@@ -17,9 +17,9 @@ WRAPPERS = {
     "naive": {},
     "flat": {},
     "overlapped": {},
-    "bucketed": {"bucket_size_mb": 2e-4},
-    "zero1": {"bucket_size_mb": 2e-4, "optimizer_cls": torch.optim.SGD, "lr": 1.0},
-    "zero2": {"bucket_size_mb": 2e-4, "optimizer_cls": torch.optim.SGD, "lr": 1.0},
+    "bucketed": {"bucket_mb": 2e-4},
+    "zero1": {"bucket_mb": 2e-4, "optimizer_cls": torch.optim.SGD, "lr": 1.0},
+    "zero2": {"bucket_mb": 2e-4, "optimizer_cls": torch.optim.SGD, "lr": 1.0},
 }
 REPLICATED = ("naive", "flat", "overlapped", "bucketed")
 BF16_ROUNDING, FP16_ROUNDING = 2.0**-8, 2.0**-11  # half of the last place, of 8 and 11 bits

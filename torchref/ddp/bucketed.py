@@ -18,7 +18,7 @@ from torch import nn
 from jaxddp.planning.buckets import BucketMb, Rule, plan_buckets
 
 from ..replicated import Replicated
-from ..strategy import register
+from ..strategy import register, resolve_bucket_mb
 
 
 @register("bucketed")
@@ -26,17 +26,25 @@ class BucketedDDP(Replicated):
     """One all-reduce per bucket, as the bucket fills."""
 
     def __init__(
-        self, module: nn.Module, bucket_size_mb: BucketMb = "default", *, rule: Rule = "before", **options: Any
+        self,
+        module: nn.Module,
+        bucket_mb: BucketMb = "default",
+        *,
+        rule: Rule = "before",
+        bucket_size_mb: BucketMb = "default",
+        **options: Any,
     ) -> None:
         """Wraps a module.
 
         Args:
             module: What to train.
-            bucket_size_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``; see ``plan_buckets``.
+            bucket_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``; see ``plan_buckets``.
             rule: When a bucket closes; see ``plan_buckets``.
+            bucket_size_mb: Older name of ``bucket_mb``.
             **options: Of ``DataParallel``: ``process_group``, ``order``, ``compression``.
 
         Raises:
-            ValueError: If a cap or the rule is out of range, or as ``DataParallel``.
+            ValueError: If a cap or the rule is out of range, both names of the cap are given, or as ``DataParallel``.
         """
-        super().__init__(module, lambda tensors: plan_buckets(tensors, bucket_size_mb, rule=rule), **options)
+        cap = resolve_bucket_mb(bucket_mb, bucket_size_mb)
+        super().__init__(module, lambda tensors: plan_buckets(tensors, cap, rule=rule), **options)

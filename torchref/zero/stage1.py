@@ -50,7 +50,7 @@ from ..communication.compression import Compression, check_forgets, none
 from ..communication.exchange import SHARDED, InFlight
 from ..communication.sharding import own_chunk, pack_chunks, pack_own, split_chunks, unpack_chunks
 from ..data_parallel import DataParallel
-from ..strategy import register
+from ..strategy import register, resolve_bucket_mb
 from .elementwise import check_elementwise
 from .groups import Params, as_groups
 from .own_state import keep_own
@@ -70,17 +70,20 @@ class ZeRO1(DataParallel):
             what holds the state of this rank. Its ``state_dict`` says of which, and is refused on others.
     """
 
+    owns_optimizer = True
+
     def __init__(
         self,
         module: nn.Module,
         optimizer_cls: Callable[..., torch.optim.Optimizer],
-        bucket_size_mb: BucketMb = 25.0,
+        bucket_mb: BucketMb = "default",
         *,
         params: Params | None = None,
         rule: Rule = "before",
         process_group: dist.ProcessGroup | None = None,
         order: Sequence[str] | None = None,
         compression: Compression = none,
+        bucket_size_mb: BucketMb = "default",
         **kwargs: Any,
     ) -> None:
         """Wraps a module.
@@ -88,13 +91,14 @@ class ZeRO1(DataParallel):
         Args:
             module: What to train.
             optimizer_cls: Makes the optimizer; it must be element-wise. ``ShardedOptimizer`` takes others.
-            bucket_size_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``; see ``plan_buckets``.
+            bucket_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``; see ``plan_buckets``.
             params: What the optimizer is to update, as it takes it: parameters of the module, or groups of them with
                 options; all in one group when None.
             rule: When a bucket closes; see ``plan_buckets``.
             process_group: As ``DataParallel`` takes it.
             order: As ``DataParallel`` takes it.
             compression: What of the gradients travels; parameters travel as they are. None that remembers.
+            bucket_size_mb: Older name of ``bucket_mb``.
             **kwargs: For ``optimizer_cls``.
 
         Raises:
@@ -104,9 +108,10 @@ class ZeRO1(DataParallel):
         """
 
         def make_plan(tensors: Sequence[TensorSpec]) -> BucketPlan:
-            plan = plan_buckets(tensors, bucket_size_mb, rule=rule)
+            plan = plan_buckets(tensors, cap, rule=rule)
             return dataclasses.replace(plan, gathers=plan.buckets)
 
+        cap = resolve_bucket_mb(bucket_mb, bucket_size_mb)
         groups = None if params is None else as_groups(params)
         check_forgets(compression, "where gradients are sharded: use none, bf16 or fp16, or a strategy of ddp/")
         check_elementwise(optimizer_cls, kwargs, next(module.parameters(), torch.empty(0)).device)

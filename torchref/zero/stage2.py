@@ -52,7 +52,7 @@ class ZeRO2(ZeRO1):
         self,
         module: nn.Module,
         optimizer_cls: Callable[..., torch.optim.Optimizer],
-        bucket_size_mb: BucketMb = 25.0,
+        bucket_mb: BucketMb = "default",
         *,
         accumulate: Literal["shards", "full"] = "shards",
         **kwargs: Any,
@@ -62,7 +62,7 @@ class ZeRO2(ZeRO1):
         Args:
             module: What to train.
             optimizer_cls: As for ``ZeRO1``.
-            bucket_size_mb: As for ``ZeRO1``.
+            bucket_mb: As for ``ZeRO1``.
             accumulate: ``"shards"`` communicates in every micro-batch and keeps the memory; ``"full"`` communicates
                 once and keeps the speed.
             **kwargs: As for ``ZeRO1``.
@@ -72,7 +72,7 @@ class ZeRO2(ZeRO1):
         """
         if accumulate not in ("shards", "full"):
             raise ValueError(f"accumulate (={accumulate!r}) must be 'shards' or 'full'")
-        super().__init__(module, optimizer_cls, bucket_size_mb, **kwargs)
+        super().__init__(module, optimizer_cls, bucket_mb, **kwargs)
         self.accumulate = accumulate
 
     def planned(self, num_microbatches: int = 1) -> list[tuple[str, int]]:

@@ -82,7 +82,7 @@ class FSDP(Replicated):
         shard_types: tuple[type[nn.Module], ...] = (nn.Linear, nn.Embedding),
         *,
         reduce_dtype: torch.dtype | None = None,
-        bucket_size_mb: BucketMb = 25.0,
+        bucket_mb: BucketMb = "default",
         rule: Rule = "before",
         process_group: dist.ProcessGroup | None = None,
         order: Sequence[str] | None = None,
@@ -96,7 +96,7 @@ class FSDP(Replicated):
                 module that has parameters are cast to it, too. As they are if None.
             shard_types: Modules of these types are units: the parameters that are directly theirs are sharded.
             reduce_dtype: What gradients of shards are summed in; their parameter's own dtype if None.
-            bucket_size_mb: Of the gradients that are not sharded; see ``plan_buckets``.
+            bucket_mb: Of the gradients that are not sharded; see ``plan_buckets``.
             rule: Of the same; see ``plan_buckets``.
             process_group: As ``DataParallel`` takes it.
             order: As ``DataParallel`` takes it, of the parameters that are not sharded.
@@ -128,7 +128,7 @@ class FSDP(Replicated):
 
         super().__init__(
             module,
-            lambda tensors: plan_buckets(tensors, bucket_size_mb, rule=rule),
+            lambda tensors: plan_buckets(tensors, bucket_mb, rule=rule),
             process_group=process_group,
             order=order,
             compression=compression,

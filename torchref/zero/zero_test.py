@@ -22,10 +22,10 @@ OPTIMIZERS = {
 }
 STAGES = ("zero1", "zero2", "zero3")
 OPTIONS = {
-    "zero1": {"bucket_size_mb": BUCKET_MB},
-    "zero2": {"bucket_size_mb": BUCKET_MB},
-    "zero2 full": {"bucket_size_mb": BUCKET_MB, "accumulate": "full"},
-    "zero3": {"bucket_size_mb": BUCKET_MB},
+    "zero1": {"bucket_mb": BUCKET_MB},
+    "zero2": {"bucket_mb": BUCKET_MB},
+    "zero2 full": {"bucket_mb": BUCKET_MB, "accumulate": "full"},
+    "zero3": {"bucket_mb": BUCKET_MB},
 }
 stages = pytest.mark.parametrize("name", STAGES)
 
@@ -181,7 +181,7 @@ def bad_input(name):
     with pytest.raises(ValueError, match=r"module \(=Corners\) must have at least one parameter that needs a gradient"):
         wrap(name, corners().requires_grad_(False))
     with pytest.raises(ValueError, match=r"bucket_mb \(=-1\) must be a positive number"):
-        wrap(name, corners(), bucket_size_mb=-1)
+        wrap(name, corners(), bucket_mb=-1)
     with pytest.raises(ValueError, match=r"rule \(='after'\) must be 'before' or 'torch'"):
         wrap(name, corners(), rule="after")
     with pytest.raises(ValueError, match="order must name each trainable parameter once; '.*' is not"):
