@@ -9,6 +9,7 @@ import jaxddp
 import torchref
 
 TWINS = (
+    "plain",
     "communication/buckets",
     "communication/collectives",
     "communication/compression",
@@ -21,6 +22,7 @@ TWINS = (
 )
 # What one side's arrays need and the other's do not.
 ONLY_IN_ONE = {
+    "plain": {"layer"},
     "communication/collectives": {"Issued", "record"},
     "communication/buckets": {"MIB"},
     "communication/compression": {"make_compression"},

@@ -1,0 +1,132 @@
+"""The strategies of both packages against `plain.py`, and what XLA makes of its JAX version unasked."""
+
+import itertools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jaxddp
+from jaxddp import plain
+from jaxddp.checkpoint.interop import to_numpy
+from jaxddp.models import build
+
+from . import jax_side, torch_side
+from .cases import Case
+from .inputs import batches, largest_difference
+from .plain_torch import train_on_rank
+
+ATOL = 1e-12  # float64: only the order of sums differs
+# Plain strategy -> its options, and the row of the table of cases that it is compared with.
+STRATEGIES = {
+    "naive": ({}, "naive"),
+    "flat": ({}, "flat"),
+    "overlapped": ({}, "overlapped"),
+    "bucketed": ({"bucket_bytes": 1024}, "bucketed(1KiB)"),  # 3 buckets
+    "zero1": ({}, "zero1(1KiB)"),
+    "zero2": ({"num_microbatches": 3}, "zero2(1KiB)"),
+    "zero3": ({}, "zero3(0)"),
+}
+
+
+def initial_params():
+    return jax_side.initial_params("toy", "float64")
+
+
+def start(name, tx, num_ranks, **options):
+    """The initial state and the step of a plain strategy on the toy."""
+    loss_fn, _ = build("toy", layer=plain.layer)
+    return getattr(plain, name)(loss_fn, tx, initial_params(), jaxddp.data_mesh(num_ranks), **options)
+
+
+QUICK = {(name, 4, "adamw") for name in STRATEGIES} | {
+    ("naive", 1, "sgd"),
+    ("overlapped", 2, "sgd"),
+    ("bucketed", 2, "sgd"),
+    ("zero1", 2, "sgd"),
+    ("zero2", 1, "sgd"),
+    ("zero3", 2, "sgd"),
+}
+PRODUCT = itertools.product(STRATEGIES, (1, 2, 4), ("sgd", "adamw"))
+
+
+@pytest.mark.parametrize(
+    "name, num_ranks, optimizer",
+    [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.full) for case in PRODUCT],
+)
+def test_the_strategies_train_as_the_plain_ones(name, num_ranks, optimizer, ranks):
+    options, row = STRATEGIES[name]
+    case = Case(row, optimizer, num_ranks, "toy", "float64", options.get("num_microbatches", 1))
+    with jax.enable_x64(True):
+        weights = to_numpy(initial_params())
+        state, step = start(name, jax_side.OPTIMIZERS[optimizer](), num_ranks, **options)
+        for batch in batches("toy", "float64"):
+            state, _ = step(state, batch)
+        # Shards of zero3 are flat, and padded at the end.
+        full = [np.ravel(leaf)[: like.size].reshape(like.shape) for leaf, like in _pairs(state[0], initial_params())]
+        ours = to_numpy(jax.tree.unflatten(jax.tree.structure(initial_params()), full))
+    results = ranks.run(train_on_rank, name, optimizer, weights, options, num_ranks=num_ranks)
+    assert largest_difference(ours, weights) > 1e-3
+    for theirs, _ in results:
+        assert largest_difference(theirs, ours) <= ATOL
+    assert largest_difference(jax_side.train(case), ours) <= ATOL
+    assert largest_difference(torch_side.train(case, weights, ranks), ours) <= ATOL
+    if name == "zero3":  # between steps, no parameter of the module holds anything
+        assert [held_bytes for _, held_bytes in results] == [[0] * len(weights)] * num_ranks
+
+
+def _pairs(left, right):
+    return zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
+def test_a_rank_keeps_its_part_of_the_state(name):
+    with jax.enable_x64(True):
+        params = initial_params()
+        state, step = start(name, optax.adamw(1e-3), 4)
+        state, _ = step(state, batches("toy", "float64")[0])
+        moments = state[1][0].mu
+        sharded = [moments, state[1][0].nu, *([state[0]] if name == "zero3" else [])]
+        for tree in sharded:
+            for leaf, like in _pairs(tree, params):
+                assert [shard.data.shape for shard in leaf.addressable_shards] == [(-(-like.size // 4),)] * 4
+
+
+def compiled(name, keep, **options):
+    """The compiled step on 4 ranks: by default, or with the options that keep the plan."""
+    with jax.enable_x64(True):
+        state, step = start(name, optax.sgd(0.1), 4, **options)
+        compiler_options = jaxddp.compile_options(jaxddp.make_strategy(name), "cpu") if keep else {}
+        program = step.lower(state, batches("toy", "float64")[0]).compile(compiler_options=compiler_options)
+        return jaxddp.read_schedule(program)
+
+
+LOSS = 8
+UP, NORM, DOWN = 10 * 16 * 8, 16 * 8, 16 * 5 * 8  # bytes of the toy's gradients; norm has two, scale and bias
+ALL = UP + NORM + NORM + DOWN
+KEPT = {
+    "naive": [LOSS, UP, NORM, NORM, DOWN],
+    "flat": [LOSS, ALL],
+    "overlapped": [LOSS, UP, NORM, NORM, DOWN],
+    "bucketed": [LOSS, UP, NORM + NORM + DOWN],
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_xla_merges_plain_all_reduces_into_one_unless_told_not_to(name):
+    options = STRATEGIES[name][0]
+    assert compiled(name, keep=False, **options).gradient_collectives() == [("all-reduce", LOSS + ALL)]
+    kept = compiled(name, keep=True, **options)
+    assert kept.gradient_collectives() == sorted(("all-reduce", num_bytes) for num_bytes in KEPT[name])
+    # naive and flat have everything to send when the backward ends, the others only what came last.
+    late = kept.overlap().bytes_started_after_backward
+    assert late == (UP if name in ("overlapped", "bucketed") else ALL)
+
+
+def test_xla_on_cpu_undoes_the_second_gather_of_plain_zero3_unless_told_not_to():
+    def num_gathers(keep):
+        return [kind for kind, _ in compiled("zero3", keep).gradient_collectives()].count("all-gather")
+
+    assert num_gathers(keep=False) == 4  # one per parameter: kept from the forward, as if nothing were checkpointed
+    assert num_gathers(keep=True) == 8  # one in the forward, one in the backward
