@@ -100,7 +100,8 @@ def bucketed(loss_fn, optimizer, params, mesh, bucket_bytes=25 * 2**20):
         params, opt_state = state
         loss, grads = _local_gradients(loss_fn, params, batch)
         leaves, structure = jax.tree.flatten(grads)
-        buckets, size = [], bucket_bytes
+        buckets: list[list[int]] = []
+        size = bucket_bytes
         # The backward finishes the last layers first, so buckets fill in reverse order of the parameters. (Dictionaries
         # are ordered by name instead: `plan_gradients` reads the true order off the traced backward.)
         for i in reversed(range(len(leaves))):
@@ -113,7 +114,7 @@ def bucketed(loss_fn, optimizer, params, mesh, bucket_bytes=25 * 2**20):
             buffer, unflatten = ravel_pytree([leaves[i] for i in bucket])
             for i, mean in zip(bucket, unflatten(lax.pmean(buffer, "data")), strict=True):
                 leaves[i] = mean
-        return _update(optimizer, structure.unflatten(leaves), opt_state, params), lax.pmean(loss, "data")
+        return _update(optimizer, jax.tree.unflatten(structure, leaves), opt_state, params), lax.pmean(loss, "data")
 
     params = _replicate(params, mesh)
     return (params, optimizer.init(params)), _on_each_rank(step, mesh, P())

@@ -108,7 +108,9 @@ def bucketed(loss_fn, optimizer, module, bucket_bytes=25 * 2**20):
     """
     params = _broadcast(module)
     opt = optimizer(params)
-    buckets, size, started = [], bucket_bytes, []
+    started = []
+    buckets: list[list] = []
+    size = bucket_bytes
     # The backward finishes the last layers first, so buckets fill in reverse order of the parameters.
     for param in reversed(params):
         if size + param.nbytes > bucket_bytes:  # a bucket closes before it would exceed its cap
@@ -199,7 +201,7 @@ def zero3(loss_fn, optimizer, module):
     """ZeRO-3 (FSDP): parameters are shards as well. A layer gathers its own when it runs, and again in its backward.
 
     per rank: parameters, gradients, optimizer state [c], and one layer in full   sends 3 (N-1)/N Psi
-    A layer is a submodule with parameters of its own, that gives one tensor. Returns the step, and every parameter's shard.
+    A layer is a submodule with parameters of its own and one output. Returns the step, and every parameter's shard.
     """
     params, shards, opt = _shard(module, optimizer)
     shard_of = dict(zip(params, shards, strict=True))
