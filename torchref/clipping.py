@@ -1,8 +1,8 @@
-"""The global norm of gradients, of which each rank may have a part, and clipping by it.
+"""The global norm of gradients that may be sharded, and clipping by it.
 
-A rank knows the squares of its own shards only; the sum of all takes one all-reduce of one number.
+A rank knows the squares of its own shards only; their sum over ranks takes an all-reduce of one number.
 
-    norm = sqrt(sum of g^2 over what is replicated + sum over ranks of g^2 over their shards)
+    norm = sqrt(sum of g^2 over replicated gradients + sum over ranks of g^2 over their shards)
     g    = g * min(1, max_norm / norm)                                  no epsilon, as in optax
 """
 
@@ -22,11 +22,11 @@ def global_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def sharded_norm(
     shards: Sequence[torch.Tensor], replicated: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Euclidean norm of tensors that lie in shards over the ranks, and of others that every rank has whole.
+    """Euclidean norm of sharded and replicated tensors together.
 
     Args:
-        shards: This rank's; at least one, and as many on every rank.
-        replicated: The same on every rank.
+        shards: This rank's; at least one.
+        replicated: Equal on every rank.
         group: The ranks; None for all.
 
     Returns:
@@ -34,17 +34,17 @@ def sharded_norm(
     """
     squares = _sum_of_squares(shards)
     if dist.get_world_size(group) > 1:
-        dist.all_reduce(squares, group=group)  # not counted with the gradients'
+        dist.all_reduce(squares, group=group)  # not recorded: it carries no gradients
     return torch.sqrt(squares + _sum_of_squares(replicated) if replicated else squares)
 
 
 def clip_to_norm_(tensors: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
-    """Scales tensors in place, if their norm is above a greatest one.
+    """Scales tensors in place so that their norm is at most ``max_norm``.
 
     Args:
         tensors: Gradients.
         norm: Their global norm.
-        max_norm: The greatest one.
+        max_norm: Upper bound of the norm.
 
     Raises:
         ValueError: If ``max_norm`` is not positive.

@@ -1,7 +1,7 @@
-"""What a deleted wrapper leaves behind: none of its hooks, and of the parameters that it sharded, the shards.
+"""What a deleted wrapper leaves behind: no hooks, but the shards that an FSDP made.
 
-Sharding replaces a module's parameters for good. The module keeps a note of the whole ones' shapes, so that it, or a
-deep copy of it, is refused when it is wrapped again: shards of shards would train another function without a word.
+Sharding replaces parameters permanently, so the module keeps a record of their full shapes. A module with shards, or a
+deep copy of it, is refused when it is wrapped again: shards of shards would silently train another function.
 """
 
 from __future__ import annotations
@@ -13,56 +13,56 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-_NOTE = "_whole_shapes"  # in the module's own dict: a deep copy has it, and no state_dict does
+_RECORD = "_full_shapes"  # in the module's own dict: deep copies include it, state_dicts do not
 
 
-def remove_with(wrapper: nn.Module, handles: Sequence[RemovableHandle]) -> None:
+def remove_hooks_with(wrapper: nn.Module, handles: Sequence[RemovableHandle]) -> None:
     """Removes hooks when a wrapper is deleted.
 
     Args:
-        wrapper: Which is not kept alive, nor is what the hooks are on.
+        wrapper: Not kept alive by this.
         handles: Of its hooks.
     """
     weakref.finalize(wrapper, _remove, handles)
 
 
-def note_whole(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Notes on a module that parameters of its own are in shards.
+def record_full_shapes(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Records on a module that some of its parameters are shards.
 
     Args:
         module: The module.
-        shapes: Of the whole parameters, by name within the module.
+        shapes: Full shapes by name within the module.
     """
-    module.__dict__[_NOTE] = {name: torch.Size(shape) for name, shape in shapes.items()}
+    module.__dict__[_RECORD] = {name: torch.Size(shape) for name, shape in shapes.items()}
 
 
-def check_whole(module: nn.Module) -> None:
-    """Refuses a module with shards for parameters.
+def check_not_sharded(module: nn.Module) -> None:
+    """Refuses a module that has shards for parameters.
 
     Args:
-        module: What is to be wrapped. Parameters that were replaced by whole ones since are whole.
+        module: To be wrapped. Shards may have been replaced by full parameters since.
 
     Raises:
         ValueError: If a parameter is a shard.
 
     Example:
         >>> module = nn.Linear(4, 2)
-        >>> note_whole(module, {"weight": (2, 4)})
-        >>> check_whole(module)
+        >>> record_full_shapes(module, {"weight": (2, 4)})
+        >>> check_not_sharded(module)
         >>> module.weight = nn.Parameter(torch.zeros(4))
-        >>> check_whole(module)
+        >>> check_not_sharded(module)
         Traceback (most recent call last):
             ...
-        ValueError: parameter 'weight' (=[4]) must be whole (=[2, 4]), not the shard that an FSDP made of it: wrap a ...
+        ValueError: parameter 'weight' (=[4]) must be full (=[2, 4]), not a shard made by FSDP: wrap a new module, ...
     """
     for path, one in module.named_modules():
-        for name, shape in one.__dict__.get(_NOTE, {}).items():
+        for name, shape in one.__dict__.get(_RECORD, {}).items():
             parameter = one._parameters.get(name)
             if parameter is not None and parameter.shape != shape:
                 raise ValueError(
-                    f"parameter {f'{path}.{name}'.lstrip('.')!r} (={list(parameter.shape)}) must be whole"
-                    f" (={list(shape)}), not the shard that an FSDP made of it: wrap a new module, loaded with what"
-                    " gather_full_params() gives before the FSDP is deleted"
+                    f"parameter {f'{path}.{name}'.lstrip('.')!r} (={list(parameter.shape)}) must be full"
+                    f" (={list(shape)}), not a shard made by FSDP: wrap a new module, loaded with what"
+                    " gather_full_params() returned before the FSDP was deleted"
                 )
 
 

@@ -1,8 +1,8 @@
-"""Carries parameters between a module and NumPy, under the names and layouts of its ``state_dict``.
+"""Copies parameters between a module and NumPy, under the names and layouts of its ``state_dict``.
 
-These are the arrays that ``jaxddp`` maps to and from a Flax tree; this half only moves bits. A parameter
-that is shared is listed under each of its names, as ``state_dict`` does. Values are copied bit for bit. A dtype that
-differs is refused, never cast: cast the module first. bfloat16, which NumPy lacks, becomes ``ml_dtypes.bfloat16``.
+``jaxddp`` maps these arrays to and from a Flax tree. A shared parameter is listed under each of its names, as in
+``state_dict``. Values are copied bit for bit; a different dtype is refused, never cast. bfloat16, which NumPy lacks,
+becomes ``ml_dtypes.bfloat16``.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ def from_numpy(arrays: Mapping[str, Any], module: nn.Module) -> nn.Module:
     """Loads arrays into a module, in place: the inverse of ``to_numpy``.
 
     Args:
-        arrays: NumPy arrays, JAX arrays or PyTorch tensors, by ``state_dict`` name. Of a shared parameter's names
-            one is enough; if more are given, their values must be equal.
-        module: The module to fill; nothing in it changes if anything is refused.
+        arrays: NumPy arrays, JAX arrays or PyTorch tensors, by ``state_dict`` name. A shared parameter needs one of its
+            names; if more are given, their values must be equal.
+        module: The module to fill; unchanged if anything is refused.
 
     Returns:
         ``module``.
 
     Raises:
         ValueError: If a name is unknown or missing, a shape or dtype is not the one expected, or the values given
-            for a shared parameter differ. It names every offender.
+            for a shared parameter differ. The message lists every fault.
 
     Example:
         >>> module = from_numpy({"weight": np.ones((5, 3), np.float32)}, nn.Linear(3, 5, bias=False))

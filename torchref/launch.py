@@ -6,37 +6,63 @@
 | ``launch(fn, ..., num_ranks)`` | started and ended with the call           | one                                  |
 | ``init_from_env()``            | torchrun's or the cluster's, on any hosts | one, from RANK, WORLD_SIZE, ...      |
 
-Nothing hangs and nothing stays behind. A rank that raises or dies ends the others at once, which may be waiting for
-it in a collective; so does a timeout, of ranks that say nothing. Ranks end with their parent, however it ends: they
-read the end of its pipe, and on Linux the kernel kills them. The ranks meet through a file, so no port is taken and no
-host name is resolved.
+Nothing hangs and no process is left behind. When a rank raises or dies, the others are killed at once, because they may
+be waiting for it in a collective; so are ranks that do not report within a timeout. Ranks end with their parent,
+however it ends: they read the end of its pipe, and on Linux the kernel kills them. Ranks rendezvous through a file, so
+no port is taken and no host name is resolved.
+
+| direction       | bytes on a rank's pipe                                                             |
+|-----------------|------------------------------------------------------------------------------------|
+| parent -> rank  | a pickled ``_Task``; later an empty message: all ranks are done, leave the group   |
+| rank -> parent  | pickled ``(call, kind, content)``; kind: message (any number), result or failure   |
+
+The call number drops late messages of an earlier call; a started process answers as call 0. Tensors are pickled by
+value: shared memory would vanish with a rank that ends first.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
 import functools
+import multiprocessing
 import os
+import pickle
+import queue
 import shutil
+import signal
+import sys
 import tempfile
 import threading
 import time
+import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from multiprocessing import connection
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from .rank_process import OnMessage, Prepare, RankProcess, Task, pickled, receive_all, send_message
+import torch
+import torch.distributed as dist
 
-if TYPE_CHECKING:
-    import torch
+OnMessage = Callable[[int, Any], None]  # (rank, message)
+Prepare = Callable[[int], None]  # (rank)
 
 _T = TypeVar("_T")
 
 _BACKENDS = ("gloo", "nccl")
 _START_TIMEOUT_S = 300.0
 _CLOSE_TIMEOUT_S = 5.0
+_LONGEST_TIMEOUT_S = 1e7
+_OTHER_FAILURES_S = 0.1
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_WHILE_STARTING = (
+    "It happened while the process started, which imports the main module again: a script must guard"
+    ' what starts ranks with `if __name__ == "__main__":`.'
+)
 _open_pools: weakref.WeakSet[RankPool] = weakref.WeakSet()
+_send_message: Callable[[Any], None] | None = None  # set in a rank by each call
 
 
 class RankError(RuntimeError):
@@ -44,9 +70,9 @@ class RankError(RuntimeError):
 
 
 def report(message: Any) -> None:
-    """Sends a message from inside a rank to its parent, which gets it while the rank goes on.
+    """Sends a message from a running rank to its parent.
 
-    Outside of a rank, and where the parent passed no ``on_message``, nothing happens.
+    Does nothing outside of a rank, or if the parent passed no ``on_message``.
 
     Args:
         message: Anything that pickles.
@@ -54,11 +80,12 @@ def report(message: Any) -> None:
     Example:
         >>> report({"step": 10, "loss": 0.5})
     """
-    send_message(message)
+    if _send_message is not None:
+        _send_message(message)
 
 
 class RankPool:
-    """Processes that stay, to run functions as ranks again and again; a context manager.
+    """Processes that are kept to run functions as ranks again and again; a context manager.
 
     Rank r of every call is the same process, so module state and random number generators live on between calls.
     A call that fails costs its ranks' processes, not the pool.
@@ -84,9 +111,9 @@ class RankPool:
         self.max_ranks = max_ranks
         self.backend = backend
         self.threads_per_rank = threads_per_rank
-        pickled(f"prepare (={prepare!r})", prepare)
+        _pickled(f"prepare (={prepare!r})", prepare)
         self.prepare = prepare
-        self._workers: dict[int, RankProcess] = {}
+        self._workers: dict[int, _Worker] = {}
         self._num_calls = 0
         self._closed = False
         self._running = threading.Lock()
@@ -108,9 +135,9 @@ class RankPool:
         Args:
             fn: A function that other processes can import by its name; its results should be on the CPU.
             *args: Its arguments, the same on every rank; pickled, like the results.
-            num_ranks: Size of the process group; ``max_ranks`` when None. The other processes stay out of it.
-            timeout_s: Seconds until all must have finished; they begin anew whenever a rank reports or finishes. The
-                start of processes is not counted.
+            num_ranks: Size of the process group; ``max_ranks`` when None. The other processes are not part of it.
+            timeout_s: Seconds within which all ranks must finish, counted anew whenever a rank reports or finishes.
+                The start of processes is not counted.
             on_message: Called here as ``on_message(rank, message)`` when a rank calls ``report(message)``.
 
         Returns:
@@ -126,7 +153,7 @@ class RankPool:
             raise ValueError(f"num_ranks (={num_ranks}) must be at most max_ranks (={self.max_ranks})")
         if not timeout_s > 0:
             raise ValueError(f"timeout_s (={timeout_s}) must be positive")
-        payload = pickled(f"fn (={fn!r}) and its arguments", (fn, args))
+        payload = _pickled(f"fn (={fn!r}) and its arguments", (fn, args))
         if not self._running.acquire(blocking=False):
             raise ValueError("this RankPool is busy with another call: every thread needs a pool of its own")
         try:
@@ -165,15 +192,15 @@ class RankPool:
         self._end([worker for worker in self._workers.values() if not worker.process.is_alive()])
         missing = [rank for rank in range(num_ranks) if rank not in self._workers]
         for rank in missing:
-            self._workers[rank] = RankProcess(rank, self.threads_per_rank, self.prepare)
+            self._workers[rank] = _Worker(rank, self.threads_per_rank, self.prepare)
         self._collect(missing, num_ranks, 0, _START_TIMEOUT_S, None)
 
         self._num_calls += 1
         call, store_path = self._num_calls, os.path.join(self._folder, str(self._num_calls))
         for rank in range(num_ranks):
-            self._workers[rank].send(Task(call, rank, num_ranks, self.backend, store_path, timeout_s, payload))
+            self._workers[rank].send(_Task(call, rank, num_ranks, self.backend, store_path, timeout_s, payload))
         results = self._collect(range(num_ranks), num_ranks, call, timeout_s, on_message)
-        for rank in range(num_ranks):  # only now may they leave the group: the others could still have needed them
+        for rank in range(num_ranks):  # no rank leaves the group while another may still need it
             self._workers[rank].send(None)
         return results
 
@@ -192,16 +219,17 @@ class RankPool:
             sources = [source for worker in waiting for source in (worker.pipe, worker.process.sentinel)]
             # Not for long: processes forked by a dead rank can keep both of its sources open.
             connection.wait(sources, min(remaining_s, 0.5))
-            cause = receive_all(waiting, call, results, on_message)
+            cause = _first_failure(waiting, call, results, on_message)
             if cause is not None:
                 raise RankError(f"rank {cause.rank} of {num_ranks} failed: {cause.summary}\n\n{cause.details}")
         return [results[rank] for rank in ranks]
 
-    def _end(self, workers: Sequence[RankProcess]) -> None:
+    def _end(self, workers: Sequence[_Worker]) -> None:
         for worker in workers:
             worker.process.kill()
         for worker in workers:
-            worker.end()
+            worker.process.join()
+            worker.pipe.close()
             self._workers.pop(worker.rank, None)
 
 
@@ -253,20 +281,15 @@ def init_from_env(backend: str | None = None) -> torch.device:
     Raises:
         ValueError: If the environment describes no process group, the backend is unknown, or the device is missing.
     """
-    import torch
-    import torch.distributed as dist
-
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ValueError(f"{', '.join(missing)} must be set in the environment: start this program with torchrun")
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     _check_ranks("LOCAL_RANK + 1", local_rank + 1, backend)
-    device = torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
-    if backend == "nccl":
-        torch.cuda.set_device(device)
-    dist.init_process_group(backend, device_id=device if backend == "nccl" else None)
-    return device
+    device = _use_device(backend, local_rank)
+    dist.init_process_group(backend, device_id=device)
+    return device or torch.device("cpu")
 
 
 @functools.cache
@@ -284,17 +307,224 @@ def _check_ranks(name: str, num_ranks: int, backend: str) -> None:
     _check_positive(name, num_ranks)
     if backend not in _BACKENDS:
         raise ValueError(f"unknown backend {backend!r}: one of {', '.join(_BACKENDS)}")
-    if backend == "nccl":
-        import torch
-
-        num_devices = torch.cuda.device_count()
-        if num_ranks > num_devices:
-            raise ValueError(
-                f"{name} (={num_ranks}) must be at most the number of CUDA devices (={num_devices}) for NCCL"
-            )
+    num_devices = torch.cuda.device_count() if backend == "nccl" else num_ranks
+    if num_ranks > num_devices:
+        raise ValueError(f"{name} (={num_ranks}) must be at most the number of CUDA devices (={num_devices}) for NCCL")
 
 
-@atexit.register  # after multiprocessing's own hook, so run before it: that one waits for all processes
+def _use_device(backend: str, index: int) -> torch.device | None:
+    """Selects a CUDA device for NCCL; None for Gloo."""
+    if backend != "nccl":
+        return None
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _pickled(name: str, value: Any) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception as error:
+        raise ValueError(f"{name} must pickle: {str(error).splitlines()[0]}") from error
+
+
+@atexit.register  # registered after multiprocessing's hook and so run before it; that one waits for all processes
 def _close_open_pools() -> None:
     for pool in list(_open_pools):
         pool.close()
+
+
+# One rank, seen from its parent.
+
+
+class _Task(NamedTuple):
+    """A function to run on a rank, and the process group to run it in."""
+
+    call: int
+    rank: int
+    num_ranks: int
+    backend: str
+    store_path: str
+    timeout_s: float
+    payload: bytes  # pickled (fn, args)
+
+
+class _Failure(NamedTuple):
+    """Why a rank has no result."""
+
+    rank: int
+    at_s: float  # on the clock that all processes of the machine share
+    summary: str
+    details: str
+
+
+class _Worker:
+    """The parent's handle on a rank's process; ``heard_s`` is when the rank last reported or finished."""
+
+    def __init__(self, rank: int, threads_per_rank: int, prepare: Prepare | None) -> None:
+        """Starts the process; it answers call 0 when it is ready."""
+        context = multiprocessing.get_context("spawn")
+        # The kernel's death signal follows the thread that started a process; only the main one lives to the end.
+        parent_pid = os.getpid() if threading.current_thread() is threading.main_thread() else None
+        self.rank, self.heard_s = rank, 0.0
+        self.pipe, child_pipe = context.Pipe()
+        self.process = context.Process(
+            target=_serve, args=(child_pipe, parent_pid, rank, threads_per_rank, prepare), name=f"rank-{rank}"
+        )
+        self.process.start()
+        child_pipe.close()
+
+    def send(self, task: _Task | None) -> None:
+        """Hands over a task, or None for its end; ``receive`` notices a dead process."""
+        with contextlib.suppress(OSError):
+            self.pipe.send_bytes(pickle.dumps(task) if task else b"")
+
+    def receive(self, call: int) -> Iterator[tuple[str, Any]]:
+        """Yields what the rank has sent for a call so far, as (kind, content); then its death if it is dead."""
+        died = not self.process.is_alive()  # asked first: what it sent before it died still counts
+        try:
+            while self.pipe.poll():
+                its_call, kind, content = pickle.loads(self.pipe.recv_bytes())
+                if its_call == call:
+                    self.heard_s = time.monotonic()
+                    yield kind, content
+        except (EOFError, OSError):
+            died = True
+        if died:
+            yield "failure", _Failure(self.rank, 0.0, self._death(), "" if call else _WHILE_STARTING)
+
+    def _death(self) -> str:
+        self.process.join(1.0)
+        code = self.process.exitcode
+        if code is None:
+            return "closed its pipe"
+        if code >= 0:
+            return f"exited with code {code}"
+        return f"killed by signal {-code} ({signal.Signals(-code).name})"
+
+
+def _first_failure(
+    workers: Sequence[_Worker], call: int, results: dict[int, Any], on_message: OnMessage | None
+) -> _Failure | None:
+    """Receives from ranks without a result yet; adds results to ``results``, and returns the earliest failure."""
+    failures = _receive(workers, call, results, on_message)
+    if not failures:
+        return None
+    # One failure often causes others, which may arrive first: the earliest is the cause.
+    time.sleep(_OTHER_FAILURES_S)
+    heard = results.keys() | {failure.rank for failure in failures}
+    failures += _receive([worker for worker in workers if worker.rank not in heard], call, results, on_message)
+    return min(failures, key=lambda failure: failure.at_s)
+
+
+def _receive(
+    workers: Sequence[_Worker], call: int, results: dict[int, Any], on_message: OnMessage | None
+) -> list[_Failure]:
+    failures = []
+    for worker in workers:
+        for kind, content in worker.receive(call):
+            if kind == "result":
+                results[worker.rank] = content
+                break  # a later death concerns the next call
+            if kind == "failure":
+                failures.append(content)
+                break
+            if on_message is not None:
+                on_message(worker.rank, content)
+    return failures
+
+
+# Inside a rank's process.
+
+
+def _serve(
+    pipe: connection.Connection, parent_pid: int | None, rank: int, threads_per_rank: int, prepare: Prepare | None
+) -> None:
+    """The main function of a rank's process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent decides
+    if parent_pid is not None:
+        _end_with_parent(parent_pid)
+    if prepare is not None:
+        try:
+            prepare(rank)  # before any thread starts, so that threads inherit what it sets
+        except BaseException as error:
+            pipe.send_bytes(pickle.dumps((0, "failure", _describe(rank, error))))
+            return
+    tasks: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_read_tasks, args=(pipe, tasks), daemon=True).start()
+    if sys.platform == "linux":
+        # Gloo would look up the host name, which laptops and containers often cannot resolve.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    one_at_a_time = threading.Lock()
+
+    def send(call: int, kind: str, content: Any) -> None:
+        message = pickle.dumps((call, kind, content))
+        with one_at_a_time:
+            pipe.send_bytes(message)
+
+    send(0, "result", None)
+    while True:
+        received = tasks.get()
+        if received:
+            torch.set_num_threads(threads_per_rank)
+            _run(pickle.loads(received), send)
+        elif dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _read_tasks(pipe: connection.Connection, tasks: queue.SimpleQueue[bytes]) -> None:
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            tasks.put(pipe.recv_bytes())
+    os._exit(0)  # the parent is gone or has closed the pool; the main thread may be waiting in a collective
+
+
+def _end_with_parent(parent_pid: int) -> None:
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent_pid:  # the parent ended before the call
+            os._exit(1)
+
+
+def _run(task: _Task, send: Callable[[int, str, Any], None]) -> None:
+    global _send_message
+    try:
+        fn, args = pickle.loads(task.payload)
+        _join_group(task)
+        _send_message = functools.partial(send, task.call, "message")
+        result = fn(*args)
+        _flush()
+        send(task.call, "result", result)
+    except BaseException as error:
+        _flush()
+        send(task.call, "failure", _describe(task.rank, error))
+
+
+def _join_group(task: _Task) -> None:
+    dist.init_process_group(
+        task.backend,
+        init_method=f"file://{task.store_path}",
+        rank=task.rank,
+        world_size=task.num_ranks,
+        # Longer than the parent's timeout, whose message is better.
+        timeout=timedelta(seconds=min(task.timeout_s + 60, _LONGEST_TIMEOUT_S)),
+        device_id=_use_device(task.backend, task.rank),
+    )
+    dist.barrier()  # no rank runs ahead, or leaves the group, while others are still connecting to it
+
+
+def _describe(rank: int, error: BaseException) -> _Failure:
+    at_s = time.monotonic()
+    frames = error.__traceback__
+    if frames is not None and frames.tb_next is not None:
+        frames = frames.tb_next  # without this file's own frame
+    details = "".join(traceback.format_exception(type(error), error, frames))
+    lines = str(error).splitlines()
+    return _Failure(rank, at_s, f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__, details)
+
+
+def _flush() -> None:
+    # The process ends with os._exit, which does not flush.
+    sys.stdout.flush()
+    sys.stderr.flush()

@@ -163,7 +163,7 @@ def test_an_error_in_a_rank_is_told_with_its_own_traceback_and_ends_the_others(r
     assert "Traceback (most recent call last):" in lines
     assert '    raise ValueError("no such thing\\nand more about it")' in lines
     assert lines[-1] == "and more about it"
-    assert "rank_process.py" not in str(caught.value)
+    assert "/launch.py" not in str(caught.value)
     assert [result[0] for result in ranks.run(rank_and_size, num_ranks=2)] == [0, 1]
 
 

@@ -1,12 +1,12 @@
-"""What a loss function may return, and the one form in which the trainer uses it.
+"""The return value of a loss function, and the form in which the trainer uses it.
 
-Ranks and micro-batches each see part of the batch. A sum can be put together from parts, a mean cannot, so every loss
-becomes a total and a weight, and the division happens once, after both have been summed over all parts:
+Ranks and micro-batches each see part of the batch. Sums over parts can be added, means cannot, so every loss becomes a
+total and a weight, and the division happens once, after both have been summed over all parts:
 
     loss = sum(total) / sum(weight)        gradient = sum(d total / d params) / sum(weight)
 
-A plain mean is a total whose weight is left out: all parts hold equally many examples, so its sum is divided by the
-number of parts.
+A plain mean is a total without a weight: all parts have equally many examples, so its sum is divided by the number of
+parts.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 
 
 class Weighted(NamedTuple):
-    """A total and the weight it must be divided by, such as summed token losses and the number of tokens.
+    """A total and its weight, such as the sum of token losses and the number of tokens.
 
     Attributes:
-        total: Sum over the examples at hand, a scalar.
-        weight: Its weight, a scalar; 0 if nothing counts.
+        total: Sum over the batch's examples, a scalar.
+        weight: Divides the total, a scalar; 0 if no example counts.
     """
 
     total: torch.Tensor
@@ -29,17 +29,17 @@ class Weighted(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A summand: a total and its weight, None if every summand counts alike."""
+    """The loss of one part of the batch; its weight is None if all parts weigh the same."""
 
     total: torch.Tensor
     weight: torch.Tensor | None
 
 
 def as_part(loss: Any) -> Part:
-    """Puts what a loss function returned into the trainer's form.
+    """Converts the return value of a loss function.
 
     Args:
-        loss: A scalar tensor, the mean over the examples at hand, or ``Weighted``.
+        loss: A scalar tensor, the mean over the batch's examples, or ``Weighted``.
 
     Returns:
         The part.

@@ -1,9 +1,9 @@
-"""Gradients summed on every rank: what the four strategies of ``ddp/`` share, and FSDP for what it does not shard.
+"""Strategies whose gradients are all-reduced: those in ``ddp/``, and FSDP for the parameters that it does not shard.
 
-A bucket's buffer is summed in place and stays from step to step; gradients become views of it.
+Each bucket has a buffer that is kept from step to step and summed in place; the gradients become views of it.
 
-    buffer = sum over ranks of pack(gradients of a bucket)      all-reduce
-    gradients = unpack(buffer / denominator)                    views, no copy
+    buffer    = sum over ranks of pack(gradients of the bucket)      all-reduce
+    gradients = unpack(buffer / denominator)                         views, no copy
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import nn
 from jaxddp.planning.buckets import Bucket, BucketPlan, TensorSpec, dtype_bytes
 
 from .communication.buckets import pack, unpack
-from .communication.exchange import WHOLE
 from .communication.low_rank import Memory
-from .data_parallel import DataParallel
+from .communication.reduction import ALL_REDUCE
+from .strategy import DataParallel
 
 
 class Replicated(DataParallel):
@@ -32,7 +32,7 @@ class Replicated(DataParallel):
     buffer   ``[bucket]``         ``[bucket]``, the same everywhere
     ======== ==================== =================================
 
-    After synchronisation every ``parameter.grad`` is a view of its bucket's buffer; with
+    After the synchronisation every ``parameter.grad`` is a view of its bucket's buffer; with
     ``zero_grad(set_to_none=False)`` the next backward accumulates straight into it.
     """
 
@@ -50,57 +50,52 @@ class Replicated(DataParallel):
             ValueError: As ``DataParallel``.
         """
         super().__init__(module, make_plan, **options)
-        self._buffers_of_plan = [self._new_buffer(bucket) for bucket in self.plan.buckets]
-        self._sums: list[tuple[torch.Tensor, Any]] = []
-        if self.compression.remember is not None:
+        self._bucket_buffers = [self._new_buffer(bucket) for bucket in self.plan.buckets]
+        self._started: list[tuple[torch.Tensor, Any]] = []  # the total and the handle of each bucket
+        if self.compression.init_state is not None:
             self.memory = {
-                tensor.name: Memory(*(part.to(self._trained[tensor.name].device) for part in first))
+                tensor.name: Memory(*(part.to(self._trained[tensor.name].device) for part in state))
                 for bucket in self.plan.buckets
                 for tensor in bucket.tensors
-                if (first := self.compression.remember(tensor)) is not None
+                if (state := self.compression.init_state(tensor)) is not None
             }
 
-    def planned(self, num_microbatches: int = 1) -> list[tuple[str, int]]:
-        """Lists the all-reduces of each bucket: one, unless compression makes them more."""
+    def _planned_collectives(self, num_microbatches: int) -> list[tuple[str, int]]:
         return [
-            (WHOLE.kind, num_elements * dtype_bytes(dtype))
+            (ALL_REDUCE.kind, num_elements * dtype_bytes(dtype))
             for bucket in self.plan.buckets
-            for num_elements, dtype in self.compression.wire(bucket, bucket.num_elements)
+            for num_elements, dtype in self.compression.wire_buffers(bucket, bucket.num_elements)
         ]
 
-    def _launch(self, index: int) -> None:
-        bucket, buffer = self.plan.buckets[index], self._buffers_of_plan[index]
+    def _start_reduction(self, index: int) -> None:
+        bucket, buffer = self.plan.buckets[index], self._bucket_buffers[index]
         flat = pack(bucket, {tensor.name: self._grad(tensor.name) for tensor in bucket.tensors}, out=buffer)
-        in_flight = not self.plan.after_backward  # naive and flat wait for each call, which is what they are
-        self._sums.append(self.compression.travel(flat, self.process_group, in_flight, WHOLE))
+        async_op = not self.plan.after_backward  # naive and flat wait for each call
+        self._started.append(self.compression.reduce(flat, self.process_group, async_op, ALL_REDUCE))
 
-    def _collect(self) -> None:
-        for bucket, (total, work) in zip(self.plan.buckets, self._sums, strict=True):
+    def _finish_reductions(self, denominator: float) -> None:
+        for bucket, (total, work) in zip(self.plan.buckets, self._started, strict=True):
             if work is not None:
                 work.wait()
-            for name, view in unpack(bucket, total).items():
-                self._trained[name].grad = view
-
-    def _divide(self, denominator: float) -> None:
-        for bucket, (total, _) in zip(self.plan.buckets, self._sums, strict=True):
             if self.compression.finish is not None:
                 changed = self.compression.finish(bucket, total, self.process_group, self.memory, denominator)
                 self.memory = {**self.memory, **changed}
-            total.div_(denominator)
+            for name, grad in unpack(bucket, total.div_(denominator)).items():
+                self._trained[name].grad = grad
         for name in self._trained.keys() - self._bucket_of.keys():
             self._grad(name).div_(denominator)
-        self._sums = []
+        self._started = []
 
-    def _forget(self) -> None:
-        for index in range(len(self._sums)):  # what is under way may still write to these
-            self._buffers_of_plan[index] = self._new_buffer(self.plan.buckets[index])
-        self._sums = []
+    def _drop_reductions(self) -> None:
+        for index in range(len(self._started)):  # collectives in flight may still write to the old buffers
+            self._bucket_buffers[index] = self._new_buffer(self.plan.buckets[index])
+        self._started = []
 
     def _gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         return [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None], []
 
     def _new_buffer(self, bucket: Bucket) -> torch.Tensor | None:
-        """The buffer of a bucket, kept from step to step; None for one tensor, whose own gradient serves."""
+        """The buffer of a bucket; None for a bucket of one tensor, whose gradient is the buffer."""
         if len(bucket.tensors) == 1:
             return None
         first = self._trained[bucket.tensors[0].name]

@@ -1,27 +1,281 @@
-"""The contract of a strategy: a wrapper by name, and what it plans to communicate.
+"""The contract of a strategy, the registry, and the engine that carries out a bucket plan.
 
-    net = make_strategy(name, module, ...)       the same weights on every rank from here on
-    net(x) ... loss.backward()                   collectives are launched as gradients become ready
-    net.finish_gradient_synchronization()        sums over ranks, divided once
-    optimizer.step()                             or net.step(), of a strategy that shards the optimizer
+    net = make_strategy(name, module, ...)       every rank has rank 0's weights from here on
+    net(x) ... loss.backward()                   a bucket's reduction starts when its last gradient is ready
+    net.finish_gradient_synchronization()        waits for all reductions and divides once
+    optimizer.step()                             or net.step(), if the strategy owns the optimizer
 
-``data_parallel.py`` holds the engine, ``ddp/`` and ``zero/`` the strategies, one file each.
+``DataParallel`` decides when a bucket is reduced: hooks on the parameters report gradients as the backward finishes
+them, and buckets start in plan order. A strategy decides how: ``Replicated`` all-reduces, ``zero/`` reduce-scatters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import abc
+import contextlib
+import copy
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from jaxddp.planning.buckets import BucketMb, TensorSpec
+from jaxddp.planning.buckets import BucketMb, BucketPlan, TensorSpec
 
-if TYPE_CHECKING:
-    from .data_parallel import DataParallel
+from .clipping import clip_to_norm_, global_norm, sharded_norm
+from .communication.buckets import check_dense, tensor_spec
+from .communication.collectives import broadcast
+from .communication.compression import Compression, none
+from .communication.low_rank import Memory
+from .hooks import check_not_sharded, remove_hooks_with
 
-STRATEGIES: dict[str, Callable[..., DataParallel]] = {}
+_live: weakref.WeakSet[DataParallel] = weakref.WeakSet()
+
+
+class DataParallel(nn.Module, abc.ABC):
+    """Keeps a module's replicas equal: the same weights at the start, averaged gradients at every step.
+
+    Attributes:
+        module: The wrapped module.
+        plan: What a backward pass communicates.
+        num_ranks: Number of ranks.
+        memory: This rank's state of the compression, by parameter.
+        owns_optimizer: Whether the strategy makes and steps the optimizer. Its constructor then takes
+            ``optimizer_cls`` and the optimizer's options, it has ``step()``, and a schedule drives its ``optimizer``.
+    """
+
+    module: nn.Module
+    owns_optimizer: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        module: nn.Module,
+        make_plan: Callable[[Sequence[TensorSpec]], BucketPlan],
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        order: Sequence[str] | None = None,
+        compression: Compression = none,
+        sharded: Collection[str] = (),
+        shard: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Broadcasts parameters and buffers from rank 0, and plans the communication.
+
+        Args:
+            module: Of the same structure on every rank; its weights may differ.
+            make_plan: Tensors in the order in which their gradients become ready ``->`` plan.
+            process_group: The ranks; all of them when None.
+            order: Names of the planned parameters in the order in which the backward finishes their gradients; the
+                reverse of their registration when None.
+            compression: Of the gradients.
+            sharded: Names of parameters to leave out of the plan, because ``shard`` shards them.
+            shard: Replaces those parameters by shards. Called after the broadcast and all checks.
+
+        Raises:
+            ValueError: If there is no process group yet, nothing to train, the module is wrapped or sharded already,
+                or ``order`` names other parameters.
+        """
+        if not dist.is_initialized():
+            raise ValueError(
+                f"{type(self).__name__} needs a process group: call torch.distributed.init_process_group,"
+                " or run under torchref.launch, before wrapping a module"
+            )
+        check_not_sharded(module)
+        _check_unwrapped(module)
+        super().__init__()
+        self.module = module
+        self.process_group = process_group
+        self.compression = compression
+        self.num_ranks = dist.get_world_size(process_group)
+        self.memory: dict[str, Memory] = {}
+        self._sync = True
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        if not trained:
+            raise ValueError(
+                f"module (={type(module).__name__}) must have at least one parameter that needs a gradient"
+            )
+        planned = [name for name in reversed(trained) if name not in sharded]
+        names = planned if order is None else list(order)
+        if sorted(names) != sorted(planned):
+            wrong = sorted(set(names) ^ set(planned)) or [name for name in names if names.count(name) > 1]
+            raise ValueError(f"order must name each trainable parameter once; {wrong[0]!r} is not")
+        specs = [tensor_spec(name, trained[name]) for name in names]
+        self.plan = make_plan(specs if self.num_ranks > 1 else ())  # one rank communicates nothing
+        self._bucket_of = {t.name: i for i, bucket in enumerate(self.plan.buckets) for t in bucket.tensors}
+        with torch.no_grad():
+            for tensor in [*module.parameters(), *module.buffers()]:
+                broadcast(tensor, root=0, group=process_group)
+        shard()
+        self._sharded = frozenset(sharded)
+        self._trained = {name: module.get_parameter(name) for name in trained}
+        self._specs = {name: tensor_spec(name, p) for name, p in self._trained.items()}
+        self._expect_gradients()
+        self._add_hooks()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module."""
+        return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context in which backward passes only accumulate; the first one outside communicates the sum."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def on_train_batch_start(self) -> None:
+        """Discards a backward pass that was never finished, such as one that raised."""
+        for bucket in self.plan.buckets[: self._num_started]:
+            for tensor in bucket.tensors:
+                self._trained[tensor.name].grad = None
+        self._drop_reductions()
+        self._expect_gradients()
+
+    def finish_gradient_synchronization(self, denominator: float | None = None) -> None:
+        """Reduces the remaining buckets, waits for all reductions, and divides once.
+
+        Call it after the backward and before the optimizer, on every rank. A parameter that the forward did not use
+        gets a zero gradient, so that optimizers treat it alike on all ranks.
+
+        Args:
+            denominator: Divides the sums over ranks; the number of ranks when None, which gives the mean.
+
+        Raises:
+            ValueError: If a parameter was replaced, frozen or cast after wrapping.
+        """
+        self._check_unchanged()
+        self._start_all()
+        self._finish_reductions(self.num_ranks if denominator is None else denominator)
+        self._expect_gradients()
+
+    def grad_norm(self) -> torch.Tensor:
+        """Computes the global norm of the gradients; call it on every rank, after the synchronisation.
+
+        Raises:
+            RuntimeError: If there are no gradients.
+        """
+        replicated, shards = self._gradients()
+        if not replicated and not shards:
+            raise RuntimeError("there are no gradients: call finish_gradient_synchronization after the backward")
+        return sharded_norm(shards, replicated, self.process_group) if shards else global_norm(replicated)
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scales the gradients to a global norm of at most ``max_norm``, without an epsilon.
+
+        Args:
+            max_norm: Upper bound of the norm.
+
+        Returns:
+            The norm before clipping.
+
+        Raises:
+            ValueError: If ``max_norm`` is not positive.
+            RuntimeError: If there are no gradients.
+        """
+        norm = self.grad_norm()
+        replicated, shards = self._gradients()
+        clip_to_norm_([*replicated, *shards], norm, max_norm)
+        return norm
+
+    def gather_full_params(self) -> dict[str, torch.Tensor]:
+        """Copies all parameters at full size; call it on every rank.
+
+        Returns:
+            Copies by name within the module; a shared parameter under each of its names.
+        """
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {name: parameter.detach().clone() for name, parameter in named}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
+        """Copies the wrapper with its module; the copy communicates in the same process group."""
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        memo[id(self.process_group)] = self.process_group
+        new.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        new._add_hooks()
+        return new
+
+    @abc.abstractmethod
+    def _planned_collectives(self, num_microbatches: int) -> list[tuple[str, int]]:
+        """What one step communicates; see ``planned_collectives``."""
+
+    @abc.abstractmethod
+    def _start_reduction(self, index: int) -> None:
+        """Packs a bucket of the plan and starts to sum it over ranks."""
+
+    @abc.abstractmethod
+    def _finish_reductions(self, denominator: float) -> None:
+        """Waits for the sums, divides them and makes them the gradients that the optimizer sees."""
+
+    @abc.abstractmethod
+    def _drop_reductions(self) -> None:
+        """Discards the reductions in flight, whose buffers may still be written to."""
+
+    @abc.abstractmethod
+    def _gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The gradients that the optimizer sees: those replicated on every rank, and this rank's shards."""
+
+    def _expect_gradients(self) -> None:
+        self._num_missing = [len(bucket.tensors) for bucket in self.plan.buckets]
+        self._ready: set[str] = set()
+        self._num_started = 0
+
+    def _add_hooks(self) -> None:
+        _live.add(self)
+        # Weak: a hook that references its wrapper would keep model and buckets alive after both are dropped.
+        this = weakref.ref(self)
+        names = () if self.plan.after_backward else self._bucket_of
+        hooked = [(self._trained[name], _ready_hook(this, name)) for name in names]
+        remove_hooks_with(self, [parameter.register_post_accumulate_grad_hook(hook) for parameter, hook in hooked])
+
+    def _check_unchanged(self) -> None:
+        now = dict(self.module.named_parameters())
+        for name, parameter in self._trained.items():
+            if now.get(name) is not parameter or tensor_spec(name, parameter) != self._specs[name]:
+                change = "replaced or turned into another dtype"
+            elif not parameter.requires_grad:
+                change = "frozen"
+            else:
+                continue
+            raise ValueError(f"parameter {name!r} was {change} after wrapping: wrap the module anew")
+
+    def _on_ready(self, name: str) -> None:
+        if self._sync:
+            self._count(name)
+
+    def _count(self, name: str) -> None:
+        if name in self._ready:
+            raise RuntimeError(
+                f"the gradient of {name!r} was computed twice: call finish_gradient_synchronization after each"
+                " backward, or put all backward passes but the last under no_sync"
+            )
+        self._ready.add(name)
+        self._num_missing[self._bucket_of[name]] -= 1
+        # In plan order, even if a later bucket fills first: all ranks must issue the same collectives in one order.
+        while self._num_started < len(self._num_missing) and self._num_missing[self._num_started] == 0:
+            self._start_next()
+
+    def _start_all(self) -> None:
+        while self._num_started < len(self.plan.buckets):
+            self._start_next()
+
+    def _start_next(self) -> None:
+        self._start_reduction(self._num_started)
+        self._num_started += 1
+
+    def _grad(self, name: str) -> torch.Tensor:
+        """A parameter's gradient; zeros if it has none."""
+        parameter = self._trained[name]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        check_dense(name, parameter.grad)
+        return parameter.grad
+
+
+STRATEGIES: dict[str, type[DataParallel]] = {}
 
 
 def register(name: str) -> Callable[[type], type]:
@@ -40,7 +294,7 @@ def make_strategy(name: str, module: nn.Module, **options: Any) -> DataParallel:
     Args:
         name: A key of ``STRATEGIES``.
         module: What to train.
-        **options: For its class.
+        **options: For the strategy.
 
     Returns:
         The wrapper.
@@ -50,35 +304,21 @@ def make_strategy(name: str, module: nn.Module, **options: Any) -> DataParallel:
     """
     if name not in STRATEGIES:
         raise ValueError(f"unknown strategy {name!r}: one of {', '.join(STRATEGIES)}")
-    return STRATEGIES[name](module, **options)
-
-
-def tensor_spec(name: str, tensor: torch.Tensor) -> TensorSpec:
-    """Describes a tensor by name, shape and dtype, which is all that a bucket plan needs."""
-    return TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-
-
-def check_dense(name: str, grad: torch.Tensor) -> None:
-    """Refuses gradients that cannot lie in a buffer.
-
-    Raises:
-        ValueError: If the gradient is not a dense tensor.
-    """
-    if grad.layout != torch.strided:
-        raise ValueError(f"the gradient of {name!r} has layout {grad.layout}: only dense gradients are supported")
+    strategy: Any = STRATEGIES[name]
+    return strategy(module, **options)
 
 
 def planned_collectives(net: DataParallel, *, num_microbatches: int = 1) -> list[tuple[str, int]]:
-    """Lists what a wrapper communicates in one step.
+    """Lists the collectives of one step.
 
     Args:
-        net: The wrapper.
-        num_microbatches: Parts of each rank's batch.
+        net: The wrapped module.
+        num_microbatches: Micro-batches per step.
 
     Returns:
-        ``(kind, bytes of the full buffer)`` in launch order.
+        ``(kind, bytes of the full buffer)`` in the order in which they start.
     """
-    return net.planned(num_microbatches) if net.compression.sends else []
+    return net._planned_collectives(num_microbatches) if net.compression.sends else []
 
 
 def resolve_bucket_mb(bucket_mb: BucketMb, bucket_size_mb: BucketMb) -> BucketMb:
@@ -98,3 +338,24 @@ def resolve_bucket_mb(bucket_mb: BucketMb, bucket_size_mb: BucketMb) -> BucketMb
             f"bucket_mb (={bucket_mb!r}) and bucket_size_mb (={bucket_size_mb!r}) are one option: give one of them"
         )
     return bucket_size_mb
+
+
+def _check_unwrapped(module: nn.Module) -> None:
+    for other in _live:
+        theirs = {id(p) for p in other._trained.values()}
+        for name, parameter in module.named_parameters():
+            if id(parameter) in theirs:
+                raise ValueError(
+                    f"parameter {name!r} is already wrapped by a {type(other).__name__}: delete that first, or both"
+                    " would sum its gradient"
+                )
+
+
+def _ready_hook(wrapper: weakref.ref[DataParallel], name: str) -> Callable[[torch.Tensor], None]:
+    def hook(parameter: torch.Tensor) -> None:
+        del parameter  # torch passes the parameter, not its gradient
+        net = wrapper()
+        if net is not None:
+            net._on_ready(name)
+
+    return hook

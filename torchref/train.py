@@ -1,13 +1,13 @@
-"""The trainer: the plain training loop around a loss function, a torch optimizer and a wrapped module.
+"""The trainer: a plain training step around a loss function, a torch optimizer and a module or a wrapped one.
 
 on each rank                                                    shape
 ------------------------------------------------------------    -------------------------------
-parameters, optimizer state                                     full, equal on all ranks, or this rank's shards
+parameters, optimizer state                                     replicated, or this rank's shards
 batch                                                           [global_batch / num_ranks, ...]
-micro-batches 1 ... A-1:  grads += d total / d params           under no_sync: most strategies send nothing
+micro-batches 1 ... A-1:  grads += d total / d params           under no_sync: most strategies do not communicate
 micro-batch A:            grads += d total / d params           communicated as the strategy plans
 grads = sum over ranks / sum of weights                         finish_gradient_synchronization
-parameters, state = optimizer(grads)                            of all, or of the rank's shards
+parameters, state = optimizer(grads)                            of all parameters, or of this rank's shards
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ import torch.distributed as dist
 from torch import nn
 
 from .clipping import clip_to_norm_, global_norm
-from .data_parallel import DataParallel
 from .loss import Part, as_part
+from .strategy import DataParallel
 
 Batch = Mapping[str, torch.Tensor]
 Loss = Callable[[Any, Any], Any]  # (net, batch) -> scalar or Weighted
 
 
 class Optimizer(Protocol):
-    """What takes a step: an optimizer, or a net that shards its own."""
+    """An optimizer, or a strategy that owns one."""
 
     def step(self) -> Any:
-        """Updates the parameters by their gradients."""
+        """Updates the parameters from their gradients."""
 
 
 class Trainer:
-    """Training of a module, on one process or data-parallel if the module is wrapped in a strategy."""
+    """Trains a module: data-parallel if it is wrapped in a strategy, on one process otherwise."""
 
     def __init__(
         self,
@@ -50,11 +50,11 @@ class Trainer:
         """Describes a training run.
 
         Args:
-            loss_fn: ``(net, batch)`` to the mean loss over the examples it is given, or to ``Weighted``.
-            optimizer: Over the parameters of ``net``; of ``ZeRO1`` and ``ZeRO2`` the net itself.
+            loss_fn: ``(net, batch)`` to the mean loss over the batch's examples, or to ``Weighted``.
+            optimizer: Over the parameters of ``net``; ``net`` itself if its strategy owns the optimizer.
             net: A module, or a strategy around one.
-            num_microbatches: Parts into which the rank's examples are split, in order. Communication happens
-                once, where a strategy does not say that every one communicates.
+            num_microbatches: Parts into which the rank's examples are split, in order. Gradients are communicated in
+                the last one, unless the strategy communicates in each.
             max_grad_norm: Clips the global norm of the averaged gradient to this value.
 
         Raises:
@@ -107,7 +107,7 @@ class Trainer:
         norm = self._clip()
         if weight != 0:
             self.optimizer.step()
-        elif self._parallel is not None:  # nothing counted: decay, momentum and memory must not move anything either
+        elif self._parallel is not None:  # no update at all: the compression's state must not change either
             self._parallel.memory = memory
         return {"loss": float(summed.total) / (weight or 1.0), "grad_norm": float(norm)}
 
@@ -118,11 +118,11 @@ class Trainer:
         for parameter in self.net.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                if denominator != 1:  # a pass over all gradients; DistributedDataParallel has divided already
+                if denominator != 1:  # DistributedDataParallel has divided already
                     parameter.grad.div_(denominator)
 
     def _clip(self) -> torch.Tensor:
-        """Clips the averaged gradient if it is to be clipped, and gives its norm before."""
+        """Clips the averaged gradient if asked to; returns its norm before."""
         if self._parallel is not None:
             if self.max_grad_norm is None:
                 return self._parallel.grad_norm()
@@ -137,23 +137,23 @@ class Trainer:
         return contextlib.nullcontext() if last or self._parallel is None else self._parallel.no_sync()
 
     def _sum_parts(self, parts: list[Part]) -> Part:
-        """Sums metrics over micro-batches and ranks, all in one all-reduce of their own."""
+        """Sums totals and weights over micro-batches and ranks, in one all-reduce."""
         dtype = torch.promote_types(parts[0].total.dtype, torch.float32)
         totals = torch.stack([part.total for part in parts]).to(dtype).sum()
         weights = [part.weight.to(totals) for part in parts if part.weight is not None]
         sums = torch.stack([totals, torch.stack(weights).sum() if weights else torch.zeros_like(totals)])
         if self._parallel is not None and self.num_ranks > 1:
-            dist.all_reduce(sums, group=self._parallel.process_group)  # not counted with the gradients'
+            dist.all_reduce(sums, group=self._parallel.process_group)  # not recorded: it carries no gradients
         return Part(sums[0], sums[1] if weights else None)
 
 
 def local_rows(batch: Batch, index: int, num_parts: int) -> dict[str, torch.Tensor]:
-    """Takes one of the equal parts into which a batch is split along dimension 0.
+    """Splits a batch along dimension 0 into equal parts, and returns one of them.
 
     Args:
         batch: Tensors of one length.
-        index: Which part: a rank or a micro-batch.
-        num_parts: How many parts there are.
+        index: Of the part: a rank or a micro-batch.
+        num_parts: Number of parts.
 
     Returns:
         Views of ``batch``.

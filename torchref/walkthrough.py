@@ -1,11 +1,11 @@
 """ZeRO on six parameters: what each of two ranks holds after each phase of a training step.
 
 A ``Linear(2, 2)`` has a weight of 4 elements and a bias of 2. A rank owns half of each, 3 elements in all, and keeps
-Adam's two moments of those alone. The numbers are counted on the tensors that a rank has, not computed.
+Adam's two moments of those only. The numbers are counted from a rank's tensors, not computed.
 
     python -m torchref.walkthrough
 
-``ZeRO2`` holds the same, but never all 6 gradients: those of a bucket are freed while the backward goes on.
+``ZeRO2`` holds the same, but never all 6 gradients: those of a bucket are freed during the backward.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Holding(NamedTuple):
     exp_avg: int
     exp_avg_sq: int
     gradients: int
-    sent: str  # kinds of the collectives that were launched, each once
+    sent: str  # kinds of the collectives issued, each once
 
 
 def walk(pool: RankPool | None = None) -> list[Holding]:
-    """Takes two steps with ``ZeRO1`` and Adam, and watches the second: moments are made in the first.
+    """Takes two steps with ``ZeRO1`` and Adam, and records the second: the first creates the moments.
 
     Args:
         pool: Where to run; ranks of its own if None.
@@ -50,7 +50,7 @@ def walk(pool: RankPool | None = None) -> list[Holding]:
 
 
 def main() -> None:
-    """Prints what ``walk`` finds."""
+    """Prints the table."""
     row = "{:<26} {:>4} {:>11} {:>8} {:>11} {:>10}  {}"
     print(row.format(*Holding._fields))
     for holding in walk():
@@ -74,7 +74,7 @@ def _on_rank() -> list[Holding]:
         with record() as issued:
             phase()
         states = net.optimizer.state.values()
-        grads = [parameter.grad for parameter in [*net.parameters(), *_own(net)] if parameter.grad is not None]
+        grads = [parameter.grad for parameter in [*net.parameters(), *_shards(net)] if parameter.grad is not None]
         holdings.append(
             Holding(
                 name,
@@ -89,8 +89,8 @@ def _on_rank() -> list[Holding]:
     return holdings
 
 
-def _own(net: ZeRO1) -> list[torch.Tensor]:
-    return [chunk for group in net.optimizer.param_groups for chunk in group["params"]]
+def _shards(net: ZeRO1) -> list[torch.Tensor]:
+    return [shard for group in net.optimizer.param_groups for shard in group["params"]]
 
 
 def _num_elements(tensors: Iterable[torch.Tensor]) -> int:

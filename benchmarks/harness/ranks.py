@@ -27,8 +27,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from jaxddp.training import allocator
-from torchref.launch import launch
-from torchref.rank_process import OnMessage, Prepare
+from torchref.launch import OnMessage, Prepare, launch
 
 from ..lab.network import Host, enter_host, open_lab
 from . import cores

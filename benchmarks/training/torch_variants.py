@@ -41,7 +41,7 @@ def wrap(setup: Setup, spec: StrategySpec, module: nn.Module, wire: compression.
         The wrapper.
     """
     options: dict[str, Any] = {} if spec.bucket_mb is None else {"bucket_mb": spec.bucket_mb}
-    if spec.name in ("zero1", "zero2"):
+    if torchref.STRATEGIES[spec.name].owns_optimizer:
         options |= {"optimizer_cls": torch.optim.AdamW, **adamw(setup)}
     return torchref.make_strategy(spec.name, module, compression=wire, **options)
 
@@ -73,13 +73,13 @@ class Planned:
             [(tensor.name, tensor.num_bytes) for tensor in bucket.tensors]
             for bucket in (parallel.plan.buckets if parallel else ())
         ]
-        shards_its_own = isinstance(net, torchref.ZeRO1)
-        optimizer: Any = net if shards_its_own else torch.optim.AdamW(self.module.parameters(), **adamw(setup))
+        owns_optimizer = parallel is not None and parallel.owns_optimizer
+        optimizer: Any = net if owns_optimizer else torch.optim.AdamW(self.module.parameters(), **adamw(setup))
         self._trainer = torchref.Trainer(loss_fn, optimizer, net)
 
     def weights(self) -> dict[str, np.ndarray]:
         """Copies of the whole parameters; every rank must ask."""
-        if isinstance(self._net, torchref.FSDP):
+        if isinstance(self._net, torchref.DataParallel):
             return {name: tensor.cpu().numpy() for name, tensor in self._net.gather_full_params().items()}
         return to_numpy(self.module)
 

@@ -1,1 +1,1 @@
-"""How gradients travel: collectives, buckets, shards, compression."""
+"""Collectives, buckets, shards, reductions and compression."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from jaxddp.planning.buckets import Bucket
+from jaxddp.planning.buckets import Bucket, TensorSpec
 
 
 def pack(bucket: Bucket, tensors: Mapping[str, torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
@@ -52,3 +52,18 @@ def unpack(bucket: Bucket, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         tensor.name: buffer[offset : offset + tensor.num_elements].view(tensor.shape)
         for tensor, offset in zip(bucket.tensors, bucket.offsets, strict=True)
     }
+
+
+def tensor_spec(name: str, tensor: torch.Tensor) -> TensorSpec:
+    """Describes a tensor for a bucket plan."""
+    return TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+def check_dense(name: str, grad: torch.Tensor) -> None:
+    """Refuses gradients that cannot be packed into a buffer.
+
+    Raises:
+        ValueError: If the gradient is not a dense tensor.
+    """
+    if grad.layout != torch.strided:
+        raise ValueError(f"the gradient of {name!r} has layout {grad.layout}: only dense gradients are supported")

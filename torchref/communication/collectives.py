@@ -12,14 +12,14 @@ ranks, S the bytes of the full buffer; the bytes are those of NCCL's rings, ``bu
 | reduce         | [...]          | [...], 0 off root | S                       | 1          | a new tensor |
 | send_recv      | [...]          | [...]             | S if it sends           | 1          | a new tensor |
 
-What leaves every rank with the same contents in a buffer of the same shape works in place, because gradients and
-parameters are where they should be already; the rest leaves its input as it was. With ``async_op=True`` a call
-returns at once: ``Work`` instead of None, ``(tensor, Work)`` instead of a tensor; neither buffer may be touched
-before ``work.wait()``. The calls are not differentiable, and all ranks must issue the same ones in the same order.
+``all_reduce`` and ``broadcast`` work in place, because gradients and parameters already lie where the result should
+be; the others leave their input as it was. With ``async_op=True`` a call returns at once: ``Work`` instead of None,
+``(tensor, Work)`` instead of a tensor. Touch neither buffer before ``work.wait()``. The calls are not differentiable,
+and all ranks must issue the same ones in the same order.
 
-Tensors of length 0 and with any strides are allowed: what is not contiguous travels as a contiguous copy, because
-Gloo reads past the strides and gives wrong sums without a word. Gloo makes a reduce-scatter of an all-reduce, of
-which it keeps a slice: there it sends 2 (N-1)/N S, as counted on the loopback device.
+Tensors may be empty and have any strides. A tensor that is not contiguous is sent as a contiguous copy, because Gloo
+ignores strides and silently gives wrong sums. Gloo implements reduce-scatter as an all-reduce and keeps a slice: it
+sends 2 (N-1)/N S, as counted on the loopback device.
 
 References:
     NVIDIA, nccl-tests, https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
@@ -28,15 +28,13 @@ References:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
-
-from .pending import Pending
 
 _Group: TypeAlias = ProcessGroup | None
 _Pairs: TypeAlias = Sequence[tuple[int, int]]
@@ -209,14 +207,39 @@ def send_recv(tensor: Tensor, pairs: _Pairs, group: _Group = None, async_op: boo
             sends.append(dist.P2POp(dist.isend, sent, group=group, group_peer=target))
         elif target == rank:
             receives.append(dist.P2POp(dist.irecv, received, group=group, group_peer=source))
-    # Receives first: Gloo tells its peer that it is ready on the connection that its own bytes take, and would say so
-    # after them: an exchange of 8 MiB at 1 Gbit/s took 137 ms, and 75 so.
+    # Receives first: Gloo announces a receive on the connection that its own bytes take, so after a send the
+    # announcement waits for them. An exchange of 8 MiB at 1 Gbit/s took 137 ms sends first, and takes 75.
     operations = [*receives, *sends]
     work = Pending(dist.batch_isend_irecv(operations) if operations else [])
     if async_op:
         return received, work
     work.wait()
     return received
+
+
+class Pending(Work):
+    """Several handles as one, and what is left to do on this rank once all are done."""
+
+    def __init__(self, works: Sequence[Work], finish: Callable[[], object] | None = None) -> None:
+        """Waits for nothing yet.
+
+        Args:
+            works: The handles.
+            finish: Called by the first ``wait``, after them.
+        """
+        super().__init__()
+        self._works = works
+        self._finish = finish
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Waits for all of them."""
+        works, self._works = self._works, []  # a second wait for a send would never return
+        for work in works:
+            work.wait() if timeout is None else work.wait(timeout)
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        return True
 
 
 class Issued(NamedTuple):
@@ -231,10 +254,10 @@ _recorders: list[list[Issued]] = []
 
 @contextlib.contextmanager
 def record() -> Iterator[list[Issued]]:
-    """Lists what this rank issues through this module, from any thread, in order.
+    """Lists the collectives that this rank issues through this module, from any thread, in order.
 
     Yields:
-        The list, which grows while the block runs.
+        The list; it grows while the block runs.
 
     Example:
         >>> with record() as issued:

@@ -1,20 +1,20 @@
-"""What travels: how a bucket's buffer becomes its sum over ranks.
+"""Gradient compression: how a bucket's buffer becomes its sum over ranks.
 
 =============== ================================= ============== ======================================================
-name            what n elements travel as         calls          what is lost
+name            n elements are sent as            calls          what is lost
 =============== ================================= ============== ======================================================
-``none``        themselves                        1              nothing
-``noop``        nothing                           0              the other ranks' part: wrong training, and an exact
-                                                                 baseline: exposed communication is the time of a step
-                                                                 minus the time of the same step under ``noop``
+``none``        n elements                        1              nothing
+``noop``        nothing                           0              the other ranks' gradients. Training is wrong; exposed
+                                                                 communication is the time of a step minus the time of
+                                                                 the same step under ``noop``
 ``bf16``        n of 2 bytes                      1              all but 8 bits of each summand and of each sum
 ``fp16``        n of 2 bytes                      1              all but 11 bits, and what is below 6e-8 or above 65504
-``powersgd(k)`` k (rows + columns) of a matrix,   2              nothing for ever: it is added to the next gradients
-                itself of anything smaller
+``powersgd(k)`` k (rows + columns) for a matrix,  2              nothing permanently; the error is fed back at the next
+                n for anything smaller                           step
 =============== ================================= ============== ======================================================
 
-The two casts serve the strategies of ``ddp/``, ``ZeRO1`` and ``ZeRO2``; ``powersgd``, which needs whole gradients,
-those of ``ddp/``. It has to know by what sums are divided, so it begins when the backward has ended.
+The two casts serve the strategies in ``ddp/``, ``ZeRO1`` and ``ZeRO2``. ``powersgd`` needs full gradients, so it serves
+only those in ``ddp/``. It also needs the denominator of the sums, so its reductions start after the backward.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ import torch.distributed as dist
 from jaxddp.planning.buckets import Bucket, TensorSpec
 
 from .buckets import unpack
-from .collectives import all_reduce
+from .collectives import Pending, all_reduce
 from .low_rank import Memory, factor_buckets, first_memory, is_worth_it, sum_by_factors
-from .pending import Pending
 
 
 class Compression(NamedTuple):
@@ -42,72 +41,72 @@ class Compression(NamedTuple):
     Attributes:
         name: For tables.
         sends: False if nothing is communicated.
-        travel: ``(buffer, group, async_op, route) -> (what the rank keeps of the sum, handle)``; what is kept is there
-            when the handle has been waited for, at once if it is None. The buffer may be overwritten.
-        wire: ``(bucket, elements of its buffer) -> (elements, dtype)`` of each buffer that travels for it.
-        remember: Tensor ``->`` what is remembered of it before the first step; None if nothing. The whole is None if
-            nothing is ever remembered.
-        finish: ``(bucket, buffer, group, memory, denominator) -> what changed of the memory``: the sums that had to
-            wait for their denominator, in place, and undivided. None if ``travel`` sums.
+        reduce: ``(buffer, group, async_op, reduce) -> (what this rank keeps of the sum, handle)``. ``reduce`` is a
+            ``reduction.Reduce``. Wait for the handle, if it is not None, before using the result. The buffer may be
+            overwritten.
+        wire_buffers: ``(bucket, elements of its buffer) -> (elements, dtype)`` of each buffer that is sent for it.
+        init_state: Tensor ``->`` its state before the first step, or None. None for a stateless compression.
+        finish: ``(bucket, buffer, group, memory, denominator) ->`` the changed part of ``memory``. Sums the buffer in
+            place, undivided, once the denominator is known. None if ``reduce`` sums.
     """
 
     name: str
     sends: bool
-    travel: Callable[[torch.Tensor, Any, bool, Any], tuple[torch.Tensor, Any]]
-    wire: Callable[[Bucket, int], list[tuple[int, str]]]
-    remember: Callable[[TensorSpec], Memory | None] | None = None
+    reduce: Callable[[torch.Tensor, Any, bool, Any], tuple[torch.Tensor, Any]]
+    wire_buffers: Callable[[Bucket, int], list[tuple[int, str]]]
+    init_state: Callable[[TensorSpec], Memory | None] | None = None
     finish: Callable[[Bucket, torch.Tensor, Any, Mapping[str, Memory], float], Mapping[str, Memory]] | None = None
 
 
 none = Compression(
     "none",
     True,
-    lambda buffer, group, async_op, route: route.send(buffer, group, async_op),
+    lambda buffer, group, async_op, reduce: reduce.send(buffer, group, async_op),
     lambda bucket, num_elements: [(num_elements, bucket.dtype)],
 )
 noop = Compression(
     "noop",
     False,
-    lambda buffer, group, async_op, route: (route.keep(buffer, group), None),
+    lambda buffer, group, async_op, reduce: (reduce.keep(buffer, group), None),
     lambda bucket, num_elements: [],
 )
 
 
 def _cast(name: str, dtype: torch.dtype, *, divides: bool) -> Compression:
-    def travel(buffer: torch.Tensor, group: Any, async_op: bool, route: Any) -> tuple[torch.Tensor, Any]:
+    def reduce_cast(buffer: torch.Tensor, group: Any, async_op: bool, reduce: Any) -> tuple[torch.Tensor, Any]:
         divisor = dist.get_world_size(group) if divides else 1
         sent = (buffer / divisor).to(dtype)
-        total, work = route.send(sent, group, async_op)
-        kept = route.keep(buffer, group)
+        total, work = reduce.send(sent, group, async_op)
+        kept = reduce.keep(buffer, group)
         works = [] if work is None else [work]
         return kept, Pending(works, partial(_cast_back, sent, total, kept, divisor))
 
-    of_dtype = str(dtype).removeprefix("torch.")
-    return Compression(name, True, travel, lambda bucket, num_elements: [(num_elements, of_dtype)])
+    dtype_name = str(dtype).removeprefix("torch.")
+    return Compression(name, True, reduce_cast, lambda bucket, num_elements: [(num_elements, dtype_name)])
 
 
 def _cast_back(sent: torch.Tensor, total: torch.Tensor, kept: torch.Tensor, factor: int) -> None:
-    del sent  # until now it had to stay: it was being read
+    del sent  # an argument only to keep it alive until the collective has read it
     kept.copy_(total).mul_(factor)
 
 
 bf16 = _cast("bf16", torch.bfloat16, divides=False)
-# Above 65504 a sum of float16 is infinite: divided first, it is no larger than the largest summand.
+# A float16 sum above 65504 is infinite. Divided first, the sum is no larger than the largest summand.
 fp16 = _cast("fp16", torch.float16, divides=True)
 
 
 def powersgd(rank: int, *, min_compression: float = 1.0) -> Compression:
-    """Sends matrices as two thin factors, and what that leaves out with the gradients of the next step.
+    """Sends matrices as two thin factors, and feeds the error back into the next step's gradients.
 
-    Each bucket takes two all-reduces: the first factors of its matrices together with all that is smaller than its
-    factors, as it is; then the second factors. Both are at least float32. A tensor of more than two dimensions is the
-    matrix of its first dimension against all others.
+    Each bucket takes two all-reduces: the first carries the first factors of its matrices and all tensors that are
+    smaller than their factors; the second carries the second factors. Both are at least float32. A tensor of more than
+    two dimensions is factored as the matrix of its first dimension against all others.
 
     Each rank keeps the error, of the size of the gradients, and the second factors, in ``DataParallel.memory``.
 
     Args:
-        rank: Columns of the factors, that is the rank of the matrices they stand for.
-        min_compression: How many times smaller factors must be than a matrix that is to travel as such; at least 1.
+        rank: Columns of the factors, which is the rank of the matrices they represent.
+        min_compression: How many times smaller than a matrix its factors must be to be sent instead; at least 1.
 
     Returns:
         The compression.
@@ -135,25 +134,25 @@ def powersgd(rank: int, *, min_compression: float = 1.0) -> Compression:
             view.copy_(totals[name])
         return changed
 
-    def wire(bucket: Bucket, num_elements: int) -> list[tuple[int, str]]:
+    def wire_buffers(bucket: Bucket, num_elements: int) -> list[tuple[int, str]]:
         factors = factor_buckets(bucket, rank, min_compression)
         return [(part.num_elements, part.dtype) for part in factors if part.tensors]
 
-    def remember(tensor: TensorSpec) -> Memory | None:
+    def init_state(tensor: TensorSpec) -> Memory | None:
         return first_memory(tensor, rank) if is_worth_it(tensor.shape, rank, min_compression) else None
 
-    return Compression(f"powersgd:{rank}", True, noop.travel, wire, remember, finish)
+    return Compression(f"powersgd:{rank}", True, noop.reduce, wire_buffers, init_state, finish)
 
 
-def check_forgets(compression: Compression, where: str) -> None:
-    """Refuses a compression that needs a memory where there is none.
+def check_stateless(compression: Compression, where: str) -> None:
+    """Refuses a compression with state where nothing carries the state from step to step.
 
     Args:
-        compression: What travels.
-        where: Where that is, and what to do instead.
+        compression: Of the gradients.
+        where: The place, and what to do instead; ends the message.
 
     Raises:
-        ValueError: If it remembers.
+        ValueError: If it has state.
     """
-    if compression.remember is not None:
-        raise ValueError(f"compression (={compression.name!r}) must not remember anything {where}")
+    if compression.init_state is not None:
+        raise ValueError(f"compression (={compression.name!r}) must be stateless {where}")

@@ -1,24 +1,24 @@
 """Matrices as products of two thin ones: the arithmetic of PowerSGD.
 
-What travels of an n x m matrix of gradients G is a basis of what it maps to, and what it is in that basis: k columns of
-n numbers, then k of m. A rank keeps the error, what it could not send, and adds it to the gradients of the next step;
-the second factor is where the next step starts, so that over the steps the bases turn towards the largest directions,
-as subspace iteration has it. N is the number of ranks, D what sums over ranks are divided by.
+For an n x m matrix of gradients G, a rank sends a basis of its column space (k columns of n numbers) and G's
+coordinates in it (k columns of m). It keeps the error and adds it to the next step's gradients. The next step starts
+from the second factor, so that over the steps the basis turns towards the largest singular directions (subspace
+iteration). N is the number of ranks; sums over ranks are divided by D.
 
     ========= ========== ===================================================== =========================
     tensor    on a rank
     ========= ========== ===================================================== =========================
     M[r]      ``[n, m]`` G[r] + D error[r]
-    P         ``[n, k]`` sum over ranks of M[r] factor                          travels, in one all-reduce
+    P         ``[n, k]`` sum over ranks of M[r] factor                          sent, in one all-reduce
     basis     ``[n, k]`` orthonormal(P)                                         the same on every rank
-    S         ``[m, k]`` sum over ranks of M[r]' basis                          travels, in one all-reduce
+    S         ``[m, k]`` sum over ranks of M[r]' basis                          sent, in one all-reduce
     total     ``[n, m]`` basis S', for the sum of M[r]                          the same on every rank
     error[r]  ``[n, m]`` (M[r] - total / N) / D                                 kept, its own
     factor    ``[m, k]`` orthonormal(S)                                         kept, the same on every rank
     ========= ========== ===================================================== =========================
 
-The error is in units of the averaged gradient, so the errors of all ranks together are what training still lacks,
-whatever weights the batches have. All is computed at least in float32.
+The error is in units of the averaged gradient: the sum of all ranks' errors is the gradient still to be applied, for
+any weights of the batches. All is computed at least in float32.
 
 References:
     Vogels, Karimireddy, Jaggi, PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization,
@@ -41,7 +41,7 @@ from .buckets import pack, unpack
 
 
 class Memory(NamedTuple):
-    """What a rank remembers of one matrix.
+    """A rank's state of one matrix.
 
     Attributes:
         error: Of the parameter's shape; the rank's own.
@@ -53,7 +53,7 @@ class Memory(NamedTuple):
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Says as what matrix a tensor is seen: its first dimension counts rows, as outputs do in PyTorch's layers.
+    """The matrix shape used to factor a tensor: its first dimension, the outputs of torch's layers, against all others.
 
     Args:
         shape: Of the tensor; a vector is one column.
@@ -77,14 +77,14 @@ def is_worth_it(shape: tuple[int, ...], num_columns: int, min_compression: float
         min_compression: At least 1.
 
     Returns:
-        False for vectors and scalars, which are their own smallest factor.
+        False for vectors and scalars, whatever k.
     """
     n, m = matrix_shape(shape)
     return num_columns * (n + m) * min_compression < n * m
 
 
 def first_memory(tensor: TensorSpec, num_columns: int) -> Memory:
-    """Makes what a rank remembers before the first step: no error, and columns that only the name decides.
+    """The state before the first step: no error, and random columns seeded by the tensor's name.
 
     Args:
         tensor: The parameter.
@@ -100,9 +100,9 @@ def first_memory(tensor: TensorSpec, num_columns: int) -> Memory:
 
 
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
-    """Makes columns orthonormal, one after the other, as Gram and Schmidt do.
+    """Makes columns orthonormal by Gram-Schmidt.
 
-    A column that is a combination of earlier ones, up to rounding, becomes zeros: normalised, it would be noise.
+    A column that is a combination of earlier ones, up to rounding, becomes zero: normalised, it would be noise.
 
     Args:
         matrix: ``[n, k]``.
@@ -111,11 +111,11 @@ def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
         The same shape.
     """
     n, k = matrix.shape
-    least = 10 * math.sqrt(n) * torch.finfo(matrix.dtype).eps  # of a column of n roundings
+    least = 10 * math.sqrt(n) * torch.finfo(matrix.dtype).eps  # n roundings add up to sqrt(n) eps
     basis = torch.zeros_like(matrix)
     for j in range(k):
         given = column = matrix[:, j]
-        for _ in range(2):  # rounding leaves of the earlier columns what a second time removes
+        for _ in range(2):  # the second pass removes what rounding left
             column = column - basis @ (basis.T @ column)
         length = column.norm()
         is_new = length > least * given.norm()
@@ -124,7 +124,7 @@ def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def factor_buckets(bucket: Bucket, num_columns: int, min_compression: float) -> tuple[Bucket, Bucket]:
-    """Says what travels for a bucket.
+    """Plans the two buffers that are sent for a bucket.
 
     Args:
         bucket: The bucket.
@@ -132,8 +132,7 @@ def factor_buckets(bucket: Bucket, num_columns: int, min_compression: float) -> 
         min_compression: As for ``is_worth_it``.
 
     Returns:
-        The bucket of all P, with the tensors that are not worth factors as they are; and that of all S, empty if
-        there are none.
+        The bucket of all P and of the tensors that are sent unfactored; the bucket of all S, which may be empty.
     """
     dtype = str(_at_least_float32(bucket.dtype)).removeprefix("torch.")
     first, second = [], []
@@ -154,18 +153,18 @@ def sum_by_factors(
     num_ranks: int,
     denominator: float,
 ) -> tuple[dict[str, torch.Tensor], dict[str, Memory]]:
-    """Sums the tensors of a bucket over ranks.
+    """Sums the tensors of a bucket over ranks, matrices approximately.
 
     Args:
         tensors: This rank's, by name.
-        memory: This rank's of each that has factors.
+        memory: This rank's state of each factored tensor.
         buckets: From ``factor_buckets``.
         send: Sums a buffer over ranks; the buffer may be overwritten.
         num_ranks: N.
-        denominator: D, what the sum will be divided by.
+        denominator: D.
 
     Returns:
-        The sums by name, as far as they have travelled, at least in float32; and what is remembered now.
+        The sums by name, at least in float32, and the changed part of ``memory``.
     """
     first, second = buckets
     wide = {tensor.name: tensors[tensor.name].to(getattr(torch, tensor.dtype)) for tensor in first.tensors}
@@ -180,17 +179,17 @@ def sum_by_factors(
         return arrived, {}
     bases = {name: orthonormal(arrived[name]) for name in matrices}
     sums = unpack(second, send(pack(second, {name: matrix.T @ bases[name] for name, matrix in matrices.items()})))
-    remembered = {}
+    changed = {}
     for name, matrix in matrices.items():
         total = bases[name] @ sums[name].T
         before = memory[name]
         error = ((matrix - total / num_ranks) / denominator).reshape(before.error.shape)
         turned = orthonormal(sums[name])
-        # A column of zeros would stay one for ever.
+        # A zero column would stay zero at every later step.
         factor = torch.where((turned != 0).any(dim=0), turned, factors[name])
-        remembered[name] = Memory(error.to(before.error.dtype), factor.to(before.factor.dtype))
+        changed[name] = Memory(error.to(before.error.dtype), factor.to(before.factor.dtype))
         arrived[name] = total.reshape(before.error.shape)
-    return arrived, remembered
+    return arrived, changed
 
 
 def _at_least_float32(dtype: str) -> torch.dtype:

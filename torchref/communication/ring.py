@@ -1,8 +1,8 @@
-"""The ring algorithms, built from nothing but sends to the right-hand neighbour: the twin of `jaxddp`.
+"""The ring algorithms, built from sends to the right-hand neighbour only.
 
-What a library does inside one all-reduce, spelled out: the ranks stand in a ring, the tensor is cut into N chunks,
-and in each step every rank sends one chunk to rank + 1 and receives one from rank - 1. All links are busy in all
-steps, and no rank ever sends more than one chunk at a time. N is the number of ranks, S the bytes of the full tensor:
+This is what a library does inside one all-reduce: the ranks form a ring, the tensor is cut into N chunks, and in each
+step every rank sends one chunk to rank + 1 and receives one from rank - 1. All links are busy in all steps, and no rank
+sends more than one chunk at a time. N is the number of ranks, S the bytes of the full tensor:
 
 | function            | steps = sends | bytes sent per rank       |
 |---------------------|---------------|---------------------------|
@@ -10,9 +10,9 @@ steps, and no rank ever sends more than one chunk at a time. N is the number of 
 | ring_all_gather     | N - 1         | (N-1)/N S                 |
 | ring_all_reduce     | 2 (N-1)       | 2 (N-1)/N S, S padded     |
 
-Each send is one `collectives.send_recv`, waited for before the next; on one rank nothing is sent. Sums are
-formed in ring order and in the dtype of the tensor: with integer-valued data they equal those of the library bit
-for bit, otherwise up to rounding. All three return a new tensor and leave their input as it was.
+Each send is one `collectives.send_recv`, waited for before the next; one rank sends nothing. Sums are formed in ring
+order and in the dtype of the tensor: they equal the library's bit for bit with integer-valued data, and up to rounding
+otherwise. All three return a new tensor and leave their input as it was.
 
 References:
     Patarasuk and Yuan, `Bandwidth optimal all-reduce algorithms for clusters of workstations
@@ -32,8 +32,8 @@ from .collectives import _chunk_length, send_recv
 def ring_reduce_scatter(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Sums over the ranks in N - 1 steps; rank r gets the r-th of N equal parts of the sum.
 
-    A rank adds its own part to the chunk it receives and passes it on, so chunk c starts on rank c + 1 and comes to
-    rest, complete, on rank c. For N = 4, the chunk that a rank holds and, in brackets, the ranks summed in it:
+    A rank adds its own part to the chunk it receives and passes it on. Chunk c starts on rank c + 1 and ends on rank c.
+    For N = 4, the chunk that a rank holds and, in brackets, the ranks summed in it:
 
     | rank | at the start | after step 1 | after step 2 | after step 3 |
     |------|--------------|--------------|--------------|--------------|
@@ -55,12 +55,12 @@ def ring_reduce_scatter(tensor: Tensor, group: ProcessGroup | None = None) -> Te
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     chunks = tensor.detach().reshape(num_ranks, _chunk_length(tensor.shape, num_ranks), *tensor.shape[1:])
 
-    def own(chunk: int) -> Tensor:
+    def local_chunk(chunk: int) -> Tensor:
         return chunks[chunk % num_ranks]
 
-    partial_sum = own(rank - 1).clone()
+    partial_sum = local_chunk(rank - 1).clone()
     for step in range(1, num_ranks):
-        partial_sum = send_recv(partial_sum, _to_the_right(num_ranks), group) + own(rank - 1 - step)
+        partial_sum = send_recv(partial_sum, _to_the_right(num_ranks), group) + local_chunk(rank - 1 - step)
     return partial_sum
 
 
@@ -105,7 +105,7 @@ def ring_all_reduce(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor
         chunk = ring_reduce_scatter(padded)       [N k] -> [k]
         total = ring_all_gather(chunk)              [k] -> [N k]
 
-    After the first half rank r holds chunk r, complete; the second half passes the complete chunks round.
+    After the first half rank r holds the complete chunk r; the second half passes the complete chunks round.
 
     Args:
         tensor: This rank's tensor, of any shape; the same shape on every rank.

@@ -1,15 +1,14 @@
-"""How tensors are cut into shards: tensor by tensor, one chunk a rank.
+"""How tensors are cut into shards: one chunk a rank, tensor by tensor.
 
-A tensor is flattened, padded with zeros to a multiple of the number of ranks N, and rank r owns chunk r. The chunks of
-many tensors can travel together: the buffer of a bucket holds in row r what rank r owns.
+A tensor is flattened, padded with zeros to a multiple of the number of ranks N, and rank r owns chunk r. A bucket sends
+the chunks of several tensors as one buffer, whose row r holds the chunks of rank r.
 
     tensor  [n]         padded to [N c], c = ceil(n / N)           chunk r = elements r c ... (r + 1) c
     bucket  [N, width]  row r = chunk r of each of its tensors     width = sum of their c
     scatter [width]     = reduce-scatter of [N, width] along dimension 0
     gather  [N, width]  = all-gather of [width]
 
-A tensor of fewer than N elements leaves the last ranks with padding, one without elements leaves every rank with a
-chunk of length 0, and a scalar is a tensor of one element.
+If a tensor has fewer than N elements, the last ranks hold padding only; if it has none, all chunks are empty.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ def pack_chunks(
 
     Args:
         bucket: The bucket.
-        tensors: Whole tensors by name, at least those of the bucket.
+        tensors: Full tensors by name, at least those of the bucket.
         num_ranks: Number of ranks.
         out: Buffer of ``[num_ranks, width]`` to write into, of any dtype.
 
     Returns:
-        A buffer of shape ``[num_ranks, width]``, whose row r is what rank r owns; without ``out``, that of one tensor
-        that needs no padding is a view of it.
+        A buffer of shape ``[num_ranks, width]``, whose row r holds the chunks of rank r. Without ``out``, a bucket of
+        one tensor that needs no padding gives a view of it.
     """
     first = tensors[bucket.tensors[0].name]
     if out is None:
@@ -46,7 +45,7 @@ def pack_chunks(
     return out
 
 
-def pack_own(bucket: Bucket, chunks: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def pack_local_shards(bucket: Bucket, chunks: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Lays one rank's chunks of a bucket's tensors end to end.
 
     Args:
@@ -54,10 +53,10 @@ def pack_own(bucket: Bucket, chunks: Mapping[str, torch.Tensor]) -> torch.Tensor
         chunks: That rank's chunks by name, each of shape ``[c]``.
 
     Returns:
-        A buffer of shape ``[width]``; of a bucket of one tensor, its chunk.
+        A buffer of shape ``[width]``; for a bucket of one tensor, its chunk.
     """
-    own = [chunks[tensor.name] for tensor in bucket.tensors]
-    return own[0] if len(own) == 1 else torch.cat(own)
+    parts = [chunks[tensor.name] for tensor in bucket.tensors]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def unpack_chunks(
@@ -68,11 +67,10 @@ def unpack_chunks(
     Args:
         bucket: The bucket.
         buffer: Of shape ``[num_ranks, width]``.
-        out: Whole tensors by name to write into, at least those of the bucket.
+        out: Full tensors by name to write into, at least those of the bucket.
 
     Returns:
-        Whole tensors by name, each of its tensor's shape, without padding; without ``out``, that of a bucket of one
-        tensor is a view.
+        Full tensors by name, without padding. Without ``out``, a bucket of one tensor gives a view.
     """
     found = {}
     for tensor, columns in zip(bucket.tensors, split_chunks(bucket, buffer, buffer.shape[0]).values(), strict=True):
@@ -84,34 +82,34 @@ def unpack_chunks(
     return found
 
 
-def split_chunks(bucket: Bucket, own: torch.Tensor, num_ranks: int) -> dict[str, torch.Tensor]:
-    """Takes one rank's part of a bucket apart, or every rank's.
+def split_chunks(bucket: Bucket, buffer: torch.Tensor, num_ranks: int) -> dict[str, torch.Tensor]:
+    """Splits one rank's row of a bucket into chunks, or all ranks' rows.
 
     Args:
         bucket: The bucket.
-        own: Of shape ``[width]``, or ``[num_ranks, width]``.
+        buffer: Of shape ``[width]``, or ``[num_ranks, width]``.
         num_ranks: Number of ranks.
 
     Returns:
-        Own chunks by name, each of shape ``[c]``, or ``[num_ranks, c]``: views.
+        Views by name, each of shape ``[c]``, or ``[num_ranks, c]``.
     """
     chunks = [chunk_elements(tensor.num_elements, num_ranks) for tensor in bucket.tensors]
-    return dict(zip((tensor.name for tensor in bucket.tensors), own.split(chunks, dim=-1), strict=True))
+    return dict(zip((tensor.name for tensor in bucket.tensors), buffer.split(chunks, dim=-1), strict=True))
 
 
-def own_chunk(tensor: torch.Tensor, num_ranks: int, rank: int) -> torch.Tensor:
-    """Cuts out the chunk that a rank owns.
+def local_shard(tensor: torch.Tensor, num_ranks: int, rank: int) -> torch.Tensor:
+    """Cuts out a rank's chunk of a tensor.
 
     Args:
-        tensor: The whole.
+        tensor: The full tensor.
         num_ranks: Number of ranks.
-        rank: Which of them.
+        rank: The rank.
 
     Returns:
         The chunk, of shape ``[c]``; a view of a contiguous tensor, unless it needs padding.
 
     Example:
-        >>> own_chunk(torch.tensor([[1, 2], [3, 4]]), 3, 0), own_chunk(torch.tensor(5), 3, 1)
+        >>> local_shard(torch.tensor([[1, 2], [3, 4]]), 3, 0), local_shard(torch.tensor(5), 3, 1)
         (tensor([1, 2]), tensor([0]))
     """
     chunk = chunk_elements(tensor.numel(), num_ranks)
@@ -120,7 +118,7 @@ def own_chunk(tensor: torch.Tensor, num_ranks: int, rank: int) -> torch.Tensor:
 
 
 def _write(tensor: torch.Tensor, columns: torch.Tensor) -> None:
-    """Fills the columns ``[N, c]`` of a tensor's chunks."""
+    """Writes a tensor, and zeros for padding, into the columns ``[N, c]`` of its chunks."""
     for part, place in _pairs(tensor.reshape(-1), columns):
         place.copy_(part)
     num_full, rest = divmod(tensor.numel(), columns.shape[1] or 1)
@@ -129,7 +127,7 @@ def _write(tensor: torch.Tensor, columns: torch.Tensor) -> None:
 
 
 def _read(columns: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Fills a tensor from the columns ``[N, c]`` of its chunks."""
+    """Writes the columns ``[N, c]`` of a tensor's chunks into it."""
     if not tensor.is_contiguous():
         tensor.copy_(columns.reshape(-1)[: tensor.numel()].view(tensor.shape))
         return
@@ -138,7 +136,7 @@ def _read(columns: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 def _pairs(flat: torch.Tensor, columns: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The full rows of a tensor's chunks, and what is left over: where they lie in the tensor and in the columns."""
+    """Views of a flat tensor and of its place in the columns: the full rows, then the remainder."""
     chunk = columns.shape[1]
     num_full, rest = divmod(len(flat), chunk) if chunk else (0, 0)
     if num_full:

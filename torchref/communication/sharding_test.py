@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from jaxddp.planning.buckets import Bucket, TensorSpec, bucket_width, chunk_elements, plan_buckets
-from torchref.communication.sharding import own_chunk, pack_chunks, pack_own, split_chunks, unpack_chunks
+from torchref.communication.sharding import local_shard, pack_chunks, pack_local_shards, split_chunks, unpack_chunks
 
 SHAPES = {"matrix": (5, 7), "even": (6, 4), "small": (2,), "scalar": (), "empty": (0, 3)}
 ranks = pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6])
@@ -26,7 +26,7 @@ def bucket(*names):
 @ranks
 def test_chunks_put_together_are_the_tensor_and_zeros(num_ranks):
     for name, tensor in tensors().items():
-        joined = torch.cat([own_chunk(tensor, num_ranks, rank) for rank in range(num_ranks)])
+        joined = torch.cat([local_shard(tensor, num_ranks, rank) for rank in range(num_ranks)])
         assert len(joined) == num_ranks * chunk_elements(tensor.numel(), num_ranks), name
         assert torch.equal(joined[: tensor.numel()], tensor.flatten())
         assert not joined[tensor.numel() :].any()
@@ -40,8 +40,8 @@ def test_row_r_of_a_buffer_is_what_rank_r_owns(num_ranks, names):
     buffer = pack_chunks(one, tensors(), num_ranks)
     assert buffer.shape == (num_ranks, bucket_width(one, num_ranks))
     for rank in range(num_ranks):
-        chunks = {tensor.name: own_chunk(tensors()[tensor.name], num_ranks, rank) for tensor in one.tensors}
-        assert torch.equal(buffer[rank], pack_own(one, chunks))
+        chunks = {tensor.name: local_shard(tensors()[tensor.name], num_ranks, rank) for tensor in one.tensors}
+        assert torch.equal(buffer[rank], pack_local_shards(one, chunks))
         found = split_chunks(one, buffer[rank], num_ranks)
         assert list(found) == list(chunks)
         assert all(torch.equal(found[name], chunk) for name, chunk in chunks.items())
@@ -82,7 +82,7 @@ def test_tensors_of_any_memory_format():
 
 def test_what_needs_no_copy_is_not_copied():
     even = tensors()["even"]
-    assert own_chunk(even, 4, 2).data_ptr() == even.view(-1)[12:].data_ptr()
+    assert local_shard(even, 4, 2).data_ptr() == even.view(-1)[12:].data_ptr()
     assert pack_chunks(bucket("even"), {"even": even}, 4).data_ptr() == even.data_ptr()
     buffer = pack_chunks(bucket("matrix"), tensors(), 4)
     assert unpack_chunks(bucket("matrix"), buffer)["matrix"].data_ptr() == buffer.data_ptr()

@@ -1,8 +1,7 @@
 """Models by name, and the loss they are trained on.
 
-``build`` makes a module; ``abstract`` makes the same on the ``meta`` device, without allocating anything, for models
-larger than the memory. The loss calls ``module(...)``, so a wrapper around the module works in its place. Nothing
-here communicates.
+``build`` makes a module; ``abstract`` makes it on the ``meta`` device, where models larger than the memory allocate
+nothing. The loss calls ``module(...)``, so it takes a wrapped module too. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def mean_squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Mean over every element of the squared difference.
+    """Mean of the squared difference over all elements.
 
     Args:
         output: ``[batch, features]``.
@@ -44,7 +43,7 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
     Args:
         logits: ``[..., vocab]``.
-        targets: Token ids ``[...]``, of any integer dtype, all of them valid: there is no ``ignore_index``.
+        targets: Token ids ``[...]``, of any integer dtype; there is no ``ignore_index``.
 
     Returns:
         A scalar in nats, in the dtype of the logits.
@@ -57,7 +56,7 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def loss_fn(model: Callable[[torch.Tensor], torch.Tensor], batch: Batch) -> torch.Tensor:
-    """The mean loss of a model over a batch: cross-entropy where there are tokens, else mean-squared error.
+    """The mean loss of a model over a batch: cross-entropy for tokens, otherwise mean squared error.
 
     Args:
         model: A module or a wrapper around one.

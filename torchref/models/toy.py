@@ -1,8 +1,8 @@
 """Small models, one for each corner case of data parallelism: plain, tied, frozen and unused parameters.
 
-All are Linear without bias, ReLU, LayerNorm, Linear without bias, which is the least model that has matrices and
-vectors, more than one layer and a nonlinearity. Nothing here communicates. A module is float32 when it is made;
-``module.double()`` makes it compute in float64.
+All are Linear without bias, ReLU, LayerNorm, Linear without bias: the smallest model with matrices and vectors, several
+layers and a nonlinearity. Nothing here communicates. Modules are made in float32; after ``module.double()`` they
+compute in float64.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 
 def _linear(in_features: int, out_features: int) -> nn.Linear:
     linear = nn.Linear(in_features, out_features, bias=False)
-    # One distribution for every matrix of both packages: N(0, 1 / fan_in).
+    # The same distribution for every matrix in both packages: N(0, 1 / fan_in).
     nn.init.normal_(linear.weight, std=in_features**-0.5)
     return linear
 
@@ -48,7 +48,7 @@ class ToyMLP(nn.Module):
 
 
 class TiedToy(nn.Module):
-    """One matrix used twice, into the hidden width and, transposed, back out of it.
+    """One matrix used twice: into the hidden width, and transposed out of it.
 
     The shared matrix is one parameter, so its gradient is the sum over both uses and it is communicated once.
     Parameters, in forward order: ``tied [in_features, hidden]``, ``norm.weight [hidden]``, ``norm.bias [hidden]``.
@@ -74,7 +74,7 @@ class TiedToy(nn.Module):
 
 
 class FrozenToy(nn.Module):
-    """A first matrix that is not to be trained: ``frozen.weight`` is born with ``requires_grad=False``.
+    """A first matrix that is not trained: ``frozen.weight`` is made with ``requires_grad=False``.
 
     Parameters, in forward order: ``frozen.weight [hidden, in_features]``, ``norm.weight [hidden]``,
     ``norm.bias [hidden]``, ``down.weight [out_features, hidden]``.
@@ -98,7 +98,7 @@ class FrozenToy(nn.Module):
 
 
 class UnusedToy(nn.Module):
-    """A matrix in the middle that the forward never uses: backward leaves its ``.grad`` None.
+    """A matrix in the middle that the forward never uses: the backward leaves its ``.grad`` None.
 
     Parameters, in registration order: ``up.weight [hidden, in_features]``, ``unused.weight [hidden, hidden]``,
     ``norm.weight [hidden]``, ``norm.bias [hidden]``, ``down.weight [out_features, hidden]``.

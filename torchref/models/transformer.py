@@ -1,10 +1,9 @@
 """A decoder-only transformer: pre-norm RMSNorm, RoPE, causal attention, SwiGLU, no biases, untied head.
 
 One block computes ``x += attention(norm(x)); x += feed_forward(norm(x))``. A model of ``L`` blocks has ``9 L + 3``
-parameters, registered in forward order; every one is a tensor of its own and can be communicated on its own.
-Nothing here communicates. The parameters' dtype is the compute dtype: float64 parameters compute in float64, and
-the RoPE tables are rounded to it once, from float64; they are no parameters and no buffers, so ``state_dict`` holds
-the parameters and nothing else.
+parameters, registered in forward order, each of them a separate tensor. Nothing here communicates. The parameters'
+dtype is the compute dtype. The RoPE tables are computed in float64 and rounded to it once; they are neither parameters
+nor buffers, so ``state_dict`` holds the parameters only.
 
 References:
     Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
@@ -30,7 +29,7 @@ class TransformerConfig:
 
     Raises:
         ValueError: If a size is not a positive integer, ``width`` is not divisible by ``num_heads``, or the head
-            size is odd (RoPE turns pairs).
+            size is odd (RoPE rotates pairs).
 
     Example:
         >>> TransformerConfig(vocab=64, context=16, width=16, num_layers=2, num_heads=2, hidden=32).num_params
@@ -94,7 +93,7 @@ SIZES = {
     "xl": TransformerConfig(vocab=10_000, context=128, width=1600, num_layers=48, num_heads=25, hidden=6400),
     "2.7b": TransformerConfig(vocab=10_000, context=128, width=2560, num_layers=32, num_heads=32, hidden=10_240),
 }
-"""Named sizes. ``tiny`` is for tests, ``byte`` reads bytes and ``byte_shallow`` is the half of it; ``seed_xl`` has
+"""Named sizes. ``tiny`` is for tests, ``byte`` reads bytes, ``byte_shallow`` has half its layers; ``seed_xl`` has
 171,098,880 parameters in 147 tensors."""
 
 
@@ -106,7 +105,7 @@ def rotary_tables(
     Args:
         length: Number of positions.
         head_size: Width of one head, even.
-        dtype: Dtype of the result; the angles are computed in float64 whatever it is.
+        dtype: Dtype of the result; the angles are computed in float64.
         device: Where to compute them.
 
     Returns:
@@ -118,11 +117,11 @@ def rotary_tables(
 
 
 def rotate(x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Turns feature ``i`` together with feature ``i + head_size / 2`` by their position's angle (half-split RoPE).
+    """Rotates feature ``i`` together with feature ``i + head_size / 2`` by their position's angle (half-split RoPE).
 
     Args:
         x: Queries or keys, ``[batch, length, num_heads, head_size]``.
-        tables: What ``rotary_tables`` gave.
+        tables: From ``rotary_tables``.
 
     Returns:
         A tensor like ``x``.
@@ -134,7 +133,7 @@ def rotate(x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.
 
 def _linear(in_features: int, out_features: int) -> nn.Linear:
     linear = nn.Linear(in_features, out_features, bias=False)
-    # One distribution for every matrix of both packages: N(0, 1 / fan_in).
+    # The same distribution for every matrix in both packages: N(0, 1 / fan_in).
     nn.init.normal_(linear.weight, std=in_features**-0.5)
     return linear
 
@@ -160,7 +159,7 @@ class Attention(nn.Module):
         self.output = _linear(config.width, config.width)
 
     def forward(self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Maps ``[batch, length, width]`` to the same shape; a position sees itself and those before it."""
+        """Maps ``[batch, length, width]`` to the same shape; a position attends to itself and earlier ones."""
         batch, length, width = x.shape
         heads = (batch, length, self.num_heads, width // self.num_heads)
         query = rotate(self.query(x).view(heads), tables).transpose(1, 2)
@@ -190,7 +189,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each behind its norm and added to the residual stream.
+    """One layer: attention and feed-forward, each applied to a normalised input and added to the residual stream.
 
     Args:
         config: The model's sizes.

@@ -1,4 +1,4 @@
-"""ZeRO: data parallelism that keeps each part of the training state on one rank only."""
+"""ZeRO: data parallelism whose training state is sharded over the ranks."""
 
 # isort: skip_file
 # STRATEGIES lists the stages in the order of these imports.

@@ -1,9 +1,9 @@
-"""Whether an optimizer may run on shards: whether it is element-wise, found by running it.
+"""Tests by running it whether an optimizer is element-wise, so that it may run on shards.
 
-On a rank, a sharded optimizer sees a flat part of each parameter. Its updates are those of the whole if the update of
-an element depends on that element's gradient and state alone, and on numbers that all ranks hold alike. No optimizer is
-known by name: some steps are taken on a small matrix, and on its flat halves by an optimizer each, as ranks have them;
-the two must agree.
+A rank's optimizer sees a flat part of each parameter. Its updates are those of the full parameter if each element's
+update depends only on that element's gradient and state, and on numbers that are equal on all ranks. The test takes
+some steps on a small matrix, and the same steps on its flat halves with an optimizer each, as two ranks would. Both
+must agree.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_NUM_STEPS = 3  # the first of them can be alike by chance: Adam's is the gradient's sign, whatever its size
+_NUM_STEPS = 3  # more than one: Adam's first step is the gradient's sign, whatever its size
 _TOLERANCE = 1e-9  # of the largest movement, in float64: vectorised code may round the halves differently
 
 
@@ -23,16 +23,16 @@ def check_elementwise(
     options: Mapping[str, Any],
     device: torch.device | str = "cpu",
 ) -> None:
-    """Refuses an optimizer that would compute something else on shards than on the whole.
+    """Refuses an optimizer that would update shards differently from full parameters.
 
     Args:
         optimizer_cls: The optimizer.
-        options: What it is made with, beside parameters.
+        options: Its options, beside parameters.
         device: Where to run it.
 
     Raises:
-        ValueError: If an update depends on more than the element, such as on a norm, or on the parameter's shape, or if
-            there is none, since the optimizer wants a closure, matrices or sparse gradients.
+        ValueError: If an update depends on more than the element, such as a norm or the parameter's shape, or if a step
+            raises, because the optimizer needs a closure, matrices or sparse gradients.
 
     Example:
         >>> check_elementwise(torch.optim.AdamW, {"lr": 0.1})
@@ -42,16 +42,16 @@ def check_elementwise(
         ValueError: optimizer (=Adafactor) must be element-wise to be sharded: ... on the whole and on its parts
     """
     if "lr" in options:
-        options = {**options, "lr": 1.0}  # a schedule may start from 0, where all optimizers are alike
+        options = {**options, "lr": 1.0}  # a schedule may start at 0, where nothing moves
     name = getattr(optimizer_cls, "__name__", optimizer_cls)
     values = torch.cos(torch.arange(24.0, dtype=torch.float64, device=device))
     whole = nn.Parameter(values.reshape(4, 6).clone())
     parts = [nn.Parameter(part.clone()) for part in values.chunk(2)]
-    optimizer = optimizer_cls([whole], **options)  # what it says of its options is no matter of shards
+    optimizer = optimizer_cls([whole], **options)  # outside of the try: bad options raise the optimizer's own error
     try:
         _take_steps([optimizer], [whole])
         _take_steps([optimizer_cls([part], **options) for part in parts], parts)  # as on two ranks
-    except Exception as error:  # whatever it is, it comes of the optimizer
+    except Exception as error:  # of any kind: it is the optimizer's
         raise ValueError(
             f"optimizer (={name}) must be element-wise to be sharded: on a matrix and its parts it raises"
             f" {type(error).__name__}: {' '.join(str(error).split())}"
@@ -64,7 +64,7 @@ def check_elementwise(
 
 
 def _take_steps(optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[nn.Parameter]) -> None:
-    """Takes the same steps, of a whole or of its parts."""
+    """Takes some steps on a matrix, or the same on its parts."""
     for step in range(_NUM_STEPS):
         grads = torch.sin((step + 1) * torch.arange(24.0, dtype=torch.float64, device=parameters[0].device))
         for optimizer, parameter, grad in zip(optimizers, parameters, grads.chunk(len(parameters)), strict=True):

@@ -1,9 +1,10 @@
-"""The gather of a unit's shards as a differentiable operation: its transpose is the reduce-scatter of the gradients.
+"""The gather of a unit's shards as a differentiable operation, whose transpose is a reduce-scatter of the gradients.
 
     forward   full [shape] = unpack(all-gather of [width])              in the compute dtype
-    backward  shard.grad [c] += row r of the sum over ranks of d full   in the reduction's dtype, then the shard's own
+    backward  shard.grad [c] += row r of the sum over ranks of d full   in the reduction's dtype, then the shard's
 
-The gradient is not handed to autograd: it is in flight when the backward goes on, and is added when it arrives.
+Autograd gets no gradient for the shards: the reduce-scatter is in flight while the backward goes on, and its result is
+added to ``shard.grad`` when it arrives.
 """
 
 from __future__ import annotations
@@ -17,26 +18,26 @@ from torch import nn
 
 from jaxddp.planning.buckets import Bucket, BucketPlan, TensorSpec, bucket_width, dtype_bytes, plan_buckets
 
+from ..communication.buckets import check_dense, tensor_spec
 from ..communication.collectives import all_gather
 from ..communication.compression import Compression
-from ..communication.exchange import SHARDED, InFlight
-from ..communication.sharding import own_chunk, pack_chunks, pack_own, split_chunks, unpack_chunks
-from ..strategy import check_dense, tensor_spec
+from ..communication.reduction import REDUCE_SCATTER, InFlight
+from ..communication.sharding import local_shard, pack_chunks, pack_local_shards, split_chunks, unpack_chunks
 
-Arrival = tuple[Bucket, dict[str, nn.Parameter], torch.Tensor]  # the bucket's shards by name, and the sum's own row
+Arrival = tuple[Bucket, dict[str, nn.Parameter], torch.Tensor]  # bucket, its shards by name, this rank's row of the sum
 
 
 class Shards:
-    """One module's parameters in shards.
+    """The shards of one module's parameters.
 
     Attributes:
-        parameters: The shards by name within the module, each ``[c]``; what an optimizer updates.
-        specs: The whole tensors, in the shards' dtypes.
+        parameters: The shards by name within the module, each ``[c]``; an optimizer updates them.
+        specs: The full tensors, in the shards' dtypes.
     """
 
     def __init__(
         self,
-        whole: dict[str, nn.Parameter],
+        params: dict[str, nn.Parameter],
         cut: dict[int, nn.Parameter],
         group: dist.ProcessGroup | None,
         compression: Compression,
@@ -47,77 +48,79 @@ class Shards:
         """Cuts this rank's shards.
 
         Args:
-            whole: Parameters by name within the module.
-            cut: Shards of what was cut before, by the id of the whole, for parameters that modules share; added to.
+            params: Full parameters by name within the module.
+            cut: Shards made so far, by the id of the full parameter; updated here. Modules may share a parameter.
             group: The ranks.
-            compression: What of the gradients travels.
-            in_flight: The gradients under way, of all units.
-            compute_dtype: What floating-point parameters are gathered in; their own if None.
-            reduce_dtype: What gradients are summed in; their shard's if None.
+            compression: Of the gradients.
+            in_flight: The reduce-scatters in flight, of all units.
+            compute_dtype: Floating-point parameters are gathered in this dtype; in their own if None.
+            reduce_dtype: Gradients are summed in this dtype; in their shard's if None.
         """
         self.num_ranks = dist.get_world_size(group)
         self._group, self._compression, self._in_flight = group, compression, in_flight
-        for parameter in whole.values():
+        for parameter in params.values():
             if id(parameter) not in cut:
-                chunk = own_chunk(parameter.detach(), self.num_ranks, dist.get_rank(group)).clone()
-                cut[id(parameter)] = nn.Parameter(chunk, requires_grad=parameter.requires_grad)
-        self.parameters = {name: cut[id(parameter)] for name, parameter in whole.items()}
-        self.specs = {name: tensor_spec(name, parameter) for name, parameter in whole.items()}
-        self.compute_plan = self._plan(list(whole), compute_dtype)
-        self.reduce_plan = self._plan([name for name, p in whole.items() if p.requires_grad], reduce_dtype)
-        self._again: tuple[tuple[int, ...], dict[str, torch.Tensor]] | None = None
+                shard = local_shard(parameter.detach(), self.num_ranks, dist.get_rank(group)).clone()
+                cut[id(parameter)] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
+        self.parameters = {name: cut[id(parameter)] for name, parameter in params.items()}
+        self.specs = {name: tensor_spec(name, parameter) for name, parameter in params.items()}
+        self.compute_plan = self._plan(list(params), compute_dtype)
+        self.reduce_plan = self._plan([name for name, p in params.items() if p.requires_grad], reduce_dtype)
+        self._gathered: tuple[tuple[int, ...], dict[str, torch.Tensor]] | None = None
 
     def gather(self, plan: BucketPlan | None = None) -> dict[str, torch.Tensor]:
-        """Puts the ranks' shards together.
+        """Gathers the shards of all ranks.
 
         Args:
-            plan: What travels together, and in which dtypes; the compute dtype's if None.
+            plan: The buckets and dtypes to gather in; those of the compute dtype if None.
 
         Returns:
-            Whole tensors by name, without padding.
+            Full tensors by name, without padding.
         """
         full = {}
         for bucket in (plan or self.compute_plan).buckets:
             dtype = getattr(torch, bucket.dtype)
-            own = pack_own(bucket, {t.name: self.parameters[t.name].detach().to(dtype) for t in bucket.tensors})
+            row = pack_local_shards(
+                bucket, {t.name: self.parameters[t.name].detach().to(dtype) for t in bucket.tensors}
+            )
             if self.communicates:
-                full.update(unpack_chunks(bucket, all_gather(own, self._group).view(self.num_ranks, -1)))
+                full.update(unpack_chunks(bucket, all_gather(row, self._group).view(self.num_ranks, -1)))
             else:
-                full.update(unpack_chunks(bucket, own.repeat(self.num_ranks, 1)))
+                full.update(unpack_chunks(bucket, row.repeat(self.num_ranks, 1)))
         for name, spec in self.specs.items():
             if not spec.num_elements:
                 full[name] = self.parameters[name].detach().new_empty(spec.shape)
         return full
 
     def gather_again(self, versions: tuple[int, ...]) -> dict[str, torch.Tensor]:
-        """Puts the ranks' shards together for the backward; what is trained is kept until its gradients leave.
+        """Gathers for the backward; the result is kept until the unit's gradients are reduced.
 
         Args:
-            versions: What ``versions`` was in the forward.
+            versions: ``versions`` at the time of the forward.
 
         Returns:
             As ``gather``.
 
         Raises:
-            RuntimeError: If a shard has been changed since.
+            RuntimeError: If a shard has changed since.
         """
         if versions != self.versions:
             raise RuntimeError(f"shards of {list(self.specs)} were changed between the forward and its backward")
-        if self._again is not None and self._again[0] == versions:
-            return self._again[1]
+        if self._gathered is not None and self._gathered[0] == versions:
+            return self._gathered[1]
         full = self.gather()
-        self._again = (versions, full) if self.reduce_plan.buckets else None
+        self._gathered = (versions, full) if self.reduce_plan.buckets else None
         return full
 
     def gather_masters(self) -> dict[str, torch.Tensor]:
-        """Puts the ranks' shards together in their own dtypes."""
+        """Gathers in the shards' own dtypes."""
         return self.gather(self._plan(list(self.specs), None))
 
     def scatter(self, grads: dict[str, torch.Tensor | None]) -> None:
-        """Launches the sums of gradients.
+        """Starts to reduce-scatter gradients.
 
         Args:
-            grads: Gradients of the whole tensors by name; None for one that took no part.
+            grads: Gradients of the full tensors by name; None for a tensor that was not used.
         """
         self.drop()
         some = next((grad for grad in grads.values() if grad is not None), None)
@@ -129,24 +132,24 @@ class Shards:
             tensors = {tensor.name: _dense(tensor, grads[tensor.name], some) for tensor in bucket.tensors}
             pack_chunks(bucket, tensors, self.num_ranks, out=buffer)
             if self.num_ranks > 1:
-                own, work = self._compression.travel(buffer, self._group, True, SHARDED)
+                row, work = self._compression.reduce(buffer, self._group, True, REDUCE_SCATTER)
             else:
-                own, work = buffer[0], None
+                row, work = buffer[0], None
             shards = {tensor.name: self.parameters[tensor.name] for tensor in bucket.tensors}
-            accumulate(self._in_flight.add(work, (bucket, shards, own), buffer), self.num_ranks)
+            accumulate(self._in_flight.add(work, (bucket, shards, row), buffer), self.num_ranks)
 
     def drop(self) -> None:
-        """Drops what was gathered for the backward."""
-        self._again = None
+        """Frees the tensors gathered for the backward."""
+        self._gathered = None
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Changes when a shard is changed."""
+        """Version counters of the shards, which in-place changes increment."""
         return tuple(parameter._version for parameter in self.parameters.values())
 
     @property
     def communicates(self) -> bool:
-        """Whether anything travels."""
+        """Whether anything is sent."""
         return self.num_ranks > 1 and self._compression.sends
 
     def num_bytes(self, plan: BucketPlan) -> list[int]:
@@ -156,21 +159,21 @@ class Shards:
         ]
 
     def _plan(self, names: Sequence[str], dtype: torch.dtype | None) -> BucketPlan:
-        """One bucket, if all are of one dtype."""
+        """One bucket for each dtype."""
         specs = [self.specs[name] for name in names]
         if dtype is not None:
-            of_dtype = str(dtype).removeprefix("torch.")
+            dtype_name = str(dtype).removeprefix("torch.")
             is_float = {name: parameter.is_floating_point() for name, parameter in self.parameters.items()}
-            specs = [spec._replace(dtype=of_dtype) if is_float[spec.name] else spec for spec in specs]
+            specs = [spec._replace(dtype=dtype_name) if is_float[spec.name] else spec for spec in specs]
         return plan_buckets(specs, None)
 
 
 class Gather(torch.autograd.Function):
-    """``apply(shards, *shards.parameters.values()) -> the whole tensors``, in that order."""
+    """``apply(shards, *shards.parameters.values())`` gives the full tensors, in that order."""
 
     @staticmethod
     def forward(ctx: Any, shards: Shards, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Gathers."""
+        """All-gathers the shards."""
         full = shards.gather()
         ctx.shards = shards
         ctx.set_materialize_grads(False)
@@ -180,15 +183,15 @@ class Gather(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:
-        """Scatters."""
+        """Reduce-scatters the gradients."""
         ctx.shards.scatter(dict(zip(ctx.shards.parameters, grads, strict=True)))
         return (None,) * (1 + len(grads))
 
 
 def accumulate(arrived: list[Arrival], num_ranks: int) -> None:
-    """Adds gradients that have arrived to those of the shards."""
-    for bucket, shards, own in arrived:
-        for name, grad in split_chunks(bucket, own, num_ranks).items():
+    """Adds reduced gradients to ``shard.grad``."""
+    for bucket, shards, row in arrived:
+        for name, grad in split_chunks(bucket, row, num_ranks).items():
             shard = shards[name]
             master = grad.to(shard.dtype)
             shard.grad = master if shard.grad is None else shard.grad.add_(master)

@@ -30,7 +30,7 @@ def nothing_survives_deletion(name):
     torchref.Trainer(loss_fn, tx, net).step(rows(batches()[0]))
     gone = [weakref.ref(net), *(weakref.ref(parameter) for parameter in net.parameters()), weakref.ref(net.module)]
     if name != "zero3":
-        gone += [weakref.ref(net.optimizer), *(weakref.ref(chunk) for chunk in net._chunks.values())]
+        gone += [weakref.ref(net.optimizer), *(weakref.ref(chunk) for chunk in net._shards.values())]
     gc.disable()  # freed by counting alone: no cycle through a hook
     try:
         del net, tx
@@ -104,9 +104,7 @@ def shards_are_not_wrapped():
     for is_alive in (True, False):
         for one in (module, twin, copy.deepcopy(module)):
             for name in OPTIONS:
-                message = (
-                    r"parameter '0.unused.weight' \(=\[1\]\) must be whole \(=\[1, 2\]\), not the shard that an FSDP"
-                )
+                message = r"parameter '0.unused.weight' \(=\[1\]\) must be full \(=\[1, 2\]\), not a shard made by FSDP"
                 with pytest.raises(ValueError, match=message):
                     wrap(name, nn.Sequential(one))
         if is_alive:

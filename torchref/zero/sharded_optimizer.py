@@ -1,21 +1,21 @@
-"""Sharded optimizer state by whole parameters: each is owned, updated and then broadcast by one rank.
+"""Optimizer state sharded by whole parameters: one rank owns, updates and then broadcasts each of them.
 
-ZeRO's first stage in its simplest reading, over gradients that somebody else has summed, such as any strategy of
-``ddp/``: nothing changes but the optimizer, and any that updates parameters one by one will do. Against ``ZeRO1`` it
-sends half as much again, and its shards are as even as whole parameters can be dealt out.
+The simplest reading of ZeRO stage 1. The gradients are already averaged by a strategy in ``ddp/``; only the optimizer
+changes, and any that updates parameters one by one will do. It sends 1.5 times as much as ``ZeRO1``, and balances the
+ranks only as well as whole parameters allow.
 
     ========= ====================== ========================================================
     tensor    on each rank           bytes on each rank, AdamW, fp32
     ========= ====================== ========================================================
     parameter ``[shape]``            4 Psi
-    gradient  ``[shape]``, summed    4 Psi
-    moments   of own parameters only 8 Psi / N, at most those of the largest parameter more
+    gradient  ``[shape]``, averaged  4 Psi
+    moments   of owned parameters    8 Psi / N, plus at most those of the largest parameter
     ========= ====================== ========================================================
 
     p = optimizer(g, state[r], p)      of parameters that rank r owns
     p = broadcast from its owner       of every parameter
 
-    calls per step: P (parameters), beside the gradients'; at the first one more, whether ranks list the same ones
+    calls per step: P (parameters), beside the gradients'; the first step also checks that all ranks list the same ones
     bytes sent per rank: parameter bytes, beside 2 (N-1)/N times that for the gradients
 
 References:
@@ -35,15 +35,14 @@ import torch
 import torch.distributed as dist
 
 from ..communication.collectives import broadcast
-from .groups import as_groups, as_list
-from .own_state import check_own, whose
+from .optimizers import as_groups, as_list, check_marks, rank_marks
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Any optimizer, its state spread over the ranks.
+    """Any optimizer, with its state sharded over the ranks.
 
-    Used like the optimizer itself, by every rank alike: all parameters are in ``param_groups`` everywhere, and options
-    changed there, by a learning-rate schedule for one, hold from the next step on. ``state`` is this rank's.
+    Every rank uses it like the optimizer itself: ``param_groups`` lists all parameters, and options changed there, for
+    example by a learning-rate schedule, apply from the next step on. ``state`` is this rank's.
     """
 
     def __init__(
@@ -54,18 +53,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         process_group: dist.ProcessGroup | None = None,
         **kwargs: Any,
     ) -> None:
-        """Deals the parameters out to the ranks.
+        """Assigns the parameters to ranks.
 
         Args:
-            params: As torch's optimizers take them: parameters, or groups of them with options; on every rank the same
-                ones in the same order.
-            optimizer_cls: Makes the optimizer of one rank's parameters; it must treat parameters one by one.
+            params: As torch's optimizers take them: parameters, or groups of them with options; the same on every rank,
+                in the same order.
+            optimizer_cls: Makes the optimizer of one rank's parameters; must update parameters one by one.
             process_group: The ranks; all of them when None.
             **kwargs: For ``optimizer_cls``.
 
         Raises:
             TypeError: If parameters are in a set, which has no order, or as ``optimizer_cls``.
-            ValueError: If there is no process group yet, its steps need a closure, or as ``optimizer_cls``.
+            ValueError: If there is no process group yet, the optimizer's step needs a closure, or as ``optimizer_cls``.
         """
         if not dist.is_initialized():
             raise ValueError("ShardedOptimizer needs a process group: call torch.distributed.init_process_group first")
@@ -76,17 +75,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._agreed = self.num_ranks == 1
         self._local: torch.optim.Optimizer | None = None
         super().__init__(as_groups(params), kwargs)
-        self._local = optimizer_cls([self._own_group(group) for group in self.param_groups], **kwargs)
+        self._local = optimizer_cls([self._local_group(group) for group in self.param_groups], **kwargs)
         _check_step(self._local)
         self.defaults = self._local.defaults
         self._take_options()
         self.state = self._local.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group; parameters in it are dealt out so that ranks own about equally many bytes.
+        """Adds a group, and assigns its parameters so that ranks own about equally many bytes.
 
-        Frozen ones have no state until they are trained: they even out all that a rank owns, the others what of it is
-        trained now.
+        Trainable parameters balance the trainable bytes. Frozen ones, which have no state until they are trained,
+        balance all bytes.
 
         Args:
             param_group: ``"params"`` and options.
@@ -98,24 +97,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().add_param_group({**param_group, "params": as_list(param_group["params"])})
         added = self.param_groups[-1]
         for parameter in sorted(added["params"], key=lambda one: (one.requires_grad, one.nbytes), reverse=True):
-            self._deal(parameter)
+            self._assign(parameter)
         self._agreed = self.num_ranks == 1
         if self._local is not None:
-            self._local.add_param_group(self._own_group(added))
-            added.update(_options(self._local.param_groups[-1]))  # of this group alone: others may have changed here
+            self._local.add_param_group(self._local_group(added))
+            # Of this group only: the options of the others may have been changed in param_groups.
+            added.update(_options(self._local.param_groups[-1]))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the own parameters, then gives every rank all of them.
+        """Updates this rank's parameters, then broadcasts every parameter from its owner.
 
         Args:
-            closure: Computes gradients anew and returns the loss; called once, on every rank.
+            closure: Recomputes the gradients and returns the loss; called once on every rank.
 
         Returns:
-            What the closure returned; None without one.
+            The closure's result; None without one.
 
         Raises:
-            ValueError: If a group was added, and not the same one on every rank.
+            ValueError: If the ranks list different parameters.
         """
         if not self._agreed:
             self._check_agreement()
@@ -143,16 +143,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._local
 
     def owner(self, parameter: torch.Tensor) -> int:
-        """Gives the rank that owns a parameter."""
+        """The rank that owns a parameter."""
         return self._owner[parameter]
 
     def state_dict(self) -> dict[str, Any]:
-        """Gives this rank's part of the state, with ``"rank"`` and ``"num_ranks"``; every rank must keep its own."""
+        """This rank's part of the state, marked with ``"rank"`` and ``"num_ranks"``; every rank must save its own."""
         self._give_options()
-        return {**whose(self.process_group), **self.local.state_dict()}
+        return {**rank_marks(self.process_group), **self.local.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what ``state_dict`` gave, on the same rank of as many.
+        """Loads a ``state_dict`` of the same rank and number of ranks.
 
         Args:
             state_dict: This rank's part.
@@ -160,25 +160,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: If it is another rank's, of another number of ranks, or as torch's optimizers.
         """
-        check_own(state_dict, self.process_group)
+        check_marks(state_dict, self.process_group)
         self.local.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         self._take_options()
         self.state = self.local.state
 
     def __getstate__(self) -> dict[str, Any]:
-        """Gives what a copy needs: torch's own, and who owns what."""
+        """The state for copies: torch's own, and the assignment."""
         names = ("process_group", "rank", "num_ranks", "_owner", "_trained_bytes", "_all_bytes", "_agreed", "_local")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedOptimizer:
-        """Copies the optimizer with its parameters, or for those of a module that is copied along with it."""
+        """Copies the optimizer and its parameters; a module copied along keeps sharing them."""
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         memo[id(self.process_group)] = self.process_group
         new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return new
 
-    def _deal(self, parameter: torch.Tensor) -> None:
+    def _assign(self, parameter: torch.Tensor) -> None:
         loads: Sequence[Any] = self._all_bytes
         if parameter.requires_grad:
             loads = list(zip(self._trained_bytes, self._all_bytes, strict=True))
@@ -188,20 +188,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._trained_bytes[owner] += parameter.nbytes if parameter.requires_grad else 0
 
     def _check_agreement(self) -> None:
-        """Ranks that do not list the same parameters would broadcast one into another."""
+        """Ranks that list different parameters would broadcast one into another."""
         names = [group.get("param_names") for group in self.param_groups]
         owned = [(tuple(p.shape), str(p.dtype), owner) for p, owner in self._owner.items()]
         digest = zlib.crc32(repr((names, owned)).encode())
         device = next(iter(self._owner), torch.empty(0)).device
         largest = torch.tensor([digest, -digest], device=device)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.process_group)  # not counted with the parameters
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.process_group)  # not recorded: it carries no parameters
         if largest.sum() != 0:
             raise ValueError("params must be the same on every rank, in the same order: names, shapes or dtypes differ")
         self._agreed = True
 
-    def _own_group(self, group: dict[str, Any]) -> dict[str, Any]:
-        own = [parameter for parameter in group["params"] if self._owner[parameter] == self.rank]
-        return {**_options(group), "params": own}
+    def _local_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        owned = [parameter for parameter in group["params"] if self._owner[parameter] == self.rank]
+        return {**_options(group), "params": owned}
 
     def _give_options(self) -> None:
         for mine, theirs in zip(self.param_groups, self.local.param_groups, strict=True):

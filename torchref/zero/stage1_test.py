@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torchref
-from torchref.communication.sharding import own_chunk
+from torchref.communication.sharding import local_shard
 
 
 def mlp(seed=0):
@@ -42,18 +42,18 @@ def gradients_step_by_step():
     net.finish_gradient_synchronization(denominator=1)
     found.append(all(parameter.grad is None for parameter in net.parameters()))
     total = sum_over_ranks(mlp(), net.num_ranks)
-    for name, chunk in net._chunks.items():
-        expected = own_chunk(total[name], net.num_ranks, dist.get_rank())
+    for name, chunk in net._shards.items():
+        expected = local_shard(total[name], net.num_ranks, dist.get_rank())
         torch.testing.assert_close(chunk.grad, expected, rtol=1e-14, atol=1e-14)  # float64: the order of two sums
     net.zero_grad()
-    found.append(all(chunk.grad is None for chunk in net._chunks.values()))
+    found.append(all(chunk.grad is None for chunk in net._shards.values()))
     return found
 
 
 def chunks_share_the_modules_memory():
     net = torchref.ZeRO1(nn.Linear(4, 4, bias=False), torch.optim.SGD, lr=0.1)
     place = net.module.weight.data_ptr() + 32 * dist.get_rank()  # 8 of 16 floats
-    (chunk,) = net._chunks.values()
+    (chunk,) = net._shards.values()
     return chunk.data_ptr() == place
 
 

@@ -1,7 +1,7 @@
 """ZeRO stage 2: gradients are sharded as well.
 
-What stage 1 keeps whole for longer than it must is gradients. Here those of a bucket are freed as soon as they are
-packed, the buffer as soon as it is reduced and scattered, and what outlives the bucket is a shard.
+Stage 1 keeps full gradients until the step. Here a bucket's gradients are freed as soon as they are packed, and its
+buffer as soon as it is reduced: only this rank's shard outlives the bucket.
 
     ================ ============================ =========================================
     tensor           on each rank                 bytes on each rank, AdamW, fp32
@@ -17,8 +17,8 @@ packed, the buffer as soon as it is reduced and scattered, and what outlives the
 
     calls per step: A + 1 per bucket for A micro-batches      bytes sent per rank: (A + 1) (N-1)/N * parameter bytes
 
-With ``accumulate="full"`` gradients of all micro-batches are summed whole and sent once: the memory of stage 1 up to
-the last micro-batch, and its speed.
+With ``accumulate="full"``, full gradients are accumulated over the micro-batches and sent once: the memory of stage 1
+up to the last micro-batch, and its speed.
 
 References:
     Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020,
@@ -35,17 +35,16 @@ from torch import nn
 
 from jaxddp.planning.buckets import BucketMb
 
-from ..communication.exchange import SHARDED
 from ..strategy import register
 from .stage1 import ZeRO1
 
 
 @register("zero2")
 class ZeRO2(ZeRO1):
-    """Does what ``ZeRO1`` does, and frees a gradient as soon as its bucket is on its way.
+    """``ZeRO1`` that frees a gradient as soon as its bucket is packed.
 
-    With ``accumulate="shards"`` every backward communicates, those under ``no_sync`` too: that one then only says that
-    another is to follow. All ranks must run equally many, each through at least one trainable parameter.
+    With ``accumulate="shards"`` every backward communicates, even under ``no_sync``, which then only announces that
+    another backward follows. All ranks must run equally many, each through at least one trainable parameter.
     """
 
     def __init__(
@@ -63,8 +62,8 @@ class ZeRO2(ZeRO1):
             module: What to train.
             optimizer_cls: As for ``ZeRO1``.
             bucket_mb: As for ``ZeRO1``.
-            accumulate: ``"shards"`` communicates in every micro-batch and keeps the memory; ``"full"`` communicates
-                once and keeps the speed.
+            accumulate: ``"shards"`` communicates in every micro-batch and saves memory; ``"full"`` communicates once
+                and saves time.
             **kwargs: As for ``ZeRO1``.
 
         Raises:
@@ -75,28 +74,26 @@ class ZeRO2(ZeRO1):
         super().__init__(module, optimizer_cls, bucket_mb, **kwargs)
         self.accumulate = accumulate
 
-    def planned(self, num_microbatches: int = 1) -> list[tuple[str, int]]:
-        """Lists a reduce-scatter per bucket and communicating micro-batch, and an all-gather per bucket."""
-        once = super().planned()
-        sums = [collective for collective in once if collective[0] == SHARDED.kind]
-        return sums * (num_microbatches - 1 if self.accumulate == "shards" else 0) + once
+    def _planned_collectives(self, num_microbatches: int) -> list[tuple[str, int]]:
+        num_earlier = num_microbatches - 1 if self.accumulate == "shards" else 0
+        return self._planned_reductions() * num_earlier + super()._planned_collectives(num_microbatches)
 
     def _on_ready(self, name: str) -> None:
         if self._sync or self.accumulate == "full":
             super()._on_ready(name)
             return
         if not self._ready:
-            # Only autograd knows when a backward is over that leaves some parameters out.
+            # Only autograd knows when a backward ends that leaves out some parameters.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
         self._count(name)
 
-    def _launch(self, index: int) -> None:
-        super()._launch(index)
+    def _start_reduction(self, index: int) -> None:
+        super()._start_reduction(index)
         for tensor in self.plan.buckets[index].tensors:
             self._trained[tensor.name].grad = None
 
     def _end_pass(self) -> None:
-        """Sums up a backward that another is to follow."""
-        self._launch_rest()
-        self._collect()
+        """Accumulates the shards of a backward that another one follows."""
+        self._start_all()
+        self._accumulate(self._in_flight.wait())
         self._expect_gradients()

@@ -66,7 +66,7 @@ def accumulated(accumulate, together):
     grads = []
     for one in (net, at_once):
         one.finish_gradient_synchronization()
-        grads.append(torch.cat([chunk.grad for chunk in one._chunks.values()]))
+        grads.append(torch.cat([chunk.grad for chunk in one._shards.values()]))
     return ((grads[0] - grads[1]).abs().max() / grads[1].abs().max()).item()
 
 
@@ -95,7 +95,7 @@ def forgotten():
     fresh = wrap(layers())
     fresh(torch.ones(1, 16)).sum().backward()
     fresh.finish_gradient_synchronization()
-    return all(torch.equal(a.grad, b.grad) for a, b in zip(net._chunks.values(), fresh._chunks.values(), strict=True))
+    return all(torch.equal(a.grad, b.grad) for a, b in zip(net._shards.values(), fresh._shards.values(), strict=True))
 
 
 def second_backward():

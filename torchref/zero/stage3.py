@@ -1,15 +1,15 @@
 """ZeRO stage 3: parameters are sharded as well, as fully sharded data parallelism has it.
 
-Between its uses a sharded parameter is nowhere whole. A unit, which is a module of one of ``shard_types``, gathers its
-own before its forward, drops them, and gathers them again when the backward needs them; its gradients leave by
-reduce-scatter, which is the transpose of the gather. What is left on a rank is 1/N of everything, the unit at work, and
-the parameters of other modules, which stay whole.
+A sharded parameter is full only while it is used. A unit, which is a module of one of ``shard_types``, gathers its
+parameters before its forward, drops them, and gathers them again when the backward needs them. Its gradients are
+reduce-scattered, which is the transpose of the gather. A rank holds 1/N of everything, the unit at work, and the
+parameters of other modules, which stay replicated.
 
     ===================== ====================== ==============================================
     tensor                on each rank           bytes on each rank, AdamW, fp32
     ===================== ====================== ==============================================
-    sharded parameter     ``[c]``, c = ceil(n/N) 4 Psi / N, and one unit's whole
-    its gradient          ``[c]``                4 Psi / N, one unit's whole, and two in flight
+    sharded parameter     ``[c]``, c = ceil(n/N) 4 Psi / N, and one full unit
+    its gradient          ``[c]``                4 Psi / N, one full unit, and two in flight
     its moments           ``[c]`` each           8 Psi / N
     replicated parameter  ``[shape]``            16 Psi, with gradient and moments
     ===================== ====================== ==============================================
@@ -23,8 +23,8 @@ the parameters of other modules, which stay whole.
     calls per step: 3 per unit, less one where the backward needs no weight (an embedding, a first layer)
     bytes sent per rank: 3 (N-1)/N * parameter bytes, less that
 
-Collectives wait for nothing but are waited for: gathers are not started ahead of their use. Of gradients two are in
-flight beside the backward.
+Gathers are not prefetched: the forward and the backward wait for each. Of the gradients' reduce-scatters, up to two are
+in flight during the backward.
 
 References:
     Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020,
@@ -45,32 +45,32 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from jaxddp.planning.buckets import BucketMb, Rule, plan_buckets
 
 from ..communication.compression import Compression, none
-from ..communication.exchange import SHARDED, InFlight
-from ..hooks import remove_with
+from ..communication.reduction import REDUCE_SCATTER, InFlight
+from ..hooks import remove_hooks_with
 from ..replicated import Replicated
 from ..strategy import register
 from .gather import Arrival, Shards, accumulate
-from .own_state import check_own, whose
+from .optimizers import check_marks, rank_marks
 from .units import Unit
 
 
 @register("zero3")
 class FSDP(Replicated):
-    """Shards the parameters of some modules; they are whole while they are used.
+    """Shards the parameters of some modules, which are full only while they are used.
 
-    ``parameters()`` are the shards, one-dimensional and of the parameters' own dtype, and what stays whole. Make the
-    optimizer over them after wrapping; it must be element-wise where it meets shards, and choose groups by name, since
-    the number of dimensions tells nothing. Gradients have the shape and the dtype of the shards. A backward pass
-    communicates the shards' gradients under ``no_sync`` too; the others are accumulated whole. Clip with the wrapper's
-    own ``clip_grad_norm_``: ``torch.nn.utils.clip_grad_norm_`` would find another norm on each rank, of its shards.
+    ``parameters()`` are the shards, flat and in the parameters' own dtype, and the replicated parameters. Make the
+    optimizer over them after wrapping. It must be element-wise on shards; choose its groups by name, because all shards
+    have one dimension. Every backward reduces the shards' gradients, even under ``no_sync``; the replicated ones are
+    accumulated. Clip with ``clip_grad_norm_`` of the wrapper: ``torch.nn.utils.clip_grad_norm_`` would compute the norm
+    of each rank's shards alone.
 
-    All ranks must use the same units in the same order. A parameter must be used within its own module's forward only,
-    since elsewhere it is a flat shard: a parent that reads ``child.weight`` fails, as a rule with an error about sizes.
-    Two units may share one.
+    All ranks must use the same units in the same order. A parameter may be used only within its own module's forward:
+    elsewhere it is a flat shard, so a parent that reads ``child.weight`` usually fails with an error about sizes. Two
+    units may share a parameter.
 
-    Sharding is for good. ``state_dict`` is this rank's, and ``load_state_dict`` refuses another's. When the wrapper is
-    deleted its hooks go, and the module is left with shards, which no strategy wraps again: call
-    ``gather_full_params`` before, and load what it gives into a new module.
+    Sharding is permanent. ``state_dict`` is this rank's, and ``load_state_dict`` refuses another rank's. A deleted
+    wrapper leaves the module with its shards, which no strategy wraps again: call ``gather_full_params`` before, and
+    load the result into a new module.
     """
 
     _units: dict[nn.Module, Unit]
@@ -92,39 +92,39 @@ class FSDP(Replicated):
 
         Args:
             module: What to train.
-            compute_dtype: What parameters are gathered in and modules compute in: floating-point arguments of each
-                module that has parameters are cast to it, too. As they are if None.
-            shard_types: Modules of these types are units: the parameters that are directly theirs are sharded.
-            reduce_dtype: What gradients of shards are summed in; their parameter's own dtype if None.
-            bucket_mb: Of the gradients that are not sharded; see ``plan_buckets``.
-            rule: Of the same; see ``plan_buckets``.
+            compute_dtype: Parameters are gathered and modules compute in this dtype: the floating-point arguments of
+                each module with parameters are cast to it. No casts if None.
+            shard_types: Modules of these types are units: the parameters directly in them are sharded.
+            reduce_dtype: Gradients of shards are summed in this dtype; in their parameter's if None.
+            bucket_mb: Cap of the buckets of replicated gradients; see ``plan_buckets``.
+            rule: When these buckets close; see ``plan_buckets``.
             process_group: As ``DataParallel`` takes it.
-            order: As ``DataParallel`` takes it, of the parameters that are not sharded.
-            compression: ``none``, or ``noop`` for a step without communication; the dtypes say what else travels.
+            order: As ``DataParallel`` takes it, of the replicated parameters.
+            compression: ``none``, or ``noop`` for a step without communication; use the dtypes to send less.
 
         Raises:
-            ValueError: If there is no parameter to shard, a unit shares one with a module that is none or uses its own
-                in a way that cannot be followed, a dtype is not floating-point, or as ``BucketedDDP``.
+            ValueError: If there is no parameter to shard, a unit shares one with a module that is no unit, a unit keeps
+                or changes its weights itself, a dtype is not floating-point, or as ``BucketedDDP``.
         """
         for name, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype)):
             if dtype is not None and not dtype.is_floating_point:
                 raise ValueError(f"{name} (={dtype}) must be a floating-point dtype or None")
         if compression.name not in ("none", "noop"):
             raise ValueError(f"compression (={compression.name!r}) must be none or noop at stage 3: use reduce_dtype")
-        own = {one: dict(one.named_parameters(recurse=False, remove_duplicate=False)) for one in module.modules()}
-        to_shard = _find_units(module, own, shard_types)
-        ids = {id(parameter) for one in to_shard for parameter in own[one].values()}
+        direct = {one: dict(one.named_parameters(recurse=False, remove_duplicate=False)) for one in module.modules()}
+        to_shard = _find_units(module, direct, shard_types)
+        ids = {id(parameter) for one in to_shard for parameter in direct[one].values()}
         in_flight: InFlight[Arrival] = InFlight()
 
         def shard() -> None:
             self._units = {}
             cut: dict[int, nn.Parameter] = {}
-            for one, whole in own.items():
+            for one, params in direct.items():
                 if one in to_shard:
-                    shards = Shards(whole, cut, process_group, compression, in_flight, compute_dtype, reduce_dtype)
+                    shards = Shards(params, cut, process_group, compression, in_flight, compute_dtype, reduce_dtype)
                     self._units[one] = Unit(one, shards, {}, compute_dtype)
-                elif whole and compute_dtype is not None:
-                    self._units[one] = Unit(one, None, whole, compute_dtype)
+                elif params and compute_dtype is not None:
+                    self._units[one] = Unit(one, None, params, compute_dtype)
 
         super().__init__(
             module,
@@ -138,59 +138,61 @@ class FSDP(Replicated):
         self._in_flight = in_flight
 
     def get_extra_state(self) -> dict[str, int]:
-        """Says whose shards a ``state_dict`` holds."""
-        return whose(self.process_group)
+        """Marks a ``state_dict`` with this rank."""
+        return rank_marks(self.process_group)
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Refuses the shards of another rank, before any is loaded.
+        """Refuses a ``state_dict`` of another rank, before any shard is loaded.
 
         Args:
-            state: What ``get_extra_state`` gave.
+            state: From ``get_extra_state``.
 
         Raises:
             ValueError: If it is another rank's, or of another number of ranks.
         """
-        check_own(state, self.process_group)
+        check_marks(state, self.process_group)
 
     def gather_full_params(self) -> dict[str, torch.Tensor]:
-        """Puts all parameters together; a collective, which every rank must call.
+        """Gathers all parameters; call it on every rank.
 
         Returns:
-            Copies by original name, of original shape and dtype; a shared parameter under each of its names.
+            Copies by name within the module, in the original shapes and dtypes; a shared parameter under each of its
+            names.
         """
-        full = {}
+        full = super().gather_full_params()
         for prefix, module in self.module.named_modules(remove_duplicate=False):
             unit = self._units.get(module)
-            whole = unit.shards.gather_masters() if unit is not None and unit.shards is not None else {}
-            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                full[f"{prefix}.{name}".lstrip(".")] = whole[name] if name in whole else parameter.detach().clone()
+            if unit is not None and unit.shards is not None:
+                full.update(
+                    (f"{prefix}.{name}".lstrip("."), tensor) for name, tensor in unit.shards.gather_masters().items()
+                )
         return full
 
-    def planned(self, num_microbatches: int = 1) -> list[tuple[str, int]]:
-        """Lists the collectives of units in a row, each used once, whose inputs all need a gradient."""
+    def _planned_collectives(self, num_microbatches: int) -> list[tuple[str, int]]:
+        """The collectives if all units run once, in order, on inputs that need a gradient."""
         forward: list[tuple[str, int]] = []
         backward: list[tuple[str, int]] = []
         for unit in self._units.values():
             if unit.shards is not None and unit.shards.communicates:
                 gathers = [("all-gather", size) for size in unit.shards.num_bytes(unit.shards.compute_plan)]
-                sums = [(SHARDED.kind, size) for size in unit.shards.num_bytes(unit.shards.reduce_plan)]
+                sums = [(REDUCE_SCATTER.kind, size) for size in unit.shards.num_bytes(unit.shards.reduce_plan)]
                 forward += gathers
                 backward = [*(gathers if unit.needed_again else ()), *sums, *backward]
-        return (forward + backward) * num_microbatches + super().planned()
+        return (forward + backward) * num_microbatches + super()._planned_collectives(num_microbatches)
 
     def _add_hooks(self) -> None:
         super()._add_hooks()
-        remove_with(self, [handle for unit in self._units.values() for handle in unit.handles])
+        remove_hooks_with(self, [handle for unit in self._units.values() for handle in unit.handles])
 
-    def _collect(self) -> None:
+    def _finish_reductions(self, denominator: float) -> None:
         accumulate(self._in_flight.wait(), self.num_ranks)
         self._drop_units()
-        super()._collect()
+        super()._finish_reductions(denominator)
 
-    def _forget(self) -> None:
+    def _drop_reductions(self) -> None:
         self._in_flight.forget()
         self._drop_units()
-        super()._forget()
+        super()._drop_reductions()
 
     def _drop_units(self) -> None:
         for unit in self._units.values():
@@ -204,25 +206,26 @@ class FSDP(Replicated):
 
 
 def _find_units(
-    module: nn.Module, own: dict[nn.Module, dict[str, nn.Parameter]], shard_types: tuple[type[nn.Module], ...]
+    module: nn.Module, direct: dict[nn.Module, dict[str, nn.Parameter]], shard_types: tuple[type[nn.Module], ...]
 ) -> set[nn.Module]:
-    """The modules whose own parameters are to be sharded."""
-    # The last one is used by its parent, which reads its weight and never calls it.
+    """The modules to shard; ``direct`` maps each module to the parameters directly in it."""
+    # MultiheadAttention reads the weight of its NonDynamicallyQuantizableLinear and never calls it.
     units = {
         one
-        for one, parameters in own.items()
+        for one, parameters in direct.items()
         if parameters and isinstance(one, shard_types) and not isinstance(one, NonDynamicallyQuantizableLinear)
     }
     if not units:
         names = ", ".join(kind.__name__ for kind in shard_types)
         raise ValueError(f"module (={type(module).__name__}) must have parameters in modules of shard_types (={names})")
-    whole_in = {id(parameter): one for one in own.keys() - units for parameter in own[one].values()}
+    replicated_in = {id(parameter): one for one in direct.keys() - units for parameter in direct[one].values()}
     for path, one in module.named_modules():
-        for name, parameter in own[one].items() if one in units else ():
+        for name, parameter in direct[one].items() if one in units else ():
             full_name = f"{path}.{name}".lstrip(".")
-            if id(parameter) in whole_in:
+            if id(parameter) in replicated_in:
+                other = type(replicated_in[id(parameter)]).__name__
                 raise ValueError(
-                    f"parameter {full_name!r} is shared with a {type(whole_in[id(parameter)]).__name__}, which is not"
+                    f"parameter {full_name!r} is shared with a {other}, which is not"
                     " sharded: add its type to shard_types"
                 )
             if isinstance(one, nn.RNNBase) or getattr(one, "max_norm", None) is not None:

@@ -10,7 +10,7 @@ from torch import nn
 
 import torchref
 from torchref.communication.collectives import record
-from torchref.communication.sharding import own_chunk
+from torchref.communication.sharding import local_shard
 
 
 class Tied(nn.Module):
@@ -62,7 +62,7 @@ def shards_and_gradients(compute_dtype, reduce_dtype):
         backward(expected, rank)
     differences = {}
     for name, parameter in expected.named_parameters():
-        cut = (lambda whole: whole) if "norm" in name else lambda x: own_chunk(x, net.num_ranks, dist.get_rank())
+        cut = (lambda whole: whole) if "norm" in name else lambda x: local_shard(x, net.num_ranks, dist.get_rank())
         shard = module.get_parameter(name)
         assert torch.equal(starts[name], cut(parameter.detach()))
         assert shard.dtype == shard.grad.dtype == torch.float32

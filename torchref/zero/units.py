@@ -1,18 +1,17 @@
-"""Units: modules whose parameters are whole only while they are used.
+"""Units: modules whose parameters are full only while they are used.
 
-A unit's hooks put the whole tensors in the module's place of the parameters before its forward, and take them away
-after; nothing holds them then. What autograd would keep of them for the backward, or views of them, is not kept: a note
-of which part of which tensor is, and when the backward asks for it, the unit is gathered again. So a weight is gathered
-when the backward needs it and only if it does: an embedding's is not, nor that of a first layer whose input needs no
-gradient. It makes no difference what goes in and comes out of a module's forward, nor whether it is run again by
-activation checkpointing around it.
+Hooks put the full tensors in the place of the module's parameters before its forward, and remove them after it. What
+autograd would save of them for the backward, views included, is replaced by a note that says which part of which tensor
+it was. When the backward reads a note, the unit is gathered again. So a weight is gathered for the backward only if it
+is needed: an embedding's is not, nor that of a first layer whose input needs no gradient. Inputs and outputs of the
+forward may be of any structure, and activation checkpointing may run it again.
 
-    before the forward   module.weight = Gather(shards)                 a note of it is all that the graph keeps
+    before the forward   module.weight = Gather(shards)                 the graph saves notes only
     after                module.weight = shard again
-    in the backward      gathered again at the first note that is read, dropped when its gradients leave
+    in the backward      gathered when the first note is read, dropped when the unit's gradients are reduced
 
-A copy is not a part: what ``torch.autocast`` makes of a weight is an activation. Use ``compute_dtype`` instead. As
-under all hooks for saved tensors, autograd does not notice if an activation that it keeps is changed in place.
+Casts are not tracked: the copy of a weight that ``torch.autocast`` makes is saved as an activation. Use
+``compute_dtype`` instead. As with all saved-tensor hooks, autograd does not detect in-place changes of activations.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..hooks import note_whole
+from ..hooks import record_full_shapes
 from .gather import Gather, Shards
 
 
 class Unit:
-    """A module's parameters: those in shards, and those that every rank has whole.
+    """One module's parameters: sharded, or replicated and cast when used.
 
     Attributes:
-        shards: Those in shards; None if there are none.
+        shards: The sharded parameters; None if there are none.
         needed_again: Whether the backward may need them.
-        handles: Of its hooks.
+        handles: Of the unit's hooks.
     """
 
     def __init__(
@@ -43,13 +42,13 @@ class Unit:
         replicated: dict[str, nn.Parameter],
         compute_dtype: torch.dtype | None,
     ) -> None:
-        """Puts the shards in the module's place of its parameters, and itself in its hooks.
+        """Replaces the module's parameters by shards, and registers the hooks.
 
         Args:
             module: The module.
-            shards: Of its own parameters.
-            replicated: Other parameters of its own, to be cast when used.
-            compute_dtype: What floating-point arguments and parameters are cast to; as they are if None.
+            shards: Of the parameters directly in it.
+            replicated: Other parameters directly in it, to be cast when used.
+            compute_dtype: Floating-point arguments and parameters are cast to it; no casts if None.
         """
         self.shards = shards
         self.needed_again = not isinstance(module, nn.Embedding)
@@ -57,10 +56,10 @@ class Unit:
         self._compute_dtype = compute_dtype
         self._uses: list[torch.autograd.graph.saved_tensors_hooks | None] = []
         if shards is not None:
-            note_whole(module, {name: spec.shape for name, spec in shards.specs.items()})
+            record_full_shapes(module, {name: spec.shape for name, spec in shards.specs.items()})
             for name, shard in shards.parameters.items():
                 setattr(module, name, shard)
-        # Bound methods: a deep copy of the module gets hooks of its own unit.
+        # Bound methods, so that a deep copy of the module gets hooks bound to the copied unit.
         self.handles = [
             module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
             module.register_forward_hook(self._after_forward, always_call=True),
@@ -68,19 +67,19 @@ class Unit:
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._uses.append(None)
-        whole = {name: _cast(parameter, self._compute_dtype) for name, parameter in self._replicated.items()}
+        full_params = {name: _cast(parameter, self._compute_dtype) for name, parameter in self._replicated.items()}
         if self.shards is not None:
             full = Gather.apply(self.shards, *self.shards.parameters.values())
-            whole.update(zip(self.shards.parameters, full, strict=True))
+            full_params.update(zip(self.shards.parameters, full, strict=True))
             if torch.is_grad_enabled():
                 hooks = torch.autograd.graph.saved_tensors_hooks(_Packer(self.shards, full), _unpack)
                 hooks.__enter__()
                 self._uses[-1] = hooks
-        module.__dict__.update(whole)  # found before _parameters, which keeps the shards
+        module.__dict__.update(full_params)  # found before _parameters, which keeps the shards
         return (args, kwargs) if self._compute_dtype is None else _cast((args, kwargs), self._compute_dtype)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._uses:  # another hook failed before this unit's was called
+        if not self._uses:  # another hook raised before this unit's was called
             return
         hooks = self._uses.pop()
         if hooks is not None:
@@ -90,7 +89,7 @@ class Unit:
 
 
 class _Note(NamedTuple):
-    """What the graph keeps of a whole tensor, or a view of it."""
+    """Saved by the graph in place of a full tensor or a view of it."""
 
     shards: Shards
     versions: tuple[int, ...]
@@ -100,12 +99,12 @@ class _Note(NamedTuple):
     offset: int
 
     def read(self) -> torch.Tensor:
-        whole = self.shards.gather_again(self.versions)[self.name]
-        return whole.as_strided(self.size, self.stride, self.offset)
+        full = self.shards.gather_again(self.versions)[self.name]
+        return full.as_strided(self.size, self.stride, self.offset)
 
 
 class _Foreign(NamedTuple):
-    """What hooks outside of the unit, such as those of activation checkpointing, keep of an activation."""
+    """An activation as packed by outer saved-tensor hooks, such as those of activation checkpointing."""
 
     kept: Any
     unpack: Callable[[Any], torch.Tensor]
@@ -115,13 +114,13 @@ class _Foreign(NamedTuple):
 
 
 class _Packer:
-    """What the graph gets to keep, while a unit's forward lasts: notes of the whole tensors, all else as it is."""
+    """Saved-tensor hook during a unit's forward: notes for the full tensors, other tensors as they are."""
 
     def __init__(self, shards: Shards, full: tuple[torch.Tensor, ...]) -> None:
         self._shards = shards
         self._versions = shards.versions
         self._names = {_place(one): name for name, one in zip(shards.parameters, full, strict=True)}
-        # Hooks do not nest by themselves, only the innermost are asked; there is no public way to find the others.
+        # torch calls only the innermost saved-tensor hooks, and has no public way to find the outer ones.
         self._outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
     def __call__(self, tensor: torch.Tensor) -> Any:

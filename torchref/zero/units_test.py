@@ -100,7 +100,7 @@ def kept_by_the_graph(reentrant):
         shards_only = all(parameter.ndim == 1 for parameter in net.parameters())
         in_place = any("weight" in module.__dict__ or "gate" in module.__dict__ for module in net.modules())
         output.sum().backward()
-    still_gathered = any(unit.shards._again for unit in net._units.values())
+    still_gathered = any(unit.shards._gathered for unit in net._units.values())
     return *found, shards_only and not in_place and not still_gathered
 
 
@@ -127,7 +127,7 @@ def frozen_layers():
     x = torch.ones(1, 4, dtype=torch.float64)
     for one in (net, alone):
         one(x).square().sum().backward()
-    assert net._units[module[1]].shards._again is None
+    assert net._units[module[1]].shards._gathered is None
     net.finish_gradient_synchronization()
     assert module[1].weight.grad is None
     bias = own_part(alone[0].bias.grad)

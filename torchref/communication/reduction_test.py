@@ -1,8 +1,8 @@
-"""What is under way."""
+"""The queue of collectives in flight."""
 
 import torch
 
-from torchref.communication.exchange import InFlight
+from torchref.communication.reduction import InFlight
 
 
 class Work:
@@ -21,7 +21,7 @@ def test_the_third_collective_waits_for_the_first():
     assert in_flight.wait() == []
 
 
-def test_what_is_done_at_once_still_arrives_in_turn():
+def test_collectives_without_a_handle_arrive_in_order_too():
     in_flight = InFlight()
     assert [in_flight.add(None, name, torch.empty(0)) for name in "abc"] == [[], [], ["a"]]
     in_flight.forget()

@@ -47,7 +47,7 @@ def states(stage):
         saved = through_a_file(one.optimizer.state_dict())
         other = trained(stage)
         other.optimizer.load_state_dict(saved)
-        for ours, theirs in zip(net._chunks.values(), other._chunks.values(), strict=True):
+        for ours, theirs in zip(net._shards.values(), other._shards.values(), strict=True):
             moments, loaded = net.optimizer.state[ours], other.optimizer.state[theirs]
             assert torch.equal(moments["exp_avg"], loaded["exp_avg"])
     return saved
