@@ -135,7 +135,7 @@ def test_the_sweep():
 def test_one_gpu_alone_is_a_row_that_is_not_run(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("benchmarks.harness.ranks.count_jax_gpus", lambda: 1)
-    monkeypatch.setattr("benchmarks.strategies.free_bytes", lambda kind: 80 * 2**30)
+    monkeypatch.setattr("benchmarks.strategies.benchmark.free_bytes", lambda kind: 80 * 2**30)
     setup, described = describe(Options(quick=True))
     assert "1 rank on 1 of 1 GPUs; buckets of" in described
     this = Run(tmp_path, Console(file=io.StringIO()), "buckets")

@@ -33,7 +33,7 @@ def point(mode, num_ranks, median_ms, **others):
 
 
 def test_what_does_not_fit_is_said_before_anything_starts(monkeypatch):
-    monkeypatch.setattr("benchmarks.strategies.free_bytes", lambda kind: 2**30)
+    monkeypatch.setattr("benchmarks.strategies.benchmark.free_bytes", lambda kind: 2**30)
     with pytest.raises(
         ValueError, match=r"^model \(=byte\) must fit into memory: .* on 2 ranks need at least .* GiB, 1.0 are"
     ):

@@ -24,7 +24,7 @@ def run(this, steps):
 def small(monkeypatch):
     """Two small benchmarks, one of them not quick, and no lab."""
     for name in ("short", "long"):
-        monkeypatch.setitem(BENCHMARKS, name, Benchmark("all_job_test", "of this file", 7, 2))
+        monkeypatch.setitem(BENCHMARKS, name, Benchmark("suite.all_job_test", "of this file", 7, 2))
     monkeypatch.setattr(all_job, "NAMES", ("short", "long"))
     monkeypatch.setattr(all_job, "NOT_QUICK", ("long",))
 

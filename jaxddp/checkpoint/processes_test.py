@@ -28,10 +28,10 @@ jax.config.update("jax_num_cpu_devices", 2)
 jaxddp.start_process(address, 2, process_id)
 
 from jax.experimental import multihost_utils
-from jaxddp import placement
+from jaxddp.training import placement
 from jaxddp.checkpoint import Checkpoints
-from jaxddp.checkpoint_test import BATCH, batch_of, make, make_params
-from jaxddp.host_state import host_params
+from jaxddp.checkpoint.checkpoints_test import BATCH, batch_of, make, make_params
+from jaxddp.checkpoint.host_state import host_params
 
 sent, real = [], multihost_utils.broadcast_one_to_all
 def counted(tree):

@@ -12,7 +12,7 @@ SUMS = """
 import sys, time
 import jax, jax.numpy as jnp, numpy as np, jaxddp
 from jax.sharding import NamedSharding, PartitionSpec as P
-from jaxddp.collectives import reduce_scatter
+from jaxddp.communication.collectives import reduce_scatter
 
 address, rank = sys.argv[1], int(sys.argv[2])
 jaxddp.start_process(address, 2, rank)

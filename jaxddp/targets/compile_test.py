@@ -170,7 +170,7 @@ ORPHAN = """
 import os, signal, time, jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxddp import targets
-from jaxddp.target_compile import start_compile
+from jaxddp.targets.compile import start_compile
 
 sharding = NamedSharding(targets.mesh("h100:2"), PartitionSpec("data"))
 args = (jax.ShapeDtypeStruct((8,), jnp.float32),)

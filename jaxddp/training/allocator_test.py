@@ -7,7 +7,7 @@ from jaxddp.training.allocator import keep_freed_memory
 PROGRAM = """
 import resource, sys
 import jax, jax.numpy as jnp
-from jaxddp.allocator import keep_freed_memory
+from jaxddp.training.allocator import keep_freed_memory
 jax.config.update("jax_platforms", "cpu")
 if sys.argv[1] == "keep":
     assert keep_freed_memory()

@@ -64,7 +64,7 @@ def assert_same(ours, theirs):
 def test_in_a_users_own_shard_map(problem, optimizer, bucket_mb):
     loss_fn, params, batch = problem
     mesh = jaxddp.data_mesh(NUM_RANKS)
-    sharded = jaxddp.zero.shard_optimizer(optimizer(jaxddp.clip_by_global_norm), "data", bucket_mb=bucket_mb)
+    sharded = jaxddp.shard_optimizer(optimizer(jaxddp.clip_by_global_norm), "data", bucket_mb=bucket_mb)
     specs = jaxddp.sharded_specs(optimizer(jaxddp.clip_by_global_norm), params, num_ranks=NUM_RANKS, axis="data")
     whole = PartitionSpec()
     init = jax.shard_map(sharded.init, mesh=mesh, in_specs=whole, out_specs=specs, check_vma=False)
@@ -100,7 +100,7 @@ def test_in_a_users_own_shard_map(problem, optimizer, bucket_mb):
 def test_in_pmap(problem):
     loss_fn, params, batch = problem
     optimizer = OPTIMIZERS["adamw, masked, by schedule"]
-    sharded = jaxddp.zero.shard_optimizer(optimizer(jaxddp.clip_by_global_norm), "ranks")
+    sharded = jaxddp.shard_optimizer(optimizer(jaxddp.clip_by_global_norm), "ranks")
     copies = jax.tree.map(lambda leaf: jnp.stack([leaf] * NUM_RANKS), params)
     devices = jax.devices()[:NUM_RANKS]
     state = jax.pmap(sharded.init, axis_name="ranks", devices=devices)(copies)
@@ -117,7 +117,7 @@ def test_in_pmap(problem):
 def test_leaves_smaller_than_the_ranks_empty_and_scalar(check_vma):
     mesh, optimizer = jaxddp.data_mesh(NUM_RANKS), optax.adam(0.1)
     params = {"scalar": jnp.float32(1), "two": jnp.ones(2), "empty": jnp.zeros((0, 3)), "nine": jnp.ones((3, 3))}
-    sharded = jaxddp.zero.shard_optimizer(optimizer, "data")
+    sharded = jaxddp.shard_optimizer(optimizer, "data")
 
     def step(params, x):
         grads = jax.tree.map(lambda leaf: leaf * x[0], params)
@@ -147,7 +147,7 @@ def test_what_is_not_element_wise_is_refused_where_it_would_be_sharded(optimizer
     with pytest.raises(ValueError, match="must be element-wise to be sharded"):
         jaxddp.Trainer(lambda params, batch: jnp.sum(params["w"]), optimizer, jaxddp.zero1(), mesh).init(params)
     with pytest.raises(ValueError, match="must be element-wise to be sharded"):
-        sharded = jaxddp.zero.shard_optimizer(optimizer, "data")
+        sharded = jaxddp.shard_optimizer(optimizer, "data")
         jax.shard_map(sharded.init, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)(
             jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
         )
