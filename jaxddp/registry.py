@@ -1,6 +1,59 @@
-"""All strategies by name: importing this module registers those of ``ddp`` and ``zero``."""
+"""All strategies by name: importing this module imports every file of ``ddp/`` and ``zero/``.
 
-from . import ddp as ddp
-from . import zero as zero
+To add a strategy, write one file in either folder with a factory under ``@strategy.register``: the command lines and
+the benchmarks find it here.
+"""
+
+import importlib
+import inspect
+import pkgutil
+from typing import Any
+
+from . import ddp, zero
 from .strategy import STRATEGIES as STRATEGIES
-from .strategy import make_strategy as make_strategy
+from .strategy import Strategy
+
+
+def make_strategy(name: str, **options: Any) -> Strategy:
+    """Builds a strategy by name.
+
+    Args:
+        name: A key of ``STRATEGIES``.
+        **options: For its factory.
+
+    Returns:
+        The strategy.
+
+    Raises:
+        ValueError: If there is no strategy of that name.
+    """
+    if name not in STRATEGIES:
+        raise ValueError(f"unknown strategy {name!r}: one of {', '.join(STRATEGIES)}")
+    return STRATEGIES[name](**options)
+
+
+def is_bucketed(name: str) -> bool:
+    """Whether a strategy sends all gradients in buckets of a cap: its factory's first parameter is ``bucket_mb``.
+
+    Example:
+        >>> [name for name in STRATEGIES if is_bucketed(name)]
+        ['bucketed', 'zero1', 'zero2']
+    """
+    if name not in STRATEGIES:
+        return False
+    first = next(iter(inspect.signature(STRATEGIES[name]).parameters.values()), None)
+    return first is not None and first.name == "bucket_mb" and first.kind is first.POSITIONAL_OR_KEYWORD
+
+
+def discover() -> None:
+    """Registers what is in the folders: replicated parameters first, then ZeRO."""
+    for folder in (ddp, zero):
+        for module in pkgutil.iter_modules(folder.__path__, f"{folder.__name__}."):
+            if not module.name.endswith("_test"):
+                importlib.import_module(module.name)
+    found = sorted(STRATEGIES.items(), key=lambda item: item[1].__module__.startswith(zero.__name__))
+    STRATEGIES.clear()
+    STRATEGIES.update(found)
+
+
+discover()

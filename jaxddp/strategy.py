@@ -1,38 +1,38 @@
-"""The contract of a strategy, the registry, and the one function that carries a plan out.
+"""The contract of a strategy, and the planning of what a strategy communicates.
 
-The data-parallel strategies differ in two decisions only, and both stand in their ``BucketPlan``: which gradients
-travel together, and whether the first collective waits for the whole backward. ``sync_gradients`` turns the plan
-into collectives; the compile options of ``xla.py`` keep XLA from merging them again.
+A strategy decides which gradients are communicated together and whether the first collective waits for the whole
+backward (its ``BucketPlan``), how a bucket is summed over ranks (``reduce``), and which part of the training state is
+sharded. ``compile_options`` keeps XLA from merging the planned collectives again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
+from jax.extend import core
 
 from .communication.backward_order import finishing_times, matmul_flops
 from .communication.compression import Compression, check_stateless, none
 from .communication.gloo import kind_of_scatter
-from .communication.reduction import ALL_REDUCE, REDUCE_SCATTER, Reduce, finish_reduction, start_reduction
+from .communication.reduction import ALL_REDUCE, Reduce, finish_reduction, start_reduction
 from .communication.sharding import Cut
 from .planning.buckets import Bucket, BucketPlan, TensorSpec, bucket_width, dtype_bytes, plan_buckets
 from .tree import like, named_leaves, tensor_specs
 
 
 class Precision(NamedTuple):
-    """Dtypes of a strategy whose parameters are shards; None leaves the choice to the one before it.
+    """Dtypes of a strategy that shards parameters; None takes the dtype of the field named in its description.
 
     Attributes:
-        master_dtype: Of shards, and so of the optimizer's state and of the gradients it gets; that of the parameters
+        master_dtype: Of shards, optimizer state, and the gradients that the optimizer gets; that of the parameters
             given to ``Trainer.init``.
-        compute_dtype: In which the loss function gets its floating parameters; the master's.
-        gather_dtype: In which parameters travel; that of computing.
-        reduce_dtype: In which gradients are summed over ranks; the master's.
+        compute_dtype: Of the floating parameters that the loss function gets; ``master_dtype``.
+        gather_dtype: In which parameters are gathered; ``compute_dtype``.
+        reduce_dtype: In which gradients are summed over ranks; ``master_dtype``.
     """
 
     master_dtype: Any = None
@@ -42,62 +42,43 @@ class Precision(NamedTuple):
 
 
 class Strategy(NamedTuple):
-    """A way to keep replicas equal.
+    """A way to train on several ranks with equal results.
 
     Attributes:
         name: Its key in ``STRATEGIES``.
         plan: Tensors in the order in which their gradients become ready ``->`` what to communicate.
-        compression: What travels.
+        compression: Of gradients.
         tune: When gradients are ready, as a ``tuning.StepTiming`` ``->`` the strategy to use; None if it is this one.
-        stage: What is sharded: 0 nothing, 1 the optimizer's state, 2 also gradients that outlive their bucket, 3 also
-            parameters.
-        accumulate: What the micro-batches of a step add up: ``"full"`` gradients, sent once, or ``"shards"``, sent by
-            each micro-batch.
-        cut: ``(parameter, num_ranks) ->`` how it is cut into what each rank updates; None if it stays whole. Not asked
-            at stage 0.
-        precision: At stage 3.
+        reduce: ``ALL_REDUCE``; or ``REDUCE_SCATTER`` if each rank updates its shard of full parameters, which are
+            gathered after the update.
+        shards_optimizer_state: Whether each rank keeps and updates only its shard of the optimizer's state.
+        shards_params: Whether parameters, too, are shards between their uses.
+        reduces_each_microbatch: Whether the gradients of each micro-batch are reduced, and the results added up; else
+            the gradients are added up and reduced once.
+        cut: ``(parameter, num_ranks) ->`` how it is cut into the shards that ranks update, None if it is not. Used if
+            ``shards_optimizer_state``.
+        precision: Used if ``shards_params``.
     """
 
     name: str
     plan: Callable[[Sequence[TensorSpec]], BucketPlan]
     compression: Compression = none
     tune: Callable[[Any], Strategy] | None = None
-    stage: int = 0
-    accumulate: Literal["full", "shards"] = "full"
+    reduce: Reduce = ALL_REDUCE
+    shards_optimizer_state: bool = False
+    shards_params: bool = False
+    reduces_each_microbatch: bool = False
     cut: Callable[[TensorSpec, int], Cut | None] = lambda tensor, num_ranks: Cut(tensor.shape, num_ranks)
     precision: Precision = Precision()
 
-    @property
-    def reduce(self) -> Reduce:
-        """How the buckets of its plan travel."""
-        return REDUCE_SCATTER if self.stage in (1, 2) else ALL_REDUCE
 
-
-STRATEGIES: dict[str, Callable[..., Strategy]] = {}
+STRATEGIES: dict[str, Callable[..., Strategy]] = {}  # read it from registry.py, which fills it
 
 
 def register(factory: Callable[..., Strategy]) -> Callable[..., Strategy]:
     """Adds a factory to ``STRATEGIES`` under its own name; a decorator."""
     STRATEGIES[factory.__name__] = factory
     return factory
-
-
-def make_strategy(name: str, **options: Any) -> Strategy:
-    """Builds a strategy by name.
-
-    Args:
-        name: A key of ``STRATEGIES``.
-        **options: For its factory.
-
-    Returns:
-        The strategy.
-
-    Raises:
-        ValueError: If there is no strategy of that name.
-    """
-    if name not in STRATEGIES:
-        raise ValueError(f"unknown strategy {name!r}: one of {', '.join(STRATEGIES)}")
-    return STRATEGIES[name](**options)
 
 
 def sync_gradients(
@@ -117,7 +98,7 @@ def sync_gradients(
     tensor   on each rank, before on each rank, after
     ======== ==================== =================================
     gradient ``[shape]``, its own ``[shape]``, sum / denominator
-    buffer   ``[bucket]``         ``[bucket]``, the same everywhere
+    buffer   ``[bucket]``         ``[bucket]``, equal on all ranks
     ======== ==================== =================================
 
     Args:
@@ -126,48 +107,20 @@ def sync_gradients(
             plan will do, since nothing is sent.
         axis: Name of the mesh axis.
         denominator: What the sum is divided by: the number of ranks when None, which gives the mean.
-        compression: What travels; none that remembers.
+        compression: Of the gradients; must be stateless.
 
     Returns:
         A tree like ``grads``.
 
     Raises:
         ValueError: If the plan names a tensor that ``grads`` does not hold, or the other way round, or the compression
-            needs a memory from step to step.
+            has state.
     """
-    return sync_with_norm(grads, plan, axis, denominator=denominator, compression=compression)[0]
-
-
-def sync_with_norm(
-    grads: Any,
-    plan: BucketPlan,
-    axis: str,
-    *,
-    denominator: jax.Array | float | None = None,
-    compression: Compression = none,
-) -> tuple[Any, jax.Array]:
-    """Does what ``sync_gradients`` does, and gives the global norm of the result.
-
-    Args:
-        grads: As for ``sync_gradients``, and so are the others.
-        plan: What to send.
-        axis: Name of the mesh axis.
-        denominator: What the sum is divided by.
-        compression: What travels.
-
-    Returns:
-        The tree like ``grads``, and its Euclidean norm, summed at least in float32.
-
-    Raises:
-        ValueError: As ``sync_gradients``.
-    """
-    check_stateless(compression, "in sync_gradients: use a Trainer, which carries it from step to step")
+    check_stateless(compression, "in sync_gradients: use a Trainer, which carries its state from step to step")
     num_ranks = lax.axis_size(axis)
-    sums, _ = start_reduction(grads, plan, axis, ALL_REDUCE, compression)
-    means, squares, _ = finish_reduction(
-        sums, plan, num_ranks, ALL_REDUCE, num_ranks if denominator is None else denominator
-    )
-    return like(grads, means), jnp.sqrt(squares)
+    reduction, _ = start_reduction(grads, plan, axis, ALL_REDUCE, compression)
+    denominator = num_ranks if denominator is None else denominator
+    return like(grads, finish_reduction(reduction, plan, num_ranks, ALL_REDUCE, denominator)[0])
 
 
 def plan_gradients(strategy: Strategy, grad_fn: Callable[..., Any], *args: Any) -> BucketPlan:
@@ -194,7 +147,7 @@ def plan_gradients(strategy: Strategy, grad_fn: Callable[..., Any], *args: Any) 
 
 
 def plan_trace(strategy: Strategy, trace: GradientTrace) -> BucketPlan:
-    """Plans what a traced backward pass is to communicate.
+    """Plans the communication of the gradients of a traced backward pass.
 
     Args:
         strategy: How gradients are communicated.
@@ -206,22 +159,31 @@ def plan_trace(strategy: Strategy, trace: GradientTrace) -> BucketPlan:
     plan = replace(strategy.plan(trace.tensors), constants=tuple(tensor.name for tensor in trace.constants))
     if strategy.reduce is ALL_REDUCE:
         return plan
-    # A gradient of zero is not sent; the parameter, which decay and moments still move, is.
+    # A constant gradient is not sent; its parameter is gathered, because weight decay and moments still change it.
     return replace(plan, gathers=plan.buckets + plan_buckets(trace.constants, None).buckets)
 
 
 class GradientTrace(NamedTuple):
-    """What the trace of a backward pass tells of its gradients.
+    """A traced backward pass.
 
     Attributes:
-        tensors: Those that depend on something, in the order in which they are finished.
-        flops_before: Share of the trace's matrix products done before each is finished.
-        constants: Those that depend on nothing.
+        tensors: The gradients that depend on something, in the order in which they become ready.
+        constants: Those that do not, such as the zeros of an unused parameter.
+        program: The trace.
+        outputs: Which of its outputs the tensors are.
     """
 
     tensors: tuple[TensorSpec, ...]
-    flops_before: tuple[float, ...]
     constants: tuple[TensorSpec, ...]
+    program: core.ClosedJaxpr
+    outputs: tuple[int, ...]
+
+    @property
+    def flops_before(self) -> tuple[float, ...]:
+        """Share of the trace's matrix products done before each of the tensors is ready."""
+        flops = [time or 0.0 for time in finishing_times(self.program, matmul_flops)]
+        total = max(flops, default=0.0) or 1.0
+        return tuple(flops[output] / total for output in self.outputs)
 
 
 def trace_gradients(grad_fn: Callable[..., Any], *args: Any) -> GradientTrace:
@@ -234,18 +196,16 @@ def trace_gradients(grad_fn: Callable[..., Any], *args: Any) -> GradientTrace:
     Returns:
         The order of the gradients.
     """
-    traced, grads = jax.make_jaxpr(grad_fn, return_shape=True)(*args)
+    program, grads = jax.make_jaxpr(grad_fn, return_shape=True)(*args)
     specs = list(tensor_specs(named_leaves(grads)).values())
-    times = finishing_times(traced)
-    flops = finishing_times(traced, matmul_flops)
-    total = max((time for time in flops if time is not None), default=0.0) or 1.0
-    ready = sorted(
-        (time, -place, place) for place, time in enumerate(times) if time is not None and specs[place].num_elements > 0
-    )
-    tensors = tuple(specs[place] for *_, place in ready)
-    sent = set(tensors)
-    constants = tuple(spec for spec in specs if spec not in sent)
-    return GradientTrace(tensors, tuple((flops[place] or 0.0) / total for *_, place in ready), constants)
+    ready, constants = [], []
+    for output, (spec, time) in enumerate(zip(specs, finishing_times(program), strict=True)):
+        if time is None or spec.num_elements == 0:
+            constants.append(spec)
+        else:
+            ready.append((time, -output))
+    outputs = tuple(-output for _, output in sorted(ready))
+    return GradientTrace(tuple(map(specs.__getitem__, outputs)), tuple(constants), program, outputs)
 
 
 def planned_collectives(
@@ -257,7 +217,7 @@ def planned_collectives(
         strategy: The plan's strategy.
         plan: The plan.
         num_ranks: Number of ranks; one rank communicates nothing.
-        platform: What it is compiled for; bfloat16 travels as float32 on CPUs.
+        platform: What it is compiled for.
         num_microbatches: Parts of each rank's batch.
 
     Returns:
@@ -265,24 +225,23 @@ def planned_collectives(
     """
     if num_ranks == 1 or not strategy.compression.sends:
         return []
-    route = strategy.reduce
-    kind = kind_of_scatter(platform) if route.kind == "reduce-scatter" else route.kind
+    is_scattered = strategy.reduce is not ALL_REDUCE
+    kind = kind_of_scatter(platform) if is_scattered else strategy.reduce.kind
 
     def num_elements(bucket: Bucket) -> int:
-        return bucket.num_elements if route is ALL_REDUCE else num_ranks * bucket_width(bucket, num_ranks)
+        return num_ranks * bucket_width(bucket, num_ranks) if is_scattered else bucket.num_elements
 
-    sums = [
+    reductions = [
         (kind, wire_bytes(elements, dtype, platform))
         for bucket in plan.buckets
         for elements, dtype in strategy.compression.wire_buffers(bucket, num_elements(bucket))
     ]
-    times = num_microbatches if strategy.accumulate == "shards" else 1
     gathers = [("all-gather", wire_bytes(num_elements(bucket), bucket.dtype, platform)) for bucket in plan.gathers]
-    return sums * times + gathers
+    return reductions * (num_microbatches if strategy.reduces_each_microbatch else 1) + gathers
 
 
 def wire_bytes(num_elements: int, dtype: Any, platform: str) -> int:
-    """Counts the bytes of a buffer as it travels: XLA's collectives for CPUs take bfloat16 as float32.
+    """Counts the bytes of a buffer on the wire: XLA's collectives for CPUs convert bfloat16 to float32.
 
     Args:
         num_elements: Of the buffer.

@@ -28,7 +28,7 @@ from .training.placement import place
 from .training.state_layout import state_layout
 from .training.xla import compile_options
 from .tree import like
-from .zero.stage1 import gather_params, own_shards, zero1
+from .zero.stage1 import gather_params, local_shards, zero1
 
 NUM_RANKS = 2
 
@@ -82,7 +82,7 @@ def _phases(mesh: Mesh) -> Iterator[tuple[list[Holding], _Held]]:
     own = layout.specs(DATA_AXIS).opt_state
 
     def init(params: Any) -> Any:
-        return optimizer.init(own_shards(params, DATA_AXIS))
+        return optimizer.init(local_shards(params, DATA_AXIS))
 
     def backward(params: Any, x: jax.Array) -> Any:
         local = jax.tree.map(lambda leaf: jax.lax.pcast(leaf, DATA_AXIS, to="varying"), params)
@@ -93,7 +93,7 @@ def _phases(mesh: Mesh) -> Iterator[tuple[list[Holding], _Held]]:
         return finish_reduction(sums, plan, NUM_RANKS, REDUCE_SCATTER, NUM_RANKS)[0]
 
     def update(params: Any, opt_state: Any, means: Any) -> tuple[Any, Any]:
-        shards = own_shards(params, DATA_AXIS)
+        shards = local_shards(params, DATA_AXIS)
         grads = jax.tree.map(lambda grad, shard: grad.reshape(shard.shape), like(shards, means), shards)
         updates, opt_state = optimizer.update(grads, opt_state, shards)
         return gather_params(optax.apply_updates(shards, updates), params, plan, DATA_AXIS), opt_state

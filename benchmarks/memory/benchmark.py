@@ -19,6 +19,7 @@ import jax
 import jaxlib
 
 from jaxddp import STRATEGIES, make_strategy, targets
+from jaxddp.communication.reduction import REDUCE_SCATTER, Reduce
 from jaxddp.compiled.memory import DeviceBytes, state_formula
 from jaxddp.models import SIZES, TransformerConfig
 from jaxddp.planning.cost.memory import StateBytes, activation_bytes, exact_bucket_bytes, gathered_bytes
@@ -198,37 +199,38 @@ def formulas(setup: Setup, name: str) -> dict[str, int]:
     held = state.parameters + state.optimizer_state + SCALAR_BYTES
     tokens = setup.batch_size // setup.num_ranks * config.context
     batch = 2 * 4 * tokens
-    activations = int(activation_bytes(tokens, kept_per_token(config, strategy.stage), element_bytes=4))
-    gathered = int(gathered_bytes(work.unit_params, 4)) if strategy.stage == 3 else 0
+    activations = int(activation_bytes(tokens, kept_per_token(config, strategy.shards_params), element_bytes=4))
+    gathered = int(gathered_bytes(work.unit_params, 4)) if strategy.shards_params else 0
     return {
         "after_init": held,
         "before_update": held + batch + activations + gathered,
-        "after_step": held + batch + _gradients(state, strategy.stage, work.tensor_elements, setup.num_ranks),
+        "after_step": held + batch + _gradients(state, strategy.reduce, work.tensor_elements, setup.num_ranks),
     }
 
 
-def kept_per_token(config: TransformerConfig, stage: int) -> int:
+def kept_per_token(config: TransformerConfig, gathers_units: bool) -> int:
     """Counts the elements of a token that the backward needs of the forward.
 
-    Units of stage 3 keep less: their inputs and the results of their matrix products, in a layer the input, query, key,
-    value, scores, mix and output of attention, gate and up; the last unit, the head, keeps its norm and its logits.
+    Units that are gathered when used keep less: their inputs and the results of their matrix products, in a layer the
+    input, query, key, value, scores, mix and output of attention, gate and up; the last unit, the head, keeps its norm
+    and its logits.
 
     Args:
         config: The model's sizes.
-        stage: 0 to 3.
+        gathers_units: Whether the strategy shards parameters and gathers them unit by unit.
 
     Returns:
         Their number.
     """
-    if stage < 3:
+    if not gathers_units:
         work = transformer(**dataclasses.asdict(config))
         return work.kept_per_token + work.kept_cut_per_token
     layer = 6 * config.width + config.num_heads * config.context + 2 * config.hidden
     return config.num_layers * layer + 2 * config.width + config.vocab
 
 
-def _gradients(state: StateBytes, stage: int, leaf_elements: Sequence[int], num_ranks: int) -> int:
-    if stage in (1, 2):  # every reduce-scatter has started by the end of the backward, and holds its buffer
+def _gradients(state: StateBytes, reduce: Reduce, leaf_elements: Sequence[int], num_ranks: int) -> int:
+    if reduce is REDUCE_SCATTER:  # every reduce-scatter has started by the end of the backward, and holds its buffer
         return exact_bucket_bytes(leaf_elements, num_ranks, 4) + state.optimizer_state // 2
     return state.gradients
 

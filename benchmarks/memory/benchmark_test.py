@@ -143,9 +143,9 @@ def test_a_formula_that_is_off_by_a_byte_is_marked(run, monkeypatch):
 
 def test_the_formula_of_activations_is_what_the_model_was_seen_to_keep():
     """The forward's results alive at the peak of seed_xl's compiled step, 2048 tokens on each of 2 H100s."""
-    kept = {stage: 4 * 2048 * kept_per_token(SIZES["seed_xl"], stage) / MIB for stage in (0, 3)}
-    assert kept[0] == pytest.approx(2257.89, rel=0.005)  # norms' scales and angles are not in the formula
-    assert kept[3] == pytest.approx(1658.13, rel=0.0001)
+    kept = {units: 4 * 2048 * kept_per_token(SIZES["seed_xl"], units) / MIB for units in (False, True)}
+    assert kept[False] == pytest.approx(2257.89, rel=0.005)  # norms' scales and angles are not in the formula
+    assert kept[True] == pytest.approx(1658.13, rel=0.0001)
 
 
 def test_formulas_of_the_sources_model():

@@ -168,7 +168,7 @@ class Cut:
         rows = by_rank.swapaxes(0, 1).reshape(self.rows, self.num_ranks * self.shard_shape[-1])
         return rows[:, : self.row_elements].reshape(self.shape)
 
-    def own(self, tensor: jax.Array, rank: jax.Array | int) -> jax.Array:
+    def local_shard(self, tensor: jax.Array, rank: jax.Array | int) -> jax.Array:
         """Cuts out a rank's shard of a whole tensor, of ``shard_shape``."""
         return lax.dynamic_index_in_dim(self.chunks(tensor), rank, keepdims=False).reshape(self.shard_shape)
 

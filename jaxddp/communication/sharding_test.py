@@ -32,7 +32,7 @@ def test_a_cut_tensor_comes_back_and_ranks_hold_equal_parts(shape, by_row, num_r
     # Padding is zeros: all else would move what optimizers sum up.
     assert float(chunks.sum()) == float(tensor.sum())
     for rank in range(num_ranks):
-        np.testing.assert_array_equal(cut.own(tensor, rank).reshape(-1), chunks[rank])
+        np.testing.assert_array_equal(cut.local_shard(tensor, rank).reshape(-1), chunks[rank])
     for array in (tensor, np.asarray(tensor)):
         joined = cut.join(array)
         assert joined.shape == cut.joined_shape
@@ -45,7 +45,7 @@ def test_what_lies_on_a_rank_is_that_ranks_shard(by_row):
     mesh, cut, tensor = jaxddp.data_mesh(4), Cut((6, 5), 4, by_row), filled((6, 5))
     placed = jax.device_put(cut.join(tensor), NamedSharding(mesh, cut.spec("data")))
     for rank, shard in enumerate(placed.addressable_shards):
-        np.testing.assert_array_equal(shard.data, cut.own(tensor, rank))
+        np.testing.assert_array_equal(shard.data, cut.local_shard(tensor, rank))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])

@@ -134,7 +134,7 @@ def state_formula(params: Any, strategy: Strategy, num_ranks: int, per_parameter
 
     Args:
         params: The model: a tree of whole arrays or ``jax.ShapeDtypeStruct``, all trained.
-        strategy: Whose stage says what is sharded, and whose ``cut`` says what stays whole or is cut by row.
+        strategy: What it shards, and how (``cut``).
         num_ranks: N.
         per_parameter: Bytes of each parameter, its gradient and the optimizer's state of it.
 
@@ -144,14 +144,14 @@ def state_formula(params: Any, strategy: Strategy, num_ranks: int, per_parameter
     pieces: list[int] = []
     whole: list[int] = []
     for tensor in tensor_specs(named_leaves(params)).values():
-        cut = strategy.cut(tensor, num_ranks) if strategy.stage else Cut(tensor.shape, num_ranks)
+        cut = strategy.cut(tensor, num_ranks) if strategy.shards_optimizer_state else Cut(tensor.shape, num_ranks)
         if cut is None:
             whole.append(tensor.num_elements)
         else:
             pieces += [cut.row_elements] * cut.rows
-    # At stage 3 every backward scatters its gradients, and micro-batches add up shards.
-    accumulate = "shards" if strategy.stage == 3 else strategy.accumulate
-    return exact_state_bytes(pieces, strategy.stage, num_ranks, per_parameter, accumulate, whole_elements=whole)
+    shards = (strategy.shards_params, strategy.reduces_each_microbatch, strategy.shards_optimizer_state, True)
+    stage = 3 - shards.index(True)
+    return exact_state_bytes(pieces, stage, num_ranks, per_parameter, whole_elements=whole)
 
 
 def layer_growth_bytes(

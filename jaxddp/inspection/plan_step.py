@@ -134,7 +134,7 @@ def _on_ranks(
     job = plan.job
     strategy = _strategy(plan, dtype)
     if config is None:
-        loss_fn, params = _feed_forward(plan, as_stack=strategy.stage == 3)
+        loss_fn, params = _feed_forward(plan, as_stack=strategy.shards_params)
         batch: Any = {"x": jax.ShapeDtypeStruct((plan.tokens, job.workload.tensors[0][1][0]), jnp.dtype(dtype))}
     else:
         loss_fn, params = abstract(config)
@@ -142,9 +142,9 @@ def _on_ranks(
         batch = {"tokens": tokens, "targets": tokens}
     params = _in_dtype(params, _param_dtype(plan))
     trainer = Trainer(
-        loss_fn if strategy.stage == 3 else lambda params, batch: loss_fn(_cast(params, dtype), batch),
+        loss_fn if strategy.shards_params else lambda params, batch: loss_fn(_cast(params, dtype), batch),
         optimizer, strategy, targets.mesh(target.spec), num_microbatches=plan.num_microbatches,
-        grad_dtype=None if strategy.stage == 3 else jnp.dtype(dtype),
+        grad_dtype=None if strategy.shards_params else jnp.dtype(dtype),
     )  # fmt: skip
     state = trainer.abstract_state(params)
     exact = state_formula(params, strategy, trainer.num_ranks, job.per_parameter)

@@ -20,7 +20,7 @@ from .. import targets
 from ..compiled.schedule import Schedule, read_schedule
 from ..models import TransformerConfig, abstract
 from ..planning.network import Network
-from ..registry import STRATEGIES, make_strategy
+from ..registry import STRATEGIES, is_bucketed, make_strategy
 from ..simulation.bound import Bound, lower_bound
 from ..simulation.simulate import Simulation, simulate
 from ..targets.compile import start_compile
@@ -30,7 +30,6 @@ from ..training.jit_baseline import auto_step
 from ..training.train import Trainer, TrainState
 
 AUTO = "auto"
-_BUCKETED = {"bucketed", "zero1", "zero2"}
 LEARNING_RATE = 1e-3
 # Above what a step computes without communication, this share is what a strategy may add unnoticed.
 COMPUTE_TOLERANCE = 0.02
@@ -138,8 +137,8 @@ def inspect_steps(
     for name in strategies:
         if name != AUTO and name not in STRATEGIES:
             raise ValueError(f"unknown strategy {name!r}: one of {AUTO}, {', '.join(STRATEGIES)}")
-    if bucket_mb is not None and not _BUCKETED & set(strategies):
-        allowed = ", ".join(sorted(_BUCKETED))
+    if bucket_mb is not None and not any(map(is_bucketed, strategies)):
+        allowed = ", ".join(filter(is_bucketed, STRATEGIES))
         raise ValueError(f"bucket_mb (={bucket_mb}) must come with one of {allowed}, not {strategies[0]!r}")
     loss_fn, params = abstract(config)
     optimizer = optax.adamw(LEARNING_RATE)
@@ -187,7 +186,7 @@ def inspect_steps(
         found.append(Inspection(name, target, network, planned, schedule, simulation, bound, memory, program.as_text()))
     # XLA was seen to fuse the step alone 1 % worse than with its buckets: a bound is not above what is there. Where the
     # optimizer's work is sharded there is less of it, which is another step.
-    same = [one for one in found if one.strategy == AUTO or trainers[one.strategy].strategy.stage == 0]
+    same = [one for one in found if one.strategy == AUTO or not trainers[one.strategy].strategy.shards_optimizer_state]
     least_s = min([bound.compute_s, *(inspection.simulation.compute_s for inspection in same)])
     return [replace(inspection, bound=replace(bound, compute_s=least_s)) for inspection in found]
 
@@ -222,7 +221,7 @@ def platform_of_text(text: str) -> str:
 
 
 def _make(name: str, bucket_mb: Any, network: Network) -> Any:
-    if name not in _BUCKETED or bucket_mb is None or (bucket_mb == AUTO and name != "bucketed"):
+    if not is_bucketed(name) or bucket_mb is None or (bucket_mb == AUTO and name != "bucketed"):
         return make_strategy(name)
     return make_strategy(name, bucket_mb=bucket_mb, **({"network": network} if bucket_mb == AUTO else {}))
 

@@ -63,7 +63,7 @@ class Programs:
         if key not in self._layouts:
             step = self._rank_step
             layout = state_layout(params, step.optimizer, step.strategy, step.num_ranks, step.trainable)
-            if step.strategy.stage == 3:
+            if step.strategy.shards_params:
                 _check_same(self._of_shards.setdefault(signature(layout.held().params), layout), layout)
             self._layouts[key] = layout
         return self._layouts[key]
@@ -74,7 +74,7 @@ class Programs:
         Raises:
             ValueError: If parameters are shards, and nothing has said of what.
         """
-        if self._rank_step.strategy.stage < 3:
+        if not self._rank_step.strategy.shards_params:
             return self.describe(state.params)
         layout = self._of_shards.get(signature(state.params))
         if layout is None:
@@ -153,7 +153,7 @@ class Programs:
         key = signature(state, batch)
         if key in self._alone:
             return self._alone[key]
-        if self._rank_step.strategy.stage > 0:
+        if self._rank_step.strategy.shards_optimizer_state:
             whole = Programs(
                 replace(self._rank_step, strategy=Strategy("whole", lambda tensors: BucketPlan(()))), self._mesh
             )
@@ -168,7 +168,7 @@ class Programs:
     def _on_rank(self, state: TrainState) -> RankStep:
         """What each rank computes of this state, whose parameters may be shards."""
         step = self._rank_step
-        if step.strategy.stage < 3:
+        if not step.strategy.shards_params:
             return step
         layout, strategy = self.layout(state), step.strategy
         cuts = {name: leaf.cut for name, leaf in named_leaves(layout.params).items() if leaf.cut is not None}

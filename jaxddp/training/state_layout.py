@@ -112,7 +112,7 @@ def state_layout(
     Args:
         params: A tree of whole arrays or ``jax.ShapeDtypeStruct``.
         optimizer: Of the trainable ones.
-        strategy: Whose stage says what is cut, and whose ``cut`` says how.
+        strategy: What it shards, and how (``cut``).
         num_ranks: Number of ranks.
         trainable: Predicate on a parameter's name; None trains all.
 
@@ -128,7 +128,7 @@ def state_layout(
     def leaf(struct: Any, cut: Cut | None) -> Leaf:
         return Leaf(tuple(struct.shape), struct.dtype, cut)
 
-    if strategy.stage == 0:
+    if not strategy.shards_optimizer_state:
         whole, state = jax.tree.map(
             lambda struct: leaf(struct, None), (params, jax.eval_shape(optimizer.init, trained))
         )
@@ -146,7 +146,7 @@ def state_layout(
         lambda mirror: Leaf(tuple(mirror.shape), mirror.dtype, cuts[mirror.param] if mirror.param else None),
         sharded_state(optimizer, trained),
     )
-    between_steps = updated if strategy.stage == 3 else jax.tree.map(lambda struct: leaf(struct, None), params)
+    between_steps = updated if strategy.shards_params else jax.tree.map(lambda struct: leaf(struct, None), params)
     return StateLayout(between_steps, opt_state)
 
 

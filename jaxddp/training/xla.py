@@ -63,7 +63,7 @@ def compile_options(strategy: Strategy, platform: str) -> dict[str, str | int | 
             "xla_gpu_all_gather_combine_threshold_bytes": 0,
             "xla_gpu_reduce_scatter_combine_threshold_bytes": 0,
             # Older ones refuse a name they do not know. Gathers of stage 3 could all start at once, and would be held.
-            **(_START_EARLY if _jaxlib_version() >= (0, 10, 2) and strategy.stage < 3 else {}),
+            **(_START_EARLY if _jaxlib_version() >= (0, 10, 2) and not strategy.shards_params else {}),
         }
     if platform == "tpu":
         return {_DISABLE: _with_disabled_passes_of_environment(["all-reduce-combiner"])}

@@ -20,7 +20,7 @@ from ..training.state_layout import state_layout
 from ..tree import like, named_leaves, tensor_specs
 from .clipping import on_shards
 from .elementwise import check_elementwise
-from .stage1 import gather_params, own_shards, zero1
+from .stage1 import gather_params, local_shards, zero1
 
 
 def shard_optimizer(
@@ -69,7 +69,7 @@ def shard_optimizer(
     plan_buckets([], bucket_mb)  # a bad cap is refused here, not at the first update
 
     def init(params: Any) -> Any:
-        own = own_shards(params, axis)
+        own = local_shards(params, axis)
         check_elementwise(optimizer, params, own)
         return optimizer.init(own)
 
@@ -80,7 +80,7 @@ def shard_optimizer(
         plan = BucketPlan(buckets if num_ranks > 1 else (), constants=empty, gathers=buckets)
         sums, _ = start_reduction(grads, plan, axis, REDUCE_SCATTER, none)
         means, *_ = finish_reduction(sums, plan, num_ranks, REDUCE_SCATTER, num_ranks)
-        own = None if params is None else own_shards(params, axis)
+        own = None if params is None else local_shards(params, axis)
         shards = jax.tree.map(
             lambda mean, grad: mean.reshape(Cut(grad.shape, num_ranks).shard_shape), like(grads, means), grads
         )

@@ -1,13 +1,13 @@
 """ZeRO stage 2: gradients are sharded as well.
 
-What stage 1 keeps whole for longer than it must is gradients: of all micro-batches but the last. Here a bucket's
-gradients are reduced and scattered as soon as they are there, and what outlives the bucket is a shard.
+Stage 1 keeps full gradients while it adds up micro-batches. Here each micro-batch reduce-scatters its buckets as they
+fill, and only shards are added up.
 
     ================ ========================== =========================================
     tensor           on each rank               bytes on each rank, AdamW, fp32
     ================ ========================== =========================================
     parameter        ``[shape]``                4 Psi
-    gradient         ``[shape]``, in its bucket a bucket, of a compiled program: what is in flight
+    gradient         ``[shape]``, in its bucket the buckets in flight, at most two
     summed gradient  ``[c]``, c = ceil(n/N)     4 Psi / N
     moments          ``[c]`` each               8 Psi / N
     ================ ========================== =========================================
@@ -17,9 +17,9 @@ gradients are reduced and scattered as soon as they are there, and what outlives
 
     calls per step: A + 1 per bucket for A micro-batches      bytes sent per rank: (A + 1) (N-1)/N * parameter bytes
 
-At most two buckets are in flight at a time then: on a network that is slower than the backward, the backward waits.
-With ``accumulate="full"`` gradients of all micro-batches are summed whole and sent once: the memory of stage 1, and its
-speed. With one micro-batch the two are the same program, and the same as stage 1's.
+With several micro-batches, at most two buckets are in flight at a time: on a network that is slower than the backward,
+the backward waits. ``accumulate="full"`` adds up full gradients and reduces them once, with the memory and the speed of
+stage 1. With one micro-batch both are the program of stage 1.
 
 References:
     Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020 (section 5.2).
@@ -43,14 +43,13 @@ def zero2(
     accumulate: Literal["shards", "full"] = "shards",
     compression: Compression = none,
 ) -> Strategy:
-    """Does what ``zero1`` does, and between micro-batches keeps shards of gradients only.
+    """Does what ``zero1`` does, and keeps only shards of gradients between micro-batches.
 
     Args:
         bucket_mb: As for ``zero1``.
         rule: As for ``zero1``.
-        accumulate: ``"shards"`` communicates in every micro-batch and keeps the memory; ``"full"`` communicates once
-            and keeps the speed.
-        compression: What of the gradients travels.
+        accumulate: ``"shards"`` communicates in every micro-batch and saves memory; ``"full"`` communicates once.
+        compression: As for ``zero1``.
 
     Returns:
         The strategy.
@@ -61,4 +60,4 @@ def zero2(
     if accumulate not in ("shards", "full"):
         raise ValueError(f"accumulate (={accumulate!r}) must be 'shards' or 'full'")
     strategy = zero1(bucket_mb, rule=rule, compression=compression)
-    return strategy._replace(name="zero2", stage=2, accumulate=accumulate)
+    return strategy._replace(name="zero2", reduces_each_microbatch=accumulate == "shards")

@@ -97,7 +97,8 @@ def zero3(
         "zero3",
         lambda tensors: plan_buckets(tensors, bucket_mb),
         compression,
-        stage=3,
+        shards_optimizer_state=True,
+        shards_params=True,
         cut=cut,
         precision=precision,
     )
