@@ -1,0 +1,87 @@
+"""The README and the pages in `docs/` do what they show: every Python block is run, page by page."""
+
+import importlib.util
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+
+# Every page has a namespace of its own; all run in one process, because starting JAX is slow.
+RUN = """
+import contextlib, io, json, sys
+printed = {}
+for page, code in json.loads(sys.stdin.read()).items():
+    sys.argv = [page, ADDRESS, "1", "0"]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(compile(code, page, "exec"), {"__name__": "__main__"})
+    printed[page] = out.getvalue()
+print(json.dumps(printed))
+"""
+
+
+def blocks(page, language):
+    """Code of one language, each block at its own line numbers so that a traceback names the page's line."""
+    text = page.read_text()
+    found = re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [(text[: m.start()].count("\n") + 1, m[2]) for m in found if m[1] == language]
+
+
+def program(page):
+    lines = []
+    for start, code in blocks(page, "python"):
+        lines += [""] * (start - len(lines)) + code.splitlines()
+    return "\n".join(lines)
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("localhost", 0))
+        return one.getsockname()[1]
+
+
+def test_every_python_block_runs_and_the_tour_prints_what_it_says():
+    # clusters.md last: a process that has joined a job would compute with it on the pages that follow.
+    pages = sorted((page for page in PAGES if blocks(page, "python")), key=lambda page: page.stem == "clusters")
+    jax_only, last = {str(page): program(page) for page in pages[:-1]}, pages[-1]
+    assert last.stem == "clusters"
+    printed = run(jax_only) | run({str(last): program(last)})
+    loss, *lines = printed[str(ROOT / "README.md")].splitlines()
+    assert float(loss.split()[0]) < 0.1
+    ((_, shown),) = blocks(ROOT / "README.md", "")
+    assert lines == shown.splitlines()
+
+
+def run(programs):
+    """Runs pages in one process, as the only rank of a torchrun job; what each printed."""
+    torchrun = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-c", f"ADDRESS = 'localhost:{free_port()}'\n{RUN}"]
+    done = subprocess.run(
+        command, input=json.dumps(programs), env=os.environ | torchrun, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_two_commands_stand_each_on_a_line_of_their_own():
+    commands = re.findall(r"^python3 -m pip install -e .*$", PAGES[0].read_text(), re.MULTILINE)
+    assert commands == [
+        "python3 -m pip install -e '.[torch]' && python3 -m benchmarks",
+        "python3 -m pip install -e '.[test]' && python3 -m pytest",
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_and_modules_of_commands_exist(page):
+    text = page.read_text()
+    for link in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (page.parent / link).exists(), link
+    for module in re.findall(r"python3 -m ([\w.]+)", text):
+        assert importlib.util.find_spec(module), module
