@@ -1,6 +1,6 @@
-"""The one table of cases: what is trained, how, on how many ranks, and how closely the weights must agree.
+"""The table of cases: what is trained, how, on how many ranks, and how closely the weights must agree.
 
-Every parity test takes its cases from here, so a new strategy, optimizer or model is one line. Rank processes import
+All parity tests take their cases from here, so a new strategy, optimizer or model is one line. Rank processes import
 this file, so it imports no JAX.
 """
 
@@ -41,7 +41,7 @@ class StrategyCase(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One run in each package and on one process, all to end with the same weights."""
+    """One run in each package and on one process of each framework; all must end with the same weights."""
 
     strategy: str
     optimizer: str
@@ -95,12 +95,15 @@ AXES: Mapping[str, Sequence[Any]] = {
 
 
 def tolerance(case: Case) -> tuple[float, str]:
-    """How far any weight may be apart after ``NUM_STEPS`` steps, and why so far."""
+    """The largest difference allowed in any weight after ``NUM_STEPS`` steps, and its reason."""
     if case.dtype == "float64":
-        return 1e-12, "float64: only the order of sums differs; any error of meaning is far larger"
+        return 1e-12, "float64: only the order of sums differs; a wrong result differs by far more"
     if case.optimizer.startswith("adamw"):
-        return 1e-5, "float32 Adam: rounding of a small gradient is magnified by its small moments; 1.2e-6 was seen"
-    return 2e-6, "float32: order of sums, some units in the last place of weights of order 1; 3.6e-7 was seen"
+        return (
+            1e-5,
+            "float32 Adam: rounding of small gradients is magnified by their small moments; 1.2e-6 was seen",
+        )
+    return 2e-6, "float32: order of sums, a few units in the last place of weights of order 1; 3.6e-7 was seen"
 
 
 def whole_product() -> list[Case]:
@@ -111,7 +114,7 @@ def whole_product() -> list[Case]:
 def pairwise_selection() -> list[Case]:
     """A small selection in which every value of every axis meets every value of every other.
 
-    Greedy: the case that shows most pairs not yet shown comes next.
+    Greedy: next comes the case with most pairs that are not covered yet.
     """
     axes = list(AXES.values())
     pairs = {
@@ -123,7 +126,7 @@ def pairwise_selection() -> list[Case]:
     candidates = {values: set(itertools.combinations(enumerate(values), 2)) for values in itertools.product(*axes)}
     chosen = []
     while pairs:
-        # What showed few new pairs before cannot show more now, and is left out for good once it shows none.
+        # A candidate never gains new pairs, so it is dropped once it has none.
         candidates = {values: fresh for values, shown in candidates.items() if (fresh := shown & pairs)}
         values, shown = max(candidates.items(), key=lambda candidate: len(candidate[1]))
         pairs -= shown

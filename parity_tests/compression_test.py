@@ -1,4 +1,4 @@
-"""Compressed gradients: both packages send and remember the same, step for step."""
+"""Compressed gradients: both packages have the same weights and state after every step."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from torchref.train import local_rows
 
 NUM_STEPS = 8
 SHAPES = {"up": (6, 16), "bias": (16,), "mix": (16, 12), "down": (12, 2)}
-FACTORED = {"up", "mix"}  # where factors of rank 2 are smaller; "bias" and "down" travel as they are
+FACTORED = {"up", "mix"}  # where factors of rank 2 are smaller; "bias" and "down" are sent unfactored
 STRATEGIES = {"naive": {}, "flat": {}, "overlapped": {}, "bucketed": {"bucket_mb": 1e-3}}
 
 
@@ -38,7 +38,7 @@ def predict(params, x, tanh):
 
 
 class Module(nn.Module):
-    """Parameters of the same names and shapes: a Linear's are transposed, which is another matrix to compress."""
+    """The same names and shapes as in JAX: a Linear's weight is transposed, so it would be compressed differently."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ class Module(nn.Module):
 
 
 def train_jax(strategy, how, num_ranks, num_microbatches):
-    """Parameters after each step, and what each rank remembers then."""
+    """Parameters after each step, and each rank's state."""
     with jax.enable_x64(True):
         trainer = jaxddp.Trainer(
             lambda params, batch: jnp.mean((predict(params, batch["x"], jnp.tanh) - batch["y"]) ** 2),
@@ -67,7 +67,7 @@ def train_jax(strategy, how, num_ranks, num_microbatches):
 
 
 def train_torch(strategy, name, rank_of_factors, num_microbatches):
-    """The same on a rank, which has its own memory only."""
+    """The same on a rank, with its own state only."""
     how = getattr(torchref.communication.compression, name)
     module = Module()
     net = torchref.make_strategy(
@@ -100,12 +100,12 @@ def test_powersgd_is_the_same_step_for_step(ranks, strategy, num_ranks, num_micr
         for rank, found in enumerate(theirs):
             assert set(found[step][1]) == FACTORED
             for name, value in found[step][0].items():
-                # float64: sums in another order, and bases that are as far apart as their columns are nearly parallel.
+                # float64: sums in another order, which nearly parallel columns magnify in the bases.
                 np.testing.assert_allclose(params[name], value, rtol=0, atol=1e-12)
             for name, of_rank in found[step][1].items():
                 for part, expected in zip(memory[name], of_rank, strict=True):
                     np.testing.assert_allclose(part[rank], expected, rtol=0, atol=1e-12)
-    assert all(np.abs(one.error).max() > 1e-3 for one in ours[-1][1].values())  # it was not exact by chance
+    assert all(np.abs(one.error).max() > 1e-3 for one in ours[-1][1].values())  # the compression was lossy
 
 
 @pytest.mark.parametrize("name, rounding", [("bf16", 2.0**-8), ("fp16", 2.0**-11)])

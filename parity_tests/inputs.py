@@ -1,4 +1,4 @@
-"""What both packages are given: the same batches and the same initial weights, as NumPy arrays."""
+"""The batches that both packages train on, as NumPy arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers carried between Flax and PyTorch compute the same, in both directions."""
+"""Layers copied between Flax and PyTorch, in both directions, compute the same."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import torchref.interop
 
 
 class FlaxNet(nnx.Module):
-    """Every supported layer once: 3-d, 2-d and 1-d convolutions with groups, norms, an embedding, a parameter."""
+    """Every supported layer: 3-d, 2-d and 1-d convolutions with groups, norms, an embedding, a plain parameter."""
 
     def __init__(self, rngs):
         double = {"param_dtype": jnp.float64, "rngs": rngs}
@@ -61,7 +61,7 @@ def randomised(arrays):
 
 
 @pytest.mark.parametrize("direction", ["to torch", "to flax"])
-def test_a_users_own_network_computes_the_same(direction):
+def test_a_user_defined_network_computes_the_same(direction):
     with jax.enable_x64(True):
         graph, state = nnx.split(FlaxNet(nnx.Rngs(0)), nnx.Param)
         net = TorchNet().double()
@@ -81,7 +81,7 @@ def test_a_users_own_network_computes_the_same(direction):
         np.testing.assert_allclose(np.asarray(got), expected, rtol=0, atol=1e-12)
 
 
-def test_both_halves_return_what_they_were_given():
+def test_round_trip_through_both_packages_is_exact():
     with jax.enable_x64(True):
         state = nnx.state(FlaxNet(nnx.Rngs(0)), nnx.Param)
         arrays = randomised(jaxddp.checkpoint.interop.to_numpy(state))
@@ -105,7 +105,7 @@ def test_bfloat16_tensors_keep_their_bits():
         assert np.array_equal(back.view(np.uint16), finite.view(np.uint16))
 
 
-def test_a_parameter_that_torch_lists_twice_is_one_leaf_here():
+def test_a_parameter_that_torch_lists_twice_is_one_leaf_in_jax():
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
@@ -122,6 +122,6 @@ def test_a_parameter_that_torch_lists_twice_is_one_leaf_here():
     before = module.head.weight.detach().clone()
     torchref.interop.from_numpy(jaxddp.checkpoint.interop.to_numpy(doubled, ties=ties), module)
     assert torch.equal(module.head.weight, 2 * before)
-    # Without the alias it loads as well: torch knows that the two names are one.
+    # It loads without the alias too: torch knows that both names are one parameter.
     torchref.interop.from_numpy(jaxddp.checkpoint.interop.to_numpy(params), module)
     assert torch.equal(module.head.weight, before)

@@ -1,4 +1,4 @@
-"""Training in JAX: with jaxddp's trainer, and in the plainest loop there is."""
+"""Training in JAX: with jaxddp's trainer, and in a plain loop on one device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _decays(params: Any) -> Any:
 
 
 def is_trainable(name: str) -> bool:
-    """What the torch twin gives ``requires_grad``."""
+    """Whether the torch twin of a parameter has ``requires_grad``."""
     return not name.startswith("frozen")
 
 
@@ -65,7 +65,7 @@ def train(case: Case) -> Arrays:
 
 @functools.cache
 def train_on_one_device(model: str, optimizer: str, dtype: str, max_grad_norm: float | None) -> Arrays:
-    """Trains on one device and whole batches, without jaxddp's trainer; weights by torch name."""
+    """Trains on whole batches, without jaxddp; weights by torch name."""
     with jax.enable_x64(dtype == "float64"):
         loss_fn, _ = build(model)
         tx = OPTIMIZERS[optimizer]()

@@ -1,4 +1,4 @@
-"""The two packages read alike: same files, same public names in the same order, one strategy a file."""
+"""The two packages read alike: the same files with the same public names in order, and one strategy per file."""
 
 import ast
 import os
@@ -56,7 +56,7 @@ FILES = {name: f"ddp/{name}" for name in ("naive", "flat", "overlapped", "bucket
 }
 
 
-def test_each_strategys_file_holds_one_strategy_in_either_package():
+def test_each_strategy_has_a_file_of_its_own_in_both_packages():
     assert list(jaxddp.STRATEGIES) == list(torchref.STRATEGIES) == list(FILES)
     for name, file in FILES.items():
         strategies = [public for public in public_names(jaxddp, file) if public in jaxddp.STRATEGIES]

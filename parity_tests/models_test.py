@@ -1,4 +1,4 @@
-"""The two packages' models are the same functions: same weights, same loss, same gradients."""
+"""Models of both packages are the same functions: the same weights give the same loss and gradients."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ import jaxddp.models
 import torchref.interop
 import torchref.models
 
-# Float64 on both sides: the frameworks sum in another order, which costs a few roundings of values near 1.
+# Float64: the frameworks sum in another order, which costs a few roundings of values near 1.
 ATOL = 1e-12
 
 
@@ -79,7 +79,7 @@ def test_parameters_have_the_same_names_and_shapes_at_every_size(name):
 
 
 @pytest.mark.parametrize("name", ["toy", "toy_tied", "tiny"])
-def test_initial_values_have_the_same_spread(name):
+def test_initial_values_have_the_same_standard_deviation(name):
     arrays = jaxddp.checkpoint.interop.to_numpy(jaxddp.models.build(name)[1])
     for key, array in torchref.interop.to_numpy(torchref.models.build(name)).items():
         if array.size >= 256:

@@ -1,4 +1,4 @@
-"""Training in PyTorch: with torchref's trainer on a rank, and in the plainest loop there is."""
+"""Training in PyTorch: with torchref's trainer on a rank, and in a plain loop on one process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def train_on_rank(case: Case, weights: Arrays) -> Arrays:
     rank = dist.get_rank()
     device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
     module = build(case.model, seed=rank).to(device, getattr(torch, case.dtype))
-    if rank == 0:  # the others start from weights of their own: the wrapper must replace them
+    if rank == 0:  # the other ranks start from different weights, which the wrapper must replace
         from_numpy(weights, module)
     net, optimizer, options = _wrap(case, module)
     trainer = torchref.Trainer(
@@ -43,7 +43,7 @@ def train_on_rank(case: Case, weights: Arrays) -> Arrays:
 
 
 def _wrap(case: Case, module: torch.nn.Module) -> tuple[Any, Any, torch.optim.Optimizer]:
-    """The strategy around a module, what takes its steps, and the optimizer whose options a schedule sets."""
+    """The wrapped module, what takes its steps, and the optimizer that a schedule drives."""
     strategy = STRATEGIES[case.strategy]
     optimizer_cls, kwargs = OPTIMIZERS[case.optimizer]
     matrices = {name for name, parameter in module.named_parameters() if parameter.ndim > 1}
@@ -58,7 +58,7 @@ def _wrap(case: Case, module: torch.nn.Module) -> tuple[Any, Any, torch.optim.Op
 
 
 def _groups(optimizer: str, module: torch.nn.Module, matrices: set[str]) -> Any:
-    """What is trained, for a torch optimizer; by name, because shards of matrices are vectors."""
+    """The trained parameters as groups of a torch optimizer; chosen by name, because shards are vectors."""
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     if optimizer != "adamw_masked":
         return list(trained.values())
@@ -86,7 +86,7 @@ _finished: dict[tuple, Arrays] = {}
 
 
 def train_on_one_process(case: Case, weights: Arrays) -> Arrays:
-    """Trains on whole batches, without torchref's strategies and trainer; each reference is trained once."""
+    """Trains on whole batches, without torchref; each reference is trained once."""
     key = (case.model, case.optimizer, case.dtype, case.max_grad_norm)
     if key not in _finished:
         _finished[key] = _train_plainly(*key, weights)

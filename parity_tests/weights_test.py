@@ -1,4 +1,4 @@
-"""Weights that jaxddp trained in shards, checkpointed and exported are torchref's after one file."""
+"""Weights that jaxddp trained in shards, checkpointed and exported load into torchref."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jaxddp.checkpoint.weights import export_weights, load_weights
 from jaxddp.models import build
 
 
-def test_a_checkpoint_goes_on_in_torch(tmp_path):
+def test_a_checkpoint_continues_in_torch(tmp_path):
     with jax.enable_x64(True):
         loss_fn, params = build("toy")
         params = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), params)

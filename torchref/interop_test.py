@@ -19,7 +19,7 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["toy", "toy_tied", "toy_frozen", "toy_unused", "tiny"])
-def test_models_come_back_bit_for_bit(name):
+def test_round_trip_is_bitwise(name):
     module, other = build(name, seed=0), build(name, seed=1)
     arrays = to_numpy(module)
     assert list(arrays) == list(module.state_dict())
@@ -30,7 +30,7 @@ def test_models_come_back_bit_for_bit(name):
     assert from_numpy(module.state_dict(), build(name, seed=2)).state_dict().keys() == arrays.keys()
 
 
-def test_buffers_are_carried_too():
+def test_buffers_are_copied_too():
     module = nn.BatchNorm1d(3)
     arrays = to_numpy(module)
     assert arrays["num_batches_tracked"].dtype == np.int64
@@ -41,7 +41,7 @@ def test_buffers_are_carried_too():
     assert buffers["num_batches_tracked"].item() == 5 and (buffers["running_mean"] == 2.0).all()
 
 
-def test_nothing_is_shared_with_the_arrays_given_or_returned():
+def test_module_and_arrays_share_no_memory():
     module = nn.Linear(2, 3)
     arrays = to_numpy(module)
     before = module.weight.detach().clone()
@@ -67,7 +67,7 @@ def test_bfloat16_keeps_its_bits():
     assert np.array_equal(back.view(np.uint16), values.view(np.uint16))
 
 
-def test_a_shared_parameter_is_listed_under_both_names_and_needs_one():
+def test_a_shared_parameter_is_listed_under_both_names_and_loads_from_one():
     module = Tied()
     arrays = to_numpy(module)
     assert list(arrays) == ["embed.weight", "head.weight"]
@@ -83,7 +83,7 @@ def test_a_shared_parameter_is_listed_under_both_names_and_needs_one():
         from_numpy({}, module)
 
 
-def test_every_array_that_does_not_fit_is_named_in_one_line_and_nothing_is_loaded():
+def test_the_error_lists_every_fault_and_nothing_is_loaded():
     module = nn.ModuleDict({"a": nn.Linear(2, 3, bias=False), "b": nn.Linear(2, 3), "c": nn.LayerNorm(2, bias=False)})
     before = to_numpy(module)
     arrays = {

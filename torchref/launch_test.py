@@ -22,7 +22,7 @@ def rank_and_size(offset=0):
     return dist.get_rank(), dist.get_world_size(), int(total)
 
 
-def leave_a_mark(rank):
+def set_a_mark(rank):
     assert threading.active_count() == 1 and not dist.is_initialized()
     os.environ["MARK"] = os.environ.get("MARK", "") + f"rank {rank}"
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
@@ -49,14 +49,14 @@ def double(tensor):
     return tensor * 2
 
 
-def leave_the_group():
+def destroy_the_group():
     dist.destroy_process_group()
 
 
 def raise_on(rank):
     if dist.get_rank() == rank:
         raise ValueError("no such thing\nand more about it")
-    dist.barrier()  # for ever: one rank does not come
+    dist.barrier()  # forever: one rank never arrives
 
 
 def leave_with_code_3():
@@ -82,7 +82,7 @@ def join_the_group_that_the_environment_describes(port):
 def report_and_wait():
     report(os.getpid())
     if dist.get_rank() == 0:
-        dist.barrier()  # for ever: the others sleep
+        dist.barrier()  # forever: the others sleep
     time.sleep(60)
 
 
@@ -104,7 +104,7 @@ def start_a_child():
     return child.exitcode
 
 
-def test_results_come_by_rank_from_a_group_of_exactly_that_size(ranks):
+def test_results_are_in_rank_order_from_a_group_of_that_size(ranks):
     for num_ranks in (1, 3, 2):
         total = sum(range(num_ranks)) + 10 * num_ranks
         expected = [(rank, num_ranks, total) for rank in range(num_ranks)]
@@ -124,13 +124,13 @@ def test_ranks_use_the_asked_threads_backend_and_loopback(ranks):
 
 
 def test_prepare_is_called_once_in_each_process_before_anything_starts():
-    with RankPool(2, prepare=leave_a_mark) as pool:
+    with RankPool(2, prepare=set_a_mark) as pool:
         assert pool.run(read_the_mark) == [("rank 0", 0), ("rank 1", 1)]
         assert pool.run(read_the_mark, num_ranks=1) == [("rank 0", 0)]
     assert "MARK" not in os.environ
 
 
-def test_an_error_in_prepare_is_that_ranks():
+def test_an_error_in_prepare_is_a_rank_error():
     with pytest.raises(RankError) as caught:
         launch(process_id, num_ranks=2, prepare=refuse)
     lines = str(caught.value).splitlines()
@@ -138,14 +138,14 @@ def test_an_error_in_prepare_is_that_ranks():
     assert '    raise ValueError("this rank stays out")' in lines
 
 
-def test_tensors_travel_both_ways(ranks):
+def test_tensors_as_arguments_and_results(ranks):
     tensor = torch.arange(5, dtype=torch.bfloat16, requires_grad=True)
     for result in ranks.run(double, tensor, num_ranks=2):
         assert torch.equal(result, tensor * 2)
 
 
-def test_a_rank_may_leave_the_group_itself(ranks):
-    assert ranks.run(leave_the_group, num_ranks=2) == [None, None]
+def test_a_rank_may_destroy_the_group_itself(ranks):
+    assert ranks.run(destroy_the_group, num_ranks=2) == [None, None]
     assert ranks.run(rank_and_size, num_ranks=2) == [(0, 2, 1), (1, 2, 1)]
 
 
@@ -153,7 +153,7 @@ def test_a_rank_may_start_processes_of_its_own(ranks):
     assert ranks.run(start_a_child, num_ranks=1) == [0]
 
 
-def test_an_error_in_a_rank_is_told_with_its_own_traceback_and_ends_the_others(ranks):
+def test_an_error_in_a_rank_ends_the_others_and_shows_its_traceback(ranks):
     started_s = time.monotonic()
     with pytest.raises(RankError) as caught:
         ranks.run(raise_on, 1, num_ranks=2)
@@ -199,8 +199,8 @@ def test_a_rank_killed_from_outside_is_noticed_and_replaced(ranks):
 @pytest.mark.parametrize(("sleepers", "num_ranks", "names"), [([0, 2], 3, "ranks 0, 2"), ([0], 1, "rank 0")])
 def test_a_timeout_names_the_ranks_that_did_not_finish_and_ends_them(ranks, sleepers, num_ranks, names):
     pids = ranks.run(process_id, num_ranks=num_ranks)
-    said = rf"^{names} of {num_ranks} did not finish or report within timeout_s \(=1.0\)$"
-    with pytest.raises(RankError, match=said):
+    message = rf"^{names} of {num_ranks} did not finish or report within timeout_s \(=1.0\)$"
+    with pytest.raises(RankError, match=message):
         ranks.run(sleep_on, sleepers, num_ranks=num_ranks, timeout_s=1.0)
     assert wait_until_gone(pids)
 
@@ -261,7 +261,7 @@ def test_nccl_needs_a_device_per_rank(monkeypatch):
             init_from_env("nccl")
 
 
-def test_init_from_env_wants_torchruns_variables(monkeypatch):
+def test_init_from_env_needs_torchruns_variables(monkeypatch):
     for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "0")

@@ -1,4 +1,4 @@
-"""What ranks report while they run. They import the functions at the top by name."""
+"""Messages from running ranks. Ranks import the functions at the top by name."""
 
 import threading
 import time
@@ -53,7 +53,7 @@ def test_reports_arrive_while_the_rank_runs(ranks, tmp_path):
     ranks.run(report_then_wait_for, str(go_on), num_ranks=1, on_message=lambda rank, message: go_on.touch())
 
 
-def test_a_late_report_goes_nowhere(ranks):
+def test_a_late_report_is_dropped(ranks):
     messages = []
     ranks.run(late_report, num_ranks=1)
     time.sleep(0.6)
@@ -65,7 +65,7 @@ def test_report_outside_of_a_rank_does_nothing():
     report(threading.Lock())  # which could not be sent
 
 
-def test_each_report_begins_the_timeout_anew(ranks):
+def test_each_report_restarts_the_timeout(ranks):
     assert ranks.run(report_now_and_then, 5, num_ranks=2, timeout_s=3.0) == [5, 5]
     started_s = time.monotonic()
     with pytest.raises(RankError, match=r"^rank 1 of 2 did not finish or report within timeout_s \(=3.0\)$"):

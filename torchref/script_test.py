@@ -1,4 +1,4 @@
-"""Scripts that start ranks: none outlives its parent, however that ends."""
+"""Scripts that start ranks: no rank outlives its parent, however the parent ends."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ import pytest
 def is_running(pid):
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        # A zombie is gone but for its entry, unless it is only its first thread that has ended so far.
+        # A zombie has ended, unless only its first thread has.
         return state != "Z" or len(os.listdir(f"/proc/{pid}/task")) > 1
     except (FileNotFoundError, ProcessLookupError):
         return False
@@ -41,7 +41,7 @@ def run_script(tmp_path, text):
 
 
 def next_words(process, first):
-    """The rest of the next line that begins so; some versions of Gloo print lines of their own."""
+    """The rest of the next line that begins with ``first``; some versions of Gloo print lines of their own."""
     for line in process.stdout:
         if line.split()[:1] == [first]:
             return line.split()[1:]
@@ -98,7 +98,7 @@ def test_no_rank_outlives_its_parent(tmp_path, start, num_ranks, num_busy, how):
             os.killpg(process.pid, how)  # Ctrl-C on a terminal reaches all processes
         process.wait(timeout=30)
         assert wait_until_gone(pids)
-        # The parent says so, its ranks do not.
+        # Only the parent prints it, not its ranks.
         assert process.stderr.read().count("KeyboardInterrupt") == (how == signal.SIGINT)
     finally:
         for pid in [process.pid, *pids]:
@@ -107,7 +107,7 @@ def test_no_rank_outlives_its_parent(tmp_path, start, num_ranks, num_busy, how):
         process.communicate()
 
 
-def test_an_unguarded_script_is_told_what_is_missing(tmp_path):
+def test_a_script_without_a_main_guard_gets_a_hint(tmp_path):
     process = run_script(tmp_path, "import os\nfrom torchref.launch import launch\nlaunch(os.getpid, num_ranks=1)\n")
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1

@@ -1,4 +1,4 @@
-"""What the wrappers promise, checked on ranks; each function below runs on every rank of a pool."""
+"""What all strategies in ``ddp/`` guarantee; the first functions run on every rank of a pool."""
 
 import copy
 import gc
@@ -80,7 +80,7 @@ def two_branches(name):
 
 
 def accumulation(name):
-    """Two backward passes, the first without communication, against one over both batches."""
+    """Two backward passes, the first without communication, compared with one over both batches."""
     results = []
     x = torch.arange(40.0).reshape(4, 10) * (dist.get_rank() + 1)
     for microbatches in ([x], [x[:2], x[2:]]):
@@ -114,8 +114,8 @@ def second_backward(name):
     net.finish_gradient_synchronization()
 
 
-def forgetting_what_is_under_way(name):
-    """Backward, forget it, backward again: buffers of 8 MiB are still travelling when the second one fills them."""
+def discarding_a_backward(name):
+    """Discards a backward and runs another, while the buffers of 8 MiB of the first are still in flight."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(1448, 1448), nn.Linear(1448, 1448))
     net = torchref.make_strategy(name, module, **({"bucket_mb": None} if name == "bucketed" else {}))
@@ -135,7 +135,7 @@ def forgetting_what_is_under_way(name):
 
 
 def keeping_gradients_in_place(name):
-    """With set_to_none=False gradients stay views of the buffer and must still be fresh at each step."""
+    """With set_to_none=False, gradients stay views of the buffer and must not accumulate over steps."""
     net = wrap(name, mlp())
     found = []
     for step in range(3):
@@ -216,7 +216,7 @@ def tied_and_frozen(name):
 
 
 def channels_last(name):
-    """Gradients of such a convolution do not lie in memory as their shape says."""
+    """Gradients of such a convolution are not contiguous."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)).double().to(memory_format=torch.channels_last)
     x = torch.full((2, 3, 8, 8), float(dist.get_rank()), dtype=torch.float64).to(memory_format=torch.channels_last)
@@ -258,7 +258,7 @@ def given_order(name):
 
 
 @strategies
-def test_what_is_issued_is_what_was_planned(ranks, name):
+def test_issued_collectives_are_the_planned_ones(ranks, name):
     for issued, planned, during in ranks.run(issued_and_planned, name, num_ranks=2):
         assert issued == planned
         assert len(planned) == {"naive": 6, "flat": 1, "overlapped": 6, "bucketed": 3}[name]
@@ -307,20 +307,20 @@ def test_two_backward_passes_without_finishing_are_refused(ranks):
         ranks.run(second_backward, name, num_ranks=2)
 
 
-def test_a_backward_that_was_never_finished_can_be_forgotten(ranks):
+def test_an_unfinished_backward_can_be_discarded(ranks):
     for name in ("overlapped", "bucketed"):
-        for wrong in ranks.run(forgetting_what_is_under_way, name, num_ranks=2):
+        for wrong in ranks.run(discarding_a_backward, name, num_ranks=2):
             assert len(wrong) == 16
             assert not any(wrong)
 
 
 @strategies
-def test_what_changes_after_wrapping_is_refused(ranks, name):
+def test_changes_after_wrapping_are_refused(ranks, name):
     ranks.run(changed_after_wrapping, name, num_ranks=2)
 
 
 @strategies
-def test_a_deep_copy_communicates_as_the_original_does(ranks, name):
+def test_a_deep_copy_communicates_like_the_original(ranks, name):
     for (original, copied), equal in ranks.run(deep_copy, name, num_ranks=2):
         assert original == copied
         assert original[0] == (0 if name in ("naive", "flat") else original[1])
@@ -345,7 +345,7 @@ def test_noop_sends_nothing(ranks, name):
 
 
 @strategies
-def test_tied_parameters_travel_once_and_frozen_ones_not_at_all(ranks, name):
+def test_tied_parameters_are_sent_once_and_frozen_ones_never(ranks, name):
     expected = ["0.bias", "2.bias", "2.weight"]
     assert ranks.run(tied_and_frozen, name, num_ranks=2) == [(expected, True)] * 2
 

@@ -1,4 +1,4 @@
-"""The plain loop: weighted losses, accumulation, clipping, and what it refuses."""
+"""The trainer: weighted losses, accumulation, clipping and invalid arguments."""
 
 import copy
 
@@ -50,7 +50,7 @@ def uneven_mask():
 
 @pytest.mark.parametrize("num_microbatches", [1, 3])
 @pytest.mark.parametrize("loss", ["mean", "weighted"])
-def test_ranks_and_microbatches_change_nothing_but_the_order_of_sums(ranks, loss, num_microbatches):
+def test_training_does_not_depend_on_ranks_and_microbatches(ranks, loss, num_microbatches):
     data = batch() | {"mask": uneven_mask()}
     loss_fn = masked_loss if loss == "weighted" else mean_loss
     alone, expected = trained(loss_fn, data, num_steps=3)
@@ -60,7 +60,7 @@ def test_ranks_and_microbatches_change_nothing_but_the_order_of_sums(ranks, loss
         assert metrics == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_weighted_loss_is_the_mean_over_what_counts():
+def test_a_weighted_loss_is_the_mean_over_the_examples_that_count():
     data, mask = batch(), uneven_mask()
     counted = {name: value[mask > 0] for name, value in data.items()}
     module = linear()
@@ -94,7 +94,7 @@ def test_clipping_is_by_the_norm_without_an_epsilon():
 
 
 def fail_once_then_train():
-    """A loss that raises in the middle of a backward must not spoil the steps after it."""
+    """A step that raises during the backward must not affect the steps after it."""
     module = nn.Sequential(nn.Linear(10, 5), nn.Linear(5, 5))
     trainer = torchref.Trainer(mean_loss, torch.optim.SGD(module.parameters(), lr=0.0), torchref.OverlappedDDP(module))
 
@@ -114,7 +114,7 @@ def test_a_failed_step_can_be_followed_by_another(ranks):
     assert all(ranks.run(fail_once_then_train, num_ranks=2))
 
 
-def test_the_norm_is_of_this_steps_gradients_whatever_the_optimizer_holds():
+def test_the_norm_ignores_stale_gradients_outside_of_the_optimizer():
     module = nn.Sequential(nn.Linear(10, 5), nn.Linear(5, 5))
     trainer = torchref.Trainer(mean_loss, torch.optim.SGD(module[1].parameters(), lr=0.0), module)
     assert trainer.step(batch()) == trainer.step(batch())
@@ -142,7 +142,7 @@ def test_bad_input():
     ("result", "found"),
     [(torch.ones(3), r"\(3,\)"), (1.0, "float"), (torchref.Weighted(torch.ones(2), torch.ones(())), r"\(2,\)")],
 )
-def test_losses_that_are_none(result, found):
+def test_invalid_losses(result, found):
     module = linear()
     trainer = torchref.Trainer(lambda net, batch: result, torch.optim.SGD(module.parameters(), lr=0.1), module)
     with pytest.raises(

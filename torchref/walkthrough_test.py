@@ -1,9 +1,9 @@
-"""Six parameters on two ranks."""
+"""The walkthrough: six parameters on two ranks."""
 
 from torchref.walkthrough import main, walk
 
 
-def test_what_two_ranks_hold(ranks):
+def test_holdings_after_each_phase(ranks):
     for rank in (0, 1):
         held = [
             (one.parameters, one.exp_avg, one.exp_avg_sq, one.gradients, one.sent)
@@ -18,7 +18,7 @@ def test_what_two_ranks_hold(ranks):
         ]
 
 
-def test_the_table_has_a_line_for_each_phase_and_rank(capsys, monkeypatch, ranks):
+def test_main_prints_a_line_for_each_phase_and_rank(capsys, monkeypatch, ranks):
     monkeypatch.setattr("torchref.walkthrough.launch", ranks.run)
     main()
     title, *lines = capsys.readouterr().out.splitlines()

@@ -179,7 +179,7 @@ def error_messages():
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
-def test_every_primitive_gives_the_ranks_what_its_equation_says(ranks, num_ranks):
+def test_every_primitive_equals_its_equation(ranks, num_ranks):
     ranks.run(check_equations_of_all_dtypes_and_shapes, num_ranks=num_ranks)
 
 
@@ -196,11 +196,11 @@ def test_strides_do_not_matter(ranks):
     ranks.run(check_strides, num_ranks=2)
 
 
-def test_parameters_can_be_sent_without_a_word_from_autograd(ranks):
+def test_leaf_tensors_that_require_gradients_can_be_sent(ranks):
     ranks.run(check_parameters, num_ranks=2)
 
 
-def test_record_lists_what_was_issued_while_it_was_open(ranks):
+def test_record_lists_the_collectives_of_its_block(ranks):
     num_ranks, full_bytes = 2, 2 * 3 * 5 * 2
     outer = [
         Issued("all-reduce", full_bytes),

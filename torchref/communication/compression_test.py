@@ -1,4 +1,4 @@
-"""What compressed gradients are, what is remembered of them, and what travels, on the ranks of a pool."""
+"""Compressed gradients: their values, their state, and the bytes sent, on the ranks of a pool."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ FP16_LEAST = 2.0**-25  # half of the last place below 2^-14
 
 
 class Linear(nn.Module):
-    """Its gradients are what it is called with."""
+    """Its gradients are its inputs."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +60,7 @@ def move(net, grads, denominator=None):
 
 
 def step_on_rank(name, how, grads, denominators=(None,)):
-    """Takes a step for each of the rank's gradients; what it moved by, memory, what was planned, and if it was sent."""
+    """Takes a step for each gradient; the movement, memory, planned collectives, and whether they were issued."""
     net = torchref.make_strategy(name, Linear(), compression=how(), **WRAPPERS[name])
     for step, denominator in enumerate(denominators):
         with record() as issued:
@@ -84,11 +84,11 @@ def powersgd():
 
 @pytest.mark.parametrize("name", WRAPPERS)
 @pytest.mark.parametrize("how, rounding, least", [(bf16, BF16_ROUNDING, 0), (fp16, FP16_ROUNDING, FP16_LEAST)])
-def test_a_cast_costs_one_rounding_for_each_rank_and_no_more(ranks, name, how, rounding, least):
+def test_casts_round_once_per_summand_and_sum(ranks, name, how, rounding, least):
     grads = [gradients(rank) for rank in range(NUM_RANKS)]
     for moved, _, planned, is_sent in ranks.run(step_on_rank, name, how, [[one] for one in grads], num_ranks=NUM_RANKS):
         assert is_sent
-        # In chunks for 4 ranks "b" is padded by 2. Parameters travel as they are.
+        # Sharded over 4 ranks, "b" is padded by 2. Parameters are not compressed.
         assert sum(size for kind, size in planned if kind == "all-reduce") in (0, 2 * 178)
         assert sum(size for kind, size in planned if kind == "reduce-scatter") in (0, 2 * 180)
         assert sum(size for kind, size in planned if kind == "all-gather") in (0, 4 * 180)
@@ -107,8 +107,8 @@ def test_float16_sums_do_not_overflow(ranks):
 
 
 @pytest.mark.parametrize("name", REPLICATED)
-def test_what_was_not_sent_is_in_the_errors_of_all_ranks(ranks, name):
-    """Over steps whose sums are divided by numbers far apart, which must not matter to what is remembered."""
+def test_the_sum_of_errors_is_the_gradient_that_was_not_sent(ranks, name):
+    """Also over steps with very different denominators: the error must not depend on them."""
     denominators = (4.0, 400.0, 0.04)
     grads = [[gradients(rank, step) for step in range(3)] for rank in range(NUM_RANKS)]
     results = ranks.run(step_on_rank, name, powersgd, grads, denominators, num_ranks=NUM_RANKS)
@@ -119,18 +119,18 @@ def test_what_was_not_sent_is_in_the_errors_of_all_ranks(ranks, name):
     assert len(planned) == {"naive": 5, "overlapped": 5, "flat": 2, "bucketed": 5}[name]
     assert set(memory) == {"a", "c"}
     for key in SHAPES:
-        lack = sum(result[1][key].error for result in results) if key in memory else torch.zeros(())
+        error = sum(result[1][key].error for result in results) if key in memory else torch.zeros(())
         sums = [sum(grads[rank][step][key] for rank in range(NUM_RANKS)) for step in range(3)]
         expected = sum(total / denominator for total, denominator in zip(sums, denominators, strict=True))
         # rel: float32 sums, of numbers up to 300 where sums were divided by 0.04.
-        torch.testing.assert_close(moved[key] + lack, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+        torch.testing.assert_close(moved[key] + error, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
         for result in results[1:]:
             assert torch.equal(result[0][key], moved[key])
             assert key not in memory or torch.equal(result[1][key].factor, memory[key].factor)
 
 
-def train_on_nothing_that_counts():
-    """A step whose total weight is 0, after one that counts; whether anything moved."""
+def train_with_zero_weight():
+    """Whether parameters or state change in a step whose total weight is 0."""
     net = torchref.make_strategy("flat", Linear(), compression=powersgd())
     tx = torch.optim.SGD(net.parameters(), lr=1.0)
 
@@ -146,41 +146,41 @@ def train_on_nothing_that_counts():
     return [torch.equal(one, other) for one, other in zip(before, after, strict=True)], any(map(torch.any, before))
 
 
-def test_nothing_moves_where_nothing_counts(ranks):
-    assert ranks.run(train_on_nothing_that_counts, num_ranks=2) == [([True] * 7, True)] * 2
+def test_a_step_of_weight_zero_changes_nothing(ranks):
+    assert ranks.run(train_with_zero_weight, num_ranks=2) == [([True] * 7, True)] * 2
 
 
-def wrap_what_is_refused():
-    """What strategies that shard say to it."""
-    said = []
+def wrap_in_sharding_strategies():
+    """The messages of strategies that shard gradients."""
+    messages = []
     for name in ("zero1", "zero2", "zero3"):
         options = {} if name == "zero3" else {"optimizer_cls": torch.optim.SGD, "lr": 1.0}
         try:
             torchref.make_strategy(name, nn.Linear(3, 3), compression=powersgd(), **options)
         except ValueError as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
-def test_powersgd_needs_whole_gradients(ranks):
-    for said in ranks.run(wrap_what_is_refused, num_ranks=2):
-        assert len(said) == 3
-        assert all(line.startswith("compression (='powersgd:2') must") and "\n" not in line for line in said)
+def test_powersgd_needs_full_gradients(ranks):
+    for messages in ranks.run(wrap_in_sharding_strategies, num_ranks=2):
+        assert len(messages) == 3
+        assert all(line.startswith("compression (='powersgd:2') must") and "\n" not in line for line in messages)
 
 
 @pytest.mark.parametrize("rank", [0, -1, 1.5, True, "4", None])
-def test_ranks_that_are_none(rank):
+def test_invalid_ranks_of_factors(rank):
     with pytest.raises(ValueError, match=rf"^rank \(={rank!r}\) must be a positive integer$"):
         compression.powersgd(rank)
 
 
 @pytest.mark.parametrize("least", [0.5, float("inf"), float("nan"), "2"])
-def test_compressions_that_are_none(least):
+def test_invalid_min_compression(least):
     with pytest.raises(ValueError, match=rf"^min_compression \(={least!r}\) must be a finite number of at least 1$"):
         compression.powersgd(4, min_compression=least)
 
 
-def test_columns_become_orthonormal_or_zeros():
+def test_columns_become_orthonormal_or_zero():
     a, b = torch.randn(2, 40, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     basis = orthonormal(torch.cat([a, 3 * a, b, a - 2 * b, a + 1e-6 * b.flip(0)], dim=1))
     assert [bool(column.any()) for column in basis.T] == [True, False, True, False, True]
@@ -189,7 +189,7 @@ def test_columns_become_orthonormal_or_zeros():
     torch.testing.assert_close(kept.T @ kept, torch.eye(3, dtype=torch.float64), rtol=0, atol=1e-14)
 
 
-def test_what_is_worth_factors():
+def test_which_shapes_are_factored():
     assert is_worth_it((64, 64), 4) and is_worth_it((64, 8, 8), 4)  # 512 < 4096, all dimensions but the first together
     assert not is_worth_it((64,), 1) and not is_worth_it((), 1) and not is_worth_it((64, 1), 1)
     assert is_worth_it((64, 64), 4, 7.9) and not is_worth_it((64, 64), 4, 8)

@@ -1,4 +1,4 @@
-"""The shard layout: chunks of any tensor on any number of ranks, alone and in buckets."""
+"""The shard layout: chunks of any tensor on any number of ranks, single and in buckets."""
 
 import math
 
@@ -24,7 +24,7 @@ def bucket(*names):
 
 
 @ranks
-def test_chunks_put_together_are_the_tensor_and_zeros(num_ranks):
+def test_joined_shards_are_the_tensor_and_zeros(num_ranks):
     for name, tensor in tensors().items():
         joined = torch.cat([local_shard(tensor, num_ranks, rank) for rank in range(num_ranks)])
         assert len(joined) == num_ranks * chunk_elements(tensor.numel(), num_ranks), name
@@ -35,7 +35,7 @@ def test_chunks_put_together_are_the_tensor_and_zeros(num_ranks):
 
 @ranks
 @pytest.mark.parametrize("names", [(), ("even",), ("matrix",), ("small",), ("scalar",), ("empty",)])
-def test_row_r_of_a_buffer_is_what_rank_r_owns(num_ranks, names):
+def test_row_r_of_a_buffer_holds_the_shards_of_rank_r(num_ranks, names):
     one = bucket(*names)
     buffer = pack_chunks(one, tensors(), num_ranks)
     assert buffer.shape == (num_ranks, bucket_width(one, num_ranks))
@@ -60,7 +60,7 @@ def test_unpacking_undoes_packing(num_ranks, names):
 
 
 @ranks
-def test_a_given_buffer_is_filled_padding_too_whatever_its_dtype(num_ranks):
+def test_a_given_buffer_of_any_dtype_is_filled_with_padding(num_ranks):
     out = torch.full((num_ranks, bucket_width(bucket(), num_ranks)), math.nan, dtype=torch.bfloat16)
     assert pack_chunks(bucket(), tensors(), num_ranks, out=out) is out
     assert torch.equal(out.double(), pack_chunks(bucket(), tensors(), num_ranks))  # integers below 256 are exact
@@ -80,7 +80,7 @@ def test_tensors_of_any_memory_format():
         assert not target.is_contiguous()
 
 
-def test_what_needs_no_copy_is_not_copied():
+def test_views_instead_of_copies_where_possible():
     even = tensors()["even"]
     assert local_shard(even, 4, 2).data_ptr() == even.view(-1)[12:].data_ptr()
     assert pack_chunks(bucket("even"), {"even": even}, 4).data_ptr() == even.data_ptr()

@@ -52,7 +52,7 @@ def test_build_gives_a_module_whose_loss_has_a_gradient(name):
     assert all(p.grad.any() for p in module.parameters() if p.grad is not None)
 
 
-def test_the_loss_calls_a_wrapper_in_place_of_the_module():
+def test_the_loss_accepts_a_wrapper():
     class Wrapper(nn.Module):
         def __init__(self, module):
             super().__init__()
@@ -72,7 +72,7 @@ def test_mean_squared_error_is_over_every_element():
     assert loss_fn(lambda x: x, batch).item() == 3.0
 
 
-def test_seed_decides_the_parameters_and_the_global_generator_stays():
+def test_the_seed_decides_the_parameters_and_leaves_the_global_generator():
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -89,7 +89,7 @@ def test_abstract_is_build_without_values(name):
     assert {parameter.device.type for parameter in abstract(name).parameters()} == {"meta"}
 
 
-def test_a_config_of_ones_own_will_do():
+def test_a_custom_config():
     config = TransformerConfig(vocab=11, context=4, width=6, num_layers=1, num_heads=3, hidden=5)
     assert sum(parameter.numel() for parameter in build(config).parameters()) == config.num_params
 

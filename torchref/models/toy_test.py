@@ -74,13 +74,13 @@ def test_tied_matrix_is_one_parameter_with_the_gradient_of_both_uses():
     torch.testing.assert_close(module.tied.grad, first.grad + second.grad, rtol=0, atol=1e-5)
 
 
-def test_frozen_matrix_is_born_frozen_and_the_others_are_not():
+def test_only_the_frozen_matrix_is_frozen():
     flags = {name: parameter.requires_grad for name, parameter in FrozenToy(3, 8, 2).named_parameters()}
     assert flags.pop("frozen.weight") is False
     assert all(flags.values())
 
 
-def test_unused_matrix_gets_no_gradient_and_the_others_do():
+def test_only_the_unused_matrix_gets_no_gradient():
     module = UnusedToy(3, 8, 2)
     module(torch.randn(5, 3)).square().sum().backward()
     assert [name for name, parameter in module.named_parameters() if parameter.grad is None] == ["unused.weight"]

@@ -110,7 +110,7 @@ def test_attention_equals_loops_in_numpy_in_float64():
 
 
 @pytest.mark.parametrize("changed", [1, 7, 15])
-def test_a_later_token_leaves_earlier_logits_as_they_are(changed):
+def test_a_later_token_does_not_change_earlier_logits(changed):
     torch.manual_seed(0)
     module = Transformer(SIZES["tiny"])
     tokens = torch.randint(64, (2, 16))
@@ -122,7 +122,7 @@ def test_a_later_token_leaves_earlier_logits_as_they_are(changed):
     assert ((before - after).abs()[:, changed:].amax(dim=(0, 2)) > 1e-6).all()
 
 
-def test_parameters_decide_the_dtype():
+def test_the_dtype_of_the_parameters_is_the_compute_dtype():
     tokens = torch.zeros(1, 4, dtype=torch.int64)
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         assert Transformer(SIZES["tiny"]).to(dtype)(tokens).dtype == dtype
@@ -138,7 +138,7 @@ def test_parameters_decide_the_dtype():
         ({"num_heads": 16}, r"width / num_heads \(=1\) must be even: RoPE turns pairs"),
     ],
 )
-def test_config_refuses_sizes_that_cannot_be(change, message):
+def test_config_refuses_invalid_sizes(change, message):
     sizes = {"vocab": 64, "context": 16, "width": 16, "num_layers": 2, "num_heads": 2, "hidden": 32} | change
     with pytest.raises(ValueError, match=f"^{message}$"):
         TransformerConfig(**sizes)

@@ -1,4 +1,4 @@
-"""Which optimizers may run on shards."""
+"""Which optimizers are accepted as element-wise."""
 
 import pytest
 import torch
@@ -46,40 +46,40 @@ class Decaying(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_what_works_element_by_element_is_accepted(name):
+def test_element_wise_optimizers_are_accepted(name):
     check_elementwise(getattr(torch.optim, name), {})
     check_elementwise(getattr(torch.optim, name), {"lr": 0.0})
 
 
 @pytest.mark.parametrize("options", [{"momentum": 0.9, "nesterov": True}, {"weight_decay": 0.1, "maximize": True}])
-def test_options_are_tried(options):
+def test_options_are_used(options):
     check_elementwise(torch.optim.SGD, {"lr": 1e-9, **options})
 
 
 @pytest.mark.parametrize("lr", [0.0, 1e-9, 0.1])
 @pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, Scaled, Normalised, Decaying])
-def test_what_looks_at_the_whole_is_refused_whatever_its_learning_rate(optimizer, lr):
+def test_others_are_refused_at_any_learning_rate(optimizer, lr):
     with pytest.raises(ValueError, match=rf"optimizer \(={optimizer.__name__}\) must be element-wise to be sharded"):
         check_elementwise(optimizer, {"lr": lr})
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "cause", "what_it_says"),
+    ("optimizer", "cause", "its_message"),
     [
         (torch.optim.LBFGS, TypeError, "TypeError: .* argument: 'closure'"),
         (torch.optim.SparseAdam, RuntimeError, "RuntimeError: SparseAdam does not support dense gradients"),
         (torch.optim.Muon, ValueError, "ValueError: Muon only supports 2D parameters"),
     ],
 )
-def test_what_cannot_step_on_parts_is_refused_with_what_it_says(optimizer, cause, what_it_says):
-    message = rf"optimizer \(={optimizer.__name__}\) must be element-wise to be sharded: .* it raises {what_it_says}.*$"
+def test_the_error_of_an_optimizer_that_cannot_step_is_shown(optimizer, cause, its_message):
+    message = rf"optimizer \(={optimizer.__name__}\) must be element-wise to be sharded: .* it raises {its_message}.*$"
     with pytest.raises(ValueError, match=message) as refused:
         check_elementwise(optimizer, {"lr": 0.1})
     assert isinstance(refused.value.__cause__, cause)
     assert "\n" not in str(refused.value)
 
 
-def test_options_are_refused_in_the_optimizers_own_words():
+def test_bad_options_raise_the_optimizers_own_error():
     with pytest.raises(ValueError, match="^Invalid weight_decay value: -1"):
         check_elementwise(torch.optim.SGD, {"weight_decay": -1})
     with pytest.raises(TypeError, match="unexpected keyword argument 'decay'"):

@@ -1,4 +1,4 @@
-"""What all stages promise of a wrapper's life: copies, steps that fail, changes behind its back, and its end."""
+"""Life of a ZeRO wrapper: copies, failed steps, changes to the module, and deletion."""
 
 import copy
 import gc
@@ -65,12 +65,12 @@ def num_hooks(module):
 
 
 def hooks_before_and_after(name):
-    """Hooks while a wrapper lives, its copy too, and when each is deleted."""
+    """Number of hooks while a wrapper and its copy live, and after each is deleted."""
     net = wrap(name, corners())[0]
     twin = copy.deepcopy(net)
     module, twin_module = net.module, twin.module
     found = [num_hooks(module), num_hooks(twin_module)]
-    gc.disable()  # they go with the wrapper, not later
+    gc.disable()  # hooks are removed with the wrapper, not by a later collection
     try:
         del net
         found += [num_hooks(module), num_hooks(twin_module)]
@@ -81,7 +81,7 @@ def hooks_before_and_after(name):
 
 
 def wrapped_twice(name):
-    """How far a module in a second wrapper, after the first is deleted, trains from a new one."""
+    """Difference in training between a module that is wrapped again and a new one."""
     batch, module = rows(batches()[0]), corners()
     net = wrap(name, module)[0]
     loss_fn(net, batch).backward()  # given up
@@ -95,7 +95,7 @@ def wrapped_twice(name):
 
 
 def shards_are_not_wrapped():
-    """Neither while their FSDP lives nor after, nor a copy of them, by no strategy; whole ones in their place are."""
+    """No strategy wraps shards or copies of them, before or after their FSDP is deleted; all wrap full parameters."""
     module = corners()
     expected = loss_fn(module, rows(batches()[0])).item()
     net, tx = wrap("zero3", module)
@@ -133,7 +133,7 @@ def changed_after_wrapping(name):
 
 
 def fail_once_then_train(name):
-    """A step that fails in the middle of the backward must not spoil those after it."""
+    """A step that raises during the backward must not affect those after it."""
     results = []
     for fails in (False, True):
         net, tx = wrap(name, corners())
@@ -162,7 +162,7 @@ def test_a_deleted_wrapper_frees_everything(ranks, name):
 
 
 @stages
-def test_a_deep_copy_trains_as_the_original_does(ranks, name):
+def test_a_deep_copy_trains_like_the_original(ranks, name):
     for apart, moved, same_calls in ranks.run(deep_copy, name, num_ranks=2):
         assert apart == 0
         assert moved > 1e-3
@@ -170,23 +170,23 @@ def test_a_deep_copy_trains_as_the_original_does(ranks, name):
 
 
 @stages
-def test_a_deleted_wrapper_takes_its_hooks_along(ranks, name):
+def test_a_deleted_wrapper_removes_its_hooks(ranks, name):
     for alive, twin_alive, deleted, twin_before, twin_deleted in ranks.run(hooks_before_and_after, name, num_ranks=2):
         assert alive == twin_alive == twin_before > 0
         assert deleted == twin_deleted == 0
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero2"])
-def test_a_module_can_be_wrapped_again_when_its_wrapper_is_deleted(ranks, name):
+def test_a_module_can_be_wrapped_again_after_its_wrapper_is_deleted(ranks, name):
     assert ranks.run(wrapped_twice, name, num_ranks=2) == [0, 0]
 
 
-def test_a_module_in_shards_cannot_be_wrapped_again(ranks):
+def test_a_module_with_shards_cannot_be_wrapped_again(ranks):
     assert ranks.run(shards_are_not_wrapped, num_ranks=2) == [0, 0]
 
 
 @stages
-def test_what_changes_after_wrapping_is_refused(ranks, name):
+def test_changes_after_wrapping_are_refused(ranks, name):
     ranks.run(changed_after_wrapping, name, num_ranks=2)
 
 

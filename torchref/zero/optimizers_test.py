@@ -1,4 +1,4 @@
-"""Saved shards go back to their rank: optimizers over chunks and what FSDP shards."""
+"""State dicts of shards load on their own rank only: optimizer state of ZeRO1 and ZeRO2, parameters of FSDP."""
 
 import copy
 import io
@@ -31,17 +31,17 @@ def through_a_file(saved):
     return torch.load(file)  # weights only: nothing but tensors and plain values
 
 
-def refused(found, own):
-    return pytest.raises(
-        ValueError, match=rf"state_dict \(=of rank {found}\) must be this rank's \(={own}\): shards do not move between"
-    )
+def refused(found, expected):
+    rule = "shards do not move between ranks"
+    message = rf"state_dict \(=of rank {found}\) must be this rank's \(={expected}\): {rule}"
+    return pytest.raises(ValueError, match=message)
 
 
 # On the ranks
 
 
 def states(stage):
-    """This rank's state, after it was loaded here, and into a copy."""
+    """This rank's state, after loading it into the wrapper and into a copy."""
     net = trained(stage)
     for one in (net, copy.deepcopy(net)):
         saved = through_a_file(one.optimizer.state_dict())
@@ -53,18 +53,18 @@ def states(stage):
     return saved
 
 
-def load_anothers_state(stage, saved):
+def load_state_of_another_rank(stage, saved):
     net = trained(stage)
-    found, own = f"{saved['rank']} of {saved['num_ranks']}", f"{dist.get_rank()} of {net.num_ranks}"
+    found, expected = f"{saved['rank']} of {saved['num_ranks']}", f"{dist.get_rank()} of {net.num_ranks}"
     for one in (net, copy.deepcopy(net)):
-        with refused(found, own):
+        with refused(found, expected):
             one.optimizer.load_state_dict(saved)
-    with refused("None of None", own):
+    with refused("None of None", expected):
         net.optimizer.load_state_dict(torch.optim.AdamW(mlp().parameters()).state_dict())
 
 
 def shards():
-    """This rank's shards, after they were loaded into another module."""
+    """This rank's shards, after loading them into another module."""
     net = torchref.FSDP(mlp())
     saved = through_a_file(net.state_dict())
     other = torchref.FSDP(mlp())
@@ -76,12 +76,12 @@ def shards():
     return saved
 
 
-def load_anothers_shards(saved):
+def load_shards_of_another_rank(saved):
     net = torchref.FSDP(mlp())
     before = [parameter.detach().clone() for parameter in net.parameters()]
-    own = saved["_extra_state"]
+    marks = saved["_extra_state"]
     for one in (net, copy.deepcopy(net)):
-        with refused(f"{own['rank']} of {own['num_ranks']}", f"{dist.get_rank()} of {net.num_ranks}"):
+        with refused(f"{marks['rank']} of {marks['num_ranks']}", f"{dist.get_rank()} of {net.num_ranks}"):
             one.load_state_dict(saved)
         assert all(torch.equal(p, q) for p, q in zip(one.parameters(), before, strict=True))
     del saved["_extra_state"]
@@ -93,15 +93,15 @@ def load_anothers_shards(saved):
 
 
 @pytest.mark.parametrize("stage", [torchref.ZeRO1, torchref.ZeRO2])
-def test_the_state_of_an_optimizer_over_chunks_is_loaded_on_its_rank_only(ranks, stage):
+def test_optimizer_state_loads_on_its_rank_only(ranks, stage):
     found = ranks.run(states, stage, num_ranks=2)
     assert [(saved["rank"], saved["num_ranks"]) for saved in found] == [(0, 2), (1, 2)]
-    ranks.run(load_anothers_state, stage, found[0], num_ranks=3)
-    ranks.run(load_anothers_state, stage, {**found[0], "rank": 2}, num_ranks=2)
+    ranks.run(load_state_of_another_rank, stage, found[0], num_ranks=3)
+    ranks.run(load_state_of_another_rank, stage, {**found[0], "rank": 2}, num_ranks=2)
 
 
-def test_shards_are_loaded_on_their_rank_only(ranks):
+def test_shards_load_on_their_rank_only(ranks):
     found = ranks.run(shards, num_ranks=2)
-    for whose in ({"rank": 2, "num_ranks": 2}, {"rank": 0, "num_ranks": 3}):
+    for marks in ({"rank": 2, "num_ranks": 2}, {"rank": 0, "num_ranks": 3}):
         zeros = {name: torch.zeros_like(tensor) for name, tensor in found[0].items() if name != "_extra_state"}
-        ranks.run(load_anothers_shards, zeros | {"_extra_state": whose}, num_ranks=2)
+        ranks.run(load_shards_of_another_rank, zeros | {"_extra_state": marks}, num_ranks=2)

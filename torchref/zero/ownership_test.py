@@ -1,4 +1,4 @@
-"""The sharded optimizer's owners: dealt out by size, alike on every rank, and what they send."""
+"""ShardedOptimizer: how parameters are assigned to ranks, and which broadcasts follow."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def owned_bytes_of_some_frozen(sizes, num_frozen):
 
 
 def listed_differently():
-    """By shape or by name, at the start or later: refused on every rank before anything is sent."""
+    """Different shapes or names, at the start or later, are refused on every rank before anything is sent."""
     message = "params must be the same on every rank, in the same order: names, shapes or dtypes differ"
     turn = 1 if dist.get_rank() == 0 else -1
     by_shape = [nn.Parameter(torch.zeros(shape)) for shape in ((2, 4), (4, 2), (8,))][::turn]
@@ -68,7 +68,7 @@ def listed_differently():
 
 
 def from_different_weights():
-    """Ranks that start apart are together after a step, even with fewer parameters than ranks."""
+    """Ranks with different weights agree after a step, even with fewer parameters than ranks."""
     module = nn.Linear(3, 2)
     with torch.no_grad():
         module.weight.fill_(dist.get_rank())
@@ -83,7 +83,7 @@ def from_different_weights():
 
 @pytest.mark.parametrize("add_one_by_one", [False, True])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_no_rank_owns_more_than_its_part_and_the_largest_parameter(ranks, num_ranks, add_one_by_one):
+def test_assignment_is_balanced(ranks, num_ranks, add_one_by_one):
     owned = ranks.run(owned_bytes, add_one_by_one, num_ranks=num_ranks)
     total = sum(SIZES) * 4
     assert sum(owned) == total
@@ -92,24 +92,24 @@ def test_no_rank_owns_more_than_its_part_and_the_largest_parameter(ranks, num_ra
         assert max(owned) <= 1.1 * max(total / num_ranks, max(SIZES) * 4)
 
 
-def test_state_is_spread_and_parameters_are_broadcast(ranks):
-    # 5 trained weights of 256 bytes, the frozen one is not owned by weight, nor sent.
+def test_state_is_sharded_and_parameters_are_broadcast(ranks):
+    # 5 trained weights of 256 bytes. The frozen one is neither balanced with them nor sent.
     found = ranks.run(state_and_broadcasts, num_ranks=2)
     assert sorted(num_bytes for num_bytes, _ in found) == [2 * 256, 3 * 256]
     assert all(kinds == ["broadcast"] * 5 for _, kinds in found)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "num_frozen", "trained", "all_of_them"),
+    ("sizes", "num_frozen", "trained", "total"),
     [
         ([64] * 8, 7, [0, 256], [1024, 1024]),  # layers to be unfrozen one by one
         ([4096, 64, 64, 64, 64], 1, [512, 512], [512, 512 + 16384]),  # a large one that stays frozen
     ],
 )
-def test_what_is_trained_now_is_dealt_out_evenly_and_what_may_be_later(ranks, sizes, num_frozen, trained, all_of_them):
+def test_trainable_and_frozen_parameters_are_both_balanced(ranks, sizes, num_frozen, trained, total):
     found = ranks.run(owned_bytes_of_some_frozen, sizes, num_frozen, num_ranks=2)
     assert sorted(now for now, _ in found) == trained
-    assert sorted(owned for _, owned in found) == all_of_them
+    assert sorted(owned for _, owned in found) == total
 
 
 def test_ranks_must_list_the_same_parameters(ranks):
@@ -119,4 +119,4 @@ def test_ranks_must_list_the_same_parameters(ranks):
 def test_every_rank_gets_the_owners_weights(ranks):
     first, *others = ranks.run(from_different_weights, num_ranks=3)
     assert all(other == first for other in others)
-    assert first == ([0], [1])  # the larger one is dealt out first
+    assert first == ([0], [1])  # the larger one is assigned first

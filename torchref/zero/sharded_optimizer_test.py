@@ -1,4 +1,4 @@
-"""The sharded optimizer: torch's interface, whole parameters, saved and copied states."""
+"""ShardedOptimizer: torch's interface, optimizers that are not element-wise, saved and copied states."""
 
 import copy
 import pickle
@@ -17,7 +17,7 @@ def mlp(seed=0):
 
 
 def backward(module):
-    """The same on every rank, as after a strategy of ``ddp/``."""
+    """Gradients that are equal on every rank, as after a strategy in ``ddp/``."""
     total = module(torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3)).square().sum()
     total.backward()
     return total
@@ -31,7 +31,7 @@ def same_weights(ours, theirs):
 
 
 def late_group_closure_and_schedule():
-    """A group that joins during training, options that change outside, losses of closures: against torch's own."""
+    """A group added during training, options changed outside and closures, compared with torch's own optimizer."""
     ours, theirs = mlp(), mlp()
     optimizers = [
         torchref.ShardedOptimizer(ours[0].parameters(), torch.optim.AdamW, lr=0.1, weight_decay=0.5),
@@ -55,7 +55,7 @@ def late_group_closure_and_schedule():
             losses.append(optimizer.step(closure).item())
             schedule.step()
     assert losses[::2] == losses[1::2]
-    assert optimizers[0].param_groups[1]["eps"] == 1e-8  # defaults of the class are there
+    assert optimizers[0].param_groups[1]["eps"] == 1e-8  # a default of the class
     assert isinstance(optimizers[0], torch.optim.Optimizer)
     return same_weights(ours, theirs)
 
@@ -72,7 +72,7 @@ def all_gradients_are_zeroed():
 
 
 def not_element_wise():
-    """Whole parameters are enough for an optimizer that looks at whole parameters."""
+    """An optimizer that is not element-wise works, because each rank updates whole parameters."""
     ours, theirs = mlp(), mlp()
     optimizers = [
         torchref.ShardedOptimizer(ours.parameters(), torch.optim.Adafactor, lr=0.1),
@@ -87,7 +87,7 @@ def not_element_wise():
 
 
 def saved_and_loaded():
-    """Training that is interrupted, against training that is not."""
+    """Interrupted training compared with uninterrupted training."""
     modules, ends = [mlp(), mlp()], []
     for module, is_interrupted in zip(modules, (True, False), strict=True):
         optimizer = torchref.ShardedOptimizer(module.parameters(), torch.optim.AdamW, lr=0.1)
@@ -107,10 +107,10 @@ def saved_and_loaded():
 
 
 def copied(copy_of):
-    """A copy with its module, in the middle of training, against one that goes on; neither moves the other."""
+    """A copy made during training, compared with the original; neither changes the other."""
     module = mlp()
     optimizer = torchref.ShardedOptimizer(module.parameters(), torch.optim.AdamW, lr=0.1)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # puts itself around the step
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # wraps the step
     ends = []
     for _ in range(2):
         optimizer.zero_grad()
@@ -175,7 +175,7 @@ def in_two_groups():
 
 
 @pytest.mark.parametrize("copy_of", [copy.deepcopy, pickled])
-def test_a_copy_trains_as_the_original_does(ranks, copy_of):
+def test_a_copy_trains_like_the_original(ranks, copy_of):
     assert ranks.run(copied, copy_of, num_ranks=2) == [([True, False], True)] * 2
 
 
@@ -184,19 +184,19 @@ def test_a_copy_has_the_same_process_group(ranks):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_it_is_torchs_optimizer(ranks, num_ranks):
+def test_it_behaves_like_torchs_optimizer(ranks, num_ranks):
     assert ranks.run(late_group_closure_and_schedule, num_ranks=num_ranks) == [True] * num_ranks
 
 
-def test_zero_grad_is_for_all_parameters(ranks):
+def test_zero_grad_clears_all_parameters(ranks):
     assert ranks.run(all_gradients_are_zeroed, num_ranks=2) == [(True, True)] * 2
 
 
-def test_an_optimizer_that_looks_at_whole_parameters(ranks):
+def test_an_optimizer_that_is_not_element_wise(ranks):
     assert ranks.run(not_element_wise, num_ranks=2) == [True, True]
 
 
-def test_state_can_be_saved_and_loaded_on_the_same_ranks_only(ranks):
+def test_state_loads_on_the_same_rank_only(ranks):
     found = ranks.run(saved_and_loaded, num_ranks=2)
     assert all(same for _, same in found)
     assert [(saved["rank"], saved["num_ranks"]) for saved, _ in found] == [(0, 2), (1, 2)]

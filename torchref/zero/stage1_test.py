@@ -1,4 +1,4 @@
-"""Stage 1: gradients whole until they are summed, an optimizer over chunks, parameters whole after the step."""
+"""Stage 1: full gradients until the synchronisation, an optimizer over shards, full parameters after the step."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def sum_over_ranks(module, num_ranks):
 
 
 def gradients_step_by_step():
-    """The gradients of the module and of the chunks: before the synchronisation, after it, after zero_grad."""
+    """Gradients of the module and of the shards: before and after the synchronisation, and after zero_grad."""
     net = torchref.ZeRO1(mlp(), torch.optim.SGD, lr=0.1)
     local = mlp()
     backward(local)
@@ -42,23 +42,23 @@ def gradients_step_by_step():
     net.finish_gradient_synchronization(denominator=1)
     found.append(all(parameter.grad is None for parameter in net.parameters()))
     total = sum_over_ranks(mlp(), net.num_ranks)
-    for name, chunk in net._shards.items():
+    for name, shard in net._shards.items():
         expected = local_shard(total[name], net.num_ranks, dist.get_rank())
-        torch.testing.assert_close(chunk.grad, expected, rtol=1e-14, atol=1e-14)  # float64: the order of two sums
+        torch.testing.assert_close(shard.grad, expected, rtol=1e-14, atol=1e-14)  # float64: the order of two sums
     net.zero_grad()
-    found.append(all(chunk.grad is None for chunk in net._shards.values()))
+    found.append(all(shard.grad is None for shard in net._shards.values()))
     return found
 
 
-def chunks_share_the_modules_memory():
+def shards_share_the_modules_memory():
     net = torchref.ZeRO1(nn.Linear(4, 4, bias=False), torch.optim.SGD, lr=0.1)
     place = net.module.weight.data_ptr() + 32 * dist.get_rank()  # 8 of 16 floats
-    (chunk,) = net._shards.values()
-    return chunk.data_ptr() == place
+    (shard,) = net._shards.values()
+    return shard.data_ptr() == place
 
 
 def groups_and_schedule():
-    """Two groups with options of their own and a schedule, against the same on one process."""
+    """Two groups with different options and a schedule, compared with one process."""
     results = []
     for sharded in (True, False):
         module = mlp()
@@ -88,7 +88,7 @@ def groups_and_schedule():
 
 
 def weights_given_later():
-    """What is loaded into the module is what is trained."""
+    """Weights loaded after wrapping are the ones that are trained."""
     net = torchref.ZeRO1(mlp(), torch.optim.SGD, lr=0.0)
     net.module.load_state_dict(mlp(seed=5).state_dict())
     backward(net)
@@ -144,23 +144,23 @@ def bad_input():
 # In the test process
 
 
-def test_gradients_are_whole_until_they_are_summed(ranks):
+def test_gradients_are_full_until_the_synchronisation(ranks):
     assert ranks.run(gradients_step_by_step, num_ranks=3) == [[True, True, True]] * 3
 
 
-def test_chunks_take_no_memory_of_their_own(ranks):
-    assert ranks.run(chunks_share_the_modules_memory, num_ranks=2) == [True, True]
+def test_shards_are_views_of_the_parameters(ranks):
+    assert ranks.run(shards_share_the_modules_memory, num_ranks=2) == [True, True]
 
 
-def test_groups_keep_their_options_and_follow_a_schedule(ranks):
+def test_groups_and_schedules(ranks):
     assert max(ranks.run(groups_and_schedule, num_ranks=2)) <= 1e-12  # float64: the order of sums
 
 
-def test_weights_loaded_after_wrapping_count(ranks):
+def test_weights_loaded_after_wrapping_are_trained(ranks):
     assert ranks.run(weights_given_later, num_ranks=3) == [True] * 3
 
 
-def test_step_needs_gradients_and_may_take_them_twice(ranks):
+def test_step_needs_gradients_and_may_use_them_twice(ranks):
     ranks.run(steps_on_the_same_gradients, num_ranks=2)
 
 

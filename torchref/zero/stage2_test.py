@@ -1,4 +1,4 @@
-"""Stage 2: no full gradient outlives its bucket, across micro-batches neither."""
+"""Stage 2: full gradients are freed with their bucket, also between micro-batches."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def num_gradients(net):
 
 
 def most_gradients_at_once(accumulate):
-    """Full gradients alive: at most during the backward, after one under no_sync, after one outside of it."""
+    """Number of full gradients: the maximum during a backward and after it, under no_sync and outside."""
     net, seen = wrap(layers(), accumulate), []
     for layer in net.module:  # after the wrapper's own hook
         layer.weight.register_post_accumulate_grad_hook(lambda _: seen.append(num_gradients(net)))
@@ -50,7 +50,7 @@ def most_gradients_at_once(accumulate):
 
 
 def accumulated(accumulate, together):
-    """Three backward passes, each under a no_sync of its own or two under one, against one over all."""
+    """Three backward passes, under one no_sync or one each, compared with a single one over all rows."""
     x = torch.arange(48.0).view(3, 16) * (1 + dist.get_rank())
     net, at_once = wrap(layers(), accumulate), wrap(layers(), accumulate)
     if together:
@@ -71,7 +71,7 @@ def accumulated(accumulate, together):
 
 
 def branches(accumulate):
-    """Ranks use different parameters, so that one has a bucket to send and the other has not."""
+    """Ranks use different parameters, so that a bucket is full on one rank only."""
     net = torchref.ZeRO2(Branches(), torch.optim.SGD, 1e-6, accumulate=accumulate, lr=1.0)
     net.module.load_state_dict({"left.weight": torch.zeros(1, 3), "right.weight": torch.zeros(1, 3)})
     with net.no_sync():
@@ -83,8 +83,8 @@ def branches(accumulate):
     return {name: parameter.detach().flatten().tolist() for name, parameter in net.module.named_parameters()}
 
 
-def forgotten():
-    """What was accumulated for a step that was given up does not count in the next."""
+def discarded():
+    """A discarded backward does not count in the next step."""
     net = wrap(layers())
     for gives_up in (net.on_train_batch_start, net.zero_grad):
         with net.no_sync():
@@ -121,7 +121,7 @@ def test_gradients_are_freed_bucket_by_bucket(ranks):
 
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("accumulate", ["shards", "full"])
-def test_micro_batches_add_up(ranks, accumulate, together):
+def test_micro_batches_accumulate(ranks, accumulate, together):
     assert max(ranks.run(accumulated, accumulate, together, num_ranks=2)) < 1e-5  # float32 sums in another order
 
 
@@ -131,8 +131,8 @@ def test_ranks_may_use_different_parameters(ranks, accumulate):
     assert ranks.run(branches, accumulate, num_ranks=2) == [expected] * 2
 
 
-def test_what_was_accumulated_can_be_forgotten(ranks):
-    assert ranks.run(forgotten, num_ranks=2) == [True, True]
+def test_an_accumulated_backward_can_be_discarded(ranks):
+    assert ranks.run(discarded, num_ranks=2) == [True, True]
 
 
 def test_two_backward_passes_without_finishing_are_refused(ranks):

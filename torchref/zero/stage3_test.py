@@ -1,4 +1,4 @@
-"""Stage 3: what is sharded, what stays whole, in which dtypes, and what is refused."""
+"""Stage 3: which parameters are sharded, in which dtypes, and what is refused."""
 
 import copy
 
@@ -14,7 +14,7 @@ from torchref.communication.sharding import local_shard
 
 
 class Tied(nn.Module):
-    """An embedding and a head of one weight, around a normalisation that stays whole."""
+    """An embedding and a head of one weight, around a normalisation that is replicated."""
 
     def __init__(self):
         super().__init__()
@@ -26,7 +26,7 @@ class Tied(nn.Module):
 
 
 class Functional(nn.Module):
-    """Reads a weight that another module has."""
+    """Reads the weight of another module."""
 
     def __init__(self, other):
         super().__init__()
@@ -50,7 +50,7 @@ def backward(net, rank=None):
 
 
 def shards_and_gradients(compute_dtype, reduce_dtype):
-    """Parameters and gradients, against chunks of those of one process; and what was sent."""
+    """Differences from the shards of single-process gradients, and the collectives issued."""
     module = tied()
     expected = copy.deepcopy(module)
     net = torchref.FSDP(module, compute_dtype, reduce_dtype=reduce_dtype)
@@ -67,7 +67,7 @@ def shards_and_gradients(compute_dtype, reduce_dtype):
         assert torch.equal(starts[name], cut(parameter.detach()))
         assert shard.dtype == shard.grad.dtype == torch.float32
         assert shard.shape == shard.grad.shape == cut(parameter).shape
-        assert shard.untyped_storage().nbytes() == shard.nbytes  # and not a view of the whole
+        assert shard.untyped_storage().nbytes() == shard.nbytes  # not a view of the full parameter
         differences[name] = ((shard.grad - cut(parameter.grad)).norm() / parameter.grad.norm()).item()
     return differences, [tuple(one) for one in issued]
 
@@ -112,7 +112,7 @@ def accumulation():
 
 
 def multihead_attention():
-    """Its output layer is used without being called, so it must be left alone."""
+    """Its output layer is used without being called, so it must not be sharded."""
     torch.manual_seed(0)
     module = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).double()
     alone = copy.deepcopy(module)
@@ -146,13 +146,13 @@ def bad_input():
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_shards_are_chunks_and_so_are_their_gradients(ranks, num_ranks):
+def test_parameters_and_gradients_are_shards(ranks, num_ranks):
     for differences, _ in ranks.run(shards_and_gradients, None, None, num_ranks=num_ranks):
         assert max(differences.values()) < 1e-6  # float32: sums over ranks in another order
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
-def test_bfloat16_computes_and_float32_remembers(ranks, reduce_dtype):
+def test_computing_in_bfloat16_with_float32_shards(ranks, reduce_dtype):
     for differences, issued in ranks.run(shards_and_gradients, torch.bfloat16, reduce_dtype, num_ranks=2):
         # bfloat16 has 8 bits: a relative error of 2^-9 in each of some ten operations.
         assert 1e-4 < max(differences.values()) < 0.05
@@ -165,11 +165,11 @@ def test_bfloat16_computes_and_float32_remembers(ranks, reduce_dtype):
         assert ("all-reduce", 4 * 4) in issued
 
 
-def test_full_parameters_have_their_names_shapes_and_bits(ranks):
+def test_gather_full_params_is_bitwise(ranks):
     assert ranks.run(full_params, num_ranks=3) == [True] * 3
 
 
-def test_types_say_what_is_sharded(ranks):
+def test_shard_types_select_what_is_sharded(ranks):
     for norm_only, with_the_model, everything, root in ranks.run(own_types, num_ranks=2):
         assert norm_only == {"embedding.weight": (7, 4), "norm.weight": (2,), "head.bias": (7,)}
         assert with_the_model == norm_only  # the model has no parameters of its own
@@ -177,11 +177,11 @@ def test_types_say_what_is_sharded(ranks):
         assert root == {"weight": (12,), "bias": (3,)}
 
 
-def test_micro_batches_add_up_in_shards_and_in_what_stays_whole(ranks):
+def test_micro_batches_accumulate_in_sharded_and_replicated_gradients(ranks):
     assert max(ranks.run(accumulation, num_ranks=2)) < 1e-12  # float64: the order of sums
 
 
-def test_a_layer_that_is_used_without_being_called_stays_whole(ranks):
+def test_a_layer_that_is_used_without_being_called_is_replicated(ranks):
     assert max(ranks.run(multihead_attention, num_ranks=2)) < 1e-12  # float64; torch's fast path sums otherwise
 
 

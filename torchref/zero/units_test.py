@@ -1,4 +1,4 @@
-"""Units: whole while they are used and not longer, whatever goes in and out, and however often they are run."""
+"""Units: full only while they are used, for any inputs and outputs, and under activation checkpointing."""
 
 import copy
 
@@ -16,7 +16,7 @@ WIDTH = 32  # a weight has 4 KiB of float32, more than any activation here
 
 
 class Swiglu(nn.Module):
-    """A user's own: parameters of its own around another unit, keyword arguments, a dict in, a dict out."""
+    """A user-defined unit: direct parameters around another unit, keyword arguments, a dict in and out."""
 
     def __init__(self):
         super().__init__()
@@ -30,7 +30,7 @@ class Swiglu(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers that change their input in place, a user's own unit, and a unit used twice."""
+    """Layers that change their input in place, a user-defined unit, and a unit used twice."""
 
     def __init__(self, reentrant=None):
         super().__init__()
@@ -83,8 +83,8 @@ def difference_from_one_process(reentrant):
     return max(differences), kinds.count("all-gather"), kinds.count("reduce-scatter")
 
 
-def kept_by_the_graph(reentrant):
-    """Bytes of the tensors that the graph keeps, with units and without; and whether units leave anything behind."""
+def saved_by_the_graph(reentrant):
+    """Bytes of the tensors that the graph saves, with and without units; and whether units clean up."""
     net = wrap(model(reentrant))
     found = []
     for one in (net, model(reentrant)):
@@ -118,7 +118,7 @@ def first_layer():
 
 
 def frozen_layers():
-    """Frozen units between trained ones pass gradients on, get none and keep nothing gathered."""
+    """Frozen units pass gradients on, get none and keep nothing gathered."""
     torch.manual_seed(0)
     module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).double()
     module[1].requires_grad_(False)
@@ -130,12 +130,12 @@ def frozen_layers():
     assert net._units[module[1]].shards._gathered is None
     net.finish_gradient_synchronization()
     assert module[1].weight.grad is None
-    bias = own_part(alone[0].bias.grad)
+    bias = local_part(alone[0].bias.grad)
     return torch.allclose(module[0].bias.grad, bias, rtol=1e-12)
 
 
-def own_part(whole):
-    return whole.chunk(dist.get_world_size())[dist.get_rank()]
+def local_part(full):
+    return full.chunk(dist.get_world_size())[dist.get_rank()]
 
 
 def twice_through_one_graph():
@@ -185,23 +185,23 @@ def failing_forward():
     # the three units in it once more, to run them again.
     [(None, 6 + 5), (False, 6 + 5 + 3), (True, 6 + 5 + 3)],
 )
-def test_gradients_are_those_of_one_process(ranks, reentrant, num_gathers):
+def test_gradients_equal_those_of_one_process(ranks, reentrant, num_gathers):
     for difference, gathers, sums in ranks.run(difference_from_one_process, reentrant, num_ranks=2):
         assert difference < 1e-11  # float64, gradients of order 100: the order of sums
         assert (gathers, sums) == (num_gathers, 6)
 
 
 @pytest.mark.parametrize("reentrant", [None, False])
-def test_the_graph_keeps_what_it_would_without_units_but_for_the_weights(ranks, reentrant):
+def test_the_graph_saves_the_same_without_the_weights(ranks, reentrant):
     weight_bytes = WIDTH * WIDTH * 8
-    for with_units, without, clean in ranks.run(kept_by_the_graph, reentrant, num_ranks=2):
+    for with_units, without, clean in ranks.run(saved_by_the_graph, reentrant, num_ranks=2):
         weights = [num_bytes for num_bytes in without if num_bytes >= weight_bytes]
         assert len(weights) == (2 if reentrant is False else 7)  # outside of the checkpoint only one is used, twice
         assert with_units + weights == without
         assert clean
 
 
-def test_a_weight_is_gathered_again_only_if_the_backward_needs_it(ranks):
+def test_a_weight_is_gathered_for_the_backward_only_if_needed(ranks):
     assert ranks.run(first_layer, num_ranks=2) == [[1, 2]] * 2
 
 
@@ -209,13 +209,13 @@ def test_frozen_units(ranks):
     assert all(ranks.run(frozen_layers, num_ranks=2))
 
 
-def test_a_graph_may_be_run_backward_twice(ranks):
+def test_backward_twice_through_one_graph(ranks):
     assert all(ranks.run(twice_through_one_graph, num_ranks=2))
 
 
-def test_shards_must_not_change_between_forward_and_backward(ranks):
+def test_changed_shards_are_refused_in_the_backward(ranks):
     ranks.run(changed_before_the_backward, num_ranks=2)
 
 
-def test_a_forward_may_fail(ranks):
+def test_units_survive_a_failed_forward(ranks):
     assert all(ranks.run(failing_forward, num_ranks=2))

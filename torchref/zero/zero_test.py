@@ -1,4 +1,4 @@
-"""What all stages promise, checked on ranks; most functions below run on every rank of a pool."""
+"""What all stages guarantee; most functions below run on every rank of a pool."""
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def rows(batch):
 
 
 def wrap(name, module, optimizer="adamw", **options):
-    """The wrapper, and what takes its steps."""
+    """The wrapped module, and what takes its steps."""
     cls, hyper = OPTIMIZERS[optimizer]
     options = OPTIONS[name] | options
     if name == "zero3":
@@ -93,7 +93,7 @@ def furthest(found, expected):
 
 
 def trained_alone(optimizer, max_grad_norm):
-    """The plainest loop, on whole batches."""
+    """A plain loop over whole batches."""
     module = corners()
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     cls, hyper = OPTIMIZERS[optimizer]
@@ -114,11 +114,11 @@ def trained_alone(optimizer, max_grad_norm):
 
 
 def trained(optimizer, num_microbatches, max_grad_norm):
-    """The last norm of single-process training; how far each strategy ends from it, in weights and norm."""
+    """The last norm of single-process training, and each strategy's difference from it in weights and norm."""
     alone, norm = trained_alone(optimizer, max_grad_norm)
     found = {}
     for name in (*OPTIONS, "sharded optimizer"):
-        module = corners(seed=dist.get_rank())  # the wrapper must replace those of other ranks
+        module = corners(seed=dist.get_rank())  # the wrapper must replace the weights of other ranks
         if name == "sharded optimizer":
             net = torchref.BucketedDDP(module)
             cls, hyper = OPTIMIZERS[optimizer]
@@ -139,7 +139,7 @@ def issued_and_planned(name, num_microbatches):
     return [tuple(one) for one in issued], planned_collectives(net, num_microbatches=num_microbatches)
 
 
-def launched_during_the_backward(name):
+def issued_during_the_backward(name):
     net, _ = wrap(name, nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double())
     with record() as issued:
         net(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
@@ -149,7 +149,7 @@ def launched_during_the_backward(name):
 
 
 def state_elements(name):
-    """Elements of Adam's moments on this rank, and of the chunks that it should own."""
+    """Elements of Adam's moments on this rank, and of the shards that it should own."""
     net, tx = wrap(name, corners())
     torchref.Trainer(loss_fn, tx, net).step(rows(batches()[0]))
     states = (tx if name == "zero3" else net.optimizer).state.values()
@@ -199,7 +199,7 @@ def bad_input(name):
 @pytest.mark.parametrize(("num_microbatches", "max_grad_norm"), [(1, None), (3, 0.3)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_training_is_that_of_one_process(ranks, num_ranks, optimizer, num_microbatches, max_grad_norm):
+def test_training_equals_single_process_training(ranks, num_ranks, optimizer, num_microbatches, max_grad_norm):
     for norm, found in ranks.run(trained, optimizer, num_microbatches, max_grad_norm, num_ranks=num_ranks):
         assert max_grad_norm is None or norm > max_grad_norm  # it is clipped
         assert len(found) == len(OPTIONS) + 1
@@ -210,9 +210,9 @@ def test_training_is_that_of_one_process(ranks, num_ranks, optimizer, num_microb
 
 @pytest.mark.parametrize("num_microbatches", [1, 3])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_what_is_issued_is_what_was_planned(ranks, name, num_microbatches):
+def test_issued_collectives_are_the_planned_ones(ranks, name, num_microbatches):
     for issued, planned in ranks.run(issued_and_planned, name, num_microbatches, num_ranks=2):
-        if name == "zero3":  # a unit that is not used communicates nothing; the rest is all-reduced at its own time
+        if name == "zero3":  # the unused unit does not communicate; replicated gradients are reduced in between
             for kind in ("all-gather", "all-gather", "reduce-scatter") * num_microbatches:
                 planned.remove((kind, 2 * 2 * 8))  # Linear(2, 1): 1 + 1 elements on each of 2 ranks
             issued.sort()
@@ -230,19 +230,19 @@ def test_one_rank_communicates_nothing(ranks, name):
 
 
 @stages
-def test_gradients_are_sent_while_the_backward_runs(ranks, name):
-    for during, all_of_them in ranks.run(launched_during_the_backward, name, num_ranks=2):
+def test_gradients_are_reduced_during_the_backward(ranks, name):
+    for during, all_of_them in ranks.run(issued_during_the_backward, name, num_ranks=2):
         assert during == all_of_them
         assert during.count("reduce-scatter") > 1
 
 
 @stages
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_a_rank_keeps_the_state_of_its_chunks(ranks, name, num_ranks):
-    stay_whole = (5, 5, 1, 2) if name == "zero3" else ()  # norm, scale and shift
-    more = sum(size - chunk_elements(size, num_ranks) for size in stay_whole)
-    for exp_avg, exp_avg_sq, of_chunks in ranks.run(state_elements, name, num_ranks=num_ranks):
-        assert exp_avg == exp_avg_sq == of_chunks + more
+def test_a_rank_keeps_the_state_of_its_shards(ranks, name, num_ranks):
+    replicated = (5, 5, 1, 2) if name == "zero3" else ()  # norm, scale and shift
+    more = sum(size - chunk_elements(size, num_ranks) for size in replicated)
+    for exp_avg, exp_avg_sq, of_shards in ranks.run(state_elements, name, num_ranks=num_ranks):
+        assert exp_avg == exp_avg_sq == of_shards + more
 
 
 @stages
