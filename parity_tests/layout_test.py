@@ -30,7 +30,7 @@ ONLY_IN_ONE = {
     "communication/buckets": {"check_dense", "tensor_spec"},
     "communication/compression": {"make_compression"},
     "communication/low_rank": {"apply_residual", "merge_memory", "split_memory"},
-    "communication/sharding": {"Cut", "local_shard", "own_chunk", "pack_local_shards", "pack_own"},
+    "communication/sharding": {"Cut"},
 }
 
 

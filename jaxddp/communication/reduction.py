@@ -34,7 +34,7 @@ from .collectives import all_reduce, reduce_scatter
 from .compression import Compression
 from .low_rank import apply_residual
 from .ordering import order_token
-from .sharding import own_chunk, pack_chunks, split_chunks
+from .sharding import local_shard, pack_chunks, split_chunks
 
 # Elements of a tensor that a rank keeps, on average over a bucket, up to which tensors share a sum of squares: one more
 # read of the bucket then costs a GPU no more than a sum for each. 64 KiB in float32, where the simulated step of 400
@@ -78,7 +78,7 @@ REDUCE_SCATTER = Reduce(
     send=lambda buffer, axis: reduce_scatter(buffer, axis)[0],
     keep=lambda buffer, axis: lax.dynamic_index_in_dim(buffer, lax.axis_index(axis), keepdims=False),
     unpack=split_chunks,
-    local_shard=own_chunk,
+    local_shard=local_shard,
 )
 
 

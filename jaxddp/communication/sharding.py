@@ -47,7 +47,7 @@ def pack_chunks(bucket: Bucket, tensors: Mapping[str, jax.Array], num_ranks: int
     return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks, axis=1)
 
 
-def pack_own(bucket: Bucket, chunks: Mapping[str, jax.Array]) -> jax.Array:
+def pack_local_shards(bucket: Bucket, chunks: Mapping[str, jax.Array]) -> jax.Array:
     """Lays one rank's chunks of a bucket's tensors end to end.
 
     Args:
@@ -95,7 +95,7 @@ def split_chunks(bucket: Bucket, own: jax.Array, num_ranks: int) -> dict[str, ja
     return found
 
 
-def own_chunk(tensor: jax.Array, num_ranks: int, rank: jax.Array | int) -> jax.Array:
+def local_shard(tensor: jax.Array, num_ranks: int, rank: jax.Array | int) -> jax.Array:
     """Cuts out the chunk that a rank owns.
 
     Args:

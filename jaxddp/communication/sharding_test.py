@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 import jaxddp
-from jaxddp.communication.sharding import Cut, own_chunk, pack_chunks, pack_own, split_chunks, unpack_chunks
+from jaxddp.communication.sharding import Cut, local_shard, pack_chunks, pack_local_shards, split_chunks, unpack_chunks
 from jaxddp.planning.buckets import Bucket, TensorSpec, bucket_width, chunk_elements
 
 SHAPES = [(), (1,), (3,), (7, 5), (4, 3, 2), (0,), (3, 0), (8, 8)]
@@ -59,8 +59,8 @@ def test_row_r_of_a_bucket_is_what_rank_r_owns(num_ranks):
     for rank in range(num_ranks):
         own = split_chunks(bucket, buffer[rank], num_ranks)
         for name, chunk in own.items():
-            np.testing.assert_array_equal(chunk, own_chunk(tensors[name], num_ranks, rank))
-        np.testing.assert_array_equal(pack_own(bucket, own), buffer[rank])
+            np.testing.assert_array_equal(chunk, local_shard(tensors[name], num_ranks, rank))
+        np.testing.assert_array_equal(pack_local_shards(bucket, own), buffer[rank])
 
 
 def test_chunks_cover_a_tensor_with_less_padding_than_ranks():

@@ -34,7 +34,7 @@ from jax import lax
 from ..communication.collectives import all_gather
 from ..communication.compression import Compression, check_stateless, none
 from ..communication.reduction import REDUCE_SCATTER
-from ..communication.sharding import Cut, pack_own, unpack_chunks
+from ..communication.sharding import Cut, pack_local_shards, unpack_chunks
 from ..planning.buckets import BucketMb, BucketPlan, Rule, plan_buckets
 from ..scopes import SYNC_SCOPE
 from ..strategy import Strategy, register
@@ -106,7 +106,7 @@ def gather_params(shards: Any, params: Any, plan: BucketPlan, axis: str, *, send
     with jax.named_scope(SYNC_SCOPE):
         unpacked: dict[str, jax.Array] = {}
         for bucket in plan.gathers:
-            packed = pack_own(bucket, local)[None]
+            packed = pack_local_shards(bucket, local)[None]
             buffer = all_gather(packed, axis, equal=True) if sends else jnp.tile(packed, (num_ranks, 1))
             # Unpack each bucket when it arrives: XLA would unpack all of them after the last one.
             buffer, unpacked = lax.optimization_barrier((buffer, unpacked))
