@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .planning.network import Network as Network
     from .registry import STRATEGIES as STRATEGIES
     from .registry import make_strategy as make_strategy
+    from .simulation.tuning import tune_buckets as tune_buckets
     from .strategy import Strategy as Strategy
     from .strategy import plan_gradients as plan_gradients
     from .strategy import sync_gradients as sync_gradients
@@ -83,6 +84,7 @@ _MODULES = {
     "keep_freed_memory": ".training.allocator",
     "gradient_collectives": ".compiled.schedule",
     "read_schedule": ".compiled.schedule",
+    "tune_buckets": ".simulation.tuning",
     "targets": ".targets",
 }
 

@@ -48,7 +48,6 @@ class Strategy(NamedTuple):
         name: Its key in ``STRATEGIES``.
         plan: Tensors in the order in which their gradients become ready ``->`` what to communicate.
         compression: Of gradients.
-        tune: When gradients are ready, as a ``tuning.StepTiming`` ``->`` the strategy to use; None if it is this one.
         reduce: ``ALL_REDUCE``; or ``REDUCE_SCATTER`` if each rank updates its shard of full parameters, which are
             gathered after the update.
         shards_optimizer_state: Whether each rank keeps and updates only its shard of the optimizer's state.
@@ -63,7 +62,6 @@ class Strategy(NamedTuple):
     name: str
     plan: Callable[[Sequence[TensorSpec]], BucketPlan]
     compression: Compression = none
-    tune: Callable[[Any], Strategy] | None = None
     reduce: Reduce = ALL_REDUCE
     shards_optimizer_state: bool = False
     shards_params: bool = False

@@ -205,7 +205,7 @@ def _measure_parts(point: Point, setup: Setup, seconds: dict[str, Seconds]) -> t
     everywhere = NamedSharding(targets.mesh(point.target), PartitionSpec())
     nothing = (jax.ShapeDtypeStruct((), jnp.float32),)
     _, seconds["start"] = _timed(lambda: compile_for_target(target, lambda x: x, nothing, in_shardings=everywhere))
-    pending, seconds["export"] = _timed(lambda: trainer.start_compile(state, batch, timeout_s=TIMEOUT_S))
+    pending, seconds["export"] = _timed(lambda: targets.start_compile(trainer, state, batch, timeout_s=TIMEOUT_S))
     program, answer = _timed(pending.result)
     seconds["compile"] = _less(answer, seconds["start"])
     schedule, seconds["read"] = _timed(lambda: read_schedule(program))

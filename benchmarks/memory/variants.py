@@ -103,7 +103,7 @@ def read(setup: Setup, name: str) -> Read:
     if setup.is_here:
         return launch(_read_here, setup, name, num_ranks=1, prepare=prepare_jax, timeout_s=TIMEOUT_S)[0]
     trainer, state, batch = _trainer(setup, name, targets.mesh(setup.target))
-    program = trainer.start_compile(state, batch).result()
+    program = targets.start_compile(trainer, state, batch).result()
     return Read(step_memory(program, state), padding_share(trainer.layout(state)))
 
 

@@ -116,7 +116,7 @@ def _start(beyond: Beyond, spec: StrategySpec, mode: str, target: targets.Target
     size = beyond.batch_size(mode, target.num_devices)
     tokens = jax.ShapeDtypeStruct((size, SIZES[beyond.model].context), jnp.int32)
     state, batch = trainer.abstract_state(params), {"tokens": tokens, "targets": tokens}
-    return trainer.start_compile(state, batch), trainer.planned(state, batch)
+    return targets.start_compile(trainer, state, batch), trainer.planned(state, batch)
 
 
 def _row(

@@ -180,8 +180,8 @@ def test_bad_input_is_one_line_and_status_2_before_anything_is_compiled(command,
     def fail(*arguments, **options):
         raise AssertionError("must not compile")
 
-    monkeypatch.setattr("jaxddp.training.programs.start_compile", fail)
-    monkeypatch.setattr("jaxddp.inspection.strategies.start_compile", fail)
+    monkeypatch.setattr("jaxddp.targets.steps.start_compile_for_target", fail)
+    monkeypatch.setattr("jaxddp.inspection.strategies.start_compile_for_target", fail)
     monkeypatch.chdir(tmp_path)
     full = tmp_path / "full"
     full.mkdir()

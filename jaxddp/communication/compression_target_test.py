@@ -23,7 +23,7 @@ def test_compiled_is_planned_on_8_gpus():
     for strategy, kind in how.items():
         trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), strategy, targets.mesh("h100:8"))
         state = trainer.abstract_state(params)
-        started.append((kind, trainer.planned(state, batch), trainer.start_compile(state, batch)))
+        started.append((kind, trainer.planned(state, batch), targets.start_compile(trainer, state, batch)))
     for kind, planned, pending in started:
         schedule = jaxddp.read_schedule(pending.result())
         assert schedule.gradient_collectives() == sorted(planned)

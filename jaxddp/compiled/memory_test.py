@@ -77,7 +77,7 @@ def test_the_formula_is_what_compiled_steps_take_on_cpus(num_ranks, name):
 def on_gpus():
     """Steps under compilation, as many at a time as there are CPUs."""
     steps = {case: inputs(targets.mesh(case[0]), STAGES[case[1]]) for case in GPUS}
-    return {case: (*step, step[0].start_compile(*step[1:3])) for case, step in steps.items()}
+    return {case: (*step, targets.start_compile(*step[:3])) for case, step in steps.items()}
 
 
 @pytest.mark.parametrize("case", GPUS, ids=" ".join)

@@ -1,4 +1,4 @@
-"""Bucketed data parallelism: gradients travel in buckets, each as soon as it is full.
+"""Bucketed data parallelism: gradients are reduced in buckets, each as soon as it is full.
 
 Between flat and overlapped: a cap trades the latency of many calls against the bytes that the last bucket exposes.
 
@@ -12,7 +12,8 @@ References:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from ..communication.compression import Compression, none
 from ..planning.buckets import BucketMb, BucketPlan, Rule, TensorSpec, plan_buckets
@@ -31,11 +32,11 @@ def bucketed(
     """One all-reduce per bucket, as the bucket fills.
 
     Args:
-        bucket_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``; see ``plan_buckets``. ``"auto"``
-            has ``Trainer`` pick the caps by simulation, for an accelerator that ``targets`` knows.
+        bucket_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``; see ``plan_buckets``. With
+            ``"auto"``, ``jaxddp.tune_buckets`` picks the caps by simulation.
         rule: When a bucket closes; see ``plan_buckets``.
-        compression: What travels.
-        network: What ``"auto"`` picks them for: a ``Network``, or 10^9 bytes per second that one rank can send.
+        compression: Of the gradients.
+        network: For ``"auto"``: a ``Network``, or 10^9 bytes per second that one rank can send.
 
     Returns:
         The strategy.
@@ -46,18 +47,23 @@ def bucketed(
     if bucket_mb == "auto":
         if network is None:
             raise ValueError("bucket_mb (='auto') must come with network=, in 10^9 bytes per second per rank")
-        return _tuned(network if isinstance(network, Network) else Network(network), rule, compression)
+        network = network if isinstance(network, Network) else Network(network)
+        return Strategy("bucketed", Untuned(network, rule), compression)
     plan_buckets([], bucket_mb, rule=rule)  # a bad cap is refused here, not at the first step
     return Strategy("bucketed", lambda tensors: plan_buckets(tensors, bucket_mb, rule=rule), compression)
 
 
-def _tuned(network: Network, rule: Rule, compression: Compression) -> Strategy:
-    def plan(tensors: Sequence[TensorSpec]) -> BucketPlan:
-        raise ValueError("bucket_mb (='auto') must be resolved by a Trainer: elsewhere give a number")
+@dataclass(frozen=True)
+class Untuned:
+    """The plan of ``bucketed("auto")``, whose caps are still to be chosen."""
 
-    def tune(timing: Any) -> Strategy:
-        from ..simulation.tuning import best_caps  # which needs strategies itself
+    network: Network
+    rule: Rule
 
-        return bucketed(best_caps(timing, network, rule), rule=rule, compression=compression)
+    def __call__(self, tensors: Sequence[TensorSpec]) -> BucketPlan:
+        """Refuses to plan.
 
-    return Strategy("bucketed", plan, compression, tune)
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError("bucket_mb (='auto') must be chosen first: call jaxddp.tune_buckets(trainer, state, batch)")

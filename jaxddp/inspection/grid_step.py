@@ -31,7 +31,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .. import targets
 from ..scopes import METRICS_SCOPE, OPTIMIZER_SCOPE
-from ..targets.compile import start_compile
+from ..targets.compile import start_compile_for_target
 from ..targets.job import Pending
 from ..training.step import TrainState
 
@@ -102,7 +102,7 @@ def start_grid_step(
     empty: Any = ()
     state = TrainState(empty, params, jax.eval_shape(optimizer.init, params), empty)
     lies = jax.tree_util.tree_map_with_path(lambda path, _: NamedSharding(mesh, _spec(path)), state)
-    pending = start_compile(
+    pending = start_compile_for_target(
         target, _step(mesh, optimizer), (state, batch),
         in_shardings=(lies, NamedSharding(mesh, PartitionSpec(None, _FSDP))),
         out_shardings=(lies, NamedSharding(mesh, PartitionSpec())),

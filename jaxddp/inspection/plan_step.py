@@ -148,7 +148,7 @@ def _on_ranks(
     )  # fmt: skip
     state = trainer.abstract_state(params)
     exact = state_formula(params, strategy, trainer.num_ranks, job.per_parameter)
-    return PlannedStep(state, exact, trainer.planned(state, batch), trainer.start_compile(state, batch))
+    return PlannedStep(state, exact, trainer.planned(state, batch), targets.start_compile(trainer, state, batch))
 
 
 def _on_grid(

@@ -23,7 +23,8 @@ from ..planning.network import Network
 from ..registry import STRATEGIES, is_bucketed, make_strategy
 from ..simulation.bound import Bound, lower_bound
 from ..simulation.simulate import Simulation, simulate
-from ..targets.compile import start_compile
+from ..simulation.tuning import tune_buckets
+from ..targets.compile import start_compile_for_target
 from ..targets.job import Pending
 from ..targets.program import TargetMemoryError, TargetProgram
 from ..training.jit_baseline import auto_step
@@ -157,12 +158,14 @@ def inspect_steps(
     for name in strategies:  # before anything is compiled
         _check_fits(what, 2 * held[name][0] + held[name][1], target.chip.memory_bytes, state, target)
     say(f"compiling {len(strategies) + 1} programs for {target.spec}")
-    pending_alone = whole.start_compile_alone(state, batch)
+    pending_alone = targets.start_compile_without_communication(whole, state, batch)
     pending = {}
-    # To plan "auto" buckets is to wait for a program: meanwhile the others compile.
+    # Tuning waits for a program: meanwhile the others compile.
     for name in sorted(strategies, key=lambda name: name == "bucketed" and bucket_mb == AUTO):
         if name in trainers:
-            pending[name] = trainers[name].start_compile(states[name], batch)
+            if name == "bucketed" and bucket_mb == AUTO:
+                trainers[name] = tune_buckets(trainers[name], states[name], batch)
+            pending[name] = targets.start_compile(trainers[name], states[name], batch)
         else:
             pending[name] = _start_auto(loss_fn, optimizer, target, state, batch)
 
@@ -229,7 +232,7 @@ def _make(name: str, bucket_mb: Any, network: Network) -> Any:
 def _start_auto(loss_fn: Any, optimizer: Any, target: targets.Target, state: TrainState, batch: Any) -> Any:
     mesh = targets.mesh(target.spec)
     replicated, by_rank = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), mesh.axis_names))
-    return start_compile(
+    return start_compile_for_target(
         target, auto_step(loss_fn, optimizer), (state, batch),
         in_shardings=(replicated, by_rank), out_shardings=replicated, donate_argnums=(0,),
     )  # fmt: skip

@@ -120,10 +120,8 @@ def test_a_step_too_large_says_by_how_much_and_what_would_fit(needed_gb, by_the_
     needed = int(needed_gb * 1e9)
     program = TargetProgram(target, load_fixture("gpu-naive-jax0.10"), MemoryStats(0, 0, 0, needed, 0, 0), {})
     error = TargetMemoryError("too large", "", needed, 80_000_000_000)
-    monkeypatch.setattr("jaxddp.training.train.Trainer.start_compile_alone", lambda *args: Finished(program))
-    monkeypatch.setattr(
-        "jaxddp.training.train.Trainer.start_compile", lambda *args: Finished(error if by_the_compiler else program)
-    )
+    monkeypatch.setattr("jaxddp.targets.start_compile_without_communication", lambda *args: Finished(program))
+    monkeypatch.setattr("jaxddp.targets.start_compile", lambda *args: Finished(error if by_the_compiler else program))
     with pytest.raises(ValueError, match=f"^a step of naive needs {said}$"):
         inspect_steps(["naive"], SIZES["2.7b"], target, Network(450))
 

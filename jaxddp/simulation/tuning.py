@@ -1,4 +1,4 @@
-"""Bucket caps for a network: ``bucketed("auto", network=...)``.
+"""Bucket caps for a network: ``tune_buckets`` of a trainer under ``bucketed("auto", network=...)``.
 
 A cap trades two costs. Small buckets pay the network's latency more often; large ones start later, are copied into a
 buffer before they are sent, and leave more behind the backward. Which cost counts depends on where the step spends
@@ -13,20 +13,51 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from ..compiled.schedule import Collective, Operation, Schedule
+from ..compiled.schedule import Collective, Operation, Schedule, read_schedule
 from ..compiled.work import Work
+from ..ddp.bucketed import Untuned, bucketed
 from ..planning.buckets import DEFAULT_BUCKET_MB, BucketMb, BucketPlan, Rule, TensorSpec, plan_buckets
 from ..planning.chips import Chip
 from ..planning.network import Network
+from ..targets import start_compile_without_communication, target_like
+from ..training.train import Trainer, TrainState
 from .simulate import device_seconds, simulate
 
 # Above 64 MiB the sketch below no longer holds: copies of many tensors are split in two, and buckets change places.
 _CAPS_MB = (1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 25, 32, 40, 50, 64)
 # What a candidate must gain before it replaces the usual 25 MiB: more than the sketch was seen to be off by (0.4 %).
 _LEAST_GAIN = 0.005
+
+
+def tune_buckets(trainer: Trainer, params_or_state: Any, batch: Any) -> Trainer:
+    """Chooses the caps of ``bucketed("auto", network=...)``.
+
+    Args:
+        trainer: Under that strategy, on the mesh of a target, or of devices that are a target's.
+        params_or_state: A tree of full parameters, or a ``TrainState``; arrays or ``jax.ShapeDtypeStruct``.
+        batch: The global batch; arrays or ``jax.ShapeDtypeStruct``.
+
+    Returns:
+        The same trainer with caps under which a step is expected to take the least time.
+
+    Raises:
+        ValueError: If the strategy is not that one, or the devices are of no known chip.
+    """
+    strategy, untuned = trainer.strategy, trainer.strategy.plan
+    if not isinstance(untuned, Untuned):
+        raise ValueError(f"strategy (={strategy.name!r}) must be bucketed('auto', network=...) to be tuned")
+    chip = target_like(trainer.mesh).chip
+    is_state = isinstance(params_or_state, TrainState)
+    state = params_or_state if is_state else trainer.abstract_state(params_or_state)
+    schedule = read_schedule(start_compile_without_communication(trainer, state, batch).result())
+    trace = trainer.trace(state, batch)
+    timing = time_gradients(schedule, trace.tensors, trace.flops_before, chip, trainer.num_ranks)
+    caps = best_caps(timing, untuned.network, untuned.rule)
+    return trainer.with_strategy(bucketed(caps, rule=untuned.rule, compression=strategy.compression))
 
 
 @dataclass(frozen=True)
@@ -56,7 +87,7 @@ def time_gradients(
     """Reads from a step compiled without communication when its gradients are ready.
 
     Args:
-        schedule: The step, as ``Trainer.start_compile_alone`` compiles it.
+        schedule: The step, as ``targets.start_compile_without_communication`` compiles it.
         tensors: In the order in which the traced backward finishes their gradients.
         flops_before: Share of the FLOPs of forward and backward that the trace does before each is finished.
         chip: What computes.

@@ -8,12 +8,15 @@ import pytest
 
 import jaxddp
 from jaxddp import targets
+from jaxddp.communication import compression
 from jaxddp.compiled.schedule import Operation, Schedule, read_schedule
 from jaxddp.compiled.work import MatmulKind, Work
+from jaxddp.ddp.bucketed import Untuned
 from jaxddp.models import SIZES, abstract
 from jaxddp.planning.buckets import MIB, TensorSpec, plan_buckets
 from jaxddp.planning.chips import CHIPS
 from jaxddp.planning.network import Network
+from jaxddp.simulation import tuning
 from jaxddp.simulation.simulate import simulate
 from jaxddp.simulation.tuning import StepTiming, best_caps, expected_step_s, time_gradients
 
@@ -114,6 +117,44 @@ def test_gradients_are_timed_by_the_flops_before_them():
     assert (timing.tensors, timing.chip, timing.num_ranks) == (tuple(tensors), CHIP, RANKS)
 
 
+def small_trainer(strategy, mesh):
+    loss_fn, params = abstract("tiny")
+    tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32)
+    return jaxddp.Trainer(loss_fn, optax.sgd(1.0), strategy, mesh), params, {"tokens": tokens, "targets": tokens}
+
+
+@pytest.mark.parametrize("network", [50, Network(50, latency_us=5)])
+def test_automatic_caps_need_an_accelerator_that_is_known(network):
+    trainer, params, batch = small_trainer(jaxddp.bucketed("auto", network=network), jaxddp.data_mesh(2))
+    with pytest.raises(ValueError, match=r"^device kind \(='cpu'\) must be one of a known chip: h100, .*$"):
+        jaxddp.tune_buckets(trainer, params, batch)
+
+
+def test_caps_that_are_given_are_not_tuned():
+    trainer, params, batch = small_trainer(jaxddp.bucketed(25), jaxddp.data_mesh(2))
+    with pytest.raises(
+        ValueError, match=r"^strategy \(='bucketed'\) must be bucketed\('auto', network=\.\.\.\) to be tuned$"
+    ):
+        jaxddp.tune_buckets(trainer, params, batch)
+
+
+def test_the_trainer_gets_the_caps_that_are_picked(monkeypatch):
+    seen = []
+
+    def pick(timing, network, rule):
+        seen.append((timing.num_ranks, network, rule))
+        return [1, 8]
+
+    monkeypatch.setattr(tuning, "best_caps", pick)
+    strategy = jaxddp.bucketed("auto", network=50, rule="torch", compression=compression.noop)
+    trainer, params, batch = small_trainer(strategy, targets.mesh("h100:2"))
+    tuned = jaxddp.tune_buckets(trainer, trainer.abstract_state(params), batch).strategy
+    assert seen == [(2, Network(50), "torch")]
+    tensors = [TensorSpec(str(index), (2**18,), "float32") for index in range(10)]
+    assert tuned.plan(tensors) == jaxddp.bucketed([1, 8], rule="torch").plan(tensors)
+    assert tuned.compression == compression.noop
+
+
 @pytest.fixture(scope="module")
 def compiled():
     """lm_9m for h100:8 with the usual cap, and with those chosen for a slow and a fast network."""
@@ -126,6 +167,8 @@ def compiled():
     def compiled_with(strategy):
         trainer = jaxddp.Trainer(loss_fn, optax.adamw(1e-3), strategy, targets.mesh("h100:8"))
         state = trainer.abstract_state(params)
+        if isinstance(strategy.plan, Untuned):
+            trainer = jaxddp.tune_buckets(trainer, params, batch)
         return trainer.planned(state, batch), read_schedule(trainer.compile(state, batch))
 
     with ThreadPoolExecutor() as pool:

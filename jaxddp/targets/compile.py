@@ -3,7 +3,7 @@
     step     where          what
     -------  -------------  ---------------------------------------------------------------------------------
     trace    this process   the function over the target's mesh, lowered for its platform and serialized
-    compile  child process  ``target_process.py``: on the target's devices, with plugins and flags of its own
+    compile  child process  ``process.py``: on the target's devices, with plugins and flags of its own
     read     this process   HLO text, memory and cost of the executable: a ``TargetProgram``
 
 Plugins, flags and the environment of this process stay as they are, and so do the devices of the machine.
@@ -35,7 +35,7 @@ TIMEOUT_S = 600.0
 _LOWERED_FOR = {"gpu": "cuda", "tpu": "tpu"}
 
 
-def start_compile(
+def start_compile_for_target(
     target: Target,
     function: Callable[..., Any],
     args: Sequence[Any],
@@ -96,7 +96,7 @@ def compile_for_target(
         target: What to compile for.
         function: Of ``args``, over the target's mesh.
         args: Trees of arrays or ``jax.ShapeDtypeStruct``.
-        **options: As for ``start_compile``.
+        **options: As for ``start_compile_for_target``.
 
     Returns:
         The compiled program.
@@ -114,7 +114,7 @@ def compile_for_target(
         >>> "all-reduce" in program.as_text()
         True
     """
-    return start_compile(target, function, args, **options).result()
+    return start_compile_for_target(target, function, args, **options).result()
 
 
 def check_installed(target: Target) -> None:

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxddp import gradient_collectives, targets
 from jaxddp.targets import compile as target_compile
-from jaxddp.targets.compile import check_installed, compile_for_target, start_compile
+from jaxddp.targets.compile import check_installed, compile_for_target, start_compile_for_target
 from jaxddp.targets.program import TargetError, TargetMemoryError, TargetProgram, refusal
 
 SPECS = ("a100:4", "h200:8", "b200:8", "h100:2x8", "v5p:8")
@@ -39,7 +39,7 @@ def start(spec, function=None, args=None, **options):
         options |= {"in_shardings": (replicated, by_rank), "out_shardings": replicated, "donate_argnums": (0,)}
     else:
         options |= {"in_shardings": by_rank}
-    return start_compile(targets.target(spec), function or step, args, **options)
+    return start_compile_for_target(targets.target(spec), function or step, args, **options)
 
 
 def is_alive(pid):
@@ -170,11 +170,11 @@ ORPHAN = """
 import os, signal, time, jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxddp import targets
-from jaxddp.targets.compile import start_compile
+from jaxddp.targets.compile import start_compile_for_target
 
 sharding = NamedSharding(targets.mesh("h100:2"), PartitionSpec("data"))
 args = (jax.ShapeDtypeStruct((8,), jnp.float32),)
-pending = start_compile(targets.target("h100:2"), jnp.sum, args, in_shardings=sharding)
+pending = start_compile_for_target(targets.target("h100:2"), jnp.sum, args, in_shardings=sharding)
 while pending._job._process is None:
     time.sleep(0.01)
 print(pending._job._process.pid, flush=True)

@@ -1,4 +1,4 @@
-"""A compilation for a target under way: the parent's side of ``target_process.py``.
+"""A compilation for a target under way: the parent's side of ``process.py``.
 
 A thread of the parent writes the request, waits for the answer and reaps the child. The child ends when the parent
 closes its input, which happens however the parent ends; when the parent is interrupted while it waits; and when
@@ -35,7 +35,7 @@ class Pending:
 
         Args:
             target: What it compiles for.
-            request: What ``target_process.compile_request`` takes.
+            request: What ``process.compile_request`` takes.
             environment: The child's.
             timeout_s: Seconds that it may take once it has started.
         """

@@ -6,10 +6,14 @@ more, and ``compile.py`` compiles for it.
 
 from __future__ import annotations
 
+from functools import partial
+
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from ..mesh import DATA_AXIS
 from ..planning.chips import CHIPS, Target, target
+from ..training.programs import register_compiler
+from .compile import compile_for_target
 
 
 def mesh(spec: str, *, axis: str = DATA_AXIS) -> AbstractMesh:
@@ -31,6 +35,7 @@ def mesh(spec: str, *, axis: str = DATA_AXIS) -> AbstractMesh:
     """
     named = target(spec)
     device = AbstractDevice(device_kind=named.spec, num_cores=None, platform=named.platform)
+    register_compiler(device, partial(compile_for_target, named))
     return AbstractMesh((named.num_devices,), (axis,), axis_types=(AxisType.Auto,), abstract_device=device)
 
 

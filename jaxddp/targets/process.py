@@ -1,4 +1,4 @@
-"""The process that compiles one program for devices that are not there; started by ``target_compile.py``.
+"""The process that compiles one program for devices that are not there; started by ``job.py``.
 
 Plugins, platforms and XLA's flags belong to a whole process, so each compilation has its own. It runs as a script
 and imports nothing of this package: JAX starts here with the environment that the parent chose.

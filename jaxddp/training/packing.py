@@ -26,7 +26,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 FEW = 2000  # arrays, which XLA handles in seconds
-PACK = 128  # arrays, of which 10,000 make 79 packs
+PACK = 128  # arrays
 
 
 def shard_map(
@@ -44,8 +44,6 @@ def shard_map(
         A function of arrays over all ranks, to be compiled by ``jax.jit``: packs are copies until XLA has simplified.
     """
     (axis,) = mesh.axis_names
-    # How results lie has to be said before they are there: by each of these, the arrays that lie so.
-    lies = list(dict.fromkeys([PartitionSpec(), PartitionSpec(axis), *jax.tree.leaves(out_specs, is_leaf=_is_spec)]))
 
     def mapped(*args: Any) -> Any:
         arrays, structure = jax.tree.flatten(args)
@@ -53,6 +51,9 @@ def shard_map(
         if len(arrays) <= FEW:
             return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*args)
         ins = _groups(arrays, _specs(in_specs, args), axis, mesh.size)
+        # out_specs are needed before the results are traced: results are returned by kind of spec, one list for each.
+        kinds = [PartitionSpec(), PartitionSpec(axis), *jax.tree.leaves(out_specs, is_leaf=_is_spec)]
+        kinds = list(dict.fromkeys(kinds))
         traced: list[Any] = []
 
         def on_rank(packs: list[jax.Array]) -> list[list[jax.Array]]:
@@ -61,13 +62,13 @@ def shard_map(
             outs = _groups(parts, _specs(out_specs, result), axis, 1)
             traced[:] = [result_structure, outs]
             packed = _pack(parts, outs, 1)
-            return [[pack for pack, group in zip(packed, outs, strict=True) if group.spec == spec] for spec in lies]
+            return [[pack for pack, group in zip(packed, outs, strict=True) if group.spec == spec] for spec in kinds]
 
         packs = jax.shard_map(
-            on_rank, mesh=mesh, in_specs=([group.spec for group in ins],), out_specs=lies, check_vma=False
+            on_rank, mesh=mesh, in_specs=([group.spec for group in ins],), out_specs=kinds, check_vma=False
         )(_pack(arrays, ins, mesh.size))
         result_structure, outs = traced
-        of = {spec: iter(some) for spec, some in zip(lies, packs, strict=True)}
+        of = {spec: iter(some) for spec, some in zip(kinds, packs, strict=True)}
         return jax.tree.unflatten(result_structure, _unpack([next(of[group.spec]) for group in outs], outs))
 
     return mapped

@@ -1,6 +1,6 @@
-"""Brings a tree of whole arrays onto a mesh, each leaf whole on every rank or in shards, and back.
+"""Places a tree of full arrays on a mesh, each leaf full on every rank or in shards, and gathers it again.
 
-Several processes take the arrays of the first of them, by way of their hosts: devices pass on a piece at a time.
+Several processes take the arrays of the first process. They go through the hosts, one piece after another.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from .state_layout import Leaf
 
 PIECE_BYTES = 2**25
-"""What devices pass on at a time of an array that goes from one process to the others."""
+"""Size of the pieces in which process 0 broadcasts an array."""
 
 
 def from_first_process(tree: Any) -> Any:
-    """Gives every process the arrays that process 0 has; no device ever holds more of them than a piece.
+    """Gives every process the arrays of process 0; no device ever holds more than one piece.
 
     Args:
-        tree: Of arrays, in every process of the same structure, shapes and dtypes.
+        tree: Arrays, with the same structure, shapes and dtypes in every process.
 
     Returns:
-        A tree of arrays of NumPy.
+        A tree of NumPy arrays.
     """
     return jax.tree.map(_from_first_process, tree)
 
 
 def place(tree: Any, layout: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """Copies arrays onto the ranks; no device holds more of a leaf than it is to keep.
+    """Copies arrays onto the ranks; no device ever holds more of a leaf than it keeps.
 
     Args:
-        tree: Of whole arrays, the same in every process; they stay the caller's.
+        tree: Full arrays, the same in every process; they stay the caller's.
         layout: A tree of ``Leaf`` like it.
         mesh: One-dimensional.
 
@@ -46,16 +46,16 @@ def place(tree: Any, layout: Any, mesh: Mesh | AbstractMesh) -> Any:
     return jax.tree.map(partial(_place, mesh), tree, layout)
 
 
-def whole(tree: Any, layout: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """Undoes ``place``: every rank gets a copy of every whole leaf.
+def full_arrays(tree: Any, layout: Any, mesh: Mesh | AbstractMesh) -> Any:
+    """Undoes ``place``: every rank gets a copy of every full leaf.
 
     Args:
-        tree: Of arrays over the mesh.
+        tree: Arrays over the mesh.
         layout: A tree of ``Leaf`` like it.
         mesh: The mesh.
 
     Returns:
-        A tree of arrays, of their whole shape, without padding.
+        A tree of full arrays, without padding.
     """
     leaves, structure = jax.tree.flatten(tree)
     cuts = tuple(leaf.cut for leaf in jax.tree.leaves(layout))
@@ -84,10 +84,10 @@ def _place(mesh: Mesh | AbstractMesh, array: Any, leaf: Leaf) -> jax.Array:
 
 
 def place_by_rank(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """Puts each rank's own part of arrays onto it.
+    """Puts each rank's part of an array onto the rank.
 
     Args:
-        tree: Of arrays of NumPy whose dimension 0 counts ranks.
+        tree: NumPy arrays whose dimension 0 counts ranks.
         mesh: One-dimensional.
 
     Returns:

@@ -1,8 +1,8 @@
-"""The programs of a trainer: what is traced, planned and compiled, once for each shape of state and batch.
+"""The programs of a trainer: traced, planned and compiled once for each shape of state and batch.
 
-A step on ranks becomes a program over a mesh: sharded by ``shard_map``, with a replicated state and a batch split by
-rank, compiled with the options that keep its plan. The mesh may be of devices, then the program runs; or of a target
-(``targets.py``), then it can be read.
+A rank's step becomes a program over a mesh by ``shard_map``: the batch is split by rank, the state lies as its layout
+says, and the compile options keep the plan. A mesh of devices is compiled for here; whoever makes a mesh without
+devices registers what compiles for it.
 """
 
 from __future__ import annotations
@@ -10,20 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from ..compiled.schedule import read_schedule
 from ..mesh import platform_of
 from ..planning.buckets import BucketPlan
-from ..simulation.tuning import time_gradients
-from ..strategy import GradientTrace, Strategy, plan_trace, planned_collectives, trace_gradients
-from ..targets.compile import TIMEOUT_S, compile_for_target, start_compile
-from ..targets.job import Pending
-from ..targets.meshes import mesh as target_mesh
-from ..targets.meshes import target_like, target_of
+from ..strategy import GradientTrace, plan_trace, planned_collectives, trace_gradients
 from ..tree import named_leaves
 from ..zero.stage3 import loss_on_shards
 from ..zero.traced import traced_collectives
@@ -33,38 +27,78 @@ from .step import RankStep, TrainState
 from .validation import abstract, signature
 from .xla import compile_options
 
+Compile = Callable[..., Any]
+"""``(function, args, **options)`` to a compiled program; the options are those of ``jax.jit``."""
+
+StepFunction = tuple[Callable[..., Any], tuple[Any, Any], dict[str, Any]]
+"""A function over a mesh, its abstract arguments, and the options of ``jax.jit`` to compile it with."""
+
+_COMPILERS: dict[AbstractDevice, Compile] = {}
+
+
+def register_compiler(device: AbstractDevice, compiler: Compile) -> None:
+    """Says how to compile for meshes of a device that is not there.
+
+    Args:
+        device: ``AbstractMesh.abstract_device``.
+        compiler: Compiles a function for it.
+    """
+    _COMPILERS[device] = compiler
+
+
+class _Model(NamedTuple):
+    """One model's parameters under the trainer's strategy."""
+
+    layout: StateLayout
+    rank_step: RankStep  # its loss takes parameters as the state holds them
+    specs: tuple[TrainState, PartitionSpec]  # of state and batch
+
 
 class Programs:
-    """Plans and programs of one rank's step over one mesh, made when they are first asked for."""
+    """Plans and programs of one rank's step over one mesh, made when they are first asked for.
+
+    Attributes:
+        platform: Of the mesh.
+    """
 
     def __init__(self, rank_step: RankStep, mesh: Mesh | AbstractMesh) -> None:
         """Makes nothing yet.
 
         Args:
             rank_step: What each rank computes.
-            mesh: One-dimensional, of devices or of a target.
+            mesh: One-dimensional.
+
+        Raises:
+            ValueError: If the mesh has no devices and nothing is registered that compiles for it.
         """
-        self._rank_step, self._mesh = rank_step, mesh
-        self._target = target_of(mesh)
-        self._layouts: dict[Any, StateLayout] = {}  # by whole parameters
-        self._of_shards: dict[Any, StateLayout] = {}  # at stage 3, by parameters as they are held
+        compiler = _compile_here if isinstance(mesh, Mesh) else _COMPILERS.get(mesh.abstract_device)
+        if compiler is None:
+            raise ValueError(f"mesh (={mesh}) has no devices: make it with jaxddp.data_mesh or jaxddp.targets.mesh")
+        self._rank_step, self._mesh, self._compile = rank_step, mesh, compiler
+        self.platform = platform_of(mesh)
+        self._compiler_options = compile_options(rank_step.strategy, self.platform)
+        self._layouts: dict[Any, StateLayout] = {}  # by full parameters
+        self._models: dict[Any, _Model] = {}  # by parameters as a state holds them
         self._plans: dict[Any, BucketPlan] = {}
         self._units: dict[Any, list[tuple[str, int]]] = {}
         self._programs: dict[Any, Any] = {}
-        self._alone: dict[Any, Pending] = {}
 
     def describe(self, params: Any) -> StateLayout:
-        """Lays out the state of a model, of whole parameters; at stage 3 its shards are known from here on.
+        """Lays out the state of a model; states that hold shards of these parameters are known from here on.
+
+        Args:
+            params: Full parameters; arrays or ``jax.ShapeDtypeStruct``.
 
         Raises:
-            ValueError: If its optimizer cannot be sharded, or its shards cannot be told from those of another model.
+            ValueError: If the optimizer cannot be sharded, or if shards of another model have the same shapes.
         """
         key = signature(params)
         if key not in self._layouts:
             step = self._rank_step
             layout = state_layout(params, step.optimizer, step.strategy, step.num_ranks, step.trainable)
-            if step.strategy.shards_params:
-                _check_same(self._of_shards.setdefault(signature(layout.held().params), layout), layout)
+            model = _Model(layout, self._on_rank(layout), (layout.specs(step.axis), PartitionSpec(step.axis)))
+            known = self._models.setdefault(signature(layout.held().params), model)
+            _check_same(known.layout, layout)
             self._layouts[key] = layout
         return self._layouts[key]
 
@@ -72,169 +106,119 @@ class Programs:
         """Gives the layout of a state.
 
         Raises:
-            ValueError: If parameters are shards, and nothing has said of what.
+            ValueError: If the parameters are shards of a model that was not described.
         """
-        if not self._rank_step.strategy.shards_params:
-            return self.describe(state.params)
-        layout = self._of_shards.get(signature(state.params))
-        if layout is None:
-            raise ValueError("the state holds shards of a model not seen yet: call init or abstract_state first")
-        return layout
+        return self._model(state).layout
+
+    def trace(self, state: TrainState, batch: Any) -> GradientTrace:
+        """Traces one rank's backward pass, to see in which order the gradients become ready."""
+        first_grads = self._first_grads(self._model(state))
+        return trace_gradients(lambda *args: first_grads(*args)[0], state, batch)
 
     def plan(self, state: TrainState, batch: Any) -> BucketPlan:
-        """Gives the bucket plan of the step; on one rank nothing travels."""
-        state, batch = abstract(state), abstract(batch)
+        """Gives the bucket plan of the step; on one rank nothing is communicated."""
+        state, batch = abstract((state, batch))
         key = signature(state.params, batch)
         if key not in self._plans:
-            trace = self._trace(state, batch)
-            plan = plan_trace(self._tuned(state, batch, trace), trace)
+            plan = plan_trace(self._rank_step.strategy, self.trace(state, batch))
             self._plans[key] = plan if self._rank_step.num_ranks > 1 else replace(plan, buckets=(), gathers=())
         return self._plans[key]
 
     def planned(self, state: TrainState, batch: Any) -> list[tuple[str, int]]:
-        """Lists ``(kind, bytes)`` of the collectives that one step should hold, beside its metrics'."""
-        step, platform = self._on_rank(state), platform_of(self._mesh)
-        plan = self.plan(state, batch)
+        """Lists ``(kind, bytes)`` of the collectives that one step should have, without those of its metrics."""
+        model = self._model(state)
+        step = model.rank_step
         planned = planned_collectives(
-            step.strategy, plan, step.num_ranks, platform, num_microbatches=step.num_microbatches
-        )
+            step.strategy, self.plan(state, batch), step.num_ranks, self.platform,
+            num_microbatches=step.num_microbatches,
+        )  # fmt: skip
         if not step.cuts:
             return planned
-        # The gathers and scatters of units stand in the loss function, and no plan: they are read from its trace.
+        # The loss function itself gathers units and scatters their gradients: read from its trace.
         key = signature(state.params, batch)
         if key not in self._units:
-            traced = jax.make_jaxpr(self._first_grads(state, batch))(abstract(state), abstract(batch))
-            self._units[key] = traced_collectives(traced, platform)
+            traced = jax.make_jaxpr(self._first_grads(model))(*abstract((state, batch)))
+            self._units[key] = traced_collectives(traced, self.platform)
         return self._units[key] * step.num_microbatches + planned
 
     def init_opt_state(self, layout: StateLayout, params: Any) -> Any:
-        """Makes the optimizer's state of step 0, each rank its own part of it."""
+        """Makes the optimizer's state of step 0; each rank makes its own part."""
         specs = layout.specs(self._rank_step.axis)
         init = shard_map(self._rank_step.init, mesh=self._mesh, in_specs=(specs.params,), out_specs=specs.opt_state)
         return jax.jit(init, out_shardings=jax.tree.map(partial(NamedSharding, self._mesh), specs.opt_state))(params)
 
+    def step_function(self, state: TrainState, batch: Any, plan: BucketPlan | None = None) -> StepFunction:
+        """Gives the training step as a function to compile, with the given plan or its own."""
+        plan = self.plan(state, batch) if plan is None else plan
+        model = self._model(state)
+        return self._over_mesh(partial(model.rank_step.train, plan), model, state, batch, donates_state=True)
+
     def step(self, state: TrainState, batch: Any) -> Any:
         """Gives the compiled training step for these shapes."""
-
-        def make() -> Any:
-            return self._step(self._mesh, self.plan(state, batch), state, batch)
-
-        return self._compiled("step", make, state, batch)
+        key = "step", signature(state, batch)
+        if key not in self._programs:
+            function, args, options = self.step_function(state, batch)
+            self._programs[key] = self._compile(function, args, **options)
+        return self._programs[key]
 
     def evaluate(self, state: TrainState, batch: Any) -> Any:
         """Gives the compiled evaluation for these shapes."""
-
-        def make() -> Any:
-            return self._over(self._mesh, self._on_rank(state).evaluate, (), state, batch)
-
-        return self._compiled("evaluate", make, state, batch)
-
-    def start_step(self, state: TrainState, batch: Any, timeout_s: float = TIMEOUT_S) -> Pending:
-        """Starts to compile the step for the mesh's target; it may take ``timeout_s``.
-
-        Raises:
-            ValueError: If the mesh is not a target's.
-        """
-        if self._target is None:
-            raise ValueError(f"mesh (={self._mesh}) must be a target's to compile apart: use compile")
-        function, args, options = self._step(self._mesh, self.plan(state, batch), state, batch)
-        return start_compile(self._target, function, args, timeout_s=timeout_s, **options)
-
-    def start_step_alone(self, state: TrainState, batch: Any) -> Pending:
-        """Starts to compile the step without communication, for the mesh's target or the one that its devices are.
-
-        Every gradient is taken for equal on all ranks, and none is packed or sent. It is the same for all strategies:
-        that of whole parameters and a whole optimizer state.
-
-        Raises:
-            ValueError: If the mesh's devices are no target's.
-        """
-        target = target_like(self._mesh)
-        key = signature(state, batch)
-        if key in self._alone:
-            return self._alone[key]
-        if self._rank_step.strategy.shards_optimizer_state:
-            whole = Programs(
-                replace(self._rank_step, strategy=Strategy("whole", lambda tensors: BucketPlan(()))), self._mesh
-            )
-            self._alone[key] = whole.start_step_alone(whole.describe(self.layout(state).whole()).held(), batch)
-            return self._alone[key]
-        trace = self._trace(abstract(state), abstract(batch))
-        nothing = BucketPlan((), constants=tuple(tensor.name for tensor in (*trace.tensors, *trace.constants)))
-        function, args, options = self._step(target_mesh(target.spec, axis=self._rank_step.axis), nothing, state, batch)
-        self._alone[key] = start_compile(target, function, args, **options)
-        return self._alone[key]
-
-    def _on_rank(self, state: TrainState) -> RankStep:
-        """What each rank computes of this state, whose parameters may be shards."""
-        step = self._rank_step
-        if not step.strategy.shards_params:
-            return step
-        layout, strategy = self.layout(state), step.strategy
-        cuts = {name: leaf.cut for name, leaf in named_leaves(layout.params).items() if leaf.cut is not None}
-        sends = strategy.compression.sends and step.num_ranks > 1
-        reduced = strategy.precision.reduce_dtype or step.grad_dtype
-        loss = loss_on_shards(
-            step.loss, layout.whole(), cuts, step.axis, strategy.precision._replace(reduce_dtype=reduced),
-            trainable=step.trainable, sends=sends,
-        )  # fmt: skip
-        return replace(step, loss=loss, cuts=cuts)
-
-    def _first_grads(self, state: TrainState, batch: Any) -> Callable[..., Any]:
-        first_grads = self._on_rank(state).first_grads
-        outs = (PartitionSpec(), PartitionSpec(self._rank_step.axis))
-        # Never packed: it is traced to see when each gradient is ready, and a pack is not ready before all of it is.
-        return jax.shard_map(first_grads, mesh=self._mesh, in_specs=self._specs(state), out_specs=outs, check_vma=False)
-
-    def _trace(self, state: TrainState, batch: Any) -> GradientTrace:
-        on_ranks = self._first_grads(state, batch)
-        return trace_gradients(lambda *args: on_ranks(*args)[0], state, batch)
-
-    def _tuned(self, state: TrainState, batch: Any, trace: GradientTrace) -> Strategy:
-        """The strategy, its open choices made for the mesh at hand from the step compiled without communication."""
-        strategy, num_ranks = self._rank_step.strategy, self._rank_step.num_ranks
-        if strategy.tune is None:
-            return strategy
-        schedule = read_schedule(self.start_step_alone(state, batch).result())
-        chip = target_like(self._mesh).chip
-        return strategy.tune(time_gradients(schedule, trace.tensors, trace.flops_before, chip, num_ranks))
-
-    def _compiled(self, kind: str, make: Callable[[], Any], state: TrainState, batch: Any) -> Any:
-        key = (kind, signature(state, batch))
+        key = "evaluate", signature(state, batch)
         if key not in self._programs:
-            function, args, options = make()
-            if self._target is not None:
-                self._programs[key] = compile_for_target(self._target, function, args, **options)
-            else:
-                self._programs[key] = jax.jit(function, **options).lower(*args).compile()
+            model = self._model(state)
+            function, args, options = self._over_mesh(model.rank_step.evaluate, model, state, batch)
+            self._programs[key] = self._compile(function, args, **options)
         return self._programs[key]
 
-    def _step(self, mesh: Mesh | AbstractMesh, plan: BucketPlan, state: TrainState, batch: Any) -> Any:
-        return self._over(mesh, partial(self._on_rank(state).train, plan), (0,), state, batch)
+    def _model(self, state: TrainState) -> _Model:
+        key = signature(state.params)
+        if key not in self._models:
+            if self._rank_step.strategy.shards_params:
+                raise ValueError("the state holds shards of a model not seen yet: call init or abstract_state first")
+            self.describe(state.params)
+        return self._models[key]
 
-    def _over(
-        self, mesh: Mesh | AbstractMesh, on_rank: Callable[..., Any], donated: tuple[int, ...], state: Any, batch: Any
-    ) -> tuple[Callable[..., Any], tuple[Any, Any], dict[str, Any]]:
-        """A function on ranks as one over a mesh, its arguments, and the options to compile it with."""
-        ins, metrics = self._specs(state), PartitionSpec()
-        outs = (ins[0], metrics) if donated else metrics
-        in_shardings, out_shardings = jax.tree.map(partial(NamedSharding, mesh), (ins, outs))
+    def _on_rank(self, layout: StateLayout) -> RankStep:
+        """The rank's step whose loss takes parameters as the state holds them."""
+        step, strategy = self._rank_step, self._rank_step.strategy
+        if not strategy.shards_params:
+            return step
+        cuts = {name: leaf.cut for name, leaf in named_leaves(layout.params).items() if leaf.cut is not None}
+        precision = strategy.precision._replace(reduce_dtype=strategy.precision.reduce_dtype or step.grad_dtype)
+        sends = strategy.compression.sends and step.num_ranks > 1
+        loss = loss_on_shards(
+            step.loss, layout.whole(), cuts, step.axis, precision, trainable=step.trainable, sends=sends
+        )
+        return replace(step, loss=loss, cuts=cuts)
+
+    def _first_grads(self, model: _Model) -> Callable[..., Any]:
+        outs = PartitionSpec(), PartitionSpec(self._rank_step.axis)
+        # JAX's own shard_map: in a pack of this package's, no gradient is ready before the whole pack is.
+        return jax.shard_map(
+            model.rank_step.first_grads, mesh=self._mesh, in_specs=model.specs, out_specs=outs, check_vma=False
+        )
+
+    def _over_mesh(
+        self, on_rank: Callable[..., Any], model: _Model, state: Any, batch: Any, *, donates_state: bool = False
+    ) -> StepFunction:
+        outs = (model.specs[0], PartitionSpec()) if donates_state else PartitionSpec()
+        in_shardings, out_shardings = jax.tree.map(partial(NamedSharding, self._mesh), (model.specs, outs))
         options = {
             "in_shardings": in_shardings,
             "out_shardings": out_shardings,
-            "donate_argnums": donated,
-            "compiler_options": compile_options(self._rank_step.strategy, platform_of(mesh)),
+            "donate_argnums": (0,) if donates_state else (),
+            "compiler_options": self._compiler_options,
         }
-        function = shard_map(on_rank, mesh=mesh, in_specs=ins, out_specs=outs)
-        return function, (abstract(state), abstract(batch)), options
+        function = shard_map(on_rank, mesh=self._mesh, in_specs=model.specs, out_specs=outs)
+        return function, abstract((state, batch)), options
 
-    def _specs(self, state: TrainState) -> tuple[TrainState, PartitionSpec]:
-        """How a state and a batch lie over the mesh."""
-        return self.layout(state).specs(self._rank_step.axis), PartitionSpec(self._rank_step.axis)
+
+def _compile_here(function: Callable[..., Any], args: tuple[Any, Any], **options: Any) -> jax.stages.Compiled:
+    return jax.jit(function, **options).lower(*args).compile()
 
 
 def _check_same(known: StateLayout, layout: StateLayout) -> None:
-    """Refuses a model whose shards are shaped as those of one that is known, and are to be put together otherwise."""
+    """Refuses a model whose shards have the shapes of a known model's, but are joined to other shapes."""
     for (name, theirs), ours in zip(named_leaves(known.params).items(), jax.tree.leaves(layout.params), strict=True):
         if ours != theirs:
             raise ValueError(

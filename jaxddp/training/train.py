@@ -1,6 +1,6 @@
 """The trainer: one jitted, sharded training step around a loss function, an optax optimizer and a strategy.
 
-``step.py`` computes, ``programs.py`` plans and compiles; here a state is made, batches are placed, programs run.
+``step.py`` computes, ``programs.py`` plans and compiles; here states are made, batches placed and programs run.
 """
 
 from __future__ import annotations
@@ -15,16 +15,11 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..loss import partial_loss
-from ..mesh import platform_of
 from ..planning.buckets import BucketPlan
-from ..strategy import Strategy
-from ..targets.compile import TIMEOUT_S
-from ..targets.job import Pending
-from ..targets.meshes import target_of
-from ..targets.program import TargetProgram
+from ..strategy import GradientTrace, Strategy
 from ..tree import check_params
-from .placement import from_first_process, place, place_by_rank, whole
-from .programs import Programs
+from .placement import from_first_process, full_arrays, place, place_by_rank
+from .programs import Programs, StepFunction
 from .state_layout import StateLayout
 from .step import RankStep
 from .step import TrainState as TrainState
@@ -73,9 +68,9 @@ class Trainer:
             strategy: How gradients are communicated.
             mesh: One-dimensional, as ``data_mesh`` makes it, or ``targets.mesh``: then ``plan``, ``planned`` and
                 ``compile`` work, with the state of ``abstract_state``, and nothing runs.
-            num_microbatches: Parts into which each rank's examples are split, in order. Communication
-                happens once, where a strategy does not say that every one communicates.
-            trainable: Predicate on a parameter's dotted path. What it refuses gets no gradient, no optimizer state
+            num_microbatches: Parts into which each rank's examples are split, in order. Their gradients are added up
+                and reduced once, unless the strategy reduces those of each.
+            trainable: Predicate on a parameter's dotted path. Other parameters get no gradient, no optimizer state
                 and no communication.
             has_aux: Whether ``loss_fn`` returns auxiliary values as well; they come back in ``metrics["aux"]``,
                 averaged as the loss is.
@@ -85,6 +80,15 @@ class Trainer:
         Raises:
             ValueError: If the mesh is not one-dimensional or has no devices, or a number is out of range.
         """
+        self._arguments = {
+            "loss_fn": loss_fn,
+            "optimizer": optimizer,
+            "num_microbatches": num_microbatches,
+            "trainable": trainable,
+            "has_aux": has_aux,
+            "max_grad_norm": max_grad_norm,
+            "grad_dtype": grad_dtype,
+        }
         if len(mesh.axis_names) != 1:
             raise ValueError(f"mesh axes (={mesh.axis_names}) must be one: make the mesh with jaxddp.data_mesh")
         if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
@@ -110,11 +114,13 @@ class Trainer:
             max_grad_norm=max_grad_norm,
             grad_dtype=grad_dtype,
         )
-        self._target = target_of(mesh)
-        self._platform = platform_of(mesh)
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._by_rank = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self._programs = Programs(self._rank_step, mesh)
+
+    def with_strategy(self, strategy: Strategy, mesh: Mesh | AbstractMesh | None = None) -> Trainer:
+        """Gives the trainer of the same run under another strategy, on another mesh if one is given."""
+        return Trainer(strategy=strategy, mesh=self.mesh if mesh is None else mesh, **self._arguments)
 
     def init(self, params: Any, *, seed: int = 0) -> TrainState:
         """Puts a copy of the parameters, or its shard of them, on every rank and makes the optimizer state there.
@@ -132,7 +138,7 @@ class Trainer:
             ValueError: If there are no arrays, a trainable one is not of a floating dtype, the optimizer is not
                 element-wise where its state is sharded, or the mesh is a target's.
         """
-        self._check_here("init", "abstract_state")
+        self._check_devices("init", "abstract_state")
         check_params(params, self._rank_step.trainable)
         if jax.process_count() > 1:
             params, seed = from_first_process((params, seed))
@@ -174,11 +180,13 @@ class Trainer:
             ValueError: If the batch cannot be split over ranks and micro-batches, the loss is not a scalar, or the mesh
                 is a target's.
         """
-        self._check_here("step", "compile")
+        self._check_devices("step", "compile")
         check_alive(state)
         state = as_arrays(state)
         batch = self._place(batch, self.num_microbatches)
-        return self._finished(self._programs.step(state, batch)(state, batch))
+        result = self._programs.step(state, batch)(state, batch)
+        # With more simulated devices than cores, steps that run ahead time out in XLA's rendezvous and abort.
+        return jax.block_until_ready(result) if self._programs.platform == "cpu" else result
 
     def evaluate(self, state: TrainState, batch: Any) -> jax.Array:
         """Gives the global mean loss of a batch, without gradients.
@@ -193,28 +201,29 @@ class Trainer:
         Raises:
             ValueError: If the batch cannot be split over ranks, or the mesh is a target's.
         """
-        self._check_here("evaluate", "compile")
+        self._check_devices("evaluate", "compile")
         check_alive(state)
         batch = self._place(batch, 1)
-        return self._finished(self._programs.evaluate(state, batch)(state, batch))
+        loss = self._programs.evaluate(state, batch)(state, batch)
+        return jax.block_until_ready(loss) if self._programs.platform == "cpu" else loss
 
     def params(self, state: TrainState) -> Any:
-        """Gives a copy of the full parameters, as the tree that ``init`` was given; later steps leave it alone.
+        """Gives a copy of the full parameters, as the tree that ``init`` was given; later steps do not change it.
 
-        It is whole on every device; ``checkpoint.host_state.host_params`` gives it on the host instead.
+        Every device gets all of them; ``checkpoint.host_state.host_params`` puts them on the host instead.
         """
         check_alive(state)
-        return whole(state.params, self._programs.layout(state).params, self.mesh)
+        return full_arrays(state.params, self._programs.layout(state).params, self.mesh)
 
-    def compile(self, state: TrainState, batch: Any) -> jax.stages.Compiled | TargetProgram:
-        """Compiles the step for these shapes, or gives what ``step`` already runs for them.
+    def compile(self, state: TrainState, batch: Any) -> jax.stages.Compiled:
+        """Compiles the step for these shapes, or gives the program that ``step`` already runs for them.
 
         Args:
             state: As from ``init``; arrays or ``jax.ShapeDtypeStruct``.
             batch: The global batch; arrays or ``jax.ShapeDtypeStruct``.
 
         Returns:
-            The very executable that ``step`` runs; on the mesh of a target what it would run there.
+            The executable that ``step`` runs; on the mesh of a target, what it would run there.
 
         Raises:
             ValueError: If the batch cannot be split over ranks and micro-batches, or a target's compiler is missing or
@@ -224,63 +233,53 @@ class Trainer:
         return self._programs.step(state, batch)
 
     def plan(self, state: TrainState, batch: Any) -> BucketPlan:
-        """Says which gradients travel together, in the order in which the traced backward finishes them.
+        """Gives the bucket plan of the step, in the order in which the traced backward finishes the gradients.
 
-        Gradients that are constant are left out, because XLA drops their reduction. On one rank nothing travels.
+        Constant gradients are left out, because XLA drops their reduction. On one rank nothing is communicated.
 
         Args:
             state: As from ``init``; arrays or ``jax.ShapeDtypeStruct``.
             batch: The global batch; arrays or ``jax.ShapeDtypeStruct``.
 
         Returns:
-            The bucket plan of the step.
+            Which gradients are communicated together.
         """
         return self._programs.plan(state, batch)
 
     def planned(self, state: TrainState, batch: Any) -> list[tuple[str, int]]:
-        """Lists ``(kind, bytes)`` of the collectives that one step should hold, beside its metrics'."""
+        """Lists ``(kind, bytes)`` of the collectives that one step should have, without those of its metrics."""
         return self._programs.planned(state, batch)
 
     def layout(self, state: TrainState) -> StateLayout:
-        """Says which leaves of a state are shards, and of what; for stage 3 after ``init`` or ``abstract_state``."""
+        """Gives which leaves of a state are shards, and of what; under zero3 after ``init`` or ``abstract_state``."""
         return self._programs.layout(state)
 
-    def start_compile(self, state: TrainState, batch: Any, *, timeout_s: float = TIMEOUT_S) -> Pending:
-        """Starts what ``compile`` does on the mesh of a target, so that several programs compile at a time.
-
-        Args:
-            state: As from ``abstract_state``.
-            batch: The global batch; arrays or ``jax.ShapeDtypeStruct``.
-            timeout_s: Seconds that the compilation may take once it has started.
-
-        Returns:
-            What gives the program with ``result()``.
-
-        Raises:
-            ValueError: If the mesh is not a target's, or as ``compile``.
-        """
+    def trace(self, state: TrainState, batch: Any) -> GradientTrace:
+        """Traces one rank's backward pass: the gradients in the order in which they become ready."""
         check_batch(batch, self.num_ranks, self.num_microbatches)
-        return self._programs.start_step(state, batch, timeout_s)
+        return self._programs.trace(state, batch)
 
-    def start_compile_alone(self, state: TrainState, batch: Any) -> Pending:
-        """Starts to compile the step without communication for the mesh's target: the measure of what overlap can do.
+    def step_function(self, state: TrainState, batch: Any, plan: BucketPlan | None = None) -> StepFunction:
+        """Gives the step before it is compiled.
 
         Args:
             state: As from ``init`` or ``abstract_state``.
             batch: The global batch; arrays or ``jax.ShapeDtypeStruct``.
+            plan: What to communicate; that of ``plan`` if None.
 
         Returns:
-            What gives the program with ``result()``; every gradient is taken for equal on all ranks, and none is sent.
+            ``(function, args, options)``, for ``jax.jit(function, **options).lower(*args)``.
 
         Raises:
-            ValueError: If the mesh's devices are no target's.
+            ValueError: As ``compile``.
         """
         check_batch(batch, self.num_ranks, self.num_microbatches)
-        return self._programs.start_step_alone(state, batch)
+        return self._programs.step_function(state, batch, plan)
 
-    def _check_here(self, method: str, instead: str) -> None:
-        if self._target is not None:
-            raise ValueError(f"{method} needs devices, and {self._target.spec!r} is not here: use {instead}")
+    def _check_devices(self, method: str, instead: str) -> None:
+        if isinstance(self.mesh, AbstractMesh):
+            spec = self.mesh.abstract_device.device_kind
+            raise ValueError(f"{method} needs devices, and {spec!r} is not here: use {instead}")
 
     def _place(self, batch: Any, num_microbatches: int) -> Any:
         if jax.process_count() > 1:
@@ -294,7 +293,3 @@ class Trainer:
             )
         check_batch(batch, self.num_ranks, num_microbatches)
         return jax.device_put(batch, self._by_rank)
-
-    def _finished(self, result: Any) -> Any:
-        # With more simulated devices than cores, steps that run ahead time out in XLA's rendezvous and abort.
-        return jax.block_until_ready(result) if self._platform == "cpu" else result

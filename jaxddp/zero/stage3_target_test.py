@@ -82,7 +82,7 @@ def steps():
             strategy = jaxddp.zero3(min_shard_elements=0)
             trainer = jaxddp.Trainer(make_loss(kind), optax.adam(1e-3), strategy, targets.mesh(f"h100:{NUM_RANKS}"))
             state = trainer.abstract_state(make_params(kind, num_layers))
-            pending[kind, num_layers] = trainer.planned(state, batch), trainer.start_compile(state, batch)
+            pending[kind, num_layers] = trainer.planned(state, batch), targets.start_compile(trainer, state, batch)
     found = {}
     for case, (planned, compilation) in pending.items():
         program = compilation.result()

@@ -42,7 +42,7 @@ def steps():
         for name, (strategy, spec, num) in STEPS.items()
     }
     states = {name: trainer.abstract_state(PARAMS) for name, trainer in trainers.items()}
-    pending = {name: trainer.start_compile(states[name], BATCH) for name, trainer in trainers.items()}
+    pending = {name: targets.start_compile(trainer, states[name], BATCH) for name, trainer in trainers.items()}
     planned = {name: trainer.planned(states[name], BATCH) for name, trainer in trainers.items()}
     return {name: (planned[name], read_schedule(pending[name].result())) for name in trainers}
 
