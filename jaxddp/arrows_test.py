@@ -1,0 +1,100 @@
+"""Imports between folders run one way, and no modules import each other in a circle."""
+
+import ast
+import functools
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# What a folder, or a file beside them, may import: its own line and those below.
+FLOORS = (
+    ("cli", "__main__", "walkthrough"),
+    ("inspection",),
+    ("simulation",),
+    ("compiled", "targets"),
+    ("communication", "ddp", "zero", "training", "models", "checkpoint", "strategy", "registry", "mesh", "plugins",
+     "tree", "loss", "scopes", "plain"),
+    ("planning",),
+)  # fmt: skip
+# To be taken out of the code.
+TODAY = {("jaxddp.simulation.timeline", "jaxddp.cli.train_console"), ("jaxddp.cli.train_loop", "jaxddp.cli.train")}
+FLOOR = {folder: len(FLOORS) - floor for floor, folders in enumerate(FLOORS) for folder in folders}
+
+
+def modules_of(package):
+    """Module names to paths."""
+    found = {}
+    for path in sorted((ROOT / package).rglob("*.py")):
+        if not path.name.endswith("_test.py") and path.name != "conftest.py" and "testdata" not in path.parts:
+            found[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = path
+    return found
+
+
+def runtime_nodes(tree):
+    """All nodes but those that only type checkers see."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            node = ast.Module(node.orelse, [])  # noqa: PLW2901
+        yield node
+        yield from runtime_nodes(node)
+
+
+def imports_of(path, modules, source=None):
+    """The modules that a file imports when it runs, inside functions too."""
+    folder = path.relative_to(ROOT).parent.parts
+    for node in runtime_nodes(ast.parse(path.read_text() if source is None else source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            package = folder[: len(folder) - node.level + 1] if node.level else ()
+            base = ".".join([*package, *(node.module or "").split(".")]).strip(".")
+            names = [name if (name := f"{base}.{alias.name}") in modules else base for alias in node.names]
+        else:
+            continue
+        yield from (name for name in names if name in modules)
+
+
+@functools.cache
+def graph_of(package):
+    modules = modules_of(package)
+    graph = {name: set(imports_of(path, modules)) - {name} for name, path in modules.items()}
+    return {name: {other for other in imported if (name, other) not in TODAY} for name, imported in graph.items()}
+
+
+def wrong_way(graph):
+    """Imports from a lower floor to a higher one."""
+
+    def floor(module):
+        return FLOOR[module.split(".")[1]]
+
+    edges = [(one, other) for one in graph for other in graph[one] if "jaxddp" not in (one, other)]
+    return {(one, other) for one, other in edges if floor(one) < floor(other)}
+
+
+def test_imports_between_folders_run_one_way():
+    assert wrong_way(graph_of("jaxddp")) == set()
+
+
+@pytest.mark.parametrize("package", ["jaxddp", "torchref", "benchmarks"])
+def test_no_modules_import_each_other_in_a_circle(package):
+    TopologicalSorter(graph_of(package)).prepare()
+
+
+def test_what_would_be_found():
+    modules = modules_of("jaxddp")
+    source = "def late():\n    from ..simulation import tuning\nif TYPE_CHECKING:\n    from ..cli import train\n"
+    graph = dict(graph_of("jaxddp"))
+    graph["jaxddp.training.step"] = graph["jaxddp.training.step"] | set(
+        imports_of(modules["jaxddp.training.step"], modules, source)
+    )
+    assert wrong_way(graph) == {("jaxddp.training.step", "jaxddp.simulation.tuning")}
+    with pytest.raises(CycleError):
+        TopologicalSorter(graph).prepare()
+
+
+def test_the_twin_imports_planning_alone():
+    modules = modules_of("torchref") | modules_of("jaxddp")
+    imported = {name for path in modules_of("torchref").values() for name in imports_of(path, modules)}
+    assert all(name.startswith(("torchref", "jaxddp.planning")) for name in imported)
