@@ -86,10 +86,9 @@ def test_what_would_be_found():
     modules = modules_of("jaxddp")
     source = "def late():\n    from ..simulation import tuning\nif TYPE_CHECKING:\n    from ..cli import train\n"
     graph = dict(graph_of("jaxddp"))
-    graph["jaxddp.training.step"] = graph["jaxddp.training.step"] | set(
-        imports_of(modules["jaxddp.training.step"], modules, source)
-    )
-    assert wrong_way(graph) == {("jaxddp.training.step", "jaxddp.simulation.tuning")}
+    step = "jaxddp.training.step"
+    graph[step] = graph[step] | set(imports_of(modules[step], modules, source))
+    assert wrong_way(graph) == {(step, "jaxddp.simulation.tuning")}
     with pytest.raises(CycleError):
         TopologicalSorter(graph).prepare()
 
