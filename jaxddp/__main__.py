@@ -22,6 +22,15 @@ COMMANDS = (train_cli, inspect_cli, plan_cli)
 
 
 class _Parser(argparse.ArgumentParser):
+    def format_help(self) -> str:
+        """Puts the names of strategies in; the import, which starts JAX, waits until the help is shown."""
+        for action in self._actions:
+            if "STRATEGIES" in (action.help or ""):
+                from .registry import STRATEGIES
+
+                action.help = str(action.help).replace("STRATEGIES", ", ".join(STRATEGIES))
+        return super().format_help()
+
     def error(self, message: str) -> NoReturn:
         """Ends the program with one line, without the usage that argparse would put before it."""
         self.exit(2, f"error: {message}; see {self.prog} --help\n")

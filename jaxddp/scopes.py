@@ -1,4 +1,4 @@
-"""Name scopes by which parts of a step are recognised in its compiled program."""
+"""Name scopes that mark parts of a step in its compiled program."""
 
 SYNC_SCOPE = "jaxddp.sync"
 METRICS_SCOPE = "jaxddp.metrics"

@@ -63,7 +63,16 @@ class Options:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """A parser whose errors are one line, and whose help lists the strategies."""
+
+    def format_help(self) -> str:
+        """Puts the names of strategies in; the import, which starts JAX, waits until the help is shown."""
+        for action in self._actions:
+            if "STRATEGIES" in (action.help or ""):
+                from jaxddp.registry import STRATEGIES
+
+                action.help = str(action.help).replace("STRATEGIES", ", ".join(STRATEGIES))
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with one line, without the usage that argparse would put before it."""
@@ -96,7 +105,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="of memory: a target, or cpu:N for N simulated devices (default: h100:2); of scaling: the largest to"
         " simulate (default: h100:512)",
     )  # fmt: skip
-    parser.add_argument("--strategies", metavar="NAME", nargs="+", help="strategies to compare")
+    parser.add_argument("--strategies", metavar="NAME", nargs="+", help="strategies to compare: STRATEGIES")
     parser.add_argument("--bucket-mb", type=float, metavar="MIB", nargs="+", help="of buckets: caps, in MiB")
     parser.add_argument("--sizes-mb", type=float, metavar="MIB", nargs="+", help="of collectives: buffers, in MiB")
     parser.add_argument("--profile", action="store_true", help="of strategies: record traces of both frameworks")

@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxddp import STRATEGIES as OURS
 from jaxddp.models import SIZES
+from jaxddp.registry import is_bucketed
 from jaxddp.training.data import Corpus, RandomTokens
 
 from ..harness.free_memory import PROCESS_BYTES, free_bytes
@@ -36,7 +37,7 @@ NAMES = (*OURS, *(name for names in PEERS.values() for name in names))
 # no bound on weights, and losses and norms of all rounds were seen within 2e-5 of single-process training's.
 TOLERANCE = 1e-3
 NUM_WARMUP, NUM_STEPS, NUM_QUICK, BATCH_SIZE, NUM_RANKS = 2, 20, 4, 8, 2
-_BUCKETED = ("bucketed", "zero1", "zero2", "DistributedDataParallel", "ZeroRedundancyOptimizer")
+_BUCKETED_PEERS = ("DistributedDataParallel", "ZeroRedundancyOptimizer")
 
 
 def describe(options: Options, names: Sequence[str] = NAMES) -> tuple[Setup, str]:
@@ -76,7 +77,7 @@ def default_model(options: Options) -> str:
 def spec_of(name: str, model: str) -> StrategySpec:
     """A strategy or peer with DDP's bucket cap, or a smaller one where that would hold all gradients of the model."""
     cap = DDP_CAP_MB if SIZES[model].num_params * 4 > DDP_CAP_MB * 2**20 else SMALL_CAP_MB
-    return StrategySpec(name, cap if name in _BUCKETED else None)
+    return StrategySpec(name, cap if is_bucketed(name) or name in _BUCKETED_PEERS else None)
 
 
 def make_setup(

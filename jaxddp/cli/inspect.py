@@ -35,8 +35,8 @@ def add_parser(commands: Any) -> None:
     add("--model", default="seed_xl", metavar="NAME", help="a named size, or custom (default: %(default)s)")
     for shape in _SHAPES:
         add(f"--{shape}", type=int, metavar="N", help=f"{shape} of --model custom")
-    add("--strategy", default="bucketed", metavar="NAME", help="naive, flat, overlapped, bucketed, zero1, zero2, "
-        "zero3, or auto: plain jit with replicated parameters (default: %(default)s)")  # fmt: skip
+    add("--strategy", default="bucketed", metavar="NAME", help="one of STRATEGIES, or "
+        "auto: plain jit with replicated parameters (default: %(default)s)")  # fmt: skip
     add("--compare", nargs="+", default=[], metavar="NAME", help="more strategies, for the same table")
     add("--bucket-mb", type=_bucket_mb, metavar="MIB", help="bucket cap in MiB (2^20 bytes), or auto: chosen for the "
         "network, of bucketed alone (default: 25 after a first bucket of 1)")  # fmt: skip

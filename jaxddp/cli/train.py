@@ -105,7 +105,7 @@ def add_parser(commands: Any) -> None:
         default = getattr(TrainOptions, flag.removeprefix("--").replace("-", "_"))
         parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=f"{text} (default: {default_text})")
 
-    add("--strategy", str, "naive, flat, overlapped, bucketed, zero1, zero2 or zero3", metavar="NAME")
+    add("--strategy", str, "one of STRATEGIES", metavar="NAME")
     add("--bucket-mb", float, "bucket cap in MiB (2^20 bytes)", "25 after a first bucket of 1", "MIB")
     add(
         "--compression",

@@ -1,7 +1,7 @@
 """ZeRO stage 1 as an optax transformation, for training loops of one's own inside ``shard_map`` or ``pmap``.
 
-It takes each rank's own gradients and gives whole updates: reduce-scatter, the wrapped optimizer on this rank's shards,
-all-gather. What it sends is what an all-reduce of the gradients would, and it replaces that.
+It takes each rank's own gradients and gives full updates: reduce-scatter, the wrapped optimizer on this rank's shards,
+all-gather. It replaces the all-reduce of the gradients, and sends the same bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .stage1 import gather_params, local_shards, zero1
 
 
 def shard_optimizer(
-    optimizer: optax.GradientTransformation, axis: str, *, bucket_mb: BucketMb = 25.0
+    optimizer: optax.GradientTransformation, axis: str, *, bucket_mb: BucketMb = "default"
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that each rank keeps and updates 1/N of its state.
 
@@ -36,8 +36,8 @@ def shard_optimizer(
     update                                 ``[shape]``, equal on all
     ============ ========================= ===========================
 
-    Call ``init`` and ``update`` inside ``jax.shard_map`` or ``jax.pmap``; ``sharded_specs`` says how the state lies
-    over the ranks. Give ``update`` gradients that no rank has summed: it averages them. Compile the caller with
+    Call ``init`` and ``update`` inside ``jax.shard_map`` or ``jax.pmap``; ``sharded_specs`` gives the state's specs.
+    Give ``update`` gradients that are not yet summed over ranks: it averages them. Compile the caller with
     ``jaxddp.compile_options(jaxddp.zero1(), platform)``, or XLA merges the buckets.
 
     Args:
@@ -66,7 +66,7 @@ def shard_optimizer(
         ((8,), (2,))
     """
     optimizer = optax.with_extra_args_support(optimizer)
-    plan_buckets([], bucket_mb)  # a bad cap is refused here, not at the first update
+    plan_buckets([], bucket_mb)  # refuses a bad cap now, not at the first update
 
     def init(params: Any) -> Any:
         own = local_shards(params, axis)
@@ -93,7 +93,7 @@ def shard_optimizer(
 
 
 def sharded_specs(optimizer: optax.GradientTransformation, params: Any, *, num_ranks: int, axis: str) -> Any:
-    """Says how the state of ``shard_optimizer`` lies over the ranks, for ``in_specs`` and ``out_specs``.
+    """Gives the specs of the state of ``shard_optimizer``, for ``in_specs`` and ``out_specs``.
 
     Args:
         optimizer: The one that was wrapped.
