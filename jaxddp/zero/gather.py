@@ -3,14 +3,14 @@
     forward    shards of a unit, packed [width]  -> all-gather      -> [N, width] -> whole parameters
     backward   whole gradients -> [N, width]     -> reduce-scatter  -> [width]    -> gradients of the shards
 
-Three dtypes meet here, each explicit: that of the shard (the master's, in which the optimizer works), that in which
-parameters travel, and that in which gradients are summed. Gradients come back in the master's.
+Three dtypes meet here: the shard's (the master's, in which the optimizer works), the all-gather's and the
+reduce-scatter's. Gradients come back in the master's.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,12 +26,12 @@ from ..strategy import Precision
 
 @dataclass(frozen=True)
 class Shard:
-    """A parameter of which this rank has a shard, or a row or some of it.
+    """This rank's shard of a parameter, possibly sliced along its leading dimension.
 
     Attributes:
-        local: This rank's, ``[rows, c]``, or ``[c]`` of a parameter that is not cut by row.
+        local: ``[rows, c]``, or ``[c]`` if the parameter is not cut by row.
         cut: How the whole is cut.
-        dtype: Of the whole.
+        dtype: Dtype of the whole.
         is_trained: Whether it has a gradient.
     """
 
@@ -41,70 +41,78 @@ class Shard:
     is_trained: bool = True
 
     def of(self, local: jax.Array) -> Shard:
-        """The same of another array of its shape."""
+        """The same shard with another array of the same shape."""
         return replace(self, local=local)
 
     def rows(self, local: jax.Array, shape: tuple[int, ...]) -> Shard:
-        """The shard of some of its rows, which have a given shape when whole; of one row if that has one dim."""
+        """The shard of some rows, whose whole has a given shape; of a single row if ``local`` has one dimension."""
         return replace(self, local=local, cut=Cut(shape, self.cut.num_ranks, by_row=local.ndim == 2))
 
 
-def make_gather(axis: str, precision: Precision, *, sends: bool = True) -> Callable[[Sequence[Shard]], list[jax.Array]]:
-    """Makes the function that gathers the parameters of one unit.
+@dataclass(frozen=True)
+class Gather:
+    """Gathers the parameters of a unit.
 
-    Args:
+    Attributes:
         axis: Name of the mesh axis.
-        precision: In which dtypes parameters travel and gradients are summed.
-        sends: Whether anything travels; if not, every rank's part is taken to be this one's.
-
-    Returns:
-        Shards ``->`` whole parameters, differentiable: the gradient of a shard is summed over ranks.
+        precision: Dtypes of the all-gather and the reduce-scatter.
+        sends: False for a step without communication: every rank's part is taken to be this rank's.
     """
 
-    def gather(shards: Sequence[Shard]) -> list[jax.Array]:
-        found: dict[int, jax.Array] = {}
+    axis: str
+    precision: Precision
+    sends: bool = True
+
+    def __call__(self, shards: Sequence[Shard]) -> list[jax.Array]:
+        """Gathers whole parameters with one all-gather a dtype; its transpose is one reduce-scatter a dtype.
+
+        Args:
+            shards: This rank's.
+
+        Returns:
+            The whole parameters. The gradient of each shard is summed over ranks.
+        """
+        wholes: dict[int, jax.Array] = {}
         for dtype in dict.fromkeys(shard.local.dtype for shard in shards):
             places = [place for place, shard in enumerate(shards) if shard.local.dtype == dtype]
-            found.update(zip(places, _gather_one_dtype([shards[place] for place in places]), strict=True))
-        return [found[place] for place in range(len(shards))]
+            wholes.update(zip(places, self._gather([shards[place] for place in places], dtype), strict=True))
+        return [wholes[place] for place in range(len(shards))]
 
-    def _gather_one_dtype(shards: list[Shard]) -> list[jax.Array]:
-        master = shards[0].local.dtype
+    def _gather(self, shards: list[Shard], master: Any) -> list[jax.Array]:
         if not jnp.issubdtype(master, jnp.floating):
-            return _collect(shards, master)
+            return self._all_gather(shards, [shard.local for shard in shards], master)
 
-        def collect(locals_: list[jax.Array]) -> list[jax.Array]:
-            held = [shard.of(local) for shard, local in zip(shards, locals_, strict=True)]
-            return _collect(held, precision.gather_dtype or precision.compute_dtype or master)
+        def forward(local: list[jax.Array]) -> list[jax.Array]:
+            dtype = self.precision.gather_dtype or self.precision.compute_dtype or master
+            return self._all_gather(shards, local, dtype)
 
-        whole = jax.custom_vjp(collect)
-        whole.defvjp(lambda locals_: (collect(locals_), None), lambda _, grads: (_scatter(shards, grads),))
-        return whole([shard.local for shard in shards])
+        gather = jax.custom_vjp(forward)
+        gather.defvjp(lambda local: (forward(local), None), lambda _, grads: (self._reduce_scatter(shards, grads),))
+        return gather([shard.local for shard in shards])
 
-    def _collect(shards: list[Shard], dtype: Any) -> list[jax.Array]:
+    def _all_gather(self, shards: list[Shard], local: list[jax.Array], dtype: Any) -> list[jax.Array]:
         with jax.named_scope(SYNC_SCOPE):
-            own = _join([shard.local.reshape(1, -1) for shard in shards]).astype(dtype)
-            buffer = all_gather(own, axis) if sends else jnp.tile(own, (shards[0].cut.num_ranks, 1))
+            row = _join([array.reshape(1, -1) for array in local]).astype(dtype)
+            buffer = all_gather(row, self.axis) if self.sends else jnp.tile(row, (shards[0].cut.num_ranks, 1))
             parts = jnp.split(buffer, _ends(shards), axis=1)
             return [shard.cut.whole(part).astype(shard.dtype) for shard, part in zip(shards, parts, strict=True)]
 
-    def _scatter(shards: list[Shard], grads: list[jax.Array]) -> list[jax.Array]:
-        trained = [(shard, grad) for shard, grad in zip(shards, grads, strict=True) if shard.is_trained]
+    def _reduce_scatter(self, shards: list[Shard], grads: list[jax.Array]) -> list[jax.Array]:
+        sums = [jnp.zeros_like(shard.local) for shard in shards]
+        trained = [place for place, shard in enumerate(shards) if shard.is_trained]
         if not trained:
-            return [jnp.zeros_like(shard.local) for shard in shards]
-        dtype = precision.reduce_dtype or shards[0].local.dtype
+            return sums
+        dtype = self.precision.reduce_dtype or shards[0].local.dtype
         with jax.named_scope(SYNC_SCOPE):
-            buffer = _join([shard.cut.chunks(grad.astype(dtype)) for shard, grad in trained])
-            total = reduce_scatter(buffer, axis) if sends else lax.dynamic_slice_in_dim(buffer, lax.axis_index(axis), 1)
-            parts = iter(jnp.split(total[0], _ends([shard for shard, _ in trained])))
-            return [
-                next(parts).reshape(shard.local.shape).astype(shard.local.dtype)
-                if shard.is_trained
-                else jnp.zeros_like(shard.local)
-                for shard in shards
-            ]
-
-    return gather
+            buffer = _join([shards[place].cut.chunks(grads[place].astype(dtype)) for place in trained])
+            if self.sends:
+                total = reduce_scatter(buffer, self.axis)
+            else:
+                total = lax.dynamic_slice_in_dim(buffer, lax.axis_index(self.axis), 1)
+            parts = jnp.split(total[0], _ends([shards[place] for place in trained]))
+            for place, part in zip(trained, parts, strict=True):
+                sums[place] = part.reshape(sums[place].shape).astype(sums[place].dtype)
+        return sums
 
 
 def _join(rows: list[jax.Array]) -> jax.Array:

@@ -1,11 +1,11 @@
-"""Keeps units in line: at most two are gathered, or wait for their gradients to be scattered, at a time.
+"""Limits prefetch: at most two units' parameters are gathered, or wait for their scatter, at a time.
 
-Nothing in a model's arithmetic says that the gathers of later units should not start at once, or that a reduce-scatter
-should end before the backward goes on; a compiler may do either, and hold what is whole meanwhile. So unit u is linked
-to unit u - 2 by a number, which is 0 and stands in barriers only:
+The arithmetic of a model does not order its collectives: XLA may start the gathers of later units at once, or let the
+backward run ahead of a reduce-scatter, and holds whole tensors meanwhile. So an order token (see
+``communication/ordering.py``) ties unit u to unit u - 2; its gradient does the same for the backward:
 
-    forward    shards of u         wait for  results of u - 2               so its gather runs beside unit u - 1
-    backward   gradients into u - 2  wait for  scattered gradients of u     so its scatter runs beside unit u - 1
+    forward    shards of u           wait for  results of u - 2               so its gather runs beside unit u - 1
+    backward   gradients into u - 2  wait for  scattered gradients of u       so its scatter runs beside unit u - 1
 """
 
 from __future__ import annotations
@@ -17,24 +17,26 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..communication.ordering import use_token
+
 _REACH = 2
 
 
-class Links:
-    """The chain of the units of one program, in the order in which they run."""
+class UnitOrder:
+    """The units of one program in the order in which they run."""
 
     def __init__(self) -> None:
-        """Starts a chain without units."""
+        """Starts without units."""
         self._tokens: list[jax.Array] = []
 
     def before(self, shards: Sequence[jax.Array]) -> tuple[Sequence[jax.Array], jax.Array | None]:
-        """Lets the next unit's shards wait.
+        """Makes the next unit's shards wait for the unit before the last.
 
         Args:
-            shards: Of the unit.
+            shards: The unit's parameters.
 
         Returns:
-            The same, and what to give to ``after``.
+            The shards, to be used instead, and the token to give to ``after``.
         """
         return _wait(list(shards), self._tokens[-_REACH]) if len(self._tokens) >= _REACH else (shards, None)
 
@@ -42,17 +44,19 @@ class Links:
         """Ends the unit.
 
         Args:
-            results: Of the unit.
-            waited: From ``before``.
+            results: What the unit computed.
+            waited: The token from ``before``.
 
         Returns:
-            The same results, to be used instead.
+            The results, to be used instead.
         """
-        floating = [place for place, result in enumerate(results) if jnp.issubdtype(result.dtype, jnp.floating)]
-        tied, token = _release([results[place] for place in floating], jnp.zeros(()))
+        results = list(results)
+        places = [place for place, result in enumerate(results) if jnp.issubdtype(result.dtype, jnp.floating)]
+        arrays, token = _release([results[place] for place in places], jnp.zeros(()))
         self._tokens.append(token)
-        replaced = dict(zip(floating, tied if waited is None else _use(tied, waited), strict=True))
-        return [replaced.get(place, result) for place, result in enumerate(results)]
+        for place, array in zip(places, arrays if waited is None else _use(arrays, waited), strict=True):
+            results[place] = array
+        return results
 
 
 @jax.custom_vjp
@@ -79,5 +83,5 @@ _release.defvjp(lambda arrays, token: (_release(arrays, token), None), _release_
 
 
 def _use(arrays: list[jax.Array], token: jax.Array) -> list[jax.Array]:
-    # What comes out of a barrier and is not used is dropped from it.
-    return [arrays[0] + lax.stop_gradient(token).astype(arrays[0].dtype), *arrays[1:]] if arrays else arrays
+    # XLA drops unused barrier outputs, so the token is used; one of the arrays will do.
+    return [use_token(arrays[0], token), *arrays[1:]] if arrays else arrays

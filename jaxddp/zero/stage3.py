@@ -1,8 +1,8 @@
-"""ZeRO stage 3: parameters are sharded as well, as fully sharded data parallelism has it.
+"""ZeRO stage 3, or fully sharded data parallelism: parameters are sharded as well.
 
-Between its uses a parameter is nowhere whole. A unit (a layer, the embedding, the head) gathers its own when it runs,
-drops them, and gathers them again in the backward; its gradients leave by reduce-scatter, which is the transpose of the
-gather. What is left on a rank is 1/N of everything, and the unit at work.
+A unit (a layer, the embedding, the head) gathers its parameters when it runs, drops them, and gathers them again in the
+backward; its gradients leave by reduce-scatter, the transpose of the gather. A rank holds 1/N of everything, and the
+whole parameters of the unit that is running.
 
     ================ ====================== ================================
     tensor           on each rank           bytes on each rank, AdamW, fp32
@@ -10,7 +10,7 @@ gather. What is left on a rank is 1/N of everything, and the unit at work.
     parameter        ``[c]``, c = ceil(n/N) 4 Psi / N, and one unit's whole
     gradient         ``[c]``                4 Psi / N, and one unit's whole
     moments          ``[c]`` each           8 Psi / N
-    small parameter  ``[shape]``            whole, as in stage 0
+    small parameter  ``[shape]``            whole on every rank
     ================ ====================== ================================
 
     forward   of unit u:  p = all-gather of p[r]           y = u(p, x)                 drop p
@@ -18,12 +18,12 @@ gather. What is left on a rank is 1/N of everything, and the unit at work.
                           g[r] = row r of the sum over ranks of dp                     reduce-scatter, drop dp
     update                p[r] += optimizer(g[r] / N, state[r], p[r])
 
-    gathers per step, U units: 2U - 1 in a loop, where the last unit keeps its own; 2U under a scan
-    bytes sent per rank: 3 (N-1)/N * parameter bytes, less what is kept
-    less in both: units whose backward needs no parameters, such as an embedding
+    gathers per step, U units: 2U - 1 in a loop, where the last unit keeps its parameters; 2U under a scan;
+                               less one for each unit whose backward needs no parameters, such as an embedding
+    bytes sent per rank:       3 (N-1)/N * parameter bytes, less those that are gathered once
 
-Units are marked by ``jaxddp.layer``. What is used outside of them is gathered before the forward and held to the end of
-the backward, so a model without marks has its state in shards, and no promise about temporaries.
+``jaxddp.layer`` marks units. Parameters used outside of units are gathered before the forward and held to the end of
+the backward: a model without marks has sharded state, but no promise about temporaries.
 
 References:
     Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020 (section 5.3).
@@ -44,7 +44,7 @@ from ..loss import PartialLoss, Parts
 from ..planning.buckets import BucketMb, TensorSpec, chunk_elements, plan_buckets
 from ..strategy import Precision, Strategy, register
 from ..tree import path_name
-from .gather import Shard, make_gather
+from .gather import Gather, Shard
 from .layers import run, trace_marked
 
 _MOST_PADDING = 1e-3
@@ -61,24 +61,24 @@ def zero3(
     bucket_mb: BucketMb = "default",
     compression: Compression = none,
 ) -> Strategy:
-    """Parameters in shards, gathered unit by unit; gradients scattered unit by unit.
+    """Shards parameters: gathers them and scatters their gradients unit by unit.
 
     Args:
-        min_shard_elements: Parameters with fewer elements stay whole on every rank, their gradients in all-reduces.
-        master_dtype: Of shards, and so of the optimizer's state and of gradients when they are summed; that of the
-            parameters given to ``Trainer.init`` if None.
-        compute_dtype: In which the loss function gets its floating parameters; the master's if None.
-        gather_dtype: In which parameters travel; ``compute_dtype`` if None.
-        reduce_dtype: In which gradients of shards are summed over ranks; if None the trainer's ``grad_dtype``, which
-            is that of parameters that stay whole, or the master's.
-        bucket_mb: Cap of the buckets of the small parameters; see ``plan_buckets``.
-        compression: ``none``, or ``noop`` for a step without communication; the dtypes say what else travels.
+        min_shard_elements: Parameters with fewer elements stay whole on every rank; their gradients are all-reduced.
+        master_dtype: Dtype of shards, and so of the optimizer's state and of accumulated gradients; if None, of the
+            parameters given to ``Trainer.init``.
+        compute_dtype: Dtype of the floating parameters that the loss function gets; the master's if None.
+        gather_dtype: Dtype of all-gathers; ``compute_dtype`` if None.
+        reduce_dtype: Dtype of reduce-scatters; if None the trainer's ``grad_dtype``, or else the master's. Gradients
+            of whole parameters are reduced in ``grad_dtype``.
+        bucket_mb: Cap of the buckets of the small parameters, in MiB; see ``plan_buckets``.
+        compression: ``none``, or ``noop`` for a step without communication.
 
     Returns:
         The strategy.
 
     Raises:
-        ValueError: If a number is out of range, a dtype is not floating, or gradients are to be compressed.
+        ValueError: If a number is out of range, a dtype is not floating, or the compression is another one.
     """
     if isinstance(min_shard_elements, bool) or not isinstance(min_shard_elements, int) or min_shard_elements < 0:
         raise ValueError(f"min_shard_elements (={min_shard_elements!r}) must be an integer of at least 0")
@@ -105,10 +105,10 @@ def zero3(
 
 
 def cut_of(shape: tuple[int, ...], num_ranks: int) -> Cut:
-    """Cuts a parameter by row, so that it may be a stack of layers, unless that would pad it by more than 0.1 %.
+    """Cuts a parameter by row, in case it is a stack of layers, unless that would pad it by more than 0.1 %.
 
     Args:
-        shape: Of the whole.
+        shape: Shape of the whole parameter.
         num_ranks: Number of ranks.
 
     Returns:
@@ -140,35 +140,35 @@ def loss_on_shards(
     Args:
         loss: ``(params, batch, key) -> (total, Parts)``.
         params: The whole parameters, as ``jax.ShapeDtypeStruct``.
-        cuts: How they are cut, by name; those left out are whole.
+        cuts: How parameters are cut, by name; those left out are whole.
         axis: Name of the mesh axis.
-        precision: In which dtypes parameters are used and travel, and gradients are summed.
-        trainable: Predicate on a parameter's name; the gradients of others are not sent.
-        sends: Whether anything travels.
+        precision: Dtypes of parameters when used, of all-gathers and of reduce-scatters.
+        trainable: Predicate on a parameter's name; gradients of the others are not reduced.
+        sends: False for a step without communication.
 
     Returns:
-        The same function of a tree in which shards stand for what is cut.
+        The same function of a tree that holds this rank's shard of each parameter that is cut.
     """
-    gather = make_gather(axis, precision, sends=sends)
+    gather = Gather(axis, precision, sends)
 
-    def used(struct: Any) -> Any:
-        is_floating = jnp.issubdtype(struct.dtype, jnp.floating)
-        return jax.ShapeDtypeStruct(struct.shape, (is_floating and precision.compute_dtype) or struct.dtype)
+    def as_used(struct: Any) -> Any:
+        dtype = precision.compute_dtype if jnp.issubdtype(struct.dtype, jnp.floating) else None
+        return jax.ShapeDtypeStruct(struct.shape, dtype or struct.dtype)
 
-    wanted = jax.tree.map(used, params)
+    wholes = jax.tree.map(as_used, params)
 
-    def on_shards(shards: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, Parts]:
-        program, results = trace_marked(loss, wanted, batch, key)
+    def loss_of_shards(params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, Parts]:
+        program, results = trace_marked(loss, wholes, batch, key)
 
-        def argument(path: Any, array: jax.Array, struct: Any) -> Any:
+        def argument(path: Any, array: jax.Array, whole: Any) -> Any:
             name = path_name(path)
             if name not in cuts:
-                return array.astype(struct.dtype)
+                return array.astype(whole.dtype)
             local = array.reshape(cuts[name].rows, -1) if cuts[name].by_row else array.reshape(-1)
-            return Shard(local, cuts[name], struct.dtype, trainable is None or trainable(name))
+            return Shard(local, cuts[name], whole.dtype, trainable is None or trainable(name))
 
-        arguments = jax.tree_util.tree_map_with_path(argument, shards, wanted)
+        arguments = jax.tree_util.tree_map_with_path(argument, params, wholes)
         values = run(program, jax.tree.leaves((arguments, batch, key)), gather)
         return jax.tree.unflatten(jax.tree.structure(results), values)
 
-    return on_shards
+    return loss_of_shards

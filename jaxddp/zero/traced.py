@@ -1,4 +1,4 @@
-"""Reads from a traced program which collectives it asks for, where no bucket plan says so."""
+"""Lists the collectives of a traced loss function: those of zero3's units are in no bucket plan."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ _KINDS = {
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
     "psum_scatter": "reduce-scatter",
-    "all_to_all": "all-to-all",  # which stands in for a reduce-scatter: see gloo.py
+    "all_to_all": "all-to-all",  # replaces a reduce-scatter over Gloo: see gloo.py
 }
 
 
 def traced_collectives(program: core.ClosedJaxpr, platform: str) -> list[tuple[str, int]]:
-    """Lists the gathers and scatters of shards whose results a program needs.
+    """Lists the gathers and scatters of shards that the program's results depend on.
 
     Args:
         program: From ``jax.make_jaxpr``.
         platform: What it is compiled for.
 
     Returns:
-        ``(kind, bytes of the full buffer on the wire)`` in the order of the trace, those of a scan as often as it
-        repeats them.
+        ``(kind, bytes of the full buffer on the wire)`` in the order of the trace; those in a scan once per round.
     """
     needed, _ = partial_eval.dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
     return _collectives(needed, platform)
