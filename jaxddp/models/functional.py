@@ -1,9 +1,8 @@
-"""Models by name, as the trainer wants them: a loss function and its parameters.
+"""Models by name, each as a loss function and its parameters.
 
-``build`` makes both; ``abstract`` makes the same without allocating anything, for models larger than the memory.
-Parameters are nested dictionaries of arrays, named as the modules are. Nothing here communicates; the ``layer``
-hook marks the units that a sharded strategy gathers one at a time: embedding, every block, and the head with the
-norm before it.
+``build`` makes both; ``abstract`` makes the same without allocating anything, for models larger than memory.
+Parameters are nested dictionaries of arrays, named as the modules are. ``layer`` marks the units that ``zero3``
+gathers one at a time: embedding, every block, and the head with the norm before it.
 """
 
 from __future__ import annotations
@@ -88,11 +87,11 @@ def build(
     Args:
         name_or_config: ``toy``, ``toy_tied``, ``toy_frozen``, ``toy_unused``, a name in ``SIZES``, or sizes.
         seed: Seed of the initial values.
-        layer: Wraps each ``unit(unit_params, *args)`` of the model: embedding, blocks and head; a toy is one unit.
+        layer: Wraps each ``unit(unit_params, *args)`` of the model; a toy is one unit.
 
     Returns:
-        ``(loss_fn, params)``: ``loss_fn(params, batch)`` is the mean loss, ``params`` nested dictionaries of
-        float32 arrays; a tied parameter is in it once. Cast the parameters to compute in another dtype.
+        ``(loss_fn, params)``: ``loss_fn(params, batch)`` gives the mean loss; ``params`` are nested dictionaries of
+        float32 arrays, a tied parameter in them once. Cast the parameters to compute in another dtype.
 
     Raises:
         ValueError: If the name is not known.
@@ -117,7 +116,7 @@ def abstract(
         layer: As in ``build``.
 
     Returns:
-        ``(loss_fn, params)``, to compile for sizes and machines that are not there.
+        ``(loss_fn, params)``, to trace and compile without memory for the parameters.
 
     Raises:
         ValueError: If the name is not known.

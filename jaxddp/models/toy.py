@@ -1,8 +1,7 @@
 """Small models, one for each corner case of data parallelism: plain, tied, frozen and unused parameters.
 
-All are Linear without bias, ReLU, LayerNorm, Linear without bias, which is the least model that has matrices and
-vectors, more than one layer and a nonlinearity. Nothing here communicates. The layers take their dtype from their
-parameters: float64 parameters compute in float64.
+All are Linear, ReLU, LayerNorm, Linear, without biases in the Linear layers: the smallest model with matrices, vectors,
+two layers and a nonlinearity. The parameters' dtype is the compute dtype.
 """
 
 from __future__ import annotations
@@ -53,9 +52,9 @@ class ToyMLP(nnx.Module):
 
 
 class TiedToy(nnx.Module):
-    """One matrix used twice, into the hidden width and, transposed, back out of it.
+    """One matrix used twice: into the hidden width and, transposed, back.
 
-    The shared matrix is one leaf, so its gradient is the sum over both uses and it is communicated once.
+    The shared matrix is one leaf: its gradient is the sum over both uses and is communicated once.
     Parameters, in forward order: ``tied [in_features, hidden]``, ``norm.scale [hidden]``, ``norm.bias [hidden]``.
 
     Args:
@@ -80,9 +79,8 @@ class TiedToy(nnx.Module):
 
 
 class FrozenToy(nnx.Module):
-    """A first matrix that is not to be trained.
+    """A first matrix that is not trained, if the trainer's ``trainable`` is false on the path ``frozen.kernel``.
 
-    Being frozen is the trainer's affair: ``trainable`` should be false on the path of ``frozen.kernel``.
     Parameters, in forward order: ``frozen.kernel [in_features, hidden]``, ``norm.scale [hidden]``,
     ``norm.bias [hidden]``, ``down.kernel [hidden, out_features]``.
 
@@ -105,7 +103,7 @@ class FrozenToy(nnx.Module):
 
 
 class UnusedToy(nnx.Module):
-    """A matrix in the middle that the forward never uses: its gradient is zero.
+    """A matrix that the forward never uses: its gradient is zero.
 
     Parameters, in registration order: ``up.kernel [in_features, hidden]``, ``unused.kernel [hidden, hidden]``,
     ``norm.scale [hidden]``, ``norm.bias [hidden]``, ``down.kernel [hidden, out_features]``.

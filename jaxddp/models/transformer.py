@@ -1,9 +1,8 @@
 """A decoder-only transformer: pre-norm RMSNorm, RoPE, causal attention, SwiGLU, no biases, untied head.
 
 One block computes ``x += attention(norm(x)); x += feed_forward(norm(x))``. A model of ``L`` blocks has ``9 L + 3``
-parameters, registered in forward order; blocks are unrolled, so every parameter is a leaf of its own and can be
-communicated on its own. Nothing here communicates. The parameters' dtype is the compute dtype: float64 parameters
-compute in float64, and the RoPE tables are rounded to it once, from float64.
+parameters, registered in forward order; blocks are unrolled, so every parameter is a leaf of its own. The parameters'
+dtype is the compute dtype; the RoPE tables are rounded to it once, from float64.
 
 References:
     Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
@@ -99,7 +98,7 @@ SIZES = {
     "xl": TransformerConfig(vocab=10_000, context=128, width=1600, num_layers=48, num_heads=25, hidden=6400),
     "2.7b": TransformerConfig(vocab=10_000, context=128, width=2560, num_layers=32, num_heads=32, hidden=10_240),
 }
-"""Named sizes. ``tiny`` is for tests, ``byte`` reads bytes and ``byte_shallow`` is the half of it; ``seed_xl`` has
+"""Named sizes. ``tiny`` is for tests; ``byte`` reads bytes, ``byte_shallow`` has half of its layers; ``seed_xl`` has
 171,098,880 parameters in 147 tensors."""
 
 
