@@ -1,29 +1,33 @@
 """Saves training states, and restores them on any number of ranks and under any strategy.
 
-What is saved knows of no ranks: every leaf whole, in its own shape, without padding, under its name in the state, such
-as ``params.head.kernel`` or ``opt_state.0.mu.head.kernel``. To restore is to cut it for the ranks at hand.
+A checkpoint does not depend on the ranks: it holds every leaf in full, in its own shape, without padding, under its
+name in the state, such as ``params.head.kernel`` or ``opt_state.0.mu.head.kernel``. Restoring shards it again.
 
     =================  =====================================================================================
     in DIR/120         holds
     =================  =====================================================================================
-    ``state/``         the arrays of the state of step 120, by name, as Orbax writes arrays; those of no elements are
+    ``state/``         the arrays of the state of step 120, by name, in Orbax's format; empty arrays are
                        left out
-    ``about/metadata`` JSON: format, step, strategy, number of ranks, when, position in the data, and for each leaf
+    ``about/metadata`` JSON: format, step, strategy, number of ranks, time, position in the data, and for each leaf
                        its shape, dtype and checksum
     =================  =====================================================================================
 
-A save copies the state to the host, leaf by leaf, and returns; Orbax writes it behind the steps that follow, beside the
-checkpoints that are there, and renames it when it is whole. So a checkpoint is there as a whole or not at all, and the
-older ones are removed only after. Of several processes, one writes, and all read. Nothing is pickled.
+A save copies the state to the host, leaf by leaf, and returns. Orbax writes it in the background and renames the folder
+when it is complete, so a checkpoint is never partial; older ones are removed afterwards. With several processes, one
+writes and all read. Nothing is pickled.
 
-Assumptions: the host has memory for the state. With several processes each leaf in turn is whole on every device while
-it is brought to the host; with one process no device holds more than its shards.
+A checkpoint fits if its parameters and optimizer state have the expected names and shapes, and dtypes that lose
+nothing: bfloat16 may be restored as float32, as under a strategy with wide masters, but not the other way round.
+
+Assumptions: the host has memory for the state. With several processes, each leaf in turn is gathered on every device
+while it is copied to the host; with one process no device holds more than its shards.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -31,24 +35,29 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import LatestN
 
+from ..training.state_layout import Leaf
 from ..training.train import Trainer, TrainState
 from ..training.validation import check_alive
 from ..tree import named_leaves
-from .host_state import places_of, to_host, to_ranks
-from .leaves import check_fits, check_model, checksum, describe
+from .host_state import is_key, places_of, to_host, to_ranks
 
 FORMAT = 1
 """Of the checkpoints that this version writes; it reads all up to it."""
 
-_UNREADABLE = (ValueError, LookupError, TypeError, FileNotFoundError)  # what Orbax was seen to raise of damaged files
+_UNREADABLE = (ValueError, LookupError, TypeError, FileNotFoundError)  # seen from Orbax on damaged files
+
+_OWNERS = {"params": ("parameter", "model"), "opt_state": ("optimizer state", "optimizer")}
+Row = Mapping[str, Any]
+"""``shape, dtype, crc32`` of one leaf, and ``impl`` of an RNG key."""
 
 
 class Checkpoints:
-    """The checkpoints in one folder: a context manager, at whose end the last one is written.
+    """The checkpoints in one folder; a context manager that finishes the last write at its end.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, optax, jaxddp
@@ -68,11 +77,11 @@ class Checkpoints:
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3) -> None:
-        """Opens a folder, and makes it if it is not there.
+        """Opens a folder, and creates it if needed.
 
         Args:
-            directory: The folder; shared, where several processes train together.
-            keep: How many checkpoints to keep; older ones are removed.
+            directory: The folder; on a shared file system if several processes train together.
+            keep: Checkpoints to keep; older ones are removed.
 
         Raises:
             ValueError: If ``keep`` is not positive, or the folder is a file.
@@ -83,7 +92,7 @@ class Checkpoints:
         if self.directory.exists() and not self.directory.is_dir():
             raise ValueError(f"directory (={str(self.directory)!r}) must be a folder, it is a file")
         handlers = ocp.type_handlers
-        # Only arrays of NumPy are written; Orbax warns of a registry without JAX's.
+        # Only NumPy arrays are written, but Orbax warns about a registry without JAX's.
         registry = handlers.create_type_handler_registry(
             (np.ndarray, _HostArrays()), (jax.Array, handlers.ArrayHandler())
         )
@@ -97,30 +106,30 @@ class Checkpoints:
         )
 
     def __enter__(self) -> Checkpoints:
-        """Gives itself."""
+        """Returns itself."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Waits for what is being written, and closes."""
+        """Finishes writing, and closes."""
         self.close()
 
     def save(self, trainer: Trainer, state: TrainState, *, data_position: Any = None) -> None:
-        """Saves a state under its step; returns when it is copied, and writes it meanwhile.
+        """Saves a state under its step: returns once it is copied, and writes in the background.
 
-        An earlier save that is still being written is waited for.
+        Waits for an earlier save that is still being written.
 
         Args:
-            trainer: Whose state it is.
+            trainer: The state's trainer.
             state: May be donated to the next step as soon as this returns.
-            data_position: What tells where to go on in the data, as JSON has it: a number, text, a list, a dictionary.
+            data_position: Where to continue in the data, as a JSON value.
 
         Raises:
-            ValueError: If the state was donated, the folder has a checkpoint of its step or of a later one, or the
-                position is not JSON.
-            Exception: What kept the earlier save from being written.
+            ValueError: If the state was donated, the folder has a checkpoint of this or a later step, or the position
+                is not JSON.
+            Exception: If the earlier save failed.
         """
         check_alive(state)
-        self.wait()  # so that the host never holds two
+        self.wait()  # the host never holds two copies
         step, steps = int(state.step), self.steps()
         if steps and step <= steps[-1]:
             raise ValueError(
@@ -131,7 +140,7 @@ class Checkpoints:
             data_position = json.loads(json.dumps(data_position))
         except (TypeError, ValueError) as error:
             raise ValueError(f"data_position (={data_position!r}) must be JSON: {error}") from error
-        is_writer = jax.process_index() == 0  # the others need not keep what they helped to gather
+        is_writer = jax.process_index() == 0  # the others only help to gather
         arrays = {name: array if is_writer else np.zeros(1) for name, array in to_host(trainer, state)}
         leaves, places = named_leaves(state), named_leaves(places_of(trainer, state))
         about = {
@@ -141,45 +150,45 @@ class Checkpoints:
             "num_ranks": trainer.num_ranks,
             "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "data_position": data_position,
-            "leaves": {name: describe(leaves[name], place, arrays[name]) for name, place in places.items()},
+            "leaves": {name: _describe(leaves[name], place, arrays[name]) for name, place in places.items()},
         }
         items = {
             "state": ocp.args.PyTreeSave({name: array for name, array in arrays.items() if array.size}),
-            "about": ocp.args.JsonSave(about | {"crc32": checksum(about)}),
+            "about": ocp.args.JsonSave(about | {"crc32": _checksum(about)}),
         }
-        # In a thread, which Ctrl-C does not interrupt: what Orbax has started by then would wait for the rest for ever.
+        # In a thread, because Ctrl-C would leave Orbax's own threads waiting forever.
         with ThreadPoolExecutor(max_workers=1) as thread:
             thread.submit(self._manager.save, step, args=ocp.args.Composite(**items)).result()
 
     def restore(self, trainer: Trainer, params: Any, *, step: int | None = None) -> tuple[TrainState, Any]:
-        """Restores a state for the ranks and the strategy of a trainer.
+        """Restores a state for a trainer's ranks and strategy.
 
         Args:
-            trainer: That goes on; its ranks and strategy may be others than those that saved.
+            trainer: May have other ranks and another strategy than the trainer that saved.
             params: The model's parameters, for their names, shapes and dtypes: arrays or ``jax.ShapeDtypeStruct``.
                 Dtypes may be wider than those saved, never narrower.
-            step: Of which checkpoint; the newest if None.
+            step: Of the checkpoint; the newest if None.
 
         Returns:
-            The state, and the position in the data that was saved with it.
+            The state, and the data position saved with it.
 
         Raises:
-            ValueError: If there is no such checkpoint; if it is of another model or another optimizer, of wider
-                dtypes, damaged, or written by a newer version. No checkpoint is changed by it.
+            ValueError: If there is no such checkpoint; if it is of another model or optimizer, of wider dtypes,
+                damaged, or written by a newer version. Checkpoints are never changed.
         """
         about = self.about(step)
         name = f"checkpoint of step {about['step']} {self._where}"
-        check_model(name, about["leaves"], params)  # first, so that the trainer hears of no other model
+        _check_model(name, about["leaves"], params)  # first, so that the trainer never sees another model
         state = trainer.abstract_state(params)
-        check_fits(name, about["leaves"], places_of(trainer, state))
+        _check_fits(name, about["leaves"], places_of(trainer, state))
         impls = {name: row["impl"] for name, row in about["leaves"].items() if "impl" in row}
         return to_ranks(trainer, state, self._read(about), impls), about["data_position"]
 
     def about(self, step: int | None = None) -> dict[str, Any]:
-        """Tells what a checkpoint is without reading its arrays.
+        """Describes a checkpoint without reading its arrays.
 
         Args:
-            step: Of which checkpoint; the newest if None.
+            step: Of the checkpoint; the newest if None.
 
         Returns:
             ``format, step, strategy, num_ranks, saved_at, data_position``, and ``leaves``: ``shape, dtype, crc32`` by
@@ -205,7 +214,7 @@ class Checkpoints:
             raise ValueError(
                 f"checkpoint of step {step} {self._where} has format {written}, newer than {FORMAT}: update jaxddp"
             )
-        if about.pop("crc32", None) != checksum(about):
+        if about.pop("crc32", None) != _checksum(about):
             raise self._damaged(step)
         if about["step"] != step:
             raise ValueError(
@@ -214,25 +223,25 @@ class Checkpoints:
         return about
 
     def steps(self) -> list[int]:
-        """Lists the steps of the checkpoints, oldest first, with that which is being written."""
+        """Lists the steps of the checkpoints, oldest first, including one being written."""
         if not self._manager.is_saving_in_progress():
-            self._manager.reload()  # others may have removed some, as we say of damaged ones, or saved some
+            self._manager.reload()  # another process may have saved or removed some
         return sorted(self._manager.all_steps())
 
     def latest_step(self) -> int | None:
-        """Gives the step of the newest checkpoint; None if there is none."""
+        """Returns the step of the newest checkpoint; None if there is none."""
         return max(self.steps(), default=None)
 
     def wait(self) -> None:
-        """Waits until all that was saved is written.
+        """Waits until everything is written.
 
         Raises:
-            Exception: What kept it from being written.
+            Exception: If a save failed.
         """
         self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits, and ends what writes; the object is of no use then."""
+        """Waits, and stops the writer; the object cannot be used afterwards."""
         self._manager.close()
 
     @property
@@ -256,22 +265,82 @@ class Checkpoints:
         except _UNREADABLE as error:
             raise self._damaged(step) from error
         arrays = {name: found[name] if name in stored else np.zeros(row["shape"]) for name, row in leaves.items()}
-        # Orbax passes over bytes that changed in the middle of an array, and takes missing ones for zeros.
-        if any(checksum(arrays[name]) != leaves[name]["crc32"] for name in stored):
+        # Orbax does not notice changed bytes inside an array, and reads missing ones as zeros.
+        if any(_checksum(arrays[name]) != leaves[name]["crc32"] for name in stored):
             raise self._damaged(step)
         return arrays
 
 
 class _HostArrays(ocp.type_handlers.NumpyHandler):
-    """Writes arrays that nobody else has, so without a copy of its own, and reads one after the other."""
+    """Writes arrays without another copy, and reads them one at a time."""
 
     def __init__(self) -> None:
         super().__init__(deepcopy_host_arrays=False)
 
     async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> list[np.ndarray]:
-        # Together, those still being read when one fails print tracebacks.
+        # Read together, the others would print tracebacks when one fails.
         args = args or [None] * len(infos)
         arrays = []
         for info, arg in zip(infos, args, strict=True):
             arrays += await super().deserialize([info], arg and [arg])
         return arrays
+
+
+def _describe(leaf: jax.Array, where: Leaf, array: np.ndarray) -> Row:
+    """The row of a saved leaf: ``leaf`` over the ranks, ``where`` and ``array`` on the host."""
+    row = {"shape": list(where.shape), "dtype": str(where.dtype), "crc32": _checksum(array)}
+    return row | {"impl": str(jax.random.key_impl(leaf))} if is_key(leaf) else row
+
+
+def _checksum(data: np.ndarray | dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(data).encode() if isinstance(data, dict) else data.reshape(-1).view(np.uint8).data)
+
+
+def _check_model(checkpoint: str, saved: Mapping[str, Row], params: Any) -> None:
+    """Raises ValueError, naming the first difference, if parameters have other names or shapes."""
+    _check_shapes(checkpoint, "params", saved, params)
+
+
+def _check_fits(checkpoint: str, saved: Mapping[str, Row], places: TrainState) -> None:
+    """Raises ValueError, naming the first leaf, if the optimizer state differs or a dtype of ``places`` is narrower."""
+    _check_shapes(checkpoint, "opt_state", saved, places.opt_state)
+    wanted = named_leaves(places)
+    for name, row in saved.items():
+        owner, _, leaf_name = name.partition(".")
+        if owner not in _OWNERS or _holds(wanted[name], row):
+            continue
+        remedy = "params (or a master_dtype)" if owner == "params" else "an optimizer"
+        raise ValueError(
+            f"{checkpoint} has {_OWNERS[owner][0]} {leaf_name!r} in {row['dtype']}, of which {wanted[name].dtype} here "
+            f"would lose bits: restore with {remedy} of {row['dtype']}"
+        )
+
+
+def _check_shapes(checkpoint: str, owner: str, saved: Mapping[str, Row], wanted: Any) -> None:
+    what, whole = _OWNERS[owner]
+    theirs = {
+        name: (row["dtype"], tuple(row["shape"])) for name, row in saved.items() if name.partition(".")[0] == owner
+    }
+    ours = {
+        name: (getattr(leaf, "dtype", type(leaf).__name__), np.shape(leaf))
+        for name, leaf in named_leaves({owner: wanted}).items()
+    }
+    for name in ours | theirs:
+        if name in ours and name in theirs and ours[name][1] == theirs[name][1]:
+            continue
+        there, here = (" ".join(map(str, found[name])) if name in found else "missing" for found in (theirs, ours))
+        raise ValueError(
+            f"{checkpoint} is of another {whole}: {what} {name.partition('.')[2]!r} is {there} there and {here} here"
+        )
+
+
+def _holds(leaf: Leaf, row: Row) -> bool:
+    """Whether the dtype of a leaf represents every number of a saved dtype."""
+    if str(leaf.dtype) == row["dtype"]:
+        return True
+    if is_key(leaf) or "impl" in row:
+        return False
+    if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in (leaf.dtype, row["dtype"])):
+        return False
+    ours, theirs = jnp.finfo(leaf.dtype), jnp.finfo(row["dtype"])
+    return ours.nmant >= theirs.nmant and ours.maxexp >= theirs.maxexp and ours.minexp <= theirs.minexp

@@ -1,14 +1,14 @@
-"""A training state on the host: every leaf whole and without padding, whatever the ranks hold of it.
+"""A training state on the host: every leaf in full and without padding, however the ranks hold it.
 
-    ===================  ==========================  ===============================================
-    leaf                 over N ranks                on the host
-    ===================  ==========================  ===============================================
-    whole on each rank   ``[shape]``                 ``[shape]``
-    cut                  ``Cut.joined_shape``        ``[shape]``
-    PRNG key             ``[shape]``, of a key type  ``[shape, words]``, unsigned integers
-    memory, an error     ``[N, shape]``              ``[shape]``, the sum: what training still lacks
-    memory, a factor     ``[N, shape]``              ``[shape]``, that of any rank
-    ===================  ==========================  ===============================================
+    =====================  ==========================  ===============================================
+    leaf                   over N ranks                on the host
+    =====================  ==========================  ===============================================
+    replicated             ``[shape]``                 ``[shape]``
+    sharded                ``Cut.joined_shape``        ``[shape]``
+    RNG key                ``[shape]``, of a key type  ``[shape, words]``, unsigned integers
+    compression residual   ``[N, shape]``              ``[shape]``, the sum over ranks
+    compression factor     ``[N, shape]``              ``[shape]``, that of any rank
+    =====================  ==========================  ===============================================
 
 Names are those of the state, such as ``params.head.kernel``, ``opt_state.0.mu.head.kernel``, ``step`` or ``key``.
 """
@@ -36,11 +36,11 @@ from ..tree import like, named_leaves, path_name
 
 
 def places_of(trainer: Trainer, state: TrainState) -> TrainState:
-    """Says what each leaf of a state is on the host, and how it is cut over the ranks.
+    """Describes each leaf of a state on the host, and how it is sharded over the ranks.
 
     Args:
-        trainer: Whose state it is.
-        state: Of arrays or ``jax.ShapeDtypeStruct``.
+        trainer: The state's trainer.
+        state: Arrays or ``jax.ShapeDtypeStruct``.
 
     Returns:
         A state of ``Leaf``.
@@ -52,14 +52,14 @@ def places_of(trainer: Trainer, state: TrainState) -> TrainState:
 
 
 def to_host(trainer: Trainer, state: TrainState) -> Iterator[tuple[str, np.ndarray]]:
-    """Copies a state to the host, leaf by leaf; to all hosts, if several processes hold it.
+    """Copies a state to the host, leaf by leaf; to every host if several processes hold it.
 
     Args:
-        trainer: Whose state it is.
-        state: Kept as it is.
+        trainer: The state's trainer.
+        state: Not changed.
 
     Yields:
-        The name and the whole of a leaf; no two share memory, nor any with the state.
+        Name and full array of a leaf; arrays share no memory with each other or the state.
     """
     replicated = NamedSharding(_mesh(trainer), PartitionSpec())
     cuts = {name: where.cut for name, where in named_leaves(places_of(trainer, state)).items()}
@@ -72,14 +72,14 @@ def to_host(trainer: Trainer, state: TrainState) -> Iterator[tuple[str, np.ndarr
 
 
 def host_params(trainer: Trainer, state: TrainState) -> Any:
-    """Copies the full parameters to the host, leaf by leaf: of one process, no device holds more than its shards.
+    """Copies the full parameters to the host, leaf by leaf; in one process no device holds more than its shards.
 
     Args:
-        trainer: Whose state it is.
-        state: Kept as it is.
+        trainer: The state's trainer.
+        state: Not changed.
 
     Returns:
-        Arrays of NumPy, as the tree that ``Trainer.init`` was given.
+        NumPy arrays, in the tree that ``Trainer.init`` was given.
 
     Example:
         >>> import optax, jaxddp
@@ -96,31 +96,28 @@ def host_params(trainer: Trainer, state: TrainState) -> Any:
 def to_ranks(
     trainer: Trainer, state: TrainState, arrays: Mapping[str, np.ndarray], key_impls: Mapping[str, str]
 ) -> TrainState:
-    """Undoes ``to_host``, for the ranks and the strategy of any trainer.
+    """Inverts ``to_host``, for the ranks and strategy of any trainer.
 
     Args:
-        trainer: That is to have the state.
+        trainer: The trainer that gets the state.
         state: From its ``abstract_state``.
-        arrays: By name, the same in every process, of dtypes no wider than the state's. What a compression remembers
-            may be missing, or be of another compression: then it starts anew.
-        key_impls: What draws from PRNG keys, by name.
-
-    Returns:
-        The state.
+        arrays: By name, the same in every process, with dtypes no wider than the state's. Compression state that is
+            missing, or belongs to another compression, is initialized instead.
+        key_impls: RNG implementation of each key, by name.
     """
     mesh = _mesh(trainer)
     first = jax.tree.map(lambda array: array[0], trainer.layout(state).memory)
     places = places_of(trainer, state)._replace(memory=())
     leaves = named_leaves(places)
     placed = {name: _to_ranks(arrays[name], where, mesh, key_impls.get(name)) for name, where in leaves.items()}
-    memory = jax.tree_util.tree_map_with_path(partial(_remembered, arrays), first)
+    memory = jax.tree_util.tree_map_with_path(partial(_compression_state, arrays), first)
     by_rank = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     split = jax.jit(lambda one: split_memory({"": one}, trainer.num_ranks)[""], out_shardings=by_rank)
     return like(places, placed)._replace(memory=jax.tree.map(split, memory, is_leaf=_is_memory))
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether a leaf, an array or its ``Leaf``, holds PRNG keys."""
+    """Whether a leaf, an array or its ``Leaf``, holds RNG keys."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
@@ -140,7 +137,7 @@ def _to_host(leaf: jax.Array, cut: Cut | None) -> np.ndarray:
     if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
         leaf = multihost_utils.process_allgather(leaf, tiled=True)
     held: Any = np.asarray(leaf)
-    # A copy: on CPUs NumPy looks into JAX's own memory, which the next step is given.
+    # A copy: on CPUs NumPy shares JAX's memory, which the next step reuses.
     return np.array(held if cut is None else cut.unjoin(held), order="C")
 
 
@@ -150,7 +147,7 @@ def _to_ranks(array: np.ndarray, where: Leaf, mesh: Mesh, key_impl: str | None) 
     return jax.random.wrap_key_data(place(array, Leaf(array.shape, array.dtype), mesh), impl=key_impl)
 
 
-def _remembered(arrays: Mapping[str, np.ndarray], path: Any, first: np.ndarray) -> np.ndarray:
-    """What was saved of a compression's memory, or what there is before the first step."""
+def _compression_state(arrays: Mapping[str, np.ndarray], path: Any, first: np.ndarray) -> np.ndarray:
+    """Saved compression state, or the initial one."""
     saved = arrays.get(f"memory.{path_name(path)}")
     return first if saved is None or saved.shape != first.shape else saved.astype(first.dtype)

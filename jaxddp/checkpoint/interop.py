@@ -1,18 +1,18 @@
-"""Carries parameters between a Flax tree and a PyTorch ``state_dict``, through NumPy; PyTorch is never imported.
+"""Converts parameters between a Flax tree and a PyTorch ``state_dict``, through NumPy and without importing PyTorch.
 
-Names map by rule, not by a table per model, so it serves any module whose two versions name their parts alike.
-The parts of a leaf's path are joined with dots, and its last part decides the name and the layout:
+Names map by rule, without a table per model, so this works for any module whose two versions name their parts alike.
+The parts of a leaf's path are joined with dots; the last part decides the name and the layout:
 
     Flax                                       PyTorch
     kernel     [in, out]                       weight  [out, in]                Linear
     kernel     [*spatial, in / groups, out]    weight  [out, in / groups, *spatial]   Conv, 1 to 3 spatial dims
     embedding  [num, features]                 weight  [num, features]          Embed
     scale      [features]                      weight  [features]               LayerNorm, RMSNorm, GroupNorm
-    anything else                              the same name and layout         bias, parameters of your own
+    anything else                              the same name and layout         bias, custom parameters
 
-Shapes cannot tell a convolution's kernel from that of ``ConvTranspose``, ``LinearGeneral`` or
-``MultiHeadAttention``, which have other layouts: those are not supported. Values are copied bit for bit. A dtype
-that differs is refused, never cast: cast the parameters first. bfloat16 stays bfloat16 (``ml_dtypes``).
+``ConvTranspose``, ``LinearGeneral`` and ``MultiHeadAttention`` have other layouts that shapes cannot tell apart from
+these, so they are not supported. Values are copied bit for bit; a different dtype is an error, never a cast. bfloat16
+stays bfloat16 (``ml_dtypes``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _RENAMED = {"kernel": "weight", "embedding": "weight", "scale": "weight"}
 
 
 def to_numpy(params: Params, *, ties: Mapping[str, str] | None = None) -> dict[str, np.ndarray]:
-    """Turns a Flax tree into arrays with the names and layouts of a PyTorch ``state_dict``.
+    """Converts a Flax tree to arrays with the names and layouts of a PyTorch ``state_dict``.
 
     Args:
         params: Nested dictionaries, lists or tuples of arrays, or an ``nnx.State`` of parameters
@@ -64,19 +64,19 @@ def to_numpy(params: Params, *, ties: Mapping[str, str] | None = None) -> dict[s
 
 
 def from_numpy(arrays: Mapping[str, Any], like: Params, *, ties: Mapping[str, str] | None = None) -> Params:
-    """Turns the arrays of a PyTorch ``state_dict`` into a Flax tree: the inverse of ``to_numpy``.
+    """Converts the arrays of a PyTorch ``state_dict`` to a Flax tree: the inverse of ``to_numpy``.
 
     Args:
         arrays: NumPy arrays, JAX arrays or PyTorch tensors, by ``state_dict`` name.
-        like: A tree that has the structure, shapes and dtypes wanted; ``jax.ShapeDtypeStruct`` leaves will do.
+        like: A tree with the structure, shapes and dtypes wanted, of arrays or ``jax.ShapeDtypeStruct``.
         ties: ``{alias: canonical}`` as in ``to_numpy``; an alias may be absent, and must equal its canonical array.
 
     Returns:
         A tree like ``like`` of JAX arrays on the default device, which share no memory with ``arrays``.
 
     Raises:
-        ValueError: If a name is unknown or missing, a shape or dtype is not the one expected, an alias differs from
-            its canonical array, or ``like`` itself breaks a rule of ``to_numpy``. It names every offender.
+        ValueError: If a name is unknown or missing, a shape or dtype differs, an alias differs from its canonical
+            array, or ``like`` itself breaks a rule of ``to_numpy``. The message names every offender.
 
     Example:
         >>> like = {"head": {"kernel": jax.ShapeDtypeStruct((3, 5), jnp.float32)}}
@@ -115,13 +115,10 @@ def from_numpy(arrays: Mapping[str, Any], like: Params, *, ties: Mapping[str, st
 
 
 def torch_names(params: Params) -> list[str]:
-    """Lists the names that PyTorch has for a Flax tree's parameters.
+    """Lists PyTorch's names of a Flax tree's parameters, in the order of the tree.
 
     Args:
-        params: As for ``to_numpy``; ``jax.ShapeDtypeStruct`` leaves will do.
-
-    Returns:
-        The names, in the order of the tree.
+        params: As for ``to_numpy``, or ``jax.ShapeDtypeStruct`` leaves.
 
     Raises:
         ValueError: If two leaves map to one name, or a leaf is not a parameter or has no rule.
@@ -168,7 +165,7 @@ def _named_leaves(params: Params) -> dict[str, tuple[tuple[str, ...], Any]]:
 
 
 def _part(key: Any) -> str:
-    """One part of a path, whichever container it leads into."""
+    """One part of a path, for any container."""
     for attribute in ("key", "idx", "name"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))
@@ -176,7 +173,7 @@ def _part(key: Any) -> str:
 
 
 def _to_torch(path: tuple[str, ...], leaf: Any) -> tuple[int, ...]:
-    """The order of the Flax dims in PyTorch's layout."""
+    """Permutation of the Flax dims to PyTorch's layout."""
     num_dims = len(leaf.shape)
     if path[-1] != "kernel":
         return tuple(range(num_dims))
@@ -184,7 +181,7 @@ def _to_torch(path: tuple[str, ...], leaf: Any) -> tuple[int, ...]:
 
 
 def _checked_ties(ties: Mapping[str, str] | None, names: Mapping[str, Any]) -> Mapping[str, str]:
-    """Refuses ties whose alias is a parameter of its own or whose canonical name is none."""
+    """Raises ValueError for an alias that is a parameter, or a canonical name that is not."""
     ties = ties or {}
     faults = [f"{alias!r} is a parameter of its own" for alias in ties if alias in names]
     faults += [f"{canonical!r} is not a parameter" for canonical in ties.values() if canonical not in names]
@@ -194,12 +191,12 @@ def _checked_ties(ties: Mapping[str, str] | None, names: Mapping[str, Any]) -> M
 
 
 def _as_numpy(array: Any) -> np.ndarray:
-    """A NumPy view or copy of an array, or of a tensor with ``detach``."""
+    """A NumPy view or copy of an array or a PyTorch tensor."""
     if not hasattr(array, "detach"):
         return np.asarray(array)
     tensor = array.detach().cpu()
     if str(tensor.dtype) == "torch.bfloat16":
-        # Exact: every bfloat16 is a float32, and rounding one back finds the same.
+        # Exact: every bfloat16 is a float32.
         return tensor.float().numpy().astype(ml_dtypes.bfloat16)
     return tensor.numpy()
 

@@ -1,13 +1,13 @@
-"""Weights alone, in one file for whoever reads NumPy: ``.npz``, an array for each name, without pickle.
+"""Weights in one ``.npz`` file: an array per name, without pickle.
 
-Names are dotted paths, as everywhere here. For PyTorch, torchref among it, give the arrays of ``interop.to_numpy``,
-which have the names and layouts of a ``state_dict``:
+Names are dotted paths. For PyTorch, torchref included, export the arrays of ``interop.to_numpy``, which have the names
+and layouts of a ``state_dict``:
 
-    params = host_state.host_params(trainer, state)          whole on the host, and on no device
+    params = host_state.host_params(trainer, state)          in full on the host, and on no device
     export_weights("weights.npz", params)                    head.kernel [in, out]
     export_weights("weights.npz", to_numpy(params))          head.weight [out, in]
 
-NumPy's files know no bfloat16 and none of the smaller floats: these are written as float32, which holds them exactly.
+NumPy's format has no bfloat16 or smaller floats; they are written as float32, which holds them exactly.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ..tree import named_leaves
 
 
 def export_weights(path: str | os.PathLike[str], params: Any) -> None:
-    """Writes weights to a file, which is there as a whole or not at all.
+    """Writes weights to a file, atomically.
 
     Args:
-        path: Of the file; one of that name is replaced.
+        path: The file; replaced if it exists.
         params: A tree of arrays, or arrays by name.
 
     Raises:
-        ValueError: If two leaves have one name.
+        ValueError: If two leaves have the same name.
         OSError: If the file cannot be written.
 
     Example:
@@ -45,7 +45,7 @@ def export_weights(path: str | os.PathLike[str], params: Any) -> None:
     path = Path(path)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        # Not np.savez, whose own arguments take some names away, and which would pickle what it does not know.
+        # Not np.savez: it reserves some names, and pickles unknown types.
         with zipfile.ZipFile(partial, "w") as archive:
             for name, leaf in named_leaves(params).items():
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
@@ -56,16 +56,10 @@ def export_weights(path: str | os.PathLike[str], params: Any) -> None:
 
 
 def load_weights(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Reads the weights of a file.
-
-    Args:
-        path: Of the file.
-
-    Returns:
-        Arrays by name, in the order in which they were written.
+    """Reads the weights of a file, by name, in the order in which they were written.
 
     Raises:
-        ValueError: If the file is truncated, or none of weights.
+        ValueError: If the file is truncated, or holds no weights.
         OSError: If it cannot be read.
     """
     try:

@@ -1,1 +1,7 @@
-"""The commands of ``python -m jaxddp``."""
+"""``python -m jaxddp``: the commands. Their modules import what is slow only when they run, so help is quick.
+
+train.py, train_options.py, train_loop.py, train_console.py   train: the command, its options, the run, its output
+inspect.py, inspect_console.py                                inspect: the command, its output
+plan.py, plan_console.py                                      plan: the command, its output
+interrupts.py                                                 Ctrl-C that is never lost
+"""

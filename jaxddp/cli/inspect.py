@@ -1,7 +1,4 @@
-"""``python -m jaxddp inspect``: what a training step would do on GPUs or TPUs that are not here.
-
-The options and what becomes of them; the work is in ``inspection.py``, what a user sees in ``inspect_console.py``.
-"""
+"""``python -m jaxddp inspect``: what a training step would do on GPUs or TPUs that are not here."""
 
 from __future__ import annotations
 
@@ -18,17 +15,13 @@ _SHAPES = ("layers", "width", "heads", "hidden", "vocab", "context")
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command ``inspect``.
-
-    Args:
-        commands: What ``ArgumentParser.add_subparsers`` returned.
-    """
+    """Adds the command ``inspect`` to argparse's subparsers."""
     parser = commands.add_parser(
         "inspect",
         help="show what a step would do on GPUs or TPUs that are not here",
         description="Compile a training step (AdamW, float32 parameters) for accelerators that are not here, read the "
-        "compiled program back, simulate it on a network, and say what communication overlaps. Times are of a machine "
-        "at its published best: compare them, do not expect them.",
+        "compiled program back, simulate it on a network, and show how communication overlaps. Simulated times assume "
+        "published peak rates: compare them with each other, do not expect them.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -55,16 +48,16 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Inspects as the command line says, and shows it.
+    """Inspects what the options ask for, and shows it.
 
     Raises:
-        ValueError: If the options do not fit each other, or the step does not fit the target.
+        ValueError: If the options do not fit together, or the step does not fit the target.
         OSError: If a file cannot be read or written.
     """
-    import_jax()  # only now: the help must not wait for it
+    import_jax()  # late, so that the help needs no JAX
     import jax
 
-    jax.config.update("jax_platforms", "cpu")  # accelerators that are here have nothing to do with it
+    jax.config.update("jax_platforms", "cpu")  # compiling for a target needs no accelerator
 
     from .. import targets
     from ..inspection.strategies import inspect_dump, inspect_steps
@@ -94,7 +87,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _check_options(arguments: argparse.Namespace) -> Path | None:
-    """Checks what is known before anything is compiled, and gives the folder for the pictures."""
+    """Checks what is known before anything is compiled, and returns the folder for the pictures."""
     for name in ("batch_per_device", *_SHAPES):
         value = getattr(arguments, name)
         if value is not None and value < 1:
@@ -129,7 +122,7 @@ def _draw(folder: Path, inspections: list[Any]) -> None:
 
 
 def _network(arguments: argparse.Namespace, target: Any) -> Any:
-    """The target's links, or the given speed in the place of those that bind: between hosts if there are several."""
+    """The target's links; a given speed replaces the bottleneck, the link between hosts if there are several."""
     from ..planning.network import Network
 
     chip, given = target.chip, arguments.network_gb_per_s

@@ -1,4 +1,4 @@
-"""What a user sees of an inspection: a table, a line of text for each step, or one JSON object."""
+"""The output of ``inspect``: a table and a line of text for each step, or one JSON object."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ _LINE_WIDTH = 72
 
 
 def show(inspections: list[Inspection], model: str, folder: Path | None, file: TextIO | None = None) -> None:
-    """Writes the table, the steps as lines, and where the pictures are.
+    """Writes the table, a line for each step, and the folder of the pictures.
 
     Args:
         inspections: Of one model on one target.
-        model: Its name, or that of a dump.
+        model: The model's name, or the file name of a dump.
         folder: With the pictures and the trace; None if there are none.
-        file: Where to write; standard output when None.
+        file: Standard output when None.
     """
     file = file or sys.stdout
-    # Set, not left to rich: the environment of a CI job may ask for control codes even in a file.
+    # Explicit, because a CI job's environment can make rich write control codes to files.
     width = None if file.isatty() else _WIDTH_ELSEWHERE
     console = Console(file=file, force_terminal=file.isatty(), width=width, highlight=False, markup=False)
     first = inspections[0]
     console.print(Text(f"{model} on {first.title}", "bold"), soft_wrap=True)
-    # As many as give the longest step four figures.
+    # Four significant figures for the longest step.
     digits = max(0, 3 - math.floor(math.log10(max(each.simulation.step_s for each in inspections) * 1e3)))
     console.print(_table(inspections, digits, console))
     if bound := first.bound:
@@ -78,7 +78,7 @@ def show(inspections: list[Inspection], model: str, folder: Path | None, file: T
 
 
 def as_json(inspections: list[Inspection]) -> dict[str, Any]:
-    """Gives the first inspection as one object, with the others in its list ``compare``."""
+    """Returns the first inspection as one object, with the others in its list ``compare``."""
     first, *others = map(_object, inspections)
     return {**first, "compare": others}
 
@@ -109,7 +109,7 @@ def _object(inspection: Inspection) -> dict[str, Any]:
 
 
 def _table(inspections: list[Inspection], digits: int, console: Console) -> Table:
-    """A row for each strategy; where that is too wide, a column for each."""
+    """One row per strategy; one column per strategy if that is too wide."""
     cells = [_cells(inspection, digits) for inspection in inspections]
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name, unit in _COLUMNS:

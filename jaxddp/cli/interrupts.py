@@ -1,7 +1,7 @@
-"""Ctrl-C that gets through.
+"""Makes sure that Ctrl-C is not lost.
 
-Python raises ``KeyboardInterrupt`` wherever the main thread is. In a finalizer, or in what JAX has called at every
-garbage collection, it is printed and dropped like any exception there, and the program goes on.
+Python raises ``KeyboardInterrupt`` wherever the main thread is. Inside a finalizer, or in JAX's garbage-collection
+callback, the exception is printed and dropped, and the program goes on.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
-_AGAIN_S = 0.01  # by then the finalizer has returned; if not, the next one is dropped too, and sent again
+_AGAIN_S = 0.01  # the finalizer has returned by then; if not, the interrupt is dropped and sent again
 
 
 @contextmanager
 def kept_interrupts() -> Iterator[None]:
-    """Sends an interrupt of the main thread again if it was dropped; all else is reported as before.
+    """Sends an interrupt of the main thread again if it was dropped; other dropped exceptions are reported as usual.
 
-    What was dropped just before the end is not sent: there is nothing left to interrupt.
+    Interrupts dropped just before the end are not sent again: nothing is left to interrupt.
 
     Yields:
         Nothing.

@@ -1,7 +1,4 @@
-"""``python -m jaxddp plan``: what a training step needs of a machine, by formulas, before anything is compiled.
-
-The options and what becomes of them; the work is in ``planning.py``, what a user sees in ``plan_console.py``.
-"""
+"""``python -m jaxddp plan``: whether a training step fits a machine and keeps it busy, by formulas."""
 
 from __future__ import annotations
 
@@ -21,48 +18,44 @@ _PRECISIONS = ("fp32", "mixed", "mixed-fp32-sums")
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command ``plan``.
-
-    Args:
-        commands: What ``ArgumentParser.add_subparsers`` returned.
-    """
+    """Adds the command ``plan`` to argparse's subparsers."""
     parser = commands.add_parser(
         "plan",
-        help="say by formulas whether a step fits a machine and keeps it busy",
+        help="compute by formulas whether a step fits a machine and keeps it busy",
         description="Plan a training step by formulas: whether it fits, on how many devices at least, from which batch "
-        "on it is compute-bound, what it sends, which buckets are best. Without options it plans xxl, "
-        "126 feed-forward blocks of 16384 x 53248, on 64 TPU v5p, FSDP 16 x TP 4, as the scaling book reckons. GB are "
-        "10^9 bytes, MiB 2^20.",
+        "on it is compute-bound, what it sends, and which buckets are best. Without options it plans xxl, "
+        "126 feed-forward blocks of 16384 x 53248, on 64 TPU v5p, FSDP 16 x TP 4, the example of the scaling book. GB "
+        "are 10^9 bytes, MiB 2^20.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("--model", default=XXL, metavar="NAME", help="xxl, a named transformer (small, medium, large, xl, seed_xl, "
         "...), or custom (default: %(default)s)")  # fmt: skip
     for shape in (*_FEED_FORWARD, *_TRANSFORMER):
-        which = "a transformer too" if shape in _TRANSFORMER else "feed-forward blocks"
+        which = "transformers only" if shape in _TRANSFORMER else "feed-forward blocks or transformer"
         add(f"--{shape}", type=int, metavar="N", help=f"{shape} of --model custom: {which}"
-            + ("; of a named transformer as well" if shape == "context" else ""))  # fmt: skip
-    add("--matrices", type=int, metavar="N", help="matrices of a feed-forward block, 2 or 3 (gated) (default: 2, of a "
+            + ("; also of a named transformer" if shape == "context" else ""))  # fmt: skip
+    add("--matrices", type=int, metavar="N", help="matrices of a feed-forward block, 2 or 3 (gated) (default: 2, in a "
         "transformer 3)")  # fmt: skip
     add("--target", metavar="SPEC", help="chip and count: h100:8, h100:4x8 for 4 hosts of 8, v5p:64; chips are h100, "
         f"h200, a100, b200 and v5p (default: {DEFAULT_TARGET})")  # fmt: skip
     add("--fsdp", type=int, metavar="N", help="ranks that share the training state (default: all that --tp leaves)")
-    add("--tp", type=int, metavar="N", help="ranks that cut each matrix (default: 1, of the example 4)")
-    add("--stage", type=int, default=3, metavar="N", help="what --fsdp ranks share: 0 nothing, 1 the optimizer's "
+    add("--tp", type=int, metavar="N", help="ranks that split each matrix (default: 1, in the example 4)")
+    add("--stage", type=int, default=3, metavar="N", help="what --fsdp ranks share: 0 nothing, 1 the optimizer "
         "state, 2 also gradients, 3 also parameters (default: %(default)s)")  # fmt: skip
-    add("--tokens", type=int, metavar="N", help="tokens of a step, of all devices (default: the least that is "
-        "compute-bound)")  # fmt: skip
-    add("--accumulation-steps", type=int, metavar="N", help="micro-batches of a step (default: the fewest that fit)")
-    add("--dtype", default="bfloat16", metavar="NAME", help="of products, of what is kept for the backward, and of "
-        "what travels (default: %(default)s)")  # fmt: skip
-    add("--precision", default="fp32", choices=_PRECISIONS, help="of the training state with Adam, bytes a parameter: "
-        "fp32 4 + 4 + 8, mixed 2 + 2 + 12, or that with 4 more to sum gradients (default: %(default)s)")  # fmt: skip
+    add("--tokens", type=int, metavar="N", help="tokens per step, over all devices (default: the smallest "
+        "compute-bound batch)")  # fmt: skip
+    add("--accumulation-steps", type=int, metavar="N", help="micro-batches per step (default: the fewest that fit)")
+    add("--dtype", default="bfloat16", metavar="NAME", help="dtype of matrix products, of activations and of "
+        "communication (default: %(default)s)")  # fmt: skip
+    add("--precision", default="fp32", choices=_PRECISIONS, help="training state with Adam, in bytes a parameter: "
+        "fp32 4 + 4 + 8, mixed 2 + 2 + 12, or with 4 more to accumulate gradients (default: %(default)s)")  # fmt: skip
 
-    hardware = parser.add_argument_group("the machine by hand", "in the place of published numbers")
+    hardware = parser.add_argument_group("the machine by hand", "instead of published numbers")
     hardware.add_argument("--flops-per-s", type=float, metavar="X", help="FLOP/s of a device")
     hardware.add_argument("--memory-gb", type=float, metavar="GB", help="memory of a device, 10^9 bytes")
     hardware.add_argument("--link-gb-per-s", type=float, metavar="GB", help="10^9 bytes per second that a device can "
-                          "send within its host; of a TPU over one axis of its torus, both ways")  # fmt: skip
+                          "send within its host; on a TPU over one axis of its torus, in both directions")  # fmt: skip
     hardware.add_argument("--host-link-gb-per-s", type=float, metavar="GB", help="the same to other hosts, on GPUs")
     hardware.add_argument("--latency-us", type=float, metavar="US", help="microseconds per all-reduce (default: 15)")
     hardware.add_argument("--fsdp-axes", type=int, metavar="N", help="axes of a TPU's torus that FSDP groups span")
@@ -78,24 +71,23 @@ def add_parser(commands: Any) -> None:
                         "backward together")  # fmt: skip
     assumed.add_argument("--ring-factors", action=argparse.BooleanOptionalAction, help="count (n-1)/n of the bytes of "
                          "a ring (default: on GPUs)")  # fmt: skip
-    add("--verify", action="store_true", help="compile the step for the target, which needs not be there, and lay its "
-        "bytes beside the formulas'")  # fmt: skip
+    add("--verify", action="store_true", help="compile the step for the target, without having one, and compare its "
+        "bytes with the formulas'")  # fmt: skip
     add("--explain", action="store_true", help="print the formula of each number")
     add("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plans as the command line says, and shows it.
+    """Plans what the options ask for, and prints it.
 
     Returns:
-        The exit status: 1 if what was compiled is not as planned.
+        The exit status: 1 if the compiled step is not as planned.
 
     Raises:
-        ValueError: If the options do not fit each other, or a number is out of range.
+        ValueError: If the options do not fit together, or a number is out of range.
     """
-    import_jax()  # only now: the help must not wait for it
-    from ..planning.plan import plan
+    from ..planning.plan import plan  # late, so that the help needs no NumPy
     from .plan_console import as_json, show, show_verification, verification_object
 
     found = plan(_job(arguments))
@@ -113,29 +105,27 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _job(arguments: argparse.Namespace) -> Any:
-    from .. import targets
     from ..planning.buckets import dtype_bytes
+    from ..planning.chips import target
     from ..planning.cost import memory
+    from ..planning.cost.checks import check_count
     from ..planning.cost.scaling import Assumptions
-    from ..planning.job import Job
     from ..planning.machine import cluster_of
+    from ..planning.plan import TrainingJob
 
     workload, sequence_length = _workload(arguments)
-    element_bytes = dtype_bytes(arguments.dtype)
     is_example = arguments.target is arguments.fsdp is arguments.tp is None
-    target = targets.target(DEFAULT_TARGET if arguments.target is None else arguments.target)
-    tp = (DEFAULT_TP if is_example else 1) if arguments.tp is None else arguments.tp
-    _check_counts(arguments, "fsdp", "tp")
-    fsdp = (
-        (DEFAULT_FSDP if is_example else max(1, target.num_devices // tp)) if arguments.fsdp is None else arguments.fsdp
-    )
-    memory_bytes = None if arguments.memory_gb is None else arguments.memory_gb * 1e9
+    machine = target(DEFAULT_TARGET if arguments.target is None else arguments.target)
+    check_count(**{name: value for name in ("fsdp", "tp") if (value := getattr(arguments, name)) is not None})
+    tp = arguments.tp or (DEFAULT_TP if is_example else 1)
+    fsdp = arguments.fsdp or (DEFAULT_FSDP if is_example else max(1, machine.num_devices // tp))
+    element_bytes = dtype_bytes(arguments.dtype)
+    by_hand = ("flops_per_s", "link_gb_per_s", "host_link_gb_per_s", "latency_us", "fsdp_axes", "tp_axes")
     cluster = cluster_of(
-        target, arguments.dtype, flops_per_s=arguments.flops_per_s, memory_bytes=memory_bytes,
-        **{name: getattr(arguments, name) for name in ("link_gb_per_s", "host_link_gb_per_s", "latency_us", "fsdp_axes",
-                                                       "tp_axes")},
+        machine, arguments.dtype, memory_bytes=None if arguments.memory_gb is None else arguments.memory_gb * 1e9,
+        **{name: getattr(arguments, name) for name in by_hand},
     )  # fmt: skip
-    sums_only = (arguments.stage < 3 or fsdp == 1) and target.num_devices > tp
+    sums_only = (arguments.stage < 3 or fsdp == 1) and machine.num_devices > tp
     assumptions = Assumptions(
         passes=arguments.passes or ("backward" if sums_only else "forward"),
         overlapped_axes=arguments.overlapped_axes,
@@ -143,16 +133,17 @@ def _job(arguments: argparse.Namespace) -> Any:
         element_bytes=element_bytes,
     )
     states = dict(zip(_PRECISIONS, (memory.FP32, memory.MIXED, memory.MIXED_ACCUMULATED), strict=True))
-    return Job(
+    return TrainingJob(
         workload, cluster, fsdp, tp, arguments.tokens, sequence_length, arguments.stage,
         states[arguments.precision], assumptions, arguments.accumulation_steps,
     )  # fmt: skip
 
 
 def _verify(found: Any, arguments: argparse.Namespace) -> Any:
+    import_jax()
     import jax
 
-    jax.config.update("jax_platforms", "cpu")  # accelerators that are here have nothing to do with it
+    jax.config.update("jax_platforms", "cpu")  # compiling for a target needs no accelerator
 
     from ..inspection.verification import verify
 
@@ -160,9 +151,10 @@ def _verify(found: Any, arguments: argparse.Namespace) -> Any:
 
 
 def _transformer(arguments: argparse.Namespace) -> Any:
-    """Gives the sizes of the transformer that was planned; None if it is the feed-forward model."""
+    """Sizes of the planned transformer; None for the feed-forward model."""
     if arguments.model == XXL or (arguments.model == CUSTOM and arguments.vocab is None):
         return None
+    import_jax()
     from ..models import SIZES, TransformerConfig
 
     if arguments.model != CUSTOM:
@@ -175,12 +167,13 @@ def _transformer(arguments: argparse.Namespace) -> Any:
 
 
 def _workload(arguments: argparse.Namespace) -> tuple[Any, int]:
-    """Gives the model's counts, and the tokens of a sequence."""
+    """The model's counts, and the tokens of a sequence."""
+    from ..planning.cost.checks import check_count
     from ..planning.cost.workload import feed_forward, transformer
 
     given = {name: getattr(arguments, name) for name in (*_FEED_FORWARD, *_TRANSFORMER, "matrices")}
     given = {name: value for name, value in given.items() if value is not None}
-    _check_counts(arguments, *given)
+    check_count(**given)
     if arguments.model == CUSTOM:
         wanted = _FEED_FORWARD if not set(given) & set(_TRANSFORMER) else (*_FEED_FORWARD, *_TRANSFORMER)
         if missing := [f"--{name}" for name in wanted if name not in given]:
@@ -197,6 +190,7 @@ def _workload(arguments: argparse.Namespace) -> tuple[Any, int]:
             raise ValueError(f"--{name} must come with --model custom, not with {arguments.model!r}")
     if arguments.model == XXL:
         return feed_forward(width=16384, hidden=53248, num_blocks=126), 1
+    import_jax()
     from ..models import SIZES
 
     if arguments.model not in SIZES:
@@ -207,9 +201,3 @@ def _workload(arguments: argparse.Namespace) -> tuple[Any, int]:
         config.vocab, context, config.width, config.num_layers, config.num_heads, config.hidden
     )  # fmt: skip
     return counts, context
-
-
-def _check_counts(arguments: argparse.Namespace, *names: str) -> None:
-    from ..planning.cost.checks import check_count
-
-    check_count(**{name: value for name in names if (value := getattr(arguments, name)) is not None})

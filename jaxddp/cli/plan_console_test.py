@@ -6,15 +6,13 @@ from collections import Counter
 
 import pytest
 
-from jaxddp import targets
-from jaxddp.cli.plan_console import as_json, show, show_verification, verification_object
+from jaxddp.cli.plan_console import as_json, lines, show, show_verification, symbols, verification_object
 from jaxddp.inspection.verification import Row, Verification
+from jaxddp.planning.chips import target
 from jaxddp.planning.cost.scaling import Assumptions
 from jaxddp.planning.cost.workload import feed_forward, transformer
-from jaxddp.planning.job import Job
-from jaxddp.planning.lines import lines, symbols
 from jaxddp.planning.machine import cluster_of
-from jaxddp.planning.plan import plan
+from jaxddp.planning.plan import TrainingJob, plan
 from jaxddp.targets.program import TargetMemoryError
 
 XXL = feed_forward(width=16384, hidden=53248, num_blocks=126)
@@ -22,17 +20,19 @@ XL = transformer(vocab=10_000, context=128, width=768, num_layers=16, num_heads=
 
 
 def cluster(spec):
-    return cluster_of(targets.target(spec), "bfloat16")
+    return cluster_of(target(spec), "bfloat16")
 
 
 PLANS = {
-    "book": plan(Job(XXL, cluster("v5p:64"), fsdp=16, tp=4)),
-    "too large": plan(Job(XXL, cluster("h100:8"), fsdp=8, tokens=10_000)),
-    "no batch": plan(Job(XXL, cluster("v5p:64"), fsdp=2, tp=32, tokens=10_000)),
-    "alone": plan(Job(XXL, cluster("h100:8"), fsdp=1, tp=8)),
-    "small torus": plan(Job(XL, cluster("v5p:8"), fsdp=8, tokens=2**21, sequence_length=128, accumulation_steps=4)),
-    "replicas": plan(Job(XL, cluster("v5p:128"), fsdp=16, tp=2, stage=2, tokens=2**20, sequence_length=128)),
-    "overlapped": plan(Job(XXL, cluster("v5p:64"), fsdp=8, tp=8, assumptions=Assumptions("both", True, True))),
+    "book": plan(TrainingJob(XXL, cluster("v5p:64"), fsdp=16, tp=4)),
+    "too large": plan(TrainingJob(XXL, cluster("h100:8"), fsdp=8, tokens=10_000)),
+    "no batch": plan(TrainingJob(XXL, cluster("v5p:64"), fsdp=2, tp=32, tokens=10_000)),
+    "alone": plan(TrainingJob(XXL, cluster("h100:8"), fsdp=1, tp=8)),
+    "small torus": plan(
+        TrainingJob(XL, cluster("v5p:8"), fsdp=8, tokens=2**21, sequence_length=128, accumulation_steps=4)
+    ),
+    "replicas": plan(TrainingJob(XL, cluster("v5p:128"), fsdp=16, tp=2, stage=2, tokens=2**20, sequence_length=128)),
+    "overlapped": plan(TrainingJob(XXL, cluster("v5p:64"), fsdp=8, tp=8, assumptions=Assumptions("both", True, True))),
 }
 
 
@@ -45,17 +45,17 @@ def shown(name, **options):
 def test_the_book_as_a_reader_sees_it():
     text = shown("book")
     assert text.startswith("model on v5p:64: FSDP 16 x TP 4, 25,302 tokens a step\nAssumed: the forward alone; ")
-    for line in (
-        "fits                     yes, 26.02 GB to spare: 68.98 GB of 95.00 GB a device\n",
-        "  activations            11.83 GB\n",
-        "accumulation steps       1\n",
-        "least devices            44\n",
-        "compute-bound            yes: from 25,302 tokens on\n",
-        "  compute                377.9 ms a micro-batch\n",
-        "best split               FSDP 8 x TP 8: from 16,594 tokens on\n",
-        "  zero3                  309.16 GB\n",
-    ):
-        assert line in text
+    found = {" ".join(line.split()) for line in text.splitlines()}
+    assert found >= {
+        "fits yes, 26.02 GB to spare: 68.98 GB of 95.00 GB a device",
+        "activations 11.83 GB",
+        "accumulation steps 1",
+        "least devices 44",
+        "compute-bound yes: from 25,302 tokens on",
+        "compute 377.9 ms a micro-batch",
+        "best split FSDP 8 x TP 8: from 16,594 tokens on",
+        "zero3 309.16 GB",
+    }
     assert "Note" not in text and "= " not in text.partition("\n\n")[2]
 
 
@@ -95,20 +95,20 @@ def test_json_is_the_same_numbers_to_the_byte(name):
     ("name", "said"),
     [
         ("too large", "no, 390.36 GB too much: 470.36 GB of 80.00 GB a device"),
-        ("too large", "accumulation steps       none fit"),
-        ("no batch", "compute-bound            no: no batch is large enough"),
-        ("no batch", "Note: groups of 2 and 32 are no products of whole axes of 4x4x4: "),
-        ("alone", "compute-bound            yes: at any batch"),
-        ("alone", "best bucket              none: no gradient travels"),
-        ("small torus", "Note: axes of fewer than 4 chips have no links round their ends: "),
+        ("too large", "accumulation steps none fit"),
+        ("no batch", "compute-bound no: no batch is large enough"),
+        ("no batch", "Note: groups of 2 and 32 are not products of whole axes of 4x4x4: "),
+        ("alone", "compute-bound yes: at any batch"),
+        ("alone", "best bucket none: no gradients are reduced"),
+        ("small torus", "Note: axes of fewer than 4 chips have no wrap-around links: "),
         ("small torus", "Note: every micro-batch gathers, so each has to be as large as a compute-bound batch."),
         ("replicas", "ZeRO stage 2 over 16 ranks x TP 2 x 4 replicas"),
-        ("replicas", "Note: gradients are summed in the backward, which is left out."),
+        ("replicas", "Note: gradients are reduced in the backward, which is not counted."),
         ("overlapped", "forward and backward; collectives of different axes at the same time; r(n) = (n-1)/n"),
     ],
 )
 def test_what_a_reader_must_know_is_said(name, said):
-    assert said in shown(name)
+    assert said in " ".join(shown(name).split())
 
 
 VERIFICATION = Verification(
@@ -127,19 +127,12 @@ VERIFICATION = Verification(
 def test_a_verification_as_a_reader_sees_it():
     file = io.StringIO()
     show_verification(VERIFICATION, file)
-    assert (
-        file.getvalue()
-        == """
-Compiled for v5p:64, bytes of a device:
-
-                                      planned            compiled          difference  check
-parameters                      1,000,000,000       1,000,000,000                   0  ok
-optimizer state                 2,000,000,000       2,000,000,004                  +4  NOT AS PLANNED
-peak                                        5                   -                   -  not compiled
-Refused by the compiler: the program needs too much.
-Note: a note.
-"""
-    )
+    rows = [line.split() for line in file.getvalue().splitlines()]
+    assert ["planned", "compiled", "difference", "check"] in rows
+    assert "parameters 1,000,000,000 1,000,000,000 0 ok".split() in rows
+    assert "optimizer state 2,000,000,000 2,000,000,004 +4 NOT AS PLANNED".split() in rows
+    assert "peak 5 - - not compiled".split() in rows
+    assert file.getvalue().endswith("Refused by the compiler: the program needs too much.\nNote: a note.\n")
 
 
 def test_a_verification_as_json():

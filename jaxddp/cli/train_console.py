@@ -1,18 +1,16 @@
-"""What a user sees of a training run: a progress bar in a terminal, plain lines elsewhere, a summary at the end."""
+"""The output of ``train``: a progress bar in a terminal, plain lines elsewhere, and a summary at the end."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections import Counter
 from typing import TYPE_CHECKING, TextIO
 
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
+from ..compiled.schedule import describe_collectives
 from ..planning.buckets import MIB
 
 if TYPE_CHECKING:
@@ -22,19 +20,19 @@ NUM_PLAIN_LINES = 20
 
 
 class TrainConsole:
-    """Shows one run; a context manager, inside of which the progress bar is alive."""
+    """Shows one run; a context manager that keeps the progress bar alive."""
 
     def __init__(self, num_steps: int, file: TextIO | None = None) -> None:
-        """Looks at where the output goes.
+        """Prepares the output.
 
         Args:
             num_steps: Steps of the run.
-            file: Where to write; standard output when None.
+            file: Standard output when None.
         """
         file = file or sys.stdout
         self.num_steps_taken = 0
         self._num_steps = num_steps
-        # Set, not left to rich: the environment of a CI job may ask for control codes even in a file.
+        # Explicit, because a CI job's environment can make rich write control codes to files.
         self._console = Console(file=file, force_terminal=file.isatty(), highlight=False, markup=False)
         self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._progress = Progress(
@@ -57,15 +55,15 @@ class TrainConsole:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Takes the progress bar away."""
+        """Removes the progress bar."""
         self._progress.stop()
 
     def say(self, text: str) -> None:
-        """Writes a line that stays."""
+        """Writes a permanent line."""
         self._console.print(text, soft_wrap=True)
 
     def on_step(self, report: StepReport) -> None:
-        """Shows a step: the bar moves; a line stays after a validation, and now and then where there is no bar."""
+        """Shows a step: moves the bar; writes a line after a validation or, without a bar, about 20 times per run."""
         self.num_steps_taken = report.step
         width = len(str(self._num_steps))
         step = f"step {report.step:{width}}/{self._num_steps}"
@@ -88,13 +86,11 @@ class TrainConsole:
     def show(self, summary: TrainSummary) -> None:
         """Writes the summary of a finished run."""
         options = summary.options
-        collectives = Text(f"planned {describe_collectives(summary.planned)}")
+        collectives = Text(f"planned {describe_collectives(summary.planned)}; compiled: ")
         if summary.as_planned:
-            collectives.append("; compiled: the same", style="green")
+            collectives.append("the same", style="green")
         else:
-            collectives.append(
-                f"; compiled: {describe_collectives(summary.compiled)}, NOT AS PLANNED", style="bold red"
-            )
+            collectives.append(f"{describe_collectives(summary.compiled)}, NOT AS PLANNED", style="bold red")
         if summary.validation_loss is None:
             validation = f"none: fewer than batch_size (={options.batch_size}) windows are held out"
         else:
@@ -115,30 +111,8 @@ class TrainConsole:
             ("step time", f"{summary.step_timings}; compiled in {summary.compile_s:.1f} s"),
             ("throughput", f"{summary.tokens_per_s:,.0f} tokens/s ({options.batch_size} x {summary.context} per step)"),
         ]
-        if not self._is_live:
-            for name, value in rows:
-                self.say(f"{name:<12} {value}")
-            return
-        table = Table(box=box.ROUNDED, show_header=False)
-        table.add_column(style="bold", no_wrap=True)
-        table.add_column(overflow="fold")
         for name, value in rows:
-            table.add_row(name, value)
-        self._console.print(table)
-
-
-def describe_collectives(collectives: list[tuple[str, int]]) -> str:
-    """Counts collectives by kind.
-
-    Example:
-        >>> describe_collectives([("all-reduce", 2**20), ("all-reduce", 2**19)])
-        '2 all-reduces, 1.5 MiB per step'
-    """
-    if not collectives:
-        return "none"
-    counts = Counter(kind for kind, _ in collectives)
-    kinds = ", ".join(f"{count} {kind}{'s' if count > 1 else ''}" for kind, count in counts.items())
-    return f"{kinds}, {_mib(sum(num_bytes for _, num_bytes in collectives))} per step"
+            self._console.print(Text(f"{name:<12} ").append_text(Text.assemble(value)), soft_wrap=True)
 
 
 def _nats_and_bits(loss: float) -> str:

@@ -3,9 +3,10 @@ import re
 
 import pytest
 
-from jaxddp.cli.train import TrainOptions
-from jaxddp.cli.train_console import NUM_PLAIN_LINES, TrainConsole, describe_collectives
+from jaxddp.cli.train_console import NUM_PLAIN_LINES, TrainConsole
 from jaxddp.cli.train_loop import StepReport, TrainSummary
+from jaxddp.cli.train_options import TrainOptions
+from jaxddp.compiled.schedule import describe_collectives
 from jaxddp.training.clock import Timings
 
 
@@ -82,14 +83,9 @@ def test_summary_says_what_is_not_as_planned_and_what_is_missing():
     assert "validation   none: fewer than batch_size (=32) windows are held out\n" in text
 
 
-def test_summary_in_a_terminal_is_a_table_of_its_width():
-    text = shown(True, summary=make_summary(source="/long/path" * 20))
-    assert "\x1b[1m" in text
-    table = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", text[text.index("╭") :]).splitlines()
-    assert {len(line) for line in table} == {80}
-    assert table[0][0] + table[0][-1] + table[-1][0] + table[-1][-1] == "╭╮╰╯"
-    assert any("throughput" in line and "4,096 tokens/s" in line for line in table)
-    assert "".join(line[15:-1].strip() for line in table).count("/long/path") == 20
+def test_summary_in_a_terminal_is_the_same_lines():
+    lines = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", shown(True, summary=make_summary())).splitlines()
+    assert [line.strip() for line in lines][-10:] == shown(False, summary=make_summary()).splitlines()
 
 
 def test_steps_in_a_file_are_a_line_now_and_then_and_one_for_each_validation():

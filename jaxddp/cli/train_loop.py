@@ -1,8 +1,8 @@
-"""A whole training run of a language model, without a console.
+"""A training run of a language model, without a console.
 
-``train`` reads text, starts the ranks, compiles the step, takes ``steps`` of them, and validates and saves in between;
-it reports through two functions and returns a summary. A step trains on ``batch_size x context`` tokens, split evenly
-over the ranks; what it communicates is the strategy's affair, and is read back from the compiled program.
+``train`` reads text, starts the ranks, compiles the step, takes ``steps`` steps, and validates and saves in between.
+It reports through two callbacks and returns a summary. A step trains on ``batch_size x context`` tokens, split evenly
+over the ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..training.allocator import keep_freed_memory
 from ..training.clock import Timings, stopwatch, summarize
 from ..training.data import Batch, Corpus
 from ..training.train import Trainer, TrainState
-from .train import DEFAULT_SIMULATED_DEVICES, TrainOptions
+from .train_options import DEFAULT_SIMULATED_DEVICES, TrainOptions
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoints import Checkpoints
@@ -37,17 +37,17 @@ NUM_BYTE_VALUES = 256
 
 
 class StepReport(NamedTuple):
-    """What there is to tell after a step."""
+    """What is reported after a step."""
 
     step: int  # steps taken, from 1
     loss: float  # nats per byte, of the global batch, before the update
-    validation_loss: float | None  # nats per byte, after the update; None if this step is not followed by a validation
+    validation_loss: float | None  # nats per byte, after the update; None if there is no validation after this step
     tokens_per_s: float  # at the median of the last steps
 
 
 @dataclass(frozen=True)
 class TrainSummary:
-    """What a run was and what came of it; losses are in nats per byte."""
+    """The results of a run; losses are in nats per byte."""
 
     options: TrainOptions
     num_params: int
@@ -65,16 +65,16 @@ class TrainSummary:
     validation_loss: float | None
     num_validation_bytes: int
     step_timings: Timings
-    first_step: int = 1  # of this run, which may go on with another
+    first_step: int = 1  # of this run, which may continue an earlier one
 
     @property
     def as_planned(self) -> bool:
-        """Whether the compiled step holds exactly the collectives that were planned."""
+        """Whether the compiled step has exactly the planned collectives."""
         return sorted(self.planned) == sorted(self.compiled)
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of the global batch over the median step time; compilation and validation are not in it."""
+        """Tokens of the global batch per median step time, without compilation and validation."""
         return self.options.batch_size * self.context / self.step_timings.median_ms * 1e3
 
 
@@ -87,14 +87,14 @@ def train(
 
     Args:
         options: What to train and how.
-        say: Is given a line now and then.
-        on_step: Is called after every step.
+        say: Called with progress messages.
+        on_step: Called after every step.
 
     Returns:
-        The summary; None if the run that was to be resumed has taken all its steps.
+        The summary; None if a resumed run has already taken all its steps.
 
     Raises:
-        ValueError: If the options do not fit each other, the data or the machine.
+        ValueError: If the options do not fit together, the data or the machine.
         OSError: If the data cannot be read.
     """
     keep_freed_memory()
@@ -173,7 +173,7 @@ def train(
 
 
 def describe_devices(mesh: Mesh) -> str:
-    """Says in words what the ranks are, simulated ones apart from real ones."""
+    """Describes the ranks, and says whether they are simulated."""
     device = mesh.devices.flat[0]
     if device.platform != "cpu":
         return f"{mesh.size} x {device.device_kind}"
@@ -185,9 +185,7 @@ def describe_devices(mesh: Mesh) -> str:
 def _open_checkpoints(options: TrainOptions) -> contextlib.AbstractContextManager[Checkpoints | None]:
     if options.checkpoint is None:
         return contextlib.nullcontext()
-    from ..checkpoint.checkpoints import (
-        Checkpoints,  # only now: few runs need Orbax, and its import takes as long as a step
-    )
+    from ..checkpoint.checkpoints import Checkpoints  # late: Orbax is slow to import
 
     return Checkpoints(options.checkpoint, keep=options.keep)
 
@@ -200,7 +198,7 @@ def _start(
     checkpoints: Checkpoints | None,
     say: Callable[[str], None],
 ) -> tuple[TrainState, int] | None:
-    """Makes the state to start from, and counts the batches before it; None if no steps are left to take."""
+    """Makes the initial state and counts the batches before it; None if no steps are left to take."""
     taken = None if checkpoints is None else checkpoints.latest_step()
     if checkpoints is None or taken is None:
         if options.resume:
@@ -228,7 +226,7 @@ def _start(
 
 
 def _position(options: TrainOptions, corpus: Corpus, num_batches: int) -> dict[str, int]:
-    """Says where in the data training is: after so many examples of this order of this text."""
+    """The position in the data: the number of examples taken from this order of this text."""
     return {
         "examples": num_batches * options.batch_size,
         "seed": options.seed,

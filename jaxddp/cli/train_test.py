@@ -15,7 +15,8 @@ import pytest
 import jaxddp
 from jaxddp.__main__ import main
 from jaxddp.checkpoint.checkpoints import Checkpoints
-from jaxddp.cli.train import OPTIMIZERS, TrainOptions, add_parser
+from jaxddp.cli.train import add_parser
+from jaxddp.cli.train_options import OPTIMIZERS, TrainOptions
 from jaxddp.models import SIZES, build
 from jaxddp.registry import STRATEGIES
 

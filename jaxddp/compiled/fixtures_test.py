@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxddp.compiled.schedule import PHASES, Memory, Overlap, gradient_collectives, read_schedule
+from jaxddp.compiled.schedule import PHASES, CompiledMemory, Overlap, gradient_collectives, read_schedule
 from jaxddp.compiled.testdata import fixture_names, load_fixture
 from jaxddp.models import abstract
 from jaxddp.planning.chips import target
@@ -139,5 +139,7 @@ def test_memory_is_what_the_compiler_says():
 def test_memory_of_a_target_and_of_a_text():
     text = load_fixture("gpu-loop-jax0.12")
     program = TargetProgram(target("h100:8"), text, MemoryStats(100, 50, 30, 7, 1, 0), {})
-    assert read_schedule(program).memory == Memory(arguments=100, outputs=50, aliased=30, temporaries=7, peak=127)
+    assert read_schedule(program).memory == CompiledMemory(
+        arguments=100, outputs=50, aliased=30, temporaries=7, peak=127
+    )
     assert read_schedule(text).memory is None

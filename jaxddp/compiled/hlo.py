@@ -1,11 +1,11 @@
-"""The text of a compiled program, taken apart: computations, instructions, shapes.
+"""Parses the text of a compiled program: computations, instructions, shapes.
 
 XLA prints a compiled program (``Compiled.as_text()``, ``--xla_dump_to``) as an HLO module: computations, one of them
-the entry, each a list of instructions whose order, once scheduled, is the order in which they are issued.
+the entry, each a list of instructions. In a scheduled module the order of the instructions is the order of execution.
 
     %name = f32[8,4]{1,0} opcode(%operand, ...), attribute=value, ..., metadata={op_name="..."}, backend_config={...}
 
-Only what the versions and backends share is relied on. Nothing here knows what an instruction does.
+The parser relies only on what versions and backends have in common, and does not interpret instructions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OPEN, _CLOSE = "([{", ")]}"
 
 
 class Array(NamedTuple):
-    """Dtype, as HLO spells it, and dims of one array of a shape."""
+    """Dtype (in HLO's spelling) and dims of one array of a shape."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -45,7 +45,7 @@ class Array(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Size in bytes, without the padding of a layout."""
+        """Size in bytes, without layout padding."""
         return self.num_elements * (1 if self.dtype == "pred" else dtype_bytes(self.dtype))
 
 
@@ -55,11 +55,11 @@ class Instruction(NamedTuple):
     Attributes:
         name: Unique within its computation.
         opcode: Such as ``fusion`` or ``all-reduce-start``.
-        shape: Of its result, as printed; of a tuple, all parts.
-        operands: Names of its operands, of the same computation.
-        literal: What stands between the parentheses, as printed.
-        attributes: All that follows them.
-        is_root: Whether it is its computation's result.
+        shape: Shape of the result, as printed; for a tuple, all parts.
+        operands: Names of its operands, in the same computation.
+        literal: The text between the parentheses.
+        attributes: The text after them.
+        is_root: Whether it is the computation's result.
     """
 
     name: str
@@ -72,17 +72,17 @@ class Instruction(NamedTuple):
 
     @property
     def arrays(self) -> tuple[Array, ...]:
-        """The arrays of its result."""
+        """Arrays of the result."""
         return arrays_of(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its result."""
+        """Bytes of the result."""
         return sum(array.num_bytes for array in self.arrays)
 
     @property
     def op_name(self) -> str:
-        """The name stack of the Python that asked for it; empty if there is none."""
+        """JAX's name stack; empty if there is none."""
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return found.group(1) if found else ""
 
@@ -93,7 +93,7 @@ class Instruction(NamedTuple):
         return tuple(name.strip().removeprefix("%") for name in names)
 
     def attribute(self, key: str) -> str:
-        """Gives the value of an attribute as printed, without its outer braces; empty if there is none."""
+        """Returns the value of an attribute as printed, without outer braces; empty if absent."""
         found = re.search(rf"(?:^|[ ,{{]){re.escape(key)}=", self.attributes)
         if not found:
             return ""
@@ -103,11 +103,11 @@ class Instruction(NamedTuple):
         return re.split(r", [\w.]+=", value, maxsplit=1)[0]
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """Gives the integers of an attribute such as ``dimensions={0,2}``."""
+        """Returns the integers of an attribute such as ``dimensions={0,2}``."""
         return tuple(int(number) for number in re.findall(r"-?\d+", self.attribute(key)))
 
     def config(self, key: str) -> str:
-        """Gives a field of its ``backend_config`` as printed, without quotes; empty if there is none."""
+        """Returns a field of ``backend_config`` as printed, without quotes; empty if absent."""
         found = re.search(rf'"{re.escape(key)}":(?:"([^"]*)"|([\w.\-]+))', self.attributes)
         return (found.group(1) or found.group(2) or "") if found else ""
 
@@ -122,8 +122,8 @@ class Module:
 
     Attributes:
         header: Its first line.
-        entry: Name of the computation that it starts with.
-        computations: All of them, by name.
+        entry: Name of the entry computation.
+        computations: All computations, by name.
     """
 
     header: str
@@ -131,11 +131,11 @@ class Module:
     computations: dict[str, Computation]
 
     def called(self, instruction: Instruction) -> Iterator[Computation]:
-        """Gives the computations that an instruction calls."""
+        """Yields the computations that an instruction calls."""
         return (self.computations[name] for name in instruction.called)
 
     def within(self, instruction: Instruction) -> Iterator[Instruction]:
-        """Gives an instruction and all that it contains, however deep."""
+        """Yields an instruction and everything nested inside it."""
         yield instruction
         for computation in self.called(instruction):
             for inner in computation.values():
@@ -143,16 +143,13 @@ class Module:
 
 
 def parse_module(compiled: Any) -> Module:
-    r"""Takes a scheduled program apart.
+    r"""Parses a scheduled program.
 
     Args:
         compiled: A ``jax.stages.Compiled``, or the text of one.
 
-    Returns:
-        Its computations.
-
     Raises:
-        ValueError: If the text is no HLO module, was not scheduled or is cut off.
+        ValueError: If the text is no HLO module, is not scheduled or is truncated.
 
     Example:
         >>> text = "HloModule m, is_scheduled=true\n\nENTRY %main (x: f32[4]) -> f32[4] {\n"
@@ -163,7 +160,7 @@ def parse_module(compiled: Any) -> Module:
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     if not text.startswith("HloModule"):
         raise ValueError(f"text (={text[:40]!r}...) must be a compiled HLO module, as Compiled.as_text() gives it")
-    header, *lines = text.split("\n")  # and nothing else ends a line: names may hold what Python takes for an end
+    header, *lines = text.split("\n")  # not splitlines(): names may hold other separators
     if not text.rstrip().rpartition("\n")[2].startswith("}"):
         raise ValueError(_CUT_OFF)
     if "is_scheduled=true" not in header:
@@ -209,7 +206,7 @@ def arrays_of(shape: str) -> tuple[Array, ...]:
 
 
 def parts_of(shape: str) -> tuple[str, ...]:
-    """Splits the printed shape of a tuple into those of its parts; an array's has none.
+    """Splits the printed shape of a tuple into its parts; empty for an array.
 
     Example:
         >>> parts_of("((f32[2,3]{1,0}, s32[]), /*index=1*/u32[])")
@@ -219,7 +216,7 @@ def parts_of(shape: str) -> tuple[str, ...]:
 
 
 def root_of(computation: Computation) -> Instruction:
-    """Gives the instruction whose result is the computation's."""
+    """Returns the root instruction of a computation."""
     return next(instruction for instruction in computation.values() if instruction.is_root)
 
 
@@ -255,12 +252,12 @@ def _operand_names(literal: str) -> Iterator[str]:
     if "%" in literal:
         yield from re.findall(r"%([\w.\-]+)", literal)
         return
-    # Printed without percent signs, perhaps with shapes: the name is the last word of each.
+    # Without percent signs, perhaps with shapes: the name is the last word.
     yield from (operand.split()[-1] for operand in _split(literal))
 
 
 def _split(listed: str) -> Iterator[str]:
-    """Parts between commas that stand in no bracket, without ``/*index=5*/``."""
+    """Splits at commas outside brackets; drops ``/*index=5*/`` comments."""
     listed = _COMMENT.sub("", listed)
     depth, start = 0, 0
     for index, char in enumerate(listed + ","):
@@ -272,7 +269,7 @@ def _split(listed: str) -> Iterator[str]:
 
 
 def _closing(line: str, start: int) -> int:
-    """Index of the bracket that closes the one at ``start``, whatever stands in quotes; -1 if there is none."""
+    """Index of the bracket that closes the one at ``start``, ignoring quoted text; -1 if there is none."""
     depth = 0
     for match in _BRACKET.finditer(line, start):
         char = match.group()

@@ -1,22 +1,22 @@
-"""What a compiled step holds beside its arguments, at each point of its schedule.
+"""Which arrays are alive at each point of a compiled step's schedule, apart from its arguments.
 
-A scheduled program says in which order its operations run and who reads what: so it tells how long each array is
-needed, which is what the compiler itself goes by when it lays out memory.
+A scheduled program gives the order of its operations and the users of each array, so it gives the lifetime of each
+array, which is what the compiler lays out memory by.
 
-    bitcast, tuple, get-tuple-element   names for arrays that are there
-    done                                what its start made
-    while                               carries its state in place
-    fusion, all-reduce, update          take the place of an operand that ends there and is as large
-    all else                            makes arrays
+    bitcast, tuple, get-tuple-element   aliases of existing arrays
+    done                                aliases of what its start made
+    while                               updates its state in place
+    fusion, all-reduce, update          may reuse the memory of an operand of the same size that ends there
+    everything else                     makes new arrays
 
-Arrays that the program returns are not counted: they lie in donated arguments, or in memory of their own. How arrays
-are placed is not known here; gaps between them are why a compiler's temporaries are more than what is alive at the peak
-(seen: 0 to 6 %). In a loop, what takes the place of the state that it carries counts twice. TPU programs keep arrays on
-the chip and in tiles, and reserve more than all of them. What an array is for is read from where it is made:
+Results of the program are not counted: they reuse donated arguments or have their own memory. Placement is unknown, so
+fragmentation makes a compiler's temporaries larger than the peak found here (seen: 0 to 6 %). In a loop, arrays that
+replace the loop state count twice. TPU programs keep arrays on chip and in tiles, and reserve more than the sum. The
+kind of an array follows from the operation that makes it:
 
     activations   results of the forward
-    gradients     results of the backward, of activations and of parameters alike: the program does not tell them apart
-    buckets       what collectives send and receive: packed gradients and their sums, gathered parameters
+    gradients     results of the backward, of activations and parameters alike: the program does not distinguish them
+    buckets       inputs and outputs of collectives: packed gradients and their sums, gathered parameters
     updates       results of the optimizer
 """
 
@@ -28,25 +28,24 @@ from typing import Any, NamedTuple
 
 from ..scopes import SYNC_SCOPE
 from .hlo import Computation, Instruction, Module, arrays_of, parse_module, parts_of, root_of
-from .operations import Operation, OperationReader
-from .schedule import Schedule
+from .schedule import Operation, OperationReader, Schedule
 
-KINDS = ("activations", "gradients", "buckets", "updates")
+BUFFER_KINDS = ("activations", "gradients", "buckets", "updates")
 _KIND_OF_PHASE = {"forward": "activations", "backward": "gradients", "optimizer": "updates"}
-_NAMES = frozenset("bitcast tuple get-tuple-element opt-barrier optimization-barrier add-dependency domain".split())
+_ALIASES = frozenset("bitcast tuple get-tuple-element opt-barrier optimization-barrier add-dependency domain".split())
 _IN_PLACE = frozenset("fusion all-reduce all-reduce-start dynamic-update-slice scatter".split())
-_NOT_THEIRS = frozenset(("parameter", "constant"))
+_NOT_COUNTED = frozenset(("parameter", "constant"))
 
 
 class Buffer(NamedTuple):
     """An array.
 
     Attributes:
-        name: Of the operation that makes it.
-        num_bytes: Its size.
-        kind: One of ``KINDS``.
+        name: The operation that makes it.
+        num_bytes: Size.
+        kind: One of ``BUFFER_KINDS``.
         first: Position in the schedule where it is made.
-        last: Position of the last operation that needs it.
+        last: Position of the last operation that reads it.
     """
 
     name: str
@@ -58,13 +57,12 @@ class Buffer(NamedTuple):
 
 @dataclass(frozen=True)
 class Liveness:
-    """What is alive when.
+    """The lifetimes of all arrays.
 
     Attributes:
-        buffers: All that are neither arguments nor results; of what a loop or a call makes inside, what it holds at
-            most at a time.
+        buffers: All arrays that are neither arguments nor results; for a loop or call, its internal peak.
         num_positions: Length of the schedule.
-        backward_end: Position after the last arithmetic of the backward; 0 if there is none.
+        backward_end: Position after the backward's last arithmetic; 0 without a backward.
     """
 
     buffers: tuple[Buffer, ...]
@@ -72,15 +70,15 @@ class Liveness:
     backward_end: int = 0
 
     def alive(self, position: int) -> dict[str, int]:
-        """Gives the bytes of each kind at a position of the schedule."""
-        found = dict.fromkeys(KINDS, 0)
+        """Bytes alive at a position, by kind."""
+        found = dict.fromkeys(BUFFER_KINDS, 0)
         for buffer in self.buffers:
             if buffer.first <= position <= buffer.last:
                 found[buffer.kind] += buffer.num_bytes
         return found
 
     def peak(self, start: int = 0, stop: int | None = None) -> dict[str, int]:
-        """Gives the bytes of each kind where they are most together, from one position to before another."""
+        """Bytes by kind at the peak of positions ``start`` to ``stop - 1``."""
         change = [0] * (self.num_positions + 1)
         for buffer in self.buffers:
             change[buffer.first] += buffer.num_bytes
@@ -90,20 +88,17 @@ class Liveness:
             total += step
             totals.append(total)
         chosen = range(*slice(start, stop).indices(self.num_positions))
-        return self.alive(max(chosen, key=totals.__getitem__)) if chosen else dict.fromkeys(KINDS, 0)
+        return self.alive(max(chosen, key=totals.__getitem__)) if chosen else dict.fromkeys(BUFFER_KINDS, 0)
 
 
 def read_liveness(compiled: Any) -> Liveness:
-    """Reads what a compiled program holds when.
+    """Reads the lifetimes of a compiled program's arrays.
 
     Args:
         compiled: A ``jax.stages.Compiled``, a ``TargetProgram``, or the text of one.
 
-    Returns:
-        Its arrays.
-
     Raises:
-        ValueError: If the text is not of a scheduled HLO module, or is cut off.
+        ValueError: If the text is not a scheduled HLO module, or is truncated.
     """
     module = parse_module(compiled)
     return _Reader(module).read(module.computations[module.entry])
@@ -132,16 +127,16 @@ class _Reader:
 
 
 class _Arrays:
-    """The arrays of one computation, by number."""
+    """The arrays of one computation, by index."""
 
     def __init__(self, computation: Computation, kinds: Sequence[str]) -> None:
         self._computation = computation
         self._made: list[Buffer] = []
         self._made_by: dict[str, list[int]] = {}
-        self._of: dict[str, list[int | None]] = {}  # each array of an instruction's result; None is not counted
+        self._of: dict[str, list[int | None]] = {}  # arrays of each instruction's result; None: not counted
         for place, (instruction, kind) in enumerate(zip(computation.values(), kinds, strict=True)):
             self._of[instruction.name] = self._result(instruction, kind, place)
-            if instruction.opcode not in _NAMES:
+            if instruction.opcode not in _ALIASES:
                 self._use(instruction, place)
         self._results = set(self._of[root_of(computation).name])
         for place, instruction in enumerate(computation.values()):
@@ -154,25 +149,25 @@ class _Arrays:
     def _result(self, instruction: Instruction, kind: str, place: int) -> list[int | None]:
         opcode, arrays = instruction.opcode, arrays_of(instruction.shape)
         given = self._given(instruction)
-        if opcode in _NOT_THEIRS:
+        if opcode in _NOT_COUNTED:
             return [None] * len(arrays)
         if opcode == "get-tuple-element":
             index = instruction.integers("index")[0]
             parts = [len(arrays_of(part)) for part in parts_of(self._computation[instruction.operands[0]].shape)]
             return given[sum(parts[:index]) : sum(parts[: index + 1])]
-        if opcode in _NAMES or opcode == "while":
+        if opcode in _ALIASES or opcode == "while":
             return given
         if opcode.endswith(("-done", "-update")):
             self._made_by[instruction.name] = made = self._made_by[instruction.operands[0]]
             return given if opcode.endswith("-update") else list(made[: len(arrays)])
-        # What is started gives (operands, results, ...); a copy (result, operand, ...); an all-reduce results alone.
-        gives_operands = opcode.endswith("-start") and len(arrays) > len(given)
+        # A start returns (operands, results, ...), of a copy (result, operand, ...), of an all-reduce only results.
+        returns_operands = opcode.endswith("-start") and len(arrays) > len(given)
         first = 1 if opcode == "copy-start" else 0
-        new = [*arrays[:first], *arrays[first + len(given) :]] if gives_operands else arrays
+        new = [*arrays[:first], *arrays[first + len(given) :]] if returns_operands else arrays
         made = list(range(len(self._made), len(self._made) + len(new)))
         self._made += [Buffer(instruction.name, array.num_bytes, kind, place, place) for array in new]
         self._made_by[instruction.name] = made
-        return [*made[:first], *given, *made[first:]] if gives_operands else [*made]
+        return [*made[:first], *given, *made[first:]] if returns_operands else [*made]
 
     def _given(self, instruction: Instruction) -> list[int | None]:
         return [number for name in instruction.operands for number in self._of[name]]

@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import jaxddp
-from jaxddp.compiled.liveness import KINDS, Buffer, Liveness, read_liveness
+from jaxddp.compiled.liveness import BUFFER_KINDS, Buffer, Liveness, read_liveness
 
 HEADER = "HloModule m, is_scheduled=true, num_partitions=2\n\n"
 SCOPES = {
@@ -63,7 +63,7 @@ def test_an_array_lives_from_where_it_is_made_to_its_last_use():
 
 
 def test_nothing_is_alive_where_nothing_is_asked_for():
-    assert Liveness((), 0).peak() == dict.fromkeys(KINDS, 0)
+    assert Liveness((), 0).peak() == dict.fromkeys(BUFFER_KINDS, 0)
 
 
 def test_other_names_are_no_uses_and_hold_what_they_name():

@@ -1,13 +1,13 @@
-"""What each device holds of a training state and of a compiled step, by component: read, and by formula.
+"""Memory of each device by component: of a training state, by layout and formula, and of a compiled step.
 
-    after init         parameters, optimizer state, and the numbers beside them: what lives across steps
-    before the update  these, the batch, and the most that is alive at a time until the backward ends
-    after the step     these, the batch, and the most that is alive at a time from there on
+    after init         parameters, optimizer state and scalars: the state, which lives across steps
+    before the update  the state, the batch, and the peak of temporaries until the backward ends
+    after the step     the state, the batch, and the peak of temporaries after that
 
-Three sources tell of it. The **layout** of a state says what every leaf takes on a device, and its **formula**
-(``cost/memory.py``) must give the same to the byte. The **compiled step** takes the state as arguments, of which the
-compiler says the bytes: they must be the same again. What it holds beside them follows from its schedule
-(``liveness.py``). The **allocator** of a device says what is in use, whatever it is for.
+There are three sources. The **layout** of a state gives the bytes of every leaf on a device, and the **formula**
+(``planning/cost/memory.py``) must match it to the byte. The **compiled step** takes the state as arguments, with the
+same bytes; its temporaries follow from the schedule (``liveness.py``). The **allocator** of a device reports what is in
+use, for whatever purpose.
 
 References:
     Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020.
@@ -15,14 +15,13 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 
 from ..communication.sharding import Cut
-from ..planning.cost.memory import FP32, PerParameter, StateBytes, activation_bytes, exact_state_bytes
+from ..planning.cost.memory import FP32, PerParameter, StateBytes, exact_state_bytes
 from ..strategy import Strategy
 from ..training.state_layout import Leaf, StateLayout
 from ..training.step import TrainState
@@ -36,14 +35,14 @@ class DeviceBytes:
     """Bytes on one device.
 
     Attributes:
-        parameters: Of the model, or of this device's shards of them.
-        optimizer_state: Of the optimizer, its counts included.
-        others: The step's number, the key, and what a compression remembers.
+        parameters: Parameters, or this device's shards of them.
+        optimizer_state: Optimizer state, with its counters.
+        others: Step number, RNG key, and state of a compression.
         batch: This device's examples.
         padding: What the compiler's layout adds to arguments, such as a TPU's tiles.
         activations: Results of the forward.
         gradients: Results of the backward.
-        buckets: What collectives send and receive, gathered parameters included.
+        buckets: Inputs and outputs of collectives, gathered parameters included.
         updates: Results of the optimizer that are not written in place.
     """
 
@@ -59,17 +58,17 @@ class DeviceBytes:
 
     @property
     def state(self) -> int:
-        """What lives across steps."""
+        """Bytes that live across steps."""
         return self.parameters + self.optimizer_state + self.others
 
     @property
     def temporary(self) -> int:
-        """What comes and goes within a step."""
+        """Bytes that live within a step."""
         return self.activations + self.gradients + self.buckets + self.updates
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """All bytes."""
         return self.state + self.batch + self.padding + self.temporary
 
 
@@ -79,9 +78,9 @@ class StepMemory:
 
     Attributes:
         after_init: The state alone.
-        before_update: At the peak of the forward and backward.
-        after_step: At the peak of what follows, as the update is made; then the state alone is left.
-        temporaries: As the compiler laid them out, with the gaps between them: what the peaks need, and little more.
+        before_update: The peak of forward and backward.
+        after_step: The peak of the update that follows.
+        temporaries: As the compiler laid them out, with fragmentation: slightly more than the peaks need.
     """
 
     after_init: DeviceBytes
@@ -91,17 +90,17 @@ class StepMemory:
 
 
 class Allocated(NamedTuple):
-    """What a device's allocator has given out."""
+    """What a device's allocator has handed out."""
 
     in_use_bytes: int
     peak_bytes: int
 
 
 def held_bytes(layout: StateLayout) -> DeviceBytes:
-    """Gives what a device has of the parameters and the optimizer's state.
+    """Returns the bytes of parameters and optimizer state on a device.
 
     Args:
-        layout: Of the state, as ``Trainer.layout`` gives it.
+        layout: From ``Trainer.layout``.
 
     Returns:
         Both; the other components are 0.
@@ -110,7 +109,7 @@ def held_bytes(layout: StateLayout) -> DeviceBytes:
         >>> import jax.numpy as jnp, jaxddp, optax
         >>> trainer = jaxddp.Trainer(None, optax.adam(0.1), jaxddp.zero1(), jaxddp.data_mesh(4))
         >>> state = trainer.abstract_state({"w": jnp.zeros((2, 5))})
-        >>> held_bytes(trainer.layout(state))  # 10 floats whole; of each moment 3 of 12, and a count
+        >>> held_bytes(trainer.layout(state))  # 10 floats in full; 3 of 12 of each moment, and a counter
         DeviceBytes(parameters=40, optimizer_state=28, others=0, ...
     """
     params, opt_state = (
@@ -120,7 +119,7 @@ def held_bytes(layout: StateLayout) -> DeviceBytes:
 
 
 def padding_share(layout: StateLayout) -> float:
-    """Gives how much more shards take than 1/N of what they are cut from, over all that is cut; 0 if nothing is."""
+    """Returns the padding of all sharded leaves as a share of their size; 0 if nothing is sharded."""
     cut = [leaf for leaf in jax.tree.leaves((layout.params, layout.opt_state)) if leaf.cut is not None]
     whole = sum(leaf.dtype.itemsize * _num_elements(leaf) for leaf in cut)
     held = sum(leaf.bytes_on_rank * leaf.cut.num_ranks for leaf in cut)
@@ -128,18 +127,15 @@ def padding_share(layout: StateLayout) -> float:
 
 
 def state_formula(params: Any, strategy: Strategy, num_ranks: int, per_parameter: PerParameter = FP32) -> StateBytes:
-    """Gives by formula what a device holds of the state, and of gradients that outlive their bucket.
+    """Computes by formula what a device holds of the state, and of gradients that outlive their bucket.
 
-    Scalars that an optimizer keeps, such as a count of steps, are not in it.
+    Optimizer scalars such as a step count are not included.
 
     Args:
-        params: The model: a tree of whole arrays or ``jax.ShapeDtypeStruct``, all trained.
-        strategy: What it shards, and how (``cut``).
+        params: The model: full arrays or ``jax.ShapeDtypeStruct``, all trainable.
+        strategy: Says what is sharded, and how (``cut``).
         num_ranks: N.
-        per_parameter: Bytes of each parameter, its gradient and the optimizer's state of it.
-
-    Returns:
-        Parameters, gradients, optimizer state.
+        per_parameter: Bytes per parameter of the parameter, its gradient and its optimizer state.
     """
     pieces: list[int] = []
     whole: list[int] = []
@@ -154,43 +150,12 @@ def state_formula(params: Any, strategy: Strategy, num_ranks: int, per_parameter
     return exact_state_bytes(pieces, stage, num_ranks, per_parameter, whole_elements=whole)
 
 
-def layer_growth_bytes(
-    tokens: int, kept_per_token: int, leaf_elements: Sequence[int], num_ranks: int, element_bytes: int = 4
-) -> int:
-    """Gives what one more layer adds to the temporaries of ``zero3``, if each is a unit (``jaxddp.layer``).
-
-    What outlives a unit is what its backward needs, its inputs and the results of its matrix products, and then the
-    shards of its gradients. Its whole parameters and their whole gradients do not: they would add 2 Psi.
-
-        tokens x kept elements + sum over leaves of ceil(n / N)
-
-    Args:
-        tokens: That a rank works on at once.
-        kept_per_token: Elements of a token that are kept.
-        leaf_elements: Elements of each parameter of the layer.
-        num_ranks: N.
-        element_bytes: Of an element.
-
-    Returns:
-        Bytes.
-
-    Example:
-        >>> layer_growth_bytes(512, 512 + 2048, [512 * 2048, 2048 * 512], 8) / 2**20
-        6.0
-    """
-    gradients = exact_state_bytes(leaf_elements, 3, num_ranks, PerParameter(0, element_bytes, 0)).gradients
-    return int(activation_bytes(tokens, kept_per_token, element_bytes=element_bytes)) + gradients
-
-
 def step_memory(compiled: Any, state: TrainState) -> StepMemory:
-    """Reads what a compiled step holds.
+    """Reads the memory of a compiled step on each device.
 
     Args:
-        compiled: What ``Trainer.compile`` gives, for devices or for a target.
-        state: That it was compiled for: of arrays or ``jax.ShapeDtypeStruct``.
-
-    Returns:
-        Its memory on each device.
+        compiled: From ``Trainer.compile``, for devices or for a target.
+        state: The state that it was compiled for: arrays or ``jax.ShapeDtypeStruct``.
 
     Raises:
         ValueError: If the program takes fewer arguments than the state has leaves.
@@ -206,25 +171,18 @@ def step_memory(compiled: Any, state: TrainState) -> StepMemory:
 
 
 def allocated_bytes(device: jax.Device) -> Allocated | None:
-    """Asks a device's allocator what is in use, and what was at most since the process began.
-
-    Args:
-        device: Of this process.
-
-    Returns:
-        Both; None where the allocator does not count, as on CPUs.
-    """
+    """Returns a device's bytes in use and their peak since the process started; None on CPUs, which do not count."""
     stats = device.memory_stats()
     return Allocated(stats["bytes_in_use"], stats["peak_bytes_in_use"]) if stats else None
 
 
 def _arguments(compiled: Any, state: TrainState, laid_out: int) -> DeviceBytes:
-    """Bytes of a program's arguments: first the leaves of the state, in the order of the tree, then the batch's."""
+    """Bytes of a program's arguments: the leaves of the state in tree order, then those of the batch."""
     module = parse_module(compiled)
     entry = module.computations[module.entry].values()
     parameters = sorted((int(one.literal), one.num_bytes) for one in entry if one.opcode == "parameter")
     sizes = [num_bytes for _, num_bytes in parameters]
-    # A step returns all of its state, so JAX drops none of it, as it drops what of a batch is not used.
+    # JAX drops unused arguments. A step returns all of its state, so only parts of the batch can be missing.
     counts = {name: len(jax.tree.leaves(tree)) for name, tree in state._asdict().items()}
     if sum(counts.values()) > len(sizes):
         raise ValueError(

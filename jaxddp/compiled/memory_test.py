@@ -15,7 +15,6 @@ from jaxddp.compiled.memory import (
     DeviceBytes,
     allocated_bytes,
     held_bytes,
-    layer_growth_bytes,
     padding_share,
     state_formula,
     step_memory,
@@ -159,10 +158,6 @@ def test_a_program_of_another_state_is_refused():
         ValueError, match=r"^the program takes 1 arguments and the state has 4 leaves: it must be a step"
     ):
         step_memory(program, state)
-
-
-def test_a_layer_adds_what_its_backward_needs_and_its_gradient_shards():
-    assert layer_growth_bytes(10, 7, [9, 3], 4, element_bytes=2) == 2 * (10 * 7 + 3 + 1)
 
 
 def test_cpus_count_no_allocations():

@@ -1,44 +1,116 @@
-"""Reads a compiled step: what it communicates, where in its schedule, and what it computes in between.
+"""Reads a compiled step: its collectives, their position in the schedule, and the compute between them.
 
-A scheduled program is a list of operations (``operations.py``) in the order in which they are issued. A collective
-counts as in flight during the backward if backward arithmetic stands between its start and its done.
+A scheduled program lists its operations in the order in which they are issued. A collective is issued by a start and
+waited for by a done, or both at once if it is synchronous. It counts as in flight during the backward if backward
+arithmetic stands between its start and its done. Each operation belongs to a phase:
+
+    optimizer  under the optimizer's scope, or depends on the backward without feeding a gradient reduction
+    backward   arithmetic that JAX marks ``transpose(``, and packing, which feeds a gradient reduction
+    forward    everything else
 """
 
 from __future__ import annotations
 
+import math
+import re
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from .hlo import parse_module
-from .operations import PHASES as PHASES
-from .operations import Collective as Collective
-from .operations import Operation as Operation
-from .operations import OperationReader
-from .work import Work
+from ..planning.buckets import MIB
+from ..scopes import METRICS_SCOPE, OPTIMIZER_SCOPE, SYNC_SCOPE
+from .hlo import Computation, Instruction, Module, parse_module
+from .work import Work, WorkCounter, trip_count
+
+COLLECTIVE_KINDS = (
+    "all-reduce", "reduce-scatter", "all-gather", "collective-permute", "all-to-all", "collective-broadcast",
+    "ragged-all-to-all",
+)  # fmt: skip
+REDUCTIONS = ("all-reduce", "reduce-scatter")
+PHASES = ("forward", "backward", "optimizer")
 
 
 @dataclass(frozen=True)
-class Memory:
+class Collective:
+    """One collective.
+
+    Attributes:
+        kind: One of ``COLLECTIVE_KINDS``.
+        num_bytes: Bytes of the full buffer on the wire: the input of a reduce-scatter, the output of an all-gather.
+        group: Devices of the first group that takes part.
+        is_async: Whether it has a start and a done, and is not marked synchronous.
+        kernel: The backend's name for its implementation; empty if not printed.
+        op_name: JAX's name stack.
+    """
+
+    kind: str
+    num_bytes: int
+    group: tuple[int, ...] = ()
+    is_async: bool = False
+    kernel: str = ""
+    op_name: str = ""
+
+    @property
+    def is_metrics(self) -> bool:
+        """Whether it reduces the loss and metrics instead of gradients."""
+        return METRICS_SCOPE in self.op_name
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One instruction of a schedule.
+
+    Attributes:
+        name: The instruction's.
+        phase: One of ``PHASES``.
+        work: Its cost on the device; nothing for collectives.
+        starts: The collective that it issues, if any.
+        waits_for: Name of the operation whose collective it waits for: its own if the collective is synchronous;
+            empty if it does not wait.
+        body: Operations of a loop or call that communicates.
+        trips: Number of iterations of the body.
+        op_name: JAX's name stack.
+        operands: Names of its operands.
+    """
+
+    name: str
+    phase: str = "forward"
+    work: Work = field(default_factory=Work)
+    starts: Collective | None = None
+    waits_for: str = ""
+    body: tuple[Operation, ...] = ()
+    trips: int = 1
+    op_name: str = ""
+    operands: tuple[str, ...] = ()
+
+    @property
+    def total_work(self) -> Work:
+        """Its work plus that of its body, over all trips."""
+        return self.work + sum((inner.total_work for inner in self.body), Work()).times(self.trips)
+
+
+@dataclass(frozen=True)
+class CompiledMemory:
     """Bytes of one device, as the compiler laid them out."""
 
     arguments: int
     outputs: int
-    aliased: int  # outputs that take the place of arguments
+    aliased: int  # outputs in the memory of donated arguments
     temporaries: int
     peak: int
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """How a step's gradient collectives lie to its backward.
+    """How a step's gradient collectives overlap its backward.
 
     Attributes:
         first_start_fraction: Share of the backward's FLOPs issued before the first gradient collective starts; None
             without one.
-        bytes_in_flight: Bytes of collectives that have backward arithmetic between start and done.
+        bytes_in_flight: Bytes of collectives with backward arithmetic between start and done.
         bytes_started_after_backward: Bytes of collectives that start after the backward's last arithmetic.
         num_bytes: Bytes of all gradient collectives.
     """
@@ -55,7 +127,7 @@ class Schedule:
 
     Attributes:
         operations: In the order in which they are issued.
-        num_devices: That it was compiled for.
+        num_devices: Devices that it was compiled for.
         notes: What could not be read, in words.
         memory: Of one device; None if only the text was given.
     """
@@ -63,26 +135,26 @@ class Schedule:
     operations: tuple[Operation, ...]
     num_devices: int = 1
     notes: tuple[str, ...] = ()
-    memory: Memory | None = None
+    memory: CompiledMemory | None = None
 
     def collectives(self) -> list[Collective]:
-        """All collectives that the step carries out, in schedule order; those of a loop as often as it repeats them."""
+        """All collectives in schedule order; those of a loop once per iteration."""
         return [operation.starts for operation in _walk(self.operations) if operation.starts]
 
     def gradient_collectives(self) -> list[tuple[str, int]]:
-        """Sorted ``(kind, bytes)`` of all collectives but those of the loss and metrics."""
+        """Sorted ``(kind, bytes)`` of all collectives except those of loss and metrics."""
         return sorted((c.kind, c.num_bytes) for c in self.collectives() if not c.is_metrics)
 
     def work(self) -> Work:
-        """All that one device computes."""
+        """Everything that one device computes."""
         return sum((operation.total_work for operation in self.operations), Work())
 
     def backward_end(self) -> int:
-        """Position after the last arithmetic of the backward; 0 if there is none."""
+        """Position after the backward's last arithmetic; 0 without a backward."""
         return max((place + 1 for place, op in enumerate(self.operations) if _is_backward_arithmetic(op)), default=0)
 
     def overlap(self) -> Overlap:
-        """Says how the gradient collectives lie to the backward."""
+        """Measures how the gradient collectives overlap the backward."""
         issued = np.cumsum([0.0] + [op.total_work.flops if op.phase == "backward" else 0.0 for op in self.operations])
         end = self.backward_end()
         done = {op.waits_for: place for place, op in enumerate(self.operations) if op.waits_for}
@@ -105,11 +177,8 @@ def read_schedule(compiled: Any) -> Schedule:
     Args:
         compiled: A ``jax.stages.Compiled``, a ``TargetProgram``, or the text of one.
 
-    Returns:
-        Its schedule.
-
     Raises:
-        ValueError: If the text is not of a scheduled HLO module, or is cut off.
+        ValueError: If the text is not a scheduled HLO module, or is truncated.
     """
     module = parse_module(compiled)
     reader = OperationReader(module)
@@ -119,15 +188,200 @@ def read_schedule(compiled: Any) -> Schedule:
 
 
 def gradient_collectives(compiled: Any) -> list[tuple[str, int]]:
-    """Lists what a compiled step communicates, leaving out its loss and metrics.
+    """Lists a compiled step's collectives, without those of loss and metrics.
 
     Args:
         compiled: A ``jax.stages.Compiled``, or the text of one.
 
     Returns:
-        Sorted ``(kind, bytes)``, to be compared with the sorted plan.
+        Sorted ``(kind, bytes)``, to compare with the sorted plan.
     """
     return read_schedule(compiled).gradient_collectives()
+
+
+def describe_collectives(collectives: list[tuple[str, int]]) -> str:
+    """Counts collectives by kind.
+
+    Example:
+        >>> describe_collectives([("all-reduce", 2**20), ("all-reduce", 2**19)])
+        '2 all-reduces, 1.5 MiB per step'
+    """
+    if not collectives:
+        return "none"
+    counts = Counter(kind for kind, _ in collectives)
+    kinds = ", ".join(f"{count} {kind}{'s' if count > 1 else ''}" for kind, count in counts.items())
+    return f"{kinds}, {sum(num_bytes for _, num_bytes in collectives) / MIB:.1f} MiB per step"
+
+
+class OperationReader:
+    """Converts instructions of a module to operations.
+
+    Attributes:
+        counter: Counts their work, with notes on what it cannot count.
+        num_devices: Devices that the module was compiled for.
+    """
+
+    def __init__(self, module: Module) -> None:
+        """Reads the module's header."""
+        self.module = module
+        self.counter = WorkCounter(module)
+        counts = [re.search(rf"{key}=(\d+)", module.header) for key in ("num_partitions", "replica_count")]
+        self.num_devices = math.prod(int(count.group(1)) if count else 1 for count in counts)
+
+    def read(self, computation: Computation) -> tuple[Operation, ...]:
+        """Returns the operations of a computation in schedule order."""
+        collectives = {name: self._collective(inner, computation) for name, inner in computation.items()}
+        phases = self._phases(computation, collectives)
+        return tuple(
+            self._operation(inner, computation, phases[name], collectives[name]) for name, inner in computation.items()
+        )
+
+    def _operation(
+        self, instruction: Instruction, computation: Computation, phase: str, collective: Collective | None
+    ) -> Operation:
+        name, opcode = instruction.name, instruction.opcode
+        common: dict[str, Any] = {
+            "name": name, "phase": phase, "op_name": instruction.op_name, "operands": instruction.operands,
+        }  # fmt: skip
+        if opcode in ("while", "call") and any(_kind(inner) for inner in self.module.within(instruction)):
+            trips = trip_count(self.module, instruction) if opcode == "while" else 1
+            if trips is None:
+                self._note(f"loop {name}: trip count unknown, its collectives are counted once")
+            bodies = [self.read(called) for called in self.module.called(instruction)]
+            return Operation(**common, body=sum(bodies, ()), trips=1 if trips is None else trips)
+        if collective is None and opcode.endswith("-done") and (start := self._started_by(instruction, computation)):
+            return Operation(**common, waits_for=start)
+        work = self.counter.of(instruction, computation)
+        if collective is None:
+            return Operation(**common, work=work)
+        started_only = opcode.endswith("-start") and not opcode.startswith("copy")
+        return Operation(**common, work=work, starts=collective, waits_for="" if started_only else name)
+
+    def _started_by(self, done: Instruction, computation: Computation) -> str:
+        """Name of the collective's start that a done waits for; empty if it waits for something else."""
+        start = computation.get(done.operands[0]) if done.operands else None
+        while start is not None and start.opcode.endswith("-update"):
+            start = computation.get(start.operands[0])
+        return start.name if start is not None and self._collective(start, computation) else ""
+
+    def _collective(self, instruction: Instruction, computation: Computation) -> Collective | None:
+        """The collective that an instruction issues: itself, or the first one inside what it calls."""
+        if instruction.opcode in ("while", "call") or instruction.opcode.endswith(("-done", "-update")):
+            return None
+        inner, where = instruction, computation
+        if not _kind(instruction):
+            within = _with_computation(self.module, instruction, computation)
+            found = [(other, called) for other, called in within if _kind(other)]
+            if not found:
+                return None
+            if len(found) > 1:
+                named = f"{instruction.opcode} {instruction.name}"
+                self._note(f"{named}: holds {len(found)} collectives, only the first is counted")
+            inner, where = found[0]
+        kind = _kind(inner)
+        is_async = instruction.opcode.endswith("-start") and instruction.config("is_sync") != "true"
+        return Collective(
+            kind, _full_bytes(kind, inner, where), self._group(inner), is_async,
+            _kernel(inner, instruction),
+            inner.op_name or instruction.op_name,
+        )  # fmt: skip
+
+    def _group(self, instruction: Instruction) -> tuple[int, ...]:
+        printed = instruction.attributes.partition("replica_groups=")[2]
+        if mesh := re.match(r"mesh\[([^\]]*)\] \{((?:'[^']+'(?:, ?)?)+)\}", printed):
+            axes = dict(re.findall(r"'([^']+)'=(\d+)", mesh.group(1)))
+            sizes = [int(size) for size in axes.values()]
+            chosen = [list(axes).index(axis) for axis in re.findall(r"'([^']+)'", mesh.group(2))]
+            ids = np.arange(math.prod(sizes)).reshape(sizes)
+            others = [dim for dim in range(len(sizes)) if dim not in chosen]
+            count = math.prod(sizes[dim] for dim in chosen)
+            return tuple(int(device) for device in ids.transpose(others + chosen).reshape(-1, count)[0])
+        if iota := re.match(r"\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", printed):
+            dims = [int(dim) for dim in iota.group(3).split(",")]
+            order = [int(dim) for dim in iota.group(4).split(",")] if iota.group(4) else list(range(len(dims)))
+            ids = np.arange(math.prod(dims)).reshape(dims).transpose(order).reshape(-1, int(iota.group(2)))
+            return tuple(int(device) for device in ids[0])
+        if listed := re.match(r"\{\{([\d,]+)\}", printed):
+            return tuple(int(device) for device in listed.group(1).split(","))
+        if pairs := re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", instruction.attributes):
+            return tuple(int(device) for device in pairs.groups())
+        if printed and not printed.startswith("{}"):
+            self._note(f"collective {instruction.name}: group not understood, all devices are assumed")
+        return tuple(range(self.num_devices))
+
+    def _note(self, text: str) -> None:
+        if text not in self.counter.notes:
+            self.counter.notes.append(text)
+
+    def _phases(self, computation: Computation, collectives: dict[str, Collective | None]) -> dict[str, str]:
+        scopes = {name: self._phase_by_scope(inner, computation) for name, inner in computation.items()}
+        gradients_reduced = {name for name, c in collectives.items() if c and c.kind in REDUCTIONS and not c.is_metrics}
+        feeds_backward: set[str] = set()  # or feeds a gradient reduction
+        for name, inner in reversed(computation.items()):
+            if name in gradients_reduced or name in feeds_backward or scopes[name] == "backward":
+                feeds_backward.update(inner.operands)
+        after_backward: set[str] = set()
+        phases = {}
+        for name, inner in computation.items():
+            if scopes[name] == "backward" or any(operand in after_backward for operand in inner.operands):
+                after_backward.add(name)
+            if scopes[name]:
+                phases[name] = scopes[name]
+            elif name not in after_backward:
+                phases[name] = "forward"
+            else:
+                phases[name] = "backward" if name in feeds_backward else "optimizer"
+        return phases
+
+    def _phase_by_scope(self, instruction: Instruction, computation: Computation) -> str:
+        """The phase of most of an instruction's arithmetic, by its scopes; empty if they imply none."""
+        flops = {"backward": 0.0, "optimizer": 0.0}
+        for inner, where in _with_computation(self.module, instruction, computation):
+            if inner.opcode in ("fusion", "while", "call", "conditional") or _kind(inner):
+                continue
+            if phase := _phase_of_scope(inner.op_name):
+                flops[phase] += self.counter.arithmetic(inner, where).flops
+        if not any(flops.values()):
+            return "optimizer" if OPTIMIZER_SCOPE in instruction.op_name else ""
+        return max(flops, key=lambda phase: flops[phase])
+
+
+def _phase_of_scope(op_name: str) -> str:
+    if OPTIMIZER_SCOPE in op_name:
+        return "optimizer"
+    if "transpose(" in op_name and SYNC_SCOPE not in op_name and METRICS_SCOPE not in op_name:
+        return "backward"
+    return ""
+
+
+def _with_computation(
+    module: Module, instruction: Instruction, computation: Computation
+) -> Iterator[tuple[Instruction, Computation]]:
+    yield instruction, computation
+    for called in module.called(instruction):
+        for inner in called.values():
+            yield from _with_computation(module, inner, called)
+
+
+def _kind(instruction: Instruction) -> str:
+    kind = instruction.opcode.removesuffix("-start")
+    return kind if kind in COLLECTIVE_KINDS else ""
+
+
+def _kernel(collective: Instruction, holder: Instruction) -> str:
+    """``kernel_strategy`` on GPUs; on TPUs the ``emitter`` of a fusion that wraps the collective."""
+    strategy = collective.config("kernel_strategy") or holder.config("kernel_strategy")
+    return strategy.removeprefix("KERNEL_STRATEGY_") or (holder.config("emitter") if holder is not collective else "")
+
+
+def _full_bytes(kind: str, instruction: Instruction, computation: Computation) -> int:
+    if kind == "all-gather":
+        sizes = [array.num_bytes for array in instruction.arrays]
+        # The start of an asynchronous gather returns (inputs, outputs).
+        return sum(sizes[len(sizes) // 2 :] if instruction.opcode.endswith("-start") else sizes)
+    # The other operands of a ragged exchange are its output, offsets and sizes.
+    sent = instruction.operands[:1] if kind == "ragged-all-to-all" else instruction.operands
+    return sum(computation[name].num_bytes for name in sent if name in computation)
 
 
 def _collectives_of(operation: Operation) -> list[Collective]:
@@ -145,9 +399,9 @@ def _is_backward_arithmetic(operation: Operation) -> bool:
     return operation.phase == "backward" and operation.total_work.flops > 0
 
 
-def _memory(compiled: Any) -> Memory:
+def _memory(compiled: Any) -> CompiledMemory:
     stats = compiled.memory_analysis()
     arguments, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes
     aliased, temporaries = stats.alias_size_in_bytes, stats.temp_size_in_bytes
     peak = arguments + outputs - aliased + temporaries
-    return Memory(arguments, outputs, aliased, temporaries, peak)
+    return CompiledMemory(arguments, outputs, aliased, temporaries, peak)

@@ -138,7 +138,7 @@ def test_groups(printed, group):
 def test_a_group_that_is_not_understood_is_said(printed):
     schedule = read_schedule(module(f"%c = f32[16,4] all-reduce(%p), replica_groups={printed}, to_apply=%add"))
     assert schedule.collectives()[0].group == tuple(range(8))
-    assert schedule.notes == ("collective c: group not understood, it counts as that of all devices",)
+    assert schedule.notes == ("collective c: group not understood, all devices are assumed",)
 
 
 @pytest.mark.parametrize(

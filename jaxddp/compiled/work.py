@@ -1,29 +1,34 @@
 """FLOPs and bytes of the instructions of a compiled program.
 
-    matrix product    as ``products.py`` says; convolutions too
-    reduction         elements of what is reduced
+    matrix product    2 x elements of the result x length of the contracted dims
+    convolution       2 x features in x (output position, window position) pairs that meet an element, not padding
+    reduction         elements of the input
     other arithmetic  elements of the result
-    fusion            its instructions' FLOPs; bytes of what enters and leaves it, since what is inside stays on chip
-    loop              its body's and condition's, times the trip count
-    asynchronous      that of what is started, at its start; collectives have none
+    fusion            FLOPs of its instructions; bytes of its inputs and outputs, since intermediates stay on chip
+    loop              body and condition, times the trip count
+    asynchronous      counted at the start; collectives count nothing
 
-Bytes count each array that an instruction reads or writes once, in full, except where only a part is touched: what a
-slice or gather reads, what an update in place writes. They are those of main memory under a cache that holds nothing
-between instructions; what a TPU program keeps on the chip (memory space 1 of a tiled layout) is not in it.
+Bytes count each array that an instruction reads or writes once, in full; a slice or gather counts only what it reads,
+an in-place update only what it writes. This is main-memory traffic with nothing cached between instructions; arrays
+that a TPU program keeps on chip (memory space 1 of a tiled layout) do not count.
+
+TPU programs print a matrix product as a convolution: batch dims become window dims, padded or dilated so that only
+pairs of the same batch meet. Both forms give the same number. CPU and GPU programs print trip counts
+(``known_trip_count``). TPU programs do not; their trip count is derived from a counter with constant start, step and
+end, as ``jax.lax.scan`` and ``fori_loop`` make it.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from .hlo import Computation, Instruction, Module, arrays_of, parts_of, root_of
-from .loops import trip_count
-from .products import CONVOLUTION_CALLS, MATMUL_CALLS, convolution_flops, dot_flops, matmul_call_flops, matmul_kind
-from .products import MatmulKind as MatmulKind
+from .hlo import Array, Computation, Instruction, Module, arrays_of, parts_of, root_of
 
 _FREE = frozenset(
     "parameter constant bitcast tuple get-tuple-element after-all opt-barrier partition-id replica-id domain "
@@ -35,13 +40,22 @@ _MOVEMENT = frozenset(
 )
 _WRITTEN_ONLY = frozenset(("broadcast", "rng-bit-generator", "iota"))
 _PARTIAL_READS = frozenset(("slice", "dynamic-slice", "gather"))
-_UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # which operand says what is written
+_UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # index of the operand that is written
 _COMMUNICATION = re.compile(r"all-reduce|reduce-scatter|all-gather|collective-|all-to-all|ragged-all|send|recv")
 _UNCOUNTED = frozenset(("cholesky", "triangular-solve", "fft", "ragged-dot", "scaled-dot", "topk"))
 _CALLS_WITHOUT_WORK = frozenset(
     "Sharding SPMDFullToShardShape SPMDShardToFullShape AllocateBuffer AssumeGatherIndicesInBound".split()
 )
 _ON_CHIP = re.compile(r"\w+\[[^\]]*\]\{[^}:]*:T[^}]*S\(1\)[^}]*\}")
+_MATMUL_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", "__onednn$matmul")
+_CONVOLUTION_CALLS = ("__cudnn$conv",)
+
+
+class MatmulKind(NamedTuple):
+    """What determines the speed of a matrix product."""
+
+    dtype: str  # of the factors, in HLO's spelling
+    precision: str  # "default", "high" or "highest"
 
 
 @dataclass(frozen=True)
@@ -50,7 +64,7 @@ class Work:
 
     Attributes:
         matmul_flops: FLOPs of matrix products and convolutions, by kind.
-        vector_flops: FLOPs of everything else.
+        vector_flops: All other FLOPs.
         num_bytes: Bytes read and written.
     """
 
@@ -64,13 +78,13 @@ class Work:
         return sum(self.matmul_flops.values()) + self.vector_flops
 
     def __add__(self, other: Work) -> Work:
-        """Adds work done one after the other."""
+        """Adds work done in sequence."""
         matmul = Counter(dict(self.matmul_flops))
         matmul.update(other.matmul_flops)
         return Work(dict(matmul), self.vector_flops + other.vector_flops, self.num_bytes + other.num_bytes)
 
     def times(self, count: float) -> Work:
-        """Gives the same work ``count`` times over."""
+        """Returns the work of ``count`` repetitions."""
         matmul = {kind: flops * count for kind, flops in self.matmul_flops.items()}
         return Work(matmul, self.vector_flops * count, self.num_bytes * count)
 
@@ -83,20 +97,17 @@ class WorkCounter:
     """
 
     def __init__(self, module: Module) -> None:
-        """Counts nothing yet."""
+        """Prepares to count; nothing is read yet."""
         self.notes: list[str] = []
         self._module = module
         self._totals: dict[int, Work] = {}
 
     def of(self, instruction: Instruction, computation: Computation) -> Work:
-        """Gives the work of one instruction, with all that it contains.
+        """Counts one instruction with everything that it contains; collectives count as no work.
 
         Args:
             instruction: The instruction.
-            computation: Where it and its operands stand.
-
-        Returns:
-            Its work; that of collectives is zero, since they are not the device's own.
+            computation: The computation of the instruction and its operands.
         """
         instruction = _synchronous(instruction)
         opcode = instruction.opcode
@@ -113,32 +124,28 @@ class WorkCounter:
         return Work(arithmetic.matmul_flops, arithmetic.vector_flops, self._bytes(instruction, computation))
 
     def total(self, computation: Computation) -> Work:
-        """Adds up the work of a computation."""
+        """Counts a computation."""
         key = id(computation)
         if key not in self._totals:
             self._totals[key] = sum((self.of(inner, computation) for inner in computation.values()), Work())
         return self._totals[key]
 
-    def trip_count(self, loop: Instruction) -> int | None:
-        """Says how often a loop runs; None if the text does not tell."""
-        return trip_count(self._module, loop)
-
     def _loop(self, loop: Instruction) -> Work:
-        trips = self.trip_count(loop)
+        trips = trip_count(self._module, loop)
         if trips is None:
             self._note(f"loop {loop.name}: trip count unknown, counted once")
         once = sum((self.total(inner) for inner in self._module.called(loop)), Work())
         return once.times(1 if trips is None else trips)
 
     def arithmetic(self, instruction: Instruction, computation: Computation) -> Work:
-        """Gives the FLOPs of one instruction, without its bytes."""
+        """Counts the FLOPs of one instruction, without its bytes."""
         opcode = instruction.opcode
         if opcode in _FREE or opcode in _MOVEMENT:
             return Work()
         if opcode == "dot":
-            return Work({matmul_kind(instruction, computation): dot_flops(instruction, computation)})
+            return Work({_matmul_kind(instruction, computation): _dot_flops(instruction, computation)})
         if opcode == "convolution":
-            return Work({matmul_kind(instruction, computation): convolution_flops(instruction, computation)})
+            return Work({_matmul_kind(instruction, computation): _convolution_flops(instruction, computation)})
         if opcode == "custom-call":
             return self._custom_call(instruction, computation)
         if opcode == "fusion":
@@ -154,17 +161,17 @@ class WorkCounter:
         return Work(vector_flops=float(max((array.num_elements for array in instruction.arrays), default=0)))
 
     def _used(self, fused: Computation) -> Work:
-        """FLOPs of a fused computation: an instruction computes only those elements that are used."""
+        """FLOPs of a fused computation; only elements that are used are computed."""
         used = _used_shares(fused)
         works = (self.arithmetic(inner, fused).times(used[name]) for name, inner in fused.items())
         return sum(works, Work())
 
     def _custom_call(self, call: Instruction, computation: Computation) -> Work:
         target = call.attribute("custom_call_target").strip('"')
-        if target.startswith(MATMUL_CALLS):
-            return Work({matmul_kind(call, computation): matmul_call_flops(call, computation)})
-        if target.startswith(CONVOLUTION_CALLS):
-            return Work({matmul_kind(call, computation): convolution_flops(call, computation)})
+        if target.startswith(_MATMUL_CALLS):
+            return Work({_matmul_kind(call, computation): _matmul_call_flops(call, computation)})
+        if target.startswith(_CONVOLUTION_CALLS):
+            return Work({_matmul_kind(call, computation): _convolution_flops(call, computation)})
         if target not in _CALLS_WITHOUT_WORK:
             self._note(f"custom call {target}: its FLOPs are unknown, only its bytes are counted")
         return Work()
@@ -176,7 +183,7 @@ class WorkCounter:
         written = _memory_bytes(instruction.shape)
         if opcode in _WRITTEN_ONLY:
             return float(written)
-        if opcode == "copy-start":  # gives the copy, what is copied and a handle
+        if opcode == "copy-start":  # returns the copy, the operand and a handle
             return float(sum(_memory_bytes(part) for part in parts_of(instruction.shape)[:2]))
         if opcode in _PARTIAL_READS:
             is_read = _memory_bytes(computation[instruction.operands[0]].shape) > 0
@@ -186,7 +193,7 @@ class WorkCounter:
             return float(_memory_bytes(update.shape) + (update.num_bytes if written else 0))
         if opcode == "custom-call":
             target = instruction.attribute("custom_call_target").strip('"')
-            if target.startswith(MATMUL_CALLS + CONVOLUTION_CALLS):
+            if target.startswith(_MATMUL_CALLS + _CONVOLUTION_CALLS):
                 written = _memory_bytes((*parts_of(instruction.shape), instruction.shape)[0])  # not the workspace
         read = sum(_memory_bytes(computation[name].shape) for name in set(instruction.operands))
         return float(read + written)
@@ -211,7 +218,7 @@ class WorkCounter:
 
 
 def _synchronous(instruction: Instruction) -> Instruction:
-    """Gives what an asynchronous start does, as if it were done at once; communication and copies stay as they are."""
+    """Replaces an asynchronous start by the instruction that it starts, except for communication and copies."""
     opcode = instruction.opcode
     if not opcode.endswith("-start") or opcode == "copy-start" or _COMMUNICATION.match(opcode):
         return instruction
@@ -220,15 +227,15 @@ def _synchronous(instruction: Instruction) -> Instruction:
 
 @functools.lru_cache(maxsize=4096)
 def _memory_bytes(shape: str) -> int:
-    """Bytes of the arrays of a shape that are in main memory."""
+    """Bytes of a shape's arrays in main memory."""
     return sum(array.num_bytes for array in arrays_of(_ON_CHIP.sub("", shape)))
 
 
 def _used_shares(fused: Computation) -> dict[str, float]:
-    """Which share of its elements each instruction of a fused computation has to give for the results.
+    """The share of its elements that each instruction of a fused computation must compute for the results.
 
-    A slice needs what it returns, arithmetic the same share of its operands as is needed of itself. An operand that is
-    updated in place and otherwise unread needs nothing.
+    A slice needs as many elements as it returns; arithmetic needs the same share of its operands as of itself. An
+    operand that is only updated in place needs nothing.
     """
     sizes = {name: sum(array.num_elements for array in inner.arrays) for name, inner in fused.items()}
     needed = {name: float(size) if fused[name].is_root else 0.0 for name, size in sizes.items()}
@@ -245,7 +252,7 @@ def _used_shares(fused: Computation) -> dict[str, float]:
 
 
 def _is_in_place(instruction: Instruction, fused: Computation) -> bool:
-    """Whether an instruction of a fused computation changes a part of what the fusion is given."""
+    """Whether an instruction of a fused computation updates part of a fusion operand."""
     if instruction.opcode not in _UPDATES:
         return False
     changed = fused[_through_bitcasts(instruction.operands[0], fused)]
@@ -253,7 +260,7 @@ def _is_in_place(instruction: Instruction, fused: Computation) -> bool:
 
 
 def _results(computation: Computation) -> list[Instruction]:
-    """What a computation returns: the parts of its root if that is a tuple, seen through bitcasts."""
+    """The results of a computation: the parts of its root if that is a tuple, seen through bitcasts."""
     root = root_of(computation)
     names = root.operands if root.opcode == "tuple" else (root.name,)
     return [computation[_through_bitcasts(name, computation)] for name in names]
@@ -263,3 +270,151 @@ def _through_bitcasts(name: str, computation: Computation) -> str:
     while computation[name].opcode == "bitcast":
         name = computation[name].operands[0]
     return name
+
+
+def _matmul_kind(instruction: Instruction, computation: Computation) -> MatmulKind:
+    """The kind of a product, from its first factor."""
+    printed = instruction.attribute("operand_precision")
+    if found := re.search(r'"operand_precision":\[([^\]]*)\]', instruction.attributes):
+        printed = found.group(1).lower()
+    precision = "highest" if "highest" in printed else "high" if "high" in printed else "default"
+    return MatmulKind(_operand(instruction, 0, computation).dtype, precision)
+
+
+def _dot_flops(dot: Instruction, computation: Computation) -> float:
+    left = _operand(dot, 0, computation)
+    return _matmul_flops(dot, left, dot.integers("lhs_contracting_dims"))
+
+
+def _matmul_call_flops(call: Instruction, computation: Computation) -> float:
+    """FLOPs of a library matmul call; contracts the last dim of the left factor unless the call says otherwise."""
+    left = _operand(call, 0, computation)
+    found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', call.attributes)
+    dims = tuple(map(int, re.findall(r"\d+", found.group(1)))) if found else (len(left.dims) - 1,)
+    return _matmul_flops(call, left, dims)
+
+
+def _convolution_flops(convolution: Instruction, computation: Computation) -> float:
+    """FLOPs of a ``convolution``, or of a library call: forward, or the gradient of its images or kernels.
+
+    Gradient calls print the window and dims of the forward convolution.
+
+    Raises:
+        ValueError: If the dims are not printed.
+    """
+    labels = re.match(r"(\w+)_(\w+)->(\w+)", convolution.attribute("dim_labels"))
+    if not labels:
+        raise ValueError(f"convolution {convolution.name} must print its dim_labels")
+    of_images, of_kernels, of_output = labels.groups()
+    images, kernels, output = (
+        _operand(convolution, 0, computation),
+        _operand(convolution, 1, computation),
+        _result(convolution),
+    )
+    if "BackwardInput" in convolution.attribute("custom_call_target"):
+        images, output = output, images
+    elif "BackwardFilter" in convolution.attribute("custom_call_target"):
+        kernels, output = output, kernels
+    window = convolution.attribute("window")
+    pairs = 1
+    for place in range(len(of_output) - 2):
+        size_in, size_window, size_out = (
+            array.dims[labels.index(str(place))]
+            for array, labels in ((images, of_images), (kernels, of_kernels), (output, of_output))
+        )
+        pairs *= _window_pairs(window, place, size_in, size_out, size_window)
+    features_in = kernels.dims[of_kernels.index("i")]  # per feature group
+    outside = output.dims[of_output.index("b")] * output.dims[of_output.index("f")]
+    return 2.0 * outside * features_in * pairs
+
+
+def _matmul_flops(product: Instruction, left: Array, contracted: tuple[int, ...]) -> float:
+    return 2.0 * _result(product).num_elements * math.prod(left.dims[dim] for dim in contracted)
+
+
+def _operand(instruction: Instruction, position: int, computation: Computation) -> Array:
+    return arrays_of(computation[instruction.operands[position]].shape)[0]
+
+
+def _result(instruction: Instruction) -> Array:
+    return instruction.arrays[0]  # library calls also return their workspace
+
+
+@functools.lru_cache(maxsize=4096)
+def _window_pairs(window: str, place: int, size_in: int, size_out: int, size_window: int) -> int:
+    """Number of pairs of an output position and a window position that meet an element of the input."""
+
+    def field_of(name: str, default: str) -> str:
+        found = re.search(rf"(?:^|\s){name}=(\S+)", window)
+        return found.group(1).split("x")[place] if found else default
+
+    stride, base, dilation = (int(field_of(name, "1")) for name in ("stride", "lhs_dilate", "rhs_dilate"))
+    low = int(field_of("pad", "0_0").split("_")[0])
+    # Output position o and window position k meet at o * stride + k * dilation - low. That is an input element if it is
+    # a multiple of base within the input, so valid o are equal modulo base / gcd(stride, base).
+    common = math.gcd(stride, base)
+    period = base // common
+    pairs = 0
+    for offset in range(size_window):
+        shift = offset * dilation - low
+        if shift % common:
+            continue
+        first = max(0, -(shift // stride))
+        last = min(size_out - 1, ((size_in - 1) * base - shift) // stride)
+        residue = -(shift // common) * pow(stride // common, -1, period) % period
+        first += (residue - first) % period
+        pairs += max(0, (last - first) // period + 1)
+    return pairs
+
+
+def trip_count(module: Module, loop: Instruction) -> int | None:
+    """Reads or derives how often a loop runs.
+
+    Args:
+        module: The module of the loop.
+        loop: A ``while`` instruction.
+
+    Returns:
+        The number of iterations; None if the text does not determine it.
+    """
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
+        return int(known.group(1))
+    where = next(computation for computation in module.computations.values() if computation.get(loop.name) is loop)
+    body, condition = (module.computations[loop.attribute(key).removeprefix("%")] for key in ("body", "condition"))
+    before, after, compare = where[loop.operands[0]], root_of(body), root_of(condition)
+    if compare.attribute("direction") != "LT" or before.opcode != "tuple" or after.opcode != "tuple":
+        return None
+    place = _place_in_state(compare.operands[0], condition)
+    if place is None:
+        return None
+    add = body[after.operands[place]]
+    if add.opcode != "add" or _place_in_state(add.operands[0], body) != place:
+        return None
+    first = _constant(before.operands[place], where)
+    step = _constant(add.operands[1], body)
+    end = _constant(compare.operands[1], condition)
+    if first is None or step is None or end is None or step < 1:
+        return None
+    return max(0, -((first - end) // step))
+
+
+def _place_in_state(name: str, computation: Computation) -> int | None:
+    """Index of the loop state's part that an instruction reads; None if it reads none."""
+    instruction = computation[_origin(name, computation)]
+    if instruction.opcode != "get-tuple-element" or computation[instruction.operands[0]].opcode != "parameter":
+        return None
+    return instruction.integers("index")[0]
+
+
+def _origin(name: str, computation: Computation) -> str:
+    """The instruction of which this one is a copy."""
+    while computation[name].opcode in ("copy", "bitcast"):
+        name = computation[name].operands[0]
+    return name
+
+
+def _constant(name: str, computation: Computation) -> int | None:
+    name = _origin(name, computation)
+    literal = computation[name].literal
+    is_integer = computation[name].opcode == "constant" and re.fullmatch(r"-?\d+", literal)
+    return int(literal) if is_integer else None

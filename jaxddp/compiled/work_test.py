@@ -1,3 +1,5 @@
+import random
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -5,7 +7,7 @@ import pytest
 from jaxddp import models
 from jaxddp.compiled.hlo import parse_module
 from jaxddp.compiled.testdata import fixture_names, handmade, load_fixture
-from jaxddp.compiled.work import MatmulKind, Work, WorkCounter
+from jaxddp.compiled.work import MatmulKind, Work, WorkCounter, trip_count
 
 F32, BF16 = MatmulKind("f32", "default"), MatmulKind("bf16", "default")
 
@@ -268,3 +270,161 @@ def test_a_transformer_against_its_formula_and_xla(name):
     xla = compiled.cost_analysis()
     assert step.flops == pytest.approx(xla["flops"], rel=0.01)
     assert step.num_bytes == pytest.approx(xla["bytes accessed"], rel=0.08)
+
+
+# Matrix products and convolutions.
+
+
+def test_matrix_products():
+    # 3 batches x 4 x 6 results, each over 5: 2 * 3 * 24 * 5. Reads 60 + 90, writes 72.
+    dot = (
+        "ROOT %y = f32[3,4,6]{2,1,0} dot(%p0, %p1), lhs_batch_dims={0}, lhs_contracting_dims={2}, "
+        "rhs_batch_dims={0}, rhs_contracting_dims={1}"
+    )
+    assert work(p("f32[3,4,5]"), p("f32[3,5,6]", 1), dot) == Work({F32: 720}, 0, (60 + 90 + 72) * 4)
+    # Two contracted dims, bfloat16 factors, float32 result: 2 * 1 * 12.
+    dot = "ROOT %y = f32[] dot(%p0, %p0), lhs_contracting_dims={0,1}, rhs_contracting_dims={0,1}"
+    assert work(p("bf16[3,4]"), dot + ", operand_precision={high,high}") == Work(
+        {MatmulKind("bf16", "high"): 24}, 0, 24 + 4
+    )
+
+
+def test_matrix_products_of_libraries():
+    # As printed by jax 0.4 to 0.7 for GPUs: contracts dim 0 of [8,4] with dim 0 of [8,6]; the workspace does not count.
+    gemm = (
+        'ROOT %y = (bf16[4,6]{1,0}, s8[4194304]{0}) custom-call(%p0, %p1), custom_call_target="__cublas$gemm", '
+        'backend_config={"operation_queue_id":"0","wait_on_operation_queues":[],"gemm_backend_config":{"alpha_real":1,'
+        '"alpha_imag":0,"beta":0,"dot_dimension_numbers":{"lhs_contracting_dimensions":["0"],'
+        '"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]},"precision_config":'
+        '{"operand_precision":["HIGHEST","HIGHEST"],"algorithm":"ALG_UNSET"},"epilogue":"DEFAULT"}}'
+    )
+    kind = MatmulKind("bf16", "highest")
+    arrays = p("bf16[8,4]"), p("bf16[8,6]", 1)
+    assert work(*arrays, gemm) == Work({kind: 2 * 24 * 8}, 0, (32 + 48 + 24) * 2)
+    onednn = 'ROOT %y = bf16[4,6]{1,0} custom-call(%p0, %p1), custom_call_target="__onednn$matmul"'
+    assert work(p("bf16[4,8]"), p("bf16[8,6]", 1), onednn) == Work({BF16: 2 * 24 * 8}, 0, (32 + 48 + 24) * 2)
+
+
+def test_convolutions():
+    # Rows: 4 outputs of stride 2 over 7 with one row of padding before: windows of 3 meet 2, 3, 3, 2 rows (the last has
+    # one below the image). Columns: window 1. 2 * (10 pairs * 5 columns) * 2 images * 6 features out * 3 in.
+    arrays = p("f32[2,7,5,3]"), p("f32[3,1,3,6]", 1)
+    shape, window = "f32[2,4,5,6]{3,2,1,0}", "window={size=3x1 stride=2x1 pad=1_1x0_0}, dim_labels=b01f_01io->b01f"
+    plain = work(*arrays, f"ROOT %y = {shape} convolution(%p0, %p1), {window}")
+    assert plain == Work({F32: 2 * 50 * 2 * 6 * 3}, 0, (210 + 54 + 240) * 4)
+    # The library's gradients do the same products, whichever of the three arrays they give.
+    target = 'custom_call_target="__cudnn$conv'
+    call = f'ROOT %y = ({shape}, u8[99]{{0}}) custom-call(%p0, %p1), {window}, {target}Forward"'
+    assert work(*arrays, call) == plain
+    call = f'ROOT %y = (f32[2,7,5,3], u8[0]{{0}}) custom-call(%p0, %p1), {window}, {target}BackwardInput"'
+    assert work(p("f32[2,4,5,6]"), arrays[1], call) == plain
+    call = f'ROOT %y = (f32[3,1,3,6], u8[0]{{0}}) custom-call(%p0, %p1), {window}, {target}BackwardFilter"'
+    assert work(arrays[0], p("f32[2,4,5,6]", 1), call) == plain
+    # In 3 groups of 2 features each output sees the 2 of its group: the kernel says so. 2 * 16 results * 6 * 2.
+    line = (
+        "ROOT %y = f32[1,16,6] convolution(%p0, %p1), window={size=1}, dim_labels=b0f_0io->b0f, feature_group_count=3"
+    )
+    assert matmul_flops(work(p("f32[1,16,6]"), p("f32[1,2,6]", 1), line)) == 2 * 16 * 6 * 2
+
+
+def test_convolutions_against_every_pair_of_places():
+    rng = random.Random(0)
+    for _ in range(300):
+        stride, base, dilation, low = rng.randint(1, 6), rng.randint(1, 6), rng.randint(1, 4), rng.randint(-3, 5)
+        size_in, size_out, size = rng.randint(1, 9), rng.randint(1, 12), rng.randint(1, 6)
+        places = (o * stride + k * dilation - low for o in range(size_out) for k in range(size))
+        pairs = sum(place % base == 0 and 0 <= place // base < size_in for place in places)
+        window = f"window={{size={size} stride={stride} pad={low}_0 lhs_dilate={base} rhs_dilate={dilation}}}"
+        line = f"ROOT %y = f32[1,{size_out},1] convolution(%p0, %p1), {window}, dim_labels=b0f_0io->b0f"
+        assert matmul_flops(work(p(f"f32[1,{size_in},1]"), p(f"f32[{size},1,1]", 1), line)) == 2 * pairs, line
+
+
+def test_matrix_products_that_a_tpu_prints_as_convolutions():
+    # [6,16,16] x [6,16,8], batch of 6: 2 * 6 * 16 * 8 * 16. The batch is dilated so that each output meets one element.
+    line = "ROOT %y = f32[6,16,8] convolution(%p0, %p1), window={size=6 stride=5 lhs_dilate=6}, dim_labels=0bf_0io->0bf"
+    assert matmul_flops(work(p("f32[6,16,16]"), p("f32[6,16,8]", 1), line)) == 2 * 6 * 16 * 8 * 16
+    # [96,16] x [16,2,8]: 2 heads are a window that is reversed over an image of one. 2 * 96 * 16 * 2 * 8.
+    line = (
+        "ROOT %y = f32[96,2,8] convolution(%p0, %p1), window={size=2 pad=1_1 rhs_reversal=1}, dim_labels=b0f_i0o->b0f"
+    )
+    assert matmul_flops(work(p("f32[96,1,16]"), p("f32[16,2,8]", 1), line)) == 2 * 96 * 16 * 2 * 8
+    line = "ROOT %y = f32[96,8] convolution(%p0, %p1), dim_labels=bf_io->bf"
+    assert matmul_flops(work(p("f32[96,16]"), p("f32[16,8]", 1), line)) == 2 * 96 * 16 * 8
+
+
+def test_products_are_those_of_xla():
+    def products(a, b, c):
+        return jnp.einsum("bij,bjk->bik", a, b), jnp.einsum("bij,bik->jk", a, a), c @ c.T
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((3, 4, 5), (3, 5, 6), (7, 8))]
+    compiled = jax.jit(products).lower(*shapes).compile()
+    module = parse_module(compiled)
+    step = WorkCounter(module).total(module.computations[module.entry])
+    assert step.matmul_flops == {F32: 2 * (3 * 4 * 6 * 5 + 5 * 5 * 12 + 7 * 7 * 8)}
+    assert step.flops == compiled.cost_analysis()["flops"]
+
+
+# Loops.
+
+CONDITION = "%cond () -> pred[] {\n  %s = (s32[]) parameter(0)\n  %i = s32[] get-tuple-element(%s), index=0\n" \
+    "  %n = s32[] constant(11)\n  ROOT %r = pred[] compare(%i, %n), direction=LT\n}\n\n"  # fmt: skip
+BODY = "%body () -> (s32[]) {\n  %s = (s32[]) parameter(0)\n  %i = s32[] get-tuple-element(%s), index=0\n" \
+    "  %k = s32[] constant(3)\n  %j = s32[] add(%i, %k)\n  ROOT %r = (s32[]) tuple(%j)\n}\n\n"  # fmt: skip
+
+
+def trips(old="", new="", attributes=""):
+    """Trips of a loop that counts 1, 4, 7, 10 to 11, with one thing about it changed."""
+    text = handmade(
+        "%one = s32[] constant(1)", "%c = s32[] copy(%one)", "%t = (s32[]) tuple(%c)",
+        f"ROOT %w = (s32[]) while(%t), condition=%cond, body=%body{attributes}", others=CONDITION + BODY,
+    )  # fmt: skip
+    assert old in text
+    module = parse_module(text.replace(old, new) if old else text)
+    return trip_count(module, module.computations["main"]["w"])
+
+
+def test_trips_that_are_printed():
+    assert trips(attributes=', backend_config={"known_init_step":{"init":"1"},"known_trip_count":{"n":"7"}}') == 7
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "count"),
+    [
+        ("constant(11)", "constant(11)", 4),
+        ("constant(11)", "constant(10)", 3),
+        ("constant(3)", "constant(1)", 10),
+        ("constant(11)", "constant(1)", 0),
+        ("constant(11)", "constant(-5)", 0),
+        ("constant(1)", "constant(-2)", 5),
+    ],
+)
+def test_trips_that_are_counted(old, new, count):
+    assert trips(old, new) == count
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("%one = s32[] constant(1)", "%one = s32[] parameter(0)"),  # starts anywhere
+        ("%t = (s32[]) tuple(%c)", "%t = (s32[]) parameter(0)"),
+        ("%n = s32[] constant(11)", "%n = s32[] negate(%i)"),  # ends anywhere
+        ("add(%i, %k)", "add(%i, %i)"),  # doubles
+        ("add(%i, %k)", "add(%k, %k)"),
+        ("add(%i, %k)", "multiply(%i, %k)"),
+        ("constant(3)", "constant(-3)"),
+        ("constant(3)", "constant(0)"),
+        ("direction=LT", "direction=NE"),
+        ("compare(%i, %n), direction=LT", "custom-call(%i, %n)"),
+        ("compare(%i, %n)", "compare(%n, %n)"),
+        ("ROOT %r = (s32[]) tuple(%j)", "ROOT %r = (s32[]) custom-call(%j)"),
+    ],
+)
+def test_loops_that_do_not_tell(old, new):
+    assert trips(old, new) is None
+
+
+@pytest.mark.parametrize("name", fixture_names("*-loop-*"))
+def test_a_scan_of_known_length_on_every_platform(name):
+    module = parse_module(load_fixture(name))
+    loops = [line for computation in module.computations.values() for line in computation.values()]
+    assert [trip_count(module, line) for line in loops if line.opcode == "while"] == [5]

@@ -1,1 +1,6 @@
-"""Strategies compiled for a target and compared: planned beside compiled."""
+"""What a training step would do on machines that are not here.
+
+strategies.py     steps compiled for a target, read back and simulated: the work of ``python -m jaxddp inspect``
+planned_step.py   the training step that a plan describes, compiled for its target
+verification.py   a plan's formulas compared with that step: ``python -m jaxddp plan --verify``
+"""

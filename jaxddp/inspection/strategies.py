@@ -1,7 +1,7 @@
-"""What a training step would do on machines that are not here: compiled for them, read back and simulated.
+"""Training steps compiled for machines that are not here, read back and simulated.
 
-For each strategy the step is planned and compiled for the target, its schedule is read and simulated on the target's
-published numbers and a given network, and laid beside the bound that no schedule can beat.
+Each strategy's step is planned and compiled for the target. Its schedule is simulated with the target's published
+numbers and a given network, and compared with a bound that no schedule can beat.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import targets
+from ..compiled.memory import held_bytes
 from ..compiled.schedule import Schedule, read_schedule
 from ..models import TransformerConfig, abstract
 from ..planning.network import Network
@@ -32,7 +33,7 @@ from ..training.train import Trainer, TrainState
 
 AUTO = "auto"
 LEARNING_RATE = 1e-3
-# Above what a step computes without communication, this share is what a strategy may add unnoticed.
+# A strategy may compute this much longer than the step without communication before a note says so.
 COMPUTE_TOLERANCE = 0.02
 _GPU_SIGNS = ('"operation_queue_id"', "fingerprint_before_lhs", "__cublas$", "__triton")
 
@@ -42,14 +43,14 @@ class Inspection:
     """One strategy's step on a target.
 
     Attributes:
-        strategy: Its name; of a dump that of its file.
-        target: What it is compiled for.
-        network: What it was simulated on.
-        planned: ``(kind, bytes)`` in launch order; empty where nothing was planned.
-        schedule: What it was compiled to.
-        simulation: How that takes its time.
-        bound: What no strategy can beat; None of a dump, whose model is not known.
-        memory: Bytes of each device, by component; None of a dump.
+        strategy: Its name; for a dump, the file's name.
+        target: The machine.
+        network: The simulated network.
+        planned: ``(kind, bytes)`` in launch order; empty if nothing was planned.
+        schedule: The compiled schedule.
+        simulation: Its simulation.
+        bound: Lower bound of the step time; None for a dump, whose model is unknown.
+        memory: Bytes of each device, by component; None for a dump.
         text: The scheduled program.
     """
 
@@ -65,13 +66,13 @@ class Inspection:
 
     @property
     def title(self) -> str:
-        """What the times are of, in words."""
+        """Target and network in words."""
         speed = f"{self.gb_per_s:g} GB/s per rank{' between hosts' if self.network.host_gb_per_s else ''}"
         return f"{self.target.spec}, {speed}, {self.network.latency_us:g} us per all-reduce, simulated"
 
     @property
     def gb_per_s(self) -> float:
-        """10^9 bytes per second that one rank can send, to other hosts if there are several."""
+        """10^9 bytes per second that a rank can send, to other hosts if there are several."""
         return self.network.host_gb_per_s or self.network.gb_per_s
 
     @property
@@ -81,12 +82,12 @@ class Inspection:
 
     @property
     def as_planned(self) -> bool | None:
-        """Whether it holds what was planned; None if nothing was."""
+        """Whether the compiled collectives are the planned ones; None if nothing was planned."""
         return None if self.bound is None or self.strategy == AUTO else sorted(self.planned) == self.compiled
 
     @property
     def notes(self) -> list[str]:
-        """What a reader should know beside the numbers."""
+        """Remarks for the reader."""
         notes = list(self.schedule.notes)
         if self.as_planned is False:
             notes.append("compiled to other collectives than planned")
@@ -102,7 +103,7 @@ class Inspection:
 
     @property
     def num_devices_compiled_for(self) -> int:
-        """Devices that the program names."""
+        """Number of devices that the program refers to."""
         groups = [collective.group for collective in self.schedule.collectives()]
         return max([self.schedule.num_devices, *(max(group) + 1 for group in groups)])
 
@@ -117,23 +118,23 @@ def inspect_steps(
     batch_per_device: int = 16,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Inspection]:
-    """Compiles a model's training step with AdamW under several strategies, and says what each would do.
+    """Compiles a model's training step with AdamW under several strategies and simulates each.
 
     Args:
         strategies: Names in ``STRATEGIES``, or ``"auto"``, which is plain ``jit`` with replicated parameters.
         config: The model's sizes.
         target: The machine.
         network: What connects its devices.
-        bucket_mb: Of the strategies that take it; their default when None.
+        bucket_mb: For the strategies that take it; None for their default.
         batch_per_device: Sequences on each device.
-        say: Is given a line now and then.
+        say: Called with progress messages.
 
     Returns:
         An inspection of each strategy, in the order given.
 
     Raises:
-        ValueError: If a strategy is unknown, ``bucket_mb`` is out of range or for none of them, or the step does not
-            fit into the target's memory.
+        ValueError: If a strategy is unknown, ``bucket_mb`` is out of range or applies to none of them, or the step does
+            not fit into the target's memory.
     """
     for name in strategies:
         if name != AUTO and name not in STRATEGIES:
@@ -160,7 +161,7 @@ def inspect_steps(
     say(f"compiling {len(strategies) + 1} programs for {target.spec}")
     pending_alone = targets.start_compile_without_communication(whole, state, batch)
     pending = {}
-    # Tuning waits for a program: meanwhile the others compile.
+    # Tuning buckets waits for a program; the others compile in the meantime.
     for name in sorted(strategies, key=lambda name: name == "bucketed" and bucket_mb == AUTO):
         if name in trainers:
             if name == "bucketed" and bucket_mb == AUTO:
@@ -187,27 +188,24 @@ def inspect_steps(
         planned = trainers[name].planned(states[name], batch) if name in trainers else []
         simulation = simulate(schedule, target.chip, network)
         found.append(Inspection(name, target, network, planned, schedule, simulation, bound, memory, program.as_text()))
-    # XLA was seen to fuse the step alone 1 % worse than with its buckets: a bound is not above what is there. Where the
-    # optimizer's work is sharded there is less of it, which is another step.
+    # XLA was seen to fuse the step without communication 1 % worse than a bucketed one, so the bound takes the least
+    # compute found. Sharded optimizers do less work, so their steps do not count.
     same = [one for one in found if one.strategy == AUTO or not trainers[one.strategy].strategy.shards_optimizer_state]
     least_s = min([bound.compute_s, *(inspection.simulation.compute_s for inspection in same)])
     return [replace(inspection, bound=replace(bound, compute_s=least_s)) for inspection in found]
 
 
 def inspect_dump(name: str, text: str, target: targets.Target, network: Network) -> Inspection:
-    """Reads a scheduled program that someone else compiled.
+    """Reads and simulates a scheduled program that was compiled elsewhere.
 
     Args:
         name: What to call it.
         text: The HLO module.
-        target: Whose numbers to simulate it with.
-        network: What connects the devices.
-
-    Returns:
-        What it would do.
+        target: The machine to simulate.
+        network: What connects its devices.
 
     Raises:
-        ValueError: If it is no scheduled HLO module, or of another platform than the target's.
+        ValueError: If the text is no scheduled HLO module, or was compiled for another platform than the target's.
     """
     schedule = read_schedule(text)
     if (platform := platform_of_text(text)) != target.platform:
@@ -217,7 +215,7 @@ def inspect_dump(name: str, text: str, target: targets.Target, network: Network)
 
 
 def platform_of_text(text: str) -> str:
-    """Tells from a scheduled program's text what it was compiled for: ``"cpu"``, ``"gpu"`` or ``"tpu"``."""
+    """Detects what a scheduled program was compiled for: ``"cpu"``, ``"gpu"`` or ``"tpu"``."""
     if re.search(r"\{[\d,]*:T\(", text):  # tiled layouts
         return "tpu"
     return "gpu" if any(sign in text for sign in _GPU_SIGNS) else "cpu"
@@ -247,12 +245,8 @@ def _num_bytes(tree: Any) -> int:
 
 
 def _held(trainer: Trainer, state: TrainState) -> tuple[int, int]:
-    """Bytes of parameters and of the optimizer's state that one device has between steps."""
-    layout = trainer.layout(state)
-    params, opt_state = (
-        sum(leaf.bytes_on_rank for leaf in jax.tree.leaves(tree)) for tree in (layout.params, layout.opt_state)
-    )
-    return params, opt_state
+    held = held_bytes(trainer.layout(state))
+    return held.parameters, held.optimizer_state
 
 
 def _memory(schedule: Schedule, held: tuple[int, int], batch: Any, target: targets.Target) -> dict[str, int]:
@@ -268,12 +262,12 @@ def _memory(schedule: Schedule, held: tuple[int, int], batch: Any, target: targe
 
 
 def _check_fits(what: str, needed: int, available: int, state: TrainState, target: targets.Target) -> None:
-    """Refuses a step that needs more memory than a device has, and says what of it sharding would save."""
+    """Raises ValueError for a step that needs more memory than a device has, and suggests a ZeRO stage."""
     if needed <= available:
         return
     params, opt_state = _num_bytes(state.params), _num_bytes(state.opt_state)
     others = (target.num_devices - 1) / target.num_devices
-    sharded = {1: opt_state, 2: opt_state + params, 3: opt_state + 2 * params}  # ... the gradients, the parameters
+    sharded = {1: opt_state, 2: opt_state + params, 3: opt_state + 2 * params}  # stage 2 adds gradients, 3 parameters
     needed_by = {stage: needed - num_bytes * others for stage, num_bytes in sharded.items()}
     fitting = next((stage for stage, num_bytes in needed_by.items() if num_bytes <= available), None)
     excess = needed - available

@@ -1,9 +1,8 @@
-"""A plan's formulas beside the step that the compiler makes of it: bytes on each device, and bytes that each sends.
+"""A plan's formulas compared with the compiled step: bytes that each device holds, and bytes that each device sends.
 
-What lives across steps must agree to the byte: a formula divides by the number of ranks, and where leaves are padded or
-stay whole the difference is known beforehand. So must traffic, of which the program tells every collective, those of
-a loop as often as it goes round. What comes and goes within a step, and with it the peak, is an estimate: it is laid
-beside what the compiler needs, and only whether both fit must be the same.
+State that lives across steps must match to the byte; differences from padding and replicated leaves are computed
+exactly. Traffic must match too: the program lists every collective, those of a loop once per iteration. Temporary
+memory and the peak are estimates: only whether both peaks fit must agree.
 """
 
 from __future__ import annotations
@@ -16,23 +15,22 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..compiled.memory import step_memory
-from ..compiled.operations import Collective
-from ..compiled.schedule import read_schedule
+from ..compiled.schedule import Collective, read_schedule
 from ..models import TransformerConfig
 from ..planning.cost.memory import state_bytes
 from ..planning.cost.traffic import Traffic, sent_bytes
 from ..planning.network import GB, Network
-from ..planning.plan import Plan, plan, units
+from ..planning.plan import Plan, plan, strategy_traffic
 from ..targets.program import TargetMemoryError, TargetProgram
-from .plan_step import PlannedStep, start_planned_step
+from .planned_step import PlannedStep, start_planned_step
 
 _ONE_GB_PER_S = Network(1.0)
-# Of a TPU: a fusion around an all-reduce, of whose result each rank makes its part only.
+# On TPUs: a fusion around an all-reduce in which each rank computes only its part of the result.
 _SCATTERING_KERNEL = "AllReduceScatter"
 _MARK = "NOT AS PLANNED"
-_ROUNDING_BYTES = 0.5  # of formulas, which divide
-_UNEVEN = "padding, and small leaves that stay whole"
-_OWN_DTYPE = "what stays whole is gathered in its own dtype"
+_ROUNDING_BYTES = 0.5  # formulas divide
+_UNEVEN = "padding, and small leaves that are not sharded"
+_OWN_DTYPE = "replicated parameters are gathered in their own dtype"
 _KEPT = f"{_UNEVEN}, units that are gathered once"
 
 
@@ -40,11 +38,11 @@ class Row(NamedTuple):
     """One quantity of a device, in bytes.
 
     Attributes:
-        label: What it is.
-        planned: By formula; None if there is none.
+        label: Name.
+        planned: By formula; None if there is no formula.
         compiled: In the program; None if there is no program.
-        check: What follows, in words.
-        holds: Whether the formula does; None of an estimate, or where one of the two is missing.
+        check: The verdict, in words.
+        holds: Whether the formula holds; None for an estimate, or if a number is missing.
     """
 
     label: str
@@ -55,20 +53,20 @@ class Row(NamedTuple):
 
     @property
     def difference(self) -> float | None:
-        """Compiled less planned."""
+        """Compiled minus planned."""
         return None if self.planned is None or self.compiled is None else self.compiled - self.planned
 
 
 @dataclass(frozen=True)
 class Verification:
-    """A plan beside its compiled step.
+    """A plan and its compiled step.
 
     Attributes:
-        plan: Of the tokens that were compiled.
-        rows: What was compared.
-        collectives: ``(kind, bytes, ranks)`` of each collective of the program but its metrics' -> how many there are.
-        refusal: What the compiler said if the step does not fit.
-        notes: What a reader should know beside the numbers.
+        plan: With the tokens that were compiled.
+        rows: The comparisons.
+        collectives: ``(kind, bytes, ranks)`` of the program's collectives, without those of metrics -> count.
+        refusal: The compiler's error if the step does not fit.
+        notes: Remarks for the reader.
     """
 
     plan: Plan
@@ -79,7 +77,7 @@ class Verification:
 
     @property
     def holds(self) -> bool:
-        """Whether every formula that is checked does."""
+        """Whether every checked formula holds."""
         return all(row.holds is not False for row in self.rows)
 
 
@@ -87,12 +85,9 @@ def verify(planned: Plan, dtype: str, config: TransformerConfig | None = None) -
     """Compiles a plan's step for its target, and compares.
 
     Args:
-        planned: The plan; its tokens are rounded up to as many on each data rank and in each micro-batch.
-        dtype: In which it computes, and in which what it sends travels.
-        config: Of the transformer that is planned; None if it is the feed-forward model.
-
-    Returns:
-        Formula and program.
+        planned: The plan; its tokens are rounded up to the same number on each data rank and in each micro-batch.
+        dtype: Dtype of compute and communication.
+        config: Sizes of the planned transformer; None for the feed-forward model.
 
     Raises:
         ValueError: If the step cannot be built or compiled, for another reason than memory.
@@ -108,19 +103,16 @@ def verify(planned: Plan, dtype: str, config: TransformerConfig | None = None) -
         found = _refused(whole, refusal)
     if tokens == planned.tokens:
         return found
-    return replace(found, notes=(f"compiled with {tokens:,} tokens, as many on each data rank", *found.notes))
+    return replace(found, notes=(f"compiled with {tokens:,} tokens, the same number on each data rank", *found.notes))
 
 
 def compare(planned: Plan, step: PlannedStep, program: TargetProgram) -> Verification:
-    """Compares a plan with a compiled step.
+    """Compares a plan with its compiled step.
 
     Args:
         planned: The plan.
-        step: That it means.
-        program: That this was compiled to.
-
-    Returns:
-        Formula and program.
+        step: The step that it describes.
+        program: What the step compiled to.
     """
     schedule, job = read_schedule(program), planned.job
     sent: dict[str, list[Collective]] = {"data": [], "tp": [], "": []}
@@ -130,7 +122,7 @@ def compare(planned: Plan, step: PlannedStep, program: TargetProgram) -> Verific
     notes = list(schedule.notes)
     kinds = Counter(map(_kind, sent["data"]))
     if job.stage and (more := kinds["all-reduce"] - Counter(kind for kind, _ in step.collectives or ())["all-reduce"]):
-        notes.append(f"XLA makes all-reduces, which send twice as much, of {more:,} gathers and reduce-scatters")
+        notes.append(f"XLA compiles {more:,} gathers and reduce-scatters to all-reduces, which send twice as much")
     return Verification(
         planned,
         (*_memory_rows(planned, step, program), *_traffic_rows(planned, step, sent)),
@@ -152,20 +144,20 @@ def _memory_rows(planned: Plan, step: PlannedStep, program: TargetProgram) -> li
         rows.append(_state_row(name.replace("_", " "), found[name], compiled, why))
     others = memory.argument_size_in_bytes - held.parameters - held.optimizer_state
     tiles = f", {held.padding:,} of it to fill tiles" if held.padding > 0 else ""
-    beside = planned.total_bytes - found["parameters"] - found["optimizer_state"]
-    # The most at a time, which is what XLA compares with a TPU's memory; its temporaries laid end to end are more.
+    temporary = planned.total_bytes - found["parameters"] - found["optimizer_state"]
+    # The peak is what XLA compares with a TPU's memory; the sum of all temporaries is larger.
     peak = memory.peak_memory_in_bytes
     needed = peak - memory.argument_size_in_bytes
     return [
         *rows,
         Row("batch, step and key", None, others, f"not in the plan{tiles}"),
-        Row("within the step", beside, needed, f"{needed / beside:.3f} times" if beside else ""),
+        Row("within the step", temporary, needed, f"{needed / temporary:.3f} times" if temporary else ""),
         _peak_row(planned, peak, peak < job.cluster.memory_bytes, job.cluster.memory_bytes),
     ]
 
 
 def _state_row(label: str, planned: float, compiled: float, why: dict[str, float]) -> Row:
-    """Compares to the byte what lives across steps; ``why`` says what is beyond the formula, and how much it is."""
+    """Compares state to the byte; ``why`` maps each reason for a difference from the formula to its bytes."""
     if abs(wrong := compiled - planned - sum(why.values())) > _ROUNDING_BYTES:
         return Row(label, planned, compiled, f"{_MARK}: {wrong:+,.0f} bytes unaccounted for", holds=False)
     reasons = "; ".join(f"{num_bytes:+,.0f}, {reason}" for reason, num_bytes in why.items() if num_bytes)
@@ -188,7 +180,7 @@ def _refused(planned: Plan, refusal: TargetMemoryError) -> Verification:
 
 def _traffic_rows(planned: Plan, step: PlannedStep, sent: dict[str, list[Collective]]) -> list[Row]:
     job, element_bytes = planned.job, planned.job.assumptions.element_bytes
-    legs = units(("bucketed", "zero1", "zero2", "zero3")[job.stage], planned.num_microbatches)
+    legs = strategy_traffic(("bucketed", "zero1", "zero2", "zero3")[job.stage], planned.num_microbatches)
 
     def leg(part: Traffic) -> float:
         num_params = job.workload.num_params / job.tp
@@ -203,10 +195,10 @@ def _traffic_rows(planned: Plan, step: PlannedStep, sent: dict[str, list[Collect
     own_gathers, why, is_sound = own(gathers=True), _KEPT, True
     if job.stage in (1, 2):
         param_bytes = job.per_parameter.parameter
-        chunks = step.exact.optimizer_state / job.per_parameter.optimizer  # elements that a rank updates
+        chunks = step.exact.optimizer_state / job.per_parameter.optimizer  # elements updated per rank
         own_gathers, is_sound = (job.fsdp - 1) * param_bytes * chunks, param_bytes == element_bytes
         why = _UNEVEN if is_sound else _OWN_DTYPE
-    # Forward and backward sum as many elements of each token, in an all-reduce each.
+    # Forward and backward each all-reduce the same number of elements per token.
     summed_bytes = 2 * element_bytes * job.workload.summed_per_token * planned.tokens / job.num_data_ranks
     gathers = [each for each in sent["data"] if each.kind == "all-gather"]
     sums = [each for each in sent["data"] if each.kind != "all-gather"]
@@ -235,8 +227,13 @@ def _traffic_row(
 ) -> Row:
     """Compares what a device sends.
 
-    ``own`` is what the library plans to send, ``why`` the reason if that differs from the formula, and ``is_sound``
-    whether the formula may leave this reason out.
+    Args:
+        label: Name.
+        planned: By formula.
+        found: The program's collectives.
+        own: What the library plans to send, if that is known.
+        why: The reason if ``own`` differs from the formula.
+        is_sound: Whether the formula may neglect that reason.
     """
     compiled = sum(_sent_bytes(_kind(each), each.num_bytes, each.group) for each in found)
     said = " + ".join(f"{count:,} {kind}" for kind, count in Counter(map(_kind, found)).items()) or "none"
@@ -258,7 +255,7 @@ def _kind(collective: Collective) -> str:
 
 
 def _axis(group: Sequence[int], fsdp: int, tp: int) -> str:
-    """Which ranks a group of devices are: ``"tp"`` neighbours, ``"data"`` ranks across them, or neither."""
+    """Which ranks a group consists of: ``"tp"`` neighbours, ``"data"`` ranks across them, or neither."""
     if tuple(group) == tuple(range(group[0], group[0] + tp)):
         return "tp"
     return "data" if tuple(group) == tuple(range(group[0], group[0] + fsdp * tp, tp)) else ""

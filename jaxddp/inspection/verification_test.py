@@ -7,13 +7,12 @@ import pytest
 
 from jaxddp import targets
 from jaxddp.inspection import verification as plan_verification
-from jaxddp.inspection.plan_step import PlannedStep, start_planned_step
+from jaxddp.inspection.planned_step import PlannedStep, start_planned_step
 from jaxddp.inspection.verification import compare, verify
 from jaxddp.planning.cost.memory import MIXED
 from jaxddp.planning.cost.workload import feed_forward
-from jaxddp.planning.job import Job
 from jaxddp.planning.machine import cluster_of
-from jaxddp.planning.plan import plan
+from jaxddp.planning.plan import TrainingJob, plan
 from jaxddp.targets.program import TargetMemoryError
 
 LAYERS = 3
@@ -23,7 +22,7 @@ COUNT_BYTES = 4  # optax's own, of steps
 
 
 def job(spec, workload=WIDE, **options):
-    return Job(workload, cluster_of(targets.target(spec), "bfloat16"), tokens=512, **options)
+    return TrainingJob(workload, cluster_of(targets.target(spec), "bfloat16"), tokens=512, **options)
 
 
 JOBS = {
@@ -103,7 +102,7 @@ def test_padding_is_the_whole_difference(verified):
     assert rows["parameters"].planned == 2 * ODD.num_params / 8
     assert rows["parameters"].compiled == 2 * 6 * 1680
     assert rows["optimizer state"].compiled == 12 * 6 * 1680 + COUNT_BYTES
-    padding = "padding, and small leaves that stay whole"
+    padding = "padding, and small leaves that are not sharded"
     assert rows["optimizer state"].check == f"ok: +63, {padding}; +4, a count of steps"
     assert rows["gradients summed"].compiled == 2 * 6 * 1680 * 7
     assert rows["gradients summed"].check == f"ok: 1.001 times, 3 reduce-scatter: {padding}"
@@ -114,7 +113,7 @@ def test_whole_parameters_travel_in_their_own_dtype(verified):
     """The plan has 2 bytes an element for whatever travels, and float32 replicas need 4."""
     rows = rows_of(verified["stage 1"])
     assert rows["parameters gathered"].compiled == 4 * 6 * 1680 * 7
-    said = "NOT AS PLANNED: 2.001 times, 1 all-gather: what stays whole is gathered in its own dtype"
+    said = "NOT AS PLANNED: 2.001 times, 1 all-gather: replicated parameters are gathered in their own dtype"
     assert rows["parameters gathered"].check == said
     assert rows["gradients summed"].holds and not verified["stage 1"].holds
 
@@ -179,4 +178,4 @@ def test_a_refusal_is_a_verdict_with_the_compilers_numbers(monkeypatch, memory_b
     assert found.refusal.needed_bytes == rows_of(found)["peak"].compiled == 100 * 10**9
     assert (rows_of(found)["peak"].check, rows_of(found)["parameters"].check) == (check, "not compiled")
     assert [each.tokens for each in started] == [512] == [found.plan.tokens]
-    assert found.notes == ("compiled with 512 tokens, as many on each data rank",)
+    assert found.notes == ("compiled with 512 tokens, the same number on each data rank",)

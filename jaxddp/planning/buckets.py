@@ -1,8 +1,7 @@
-"""Bucket plans: which gradients travel together, and in which order. Both packages plan with this one file.
+"""Bucket plans: which gradients are reduced together, and in which order. Both packages use this file.
 
-A plan is made from names, shapes and dtypes alone, before any array exists: it needs no framework, so that tests which
-read a compiled program back can be given the same plan. Tensors come in the order in which the backward pass finishes
-their gradients; buckets close as they fill; a tensor is never split; a bucket holds one dtype.
+A plan is made from names, shapes and dtypes alone, before any array exists. Tensors come in the order in which the
+backward finishes their gradients; buckets close as they fill; a tensor is never split; a bucket holds one dtype.
 
 Where gradients or parameters are sharded over N ranks, each tensor of n elements is padded to N chunks of ceil(n / N).
 
@@ -29,7 +28,7 @@ Rule = Literal["before", "torch"]
 
 
 class TensorSpec(NamedTuple):
-    """Name, shape and dtype of one tensor; all that a plan needs to know of it.
+    """Name, shape and dtype of one tensor.
 
     Example:
         >>> TensorSpec("layers.0.kernel", (256, 1024), "float32").num_bytes
@@ -53,13 +52,13 @@ class TensorSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors of one dtype whose gradients travel as one buffer, in the order in which they lie in it."""
+    """Tensors of one dtype whose gradients share one buffer, in buffer order."""
 
     tensors: tuple[TensorSpec, ...]
 
     @property
     def dtype(self) -> str:
-        """The dtype of the buffer."""
+        """Dtype of the buffer."""
         return self.tensors[0].dtype
 
     @property
@@ -81,15 +80,15 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """What a step should communicate: the buckets in launch order, and whether they wait for the whole backward.
+    """What a step should communicate.
 
     Attributes:
-        buckets: In the order in which they are launched.
-        after_backward: True if nothing may be launched before the last gradient is ready; False if a bucket is
-            launched as soon as its own gradients are.
-        constants: Names of tensors whose gradient depends on nothing, such as the zeros of an unused parameter: equal
-            on all ranks, so their sum is known without sending them.
-        gathers: Where parameters are updated by shards, the buckets in which the updated ones are gathered.
+        buckets: In launch order.
+        after_backward: Whether all buckets wait for the last gradient; otherwise each starts when its own gradients are
+            ready.
+        constants: Names of tensors with a constant gradient, such as the zeros of an unused parameter. It is equal on
+            all ranks and needs no reduction.
+        gathers: Buckets in which updated parameters are gathered, where they are updated by shards.
     """
 
     buckets: tuple[Bucket, ...]
@@ -99,12 +98,12 @@ class BucketPlan:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all tensors, in the order in which they are communicated."""
+        """Names of all tensors, in communication order."""
         return tuple(tensor.name for bucket in self.buckets for tensor in bucket.tensors)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all buffers together."""
+        """Bytes of all buffers."""
         return sum(bucket.num_bytes for bucket in self.buckets)
 
 
@@ -117,21 +116,17 @@ def plan_buckets(
 ) -> BucketPlan:
     """Groups tensors into buckets of at most ``bucket_mb`` MiB.
 
-    A tensor larger than the cap has a bucket to itself. Tensors of several dtypes fill one open bucket for each
-    dtype, and buckets are launched in the order in which their last tensor is ready. Tensors without elements are
-    left out: there is nothing to send.
+    A tensor larger than the cap gets its own bucket. Each dtype fills its own bucket, and buckets are launched in the
+    order in which their last tensor is ready. Tensors without elements are left out.
 
     Args:
         tensors: In the order in which their gradients become ready.
         bucket_mb: Cap in MiB; a list of caps for the first, second, ... bucket, the last of which repeats; None for
             one bucket without a cap; ``"default"`` for PyTorch's 25 MiB after a first bucket of 1 MiB, which lets
             communication start early.
-        rule: ``"before"`` closes a bucket before a tensor would take it over the cap; ``"torch"`` closes it after
-            the tensor that reaches the cap, as PyTorch's DDP does.
+        rule: ``"before"`` closes a bucket before a tensor would exceed the cap; ``"torch"`` closes it after the tensor
+            that reaches the cap, as PyTorch's DDP does.
         after_backward: Recorded in the plan.
-
-    Returns:
-        The plan.
 
     Raises:
         ValueError: If a cap is not a positive finite number, the rule is unknown or a name occurs twice.
@@ -177,14 +172,7 @@ def plan_buckets(
 
 
 def plan_per_tensor(tensors: Iterable[TensorSpec], *, after_backward: bool = False) -> BucketPlan:
-    """Gives every tensor a bucket of its own.
-
-    Args:
-        tensors: In the order in which their gradients become ready.
-        after_backward: Recorded in the plan.
-
-    Returns:
-        The plan.
+    """Plans one bucket per tensor; ``tensors`` in the order in which their gradients become ready.
 
     Raises:
         ValueError: If a name occurs twice.
@@ -193,7 +181,7 @@ def plan_per_tensor(tensors: Iterable[TensorSpec], *, after_backward: bool = Fal
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Bytes per element of a dtype, from its name.
+    """Computes the bytes per element of a dtype from its name.
 
     Raises:
         ValueError: If the name holds no width.
@@ -211,14 +199,7 @@ def dtype_bytes(dtype: str) -> int:
 
 
 def chunk_elements(num_elements: int, num_ranks: int) -> int:
-    """Elements of one rank's chunk of a tensor, padding included: ceil(n / N).
-
-    Args:
-        num_elements: Of the whole tensor.
-        num_ranks: Number of ranks.
-
-    Returns:
-        The length of every chunk.
+    """Computes the elements of one rank's chunk of a tensor, padding included: ceil(n / N).
 
     Example:
         >>> chunk_elements(10, 4), chunk_elements(1, 4), chunk_elements(0, 4)
@@ -228,15 +209,7 @@ def chunk_elements(num_elements: int, num_ranks: int) -> int:
 
 
 def bucket_width(bucket: Bucket, num_ranks: int) -> int:
-    """Elements of one rank's part of a bucket: the length of a row of its ``[num_ranks, width]`` buffer.
-
-    Args:
-        bucket: The bucket.
-        num_ranks: Number of ranks.
-
-    Returns:
-        The sum of its tensors' chunks.
-    """
+    """Computes the length of a row of a bucket's ``[num_ranks, width]`` buffer: the sum of its tensors' chunks."""
     return sum(chunk_elements(tensor.num_elements, num_ranks) for tensor in bucket.tensors)
 
 

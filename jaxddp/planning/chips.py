@@ -1,13 +1,13 @@
-"""Published numbers of accelerators, by name: the vendors' peaks.
+"""Published peak numbers of accelerators, by name, and target specs.
 
-They are dense (without structured sparsity), one direction of a link, and a GB is 10^9 bytes. B200 is the SXM module
-at 1000 W. Of TPU v5p the vendor gives 4800 Gb/s a chip, which is all six links of the torus together.
+Numbers are dense (without structured sparsity), one direction of a link, and a GB is 10^9 bytes. B200 is the SXM module
+at 1000 W. For TPU v5p the vendor gives 4800 Gb/s per chip, all six links of the torus together.
 
-A target is a chip and how many of it, by hosts:
+A target is a chip and a count, by hosts:
 
     spec           means
     ``h100:8``     one host of 8 GPUs joined by NVLink
-    ``h100:4x8``   4 hosts of 8 GPUs; ``h100:32`` says the same
+    ``h100:4x8``   4 hosts of 8 GPUs, the same as ``h100:32``
     ``v5p:128``    one slice of 128 TPU chips, a three-dimensional torus
 """
 
@@ -34,17 +34,16 @@ class Chip:
 
     Attributes:
         name: As in a spec.
-        description: The product.
-        platform: ``"gpu"`` or ``"tpu"``, as JAX calls it.
-        flops_per_s: Peak by dtype: ``"float32"`` of the vector units, all others of the matrix units. What is not
-            published is not there.
-        matmul_float32: The key of ``flops_per_s`` that a float32 matrix product at default precision runs at.
-        memory_bytes_per_s: Bandwidth of the device's memory.
-        memory_bytes: Size of the device's memory.
-        link_gb_per_s: What a device can send to others of its host (NVLink) or slice (all links of the torus), GB/s.
-        host_link_gb_per_s: What a device can send to other hosts, GB/s: over its own NIC, or the links of the torus.
-        devices_per_host: Devices of a whole host.
-        source: Address of the numbers.
+        description: Product name.
+        platform: ``"gpu"`` or ``"tpu"``, as in JAX.
+        flops_per_s: Peak by dtype, as far as published: ``"float32"`` of the vector units, others of the matrix units.
+        matmul_float32: Key of ``flops_per_s`` for a float32 matrix product at default precision.
+        memory_bytes_per_s: Memory bandwidth.
+        memory_bytes: Memory size.
+        link_gb_per_s: What a device can send within its host (NVLink) or slice (all links of the torus), GB/s.
+        host_link_gb_per_s: What a device can send to other hosts, GB/s: over its NIC, or the links of the torus.
+        devices_per_host: Devices of a full host.
+        source: URL of the numbers.
     """
 
     name: str
@@ -147,7 +146,7 @@ CHIPS: dict[str, Chip] = {
     )
 }
 
-# Chips of a slice -> its shape. Other counts make no torus of whole hosts of 2x2 chips.
+# Chips of a slice -> its shape. Other counts make no torus of whole 2x2 hosts.
 _V5P_TOPOLOGIES = {
     4: "2x2x1",
     8: "2x2x2",
@@ -165,7 +164,7 @@ class Target:
     """Devices that programs are compiled for.
 
     Attributes:
-        chip: Their kind.
+        chip: Kind of device.
         num_hosts: Number of hosts.
         devices_per_host: Devices of each host.
     """
@@ -186,7 +185,7 @@ class Target:
 
     @property
     def spec(self) -> str:
-        """The name that ``target`` takes, the same for all ways to say it."""
+        """The canonical spec."""
         if self.platform == "tpu":
             return f"{self.chip.name}:{self.num_devices}"
         hosts = "" if self.num_hosts == 1 else f"{self.num_hosts}x"
@@ -194,23 +193,20 @@ class Target:
 
     @property
     def topology(self) -> str:
-        """The shape as its compiler calls it: ``slices x hosts x devices`` on GPUs, the torus on TPUs."""
+        """The shape as the compiler names it: ``slices x hosts x devices`` on GPUs, the torus on TPUs."""
         if self.platform == "tpu":
             return _V5P_TOPOLOGIES[self.num_devices]
         return f"1x{self.num_hosts}x{self.devices_per_host}"
 
 
 def target(spec: str) -> Target:
-    """Reads the name of a target.
+    """Parses a target spec.
 
     Args:
         spec: ``chip:devices`` or, on GPUs, ``chip:hosts x devices``, such as ``"h100:8"``, ``"h100:4x8"``, ``"v5p:8"``.
 
-    Returns:
-        The target.
-
     Raises:
-        ValueError: If the chip is unknown, or there are no machines of that many.
+        ValueError: If the chip is unknown, or machines do not come in that size.
 
     Example:
         >>> target("h100:32").spec, target("h100:32").num_hosts

@@ -1,10 +1,10 @@
-"""The machine of a plan: what its devices compute and hold, and what each way of using them can send.
+"""A cluster as the planner sees it: what a device computes and holds, and what each group of ranks can send.
 
-On GPUs tensor-parallel ranks are neighbours, then those of FSDP, then replicas, and a group that spans hosts sends as
-``Network`` has it. A TPU's slice is a torus of links both ways; a group over M of its axes sends M times what an axis
-does. Numbers are those of ``chips.py``, with one exception: the compute-bound conditions of TPU v5p are known with the
-scaling book's rounded 4.6e14 FLOP/s and 2 x 9e10 bytes per second and axis, so these are taken, not the vendor's
-459e12 and 600e9 for three axes.
+GPUs: tensor-parallel ranks are neighbours, then FSDP ranks, then replicas; a group that spans hosts sends at the rate
+of ``Network``. TPUs: a slice is a torus with links in both directions, and a group over M of its axes sends M times
+what one axis does. The numbers are those of ``chips.py``, except for TPU v5p: the compute-bound conditions are known
+with the scaling book's rounded 4.6e14 FLOP/s and 2 x 9e10 B/s per axis, not the vendor's 459e12 and 600e9 for three
+axes.
 
 References:
     Austin et al., How to Scale Your Model, 2025: https://jax-ml.github.io/scaling-book/tpus
@@ -19,21 +19,21 @@ from typing import NamedTuple
 
 from .chips import Target
 from .cost.checks import check_count, check_not_negative, check_positive
-from .cost.scaling import Machine
+from .cost.scaling import DeviceRates
 from .network import DEFAULT_LATENCY_US, GB, Network
 
-# FLOP/s in bfloat16, and GB/s of an axis of the torus, both ways together.
+# FLOP/s in bfloat16, and GB/s of one axis of the torus, both directions together.
 _BOOK = {"v5p": (4.6e14, 180.0)}
 
 
 class Axes(NamedTuple):
-    """How many axes of a torus each kind of group communicates over.
+    """How many axes of a torus each kind of group spans.
 
     Attributes:
         fsdp: M_X.
         tp: M_Y.
         dp: M_R.
-        is_exact: Whether the groups are made of whole axes; if not, the others are taken for granted.
+        is_exact: Whether the groups are products of whole axes; otherwise the counts are assumed.
     """
 
     fsdp: int
@@ -47,20 +47,20 @@ class Cluster:
     """Devices to plan for.
 
     Attributes:
-        name: As in ``--target``.
-        num_devices: How many.
-        flops_per_s: Of one, at the dtype that is planned with.
-        memory_bytes: Of one.
-        link_gb_per_s: What one can send to others of its host, or over one axis of its torus, 10^9 bytes per second.
-        host_link_gb_per_s: What one can send to other hosts; not used on a torus.
+        name: A target spec, as in ``--target``.
+        num_devices: Number of devices.
+        flops_per_s: Peak of one device, for the planned dtype.
+        memory_bytes: Memory of one device.
+        link_gb_per_s: What a device can send within its host, or over one axis of its torus, 10^9 bytes per second.
+        host_link_gb_per_s: What a device can send to other hosts; unused on a torus.
         devices_per_host: On GPUs; None on a torus.
-        latency_us: Microseconds of an all-reduce beside its bytes.
+        latency_us: Microseconds per all-reduce call.
         torus: Sides; empty on GPUs.
-        fsdp_axes: M_X by hand; None follows from the torus.
-        tp_axes: M_Y by hand.
+        fsdp_axes: M_X, set by hand; None to derive it from the torus.
+        tp_axes: M_Y, set by hand; None to derive it from the torus.
 
     Raises:
-        ValueError: If a number is out of range, or axes are given where there is no torus.
+        ValueError: If a number is out of range, or axes are given without a torus.
     """
 
     name: str
@@ -91,32 +91,20 @@ class Cluster:
                 raise ValueError(f"{name} (={axes}) must be left out for {self.name!r}, which is no torus")
 
     def axes(self, fsdp: int, tp: int) -> Axes:
-        """Gives the axes of the torus that each kind of group uses.
-
-        Args:
-            fsdp: Ranks of an FSDP group.
-            tp: Of a tensor-parallel group.
+        """Assigns the axes of the torus to groups of ``fsdp`` and ``tp`` ranks.
 
         Returns:
-            Whole axes whose sides multiply to the group sizes, if there are; else two for FSDP and one for tensor
-            parallelism, or all for FSDP alone. What was given by hand goes before both.
+            Whole axes whose sides multiply to the group sizes, if there are any. Otherwise two axes for FSDP and one
+            for tensor parallelism, or all three for FSDP alone. Counts set by hand take precedence.
         """
         found = _whole_axes(self.torus, fsdp, tp) or Axes(3 if tp == 1 else 2, 1, 1, is_exact=False)
         return found._replace(fsdp=self.fsdp_axes or found.fsdp, tp=self.tp_axes or found.tp)
 
-    def machine(self, fsdp: int, tp: int) -> Machine:
-        """Gives the rates of ``cost/scaling.py`` for one way to use the devices.
-
-        Args:
-            fsdp: Ranks of an FSDP group.
-            tp: Of a tensor-parallel group.
-
-        Returns:
-            What one device computes and sends per second.
-        """
+    def rates(self, fsdp: int, tp: int) -> DeviceRates:
+        """Computes what a device computes and sends per second, with groups of ``fsdp`` and ``tp`` ranks."""
         if self.torus:
             rates = [count * self.link_gb_per_s * GB for count in self.axes(fsdp, tp)[:3]]
-            return Machine(self.flops_per_s, *rates)
+            return DeviceRates(self.flops_per_s, *rates)
         network = Network(
             self.link_gb_per_s, self.latency_us, self.host_link_gb_per_s, self.devices_per_host or self.num_devices
         )
@@ -126,7 +114,7 @@ class Cluster:
                 return self.link_gb_per_s * GB
             return (len(group) - 1) / len(group) / network.transfer_s("reduce-scatter", 1.0, group)
 
-        return Machine(
+        return DeviceRates(
             self.flops_per_s,
             fsdp_bytes_per_s=rate(range(0, fsdp * tp, tp)),
             tp_bytes_per_s=rate(range(tp)),
@@ -137,19 +125,16 @@ class Cluster:
 def cluster_of(
     target: Target, dtype: str, *, flops_per_s: float | None = None, **by_hand: float | int | None
 ) -> Cluster:
-    """Gives the machine that a target names.
+    """Makes the cluster of a target.
 
     Args:
         target: Chip and count.
-        dtype: What matrix products take, such as ``"bfloat16"``.
-        flops_per_s: By hand; the chip's peak when None.
-        **by_hand: Attributes of ``Cluster`` in the place of the target's own; None is the target's.
-
-    Returns:
-        The cluster.
+        dtype: Dtype of matrix products, such as ``"bfloat16"``.
+        flops_per_s: Peak of a device; None for the chip's own.
+        **by_hand: Attributes of ``Cluster`` that replace the target's; None keeps the target's.
 
     Raises:
-        ValueError: If a number is out of range, or the chip's peak is not published for the dtype.
+        ValueError: If a number is out of range, or the chip has no published peak for the dtype.
     """
     chip = target.chip
     key = chip.matmul_float32 if dtype == "float32" else dtype
@@ -175,12 +160,12 @@ def cluster_of(
 
 
 def _whole_axes(torus: tuple[int, ...], fsdp: int, tp: int) -> Axes | None:
-    """Deals the axes to the groups so that their sides multiply to the group sizes; the first way that does."""
+    """The first assignment of axes to groups whose sides multiply to the group sizes."""
     dp = math.prod(torus) // (fsdp * tp)
-    for dealt in itertools.product(range(3), repeat=len(torus)):
-        sides = [[side for side, group in zip(torus, dealt, strict=True) if group == kind] for kind in range(3)]
+    for assignment in itertools.product(range(3), repeat=len(torus)):
+        sides = [[side for side, group in zip(torus, assignment, strict=True) if group == kind] for kind in range(3)]
         if [math.prod(each) for each in sides] == [fsdp, tp, dp]:
-            # A group of one has no axis and sends nothing; 1 keeps its rate a number.
+            # A group of one rank has no axis and sends nothing; a count of 1 keeps its rate finite.
             over_fsdp, over_tp, over_dp = (max(1, len(each)) for each in sides)
             return Axes(over_fsdp, over_tp, over_dp)
     return None

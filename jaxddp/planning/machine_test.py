@@ -2,11 +2,11 @@ import math
 
 import pytest
 
-from jaxddp import targets
+from jaxddp.planning.chips import target
 from jaxddp.planning.machine import Axes, cluster_of
 from jaxddp.planning.network import Network
 
-V5P = cluster_of(targets.target("v5p:64"), "bfloat16")
+V5P = cluster_of(target("v5p:64"), "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -25,10 +25,10 @@ V5P = cluster_of(targets.target("v5p:64"), "bfloat16")
     ],
 )
 def test_groups_have_whole_axes_where_they_can(chips, fsdp, tp, axes):
-    cluster = cluster_of(targets.target(f"v5p:{chips}"), "bfloat16")
+    cluster = cluster_of(target(f"v5p:{chips}"), "bfloat16")
     found = cluster.axes(fsdp, tp)
     assert found == Axes(*axes)
-    assert cluster.machine(fsdp, tp).fsdp_bytes_per_s == found.fsdp * 180e9
+    assert cluster.rates(fsdp, tp).fsdp_bytes_per_s == found.fsdp * 180e9
     if found.is_exact:
         sides = math.prod(cluster.torus)
         assert sides == chips and found.fsdp + found.tp + found.dp <= len(cluster.torus) + (fsdp == 1) + (tp == 1) + (
@@ -37,24 +37,24 @@ def test_groups_have_whole_axes_where_they_can(chips, fsdp, tp, axes):
 
 
 def test_axes_by_hand_go_before():
-    cluster = cluster_of(targets.target("v5p:64"), "bfloat16", fsdp_axes=1, tp_axes=2)
+    cluster = cluster_of(target("v5p:64"), "bfloat16", fsdp_axes=1, tp_axes=2)
     assert cluster.axes(16, 4)[:2] == (1, 2) == cluster.axes(8, 8)[:2]
-    assert cluster.machine(16, 4).tp_bytes_per_s == 360e9
+    assert cluster.rates(16, 4).tp_bytes_per_s == 360e9
 
 
 def test_a_group_of_gpus_sends_as_the_network_has_it():
-    cluster = cluster_of(targets.target("h100:4x8"), "bfloat16")
+    cluster = cluster_of(target("h100:4x8"), "bfloat16")
     network = Network(450, host_gb_per_s=50, devices_per_host=8)
-    machine = cluster.machine(fsdp=8, tp=4)  # neighbours cut matrices; 2 of each FSDP group are on one host
+    rates = cluster.rates(fsdp=8, tp=4)  # neighbours cut matrices; 2 of each FSDP group are on one host
     for rate, group in (
-        (machine.tp_bytes_per_s, range(4)),
-        (machine.fsdp_bytes_per_s, range(0, 32, 4)),
+        (rates.tp_bytes_per_s, range(4)),
+        (rates.fsdp_bytes_per_s, range(0, 32, 4)),
     ):
         share = (len(group) - 1) / len(group)
         assert share * 1e9 / rate == pytest.approx(network.transfer_s("all-gather", 1e9, group), rel=1e-12)  # rounding
-    assert machine.tp_bytes_per_s == pytest.approx(450e9) and 50e9 < machine.fsdp_bytes_per_s < 450e9
-    assert cluster.machine(1, 8).fsdp_bytes_per_s == 450e9  # a group of one sends nothing
-    replicas = cluster.machine(8, 1)
+    assert rates.tp_bytes_per_s == pytest.approx(450e9) and 50e9 < rates.fsdp_bytes_per_s < 450e9
+    assert cluster.rates(1, 8).fsdp_bytes_per_s == 450e9  # a group of one sends nothing
+    replicas = cluster.rates(8, 1)
     assert replicas.dp_bytes_per_s == pytest.approx(50e9)
 
 
@@ -66,12 +66,12 @@ def test_a_group_of_gpus_sends_as_the_network_has_it():
     ],
 )  # fmt: skip
 def test_peaks_are_those_of_the_dtype(spec, dtype, flops_per_s):
-    assert cluster_of(targets.target(spec), dtype).flops_per_s == flops_per_s
+    assert cluster_of(target(spec), dtype).flops_per_s == flops_per_s
 
 
 def test_numbers_by_hand_are_taken():
     given = {"memory_bytes": 1e9, "link_gb_per_s": 7.0, "host_link_gb_per_s": 3.0, "latency_us": 0.0}
-    cluster = cluster_of(targets.target("h100:2x8"), "int4", flops_per_s=1e12, **given)
+    cluster = cluster_of(target("h100:2x8"), "int4", flops_per_s=1e12, **given)
     assert {name: getattr(cluster, name) for name in given} == given and cluster.flops_per_s == 1e12
 
 
@@ -89,5 +89,5 @@ def test_numbers_by_hand_are_taken():
 )  # fmt: skip
 def test_bad_input(spec, dtype, by_hand, said):
     with pytest.raises(ValueError) as raised:
-        cluster_of(targets.target(spec), dtype, **by_hand)
+        cluster_of(target(spec), dtype, **by_hand)
     assert str(raised.value) == said

@@ -1,13 +1,13 @@
-"""A network as two numbers: what a rank can send per second, and what a call costs before anything is sent.
+"""A network as two numbers: bandwidth per rank, and latency per call.
 
-For S bytes over N ranks that each send W bytes per second (DESIGN: ring algorithms, one latency o per all-reduce)
+For S bytes over N ranks that each send W bytes per second, with ring algorithms and one latency o per all-reduce:
 
     all-reduce        o   + 2 (N-1)/N S/W          collective-permute    o/2 + S/W
     reduce-scatter    o/2 +   (N-1)/N S/W          all-to-all            o/2 + (N-1)/N S/W
     all-gather        o/2 +   (N-1)/N S/W          broadcast             o/2 + S/W
 
-A group that spans H hosts with n ranks on each reduces within the hosts first and then, by 1/n of the bytes a rank,
-between them: the same formulas with n, S, W of the host's links, plus those with H, S/n, W of the links between hosts.
+A group that spans H hosts with n ranks each communicates within hosts first and then between hosts with 1/n of the
+bytes per rank: the same formula with n, S and the link's W, plus that with H, S/n and the host link's W.
 
 References:
     Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 2009.
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 GB = 1e9
 DEFAULT_LATENCY_US = 15.0
 
-# Bytes that a rank sends, as a multiple of S at many ranks, and whether (N-1)/N of it stays off the wire.
+# Bytes that a rank sends as a multiple of S, and whether that is scaled by (N-1)/N.
 _VOLUMES = {
     "all-reduce": (2.0, True),
     "reduce-scatter": (1.0, True),
@@ -40,10 +40,10 @@ class Network:
     """What connects the ranks.
 
     Attributes:
-        gb_per_s: 10^9 bytes per second that one rank can send to others of its host.
-        latency_us: Microseconds that an all-reduce costs beside its bytes; other collectives half of it.
-        host_gb_per_s: What one rank can send to other hosts; the same as ``gb_per_s`` when None.
-        devices_per_host: Ranks of one host; all of them when None.
+        gb_per_s: 10^9 bytes per second that a rank can send within its host.
+        latency_us: Microseconds per all-reduce call; other collectives have half of it.
+        host_gb_per_s: What a rank can send to other hosts; ``gb_per_s`` when None.
+        devices_per_host: Ranks per host; all of them when None.
 
     Raises:
         ValueError: If a speed is not a positive finite number, or the latency is negative.
@@ -68,26 +68,23 @@ class Network:
             raise ValueError(f"latency_us (={self.latency_us}) must be a finite number of microseconds, 0 or more")
 
     def latency_s(self, kind: str) -> float:
-        """Seconds of one call before its bytes."""
+        """Latency of one call in seconds."""
         return self.latency_us * 1e-6 * (1.0 if kind == "all-reduce" else 0.5)
 
     def transfer_s(self, kind: str, num_bytes: float, group: Sequence[int]) -> float:
-        """Seconds that the bytes of one collective take.
+        """Seconds to transfer the bytes of one collective, without latency; 0 for a group of one.
 
         Args:
             kind: Such as ``"all-reduce"``.
-            num_bytes: Of the full buffer.
-            group: Numbers of the devices that take part.
-
-        Returns:
-            Seconds, 0 for a group of one.
+            num_bytes: Bytes of the full buffer.
+            group: Device numbers.
         """
         if len(group) < 2:
             return 0.0
-        volume, but_own_part = _VOLUMES[kind]
+        volume, is_scaled = _VOLUMES[kind]
 
         def ring(count: float, size: float, speed: float) -> float:
-            share = (count - 1) / count if but_own_part else float(count > 1)
+            share = (count - 1) / count if is_scaled else float(count > 1)
             return volume * share * size / (speed * GB)
 
         per_host = self.devices_per_host or max(group) + 1

@@ -1,38 +1,155 @@
-"""What a training step needs of a machine, by the formulas of ``cost/``, before anything is compiled.
+"""Whether a training step fits a cluster and keeps it busy, by the formulas of ``cost/``, before anything is compiled.
 
-The step is worked on in the fewest micro-batches that fit. Norm gains are counted as if tensor parallelism cut them.
+The devices form R replicas of X x Y ranks. Y ranks split each matrix (tensor parallelism). X ranks share the training
+state by ZeRO stage and work on different tokens, as the replicas do. Stage 3 gathers parameters (FSDP); the other
+stages only reduce gradients, in the backward. The step is split into the fewest micro-batches that fit into memory.
+Norm gains are counted as if tensor parallelism split them too.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from .bucket_choice import Buckets, best_buckets
+import numpy as np
+
+from .buckets import MIB, TensorSpec, plan_buckets
 from .cost import memory, traffic
-from .cost.scaling import Times, accumulated_min_tokens, min_tokens, times
-from .cost.split import Split, best_split
-from .job import Job
+from .cost.checks import check_choice, check_count
+from .cost.overlap import Optimum, bucket_times_s, finish_s, uniform_optimum
+from .cost.scaling import Assumptions, Split, Times, accumulated_min_tokens, best_split, min_tokens, times
+from .cost.workload import Workload
+from .machine import Cluster
+
+# MiB, two per octave, 1 to 8192.
+_CAPS_MB = tuple(2 ** (step / 2) for step in range(27))
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """What to plan: a model on a cluster, used in one way.
+
+    Attributes:
+        workload: The model.
+        cluster: The machine.
+        fsdp: X.
+        tp: Y.
+        tokens: B, tokens per step; None for the smallest compute-bound batch.
+        sequence_length: Tokens that must stay on one rank; 1 for a model without sequences.
+        stage: ZeRO stage: 0 shares nothing, 1 the optimizer state, 2 also gradients, 3 also parameters.
+        per_parameter: Bytes of training state per parameter.
+        assumptions: For the compute-bound conditions.
+        accumulation_steps: K, micro-batches per step; None for the fewest that fit.
+        num_gathered_units: Units whose parameters are gathered at the same time at stage 3, prefetched ones included.
+
+    Raises:
+        ValueError: If a number is out of range, the ranks do not divide the devices, or the tokens do not divide into
+            whole sequences per data rank and micro-batch.
+    """
+
+    workload: Workload
+    cluster: Cluster
+    fsdp: int
+    tp: int = 1
+    tokens: int | None = None
+    sequence_length: int = 1
+    stage: int = 3
+    per_parameter: memory.PerParameter = memory.FP32
+    assumptions: Assumptions = field(default_factory=Assumptions)
+    accumulation_steps: int | None = None
+    num_gathered_units: int = 2
+
+    def __post_init__(self) -> None:
+        """Checks the numbers."""
+        check_count(fsdp=self.fsdp, tp=self.tp, sequence_length=self.sequence_length)
+        check_count(num_gathered_units=self.num_gathered_units)
+        check_choice(memory.STAGES, stage=self.stage)
+        if self.accumulation_steps is not None:
+            check_count(accumulation_steps=self.accumulation_steps)
+        if self.cluster.num_devices % (self.fsdp * self.tp):
+            raise ValueError(
+                f"fsdp x tp (={self.fsdp} x {self.tp}) must divide the {self.cluster.num_devices} devices of "
+                f"{self.cluster.name}"
+            )
+        if self.tokens is not None:
+            check_count(tokens=self.tokens)
+            pieces = self.least_tokens * (self.accumulation_steps or 1)
+            if self.tokens < pieces or (self.sequence_length > 1 and self.tokens % pieces):
+                rule = "at least" if self.sequence_length == 1 else "a multiple of"
+                raise ValueError(
+                    f"tokens (={self.tokens}) must be {rule} sequence length x data ranks x accumulation steps "
+                    f"(={self.sequence_length} x {self.num_data_ranks} x {self.accumulation_steps or 1})"
+                )
+
+    @property
+    def dp(self) -> int:
+        """R, the number of replicas."""
+        return self.cluster.num_devices // (self.fsdp * self.tp)
+
+    @property
+    def num_data_ranks(self) -> int:
+        """X R, the number of groups that work on different tokens."""
+        return self.fsdp * self.dp
+
+    @property
+    def gathers(self) -> bool:
+        """Whether parameters are gathered in every micro-batch."""
+        return self.stage == 3 and self.fsdp > 1
+
+    @property
+    def ranks(self) -> tuple[int, int, int]:
+        """Sizes of the groups that gather parameters, split matrices and reduce gradients."""
+        return (self.fsdp, self.tp, self.dp) if self.gathers else (1, self.tp, self.num_data_ranks)
+
+    @property
+    def least_tokens(self) -> int:
+        """Tokens of the smallest step: one sequence per data rank."""
+        return self.num_data_ranks * self.sequence_length
+
+
+class BucketChoice(NamedTuple):
+    """The best bucket cap for the gradients of one micro-batch.
+
+    Attributes:
+        cap_mb: MiB.
+        num_buckets: Buckets under that cap.
+        largest_bytes: Size of the largest bucket.
+        tail_s: Exposed time after the last gradient.
+        backward_s: Time of the backward.
+        latency_s: Latency of one bucket's collective.
+        bytes_per_s: Algorithm bandwidth of that collective.
+        equal: Optimum for buckets of equal size; None without latency, where smaller is always better.
+    """
+
+    cap_mb: float
+    num_buckets: int
+    largest_bytes: float
+    tail_s: float
+    backward_s: float
+    latency_s: float
+    bytes_per_s: float
+    equal: Optimum | None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The answers.
+    """The plan of a job.
 
     Attributes:
-        job: The question.
+        job: The job.
         tokens: B.
-        accumulation_steps: K; None if no number of micro-batches makes the step fit.
+        accumulation_steps: K; None if no number of micro-batches fits.
         bytes_per_device: By component.
-        min_devices: Fewest with this Y and this micro-batch a rank; None if none do.
-        min_tokens: Least compute-bound batch, not rounded; None if there is none.
-        times: Seconds of a micro-batch's work.
-        best_split: Of all devices into FSDP and tensor parallelism.
-        buckets: None if no gradient travels.
-        traffic_bytes: That each rank sends per step, by strategy, between the groups that work on different tokens.
+        min_devices: Fewest devices with this Y and this micro-batch per rank; None if none fit.
+        min_tokens: Smallest compute-bound batch, not rounded; None if there is none.
+        times: Seconds of each kind of work in one micro-batch.
+        best_split: The best split of all devices into FSDP and tensor parallelism.
+        buckets: The best bucket cap; None if no gradients are reduced.
+        traffic_bytes: Bytes that each rank sends per step to data-parallel peers, by strategy.
     """
 
-    job: Job
+    job: TrainingJob
     tokens: int
     accumulation_steps: int | None
     bytes_per_device: dict[str, float]
@@ -40,32 +157,32 @@ class Plan:
     min_tokens: float | None
     times: Times
     best_split: Split
-    buckets: Buckets | None
+    buckets: BucketChoice | None
     traffic_bytes: dict[str, float]
 
     @property
     def total_bytes(self) -> float:
-        """Of all components."""
+        """Sum of all components."""
         return sum(self.bytes_per_device.values())
 
     @property
     def fits(self) -> bool:
-        """Whether a device can hold them."""
+        """Whether the step fits into a device's memory."""
         return self.total_bytes < self.job.cluster.memory_bytes
 
     @property
     def num_microbatches(self) -> int:
-        """K, or 1 if no number of them fits."""
+        """K, or 1 if no number of micro-batches fits."""
         return self.accumulation_steps or 1
 
     @property
     def micro_batch(self) -> float:
-        """Sequences that a data rank works on at once; tokens where there are no sequences."""
+        """Sequences (or tokens, without sequences) that a data rank processes at once."""
         return self.tokens / (self.job.least_tokens * self.num_microbatches)
 
     @property
     def compute_bound(self) -> bool:
-        """Whether computing takes at least as long as communication: in each micro-batch, if each gathers."""
+        """Whether compute takes at least as long as communication; per micro-batch where each one gathers."""
         if self.min_tokens is None:
             return False
         return self.tokens >= float(
@@ -73,20 +190,14 @@ class Plan:
         )
 
 
-def plan(job: Job) -> Plan:
-    """Answers a question by formulas.
-
-    Args:
-        job: The question.
-
-    Returns:
-        The plan.
+def plan(job: TrainingJob) -> Plan:
+    """Plans a job.
 
     Raises:
         ValueError: If no tokens are given and no batch is compute-bound.
     """
-    machine = job.cluster.machine(*job.ranks[:2])
-    least = float(min_tokens(job.workload, machine, *job.ranks, job.assumptions))
+    rates = job.cluster.rates(*job.ranks[:2])
+    least = float(min_tokens(job.workload, rates, *job.ranks, job.assumptions))
     tokens = _tokens(job, least)
     steps = job.accumulation_steps or _fewest_steps(job, tokens)
     buckets = best_buckets(job, tokens, steps or 1)
@@ -98,28 +209,87 @@ def plan(job: Job) -> Plan:
         bytes_per_device=components,
         min_devices=_min_devices(job, components),
         min_tokens=least if math.isfinite(least) else None,
-        times=times(job.workload, machine, tokens / (steps or 1), *job.ranks, job.assumptions),
-        best_split=best_split(job.workload, job.cluster.machine, job.cluster.num_devices, job.assumptions),
+        times=times(job.workload, rates, tokens / (steps or 1), *job.ranks, job.assumptions),
+        best_split=best_split(job.workload, job.cluster.rates, job.cluster.num_devices, job.assumptions),
         buckets=buckets,
         traffic_bytes={name: _sent_bytes(job, name, steps or 1) for name in traffic.STRATEGIES},
     )
 
 
-def units(strategy: str, num_microbatches: int) -> traffic.Traffic:
-    """Counts what a strategy of this package sends: zero2 and zero3 reduce every micro-batch, the others their sum.
+def strategy_traffic(strategy: str, num_microbatches: int) -> traffic.Traffic:
+    """Counts what a strategy of this package sends, in units of (n-1)/n of all elements.
 
-    Args:
-        strategy: One of ``traffic.STRATEGIES``.
-        num_microbatches: K.
-
-    Returns:
-        In units of all elements times (n-1)/n.
+    zero2 and zero3 reduce every micro-batch, the other strategies the accumulated sum.
     """
     return traffic.traffic(strategy, num_microbatches, "every" if strategy in ("zero2", "zero3") else "once")
 
 
-def _tokens(job: Job, least: float) -> int:
-    """Those given; else the least compute-bound batch, rounded up to what can be dealt out."""
+def gradient_rate(job: TrainingJob) -> tuple[float, float]:
+    """Computes the cost of reducing a bucket.
+
+    A bucket is reduce-scattered over the X ranks that share state (all-reduced at stage 0); the resulting part, at
+    stage 0 the whole, is all-reduced over the R replicas.
+
+    Returns:
+        ``(algorithm bandwidth in bytes per second, seconds per call)``; the bandwidth is inf if nothing is sent.
+    """
+    rates, ring = job.cluster.rates(job.fsdp, job.tp), job.assumptions.ring
+    shared = 1 if job.stage else 2
+    part = job.fsdp if job.stage else 1
+    seconds_per_byte = float(shared * ring(job.fsdp) / rates.fsdp_bytes_per_s)
+    seconds_per_byte += float(2 * ring(job.dp) / part / (rates.dp_bytes_per_s or rates.fsdp_bytes_per_s))
+    half_calls = shared * (job.fsdp > 1) + 2 * (job.dp > 1)
+    return 1 / seconds_per_byte if seconds_per_byte else math.inf, half_calls * job.cluster.latency_us * 1e-6 / 2
+
+
+def best_buckets(job: TrainingJob, tokens: int, num_microbatches: int) -> BucketChoice | None:
+    """Finds the bucket cap between 1 MiB and 8 GiB that exposes least, the smallest if several do.
+
+    Uses the pipeline of ``cost/overlap.py`` with the real buckets of each cap: they fill in reversed forward order, a
+    tensor's backward takes time in proportion to its bytes, and a bucket's collective has the network to itself.
+    ``jaxddp.tune_buckets`` chooses caps for a compiled step, which is more accurate.
+
+    Args:
+        job: The job.
+        tokens: B.
+        num_microbatches: K.
+
+    Returns:
+        The choice; None with one data rank, where no gradients are reduced.
+    """
+    if job.num_data_ranks == 1:
+        return None
+    rate, latency_s = gradient_rate(job)
+    sizes = [elements / job.tp * job.assumptions.element_bytes for elements in job.workload.tensor_elements][::-1]
+    flops = 2 * job.workload.flops_per_token * tokens / num_microbatches
+    backward_s = flops / (job.cluster.num_devices * job.cluster.flops_per_s)
+    ready_s = np.cumsum(sizes) / sum(sizes) * backward_s
+    specs = [TensorSpec(str(place), (math.ceil(size),), "int8") for place, size in enumerate(sizes)]
+
+    def composition(cap_mb: float) -> list[list[int]]:
+        return [[int(tensor.name) for tensor in bucket.tensors] for bucket in plan_buckets(specs, cap_mb).buckets]
+
+    def tail_s(places: list[list[int]]) -> float:
+        return float(finish_s(*bucket_times_s(places, sizes, ready_s, rate, latency_s))) - backward_s
+
+    # A cap below the smallest tensor makes the same buckets as a cap of that size.
+    compositions = {cap_mb: composition(cap_mb) for cap_mb in sorted({max(cap, min(sizes) / MIB) for cap in _CAPS_MB})}
+    best_mb = min(compositions, key=lambda cap_mb: tail_s(compositions[cap_mb]))
+    best = compositions[best_mb]
+    return BucketChoice(
+        cap_mb=best_mb,
+        num_buckets=len(best),
+        largest_bytes=max(sum(sizes[place] for place in places) for places in best),
+        tail_s=tail_s(best),
+        backward_s=backward_s,
+        latency_s=latency_s,
+        bytes_per_s=rate,
+        equal=uniform_optimum(backward_s, sum(sizes), rate, latency_s) if latency_s else None,
+    )
+
+
+def _tokens(job: TrainingJob, least: float) -> int:
+    """The given tokens, or the smallest compute-bound batch rounded up to whole sequences."""
     if job.tokens is not None:
         return job.tokens
     if math.isinf(least):
@@ -129,7 +299,7 @@ def _tokens(job: Job, least: float) -> int:
     return max(least_whole, pieces)
 
 
-def _bytes_per_device(job: Job, tokens: int, steps: int, buckets: Buckets | None) -> dict[str, float]:
+def _bytes_per_device(job: TrainingJob, tokens: int, steps: int, buckets: BucketChoice | None) -> dict[str, float]:
     element_bytes = job.assumptions.element_bytes
     state = memory.state_bytes(job.workload.num_params / job.tp, job.stage, job.fsdp, job.per_parameter)
     gathered = memory.gathered_bytes(job.workload.unit_params, element_bytes, job.num_gathered_units, job.tp)
@@ -143,14 +313,14 @@ def _bytes_per_device(job: Job, tokens: int, steps: int, buckets: Buckets | None
     }
 
 
-def _fewest_steps(job: Job, tokens: int) -> int | None:
-    """The fewest micro-batches with which the step fits, each of as many whole sequences; None if it never does."""
+def _fewest_steps(job: TrainingJob, tokens: int) -> int | None:
+    """Fewest micro-batches of equal size that fit; None if no number does."""
     most = tokens // job.least_tokens
     steps = 1
-    while True:  # buckets are chosen for a micro-batch, and take memory
-        whole = _bytes_per_device(job, tokens, steps, best_buckets(job, tokens, steps))
-        activations = whole.pop("activations") * steps
-        least = float(memory.least_ranks(activations, sum(whole.values()), job.cluster.memory_bytes))
+    while True:  # the bucket choice depends on the micro-batch and takes memory itself
+        components = _bytes_per_device(job, tokens, steps, best_buckets(job, tokens, steps))
+        activations = components.pop("activations") * steps
+        least = float(memory.least_ranks(activations, sum(components.values()), job.cluster.memory_bytes))
         if least <= steps:
             return steps
         if least > most:
@@ -158,14 +328,14 @@ def _fewest_steps(job: Job, tokens: int) -> int | None:
         steps = next(k for k in range(int(least), most + 1) if job.sequence_length == 1 or most % k == 0)
 
 
-def _min_devices(job: Job, components: dict[str, float]) -> int | None:
+def _min_devices(job: TrainingJob, components: dict[str, float]) -> int | None:
     cut, whole = memory.cut_and_whole_bytes(job.workload.num_params / job.tp, job.stage, job.per_parameter)
-    beside = sum(components[name] for name in ("gathered_parameters", "gradient_buckets", "activations"))
-    ranks = float(memory.least_ranks(cut, whole + beside, job.cluster.memory_bytes))
+    temporary = sum(components[name] for name in ("gathered_parameters", "gradient_buckets", "activations"))
+    ranks = float(memory.least_ranks(cut, whole + temporary, job.cluster.memory_bytes))
     return int(ranks) * job.tp if math.isfinite(ranks) else None
 
 
-def _sent_bytes(job: Job, strategy: str, num_microbatches: int) -> float:
-    sent, element_bytes = units(strategy, num_microbatches), job.assumptions.element_bytes
+def _sent_bytes(job: TrainingJob, strategy: str, num_microbatches: int) -> float:
+    sent, element_bytes = strategy_traffic(strategy, num_microbatches), job.assumptions.element_bytes
     num_params = job.workload.num_params / job.tp
     return float(traffic.sent_bytes(sent, num_params, job.num_data_ranks, element_bytes, element_bytes))

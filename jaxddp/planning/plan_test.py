@@ -3,19 +3,22 @@ from dataclasses import replace
 
 import pytest
 
-from jaxddp import targets
+from jaxddp.planning.buckets import MIB
+from jaxddp.planning.chips import target
 from jaxddp.planning.cost.memory import MIXED, activation_bytes
 from jaxddp.planning.cost.scaling import Assumptions
 from jaxddp.planning.cost.workload import feed_forward, transformer
-from jaxddp.planning.job import Job
 from jaxddp.planning.machine import cluster_of
-from jaxddp.planning.plan import plan
+from jaxddp.planning.network import Network
+from jaxddp.planning.plan import TrainingJob, best_buckets, gradient_rate, plan
 
 XXL = feed_forward(width=16384, hidden=53248, num_blocks=126)
 XL = transformer(vocab=10_000, context=128, width=768, num_layers=16, num_heads=12, hidden=3200)
-V5P = cluster_of(targets.target("v5p:64"), "bfloat16")
-H100 = cluster_of(targets.target("h100:8"), "bfloat16")
-BOOK = Job(XXL, V5P, fsdp=16, tp=4, tokens=25_302)
+V5P = cluster_of(target("v5p:64"), "bfloat16")
+H100 = cluster_of(target("h100:8"), "bfloat16")
+EXACT = Assumptions(ring_factors=True)
+MODEL = feed_forward(64, 256)
+BOOK = TrainingJob(XXL, V5P, fsdp=16, tp=4, tokens=25_302)
 
 
 def test_the_scaling_books_example():
@@ -42,12 +45,12 @@ def test_the_least_number_of_devices_is_the_first_that_fits():
         one = plan(replace(BOOK, cluster=cluster, fsdp=fsdp, tokens=25_302 * fsdp // 16, accumulation_steps=1))
         assert one.fits is fits
     # Nothing is shared at stage 0: what is too large for a device is too large for any number of them.
-    assert plan(Job(XXL, V5P, fsdp=16, tp=4, tokens=25_302, stage=0)).min_devices is None
+    assert plan(TrainingJob(XXL, V5P, fsdp=16, tp=4, tokens=25_302, stage=0)).min_devices is None
 
 
 def test_micro_batches_are_the_fewest_that_fit():
     tokens = 2**17 * 128
-    job = Job(XL, H100, fsdp=8, tokens=tokens, sequence_length=128)
+    job = TrainingJob(XL, H100, fsdp=8, tokens=tokens, sequence_length=128)
     found = plan(job)
     steps = found.accumulation_steps
     assert steps > 1 and found.fits and tokens % (steps * 8 * 128) == 0
@@ -70,36 +73,127 @@ def test_where_each_micro_batch_gathers_each_must_be_large_enough():
             == bool(found.times.compute_s >= found.times.communication_s(BOOK.assumptions))
         )
     # Gradients are summed once, of all micro-batches.
-    sums = Job(XL, H100, fsdp=8, stage=1, sequence_length=128, assumptions=Assumptions("backward"))
+    sums = TrainingJob(XL, H100, fsdp=8, stage=1, sequence_length=128, assumptions=Assumptions("backward"))
     least = plan(sums).tokens
     twice = plan(replace(sums, tokens=2 * least, accumulation_steps=2))
     assert twice.compute_bound and twice.min_tokens == plan(sums).min_tokens > least / 2
 
 
 def test_what_never_fits_says_so():
-    found = plan(Job(XXL, H100, fsdp=8, tokens=100_000))
+    found = plan(TrainingJob(XXL, H100, fsdp=8, tokens=100_000))
     assert (found.fits, found.accumulation_steps, found.min_devices, found.num_microbatches) == (False, None, None, 1)
     # Parameters, gradients and state of every rank, 16 bytes each, are more than its memory without a token.
     assert 16 * XXL.num_params / 8 > H100.memory_bytes
     tight = replace(H100, memory_bytes=3e9)
-    assert plan(Job(XL, tight, fsdp=8, tokens=2**20, sequence_length=128)).fits
+    assert plan(TrainingJob(XL, tight, fsdp=8, tokens=2**20, sequence_length=128)).fits
 
 
 def test_a_batch_that_is_not_given_is_whole_sequences_on_every_rank():
-    found = plan(Job(XL, H100, fsdp=8, sequence_length=128))
+    found = plan(TrainingJob(XL, H100, fsdp=8, sequence_length=128))
     assert found.compute_bound and found.tokens % 1024 == 0 and found.tokens - 1024 < found.min_tokens
-    assert plan(Job(XL, H100, fsdp=8, sequence_length=128, accumulation_steps=64)).tokens % (1024 * 64) == 0
-    alone = Job(XXL, H100, fsdp=1, tp=8, sequence_length=128)
+    assert plan(TrainingJob(XL, H100, fsdp=8, sequence_length=128, accumulation_steps=64)).tokens % (1024 * 64) == 0
+    alone = TrainingJob(XXL, H100, fsdp=1, tp=8, sequence_length=128)
     assert plan(alone).tokens == 128  # nothing is gathered, no gradient summed
     with pytest.raises(ValueError, match=r"^tokens must be given: with tp \(=32\) no batch is compute-bound$"):
-        plan(Job(XXL, V5P, fsdp=2, tp=32))
+        plan(TrainingJob(XXL, V5P, fsdp=2, tp=32))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_stages_share_what_they_say(stage):
-    found = plan(Job(XL, H100, fsdp=8, tokens=2**15, sequence_length=128, stage=stage, per_parameter=MIXED))
+    found = plan(TrainingJob(XL, H100, fsdp=8, tokens=2**15, sequence_length=128, stage=stage, per_parameter=MIXED))
     share = [8 if stage >= least else 1 for least in (3, 2, 1)]
     state = [found.bytes_per_device[name] for name in ("parameters", "gradients", "optimizer_state")]
     assert state == [each * XL.num_params / by for each, by in zip((2, 2, 12), share, strict=True)]
     assert (found.bytes_per_device["gathered_parameters"] > 0) == (stage == 3)
     assert found.times.dp_s == 0  # forward only
+
+
+def job(spec="h100:8", model=XL, **options):
+    by_hand = {name: options.pop(name) for name in ("link_gb_per_s", "latency_us") if name in options}
+    cluster = cluster_of(target(spec), "bfloat16", **by_hand)
+    return TrainingJob(model, cluster, **{"fsdp": cluster.num_devices, "assumptions": EXACT, **options})
+
+
+@pytest.mark.parametrize(("stage", "kind"), [(0, "all-reduce"), (1, "reduce-scatter"), (3, "reduce-scatter")])
+def test_a_bucket_costs_what_its_collective_does(stage, kind):
+    rate, latency_s = gradient_rate(job(stage=stage))
+    network = Network(450)
+    for num_bytes in (1e3, 1e9):
+        ours = num_bytes / rate + latency_s
+        assert ours == pytest.approx(network.seconds(kind, num_bytes, range(8)), rel=1e-12)  # rounding
+
+
+def test_replicas_sum_what_is_left_of_a_bucket():
+    rate, latency_s = gradient_rate(job("h100:4x8", fsdp=8))
+    within, between = Network(450), Network(50)
+    expected = within.seconds("reduce-scatter", 1e9, range(8)) + between.seconds("all-reduce", 1e9 / 8, range(4))
+    assert 1e9 / rate + latency_s == pytest.approx(expected, rel=1e-12)  # rounding
+
+
+def test_the_best_cap_exposes_least():
+    """Of caps that leave as many buckets as the optimum of equal ones has, within what whole tensors allow."""
+    for gb_per_s in (1.0, 12.0, 450.0):
+        found = best_buckets(job(stage=0, link_gb_per_s=gb_per_s, latency_us=90.0), tokens=32_768, num_microbatches=1)
+        assert (
+            found.tail_s >= found.equal.tail_s * 0.5
+        )  # equal buckets of any size are the ideal, whole tensors are not
+        assert found.tail_s <= 3 * found.equal.tail_s
+        everything = best_buckets(
+            job(stage=0, link_gb_per_s=gb_per_s, latency_us=1e6), tokens=32_768, num_microbatches=1
+        )
+        assert everything.num_buckets == 1 and everything.largest_bytes == 2 * XL.num_params
+
+
+def test_a_cap_is_never_smaller_than_the_smallest_tensor():
+    blocks = feed_forward(16384, 53248, 126)
+    found = best_buckets(job("v5p:64", blocks, fsdp=16, tp=4), tokens=25_302, num_microbatches=1)
+    assert found.cap_mb == 416 == 16384 * 53248 * 2 / 4 / MIB and found.num_buckets == 252
+
+
+def test_no_latency_no_finite_optimum_no_ranks_no_buckets():
+    assert best_buckets(job(latency_us=0.0), 32_768, 1).equal is None
+    alone = job("h100:8", fsdp=1, tp=8)
+    assert best_buckets(alone, 32_768, 1) is None
+    assert gradient_rate(alone) == (math.inf, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "data_ranks"),
+    [
+        ({"fsdp": 16, "tp": 4}, (16, 4, 1), 16),
+        ({"fsdp": 4, "tp": 4}, (4, 4, 4), 16),
+        ({"fsdp": 16, "tp": 4, "stage": 1}, (1, 4, 16), 16),
+        ({"fsdp": 1, "tp": 4}, (1, 4, 16), 16),
+        ({"fsdp": 1, "tp": 64}, (1, 64, 1), 1),
+    ],
+)
+def test_what_does_not_gather_sums_gradients(options, ranks, data_ranks):
+    job = TrainingJob(MODEL, V5P, **options)
+    assert (job.ranks, job.num_data_ranks) == (ranks, data_ranks)
+    assert job.gathers == (ranks[0] > 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"fsdp": 0}, "fsdp (=0) must be a whole number, 1 or more"),
+        ({"fsdp": 3}, "fsdp x tp (=3 x 1) must divide the 64 devices of v5p:64"),
+        ({"fsdp": 16, "tp": 8}, "fsdp x tp (=16 x 8) must divide the 64 devices of v5p:64"),
+        ({"fsdp": 4, "stage": 5}, "stage (=5) must be one of 0, 1, 2, 3"),
+        ({"fsdp": 4, "tokens": 0}, "tokens (=0) must be a whole number, 1 or more"),
+        ({"fsdp": 4, "accumulation_steps": -1}, "accumulation_steps (=-1) must be a whole number, 1 or more"),
+        (
+            {"fsdp": 4, "tokens": 63},
+            "tokens (=63) must be at least sequence length x data ranks x accumulation steps (=1 x 64 x 1)",
+        ),
+        (
+            {"fsdp": 4, "tokens": 1280, "sequence_length": 10, "accumulation_steps": 4},
+            "tokens (=1280) must be a multiple of sequence length x data ranks x accumulation steps (=10 x 64 x 4)",
+        ),
+        ({"fsdp": 4, "num_gathered_units": 0}, "num_gathered_units (=0) must be a whole number, 1 or more"),
+    ],
+)
+def test_a_bad_job(options, said):
+    with pytest.raises(ValueError) as raised:
+        TrainingJob(MODEL, V5P, **options)
+    assert str(raised.value) == said

@@ -1,9 +1,9 @@
-"""The least time that a step can take on a device and a network, whatever the strategy and its schedule.
+"""The least time that a step can take on a device and a network, for any strategy and schedule.
 
     bound = max(compute, forward + least work that any one gradient depends on + one all-reduce of all gradient bytes)
 
-All but the last term come from the same step compiled without communication, so no schedule can buy overlap with
-slower compute: nothing can be sent before the first gradient exists, and everything has to be sent.
+Nothing can be sent before the first gradient exists, and everything has to be sent. Compute, forward and first gradient
+come from the same step compiled without communication, so slower compute cannot buy overlap.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Bound:
     """The terms of the bound, in seconds.
 
     Attributes:
-        compute_s: Of the whole step.
-        forward_s: Of its forward.
-        first_gradient_s: The least that the backward takes to finish any one gradient.
+        compute_s: The whole step.
+        forward_s: Its forward.
+        first_gradient_s: The least backward time before any one gradient is finished.
         all_reduce_s: One all-reduce of all gradient bytes.
     """
 
@@ -42,14 +42,11 @@ def lower_bound(alone: Schedule, chip: Chip, network: Network, gradient_bytes: i
     """Computes the bound.
 
     Args:
-        alone: One rank's step, compiled for one device of the target: without communication.
-        chip: What computes.
-        network: What communicates.
-        gradient_bytes: Bytes of all gradients, as they travel.
+        alone: One rank's step without communication, compiled for one device of the target.
+        chip: The device.
+        network: What connects the devices.
+        gradient_bytes: Bytes of all gradients, on the wire.
         num_devices: Ranks that share the gradients.
-
-    Returns:
-        The bound's terms.
     """
     seconds = {op.name: device_seconds(op.total_work, chip) for op in alone.operations}
     forward = sum(seconds[op.name] for op in alone.operations if op.phase == "forward")
@@ -58,9 +55,9 @@ def lower_bound(alone: Schedule, chip: Chip, network: Network, gradient_bytes: i
 
 
 def _first_gradient_s(operations: tuple[Operation, ...], seconds: dict[str, float]) -> float:
-    """The least backward time that any value depends on which the backward hands to the optimizer."""
+    """The least backward time on which any value passed to the optimizer depends."""
     by_name = {op.name: op for op in operations}
-    needed: dict[str, int] = {}  # of each operation the backward operations it depends on, itself included, as bits
+    needed: dict[str, int] = {}  # bit mask of the backward operations an operation depends on
     place = {op.name: 1 << index for index, op in enumerate(operations)}
     handed_over: dict[str, None] = {}
     for op in operations:

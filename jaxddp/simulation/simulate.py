@@ -1,15 +1,14 @@
-"""Simulates a scheduled step on a device and a network: how long it takes, and what of its communication shows.
+"""Simulates a scheduled step on a device and a network: its time, and how much of its communication is exposed.
 
-The compute stream carries out the operations one after the other, in schedule order, each in the time that its
-FLOPs or its bytes take, whichever is longer. A start puts its collective in the queue of a communication stream and
-returns at once; a done waits until that collective has ended. Collectives of one stream run one after the other;
-those of several streams share the network evenly. Nothing is random: one program has one answer.
+The compute stream runs the operations in schedule order; each takes the time of its FLOPs or of its bytes, whichever
+is longer. A start queues its collective on a communication stream and returns at once; a done waits until the
+collective has ended. Collectives of one stream run one after the other; several streams share the network evenly. The
+simulation is deterministic.
 
     c[i] compute before bucket i's start,  m[i] seconds of its collective:
     start[i] = max(sum of c[1 ... i], end[i-1]),   end[i] = start[i] + m[i],   step = max(compute, end[n]) + tail
 
-What a roofline cannot know (cache, occupancy, launch gaps) it leaves out: times are of a device at its published
-best, and only their ratios mean much.
+A roofline ignores caches, occupancy and launch gaps: times assume the device's published peaks, so compare only ratios.
 
 References:
     Williams et al., Roofline: an insightful visual performance model, CACM 2009.
@@ -35,12 +34,12 @@ class Span:
     Attributes:
         name: The operation's.
         lane: ``"compute"`` or ``"communication"``.
-        kind: The phase of what is computed, the kind of what is communicated.
-        start_s: Seconds from the step's start.
-        end_s: Likewise.
-        num_bytes: Moved in memory, or of a collective's full buffer.
+        kind: Phase of a computation, or kind of a collective.
+        start_s: Seconds from the start of the step.
+        end_s: Seconds from the start of the step.
+        num_bytes: Bytes moved in memory, or of a collective's full buffer.
         stream: Number of the communication stream.
-        op_name: The name stack of the Python that asked for it.
+        op_name: JAX's name stack.
     """
 
     name: str
@@ -58,10 +57,10 @@ class Simulation:
     """A simulated step.
 
     Attributes:
-        spans: In the order in which they start; gaps of the compute lane are waits for communication.
-        step_s: From the first operation to the end of everything.
-        compute_s: That the device computes.
-        communication_s: During which at least one collective runs.
+        spans: In order of their start; gaps in the compute lane are waits for communication.
+        step_s: Duration of the step.
+        compute_s: Total compute time.
+        communication_s: Time in which at least one collective runs.
         exposed_s: ``step_s - compute_s``.
     """
 
@@ -73,36 +72,20 @@ class Simulation:
 
 
 def device_seconds(work: Work, chip: Chip) -> float:
-    """Seconds that a device takes for some work at its published best: of its FLOPs or its bytes, the longer.
-
-    Args:
-        work: FLOPs and bytes.
-        chip: The device.
-
-    Returns:
-        Seconds.
-    """
+    """Computes how long a device takes at its published peaks: for the FLOPs or for the bytes, whichever is longer."""
     arithmetic = sum(flops / matmul_flops_per_s(kind, chip) for kind, flops in work.matmul_flops.items())
     vector = work.vector_flops / chip.flops_per_s["float32"] if "float32" in chip.flops_per_s else 0.0
     return max(arithmetic + vector, work.num_bytes / chip.memory_bytes_per_s)
 
 
 def matmul_flops_per_s(kind: MatmulKind, chip: Chip) -> float:
-    """FLOPs per second of matrix products of one kind, with how the platform carries out float32.
-
-    Args:
-        kind: Dtype of the factors, and precision.
-        chip: The device.
-
-    Returns:
-        FLOPs per second; those of the slowest published dtype if this one is not.
-    """
+    """Returns the FLOP/s of matrix products of one kind; unpublished dtypes count as the slowest published one."""
     rates = chip.flops_per_s
     if kind.dtype == "f32":
         fast = rates[chip.matmul_float32]
         if kind.precision == "default":
             return fast
-        # Exact float32: on GPUs without tensor cores, on TPUs by six products of bfloat16; "high" takes three.
+        # Exact float32 uses no tensor cores on GPUs, and six bfloat16 products on TPUs; "high" uses three.
         exact = rates["float32"] if chip.platform == "gpu" else fast / 6
         return exact if kind.precision == "highest" else fast / 3
     name = "float8" if kind.dtype.startswith("f8") else _CHIP_DTYPES.get(kind.dtype, "float32")
@@ -114,12 +97,9 @@ def simulate(schedule: Schedule, chip: Chip, network: Network, *, num_streams: i
 
     Args:
         schedule: The step.
-        chip: What computes.
-        network: What communicates.
+        chip: The device.
+        network: What connects the devices.
         num_streams: Communication streams.
-
-    Returns:
-        What takes when.
 
     Raises:
         ValueError: If ``num_streams`` is not positive.
@@ -170,7 +150,7 @@ class _Machine:
 
 @dataclass
 class _Flow:
-    """A collective under way."""
+    """A collective in progress."""
 
     name: str
     collective: Collective
@@ -181,7 +161,7 @@ class _Flow:
 
 
 class _Links:
-    """The communication streams, and the network that those in transfer share."""
+    """The communication streams, and the network that they share."""
 
     def __init__(self, network: Network, num_streams: int) -> None:
         self.network = network
@@ -200,13 +180,13 @@ class _Links:
         return flow
 
     def run_until(self, time_s: float) -> None:
-        """Lets the network work up to a point in time."""
+        """Advances the network to a point in time."""
         while self.now < time_s:
             if not self._advance(time_s):
                 self.now = time_s
 
     def run_until_done(self, flow: _Flow) -> float:
-        """Lets the network work until a collective has ended, and says when that was."""
+        """Advances the network until a collective has ended; returns its end."""
         while flow.end_s < 0:
             advanced = self._advance(float("inf"))
             assert advanced, "a collective that was issued must be queued"
@@ -217,7 +197,7 @@ class _Links:
             pass
 
     def _advance(self, limit_s: float) -> bool:
-        """Works until something ends or the limit; False if there is nothing to do."""
+        """Advances to the next event or the limit; False if nothing is queued."""
         active = [(stream, queue[0]) for stream, queue in enumerate(self.queues) if queue]
         if not active:
             return False

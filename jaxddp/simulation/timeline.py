@@ -1,8 +1,7 @@
-"""What a simulated step looks like: a picture of two lanes for each strategy, and one line of text for terminals.
+"""Simulated steps as a picture with two lanes per strategy, and as one line of text.
 
-The upper lane is the device's computation, coloured by phase; where it has a gap it waits for communication. The lower
-lane is the communication, one collective after another; if it has several streams they lie below each other. All rows
-share one time axis, so that the longer step is the longer row.
+The upper lane is compute, coloured by phase; a gap is a wait for communication. The lower lane is communication, with
+one row per stream. All strategies share one time axis.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..cli.train_console import describe_collectives
-from ..compiled.schedule import PHASES
+from ..compiled.schedule import PHASES, describe_collectives
 from ..scopes import METRICS_SCOPE
 
 if TYPE_CHECKING:
@@ -29,7 +27,7 @@ MIN_WIDTH = 10
 _WAITING = "#"
 _GLYPHS = "fFbBoO" + _WAITING
 
-# Okabe and Ito's colours, which stay apart for the colour-blind.
+# Okabe and Ito's colour-blind safe palette.
 _COLORS = {
     "forward": "#56b4e9",
     "backward": "#0072b2",
@@ -43,7 +41,7 @@ _INK, _GRAY, _EXPOSED_INK = "#222222", "#666666", "#a84a00"
 _WAIT: dict[str, Any] = {"facecolor": "#fbdcc8", "edgecolor": "#d55e00", "hatch": "//////", "linewidth": 0}
 _BACKWARD_ENDS: dict[str, Any] = {"color": _INK, "linewidth": 1.2, "linestyle": (0, (3, 2))}
 
-# Inches, then lanes in inches from the top of their row.
+# In inches; lanes from the top of their row.
 _FIGURE_WIDTH, _LEFT, _RIGHT, _ROW, _TITLE, _FOOT, _LEGEND_ROW = 10.0, 1.2, 1.35, 1.12, 0.42, 0.63, 0.2
 _LABEL_Y, _COMPUTE_Y, _COMMUNICATION_Y = 0.2, (0.3, 0.66), (0.69, 0.97)
 
@@ -52,9 +50,9 @@ def draw(simulations: Mapping[str, Simulation], path: str | Path, *, title: str 
     """Draws steps below each other on one time axis.
 
     Args:
-        simulations: By the label of their row, from top to bottom.
-        path: Where to write; ``.png`` or ``.svg``. The same simulations give the same bytes.
-        title: Above the rows; none when empty.
+        simulations: By row label, from top to bottom.
+        path: A ``.png`` or ``.svg`` file. The same simulations give the same bytes.
+        title: Optional.
 
     Raises:
         ValueError: If there is no simulation, one takes no time, or the suffix is another.
@@ -104,21 +102,17 @@ def draw(simulations: Mapping[str, Simulation], path: str | Path, *, title: str 
 
 
 def one_line(simulation: Simulation, width: int = 72) -> str:
-    """Writes a step as one line of ASCII, each column an equal slice of its time.
+    """Renders a step as one line of ASCII; each column is an equal slice of its time.
 
-    A column shows one of the things that happen in its slice; what had to give way to another is made up for in the
-    next columns in which it happens, so that pieces shorter than a column count too. ``ONE_LINE_LEGEND`` explains
-    the characters.
+    A column shows one of the things that happen in its slice. What is not shown accumulates and appears in a later
+    column, so pieces shorter than a column are represented too. ``ONE_LINE_LEGEND`` explains the characters.
 
     Args:
         simulation: The step.
         width: Number of columns.
 
-    Returns:
-        ``width`` characters.
-
     Raises:
-        ValueError: If the width is too small to show anything, or the step takes no time.
+        ValueError: If the width is too small, or the step takes no time.
 
     Example:
         >>> from jaxddp.simulation.simulate import Simulation, Span
@@ -131,17 +125,17 @@ def one_line(simulation: Simulation, width: int = 72) -> str:
         raise ValueError(f"width (={width}) must be at least {MIN_WIDTH} columns")
     _check_takes_time(simulation)
     line = ""
-    owed = np.zeros(len(_GLYPHS))
+    unshown = np.zeros(len(_GLYPHS))
     for shares in _shares(simulation, width):
-        owed += shares
-        # Rounded: shares that are equal but for the rounding of times must give the same character on any machine.
-        line += _GLYPHS[int(np.argmax(np.where(shares > 1e-6, owed.round(6), -np.inf)))]
-        owed[_GLYPHS.index(line[-1])] -= 1
+        unshown += shares
+        # Rounded, so that floating-point noise does not change the character between machines.
+        line += _GLYPHS[int(np.argmax(np.where(shares > 1e-6, unshown.round(6), -np.inf)))]
+        unshown[_GLYPHS.index(line[-1])] -= 1
     return line
 
 
 def _shares(simulation: Simulation, width: int) -> np.ndarray:
-    """For each column the share of its slice that goes to each of ``_GLYPHS``: [width, glyphs]."""
+    """Share of each column's slice that belongs to each of ``_GLYPHS``, ``[width, glyphs]``."""
     compute, communication = _lanes(simulation)
     step_s = simulation.step_s
     times = [time for span in simulation.spans for time in (span.start_s, span.end_s)]
@@ -167,7 +161,7 @@ def _is_covered(times_s: np.ndarray, spans: list[Span]) -> np.ndarray:
 def _draw_row(axes: Any, top: float, label: str, simulation: Simulation, digits: int) -> None:
     compute, communication = _lanes(simulation)
     low, high = (top + y for y in _COMPUTE_Y)
-    # Not snapped to pixels: of a thousand short pieces some would be rounded to a pixel and the others to none.
+    # snap=False: short pieces would be rounded to one pixel or to none.
     for phase, pieces in _merged(compute).items():
         axes.broken_barh(_in_ms(pieces), (low, high - low), facecolor=_COLORS[phase], linewidth=0, snap=False)
     waits = _in_ms(_waits(compute, simulation.step_s))

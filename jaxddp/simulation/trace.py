@@ -1,7 +1,7 @@
-"""Simulated steps as a trace file, to be opened in Perfetto (ui.perfetto.dev) or at chrome://tracing.
+"""Simulated steps as a trace file for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-A process for each strategy, in it a thread for the computation and one for each communication stream, and an event
-for each operation that takes time. Waits are the gaps between the events of the computation.
+Each strategy is a process, with a thread for compute and one for each communication stream. Each operation that takes
+time is an event; gaps between compute events are waits.
 
 References:
     Chrome's Trace Event Format: complete events (``"ph": "X"``) and metadata (``"ph": "M"``).
@@ -21,11 +21,11 @@ _COMPUTE_THREAD = 1
 
 
 def write_trace(simulations: Mapping[str, Simulation], path: str | Path) -> None:
-    """Writes steps as a trace file, one process below the other.
+    """Writes steps as a trace file, one process per step.
 
     Args:
-        simulations: By the name of their process.
-        path: Where to write the JSON. The same simulations give the same bytes.
+        simulations: By process name.
+        path: The JSON file. The same simulations give the same bytes.
 
     Raises:
         ValueError: If there is no simulation.
@@ -64,8 +64,8 @@ def _metadata(name: str, process: int, thread: int, /, **args: Any) -> dict[str,
 
 
 def _complete(span: Span, process: int, thread: int) -> dict[str, Any]:
-    # Perfetto drops an event that overlaps the one before it, and rounds starts and durations to nanoseconds, each by
-    # itself: both are made whole here, so that an event ends where the next begins.
+    # Perfetto drops overlapping events and rounds starts and durations separately to nanoseconds. Rounding here makes
+    # each event end where the next begins.
     start_ns, end_ns = round(span.start_s * 1e9), round(span.end_s * 1e9)
     args = {"phase" if span.lane == "compute" else "kind": span.kind, "bytes": span.num_bytes, "op_name": span.op_name}
     return {

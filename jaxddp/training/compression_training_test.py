@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxddp.cli.train import TrainOptions
 from jaxddp.cli.train_loop import train
+from jaxddp.cli.train_options import TrainOptions
 from jaxddp.models import SIZES, TransformerConfig
 
 pytestmark = pytest.mark.usefixtures("optimized")

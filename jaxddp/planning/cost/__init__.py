@@ -1,4 +1,13 @@
-"""What training costs, as formulas: each in the file of its concept, with its derivation; none uses a framework.
+"""Training costs as formulas. Sizes are in bytes, times in seconds, rates per second; arguments may be NumPy arrays.
 
-Sizes are bytes of 8 bits, times seconds, rates per second; arguments that a plot would sweep may be NumPy arrays.
+workload.py     parameters, FLOPs and activations of a model
+memory.py       bytes per device by ZeRO stage
+traffic.py      bytes sent per rank and step, by strategy
+scaling.py      when a step is compute-bound, and the best split of devices
+overlap.py      exposed communication of gradient buckets, and the best number of buckets
+contention.py   compute and communication that slow each other down
+bandwidth.py    algorithm and bus bandwidth; latency and rate fitted to a sweep of sizes
+ownership.py    optimizer state sharded by whole tensors
+checks.py       argument checks
+testdata/       the figures of the accounting, each with its check
 """

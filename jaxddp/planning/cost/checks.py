@@ -1,4 +1,4 @@
-"""What the cost models refuse, in one place: numbers out of range, in one line that gives the value and the rule."""
+"""Checks of numeric arguments. Every error gives the value and the rule in one line."""
 
 from __future__ import annotations
 
@@ -9,13 +9,7 @@ import numpy as np
 
 
 def check_positive(**values: Any) -> None:
-    """Refuses what is not above 0 and finite.
-
-    Args:
-        **values: Numbers or arrays, by the names that the caller's arguments have.
-
-    Raises:
-        ValueError: Of the first bad one.
+    """Raises ValueError unless all numbers are positive and finite; values are numbers or arrays, by argument name.
 
     Example:
         >>> check_positive(bytes_per_s=[1e9, -1.0])
@@ -27,40 +21,18 @@ def check_positive(**values: Any) -> None:
 
 
 def check_not_negative(**values: Any) -> None:
-    """Refuses what is below 0 or not finite.
-
-    Args:
-        **values: As for ``check_positive``.
-
-    Raises:
-        ValueError: Of the first bad one.
-    """
+    """Raises ValueError unless all numbers are finite and not negative."""
     _check(values, lambda value: (value >= 0) & np.isfinite(value), "must be a finite number, 0 or more")
 
 
 def check_count(**values: Any) -> None:
-    """Refuses what is not a whole number, 1 or more.
-
-    Args:
-        **values: As for ``check_positive``.
-
-    Raises:
-        ValueError: Of the first bad one.
-    """
+    """Raises ValueError unless all numbers are whole and positive."""
     rule = "must be a whole number, 1 or more"
     _check(values, lambda value: (value >= 1) & np.isfinite(value) & (np.floor(value) == value), rule)
 
 
 def check_choice(options: Collection[Any], **values: Any) -> None:
-    """Refuses what is not one of some options.
-
-    Args:
-        options: What there is.
-        **values: By name, one each.
-
-    Raises:
-        ValueError: Of the first bad one.
-    """
+    """Raises ValueError unless each value is one of the options."""
     for name, value in values.items():
         if value not in options:
             raise ValueError(f"{name} (={value!r}) must be one of {', '.join(map(str, options))}")
@@ -69,7 +41,7 @@ def check_choice(options: Collection[Any], **values: Any) -> None:
 def _check(values: dict[str, Any], is_good: Callable[[Any], Any], rule: str) -> None:
     for name, value in values.items():
         entries = np.asarray(value)
-        if entries.dtype.kind not in "iuf":  # neither text nor truth is a number, nor a list of unequal lists
+        if entries.dtype.kind not in "iuf":  # text, booleans, ragged lists
             raise ValueError(f"{name} (={value!r}) {rule}")
         good = np.broadcast_to(is_good(entries), entries.shape)
         if not good.all():

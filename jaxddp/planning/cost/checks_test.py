@@ -4,7 +4,6 @@ import re
 import numpy as np
 import pytest
 
-from jaxddp.planning.cost.batch import accumulation_steps
 from jaxddp.planning.cost.checks import check_choice, check_count, check_not_negative, check_positive
 
 NUMBERS = {
@@ -38,10 +37,3 @@ def test_a_choice_lists_what_there_is():
     check_choice((0, 1), stage=1)
     with pytest.raises(ValueError, match=r"^stage \(=4\) must be one of 0, 1$"):
         check_choice((0, 1), stage=4)
-
-
-def test_a_batch_that_cannot_be_dealt_out():
-    with pytest.raises(
-        ValueError, match=r"^global_batch \(=10\) must be a multiple of micro_batch x num_data_ranks \(=4\)$"
-    ):
-        accumulation_steps([8, 10], 2, 2)

@@ -1,8 +1,8 @@
-"""What computing and communicating take from each other where they share something, such as a core.
+"""Compute and communication that share a resource, such as a core, and slow each other down.
 
-While both go on, each goes slower: at a rate r of what it does alone. 1 shares nothing, which is the pipeline of
-``overlap.py``; 1/2 is as slow as one after the other. It is measured by a compute of a and a communication of b that
-need nothing of each other and together take t: the shorter one took min(a, b) / r.
+While both run, each progresses at a rate r of what it does alone: 1 shares nothing (the pipeline of ``overlap.py``),
+1/2 is as slow as running one after the other. To measure it, run a compute of a seconds and a communication of b
+seconds together; if that takes t seconds, the shorter one took min(a, b) / r:
 
     r = min(a, b) / (t - |a - b|)
 """
@@ -17,18 +17,15 @@ from .checks import check_not_negative, check_positive
 
 
 def rate_at_once(compute_s: float, communicate_s: float, together_s: float) -> float:
-    """Gives the rate at which computing and communicating go on while both do.
+    """Computes r, at most 1, from measured times.
 
     Args:
-        compute_s: a, of a compute alone.
-        communicate_s: b, of a communication alone.
-        together_s: t, of both, started at once.
-
-    Returns:
-        r, at most 1.
+        compute_s: a, compute alone.
+        communicate_s: b, communication alone.
+        together_s: t, both started at once.
 
     Raises:
-        ValueError: If a time is not positive, or both together take no longer than what one leaves to the other.
+        ValueError: If a time is not positive, or ``together_s`` is not above the difference of the other two.
 
     Example:
         >>> rate_at_once(2.0, 1.0, 3.0), rate_at_once(2.0, 1.0, 2.0)
@@ -42,16 +39,13 @@ def rate_at_once(compute_s: float, communicate_s: float, together_s: float) -> f
 
 
 def shared_finish_s(compute_s: float, ready_s: Any, communicate_s: Any, rate: float) -> float:
-    """Walks the pipeline where computing and communicating slow each other down.
+    """Computes when compute and all buckets have ended, if they slow each other down.
 
     Args:
         compute_s: Seconds of the whole compute, alone.
-        ready_s: As for ``overlap.finish_times_s``, in seconds of the compute alone, ``[buckets]``.
-        communicate_s: As for ``overlap.finish_times_s``, alone, ``[buckets]``.
+        ready_s: When each bucket is ready, in seconds of the compute alone, ``[buckets]`` in launch order.
+        communicate_s: Seconds to send each bucket, alone, ``[buckets]``.
         rate: r, above 0 and at most 1.
-
-    Returns:
-        When both have ended.
 
     Raises:
         ValueError: If a number is out of range, or a bucket is ready after the compute ends.
@@ -70,8 +64,7 @@ def shared_finish_s(compute_s: float, ready_s: Any, communicate_s: Any, rate: fl
     for bucket_ready, left in zip(ready.tolist(), send.tolist(), strict=True):
         if computed < bucket_ready:
             now, computed = now + bucket_ready - computed, bucket_ready
-        # What of it goes on beside the compute: each progresses by as much.
-        beside = min(left, compute_s - computed)
-        computed += beside
-        now += beside / rate + left - beside
+        overlapped = min(left, compute_s - computed)  # compute and communication progress equally
+        computed += overlapped
+        now += overlapped / rate + left - overlapped
     return now + compute_s - computed

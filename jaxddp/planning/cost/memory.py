@@ -1,18 +1,17 @@
-"""Bytes on each device: training state by ZeRO stage, buckets, gathered units, activations; how many devices it takes.
+"""Bytes per device (training state by ZeRO stage, buckets, gathered units, activations), and how many devices fit.
 
-Per parameter a device holds p bytes of the parameter, g of its gradient, a of a sum over micro-batches in another
-dtype, K of the optimizer: (p, g, K) is (4, 4, 8) with AdamW in float32, and (2, 2, 12) mixed, where K has the float32
-master. A stage shards over N ranks what the one before it left whole:
+Per parameter a device holds p bytes of the parameter, g of its gradient, a of an accumulated gradient in another dtype,
+and K of optimizer state: (p, g, K) is (4, 4, 8) with AdamW in float32, and (2, 2, 12) in mixed precision, where K
+includes the float32 master. Each stage shards one more component over N ranks:
 
     stage 0   p + g + a + K             stage 2   p + (g + a + K) / N
     stage 1   p + g + a + K / N         stage 3   (p + g + a + K) / N
 
-From stage 2 on, what is summed over micro-batches is a shard only if every micro-batch is reduced and scattered. Summed
-locally it stays whole: a, or g itself where there is no a.
+From stage 2 on, accumulated gradients are shards only if every micro-batch is reduce-scattered. Otherwise a (or g, if
+there is no a) stays full.
 
-Exactly, each leaf of n elements is flattened and padded to a multiple of N, one chunk a rank: ceil(n / N) elements, and
-the sum of those takes the place of P / N. On top of the state come, for a while, full buckets of gradients, the units
-whose parameters are gathered, and what the backward needs of the forward.
+To the byte, each leaf of n elements is flattened and padded to N chunks of ceil(n / N) elements; their sum replaces
+P / N. Temporary memory comes on top: full gradient buckets, gathered units and activations.
 
 References:
     Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020 (figure 1).
@@ -33,13 +32,13 @@ Accumulate = Literal["shards", "full"]
 
 
 class PerParameter(NamedTuple):
-    """Bytes of the training state per parameter.
+    """Bytes of training state per parameter.
 
     Attributes:
         parameter: p.
         gradient: g.
         optimizer: K.
-        accumulator: a; 0 if micro-batches are summed in the gradient itself, or there is only one.
+        accumulator: a; 0 if micro-batches accumulate in the gradient itself, or there is only one.
     """
 
     parameter: int
@@ -49,7 +48,7 @@ class PerParameter(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Of a device that holds everything."""
+        """Bytes without sharding."""
         return sum(self)
 
 
@@ -59,12 +58,12 @@ MIXED_ACCUMULATED = PerParameter(2, 2, 12, accumulator=4)
 
 
 class StateBytes(NamedTuple):
-    """Bytes of the training state on one device: numbers, or arrays of them.
+    """Bytes of the training state on one device; numbers or arrays.
 
     Attributes:
-        parameters: Of the parameters.
-        gradients: Of gradients that outlive their bucket, and of their sum over micro-batches.
-        optimizer_state: Of the optimizer.
+        parameters: Parameters.
+        gradients: Gradients that outlive their bucket, with the accumulator.
+        optimizer_state: Optimizer state.
     """
 
     parameters: Any
@@ -73,7 +72,7 @@ class StateBytes(NamedTuple):
 
     @property
     def total(self) -> Any:
-        """All three."""
+        """Sum of all three."""
         return self.parameters + self.gradients + self.optimizer_state
 
 
@@ -84,17 +83,14 @@ def state_bytes(
     per_parameter: PerParameter = FP32,
     accumulate: Accumulate = "shards",
 ) -> StateBytes:
-    """Gives the training state on each of N ranks, without padding.
+    """Computes the training state on each of N ranks, without padding.
 
     Args:
         num_params: P; a number or an array.
         stage: 0 to 3.
         num_ranks: N; a number or an array.
         per_parameter: Bytes of each parameter.
-        accumulate: What micro-batches are summed up in: ``"shards"``, or ``"full"`` gradients.
-
-    Returns:
-        The components.
+        accumulate: Whether micro-batches accumulate in ``"shards"`` or in ``"full"`` gradients.
 
     Raises:
         ValueError: If a number is out of range or an option unknown.
@@ -111,16 +107,10 @@ def state_bytes(
 def cut_and_whole_bytes(
     num_params: Any, stage: int, per_parameter: PerParameter = FP32, accumulate: Accumulate = "shards"
 ) -> tuple[Any, Any]:
-    """Gives what of the training state is spread over all ranks, and what every rank holds whole.
-
-    Args:
-        num_params: P.
-        stage: 0 to 3.
-        per_parameter: Bytes of each parameter.
-        accumulate: As for ``state_bytes``.
+    """Splits the training state into sharded and replicated bytes; the arguments are those of ``state_bytes``.
 
     Returns:
-        ``(bytes of all ranks together, bytes of each rank)``, as ``least_ranks`` wants them.
+        ``(sharded bytes of all ranks together, replicated bytes of each rank)``, for ``least_ranks``.
 
     Raises:
         ValueError: As ``state_bytes``.
@@ -143,20 +133,17 @@ def exact_state_bytes(
     *,
     whole_elements: Sequence[int] = (),
 ) -> StateBytes:
-    """Gives the training state on each of N ranks to the byte, padding included.
+    """Computes the training state on each of N ranks to the byte, padding included.
 
-    Scalars that an optimizer keeps beside its moments, such as a count of steps, are not in it.
+    Optimizer scalars such as a step count are not included.
 
     Args:
-        leaf_elements: Elements of each leaf that is cut; of a stack that is cut by rows, of each row.
+        leaf_elements: Elements of each sharded leaf; for a leaf sharded by rows, of each row.
         stage: 0 to 3.
         num_ranks: N.
         per_parameter: Bytes of each parameter.
         accumulate: As for ``state_bytes``.
-        whole_elements: Elements of each leaf that no stage cuts.
-
-    Returns:
-        The components, whole numbers.
+        whole_elements: Elements of each leaf that stays replicated at every stage.
 
     Raises:
         ValueError: As ``state_bytes``.
@@ -174,15 +161,12 @@ def exact_state_bytes(
 
 
 def exact_bucket_bytes(leaf_elements: Sequence[int], num_ranks: int, element_bytes: int) -> int:
-    """Gives the full buffer of a bucket that is reduced and scattered: N chunks of each of its leaves.
+    """Computes the full buffer of a reduce-scattered bucket: N chunks of each leaf.
 
     Args:
-        leaf_elements: Elements of each.
+        leaf_elements: Elements of each leaf.
         num_ranks: N.
-        element_bytes: Of what travels.
-
-    Returns:
-        Bytes.
+        element_bytes: Bytes per element on the wire.
 
     Raises:
         ValueError: If a number is out of range.
@@ -197,16 +181,13 @@ def exact_bucket_bytes(leaf_elements: Sequence[int], num_ranks: int, element_byt
 
 
 def gathered_bytes(unit_params: Sequence[int], element_bytes: float, num_units: int = 2, tp: int = 1) -> float:
-    """Gives what is gathered at once where parameters are sharded: the unit in use, and those fetched ahead.
+    """Computes what is gathered at once at stage 3: the ``num_units`` largest consecutive units.
 
     Args:
-        unit_params: Parameters of each unit, in the order of their use.
-        element_bytes: Of what is gathered.
-        num_units: How many, one in use included.
-        tp: Tensor-parallel ranks, each of which gathers its part only.
-
-    Returns:
-        Bytes of the largest ``num_units`` neighbours.
+        unit_params: Parameters of each unit, in order of use.
+        element_bytes: Bytes per gathered element.
+        num_units: Units at once: the one in use and the prefetched ones.
+        tp: Tensor-parallel ranks, each of which gathers its own part.
 
     Raises:
         ValueError: If a number is out of range.
@@ -220,17 +201,17 @@ def gathered_bytes(unit_params: Sequence[int], element_bytes: float, num_units: 
 def activation_bytes(
     tokens: Any, kept_per_token: float, kept_cut_per_token: float = 0, element_bytes: float = 2, tp: Any = 1
 ) -> Any:
-    """Gives what the backward needs of the forward, nothing recomputed.
+    """Computes what the backward needs from the forward, without recomputation.
 
     Args:
-        tokens: That a rank works on at once.
-        kept_per_token: Elements that every tensor-parallel rank holds whole; see ``workload.py``.
-        kept_cut_per_token: Elements of which each holds its part.
-        element_bytes: Of an element.
+        tokens: Tokens that a rank processes at once.
+        kept_per_token: Elements that every tensor-parallel rank holds in full; see ``workload.py``.
+        kept_cut_per_token: Elements split over tensor-parallel ranks.
+        element_bytes: Bytes per element.
         tp: Tensor-parallel ranks.
 
     Returns:
-        Bytes, of the shape that ``tokens`` and ``tp`` broadcast to.
+        Bytes, in the broadcast shape of ``tokens`` and ``tp``.
 
     Raises:
         ValueError: If a number is out of range.
@@ -246,17 +227,15 @@ def activation_bytes(
 
 
 def least_ranks(cut_bytes: Any, whole_bytes: Any, capacity_bytes: Any) -> Any:
-    """Gives the fewest ranks over which something fits: ``floor(cut / (capacity - whole)) + 1``.
-
-    That is the least N with ``cut / N + whole < capacity``; there is none where the whole part alone is too large.
+    """Computes the smallest N with ``cut / N + whole < capacity``: ``floor(cut / (capacity - whole)) + 1``.
 
     Args:
-        cut_bytes: Of all ranks together, spread evenly.
-        whole_bytes: On each rank.
-        capacity_bytes: Of each rank.
+        cut_bytes: Bytes of all ranks together, sharded evenly.
+        whole_bytes: Bytes on each rank.
+        capacity_bytes: Memory of each rank.
 
     Returns:
-        N; inf where there is none.
+        N; inf if the replicated part alone does not fit.
 
     Raises:
         ValueError: If a number is out of range.
@@ -272,7 +251,7 @@ def least_ranks(cut_bytes: Any, whole_bytes: Any, capacity_bytes: Any) -> Any:
 
 
 def _components(full: Any, part: Any, stage: int, per_parameter: PerParameter, accumulate: Accumulate) -> StateBytes:
-    """Takes ``full`` elements of what the stage leaves whole, ``part`` of what it shards."""
+    """Bytes for ``full`` elements of replicated components and ``part`` elements of sharded ones."""
     check_choice(STAGES, stage=stage)
     check_choice(("shards", "full"), accumulate=accumulate)
     check_not_negative(per_parameter=per_parameter)

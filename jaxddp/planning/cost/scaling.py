@@ -1,15 +1,16 @@
-"""When a step is compute-bound: computing takes at least as long as the communication that runs beside it.
+"""When a step is compute-bound: compute takes at least as long as the communication that overlaps it.
 
-N = X Y R devices: X share the parameters of a replica and gather them (FSDP), Y cut each matrix (TP), R replicas sum
-their gradients (DP). B tokens a step, P parameters of e bytes as they travel, f FLOPs per token of a forward, A
-elements per token that tensor parallelism sums; a device computes C FLOP/s and sends W_X, W_Y, W_R bytes per second to
-its FSDP, TP and DP groups. r(n) is (n-1)/n, the part of a ring's bytes that leaves a rank, or 1 where that is left out.
+N = X Y R devices: X ranks share the parameters of a replica and gather them (FSDP), Y split each matrix (TP), R
+replicas reduce their gradients (DP). A step has B tokens. The model has P parameters of e bytes each, f FLOPs per token
+of a forward, and A elements per token that tensor parallelism all-reduces. A device computes C FLOP/s and sends W_X,
+W_Y, W_R bytes per second to its FSDP, TP and DP groups. r(n) is (n-1)/n, the share of a ring's bytes that leaves a
+rank, or 1 where that is neglected.
 
-                     forward                          backward                    both
-    compute          f B / (N C)                      twice                       3 times
-    FSDP             e P r(X) / (Y W_X), gather       twice: gather, scatter      3 times
-    TP               2 e A B r(Y) / (X R W_Y)         once more                   twice
-    DP               0                                2 e P r(R) / (X Y W_R)      the same
+                     forward                          backward                         both
+    compute          f B / (N C)                      2 x                              3 x
+    FSDP             e P r(X) / (Y W_X), gather       2 x: gather, reduce-scatter      3 x
+    TP               2 e A B r(Y) / (X R W_Y)         the same                         2 x
+    DP               0                                2 e P r(R) / (X Y W_R)           the same
 
 For the feed-forward model of k matrices f = 2 k D F L, P = k D F L and A = D L, so D and L cancel. With e = 2:
 
@@ -17,15 +18,14 @@ For the feed-forward model of k matrices f = 2 k D F L, P = k D F L and A = D L,
     DP, FSDP   N <= 1 + B W/C                         B / X >= alpha / M_X,  alpha = C / W
     TP         N <= 1 + 1.5 F W/C, backward 3 F W/C   Y <= M_Y F / alpha
 
-A torus axis of a TPU sends both ways round its ring, so W is twice a link's one-way rate: 2 x 9e10 B/s for v5p, 1.8e11,
-and a group over M axes sends M W. FSDP and TP communicate over different axes; whether their collectives overlap
-decides if their times add or the longer counts. Added,
+A torus axis of a TPU sends in both directions of its ring, so W is twice the one-way rate of a link: 2 x 9e10 B/s for
+v5p. FSDP and TP communicate over different axes: their times add, or the longer one counts if they overlap. Added,
 
     F / (Y M_X) + B / (X M_Y) <= B F / (N alpha)      so      B >= [F / (Y M_X)] / [F / (N alpha) - 1 / (X M_Y)]
 
-and where the bracket is not positive, no batch is large enough: the time of TP grows with B as that of computing does.
-Adding up K micro-batches of b tokens does not lower that B. Reduced once, K b must reach it; and FSDP, which gathers
-the parameters in each, needs it of every b.
+If the bracket is not positive, no batch is large enough: TP time grows with B as compute does. Accumulating K
+micro-batches of b tokens does not lower that B: gradients reduced once need K b >= B, and FSDP, which gathers
+parameters in every micro-batch, needs b >= B.
 
 References:
     Austin et al., How to Scale Your Model, 2025 (training, on TPUs): https://jax-ml.github.io/scaling-book/training
@@ -34,6 +34,8 @@ References:
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -60,13 +62,13 @@ _MULTIPLES = {
 
 
 @dataclass(frozen=True)
-class Machine:
+class DeviceRates:
     """What a device does per second.
 
     Attributes:
         flops_per_s: C.
-        fsdp_bytes_per_s: W_X, M_X W on a torus.
-        tp_bytes_per_s: W_Y, M_Y W on a torus.
+        fsdp_bytes_per_s: W_X; M_X W on a torus.
+        tp_bytes_per_s: W_Y; M_Y W on a torus.
         dp_bytes_per_s: W_R; that of FSDP when None.
 
     Raises:
@@ -85,12 +87,12 @@ class Machine:
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What is taken for granted.
+    """Assumptions of the compute-bound conditions.
 
     Attributes:
         passes: ``"forward"``, ``"backward"`` or ``"both"``.
-        overlapped_axes: Whether the collectives of FSDP, TP and DP run at the same time.
-        ring_factors: Whether r(n) is (n-1)/n, not 1.
+        overlapped_axes: Whether collectives of FSDP, TP and DP run at the same time.
+        ring_factors: Whether r(n) is (n-1)/n instead of 1.
         element_bytes: e.
 
     Raises:
@@ -103,13 +105,13 @@ class Assumptions:
     element_bytes: float = 2
 
     def __post_init__(self) -> None:
-        """Checks what can be wrong."""
+        """Checks the options."""
         check_choice(_MULTIPLES, passes=self.passes)
         check_positive(element_bytes=self.element_bytes)
 
     @property
     def multiples(self) -> _Multiples:
-        """How many forwards each kind of work is."""
+        """Each kind of work as a multiple of one forward's."""
         return _MULTIPLES[self.passes]
 
     def ring(self, num_ranks: Any) -> Any:
@@ -122,10 +124,10 @@ class Times(NamedTuple):
     """Seconds of each kind of work.
 
     Attributes:
-        compute_s: Of the matrix products.
-        fsdp_s: To gather parameters, and to scatter gradients.
-        tp_s: To sum activations.
-        dp_s: To sum gradients over replicas.
+        compute_s: Matrix products.
+        fsdp_s: Gathering parameters and reduce-scattering gradients.
+        tp_s: Reducing activations.
+        dp_s: Reducing gradients over replicas.
     """
 
     compute_s: Any
@@ -134,7 +136,7 @@ class Times(NamedTuple):
     dp_s: Any
 
     def communication_s(self, assumptions: Assumptions) -> Any:
-        """Seconds of all communication: the longest kind if they overlap, else the sum."""
+        """Seconds of all communication: the longest kind if they overlap, otherwise the sum."""
         kinds = (self.fsdp_s, self.tp_s, self.dp_s)
         return np.maximum.reduce(np.broadcast_arrays(*kinds)) if assumptions.overlapped_axes else sum(kinds)
 
@@ -144,26 +146,23 @@ DEFAULT = Assumptions()
 
 def times(
     workload: Workload,
-    machine: Machine,
+    rates: DeviceRates,
     tokens: Any,
     fsdp: Any,
     tp: Any,
     dp: Any = 1,
     assumptions: Assumptions = DEFAULT,
 ) -> Times:
-    """Gives the table above in seconds.
+    """Computes the times of the table above.
 
     Args:
         workload: The model.
-        machine: The device.
-        tokens: B, of all devices together; a number or an array, as the numbers of ranks.
+        rates: The device.
+        tokens: B, over all devices; a number or an array, like the numbers of ranks.
         fsdp: X.
         tp: Y.
         dp: R.
-        assumptions: What is taken for granted.
-
-    Returns:
-        Seconds.
+        assumptions: See ``Assumptions``.
 
     Raises:
         ValueError: If a number is out of range.
@@ -173,44 +172,34 @@ def times(
     x, y, r = (np.asarray(ranks, float) for ranks in (fsdp, tp, dp))
     size_bytes = assumptions.element_bytes * workload.num_params
     summed_bytes = assumptions.element_bytes * workload.summed_per_token * np.asarray(tokens, float)
-    dp_bytes_per_s = machine.dp_bytes_per_s or machine.fsdp_bytes_per_s
+    dp_bytes_per_s = rates.dp_bytes_per_s or rates.fsdp_bytes_per_s
     times = assumptions.multiples
     return Times(
-        times.compute * workload.flops_per_token * np.asarray(tokens, float) / (x * y * r * machine.flops_per_s),
-        times.fsdp * size_bytes * assumptions.ring(x) / (y * machine.fsdp_bytes_per_s),
-        times.tp * 2 * summed_bytes * assumptions.ring(y) / (x * r * machine.tp_bytes_per_s),
+        times.compute * workload.flops_per_token * np.asarray(tokens, float) / (x * y * r * rates.flops_per_s),
+        times.fsdp * size_bytes * assumptions.ring(x) / (y * rates.fsdp_bytes_per_s),
+        times.tp * 2 * summed_bytes * assumptions.ring(y) / (x * r * rates.tp_bytes_per_s),
         times.dp * 2 * size_bytes * assumptions.ring(r) / (x * y * dp_bytes_per_s),
     )
 
 
 def min_tokens(
-    workload: Workload, machine: Machine, fsdp: Any, tp: Any, dp: Any = 1, assumptions: Assumptions = DEFAULT
+    workload: Workload, rates: DeviceRates, fsdp: Any, tp: Any, dp: Any = 1, assumptions: Assumptions = DEFAULT
 ) -> Any:
-    """Gives the least batch at which a step is compute-bound.
-
-    Args:
-        workload: The model.
-        machine: The device.
-        fsdp: X; a number or an array, as the others.
-        tp: Y.
-        dp: R.
-        assumptions: What is taken for granted.
+    """Computes the smallest compute-bound batch; the arguments are those of ``times``.
 
     Returns:
-        B, tokens of all devices together, not rounded; inf where no batch is large enough.
+        B, tokens over all devices, not rounded; inf if no batch is large enough.
 
     Raises:
         ValueError: If a number is out of range.
 
     Example:
         >>> from .workload import feed_forward
-        >>> v5p = Machine(flops_per_s=4.6e14, fsdp_bytes_per_s=2 * 1.8e11, tp_bytes_per_s=1.8e11)
+        >>> v5p = DeviceRates(flops_per_s=4.6e14, fsdp_bytes_per_s=2 * 1.8e11, tp_bytes_per_s=1.8e11)
         >>> round(float(min_tokens(feed_forward(16384, 53248), v5p, fsdp=16, tp=4)), 1)
         25301.7
     """
-    one = times(
-        workload, machine, 1, fsdp, tp, dp, assumptions
-    )  # of one token: what grows with them, and what does not
+    one = times(workload, rates, 1, fsdp, tp, dp, assumptions)  # one token: splits what grows with B from what does not
     fixed_s = one._replace(tp_s=0.0).communication_s(assumptions)
     room_s = one.compute_s - (0.0 if assumptions.overlapped_axes else one.tp_s)
     possible = one.compute_s >= one.tp_s if assumptions.overlapped_axes else room_s > 0
@@ -218,18 +207,55 @@ def min_tokens(
 
 
 def accumulated_min_tokens(min_tokens: Any, num_microbatches: Any, *, gathers_every: bool) -> Any:
-    """Gives the least batch if it is worked on in micro-batches.
+    """Computes the smallest compute-bound batch of a step of K micro-batches.
 
     Args:
-        min_tokens: At one micro-batch.
+        min_tokens: That of one micro-batch.
         num_microbatches: K.
-        gathers_every: Whether what must be hidden is communicated in each micro-batch, as FSDP does, not once a step.
-
-    Returns:
-        Tokens of the whole step.
+        gathers_every: Whether every micro-batch communicates, as with FSDP, instead of once per step.
 
     Raises:
         ValueError: If a number is out of range.
     """
     check_count(num_microbatches=num_microbatches)
     return np.multiply(min_tokens, num_microbatches if gathers_every else 1)
+
+
+class Split(NamedTuple):
+    """A split of devices into FSDP and tensor parallelism.
+
+    Attributes:
+        fsdp: X.
+        tp: Y.
+        tokens: The smallest compute-bound batch.
+    """
+
+    fsdp: Any
+    tp: Any
+    tokens: Any
+
+
+def best_split(
+    workload: Workload,
+    rates: Callable[[int, int], DeviceRates],
+    num_devices: int,
+    assumptions: Assumptions = DEFAULT,
+) -> Split:
+    """Finds the split X Y = N with the smallest compute-bound batch. FSDP alone always has one.
+
+    Args:
+        workload: The model.
+        rates: ``(X, Y) ->`` the device, whose links may serve one split better than another.
+        num_devices: N.
+        assumptions: See ``Assumptions``.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+    check_count(num_devices=num_devices)
+    small = [divisor for divisor in range(1, math.isqrt(num_devices) + 1) if num_devices % divisor == 0]
+    found = []
+    for tp in sorted({*small, *(num_devices // divisor for divisor in small)}):
+        fsdp = num_devices // tp
+        found.append(Split(fsdp, tp, float(min_tokens(workload, rates(fsdp, tp), fsdp, tp, 1, assumptions))))
+    return min(found, key=lambda split: split.tokens)

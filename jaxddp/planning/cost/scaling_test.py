@@ -4,10 +4,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxddp.planning.cost.scaling import Assumptions, Machine, accumulated_min_tokens, min_tokens, times
+from jaxddp.planning.cost.scaling import Assumptions, DeviceRates, accumulated_min_tokens, min_tokens, times
 from jaxddp.planning.cost.workload import feed_forward, transformer
 
-MACHINE = Machine(flops_per_s=4e14, fsdp_bytes_per_s=3e11, tp_bytes_per_s=2e11, dp_bytes_per_s=1e11)
+MACHINE = DeviceRates(flops_per_s=4e14, fsdp_bytes_per_s=3e11, tp_bytes_per_s=2e11, dp_bytes_per_s=1e11)
 MODELS = [
     feed_forward(width=4096, hidden=16384, num_blocks=3),
     feed_forward(width=4096, hidden=16384, num_blocks=2, num_matrices=3),
@@ -88,8 +88,8 @@ def test_faster_links_and_fewer_bytes_lower_the_batch():
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: Machine(0, 1, 1), r"flops_per_s \(=0\) must be a positive finite number"),
-        (lambda: Machine(1, 1, 1, -1), r"dp_bytes_per_s \(=-1\) must be a positive finite number"),
+        (lambda: DeviceRates(0, 1, 1), r"flops_per_s \(=0\) must be a positive finite number"),
+        (lambda: DeviceRates(1, 1, 1, -1), r"dp_bytes_per_s \(=-1\) must be a positive finite number"),
         (lambda: Assumptions(passes="none"), r"passes \(='none'\) must be one of forward, backward, both"),
         (lambda: Assumptions(element_bytes=0), r"element_bytes \(=0\) must be a positive finite number"),
         (lambda: min_tokens(MODELS[0], MACHINE, 0, 1), r"fsdp \(=0\) must be a whole number, 1 or more"),

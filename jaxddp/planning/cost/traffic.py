@@ -1,18 +1,17 @@
-"""What a strategy sends: bytes per rank and optimizer step, and how often parameters are gathered.
+"""Bytes that a rank sends per optimizer step, by strategy.
 
-In units of (N-1)/N elements per parameter, over A micro-batches, a reduce-scatter or an all-gather of everything is 1
-and an all-reduce is both:
+In units of (N-1)/N elements per parameter, over A micro-batches; a reduce-scatter or an all-gather of everything counts
+1 and an all-reduce 2:
 
-    strategy                                        reduced every micro-batch    summed locally, reduced once
+    strategy                                        reduced every micro-batch    accumulated, reduced once
     naive, flat, overlapped, bucketed               2 A                          2
-    zero1, zero2: reduce-scatter + all-gather       A + 1                        2 (zero2 gives up its gradient shards)
-    zero3: gathered twice a micro-batch             3 A                          2 A + 1 (likewise)
-    zero3, gathered once and kept over the step     A + 1                        2
+    zero1, zero2: reduce-scatter + all-gather       A + 1                        2 (zero2 then holds full gradients)
+    zero3: gathered twice per micro-batch           3 A                          2 A + 1 (holds full gradients)
+    zero3, gathered once and kept for the step      A + 1                        2
     sharded_optimizer: all-reduce + broadcasts      2 A + 1                      3
 
-The bytes of a gradient and of a parameter may differ, so reductions and gatherings are counted apart. Stage 3 need not
-drop the last of L layers between its forward and its backward, which uses it at once: A (2 L - 1) gatherings. If the
-first layer is kept as well from one micro-batch's backward to the next one's forward, it is 2 A (L - 1) + 1.
+Gradients and parameters may have different dtypes, so they are counted apart. Stage 3 may keep the last of L layers
+between its forward and backward, which uses it at once: A (2 L - 1) gathers.
 
 References:
     Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020 (section 7).
@@ -35,8 +34,8 @@ class Traffic(NamedTuple):
     """What a rank sends in one optimizer step, in units of (N-1)/N elements per parameter.
 
     Attributes:
-        gradients: For gradients.
-        parameters: For parameters.
+        gradients: For reductions.
+        parameters: For gathers.
     """
 
     gradients: Any
@@ -44,7 +43,7 @@ class Traffic(NamedTuple):
 
     @property
     def total(self) -> Any:
-        """Both."""
+        """Gradients and parameters."""
         return self.gradients + self.parameters
 
 
@@ -54,14 +53,11 @@ def traffic(strategy: str, num_microbatches: Any = 1, reduce: Reduce = "every", 
     Args:
         strategy: One of ``STRATEGIES``; ``"sharded_optimizer"`` all-reduces gradients and broadcasts parameters.
         num_microbatches: A; a number or an array.
-        reduce: Gradients of ``"every"`` micro-batch, or their sum ``"once"``.
-        reshard: Whether zero3 drops what it has gathered after each use.
-
-    Returns:
-        The units.
+        reduce: Whether ``"every"`` micro-batch is reduced, or their sum ``"once"``.
+        reshard: Whether zero3 drops gathered parameters after each use.
 
     Raises:
-        ValueError: If the strategy or an option is unknown, or A is no count.
+        ValueError: If the strategy or an option is unknown, or A is not a positive whole number.
 
     Example:
         >>> [int(traffic(name).total) for name in ("bucketed", "zero1", "zero2", "zero3", "sharded_optimizer")]
@@ -82,17 +78,14 @@ def traffic(strategy: str, num_microbatches: Any = 1, reduce: Reduce = "every", 
 def sent_bytes(
     traffic: Traffic, num_params: Any, num_ranks: Any, gradient_bytes: float = 4, parameter_bytes: float = 4
 ) -> Any:
-    """Turns units into bytes.
+    """Computes the bytes that each rank sends per optimizer step.
 
     Args:
-        traffic: What is sent.
+        traffic: In units.
         num_params: Parameters of which each rank has a gradient.
         num_ranks: N.
-        gradient_bytes: Of an element of what is reduced.
-        parameter_bytes: Of an element of what is gathered.
-
-    Returns:
-        Bytes that each rank sends per optimizer step.
+        gradient_bytes: Bytes per element of a reduction.
+        parameter_bytes: Bytes per element of a gather.
 
     Raises:
         ValueError: If a number is out of range.
@@ -101,29 +94,3 @@ def sent_bytes(
     check_count(num_ranks=num_ranks)
     units = traffic.gradients * gradient_bytes + traffic.parameters * parameter_bytes
     return units * np.multiply(num_params, np.subtract(num_ranks, 1) / np.asarray(num_ranks))
-
-
-def num_gathers(num_layers: Any, num_microbatches: Any = 1, *, keep_last: bool = True, keep_first: bool = False) -> Any:
-    """Counts the layers that zero3 gathers in one optimizer step.
-
-    Args:
-        num_layers: L; a number or an array.
-        num_microbatches: A.
-        keep_last: Whether the last layer stays between its forward and its backward.
-        keep_first: Whether the first stays between a micro-batch's backward and the next one's forward.
-
-    Returns:
-        Gatherings; as many layers are dropped.
-
-    Raises:
-        ValueError: If a number is no count.
-
-    Example:
-        >>> int(num_gathers(32)), int(num_gathers(32, 4)), int(num_gathers(32, 4, keep_first=True))
-        (63, 252, 249)
-    """
-    check_count(num_layers=num_layers, num_microbatches=num_microbatches)
-    layers, batches = np.asarray(num_layers), np.asarray(num_microbatches)
-    saved_by_last = batches * keep_last
-    saved_by_first = (batches - 1) * keep_first
-    return 2 * batches * layers - saved_by_last - saved_by_first

@@ -1,21 +1,21 @@
-"""What a model asks of a machine: parameters, FLOPs, what tensor parallelism sums, what the backward keeps.
+"""Counts of a model: parameters, FLOPs, elements that tensor parallelism reduces, elements kept for the backward.
 
-All counts are of forward passes and in elements. A matrix product of a token with an m x n matrix is 2 m n FLOPs, and
-the backward does two for each: one for the input's gradient, one for the weight's.
+All counts are for a forward pass and in elements. A product of a token with an m x n matrix takes 2 m n FLOPs; the
+backward takes two such products, for the gradients of the input and of the weight.
 
-The feed-forward model is L blocks of k matrices between the widths D and F: ``x W1 W2`` (k = 2) or the gated
-``(f(x W1) * x W2) W3`` (k = 3). It has P = k D F L parameters and takes 2 P FLOPs a token. Tensor parallelism cuts F,
-so that each rank ends with its part of the sum over F: one all-reduce of D elements per token and block. The backward
-needs the input of each matrix, D and F elements a token, 2 (D + F) L bytes of them in bfloat16; gated also the two
-factors, 2 F more. D is held whole by every tensor-parallel rank, F is cut.
+The feed-forward model has L blocks of k matrices between the widths D and F: ``x W1 W2`` (k = 2) or the gated
+``(f(x W1) * x W2) W3`` (k = 3). It has P = k D F L parameters and takes 2 P FLOPs per token. Tensor parallelism splits
+F, so each rank ends with its part of the sum over F: one all-reduce of D elements per token and block. The backward
+needs the input of each matrix, D and F elements per token, and if gated also the two factors, 2 F more. Every
+tensor-parallel rank holds D in full; F is split.
 
 The transformer is that of ``jaxddp.models``: attention adds four D x D matrices, two products of 2 T D FLOPs with a
-context of T tokens (the whole square, as the model computes it), and a second all-reduce. The backward needs the inputs
-of both norms and of the matrices behind them (4 D, whole), query, key, value and their mix (4 D, cut by heads), the
+context of T tokens (the full square, as the model computes it), and a second all-reduce. The backward needs the inputs
+of both norms and of the matrices after them (4 D, full), query, key, value and their mix (4 D, split by heads), the
 attention weights (H T), gate, up and their product (3 F), and at the end the last norm's input and output and the
-logits. Vocabulary and its matrices are cut as F is, and the sums that this needs are left out. Of seed_xl on 8 H100s in
-float32 this is 2.36 and 9.44 GB at 16 and 64 sequences a device; the compiled step has temporaries of 2.49 and 9.85 GB,
-in which gradients take the place of what they no longer need.
+logits. The vocabulary is split as F is; the reductions that this needs are neglected. For seed_xl on 8 H100s in float32
+this gives 2.36 and 9.44 GB at 16 and 64 sequences per device; the compiled step has temporaries of 2.49 and 9.85 GB, in
+which gradients reuse the memory of activations no longer needed.
 
 References:
     Stanford CS336 (2025), assignment 2, communication_accounting.
@@ -40,11 +40,11 @@ class Workload:
 
     Attributes:
         tensors: Names and shapes of the parameters, in forward order.
-        unit_tensors: How many of them make each unit that is gathered at once when parameters are sharded.
-        flops_per_token: Of the forward.
+        unit_tensors: Number of tensors of each unit that zero3 gathers at once.
+        flops_per_token: FLOPs of the forward.
         summed_per_token: Elements that tensor parallelism all-reduces in the forward.
-        kept_per_token: Elements kept for the backward that every tensor-parallel rank holds whole.
-        kept_cut_per_token: Elements kept for the backward of which each tensor-parallel rank holds its part.
+        kept_per_token: Elements kept for the backward in full on every tensor-parallel rank.
+        kept_cut_per_token: Elements kept for the backward that are split over tensor-parallel ranks.
     """
 
     tensors: Shapes
@@ -80,11 +80,8 @@ def feed_forward(width: int, hidden: int, num_blocks: int = 1, num_matrices: int
         num_blocks: L.
         num_matrices: k, 2 or 3.
 
-    Returns:
-        Its counts.
-
     Raises:
-        ValueError: If a size is not a whole number, 1 or more, or ``num_matrices`` neither 2 nor 3.
+        ValueError: If a size is not a positive whole number, or ``num_matrices`` neither 2 nor 3.
 
     Example:
         >>> model = feed_forward(width=16384, hidden=53248, num_blocks=126)
@@ -116,7 +113,7 @@ def transformer(
     num_matrices: int = 3,
     head: Literal["own", "tied"] = "own",
 ) -> Workload:
-    """Counts the decoder-only transformer of ``jaxddp.models``, and two relatives of it.
+    """Counts the decoder-only transformer of ``jaxddp.models``, or a variant of it.
 
     Args:
         vocab: V, number of token ids.
@@ -125,14 +122,14 @@ def transformer(
         num_layers: L.
         num_heads: H.
         hidden: F.
-        num_matrices: Of the feed-forward network: 3 is ``jaxddp.models``'s.
-        head: ``"tied"`` if the output head is the embedding once more; ``jaxddp.models`` has its own.
+        num_matrices: Matrices of the feed-forward network; 3 in ``jaxddp.models``.
+        head: ``"tied"`` if the output head shares the embedding; ``"own"`` in ``jaxddp.models``.
 
     Returns:
-        Its counts: ``(1 or 2) V D + L (4 D^2 + k D F + 2 D) + D`` parameters.
+        Counts with ``(1 or 2) V D + L (4 D^2 + k D F + 2 D) + D`` parameters.
 
     Raises:
-        ValueError: If a size is not a whole number, 1 or more, or an option is unknown.
+        ValueError: If a size is not a positive whole number, or an option is unknown.
 
     Example:
         >>> xl = transformer(vocab=10_000, context=128, width=768, num_layers=16, num_heads=12, hidden=3200)

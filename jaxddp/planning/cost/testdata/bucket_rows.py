@@ -8,7 +8,7 @@ import numpy as np
 
 from ...buckets import MIB, BucketPlan, TensorSpec, chunk_elements, plan_buckets
 from ..memory import exact_bucket_bytes
-from ..overlap import bucket_times_s, finish_s, handout_optimum, handout_tail_s, uniform_optimum, uniform_tail_s
+from ..overlap import Optimum, bucket_times_s, finish_s, uniform_optimum, uniform_tail_s
 from ..workload import Shapes, transformer
 from . import Row, check_printed, checks, load_rows
 
@@ -26,6 +26,16 @@ def norms_last(tensors: Shapes) -> Shapes:
     blocks = [tensors[start : start + 9] for start in range(1, len(tensors) - 2, 9)]
     moved = [entry for block in blocks for entry in sorted(block, key=lambda entry: "_norm" in entry[0])]
     return (tensors[0], *moved, *tensors[-2:])
+
+
+def handout_tail_s(num_bytes: float, num_buckets: float, bytes_per_s: float, latency_s: float) -> float:
+    """T(n) = s/(n w) + n o, the special case C = s/w."""
+    return float(uniform_tail_s(num_bytes / bytes_per_s, num_bytes, num_buckets, bytes_per_s, latency_s))
+
+
+def handout_optimum(num_bytes: float, bytes_per_s: float, latency_s: float) -> Optimum:
+    """The optimum of the special case C = s/w."""
+    return uniform_optimum(num_bytes / bytes_per_s, num_bytes, bytes_per_s, latency_s)
 
 
 def in_mib(num_bytes: int) -> float:

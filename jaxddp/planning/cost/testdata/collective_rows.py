@@ -1,63 +1,94 @@
-"""Rows on collectives: alpha-beta costs, bus factors, measured sweeps."""
+"""Rows on collectives: alpha-beta costs, bus factors, measured sweeps.
+
+In the alpha-beta model a message of m bytes takes ``a + m b``, and reducing it ``m g`` more. Ranks send at the same
+time, each to one other.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
-from ..bandwidth import bandwidths, bus_factor, counted_bytes, fit_sweep
-from ..collective import (
-    Link,
-    alternate_ring_all_reduce,
-    best_num_chunks,
-    chain_broadcast,
-    flat_broadcast,
-    halving_doubling_all_reduce,
-    recursive_doubling_all_reduce,
-    ring_all_gather,
-    ring_all_reduce,
-    ring_reduce_scatter,
-    root_all_reduce,
-    scatter_gather_broadcast,
-    tree_all_reduce,
-    tree_broadcast,
-)
+from ..bandwidth import bandwidths, bus_factor, fit_sweep
 from . import Row, check_printed, checks, close
+from .closed_forms import counted_bytes
 
 RANKS = np.array([2, 4, 8, 64])
-LINK = Link(latency_s=3e-6, bytes_per_s=7e9, reduce_bytes_per_s=2e11)
+A, B, G = 3e-6, 1 / 7e9, 1 / 2e11
 S = 1e8
+
+
+def seconds(name: str, size: Any, n: Any, a: float, b: float, g: float) -> Any:
+    """Seconds of a collective of S bytes over N ranks."""
+    log, share = np.log2(n), (n - 1) / n * size
+    return {
+        "ring reduce-scatter": (n - 1) * a + share * (b + g),
+        "ring all-gather": (n - 1) * a + share * b,
+        "ring all-reduce": 2 * (n - 1) * a + 2 * share * b + share * g,
+        "alternate ring (2026)": (n - 1) * a + (n - 1) * size * (b + g),
+        "gather-to-root all-reduce": 2 * (n - 1) * (a + size * b) + (n - 1) * size * g,
+        "recursive doubling all-reduce": log * (a + size * b + size * g),
+        "recursive halving/doubling (Rabenseifner)": 2 * log * a + 2 * share * b + share * g,
+        "double binary tree all-reduce (pipelined)": 2 * log * a + 2 * size * b,
+        "broadcast flat": (n - 1) * (a + size * b),
+        "broadcast binomial tree": np.ceil(log) * (a + size * b),
+        "broadcast scatter+all-gather": (np.ceil(log) + n - 1) * a + 2 * share * b,
+    }[name]
+
+
+def chain_seconds(size: float, n: int, a: float, b: float, num_chunks: int) -> float:
+    """A broadcast down a chain of N ranks, chunk by chunk, message by message."""
+    arrived = np.zeros((n, num_chunks))  # when each rank has each chunk; the root has all of them
+    for rank in range(1, n):
+        free = 0.0
+        for chunk in range(num_chunks):
+            free = max(free, arrived[rank - 1, chunk]) + a + size / num_chunks * b
+            arrived[rank, chunk] = free
+    return float(arrived.max())
 
 
 @checks("C.ring_ar")
 def _(row: Row) -> None:
-    n, link = RANKS, Link(3e-6, 7e9)
-    assert close(ring_all_reduce(S, n, link).seconds, 2 * (n - 1) * 3e-6 + 2 * (n - 1) / n * S / 7e9)
+    """Every rank passes a chunk to the next, N-1 times adding it and N-1 times copying it."""
+    for n in range(2, 12):
+        buffers = np.arange(n)[:, None] ** 2 + np.arange(n)
+        total, elapsed = buffers.sum(axis=0), 0.0
+        for step in range(2 * (n - 1)):
+            chunks = [(rank - step) % n for rank in range(n)]
+            sent = [buffers[rank, chunk] for rank, chunk in enumerate(chunks)]
+            for rank, chunk in enumerate(chunks):
+                receiver = (rank + 1) % n
+                buffers[receiver, chunk] = sent[rank] + (step < n - 1) * buffers[receiver, chunk]
+            elapsed += A + S / n * (B + G * (step < n - 1))
+        assert np.array_equal(buffers, np.tile(total, (n, 1)))
+        assert close(seconds("ring all-reduce", S, n, A, B, G), elapsed)
     assert row["our_value"].startswith("2(N-1) steps")
 
 
 @checks("C.ring_rs_ag")
 def _(row: Row) -> None:
-    link = Link(3e-6, 7e9)
-    whole = ring_all_reduce(S, RANKS, link)
-    for half in (ring_reduce_scatter(S, RANKS, link), ring_all_gather(S, RANKS, link)):
-        assert close(whole.seconds / half.seconds, 2) and close(whole.sent_bytes / half.sent_bytes, 2)
+    for half in ("ring reduce-scatter", "ring all-gather"):
+        assert close(seconds("ring all-reduce", S, RANKS, A, B, 0) / seconds(half, S, RANKS, A, B, 0), 2)
     assert "exactly 2" in row["our_value"]
 
 
 @checks("C.ar_equiv")
 def _(row: Row) -> None:
-    gap = tree_all_reduce(S, RANKS, LINK).sent_bytes / ring_all_reduce(S, RANKS, LINK).sent_bytes
-    assert close(gap, RANKS / (RANKS - 1)) and "gap N/(N-1) (2x at N=2, 1.14x at N=8)" in row["our_value"]
+    tree, ring = (
+        seconds(name, S, RANKS, 0, B, 0)
+        for name in ("double binary tree all-reduce (pipelined)", "ring all-reduce")
+    )  # fmt: skip
+    assert close(tree / ring, RANKS / (RANKS - 1))
+    assert "gap N/(N-1) (2x at N=2, 1.14x at N=8)" in row["our_value"]
 
 
 @checks("C.alt_ring")
 def _(row: Row) -> None:
-    link = Link(0.0, 7e9)
-    ours = alternate_ring_all_reduce(S, RANKS, link)
-    assert close(ours.seconds, (RANKS - 1) * S / 7e9)
-    assert close(ours.seconds / ring_all_reduce(S, RANKS, link).seconds, RANKS / 2)
+    ours = seconds("alternate ring (2026)", S, RANKS, 0, B, 0)
+    assert close(ours, (RANKS - 1) * S * B)
+    assert close(ours / seconds("ring all-reduce", S, RANKS, 0, B, 0), RANKS / 2)
     assert "N/2 x the ring" in row["our_value"]
 
 
@@ -81,13 +112,13 @@ def _(row: Row) -> None:
         check_printed(bandwidths("all_reduce", printed, 1.0, ranks)[1], point["busbw_GBps"])  # that was rounded first
     for (backend, ranks), points in sweeps.items():
         sizes, times = ([point[key] for point in points] for key in ("size_bytes", "mean_ms"))
-        seconds = [time * 1e-3 for time in times]
-        fit, small, large = (fit_sweep(sizes[part], seconds[part]) for part in (slice(4), slice(2), slice(2, 4)))
+        measured_s = [time * 1e-3 for time in times]
+        fit, small, large = (fit_sweep(sizes[part], measured_s[part]) for part in (slice(4), slice(2), slice(2, 4)))
         ours = {
             "o_ms": fit.latency_s * 1e3,
             "w_GBps": fit.bytes_per_s / 1e9,
             "o_ms_from_1_10MiB": small.latency_s * 1e3,
-            "o_ms_1MiB_minus_largeslope": (seconds[0] - sizes[0] / large.bytes_per_s) * 1e3,
+            "o_ms_1MiB_minus_largeslope": (measured_s[0] - sizes[0] / large.bytes_per_s) * 1e3,
             "w_GBps_from_100MiB_1GiB": large.bytes_per_s / 1e9,
             "bus_GBps": fit.bytes_per_s / 1e9 * bus_factor("all_reduce", ranks),
             "alpha_us_if_ring": fit.latency_s / (2 * (ranks - 1)) * 1e6,
@@ -101,41 +132,22 @@ def _(row: Row) -> None:
 
 @checks("C.alpha_beta")
 def _(row: Row) -> None:
-    a, b, g, n, k = LINK.latency_s, 1 / LINK.bytes_per_s, 1 / LINK.reduce_bytes_per_s, RANKS, 5.0  # type: ignore[operator]
-    log, share = np.log2(n), (n - 1) / n * S
-    formulas = {
-        "ring reduce-scatter": (ring_reduce_scatter, (n - 1) * a + share * (b + g)),
-        "ring all-gather": (ring_all_gather, (n - 1) * a + share * b),
-        "ring all-reduce": (ring_all_reduce, 2 * (n - 1) * a + 2 * share * b + share * g),
-        "alternate ring (2026)": (alternate_ring_all_reduce, (n - 1) * a + (n - 1) * S * (b + g)),
-        "gather-to-root all-reduce": (root_all_reduce, 2 * (n - 1) * (a + S * b) + (n - 1) * S * g),
-        "recursive doubling all-reduce": (recursive_doubling_all_reduce, log * (a + S * b + S * g)),
-        "recursive halving/doubling (Rabenseifner)": (
-            halving_doubling_all_reduce,
-            2 * log * a + 2 * share * b + share * g,
-        ),
-        "double binary tree all-reduce (pipelined)": (tree_all_reduce, 2 * log * a + 2 * S * b),
-        "broadcast flat": (flat_broadcast, (n - 1) * (a + S * b)),
-        "broadcast binomial tree": (tree_broadcast, np.ceil(log) * (a + S * b)),
-        "broadcast scatter+all-gather": (scatter_gather_broadcast, (np.ceil(log) + n - 1) * a + 2 * share * b),
-    }
-    for name, (cost, expected) in formulas.items():
-        assert name in row["our_value"] and close(cost(S, n, LINK).seconds, expected), name
-    assert close(chain_broadcast(S, n, LINK, k).seconds, (n - 2 + k) * (a + S * b / k))
-    best = best_num_chunks(S, n, LINK)[1:]  # between two ranks one chunk is best
-    assert close(best, np.sqrt((n - 2) * S * b / a)[1:])
-    at_best = (n[1:] - 2 + best) * (a + S * b / best)
-    assert close(at_best, (np.sqrt((n[1:] - 2) * a) + math.sqrt(S * b)) ** 2)
-    example, link = (684_395_520, 8), Link(1e-5, 4e9)
-    ours = {
-        "ring_ar": ring_all_reduce, "ring_rs": ring_reduce_scatter, "alt_ring": alternate_ring_all_reduce,
-        "bcast_tree": tree_broadcast, "bcast_ring_kopt": chain_broadcast, "k_opt": None, "ar_root": root_all_reduce,
-        "recdbl": recursive_doubling_all_reduce, "rabenseifner": halving_doubling_all_reduce,
+    for n, k in ((2, 5), (5, 5), (8, 3)):
+        assert close(chain_seconds(S, n, A, B, k), (n - 2 + k) * (A + S * B / k))
+    size, n, a, b = 684_395_520, 8, 1e-5, 1 / 4e9
+    best = math.sqrt((n - 2) * size * b / a)
+    at_best = (n - 2 + best) * (a + size * b / best)
+    assert close(at_best, (math.sqrt((n - 2) * a) + math.sqrt(size * b)) ** 2)
+    chain_s = min((n - 2 + k) * (a + size * b / k) for k in (math.floor(best), math.ceil(best)))
+    names = {
+        "ring_ar": "ring all-reduce", "ring_rs": "ring reduce-scatter", "alt_ring": "alternate ring (2026)",
+        "bcast_tree": "broadcast binomial tree", "bcast_ring_kopt": None, "k_opt": None,
+        "ar_root": "gather-to-root all-reduce", "recdbl": "recursive doubling all-reduce",
+        "rabenseifner": "recursive halving/doubling (Rabenseifner)",
     }  # fmt: skip
-    check_printed(
-        {
-            name: best_num_chunks(*example, link) if cost is None else cost(*example, link).seconds * 1e3
-            for name, cost in ours.items()
-        },
-        row["our_value"]["example S=684 MB, N=8, a=10us, W=4GB/s (ms)"],
-    )
+    ours = {key: name and seconds(name, size, n, a, b, 0) * 1e3 for key, name in names.items()}
+    ours |= {"bcast_ring_kopt": chain_s * 1e3, "k_opt": best}
+    check_printed(ours, row["our_value"]["example S=684 MB, N=8, a=10us, W=4GB/s (ms)"])
+    for name in row["our_value"]:
+        if not name.startswith(("broadcast chain", "reduce", "example")):
+            seconds(name, S, RANKS, A, B, G)

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..scaling import Assumptions, Machine, min_tokens, times
-from ..split import most_fsdp_ranks, most_ranks, most_tp_ranks
+from ..scaling import Assumptions, DeviceRates, min_tokens, times
 from ..workload import feed_forward
 from . import Row, checks, close
+from .closed_forms import most_fsdp_ranks, most_ranks, most_tp_ranks
 
 # Three matrices, one egress rate, exact ring bytes. Any sizes will do, and D is to cancel.
 B, D, F = 300_000.0, 5120.0, 17_000.0
 GATED = feed_forward(width=int(D), hidden=int(F), num_matrices=3)
-H100 = Machine(989.4e12, 450e9, 450e9)
+H100 = DeviceRates(989.4e12, 450e9, 450e9)
 HC, HW = H100.flops_per_s, H100.tp_bytes_per_s
 EXACT = {passes: Assumptions(passes=passes, ring_factors=True) for passes in ("forward", "backward", "both")}
 N = np.array([2.0, 8.0, 64.0])

@@ -7,18 +7,17 @@ from dataclasses import replace
 
 import numpy as np
 
-from .... import targets
+from ...chips import target
 from ...machine import cluster_of
-from ..batch import global_batch
 from ..memory import activation_bytes, gathered_bytes, least_ranks, state_bytes
-from ..scaling import Assumptions, Machine, min_tokens, times
-from ..split import best_split, continuous_split, most_fsdp_ranks, most_tp_ranks
+from ..scaling import Assumptions, DeviceRates, best_split, min_tokens, times
 from ..workload import Workload, feed_forward
 from . import Row, check_printed, checks, close
+from .closed_forms import continuous_split, most_fsdp_ranks, most_tp_ranks
 
 XXL = feed_forward(width=16384, hidden=53248, num_blocks=126)
 C, W = 4.6e14, 1.8e11
-BOOK = Machine(C, fsdp_bytes_per_s=2 * W, tp_bytes_per_s=W)
+BOOK = DeviceRates(C, fsdp_bytes_per_s=2 * W, tp_bytes_per_s=W)
 EXACT = Assumptions(ring_factors=True)
 EXACT_BOTH = Assumptions(passes="both", ring_factors=True)
 STATES = 3_517_578_215_424
@@ -77,12 +76,12 @@ def _(row: Row) -> None:
 
 @checks("X.c_W")
 def _(row: Row) -> None:
-    assert cluster_of(targets.target("v5p:64"), "bfloat16").link_gb_per_s * 1e9 == row["our_value"]
+    assert cluster_of(target("v5p:64"), "bfloat16").link_gb_per_s * 1e9 == row["our_value"]
 
 
 @checks("X.c_mesh")
 def _(row: Row) -> None:
-    cluster = cluster_of(targets.target("v5p:64"), "bfloat16")
+    cluster = cluster_of(target("v5p:64"), "bfloat16")
     given = row["inputs"]
     assert cluster.torus == (4, 4, 4)
     assert cluster.axes(given["X"], given["Y"]) == (given["M_X"], given["M_Y"], 1, True)
@@ -92,12 +91,12 @@ def _(row: Row) -> None:
 @checks("X.c_global")
 def _(row: Row) -> None:
     per_group, fsdp, replicas = row["inputs"]["per_device"], 16, 2
-    check_printed(global_batch(per_group, 1, fsdp * replicas), row["our_value"]["with_blogs_own_premises"])
+    check_printed(per_group * fsdp * replicas, row["our_value"]["with_blogs_own_premises"])
 
 
 @checks("X.c_arith")
 def _(row: Row) -> None:
-    machine = Machine(row["inputs"]["C"], row["inputs"]["W"], row["inputs"]["W"])
+    machine = DeviceRates(row["inputs"]["C"], row["inputs"]["W"], row["inputs"]["W"])
     tokens = 16  # one on each of 16 FSDP ranks
     right = times(XXL, machine, tokens, 16, 4, 1, EXACT_BOTH)
     compute_s = float(right.compute_s)
@@ -117,7 +116,7 @@ def _(row: Row) -> None:
 @checks("X.c_blog_fixed")
 def _(row: Row) -> None:
     machines = {
-        "W2p9e10": Machine(C, 2.9e10, 2.9e10), "W1p8e11": Machine(C, W, W), "W1p8e11_MX2": BOOK,
+        "W2p9e10": DeviceRates(C, 2.9e10, 2.9e10), "W1p8e11": DeviceRates(C, W, W), "W1p8e11_MX2": BOOK,
     }  # fmt: skip
     ours = {name: min_tokens(XXL, machine, 16, 4, 1, EXACT_BOTH) / 16 for name, machine in machines.items()}
     check_printed(ours, row["our_value"], 5)
@@ -126,7 +125,7 @@ def _(row: Row) -> None:
 @checks("X.c_answer")
 def _(row: Row) -> None:
     given = row["inputs"]
-    book = Machine(given["C"], given["M_X"] * given["W"], given["M_Y"] * given["W"])
+    book = DeviceRates(given["C"], given["M_X"] * given["W"], given["M_Y"] * given["W"])
     assert book == BOOK and math.isclose(given["alpha"], C / W, rel_tol=1e-5)  # printed with 6 digits
     plain = Assumptions()
     cases = [
@@ -134,9 +133,9 @@ def _(row: Row) -> None:
         (replace(book, flops_per_s=4.59e14), plain),
         (book, Assumptions(overlapped_axes=True)),
         (book, EXACT),
-        (Machine(C, 2 * 9e10, 9e10), plain),
-        (Machine(C, 2 * 2.9e10, 2.9e10), plain),
-        (Machine(C, W, W), plain),
+        (DeviceRates(C, 2 * 9e10, 9e10), plain),
+        (DeviceRates(C, 2 * 2.9e10, 2.9e10), plain),
+        (DeviceRates(C, W, W), plain),
         (book, Assumptions(passes="both")),
         (replace(book, tp_bytes_per_s=1e30), plain),
     ]
@@ -161,14 +160,14 @@ def _(row: Row) -> None:
         "best_power_of_two": {"X": best.fsdp, "Y": best.tp, "B": best.tokens, "per_chip": best.tokens / n},
         "overlapped_axes_B_over_N_min": overlapped.tokens / n,
         "max_Y_no_limit": most_tp_ranks(XXL, BOOK),
-        "max_Y_at_2p9e10": most_tp_ranks(XXL, Machine(C, 2.9e10, 2.9e10)),
+        "max_Y_at_2p9e10": most_tp_ranks(XXL, DeviceRates(C, 2.9e10, 2.9e10)),
     }
     check_printed(ours, row["our_value"])
 
 
-def book_model(hidden: int) -> tuple[Workload, Machine]:
+def book_model(hidden: int) -> tuple[Workload, DeviceRates]:
     """A block, and the device of the book's round alpha of 2550 on three axes, two of them for FSDP."""
-    return feed_forward(width=4096, hidden=hidden), Machine(2550 * W, 2 * W, W)
+    return feed_forward(width=4096, hidden=hidden), DeviceRates(2550 * W, 2 * W, W)
 
 
 @checks("X.book_slip")
@@ -181,7 +180,7 @@ def _(row: Row) -> None:
 
 @checks("X.book_2550")
 def _(row: Row) -> None:
-    cluster = cluster_of(targets.target("v5p:64"), "bfloat16")
+    cluster = cluster_of(target("v5p:64"), "bfloat16")
     check_printed(cluster.flops_per_s / (cluster.link_gb_per_s * 1e9), row["our_value"])
 
 
@@ -194,5 +193,5 @@ def _(row: Row) -> None:
 @checks("X.book_llama")
 def _(row: Row) -> None:
     tokens = 40e6 if row["id"] == "X.book_dsv2" else 16e6
-    machine = Machine(2550 * W, 3 * W, W)  # FSDP alone, over all three axes
+    machine = DeviceRates(2550 * W, 3 * W, W)  # FSDP alone, over all three axes
     check_printed(most_fsdp_ranks(book_model(32768)[0], machine, tokens), row["our_value"])

@@ -1,0 +1,76 @@
+"""The options of a training run, checked without JAX."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+DEFAULT_SIMULATED_DEVICES = 4
+OPTIMIZERS = ("adamw", "adam", "sgd")
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What to train and how: the command line's options, with the same names and defaults.
+
+    Raises:
+        ValueError: If a number is out of range, or the optimizer is unknown.
+    """
+
+    strategy: str = "bucketed"
+    devices: int | None = None
+    simulate: bool = False
+    steps: int = 200
+    data: str | None = None
+    model: str = "byte"
+    bucket_mb: float | None = None
+    compression: str = "none"
+    batch_size: int = 32
+    microbatches: int = 1
+    learning_rate: float = 1e-3
+    optimizer: str = "adamw"
+    max_grad_norm: float | None = None
+    seed: int = 0
+    eval_every: int = 50
+    eval_batches: int = 4
+    checkpoint: str | None = None
+    checkpoint_every: int = 50
+    keep: int = 3
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks everything that can be checked before anything is loaded."""
+        for name in ("devices", "steps", "batch_size", "microbatches", "eval_batches", "keep"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} (={value}) must be a positive integer")
+        if self.eval_every < 0:
+            raise ValueError(f"eval_every (={self.eval_every}) must not be negative; 0 evaluates at the end only")
+        if self.checkpoint_every < 0:
+            raise ValueError(
+                f"checkpoint_every (={self.checkpoint_every}) must not be negative; 0 saves at the end only"
+            )
+        if self.resume and self.checkpoint is None:
+            raise ValueError(f"resume (={self.resume}) must come with checkpoint, the folder to go on from")
+        if not 0 <= self.seed < 2**31:
+            raise ValueError(f"seed (={self.seed}) must be at least 0 and below 2^31")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"learning_rate (={self.learning_rate}) must be a positive finite number")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm (={self.max_grad_norm}) must be positive")
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"unknown optimizer {self.optimizer!r}: one of {', '.join(OPTIMIZERS)}")
+        if self.devices is not None:
+            self.check_batch_size(self.devices)
+
+    def check_batch_size(self, num_ranks: int) -> None:
+        """Checks that the batch divides evenly.
+
+        Raises:
+            ValueError: If ``batch_size`` is not divisible by ``num_ranks x microbatches``.
+        """
+        if self.batch_size % (num_ranks * self.microbatches):
+            raise ValueError(
+                f"batch_size (={self.batch_size}) must be divisible by devices x microbatches "
+                f"(={num_ranks} x {self.microbatches})"
+            )

@@ -1,0 +1,347 @@
+"""The training step that a plan describes, built from shapes alone and compiled for the plan's target.
+
+    plan     step
+    -------  --------------------------------------------------------------------------------------------------------
+    tp = 1   ``Trainer`` with ``bucketed``, ``zero1``, ``zero2`` or ``zero3``, by the plan's stage
+    tp > 1   the feed-forward model sharded over a grid of FSDP x TP devices, as plain ``jit`` with shardings
+
+Parameters are float32, or bfloat16 if the plan has 2 bytes for them. The optimizer is AdamW with float32 moments, plus
+a float32 master if the plan has 12 bytes of optimizer state. Matrix products, parameter gathers of stage 3 and gradient
+reductions use the plan's dtype. At stage 3 the feed-forward model is a stack of blocks under a scan, at other stages,
+which reduce gradients in buckets, a list of blocks.
+
+On the grid, arrays are annotated with the axes ``fsdp`` (X) and ``tp`` (Y), and XLA's partitioner adds the collectives:
+
+    array                     sharding                     in use, one block at a time
+    ------------------------  ---------------------------  ------------------------------------------
+    gate, up    [L, D, F]     [L, D / X, F / Y]            gathered over fsdp in the plan's dtype: [D, F / Y]
+    down        [L, F, D]     [L, F / Y, D / X]            likewise: [F / Y, D]
+    batch       [K, B/K, D]   [K, B / (K X), D]            products with up are split over tp, those with down reduced
+
+Blocks are iterations of a scan, so compile time does not depend on their number. The backward keeps the inputs of the
+blocks and the results of their first products, and gathers parameters again. The optimizer updates shards.
+
+References:
+    Xu et al., GSPMD: General and Scalable Parallelization for ML Computation Graphs, 2021.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from .. import targets
+from ..compiled.memory import state_formula
+from ..ddp.bucketed import bucketed
+from ..models import TransformerConfig, abstract
+from ..planning.cost.memory import StateBytes, state_bytes
+from ..planning.plan import Plan
+from ..scopes import METRICS_SCOPE, OPTIMIZER_SCOPE
+from ..strategy import Strategy
+from ..targets.compile import check_installed, start_compile_for_target
+from ..targets.job import Pending
+from ..training.step import TrainState
+from ..training.train import Trainer
+from ..zero import layer, zero1, zero2, zero3
+
+DTYPES = ("bfloat16", "float16", "float32")
+_LEARNING_RATE = 1e-3
+_FSDP, _TP = "fsdp", "tp"
+_SPECS = {
+    "gate": PartitionSpec(None, _FSDP, _TP),
+    "up": PartitionSpec(None, _FSDP, _TP),
+    "down": PartitionSpec(None, _TP, _FSDP),
+}
+_KEPT = "jaxddp.kept"
+
+
+class PlannedStep(NamedTuple):
+    """A step being compiled.
+
+    Attributes:
+        state: Its state argument, of ``jax.ShapeDtypeStruct``.
+        exact: Bytes of parameters, gradients and optimizer state on a device, with padding and replicated leaves,
+            without counters.
+        collectives: ``(kind, bytes)`` that the library plans; None where XLA chooses them.
+        pending: Gives the program.
+    """
+
+    state: TrainState
+    exact: StateBytes
+    collectives: list[tuple[str, int]] | None
+    pending: Pending
+
+    @property
+    def counter_bytes(self) -> int:
+        """Bytes of the optimizer's scalars."""
+        leaves = jax.tree.leaves(self.state.opt_state)
+        return sum(leaf.dtype.itemsize for leaf in leaves if leaf.ndim == 0)
+
+
+class MasterState(NamedTuple):
+    """State of ``with_master``: float32 parameters, and the state of the optimizer that updates them."""
+
+    master: Any
+    inner: Any
+
+
+def start_planned_step(plan: Plan, dtype: str, config: TransformerConfig | None = None) -> PlannedStep:
+    """Starts to compile the step that a plan describes.
+
+    Args:
+        plan: For a target; its tokens must divide evenly over the data ranks.
+        dtype: The plan's, one of ``DTYPES``.
+        config: Sizes of the planned transformer; None for the feed-forward model.
+
+    Raises:
+        ValueError: If the target's compiler is missing, there are replicas, or sizes do not divide.
+    """
+    job, target = plan.job, targets.target(plan.job.cluster.name)
+    check_installed(target)
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype (={dtype!r}) must be one of {', '.join(DTYPES)} to be compiled")
+    if job.dp > 1:
+        raise ValueError(
+            f"fsdp x tp (={job.fsdp} x {job.tp}) must be the {target.num_devices} devices of {target.spec!r} to be "
+            "compiled, without replicas"
+        )
+    optimizer = optax.adamw(_LEARNING_RATE)
+    if job.per_parameter.optimizer > 2 * jnp.dtype(jnp.float32).itemsize:
+        optimizer = with_master(optimizer)
+    return (_on_ranks if job.tp == 1 else _on_grid)(plan, target, dtype, config, optimizer)
+
+
+def with_master(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Updates float32 master copies of the parameters; the parameters are their rounded values.
+
+    Args:
+        inner: The optimizer of the masters.
+
+    Returns:
+        An optimizer whose updates are float32, to be added before rounding, as ``optax.apply_updates`` does.
+    """
+
+    def wide(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
+
+    def init(params: Any) -> MasterState:
+        master = wide(params)
+        return MasterState(master, inner.init(master))
+
+    def update(grads: Any, state: MasterState, params: Any) -> tuple[Any, MasterState]:
+        updates, inner_state = inner.update(wide(grads), state.inner, state.master)
+        master = optax.apply_updates(state.master, updates)
+        rounded = jax.tree.map(lambda new, old: new.astype(old.dtype), master, params)
+        return jax.tree.map(jnp.subtract, wide(rounded), wide(params)), MasterState(master, inner_state)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _on_ranks(
+    plan: Plan,
+    target: targets.Target,
+    dtype: str,
+    config: TransformerConfig | None,
+    optimizer: optax.GradientTransformation,
+) -> PlannedStep:
+    job = plan.job
+    strategy = _strategy(plan, dtype)
+    if config is None:
+        loss_fn, params = _feed_forward(plan, as_stack=strategy.shards_params)
+        batch: Any = {"x": jax.ShapeDtypeStruct((plan.tokens, job.workload.tensors[0][1][0]), jnp.dtype(dtype))}
+    else:
+        loss_fn, params = abstract(config)
+        tokens = jax.ShapeDtypeStruct((plan.tokens // job.sequence_length, job.sequence_length), jnp.int32)
+        batch = {"tokens": tokens, "targets": tokens}
+    params = _in_dtype(params, _param_dtype(plan))
+    trainer = Trainer(
+        loss_fn if strategy.shards_params else lambda params, batch: loss_fn(_cast(params, dtype), batch),
+        optimizer, strategy, targets.mesh(target.spec), num_microbatches=plan.num_microbatches,
+        grad_dtype=None if strategy.shards_params else jnp.dtype(dtype),
+    )  # fmt: skip
+    state = trainer.abstract_state(params)
+    exact = state_formula(params, strategy, trainer.num_ranks, job.per_parameter)
+    return PlannedStep(state, exact, trainer.planned(state, batch), targets.start_compile(trainer, state, batch))
+
+
+def _on_grid(
+    plan: Plan,
+    target: targets.Target,
+    dtype: str,
+    config: TransformerConfig | None,
+    optimizer: optax.GradientTransformation,
+) -> PlannedStep:
+    job = plan.job
+    if config is not None:
+        raise ValueError(f"tp (={job.tp}) must be 1 for a transformer to be compiled: only feed-forward blocks are cut")
+    if job.stage != 3 and job.fsdp > 1:
+        raise ValueError(f"stage (={job.stage}) must be 3 for matrices cut by tp (={job.tp}) to be compiled")
+    if job.cluster.torus and not job.cluster.axes(job.fsdp, job.tp).is_exact:
+        sides = "x".join(map(str, job.cluster.torus))
+        raise ValueError(f"fsdp x tp (={job.fsdp} x {job.tp}) must be whole axes of {sides} each to be compiled")
+    _, stack = _feed_forward(plan, as_stack=True)
+    width = job.workload.tensors[0][1][0]
+    steps = plan.num_microbatches
+    batch = jax.ShapeDtypeStruct((steps, plan.tokens // steps, width), jnp.dtype(dtype))
+    params = _in_dtype(stack, _param_dtype(plan))
+    state, pending = start_grid_step(target, params, batch, optimizer, fsdp=job.fsdp, tp=job.tp)
+    # The sizes divide evenly, so nothing is padded.
+    exact = state_bytes(job.workload.num_params // job.tp, 3, job.fsdp, job.per_parameter)
+    return PlannedStep(state, exact, None, pending)
+
+
+def _strategy(plan: Plan, dtype: str) -> Strategy:
+    if plan.job.stage == 3:
+        return zero3(compute_dtype=dtype, gather_dtype=dtype, reduce_dtype=dtype)
+    cap_mb = plan.buckets.cap_mb if plan.buckets else None
+    return {0: bucketed, 1: zero1, 2: zero2}[plan.job.stage](cap_mb)
+
+
+def _feed_forward(plan: Plan, *, as_stack: bool) -> tuple[Callable[..., jax.Array], Any]:
+    """The feed-forward model's loss function and float32 parameters: one stack, or a list of blocks."""
+    workload = plan.job.workload
+    num_blocks = len(workload.unit_tensors)
+    one = workload.tensors[: workload.unit_tensors[0]]
+    leading = (num_blocks,) if as_stack else ()
+    params: Any = {
+        name.rpartition(".")[2]: jax.ShapeDtypeStruct((*leading, *shape), jnp.float32) for name, shape in one
+    }
+    unit = layer(lambda weights, x: block(weights, x))
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        x = batch["x"]
+        if as_stack:
+            x, _ = jax.lax.scan(lambda x, weights: (unit(weights, x), None), x, params)
+        else:
+            for weights in params:
+                x = unit(weights, x)
+        return _mean_square(x)
+
+    return loss_fn, params if as_stack else [params] * num_blocks
+
+
+def block(weights: Any, x: jax.Array, keep: Callable[[jax.Array], jax.Array] = lambda product: product) -> jax.Array:
+    """One block of the feed-forward model: ``x up down``, or gated ``(silu(x gate) * x up) down``.
+
+    Args:
+        weights: ``up [D, F]``, ``down [F, D]`` and optionally ``gate [D, F]``.
+        x: ``[tokens, D]``.
+        keep: Applied to the results of the first products.
+
+    Returns:
+        ``[tokens, D]``.
+    """
+    wide = {name: keep(x @ weight) for name, weight in weights.items() if name != "down"}
+    return (jax.nn.silu(wide["gate"]) * wide["up"] if "gate" in wide else wide["up"]) @ weights["down"]
+
+
+def _mean_square(y: jax.Array) -> jax.Array:
+    with jax.named_scope(METRICS_SCOPE):
+        return jnp.mean(jnp.square(y.astype(jnp.float32)))
+
+
+def start_grid_step(
+    target: targets.Target,
+    params: dict[str, jax.ShapeDtypeStruct],
+    batch: jax.ShapeDtypeStruct,
+    optimizer: optax.GradientTransformation,
+    *,
+    fsdp: int,
+    tp: int,
+) -> tuple[TrainState, Pending]:
+    """Starts to compile the feed-forward model's step on a grid.
+
+    Args:
+        target: Of ``fsdp x tp`` devices.
+        params: Stacks ``up [L, D, F]``, ``down [L, F, D]`` and optionally ``gate [L, D, F]``, in the dtype of the
+            update.
+        batch: ``[K, B / K, D]``, in the dtype of products and gathers.
+        optimizer: Its state must mirror the parameters.
+        fsdp: X.
+        tp: Y.
+
+    Returns:
+        The program's state argument, without step and key, and what gives the program.
+
+    Raises:
+        ValueError: If the sizes do not divide, or the target's compiler is missing.
+    """
+    _, width, hidden = params["up"].shape
+    for name, size, ranks, count in (("width", width, "fsdp", fsdp), ("hidden", hidden, "tp", tp)):
+        if size % count:
+            raise ValueError(f"{name} (={size}) must be divisible by {ranks} (={count})")
+    mesh = AbstractMesh(
+        (fsdp, tp), (_FSDP, _TP), axis_types=(AxisType.Auto,) * 2,
+        abstract_device=targets.mesh(target.spec).abstract_device,
+    )  # fmt: skip
+    empty: Any = ()
+    state = TrainState(empty, params, jax.eval_shape(optimizer.init, params), empty)
+    shardings = jax.tree_util.tree_map_with_path(lambda path, _: NamedSharding(mesh, _spec(path)), state)
+    pending = start_compile_for_target(
+        target, _grid_step(mesh, optimizer), (state, batch),
+        in_shardings=(shardings, NamedSharding(mesh, PartitionSpec(None, _FSDP))),
+        out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
+        donate_argnums=(0,),
+    )  # fmt: skip
+    return state, pending
+
+
+def _spec(path: Any) -> PartitionSpec:
+    """A leaf is sharded like the parameter whose name ends its path; other leaves are replicated."""
+    return _SPECS.get(getattr(path[-1], "key", ""), PartitionSpec())
+
+
+def _grid_step(mesh: AbstractMesh, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+    def place(array: jax.Array, *axes: str | None) -> jax.Array:
+        return lax.with_sharding_constraint(array, NamedSharding(mesh, PartitionSpec(*axes)))
+
+    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+        def one(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
+            # Cast before the gather, so that the gather uses the narrow dtype.
+            whole = {
+                name: place(weight.astype(x.dtype), *(axis if axis == _TP else None for axis in _SPECS[name][1:]))
+                for name, weight in weights.items()
+            }
+            y = block(whole, x, lambda product: checkpoint_name(place(product, _FSDP, _TP), _KEPT))
+            return place(y, _FSDP, None), None
+
+        policy = jax.checkpoint_policies.save_only_these_names(_KEPT)
+        return _mean_square(lax.scan(jax.checkpoint(one, policy=policy), x, params)[0])
+
+    def grads_of(params: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+        loss, grads = jax.value_and_grad(loss_fn)(params, x)
+        return loss, {name: place(grad, *_SPECS[name]) for name, grad in grads.items()}
+
+    def step(state: TrainState, batch: jax.Array) -> tuple[TrainState, jax.Array]:
+        loss, grads = grads_of(state.params, batch[0])
+        if len(batch) > 1:
+
+            def add(total: Any, x: jax.Array) -> tuple[Any, None]:
+                return jax.tree.map(jnp.add, total, grads_of(state.params, x)), None
+
+            (loss, grads), _ = lax.scan(add, (loss, grads), batch[1:])
+        with jax.named_scope(OPTIMIZER_SCOPE):
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+        return state._replace(params=params, opt_state=opt_state), loss
+
+    return step
+
+
+def _param_dtype(plan: Plan) -> Any:
+    return jnp.float32 if plan.job.per_parameter.parameter == 4 else jnp.bfloat16
+
+
+def _in_dtype(params: Any, dtype: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), params)
+
+
+def _cast(params: Any, dtype: str) -> Any:
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
