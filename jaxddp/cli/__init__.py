@@ -3,5 +3,6 @@
 train.py, train_options.py, train_loop.py, train_console.py   train: the command, its options, the run, its output
 inspect.py, inspect_console.py                                inspect: the command, its output
 plan.py, plan_console.py                                      plan: the command, its output
+quiet.py                                                      JAX without the lines of CUDA plugins
 interrupts.py                                                 Ctrl-C that is never lost
 """

@@ -228,7 +228,7 @@ def test_help_is_quick_and_lists_every_strategy_and_chip():
     code = (
         "import sys; from jaxddp.__main__ import main\n"
         "try: main(['inspect', '--help'])\n"
-        "finally: print([name for name in ('flax', 'rich', 'matplotlib', 'jaxddp.models', "
+        "finally: print([name for name in ('jax', 'flax', 'rich', 'matplotlib', 'jaxddp.models', "
         "'jaxddp.inspection.strategies') "
         "if name in sys.modules])"
     )

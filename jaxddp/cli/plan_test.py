@@ -217,12 +217,17 @@ def test_help_is_quick_and_lists_every_chip_and_option():
     code = (
         "import sys; from jaxddp.__main__ import main\n"
         "try: main(['plan', '--help'])\n"
-        "finally: print([name for name in ('flax', 'rich', 'jaxddp.models') if name in sys.modules])"
+        "finally: print([name for name in ('jax', 'flax', 'rich', 'jaxddp.models') if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     *words, imported = result.stdout.splitlines()
     assert imported == "[]"
     assert set(re.findall(r"[\w.]+", " ".join(words))) >= {*CHIPS, "seed_xl", "MiB", "custom", "xxl"}
+
+
+def test_a_plan_of_formulas_starts_no_jax():
+    code = "import sys; from jaxddp.__main__ import main; main(['plan']); sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=True)
 
 
 def test_interrupt_is_one_line_and_status_130():

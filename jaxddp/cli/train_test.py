@@ -159,7 +159,7 @@ def test_help_is_quick_and_lists_every_strategy_model_and_optimizer():
     code = (
         "import sys; from jaxddp.__main__ import main\n"
         "try: main(['train', '--help'])\n"
-        "finally: print([name for name in ('flax', 'rich', 'jaxddp.models', 'jaxddp.training.data') "
+        "finally: print([name for name in ('jax', 'flax', 'rich', 'jaxddp.models', 'jaxddp.training.data') "
         "if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -7,7 +7,6 @@ scaling.py      when a step is compute-bound, and the best split of devices
 overlap.py      exposed communication of gradient buckets, and the best number of buckets
 contention.py   compute and communication that slow each other down
 bandwidth.py    algorithm and bus bandwidth; latency and rate fitted to a sweep of sizes
-ownership.py    optimizer state sharded by whole tensors
 checks.py       argument checks
 testdata/       the figures of the accounting, each with its check
 """
