@@ -1,4 +1,4 @@
-"""Programs as compilers print them, for tests that read such text; ``make.py`` says which and makes them."""
+"""Compiled programs as text, for tests; ``make.py`` lists and makes them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ _FOLDER = Path(__file__).parent
 
 
 def fixture_names(pattern: str = "*") -> list[str]:
-    """Lists the programs.
+    """Lists the programs, sorted; each name is ``platform-program-jaxversion``.
 
     Args:
-        pattern: Of their names, such as ``"gpu-*"``.
-
-    Returns:
-        Names, sorted; each is ``platform-program-jaxversion``.
+        pattern: A glob, such as ``"gpu-*"``.
 
     Example:
         >>> fixture_names("tpu-bucketed-*")
@@ -25,26 +22,16 @@ def fixture_names(pattern: str = "*") -> list[str]:
 
 
 def load_fixture(name: str) -> str:
-    """Gives the text of a program.
-
-    Args:
-        name: One of ``fixture_names()``.
-
-    Returns:
-        The scheduled HLO module.
-    """
+    """Loads the scheduled HLO text of one of ``fixture_names()``."""
     return gzip.decompress((_FOLDER / f"{name}.hlo.gz").read_bytes()).decode()
 
 
 def handmade(*lines: str, others: str = "") -> str:
-    r"""Gives the text of a scheduled module.
+    """Builds the text of a scheduled module.
 
     Args:
         *lines: Instructions of its entry computation.
         others: Text of its other computations.
-
-    Returns:
-        The text.
 
     Example:
         >>> print(handmade("ROOT %x = f32[] parameter(0)"))

@@ -1,28 +1,27 @@
-"""Makes the programs of this folder anew.
+"""Compiles the programs of this folder.
 
     python -m jaxddp.compiled.testdata.make [platform-program ...]     all if none is named
 
-One run makes those of one version of JAX; the extra ``targets`` gives it the compilers. The files at hand come from
+One run makes those of one version of JAX; the extra ``targets`` installs the compilers. The current files come from
 
     jax      Python  made
     0.10.2   3.11    all
     0.11.2   3.12    all but the TPU's
     0.12.0.1 3.12    all
 
-The programs are those of 8 devices: simulated ones on CPUs, ``h100:8`` and ``v5p:8``. Models are ``tiny``.
+All are for 8 devices: simulated ones on CPUs, ``h100:8`` and ``v5p:8``. The model is ``tiny``.
 
     program      what                                                              on
     naive        the trainer's step                                                cpu gpu tpu
     bucketed     the trainer's step, ``bucketed(0.005)``                           cpu gpu tpu
-    auto         the same step of plain jit with replicated parameters, one block  gpu
+    auto         the same step as plain jit with replicated parameters, one block  gpu
     collectives  reduce-scatter, all-gather, permutation, all-to-all               cpu gpu tpu
     microbatch   the trainer's step of 3 micro-batches, a small MLP, one bucket    cpu gpu
-    loop         an all-reduce in a loop of 5 rounds                               cpu gpu tpu
+    loop         an all-reduce in a loop of 5 iterations                           cpu gpu tpu
     products     matrix products of bfloat16 and of float32 at highest precision,  gpu
                  a convolution
 
-The text is kept as printed, except for the tables and fields that tell where the Python was, and for
-``scheduling_name``, which repeats the name.
+The text is kept as printed, except for source locations and ``scheduling_name``, which repeats the name.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from jaxddp import models, targets
 from jaxddp.targets.compile import compile_for_target
 
 NUM_DEVICES = 8
-SEQUENCES_PER_DEVICE = 6  # not 8: a dim of the batch is told from one of the devices
+SEQUENCES_PER_DEVICE = 6  # not 8, to tell batch dims from device dims
 SPECS = {"gpu": f"h100:{NUM_DEVICES}", "tpu": f"v5p:{NUM_DEVICES}"}
 TINY = models.SIZES["tiny"]
 F32 = jnp.float32
@@ -73,7 +72,7 @@ def make_microbatch(platform: str) -> str:
 
 
 def make_auto(platform: str) -> str:
-    """Compiles the step that XLA makes parallel by itself."""
+    """Compiles a step that XLA partitions."""
     loss_fn, params = models.abstract(dataclasses.replace(TINY, num_layers=1))
     optimizer = optax.adamw(1e-3)
 
@@ -100,7 +99,7 @@ def make_collectives(platform: str) -> str:
 
 
 def make_loop(platform: str) -> str:
-    """Compiles a loop of 5 rounds, each a matrix product and an all-reduce."""
+    """Compiles a loop of 5 iterations of a matrix product and an all-reduce."""
 
     def on_rank(x: jax.Array) -> jax.Array:
         def one_round(x: jax.Array, _: None) -> tuple[jax.Array, None]:
@@ -138,13 +137,7 @@ PROGRAMS: dict[str, tuple[tuple[str, ...], Callable[[str], str]]] = {
 
 
 def scrub(text: str) -> str:
-    r"""Removes what tells where and from which Python a program was compiled.
-
-    Args:
-        text: Of a module.
-
-    Returns:
-        The text without tables of files and stack frames, and without the fields that point to them.
+    r"""Removes source locations from the text of a module.
 
     Example:
         >>> print(scrub('HloModule m\n\nFileNames\n1 "/a.py"\n\n  %x = copy(%y), metadata={op_name="n" source_line=3}'))

@@ -1,7 +1,7 @@
-"""The accounting of the source documents, and the checks that this package's functions give its values.
+"""The accounting of the source documents, and checks that this package computes the same values.
 
-``accounting.json`` has a row for every figure: what a document says, and what is right. A row whose right value is a
-number has a check here, in the file of its subject; ``accounting_test.py`` says where the rows in words are.
+``accounting.json`` has a row for every figure: the document's value and the right one. A row whose right value is a
+number has a check here, in the file of its subject.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ CHECKS: dict[str, Check] = {}
 
 
 def load_rows() -> dict[str, Row]:
-    """Gives the rows by their ids."""
+    """Loads the rows by id."""
     rows = json.loads((Path(__file__).parent / "accounting.json").read_text())
     assert len({row["id"] for row in rows}) == len(rows)
     return {row["id"]: row for row in rows}
 
 
 def checks(row_id: str) -> Callable[[Check], Check]:
-    """Registers the check of a row; a decorator."""
+    """Decorator that registers the check of a row."""
 
     def add(check: Check) -> Check:
         assert row_id not in CHECKS, row_id
@@ -40,12 +40,12 @@ def checks(row_id: str) -> Callable[[Check], Check]:
 
 
 def check_printed(ours: Any, printed: Any, digits: int = 4) -> None:
-    """Compares a value, or a tree of them, with what is printed.
+    """Compares a value, or a tree of values, with printed ones.
 
     Args:
-        ours: What a function gave.
-        printed: Integers must be equal; of other numbers the printed digits, up to one unit of the last.
-        digits: How many there are at least; zeros at the end are not printed.
+        ours: The computed value.
+        printed: Integers must be equal; other numbers up to one unit of the last printed digit.
+        digits: Least number of significant digits; trailing zeros are not printed.
     """
     if isinstance(printed, Mapping):
         assert list(ours) == list(printed)
@@ -64,12 +64,12 @@ def check_printed(ours: Any, printed: Any, digits: int = 4) -> None:
 
 
 def close(ours: Any, theirs: Any) -> bool:
-    """Whether two values, or arrays of them, are equal but for the rounding of the same terms in another order."""
+    """Whether two values or arrays are equal up to rounding."""
     return bool(np.allclose(ours, theirs, rtol=1e-12, atol=0))
 
 
 def _last_digit(printed: float, least_digits: int) -> float:
-    """One unit of the last printed digit: what is printed was rounded, in part from what was rounded before."""
+    """One unit of the last printed digit."""
     if printed == 0:
         return 1e-9
     mantissa = re.sub(r"e.*", "", repr(printed)).replace("-", "").replace(".", "").strip("0")

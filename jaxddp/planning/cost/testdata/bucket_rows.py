@@ -17,12 +17,12 @@ S_BYTES = 684_395_520
 
 
 def backward_specs(tensors: Shapes) -> list[TensorSpec]:
-    """Gives a model's gradients in reversed forward order."""
+    """A model's gradients in reversed forward order."""
     return [TensorSpec(name, shape, "float32") for name, shape in reversed(tensors)]
 
 
 def norms_last(tensors: Shapes) -> Shapes:
-    """Moves each block's norms behind its matrices, as a module that registers them so would have them."""
+    """Moves each block's norms after its matrices, like a module that registers them last."""
     blocks = [tensors[start : start + 9] for start in range(1, len(tensors) - 2, 9)]
     moved = [entry for block in blocks for entry in sorted(block, key=lambda entry: "_norm" in entry[0])]
     return (tensors[0], *moved, *tensors[-2:])
@@ -52,7 +52,7 @@ def _(row: Row) -> None:
         simulated = finish_s(ready, send) - n * c
         assert math.isclose(simulated, s / (n * w) + n * o, rel_tol=1e-12)  # rounding of n sums
         assert math.isclose(handout_tail_s(s, n, w, o), simulated, rel_tol=1e-12)
-        # The other reading, compute that takes as long as sending with its latency: nothing but the last is exposed.
+        # If compute takes as long as sending with its latency, only the last bucket is exposed.
         other = finish_s(np.cumsum([c + o] * n), send) - n * (c + o)
         assert math.isclose(other, s / (n * w) + o, rel_tol=1e-9)  # the difference of sums 200 times as large
     assert row["our_value"] == "same, exact (simulated)"
@@ -131,9 +131,9 @@ def _(row: Row) -> None:
         return (float(finish_s(*bucket_times_s(buckets, sizes, ready_s, rate, latency_s))) - backward_s) * 1e3
 
     fitted_s = 0.08995e-3
-    # One bucket cannot start before the backward's end: it tells what the step takes without communication.
+    # One bucket starts when the backward ends, so its tail is all of its communication.
     alone_ms = measured["bucketed_1000mb"] - tail_ms(plan_buckets(specs, 1000), fitted_s)
-    # Without buckets nothing is copied: to the rest of the step only the wait and the division come, as measured.
+    # Without buckets nothing is copied; the measured wait and division come on top of compute.
     waits = {each["variant"]: each["comm_mean_ms"] for each in load_rows()["T3.buckets"]["document_value"]}
     alone_without_buckets_ms = row["inputs"]["compute_only_mbs8_ms"] + waits["overlap"]
     for name, printed in row["our_value"].items():

@@ -12,7 +12,7 @@ from ..workload import feed_forward
 from . import Row, checks, close
 from .closed_forms import most_fsdp_ranks, most_ranks, most_tp_ranks
 
-# Three matrices, one egress rate, exact ring bytes. Any sizes will do, and D is to cancel.
+# Three matrices, one egress rate, exact ring bytes. Any sizes work, since D cancels.
 B, D, F = 300_000.0, 5120.0, 17_000.0
 GATED = feed_forward(width=int(D), hidden=int(F), num_matrices=3)
 H100 = DeviceRates(989.4e12, 450e9, 450e9)

@@ -1,4 +1,4 @@
-"""Rows on the documents' own measurements: what they say once they are subtracted from one another."""
+"""Rows on the documents' own measurements, and the differences between them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ XL = transformer(vocab=10_000, context=128, width=768, num_layers=16, num_heads=
 
 @checks("T1.claims")
 def _(row: Row) -> None:
-    """Words with the ratios in them that are numbers, and checked, in T1.allreduce."""
+    """The statement contains the ratios of T1.allreduce."""
     for ratios in load_rows()["T1.allreduce"]["our_value"]["nccl_over_gloo_speedup"].values():
         assert ", ".join(f"{ratio:.2f}" for ratio in ratios) in row["our_value"]
 
@@ -105,7 +105,7 @@ def _(row: Row) -> None:
     state_mib = state_bytes(XL.num_params, stage=0).total / MIB
     residual = row["inputs"]["peak_MiB"] - state_mib
     logits, largest = 4 * 16 * 128 * 10_000 / MIB, 4 * max(XL.tensor_elements) / MIB
-    workspace, buffers = 8.125, 2015.8 / 1024  # of the matrix library, and S.init_residual
+    workspace, buffers = 8.125, 2015.8 / 1024  # the matrix library's, and S.init_residual
     ours = {
         "states_MiB": state_mib,
         "residual_MiB": residual,

@@ -129,7 +129,7 @@ def _(row: Row) -> None:
     given = row["inputs"]
     xl = transformer(**sizes_of(10_000, 2560, 10_240, 32, 32))
     assert xl.num_params == given["params"]
-    gains = [math.prod(shape) for name, shape in xl.tensors if name.endswith("norm")]  # these stay whole
+    gains = [math.prod(shape) for name, shape in xl.tensors if name.endswith("norm")]  # not sharded
     cut = [math.prod(shape) for name, shape in xl.tensors if not name.endswith("norm")]
     ddp, sharded = (state_bytes(xl.num_params, stage, given["N"]).total / GIB for stage in (0, 1))
     fsdp = exact_state_bytes(cut, 3, given["N"], whole_elements=gains).total / GIB
@@ -263,7 +263,7 @@ def _(row: Row) -> None:
 @checks("S1.shapes")
 def _(row: Row) -> None:
     count, ranks = row["inputs"]["params"], row["inputs"]["N"]
-    # The walk-through counts the gradient twice in neither case: 6 + 6 + 12 elements, and 6 + 3 + 6.
+    # Elements: 6 + 6 + 12 for DDP, 6 + 3 + 6 for ZeRO-2.
     ours = {name: state_bytes(count, stage, ranks).total for name, stage in (("ddp", 0), ("zero2", 2))}
     check_printed({name: num_bytes / 4 for name, num_bytes in ours.items()}, row["our_value"]["per_rank_elements_fp32"])
     check_printed(ours, row["our_value"]["per_rank_bytes"])
@@ -280,7 +280,7 @@ def _(row: Row) -> None:
     before, after = (each["step_mean_ms"] for each in row["inputs"]["table"])
     size_bytes, printed = 4 * XL.num_params, row["our_value"]
     at_bus_ms = size_bytes / 4.0056e9 * 1e3
-    # The optimizer is the one pass over its state that halves: 89.53 ms of a step, in B.fit_simulated.
+    # Sharding halves the optimizer's pass over its state, 89.53 ms of a step in B.fit_simulated.
     half_ms = 89.53 / 2
     ours = {
         "delta_ms": after - before,

@@ -166,7 +166,7 @@ def _(row: Row) -> None:
 
 
 def book_model(hidden: int) -> tuple[Workload, DeviceRates]:
-    """A block, and the device of the book's round alpha of 2550 on three axes, two of them for FSDP."""
+    """A block, and the book's device with alpha = 2550 on three axes, two of them for FSDP."""
     return feed_forward(width=4096, hidden=hidden), DeviceRates(2550 * W, 2 * W, W)
 
 
