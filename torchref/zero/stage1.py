@@ -1,8 +1,8 @@
 """ZeRO stage 1: the optimizer's state is sharded.
 
-With replicated state, every rank repeats the same update of all parameters. Here each rank updates only its shard, and
-the all-reduce is split into its two halves: a reduce-scatter before the update and an all-gather after it. They send as
-many bytes as the all-reduce, and the optimizer's state and work are divided by the number of ranks N.
+Each rank updates its own shard of the parameters. The all-reduce of the gradients becomes a reduce-scatter before the
+update and an all-gather of the parameters after it: the same bytes, with the optimizer's state and work divided by the
+number of ranks N.
 
     ================ =========================== ==============================
     tensor           on each rank                bytes on each rank, AdamW, fp32
@@ -13,8 +13,8 @@ many bytes as the all-reduce, and the optimizer's state and work are divided by 
     ================ =========================== ==============================
 
     g[r]  = row r of the sum over ranks of pack(gradients) / N      reduce-scatter, bucket by bucket as they fill
-    p[r]  = chunk r of the parameters                               a view, nothing is sent
-    p[r] += optimizer(g[r], state[r], p[r])                         state[r] lives on rank r alone
+    p[r]  = chunk r of the parameters                               a view, no communication
+    p[r] += optimizer(g[r], state[r], p[r])                         state[r] is on rank r alone
     p     = unpack(p[0] ... p[N-1])                                 all-gather, bucket by bucket
 
     calls per step: two per bucket      bytes sent per rank: 2 (N-1)/N * parameter bytes

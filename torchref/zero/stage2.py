@@ -1,7 +1,7 @@
 """ZeRO stage 2: gradients are sharded as well.
 
-Stage 1 keeps full gradients until the step. Here a bucket's gradients are freed as soon as they are packed, and its
-buffer as soon as it is reduced: only this rank's shard outlives the bucket.
+Stage 1 keeps full gradients until the last micro-batch is reduced. Here each micro-batch reduce-scatters its buckets as
+they fill and frees them, and only shards are added up.
 
     ================ ============================ =========================================
     tensor           on each rank                 bytes on each rank, AdamW, fp32
@@ -17,8 +17,8 @@ buffer as soon as it is reduced: only this rank's shard outlives the bucket.
 
     calls per step: A + 1 per bucket for A micro-batches      bytes sent per rank: (A + 1) (N-1)/N * parameter bytes
 
-With ``accumulate="full"``, full gradients are accumulated over the micro-batches and sent once: the memory of stage 1
-up to the last micro-batch, and its speed.
+``accumulate="full"`` adds up full gradients and reduces them once, with the speed of stage 1, and its memory up to the
+last micro-batch.
 
 References:
     Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020,
@@ -72,14 +72,14 @@ class ZeRO2(ZeRO1):
         if accumulate not in ("shards", "full"):
             raise ValueError(f"accumulate (={accumulate!r}) must be 'shards' or 'full'")
         super().__init__(module, optimizer_cls, bucket_mb, **kwargs)
-        self.accumulate = accumulate
+        self.reduces_each_microbatch = accumulate == "shards"
 
     def _planned_collectives(self, num_microbatches: int) -> list[tuple[str, int]]:
-        num_earlier = num_microbatches - 1 if self.accumulate == "shards" else 0
+        num_earlier = num_microbatches - 1 if self.reduces_each_microbatch else 0
         return self._planned_reductions() * num_earlier + super()._planned_collectives(num_microbatches)
 
     def _on_ready(self, name: str) -> None:
-        if self._sync or self.accumulate == "full":
+        if self._sync or not self.reduces_each_microbatch:
             super()._on_ready(name)
             return
         if not self._ready:
