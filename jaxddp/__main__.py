@@ -1,8 +1,8 @@
-"""``python -m jaxddp COMMAND``: finds the command and turns what goes wrong into one line.
+"""``python -m jaxddp COMMAND``: runs the command and reports errors in one line.
 
 A command is a module with ``add_parser(commands)``, which adds an argparse parser whose default ``run`` is a function
-``(arguments) -> int | None``, the exit status if it is not 0. Such a module imports what is slow to import only when it
-runs, so that help comes at once.
+``(arguments) -> int | None``, the exit status if it is not 0. Such a module imports slow modules only when it
+runs, so that ``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Parser(argparse.ArgumentParser):
         return super().format_help()
 
     def error(self, message: str) -> NoReturn:
-        """Ends the program with one line, without the usage that argparse would put before it."""
+        """Ends the program with one line, without argparse's usage before it."""
         self.exit(2, f"error: {message}; see {self.prog} --help\n")
 
 
@@ -40,11 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command.
 
     Args:
-        arguments: Those of the command line when None.
+        arguments: Those of the command line if None.
 
     Returns:
-        The exit status: 0, 1 if a plan is not what was compiled, 2 after bad input, 130 after an interrupt. Other
-        exceptions are bugs and are not caught.
+        The exit status: 0, 1 if a compiled program differs from its plan, 2 after bad input, 130 after an interrupt.
+        Other exceptions are bugs and are not caught.
     """
     parser = _Parser(
         prog="python -m jaxddp", description="Data-parallel training that does what was planned.", allow_abbrev=False

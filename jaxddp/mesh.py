@@ -1,8 +1,8 @@
-"""The data mesh, and the start of ranks.
+"""The data mesh and the ranks on it.
 
-A rank is one device of a one-dimensional mesh whose axis is called ``"data"``. The same strategy code runs on
-three kinds of ranks: simulated CPU devices in one process, the accelerators of one machine, and the devices of
-several processes or hosts joined by ``jax.distributed``. This is the only file that makes a mesh of devices.
+A rank is one device of a one-dimensional mesh with axis ``"data"``. The same strategies run on three kinds of ranks:
+simulated CPU devices in one process, the accelerators of one machine, and the devices of several processes or hosts
+joined by ``jax.distributed``. This is the only file that makes a mesh of devices.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DATA_AXIS = "data"
 
 
 def simulate_devices(num_devices: int) -> None:
-    """Makes the CPU pose as several devices; call it before anything else uses JAX.
+    """Makes JAX show the CPU as several devices; call it before anything else uses JAX.
 
     Calling it again is harmless as long as enough devices exist.
 
@@ -49,11 +49,11 @@ def simulate_devices(num_devices: int) -> None:
 
 
 def mesh_of_machine(num_ranks: int | None, default_simulated: int) -> Mesh:
-    """Builds the mesh on the machine's accelerators, or where there are none on simulated CPU devices.
+    """Builds the mesh on the machine's accelerators, or on simulated CPU devices if it has none.
 
     Args:
         num_ranks: Number of ranks; when None all accelerators, or ``default_simulated`` CPU devices.
-        default_simulated: Devices that a CPU should pose as when ``num_ranks`` is None.
+        default_simulated: Number of simulated devices if ``num_ranks`` is None.
 
     Returns:
         The mesh, as ``data_mesh`` makes it.
@@ -61,8 +61,7 @@ def mesh_of_machine(num_ranks: int | None, default_simulated: int) -> Mesh:
     Raises:
         ValueError: If there are not that many devices, or none that JAX could start on.
     """
-    # Raises the number of CPU devices and leaves the choice of platform open; once JAX has started, what there is
-    # must do.
+    # Leaves the choice of platform open. Once JAX has started, the number of CPU devices cannot change.
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", num_ranks or default_simulated)
     try:
@@ -114,7 +113,7 @@ def platform_of(mesh: Mesh | AbstractMesh) -> str:
     """Gives the platform of a mesh's devices: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
 
     Args:
-        mesh: Of devices, or of a target.
+        mesh: A mesh of devices, or of a target.
     """
     if isinstance(mesh, AbstractMesh):
         return mesh.abstract_device.platform
@@ -125,8 +124,7 @@ def start_process(coordinator_address: str, num_processes: int, process_id: int)
     """Joins this process to a job of several processes, before anything else uses JAX.
 
     On CPU the processes communicate over Gloo, on GPUs over NCCL. Each process then sees every device of the job,
-    and ``data_mesh()`` spans them all. Call it again with ``jax.distributed.shutdown`` at the end, or let the
-    process exit.
+    and ``data_mesh()`` spans them all. The process leaves the job with ``jax.distributed.shutdown``, or when it exits.
 
     Args:
         coordinator_address: ``host:port`` of process 0.

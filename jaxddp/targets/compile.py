@@ -6,7 +6,7 @@
     compile  child process  ``process.py``: on the target's devices, with plugins and flags of its own
     read     this process   HLO text, memory and cost of the executable: a ``TargetProgram``
 
-Plugins, flags and the environment of this process stay as they are, and so do the devices of the machine.
+Plugins, flags and environment of this process do not change, and no device of the machine is used.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def start_compile_for_target(
     xla_flags: str = "",
     timeout_s: float = TIMEOUT_S,
 ) -> Pending:
-    """Traces a function here and starts to compile it for a target; as many compile at a time as there are CPUs.
+    """Traces a function here and starts to compile it for a target; at most one compilation runs for each CPU.
 
     Args:
         target: What to compile for.
@@ -61,7 +61,7 @@ def start_compile_for_target(
         timeout_s: Seconds that the compilation may take once it has started.
 
     Returns:
-        What gives the program with ``result()``.
+        The compilation; ``result()`` gives the program.
 
     Raises:
         TargetError: If the compiler for this target is not installed, or the shardings are of another mesh.
@@ -118,13 +118,13 @@ def compile_for_target(
 
 
 def check_installed(target: Target) -> None:
-    """Checks that what compiles for a target is installed.
+    """Checks that the compiler for a target is installed.
 
     Args:
         target: What to compile for.
 
     Raises:
-        TargetError: If not; it says which extra installs it.
+        TargetError: If it is not, with the extra that installs it.
     """
     if target.platform == "gpu":
         missing = [] if _has_cuda_plugin() and _has_ptxas() else ["the CUDA compiler"]
@@ -156,7 +156,7 @@ def _export(
     out_shardings: Any,
     donate_argnums: Sequence[int],
 ) -> tuple[bytearray, list[int]]:
-    """Traces, lowers and serializes a function; says which of its flat arguments are donated."""
+    """Traces, lowers and serializes a function; also gives which of its flat arguments are donated."""
     arg_is_key = [_is_key(leaf) for leaf in jax.tree.leaves(args)]
     key_impls: list[Any] = []
 
@@ -184,7 +184,7 @@ def _export(
     jitted = jax.jit(
         program, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=tuple(donate_argnums)
     )
-    # Custom calls may change from one jaxlib to the next; the child runs this one.
+    # Custom calls are not stable between versions of jaxlib; the child runs the same version.
     checks = [export.DisabledSafetyCheck.custom_call("ALL")]
     exported = export.export(jitted, platforms=[_LOWERED_FOR[target.platform]], disabled_checks=checks)(*plain_args)
     # Flat trees, because classes of the caller's trees may be unknown to the child.

@@ -1,8 +1,8 @@
-"""What XLA must be told about devices that are not there.
+"""How devices that are not here are described to XLA.
 
-The GPUs are described as in XLA's own list, https://github.com/openxla/xla, xla/backends/gpu/target_config/specs;
-XLA plans tilings and estimates times by these numbers, which for memory differ a little from the published ones
-(B200: 7.67 and 8 TB/s). TPUs are known to their compiler by name.
+The GPUs are described as in XLA's own list, https://github.com/openxla/xla, xla/backends/gpu/target_config/specs.
+XLA chooses tilings and estimates times by these numbers; memory bandwidths differ a little from the published ones
+(B200: 7.67 and 8 TB/s). The TPU compiler knows its chips by name.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A compilation for a target under way: the parent's side of ``process.py``.
+"""A running compilation for a target: the parent's side of ``process.py``.
 
 A thread of the parent writes the request, waits for the answer and reaps the child. The child ends when the parent
-closes its input, which happens however the parent ends; when the parent is interrupted while it waits; and when
-nobody can ask for the result any more.
+ends in any way (its input is closed), when the parent is interrupted while it waits, and when the ``Pending`` is
+garbage-collected.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _free_cpus = threading.BoundedSemaphore(os.cpu_count() or 1)
 
 
 class Pending:
-    """A compilation under way."""
+    """A running compilation."""
 
     def __init__(
         self, target: Target, request: Mapping[str, Any], environment: Mapping[str, str], timeout_s: float
     ) -> None:
-        """Starts it as soon as there is a CPU for it.
+        """Starts the compilation as soon as a CPU is free.
 
         Args:
-            target: What it compiles for.
-            request: What ``process.compile_request`` takes.
+            target: The target.
+            request: The argument of ``process.compile_request``.
             environment: The child's.
             timeout_s: Seconds that it may take once it has started.
         """
@@ -44,11 +44,11 @@ class Pending:
         self._job.start()
 
     def cancel(self) -> None:
-        """Ends it; harmless if done before."""
+        """Ends it; can be called again."""
         self._end()
 
     def result(self) -> TargetProgram:
-        """Waits for the program; what interrupts the wait ends the compilation.
+        """Waits for the program; an exception while waiting ends the compilation.
 
         Returns:
             The compiled program.
@@ -65,7 +65,7 @@ class Pending:
 
 
 class _Job:
-    """The child process and the thread that talks to it; it does not know its ``Pending``, which may be forgotten."""
+    """The child process and its thread; has no reference to its ``Pending``, so that this can be garbage-collected."""
 
     def __init__(self, target: Target, request: bytes, environment: Mapping[str, str], timeout_s: float) -> None:
         self._target, self._request = target, request

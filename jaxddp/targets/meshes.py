@@ -1,7 +1,7 @@
-"""Meshes of accelerators that programs can be compiled for without being there.
+"""Meshes of accelerators that are not here.
 
-Such a mesh carries the name of the target (``planning.chips.target``) and no devices: tracing and planning need no
-more, and ``compile.py`` compiles for it.
+Such a mesh has the name of a target (``planning.chips.target``) and no devices. Tracing and planning need no more, and
+``compile.py`` compiles for it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def target_of(mesh: Mesh | AbstractMesh) -> Target | None:
     """Gives the target that a mesh was made for; None if it is one of real devices.
 
     Args:
-        mesh: Any.
+        mesh: Any mesh.
 
     Raises:
         ValueError: If the mesh has neither devices nor a target.

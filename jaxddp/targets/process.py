@@ -7,7 +7,7 @@ and imports nothing of this package: JAX starts here with the environment that t
     parent -> child  8 bytes of length, then a pickled ``dict``: the request; the pipe stays open
     child -> parent  a pickled ``(kind, content)``: ``("compiled", dict)`` or ``("refused", text)``
 
-The child ends when its input does: so it never outlives its parent, however that ends.
+The child ends when its input is closed, so it never outlives its parent.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _end_with(pipe: BinaryIO) -> None:
 
 
 def _main() -> None:
-    # What the compilers print must not get between the bytes of the answer.
+    # Keeps the compilers' output out of the answer.
     answer_to = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     request = _read_request(sys.stdin.buffer)
@@ -79,7 +79,7 @@ def _main() -> None:
         answer = ("refused", f"{type(error).__name__}: {error}")
     pickle.dump(answer, answer_to)
     answer_to.flush()
-    os._exit(0)  # the interpreter's own farewell takes the plugins a second
+    os._exit(0)  # the interpreter's shutdown of the plugins takes a second
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What comes out of a compilation for a target: the program, or why there is none."""
+"""The result of a compilation for a target: the program, or the error."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class MemoryStats(NamedTuple):
 
 
 class TargetProgram:
-    """A program compiled for devices that are not here: it tells what ``jax.stages.Compiled`` tells, but cannot run.
+    """A program compiled for devices that are not here: it can be read like ``jax.stages.Compiled``, but cannot run.
 
     Attributes:
-        target: What it is compiled for.
+        target: The target.
     """
 
     def __init__(self, target: Target, text: str, memory: MemoryStats, cost: dict[str, float]) -> None:
-        """Holds what the compiler said."""
+        """Holds the compiler's output."""
         self.target = target
         self._text, self._memory, self._cost = text, memory, cost
 
@@ -47,7 +47,7 @@ class TargetProgram:
         return self._memory
 
     def cost_analysis(self) -> dict[str, float]:
-        """The compiler's own estimates by name; the one for GPUs gives none."""
+        """The compiler's estimates by name; XLA for GPUs gives none."""
         return self._cost
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -59,47 +59,47 @@ class TargetProgram:
         raise ValueError(f"this program is compiled for {self.target.spec!r}, which is not here: it cannot run")
 
     def __repr__(self) -> str:
-        """Says what it is compiled for."""
+        """Names the target."""
         return f"TargetProgram(target={self.target.spec!r})"
 
 
 class TargetError(ValueError):
-    """A program could not be compiled for a target: one line says why.
+    """A program could not be compiled for a target; the message is one line.
 
     Attributes:
-        details: All that the compiler said.
+        details: The compiler's full output.
     """
 
     def __init__(self, message: str, details: str = "") -> None:
-        """Takes the line, and what the compiler said."""
+        """Takes the line and the compiler's output."""
         super().__init__(message)
         self.details = details
 
 
 class TargetMemoryError(TargetError):
-    """A program does not fit into the memory of a target's devices, and so the compiler refused it.
+    """A program does not fit into the memory of a target's devices.
 
     Attributes:
-        needed_bytes: What it needs on each device.
-        available_bytes: What a device offers.
+        needed_bytes: Memory that it needs on each device.
+        available_bytes: Memory of a device.
     """
 
     def __init__(self, message: str, details: str, needed_bytes: int, available_bytes: int) -> None:
-        """Takes the line, what the compiler said, and the two sizes that it named."""
+        """Takes the line, the compiler's output, and the two sizes."""
         super().__init__(message, details)
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
 
 
 def refusal(target: Target, said: str) -> TargetError:
-    """Turns what a compiler said when it refused a program into an error.
+    """Turns a compiler's refusal into an error.
 
     Args:
-        target: What it was to compile for.
-        said: Its message, of any length.
+        target: The target.
+        said: The compiler's message.
 
     Returns:
-        A ``TargetMemoryError`` where it named the memory that is needed and there.
+        A ``TargetMemoryError`` if the message has both sizes of memory.
 
     Example:
         >>> from jaxddp.targets import target

@@ -1,8 +1,8 @@
-"""The one clock: how a duration is taken, and how many of them are put into words.
+"""The one clock: how durations are measured and summarised.
 
-JAX and CUDA return before the work is done, so a duration counts only from a moment when nothing is under way to a
-moment when the result is there. Everything that prints a time takes it with ``stopwatch`` and sums it up with
-``summarize``; a time is a median with the spread beside it, never a mean.
+JAX and CUDA return before the work is done, so the clock starts when no work is pending and stops when the result is
+ready. Everything that prints a time measures it with ``stopwatch`` and summarises it with ``summarize``: a median with
+its spread, never a mean.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Timings(NamedTuple):
     p90_ms: float
 
     def __str__(self) -> str:
-        """In words, with enough digits to compare by."""
+        """As text, with enough digits to compare."""
         digits = 0 if self.median_ms >= 100 else 1 if self.median_ms >= 10 else 3
         median, p10, p90 = (f"{value:,.{digits}f}" for value in self)
         return f"median {median} ms (p10 {p10}, p90 {p90})"
 
 
 def summarize(seconds: Sequence[float]) -> Timings:
-    """Sums up durations.
+    """Summarises durations.
 
     Args:
         seconds: At least one; percentiles between two of them are interpolated linearly.
@@ -61,14 +61,14 @@ def summarize(seconds: Sequence[float]) -> Timings:
 def stopwatch(
     function: Callable[..., Result], *args: Any, wait: Callable[[Any], Any] = jax.block_until_ready
 ) -> tuple[Result, float]:
-    """Calls a function and says how long its result took.
+    """Calls a function and measures the time until its result is ready.
 
-    The arguments are waited for before the clock starts, so that work begun earlier is not counted.
+    It waits for the arguments before the clock starts, so that earlier work is not counted.
 
     Args:
-        function: What is timed.
+        function: The function to time.
         *args: Its arguments.
-        wait: Returns when the value that it is given is there; for PyTorch on a GPU
+        wait: Blocks until a value is ready; for PyTorch on a GPU
             ``lambda _: torch.cuda.synchronize()``.
 
     Returns:

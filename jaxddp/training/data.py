@@ -1,9 +1,9 @@
-"""Text to train on: bytes of files, cut into windows, in batches that depend on the seed and the step alone.
+"""Text to train on: bytes of files, cut into windows, in batches that depend only on the seed and the step.
 
 A text of ``B`` bytes holds ``(B - 1) // T`` windows of ``T = context`` tokens; window ``i`` reads the bytes from
 ``i T`` on and predicts the bytes from ``i T + 1`` on, so every byte but the first is predicted exactly once. The last
-windows are held out. The others are permuted anew in every epoch, and step ``s`` takes numbers
-``s b`` to ``(s + 1) b - 1`` of the endless row of epochs: a run can be resumed, or repeated on another number of ranks.
+windows are held out. The others are permuted again in every epoch, and step ``s`` takes windows ``s b`` to
+``(s + 1) b - 1`` of the concatenated epochs: a run can be resumed, or repeated on another number of ranks.
 
     ============================  =========================  ====================================
     array                         global batch               on rank r of N
@@ -12,7 +12,7 @@ windows are held out. The others are permuted anew in every epoch, and step ``s`
     rows of the global batch      0 ... b - 1                r b / N ... (r + 1) b / N - 1
     ============================  =========================  ====================================
 
-NumPy only, and no communication: every rank picks its own rows.
+NumPy only, and no communication: every rank selects its own rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LEFT_OUT_OF_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_
 
 
 class Corpus:
-    """Real text, byte by byte: the vocabulary is 256.
+    """Real text, one token a byte: the vocabulary is 256.
 
     Example:
         >>> corpus = Corpus(context=64)  # the standard library's own sources
@@ -49,7 +49,7 @@ class Corpus:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, *, context: int = 128, holdout: float = 0.05):
-        """Reads the text into memory, one byte for each byte.
+        """Reads the text into memory.
 
         Args:
             path: A file, or a folder of which every text file is read, sorted by relative path; hidden files and
@@ -108,8 +108,8 @@ class Corpus:
     def validation_batches(self, batch_size: int, max_batches: int | None = None) -> Iterator[Batch]:
         """Gives the held-out windows, each once and always in the same order.
 
-        Each batch takes windows from all over the held-out part, so a few batches stand for all of it; what would not
-        fill a last batch is left out.
+        Each batch takes windows from all over the held-out part, so a few batches represent all of it. An incomplete
+        last batch is left out.
 
         Args:
             batch_size: Examples in each batch.
@@ -167,7 +167,7 @@ class RandomTokens:
 
 
 def _rows(step: int, batch_size: int, seed: int, rank: int, num_ranks: int) -> slice:
-    """Checks what a batch is asked for by, and says which of its rows are the rank's."""
+    """Checks the arguments of ``batch`` and gives the rank's rows."""
     if step < 0:
         raise ValueError(f"step (={step}) must not be negative")
     if seed < 0:
@@ -228,7 +228,7 @@ def _files_below(folder: Path, left_out: Iterable[str] = ()) -> list[str]:
 
 
 def _join(paths: Iterable[Path]) -> tuple[bytearray, int]:
-    """Reads text files end to end, and counts them; binary ones are passed over, mostly without reading them whole."""
+    """Concatenates text files and counts them; skips binary ones, mostly without reading all of them."""
     text, num_files = bytearray(), 0
     for path in paths:
         with path.open("rb") as file:

@@ -1,7 +1,7 @@
-"""Data parallelism as JAX does it unasked: ``jit`` with replicated parameters and a sharded batch.
+"""The baseline of all strategies: plain ``jit`` with replicated parameters and a sharded batch.
 
-XLA's partitioner adds the reductions, merges them as it likes and schedules them by its own model of the network. It
-is what every strategy of this package is to be compared with, and computes the same metrics.
+XLA's partitioner adds the reductions, merges them, and schedules them by its own model of the network. The step
+computes the same metrics as the trainer's.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
 """``shard_map`` of functions of thousands of arrays, as one of few.
 
-A training state has an array for each parameter, with Adam three. What Shardy and XLA's partitioner do for one operand
-or result of a ``shard_map`` takes as long as there are others, so 10,000 take a hundred times as long as 1,000. Arrays
-of one dtype that lie alike therefore go in and come out packed, ``PACK`` in one; no dtype is weak after that:
+A training state has one array for each parameter, with Adam three. Shardy and XLA's partitioner take time quadratic in
+the operands and results of a ``shard_map``: 10,000 take a hundred times as long as 1,000. Arrays of one dtype and one
+sharding therefore go in and come out packed, ``PACK`` in one; their dtypes are no longer weak:
 
     array                        over all ranks                 on each rank
     ---------------------------  -----------------------------  ------------------------------------------
     whole on every rank, [..]    [1, n] of a pack [1, width]    [1, n] of a pack [1, width], as [..]
     shards, [1, .., N c]         [N, c] of a pack [N, width]    [1, c] of a pack [1, width], as [1, .., c]
 
-What else there is, batches, keys, stacks of layers cut by rows, what a compression remembers, travels by itself.
+All other arrays are passed one by one: batches, keys, stacks of layers cut by rows, the state of a compression.
 
-Nothing is copied for it: a slice of a concatenation is what was concatenated, and once the program is partitioned XLA
-simplifies it to that. What is left is the program of ``jax.shard_map`` (``packing_test.py`` compares the two).
+Packing copies nothing: once the program is partitioned, XLA simplifies a slice of a concatenation to the array that was
+concatenated. What is left is the program of ``jax.shard_map`` (``packing_test.py`` compares the two).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def shard_map(
     """Maps a function over the ranks of a mesh, as ``jax.shard_map(..., check_vma=False)`` does.
 
     Args:
-        function: Of each rank's parts.
+        function: Of each rank's parts of the arrays.
         mesh: One-dimensional, of devices or of a target.
         in_specs: Trees of ``PartitionSpec``, prefixes of the arguments.
-        out_specs: The same of the results.
+        out_specs: The same for the results.
 
     Returns:
         A function of arrays over all ranks, to be compiled by ``jax.jit``: packs are copies until XLA has simplified.
@@ -75,20 +75,20 @@ def shard_map(
 
 
 class _Group(NamedTuple):
-    """Arrays that travel as one, or an array that travels alone."""
+    """Arrays that are packed into one, or one array by itself."""
 
     places: list[int]  # among all
-    spec: PartitionSpec  # of what travels
-    is_split: bool = False  # into rows, one a rank
+    spec: PartitionSpec  # of the pack
+    is_split: bool = False  # into rows, one for each rank
     shapes: Sequence[tuple[int, ...]] = ()  # of each, the length of the last dimension left open
     widths: Sequence[int] = ()  # of each in a pack
 
 
 def _groups(arrays: Sequence[Any], specs: Sequence[PartitionSpec], axis: str, num_rows: int) -> list[_Group]:
-    """Says what travels with what.
+    """Groups arrays that are packed together.
 
     Args:
-        arrays: All of one side of the border.
+        arrays: All arguments, or all results.
         specs: How each lies over the ranks.
         axis: The axis of the ranks.
         num_rows: Of a pack of shards, on this side.
@@ -114,7 +114,7 @@ def _groups(arrays: Sequence[Any], specs: Sequence[PartitionSpec], axis: str, nu
 
 
 def _kind(array: Any, spec: PartitionSpec) -> tuple[Any, bool] | None:
-    """What arrays of a pack have in common: dtype, and whether they are shards; None of what travels alone."""
+    """What arrays of a pack share: the dtype, and whether they are shards; None for an array by itself."""
     if array.size == 0 or jnp.issubdtype(array.dtype, jax.dtypes.extended):
         return None
     if not any(spec):

@@ -1,16 +1,16 @@
-"""Where each leaf of a training state lies: whole on every rank, or cut into shards.
+"""Where each leaf of a training state lies: full on every rank, or cut into shards.
 
 =============== ===================== ====================== ======================
-leaf            stage 0               stage 1 and 2          stage 3
+leaf            replicated            zero1, zero2           zero3
 =============== ===================== ====================== ======================
-parameter       whole                 whole                  shards, small ones whole
-optimizer state whole                 shards where it mirrors a parameter, else whole
-step, key       whole                 whole                  whole
+parameter       full                  full                   shards, small ones full
+optimizer state full                  shards where it mirrors a parameter, else full
+step, key       full                  full                   full
 memory          each rank its own     none                   none
 =============== ===================== ====================== ======================
 
-A shard's leaf is one array of ``Cut.joined_shape``, which lies over the ranks along its last dimension. The
-compression's state of a parameter is one array as well, which lies over the ranks along its first dimension.
+The shards of a leaf are one array of ``Cut.joined_shape``, split over the ranks along its last dimension. The
+compression's state of a parameter is one array too, split over the ranks along its first dimension.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Leaf:
     """Where one leaf lies.
 
     Attributes:
-        shape: Whole.
+        shape: Of the full leaf.
         dtype: Its dtype.
-        cut: How it is cut; None if every rank has the whole.
+        cut: How it is cut into shards; None if every rank has all of it.
     """
 
     shape: tuple[int, ...]
@@ -50,21 +50,21 @@ class Leaf:
 
     @property
     def held(self) -> jax.ShapeDtypeStruct:
-        """The array that holds it, over all ranks."""
+        """The array over all ranks."""
         return jax.ShapeDtypeStruct(self.cut.joined_shape if self.cut else self.shape, self.dtype)
 
     @property
     def on_rank(self) -> jax.ShapeDtypeStruct:
-        """What one rank has of it."""
+        """One rank's part."""
         return jax.ShapeDtypeStruct(self.cut.shard_shape if self.cut else self.shape, self.dtype)
 
     @property
     def bytes_on_rank(self) -> int:
-        """Bytes that one rank has of it."""
+        """Bytes of one rank's part."""
         return self.on_rank.size * self.on_rank.dtype.itemsize
 
     def spec(self, axis: str) -> PartitionSpec:
-        """Says to ``shard_map`` and ``NamedSharding`` how its array lies over a mesh axis."""
+        """How the array lies over a mesh axis, for ``shard_map`` and ``NamedSharding``."""
         return self.cut.spec(axis) if self.cut else PartitionSpec()
 
 
@@ -73,8 +73,8 @@ class StateLayout:
     """How the state of one model lies over the ranks.
 
     Attributes:
-        params: The tree of the parameters, of ``Leaf``.
-        opt_state: The tree of the optimizer's state, of ``Leaf``.
+        params: A tree of ``Leaf`` like the parameters.
+        opt_state: A tree of ``Leaf`` like the optimizer's state.
         memory: State of the compression before the first step, NumPy arrays ``[num_ranks, ...]``.
     """
 
@@ -90,11 +90,11 @@ class StateLayout:
         return TrainState(whole, params, opt_state, whole, memory)
 
     def whole(self) -> Any:
-        """Describes the model: its parameters, whole."""
+        """Describes the full parameters."""
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self.params)
 
     def held(self) -> TrainState:
-        """Describes a state of step 0."""
+        """Describes a state of step 0, as it lies over the ranks."""
         params, opt_state = jax.tree.map(lambda leaf: leaf.held, (self.params, self.opt_state))
         step, key = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), jax.random.key(0)))
         return TrainState(step, params, opt_state, key, abstract(self.memory))
@@ -110,8 +110,8 @@ def state_layout(
     """Lays a model's training state out over ranks.
 
     Args:
-        params: A tree of whole arrays or ``jax.ShapeDtypeStruct``.
-        optimizer: Of the trainable ones.
+        params: A tree of full arrays or ``jax.ShapeDtypeStruct``.
+        optimizer: Of the trainable parameters.
         strategy: What it shards, and how (``cut``).
         num_ranks: Number of ranks.
         trainable: Predicate on a parameter's name; None trains all.

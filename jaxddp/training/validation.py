@@ -1,4 +1,4 @@
-"""What a trainer is handed: states and batches, checked, and described by shape and dtype alone."""
+"""Checks of states and batches, and their description by shape and dtype alone."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from .step import TrainState
 
 
 def check_alive(state: TrainState) -> None:
-    """Refuses a state that a step was given before: on jax 0.10 running a program on donated arrays ends the process.
-
-    Args:
-        state: Of arrays.
+    """Refuses a state that was donated to an earlier step: JAX 0.10 aborts the process when it runs on such arrays.
 
     Raises:
         ValueError: If it was donated.
@@ -25,14 +22,7 @@ def check_alive(state: TrainState) -> None:
 
 
 def as_arrays(state: TrainState) -> TrainState:
-    """Takes Python's numbers in a state for what they are, such as a learning rate that the user has set.
-
-    Args:
-        state: Its optimizer's state may hold numbers.
-
-    Returns:
-        The same of arrays.
-    """
+    """Turns Python numbers in an optimizer's state into arrays, such as a learning rate that the user has set."""
     if all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(state.opt_state)):
         return state
     return state._replace(opt_state=jax.tree.map(jnp.asarray, state.opt_state))

@@ -11,9 +11,9 @@ the backward and equal buckets stay apart, are dropped before scheduling unless 
     TPU       all-reduce-combiner                                  xla_disable_hlo_passes
 
 On GPUs a plan also has to survive the scheduler, which by default keeps one collective in flight and starts the next
-when a model of the target's own links says so, whatever the network is. It is told to start each as soon as its
-buffer is packed, and to let any number be in flight: they queue on one stream, in the order of the plan. Not at stage
-3, where what could start at once are the gathers of all units.
+when its model of the target's own links says so, whatever the network is. The options make it start each as soon as
+its buffer is packed, with any number in flight: they queue on one stream, in the order of the plan. zero3 goes without
+them, or the gathers of all units would start at once.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _START_EARLY = {
 
 
 def compile_options(strategy: Strategy, platform: str) -> dict[str, str | int | bool]:
-    """Says what keeps a strategy's plan, for ``jax.jit(f, compiler_options=...)`` or ``lowered.compile(...)``.
+    """Gives options that keep a strategy's plan, for ``jax.jit(f, compiler_options=...)`` or ``lowered.compile(...)``.
 
-    Passes that ``XLA_FLAGS`` already disables stay disabled: a program's own list would replace that one.
+    Passes that ``XLA_FLAGS`` disables stay disabled, although a program's list replaces that of the flags.
 
     Args:
         strategy: The strategy to be compiled.
@@ -62,7 +62,7 @@ def compile_options(strategy: Strategy, platform: str) -> dict[str, str | int | 
             "xla_gpu_all_reduce_combine_threshold_bytes": 0,
             "xla_gpu_all_gather_combine_threshold_bytes": 0,
             "xla_gpu_reduce_scatter_combine_threshold_bytes": 0,
-            # Older ones refuse a name they do not know. Gathers of stage 3 could all start at once, and would be held.
+            # Older versions refuse unknown names.
             **(_START_EARLY if _jaxlib_version() >= (0, 10, 2) and not strategy.shards_params else {}),
         }
     if platform == "tpu":
@@ -71,14 +71,14 @@ def compile_options(strategy: Strategy, platform: str) -> dict[str, str | int | 
 
 
 def configure(network: Network | float) -> None:
-    """Tells XLA's scheduler how fast the network is, for every GPU program of this process.
+    """Sets the speed of the network in XLA's scheduler, for every GPU program of this process.
 
-    What this package compiles needs no telling. It is for ``jit`` and other programs that leave the schedule to XLA,
-    which takes every network for the target's own links: at 50 GB/s per rank that costs 8 GPUs a tenth of a step
+    Programs of this package do not need it. It is for ``jit`` and other programs that leave the schedule to XLA,
+    which assumes the target's own links: at 50 GB/s per rank that costs 8 GPUs a tenth of a step
     (``docs/schedules.md``). Sets ``XLA_FLAGS``: call it before anything else uses JAX.
 
     Args:
-        network: What connects the GPUs, or 10^9 bytes per second that one of them can send.
+        network: The network of the GPUs, or 10^9 bytes per second that one of them can send.
 
     Raises:
         ValueError: If the network is out of range, or JAX has started.
@@ -93,7 +93,7 @@ def configure(network: Network | float) -> None:
         raise ValueError(f"network (={network}) cannot be told: JAX has started, call configure before that") from error
     options = {
         "nccl_op_launch_us": network.latency_us,
-        # Its unit is 10^9 bits. Told an eighth of the truth it starts earlier, which was seen to be better.
+        # The unit is 10^9 bits: at an eighth of the real speed XLA starts earlier, which measured better.
         "nic_speed_gbps": network.host_gb_per_s or network.gb_per_s,
         "chunk_prep_us": 1,
         "rtt_us": network.latency_us,
