@@ -18,8 +18,6 @@ FLOORS = (
      "tree", "loss", "scopes", "plain"),
     ("planning",),
 )  # fmt: skip
-# To be taken out of the code.
-TODAY = {("jaxddp.simulation.timeline", "jaxddp.cli.train_console"), ("jaxddp.cli.train_loop", "jaxddp.cli.train")}
 FLOOR = {folder: len(FLOORS) - floor for floor, folders in enumerate(FLOORS) for folder in folders}
 
 
@@ -59,8 +57,7 @@ def imports_of(path, modules, source=None):
 @functools.cache
 def graph_of(package):
     modules = modules_of(package)
-    graph = {name: set(imports_of(path, modules)) - {name} for name, path in modules.items()}
-    return {name: {other for other in imported if (name, other) not in TODAY} for name, imported in graph.items()}
+    return {name: set(imports_of(path, modules)) - {name} for name, path in modules.items()}
 
 
 def wrong_way(graph):
