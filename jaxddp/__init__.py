@@ -1,5 +1,6 @@
 """Distributed data parallelism, gradient buckets and ZeRO for JAX.
 
+    plain.py                          every strategy in its shortest form: read it first
     communication ddp zero training   the core: collectives, strategies, the trainer; with models and checkpoint
     compiled targets simulation       instruments: read compiled programs, compile for absent machines, simulate steps
     planning                          bucket plans, cost formulas, networks and chips; needs no framework

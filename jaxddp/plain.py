@@ -100,16 +100,7 @@ def bucketed(loss_fn, optimizer, params, mesh, bucket_bytes=25 * 2**20):
         params, opt_state = state
         loss, grads = _local_gradients(loss_fn, params, batch)
         leaves, structure = jax.tree.flatten(grads)
-        buckets: list[list[int]] = []
-        size = bucket_bytes
-        # The backward finishes the last layers first, so buckets fill in reverse order of the parameters. (Dictionaries
-        # are ordered by name instead: `plan_gradients` reads the true order off the traced backward.)
-        for i in reversed(range(len(leaves))):
-            if size + leaves[i].nbytes > bucket_bytes:  # a bucket closes before it would exceed its cap
-                buckets, size = [*buckets, []], 0
-            buckets[-1].append(i)
-            size += leaves[i].nbytes
-        for bucket in buckets:
+        for bucket in _fill_buckets(leaves, bucket_bytes):
             # The buffer depends on the gradients of its bucket only, so its all-reduce waits for no other.
             buffer, unflatten = ravel_pytree([leaves[i] for i in bucket])
             for i, mean in zip(bucket, unflatten(lax.pmean(buffer, "data")), strict=True):
@@ -213,6 +204,20 @@ def _local_gradients(loss_fn, params, batch):
 def _update(optimizer, grads, opt_state, params):
     updates, opt_state = optimizer.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
+
+
+def _fill_buckets(leaves, bucket_bytes):
+    """Groups the leaves, by index, into buckets of at most `bucket_bytes`; a larger leaf has one to itself."""
+    buckets: list[list[int]] = []
+    size = bucket_bytes
+    # The backward finishes the last layers first. (Dictionaries are ordered by name instead of by layer: the real
+    # `plan_gradients` reads the order off the traced backward.)
+    for i in reversed(range(len(leaves))):
+        if size + leaves[i].nbytes > bucket_bytes:
+            buckets, size = [*buckets, []], 0
+        buckets[-1].append(i)
+        size += leaves[i].nbytes
+    return buckets
 
 
 def _padded(x, num_ranks):

@@ -36,13 +36,11 @@ def naive(loss_fn, optimizer, module):
     opt = optimizer(params)
 
     def step(batch):
-        loss = loss_fn(module, batch)
-        loss.backward()
+        loss = _backward(loss_fn, module, batch)
         for param in params:
             dist.all_reduce(param.grad)  # a sum; returns when it is done
             param.grad /= dist.get_world_size()
-        opt.step()
-        opt.zero_grad()
+        _update(opt)
         return _mean(loss)
 
     return step
@@ -57,15 +55,13 @@ def flat(loss_fn, optimizer, module):
     opt = optimizer(params)
 
     def step(batch):
-        loss = loss_fn(module, batch)
-        loss.backward()
+        loss = _backward(loss_fn, module, batch)
         buffer = torch.cat([param.grad.flatten() for param in params])
         dist.all_reduce(buffer)
         buffer /= dist.get_world_size()
         for param, mean in zip(params, buffer.split([param.numel() for param in params]), strict=True):
             param.grad = mean.view_as(param)
-        opt.step()
-        opt.zero_grad()
+        _update(opt)
         return _mean(loss)
 
     return step
@@ -88,14 +84,12 @@ def overlapped(loss_fn, optimizer, module):
         param.register_post_accumulate_grad_hook(reduce)
 
     def step(batch):
-        loss = loss_fn(module, batch)
-        loss.backward()
+        loss = _backward(loss_fn, module, batch)
         while started:
             started.pop().wait()
         for param in params:
             param.grad /= dist.get_world_size()
-        opt.step()
-        opt.zero_grad()
+        _update(opt)
         return _mean(loss)
 
     return step
@@ -108,15 +102,7 @@ def bucketed(loss_fn, optimizer, module, bucket_bytes=25 * 2**20):
     """
     params = _broadcast(module)
     opt = optimizer(params)
-    started = []
-    buckets: list[list] = []
-    size = bucket_bytes
-    # The backward finishes the last layers first, so buckets fill in reverse order of the parameters.
-    for param in reversed(params):
-        if size + param.nbytes > bucket_bytes:  # a bucket closes before it would exceed its cap
-            buckets, size = [*buckets, []], 0
-        buckets[-1].append(param)
-        size += param.nbytes
+    buckets, started = _fill_buckets(params, bucket_bytes), []
 
     def reduce_if_full(bucket):
         if all(param.grad is not None for param in bucket):
@@ -128,16 +114,14 @@ def bucketed(loss_fn, optimizer, module, bucket_bytes=25 * 2**20):
             param.register_post_accumulate_grad_hook(lambda _, bucket=bucket: reduce_if_full(bucket))
 
     def step(batch):
-        loss = loss_fn(module, batch)
-        loss.backward()
+        loss = _backward(loss_fn, module, batch)
         while started:
             bucket, buffer, work = started.pop()
             work.wait()
             buffer /= dist.get_world_size()
             for param, mean in zip(bucket, buffer.split([param.numel() for param in bucket]), strict=True):
                 param.grad = mean.view_as(param)
-        opt.step()
-        opt.zero_grad()  # to None, which is how a bucket knows that it is not full
+        _update(opt)  # sets gradients to None, which is how a bucket knows that it is not full
         return _mean(loss)
 
     return step
@@ -152,8 +136,7 @@ def zero1(loss_fn, optimizer, module):
     params, shards, opt = _shard(module, optimizer)
 
     def step(batch):
-        loss = loss_fn(module, batch)
-        loss.backward()
+        loss = _backward(loss_fn, module, batch)
         # An all-reduce is a reduce-scatter and an all-gather. The update goes between the two, on 1/N of the elements.
         for param, shard in zip(params, shards, strict=True):
             shard.grad = _mean_shard(param.grad)
@@ -231,8 +214,7 @@ def zero3(loss_fn, optimizer, module):
         param.register_post_accumulate_grad_hook(reduce)
 
     def step(batch):
-        loss = loss_fn(module, batch)
-        loss.backward()
+        loss = _backward(loss_fn, module, batch)
         opt.step()
         return _mean(loss)
 
@@ -245,6 +227,30 @@ def _broadcast(module):
     for param in params:
         dist.broadcast(param.data, src=0)
     return params
+
+
+def _backward(loss_fn, module, batch):
+    """This rank's gradients of the loss of its own examples, in `.grad`; hooks run meanwhile."""
+    loss = loss_fn(module, batch)
+    loss.backward()
+    return loss
+
+
+def _update(opt):
+    opt.step()
+    opt.zero_grad()
+
+
+def _fill_buckets(params, bucket_bytes):
+    """Groups parameters into buckets of at most `bucket_bytes`; a larger parameter has one to itself."""
+    buckets: list[list] = []
+    size = bucket_bytes
+    for param in reversed(params):  # the backward finishes the last layers first
+        if size + param.nbytes > bucket_bytes:
+            buckets, size = [*buckets, []], 0
+        buckets[-1].append(param)
+        size += param.nbytes
+    return buckets
 
 
 def _shard(module, optimizer):
