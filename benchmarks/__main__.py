@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib import import_module
 from pathlib import Path
 
 from .harness.options import Options, Parser, add_options, read_options
@@ -30,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from .report.command import main as report
 
         return report(arguments[1:])
-    described = "\n".join(f"  {name:12} {summary}" for name, (_, summary, *_) in BENCHMARKS.items())
+    described = "\n".join(f"  {name:12} {one.summary}" for name, one in BENCHMARKS.items())
     parser = Parser(
         prog="python -m benchmarks",
         description=__doc__.splitlines()[0].replace("``", ""),
@@ -71,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             check_taken(name, options)
         with kept_interrupts(), lab_for(name, options) as options:
-            benchmark = import_module(f".{BENCHMARKS[name].module}", __package__)
+            benchmark = BENCHMARKS[name].module
             setup, line = benchmark.describe(options)
             if folder is None:
                 folder = new_run_folder(parsed.out, name)

@@ -1,9 +1,16 @@
-"""The benchmarks: each is a module with ``describe(options) -> (setup, line)`` and ``run(run, setup) -> bool``."""
+"""The benchmarks, one entry each.
+
+A benchmark is a folder with two files: ``benchmark.py`` has ``describe(options) -> (setup, line)`` and
+``run(run, setup) -> bool``, and ``section.py`` has ``section(rows)``, its tables and its part of the page.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import NamedTuple
+from importlib import import_module
+from types import ModuleType
+from typing import Any, NamedTuple
 
 from .harness.options import Options
 
@@ -16,67 +23,75 @@ class Benchmark(NamedTuple):
     """A benchmark.
 
     Attributes:
-        module: Its file.
+        folder: The name of its folder.
         summary: What it measures, in a line.
-        full_minutes: About what it takes on two cores of a laptop's kind; of collectives and lab the sum of parts that
-            were measured one by one.
+        full_minutes: Roughly how long it takes on the two cores of a laptop.
         quick_minutes: The same of its short form.
         takes: Names of the options that change it.
     """
 
-    module: str
+    folder: str
     summary: str
     full_minutes: int
     quick_minutes: int = 0
     takes: tuple[str, ...] = _EVERY
 
+    @property
+    def module(self) -> ModuleType:
+        """Its ``benchmark.py``, imported on first use."""
+        return import_module(f"benchmarks.{self.folder}.benchmark")
+
+    def section(self, rows: Sequence[Mapping[str, Any]]) -> Any:
+        """Makes its section of the page."""
+        return import_module(f"benchmarks.{self.folder}.section").section(rows)
+
     def minutes(self, quick: bool) -> int:
-        """About how long it takes."""
+        """Roughly how long it takes."""
         return self.quick_minutes if quick else self.full_minutes
 
 
 BENCHMARKS = {
     "main": Benchmark(
-        "suite.main_job", "a byte-level language model under every strategy in both frameworks", 5,
+        "main", "a byte-level language model under every strategy in both frameworks", 5,
         takes=(*_TRAINING, "strategies", "profile"),
     ),
     "strategies": Benchmark(
-        "strategies.benchmark", "the same beside what the frameworks do by themselves: jit, DDP, ZeRO, FSDP2", 5, 3,
+        "strategies", "the same beside what the frameworks do by themselves: jit, DDP, ZeRO, FSDP2", 5, 3,
         (*_TRAINING, "strategies", "profile"),
     ),
     "buckets": Benchmark(
-        "buckets.benchmark", "bucket sizes: measured beside predicted, in both frameworks", 6, 1,
+        "buckets", "bucket sizes: measured beside predicted, in both frameworks", 6, 1,
         (*_TRAINING, "bucket_mb"),
     ),
     "collectives": Benchmark(
-        "collectives.benchmark", "every collective by size, ranks and backend, with fitted latency and bandwidth",
+        "collectives", "every collective by size, ranks and backend, with fitted latency and bandwidth",
         20, 1, (*_MACHINE, "sizes_mb"),
     ),
     "scaling": Benchmark(
-        "scaling.benchmark", "strong and weak scaling, measured here and simulated up to 512 H100s", 5, 2,
+        "scaling", "strong and weak scaling, measured here and simulated up to 512 H100s", 5, 2,
         (*_TRAINING, "strategies", "target"),
     ),
     "memory": Benchmark(
-        "memory.benchmark", "what a step holds on each device, by ZeRO stage", 4, 1,
+        "memory", "what a step holds on each device, by ZeRO stage", 4, 1,
         ("quick", "batch_size", "model", "strategies", "target"),
     ),
     "gates": Benchmark(
-        "gates.benchmark", "what may not cost more than what: jit, DistributedDataParallel, ZeRO-1", 3, 3, _TRAINING
+        "gates", "what may not cost more than what: jit, DistributedDataParallel, ZeRO-1", 3, 3, _TRAINING
     ),
     "lab": Benchmark(
-        "lab.benchmark", "strategies, buckets and collectives over a slow network, made on this machine", 50, 2,
+        "lab", "strategies, buckets and collectives over a slow network, made on this machine", 50, 2,
         (*_TRAINING, "strategies", "bucket_mb", "sizes_mb", "profile"),
     ),
     "compile": Benchmark(
-        "compilation.benchmark", "how long compilation takes, for up to 512 devices and 10,000 parameters", 20,
+        "compilation", "how long compilation takes, for up to 512 devices and 10,000 parameters", 20,
         takes=("steps",),
     ),
-    "all": Benchmark("suite.all_job", "all but main and compile in one run; with --quick in some 10 minutes", 0),
+    "all": Benchmark("all", "all but main and compile in one run; with --quick in some 10 minutes", 0),
 }  # fmt: skip
 
 
 def check_taken(name: str, options: Options) -> None:
-    """Refuses options that a benchmark does not take; those of several go to whichever of them takes each.
+    """Refuses options that a benchmark does not take; lab and all pass each option to those that take it.
 
     Args:
         name: Of the benchmark.

@@ -18,15 +18,14 @@ from ..harness.options import Options
 from ..harness.ranks import chosen_ranks
 from ..harness.ratios import compare
 from ..harness.run import NotRun, Run, holds
-from ..harness.tables import markdown_table, terminal_table, write_markdown
+from ..report.section import show
 from ..strategies.benchmark import BATCH_SIZE, NUM_RANKS, NUM_WARMUP, QUICK_MODEL, check_memory, make_setup
-from ..training.frameworks import BETWEEN, FRAMEWORKS, measure_both
+from ..training.frameworks import FRAMEWORKS, measure_both
 from ..training.jax_side import gradient_shares
 from ..training.measure import AT_ONCE, FORWARD_BACKWARD, NUM_PROBED, Setup, SideResult, StrategySpec, all_reduce_label
 from ..training.steps import step_rows
-from .picture import draw_buckets
 from .prediction import Costs, Prediction, Shares, backward_s, fit_costs, judge, predict, regime, simulated, uniform
-from .table import COLUMNS, notes
+from .section import section
 
 MIB = 2**20
 MODEL = "lm_9m"
@@ -83,7 +82,7 @@ def run(this: Run, setup: Setup) -> bool:
         setup = replace(setup, probe_bytes=probe_sizes(found["gradient_bytes"]))
         rows = measure_both(this, dict.fromkeys(FRAMEWORKS, setup), partial(bucket_rows, shares))
         this.part(OPTIMA, lambda: optimum_rows(rows), is_derived=True)
-    show(this)
+    show(this, section(this.rows))
     return holds(this.rows)
 
 
@@ -226,33 +225,3 @@ def _share_row(setup: Setup) -> dict[str, Any]:
         "gradient_bytes": num_bytes,
         "check": "ok",
     }
-
-
-def show(this: Run) -> None:
-    """Makes the table, the notes and the picture of a run's rows."""
-    steps = [row for row in this.rows if row["part"] not in (BETWEEN, OPTIMA, SHARES)]
-    optima = [row for row in this.rows if "optimum_mb" in row]
-    marked = [row | {"best": _marks(row, optima)} for row in steps]
-    said = list(notes(this.rows, optima))
-    this.console.print()
-    of = [f"{row['framework']} on {row['ranks']}" for row in optima]
-    this.console.print(terminal_table(marked, COLUMNS, "; ".join(["steps by bucket size", *of])))
-    for note in said:
-        this.console.print(f"[dim]{note}[/dim]", soft_wrap=True)
-    write_markdown(this.folder, [markdown_table(marked, COLUMNS)], said)
-    written = ["table.md", "metrics.jsonl"]
-    if timed := [row for row in steps if "median_ms" in row]:
-        draw_buckets(timed, optima, this.folder / "buckets.png")
-        written.append("buckets.png")
-    this.console.print(f"\nwritten to {this.folder}: {', '.join(written)}", soft_wrap=True)
-
-
-def _marks(row: Mapping[str, Any], optima: Sequence[Mapping[str, Any]]) -> str:
-    names = {"measured_optimum_mb": "measured", "optimum_mb": "predicted"}
-    words = [
-        word
-        for one in optima
-        for key, word in names.items()
-        if one["framework"] == row.get("framework") and one[key] == row.get("bucket_mb")
-    ]
-    return "both" if len(words) == len(names) else "".join(words)

@@ -6,30 +6,48 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ..harness.tables import CHECK, Column, Table, field, numeric
+from ..harness.values import MIB, Row, by, counted, is_sound, listed, number, plain, short, spread, text
 from ..report.axis import linear, logarithmic
 from ..report.figure import Figure
 from ..report.lines import Curve, Point, draw_curves
 from ..report.section import Section
 from ..report.sentences import extremes, few_rounds, is_apart, left_out, of_group, time_of, timed
 from ..report.source import buckets_beside
-from ..report.steps import STEP_COLUMNS, group, name, step_table
-from ..report.table import CHECK, Column, Table, field, numeric
-from ..report.values import MIB, Row, by, counted, is_sound, listed, number, plain, short, signed, spread, text
+from ..report.steps import (
+    STEP_COLUMNS,
+    between_frameworks,
+    group,
+    how_ranks_run,
+    name,
+    step_table,
+    without_comparison,
+)
 
 _COMPUTED = (("predicted_ms", "predicted"), ("simulated_ms", "simulated"))
 _MICROSECONDS = "\N{GREEK SMALL LETTER MU}s"
+_LEFT_OUT = ("planned", "loss", "max diff")  # of the columns of a step, on the console
+
+
+def _with_deviation(name: str, key: str, unit: str = "ms", *, is_wide: bool = False) -> Column:
+    """A computed time and its standard deviation."""
+
+    def of(row: Row) -> tuple[float, ...] | None:
+        value, deviation = number(row, f"{key}_ms"), number(row, f"{key}_sd_ms")
+        return None if value is None else (value,) if deviation is None else (value, deviation)
+
+    return Column(name, of, unit, lambda both: " +- ".join(map(short, both)), is_wide)
+
+
 _COLUMNS = (
-    *STEP_COLUMNS[:-1],
-    numeric("predicted", "predicted_ms", unit="ms"),
-    numeric("s.d.", "predicted_sd_ms", unit="ms"),
+    *(replace(column, is_wide=column.is_wide or column.name in _LEFT_OUT) for column in STEP_COLUMNS[:-1]),
+    _with_deviation("predicted", "predicted"),
     numeric("error", "error_share", form=lambda share: f"{share:+.0%}"),
-    numeric("simulated", "simulated_ms", unit="ms"),
-    numeric("s.d.", "simulated_sd_ms", unit="ms"),
-    numeric("predicted", "predicted_exposed_ms", unit="ms exposed", form=signed),
-    numeric("s.d.", "predicted_exposed_sd_ms", unit="ms"),
-    numeric("simulated", "simulated_exposed_ms", unit="ms exposed", form=signed),
-    numeric("s.d.", "simulated_exposed_sd_ms", unit="ms"),
-    field("regime"),
+    _with_deviation("simulated", "simulated"),
+    _with_deviation("predicted", "predicted_exposed", "ms exposed"),
+    _with_deviation("simulated", "simulated_exposed", "ms exposed", is_wide=True),
+    Column("best", lambda row: text(row, "best")),
+    field("regime", is_wide=True),
     CHECK,
 )
 _OPTIMUM_COLUMNS = (
@@ -55,19 +73,50 @@ def section(rows: Sequence[Row]) -> Section:
     optima = [row for row in rows if number(row, "optimum_mb") is not None]
     # When gradients are ready goes into the predictions, and is none itself.
     steps = [row for row in rows if number(row, "optimum_mb") is None and "ready_shares" not in row]
+    steps = [row | {"best": _marks(row, optima)} for row in without_comparison(steps)]  # type: ignore[operator]
     figures = [figure for each, some in by(steps, group).items() if (figure := _figure(each, some, optima))]
     table = step_table("Steps by bucket size", steps, _COLUMNS)
-    tables = [replace(table, note=f"{table.note}; s.d.: standard deviation, by rounds drawn anew from those timed")]
+    tables = [replace(table, note=f"{table.note}; +-: standard deviation, from resampled rounds")]
     if optima:
         note = "by formula: equal buckets, where latency and the backward are all that counts"
         tables.append(Table("The best caps", _OPTIMUM_COLUMNS, optima, note))
     sentences = [sentence for each, some in by(steps, group).items() for sentence in _sentences(each, some, optima)]
     return Section(
         "Bucket sizes",
-        [*sentences, few_rounds(steps), left_out(rows)],
+        [*sentences, *between_frameworks(rows), few_rounds(steps), left_out(rows)],
         [*figures, *tables],
         buckets_beside(steps, optima),
+        _notes(steps),
     )
+
+
+def _notes(rows: Sequence[Row]) -> list[str]:
+    notes = [
+        "predicted: the step without communication, plus what an in-order pipeline of the real buckets leaves exposed."
+        " A gradient is ready by its share of the FLOPs of forward and backward, and sent in the time fitted to"
+        " all-reduces of the same rounds; while both are under way each runs at the rate measured for that (50 % is as"
+        " slow as one after the other)",
+        "check: ok if the result is right and the prediction within 15 % of the measured step",
+    ]
+    for row in [row for row in rows if "is_async" in row][:1]:
+        how = "asynchronous" if row["is_async"] else "synchronous (as XLA's are on CPUs), so all of them is exposed"
+        notes.append(
+            "simulated: the compiled schedule of jaxddp, on the fitted network and a device as fast as measured; its"
+            f" collectives are {how}; torchref compiles none"
+        )
+    return [how_ranks_run(timed(rows)), *notes]
+
+
+def _marks(row: Row, optima: Sequence[Row]) -> str:
+    """Whether a row's cap is the best one as measured, as predicted, or both."""
+    names = {"measured_optimum_mb": "measured", "optimum_mb": "predicted"}
+    found = [
+        word
+        for one in optima
+        for key, word in names.items()
+        if one.get("framework") == row.get("framework") and one.get(key) == row.get("bucket_mb")
+    ]
+    return "both" if len(found) == len(names) else "".join(found)
 
 
 def cap_mb(row: Row) -> float | None:

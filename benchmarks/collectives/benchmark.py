@@ -15,13 +15,13 @@ from ..harness.free_memory import free_bytes
 from ..harness.options import Options
 from ..harness.ranks import Ranks, num_gpus, ranks_of_machine
 from ..harness.run import Run, holds
+from ..report.section import show
 from .cases import NAMES, QUICK_NAMES
 from .forecast import START_S, Forecast, assumed_network, duration, forecast_s
+from .interleaving import MIN_ROUNDS, Batch
 from .part import Part, Setup, measure_part, missing
-from .picture import draw
+from .section import section
 from .sizes import asked_sizes, check_fit, in_words
-from .table import notes, print_tables, write_tables
-from .turns import MIN_ROUNDS, Batch
 
 RANKS = (2, 4, 6)  # as the source
 BUDGET_S, QUICK_BUDGET_S = 3.0, 1.0  # of timed rounds, for each size
@@ -84,11 +84,7 @@ def run(this: Run, setup: Setup) -> bool:
     for part in setup.parts:
         measure_part(this, setup, part, forecast)
         forecast.skip(part.key)
-    said = notes(this.rows)
-    print_tables(this.console, this.rows, said)
-    write_tables(this.folder, this.rows, said)
-    written = ["table.md", "metrics.jsonl", *draw(this.rows, this.folder)]
-    this.console.print(f"\nwritten to {this.folder}: {', '.join(written)}", soft_wrap=True)
+    show(this, section(this.rows))
     return holds(this.rows)
 
 

@@ -11,16 +11,15 @@ import pytest
 from rich.console import Console
 
 import jaxddp
-from benchmarks.collectives import benchmark as collectives
-from benchmarks.collectives import jax_side, part, picture, sizes
+from benchmarks.collectives import jax_side, part, sizes
 from benchmarks.collectives.benchmark import describe, run
 from benchmarks.collectives.cases import NAMES, QUICK_NAMES, check
 from benchmarks.collectives.fit import network_of
+from benchmarks.collectives.interleaving import Timed
 from benchmarks.collectives.part import Part, Setup
 from benchmarks.collectives.rows import rows_of
+from benchmarks.collectives.section import section
 from benchmarks.collectives.sizes import GIB, KIB, MIB
-from benchmarks.collectives.table import notes
-from benchmarks.collectives.turns import Timed
 from benchmarks.harness.options import Options
 from benchmarks.harness.ranks import Ranks, num_gpus
 from benchmarks.harness.run import Run
@@ -58,7 +57,6 @@ def measured(tmp_path_factory):
     this, by_ranks = Run(folder, console(), "collectives"), folder / "by-ranks.txt"
     with pytest.MonkeyPatch.context() as patch, by_ranks.open("w") as file:
         patch.setitem(sizes.HELD, "ring_all_gather", 1e9)
-        patch.setattr(picture, "NAMES", ("all_reduce", "send_recv"))  # pictures take time
         standard = [os.dup(1), os.dup(2)]
         for number in (1, 2):
             os.dup2(file.fileno(), number)
@@ -91,8 +89,7 @@ def test_every_backend_has_a_row_for_each_collective_and_size(measured):
 
 
 def run_from(rows, folder, monkeypatch):
-    """Goes on with a run that had these rows; pictures are left out."""
-    monkeypatch.setattr(collectives, "draw", lambda rows, folder: [])
+    """Goes on with a run that had these rows."""
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     this = Run(folder, console(), "collectives")
     holds = run(this, SETUP)
@@ -114,19 +111,16 @@ def test_fits_are_networks(measured):
     grown = [row for row in fits if row["collective"] == "all_reduce" and row["alpha_us"] is not None]
     for row in grown:
         assert network_of(measured.rows, row["framework"], 2, row["kind"]).gb_per_s == row["bus_gb_per_s"]
-        assert f"all_reduce, {row['backend']}, 2 ranks: a call costs {row['alpha_us']:.0f} us" in measured.printed
 
 
-def test_the_folder_holds_the_table_with_its_notes_and_the_pictures(measured):
+def test_the_folder_holds_the_table_with_its_notes(measured):
     folder, printed = measured.folder, measured.printed
     table = (folder / "table.md").read_text()
-    assert table.startswith("| collective | ranks | size | backend | time | p10-p90 | rounds | algbw | busbw |")
-    rows = [line for line in table.splitlines() if line.startswith("| ring_all_reduce | 2 | 256 KiB |")]
-    assert [row.split(" | ")[3] for row in rows] == ["XLA over Gloo", "XLA in-process", "Gloo"]  # side by side
+    assert table.startswith("| collective | framework | backend | ranks | size | call | p10-p90 | rounds | algbw |")
+    rows = [line for line in table.splitlines() if line.startswith("| ring-all-reduce |") and "| 256 KiB |" in line]
+    assert [row.split(" | ")[2] for row in rows[:3]] == ["XLA over Gloo", "XLA in-process", "Gloo"]  # side by side
     assert "algbw: bytes of the full buffer over the time" in table and "times the bandwidth of Gloo" in table
-    assert "| a rank sends | off by |" in table
-    pictures = {path.name for path in folder.glob("*.png")}
-    assert pictures == {"all_reduce.png", "send_recv.png", "ratios.png"}
+    assert "| a rank sends | worst error |" in table
     assert "about" in printed and f"written to {folder}: table.md" in printed
 
 
@@ -153,13 +147,13 @@ def test_a_part_that_fails_is_said_and_the_others_go_on(measured, tmp_path, monk
     again = run_from([row for row in measured.rows if row["backend"] != "Gloo"], tmp_path, monkeypatch)
     assert not again.holds and len(again.rows) < len(measured.rows)
     said = "Gloo, 2 ranks: FAILED: rank 1 of 2 failed: OSError: no network"
-    assert said in again.printed and f"- {said}" in (tmp_path / "table.md").read_text()
+    assert said in again.printed and f"| {said.split(': ', 1)[1]} |" in (tmp_path / "table.md").read_text()
 
 
 def test_kernels_are_explained_where_there_are_any(measured):
-    assert not any(said.startswith("kernel: ") for said in notes(measured.rows))
+    assert not any(said.startswith("kernel: ") for said in section(measured.rows).notes)
     on_gpu = next(row for row in measured.rows if "kernel" in row) | {"kernel": "TRITON_ONE_SHOT"}
-    assert any(said.startswith("kernel: ") for said in notes([on_gpu]))
+    assert any(said.startswith("kernel: ") for said in section([on_gpu]).notes)
 
 
 def test_a_wrong_result_is_marked_everywhere(measured, tmp_path, monkeypatch):

@@ -12,8 +12,8 @@ from jaxddp.planning.network import Network
 
 from ..harness.ranks import Ranks
 from ..lab.network import network
+from .interleaving import NUM_WARMUP, Batch, rounds_within
 from .sizes import in_words
-from .turns import NUM_WARMUP, Batch, rounds_within
 
 # Half of what the source found for Gloo, for here all ranks may have to share a few cores; and what it found for NCCL.
 CPUS, GPUS = Network(gb_per_s=0.5, latency_us=500.0), Network(gb_per_s=4.0, latency_us=100.0)

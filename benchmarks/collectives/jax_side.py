@@ -20,7 +20,7 @@ from jaxddp.mesh import DATA_AXIS, platform_of
 
 from ..harness.ranks import Ranks
 from .cases import ELEMENT_BYTES, RINGS, brought_length, expected, num_wrong, options_of, plan, size_of, values
-from .turns import Batch, Call, Job, Side, Timed, measure
+from .interleaving import Batch, Call, Job, Side, Timed, measure
 
 KINDS = {
     "all_reduce": "all-reduce",

@@ -22,9 +22,9 @@ from ..harness.run import FAILED, NOT_RUN, Run, is_failed
 from . import jax_side, torch_side
 from .fit import fit_rows
 from .forecast import Forecast
+from .interleaving import Batch, Found, Job, Side
 from .rows import in_order, rows_of
 from .sizes import fitting, in_words, launches
-from .turns import Batch, Found, Job, Side
 
 MAX_FAILED = 3  # sizes of a part that its processes did not survive
 

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..harness.ratios import compare
 from ..report.source import figures
 
 Row = Mapping[str, Any]
 
-NUM_RESAMPLES = 4000
 # XLA beside what torch has of the same kind, and NCCL beside Gloo, which is what the source compares.
 PAIRS = (
     ("XLA over NCCL", "NCCL"),
@@ -41,25 +41,6 @@ class Ratio(NamedTuple):
     high: float
 
 
-def ratio(ours_ms: Sequence[float], theirs_ms: Sequence[float]) -> tuple[float, float, float]:
-    """Compares two calls of the same bytes that were not timed in the same rounds.
-
-    Args:
-        ours_ms: Times by round.
-        theirs_ms: Likewise.
-
-    Returns:
-        Median of theirs over median of ours, and both ends of its 95 % interval from resampled rounds.
-    """
-    rng = np.random.default_rng(0)
-    ours, theirs = (
-        np.median(np.asarray(times)[rng.integers(0, len(times), (NUM_RESAMPLES, len(times)))], axis=1)
-        for times in (ours_ms, theirs_ms)
-    )
-    low, high = np.percentile(theirs / ours, [2.5, 97.5]).tolist()
-    return float(np.median(theirs_ms) / np.median(ours_ms)), low, high
-
-
 def ratios(rows: Iterable[Row], pair: tuple[str, str], num_ranks: int, name: str = "all_reduce") -> list[Ratio]:
     """Compares a pair of backends at every size at which both are right.
 
@@ -77,7 +58,8 @@ def ratios(rows: Iterable[Row], pair: tuple[str, str], num_ranks: int, name: str
         if row["check"] == "ok" and "rounds_ms" in row and (row["collective"], row["num_ranks"]) == (name, num_ranks):
             times.setdefault(row["backend"], {})[row["asked_bytes"]] = row["rounds_ms"]
     ours, theirs = (times[backend] for backend in pair)
-    return [Ratio(size, *ratio(ours[size], theirs[size])) for size in sorted(ours.keys() & theirs.keys())]
+    compared = {size: compare("", theirs[size], ours[size], 1.0, paired=False) for size in ours.keys() & theirs.keys()}
+    return [Ratio(size, one.ratio, one.low, one.high) for size, one in sorted(compared.items())]
 
 
 def source_points(backend: str, num_ranks: int) -> list[Mapping[str, Any]]:

@@ -9,7 +9,7 @@ from jaxddp.training.clock import summarize
 
 from ..harness.run import FAILED, NOT_RUN
 from .cases import NAMES, check, rates
-from .turns import Timed
+from .interleaving import Timed
 
 
 def rows_of(of_processes: Sequence[Sequence[Timed]], num_ranks: int) -> list[dict[str, Any]]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from ..harness.tables import CHECK, Column, Table, field, numeric
+from ..harness.values import Row, buffer_bytes, by, is_sound, number, percent, short, size, span, spread, text
 from ..report.axis import Axis, logarithmic
 from ..report.figure import NUM_STYLES, Figure
 from ..report.lines import Curve, Point, draw_curves
 from ..report.section import Section
 from ..report.sentences import extremes, left_out, time_of, timed
 from ..report.source import collectives_beside
-from ..report.steps import group, ranks
-from ..report.table import CHECK, Column, Table, field, numeric
-from ..report.values import Row, buffer_bytes, by, is_sound, number, percent, short, size, span, spread, text
+from ..report.steps import collectives, group, ranks
+from .cases import NAMES
+from .ratio import PAIRS, ratios, source_ratios
 
 
 def _interval(row: Row, low: str, high: str) -> tuple[float, float | None] | None:
@@ -32,6 +34,8 @@ def _size(row: Row) -> float:
     return buffer_bytes(row) or 0.0
 
 
+SHOWN_SIZES = 4
+_BACKENDS = ("XLA over NCCL", "NCCL", "XLA over Gloo", "XLA in-process", "Gloo")
 _MICROSECONDS = "\N{GREEK SMALL LETTER MU}s"
 _SIZES = [4.0**power for power in range(21)]
 _COLUMNS = (
@@ -42,13 +46,17 @@ _COLUMNS = (
     Column("size", buffer_bytes, form=size),
     numeric("call", "median_ms", unit="ms"),
     Column("p10\N{EN DASH}p90", spread, "ms", span),
+    numeric("rounds", "num_rounds", form=lambda value: f"{value:.0f}"),
     numeric("algbw", "algbw_gb_per_s", unit="GB/s"),
     numeric("busbw", "busbw_gb_per_s", unit="GB/s"),
+    collectives("planned"),
+    collectives("found", "compiled"),
     field("kernel"),
     CHECK,
 )
 _FIT_COLUMNS = (
     *_COLUMNS[:4],
+    numeric("sizes", "num_sizes", form=lambda value: f"{value:.0f}"),
     numeric("latency", "alpha_us", unit=_MICROSECONDS),
     Column("95 % interval", partial(_interval, low="alpha_low_us", high="alpha_high_us"), _MICROSECONDS, _ends),
     numeric("rate", "gb_per_s", unit="GB/s"),
@@ -76,15 +84,111 @@ def section(rows: Sequence[Row]) -> Section:
     placed = [row for row in calls if is_sound(row) and number(row, "median_ms") and _size(row)]
     styles = {each: style for style, each in enumerate(by(placed, group))}
     figures = [figure for name, some in by(placed, collective).items() for figure in _figures(name, some, styles)]
-    tables = [Table("Calls by collective and size", _COLUMNS, calls)]
+    figures += filter(None, [_ratio_figure(placed)])
+    calls, fits = sorted(calls, key=_order), sorted(fits, key=_order)
+    shown = _shown_sizes(calls)
+    tables = [
+        Table("Calls by collective and size", _COLUMNS, calls, group=collective,
+              is_brief=lambda row: _size(row) in shown)
+    ]  # fmt: skip
     if fits:
         note = (
             "of a call: time = latency + bytes of the buffer / rate; rate: the algbw of a large buffer; a rank sends:"
             " its busbw, the rate times the collective's bus factor, with the rate's interval times the same"
         )
         tables.append(Table("What the sizes of one collective have in common", _FIT_COLUMNS, fits, note))
-    return Section(
-        "Collectives by size", [*_sentences(calls), left_out(rows)], [*figures, *tables], collectives_beside(rows)
+    compared = _ratio_rows(placed)
+    if compared:
+        note = "the two did not run at the same time: the intervals are of rounds resampled on either side"
+        tables.append(Table("Bandwidth of one backend over another's, all-reduce", _RATIO_COLUMNS, compared, note))
+    sentences = [*_sentences(calls), *map(_in_words, _largest(compared)), left_out(rows)]
+    notes = [*_NOTES, *([_KERNEL_NOTE] if any(text(row, "kernel") for row in rows) else [])]
+    return Section("Collectives by size", sentences, [*figures, *tables], collectives_beside(rows), notes)
+
+
+_NOTES = (
+    "time: of a round the slowest rank's; median and p10-p90 over rounds. The collectives of a size take turns, with a"
+    " barrier before each call; backends run one after the other, in processes of their own",
+    "algbw: bytes of the full buffer over the time of a call; busbw: algbw times the share of the buffer that a rank"
+    " has to send: 2 (N-1)/N of an all-reduce, (N-1)/N of a reduce-scatter or all-gather, else 1; it compares with the"
+    " speed of the links, whatever the number of ranks",
+    "planned and found: AR all-reduce, RS reduce-scatter, AG all-gather, ATA all-to-all (which replaces XLA's"
+    " reduce-scatter over Gloo), CP collective-permute, SR send-recv, B broadcast, R reduce; XLA's are read back from"
+    " the compiled program, torch's are those issued. jaxddp's broadcast and reduce are all-reduces, because XLA lacks"
+    " them on some backends",
+    "XLA writes into new buffers; torch's all_reduce and broadcast work in place; on CPUs both keep freed memory",
+    "simulated devices (XLA in-process) copy within one memory and send nothing",
+)
+_KERNEL_NOTE = "kernel: how XLA runs a collective on GPUs; DEFAULT is NCCL's, the others are XLA's own"
+_RATIO_COLUMNS = (
+    field("backends", "pair"),
+    numeric("ranks", "num_ranks", form=lambda value: f"{value:.0f}"),
+    numeric("size", "size_bytes", form=size),
+    numeric("ratio", "ratio", form=lambda value: f"{value:.2f}"),
+    Column("interval", lambda row: (row["low"], row["high"]), "95 %", span),
+)
+
+
+def _ratio_rows(rows: Sequence[Row]) -> list[Row]:
+    """Bandwidth ratios of every pair of backends, by number of ranks and size; the report's NCCL over Gloo last."""
+    found: list[Row] = []
+    for num_ranks in sorted({row["num_ranks"] for row in rows if number(row, "num_ranks")}):
+        by_pair = {" / ".join(pair): ratios(rows, pair, num_ranks) for pair in PAIRS}
+        if any(by_pair.values()):
+            by_pair["NCCL / Gloo in the assignment report"] = source_ratios(("NCCL", "Gloo"), num_ranks)
+        for pair, of_pair in by_pair.items():
+            for one in of_pair:
+                made = {"pair": pair, "num_ranks": num_ranks, "size_bytes": one.asked_bytes, "ratio": one.value}
+                found.append(made | {"low": one.low, "high": one.high, "check": ""})
+    return found
+
+
+def _ratio_figure(rows: Sequence[Row]) -> Figure | None:
+    compared = _ratio_rows(rows)
+    if not compared:
+        return None
+    named = by(compared, lambda row: f"{row['pair']}, {row['num_ranks']} ranks")
+    curves = []
+    for style, (name, some) in enumerate(named.items()):
+        points = [Point(row["size_bytes"], row["ratio"], (row["low"], row["high"])) for row in some]
+        curves.append(Curve(name, style % NUM_STYLES, points, is_dashed="report" in name))
+    ends = [value for row in compared for value in (row["low"], row["high"])]
+    drawing = draw_curves(
+        curves, logarithmic(map(_size, compared), size, _SIZES), logarithmic(ends), "size of the buffer", "ratio"
+    )
+    said = "Above 1 the first backend is faster; whiskers: 95 % interval, of the report one standard deviation."
+    return Figure("all-reduce: bandwidth over bandwidth", said, drawing, tuple(curve.key for curve in curves))
+
+
+def _largest(compared: Sequence[Row]) -> list[Row]:
+    """The ratio at the largest size of each pair measured here."""
+    measured = [row for row in compared if "report" not in row["pair"]]
+    return [some[-1] for some in by(measured, lambda row: (row["pair"], row["num_ranks"])).values()]
+
+
+def _in_words(row: Row) -> str:
+    ours, theirs = row["pair"].split(" / ")
+    return (
+        f"all-reduce of {size(row['size_bytes'])}, {row['num_ranks']} ranks: {ours} has {row['ratio']:.2f} times the"
+        f" bandwidth of {theirs} (95 % interval {row['low']:.2f} to {row['high']:.2f})."
+    )
+
+
+def _shown_sizes(rows: Sequence[Row]) -> set[float]:
+    """The sizes that a console shows: all of them if they are few, else the ends and one in the middle."""
+    sizes = sorted({_size(row) for row in rows if _size(row)})
+    few = sizes if len(sizes) <= SHOWN_SIZES else [sizes[0], sizes[len(sizes) // 2], sizes[-1]]
+    return {0.0, *few}
+
+
+def _order(row: Row) -> tuple[int, float, float, int]:
+    """Puts side by side what is to be compared."""
+    name, backend = text(row, "collective"), text(row, "backend")
+    return (
+        NAMES.index(name) if name in NAMES else len(NAMES),
+        number(row, "num_ranks") or 0,
+        _size(row),
+        _BACKENDS.index(backend) if backend in _BACKENDS else len(_BACKENDS),
     )
 
 

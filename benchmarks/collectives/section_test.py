@@ -37,13 +37,13 @@ def test_fits_have_a_table_of_their_own():
 
 def test_a_fit_gives_the_rate_of_the_buffer_and_what_a_rank_sends_with_units_and_bounds():
     fits = section(collectives()).parts[-1]
-    shown = [(column.name, column.unit) for column in fits.columns[4:-1]]
+    shown = [(column.name, column.unit) for column in fits.columns[5:-1]]
     assert shown == [
         ("latency", "μs"), ("95 % interval", "μs"), ("rate", "GB/s"), ("95 % interval", "GB/s"),
         ("a rank sends", "GB/s"), ("worst error", "of a call"),
     ]  # fmt: skip
     cells = {
-        (one["collective"], one["num_ranks"]): [column.cell(one) for column in fits.columns[4:-1]]
+        (one["collective"], one["num_ranks"]): [column.cell(one) for column in fits.columns[5:-1]]
         for one in fits.rows
         if one["framework"] == "jaxddp"
     }

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ..harness.free_memory import PROCESS_BYTES
 from ..harness.ranks import Ranks
 from .cases import ELEMENT_BYTES
-from .turns import Batch
+from .interleaving import Batch
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 SIZES = tuple(KIB * 4**power for power in range(11))

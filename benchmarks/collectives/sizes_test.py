@@ -7,6 +7,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxddp
 from benchmarks.collectives.cases import NAMES, brought_length
 from benchmarks.collectives.forecast import Forecast, assumed_network, forecast_s
+from benchmarks.collectives.interleaving import Batch
 from benchmarks.collectives.jax_side import _function
 from benchmarks.collectives.sizes import (
     GIB,
@@ -21,7 +22,6 @@ from benchmarks.collectives.sizes import (
     launches,
     needed_bytes,
 )
-from benchmarks.collectives.turns import Batch
 from benchmarks.harness.free_memory import PROCESS_BYTES, free_bytes
 from benchmarks.harness.ranks import Ranks
 

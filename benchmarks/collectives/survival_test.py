@@ -10,9 +10,9 @@ from benchmarks.collectives import benchmark as collectives
 from benchmarks.collectives import part as parts
 from benchmarks.collectives.benchmark import run
 from benchmarks.collectives.forecast import Forecast
+from benchmarks.collectives.interleaving import Batch, Found, Side, Timed
 from benchmarks.collectives.part import Part, Setup
 from benchmarks.collectives.sizes import KIB
-from benchmarks.collectives.turns import Batch, Found, Side, Timed
 from benchmarks.harness.ranks import Ranks
 from benchmarks.harness.run import Run, read_rows
 from torchref.launch import RankError

@@ -28,7 +28,7 @@ from .cases import (
     size_of,
     values,
 )
-from .turns import Batch, Call, Job, Side, Timed, measure
+from .interleaving import Batch, Call, Job, Side, Timed, measure
 
 KINDS = {name: name.replace("_", "-") for name in PRIMITIVES}
 IN_PLACE = ("all_reduce", "broadcast")

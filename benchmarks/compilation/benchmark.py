@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,10 +23,9 @@ from jaxddp.targets.compile import check_installed
 from ..harness.options import Options
 from ..harness.ratios import compare
 from ..harness.run import NotRun, Run, holds
-from ..harness.tables import write_markdown
-from .picture import draw_curves
+from ..report.section import show
 from .points import CURVES, PARTS, TRACE_AND_COMPILE, Point, Setup, measure_curve
-from .table import markdown, print_tables
+from .section import section
 
 GROWTH_LIMIT = 1.2  # of tracing and compiling, from the fewest devices to the most
 READ_LIMIT_S = 5.0  # to read and simulate the model's step
@@ -79,7 +78,7 @@ def run(this: Run, setup: Setup) -> bool:
     this.part(READING, partial(reading_rows, curves["devices"]), is_derived=True)
     for name in GROUPS:
         this.part(name, partial(exponent_rows, name, curves["parameters"]), is_derived=True)
-    show(this, setup, curves)
+    show(this, section(this.rows))
     return holds(this.rows)
 
 
@@ -164,34 +163,6 @@ def exponent_rows(name: str, points: Sequence[Point]) -> Iterator[dict[str, Any]
     yield fit._asdict() | {"check": check}
 
 
-def show(this: Run, setup: Setup, curves: Mapping[str, Sequence[Point]]) -> None:
-    """Makes the tables, the notes and the picture of a run's rows."""
-    exponents = {row["part"]: Exponent(row["fitted"], row["last"]) for row in this.rows if "fitted" in row}
-    timed = [row for curve in CURVES for row in this.rows if row["part"] == curve]
-    notes = [*_notes(this.rows, setup.model), *(f"CPU time of {name} grows {fit}" for name, fit in exponents.items())]
-    print_tables(this.console, timed, notes)
-    write_markdown(this.folder, markdown(timed), notes)
-    written = ["table.md", "metrics.jsonl"]
-    if len(exponents) == len(GROUPS) and any(point.has("compile") for point in curves["devices"]):
-        draw_curves(curves, exponents, this.folder / "curves.png", setup.model)
-        written.append("curves.png")
-    this.console.print(f"\nwritten to {this.folder}: {', '.join(written)}", soft_wrap=True)
-
-
-def _notes(rows: Sequence[Mapping[str, Any]], model: str) -> Iterator[str]:
-    yield "seconds by the clock; CPU: of trace, plan, export and compile, all processes together"
-    for row in rows:
-        if "ratio" in row:
-            interval = f"95 % interval {row['low']:.3f} to {row['high']:.3f}, over {row['num_rounds']} rounds"
-            yield f"{row['name']}: {row['ratio']:.3f}, {interval}, limit {row['limit']} ({row['check']})"
-        if "read_s" in row:
-            yield f"{model} is read and simulated in {row['read_s']:.2f} s at most, limit {row['limit_s']:.0f} s"
-    for curve, row in {row["curve"]: row for row in rows if "load" in row}.items():
-        yield "1-minute load on {} cores: {:.1f} before {} were timed, {:.1f} after".format(
-            row["cores"], row["load"][0], curve, row["load"][1]
-        )
-
-
 class Exponent(NamedTuple):
     """How seconds grow with size: ``size ** exponent``.
 
@@ -202,11 +173,6 @@ class Exponent(NamedTuple):
 
     fitted: float
     last: float
-
-    def __str__(self) -> str:
-        """In words."""
-        word = "" if self.last <= LINEAR else ": more than linear"
-        return f"with the number of parameters as its power {self.fitted:.2f}, {self.last:.2f} at the end{word}"
 
 
 def fit_exponent(sizes: Sequence[float], seconds: Sequence[float]) -> Exponent:

@@ -53,24 +53,23 @@ def test_growth_and_exponents_are_recorded(finished):
     assert set(exponents) == {*PARTS, "trace and compile"} - {"start"}
     assert {row["check"] for part, row in exponents.items() if part != "trace and compile"} == {"no limit"}
     assert exponents["trace and compile"]["check"] in ("ok", "MISSED")
-    read_in_time = "is read and simulated in 0." in output
+    read_in_time = all(row["check"] == "ok" for row in rows if "read_s" in row)
     linear = exponents["trace and compile"]["last"] <= 1.15
     assert holds == (all(row["check"] == "ok" for row in growth) and linear and read_in_time)
 
 
-def test_the_table_and_the_picture_are_written(finished):
+def test_the_table_is_written(finished):
     _, folder, output, _ = finished
     table = (folder / "table.md").read_text()
-    medians, spreads, _ = table.split("\n\n")
+    medians, spreads, *_ = table.split("\n\n")
     assert medians.startswith("| curve | size | trace | plan | export | start | compile | read | simulate |")
     assert medians.splitlines()[2].startswith("|  |  | s | s | s | s | s | s | s | s | s |")
     assert spreads.startswith("| curve | size | rounds | trace |")
     export = spreads.splitlines()[3].split(" | ")[5]
     least, most = map(float, re.fullmatch(r"([\d.e-]+?\d)-(\d.*)", export).groups())
     assert 0 < least <= most
-    assert "CPU time of compile grows with the number of parameters as its power" in table
+    assert "Tracing and compiling grow with the number of parameters as its power" in table
     assert "load on" in output
-    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
@@ -78,7 +77,6 @@ def test_an_exponent_is_fitted(power):
     sizes = np.array([10, 100, 1000, 10000])
     fitted = fit_exponent(sizes, 0.01 * sizes**power)
     assert fitted == pytest.approx((power, power), abs=1e-3)  # rounded to three digits
-    assert ("more than linear" in str(fitted)) == (power > 1.15)
 
 
 def test_what_does_not_grow_hides_the_exponent_at_the_small_end_alone():
@@ -86,7 +84,7 @@ def test_what_does_not_grow_hides_the_exponent_at_the_small_end_alone():
     fitted = fit_exponent(sizes, 1.0 + 1e-6 * sizes**2.0)
     assert fitted.fitted < 1
     assert fitted.last == pytest.approx(np.log10(101 / 2), abs=1e-3)  # rounded to three digits
-    assert "more than linear" in str(fitted)
+    assert fitted.last > 1.15
 
 
 def test_parts_are_summed_within_a_round_before_the_median():

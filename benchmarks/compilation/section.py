@@ -2,40 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from statistics import median
 
 from ..gates.section import gate_sentences, gate_table, is_gate
+from ..harness.tables import CHECK, Column, Table, field, numeric
+from ..harness.values import Row, by, is_bad, is_sound, number, short, span, text
 from ..report.axis import linear, logarithmic
 from ..report.figure import Figure
 from ..report.lines import Curve, Point, draw_curves
 from ..report.section import Section
 from ..report.sentences import left_out
-from ..report.table import CHECK, Column, Table, field, numeric
-from ..report.values import Row, by, is_bad, is_sound, number, short, span, text
 
 _PARTS = ("trace", "plan", "export", "start", "compile", "read", "simulate")
+_TOGETHER = ("trace", "plan", "export", "compile")
 _DRAWN = ("trace", "export", "compile", "read", "simulate")
 _WALL, _CPU = 0, 1
+# Columns by heading: parts and clock.
+_TIMED: dict[str, tuple[tuple[str, ...], int]] = {part: ((part,), _WALL) for part in _PARTS}
+_TIMED |= {"trace and compile": (_TOGETHER, _WALL), "CPU": (_TOGETHER, _CPU)}
 
 
-def seconds(row: Row, part: str, clock: int) -> list[float]:
-    """Seconds of a part by round; by the clock, or of the CPUs."""
-    rounds = row["seconds"].get(part) if isinstance(row.get("seconds"), dict) else None
-    found = [one[clock] for one in rounds or [] if isinstance(one, list) and len(one) == 2]
-    return [value for value in found if isinstance(value, int | float)]
+def seconds(row: Row, parts: Sequence[str], clock: int) -> list[float]:
+    """Seconds of some parts together by round, in wall-clock or CPU time; empty if one of them is missing."""
+    timed = row["seconds"] if isinstance(row.get("seconds"), dict) else {}
+    found = [
+        [one[clock] for one in timed.get(part) or [] if isinstance(one, list | tuple) and len(one) == 2]
+        for part in parts
+    ]
+    rounds = [sum(each) for each in zip(*found, strict=False) if all(isinstance(one, int | float) for one in each)]
+    return rounds if all(found) else []
 
 
-def middle(row: Row, part: str, clock: int) -> float | None:
+def middle(row: Row, parts: Sequence[str], clock: int) -> float | None:
     """The median of ``seconds``."""
-    found = seconds(row, part, clock)
+    found = seconds(row, parts, clock)
     return median(found) if found else None
 
 
-def least_most(row: Row, part: str) -> tuple[float, float] | None:
-    """The least and the most of ``seconds`` by the clock; None of fewer than two rounds."""
-    found = seconds(row, part, _WALL)
+def least_most(row: Row, parts: Sequence[str], clock: int) -> tuple[float, float] | None:
+    """The extremes of ``seconds``; None of fewer than two rounds."""
+    found = seconds(row, parts, clock)
     return (min(found), max(found)) if len(found) > 1 else None
 
 
@@ -43,14 +51,18 @@ _CURVE = Column("curve", lambda row: text(row, "curve") or text(row, "part"))
 _COLUMNS = (
     _CURVE,
     numeric("size", "size", form=lambda value: f"{value:,.0f}"),
-    *(Column(part, partial(middle, part=part, clock=_WALL), "s") for part in _PARTS),
+    *(Column(name, partial(middle, parts=parts, clock=clock), "s") for name, (parts, clock) in _TIMED.items()),
     numeric("collectives", "planned", form=lambda value: f"{value:,.0f}"),
     CHECK,
 )
 _SPREADS = (
     _CURVE,
     numeric("size", "size", form=lambda value: f"{value:,.0f}"),
-    *(Column(part, partial(least_most, part=part), "s", span) for part in _PARTS),
+    Column("rounds", lambda row: max(len(seconds(row, (part,), _WALL)) for part in _PARTS), form=str),
+    *(
+        Column(name, partial(least_most, parts=parts, clock=clock), "s", span)
+        for name, (parts, clock) in _TIMED.items()
+    ),
 )
 _EXPONENTS = (
     field("part"),
@@ -66,7 +78,7 @@ def section(rows: Sequence[Row]) -> Section:
     exponents = [row for row in rows if number(row, "fitted") is not None]
     reading = [row for row in rows if number(row, "read_s") is not None]
     points = [row for row in rows if row not in gates and row not in exponents and row not in reading]
-    repeated = [row for row in points if any(least_most(row, part) for part in _PARTS)]
+    repeated = [row for row in points if any(least_most(row, (part,), _WALL) for part in _PARTS)]
     figures = [
         figure for curve, some in by(points, lambda row: text(row, "curve")).items() if (figure := _figure(curve, some))
     ]
@@ -75,14 +87,21 @@ def section(rows: Sequence[Row]) -> Section:
     tables += [gate_table(gates)] if gates else []
     tables += [Table("How CPU time grows with the number of parameters", _EXPONENTS, exponents)] if exponents else []
     sentences = [*_sentences(points, exponents), *map(_reading, reading), *gate_sentences(gates), left_out(points)]
-    return Section("Compilation", sentences, [*figures, *tables])
+    return Section("Compilation", sentences, [*figures, *tables], notes=list(_notes(points)))
+
+
+def _notes(points: Sequence[Row]) -> Iterator[str]:
+    yield "CPU: CPU time of trace, plan, export and compile, of all processes; the other columns are wall-clock time"
+    for curve, row in {text(row, "curve"): row for row in points if isinstance(row.get("load"), list)}.items():
+        before, after = row["load"]
+        yield f"1-minute load on {row['cores']} cores: {before:.1f} before {curve} were timed, {after:.1f} after"
 
 
 def _figure(curve: str, rows: Sequence[Row]) -> Figure | None:
     sized = [row for row in rows if is_sound(row) and number(row, "size")]
     curves = []
     for style, part in enumerate(_DRAWN):
-        timed = [(row["size"], seconds(row, part, _CPU)) for row in sized]
+        timed = [(row["size"], seconds(row, (part,), _CPU)) for row in sized]
         points = [
             Point(size, median(some), (min(some), max(some))) for size, some in timed if some and median(some) > 0
         ]
@@ -104,7 +123,7 @@ def _sentences(points: Sequence[Row], exponents: Sequence[Row]) -> list[str]:
     said = []
     for curve, some in by([row for row in points if is_sound(row)], lambda row: text(row, "curve")).items():
         timed = sorted(
-            (row["size"], value) for row in some if number(row, "size") and (value := middle(row, "compile", _WALL))
+            (row["size"], value) for row in some if number(row, "size") and (value := middle(row, ("compile",), _WALL))
         )
         if len(timed) > 1:
             (few, first), (many, last) = timed[0], timed[-1]

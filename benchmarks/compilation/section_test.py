@@ -25,8 +25,8 @@ def test_curves_are_in_cpu_seconds_and_the_table_by_the_clock():
 
 def test_a_median_is_over_rounds_of_one_clock():
     one = row("compile", seconds={"read": [[3.0, 30.0], [1.0, 10.0], [2.0, 20.0]]})
-    assert middle(one, "read", 0) == 2.0 and middle(one, "read", 1) == 20.0
-    assert middle(one, "plan", 0) is None
+    assert middle(one, ("read",), 0) == 2.0 and middle(one, ("read",), 1) == 20.0
+    assert middle(one, ("plan",), 0) is None
 
 
 def test_growth_is_a_gate():
@@ -38,7 +38,7 @@ def test_growth_is_a_gate():
 
 def test_rounds_have_their_least_and_most():
     one = row("compile", curve="devices", size=8, seconds={"read": [[3.0, 30.0], [1.0, 10.0]], "plan": [[1.0, 1.0]]})
-    assert least_most(one, "read") == (1.0, 3.0) and least_most(one, "plan") is None
+    assert least_most(one, ("read",), 0) == (1.0, 3.0) and least_most(one, ("plan",), 0) is None
     table = next(part for part in section([one]).parts if getattr(part, "caption", "").startswith("The same"))
     assert [column.cell(one) for column in table.columns if column.name in ("size", "read")] == ["8", "1.00–3.00"]
 

@@ -16,11 +16,12 @@ from ..harness.ratios import Gate as Gate
 from ..harness.ratios import compare as compare
 from ..harness.run import NOT_RUN, Run, holds
 from ..harness.steal_time import in_words
-from ..harness.tables import NOTHING, Column, markdown_table, terminal_table, time_cell, value, write_markdown
+from ..report.section import show
 from ..strategies.benchmark import BATCH_SIZE, NUM_RANKS, check_memory, make_setup
-from ..training.frameworks import BETWEEN, measure_both
+from ..training.frameworks import measure_both
 from ..training.measure import PEERS, Setup, StrategySpec
-from ..training.steps import STEP_COLUMNS, how_ranks_run, label
+from ..training.steps import label
+from .section import section
 
 MODEL, NUM_ROUNDS, MIN_ROUNDS, NUM_WARMUP = "lm_9m", 20, 10, 3
 BUCKETED, ZERO1, ZERO2 = (StrategySpec(name, 25.0) for name in ("bucketed", "zero1", "zero2"))
@@ -39,17 +40,6 @@ _GATES = (
     ("jaxddp zero2 / jaxddp bucketed", ("jaxddp", ZERO2), ("jaxddp", BUCKETED), 1.05),
     ("torchref bucketed / DistributedDataParallel", ("torchref", BUCKETED), ("torchref", DDP), 1.05),
     (f"{BEST} / DistributedDataParallel", ("jaxddp", None), ("torchref", DDP), 1.00),
-)
-_COLUMNS = (
-    Column("gate", "", lambda row: row["name"], is_text=True),
-    Column("ours", "ms", time_cell("ours_ms")),
-    Column("p10-p90", "ms", time_cell("ours_p10_ms", "ours_p90_ms")),
-    Column("peer", "ms", time_cell("theirs_ms")),
-    Column("p10-p90", "ms", time_cell("theirs_p10_ms", "theirs_p90_ms")),
-    Column("ratio", "", value("ratio", ".3f")),
-    Column("95 % interval", "", lambda row: f"{row['low']:.3f}-{row['high']:.3f}" if "low" in row else NOTHING),
-    Column("limit", "", value("limit", ".2f")),
-    Column("check", "", lambda row: row["check"], is_text=True),
 )
 
 
@@ -89,7 +79,7 @@ def run(this: Run, setup: Setup) -> bool:
     """
     measured = measure_both(this, {name: replace(setup, strategies=specs) for name, specs in STRATEGIES.items()})
     this.part("gates", lambda: gate_rows(measured), is_derived=True)
-    show(this)
+    show(this, section(this.rows))
     return holds(this.rows)
 
 
@@ -130,31 +120,3 @@ def _find(rows: Sequence[Mapping[str, Any]], framework: str, spec: StrategySpec 
         return next((row for row in of_framework if label(row) == spec.label), None)
     ours = [row for row in of_framework if row["strategy"] not in PEERS[framework]]
     return min(ours, key=lambda row: row["median_ms"], default=None)
-
-
-def show(this: Run) -> None:
-    """Makes the tables and notes of a run's rows."""
-    gates = [row for row in this.rows if row["part"] == "gates"]
-    steps = [row for row in this.rows if row["part"] not in ("gates", BETWEEN)]
-    notes = [
-        how_ranks_run([row for row in steps if "median_ms" in row]),
-        *_in_words(gates),
-        "a gate holds if the lower end of its interval is within the limit",
-    ]
-    this.console.print()
-    this.console.print(terminal_table(steps, STEP_COLUMNS, "steps"))
-    this.console.print(terminal_table(gates, _COLUMNS, "ratios of median step times", has_groups=False))
-    for note in notes:
-        this.console.print(f"[dim]{note}[/dim]", soft_wrap=True)
-    tables = [markdown_table(gates, _COLUMNS), markdown_table(steps, STEP_COLUMNS)]
-    write_markdown(this.folder, tables, notes)
-    this.console.print(f"\nwritten to {this.folder}: table.md, metrics.jsonl", soft_wrap=True)
-
-
-def _in_words(gates: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    for row in gates:
-        if "ratio" in row:
-            interval = f"95 % interval {row['low']:.3f} to {row['high']:.3f}"
-            rounds = f"{row['num_rounds']} rounds{'' if row['is_interleaved'] else ' each, not interleaved'}"
-            sides = f"{row['ours']} / {row['theirs']}"
-            yield f"{row['name']}: {row['ratio']:.3f}, {interval}, over {rounds}; {sides} ({row['check']})"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..harness.tables import CHECK, Column, Table, field, numeric
+from ..harness.values import NONE, Row, badge, counted, is_bad, is_sound, number, span, text
 from ..report.axis import linear
 from ..report.bars import Bar, draw_bars
 from ..report.figure import Figure
 from ..report.section import Section
-from ..report.sentences import left_out
-from ..report.steps import step_figure, step_table
-from ..report.table import CHECK, Column, Table, field, numeric
-from ..report.values import NONE, Row, badge, counted, is_bad, is_sound, number, text
+from ..report.sentences import left_out, timed
+from ..report.steps import between_frameworks, how_ranks_run, step_figure, step_table, without_comparison
 
 _COLUMNS = (
     field("gate", "name"),
@@ -20,7 +20,12 @@ _COLUMNS = (
     numeric("limit", "limit", form=lambda value: f"{value:.2f}"),
     numeric("rounds", "num_rounds", form=lambda value: f"{value:.0f}"),
     field("ours"),
+    numeric("step", "ours_ms", unit="ms"),
+    Column(f"p10{NONE}p90", lambda row: spread_of(row, "ours"), "ms", span),
     field("theirs"),
+    numeric("step", "theirs_ms", unit="ms"),
+    Column(f"p10{NONE}p90", lambda row: spread_of(row, "theirs"), "ms", span),
+    Column("rounds", lambda row: "not interleaved" if row.get("is_interleaved") is False else "", "taken"),
     CHECK,
 )
 
@@ -36,13 +41,22 @@ def interval(row: Row) -> tuple[float, float] | None:
     return None if low is None or high is None else (low, high)
 
 
+def spread_of(row: Row, side: str) -> tuple[float, float] | None:
+    """The 10th and 90th percentile of the step on one side of a gate."""
+    low, high = number(row, f"{side}_p10_ms"), number(row, f"{side}_p90_ms")
+    return None if low is None or high is None else (low, high)
+
+
 def section(rows: Sequence[Row]) -> Section:
     """Makes the section."""
     gates = [row for row in rows if is_gate(row)]
-    steps = [row for row in rows if not is_gate(row)]
+    steps = without_comparison([row for row in rows if not is_gate(row)])
     parts = [gate_figure(gates), gate_table(gates) if gates else None]
     parts += [step_figure("The steps behind the ratios", steps), step_table("Steps", steps) if steps else None]
-    return Section("Gates", [*gate_sentences(gates), left_out(steps)], [part for part in parts if part])
+    return Section(
+        "Gates", [*gate_sentences(gates), *between_frameworks(rows), left_out(steps)], [part for part in parts if part],
+        notes=[how_ranks_run(timed(steps))],
+    )  # fmt: skip
 
 
 def gate_table(gates: Sequence[Row]) -> Table:

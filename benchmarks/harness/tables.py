@@ -1,126 +1,125 @@
-"""Tables of rows: the same columns in the terminal and in ``table.md``, made from rows alone."""
+"""Tables of rows: one description of the columns serves the terminal, ``table.md`` and the page."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich import box
-from rich.table import Table
+from rich.console import Console
+from rich.table import Table as RichTable
 
-from .run import FAILED
+from .values import NONE, Row, check, cut, is_bad, number, short, text
 
-NOTHING = "-"
-_BAD = (FAILED, "WRONG", "MISSED")
+_PLAIN = str.maketrans({NONE: "-", "\N{GREEK SMALL LETTER MU}": "u"})  # for consoles without UTF-8
 
 
-class Column(NamedTuple):
-    """A column of a table.
+@dataclass(frozen=True)
+class Column:
+    """One column.
 
     Attributes:
-        name: At its top.
-        unit: Below that; empty if it has none.
-        cell: What a row shows in it.
-        is_text: Whether it stands at the left.
+        name: Its heading.
+        of: A row's value: text, a number, a pair of numbers, or None.
+        unit: Below the heading.
+        form: Formats a value that is not text.
+        is_wide: Left out of consoles, which have no room for it.
     """
 
     name: str
-    unit: str
-    cell: Callable[[Mapping[str, Any]], str]
-    is_text: bool = False
+    of: Callable[[Row], Any]
+    unit: str = ""
+    form: Callable[[Any], str] = short
+    is_wide: bool = False
+
+    def cell(self, row: Row) -> str:
+        """The text that a row shows in this column."""
+        value = self.of(row)
+        return NONE if value is None or value == "" else cut(value) if isinstance(value, str) else self.form(value)
+
+    def is_numeric(self, rows: Sequence[Row]) -> bool:
+        """Whether some row has a number here; the column is then aligned to the right."""
+        return any(sort_key(self.of(row)) is not None for row in rows)
 
 
-def value(key: str, form: str) -> Callable[[Mapping[str, Any]], str]:
-    """A cell that formats a field, or shows that the row has none.
+@dataclass(frozen=True)
+class Table:
+    """A table.
 
-    Example:
-        >>> cell = value("median_ms", ".0f")
-        >>> cell({"median_ms": 12.3}), cell({})
-        ('12', '-')
-    """
-    return lambda row: NOTHING if row.get(key) is None else format(row[key], form)
-
-
-def milliseconds(number: float, *, sign: str = "") -> str:
-    """Writes a time with three digits, or all of those before the point.
-
-    Example:
-        >>> milliseconds(1.234), milliseconds(123.4), milliseconds(-12.34, sign="+")
-        ('1.23', '123', '-12.3')
-    """
-    return f"{number:{sign}.{0 if abs(number) >= 99.95 else 1 if abs(number) >= 9.995 else 2}f}"
-
-
-def time_cell(*keys: str, sign: str = "") -> Callable[[Mapping[str, Any]], str]:
-    """A cell that shows a field in milliseconds, or two as the ends of an interval.
-
-    Example:
-        >>> time_cell("p10_ms", "p90_ms")({"p10_ms": 11.82, "p90_ms": 113.1})
-        '11.8-113'
+    Attributes:
+        caption: Its title.
+        columns: From left to right; the cells of the first are the headings of their rows.
+        rows: From top to bottom.
+        note: Explains the columns, below the table.
+        group: Rows with different values of it are set apart on the console.
+        is_brief: The rows that a console shows; all of them if None.
     """
 
-    def cell(row: Mapping[str, Any]) -> str:
-        if row.get(keys[0]) is None:
-            return NOTHING
-        return (" to " if sign else "-").join(milliseconds(row[key], sign=sign) for key in keys)
+    caption: str
+    columns: Sequence[Column]
+    rows: Sequence[Row]
+    note: str = ""
+    group: Callable[[Row], Any] | None = None
+    is_brief: Callable[[Row], bool] | None = None
 
-    return cell
-
-
-def plus_minus_cell(name: str) -> Callable[[Mapping[str, Any]], str]:
-    """A cell that shows a time in milliseconds and its standard deviation, ``name_ms`` and ``name_sd_ms``.
-
-    Example:
-        >>> plus_minus_cell("predicted")({"predicted_ms": 568.2, "predicted_sd_ms": 4.12})
-        '568 +- 4.12'
-    """
-
-    def cell(row: Mapping[str, Any]) -> str:
-        number, deviation = (row.get(f"{name}_{part}") for part in ("ms", "sd_ms"))
-        if number is None:
-            return NOTHING
-        return milliseconds(number) if deviation is None else f"{milliseconds(number)} +- {milliseconds(deviation)}"
-
-    return cell
+    def filled(self) -> list[Column]:
+        """The first column, and those in which some row has a value."""
+        return [
+            column
+            for index, column in enumerate(self.columns)
+            if index == 0 or any(column.of(row) not in (None, "") for row in self.rows)
+        ]
 
 
-def terminal_table(
-    rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], title: str, *, has_groups: bool = True
-) -> Table:
-    """Lays rows out for a terminal.
+def numeric(name: str, *path: str, unit: str = "", form: Callable[[Any], str] = short) -> Column:
+    """A column of the number that a row has under a key, or under nested keys."""
+    return Column(name, lambda row: number(row, *path), unit, form)
 
-    Args:
-        rows: Of the table.
-        columns: Of the table.
-        title: Above it.
-        has_groups: Whether rows with the same first column belong together, and others are set apart.
 
-    Returns:
-        The table.
-    """
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+def field(name: str, key: str | None = None, *, is_wide: bool = False) -> Column:
+    """A column of the text that a row has under a key, which is the name unless given."""
+    return Column(name, lambda row: text(row, key or name), is_wide=is_wide)
+
+
+CHECK = Column("check", check)
+
+
+def sort_key(value: Any) -> str | None:
+    """The number by which a cell is sorted, or None for text."""
+    first = value[0] if isinstance(value, tuple) else value
+    return f"{first:.6g}" if isinstance(first, int | float) and not isinstance(first, bool) else None
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Prints a table; wide and empty columns are left out, and wrong rows are red."""
+    columns = [column for column in table.filled() if not column.is_wide]
+    chosen = [row for row in table.rows if table.is_brief is None or table.is_brief(row)]
+    few = "" if len(chosen) == len(table.rows) else f", {len(chosen)} of {len(table.rows)} rows (table.md has all)"
+    shown = RichTable(
+        title=f"{table.caption}{few}".translate(_PLAIN), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+    )
     for column in columns:
-        justify = "left" if column.is_text else "right"
-        table.add_column(f"{column.name}\n[dim]{column.unit}[/dim]", justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    previous = None
-    for row in rows:
-        cells = [column.cell(row).replace("[", r"\[") for column in columns]
-        if has_groups and previous not in (None, cells[0]):
-            table.add_section()
-        previous = cells[0]
-        table.add_row(*cells, style="bold red" if str(row["check"]).startswith(_BAD) else None)
-    return table
+        head = f"{column.name}\n[dim]{column.unit}[/dim]".translate(_PLAIN)
+        shown.add_column(head, justify="right" if column.is_numeric(table.rows) else "left", no_wrap=True)
+    for _, rows in groupby(chosen, table.group or (lambda row: None)):
+        shown.add_section()
+        for row in rows:
+            cells = [column.cell(row).translate(_PLAIN).replace("[", r"\[") for column in columns]
+            shown.add_row(*cells, style="bold red" if is_bad(row) else None)
+    console.print()
+    console.print(shown)
 
 
-def markdown_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> list[str]:
-    """Lays rows out in lines of Markdown."""
-    lines = [[column.name for column in columns], ["---"] * len(columns), [column.unit for column in columns]]
-    lines += [[column.cell(row) for column in columns] for row in rows]
-    return ["| " + " | ".join(cells) + " |" for cells in lines]
-
-
-def write_markdown(folder: Path, tables: Sequence[Sequence[str]], notes: Sequence[str]) -> None:
-    """Writes ``table.md``: tables, and notes below them."""
-    lines = [line for table in tables for line in [*table, ""]]
-    (folder / "table.md").write_text("\n".join([*lines, *(f"- {note}" for note in notes), ""]))
+def write_markdown(folder: Path, tables: Sequence[Table], notes: Sequence[str]) -> None:
+    """Writes ``table.md``: the tables with all their columns, and the notes below them."""
+    lines: list[str] = []
+    for table in tables:
+        cells = [[column.name for column in table.columns], ["---"] * len(table.columns)]
+        cells += [[column.unit for column in table.columns]]
+        cells += [[column.cell(row) for column in table.columns] for row in table.rows]
+        lines += [*("| " + " | ".join(line) + " |" for line in cells), ""]
+    said = "\n".join([*lines, *(f"- {note}" for note in notes), ""]).translate(_PLAIN)
+    (folder / "table.md").write_text(said, encoding="utf-8")

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from ..harness.options import Options
 from ..harness.run import METRICS, Run, holds, read_rows
-from ..suite.suite import Setups, describe_each, finish, run_each
+from ..suite import Setups, describe_each, finish, run_each
 from .link import measure_link
 from .network import Lab, open_lab
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ..harness.tables import CHECK, Column, Table, field, numeric
+from ..harness.values import Row, is_sound, number, short, span, spread, text
 from ..report.section import Section
 from ..report.sentences import left_out, time_of
-from ..report.table import CHECK, Column, Table, field, numeric
-from ..report.values import Row, is_sound, number, short, span, spread, text
 
 _PERCENTILES = "p10\N{EN DASH}p90"
 

@@ -30,9 +30,10 @@ from jaxddp.targets.program import TargetError
 from ..harness.console import progress_of
 from ..harness.options import Options
 from ..harness.run import NOT_RUN, NotRun, Run, holds
+from ..report.section import show
 from ..strategies.benchmark import QUICK_MODEL, check_batch_size
+from .section import section
 from .source import NUM_RANKS, SEQUENCES, figures
-from .table import show
 from .torch_peak import allocate_torch
 from .variants import CPU, Allocation, Setup, allocate, read
 
@@ -105,7 +106,7 @@ def run(this: Run, setup: Setup) -> bool:
                 rows = partial(allocator_rows, setup, name, framework, ask)
                 if any(row["check"].startswith(NOT_RUN) for row in this.part(f"allocator, {framework}{name}", rows)):
                     break  # no other strategy would change that
-    show(this, f"{setup.model} on {setup.target}")
+    show(this, section(this.rows))
     return holds(this.rows)
 
 

@@ -74,7 +74,7 @@ def test_every_strategy_has_a_row_for_each_moment(run):
     assert table.startswith("| strategy | moment | is | parameters | optimizer state | activations | gradients |")
     assert "|  |  |  | MiB | MiB | MiB |" in table
     assert "allocator: not run, cpu devices count no allocations" in table
-    assert "the source's figure" not in table  # it has none of this model
+    assert "the assignment report" not in table  # it has none of this model
 
 
 def test_a_run_that_goes_on_measures_nothing_twice(run, monkeypatch, tmp_path):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
+from ..harness.tables import CHECK, Column, Table, field, numeric
+from ..harness.values import MIB, Row, badge, by, check, is_sound, listed, mib, number, strategy, text
 from ..report.axis import linear
 from ..report.bars import Bar, draw_bars
 from ..report.figure import Figure, Key
 from ..report.section import Section
 from ..report.sentences import left_out
-from ..report.table import CHECK, Column, Table, field, numeric
-from ..report.values import MIB, Row, badge, by, is_sound, listed, mib, number, strategy, text
 
 _COMPONENTS = (
     ("parameters", ("parameters",)),
@@ -44,8 +44,9 @@ _COLUMNS = (
     CHECK,
 )
 _ALLOCATOR_COLUMNS = (
-    field("strategy"),
+    field("allocator", "strategy"),
     Column("device", lambda row: text(row["allocator"], "device")),
+    numeric("ranks", "allocator", "num_ranks", form=str),
     *(
         numeric(words, "allocator", key, unit="MiB", form=mib)
         for words, key in (
@@ -58,10 +59,11 @@ _ALLOCATOR_COLUMNS = (
 )
 _SOURCE_COLUMNS = (
     Column("figure", lambda row: text(row["figure"], "name")),
-    numeric("the source says", "figure", "says_mib", unit="MiB", form=lambda value: f"{value:,.7g}"),
+    numeric("the assignment report", "figure", "says_mib", unit="MiB", form=lambda value: f"{value:,.7g}"),
     numeric("corrected", "figure", "corrected", unit="MiB", form=mib),
     numeric("here", "figure", "here", unit="MiB", form=mib),
-    Column("why they differ", lambda row: text(row["figure"], "why")),
+    Column("differ by", check),
+    Column("why they differ", lambda row: text(row["figure"], "why"), is_wide=True),
 )
 
 
@@ -73,12 +75,40 @@ def section(rows: Sequence[Row]) -> Section:
     counted = [row for row in allocators if isinstance(row["allocator"], dict)]
     parts: list[Figure | Table | None] = [
         _figure(held_rows),
-        Table("Bytes on each device by strategy and moment", _COLUMNS, held_rows, _note(rows)),
+        Table("Bytes on each device by strategy and moment", _COLUMNS, held_rows, _note(rows), group=strategy),
         Table("What the device's allocator says", _ALLOCATOR_COLUMNS, counted) if counted else None,
     ]
-    source = Table("The source's memory and what is found here", _SOURCE_COLUMNS, figures) if figures else None
+    source = Table("Memory in the assignment report and here", _SOURCE_COLUMNS, figures) if figures else None
     sentences = [*_sentences(held_rows), left_out(held_rows)]
-    return Section("Memory of a step", sentences, [part for part in parts if part], source)
+    notes = [*_notes(held_rows), *([_ALLOCATOR_NOTE] if counted else [])]
+    return Section("Memory of a step", sentences, [part for part in parts if part], source, notes)
+
+
+_ALLOCATOR_NOTE = (
+    "allocators: of rank 0, over two steps. The peak is that of the whole step, because an allocator does not see its"
+    " moments; after it the state and what was not freed are in use; check: the distance from the formula"
+)
+
+
+def _notes(rows: Sequence[Row]) -> Iterator[str]:
+    yield (
+        "compiled: the program's arguments, and what is alive beside them at the peak before and after the end of the"
+        " backward, read from its schedule. Activations are made by the forward, gradients by the backward (those of"
+        " activations too: the program does not tell them apart), buckets are what collectives send and receive"
+    )
+    yield (
+        "check: what lives across steps equals its formula to the byte; at the other moments, the distance of the"
+        " compiled program from its formula"
+    )
+    for name, some in by([row for row in rows if number(row, "temporaries")], strategy).items():
+        alive = max(held(row, ("activations", "gradients", "buckets", "updates")) or 0 for row in some)
+        tiles = number(some[0], "compiled", "padding")
+        if alive:
+            yield (
+                f"{name}: the compiler lays temporaries out in {mib(some[0]['temporaries'])} MiB,"
+                f" {some[0]['temporaries'] / alive - 1:.1%} more than is alive at the peak; padding of shards"
+                f" {number(some[0], 'padding_share') or 0:.4%}" + (f", of layouts {mib(tiles)} MiB" if tiles else "")
+            )
 
 
 def _note(rows: Sequence[Row]) -> str:

@@ -26,7 +26,7 @@ def test_bars_are_as_long_as_the_sum_of_their_components():
 def test_the_sources_figures_and_the_allocator():
     made = section(memory())
     assert [column.cell(made.source.rows[0]) for column in made.source.columns] == [
-        "baseline, after init", "654.659", "–", "1,800.00", "optax makes the moments at once",
+        "baseline, after init", "654.659", "–", "1,800.00", "ok", "optax makes the moments at once",
     ]  # fmt: skip
     assert "allocator: not run, cpu devices count none" in made.parts[1].note
     read = {
@@ -35,10 +35,10 @@ def test_the_sources_figures_and_the_allocator():
     }
     table = section([*memory(), read | {"check": "after init +0.1%"}]).parts[2]
     assert [column.name for column in table.columns[2:]] == [
-        "in use after init", "peak of the step", "in use after the step", "check",
+        "ranks", "in use after init", "peak of the step", "in use after the step", "check",
     ]  # fmt: skip
     assert [column.cell(table.rows[0]) for column in table.columns] == [
-        "zero3", "H200", "1.00", "2.00", "1.00", "after init +0.1%",
+        "zero3", "H200", "–", "1.00", "2.00", "1.00", "after init +0.1%",
     ]  # fmt: skip
 
 

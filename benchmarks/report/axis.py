@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from .values import plain
+from ..harness.values import plain
 
 _MOST_TICKS = 6
 

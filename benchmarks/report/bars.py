@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..harness.values import by, cut
 from .axis import Axis
 from .figure import TICK_ROOM, Drawing, along, area, axis_along, line, words
 from .markup import Markup, join, tag
-from .values import by, cut
 
 _ROW, _NOTE_ROW, _HEADING, _BAR_TOP, _BAR = 38, 16, 26, 18, 12  # pixels
 # Letters that a narrow page has room for in a line, and in one that two texts share.

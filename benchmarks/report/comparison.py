@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from ..harness.tables import Column, Table, field, numeric
+from ..harness.values import Row, buffer_bytes, by, counted, is_sound, listed, mark, number, short, span, text
 from .axis import logarithmic
 from .bars import Bar, draw_bars
 from .environment import differences
@@ -19,8 +21,6 @@ from .runs import RunRows
 from .section import Section
 from .sentences import is_apart, of_group
 from .steps import in_words
-from .table import Column, Table, field, numeric
-from .values import Row, buffer_bytes, by, counted, is_sound, listed, mark, number, short, span, text
 
 # Beside the experiment.
 KEY = (

@@ -2,10 +2,10 @@
 
 import pytest
 
+from benchmarks.harness.tables import Table
 from benchmarks.report.comparison import NOT_COMPARED, SAME, compare, quantity_of
 from benchmarks.report.conftest import buckets, collectives, gates, in_lab, links, memory, row, step, steps, timed
 from benchmarks.report.runs import RunRows
-from benchmarks.report.table import Table
 
 
 def run(name, rows):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..harness.steal_time import in_words
+from ..harness.values import Row, by, number, text
 from .experiment import experiment_of
 from .markup import Markup, tag
 from .runs import RunRows
-from .values import Row, by, number, text
 
 # What every row says, or many: no part of a result.
 ENVELOPE = frozenset(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .values import Row, number, text
+from ..harness.values import Row, number, text
 
 
 class Experiment(NamedTuple):

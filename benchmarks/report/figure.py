@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..harness.tables import Table
 from .axis import Axis
 from .markup import Markup, join, tag
-from .table import Table, render
+from .table import render
 
 NUM_STYLES = 6
 TICK_ROOM = 40  # pixels below a drawing for the ticks of its axis and what they mean

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..harness.values import cut, short
 from .axis import Axis
 from .figure import TICK_ROOM, Drawing, along, area, axis_along, words
 from .markup import Markup, join, tag
-from .values import cut, short
 
 _LANE, _LABEL, _BLOCK = 44, 14, 20  # pixels
 _FINEST = 1 / 1500  # of the axis: what lies closer together is one block

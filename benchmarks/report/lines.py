@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+from ..harness.values import short
 from .axis import Axis
 from .figure import TICK_ROOM, Drawing, Key, axis_along, colored, line, marker, stroke, words
 from .markup import join, tag
-from .values import short
 
 _TOP, _HEIGHT = 24, 220  # pixels
 

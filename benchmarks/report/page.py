@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..harness.run import METRICS
+from ..harness.values import Row, by, check, counted, is_bad, is_not_run, listed
 from .comparison import compare
 from .environment import render_environment
 from .experiment import experiment_of
@@ -17,7 +18,6 @@ from .runs import RunRows, read_runs
 from .section import Section, render_section
 from .sections import is_known, order_of, section_of
 from .steps import in_words
-from .values import Row, by, check, counted, is_bad, is_not_run, listed
 
 PAGE = "report.html"
 _HERE = Path(__file__).parent

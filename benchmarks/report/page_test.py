@@ -172,8 +172,8 @@ def test_what_ran_in_a_lab_has_sections_of_its_own(full_run):
     at = titles.index("The network, in a lab with links of 1000 Mbit/s")
     assert titles[at:] == [
         "The network, in a lab with links of 1000 Mbit/s",
-        "Collectives by size, in a lab with links of 1000 Mbit/s",
         "Bucket sizes, in a lab with links of 1000 Mbit/s",
+        "Collectives by size, in a lab with links of 1000 Mbit/s",
     ]
     assert "Bucket sizes" in titles[:at] and "Collectives by size" in titles[:at]
     ids = {attributes.get("id") for _, attributes, _ in reader.elements}

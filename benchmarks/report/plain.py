@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from ..harness.tables import CHECK, Column, Table
+from ..harness.values import NONE, Row, number, text
 from .environment import ENVELOPE
 from .section import Section
 from .sentences import extremes, left_out
-from .table import CHECK, Column, Table
-from .values import NONE, Row, number, text
 
 _MOST_COLUMNS = 24
 

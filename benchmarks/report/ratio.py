@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..harness.ratios import compare
-from .values import Row, number, short, spread
+from ..harness.values import Row, number, short, spread
 
 _OF_ONE_PART = ("benchmark", "part", "measured_at")
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..harness.run import METRICS, read_rows
+from ..harness.values import Row, by
 from .experiment import Experiment, experiment_of
-from .values import Row, by
 
 # Not every folder within a folder: that would make one run of all those that lie beside each other.
 _FILES = (METRICS, f"*/{METRICS}", f"lab/*/{METRICS}")

@@ -1,38 +1,55 @@
-"""A section of the page: what an experiment says, as sentences, figures and tables; how they look is no part of it."""
+"""The results of one experiment as sentences, figures and tables, for the page, the console and ``table.md``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..harness.run import METRICS, Run
+from ..harness.tables import Table, print_table, write_markdown
 from .figure import Figure, render_figure
 from .markup import Markup, join, tag
-from .table import Table, render
+from .table import render
 
 
 @dataclass(frozen=True)
 class Section:
-    """What is said of one experiment.
+    """The results of one experiment.
 
     Attributes:
         title: Its heading.
-        sentences: What its numbers say; empty ones are left out.
+        sentences: Findings, made from the rows; empty ones are left out.
         parts: Figures and tables, in order.
-        source: The source's own figures beside ours, if it has any of this experiment.
+        source: The published figures beside ours, if there are any of this experiment.
+        notes: How the numbers were measured and what the columns mean.
     """
 
     title: str
     sentences: Sequence[str]
     parts: Sequence[Figure | Table]
     source: Table | None = None
+    notes: Sequence[str] = ()
+
+
+def show(this: Run, section: Section) -> None:
+    """Prints the tables and sentences of a run and writes them to ``table.md``."""
+    tables = [part for part in (*section.parts, section.source) if isinstance(part, Table) and part.rows]
+    notes = [part.note for part in tables if part.note]
+    said = list(dict.fromkeys(filter(None, [*section.sentences, *section.notes, *notes])))
+    for table in tables:
+        print_table(this.console, table)
+    for line in said:
+        this.console.print(line, style="dim", soft_wrap=True, markup=False)
+    write_markdown(this.folder, tables, said)
+    this.console.print(f"\nwritten to {this.folder}: table.md, {METRICS}", soft_wrap=True)
 
 
 def render_section(section: Section, name: str, level: int) -> Markup:
-    """Writes a section.
+    """Writes a section of the page.
 
     Args:
         section: What to write.
-        name: Its id, of its own within the page; those of its parts start with it.
+        name: Its id, unique within the page; the ids of its parts start with it.
         level: Of its heading.
 
     Returns:
@@ -45,13 +62,14 @@ def render_section(section: Section, name: str, level: int) -> Markup:
         if isinstance(part, Figure):
             figures.append(render_figure(part, f"{name}-{index}", main_table))
             continue
-        if figures:  # those that follow each other stand beside each other where there is room
+        if figures:  # neighbouring figures stand side by side where there is room
             written.append(tag("div", *figures, class_="figures"))
             figures = []
         if part is not None:
             written.append(render(part, f"{name}-{index}"))
+    written += [tag("p", note, class_="note") for note in section.notes if note]
     if section.source is not None:
-        written.append(tag(f"h{level + 1}", "Beside the source's figures", id=f"{name}-source-heading"))
+        written.append(tag(f"h{level + 1}", "Beside the published figures", id=f"{name}-source-heading"))
         written.append(render(section.source, f"{name}-source"))
     return tag(
         "section",

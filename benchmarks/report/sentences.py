@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ..harness.values import Row, counted, is_bad, is_not_run, is_sound, listed, number, percent, short, span, spread
 from .ratio import ratio_of
-from .values import Row, counted, is_bad, is_not_run, is_sound, listed, number, percent, short, span, spread
 
 ENOUGH_ROUNDS = 10  # as many as a gate takes at least
 

@@ -13,10 +13,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from ..harness.tables import Column, Table, field, numeric
+from ..harness.values import NONE, Row, buffer_bytes, by, number, percent, plain, size, text
 from .experiment import experiment_of
 from .sentences import exposed_share, timed
-from .table import Column, Table, field, numeric
-from .values import NONE, Row, buffer_bytes, by, number, percent, plain, size, text
 
 # The kinds of ranks here that send as the source's do.
 _SENT_BY = {"Gloo": ("Gloo", "XLA over Gloo", "XLA in-process"), "NCCL": ("NCCL", "XLA over NCCL")}

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ..harness.results import counts
-from .axis import linear
-from .bars import Bar, draw_bars
-from .figure import Figure, Key
-from .sentences import exposed_share, exposed_spread, exposure, extremes, of_group, time_of, timed
-from .table import CHECK, Column, Table, field, numeric
-from .values import (
+from ..harness.tables import CHECK, Column, Table, field, numeric
+from ..harness.values import (
     Row,
     badge,
     buffer_bytes,
     by,
+    check,
     is_sound,
     listed,
     number,
@@ -27,13 +25,23 @@ from .values import (
     strategy,
     text,
 )
+from .axis import linear
+from .bars import Bar, draw_bars
+from .figure import Figure, Key
+from .sentences import exposed_share, exposed_spread, exposure, extremes, of_group, time_of, timed
 
+BETWEEN = "between frameworks"  # the part of a run whose row compares their single-process training
 _COMPUTE, _EXPOSED, _WHOLE = 0, 1, 2
 
 
 def is_step(row: Row) -> bool:
     """Whether a row is about a strategy's step."""
     return "strategy" in row and "trace" not in row
+
+
+def without_comparison(rows: Sequence[Row]) -> list[Row]:
+    """All rows but the sound one that compares the two frameworks, which ``between_frameworks`` puts in words."""
+    return [row for row in rows if not (text(row, "part").startswith(BETWEEN) and is_sound(row))]
 
 
 def name(row: Row) -> str:
@@ -52,30 +60,36 @@ def ranks(row: Row) -> str | None:
     return " ".join(filter(None, [text(row, "num_ranks"), text(row, "kind")])) or None
 
 
-def collectives(key: str) -> Column:
-    """A column of how many collectives a row lists under a key."""
+def collectives(name: str, key: str | None = None) -> Column:
+    """A column that counts the collectives which a row lists under a key, by default the column's name."""
 
     def of(row: Row) -> str | None:
-        found = row.get(key)
+        found = row.get(key or name)
         if not isinstance(found, list):
             return None
-        return counts([(str(one[0]), one[1]) for one in found if isinstance(one, list) and len(one) == 2])
+        return counts([(str(one[0]), one[1]) for one in found if isinstance(one, list | tuple) and len(one) == 2])
 
-    return Column(key, of)
+    return Column(name, of)
+
+
+def exposed(row: Row) -> Any:
+    """Exposed communication in ms, or "not run" for a step that was not timed without its communication."""
+    is_timed = number(row, "median_ms") is not None
+    return "not run" if is_timed and row.get("exposed_ms", 0) is None else number(row, "exposed_ms")
 
 
 STEP_COLUMNS = (
     Column("strategy", name),
     field("framework"),
-    field("backend"),
-    Column("ranks", ranks),
+    field("backend", is_wide=True),
+    Column("ranks", ranks, is_wide=True),
     collectives("planned"),
     collectives("compiled"),
     numeric("loss", "loss", unit="nats", form=lambda value: f"{value:.3f}"),
     numeric("max diff", "max_weight_difference", form=lambda value: f"{value:.1e}"),
     numeric("step", "median_ms", unit="ms"),
     Column("p10\N{EN DASH}p90", spread, "ms", span),
-    numeric("exposed", "exposed_ms", unit="ms", form=signed),
+    Column("exposed", exposed, "ms", signed),
     Column("p10\N{EN DASH}p90", exposed_spread, "ms", lambda ends: " to ".join(map(signed, ends))),
     Column("exposed", exposed_share, "of the step", percent),
     CHECK,
@@ -98,7 +112,23 @@ def step_table(caption: str, rows: Sequence[Row], columns: Sequence[Column] = ST
         " exposed: step time less that of the same step without communication, median over interleaved rounds;"
         " max diff: of any weight to single-process training"
     )
-    return Table(caption, tuple(columns), rows, note)
+    return Table(caption, columns, rows, note, group=lambda row: text(row, "framework"))
+
+
+def how_ranks_run(rows: Sequence[Row]) -> str:
+    """For each framework, what its ranks are, what carries their collectives, and on what device."""
+    of = {text(row, "framework"): ", ".join(text(row, key) for key in ("ranks", "backend", "device")) for row in rows}
+    return "; ".join(f"{framework}: {words}" for framework, words in of.items())
+
+
+def between_frameworks(rows: Sequence[Row]) -> list[str]:
+    """How far single-process training of the two frameworks is apart."""
+    return [
+        f"single-process JAX against single-process PyTorch: weights {row['max_weight_difference']:.1e},"
+        f" loss {row['max_metric_difference']:.1e}, {check(row)}"
+        for row in rows
+        if text(row, "part").startswith(BETWEEN) and number(row, "max_weight_difference") is not None
+    ]
 
 
 def step_figure(title: str, rows: Sequence[Row]) -> Figure | None:

@@ -1,99 +1,35 @@
-"""Tables: what they show is said by columns that read rows, and their HTML sorts by the values behind the text."""
+"""Tables as HTML, which a script of the page sorts by the values behind the text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
-
+from ..harness.tables import CHECK, Column, Table, sort_key
+from ..harness.values import Row, badge, is_bad, is_not_run
 from .markup import Markup, join, tag
-from .values import NONE, Row, badge, check, cut, is_bad, is_not_run, number, short, text
 
-_NUMBER, _LONG = "number", "long"
-_LINE = 36  # letters that stay in one line of a cell
+_LINE = 36  # characters that stay on one line of a cell
 _TALL = 24  # rows, above which a table scrolls in both directions
-
-
-@dataclass(frozen=True)
-class Column:
-    """One column.
-
-    Attributes:
-        name: Its heading.
-        of: What a row has in it: text, a number, a pair of numbers, or None.
-        unit: Below the heading.
-        form: How a value that is no text is written.
-    """
-
-    name: str
-    of: Callable[[Row], Any]
-    unit: str = ""
-    form: Callable[[Any], str] = short
-
-    def cell(self, row: Row) -> str:
-        """What a row shows in it."""
-        value = self.of(row)
-        return NONE if value is None or value == "" else cut(value) if isinstance(value, str) else self.form(value)
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table.
-
-    Attributes:
-        caption: Its name.
-        columns: From left to right; the first one's cells are the headings of their rows, and others are left out that
-            no row has anything in.
-        rows: From top to bottom.
-        note: A sentence below it.
-    """
-
-    caption: str
-    columns: tuple[Column, ...]
-    rows: Sequence[Row]
-    note: str = ""
-
-
-def numeric(name: str, *path: str, unit: str = "", form: Callable[[Any], str] = short) -> Column:
-    """A column of a number that a row has under a key, or under keys within each other."""
-    return Column(name, lambda row: number(row, *path), unit, form)
-
-
-def field(name: str, key: str | None = None) -> Column:
-    """A column of text that a row has under a key."""
-    return Column(name, lambda row: text(row, key or name))
-
-
-def said(row: Row) -> str:
-    """What a row says of its own correctness, with a sign before what is bad."""
-    return f"\N{BALLOT X} {check(row)}" if is_bad(row) else check(row).strip("-")
-
-
-CHECK = Column("check", said)
 
 
 def render(table: Table, name: str) -> Markup:
     """Writes a table in a box of its own, which scrolls where the page is too narrow.
 
     Args:
-        table: What to write.
-        name: Its id, of its own within the page.
+        table: The table; columns without a value in any row are left out.
+        name: Its id, unique within the page.
 
     Returns:
         The box, and the note below it.
     """
-    columns = [
-        column
-        for index, column in enumerate(table.columns)
-        if index == 0 or any(column.of(row) not in (None, "") for row in table.rows)
-    ]
-    is_number = [any(_sort_key(column.of(row)) is not None for row in table.rows) for column in columns]
+    columns = table.filled()
+    is_number = [column.is_numeric(table.rows) for column in columns]
     heads = [
         tag(
-            "th", tag("span", column.name, class_="name"), _unit(column), scope="col", class_=_NUMBER if right else None
+            "th", tag("span", column.name, class_="name"),
+            tag("span", f" {column.unit}", class_="unit") if column.unit else None,
+            scope="col", class_="number" if right else None,
         )
         for column, right in zip(columns, is_number, strict=True)
-    ]
+    ]  # fmt: skip
     lines = [
         tag(
             "tr",
@@ -113,24 +49,15 @@ def render(table: Table, name: str) -> Markup:
 
 
 def _heading(column: Column, row: Row) -> Markup:
-    """A row's first cell, which says as well what keeps the row from being believed."""
-    shown, key = column.cell(row), _sort_key(column.of(row))
+    """The first cell of a row, with a badge if the row is wrong or was not run."""
     written = tag("span", f" {badge(row)}", class_="badge") if badge(row) else None
-    return tag("th", shown, written, scope="row", data_value=key)
+    return tag("th", column.cell(row), written, scope="row", data_value=sort_key(column.of(row)))
 
 
 def _cell(column: Column, row: Row, is_number: bool) -> Markup:
-    shown, key = column.cell(row), _sort_key(column.of(row))
+    shown, key = column.cell(row), sort_key(column.of(row))
     if key is not None:
-        return tag("td", shown, data_value=key)  # its style goes by that
-    return tag("td", shown, class_=_NUMBER if is_number else _LONG if len(shown) > _LINE else None)
-
-
-def _unit(column: Column) -> Markup | None:
-    return tag("span", f" {column.unit}", class_="unit") if column.unit else None
-
-
-def _sort_key(value: Any) -> str | None:
-    """What a cell is sorted by, if not by its text."""
-    first = value[0] if isinstance(value, tuple) else value
-    return f"{first:.6g}" if isinstance(first, int | float) and not isinstance(first, bool) else None
+        return tag("td", shown, data_value=key)  # numbers are aligned by this attribute
+    if column is CHECK and is_bad(row):
+        shown = f"\N{BALLOT X} {shown}"
+    return tag("td", shown, class_="number" if is_number else "long" if len(shown) > _LINE else None)

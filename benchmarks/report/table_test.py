@@ -2,7 +2,8 @@
 
 import re
 
-from benchmarks.report.table import CHECK, Column, Table, field, numeric, render
+from benchmarks.harness.tables import CHECK, Column, Table, field, numeric
+from benchmarks.report.table import render
 
 ROWS = [
     {"name": "b", "ms": 1234.5, "check": "ok"},

@@ -17,12 +17,12 @@ from ..harness.options import Options
 from ..harness.ranks import chosen_ranks, ranks_of_machine
 from ..harness.ratios import compare
 from ..harness.run import Run, holds
-from ..harness.tables import NOTHING, Column, markdown_table, terminal_table, time_cell, value, write_markdown
+from ..report.section import show
 from ..strategies.benchmark import NAMES, check_batch_size, check_memory, default_model, make_setup, spec_of
-from ..training.frameworks import BETWEEN, FRAMEWORKS, measure_both
+from ..training.frameworks import FRAMEWORKS, measure_both
 from ..training.measure import PEERS, Setup, SideResult
-from ..training.steps import STEP_COLUMNS, collectives, label, ranks, step_rows
-from .picture import draw_scaling
+from ..training.steps import step_rows
+from .section import section
 from .simulation import Beyond, beyond_of, simulate_beyond
 
 NUM_RANKS, QUICK_RANKS, BATCH_SIZE, NUM_STEPS, NUM_QUICK = 4, 2, 8, 12, 4
@@ -113,7 +113,7 @@ def run(this: Run, job: Job) -> bool:
         rows_of = partial(scaling_rows, point.modes, this.rows)
         measure_both(this, dict.fromkeys(FRAMEWORKS, point.setup), rows_of, name=point.name)
     this.part(SIMULATED, lambda: with_efficiency(list(simulate_beyond(job.beyond, this.console)), []))
-    show(this)
+    show(this, section(this.rows))
     return holds(this.rows)
 
 
@@ -162,55 +162,3 @@ def with_efficiency(
             ratio = compare("", first["rounds_ms"], row["rounds_ms"], 1.0, paired=False)
             fields |= {"efficiency_low": ratio.low * share, "efficiency_high": ratio.high * share}
         yield dict(row) | fields
-
-
-def _interval(row: Mapping[str, Any]) -> str:
-    return f"{row['efficiency_low']:.0%}-{row['efficiency_high']:.0%}" if "efficiency_low" in row else NOTHING
-
-
-def on_cores(row: Mapping[str, Any]) -> str:
-    """Says of ranks on CPUs that they outnumber the cores, if they do."""
-    is_crowded = row.get("device") == "cpu" and row["num_ranks"] > row["cores"]
-    return f"{row['num_ranks']} on {row['cores']} cores" if is_crowded else NOTHING
-
-
-_COLUMNS = (
-    Column("scaling", "", lambda row: row.get("mode", NOTHING), is_text=True),
-    Column("framework", "", lambda row: row.get("framework", NOTHING), is_text=True),
-    Column("strategy", "", label, is_text=True),
-    Column("how", "", lambda row: row.get("how", NOTHING), is_text=True),
-    Column("ranks", "", ranks, is_text=True),
-    Column("batch", "", value("global_batch", ",")),
-    Column("compiled", "", collectives("compiled")),
-    Column("step", "ms", time_cell("median_ms")),
-    Column("p10-p90", "ms", time_cell("p10_ms", "p90_ms")),
-    Column("efficiency", "", value("efficiency", ".0%")),
-    Column("95 % interval", "", _interval),
-    Column("crowded", "", on_cores, is_text=True),
-    STEP_COLUMNS[-1],
-)
-
-
-def show(this: Run) -> None:
-    """Makes the table, the notes and the picture of a run's rows."""
-    points = [row for row in this.rows if not row["part"].startswith(BETWEEN)]
-    order = {"strong": 0, "weak": 1}
-    points.sort(key=lambda row: (order.get(row.get("mode", ""), 2), row.get("how", ""), row.get("framework", "")))
-    notes = [
-        "efficiency: of the fewest ranks' speed per rank; numbers of ranks ran one after the other, each in processes"
-        " of its own, so the interval is that of two medians",
-        *(row["network"] for row in points if "network" in row),
-    ]
-    if any(on_cores(row) != NOTHING for row in points if "cores" in row and "num_ranks" in row):
-        notes.append("ranks that outnumber the cores take turns on them: their efficiency says nothing of a cluster's")
-    notes = list(dict.fromkeys(notes))
-    this.console.print()
-    this.console.print(terminal_table(points, _COLUMNS, "scaling"))
-    for note in notes:
-        this.console.print(f"[dim]{note}[/dim]", soft_wrap=True)
-    write_markdown(this.folder, [markdown_table(points, _COLUMNS)], notes)
-    written = ["table.md", "metrics.jsonl"]
-    if placed := [row for row in points if "efficiency" in row]:
-        draw_scaling(placed, this.folder / "scaling.png")
-        written.append("scaling.png")
-    this.console.print(f"\nwritten to {this.folder}: {', '.join(written)}", soft_wrap=True)

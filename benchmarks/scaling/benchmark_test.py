@@ -12,7 +12,8 @@ from benchmarks.harness.ranks import Ranks
 from benchmarks.harness.run import NotRun, Run
 from benchmarks.scaling import benchmark as scaling
 from benchmarks.scaling import simulation
-from benchmarks.scaling.benchmark import Job, Point, describe, on_cores, with_efficiency
+from benchmarks.scaling.benchmark import Job, Point, describe, with_efficiency
+from benchmarks.scaling.section import on_cores
 from benchmarks.scaling.simulation import Beyond, beyond_of, simulate_beyond
 from benchmarks.strategies.benchmark_test import TOY
 from benchmarks.training import frameworks
@@ -145,10 +146,9 @@ def test_a_run_is_made_of_its_points(tmp_path, monkeypatch):
     table = (tmp_path / "table.md").read_text()
     assert "| strong | jaxddp | bucketed | measured | 1 simulated | 8 |" in table
     assert "FAILED: not here" in table and "not run: there is no compiler" in table
-    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_ranks_that_outnumber_the_cores_are_named():
     assert on_cores({"device": "cpu", "num_ranks": 4, "cores": 2}) == "4 on 2 cores"
-    assert on_cores({"device": "cpu", "num_ranks": 2, "cores": 2}) == "-"
-    assert on_cores({"device": "h100", "num_ranks": 512, "cores": 2}) == "-"
+    assert on_cores({"device": "cpu", "num_ranks": 2, "cores": 2}) == ""
+    assert on_cores({"device": "h100", "num_ranks": 512, "cores": 2}) == ""

@@ -3,28 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from ..harness.tables import CHECK, Column, Table, numeric
+from ..harness.values import NONE, Row, by, counted, is_sound, number, percent, plain, span, spread, text
 from ..report.axis import linear, logarithmic
 from ..report.figure import Figure
 from ..report.lines import Curve, Point, draw_curves
 from ..report.section import Section
 from ..report.sentences import left_out
-from ..report.steps import STEP_COLUMNS
-from ..report.table import CHECK, Column, Table, numeric
-from ..report.values import NONE, Row, by, counted, is_sound, number, percent, plain, text
+from ..report.steps import STEP_COLUMNS, without_comparison
 
 _RANKS = [2.0**power for power in range(14)]
 _INTERVAL = Column("95 % interval", lambda row: interval(row), form=lambda ends: NONE.join(map(percent, ends)))
+_STEP = {column.name: replace(column, is_wide=False) for column in STEP_COLUMNS[:-4]}
 _COLUMNS = (
     Column("scaling", lambda row: text(row, "mode") or text(row, "part")),
-    STEP_COLUMNS[0],
-    *STEP_COLUMNS[1:4],
+    _STEP["framework"],
+    _STEP["strategy"],
     Column("how", lambda row: how(row)),
-    *STEP_COLUMNS[8:11],
+    _STEP["ranks"],
+    numeric("batch", "global_batch", form=lambda value: f"{value:,.0f}"),
+    _STEP["compiled"],
+    _STEP["step"],
+    Column("p10\N{EN DASH}p90", spread, "ms", span),
     numeric("efficiency", "efficiency", form=percent),
     _INTERVAL,
+    Column("crowded", lambda row: on_cores(row)),
     CHECK,
 )
+_ORDER = {"strong": 0, "weak": 1}
+
+
+def on_cores(row: Row) -> str:
+    """Names the ranks on CPUs that outnumber the cores; empty if they do not."""
+    num_ranks, cores = number(row, "num_ranks"), number(row, "cores")
+    is_crowded = text(row, "device") == "cpu" and num_ranks and cores and num_ranks > cores
+    return f"{num_ranks} on {cores} cores" if is_crowded else ""
 
 
 def how(row: Row) -> str:
@@ -44,8 +59,18 @@ def section(rows: Sequence[Row]) -> Section:
         row for row in rows if is_sound(row) and number(row, "efficiency") is not None and number(row, "num_ranks")
     ]
     figures = [_figure(mode, some) for mode, some in by(placed, lambda row: text(row, "mode")).items()]
-    table = Table("Efficiency by number of ranks", _COLUMNS, rows)
-    return Section("Scaling", [*_sentences(placed), _crowded(placed), left_out(rows)], [*figures, table])
+    ordered = sorted(
+        without_comparison(rows),
+        key=lambda row: (_ORDER.get(text(row, "mode"), 2), how(row), text(row, "framework")),
+    )
+    table = Table("Efficiency by number of ranks", _COLUMNS, ordered, group=lambda row: text(row, "mode"))
+    networks = list(dict.fromkeys(text(row, "network") for row in rows))
+    note = (
+        "efficiency: of the speed per rank that the fewest ranks have; numbers of ranks ran one after the other, each"
+        " in processes of its own, so the interval is that of two medians"
+    )
+    sentences = [*_sentences(placed), _crowded(placed), left_out(rows)]
+    return Section("Scaling", sentences, [*figures, table], notes=[note, *networks])
 
 
 def _curve_name(row: Row) -> str:

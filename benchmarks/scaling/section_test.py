@@ -39,7 +39,7 @@ def test_each_mode_has_a_figure_and_what_is_simulated_is_dashed():
 def test_intervals_and_ranks_that_outnumber_the_cores():
     rows = with_intervals(scaling())
     made = section(rows)
-    assert [column.cell(rows[3]) for column in made.parts[2].columns][-2] == "40%–90%"
+    assert [column.cell(rows[3]) for column in made.parts[2].columns][-3:-1] == ["40%–90%", "8 on 2 cores"]
     assert made.sentences[-2] == (
         "From 4 ranks on they take turns on 2 cores: what is measured there says nothing of a cluster."
     )

@@ -6,9 +6,8 @@ training ends, and that must be the same in both frameworks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from jaxddp import STRATEGIES as OURS
 from jaxddp.models import SIZES
@@ -17,15 +16,14 @@ from jaxddp.training.data import Corpus, RandomTokens
 
 from ..harness.free_memory import PROCESS_BYTES, free_bytes
 from ..harness.options import Options
-from ..harness.picture import draw_steps
 from ..harness.ranks import Ranks, chosen_ranks
 from ..harness.run import Run, holds
-from ..harness.tables import markdown_table, terminal_table, write_markdown
+from ..harness.values import Row
+from ..report.section import Section, show
 from ..traces import parts as traces
-from ..traces.picture import draw_traces
-from ..training.frameworks import BETWEEN, FRAMEWORKS, measure_both
+from ..training.frameworks import FRAMEWORKS, measure_both
 from ..training.measure import PEERS, Setup, StrategySpec
-from ..training.steps import STEP_COLUMNS, how_ranks_run
+from .section import section
 
 MODEL, QUICK_MODEL = "byte", "byte_shallow"
 DDP_CAP_MB, SMALL_CAP_MB = 25.0, 4.0
@@ -138,12 +136,13 @@ def check_batch_size(batch_size: int, num_ranks: int) -> None:
         raise ValueError(f"batch_size (={batch_size}) must be divisible by the number of ranks (={num_ranks})")
 
 
-def run(this: Run, setup: Setup) -> bool:
+def run(this: Run, setup: Setup, section: Callable[[Sequence[Row]], Section] = section) -> bool:
     """Runs a setup in both frameworks, prints its table and fills its folder.
 
     Args:
         this: The folder, console and rows of this run.
         setup: What to train.
+        section: Lays out the rows.
 
     Returns:
         Whether every check holds.
@@ -151,57 +150,5 @@ def run(this: Run, setup: Setup) -> bool:
     measure_both(this, dict.fromkeys(FRAMEWORKS, setup))
     if setup.with_traces:
         traces.record(this, setup)
-    show(this)
+    show(this, section(this.rows))
     return holds(this.rows)
-
-
-def show(this: Run) -> None:
-    """Makes the table, the notes and the picture of a run's rows."""
-    traced = [row for row in this.rows if "trace" in row]
-    steps = [row for row in this.rows if row["part"] != BETWEEN and row not in traced]
-    timed = [row for row in steps if "median_ms" in row]
-    title = f"{timed[0]['model']} model, {timed[0]['num_timed']} timed steps" if timed else "nothing was measured"
-    notes = [*_notes(this.rows, timed), *traces.notes(this.rows)]
-    this.console.print()
-    this.console.print(terminal_table(steps, STEP_COLUMNS, title))
-    tables, written = [markdown_table(steps, STEP_COLUMNS)], ["table.md", "metrics.jsonl"]
-    if traced:
-        this.console.print(terminal_table(traced, traces.COLUMNS, "one step of rank 0, as profiled"))
-        tables.append(markdown_table(traced, traces.COLUMNS))
-        draw_traces(traced, this.folder / "traces.png")
-        written += ["traces.png", f"{traces.FOLDER}/"]
-    for note in notes:
-        this.console.print(f"[dim]{note}[/dim]", soft_wrap=True)
-    write_markdown(this.folder, tables, notes)
-    if timed:
-        draw_steps(timed, this.folder / "steps.png", title)
-        written.append("steps.png")
-    this.console.print(f"\nwritten to {this.folder}: {', '.join(written)}", soft_wrap=True)
-
-
-def _notes(rows: Sequence[Mapping[str, Any]], timed: Sequence[Mapping[str, Any]]) -> list[str]:
-    notes = [
-        how_ranks_run(timed),
-        "planned and compiled: gradient collectives of one step (AR: all-reduce), from the bucket plan and as read back"
-        " from the compiled program; torchref compiles nothing: as issued; peers plan for themselves",
-        *(
-            f"loss: of the last batch, {row['first_loss']:.3f} nats at first; max diff: of any weight to single-process"
-            f" training after the last step{_at_most(row)}"
-            for row in timed[:1]
-        ),
-        "exposed: step time minus that of the same step without communication, median over interleaved rounds, and its"
-        " share of the step; jit's is against naive without communication; of some peers there is no such step",
-    ]
-    for row in rows:
-        if row["part"] == BETWEEN and "max_weight_difference" in row:
-            notes.append(
-                f"single-process JAX against single-process PyTorch: weights {row['max_weight_difference']:.1e},"
-                f" loss {row['max_metric_difference']:.1e}, {row['check']}"
-            )
-    return notes
-
-
-def _at_most(row: Mapping[str, Any]) -> str:
-    if row["tolerance"] is None:
-        return ", without a bound: random tokens leave gradients of the size of their rounding"
-    return f", at most {row['tolerance']:.0e}"

@@ -4,45 +4,73 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..report.figure import Figure
+from ..harness.tables import Table
+from ..harness.values import Row, by, listed, number, text
 from ..report.ratio import ratio_of
 from ..report.section import Section
 from ..report.sentences import few_rounds, left_out, timed
 from ..report.source import strategies_beside
-from ..report.steps import group, is_step, name, step_figure, step_sentences, step_table
-from ..report.table import Table
-from ..report.values import Row, by, listed, text
-from ..traces.section import trace_figures, trace_sentences
+from ..report.steps import (
+    between_frameworks,
+    group,
+    how_ranks_run,
+    is_step,
+    name,
+    step_figure,
+    step_sentences,
+    step_table,
+    without_comparison,
+)
+from ..traces.section import TRACE_COLUMNS, trace_figures, trace_sentences
 from ..training.measure import PEERS
 
 _PEERS = frozenset(name for names in PEERS.values() for name in names)
 
 
-def main_section(rows: Sequence[Row]) -> Section:
-    """Makes the main job's section."""
-    return _section("The main job: every strategy in both frameworks", rows)
+_NOTES = (
+    "planned and compiled: gradient collectives of one step, from the bucket plan and as read back from the compiled"
+    " program; torchref compiles nothing, so its column lists the collectives issued; peers make plans of their own",
+    "exposed, of jit: against naive without communication; some peers cannot run without their communication",
+)
+_TRACE_NOTE = (
+    "one step of rank 0 as profiled, so there is no spread; overlap: the share of communication time during which the"
+    " rank also computes (merged intervals)"
+)
 
 
-def strategies_section(rows: Sequence[Row]) -> Section:
-    """Makes the section of the strategies beside what the frameworks do by themselves."""
-    return _section("Strategies beside what the frameworks do by themselves", rows)
-
-
-def _section(title: str, rows: Sequence[Row]) -> Section:
-    steps = [row for row in rows if "trace" not in row]
-    parts: list[Figure | Table | None] = [
+def section(rows: Sequence[Row], title: str = "Strategies beside what the frameworks do by themselves") -> Section:
+    """Makes the section of the strategies, or of the main job, which has no peers."""
+    traced = [row for row in rows if "trace" in row]
+    steps = without_comparison([row for row in rows if "trace" not in row])
+    parts = [
         step_figure("One training step by strategy", [row for row in steps if is_step(row)]),
         step_table("Steps by strategy", steps),
         *trace_figures(rows),
+        Table("A step as the profilers see it", TRACE_COLUMNS, traced, _TRACE_NOTE) if traced else None,
     ]
     sentences = [
         *step_sentences(steps),
         *_beside_peers(steps),
         *trace_sentences(rows),
+        *between_frameworks(rows),
         few_rounds(steps),
         left_out(steps),
     ]
-    return Section(title, [one for one in sentences if one], [part for part in parts if part], strategies_beside(steps))
+    found = [part for part in parts if part]
+    return Section(title, list(filter(None, sentences)), found, strategies_beside(steps), _notes(timed(steps)))
+
+
+def _notes(steps: Sequence[Row]) -> list[str]:
+    notes = [how_ranks_run(steps), *_NOTES] if steps else []
+    for row in steps[:1]:
+        if (first := number(row, "first_loss")) is not None:
+            bound = number(row, "tolerance")
+            at_most = (
+                f", at most {bound:.0e}" if bound else ", without a bound: random tokens leave gradients of the size"
+            )
+            at_most += "" if bound else " of their rounding"
+            notes.append(f"loss: of the last batch, {first:.3f} nats at first; max diff: after the last step{at_most}")
+    return notes
 
 
 def _beside_peers(rows: Sequence[Row]) -> list[str]:

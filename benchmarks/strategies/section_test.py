@@ -2,10 +2,11 @@
 
 import re
 
+from benchmarks.harness.tables import Table
+from benchmarks.main.section import section as main_section
 from benchmarks.report.conftest import of, step, steps, traces, unsound
 from benchmarks.report.figure import Figure
-from benchmarks.report.table import Table
-from benchmarks.strategies.section import main_section, strategies_section
+from benchmarks.strategies.section import section as strategies_section
 
 
 def test_sentences_of_the_main_job():
@@ -79,7 +80,7 @@ def test_sentences_are_of_the_most_ranks():
 
 def test_timelines_stand_below_the_table_and_beside_each_other():
     parts = strategies_section(steps("strategies") + traces()).parts
-    assert [type(part) for part in parts] == [Figure, Table, Figure, Figure, Figure, Figure]
+    assert [type(part) for part in parts] == [Figure, Table, Figure, Figure, Figure, Figure, Table]
     assert not [one for one in parts[1].rows if "trace" in one]
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..harness.console import progress_of
 from ..harness.run import Run
-from ..harness.tables import Column, time_cell, value
 from ..training.measure import Setup, ranks_in_words
 from . import jax_side, torch_side
 from .overlap import COMPUTE, Event, merge, overlap_of, shorten
@@ -16,16 +15,6 @@ from .overlap import COMPUTE, Event, merge, overlap_of, shorten
 STRATEGIES = ("naive", "overlapped")
 FOLDER = "traces"
 GAP_SHARE = 1 / 500  # of a step: operations of a phase that are closer are drawn as one
-
-COLUMNS = (
-    Column("framework", "", lambda row: row.get("framework", "-"), is_text=True),
-    Column("strategy", "", lambda row: row.get("strategy", row["part"]), is_text=True),
-    Column("traced step", "ms", time_cell("traced_ms")),
-    Column("computes", "ms", time_cell("compute_ms")),
-    Column("communicates", "ms", time_cell("communication_ms")),
-    Column("overlap", "", value("overlap_share", ".0%")),
-    Column("check", "", lambda row: row["check"], is_text=True),
-)
 
 
 def record(this: Run, setup: Setup) -> None:
@@ -73,15 +62,6 @@ def trace_fields(events: Sequence[Event], num_planned: int) -> dict[str, Any]:
         "trace": [_rounded(one) for one in shorten(events, traced_ms * GAP_SHARE)],
         "check": "ok" if found == num_planned else f"WRONG: {num_planned} collectives planned, {found} traced",
     }
-
-
-def notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Says what traces show."""
-    said = [
-        "traces: one step of rank 0, so there is no spread; overlap: of the time in which it communicates, the share in"
-        " which it computes as well (merged intervals)"
-    ]
-    return said if any("trace" in row for row in rows) else []
 
 
 def _identity(setup: Setup, framework: str, name: str) -> dict[str, Any]:

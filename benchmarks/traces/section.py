@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..harness.tables import CHECK, Column, Table, field, numeric
+from ..harness.values import Row, by, is_sound, number, percent, text
 from ..report.axis import linear
 from ..report.figure import Figure, Key
 from ..report.lanes import Event, busy_ms, draw_lanes
 from ..report.steps import name
-from ..report.table import Column, Table, numeric
-from ..report.values import Row, by, is_sound, number, percent, text
 
+TRACE_COLUMNS = (
+    Column("strategy", name),
+    field("framework"),
+    numeric("traced step", "traced_ms", unit="ms"),
+    numeric("computes", "compute_ms", unit="ms"),
+    numeric("communicates", "communication_ms", unit="ms"),
+    numeric("overlap", "overlap_share", form=percent),
+    CHECK,
+)
 # Phases that compute come first; what is none of them communicates.
 PHASES = ("forward", "loss", "backward", "optimizer", "compute")
 

@@ -11,7 +11,6 @@ from benchmarks.strategies.benchmark_test import TOY
 from benchmarks.traces import jax_side, torch_side
 from benchmarks.traces.overlap import COMMUNICATION, COMPUTE, SYNC, Event, merge, overlap_of, overlap_share, shorten
 from benchmarks.traces.parts import trace_fields
-from benchmarks.traces.picture import draw_traces
 from benchmarks.training.measure import Setup
 from jaxddp.compiled.schedule import Operation, Schedule
 from jaxddp.compiled.work import MatmulKind, Work
@@ -153,17 +152,14 @@ def test_torch_is_traced_and_read_by_its_ranges(tmp_path):
     found = shared_pool().run(
         torch_side.run, setup.ranks, setup, ("naive", "overlapped"), str(tmp_path), num_ranks=2
     )[0]  # fmt: skip
-    rows = []
     for name, (events, planned) in found.items():
         assert planned == 21 == sum(one.lane == COMMUNICATION for one in events)
         assert {one.phase for one in events} == {*PHASES, SYNC}
         assert (tmp_path / f"torchref-{name}.json.gz").stat().st_size > 0
-        rows.append({"framework": "torchref", "strategy": name, "backend": "Gloo"} | trace_fields(events, planned))
+        assert trace_fields(events, planned)["check"] == "ok"
     backward_ends = [
         max(one.end_ms for one in events if one.lane == COMPUTE and one.phase == "backward" and one.name == "aten::mm")
         for events, _ in found.values()
     ]
     starts = [min(one.start_ms for one in events if one.lane == COMMUNICATION) for events, _ in found.values()]
     assert starts[0] > backward_ends[0] and starts[1] < backward_ends[1]  # naive waits for the whole backward
-    draw_traces(rows, tmp_path / "traces.png")
-    assert (tmp_path / "traces.png").read_bytes().startswith(b"\x89PNG")

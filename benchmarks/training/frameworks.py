@@ -16,12 +16,12 @@ from jaxddp.checkpoint.weights import export_weights, load_weights
 from ..harness.console import progress_of
 from ..harness.ranks import Ranks
 from ..harness.run import Run, is_failed
+from ..report.steps import BETWEEN
 from . import jax_side, torch_side
 from .measure import Setup, SideResult, largest_difference, merge_ranks
 from .steps import METRIC_TOLERANCE, step_rows
 
 FRAMEWORKS = ("jaxddp", "torchref")
-BETWEEN = "between frameworks"
 RowsOf = Callable[[str, Setup, SideResult], list[dict[str, Any]]]
 
 

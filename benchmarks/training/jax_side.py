@@ -22,7 +22,7 @@ from jaxddp.tree import named_leaves
 from torchref.launch import report
 
 from ..harness.ranks import Ranks
-from .interleave import Attempts, Variant, agree_over_ranks, interleave
+from .interleaving import Attempts, Variant, agree_over_ranks, interleave
 from .jax_variants import Jit, Planned, probes, rows_of_process
 from .measure import Measured, Setup, SideResult, StrategySpec, largest_difference, ranks_in_words
 

@@ -20,7 +20,7 @@ from jaxddp.training.data import Batch
 from jaxddp.training.jit_baseline import auto_step
 from jaxddp.training.validation import abstract
 
-from .interleave import Variant
+from .interleaving import Variant
 from .measure import AT_ONCE, FORWARD_BACKWARD, NUM_PROBED, Setup, StepMetrics, all_reduce_label
 
 

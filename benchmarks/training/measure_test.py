@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.harness.ranks import Ranks
 from benchmarks.harness.results import counts, new_run_folder
-from benchmarks.training.interleave import Variant, interleave
+from benchmarks.training.interleaving import Variant, interleave
 from benchmarks.training.measure import Measured, Setup, SideResult, StepMetrics, largest_difference, merge_ranks
 from benchmarks.training.steps import check
 

@@ -1,13 +1,11 @@
-"""Training steps as rows, with everything needed to read each alone, and the columns in which they are shown."""
+"""Training steps as rows, each with everything needed to read it alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..harness.results import counts
 from ..harness.run import FAILED, NOT_RUN
-from ..harness.tables import NOTHING, Column, time_cell, value
 from .measure import PEERS, Measured, Setup, SideResult, StrategySpec
 
 # A wrong divisor is wrong by a factor of the number of ranks at least; what weights apart by rounding do to losses and
@@ -100,43 +98,6 @@ def check(measured: Measured, setup: Setup) -> str:
     return "ok"
 
 
-def collectives(key: str) -> Callable[[Mapping[str, Any]], str]:
-    """A cell that counts the collectives which a row lists."""
-    return lambda row: NOTHING if row.get(key) is None else counts(row[key])
-
-
 def label(row: Mapping[str, Any]) -> str:
     """A row's strategy, with its bucket cap; of a part that failed as a whole its name."""
     return StrategySpec(row.get("strategy") or row["part"], row.get("bucket_mb")).label
-
-
-def ranks(row: Mapping[str, Any]) -> str:
-    """Number and kind of a row's ranks."""
-    return f"{row['num_ranks']} {row['kind']}" if "kind" in row else NOTHING
-
-
-def how_ranks_run(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Says of each framework what its ranks are, what carries their collectives, and on what."""
-    of = {row["framework"]: f"{row['framework']}: {row['ranks']}, {row['backend']}, {row['device']}" for row in rows}
-    return "; ".join(of.values())
-
-
-def exposed(form: Callable[[Mapping[str, Any]], str]) -> Callable[[Mapping[str, Any]], str]:
-    """A cell of a step's exposed communication, which not every step can tell."""
-    return lambda row: "not run" if "median_ms" in row and row.get("exposed_ms") is None else form(row)
-
-
-STEP_COLUMNS = (
-    Column("framework", "", lambda row: row.get("framework", NOTHING), is_text=True),
-    Column("strategy", "", label, is_text=True),
-    Column("planned", "", collectives("planned")),
-    Column("compiled", "", collectives("compiled")),
-    Column("loss", "nats", value("loss", ".3f")),
-    Column("max diff", "", value("max_weight_difference", ".1e")),
-    Column("step", "ms", time_cell("median_ms")),
-    Column("p10-p90", "ms", time_cell("p10_ms", "p90_ms")),
-    Column("exposed", "ms", exposed(time_cell("exposed_ms", sign="+"))),
-    Column("p10-p90", "ms", time_cell("exposed_p10_ms", "exposed_p90_ms", sign="+")),
-    Column("share", "of step", value("exposed_share", ".0%")),
-    Column("check", "", lambda row: str(row["check"]), is_text=True),
-)

@@ -15,7 +15,7 @@ from torchref.models import build
 from torchref.train import local_rows
 
 from ..harness.ranks import Ranks
-from .interleave import Attempts, Variant, agree_over_ranks, interleave
+from .interleaving import Attempts, Variant, agree_over_ranks, interleave
 from .measure import Measured, Setup, SideResult, StepMetrics, StrategySpec, largest_difference, ranks_in_words
 from .torch_peers import Peer, is_peer
 from .torch_variants import Planned, probes, wrap

@@ -17,7 +17,7 @@ from torchref.interop import to_numpy
 from torchref.models import loss_fn
 from torchref.strategy import planned_collectives
 
-from .interleave import Variant
+from .interleaving import Variant
 from .measure import AT_ONCE, FORWARD_BACKWARD, NUM_PROBED, Setup, StepMetrics, StrategySpec, all_reduce_label
 
 TorchBatch = dict[str, torch.Tensor]

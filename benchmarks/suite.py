@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 
-from ..harness.options import Options
-from ..harness.run import FAILED, METRICS, NotRun, Run, holds, read_rows
-from ..harness.tables import Column, markdown_table, value, write_markdown
-from ..registry import BENCHMARKS
+from .harness.options import Options
+from .harness.run import FAILED, METRICS, NotRun, Run, holds, read_rows
+from .harness.tables import CHECK, Table, field, write_markdown
+from .registry import BENCHMARKS
 
 Setups = dict[str, tuple[Any, str]]
-
-_COLUMNS = (Column("benchmark", "", value("part", ""), is_text=True), Column("check", "", value("check", ""), True))
 
 
 def describe_each(names: Sequence[str], options: Options) -> Setups:
@@ -30,7 +26,7 @@ def describe_each(names: Sequence[str], options: Options) -> Setups:
     Raises:
         ValueError: As they do.
     """
-    return {name: module_of(name).describe(options) for name in names}
+    return {name: BENCHMARKS[name].module.describe(options) for name in names}
 
 
 def run_each(this: Run, setups: Setups) -> None:
@@ -44,7 +40,7 @@ def run_each(this: Run, setups: Setups) -> None:
 
         def measure(inner: Run, name: str = name, setup: Any = setup, line: str = line) -> bool:
             this.console.print(f"\n{name}: {line}", soft_wrap=True, markup=False)
-            return module_of(name).run(inner, setup)
+            return BENCHMARKS[name].module.run(inner, setup)
 
         run_one(this, name, measure)
 
@@ -80,11 +76,6 @@ def finish(this: Run, notes: Sequence[str]) -> bool:
     Returns:
         Whether every check of each benchmark holds.
     """
-    write_markdown(this.folder, [markdown_table(this.rows, _COLUMNS)], list(notes))
+    write_markdown(this.folder, [Table("", (field("benchmark", "part"), CHECK), this.rows)], notes)
     this.console.print(f"\nwritten to {this.folder}: table.md, and a folder for each benchmark", soft_wrap=True)
     return holds(this.rows)
-
-
-def module_of(name: str) -> ModuleType:
-    """Imports a benchmark."""
-    return import_module(f".{BENCHMARKS[name].module}", "benchmarks")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from jaxddp.training.clock import stopwatch
 from torchref.launch import report
 
-from ..training.interleave import Attempts, agree_over_ranks
+from ..training.interleaving import Attempts, agree_over_ranks
 
 MIN_ROUNDS, MAX_ROUNDS = 5, 100
 REPORT_EVERY_S = 10.0  # often enough to show that a slow size goes on, too seldom to disturb what is timed

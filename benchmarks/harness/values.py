@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from ..harness.run import FAILED, NOT_RUN, holds
+from .run import FAILED, NOT_RUN, holds
 
 Row = Mapping[str, Any]
 Key = TypeVar("Key")

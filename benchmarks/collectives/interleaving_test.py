@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.collectives import turns
-from benchmarks.collectives.turns import MAX_ROUNDS, MIN_ROUNDS, Batch, Call, Job, Side, Timed
+from benchmarks.collectives.interleaving import MAX_ROUNDS, MIN_ROUNDS, Batch, Call, Job, Side, Timed
 
 
 class Calls:

@@ -1,0 +1,1 @@
+"""Every benchmark in one run."""

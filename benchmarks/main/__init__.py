@@ -1,0 +1,1 @@
+"""The main job: every strategy in both frameworks."""

@@ -1,0 +1,24 @@
+"""The main job: a byte-level language model on real text, under every strategy, in both frameworks.
+
+It is the strategies benchmark without what the frameworks do by themselves.
+"""
+
+from __future__ import annotations
+
+from jaxddp import STRATEGIES
+
+from ..harness.options import Options
+from ..harness.run import Run
+from ..strategies import benchmark as strategies
+from ..training.measure import Setup
+from .section import section
+
+
+def describe(options: Options) -> tuple[Setup, str]:
+    """Describes the job, as ``strategies.describe`` does."""
+    return strategies.describe(options, tuple(STRATEGIES))
+
+
+def run(this: Run, setup: Setup) -> bool:
+    """Runs the job, as ``strategies.run`` does."""
+    return strategies.run(this, setup, section)

@@ -1,1 +1,0 @@
-"""Runs of several benchmarks: the main job and all of them."""
