@@ -22,7 +22,15 @@ from ..report.section import show
 from ..strategies.benchmark import BATCH_SIZE, NUM_RANKS, NUM_WARMUP, QUICK_MODEL, check_memory, make_setup
 from ..training.frameworks import FRAMEWORKS, measure_both
 from ..training.jax_side import gradient_shares
-from ..training.measure import AT_ONCE, FORWARD_BACKWARD, NUM_PROBED, Setup, SideResult, StrategySpec, all_reduce_label
+from ..training.measure import (
+    AT_ONCE,
+    FORWARD_BACKWARD,
+    NUM_PROBED,
+    SideResult,
+    StrategySpec,
+    TrainingSetup,
+    all_reduce_label,
+)
 from ..training.steps import step_rows
 from .prediction import Costs, Prediction, Shares, backward_s, fit_costs, judge, predict, regime, simulated, uniform
 from .section import section
@@ -37,7 +45,7 @@ OPTIMA, SHARES = "optima", "gradient shares"
 ALONE = "one alone sends nothing"
 
 
-def describe(options: Options) -> tuple[Setup, str]:
+def describe(options: Options) -> tuple[TrainingSetup, str]:
     """Describes the sweep.
 
     Args:
@@ -66,7 +74,7 @@ def describe(options: Options) -> tuple[Setup, str]:
     return setup, f"{described}; buckets of {swept} MiB"
 
 
-def run(this: Run, setup: Setup) -> bool:
+def run(this: Run, setup: TrainingSetup) -> bool:
     """Sweeps in both frameworks, prints the table and fills the folder.
 
     Args:
@@ -92,7 +100,7 @@ def probe_sizes(num_bytes: int) -> tuple[int, ...]:
     return tuple(4 * max(1, largest // part // 4) for part in (64, 16, 4, 1))
 
 
-def bucket_rows(shares: Shares, framework: str, setup: Setup, side: SideResult) -> list[dict[str, Any]]:
+def bucket_rows(shares: Shares, framework: str, setup: TrainingSetup, side: SideResult) -> list[dict[str, Any]]:
     """Turns what one framework's processes found into rows with predictions.
 
     Args:
@@ -115,7 +123,7 @@ def bucket_rows(shares: Shares, framework: str, setup: Setup, side: SideResult) 
     return [row | _predicted(row, shares, costs, resampled, side) for row in rows]
 
 
-def _costs(setup: Setup, side: SideResult, rounds: Any = slice(None)) -> Costs:
+def _costs(setup: TrainingSetup, side: SideResult, rounds: Any = slice(None)) -> Costs:
     """Fits the costs to the medians of some rounds, or of all."""
 
     def median_s(*timed: Sequence[float]) -> float:
@@ -128,7 +136,7 @@ def _costs(setup: Setup, side: SideResult, rounds: Any = slice(None)) -> Costs:
     return fit_costs(alone_s, forward_backward_s, all_reduces, side.num_ranks, at_once)
 
 
-def _resampled_costs(setup: Setup, side: SideResult) -> Iterator[Costs]:
+def _resampled_costs(setup: TrainingSetup, side: SideResult) -> Iterator[Costs]:
     """Fits the costs to rounds that are drawn anew from those there are: how they differ is what noise does to them."""
     num_rounds = len(side.probes[FORWARD_BACKWARD])
     for rounds in np.random.default_rng(0).integers(num_rounds, size=(NUM_RESAMPLED, num_rounds)):
@@ -152,7 +160,7 @@ def _predicted(
         **_in_ms("predicted", said, others),
         "regime": regime(num_bytes, shares, costs),
         "uniform_optimum_mb": best and best.bucket_bytes / MIB,
-        "step_alone_ms": costs.step_alone_s * 1e3,
+        "step_alone_ms": costs.step_without_communication_s * 1e3,
         "forward_backward_ms": costs.forward_backward_s * 1e3,
         "backward_ms": backward_s(shares, costs) * 1e3,
         "alpha_us": costs.latency_s * 1e6,
@@ -213,7 +221,7 @@ def optimum_rows(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         }
 
 
-def _share_row(setup: Setup) -> dict[str, Any]:
+def _share_row(setup: TrainingSetup) -> dict[str, Any]:
     """When gradients are ready, if there is a rank to send them to."""
     if setup.ranks.num < 2:
         raise NotRun(f"{setup.ranks.in_words}: {ALONE}")

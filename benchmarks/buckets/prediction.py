@@ -48,7 +48,7 @@ class Costs:
     """What was measured of a framework on its ranks.
 
     Attributes:
-        step_alone_s: A step without communication.
+        step_without_communication_s: A step without communication.
         forward_backward_s: Of it, forward and backward.
         latency_s: o, of one all-reduce.
         bytes_per_s: w, the buffer's bytes over the time.
@@ -58,7 +58,7 @@ class Costs:
         bytes_per_s_error: Standard error of w.
     """
 
-    step_alone_s: float
+    step_without_communication_s: float
     forward_backward_s: float
     latency_s: float
     bytes_per_s: float
@@ -82,7 +82,7 @@ class Prediction(NamedTuple):
 
 
 def fit_costs(
-    step_alone_s: float,
+    step_without_communication_s: float,
     forward_backward_s: float,
     all_reduces: Mapping[int, float],
     num_ranks: int,
@@ -91,7 +91,7 @@ def fit_costs(
     """Fits latency and bandwidth, and what computing and communicating take from each other.
 
     Args:
-        step_alone_s: A step without communication.
+        step_without_communication_s: A step without communication.
         forward_backward_s: Of it, forward and backward.
         all_reduces: Seconds of one all-reduce, by its bytes.
         num_ranks: Ranks.
@@ -107,7 +107,7 @@ def fit_costs(
     fit = fit_sweep(list(all_reduces), list(all_reduces.values()))
     rate = rate_at_once(forward_backward_s, *at_once) if at_once else 1.0
     return Costs(
-        step_alone_s, forward_backward_s, max(0.0, fit.latency_s), fit.bytes_per_s, num_ranks, rate,
+        step_without_communication_s, forward_backward_s, max(0.0, fit.latency_s), fit.bytes_per_s, num_ranks, rate,
         fit.latency_error_s, fit.bytes_per_s_error,
     )  # fmt: skip
 
@@ -125,7 +125,7 @@ def predict(buckets: Buckets, shares: Shares, costs: Costs) -> Prediction:
     """
     tensors = [tensor for bucket in buckets for tensor in bucket]
     if not tensors:
-        return Prediction(costs.step_alone_s, 0.0)
+        return Prediction(costs.step_without_communication_s, 0.0)
     ends = np.cumsum([len(bucket) for bucket in buckets]).tolist()
     places = [range(end - len(bucket), end) for bucket, end in zip(buckets, ends, strict=True)]
     ready_s = [shares.ready[name] * costs.forward_backward_s for name, _ in tensors]
@@ -133,7 +133,7 @@ def predict(buckets: Buckets, shares: Shares, costs: Costs) -> Prediction:
         places, [num_bytes for _, num_bytes in tensors], ready_s, costs.bytes_per_s, costs.latency_s
     )  # fmt: skip
     exposed_s = shared_finish_s(costs.forward_backward_s, *timed, costs.rate_at_once) - costs.forward_backward_s
-    return Prediction(costs.step_alone_s + exposed_s, exposed_s)
+    return Prediction(costs.step_without_communication_s + exposed_s, exposed_s)
 
 
 def backward_s(shares: Shares, costs: Costs) -> float:
@@ -166,7 +166,7 @@ def simulated(schedule: Schedule, device: str, costs: Costs) -> Prediction:
         The prediction.
     """
     chip = next((chip for name, chip in CHIPS.items() if name in device.lower()), _CORE)
-    factor = simulate(schedule, chip, costs.network).compute_s / costs.step_alone_s
+    factor = simulate(schedule, chip, costs.network).compute_s / costs.step_without_communication_s
     fitted = replace(
         chip,
         flops_per_s={dtype: rate * factor for dtype, rate in chip.flops_per_s.items()},

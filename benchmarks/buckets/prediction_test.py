@@ -26,7 +26,7 @@ from jaxddp.compiled.work import Work
 
 # Forward 0.3 s, backward 0.6 s; gradients at 0.5, 0.7 and 0.9 s; 100 MB take 0.1 s and 0.01 s more.
 SHARES = Shares(1 / 3, {"c": 5 / 9, "b": 7 / 9, "a": 1.0})
-COSTS = Costs(step_alone_s=1.0, forward_backward_s=0.9, latency_s=0.01, bytes_per_s=1e9, num_ranks=2)
+COSTS = Costs(step_without_communication_s=1.0, forward_backward_s=0.9, latency_s=0.01, bytes_per_s=1e9, num_ranks=2)
 MB = 10**6
 EACH = [[("c", 100 * MB)], [("b", 300 * MB)], [("a", 100 * MB)]]
 

@@ -19,7 +19,7 @@ from ..report.section import show
 from .cases import NAMES, QUICK_NAMES
 from .forecast import START_S, Forecast, assumed_network, duration, forecast_s
 from .interleaving import MIN_ROUNDS, Batch
-from .part import Part, Setup, measure_part, missing
+from .part import BackendPart, CollectivesSetup, measure_part, missing
 from .section import section
 from .sizes import asked_sizes, check_fit, in_words
 
@@ -34,7 +34,7 @@ BACKENDS = (
 )
 
 
-def describe(options: Options) -> tuple[Setup, str]:
+def describe(options: Options) -> tuple[CollectivesSetup, str]:
     """Describes what is measured.
 
     Args:
@@ -54,7 +54,7 @@ def describe(options: Options) -> tuple[Setup, str]:
     names = QUICK_NAMES if options.quick else NAMES
     sizes = asked_sizes(options.sizes_mb, options.quick)
     budget_s = QUICK_BUDGET_S if options.quick else BUDGET_S
-    setup = Setup(parts, names, sizes, options.steps, budget_s)
+    setup = CollectivesSetup(parts, names, sizes, options.steps, budget_s)
     there = [part for part in parts if not part.why_not]
     if options.sizes_mb:
         for part in there:
@@ -70,7 +70,7 @@ def describe(options: Options) -> tuple[Setup, str]:
     return setup, described
 
 
-def run(this: Run, setup: Setup) -> bool:
+def run(this: Run, setup: CollectivesSetup) -> bool:
     """Measures every part, prints the tables and fills the folder.
 
     Args:
@@ -88,7 +88,7 @@ def run(this: Run, setup: Setup) -> bool:
     return holds(this.rows)
 
 
-def _parts(options: Options) -> tuple[Part, ...]:
+def _parts(options: Options) -> tuple[BackendPart, ...]:
     found_gpus = num_gpus()
     if options.ranks == 1:
         raise ValueError("ranks (=1) must be at least 2: one rank has no other to communicate with")
@@ -96,7 +96,7 @@ def _parts(options: Options) -> tuple[Part, ...]:
         ranks_of_machine(2, "gpus")  # raises if there are none
         if options.ranks is not None and options.ranks > found_gpus:
             raise ValueError(f"ranks (={options.ranks}) must be at most the number of GPUs (={found_gpus})")
-    parts: dict[Part, None] = {}
+    parts: dict[BackendPart, None] = {}
     backends = _of_kind(options.on) if options.on else BACKENDS
     counts = (options.ranks,) if options.ranks else (2,) if options.quick else RANKS
     for num_ranks in counts:
@@ -115,14 +115,16 @@ def _of_kind(kind: str) -> tuple[tuple[str, str], ...]:
     return ("jaxddp", kind), ("torchref", of_torch)
 
 
-def _part(framework: str, kind: str, num_ranks: int, found_gpus: int) -> Part:
+def _part(framework: str, kind: str, num_ranks: int, found_gpus: int) -> BackendPart:
     if kind == "gpus" and found_gpus < 2:
-        return Part(framework, Ranks(num_ranks, kind), "one GPU, and ranks need one each" if found_gpus else "no GPU")
-    return Part(framework, ranks_of_machine(num_ranks, kind))
+        return BackendPart(
+            framework, Ranks(num_ranks, kind), "one GPU, and ranks need one each" if found_gpus else "no GPU"
+        )
+    return BackendPart(framework, ranks_of_machine(num_ranks, kind))
 
 
 def _forecast(
-    setup: Setup, parts: Sequence[Part], rows: Sequence[Mapping[str, Any]] = ()
+    setup: CollectivesSetup, parts: Sequence[BackendPart], rows: Sequence[Mapping[str, Any]] = ()
 ) -> dict[tuple[str, Batch], float]:
     """Forecasts what is missing."""
     seconds = {}

@@ -16,7 +16,7 @@ from benchmarks.collectives.benchmark import describe, run
 from benchmarks.collectives.cases import NAMES, QUICK_NAMES, check
 from benchmarks.collectives.fit import network_of
 from benchmarks.collectives.interleaving import Timed
-from benchmarks.collectives.part import Part, Setup
+from benchmarks.collectives.part import BackendPart, CollectivesSetup
 from benchmarks.collectives.rows import rows_of
 from benchmarks.collectives.section import section
 from benchmarks.collectives.sizes import GIB, KIB, MIB
@@ -27,12 +27,12 @@ from torchref.launch import RankError
 
 SIZES = (KIB, 16 * KIB, 256 * KIB)
 PARTS = (
-    Part("jaxddp", Ranks(2, "simulated")),
-    Part("jaxddp", Ranks(2, "processes")),
-    Part("torchref", Ranks(2, "processes")),
-    Part("torchref", Ranks(2, "gpus"), "no GPU"),
+    BackendPart("jaxddp", Ranks(2, "simulated")),
+    BackendPart("jaxddp", Ranks(2, "processes")),
+    BackendPart("torchref", Ranks(2, "processes")),
+    BackendPart("torchref", Ranks(2, "gpus"), "no GPU"),
 )
-SETUP = Setup(PARTS, NAMES, SIZES, num_rounds=5, budget_s=1.0)
+SETUP = CollectivesSetup(PARTS, NAMES, SIZES, num_rounds=5, budget_s=1.0)
 BACKENDS = ("XLA in-process", "XLA over Gloo", "Gloo")
 
 
@@ -262,7 +262,7 @@ def test_bad_input(options, message, gpus):
 
 @pytest.mark.gpu
 def test_gpus_give_right_results_or_are_too_few(tmp_path):
-    setup = Setup(describe(Options(ranks=2))[0].parts[-2:], NAMES, (KIB, MIB), num_rounds=5, budget_s=1.0)
+    setup = CollectivesSetup(describe(Options(ranks=2))[0].parts[-2:], NAMES, (KIB, MIB), num_rounds=5, budget_s=1.0)
     assert {part.ranks.kind for part in setup.parts} == {"gpus"}
     this = Run(tmp_path, console(), "collectives")
     assert run(this, setup)

@@ -34,8 +34,8 @@ def forecast_s(batch: Batch, ranks: Ranks, num_rounds: int | None, budget_s: flo
     Args:
         batch: The size and its collectives.
         ranks: Which run it.
-        num_rounds: As in ``Job``.
-        budget_s: As in ``Job``.
+        num_rounds: As in ``RanksJob``.
+        budget_s: As in ``RanksJob``.
 
     Returns:
         Seconds.

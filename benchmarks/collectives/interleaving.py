@@ -32,7 +32,7 @@ class Batch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Job:
+class RanksJob:
     """What the ranks of one backend do; plain data, sent to their processes.
 
     Attributes:
@@ -108,7 +108,9 @@ class Call(NamedTuple):
         self.timed.wrong += self.num_wrong(self.run(self.prepare()))
 
 
-def measure(job: Job, side: Side, ready: Callable[[Batch], Callable[[str], Call]], wait: Callable[[Any], Any]) -> None:
+def measure(
+    job: RanksJob, side: Side, ready: Callable[[Batch], Callable[[str], Call]], wait: Callable[[Any], Any]
+) -> None:
     """Measures everything; every rank does the same, and reports each size, before it and when it is done.
 
     Args:
@@ -152,19 +154,19 @@ class _Progress:
             report(("rounds", num_done, num_rounds))
 
 
-def _measure(job: Job, batch: Batch, make: Callable[[str], Call], wait: Callable[[Any], Any]) -> list[Timed]:
+def _measure(job: RanksJob, batch: Batch, make: Callable[[str], Call], wait: Callable[[Any], Any]) -> list[Timed]:
     attempts, progress = Attempts(agree_over_ranks), _Progress()
     for name in batch.names:
         attempts(name, lambda name=name: make(name))  # type: ignore[misc]
         progress(0, 0)
     calls = list(attempts.made.values())
     if calls:
-        _take_turns(calls, job, wait, progress)
+        _interleave(calls, job, wait, progress)
     failed = [Timed(name, batch.asked_bytes, failed=why) for name, why in attempts.failed.items()]
     return [call.timed for call in calls] + failed
 
 
-def _take_turns(calls: Sequence[Call], job: Job, wait: Callable[[Any], Any], progress: _Progress) -> None:
+def _interleave(calls: Sequence[Call], job: RanksJob, wait: Callable[[Any], Any], progress: _Progress) -> None:
     round_s = 0.0
     for call in calls:
         round_s += _call(call, wait)

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.collectives import turns
-from benchmarks.collectives.interleaving import MAX_ROUNDS, MIN_ROUNDS, Batch, Call, Job, Side, Timed
+from benchmarks.collectives.interleaving import MAX_ROUNDS, MIN_ROUNDS, Batch, Call, RanksJob, Side, Timed
 
 
 class Calls:
@@ -61,7 +61,7 @@ def measure(one_rank):
 def test_rounds_begin_with_another_collective_each_time(measure):
     calls = Calls()
     batches = (Batch(8, ("a", "b", "c")), Batch(4, ("a",)))
-    timed = measure(Job(batches, 2, 1.0), calls.ready)
+    timed = measure(RanksJob(batches, 2, 1.0), calls.ready)
     assert calls.done[0] == 8
     names = [one for one in calls.done if one != "prepare"]
     assert names[1:13] == [*"abc", *"abc", *"abc", *"bca"] and names[13:] == [4, *"aaaa"]
@@ -80,7 +80,7 @@ def test_a_size_is_told_before_the_next_begins(one_rank, measure):
         return calls.ready(batch)
 
     with pytest.raises(RuntimeError, match="killed"):
-        measure(Job((Batch(8, ("a", "b")), small), 2, 1.0), ready)
+        measure(RanksJob((Batch(8, ("a", "b")), small), 2, 1.0), ready)
     (begun, large), (told, found), then = one_rank
     assert (begun, told, then) == ("size", "found", ("size", small))
     assert found.batch == large and found.side == Side("cpu", {})
@@ -88,7 +88,7 @@ def test_a_size_is_told_before_the_next_begins(one_rank, measure):
 
 
 def test_a_size_that_takes_long_says_how_far_it_is(one_rank, measure, monkeypatch):
-    job = Job((Batch(8, ("a", "b")),), 2, 1.0)
+    job = RanksJob((Batch(8, ("a", "b")),), 2, 1.0)
     measure(job, Calls().ready)
     assert [kind for kind, *_ in one_rank] == ["size", "found"]  # what is timed is left alone
     monkeypatch.setattr(turns, "REPORT_EVERY_S", 0.0)
@@ -98,7 +98,7 @@ def test_a_size_that_takes_long_says_how_far_it_is(one_rank, measure, monkeypatc
 
 
 def test_every_result_is_checked(measure):
-    job = Job((Batch(8, ("a",)),), 5, 1.0)
+    job = RanksJob((Batch(8, ("a",)),), 5, 1.0)
     right, always, at_last = (measure(job, Calls(wrong_from=ran).ready)[0] for ran in (8, 1, 7))
     # One call to try it out, one that says how long a round takes, and five rounds.
     assert (right.wrong, always.wrong, at_last.wrong) == (0, 7 * 3, 3)
@@ -107,13 +107,13 @@ def test_every_result_is_checked(measure):
 @pytest.mark.parametrize(("budget_s", "num_rounds"), [(0.0, MIN_ROUNDS), (0.25, 25), (60.0, MAX_ROUNDS)])
 def test_there_are_as_many_rounds_as_there_is_time_for(budget_s, num_rounds, measure, monkeypatch):
     monkeypatch.setattr(turns, "_agreed", lambda seconds: 0.01)
-    (timed,) = measure(Job((Batch(8, ("a",)),), None, budget_s), Calls().ready)
+    (timed,) = measure(RanksJob((Batch(8, ("a",)),), None, budget_s), Calls().ready)
     assert len(timed.seconds) == num_rounds
 
 
 def test_what_cannot_be_called_is_left_out_and_says_why(measure):
     calls = Calls(fails=("b", "c"))
-    timed = measure(Job((Batch(8, ("a", "b")), Batch(4, ("c",))), 5, 1.0), calls.ready)
+    timed = measure(RanksJob((Batch(8, ("a", "b")), Batch(4, ("c",))), 5, 1.0), calls.ready)
     assert [(one.name, one.asked_bytes, one.failed) for one in timed] == [
         ("a", 8, ""), ("b", 8, "OSError: no network"), ("c", 4, "OSError: no network"),
     ]  # fmt: skip

@@ -20,7 +20,7 @@ from jaxddp.mesh import DATA_AXIS, platform_of
 
 from ..harness.ranks import Ranks
 from .cases import ELEMENT_BYTES, RINGS, brought_length, expected, num_wrong, options_of, plan, size_of, values
-from .interleaving import Batch, Call, Job, Side, Timed, measure
+from .interleaving import Batch, Call, RanksJob, Side, Timed, measure
 
 KINDS = {
     "all_reduce": "all-reduce",
@@ -31,7 +31,7 @@ KINDS = {
 }
 
 
-def run(ranks: Ranks, job: Job) -> None:
+def run(ranks: Ranks, job: RanksJob) -> None:
     """Measures; runs in each of JAX's processes, before JAX has started there.
 
     Args:

@@ -22,7 +22,7 @@ from ..harness.run import FAILED, NOT_RUN, Run, is_failed
 from . import jax_side, torch_side
 from .fit import fit_rows
 from .forecast import Forecast
-from .interleaving import Batch, Found, Job, Side
+from .interleaving import Batch, Found, RanksJob, Side
 from .rows import in_order, rows_of
 from .sizes import fitting, in_words, launches
 
@@ -31,7 +31,7 @@ MAX_FAILED = 3  # sizes of a part that its processes did not survive
 Row = Mapping[str, Any]
 
 
-class Part(NamedTuple):
+class BackendPart(NamedTuple):
     """A backend with a number of ranks.
 
     Attributes:
@@ -56,7 +56,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Setup:
+class CollectivesSetup:
     """What is measured.
 
     Attributes:
@@ -67,7 +67,7 @@ class Setup:
         budget_s: The time that there is for a size.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[BackendPart, ...]
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     num_rounds: int | None
@@ -75,7 +75,7 @@ class Setup:
 
 
 def missing(
-    setup: Setup, part: Part, rows: Sequence[Row]
+    setup: CollectivesSetup, part: BackendPart, rows: Sequence[Row]
 ) -> tuple[list[tuple[Batch, ...]], list[tuple[str, int, str]]]:
     """Sorts out what is left to do.
 
@@ -97,7 +97,7 @@ def missing(
     return [some for some in dealt if some], [one for one in left_out if one[:2] not in there]
 
 
-def measure_part(this: Run, setup: Setup, part: Part, forecast: Forecast) -> None:
+def measure_part(this: Run, setup: CollectivesSetup, part: BackendPart, forecast: Forecast) -> None:
     """Measures what is missing of a part, writes each size when it is done, and last the fits to all of them.
 
     Args:
@@ -135,15 +135,15 @@ def measure_part(this: Run, setup: Setup, part: Part, forecast: Forecast) -> Non
     this.say(part.key, this.put(part.key, [*rows, *(of_all | fit for fit in fit_rows(rows))]))
 
 
-def _done(part: Part, rows: Sequence[Row]) -> list[Row]:
+def _done(part: BackendPart, rows: Sequence[Row]) -> list[Row]:
     """The rows of calls that need not be measured; not those of fits, which are made anew, nor what failed."""
     return [row for row in rows if row.get("part") == part.key and "asked_bytes" in row and not is_failed(row)]
 
 
 def _run_ranks(
     this: Run,
-    setup: Setup,
-    part: Part,
+    setup: CollectivesSetup,
+    part: BackendPart,
     to_do: Sequence[tuple[Batch, ...]],
     forecast: Forecast,
     keep: Callable[[Found], None],
@@ -165,7 +165,7 @@ def _run_ranks(
     failed: dict[Batch, str] = {}
     why, queue = "", list(to_do)
     while queue:
-        job = Job(queue.pop(0), setup.num_rounds, setup.budget_s)
+        job = RanksJob(queue.pop(0), setup.num_rounds, setup.budget_s)
         left, ended, error = _run_job(this, part, job, forecast, keep)
         if error is None:
             continue
@@ -180,7 +180,7 @@ def _run_ranks(
 
 
 def _run_job(
-    this: Run, part: Part, job: Job, forecast: Forecast, keep: Callable[[Found], None]
+    this: Run, part: BackendPart, job: RanksJob, forecast: Forecast, keep: Callable[[Found], None]
 ) -> tuple[list[Batch], Batch | None, Exception | None]:
     """Runs the ranks once: what was not found, and if they failed, at which batch, if at one, and why."""
     run_ranks = part.ranks.run_jax if part.framework == "jaxddp" else part.ranks.run_torch

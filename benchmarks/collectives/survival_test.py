@@ -11,7 +11,7 @@ from benchmarks.collectives import part as parts
 from benchmarks.collectives.benchmark import run
 from benchmarks.collectives.forecast import Forecast
 from benchmarks.collectives.interleaving import Batch, Found, Side, Timed
-from benchmarks.collectives.part import Part, Setup
+from benchmarks.collectives.part import BackendPart, CollectivesSetup
 from benchmarks.collectives.sizes import KIB
 from benchmarks.harness.ranks import Ranks
 from benchmarks.harness.run import Run, read_rows
@@ -19,7 +19,7 @@ from torchref.launch import RankError
 
 NAMES = ("all_reduce", "broadcast", "reduce")
 SIZES = (KIB, 16 * KIB, 256 * KIB, 1024 * KIB)
-SETUP = Setup((Part("torchref", Ranks(2, "processes")),), NAMES, SIZES, num_rounds=5, budget_s=1.0)
+SETUP = CollectivesSetup((BackendPart("torchref", Ranks(2, "processes")),), NAMES, SIZES, num_rounds=5, budget_s=1.0)
 WHY = "rank 1 of 2 failed: killed by signal 9 (SIGKILL)"
 
 

@@ -28,13 +28,13 @@ from .cases import (
     size_of,
     values,
 )
-from .interleaving import Batch, Call, Job, Side, Timed, measure
+from .interleaving import Batch, Call, RanksJob, Side, Timed, measure
 
 KINDS = {name: name.replace("_", "-") for name in PRIMITIVES}
 IN_PLACE = ("all_reduce", "broadcast")
 
 
-def run(ranks: Ranks, job: Job) -> None:
+def run(ranks: Ranks, job: RanksJob) -> None:
     """Measures; runs on each rank, inside a process group.
 
     Args:

@@ -24,7 +24,7 @@ from ..harness.options import Options
 from ..harness.ratios import compare
 from ..harness.run import NotRun, Run, holds
 from ..report.section import show
-from .points import CURVES, PARTS, TRACE_AND_COMPILE, Point, Setup, measure_curve
+from .points import CURVES, PARTS, TRACE_AND_COMPILE, CompilationSetup, Point, measure_curve
 from .section import section
 
 GROWTH_LIMIT = 1.2  # of tracing and compiling, from the fewest devices to the most
@@ -37,7 +37,7 @@ GROWTH, READING = "growth over devices", "reading and simulating"
 GROUPS = {part: (part,) for part in PARTS if part != "start"} | {TOGETHER: TRACE_AND_COMPILE}
 
 
-def describe(options: Options) -> tuple[Setup, str]:
+def describe(options: Options) -> tuple[CompilationSetup, str]:
     """Describes what is compiled.
 
     Args:
@@ -50,7 +50,7 @@ def describe(options: Options) -> tuple[Setup, str]:
         ValueError: If the compiler for GPUs is not installed.
     """
     num_rounds = options.steps or 3
-    setup = Setup(num_rounds)
+    setup = CompilationSetup(num_rounds)
     check_installed(target(f"h100:{setup.devices[0]}"))
     described = (
         f"{setup.model} for {setup.devices[0]} to {setup.devices[-1]} H100s, and {setup.parameters[0]} to"
@@ -59,7 +59,7 @@ def describe(options: Options) -> tuple[Setup, str]:
     return setup, described
 
 
-def run(this: Run, setup: Setup) -> bool:
+def run(this: Run, setup: CompilationSetup) -> bool:
     """Times both curves, prints the table and fills the folder.
 
     Args:
@@ -82,7 +82,7 @@ def run(this: Run, setup: Setup) -> bool:
     return holds(this.rows)
 
 
-def curve_rows(this: Run, setup: Setup, curve: str) -> list[dict[str, Any]]:
+def curve_rows(this: Run, setup: CompilationSetup, curve: str) -> list[dict[str, Any]]:
     """Times a curve.
 
     Args:

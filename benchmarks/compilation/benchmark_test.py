@@ -13,7 +13,7 @@ from rich.console import Console
 from benchmarks.compilation import benchmark
 from benchmarks.compilation import points as measurements
 from benchmarks.compilation.benchmark import GROUPS, exponent_of, fit_exponent, run
-from benchmarks.compilation.points import PARTS, Point, Seconds, Setup, polynomials
+from benchmarks.compilation.points import PARTS, CompilationSetup, Point, Seconds, polynomials
 from benchmarks.harness.run import Run
 from jaxddp.targets.program import TargetError
 
@@ -22,7 +22,7 @@ from jaxddp.targets.program import TargetError
 def finished(tmp_path_factory):
     """Two rounds of two sizes of each curve; its rows, its folder, what it printed and what it returned."""
     folder, output = tmp_path_factory.mktemp("run"), io.StringIO()
-    setup = Setup(2, "tiny", devices=(8, 16), parameters=(10, 30))
+    setup = CompilationSetup(2, "tiny", devices=(8, 16), parameters=(10, 30))
     holds = run(Run(folder, Console(file=output, width=200, highlight=False), "compile"), setup)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return rows, folder, output.getvalue(), holds
@@ -121,7 +121,10 @@ def test_what_cannot_be_compiled_is_a_row_and_no_end(monkeypatch):
             raise TargetError("no program today")
 
     monkeypatch.setattr(measurements, "compile_for_target", refuse)
-    console, setup = Console(file=io.StringIO(), width=200), Setup(2, "tiny", devices=(), parameters=(10, 20))
+    console, setup = (
+        Console(file=io.StringIO(), width=200),
+        CompilationSetup(2, "tiny", devices=(), parameters=(10, 20)),
+    )
     points = measurements.measure_curve(console, setup, "parameters")
     assert [point.check for point in points] == ["WRONG: no program today"] * 2
     assert [set(point.seconds) for point in points] == [{"trace", "plan"}] * 2
@@ -135,7 +138,10 @@ def test_a_run_that_goes_on_measures_nothing_twice(finished, tmp_path, monkeypat
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines[:-1]) + "\n")  # stopped before the last part
     monkeypatch.setattr(benchmark, "measure_curve", lambda *arguments: pytest.fail("measured twice"))
-    console, setup = Console(file=io.StringIO(), width=200), Setup(2, "tiny", devices=(8, 16), parameters=(10, 30))
+    console, setup = (
+        Console(file=io.StringIO(), width=200),
+        CompilationSetup(2, "tiny", devices=(8, 16), parameters=(10, 30)),
+    )
     assert run(Run(tmp_path, console, "compile"), setup) == holds
     again = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["part"] for row in again] == [row["part"] for row in rows]
@@ -152,7 +158,10 @@ def test_a_curve_that_fails_leaves_the_other_and_is_measured_again(finished, tmp
         return found[curve]
 
     found = {curve: [Point.of(row) for row in rows if row.get("curve") == curve] for curve in measurements.CURVES}
-    console, setup = Console(file=io.StringIO(), width=200), Setup(2, "tiny", devices=(8, 16), parameters=(10, 30))
+    console, setup = (
+        Console(file=io.StringIO(), width=200),
+        CompilationSetup(2, "tiny", devices=(8, 16), parameters=(10, 30)),
+    )
     monkeypatch.setattr(benchmark, "measure_curve", of_devices_alone)
     assert not run(Run(tmp_path, console, "compile"), setup)
     failed = {row["part"]: row["check"] for row in Run(tmp_path, console, "compile").rows}

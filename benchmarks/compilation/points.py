@@ -61,7 +61,7 @@ class Seconds(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Setup:
+class CompilationSetup:
     """What is compiled.
 
     Attributes:
@@ -116,14 +116,14 @@ class Point:
         return float(np.median(self.rounds(*parts, clock=clock)))
 
 
-def points_of(setup: Setup, curve: str) -> list[Point]:
+def points_of(setup: CompilationSetup, curve: str) -> list[Point]:
     """Lists the sizes of a curve, nothing of which is timed yet."""
     if curve == "devices":
         return [Point(curve, size, targets.target(f"h100:{size}").spec) for size in setup.devices]
     return [Point(curve, size, "h100:8") for size in setup.parameters]
 
 
-def measure_curve(console: Console, setup: Setup, curve: str) -> list[Point]:
+def measure_curve(console: Console, setup: CompilationSetup, curve: str) -> list[Point]:
     """Times all sizes of a curve; rounds take turns over them.
 
     Args:
@@ -176,7 +176,7 @@ def polynomials(params: Sequence[Any], batch: jax.Array) -> jax.Array:
     return jnp.mean(x)
 
 
-def _measure(point: Point, setup: Setup) -> None:
+def _measure(point: Point, setup: CompilationSetup) -> None:
     """Compiles a point once and adds what it took; of what cannot be compiled, what came before."""
     seconds: dict[str, Seconds] = {}
     try:
@@ -191,7 +191,9 @@ def _measure(point: Point, setup: Setup) -> None:
         point.seconds.setdefault(part, []).append(one)
 
 
-def _measure_parts(point: Point, setup: Setup, seconds: dict[str, Seconds]) -> tuple[Collectives, Collectives]:
+def _measure_parts(
+    point: Point, setup: CompilationSetup, seconds: dict[str, Seconds]
+) -> tuple[Collectives, Collectives]:
     """Fills ``seconds`` by part; gives what was planned and what was compiled."""
     target = targets.target(point.target)
     trainer, params, batch = (_of_devices if point.curve == "devices" else _of_parameters)(point, setup)
@@ -213,7 +215,7 @@ def _measure_parts(point: Point, setup: Setup, seconds: dict[str, Seconds]) -> t
     return trainer.planned(state, batch), schedule.gradient_collectives()
 
 
-def _of_devices(point: Point, setup: Setup) -> tuple[jaxddp.Trainer, Any, Any]:
+def _of_devices(point: Point, setup: CompilationSetup) -> tuple[jaxddp.Trainer, Any, Any]:
     loss_fn, params = abstract(setup.model)
     shape = (SEQUENCES_PER_DEVICE * point.size, SIZES[setup.model].context)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -221,7 +223,7 @@ def _of_devices(point: Point, setup: Setup) -> tuple[jaxddp.Trainer, Any, Any]:
     return trainer, params, {"tokens": tokens, "targets": tokens}
 
 
-def _of_parameters(point: Point, setup: Setup) -> tuple[jaxddp.Trainer, Any, Any]:
+def _of_parameters(point: Point, setup: CompilationSetup) -> tuple[jaxddp.Trainer, Any, Any]:
     # Optimizer without state, and a bucket for each layer: what is left is the least that a parameter costs XLA.
     strategy = jaxddp.bucketed(LAYER * WIDTH * 4 / 2**20)
     trainer = jaxddp.Trainer(polynomials, optax.sgd(1e-3), strategy, targets.mesh(point.target))

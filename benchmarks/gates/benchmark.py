@@ -19,7 +19,7 @@ from ..harness.steal_time import in_words
 from ..report.section import show
 from ..strategies.benchmark import BATCH_SIZE, NUM_RANKS, check_memory, make_setup
 from ..training.frameworks import measure_both
-from ..training.measure import PEERS, Setup, StrategySpec
+from ..training.measure import PEERS, StrategySpec, TrainingSetup
 from ..training.steps import label
 from .section import section
 
@@ -43,7 +43,7 @@ _GATES = (
 )
 
 
-def describe(options: Options) -> tuple[Setup, str]:
+def describe(options: Options) -> tuple[TrainingSetup, str]:
     """Describes what is compared.
 
     Args:
@@ -67,7 +67,7 @@ def describe(options: Options) -> tuple[Setup, str]:
     return setup, described
 
 
-def run(this: Run, setup: Setup) -> bool:
+def run(this: Run, setup: TrainingSetup) -> bool:
     """Runs both frameworks against their peers, prints the tables and fills the folder.
 
     Args:

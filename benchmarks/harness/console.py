@@ -10,6 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from .values import short
+
 NUM_PLAIN_LINES = 4
 FILE_WIDTH = 180  # where the widest table, that of memory, cuts no number
 
@@ -50,6 +52,10 @@ def progress_of(console: Console, title: str) -> Iterator[Callable[[int, Any], N
                 progress.update(task, description=f"{title}: {content[0]}")
                 if not console.is_terminal:
                     console.print(f"{title}: {content[0]}")
+            elif kind == "preview":
+                medians_ms, done, total = content
+                for label, median_ms in medians_ms.items():
+                    console.print(f"{title} {label}: {short(median_ms)} ms, {done} of {total} rounds, not checked yet")
             elif kind == "progress":
                 done, total = content
                 progress.update(task, completed=done, total=total)

@@ -24,7 +24,7 @@ from torchref.launch import RankError
 
 from ..lab.network import network
 from .results import commit, describe_machine
-from .steal_time import in_words, stolen_share, ticks
+from .steal_time import in_words, steal_share, ticks
 
 METRICS = "metrics.jsonl"
 NOT_RUN, FAILED = "not run: ", "FAILED: "
@@ -96,7 +96,7 @@ class Run:
         Returns:
             Them, as they were written.
         """
-        envelope = {"benchmark": self.benchmark, "part": key, "stolen_share": stolen_share(self._since)} | _envelope()
+        envelope = {"benchmark": self.benchmark, "part": key, "stolen_share": steal_share(self._since)} | _envelope()
         self._since = ticks()
         made = [envelope | dict(row) for row in rows]
         if not all("check" in row for row in made):

@@ -1,7 +1,7 @@
-"""The processors' time that a virtual machine did not get because its host gave it to others.
+"""Steal time: processor time that a virtual machine's host gave to others.
 
-What is measured meanwhile takes longer, and two times that did not take turns cannot be compared. Linux counts it as
-"steal" in ``/proc/stat``.
+Measurements take longer meanwhile, so times that were not interleaved cannot be compared. Linux counts it in
+``/proc/stat``.
 """
 
 from __future__ import annotations
@@ -9,41 +9,37 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-MUCH = 0.05  # of all time; 0 to 0.03 were seen on a machine whose times repeat
+MUCH = 0.05  # of all time; a machine whose times repeat showed 0 to 0.03
 _STAT = Path("/proc/stat")
 
 
 class Ticks(NamedTuple):
-    """What the processors did since the machine started.
+    """Processor time since the machine started.
 
     Attributes:
-        stolen: Ticks of which nothing was got.
+        steal: Ticks that the host gave to others.
         total: All ticks.
     """
 
-    stolen: int
+    steal: int
     total: int
 
 
 def ticks() -> Ticks:
-    """Reads the counters; all 0 where nothing counts."""
+    """Reads the counters; all 0 where the system has none."""
     if not _STAT.exists():
         return Ticks(0, 0)
-    # user, nice, system, idle, iowait, irq, softirq, steal; guests, which follow, are in user.
+    # user, nice, system, idle, iowait, irq, softirq, steal; the guests' times that follow are part of user.
     counted = [int(one) for one in _STAT.read_text().split("\n", 1)[0].split()[1:9]]
     return Ticks(counted[7], sum(counted))
 
 
-def stolen_share(since: Ticks) -> float:
-    """Gives the share of the processors' time that was not got since an earlier reading.
-
-    Args:
-        since: What ``ticks`` gave then.
-    """
+def steal_share(since: Ticks) -> float:
+    """The share of processor time that was stolen since an earlier reading of ``ticks``."""
     now = ticks()
-    return (now.stolen - since.stolen) / max(1, now.total - since.total)
+    return (now.steal - since.steal) / max(1, now.total - since.total)
 
 
 def in_words(share: float) -> str:
-    """Says what was taken; empty if it was not much."""
+    """The share in words; empty if it was not much."""
     return f"{share:.0%} of the processors' time went to others by this machine's host" if share > MUCH else ""

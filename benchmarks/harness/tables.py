@@ -14,7 +14,7 @@ from rich.table import Table as RichTable
 
 from .values import NONE, Row, check, cut, is_bad, number, short, text
 
-_PLAIN = str.maketrans({NONE: "-", "\N{GREEK SMALL LETTER MU}": "u"})  # for consoles without UTF-8
+PLAIN = str.maketrans({NONE: "-", "\N{GREEK SMALL LETTER MU}": "u"})  # for consoles without UTF-8
 
 
 @dataclass(frozen=True)
@@ -99,15 +99,15 @@ def print_table(console: Console, table: Table) -> None:
     chosen = [row for row in table.rows if table.is_brief is None or table.is_brief(row)]
     few = "" if len(chosen) == len(table.rows) else f", {len(chosen)} of {len(table.rows)} rows (table.md has all)"
     shown = RichTable(
-        title=f"{table.caption}{few}".translate(_PLAIN), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+        title=f"{table.caption}{few}".translate(PLAIN), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
     )
     for column in columns:
-        head = f"{column.name}\n[dim]{column.unit}[/dim]".translate(_PLAIN)
+        head = f"{column.name}\n[dim]{column.unit}[/dim]".translate(PLAIN)
         shown.add_column(head, justify="right" if column.is_numeric(table.rows) else "left", no_wrap=True)
     for _, rows in groupby(chosen, table.group or (lambda row: None)):
         shown.add_section()
         for row in rows:
-            cells = [column.cell(row).translate(_PLAIN).replace("[", r"\[") for column in columns]
+            cells = [column.cell(row).translate(PLAIN).replace("[", r"\[") for column in columns]
             shown.add_row(*cells, style="bold red" if is_bad(row) else None)
     console.print()
     console.print(shown)
@@ -121,5 +121,5 @@ def write_markdown(folder: Path, tables: Sequence[Table], notes: Sequence[str]) 
         cells += [[column.unit for column in table.columns]]
         cells += [[column.cell(row) for column in table.columns] for row in table.rows]
         lines += [*("| " + " | ".join(line) + " |" for line in cells), ""]
-    said = "\n".join([*lines, *(f"- {note}" for note in notes), ""]).translate(_PLAIN)
+    said = "\n".join([*lines, *(f"- {note}" for note in notes), ""]).translate(PLAIN)
     (folder / "table.md").write_text(said, encoding="utf-8")

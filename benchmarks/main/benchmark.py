@@ -10,15 +10,15 @@ from jaxddp import STRATEGIES
 from ..harness.options import Options
 from ..harness.run import Run
 from ..strategies import benchmark as strategies
-from ..training.measure import Setup
+from ..training.measure import TrainingSetup
 from .section import section
 
 
-def describe(options: Options) -> tuple[Setup, str]:
+def describe(options: Options) -> tuple[TrainingSetup, str]:
     """Describes the job, as ``strategies.describe`` does."""
     return strategies.describe(options, tuple(STRATEGIES))
 
 
-def run(this: Run, setup: Setup) -> bool:
+def run(this: Run, setup: TrainingSetup) -> bool:
     """Runs the job, as ``strategies.run`` does."""
     return strategies.run(this, setup, section)

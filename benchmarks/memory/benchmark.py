@@ -35,7 +35,7 @@ from ..strategies.benchmark import QUICK_MODEL, check_batch_size
 from .section import section
 from .source import NUM_RANKS, SEQUENCES, figures
 from .torch_peak import allocate_torch
-from .variants import CPU, Allocation, Setup, allocate, read
+from .variants import CPU, Allocation, MemorySetup, allocate, read
 
 MOMENTS = {"after_init": "after init", "before_update": "before the update", "after_step": "after the step"}
 # What is in a row of each: a step is one program, whose peaks are what can be said of its moments.
@@ -44,7 +44,7 @@ OF_EACH_STAGE = ("bucketed", "zero1", "zero2", "zero3")
 SCALAR_BYTES = 4 + 4 + 8  # optax's count of steps, the state's own, and its key
 
 
-def describe(options: Options) -> tuple[Setup, str]:
+def describe(options: Options) -> tuple[MemorySetup, str]:
     """Describes what is compiled.
 
     Args:
@@ -77,7 +77,7 @@ def describe(options: Options) -> tuple[Setup, str]:
     else:
         num_ranks = targets.target(target).num_devices
     check_batch_size(batch_size, num_ranks)
-    setup = Setup(model, target, num_ranks, tuple(dict.fromkeys(strategies)), batch_size)
+    setup = MemorySetup(model, target, num_ranks, tuple(dict.fromkeys(strategies)), batch_size)
     context = setup.config.context
     described = (
         f"{model}, {setup.config.num_params:,} parameters, on {target}: {batch_size} x {context} tokens a step, AdamW,"
@@ -86,7 +86,7 @@ def describe(options: Options) -> tuple[Setup, str]:
     return setup, described
 
 
-def run(this: Run, setup: Setup) -> bool:
+def run(this: Run, setup: MemorySetup) -> bool:
     """Reads every variant, prints the tables and fills the folder.
 
     Args:
@@ -110,7 +110,7 @@ def run(this: Run, setup: Setup) -> bool:
     return holds(this.rows)
 
 
-def compiled_rows(setup: Setup, name: str) -> Iterator[dict[str, Any]]:
+def compiled_rows(setup: MemorySetup, name: str) -> Iterator[dict[str, Any]]:
     """Compiles a strategy's step and lays what it says beside the formulas, and beside the source's figures.
 
     Args:
@@ -153,7 +153,7 @@ def compiled_rows(setup: Setup, name: str) -> Iterator[dict[str, Any]]:
 
 
 def allocator_rows(
-    setup: Setup, name: str, framework: str, ask: Callable[[Setup, str], Allocation | str]
+    setup: MemorySetup, name: str, framework: str, ask: Callable[[MemorySetup, str], Allocation | str]
 ) -> Iterator[dict[str, Any]]:
     """Asks an allocator.
 
@@ -180,7 +180,7 @@ def allocator_rows(
     yield row | {"allocator": said._asdict(), "check": check}
 
 
-def formulas(setup: Setup, name: str) -> dict[str, int]:
+def formulas(setup: MemorySetup, name: str) -> dict[str, int]:
     """Gives what each device holds by formula: the state to the byte, and beside it what cannot be done without.
 
         before the update   what the backward needs of the forward; at stage 3 two gathered units
@@ -236,6 +236,6 @@ def _gradients(state: StateBytes, reduce: Reduce, leaf_elements: Sequence[int], 
     return state.gradients
 
 
-def _record(setup: Setup) -> dict[str, Any]:
+def _record(setup: MemorySetup) -> dict[str, Any]:
     versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "python": platform.python_version()}
     return dataclasses.asdict(setup) | {"dtype": "float32", "versions": versions}

@@ -15,14 +15,14 @@ from benchmarks.memory import benchmark as memory
 from benchmarks.memory import variants
 from benchmarks.memory.benchmark import describe, formulas, kept_per_token
 from benchmarks.memory.source import dealt_by_index, figures
-from benchmarks.memory.variants import Allocation, Setup, allocate
+from benchmarks.memory.variants import Allocation, MemorySetup, allocate
 from jaxddp.compiled.memory import Allocated, DeviceBytes, StepMemory, held_bytes
 from jaxddp.models import SIZES, TransformerConfig, abstract
 from jaxddp.targets.program import TargetError
 
 MIB = 2**20
 MICRO = TransformerConfig(vocab=16, context=8, width=8, num_layers=1, num_heads=1, hidden=16)
-SETUP = Setup("micro", "cpu:2", 2, ("zero1",), 4)
+SETUP = MemorySetup("micro", "cpu:2", 2, ("zero1",), 4)
 
 
 def launch_here(fn, *args, num_ranks, timeout_s):
@@ -108,10 +108,10 @@ def test_a_strategy_that_fails_leaves_the_others(run, read):
             raise TargetError("no program today")
         return read
 
-    holds, rows, _, _ = run(Setup("micro", "cpu:2", 2, ("zero2", "zero1"), 4), reader=only_zero1)
+    holds, rows, _, _ = run(MemorySetup("micro", "cpu:2", 2, ("zero2", "zero1"), 4), reader=only_zero1)
     assert not holds
     assert [row["check"] for row in rows[:2]] == ["FAILED: no program today", "ok"]
-    holds, rows, _, _ = run(Setup("micro", "cpu:2", 2, ("zero2", "zero1"), 4))
+    holds, rows, _, _ = run(MemorySetup("micro", "cpu:2", 2, ("zero2", "zero1"), 4))
     assert holds and [row["part"] for row in rows if "moment" in row] == ["zero1"] * 3 + ["zero2"] * 3
 
 
@@ -149,7 +149,7 @@ def test_the_formula_of_activations_is_what_the_model_was_seen_to_keep():
 
 
 def test_formulas_of_the_sources_model():
-    setup = Setup("seed_xl", "h100:2", 2, ("bucketed", "zero1"), 32)
+    setup = MemorySetup("seed_xl", "h100:2", 2, ("bucketed", "zero1"), 32)
     params = 4 * SIZES["seed_xl"].num_params
     batch = 2 * 4 * 2048
     baseline, sharded = formulas(setup, "bucketed"), formulas(setup, "zero1")
@@ -201,7 +201,7 @@ def test_what_an_allocator_says_is_taken_relative_to_the_start(monkeypatch):
 @pytest.mark.gpu
 def test_the_allocator_of_a_gpu_holds_the_state_and_its_rounding():
     num_ranks = min(2, len(jax.devices()))
-    setup = Setup("byte", f"cpu:{num_ranks}", num_ranks, ("zero1",), 2 * num_ranks)
+    setup = MemorySetup("byte", f"cpu:{num_ranks}", num_ranks, ("zero1",), 2 * num_ranks)
     trainer, state, _ = variants._trainer(setup, "zero1", jaxddp.data_mesh(num_ranks))
     held = held_bytes(trainer.layout(state)).total
     allocation = allocate(setup, "zero1")
@@ -229,5 +229,5 @@ def test_bad_input(changed, message):
 
 def test_a_setup_is_described_in_a_line():
     setup, described = describe(Options(model="tiny", target="cpu:2", strategies=("zero1", "zero1"), batch_size=4))
-    assert setup == Setup("tiny", "cpu:2", 2, ("zero1",), 4)
+    assert setup == MemorySetup("tiny", "cpu:2", 2, ("zero1",), 4)
     assert described == "tiny, 7,248 parameters, on cpu:2: 4 x 16 tokens a step, AdamW, float32; zero1"

@@ -15,7 +15,7 @@ import torchref
 from torchref.launch import launch
 from torchref.models import build, loss_fn
 
-from .variants import TIMEOUT_S, Allocation, Setup
+from .variants import TIMEOUT_S, Allocation, MemorySetup
 
 
 class Counter(NamedTuple):
@@ -33,7 +33,7 @@ class Counter(NamedTuple):
 CUDA = Counter(torch.cuda.memory_allocated, torch.cuda.max_memory_allocated)
 
 
-def allocate_torch(setup: Setup, name: str) -> Allocation | str:
+def allocate_torch(setup: MemorySetup, name: str) -> Allocation | str:
     """Takes two steps on this machine's GPUs, a rank each.
 
     Args:
@@ -50,7 +50,7 @@ def allocate_torch(setup: Setup, name: str) -> Allocation | str:
     return launch(allocate_on_rank, setup, name, num_ranks=num_ranks, backend="nccl", timeout_s=TIMEOUT_S)[0]
 
 
-def allocate_on_rank(setup: Setup, name: str, counter: Counter = CUDA) -> Allocation:
+def allocate_on_rank(setup: MemorySetup, name: str, counter: Counter = CUDA) -> Allocation:
     """Takes two steps on this rank, inside a process group.
 
     Args:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.memory.torch_peak import Counter, allocate_on_rank, allocate_torch
-from benchmarks.memory.variants import Allocation, Setup
+from benchmarks.memory.variants import Allocation, MemorySetup
 from torchref.conftest import ranks as ranks
 from torchref.models import SIZES
 
@@ -21,7 +21,7 @@ def tensor_bytes() -> int:
 
 
 def allocate(name):
-    return allocate_on_rank(Setup("tiny", "h100:2", 2, (name,), 4), name, Counter(tensor_bytes, tensor_bytes))
+    return allocate_on_rank(MemorySetup("tiny", "h100:2", 2, (name,), 4), name, Counter(tensor_bytes, tensor_bytes))
 
 
 # Of parameters, in float32: what AdamW keeps, whole or its rank's half; and with stage 3 the rank's half of all.
@@ -39,4 +39,4 @@ def test_a_rank_holds_what_its_stage_says(ranks, name, after_init, after_step):
 
 def test_without_a_gpu_it_says_so(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert allocate_torch(Setup("tiny", "h100:2", 2, ("naive",), 4), "naive") == "torch finds no GPU"
+    assert allocate_torch(MemorySetup("tiny", "h100:2", 2, ("naive",), 4), "naive") == "torch finds no GPU"

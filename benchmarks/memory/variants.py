@@ -29,7 +29,7 @@ TIMEOUT_S = 3600.0
 
 
 @dataclass(frozen=True)
-class Setup:
+class MemorySetup:
     """What is compiled.
 
     Attributes:
@@ -87,7 +87,7 @@ class Allocation(NamedTuple):
     after_step: int
 
 
-def read(setup: Setup, name: str) -> Read:
+def read(setup: MemorySetup, name: str) -> Read:
     """Compiles a variant and reads it.
 
     Args:
@@ -107,7 +107,7 @@ def read(setup: Setup, name: str) -> Read:
     return Read(step_memory(program, state), padding_share(trainer.layout(state)))
 
 
-def allocate(setup: Setup, name: str) -> Allocation | str:
+def allocate(setup: MemorySetup, name: str) -> Allocation | str:
     """Takes two steps on this machine's accelerators, in a process of their own.
 
     Args:
@@ -120,13 +120,13 @@ def allocate(setup: Setup, name: str) -> Allocation | str:
     return launch(_allocate_here, setup, name, num_ranks=1, prepare=prepare_jax, timeout_s=TIMEOUT_S)[0]
 
 
-def _read_here(setup: Setup, name: str) -> Read:
+def _read_here(setup: MemorySetup, name: str) -> Read:
     jaxddp.simulate_devices(setup.num_ranks)
     trainer, state, batch = _trainer(setup, name, jaxddp.data_mesh(setup.num_ranks))
     return Read(step_memory(trainer.compile(state, batch), state), padding_share(trainer.layout(state)))
 
 
-def _allocate_here(setup: Setup, name: str) -> Allocation | str:
+def _allocate_here(setup: MemorySetup, name: str) -> Allocation | str:
     first, *others = devices()
     before = allocated_bytes(first)
     if before is None:
@@ -145,7 +145,7 @@ def _allocate_here(setup: Setup, name: str) -> Allocation | str:
     )
 
 
-def _trainer(setup: Setup, name: str, mesh: Mesh | AbstractMesh) -> tuple[jaxddp.Trainer, jaxddp.TrainState, Any]:
+def _trainer(setup: MemorySetup, name: str, mesh: Mesh | AbstractMesh) -> tuple[jaxddp.Trainer, jaxddp.TrainState, Any]:
     loss_fn, params = abstract(setup.model, layer=jaxddp.layer)
     trainer = jaxddp.Trainer(loss_fn, optax.adamw(1e-3), jaxddp.make_strategy(name), mesh)
     sequences = setup.batch_size // setup.num_ranks * trainer.num_ranks

@@ -92,7 +92,7 @@ def _links(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(rate for row in rows if (rate := experiment_of(row).rate)))
 
 
-def _stolen(rows: Sequence[Row]) -> list[str]:
+def _steal(rows: Sequence[Row]) -> list[str]:
     most = max((number(row, "stolen_share") or 0.0 for row in rows), default=0.0)
     return [f"up to {said}" for said in [in_words(most)] if said]
 
@@ -116,5 +116,5 @@ _FACTS: dict[str, Callable[[Sequence[Row]], list[str]]] = {
     "ranks": _ranks,
     "threads of a process": _texts("threads"),
     "links of the lab": _links,
-    "not got": _stolen,
+    "not got": _steal,
 }

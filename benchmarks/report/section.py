@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..harness.run import METRICS, Run
-from ..harness.tables import Table, print_table, write_markdown
+from ..harness.tables import PLAIN, Table, print_table, write_markdown
 from .figure import Figure, render_figure
 from .markup import Markup, join, tag
 from .table import render
@@ -39,7 +39,7 @@ def show(this: Run, section: Section) -> None:
     for table in tables:
         print_table(this.console, table)
     for line in said:
-        this.console.print(line, style="dim", soft_wrap=True, markup=False)
+        this.console.print(line.translate(PLAIN), style="dim", soft_wrap=True, markup=False)
     write_markdown(this.folder, tables, said)
     this.console.print(f"\nwritten to {this.folder}: table.md, {METRICS}", soft_wrap=True)
 

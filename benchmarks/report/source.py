@@ -1,7 +1,7 @@
-"""The source's own figures beside ours, with the reason for what differs; ``source.json`` holds them, and whence.
+"""The figures of the assignment report beside ours, with the reason for each difference; ``source.json`` has them.
 
-The machines differ, so times do too: what is set side by side are shares of a step, ratios within one run, and
-bandwidths, which say how far the two machines are apart. What is wrong in the source is worked out in
+The machines differ, so their times do: only shares of a step, ratios within one run, and bandwidths are
+compared. The report's errors are worked out in
 ``docs/source-figures.md``, rows T1.claims, T2.exposed, B.fit_predict and S.time.
 """
 
@@ -18,14 +18,14 @@ from ..harness.values import NONE, Row, buffer_bytes, by, number, percent, plain
 from .experiment import experiment_of
 from .sentences import exposed_share, timed
 
-# The kinds of ranks here that send as the source's do.
+# The backends here that correspond to the report's.
 _SENT_BY = {"Gloo": ("Gloo", "XLA over Gloo", "XLA in-process"), "NCCL": ("NCCL", "XLA over NCCL")}
-_WHY = field("why they differ", "why")
+_WHY = field("why they differ", "why", is_wide=True)
 
 
 @cache
 def figures() -> dict[str, Any]:
-    """The source's figures, as ``source.json`` has them."""
+    """The report's figures, as ``source.json`` has them."""
     return json.loads((Path(__file__).parent / "source.json").read_text())
 
 
@@ -58,7 +58,7 @@ def strategies_beside(rows: Sequence[Row]) -> Table | None:
     lines = [one for one in lines if one["here"]]
     columns = (
         field("figure"),
-        field("the source says", "says"),
+        field("the report says", "says"),
         field("right", "right"),
         field("here", "here"),
         _WHY,
@@ -76,7 +76,7 @@ def strategies_beside(rows: Sequence[Row]) -> Table | None:
 
 
 def collectives_beside(rows: Sequence[Row]) -> Table | None:
-    """Lays the source's all-reduces beside ours of the same size on as many ranks.
+    """Lays the report's all-reduces beside ours of the same size on as many ranks.
 
     Args:
         rows: Of collectives.
@@ -94,31 +94,31 @@ def collectives_beside(rows: Sequence[Row]) -> Table | None:
         and text(row, "backend") in _SENT_BY[one["backend"]]
     ]
     columns = (
-        Column("source's backend", lambda row: text(row["source"], "backend")),
+        Column("the report's backend", lambda row: text(row["source"], "backend")),
         Column("here", lambda row: f"{text(row['here'], 'framework')}, {text(row['here'], 'backend')}"),
         numeric("ranks", "source", "num_ranks", form=lambda value: f"{value:.0f}"),
         numeric("size", "source", "size_bytes", form=size),
-        numeric("the source's call", "source", "mean_ms", unit="ms, mean"),
+        numeric("the report's call", "source", "mean_ms", unit="ms, mean"),
         numeric("call here", "here", "median_ms", unit="ms, median"),
-        numeric("the source's busbw", "source", "busbw_gb_per_s", unit="GB/s"),
+        numeric("the report's busbw", "source", "busbw_gb_per_s", unit="GB/s"),
         numeric("busbw here", "here", "busbw_gb_per_s", unit="GB/s"),
     )
     note = (
-        f"{_machines('collectives', rows)} Simulated devices copy within one memory and send nothing. The source says"
+        f"{_machines('collectives', rows)} Simulated devices copy within one memory and send nothing. The report says"
         " that NCCL gains least on small tensors; by its own numbers, with 4 and 6 ranks, it gains most there."
     )
     return Table("All-reduce of the same size on as many ranks", columns, lines, note) if lines else None
 
 
 def buckets_beside(rows: Sequence[Row], optima: Sequence[Row]) -> Table | None:
-    """Lays the source's bucket sizes, as ratios to the best of them, beside ours.
+    """Lays the report's bucket sizes, as ratios to the best of them, beside ours.
 
     Args:
         rows: Of steps by bucket size.
         optima: With the best caps by formula.
 
     Returns:
-        The table; None if no row is of one of the source's sizes, and there is no optimum by formula.
+        The table; None if no row is of one of the report's sizes, and there is no optimum by formula.
     """
     source = figures()["buckets"]
     best_ms = min(one["step_ms"] for one in source["rows"])
@@ -140,12 +140,12 @@ def buckets_beside(rows: Sequence[Row], optima: Sequence[Row]) -> Table | None:
          "here": ", ".join(dict.fromkeys(found)), "why": source["why"]}
     )  # fmt: skip
     lines = [one for one in lines if one["here"]]
-    columns = (field("figure"), field("the source says", "says"), field("right", "right"), field("here", "here"), _WHY)
+    columns = (field("figure"), field("the report says", "says"), field("right", "right"), field("here", "here"), _WHY)
     return Table("Bucket sizes as ratios to the best", columns, lines, _machines("buckets", rows)) if lines else None
 
 
 def _fewest_ranks(rows: Sequence[Row]) -> list[Row]:
-    """Of each framework the sound rows with the number of ranks nearest to the source's, which is the least: 2."""
+    """Of each framework the sound rows with the number of ranks nearest to the report's, which is the least: 2."""
     kept = []
     for some in by(timed(rows), lambda row: text(row, "framework")).values():
         fewest = min(number(row, "num_ranks") or 0 for row in some)
@@ -185,12 +185,12 @@ def _to_best(of: dict[Any, Row], cap: float) -> str:
 
 
 def _machines(part: str, rows: Sequence[Row]) -> str:
-    """Says what the source ran on, and what these rows did."""
+    """The machines of the report and of these rows."""
     source = figures()[part] if isinstance(figures()[part], dict) else {}
     what = f"{source['model']}, {source['num_ranks']} ranks, NCCL, " if source else ""
     seen = by(rows, _where)
     here = "; ".join(words for words in seen if words) or NONE
-    both = f"The source: {what}{figures()['machine']}. Here: {here}."
+    both = f"The assignment report: {what}{figures()['machine']}. Here: {here}."
     return f"{both} Shares and ratios go by how fast each computes beside how fast it sends."
 
 

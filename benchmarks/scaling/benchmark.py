@@ -20,7 +20,7 @@ from ..harness.run import Run, holds
 from ..report.section import show
 from ..strategies.benchmark import NAMES, check_batch_size, check_memory, default_model, make_setup, spec_of
 from ..training.frameworks import FRAMEWORKS, measure_both
-from ..training.measure import PEERS, Setup, SideResult
+from ..training.measure import PEERS, SideResult, TrainingSetup
 from ..training.steps import step_rows
 from .section import section
 from .simulation import Beyond, beyond_of, simulate_beyond
@@ -33,7 +33,7 @@ SIMULATED = "simulated"
 class Point:
     """A number of ranks and a batch, which serve one mode or both."""
 
-    setup: Setup
+    setup: TrainingSetup
     modes: tuple[str, ...]
 
     @property
@@ -43,14 +43,14 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Job:
+class ScalingJob:
     """What is measured, by growing number of ranks, and what is simulated."""
 
     points: tuple[Point, ...]
     beyond: Beyond
 
 
-def describe(options: Options) -> tuple[Job, str]:
+def describe(options: Options) -> tuple[ScalingJob, str]:
     """Describes the points.
 
     Args:
@@ -94,10 +94,10 @@ def describe(options: Options) -> tuple[Job, str]:
         f"{model}, {', '.join(names)}, {', '.join(map(str, counts))} ranks: strong scaling at a batch of {batch_size},"
         f" weak at {batch_size // most} a rank; simulated: {beyond.in_words}"
     )
-    return Job(tuple(points), beyond), described
+    return ScalingJob(tuple(points), beyond), described
 
 
-def run(this: Run, job: Job) -> bool:
+def run(this: Run, job: ScalingJob) -> bool:
     """Measures and simulates, prints the table and fills the folder.
 
     Args:
@@ -118,7 +118,7 @@ def run(this: Run, job: Job) -> bool:
 
 
 def scaling_rows(
-    modes: Sequence[str], earlier: Sequence[Mapping[str, Any]], framework: str, setup: Setup, side: SideResult
+    modes: Sequence[str], earlier: Sequence[Mapping[str, Any]], framework: str, setup: TrainingSetup, side: SideResult
 ) -> list[dict[str, Any]]:
     """Turns what one framework's processes found into rows, one for each mode that it serves.
 

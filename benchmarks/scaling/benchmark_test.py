@@ -12,7 +12,7 @@ from benchmarks.harness.ranks import Ranks
 from benchmarks.harness.run import NotRun, Run
 from benchmarks.scaling import benchmark as scaling
 from benchmarks.scaling import simulation
-from benchmarks.scaling.benchmark import Job, Point, describe, with_efficiency
+from benchmarks.scaling.benchmark import Point, ScalingJob, describe, with_efficiency
 from benchmarks.scaling.section import on_cores
 from benchmarks.scaling.simulation import Beyond, beyond_of, simulate_beyond
 from benchmarks.strategies.benchmark_test import TOY
@@ -138,7 +138,7 @@ def test_a_run_is_made_of_its_points(tmp_path, monkeypatch):
     monkeypatch.setattr(frameworks, "_run_torch", refuse)
     monkeypatch.setattr(scaling, "simulate_beyond", missing)
     this = Run(tmp_path, Console(file=io.StringIO(), width=200), "scaling")
-    job = Job((Point(setup, ("strong", "weak")),), beyond_of(Options(quick=True), []))
+    job = ScalingJob((Point(setup, ("strong", "weak")),), beyond_of(Options(quick=True), []))
     assert not scaling.run(this, job)  # a framework failed
     ours = [row for row in this.rows if row["part"] == "jaxddp 1 ranks, batch 8"]
     assert [(row["mode"], row["efficiency"], row["check"]) for row in ours] == [("strong", 1, "ok"), ("weak", 1, "ok")]

@@ -22,27 +22,27 @@ from ..harness.values import Row
 from ..report.section import Section, show
 from ..traces import parts as traces
 from ..training.frameworks import FRAMEWORKS, measure_both
-from ..training.measure import PEERS, Setup, StrategySpec
+from ..training.measure import PEERS, StrategySpec, TrainingSetup
 from .section import section
 
 MODEL, QUICK_MODEL = "byte", "byte_shallow"
 DDP_CAP_MB, SMALL_CAP_MB = 25.0, 4.0
 NAMES = (*OURS, *(name for names in PEERS.values() for name in names))
-# Float32 Adam: a weight whose gradient is near 0 takes steps of 1e-3 whose sign the rounding decides. Over the 22 steps
-# here some of 4.3 million weights were seen apart by up to 2e-4; a gradient of the wrong ranks moves them by 1e-2. Adam
+# Float32 Adam: a weight whose gradient is near 0 takes steps of 1e-3 whose sign the rounding decides. Over 22 steps
+# some of 4.3 million weights were seen apart by up to 2e-4; a gradient of the wrong ranks moves them by 1e-2. Adam
 # cannot see a gradient that is only too large: METRIC_TOLERANCE of training/steps.py, on the norms, does. Random tokens
 # leave most embedding rows gradients of the size of their rounding, which Adam turns into steps of full size: there is
 # no bound on weights, and losses and norms of all rounds were seen within 2e-5 of single-process training's.
 TOLERANCE = 1e-3
-NUM_WARMUP, NUM_STEPS, NUM_QUICK, BATCH_SIZE, NUM_RANKS = 2, 20, 4, 8, 2
+NUM_WARMUP, NUM_STEPS, NUM_QUICK, BATCH_SIZE, NUM_RANKS = 2, 10, 4, 8, 2
 _BUCKETED_PEERS = ("DistributedDataParallel", "ZeroRedundancyOptimizer")
 
 
-def describe(options: Options, names: Sequence[str] = NAMES) -> tuple[Setup, str]:
+def describe(options: Options, names: Sequence[str] = NAMES) -> tuple[TrainingSetup, str]:
     """Describes the comparison.
 
     Args:
-        options: Ranks (2), steps (20, or 4 in the short form), the batch size (8), a model (byte, or
+        options: Ranks (2), steps (10, or 4 in the short form), the batch size (8), a model (byte, or
             byte_shallow), text for it (the standard library's sources), and strategies.
         names: Strategies and peers if the options name none.
 
@@ -80,7 +80,7 @@ def spec_of(name: str, model: str) -> StrategySpec:
 
 def make_setup(
     model: str, ranks: Ranks, num_steps: int, batch_size: int, *, data: str | None = None, num_warmup: int = NUM_WARMUP
-) -> tuple[Setup, str]:
+) -> tuple[TrainingSetup, str]:
     """Makes a setup without strategies: bytes of text for the model of bytes, random tokens for others.
 
     Args:
@@ -106,7 +106,7 @@ def make_setup(
     reads_text = vocab == 256
     source: Corpus | RandomTokens = Corpus(data, context=context) if reads_text else RandomTokens(vocab, context)
     batches = tuple(source.batch(step, batch_size) for step in range(num_warmup + num_steps))
-    setup = Setup(
+    setup = TrainingSetup(
         model, (), ranks, batches, num_warmup, tolerance=TOLERANCE if reads_text else None, must_learn=reads_text
     )
     described = (
@@ -116,7 +116,7 @@ def make_setup(
     return setup, described
 
 
-def check_memory(setup: Setup) -> None:
+def check_memory(setup: TrainingSetup) -> None:
     """Raises ValueError, in a line, if the training runs that a setup keeps side by side would not fit into memory."""
     num_runs = 1 + max(len(setup.of(framework)) for framework in PEERS) * (1 + setup.with_baselines)
     # Parameters and AdamW's two moments of each; the gradients of one.
@@ -136,7 +136,7 @@ def check_batch_size(batch_size: int, num_ranks: int) -> None:
         raise ValueError(f"batch_size (={batch_size}) must be divisible by the number of ranks (={num_ranks})")
 
 
-def run(this: Run, setup: Setup, section: Callable[[Sequence[Row]], Section] = section) -> bool:
+def run(this: Run, setup: TrainingSetup, section: Callable[[Sequence[Row]], Section] = section) -> bool:
     """Runs a setup in both frameworks, prints its table and fills its folder.
 
     Args:

@@ -14,7 +14,7 @@ from benchmarks.harness.run import Run
 from benchmarks.main import benchmark as main_job
 from benchmarks.strategies import benchmark as strategies
 from benchmarks.training import frameworks, torch_side
-from benchmarks.training.measure import Setup, StrategySpec, merge_ranks
+from benchmarks.training.measure import StrategySpec, TrainingSetup, merge_ranks
 from benchmarks.training.steps import step_rows
 from jaxddp.checkpoint.interop import to_numpy
 from jaxddp.models import build
@@ -26,7 +26,7 @@ BATCHES = ({name: _RNG.normal(size=(8, width)).astype(np.float32) for name, widt
 NAMES = ("naive", "bucketed", "jit", "DistributedDataParallel", "ZeroRedundancyOptimizer", "fully_shard")
 NUM_BYTES, CAP_MB = 272 * 4, 0.0005  # of four tensors, in two buckets
 # Adam's first steps have full size whatever the gradient, here 1e-2; rounding was seen to move weights by 4e-7.
-TOY = Setup("toy", (), Ranks(2, "simulated"), BATCHES, 1, tolerance=1e-4, must_learn=True, learning_rate=1e-2)
+TOY = TrainingSetup("toy", (), Ranks(2, "simulated"), BATCHES, 1, tolerance=1e-4, must_learn=True, learning_rate=1e-2)
 
 
 def specs(*names):
@@ -46,12 +46,12 @@ def finished(tmp_path_factory):
     """One run that was interrupted after the first framework, and resumed; its folder, output and result."""
     folder, setup = tmp_path_factory.mktemp("run"), replace(TOY, strategies=specs(*NAMES))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(frameworks, "_run_torch", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(frameworks, "_run_jax", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             strategies.run(run_in(folder), setup)
     left = sorted(path.name for path in folder.iterdir())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(frameworks, "_run_jax", refuse)
+        patch.setattr(frameworks, "_run_torch", refuse)
         this = run_in(folder)
         holds = strategies.run(this, setup)
     return folder, this.console.file.getvalue(), holds, left
@@ -64,15 +64,15 @@ def test_every_check_holds(finished):
 
 def test_what_is_measured_stays_and_the_weights_until_both_are_there(finished):
     folder, output, _, left = finished
-    assert left == ["between-frameworks.npz", "jaxddp.npz", "metrics.jsonl"]
-    assert "jaxddp: was measured before" in output
+    assert left == ["between-frameworks.npz", "metrics.jsonl", "torchref.npz"]
+    assert "torchref: was measured before" in output
     assert sorted(path.name for path in folder.iterdir()) == ["metrics.jsonl", "table.md"]
 
 
 def test_every_row_is_complete_and_stands_alone(finished):
     folder, *_ = finished
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    peers = {"jaxddp": ["jit"], "torchref": list(NAMES[3:])}
+    peers = {"torchref": list(NAMES[3:]), "jaxddp": ["jit"]}
     assert [(row["framework"], row["strategy"]) for row in rows] == [
         *((framework, name) for framework, own in peers.items() for name in ["naive", "bucketed", *own]),
         ("jaxddp and torchref", "single-process training"),
@@ -96,7 +96,7 @@ def test_every_row_is_complete_and_stands_alone(finished):
             assert row["planned"] and sum(num_bytes for _, num_bytes in row["compiled"]) == NUM_BYTES
         else:
             assert row["planned"] is None
-    assert sum(num_bytes for _, num_bytes in rows[2]["compiled"]) == NUM_BYTES + 4  # of jit: the loss goes with them
+    assert sum(num_bytes for _, num_bytes in rows[-2]["compiled"]) == NUM_BYTES + 4  # of jit: the loss goes with them
 
 
 def test_the_table_is_written(finished):

@@ -27,14 +27,14 @@ from torchref.launch import report
 
 from ..harness.ranks import Ranks
 from ..training.jax_variants import rows_of_process
-from ..training.measure import Setup
+from ..training.measure import TrainingSetup
 from .overlap import COMMUNICATION, COMPUTE, SYNC, Event
 
 MODEL_SCOPE = "model"
 NUM_STEPS = 3  # the second one is read
 
 
-def run(ranks: Ranks, setup: Setup, names: tuple[str, ...], folder: str) -> dict[str, tuple[list[Event], int]]:
+def run(ranks: Ranks, setup: TrainingSetup, names: tuple[str, ...], folder: str) -> dict[str, tuple[list[Event], int]]:
     """Records steps of strategies.
 
     Args:

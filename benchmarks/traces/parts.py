@@ -8,7 +8,7 @@ from typing import Any
 
 from ..harness.console import progress_of
 from ..harness.run import Run
-from ..training.measure import Setup, ranks_in_words
+from ..training.measure import TrainingSetup, ranks_in_words
 from . import jax_side, torch_side
 from .overlap import COMPUTE, Event, merge, overlap_of, shorten
 
@@ -17,7 +17,7 @@ FOLDER = "traces"
 GAP_SHARE = 1 / 500  # of a step: operations of a phase that are closer are drawn as one
 
 
-def record(this: Run, setup: Setup) -> None:
+def record(this: Run, setup: TrainingSetup) -> None:
     """Records traces of both frameworks into the run's folder, and reads them into rows; a part for each.
 
     Args:
@@ -64,7 +64,7 @@ def trace_fields(events: Sequence[Event], num_planned: int) -> dict[str, Any]:
     }
 
 
-def _identity(setup: Setup, framework: str, name: str) -> dict[str, Any]:
+def _identity(setup: TrainingSetup, framework: str, name: str) -> dict[str, Any]:
     kind, words = ranks_in_words(setup.ranks, framework)
     return {
         "framework": framework,

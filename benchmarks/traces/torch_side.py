@@ -23,7 +23,7 @@ from torchref.strategy import planned_collectives
 from torchref.train import local_rows
 
 from ..harness.ranks import Ranks
-from ..training.measure import Setup
+from ..training.measure import TrainingSetup
 from ..training.torch_variants import TorchBatch, adamw
 from .overlap import COMMUNICATION, COMPUTE, SYNC, Event
 
@@ -32,7 +32,7 @@ RANGES = ("forward", "loss", "backward", SYNC, "optimizer")
 NUM_STEPS = 3  # the second one is read
 
 
-def run(ranks: Ranks, setup: Setup, names: tuple[str, ...], folder: str) -> dict[str, tuple[list[Event], int]]:
+def run(ranks: Ranks, setup: TrainingSetup, names: tuple[str, ...], folder: str) -> dict[str, tuple[list[Event], int]]:
     """Records steps of strategies; runs on each rank, inside a process group.
 
     Args:

@@ -11,7 +11,7 @@ from benchmarks.strategies.benchmark_test import TOY
 from benchmarks.traces import jax_side, torch_side
 from benchmarks.traces.overlap import COMMUNICATION, COMPUTE, SYNC, Event, merge, overlap_of, overlap_share, shorten
 from benchmarks.traces.parts import trace_fields
-from benchmarks.training.measure import Setup
+from benchmarks.training.measure import TrainingSetup
 from jaxddp.compiled.schedule import Operation, Schedule
 from jaxddp.compiled.work import MatmulKind, Work
 from jaxddp.training.data import RandomTokens
@@ -148,7 +148,7 @@ def test_gpus_do_not_number_their_runs(tmp_path, monkeypatch):
 
 
 def test_torch_is_traced_and_read_by_its_ranges(tmp_path):
-    setup = Setup("tiny", (), Ranks(2, "processes"), (RandomTokens(64, 16).batch(0, 8),))
+    setup = TrainingSetup("tiny", (), Ranks(2, "processes"), (RandomTokens(64, 16).batch(0, 8),))
     found = shared_pool().run(
         torch_side.run, setup.ranks, setup, ("naive", "overlapped"), str(tmp_path), num_ranks=2
     )[0]  # fmt: skip

@@ -16,17 +16,19 @@ from jaxddp.checkpoint.weights import export_weights, load_weights
 from ..harness.console import progress_of
 from ..harness.ranks import Ranks
 from ..harness.run import Run, is_failed
+from ..harness.values import short, signed
 from ..report.steps import BETWEEN
 from . import jax_side, torch_side
-from .measure import Setup, SideResult, largest_difference, merge_ranks
-from .steps import METRIC_TOLERANCE, step_rows
+from .measure import SideResult, TrainingSetup, largest_difference, merge_ranks
+from .steps import METRIC_TOLERANCE, label, step_rows
 
 FRAMEWORKS = ("jaxddp", "torchref")
-RowsOf = Callable[[str, Setup, SideResult], list[dict[str, Any]]]
+MEASURED = ("torchref", "jaxddp")  # in this order: torch compiles nothing, so its rows come first
+RowsOf = Callable[[str, TrainingSetup, SideResult], list[dict[str, Any]]]
 
 
 def measure_both(
-    this: Run, setups: Mapping[str, Setup], rows_of: RowsOf = step_rows, *, name: str = ""
+    this: Run, setups: Mapping[str, TrainingSetup], rows_of: RowsOf = step_rows, *, name: str = ""
 ) -> list[dict[str, Any]]:
     """Runs a setup in each framework, and lays their single-process training side by side.
 
@@ -46,13 +48,16 @@ def measure_both(
         run = _run_jax if framework == "jaxddp" else _run_torch
         side = run(this, setups[framework], files[BETWEEN])
         export_weights(files[framework], side.trained)
-        return rows_of(framework, setups[framework], side)
+        rows = rows_of(framework, setups[framework], side)
+        for row in rows:
+            this.console.print(in_words(row), soft_wrap=True, markup=False)
+        return rows
 
     def compare() -> list[dict[str, Any]]:
         return [_comparison(setups["jaxddp"], files, {one: rows[one] for one in FRAMEWORKS})]
 
     # A peer alone is of one framework, and leaves nothing to compare.
-    chosen = [one for one in FRAMEWORKS if setups[one].of(one)]
+    chosen = [one for one in MEASURED if setups[one].of(one)]
     rows = {one: this.part(parts[one], lambda one=one: measure(one)) for one in chosen}  # type: ignore[misc]
     compared = this.part(parts[BETWEEN], compare) if len(chosen) == len(FRAMEWORKS) else []
     together = [row for of_one in (*rows.values(), compared) for row in of_one]
@@ -62,21 +67,33 @@ def measure_both(
     return together
 
 
-def _run_jax(this: Run, setup: Setup, initial: Path) -> SideResult:
+def in_words(row: Mapping[str, Any]) -> str:
+    """A measured step in a line."""
+    if "median_ms" not in row:
+        return f"{row['framework']} {label(row)}: {row['check']}"
+    exposed = "" if row["exposed_ms"] is None else f", {signed(row['exposed_ms'])} exposed"
+    spread = f"p10-p90 {short(row['p10_ms'])}-{short(row['p90_ms'])}, {row['num_timed']} rounds"
+    return f"{row['framework']} {label(row)}: {short(row['median_ms'])} ms ({spread}){exposed}, {row['check']}"
+
+
+def _run_jax(this: Run, setup: TrainingSetup, initial: Path) -> SideResult:
     with progress_of(this.console, "jaxddp") as show:
         side = merge_ranks(setup.ranks.run_jax(jax_side.run, setup, on_message=show))
-    export_weights(initial, side.weights)
+    if not initial.exists():  # peers of JAX alone
+        export_weights(initial, side.weights)
     return side
 
 
-def _run_torch(this: Run, setup: Setup, initial: Path) -> SideResult:
-    if not initial.exists():  # the other framework failed
+def _run_torch(this: Run, setup: TrainingSetup, initial: Path) -> SideResult:
+    if not initial.exists():
         export_weights(initial, Ranks(1, "simulated").run_jax(jax_side.initial_weights, setup)[0])
     with progress_of(this.console, "torchref") as show:
         return merge_ranks(setup.ranks.run_torch(torch_side.run, setup, load_weights(initial), on_message=show))
 
 
-def _comparison(setup: Setup, files: Mapping[str, Path], rows: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
+def _comparison(
+    setup: TrainingSetup, files: Mapping[str, Path], rows: Mapping[str, list[dict[str, Any]]]
+) -> dict[str, Any]:
     """A row that says how far single-process training of the two frameworks is apart."""
     losses = [row["reference_loss"] for one in FRAMEWORKS for row in rows[one] if "reference_loss" in row]
     if not all(any("reference_loss" in row for row in rows[one]) for one in FRAMEWORKS):

@@ -7,6 +7,7 @@ moves all of them alike. What cannot be made, or fails in its first step, is lef
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
 from jaxddp.training.clock import stopwatch
@@ -15,6 +16,8 @@ from torchref.launch import report
 from .measure import StepMetrics
 
 _T = TypeVar("_T")
+
+NUM_PREVIEWED = 2  # timed rounds after which rank 0 reports its medians
 
 
 class Variant(NamedTuple):
@@ -121,4 +124,7 @@ def interleave(
             if index >= num_warmup:
                 seconds.append(taken[1])
         report(("progress", index + 1, num_rounds))
+        if index + 1 == num_warmup + NUM_PREVIEWED < num_rounds:
+            medians_ms = {label: 1e3 * median(seconds) for label, (_, seconds) in results.items() if seconds}
+            report(("preview", medians_ms, NUM_PREVIEWED, num_rounds - num_warmup))
     return {label: found for label, found in results.items() if label not in first_steps.failed}, first_steps.failed

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,10 +27,10 @@ from torchref.launch import report
 from ..harness.ranks import Ranks
 from .interleaving import Attempts, Variant, agree_over_ranks, interleave
 from .jax_variants import Jit, Planned, probes, rows_of_process
-from .measure import Measured, Setup, SideResult, StrategySpec, largest_difference, ranks_in_words
+from .measure import Measured, SideResult, StrategySpec, TrainingSetup, largest_difference, ranks_in_words
 
 
-def run(ranks: Ranks, setup: Setup) -> SideResult:
+def run(ranks: Ranks, setup: TrainingSetup) -> SideResult:
     """Trains under every strategy; runs in processes of its own, before JAX has started there.
 
     Args:
@@ -42,34 +45,37 @@ def run(ranks: Ranks, setup: Setup) -> SideResult:
     optimizer = optax.adamw(setup.learning_rate, weight_decay=0.01)
     rows = [rows_of_process(batch) for batch in setup.batches]
 
-    report(("doing", "single-process training"))
-    # Not data_mesh(1), whose device may be another process's.
-    alone = Mesh(np.array(jax.local_devices()[:1]), (DATA_AXIS,))
-    reference = Planned(jaxddp.Trainer(loss_fn, optimizer, jaxddp.naive(), alone), params, setup.batches)
-    expected = [reference.step(index) for index in range(len(setup.batches))]
-    trained = to_numpy(reference.params())
-    del reference
-
     attempt = Attempts(agree_over_ranks)
     names = dict(zip(named_leaves(params), torch_names(params), strict=True))
-
-    def add(label: str, spec: StrategySpec, wire: compression.Compression) -> None:
-        def make() -> Planned | Jit:
-            if spec.name == "jit":
-                made: Planned | Jit = Jit(loss_fn, optimizer, mesh, params, rows)
-            else:
-                made = Planned(jaxddp.Trainer(loss_fn, optimizer, _strategy(spec, wire), mesh), params, rows)
-            made.compile(setup.batches[0], names, setup.with_schedules)
-            return made
-
-        if label not in attempt.made:
-            report(("doing", f"compiling {label}"))
-            attempt(label, make)
-
+    wanted: dict[str, tuple[StrategySpec, compression.Compression]] = {}
     for spec in setup.of("jaxddp"):
-        add(spec.label, spec, compression.none)
+        wanted.setdefault(spec.label, (spec, compression.none))
         if setup.with_baselines:
-            add(*spec.without_communication, compression.noop)
+            label, silent = spec.without_communication
+            wanted.setdefault(label, (silent, compression.noop))
+
+    def make(spec: StrategySpec, wire: compression.Compression) -> Planned | Jit:
+        if spec.name == "jit":
+            return Jit(loss_fn, optimizer, mesh, params, rows)
+        return Planned(jaxddp.Trainer(loss_fn, optimizer, _strategy(spec, wire), mesh), params, rows)
+
+    # States are made one after the other, because that runs programs; several programs compile at a time, since
+    # nothing is measured yet. Several processes compile in the same order, one program at a time.
+    num_threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with ThreadPoolExecutor(num_threads if jax.process_count() == 1 else 1) as pool:
+        compiling = {}
+        for label, (spec, wire) in wanted.items():
+            if (one := attempt(label, partial(make, spec, wire))) is not None:
+                compiling[label] = pool.submit(one.compile, setup.batches[0], names, setup.with_schedules)
+        report(("doing", f"compiling {len(compiling)} programs, and single-process training"))
+        # Not data_mesh(1), whose device may be another process's.
+        alone = Mesh(np.array(jax.local_devices()[:1]), (DATA_AXIS,))
+        reference = Planned(jaxddp.Trainer(loss_fn, optimizer, jaxddp.naive(), alone), params, setup.batches)
+        expected = [reference.step(index) for index in range(len(setup.batches))]
+        trained = to_numpy(reference.params())
+        del reference
+        for label, pending in compiling.items():
+            attempt(label, partial(_compiled, attempt.made[label], pending))
     timed = probes(setup, loss_fn, params, mesh, rows) if setup.probe_bytes else []
 
     report(("doing", "training"))
@@ -102,13 +108,19 @@ def run(ranks: Ranks, setup: Setup) -> SideResult:
     )
 
 
-def initial_weights(ranks: Ranks, setup: Setup) -> dict[str, np.ndarray]:
+def _compiled(one: Planned | Jit, pending: Future[None]) -> Planned | Jit:
+    """Waits for a compilation, and raises what it raised."""
+    pending.result()
+    return one
+
+
+def initial_weights(ranks: Ranks, setup: TrainingSetup) -> dict[str, np.ndarray]:
     """Makes the weights from which every run of a setup starts, by torch name."""
     ranks.mesh()
     return to_numpy(build(setup.model, seed=setup.seed)[1])
 
 
-def gradient_shares(setup: Setup) -> tuple[float, dict[str, float], int]:
+def gradient_shares(setup: TrainingSetup) -> tuple[float, dict[str, float], int]:
     """Traces a rank's step on shapes alone, which starts no device, and says how FLOPs are spread over it.
 
     Args:

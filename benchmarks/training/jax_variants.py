@@ -21,7 +21,7 @@ from jaxddp.training.jit_baseline import auto_step
 from jaxddp.training.validation import abstract
 
 from .interleaving import Variant
-from .measure import AT_ONCE, FORWARD_BACKWARD, NUM_PROBED, Setup, StepMetrics, all_reduce_label
+from .measure import AT_ONCE, FORWARD_BACKWARD, NUM_PROBED, StepMetrics, TrainingSetup, all_reduce_label
 
 
 class Planned:
@@ -135,7 +135,7 @@ def rows_of_process(batch: Batch) -> Batch:
 
 
 def probes(
-    setup: Setup, loss_fn: Callable[..., Any], params: Any, mesh: Mesh, batches: Sequence[Batch]
+    setup: TrainingSetup, loss_fn: Callable[..., Any], params: Any, mesh: Mesh, batches: Sequence[Batch]
 ) -> list[Variant]:
     """Makes what tells of what a step is made: forward and backward alone, all-reduces alone, and both at once.
 

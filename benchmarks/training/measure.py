@@ -47,7 +47,7 @@ class StrategySpec(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Setup:
+class TrainingSetup:
     """One training run, repeated under several strategies side by side; plain data, sent to the rank processes.
 
     Attributes:

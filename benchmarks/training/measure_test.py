@@ -7,12 +7,19 @@ import pytest
 from benchmarks.harness.ranks import Ranks
 from benchmarks.harness.results import counts, new_run_folder
 from benchmarks.training.interleaving import Variant, interleave
-from benchmarks.training.measure import Measured, Setup, SideResult, StepMetrics, largest_difference, merge_ranks
+from benchmarks.training.measure import (
+    Measured,
+    SideResult,
+    StepMetrics,
+    TrainingSetup,
+    largest_difference,
+    merge_ranks,
+)
 from benchmarks.training.steps import check
 
 METRICS = [StepMetrics(2.0, 0.5), StepMetrics(1.0, 0.4)]
 GOOD = Measured([("all-reduce", 8)], [("all-reduce", 8)], METRICS, METRICS, 1e-6, [0.2, 0.3, 0.4], [0.1, 0.1, 0.3])
-SETUP = Setup("tiny", (), Ranks(2, "simulated"), (), tolerance=1e-3, must_learn=True)
+SETUP = TrainingSetup("tiny", (), Ranks(2, "simulated"), (), tolerance=1e-3, must_learn=True)
 
 
 def test_variants_take_turns_and_every_round_starts_with_another():

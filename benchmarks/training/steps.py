@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..harness.run import FAILED, NOT_RUN
-from .measure import PEERS, Measured, Setup, SideResult, StrategySpec
+from .measure import PEERS, Measured, SideResult, StrategySpec, TrainingSetup
 
 # A wrong divisor is wrong by a factor of the number of ranks at least; what weights apart by rounding do to losses and
 # norms over some 20 steps was seen to be under 0.1 %.
@@ -15,7 +15,7 @@ METRIC_TOLERANCE = 0.01
 _NOT_THERE = ("NotImplementedError: ", "ImportError: ", "ModuleNotFoundError: ")
 
 
-def step_rows(framework: str, setup: Setup, side: SideResult) -> list[dict[str, Any]]:
+def step_rows(framework: str, setup: TrainingSetup, side: SideResult) -> list[dict[str, Any]]:
     """Turns what one framework's processes found into rows, each with everything needed to read it alone.
 
     Args:
@@ -85,7 +85,7 @@ def _in_ms(seconds: Sequence[float]) -> list[float]:
     return [round(1e3 * one, 4) for one in seconds]
 
 
-def check(measured: Measured, setup: Setup) -> str:
+def check(measured: Measured, setup: TrainingSetup) -> str:
     """``"ok"``, or what is wrong with a run."""
     if measured.planned is not None and sorted(measured.planned) != sorted(measured.found or []):
         return f"WRONG: {len(measured.planned)} collectives planned, others found"

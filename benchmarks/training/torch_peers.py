@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchref.models import loss_fn
 
-from .measure import PEERS, Setup, StepMetrics, StrategySpec
+from .measure import PEERS, StepMetrics, StrategySpec, TrainingSetup
 from .torch_variants import TorchBatch, adamw
 
 
@@ -44,7 +44,7 @@ class Peer:
     CAN_KEEP_SILENT: ClassVar[tuple[str, ...]] = ("DistributedDataParallel",)
 
     def __init__(
-        self, setup: Setup, spec: StrategySpec, module: nn.Module, batches: Sequence[TorchBatch], *, sends: bool
+        self, setup: TrainingSetup, spec: StrategySpec, module: nn.Module, batches: Sequence[TorchBatch], *, sends: bool
     ) -> None:
         """Starts the run.
 

@@ -16,12 +16,12 @@ from torchref.train import local_rows
 
 from ..harness.ranks import Ranks
 from .interleaving import Attempts, Variant, agree_over_ranks, interleave
-from .measure import Measured, Setup, SideResult, StepMetrics, StrategySpec, largest_difference, ranks_in_words
+from .measure import Measured, SideResult, StepMetrics, StrategySpec, TrainingSetup, largest_difference, ranks_in_words
 from .torch_peers import Peer, is_peer
 from .torch_variants import Planned, probes, wrap
 
 
-def run(ranks: Ranks, setup: Setup, weights: dict[str, np.ndarray]) -> SideResult:
+def run(ranks: Ranks, setup: TrainingSetup, weights: dict[str, np.ndarray]) -> SideResult:
     """Trains under every strategy; runs on each rank, inside a process group.
 
     Args:

@@ -18,17 +18,17 @@ from torchref.models import loss_fn
 from torchref.strategy import planned_collectives
 
 from .interleaving import Variant
-from .measure import AT_ONCE, FORWARD_BACKWARD, NUM_PROBED, Setup, StepMetrics, StrategySpec, all_reduce_label
+from .measure import AT_ONCE, FORWARD_BACKWARD, NUM_PROBED, StepMetrics, StrategySpec, TrainingSetup, all_reduce_label
 
 TorchBatch = dict[str, torch.Tensor]
 
 
-def adamw(setup: Setup) -> dict[str, Any]:
+def adamw(setup: TrainingSetup) -> dict[str, Any]:
     """Arguments of torch's AdamW."""
     return {"lr": setup.learning_rate, "weight_decay": 0.01}
 
 
-def wrap(setup: Setup, spec: StrategySpec, module: nn.Module, wire: compression.Compression) -> nn.Module:
+def wrap(setup: TrainingSetup, spec: StrategySpec, module: nn.Module, wire: compression.Compression) -> nn.Module:
     """Wraps a module in a strategy of torchref.
 
     Args:
@@ -56,7 +56,7 @@ class Planned:
         buckets: By the names of torch.
     """
 
-    def __init__(self, setup: Setup, net: nn.Module, batches: Sequence[TorchBatch]) -> None:
+    def __init__(self, setup: TrainingSetup, net: nn.Module, batches: Sequence[TorchBatch]) -> None:
         """Starts the run.
 
         Args:
@@ -91,7 +91,7 @@ class Planned:
         return StepMetrics(metrics["loss"], metrics["grad_norm"])
 
 
-def probes(setup: Setup, module: nn.Module, batches: Sequence[TorchBatch]) -> list[Variant]:
+def probes(setup: TrainingSetup, module: nn.Module, batches: Sequence[TorchBatch]) -> list[Variant]:
     """Makes what tells of what a step is made: forward and backward alone, all-reduces alone, and both at once.
 
     Args:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-import jax
 import numpy as np
 
 Result = TypeVar("Result")
@@ -58,8 +57,14 @@ def summarize(seconds: Sequence[float]) -> Timings:
     return Timings(median, p10, p90)
 
 
+def _wait_for_jax(value: Any) -> Any:
+    import jax  # not above: programs of torch use this clock as well
+
+    return jax.block_until_ready(value)
+
+
 def stopwatch(
-    function: Callable[..., Result], *args: Any, wait: Callable[[Any], Any] = jax.block_until_ready
+    function: Callable[..., Result], *args: Any, wait: Callable[[Any], Any] = _wait_for_jax
 ) -> tuple[Result, float]:
     """Calls a function and measures the time until its result is ready.
 
