@@ -29,8 +29,11 @@ NUM_BYTES, CAP_MB = 272 * 4, 0.0005  # of four tensors, in two buckets
 TOY = TrainingSetup("toy", (), Ranks(2, "simulated"), BATCHES, 1, tolerance=1e-4, must_learn=True, learning_rate=1e-2)
 
 
+BUCKETED = ("bucketed", "zero1", "zero2", "DistributedDataParallel", "ZeroRedundancyOptimizer")
+
+
 def specs(*names):
-    return tuple(StrategySpec(name, CAP_MB if name in strategies._BUCKETED else None) for name in names)
+    return tuple(StrategySpec(name, CAP_MB if name in BUCKETED else None) for name in names)
 
 
 def run_in(folder, name="strategies"):
