@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.collectives import turns
+from benchmarks.collectives import interleaving
 from benchmarks.collectives.interleaving import MAX_ROUNDS, MIN_ROUNDS, Batch, Call, RanksJob, Side, Timed
 
 
@@ -38,11 +38,11 @@ class Calls:
 def one_rank(monkeypatch):
     """Lets a process take turns that has no others to agree with."""
     said = []
-    monkeypatch.setattr(turns.dist, "barrier", lambda: None)
-    monkeypatch.setattr(turns, "_agreed", lambda seconds: seconds)
-    monkeypatch.setattr(turns, "_of_all", lambda timed: [timed])
-    monkeypatch.setattr(turns, "agree_over_ranks", lambda said: said)
-    monkeypatch.setattr(turns, "report", said.append)
+    monkeypatch.setattr(interleaving.dist, "barrier", lambda: None)
+    monkeypatch.setattr(interleaving, "_agreed", lambda seconds: seconds)
+    monkeypatch.setattr(interleaving, "_of_all", lambda timed: [timed])
+    monkeypatch.setattr(interleaving, "agree_over_ranks", lambda said: said)
+    monkeypatch.setattr(interleaving, "report", said.append)
     return said
 
 
@@ -52,7 +52,7 @@ def measure(one_rank):
 
     def measured(job, ready):
         one_rank.clear()
-        turns.measure(job, Side("cpu", {}), ready, lambda value: None)
+        interleaving.measure(job, Side("cpu", {}), ready, lambda value: None)
         return [timed for kind, found, *_ in one_rank if kind == "found" for timed in found.timed[0]]
 
     return measured
@@ -91,7 +91,7 @@ def test_a_size_that_takes_long_says_how_far_it_is(one_rank, measure, monkeypatc
     job = RanksJob((Batch(8, ("a", "b")),), 2, 1.0)
     measure(job, Calls().ready)
     assert [kind for kind, *_ in one_rank] == ["size", "found"]  # what is timed is left alone
-    monkeypatch.setattr(turns, "REPORT_EVERY_S", 0.0)
+    monkeypatch.setattr(interleaving, "REPORT_EVERY_S", 0.0)
     measure(job, Calls().ready)
     # After each call: two that try out, two that say what a round takes, and those of two rounds.
     assert one_rank[1:-1] == [*[("rounds", 0, 0)] * 4, *[("rounds", 0, 2)] * 2, *[("rounds", 1, 2)] * 2]
@@ -106,7 +106,7 @@ def test_every_result_is_checked(measure):
 
 @pytest.mark.parametrize(("budget_s", "num_rounds"), [(0.0, MIN_ROUNDS), (0.25, 25), (60.0, MAX_ROUNDS)])
 def test_there_are_as_many_rounds_as_there_is_time_for(budget_s, num_rounds, measure, monkeypatch):
-    monkeypatch.setattr(turns, "_agreed", lambda seconds: 0.01)
+    monkeypatch.setattr(interleaving, "_agreed", lambda seconds: 0.01)
     (timed,) = measure(RanksJob((Batch(8, ("a",)),), None, budget_s), Calls().ready)
     assert len(timed.seconds) == num_rounds
 
