@@ -1,12 +1,12 @@
-"""What a loss function may return, and the one form in which the trainer uses it.
+"""Turns what a loss function returns into totals and weights, which can be summed over ranks and micro-batches.
 
-Ranks and micro-batches each see part of the batch. A sum can be put together from parts, a mean cannot, so every loss
-becomes a total and a weight, and the division happens once, after both have been summed over all parts:
+Each rank and micro-batch sees part of the batch. Sums of parts can be added, means cannot. So every loss becomes a
+total and a weight, and the division happens once, after both have been summed:
 
     loss = sum(total) / sum(weight)        gradient = sum(d total / d params) / sum(weight)
 
-A plain mean is a total whose weight is left out: all parts hold equally many examples, so its sum is divided by the
-number of parts, which is known when the program is compiled.
+A plain mean has no weight: all parts hold equally many examples, so its sum is divided by the number of parts, which
+is known at compile time.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PartialLoss = Callable[[Any, Any, jax.Array], tuple[jax.Array, Parts]]
 
 
 def partial_loss(loss_fn: Callable[..., Any], has_aux: bool) -> PartialLoss:
-    """Puts a user's loss function into the trainer's form.
+    """Wraps a user's loss function for the trainer.
 
     Args:
         loss_fn: ``(params, batch)`` or ``(params, batch, key)``, to a scalar mean or ``Weighted``; with ``has_aux``
@@ -81,7 +81,7 @@ def partial_loss(loss_fn: Callable[..., Any], has_aux: bool) -> PartialLoss:
                 return Part(_wide(leaf.total), _wide(leaf.weight))
             if loss.weight is None:
                 return Part(_wide(leaf), None)
-            # Where nothing counts a mean is often 0 / 0, which must not spread.
+            # With weight 0 a mean is often 0 / 0, and the NaN must not reach the sum.
             return Part(jnp.where(loss.weight == 0, 0, _wide(leaf) * loss.weight), loss.weight)
 
         return total, Parts(loss, jax.tree.map(aux_part, aux, is_leaf=lambda leaf: isinstance(leaf, Weighted)))
@@ -90,7 +90,7 @@ def partial_loss(loss_fn: Callable[..., Any], has_aux: bool) -> PartialLoss:
 
 
 def divide(parts: Parts, num_parts: int) -> tuple[jax.Array, Any]:
-    """Turns summed parts into the values they stand for.
+    """Divides summed totals by summed weights.
 
     Args:
         parts: The sum over ranks and micro-batches.
@@ -107,7 +107,7 @@ def divide(parts: Parts, num_parts: int) -> tuple[jax.Array, Any]:
 
 
 def denominator(part: Part, num_parts: int) -> jax.Array | int:
-    """What a summed part is divided by; never 0, since a total of weight 0 is 0 as well."""
+    """The divisor of a summed part: 1 instead of a weight of 0, whose total is 0 as well."""
     return num_parts if part.weight is None else jnp.where(part.weight == 0, 1, part.weight)
 
 
@@ -128,12 +128,12 @@ def _as_part(loss_fn: Callable[..., Any], loss: Any) -> tuple[jax.Array, Part]:
 
 
 def _wide(value: Any) -> jax.Array:
-    """At least float32, in which sums of 16-bit losses do not overflow and counts are exact up to 2^24."""
+    """Converts to float32 or wider: 16-bit sums could overflow, and counts are exact up to 2^24."""
     return jnp.asarray(value, jnp.promote_types(jnp.result_type(value), jnp.float32))
 
 
 def _with_key(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The loss function with a third argument, which it gets if it takes one: by position, or as ``key=``."""
+    """Adapts a loss function to ``(params, batch, key)``; it gets ``key`` by position or by name if it takes one."""
     try:
         parameters = list(inspect.signature(loss_fn).parameters.values())
     except (TypeError, ValueError):

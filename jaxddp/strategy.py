@@ -133,6 +133,7 @@ def plan_gradients(strategy: Strategy, grad_fn: Callable[..., Any], *args: Any) 
         The plan, for ``sync_gradients``.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> def loss_fn(params, x):
         ...     return jnp.sum(jnp.tanh(x @ params["a"]) @ params["b"])
         >>> params = {"a": jnp.ones((2, 3)), "b": jnp.ones((3, 1)), "unused": jnp.ones(5)}

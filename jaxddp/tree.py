@@ -49,11 +49,11 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 
 def like(tree: Any, leaves: dict[str, Any]) -> Any:
-    """Makes a tree of the structure of another.
+    """Makes a tree of the structure of another from named leaves.
 
     Args:
         tree: The other.
-        leaves: By name; those that the tree does not have are left out.
+        leaves: By name; surplus ones are dropped.
 
     Returns:
         The tree.
@@ -62,20 +62,20 @@ def like(tree: Any, leaves: dict[str, Any]) -> Any:
 
 
 def tensor_specs(leaves: dict[str, Any]) -> dict[str, TensorSpec]:
-    """Describes arrays by name, shape and dtype, which is all that a bucket plan needs."""
+    """Gives the names, shapes and dtypes of arrays, for a bucket plan."""
     return {name: TensorSpec(name, tuple(leaf.shape), str(leaf.dtype)) for name, leaf in leaves.items()}
 
 
 def check_params(params: Any, trainable: Callable[[str], bool] | None) -> None:
-    """Refuses trees that cannot be trained.
+    """Checks that a tree of parameters can be trained.
 
     Args:
         params: The tree of parameters.
         trainable: Predicate on a leaf's name; None trains all.
 
     Raises:
-        ValueError: If the tree has no arrays, a leaf is none, nothing is trainable, or something trainable is not of
-            a floating dtype.
+        ValueError: If the tree has no arrays, a leaf is not an array, nothing is trainable, or something trainable is
+            not of a floating dtype.
     """
     leaves = named_leaves(params)
     if not leaves:
@@ -103,12 +103,12 @@ def split(params: Any, trainable: Callable[[str], bool] | None) -> tuple[Any, An
         The trainable part and the frozen part.
     """
     paths, structure = jax.tree_util.tree_flatten_with_path(params)
-    chosen = [trainable is None or trainable(path_name(path)) for path, _ in paths]
-    leaves = [leaf for _, leaf in paths]
-    return (
-        jax.tree.unflatten(structure, [leaf if keep else None for leaf, keep in zip(leaves, chosen, strict=True)]),
-        jax.tree.unflatten(structure, [None if keep else leaf for leaf, keep in zip(leaves, chosen, strict=True)]),
-    )
+    chosen, others = [], []
+    for path, leaf in paths:
+        is_chosen = trainable is None or trainable(path_name(path))
+        chosen.append(leaf if is_chosen else None)
+        others.append(None if is_chosen else leaf)
+    return jax.tree.unflatten(structure, chosen), jax.tree.unflatten(structure, others)
 
 
 def merge(trainable: Any, frozen: Any) -> Any:

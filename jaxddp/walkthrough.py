@@ -1,12 +1,12 @@
 """ZeRO on six parameters: what each of two ranks holds after each phase of a training step.
 
 A ``Linear(2, 2)`` has a kernel of 4 elements and a bias of 2. A rank owns half of each, 3 elements in all, and keeps
-Adam's two moments of those alone. The numbers are counted on the arrays that a rank has, not computed.
+Adam's two moments of those alone. The numbers are counted on each rank's arrays, not computed.
 
     python -m jaxddp.walkthrough
 
-A trainer's step is one program. Here each phase is one of its own, of the same pieces, so that there is something to
-count between them; what it sends is read from it, compiled. ``zero2`` holds the same of so small a model.
+A trainer's step is one program. Here each phase is a program of its own, built from the same functions, so that arrays
+can be counted between phases. Collectives are read from the compiled programs. ``zero2`` holds the same.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def walk(mesh: Mesh | None = None) -> list[Holding]:
 
 
 def main() -> None:
-    """Prints what ``walk`` finds."""
+    """Prints the holdings as a table."""
     row = "{:<26} {:>4} {:>11} {:>8} {:>11} {:>10}  {}"
     print(row.format(*Holding._fields))
     for holding in walk():
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 class _Held(NamedTuple):
-    """All that lives between two phases."""
+    """Arrays that are alive between two phases."""
 
     params: Any
     opt_state: Any

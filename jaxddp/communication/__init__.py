@@ -1,1 +1,1 @@
-"""How gradients travel: collectives, buckets, shards, compression, and the reductions made of them."""
+"""Communication of gradients: collectives, buckets, shards, compression, and the reductions made of them."""

@@ -1,7 +1,7 @@
 """The order in which a traced backward pass finishes the gradients.
 
-Buckets fill in this order. The order of the tree would not do: Flax sorts parameters by name and dictionaries give
-``l1, l10, l2``, so buckets would wait for gradients from both ends of the model.
+Buckets fill in this order. In the tree's order (Flax sorts parameters by name, dictionaries give ``l1, l10, l2``)
+buckets would wait for gradients from both ends of the model.
 """
 
 from __future__ import annotations
@@ -12,21 +12,19 @@ from typing import Any
 
 from jax.extend import core
 
-# Operations that only wrap a program of their own, which runs where they stand. Loops are left whole: all that a loop
-# returns is ready when the loop is.
+# Operations that wrap a program, which is followed. A loop is one operation: its results are ready when it ends.
 TRANSPARENT = {"jit", "pjit", "shard_map", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
 
 
 def finishing_times(closed: core.ClosedJaxpr, cost: Callable[[Any], float] = lambda equation: 1) -> list[float | None]:
-    """Says when each output of a traced program is ready.
+    """Finds when each output of a traced program is ready.
 
     Args:
         closed: What ``jax.make_jaxpr`` returns.
-        cost: How far an operation moves the clock.
+        cost: Duration of an operation.
 
     Returns:
-        For each output the time at which the operation that computes it has ended, its index if each costs 1, wrapped
-        programs counted in line; None if it depends on no input, so that its value is constant.
+        For each output the end of the operation that computes it; None if it depends on no input, so is constant.
     """
     inputs = [0.0] * len(closed.jaxpr.invars)
     return _walk(closed.jaxpr, inputs, [0.0], cost)

@@ -1,4 +1,4 @@
-"""The buffer of a bucket: its tensors laid end to end, and taken apart again.
+"""Packs a bucket's tensors into one buffer, and unpacks them.
 
 pack:    buffer [sum of sizes]  = concatenate(ravel(tensor) for tensor in bucket)     one copy, none for one tensor
 unpack:  tensor [shape]         = buffer[offset : offset + size] reshaped             no copy once compiled
@@ -15,14 +15,14 @@ from ..planning.buckets import Bucket
 
 
 def pack(bucket: Bucket, tensors: Mapping[str, jax.Array]) -> jax.Array:
-    """Lays the tensors of a bucket end to end in one buffer.
+    """Concatenates the tensors of a bucket.
 
     Args:
         bucket: The bucket.
         tensors: Arrays by name, at least those of the bucket.
 
     Returns:
-        A buffer of shape ``[bucket.num_elements]``; for a bucket of one tensor that tensor as it is, uncopied.
+        A buffer of shape ``[bucket.num_elements]``; a bucket of one tensor gives that tensor, uncopied.
     """
     if len(bucket.tensors) == 1:
         return tensors[bucket.tensors[0].name]
@@ -30,7 +30,7 @@ def pack(bucket: Bucket, tensors: Mapping[str, jax.Array]) -> jax.Array:
 
 
 def unpack(bucket: Bucket, buffer: jax.Array) -> dict[str, jax.Array]:
-    """Takes a buffer apart into the tensors of its bucket.
+    """Splits a buffer into the tensors of its bucket.
 
     Args:
         bucket: The bucket.

@@ -15,7 +15,7 @@ that compares with the speed of the links.
 | send_recv      | [...]          | [...]            | S if it sends           | 1          | collective-permute |
 
 Between processes on CPUs, `reduce_scatter` compiles to an all-to-all, for the reason in ``gloo.py``.
-Arrays of length 0 are allowed: the result is empty and nothing travels. Sums are in the dtype of ``x``. Under
+Arrays of length 0 are allowed: the result is empty and nothing is sent. Sums are in the dtype of ``x``. Under
 ``check_vma=True`` the results of `all_reduce` and `broadcast` are known to be equal on all ranks and may leave
 `jax.shard_map` under ``out_specs=P()``; those of the others may not, not even `all_gather`'s.
 
@@ -105,8 +105,8 @@ def all_gather(x: jax.Array, axis: str, *, equal: bool = False) -> jax.Array:
     Args:
         x: This rank's array, ``[k, ...]``; the same shape on every rank.
         axis: Name of the axis the ranks are on.
-        equal: Whether ``check_vma=True`` is to know the result to be equal everywhere, so that it may leave
-            ``shard_map`` whole; its gradient is then one rank's, and no longer a reduce-scatter.
+        equal: Marks the result as equal on all ranks for ``check_vma=True``, so that it may leave ``shard_map`` under
+            ``P()``; its gradient is then one rank's, and no longer a reduce-scatter.
 
     Returns:
         All arrays in rank order, ``[N k, ...]``.

@@ -1,12 +1,12 @@
-"""What XLA's collectives over Gloo get wrong, and what stands in for it: between processes on CPUs.
+"""A replacement for XLA's reduce-scatter over Gloo, between processes on CPUs, which may give wrong sums.
 
-XLA hands a reduce-scatter to a Gloo routine that sends from a buffer and meanwhile writes this rank's result to the
-front of it. Where a chunk is more than sockets take at once, rank 0 may be sent the result of another rank in place of
-its own part of the sum, without any error: between two processes, chunks of 12 MiB and ranks that arrive apart, in one
-call of ten. It also gives up when they arrive 30 seconds apart, whatever XLA was told. Seen with jaxlib 0.10.
+XLA hands a reduce-scatter to a Gloo routine that sends from a buffer while it writes this rank's result to the front of
+it. If a chunk is larger than a socket's buffer, rank 0 may receive another rank's result as its part of the sum,
+without any error: in one call of ten with two processes, chunks of 12 MiB and ranks that arrive at different times. It
+also times out if ranks arrive 30 seconds apart, whatever timeout XLA was given. Seen with jaxlib 0.10.
 
-An all-to-all of the chunks, added up where they arrive, sends the same bytes and is sound; on loopback it took half as
-long. The plan says which of the two travels.
+An all-to-all of the chunks, summed by the receiver, sends the same bytes and is correct; on loopback it took half as
+long. The plan lists the one that is used.
 
 References:
     https://github.com/jax-ml/jax/issues/40830 and https://github.com/jax-ml/jax/issues/40831
@@ -20,7 +20,7 @@ from jax import lax
 
 
 def kind_of_scatter(platform: str) -> str:
-    """Says what carries a reduce-scatter out in this process: ``"reduce-scatter"``, or ``"all-to-all"`` over Gloo.
+    """The collective that implements a reduce-scatter here: ``"reduce-scatter"``, or ``"all-to-all"`` over Gloo.
 
     Args:
         platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``, of the ranks.
@@ -29,7 +29,7 @@ def kind_of_scatter(platform: str) -> str:
 
 
 def traced_platform() -> str:
-    """Gives the platform of the mesh that is traced for, or of this process where that says none."""
+    """Gives the platform of the mesh being traced, or else of this process."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.platform if device is not None else jax.default_backend()
 
@@ -42,7 +42,7 @@ def scatter_by_all_to_all(x: jax.Array, axis: str) -> jax.Array:
         axis: Name of the axis the ranks are on.
 
     Returns:
-        This rank's chunk of the sum, ``[k, ...]``, added up in at least float32 in the order of the ranks.
+        This rank's chunk of the sum, ``[k, ...]``, summed at least in float32, in rank order.
     """
     chunks = x.reshape(lax.axis_size(axis), -1, *x.shape[1:])
     received = lax.all_to_all(chunks, axis, split_axis=0, concat_axis=0)

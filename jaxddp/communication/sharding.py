@@ -1,20 +1,19 @@
 """How tensors are cut into shards: leaf by leaf, one chunk a rank.
 
 A tensor is flattened, padded with zeros to a multiple of the number of ranks N, and rank r owns chunk r. Every leaf
-keeps its place in the tree, so an optimizer still sees the user's structure, and the chunks of many leaves can travel
-together: the buffer of a bucket holds in row r what rank r owns.
+keeps its place in the tree, so an optimizer sees the user's structure. Chunks of many leaves are communicated together:
+row r of a bucket's buffer holds what rank r owns.
 
     leaf    [n]         padded to [N c], c = ceil(n / N)           chunk r = elements r c ... (r + 1) c
     bucket  [N, width]  row r = chunk r of each of its tensors     width = sum of their c
     scatter [width]     = reduce-scatter of [N, width] along dimension 0
     gather  [N, width]  = all-gather of [width]
 
-A stack of layers, as a scan takes it, is cut by rows instead: each entry of dimension 0 is a tensor to be flattened,
-padded and cut by itself, so that one layer can be gathered without the others.
+A stack of layers for a scan is cut by rows instead: each entry of dimension 0 is flattened, padded and cut by itself,
+so that one layer can be gathered without the others.
 
 A shard has as many dimensions as its tensor, all of length 1 but the last: ``[1, ..., 1, c]``, by rows
-``[rows, 1, ..., 1, c]``. So a mask by the number of dimensions, as weight decay has it, means on shards what it means
-on the whole.
+``[rows, 1, ..., 1, c]``. So a mask by number of dimensions, as for weight decay, selects the same parameters on shards.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from ..planning.buckets import Bucket, chunk_elements
 
 
 def pack_chunks(bucket: Bucket, tensors: Mapping[str, jax.Array], num_ranks: int) -> jax.Array:
-    """Lays the chunks of a bucket's tensors side by side, rank by rank.
+    """Packs the chunks of a bucket's tensors, rank by rank.
 
     Args:
         bucket: The bucket.
@@ -48,7 +47,7 @@ def pack_chunks(bucket: Bucket, tensors: Mapping[str, jax.Array], num_ranks: int
 
 
 def pack_local_shards(bucket: Bucket, chunks: Mapping[str, jax.Array]) -> jax.Array:
-    """Lays one rank's chunks of a bucket's tensors end to end.
+    """Concatenates one rank's chunks of a bucket's tensors.
 
     Args:
         bucket: The bucket.
@@ -77,7 +76,7 @@ def unpack_chunks(bucket: Bucket, buffer: jax.Array) -> dict[str, jax.Array]:
 
 
 def split_chunks(bucket: Bucket, own: jax.Array, num_ranks: int) -> dict[str, jax.Array]:
-    """Takes one rank's part of a bucket apart.
+    """Splits one rank's row of a bucket into chunks.
 
     Args:
         bucket: The bucket.
@@ -146,12 +145,12 @@ class Cut:
 
     @property
     def joined_shape(self) -> tuple[int, ...]:
-        """Shape of all ranks' shards as one array, which lies over the ranks along its last dimension."""
+        """Shape of all ranks' shards as one array, sharded along its last dimension."""
         *front, chunk = self.shard_shape
         return (*front, self.num_ranks * chunk)
 
     def spec(self, axis: str) -> PartitionSpec:
-        """Says to ``shard_map`` and ``NamedSharding`` how an array of ``joined_shape`` lies over a mesh axis."""
+        """Sharding over a mesh axis of an array of ``joined_shape``, for ``shard_map`` and ``NamedSharding``."""
         return PartitionSpec(*(None,) * (len(self.shard_shape) - 1), axis)
 
     def chunks(self, tensor: jax.Array) -> jax.Array:
@@ -173,14 +172,14 @@ class Cut:
         return lax.dynamic_index_in_dim(self.chunks(tensor), rank, keepdims=False).reshape(self.shard_shape)
 
     def without_padding(self, shard: jax.Array, rank: jax.Array | int) -> jax.Array:
-        """Zeroes what a rank's shard, of ``shard_shape``, holds beyond the end of its tensor or of each of its rows."""
+        """Zeroes the padding in a rank's shard, of ``shard_shape``."""
         chunk = self.shard_shape[-1]
         if self.num_ranks * chunk == self.row_elements:
             return shard
         return jnp.where(rank * chunk + jnp.arange(chunk) < self.row_elements, shard, 0)
 
     def join(self, tensor: jax.Array) -> jax.Array:
-        """Lays all shards of a whole tensor side by side, in ``joined_shape``."""
+        """Concatenates all shards of a whole tensor, in ``joined_shape``."""
         by_rank = self.chunks(tensor).reshape(self.num_ranks, self.rows, self.shard_shape[-1])
         return by_rank.swapaxes(0, 1).reshape(self.joined_shape)
 

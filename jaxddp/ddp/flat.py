@@ -19,7 +19,7 @@ def flat(*, compression: Compression = none) -> Strategy:
     """One all-reduce of everything, after the whole backward.
 
     Args:
-        compression: What travels.
+        compression: Of the gradients.
 
     Returns:
         The strategy.

@@ -1,9 +1,9 @@
-"""Clipping by the global norm, which an optimizer on shards cannot do alone: each rank sees some of the squares.
+"""Clipping by the global norm for optimizers on shards, where each rank sees only its own shards' squares.
 
     norm = sqrt(sum over ranks of sum(shard^2) + sum(whole^2))        scale = min(1, max_norm / norm)
 
-Where a strategy of this package hands shards to an optimizer it says so here, and the sum is taken over ranks; anywhere
-else it is the plain sum.
+Inside ``on_shards``, which strategies enter when they call an optimizer on shards, the sum is taken over ranks;
+anywhere else it is the local sum.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _shards: ContextVar[tuple[str, Mapping[str, Cut | None]] | None] = ContextVar("j
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
-    """Clips updates to a global norm, whole or in shards.
+    """Clips updates to a global norm, on full parameters or on shards.
 
-    Equals ``optax.clip_by_global_norm`` on whole updates, and works where that would be refused: in a chain whose state
-    is sharded, by ``Trainer`` or by ``shard_optimizer``.
+    Equals ``optax.clip_by_global_norm`` on full updates. Unlike that, it may be part of an optimizer that ``Trainer``
+    or ``shard_optimizer`` shards.
 
     Args:
         max_norm: The greatest norm that passes unscaled.
@@ -75,7 +75,7 @@ def global_norm(tree: Any) -> jax.Array:
         A scalar, summed at least in float32.
 
     Raises:
-        ValueError: If the tree is one of shards and a name in it is no parameter's: what is cut how is then not known.
+        ValueError: If the leaves are shards and one does not have the name of a parameter.
     """
     over = _shards.get()
 
@@ -91,7 +91,7 @@ def global_norm(tree: Any) -> jax.Array:
             cut = cuts[name]
             if cut is None:
                 wholes.append(leaf)
-            else:  # an optimizer may have made anything of the zeros of padding
+            else:  # an optimizer may have changed the zeros of the padding
                 shards.append(cut.without_padding(leaf.reshape(cut.shard_shape), lax.axis_index(axis)))
         with jax.named_scope(METRICS_SCOPE):
             total = all_reduce(sum_of_squares(shards), axis)
@@ -103,11 +103,11 @@ def global_norm(tree: Any) -> jax.Array:
 
 @contextlib.contextmanager
 def on_shards(axis: str, cuts: Mapping[str, Cut | None]) -> Iterator[None]:
-    """Says that the updates handled inside are shards.
+    """Makes ``global_norm`` sum over ranks inside the block.
 
     Args:
         axis: Name of the mesh axis over which they lie.
-        cuts: By a parameter's name, how it is cut; None for one whose update is whole on every rank.
+        cuts: How each parameter is cut, by name; None if its update is full on every rank.
     """
     token = _shards.set((axis, cuts))
     try:
