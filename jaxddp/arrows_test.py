@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.smoke
+
 ROOT = Path(__file__).parents[1]
 # What a folder, or a file beside them, may import: its own line and those below.
 FLOORS = (

@@ -10,6 +10,8 @@ import pytest
 
 import jaxddp
 
+pytestmark = pytest.mark.smoke
+
 
 def declared():
     """The imports that type checkers see: name to module."""

@@ -5,7 +5,7 @@ import pytest
 import jaxddp.checkpoint.interop
 
 from . import jax_side, torch_side
-from .cases import AXES, Case, pairwise_selection, tolerance, whole_product
+from .cases import AXES, STRATEGIES, Case, pairwise_selection, tolerance, whole_product
 from .inputs import largest_difference
 
 
@@ -30,6 +30,12 @@ def check(case: Case, ranks, differences):
         assert (moved == 0) if is_fixed else (moved > 1e-4), f"{name} moved by {moved}"
     for pair, difference in found.items():
         assert difference <= atol, f"{pair}: {difference:.2e} > {atol:.0e} ({reason})"
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_once(strategy, ranks, differences):
+    check(Case(strategy, "adamw", 2, "toy", "float64"), ranks, differences)
 
 
 @pytest.mark.parametrize("case", pairwise_selection(), ids=lambda case: case.id)

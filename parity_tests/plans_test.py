@@ -21,6 +21,8 @@ from torchref.strategy import planned_collectives
 
 from .jax_side import is_trainable
 
+pytestmark = pytest.mark.smoke
+
 NUM_RANKS = 3  # does not divide the sizes of most parameters: shards are padded
 NUM_MICROBATCHES = (1, 3)
 # ``byte`` has 16 MiB of parameters: enough for a second bucket after the default first one of 1 MiB.

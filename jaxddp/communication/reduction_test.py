@@ -8,6 +8,8 @@ import pytest
 from jaxddp.communication.reduction import ALL_REDUCE, REDUCE_SCATTER, SMALL, Reduction, finish_reduction
 from jaxddp.planning.buckets import TensorSpec, plan_buckets
 
+pytestmark = pytest.mark.smoke
+
 NUM_RANKS, DENOMINATOR = 4, 8.0
 SIZES = {
     "one": [5],

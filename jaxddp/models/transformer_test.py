@@ -49,7 +49,12 @@ def attention_by_loops(x, num_heads, query, key, value, output):
     return mixed @ output
 
 
-@pytest.mark.parametrize("name", SIZES)
+LARGE = ("xl", "xxl")  # tracing their initialisation takes longest; their formula is that of the others
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if name in LARGE else []) for name in SIZES]
+)
 def test_sizes_have_exactly_the_known_number_of_parameters(name):
     config = SIZES[name]
     model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))

@@ -12,6 +12,8 @@ from jaxddp.planning.machine import cluster_of
 from jaxddp.planning.network import Network
 from jaxddp.planning.plan import TrainingJob, best_buckets, gradient_rate, plan
 
+pytestmark = pytest.mark.smoke
+
 XXL = feed_forward(width=16384, hidden=53248, num_blocks=126)
 XL = transformer(vocab=10_000, context=128, width=768, num_layers=16, num_heads=12, hidden=3200)
 V5P = cluster_of(target("v5p:64"), "bfloat16")

@@ -175,6 +175,7 @@ def compiled():
         return dict(zip(strategies, pool.map(compiled_with, strategies.values()), strict=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("speed", [12, 360])
 def test_what_is_compiled_is_no_slower_than_with_the_usual_cap(compiled, speed):
     planned, schedule = compiled[speed]
@@ -185,5 +186,6 @@ def test_what_is_compiled_is_no_slower_than_with_the_usual_cap(compiled, speed):
     assert ours <= theirs
 
 
+@pytest.mark.full
 def test_the_caps_differ_by_network(compiled):
     assert compiled[12][0] != compiled[360][0]

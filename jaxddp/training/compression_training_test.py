@@ -8,7 +8,7 @@ from jaxddp.cli.train_loop import train
 from jaxddp.cli.train_options import TrainOptions
 from jaxddp.models import SIZES, TransformerConfig
 
-pytestmark = pytest.mark.usefixtures("optimized")
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("optimized")]
 
 
 def test_a_language_model_learns_as_fast(monkeypatch):

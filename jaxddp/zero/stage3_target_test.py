@@ -4,6 +4,7 @@ A layer's whole parameters take 8 MiB, and so do their gradients; 1/8 of these i
 the layer's input and the wide product, 512 + 2048 elements of each of 512 tokens on a device: 5 MiB.
 """
 
+import functools
 from collections import Counter
 from typing import NamedTuple
 
@@ -72,27 +73,31 @@ def make_params(kind, num_layers):
 
 @pytest.fixture(scope="module")
 def steps():
-    """Both kinds of models with few and many layers, compiled as many at a time as there are CPUs."""
-    pending = {}
-    tokens = jax.ShapeDtypeStruct((SEQUENCES, CONTEXT), jnp.int32)
-    batch = {"tokens": tokens, "targets": tokens}
-    for kind in KINDS:
+    """Either kind of model with few and with many layers: both compiled at a time when the first test asks for one."""
+
+    @functools.cache
+    def of_kind(kind):
+        tokens = jax.ShapeDtypeStruct((SEQUENCES, CONTEXT), jnp.int32)
+        batch = {"tokens": tokens, "targets": tokens}
+        pending = {}
         for num_layers in (FEW, MANY):
             strategy = jaxddp.zero3(min_shard_elements=0)
             trainer = jaxddp.Trainer(make_loss(kind), optax.adam(1e-3), strategy, targets.mesh(f"h100:{NUM_RANKS}"))
             state = trainer.abstract_state(make_params(kind, num_layers))
-            pending[kind, num_layers] = trainer.planned(state, batch), targets.start_compile(trainer, state, batch)
-    found = {}
-    for case, (planned, compilation) in pending.items():
-        program = compilation.result()
-        collectives = read_schedule(program).gradient_collectives()
-        found[case] = Step(planned, collectives, program.memory_analysis().temp_size_in_bytes)
-    return found
+            pending[num_layers] = trainer.planned(state, batch), targets.start_compile(trainer, state, batch)
+        found = {}
+        for num_layers, (planned, compilation) in pending.items():
+            program = compilation.result()
+            collectives = read_schedule(program).gradient_collectives()
+            found[num_layers] = Step(planned, collectives, program.memory_analysis().temp_size_in_bytes)
+        return found
+
+    return of_kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_adds_activations_and_gradient_shards(steps, kind):
-    growth = (steps[kind, MANY].temporaries - steps[kind, FEW].temporaries) / (MANY - FEW)
+    growth = (steps(kind)[MANY].temporaries - steps(kind)[FEW].temporaries) / (MANY - FEW)
     leaves = [jax.ShapeDtypeStruct(shape, jnp.float32).size for shape in LAYER.values()]
     # Inputs and results of its products, and the shards of its gradients.
     formula = 4 * TOKENS * (WIDTH + HIDDEN) + 4 * sum(-(-leaf // NUM_RANKS) for leaf in leaves)
@@ -111,7 +116,7 @@ def test_units_are_gathered_once_forward_and_once_backward(steps, kind, num_laye
 
     In a scan every layer is gathered twice, the last one too: beside it are the embedding, and the head, which is last.
     """
-    step = steps[kind, num_layers]
+    step = steps(kind)[num_layers]
     assert step.collectives == sorted(step.planned)
     num_units = num_layers + 2
     gathers = (2 * num_units - 1) - 1 if kind == "loop" else 2 * num_layers + 1 + 1
