@@ -52,7 +52,7 @@ class Benchmark(NamedTuple):
 
 BENCHMARKS = {
     "main": Benchmark(
-        "main", "a byte-level language model under every strategy in both frameworks", 5,
+        "main", "a byte-level language model under every strategy in both frameworks", 3,
         takes=(*_TRAINING, "strategies", "profile"),
     ),
     "strategies": Benchmark(

@@ -23,7 +23,7 @@ from .part import BackendPart, CollectivesSetup, measure_part, missing
 from .section import section
 from .sizes import asked_sizes, check_fit, in_words
 
-RANKS = (2, 4, 6)  # as the source
+RANKS = (2, 4, 6)  # as in the assignment report
 BUDGET_S, QUICK_BUDGET_S = 3.0, 1.0  # of timed rounds, for each size
 BACKENDS = (
     ("jaxddp", "simulated"),

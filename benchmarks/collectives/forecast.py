@@ -15,7 +15,7 @@ from ..lab.network import network
 from .interleaving import NUM_WARMUP, Batch, rounds_within
 from .sizes import in_words
 
-# Half of what the source found for Gloo, for here all ranks may have to share a few cores; and what it found for NCCL.
+# Half of what the assignment report has for Gloo, because ranks may share a few cores; and what it has for NCCL.
 CPUS, GPUS = Network(gb_per_s=0.5, latency_us=500.0), Network(gb_per_s=4.0, latency_us=100.0)
 START_S = 10.0  # of a part: processes, imports, compilation
 

@@ -16,7 +16,7 @@ from ..report.source import figures
 
 Row = Mapping[str, Any]
 
-# XLA beside what torch has of the same kind, and NCCL beside Gloo, which is what the source compares.
+# XLA beside what torch has of the same kind, and NCCL beside Gloo, as in the assignment report.
 PAIRS = (
     ("XLA over NCCL", "NCCL"),
     ("XLA over Gloo", "Gloo"),
@@ -31,7 +31,7 @@ class Ratio(NamedTuple):
     Attributes:
         asked_bytes: The size.
         value: Of the medians.
-        low: Lower end of its spread: here of the 95 % interval, in the source's figures a standard deviation below.
+        low: Lower end of its spread: here of the 95 % interval, in the report's figures a standard deviation below.
         high: Upper end.
     """
 
@@ -63,13 +63,13 @@ def ratios(rows: Iterable[Row], pair: tuple[str, str], num_ranks: int, name: str
 
 
 def source_points(backend: str, num_ranks: int) -> list[Mapping[str, Any]]:
-    """Gives the source's all-reduces of a backend, by size; none if it has not measured them."""
+    """Gives the report's all-reduces of a backend, by size; none if it has not measured them."""
     points = [one for one in figures()["collectives"] if (one["backend"], one["num_ranks"]) == (backend, num_ranks)]
     return sorted(points, key=lambda one: one["size_bytes"])
 
 
 def source_ratios(pair: tuple[str, str], num_ranks: int) -> list[Ratio]:
-    """Compares the source's backends, with the standard deviation that follows from those of the two."""
+    """Compares the report's backends, with the standard deviation that follows from those of the two."""
     made = []
     for ours, theirs in zip(*(source_points(backend, num_ranks) for backend in pair), strict=False):
         value = theirs["mean_ms"] / ours["mean_ms"]

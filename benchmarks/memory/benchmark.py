@@ -32,8 +32,8 @@ from ..harness.options import Options
 from ..harness.run import NOT_RUN, NotRun, Run, holds
 from ..report.section import show
 from ..strategies.benchmark import QUICK_MODEL, check_batch_size
+from .report_figures import NUM_RANKS, SEQUENCES, figures
 from .section import section
-from .source import NUM_RANKS, SEQUENCES, figures
 from .torch_peak import allocate_torch
 from .variants import CPU, Allocation, MemorySetup, allocate, read
 
@@ -111,14 +111,14 @@ def run(this: Run, setup: MemorySetup) -> bool:
 
 
 def compiled_rows(setup: MemorySetup, name: str) -> Iterator[dict[str, Any]]:
-    """Compiles a strategy's step and lays what it says beside the formulas, and beside the source's figures.
+    """Compiles a strategy's step and lays what it says beside the formulas, and beside the assignment report's figures.
 
     Args:
         setup: What to compile.
         name: The strategy.
 
     Yields:
-        A row for each moment, and for each figure that the source has of it.
+        A row for each moment, and for each figure that the report has of it.
 
     Raises:
         NotRun: If the target's compiler is not installed.

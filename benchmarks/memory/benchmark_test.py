@@ -14,7 +14,7 @@ from benchmarks.harness.run import Run
 from benchmarks.memory import benchmark as memory
 from benchmarks.memory import variants
 from benchmarks.memory.benchmark import describe, formulas, kept_per_token
-from benchmarks.memory.source import dealt_by_index, figures
+from benchmarks.memory.report_figures import dealt_by_index, figures
 from benchmarks.memory.variants import Allocation, MemorySetup, allocate
 from jaxddp.compiled.memory import Allocated, DeviceBytes, StepMemory, held_bytes
 from jaxddp.models import SIZES, TransformerConfig, abstract
@@ -25,7 +25,7 @@ MICRO = TransformerConfig(vocab=16, context=8, width=8, num_layers=1, num_heads=
 SETUP = MemorySetup("micro", "cpu:2", 2, ("zero1",), 4)
 
 
-def launch_here(fn, *args, num_ranks, timeout_s):
+def launch_here(fn, *args, num_ranks, timeout_s, prepare=None):
     """Runs what has a process of its own in this one, where devices are simulated already."""
     return [fn(*args)]
 
@@ -165,7 +165,7 @@ def test_the_sources_figures_are_corrected_for_what_does_not_belong_to_them():
     found = {name: StepMemory(bytes_, bytes_, bytes_, 0) for name, bytes_ in held.items()}
     by_name = {figure.name: figure for figure in figures(found)}
     assert len(by_name) == 8
-    # As the source's own table has them, to the digit: 1998.94 - 2 x 652.69 and so on.
+    # As the report's own table has them, to the digit: 1998.94 - 2 x 652.69 and so on.
     corrected = {name: figure.corrected / MIB for name, figure in by_name.items() if figure.corrected is not None}
     assert corrected == pytest.approx(
         {

@@ -1,4 +1,4 @@
-"""What a step holds on each device, by component and moment, beside its formula and the source's figures."""
+"""What a step holds on each device, by component and moment, beside its formula and the report's figures."""
 
 from __future__ import annotations
 

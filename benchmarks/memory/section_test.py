@@ -1,4 +1,4 @@
-"""Memory: components that add up, and the source's figures as the run has them."""
+"""Memory: components that add up, and the report's figures as the run has them."""
 
 import re
 

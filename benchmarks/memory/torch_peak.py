@@ -1,6 +1,6 @@
-"""What CUDA's allocator says of torchref's variants at the source's three moments; each in processes of its own.
+"""What CUDA's allocator says of torchref's variants at the report's three moments; each in processes of its own.
 
-torch makes an optimizer's state in the first step, so it is not there after initialisation, as in the source's table.
+torch makes an optimizer's state in the first step, so it is not there after initialisation, as in the report's table.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
+from ..harness.intervals import Event, merge
 from ..harness.values import cut, short
 from .axis import Axis
 from .figure import TICK_ROOM, Drawing, along, area, axis_along, words
@@ -12,24 +12,6 @@ from .markup import Markup, join, tag
 
 _LANE, _LABEL, _BLOCK = 44, 14, 20  # pixels
 _FINEST = 1 / 1500  # of the axis: what lies closer together is one block
-
-
-class Event(NamedTuple):
-    """Something that ran.
-
-    Attributes:
-        lane: Where.
-        phase: What for.
-        start_ms: From the start of the step.
-        end_ms: Not before its start.
-        name: What it was.
-    """
-
-    lane: str
-    phase: str
-    start_ms: float
-    end_ms: float
-    name: str = ""
 
 
 def draw_lanes(events: Sequence[Event], lanes: Sequence[str], styles: dict[str, int], axis: Axis) -> Drawing:
@@ -54,18 +36,8 @@ def draw_lanes(events: Sequence[Event], lanes: Sequence[str], styles: dict[str, 
 
 
 def busy_ms(events: Sequence[Event]) -> float:
-    """How long at least one of some events was running."""
-    return sum(end - start for start, end in _union(events))
-
-
-def _union(events: Sequence[Event]) -> list[tuple[float, float]]:
-    pieces: list[tuple[float, float]] = []
-    for event in sorted(events, key=lambda event: event.start_ms):
-        if pieces and event.start_ms <= pieces[-1][1]:
-            pieces[-1] = pieces[-1][0], max(pieces[-1][1], event.end_ms)
-        else:
-            pieces.append((event.start_ms, event.end_ms))
-    return pieces
+    """How long at least one of the events was running."""
+    return sum(end - start for start, end in merge((event.start_ms, event.end_ms) for event in events))
 
 
 def _merged(events: Sequence[Event], lane: str, axis: Axis) -> list[Event]:

@@ -2,12 +2,13 @@
 
 import re
 
+from benchmarks.harness.intervals import Event
 from benchmarks.report.axis import linear
-from benchmarks.report.lanes import Event, busy_ms, draw_lanes
+from benchmarks.report.lanes import busy_ms, draw_lanes
 
 
 def event(start_ms, end_ms, lane="a", phase="forward"):
-    return Event(lane, phase, start_ms, end_ms)
+    return Event(lane, "", phase, start_ms, end_ms)
 
 
 def test_what_overlaps_counts_once():

@@ -8,46 +8,14 @@ Intervals are merged before they are measured, so operations that run side by si
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+
+from ..harness.intervals import Event as Event
+from ..harness.intervals import Interval
+from ..harness.intervals import merge as merge
 
 COMPUTE_PHASES = ("forward", "loss", "backward", "optimizer", "compute")
 COMPUTE, COMMUNICATION = "compute", "communication"
 SYNC = "gradient sync"
-Interval = tuple[float, float]
-
-
-class Event(NamedTuple):
-    """Something that ran on a rank; its fields are those of a row's ``trace``.
-
-    Attributes:
-        lane: ``COMPUTE`` or ``COMMUNICATION``.
-        name: What it is.
-        phase: One of ``COMPUTE_PHASES``, or what is communicated.
-        start_ms: From the start of the step.
-        end_ms: Likewise.
-    """
-
-    lane: str
-    name: str
-    phase: str
-    start_ms: float
-    end_ms: float
-
-
-def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """Joins intervals that touch or overlap.
-
-    Example:
-        >>> merge([(3, 4), (0, 2), (1, 2.5)])
-        [(0, 2.5), (3, 4)]
-    """
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged
 
 
 def overlap_share(communication: Iterable[Interval], compute: Iterable[Interval]) -> float | None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..harness.intervals import Event
 from ..harness.tables import CHECK, Column, Table, field, numeric
 from ..harness.values import Row, by, is_sound, number, percent, text
 from ..report.axis import linear
 from ..report.figure import Figure, Key
-from ..report.lanes import Event, busy_ms, draw_lanes
+from ..report.lanes import busy_ms, draw_lanes
 from ..report.steps import name
 
 TRACE_COLUMNS = (
@@ -71,7 +72,7 @@ def events_of(row: Row) -> list[Event]:
     for one in trace if isinstance(trace, list) else []:
         start, end = (number(one, "start_ms"), number(one, "end_ms")) if isinstance(one, dict) else (None, None)
         if start is not None and end is not None and end >= start:
-            events.append(Event(text(one, "lane"), text(one, "phase") or "other", start, end, text(one, "name")))
+            events.append(Event(text(one, "lane"), text(one, "name"), text(one, "phase") or "other", start, end))
     return events
 
 

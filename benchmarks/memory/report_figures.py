@@ -47,7 +47,7 @@ class Figure(NamedTuple):
 
 
 def figures(found: Mapping[str, StepMemory]) -> list[Figure]:
-    """Lays the source's figures beside what was found.
+    """Lays the report's figures beside what was found.
 
     Args:
         found: What compiled steps hold, by strategy; what is neither ``bucketed`` nor ``zero1`` has no counterpart.
