@@ -1,10 +1,15 @@
 """Distributed data parallelism, gradient buckets and ZeRO for JAX.
 
     plain.py                          every strategy in its shortest form: read it first
-    communication ddp zero training   the core: collectives, strategies, the trainer; with models and checkpoint
-    compiled targets simulation       instruments: read compiled programs, compile for absent machines, simulate steps
+    strategy.py registry.py           the contract of a strategy; all strategies by name
+    ddp zero                          the strategies
+    communication                     collectives, packed buffers, compression, reductions
+    training models checkpoint        the trainer, models to train, checkpoints and weights
+    mesh.py tree.py loss.py           ranks; names of leaves; what a loss function returns
+    scopes.py plugins.py              name scopes in compiled programs; which plugins JAX starts
     planning                          bucket plans, cost formulas, networks and chips; needs no framework
-    inspection cli                    what the instruments say of a step; ``python -m jaxddp``
+    compiled targets simulation       instruments: read compiled programs, compile for absent machines, simulate steps
+    inspection cli walkthrough.py     steps examined with the instruments; ``python -m jaxddp``; ZeRO phase by phase
 
 A public name is loaded when it is first used, so importing this package, or its ``planning`` alone, imports no JAX.
 """

@@ -1,4 +1,16 @@
-"""The PyTorch twin of jaxddp: the same strategies over torch.distributed."""
+"""The PyTorch twin of jaxddp: the same strategies over torch.distributed.
+
+plain.py                  every strategy in its shortest form: read it first
+strategy.py               the contract, the registry, and the engine that carries out a bucket plan
+replicated.py, ddp/       strategies whose gradients are all-reduced
+zero/                     strategies that shard the training state
+communication/            collectives, buckets, shards, compression
+train.py, loss.py         the trainer; what a loss function returns
+clipping.py, hooks.py     the global norm of shards; what a deleted wrapper leaves behind
+launch.py                 starts ranks as processes, or joins those of ``torchrun``
+models/, interop.py       models to train; parameters to and from NumPy
+walkthrough.py            what two ranks hold under ZeRO, phase by phase
+"""
 
 from jaxddp.planning.buckets import BucketPlan as BucketPlan
 from jaxddp.planning.buckets import TensorSpec as TensorSpec

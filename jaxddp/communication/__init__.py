@@ -1,1 +1,13 @@
-"""Communication of gradients: collectives, buckets, shards, compression, and the reductions made of them."""
+"""How gradients and shards are communicated.
+
+collectives.py      all-reduce, reduce-scatter, all-gather and the others, one collective operation each
+ring.py             the ring algorithms, built from sends to a neighbour
+gloo.py             a reduce-scatter for processes on CPUs, where XLA's may give wrong sums
+buckets.py          a bucket's tensors packed into one buffer
+sharding.py         how tensors are cut into shards; a bucket's chunks packed into one buffer
+compression.py      gradient compression: bfloat16, float16, PowerSGD, or no communication at all
+low_rank.py         the arithmetic of PowerSGD
+reduction.py        carries out a bucket plan: pack, sum over ranks, divide
+ordering.py         the order token: a zero that XLA cannot fold, used to order operations
+backward_order.py   the order in which a traced backward finishes the gradients
+"""

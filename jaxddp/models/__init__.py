@@ -1,4 +1,9 @@
-"""Models to train: small ones with the corner cases of data parallelism, and a decoder-only language model."""
+"""Models to train.
+
+toy.py           small models, one for each corner case of data parallelism
+transformer.py   a decoder-only language model
+functional.py    all of them by name, each as a loss function and its parameters
+"""
 
 from .functional import abstract as abstract
 from .functional import build as build

@@ -1,4 +1,11 @@
-"""ZeRO: data parallelism that keeps each part of the training state on one rank only."""
+"""ZeRO: data parallelism whose training state is sharded over the ranks.
+
+stage1.py, stage2.py, stage3.py          the strategies: sharded optimizer state, gradients, parameters
+shard_optimizer.py                       stage 1 as an optax transformation
+clipping.py, elementwise.py              clipping on shards; which optimizers can run on shards
+layers.py, remat.py, gather.py           stage 3: units, what their backward keeps, gathers and scatters
+ordering.py, interpreter.py, traced.py   stage 3: prefetch limit, evaluation of jaxprs, planned collectives
+"""
 
 from .. import ddp as ddp  # registers its strategies before those below, in whichever order they are used
 from .layers import layer as layer

@@ -1,4 +1,10 @@
-"""ZeRO: data parallelism whose training state is sharded over the ranks."""
+"""ZeRO: data parallelism whose training state is sharded over the ranks.
+
+stage1.py, stage2.py, stage3.py   the strategies: sharded optimizer state, gradients, parameters
+sharded_optimizer.py              an older reading of stage 1: whole parameters are dealt out to ranks
+elementwise.py, optimizers.py     which optimizers can run on shards; parameter groups and state dicts
+units.py, gather.py               stage 3: modules that gather their parameters; the gather as an autograd function
+"""
 
 # isort: skip_file
 # STRATEGIES lists the stages in the order of these imports.
