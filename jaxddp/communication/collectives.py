@@ -1,9 +1,8 @@
 """NCCL's primitives by name, for use inside `jax.shard_map` or `jax.pmap`.
 
-Each function is called by every rank of a named axis with its own ``x`` (one rank is one device of that axis) and
-does its work in one collective operation, so what it sends can be read in its docstring: N is the number of
-ranks, S the bytes of the full buffer. ``bus factor`` is what nccl-tests multiplies S / time with to get a number
-that compares with the speed of the links.
+Every rank of a named axis calls the function with its own ``x`` (a rank is a device of that axis). Each is one
+collective operation. N is the number of ranks, S the bytes of the full buffer. nccl-tests multiplies S / time by the
+``bus factor`` to get a number that can be compared with the speed of the links.
 
 | function       | input per rank | output per rank  | sent per rank on a ring | bus factor | compiles to        |
 |----------------|----------------|------------------|-------------------------|------------|--------------------|
@@ -36,7 +35,7 @@ from . import gloo
 
 
 def all_reduce(x: jax.Array, axis: str) -> jax.Array:
-    """Sums over the ranks; every rank gets the whole sum.
+    """Sums over the ranks; every rank gets the full sum.
 
     It is a plain `lax.psum`: compile options decide whether XLA merges it with its neighbours.
 
@@ -94,7 +93,7 @@ def reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
 
 
 def all_gather(x: jax.Array, axis: str, *, equal: bool = False) -> jax.Array:
-    """Concatenates the ranks' arrays along dimension 0; every rank gets the whole.
+    """Concatenates the ranks' arrays along dimension 0; every rank gets the full array.
 
     | rank | input          | output                                 |
     |------|----------------|----------------------------------------|
@@ -105,8 +104,8 @@ def all_gather(x: jax.Array, axis: str, *, equal: bool = False) -> jax.Array:
     Args:
         x: This rank's array, ``[k, ...]``; the same shape on every rank.
         axis: Name of the axis the ranks are on.
-        equal: Marks the result as equal on all ranks for ``check_vma=True``, so that it may leave ``shard_map`` under
-            ``P()``; its gradient is then one rank's, and no longer a reduce-scatter.
+        equal: Declares the result equal on all ranks for ``check_vma=True``, so that it may leave ``shard_map`` under
+            ``P()``. Its transpose is then no longer a reduce-scatter: the gradient is one rank's.
 
     Returns:
         All arrays in rank order, ``[N k, ...]``.
@@ -128,15 +127,13 @@ def broadcast(x: jax.Array, axis: str, root: int = 0) -> jax.Array:
     |------|-------|--------|
     | r    | x_r   | x_root |
 
-    It is an all-reduce to which all ranks but the root bring zeros, so each rank sends 2 (N-1)/N S bytes, where
-    NCCL's pipelined broadcast sends S: up to twice the bytes, for something done once, at the start. The
-    alternatives cost more or give less: XLA has a broadcast of its own on GPUs only, a tree of sends takes
-    log2(N) S on its longest path (more than this from N = 4 on), an all-gather sends (N-1) S, and none of them
-    gives a result that ``check_vma=True`` knows to be equal everywhere. Bus factor 1 (of NCCL's broadcast). A
-    floating-point -0.0 may arrive as 0.0.
+    It is an all-reduce in which all ranks but the root contribute zeros. Each rank sends 2 (N-1)/N S bytes; NCCL's
+    pipelined broadcast sends S. The alternatives are no better: XLA has a broadcast on GPUs only, a tree of sends takes
+    log2(N) S on its longest path, an all-gather sends (N-1) S, and ``check_vma=True`` does not accept any of their
+    results as equal on all ranks. Bus factor 1 (of NCCL's broadcast). A floating-point -0.0 may arrive as 0.0.
 
     Args:
-        x: This rank's array, of any shape; what ranks other than the root hold is ignored.
+        x: This rank's array, of any shape; ignored except on the root.
         axis: Name of the axis the ranks are on.
         root: The rank to copy from.
 
@@ -159,8 +156,8 @@ def reduce(x: jax.Array, axis: str, root: int = 0) -> jax.Array:
     | root  | x_root | x_0 + ... + x_{N-1} |
     | other | x_r    | 0                   |
 
-    It is an all-reduce whose result is dropped everywhere but on the root, so each rank sends 2 (N-1)/N S bytes,
-    where NCCL's pipelined reduce sends S: XLA has no reduction to one rank. Bus factor 1 (of NCCL's reduce).
+    It is an all-reduce whose result is kept on the root only, because XLA has no reduction to one rank. Each rank sends
+    2 (N-1)/N S bytes, where NCCL's pipelined reduce sends S. Bus factor 1 (of NCCL's reduce).
 
     Args:
         x: This rank's array, of any shape; the same shape on every rank.
@@ -179,7 +176,7 @@ def reduce(x: jax.Array, axis: str, root: int = 0) -> jax.Array:
 
 
 def send_recv(x: jax.Array, axis: str, pairs: Sequence[tuple[int, int]]) -> jax.Array:
-    """Sends along ``pairs`` of ranks at once; every rank gets what was sent to it.
+    """Sends along ``pairs`` of ranks, all at once; every rank gets what was sent to it.
 
     | rank | input | output                                         |
     |------|-------|------------------------------------------------|

@@ -1,12 +1,12 @@
-"""A replacement for XLA's reduce-scatter over Gloo, between processes on CPUs, which may give wrong sums.
+"""A reduce-scatter for processes on CPUs (Gloo), where XLA's may give wrong sums.
 
-XLA hands a reduce-scatter to a Gloo routine that sends from a buffer while it writes this rank's result to the front of
-it. If a chunk is larger than a socket's buffer, rank 0 may receive another rank's result as its part of the sum,
-without any error: in one call of ten with two processes, chunks of 12 MiB and ranks that arrive at different times. It
-also times out if ranks arrive 30 seconds apart, whatever timeout XLA was given. Seen with jaxlib 0.10.
+Gloo's routine sends from a buffer while it writes this rank's result to the front of that buffer. If a chunk is larger
+than a socket's buffer, rank 0 may receive another rank's result as its part of the sum, without any error: one call in
+ten with two processes, chunks of 12 MiB and ranks that arrive at different times. It also times out if ranks arrive 30
+seconds apart, whatever timeout XLA was given. Seen with jaxlib 0.10.
 
-An all-to-all of the chunks, summed by the receiver, sends the same bytes and is correct; on loopback it took half as
-long. The plan lists the one that is used.
+An all-to-all of the chunks, summed by the receiver, sends the same bytes and is correct. On loopback it took half as
+long. Plans list the collective that is used.
 
 References:
     https://github.com/jax-ml/jax/issues/40830 and https://github.com/jax-ml/jax/issues/40831
@@ -20,7 +20,7 @@ from jax import lax
 
 
 def kind_of_scatter(platform: str) -> str:
-    """The collective that implements a reduce-scatter here: ``"reduce-scatter"``, or ``"all-to-all"`` over Gloo.
+    """The collective that implements a reduce-scatter: ``"reduce-scatter"``, or ``"all-to-all"`` over Gloo.
 
     Args:
         platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``, of the ranks.
@@ -29,7 +29,7 @@ def kind_of_scatter(platform: str) -> str:
 
 
 def traced_platform() -> str:
-    """Gives the platform of the mesh being traced, or else of this process."""
+    """The platform of the mesh that is being traced for, or else of this process."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.platform if device is not None else jax.default_backend()
 

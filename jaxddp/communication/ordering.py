@@ -1,8 +1,8 @@
-"""Orders operations that do not depend on each other, by a zero that XLA cannot fold.
+"""Order tokens: a zero that XLA cannot fold, used to order operations that do not depend on each other.
 
-XLA keeps no order but that of data: what depends on nothing else may run first, and what looks equal runs only once.
-So where B must not start before A has ended, A passes an optimization barrier together with a number, and B adds what
-comes out of the barrier, less the number. That is 0, but XLA cannot know it, and has it no earlier than A:
+XLA keeps only the order that data dependencies require, and it computes equal expressions once. Where B must not start
+before A has ended, A passes an optimization barrier together with a number, and B adds the barrier's output less that
+number. The difference is 0, but XLA cannot know this, and it is not available before A is:
 
     a, token = order_token(a)        token = 0, available when a is
     b = use_token(b, token)          b + token: what uses b waits for a

@@ -13,8 +13,8 @@ The dependencies of the third line are there for their order alone (``ordering.p
 make the backward wait for the network. XLA fuses the sum of squares with the update of the bucket's parameters, so
 buckets are updated in the order in which they arrive, while later reductions are in flight.
 
-A sum of squares for each tensor is an operation more for each, and XLA's fusion walks the whole program for every one.
-For small tensors, only the first of a bucket gets its own sum (it enforces the order); the rest share one.
+For small tensors, only the first of a bucket gets its own sum of squares (it enforces the order); the rest share one.
+Every further sum lengthens compilation: XLA's fusion walks the whole program once more for it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from .low_rank import apply_residual
 from .ordering import order_token
 from .sharding import local_shard, pack_chunks, split_chunks
 
-# Elements of a tensor that a rank keeps, on average over a bucket, up to which tensors share a sum of squares: one more
-# read of the bucket then costs a GPU no more than a sum for each. 64 KiB in float32, where the simulated step of 400
-# tensors takes the same 1.55 ms with 235 kernels instead of 515.
+# Tensors share a sum of squares if a rank keeps at most this many elements of each, on average over the bucket: reading
+# the bucket once more then costs a GPU no more than a sum for each. At this size (64 KiB in float32) the simulated step
+# of 400 tensors takes the same 1.55 ms with 235 kernels instead of 515.
 SMALL = 16_384
 
 
@@ -115,7 +115,7 @@ def start_reduction(
         plan: What to send and what is constant.
         axis: Name of the mesh axis.
         reduce: All-reduce or reduce-scatter.
-        compression: Of the gradients.
+        compression: Gradient compression.
         state: This rank's state of the compression, by parameter; empty if it is stateless.
         denominator: What the sums will be divided by; only a compression with state needs to know it.
         max_in_flight: Number of buckets that may be packed before the first of them has arrived; None for any. A limit
@@ -153,12 +153,12 @@ def start_reduction(
             if max_in_flight is not None and index >= max_in_flight:
                 earlier = index - max_in_flight
                 packed, totals[earlier] = lax.optimization_barrier((packed, totals[earlier]))
-            # A number of its own for each: XLA would reduce equal buckets, such as biases of parallel branches, once.
+            # Each token has another number: XLA would reduce equal buckets, such as biases of parallel branches, once.
             buffer, token = order_token(packed, index)
             total, changed = compression.reduce(bucket, buffer, axis, state, reduce, denominator)
             totals.append(total)
             state = {**state, **changed} if changed else state
-            if not _is_varying(token):  # under check_vma, on jax 0.10, the results must not take it in
+            if not _is_varying(token):  # under check_vma, on jax 0.10, the results must not depend on it
                 all_packed += token
         if plan.after_backward:
             totals = lax.optimization_barrier(totals)
@@ -178,8 +178,8 @@ def finish_reduction(
         denominator: What the sums are divided by.
 
     Returns:
-        What this rank keeps of each mean gradient, by name; the sum of squares of what is equal on every rank; and that
-        of what is this rank's alone.
+        What this rank keeps of each mean gradient, by name; the sum of squares of the gradients that are equal on every
+        rank; and that of this rank's shards.
     """
 
     def divide(total: jax.Array, token: jax.Array | int = 0) -> jax.Array:

@@ -1,8 +1,8 @@
-"""The ring algorithms, built from nothing but sends to the right-hand neighbour.
+"""The ring algorithms, built from sends to the right-hand neighbour only.
 
-What a library does inside one all-reduce, spelled out: the ranks stand in a ring, the array is cut into N chunks,
-and in each step every rank sends one chunk to rank + 1 and receives one from rank - 1. All links are busy in all
-steps, and no rank ever sends more than one chunk at a time. N is the number of ranks, S the bytes of the full array:
+This is what a library does inside one all-reduce: the ranks form a ring, the array is cut into N chunks, and in each
+step every rank sends one chunk to rank + 1 and receives one from rank - 1. All links are busy in all steps, and no rank
+sends more than one chunk at a time. N is the number of ranks, S the bytes of the full array:
 
 | function            | steps = sends | bytes sent per rank       |
 |---------------------|---------------|---------------------------|
@@ -10,9 +10,9 @@ steps, and no rank ever sends more than one chunk at a time. N is the number of 
 | ring_all_gather     | N - 1         | (N-1)/N S                 |
 | ring_all_reduce     | 2 (N-1)       | 2 (N-1)/N S, S padded     |
 
-Each send is one `collectives.send_recv`, so one collective-permute in the compiled program; on one rank
-nothing is sent. Sums are formed in ring order and in the dtype of the array: with integer-valued data they equal
-those of `lax.psum` bit for bit, otherwise up to rounding. Call these inside `jax.shard_map` or `jax.pmap`; under
+Each send is one `collectives.send_recv`, so one collective-permute in the compiled program; one rank sends nothing.
+Sums are formed in ring order and in the dtype of the array: they equal those of `lax.psum` bit for bit with
+integer-valued data, and up to rounding otherwise. Call these inside `jax.shard_map` or `jax.pmap`; under
 ``check_vma=True`` the results count as different on every rank.
 
 References:
@@ -32,8 +32,8 @@ from .collectives import _chunk_length, send_recv
 def ring_reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
     """Sums over the ranks in N - 1 steps; rank r gets the r-th of N equal parts of the sum.
 
-    A rank adds its own part to the chunk it receives and passes it on, so chunk c starts on rank c + 1 and comes to
-    rest, complete, on rank c. For N = 4, the chunk that a rank holds and, in brackets, the ranks summed in it:
+    A rank adds its own part to the chunk it receives and passes it on. Chunk c starts on rank c + 1 and ends on rank c.
+    For N = 4, the chunk that a rank holds and, in brackets, the ranks summed in it:
 
     | rank | at the start | after step 1 | after step 2 | after step 3 |
     |------|--------------|--------------|--------------|--------------|
@@ -55,17 +55,17 @@ def ring_reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
     num_ranks, rank = lax.axis_size(axis), lax.axis_index(axis)
     chunks = x.reshape(num_ranks, _chunk_length(x.shape, num_ranks), *x.shape[1:])
 
-    def own(chunk: jax.Array) -> jax.Array:
+    def local_chunk(chunk: jax.Array) -> jax.Array:
         return lax.dynamic_index_in_dim(chunks, chunk % num_ranks, keepdims=False)
 
-    partial_sum = own(rank - 1)
+    partial_sum = local_chunk(rank - 1)
     for step in range(1, num_ranks):
-        partial_sum = send_recv(partial_sum, axis, _to_the_right(num_ranks)) + own(rank - 1 - step)
+        partial_sum = send_recv(partial_sum, axis, _to_the_right(num_ranks)) + local_chunk(rank - 1 - step)
     return partial_sum
 
 
 def ring_all_gather(x: jax.Array, axis: str) -> jax.Array:
-    """Concatenates the ranks' arrays along dimension 0 in N - 1 steps; every rank gets the whole.
+    """Concatenates the ranks' arrays along dimension 0 in N - 1 steps; every rank gets the full array.
 
     A rank keeps a copy of the chunk it receives and passes it on. For N = 4, the chunk that a rank passes on next:
 
@@ -97,14 +97,14 @@ def ring_all_gather(x: jax.Array, axis: str) -> jax.Array:
 
 
 def ring_all_reduce(x: jax.Array, axis: str) -> jax.Array:
-    """Sums over the ranks in 2 (N-1) steps; every rank gets the whole sum.
+    """Sums over the ranks in 2 (N-1) steps; every rank gets the full sum.
 
     The array is flattened and padded with zeros until N divides its length, and both are undone at the end::
 
         chunk = ring_reduce_scatter(padded)       [N k] -> [k]
         total = ring_all_gather(chunk)              [k] -> [N k]
 
-    After the first half rank r holds chunk r, complete; the second half passes the complete chunks round.
+    After the first half rank r holds the complete chunk r; the second half passes the complete chunks round.
 
     Args:
         x: This rank's array, of any shape; the same shape on every rank.

@@ -2,14 +2,14 @@
 
 A tensor is flattened, padded with zeros to a multiple of the number of ranks N, and rank r owns chunk r. Every leaf
 keeps its place in the tree, so an optimizer sees the user's structure. Chunks of many leaves are communicated together:
-row r of a bucket's buffer holds what rank r owns.
+row r of a bucket's buffer holds rank r's chunks.
 
     leaf    [n]         padded to [N c], c = ceil(n / N)           chunk r = elements r c ... (r + 1) c
     bucket  [N, width]  row r = chunk r of each of its tensors     width = sum of their c
     scatter [width]     = reduce-scatter of [N, width] along dimension 0
     gather  [N, width]  = all-gather of [width]
 
-A stack of layers for a scan is cut by rows instead: each entry of dimension 0 is flattened, padded and cut by itself,
+A stack of layers for a scan is cut by rows instead: each entry of dimension 0 is flattened, padded and cut separately,
 so that one layer can be gathered without the others.
 
 A shard has as many dimensions as its tensor, all of length 1 but the last: ``[1, ..., 1, c]``, by rows
@@ -36,11 +36,11 @@ def pack_chunks(bucket: Bucket, tensors: Mapping[str, jax.Array], num_ranks: int
 
     Args:
         bucket: The bucket.
-        tensors: Whole arrays by name, at least those of the bucket.
+        tensors: Full arrays by name, at least those of the bucket.
         num_ranks: Number of ranks.
 
     Returns:
-        A buffer of shape ``[num_ranks, width]``, whose row r is what rank r owns.
+        A buffer of shape ``[num_ranks, width]``; rank r owns row r.
     """
     chunks = [Cut(tensor.shape, num_ranks).chunks(tensors[tensor.name]) for tensor in bucket.tensors]
     return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks, axis=1)
@@ -56,8 +56,8 @@ def pack_local_shards(bucket: Bucket, chunks: Mapping[str, jax.Array]) -> jax.Ar
     Returns:
         A buffer of shape ``[width]``.
     """
-    own = [chunks[tensor.name] for tensor in bucket.tensors]
-    return own[0] if len(own) == 1 else jnp.concatenate(own)
+    local = [chunks[tensor.name] for tensor in bucket.tensors]
+    return local[0] if len(local) == 1 else jnp.concatenate(local)
 
 
 def unpack_chunks(bucket: Bucket, buffer: jax.Array) -> dict[str, jax.Array]:
@@ -68,19 +68,19 @@ def unpack_chunks(bucket: Bucket, buffer: jax.Array) -> dict[str, jax.Array]:
         buffer: Of shape ``[num_ranks, width]``.
 
     Returns:
-        Whole arrays by name, each of its tensor's shape, without padding.
+        Full arrays by name, each of its tensor's shape, without padding.
     """
     num_ranks = buffer.shape[0]
     chunks = split_chunks(bucket, buffer, num_ranks)
     return {tensor.name: Cut(tensor.shape, num_ranks).whole(chunks[tensor.name]) for tensor in bucket.tensors}
 
 
-def split_chunks(bucket: Bucket, own: jax.Array, num_ranks: int) -> dict[str, jax.Array]:
+def split_chunks(bucket: Bucket, row: jax.Array, num_ranks: int) -> dict[str, jax.Array]:
     """Splits one rank's row of a bucket into chunks.
 
     Args:
         bucket: The bucket.
-        own: Of shape ``[..., width]``.
+        row: Of shape ``[..., width]``.
         num_ranks: Number of ranks.
 
     Returns:
@@ -89,7 +89,7 @@ def split_chunks(bucket: Bucket, own: jax.Array, num_ranks: int) -> dict[str, ja
     found, offset = {}, 0
     for tensor in bucket.tensors:
         chunk = chunk_elements(tensor.num_elements, num_ranks)
-        found[tensor.name] = own[..., offset : offset + chunk]
+        found[tensor.name] = row[..., offset : offset + chunk]
         offset += chunk
     return found
 
@@ -98,9 +98,9 @@ def local_shard(tensor: jax.Array, num_ranks: int, rank: jax.Array | int) -> jax
     """Cuts out the chunk that a rank owns.
 
     Args:
-        tensor: The whole.
+        tensor: The full tensor.
         num_ranks: Number of ranks.
-        rank: Which of them.
+        rank: The rank.
 
     Returns:
         The chunk, of shape ``[c]``.
@@ -113,9 +113,9 @@ class Cut:
     """How one tensor is cut.
 
     Attributes:
-        shape: Of the whole tensor.
+        shape: Of the full tensor.
         num_ranks: Number of ranks.
-        by_row: Whether each entry of dimension 0 is cut by itself.
+        by_row: Whether each entry of dimension 0 is cut separately.
 
     Example:
         >>> Cut((3, 5), 4).shard_shape, Cut((), 4).shard_shape, Cut((2, 3, 5), 4, by_row=True).shard_shape
@@ -128,12 +128,12 @@ class Cut:
 
     @property
     def rows(self) -> int:
-        """Number of pieces that are flattened, padded and cut by themselves."""
+        """Number of pieces that are flattened, padded and cut separately."""
         return self.shape[0] if self.by_row else 1
 
     @property
     def row_elements(self) -> int:
-        """Elements of each, without padding."""
+        """Elements of a piece, without padding."""
         return math.prod(self.shape[1:] if self.by_row else self.shape)
 
     @property
@@ -154,7 +154,7 @@ class Cut:
         return PartitionSpec(*(None,) * (len(self.shard_shape) - 1), axis)
 
     def chunks(self, tensor: jax.Array) -> jax.Array:
-        """Cuts a whole tensor into the chunks of all ranks, ``[num_ranks, rows * c]``."""
+        """Cuts a full tensor into the chunks of all ranks, ``[num_ranks, rows * c]``."""
         chunk = self.shard_shape[-1]
         padding = self.num_ranks * chunk - self.row_elements
         pad = np.pad if isinstance(tensor, np.ndarray) else jnp.pad
@@ -168,7 +168,7 @@ class Cut:
         return rows[:, : self.row_elements].reshape(self.shape)
 
     def local_shard(self, tensor: jax.Array, rank: jax.Array | int) -> jax.Array:
-        """Cuts out a rank's shard of a whole tensor, of ``shard_shape``."""
+        """Cuts out a rank's shard of a full tensor, of ``shard_shape``."""
         return lax.dynamic_index_in_dim(self.chunks(tensor), rank, keepdims=False).reshape(self.shard_shape)
 
     def without_padding(self, shard: jax.Array, rank: jax.Array | int) -> jax.Array:
@@ -179,7 +179,7 @@ class Cut:
         return jnp.where(rank * chunk + jnp.arange(chunk) < self.row_elements, shard, 0)
 
     def join(self, tensor: jax.Array) -> jax.Array:
-        """Concatenates all shards of a whole tensor, in ``joined_shape``."""
+        """Concatenates all shards of a full tensor, in ``joined_shape``."""
         by_rank = self.chunks(tensor).reshape(self.num_ranks, self.rows, self.shard_shape[-1])
         return by_rank.swapaxes(0, 1).reshape(self.joined_shape)
 

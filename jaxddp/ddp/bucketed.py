@@ -35,7 +35,7 @@ def bucketed(
         bucket_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``; see ``plan_buckets``. With
             ``"auto"``, ``jaxddp.tune_buckets`` picks the caps by simulation.
         rule: When a bucket closes; see ``plan_buckets``.
-        compression: Of the gradients.
+        compression: Gradient compression.
         network: For ``"auto"``: a ``Network``, or 10^9 bytes per second that one rank can send.
 
     Returns:
@@ -49,13 +49,13 @@ def bucketed(
             raise ValueError("bucket_mb (='auto') must come with network=, in 10^9 bytes per second per rank")
         network = network if isinstance(network, Network) else Network(network)
         return Strategy("bucketed", Untuned(network, rule), compression)
-    plan_buckets([], bucket_mb, rule=rule)  # a bad cap is refused here, not at the first step
+    plan_buckets([], bucket_mb, rule=rule)  # refuses a bad cap now, not at the first step
     return Strategy("bucketed", lambda tensors: plan_buckets(tensors, bucket_mb, rule=rule), compression)
 
 
 @dataclass(frozen=True)
 class Untuned:
-    """The plan of ``bucketed("auto")``, whose caps are still to be chosen."""
+    """The plan of ``bucketed("auto")`` before ``jaxddp.tune_buckets`` has chosen its caps."""
 
     network: Network
     rule: Rule

@@ -1,7 +1,7 @@
 """Flat data parallelism: all gradients in one buffer, one all-reduce after the whole backward.
 
-Saves the latency of all calls but one, at the price of a copy of the gradients into the buffer; still hides nothing.
-Gradients of several dtypes make one buffer for each.
+Saves the latency of all calls but one, at the price of copying the gradients into the buffer; still hides nothing.
+Each dtype has a buffer of its own.
 
     calls per step: 1                      bytes sent per rank: 2 (N-1)/N * gradient bytes
     exposed: latency + all of the bytes
@@ -19,7 +19,7 @@ def flat(*, compression: Compression = none) -> Strategy:
     """One all-reduce of everything, after the whole backward.
 
     Args:
-        compression: Of the gradients.
+        compression: Gradient compression.
 
     Returns:
         The strategy.

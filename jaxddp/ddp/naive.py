@@ -19,7 +19,7 @@ def naive(*, compression: Compression = none) -> Strategy:
     """One all-reduce per parameter, after the whole backward.
 
     Args:
-        compression: Of the gradients.
+        compression: Gradient compression.
 
     Returns:
         The strategy.

@@ -19,7 +19,7 @@ def overlapped(*, compression: Compression = none) -> Strategy:
     """One all-reduce per parameter, as its gradient becomes ready.
 
     Args:
-        compression: Of the gradients.
+        compression: Gradient compression.
 
     Returns:
         The strategy.

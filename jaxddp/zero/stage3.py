@@ -88,7 +88,7 @@ def zero3(
             raise ValueError(f"{name} (={dtype!r}) must be a floating dtype or None")
     if compression.name not in ("none", "noop"):
         raise ValueError(f"compression (={compression.name!r}) must be none or noop at stage 3: use reduce_dtype")
-    plan_buckets([], bucket_mb)  # a bad cap is refused here, not at the first step
+    plan_buckets([], bucket_mb)  # refuses a bad cap now, not at the first step
 
     def cut(tensor: TensorSpec, num_ranks: int) -> Cut | None:
         return None if tensor.num_elements < max(min_shard_elements, 1) else cut_of(tensor.shape, num_ranks)

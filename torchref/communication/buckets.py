@@ -1,4 +1,4 @@
-"""The buffer of a bucket: its tensors laid end to end, and taken apart again.
+"""Packs a bucket's tensors into one buffer, and unpacks them.
 
 pack:    buffer [sum of sizes]  = concatenate(ravel(tensor) for tensor in bucket)     one copy, none for one tensor
 unpack:  tensor [shape]         = buffer[offset : offset + size] reshaped             views, no copy
@@ -14,16 +14,16 @@ from jaxddp.planning.buckets import Bucket, TensorSpec
 
 
 def pack(bucket: Bucket, tensors: Mapping[str, torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
-    """Lays the tensors of a bucket end to end in one buffer.
+    """Concatenates the tensors of a bucket.
 
     Args:
         bucket: The bucket.
         tensors: Tensors by name, at least those of the bucket.
-        out: Buffer of ``[bucket.num_elements]`` to write into; a tensor that already lies in its place there is
-            not copied.
+        out: Buffer of ``[bucket.num_elements]`` to write into; a tensor that is already in its place there is not
+            copied.
 
     Returns:
-        A buffer of shape ``[bucket.num_elements]``; for a bucket of one tensor that tensor as it is, uncopied.
+        A buffer of shape ``[bucket.num_elements]``; a bucket of one tensor gives that tensor, uncopied.
     """
     if len(bucket.tensors) == 1:
         return tensors[bucket.tensors[0].name]
@@ -37,7 +37,7 @@ def pack(bucket: Bucket, tensors: Mapping[str, torch.Tensor], out: torch.Tensor 
 
 
 def unpack(bucket: Bucket, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Takes a buffer apart into the tensors of its bucket.
+    """Splits a buffer into the tensors of its bucket.
 
     Args:
         bucket: The bucket.

@@ -65,7 +65,7 @@ def ring_reduce_scatter(tensor: Tensor, group: ProcessGroup | None = None) -> Te
 
 
 def ring_all_gather(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Concatenates the ranks' tensors along dimension 0 in N - 1 steps; every rank gets the whole.
+    """Concatenates the ranks' tensors along dimension 0 in N - 1 steps; every rank gets the full tensor.
 
     A rank keeps a copy of the chunk it receives and passes it on. For N = 4, the chunk that a rank passes on next:
 
@@ -98,7 +98,7 @@ def ring_all_gather(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor
 
 
 def ring_all_reduce(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Sums over the ranks in 2 (N-1) steps; every rank gets the whole sum.
+    """Sums over the ranks in 2 (N-1) steps; every rank gets the full sum.
 
     The tensor is flattened and padded with zeros until N divides its length, and both are undone at the end::
 

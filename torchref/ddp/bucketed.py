@@ -1,4 +1,4 @@
-"""Bucketed data parallelism: gradients are sent in buckets, each as soon as it is full.
+"""Bucketed data parallelism: gradients are reduced in buckets, each as soon as it is full.
 
 Between flat and overlapped: a cap trades the latency of many calls against the bytes that the last bucket exposes.
 

@@ -1,7 +1,7 @@
 """Overlapped data parallelism: one all-reduce per parameter, as soon as its gradient is ready.
 
-The backward computes the gradients of early layers while those of late layers are sent. Every parameter still pays the
-latency of a call.
+The backward computes the gradients of early layers while those of late layers are reduced. Every parameter still pays
+the latency of a call.
 
     calls per step: P (parameters)         bytes sent per rank: 2 (N-1)/N * gradient bytes
     exposed: what the remaining backward is too short to hide, and at least the last gradient
