@@ -15,6 +15,7 @@ import abc
 import contextlib
 import copy
 import weakref
+import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -74,7 +75,7 @@ class DataParallel(nn.Module, abc.ABC):
 
         Raises:
             ValueError: If there is no process group yet, nothing to train, the module is wrapped or sharded already,
-                or ``order`` names other parameters.
+                ranks have modules of other parameters or buffers, or ``order`` names other parameters.
         """
         if not dist.is_initialized():
             raise ValueError(
@@ -90,6 +91,8 @@ class DataParallel(nn.Module, abc.ABC):
         self.num_ranks = dist.get_world_size(process_group)
         self.memory: dict[str, Memory] = {}
         self._sync = True
+        if self.num_ranks > 1:
+            _check_alike(module, process_group)
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not trained:
             raise ValueError(
@@ -110,12 +113,26 @@ class DataParallel(nn.Module, abc.ABC):
         self._sharded = frozenset(sharded)
         self._trained = {name: module.get_parameter(name) for name in trained}
         self._specs = {name: tensor_spec(name, p) for name, p in self._trained.items()}
+        self._buffer_versions = self._versions_of_buffers()
+        self._versions: list[int] | None = None  # of the parameters, at the last forward
+        self._is_finished = False  # by a synchronisation that no pass has followed
         self._expect_gradients()
         self._add_hooks()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module."""
+        """Calls the module.
+
+        Raises:
+            RuntimeError: If parameters have changed since a backward that was never finished.
+        """
+        if torch.is_grad_enabled():
+            self._check_last_pass()
         return self.module(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients, and discards a backward pass that was never finished."""
+        self.on_train_batch_start()
+        super().zero_grad(set_to_none)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -133,6 +150,7 @@ class DataParallel(nn.Module, abc.ABC):
                 self._trained[tensor.name].grad = None
         self._drop_reductions()
         self._expect_gradients()
+        self._is_finished = False
 
     def finish_gradient_synchronization(self, denominator: float | None = None) -> None:
         """Reduces the remaining buckets, waits for all reductions, and divides once.
@@ -144,12 +162,20 @@ class DataParallel(nn.Module, abc.ABC):
             denominator: Divides the sums over ranks; the number of ranks when None, which gives the mean.
 
         Raises:
-            ValueError: If a parameter was replaced, frozen or cast after wrapping.
+            ValueError: If a parameter was replaced, frozen, cast, added or made trainable after wrapping.
+            RuntimeError: If no pass has followed the last synchronisation.
         """
         self._check_unchanged()
+        if self._is_finished and not self._has_begun:
+            raise RuntimeError(
+                "finish_gradient_synchronization was called again without a backward: call it once after the backward,"
+                " or zero_grad() before gradients of your own"
+            )
         self._start_all()
         self._finish_reductions(self.num_ranks if denominator is None else denominator)
+        self._broadcast_buffers()
         self._expect_gradients()
+        self._is_finished = True
 
     def grad_norm(self) -> torch.Tensor:
         """Computes the global norm of the gradients; call it on every rank, after the synchronisation.
@@ -219,6 +245,7 @@ class DataParallel(nn.Module, abc.ABC):
         """The gradients that the optimizer sees: those replicated on every rank, and this rank's shards."""
 
     def _expect_gradients(self) -> None:
+        self._has_begun = False  # a backward that is not finished
         self._num_missing = [len(bucket.tensors) for bucket in self.plan.buckets]
         self._ready: set[str] = set()
         self._num_started = 0
@@ -227,8 +254,7 @@ class DataParallel(nn.Module, abc.ABC):
         _live.add(self)
         # Weak: a hook that references its wrapper would keep model and buckets alive after both are dropped.
         this = weakref.ref(self)
-        names = () if self.plan.after_backward else self._bucket_of
-        hooked = [(self._trained[name], _ready_hook(this, name)) for name in names]
+        hooked = [(self._trained[name], _ready_hook(this, name)) for name in self._trained.keys() - self._sharded]
         remove_hooks_with(self, [parameter.register_post_accumulate_grad_hook(hook) for parameter, hook in hooked])
 
     def _check_unchanged(self) -> None:
@@ -241,10 +267,48 @@ class DataParallel(nn.Module, abc.ABC):
             else:
                 continue
             raise ValueError(f"parameter {name!r} was {change} after wrapping: wrap the module anew")
+        for name, parameter in now.items():
+            if parameter.requires_grad and name not in self._trained:
+                raise ValueError(f"parameter {name!r} became trainable after wrapping: wrap the module anew")
+
+    def _check_last_pass(self) -> None:
+        """Refuses a step on gradients that were not synchronised; discards a pass whose gradients were cleared."""
+        versions = [parameter._version for parameter in self._trained.values()]
+        if self._has_begun:
+            if self.num_ranks > 1 and self._versions not in (None, versions):
+                raise RuntimeError(
+                    "parameters were changed after a backward that was never finished, by gradients of this rank alone:"
+                    " call finish_gradient_synchronization before the optimizer's step, or zero_grad() to drop a pass"
+                )
+            if self._is_cleared():
+                self.on_train_batch_start()
+        self._versions, self._is_finished = versions, False
+
+    def _is_cleared(self) -> bool:
+        """Whether the gradients of a backward that was not finished were set to None, as optimizers do."""
+        return all(parameter.grad is None for parameter in self._trained.values())
+
+    def _on_arrival(self, name: str) -> None:
+        self._has_begun = True
+        if name in self._bucket_of and not self.plan.after_backward:
+            self._on_ready(name)
 
     def _on_ready(self, name: str) -> None:
         if self._sync:
             self._count(name)
+
+    def _versions_of_buffers(self) -> dict[str, tuple[int, int]]:
+        return {name: (buffer.data_ptr(), buffer._version) for name, buffer in self.module.named_buffers()}
+
+    @torch.no_grad()
+    def _broadcast_buffers(self) -> None:
+        """Gives every rank those of rank 0, such as running means, if a forward has changed any."""
+        if self.num_ranks == 1 or self._versions_of_buffers() == self._buffer_versions:
+            return
+        root = dist.get_global_rank(self.process_group, 0) if self.process_group is not None else 0
+        for buffer in self.module.buffers():  # all of them: batch norm changes running means without a new version
+            dist.broadcast(buffer, root, group=self.process_group)  # not counted with the gradients
+        self._buffer_versions = self._versions_of_buffers()
 
     def _count(self, name: str) -> None:
         if name in self._ready:
@@ -356,6 +420,23 @@ def _ready_hook(wrapper: weakref.ref[DataParallel], name: str) -> Callable[[torc
         del parameter  # torch passes the parameter, not its gradient
         net = wrapper()
         if net is not None:
-            net._on_ready(name)
+            net._on_arrival(name)
 
     return hook
+
+
+def _check_alike(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Refuses modules that differ between ranks: collectives would hang, or mix one parameter with another."""
+    said = [
+        (name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+    ]
+    digest = zlib.crc32(repr(said).encode())
+    device = next(module.parameters(), torch.empty(0)).device
+    largest = torch.tensor([digest, -digest], device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)  # not counted with the gradients
+    if largest.sum() != 0:
+        raise ValueError(
+            f"module (={type(module).__name__}) must be the same on every rank: names, order, shapes, dtypes or"
+            " requires_grad of its parameters or buffers differ"
+        )

@@ -8,6 +8,8 @@ must agree.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +18,11 @@ from torch import nn
 
 _NUM_STEPS = 3  # more than one: Adam's first step is the gradient's sign, whatever its size
 _TOLERANCE = 1e-9  # of the largest movement, in float64: vectorised code may round the halves differently
+# What else is tried of an optimizer that is not torch's own, which may act by size, scale, dtype, rate or step.
+_SHAPES = ((24,), (64, 96))
+_SCALES = (1e-4, 1e4)
+_MORE_STEPS = 12
+_TOLERANCE_FLOAT32 = 1e-4
 
 
 def check_elementwise(
@@ -31,8 +38,9 @@ def check_elementwise(
         device: Where to run it.
 
     Raises:
-        ValueError: If an update depends on more than the element, such as a norm or the parameter's shape, or if a step
-            raises, because the optimizer needs a closure, matrices or sparse gradients.
+        ValueError: If an update depends on more than the element, such as a norm or the parameter's shape; if a step
+            raises, because the optimizer needs a closure, matrices or sparse gradients; or if the step is not one of
+            torch's own, and its class does not say ``elementwise = True``.
 
     Example:
         >>> check_elementwise(torch.optim.AdamW, {"lr": 0.1})
@@ -41,32 +49,69 @@ def check_elementwise(
             ...
         ValueError: optimizer (=Adafactor) must be element-wise to be sharded: ... on the whole and on its parts
     """
-    if "lr" in options:
-        options = {**options, "lr": 1.0}  # a schedule may start at 0, where nothing moves
     name = getattr(optimizer_cls, "__name__", optimizer_cls)
-    values = torch.cos(torch.arange(24.0, dtype=torch.float64, device=device))
-    whole = nn.Parameter(values.reshape(4, 6).clone())
-    parts = [nn.Parameter(part.clone()) for part in values.chunk(2)]
-    optimizer = optimizer_cls([whole], **options)  # outside of the try: bad options raise the optimizer's own error
+    # A schedule may start at 0, where nothing moves.
+    moving = {**options, "lr": 1.0} if "lr" in options else dict(options)
+    probe = optimizer_cls([nn.Parameter(torch.zeros(4, 6, device=device))], **moving)  # bad options raise its own error
     try:
-        _take_steps([optimizer], [whole])
-        _take_steps([optimizer_cls([part], **options) for part in parts], parts)  # as on two ranks
+        differs = _differs(optimizer_cls, moving, device)
+        if not _is_torchs(probe):
+            differs = differs or _differs_elsewhere(optimizer_cls, options if options.get("lr") else moving, device)
     except Exception as error:  # of any kind: it is the optimizer's
         raise ValueError(
             f"optimizer (={name}) must be element-wise to be sharded: on a matrix and its parts it raises"
             f" {type(error).__name__}: {' '.join(str(error).split())}"
         ) from error
-    moved, moved_in_parts = (torch.cat([p.detach().reshape(-1) for p in one]) - values for one in ([whole], parts))
-    if not (moved - moved_in_parts).abs().max() <= _TOLERANCE * moved.abs().max():
+    if differs:
         raise ValueError(
             f"optimizer (={name}) must be element-wise to be sharded: its steps differ on the whole and on its parts"
         )
+    if not type(probe).step.__module__.startswith("torch.optim.") and not getattr(probe, "elementwise", False):
+        raise ValueError(
+            f"optimizer (={name}) must be element-wise to be sharded: its step is its own, and no trial shows that of"
+            " every step; if each element is updated by itself, say so by elementwise = True in the class"
+        )
 
 
-def _take_steps(optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[nn.Parameter]) -> None:
-    """Takes some steps on a matrix, or the same on its parts."""
-    for step in range(_NUM_STEPS):
-        grads = torch.sin((step + 1) * torch.arange(24.0, dtype=torch.float64, device=parameters[0].device))
+def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def _differs_elsewhere(
+    optimizer_cls: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any], device: torch.device | str
+) -> bool:
+    tried = itertools.product(_SHAPES, _SCALES, (torch.float64, torch.float32))
+    return any(_differs(optimizer_cls, options, device, *one, num_steps=_MORE_STEPS) for one in tried)
+
+
+def _differs(
+    optimizer_cls: Callable[..., torch.optim.Optimizer],
+    options: Mapping[str, Any],
+    device: torch.device | str,
+    shape: tuple[int, ...] = (4, 6),
+    scale: float = 1.0,
+    dtype: torch.dtype = torch.float64,
+    *,
+    num_steps: int = _NUM_STEPS,
+) -> bool:
+    """Whether steps on a tensor are others on its flat halves, by an optimizer each."""
+    values = torch.cos(torch.arange(float(math.prod(shape)), dtype=torch.float64, device=device)).to(dtype)
+    whole = nn.Parameter(values.reshape(shape).clone())
+    parts = [nn.Parameter(part.clone()) for part in values.chunk(2)]
+    _take_steps([optimizer_cls([whole], **options)], [whole], scale, num_steps)
+    _take_steps([optimizer_cls([part], **options) for part in parts], parts, scale, num_steps)  # as on two ranks
+    moved, moved_in_parts = (torch.cat([p.detach().reshape(-1) for p in one]) - values for one in ([whole], parts))
+    tolerance = _TOLERANCE if dtype == torch.float64 else _TOLERANCE_FLOAT32
+    return not (moved - moved_in_parts).abs().max() <= tolerance * moved.abs().max()
+
+
+def _take_steps(
+    optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[nn.Parameter], scale: float, num_steps: int
+) -> None:
+    """Takes some steps on a tensor, or the same on its parts."""
+    places = torch.arange(float(sum(p.numel() for p in parameters)), dtype=torch.float64, device=parameters[0].device)
+    for step in range(num_steps):
+        grads = (scale * torch.sin((step + 1) * places)).to(parameters[0].dtype)
         for optimizer, parameter, grad in zip(optimizers, parameters, grads.chunk(len(parameters)), strict=True):
             parameter.grad = grad.reshape(parameter.shape)
             optimizer.step()

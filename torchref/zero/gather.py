@@ -27,6 +27,35 @@ from ..communication.sharding import local_shard, pack_chunks, pack_local_shards
 Arrival = tuple[Bucket, dict[str, nn.Parameter], torch.Tensor]  # bucket, its shards by name, this rank's row of the sum
 
 
+class Arrivals(InFlight[Arrival]):
+    """The reduce-scatters of a backward, which are waited for when it ends.
+
+    Attributes:
+        has_begun: Whether one was added since the last synchronisation.
+    """
+
+    def __init__(self) -> None:
+        """Starts empty."""
+        super().__init__()
+        self.has_begun = self._waits_for_end = False
+
+    def begin(self, num_ranks: int) -> None:
+        """Notes, within a backward, that gradients are to come."""
+        self.has_begun = True
+        if not self._waits_for_end:
+            self._waits_for_end = True
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(num_ranks))
+
+    def forget(self) -> None:
+        """Drops all."""
+        super().forget()
+        self.has_begun = self._waits_for_end = False
+
+    def _end(self, num_ranks: int) -> None:
+        self._waits_for_end = False
+        accumulate(self.wait(), num_ranks)
+
+
 class Shards:
     """The shards of one module's parameters.
 
@@ -41,7 +70,7 @@ class Shards:
         cut: dict[int, nn.Parameter],
         group: dist.ProcessGroup | None,
         compression: Compression,
-        in_flight: InFlight[Arrival],
+        in_flight: Arrivals,
         compute_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
     ) -> None:
@@ -126,6 +155,7 @@ class Shards:
         some = next((grad for grad in grads.values() if grad is not None), None)
         if some is None:
             return
+        self._in_flight.begin(self.num_ranks)
         for bucket in self.reduce_plan.buckets:
             shape = (self.num_ranks, bucket_width(bucket, self.num_ranks))
             buffer = torch.empty(shape, dtype=getattr(torch, bucket.dtype), device=some.device)
@@ -189,12 +219,33 @@ class Gather(torch.autograd.Function):
 
 
 def accumulate(arrived: list[Arrival], num_ranks: int) -> None:
-    """Adds reduced gradients to ``shard.grad``."""
+    """Adds reduced gradients to ``shard.grad``, which then holds the sum since the last synchronisation.
+
+    What that one has left, divided already, is kept beside it until the next.
+    """
     for bucket, shards, row in arrived:
         for name, grad in split_chunks(bucket, row, num_ranks).items():
-            shard = shards[name]
+            shard: Any = shards[name]
             master = grad.to(shard.dtype)
+            take_finished(shard)
             shard.grad = master if shard.grad is None else shard.grad.add_(master)
+
+
+def take_finished(shard: Any) -> None:
+    """Puts a gradient that is divided already aside, so that only what follows is divided next."""
+    if shard.grad is None:
+        shard._aside = None  # it was cleared
+    elif shard.grad is getattr(shard, "_finished", None):
+        shard._aside, shard.grad = shard.grad, None
+    shard._finished = None
+
+
+def put_back(shard: Any) -> None:
+    """Adds what ``take_finished`` has put aside to the divided gradient."""
+    aside = getattr(shard, "_aside", None)
+    if aside is not None:
+        shard.grad.add_(aside)
+    shard._aside, shard._finished = None, shard.grad
 
 
 def _dense(tensor: TensorSpec, grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:

@@ -118,6 +118,7 @@ class ZeRO1(DataParallel):
         self._shards = {name: nn.Parameter(self._local_shard(parameter)) for name, parameter in self._trained.items()}
         self.optimizer = optimizer_cls(self._shard_groups(groups), **kwargs)
         mark_state_dicts(self.optimizer, process_group)
+        self._may_step = _guard_step(self.optimizer)
         self._sums: list[torch.Tensor | None] = [None] * len(self.plan.buckets)
         self._in_flight: InFlight[tuple[int, torch.Tensor]] = InFlight()
 
@@ -131,7 +132,11 @@ class ZeRO1(DataParallel):
             raise RuntimeError("step needs averaged gradients: call finish_gradient_synchronization after the backward")
         for name, shard in self._shards.items():
             shard.data = self._local_shard(self._trained[name])  # other weights may have been loaded into the module
-        self.optimizer.step()
+        self._may_step[0] = True
+        try:
+            self.optimizer.step()
+        finally:
+            self._may_step[0] = False
         self._gather()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -159,6 +164,7 @@ class ZeRO1(DataParallel):
         new = super().__deepcopy__(memo)
         assert isinstance(new, ZeRO1)
         mark_state_dicts(new.optimizer, new.process_group)
+        new._may_step = _guard_step(new.optimizer)
         return new
 
     @torch.no_grad()
@@ -198,12 +204,17 @@ class ZeRO1(DataParallel):
         for bucket, row in zip(self.plan.buckets, self._sums, strict=True):
             assert row is not None
             for name, grad in split_chunks(bucket, row.div_(denominator), self.num_ranks).items():
-                self._shards[name].grad = grad
+                self._add_grad(name, grad)
         for name in self._trained.keys() - self._bucket_of.keys():
-            self._shards[name].grad = self._local_shard(self._grad(name)).div_(denominator)
+            self._add_grad(name, self._local_shard(self._grad(name)).div_(denominator))
         for parameter in self._trained.values():
             parameter.grad = None  # frees the local gradients
         self._sums = [None] * len(self.plan.buckets)
+
+    def _add_grad(self, name: str, grad: torch.Tensor) -> None:
+        """Adds to what earlier synchronisations have left, as autograd does."""
+        before = self._shards[name].grad
+        self._shards[name].grad = grad if before is None else before.add_(grad)
 
     def _drop_reductions(self) -> None:
         self._in_flight.forget()
@@ -229,3 +240,18 @@ class ZeRO1(DataParallel):
                 raise ValueError("params must be parameters of the module, or groups of them; one is not")
             found.append({**group, "params": [shard_of[key] for key in ids if key not in frozen]})
         return found
+
+
+def _guard_step(optimizer: torch.optim.Optimizer) -> list[bool]:
+    """Makes an optimizer over shards refuse to step past its wrapper, while what is returned holds False."""
+    may_step = [False]
+
+    def check(*_: Any) -> None:
+        if not may_step[0]:
+            raise RuntimeError(
+                "optimizer.step() alone, as a GradScaler calls it, updates this rank's shards and no parameter: call"
+                " step() of the wrapper"
+            )
+
+    optimizer.register_step_pre_hook(check)
+    return may_step

@@ -92,6 +92,9 @@ class ZeRO2(ZeRO1):
         for tensor in self.plan.buckets[index].tensors:
             self._trained[tensor.name].grad = None
 
+    def _is_cleared(self) -> bool:
+        return False  # a gradient is freed as soon as its bucket is packed: zero_grad() of the wrapper drops a pass
+
     def _end_pass(self) -> None:
         """Accumulates the shards of a backward that another one follows."""
         self._start_all()

@@ -35,6 +35,7 @@ References:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,11 +46,11 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from jaxddp.planning.buckets import BucketMb, Rule, plan_buckets
 
 from ..communication.compression import Compression, none
-from ..communication.reduction import REDUCE_SCATTER, InFlight
-from ..hooks import remove_hooks_with
+from ..communication.reduction import REDUCE_SCATTER
+from ..hooks import check_not_sharded, remove_hooks_with
 from ..replicated import Replicated
 from ..strategy import register
-from .gather import Arrival, Shards, accumulate
+from .gather import Arrivals, Shards, accumulate, put_back, take_finished
 from .optimizers import check_marks, rank_marks
 from .units import Unit
 
@@ -112,9 +113,10 @@ class FSDP(Replicated):
         if compression.name not in ("none", "noop"):
             raise ValueError(f"compression (={compression.name!r}) must be none or noop at stage 3: use reduce_dtype")
         direct = {one: dict(one.named_parameters(recurse=False, remove_duplicate=False)) for one in module.modules()}
+        check_not_sharded(module)
         to_shard = _find_units(module, direct, shard_types)
         ids = {id(parameter) for one in to_shard for parameter in direct[one].values()}
-        in_flight: InFlight[Arrival] = InFlight()
+        in_flight = Arrivals()
 
         def shard() -> None:
             self._units = {}
@@ -183,16 +185,32 @@ class FSDP(Replicated):
     def _add_hooks(self) -> None:
         super()._add_hooks()
         remove_hooks_with(self, [handle for unit in self._units.values() for handle in unit.handles])
+        shards = [(name, self._trained[name]) for name in self._trained.keys() & self._sharded]
+        remove_hooks_with(self, [shard.register_hook(partial(_refuse_direct, name)) for name, shard in shards])
 
     def _finish_reductions(self, denominator: float) -> None:
         accumulate(self._in_flight.wait(), self.num_ranks)
         self._drop_units()
+        shards = [parameter for name, parameter in self._trained.items() if name in self._sharded]
+        for shard in shards:
+            take_finished(shard)
         super()._finish_reductions(denominator)
+        for shard in shards:
+            put_back(shard)
+        self._in_flight.forget()
 
     def _drop_reductions(self) -> None:
         self._in_flight.forget()
         self._drop_units()
         super()._drop_reductions()
+
+    @property
+    def _has_begun(self) -> bool:
+        return self._begun or self._in_flight.has_begun
+
+    @_has_begun.setter
+    def _has_begun(self, value: bool) -> None:
+        self._begun = value
 
     def _drop_units(self) -> None:
         for unit in self._units.values():
@@ -203,6 +221,15 @@ class FSDP(Replicated):
         grads = {name: p.grad for name, p in self._trained.items() if p.grad is not None}
         replicated = [grad for name, grad in grads.items() if name not in self._sharded]
         return replicated, [grad for name, grad in grads.items() if name in self._sharded]
+
+
+def _refuse_direct(name: str, grad: torch.Tensor | None) -> None:
+    # Gradients of gathered parameters are added past autograd, which gives None: any other is of the shard.
+    if grad is not None:
+        raise RuntimeError(
+            f"a gradient reached the shard of {name!r} directly, where it stands for the full parameter: use a"
+            " parameter within its module's forward only, and for a penalty the optimizer's weight_decay"
+        )
 
 
 def _find_units(
@@ -227,6 +254,11 @@ def _find_units(
                 raise ValueError(
                     f"parameter {full_name!r} is shared with a {other}, which is not"
                     " sharded: add its type to shard_types"
+                )
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise ValueError(
+                    f"parameter {full_name!r} has hooks, which its shard would lose: remove them, and change gradients"
+                    " after finish_gradient_synchronization"
                 )
             if isinstance(one, nn.RNNBase) or getattr(one, "max_norm", None) is not None:
                 raise ValueError(
