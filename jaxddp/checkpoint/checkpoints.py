@@ -25,10 +25,13 @@ while it is copied to the host; with one process no device holds more than its s
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import threading
+import traceback
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -56,8 +59,24 @@ Row = Mapping[str, Any]
 """``shape, dtype, crc32`` of one leaf, and ``impl`` of an RNG key."""
 
 
+_locks: dict[Path, Any] = {}  # of each folder: objects of this process and their threads take turns
+_unfinished: set[Checkpoints] = set()  # those that may still be writing
+
+
+def _in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def one_at_a_time(self: Checkpoints, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return one_at_a_time
+
+
 class Checkpoints:
     """The checkpoints in one folder; a context manager that finishes the last write at its end.
+
+    Without ``with`` or ``close`` the end of the interpreter finishes it. Threads, and objects of one folder, may save
+    at the same time in one process; they take turns.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, optax, jaxddp
@@ -104,6 +123,7 @@ class Checkpoints:
                 "about": ocp.JsonCheckpointHandler(),
             },
         )
+        self._lock = _locks.setdefault(self.directory, threading.RLock())
 
     def __enter__(self) -> Checkpoints:
         """Returns itself."""
@@ -113,6 +133,7 @@ class Checkpoints:
         """Finishes writing, and closes."""
         self.close()
 
+    @_in_turn
     def save(self, trainer: Trainer, state: TrainState, *, data_position: Any = None) -> None:
         """Saves a state under its step: returns once it is copied, and writes in the background.
 
@@ -129,7 +150,8 @@ class Checkpoints:
             Exception: If the earlier save failed.
         """
         check_alive(state)
-        self.wait()  # the host never holds two copies
+        for other in [one for one in _unfinished if one.directory == self.directory]:
+            other.wait()  # the host never holds two copies, and no step is written twice
         step, steps = int(state.step), self.steps()
         if steps and step <= steps[-1]:
             raise ValueError(
@@ -157,9 +179,11 @@ class Checkpoints:
             "about": ocp.args.JsonSave(about | {"crc32": _checksum(about)}),
         }
         # In a thread, because Ctrl-C would leave Orbax's own threads waiting forever.
+        _unfinished.add(self)
         with ThreadPoolExecutor(max_workers=1) as thread:
             thread.submit(self._manager.save, step, args=ocp.args.Composite(**items)).result()
 
+    @_in_turn
     def restore(self, trainer: Trainer, params: Any, *, step: int | None = None) -> tuple[TrainState, Any]:
         """Restores a state for a trainer's ranks and strategy.
 
@@ -184,6 +208,7 @@ class Checkpoints:
         impls = {name: row["impl"] for name, row in about["leaves"].items() if "impl" in row}
         return to_ranks(trainer, state, self._read(about), impls), about["data_position"]
 
+    @_in_turn
     def about(self, step: int | None = None) -> dict[str, Any]:
         """Describes a checkpoint without reading its arrays.
 
@@ -222,6 +247,7 @@ class Checkpoints:
             )
         return about
 
+    @_in_turn
     def steps(self) -> list[int]:
         """Lists the steps of the checkpoints, oldest first, including one being written."""
         if not self._manager.is_saving_in_progress():
@@ -232,16 +258,20 @@ class Checkpoints:
         """Returns the step of the newest checkpoint; None if there is none."""
         return max(self.steps(), default=None)
 
+    @_in_turn
     def wait(self) -> None:
         """Waits until everything is written.
 
         Raises:
             Exception: If a save failed.
         """
+        _unfinished.discard(self)
         self._manager.wait_until_finished()
 
+    @_in_turn
     def close(self) -> None:
         """Waits, and stops the writer; the object cannot be used afterwards."""
+        _unfinished.discard(self)
         self._manager.close()
 
     @property
@@ -344,3 +374,15 @@ def _holds(leaf: Leaf, row: Row) -> bool:
         return False
     ours, theirs = jnp.finfo(leaf.dtype), jnp.finfo(row["dtype"])
     return ours.nmant >= theirs.nmant and ours.maxexp >= theirs.maxexp and ours.minexp <= theirs.minexp
+
+
+def _finish_all() -> None:
+    for one in list(_unfinished):
+        try:
+            one.wait()
+        except Exception:
+            traceback.print_exc()
+
+
+# Before concurrent.futures refuses new work, without which no write ends: atexit would be too late.
+threading._register_atexit(_finish_all)  # type: ignore[attr-defined]

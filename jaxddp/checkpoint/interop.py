@@ -144,8 +144,10 @@ def _named_leaves(params: Params) -> dict[str, tuple[tuple[str, ...], Any]]:
         raise ValueError(f"{type(params).__name__} is a module: pass nnx.state(module, nnx.Param)")
     leaves: dict[str, tuple[tuple[str, ...], Any]] = {}
     faults = []
-    for keys, leaf in jax.tree.leaves_with_path(params, is_leaf=_is_variable):
-        path = tuple(_part(key) for key in keys)
+    listed = jax.tree.leaves_with_path(params, is_leaf=_is_variable)
+    num_dims = {tuple(map(_part, keys)): len(getattr(leaf, "shape", ())) for keys, leaf in listed}
+    for keys, leaf in listed:
+        path = tuple(map(_part, keys))
         shown = ".".join(path)
         name = ".".join((*path[:-1], _RENAMED.get(path[-1], path[-1]))) if path else ""
         if not name:
@@ -156,12 +158,23 @@ def _named_leaves(params: Params) -> dict[str, tuple[tuple[str, ...], Any]]:
             faults.append(f"{shown!r} is a {type(leaf).__name__}, not a Param")
         elif path[-1] == "kernel" and not 2 <= len(leaf.shape) <= 5:
             faults.append(f"{shown!r} has {len(leaf.shape)} dims, not 2 to 5")
+        elif _is_attention(path, num_dims):
+            faults.append(f"{shown!r} is no convolution but attention or LinearGeneral, by its bias or siblings")
         elif name in leaves:
             faults.append(f"{'.'.join(leaves[name][0])!r} and {shown!r} both map to {name!r}")
         leaves.setdefault(name, (path, leaf))
     if faults:
         raise ValueError(f"every leaf must be a parameter with a state_dict name of its own: {'; '.join(faults)}")
     return leaves
+
+
+def _is_attention(path: tuple[str, ...], num_dims: Mapping[tuple[str, ...], int]) -> bool:
+    """Whether a kernel of more than two dimensions has what a convolution has not."""
+    if path[-1] != "kernel" or num_dims[path] < 3:
+        return False
+    is_projection = path[-2:-1] and path[-2] in ("query", "key", "value", "out")
+    siblings = [(*path[:-2], name, "kernel") for name in ("query", "key", "value")]
+    return num_dims.get((*path[:-1], "bias"), 1) > 1 or bool(is_projection and all(one in num_dims for one in siblings))
 
 
 def _part(key: Any) -> str:

@@ -1,0 +1,83 @@
+"""Checkpoints that are saved without ``with``, from several threads, or by two objects: none is lost, none hangs."""
+
+import subprocess
+import sys
+import textwrap
+import threading
+
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jaxddp
+from jaxddp.checkpoint import Checkpoints
+
+
+def loss_fn(params, batch):
+    return jnp.mean((batch["x"] @ params["w"]) ** 2)
+
+
+def trainer_and_state(step=0):
+    trainer = jaxddp.Trainer(loss_fn, optax.adam(0.1), jaxddp.bucketed(), jaxddp.data_mesh(2))
+    state = trainer.init({"w": jnp.ones((300, 300))})
+    return trainer, state._replace(step=jnp.int32(step))
+
+
+@pytest.mark.parametrize("end", ["", "raise SystemExit(3)", "raise KeyError"])
+def test_a_script_that_just_ends_keeps_its_last_checkpoint(tmp_path, end):
+    script = f"""
+        import jax.numpy as jnp, optax, jaxddp
+        from jaxddp.checkpoint import Checkpoints
+        jaxddp.simulate_devices(2)
+        def loss_fn(params, batch):
+            return jnp.mean((batch["x"] @ params["w"]) ** 2)
+        trainer = jaxddp.Trainer(loss_fn, optax.adam(0.1), jaxddp.bucketed(), jaxddp.data_mesh(2))
+        state = trainer.init({{"w": jnp.ones((2000, 2000))}})
+        checkpoints = Checkpoints({str(tmp_path / "run")!r})
+        checkpoints.save(trainer, state)
+        {end}
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, timeout=300)
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        assert checkpoints.steps() == [0]
+
+
+def test_several_threads_may_save(tmp_path):
+    checkpoints, failures = Checkpoints(tmp_path, keep=100), []
+    trainer, state = trainer_and_state()
+
+    def save(step):
+        try:
+            checkpoints.save(trainer, state._replace(step=jnp.int32(step)))
+        except ValueError as error:
+            assert "must be above" in str(error)  # a later step was faster
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=save, args=(step,), daemon=True) for step in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not failures and not any(thread.is_alive() for thread in threads)
+    done = threading.Thread(target=checkpoints.close, daemon=True)
+    done.start()
+    done.join(60)
+    assert not done.is_alive()
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest_step() == 7
+        checkpoints.restore(trainer, trainer.params(state))
+
+
+def test_two_objects_of_one_folder(tmp_path):
+    trainer, state = trainer_and_state(step=5)
+    first, second = Checkpoints(tmp_path), Checkpoints(tmp_path)
+    first.save(trainer, state)
+    with pytest.raises(ValueError, match=r"step \(=5\) must be above 5"):
+        second.save(trainer, state)
+    second.save(trainer, state._replace(step=jnp.int32(6)))
+    first.close()
+    second.close()
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.steps() == [5, 6]
+        checkpoints.restore(trainer, trainer.params(state), step=5)
