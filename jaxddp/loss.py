@@ -11,6 +11,7 @@ is known at compile time.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,13 +19,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .tree import path_name
+
 
 class Weighted(NamedTuple):
     """A total and the weight it must be divided by, such as summed token losses and the number of tokens.
 
     Attributes:
         total: Sum over the examples at hand, a scalar.
-        weight: Its weight, a scalar; 0 if nothing counts.
+        weight: Its weight, a scalar; 0 if nothing counts. It must have no derivative in the parameters, since the sum
+            of totals would lack it: wrap what has one in ``jax.lax.stop_gradient``.
 
     Example:
         >>> def loss_fn(params, batch):
@@ -50,7 +54,7 @@ class Parts(NamedTuple):
     aux: Any  # tree of Part
 
 
-PartialLoss = Callable[[Any, Any, jax.Array], tuple[jax.Array, Parts]]
+PartialLoss = Callable[[Any, Any, jax.Array | None], tuple[jax.Array, Parts]]
 
 
 def partial_loss(loss_fn: Callable[..., Any], has_aux: bool) -> PartialLoss:
@@ -60,20 +64,22 @@ def partial_loss(loss_fn: Callable[..., Any], has_aux: bool) -> PartialLoss:
         loss_fn: ``(params, batch)`` or ``(params, batch, key)``, to a scalar mean or ``Weighted``; with ``has_aux``
             to ``(loss, aux)``.
         has_aux: Whether it returns auxiliary values. Each leaf is averaged over ranks and micro-batches with the
-            loss's weights; a leaf that is ``Weighted`` with its own.
+            loss's weights; a leaf that is ``Weighted`` with its own. A count, or a leaf with an entry for each example,
+            has no mean and is refused when the loss is traced.
 
     Returns:
         ``(params, batch, key) -> (total, Parts)``, to be differentiated in ``total``.
     """
     call = _with_key(loss_fn)
 
-    def compute(params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, Parts]:
+    def compute(params: Any, batch: Any, key: jax.Array | None) -> tuple[jax.Array, Parts]:
         result = call(params, batch, key)
         aux = None
         if has_aux:
             if not isinstance(result, tuple) or isinstance(result, Weighted) or len(result) != 2:
                 raise ValueError(f"loss_fn (={_name(loss_fn)}) must return (loss, aux) when has_aux is set")
             result, aux = result
+            _check_aux(lambda *args: call(*args)[1], aux, (params, batch, key))
         total, loss = _as_part(loss_fn, result)
 
         def aux_part(leaf: Any) -> Part:
@@ -124,7 +130,53 @@ def _as_part(loss_fn: Callable[..., Any], loss: Any) -> tuple[jax.Array, Part]:
     total = jnp.asarray(values[0])
     if not jnp.issubdtype(total.dtype, jnp.floating):
         raise ValueError(f"loss_fn (={_name(loss_fn)}) returned dtype {total.dtype}: the loss must be floating")
-    return total, Part(_wide(total), _wide(loss.weight) if isinstance(loss, Weighted) else None)
+    return total, Part(_wide(total), _without_derivative(_wide(loss.weight)) if isinstance(loss, Weighted) else None)
+
+
+@jax.custom_jvp
+def _without_derivative(weight: jax.Array) -> jax.Array:
+    return weight
+
+
+@functools.partial(_without_derivative.defjvp, symbolic_zeros=True)
+def _check_derivative(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    if not isinstance(tangents[0], jax.custom_derivatives.SymbolicZero):
+        raise ValueError(
+            "the weight of jaxddp.Weighted must not depend on the parameters, its derivative would be lost: wrap it in"
+            " jax.lax.stop_gradient, or return the quotient as a mean"
+        )
+    return primals[0], jnp.zeros_like(primals[0])
+
+
+def _check_aux(aux_fn: Callable[..., Any], aux: Any, args: tuple[Any, Any, Any]) -> None:
+    """Refuses aux values that must not be averaged: counts, and what has an entry for each example."""
+    leaves = jax.tree_util.tree_leaves_with_path(aux, is_leaf=lambda leaf: isinstance(leaf, Weighted))
+    rows = {leaf.shape[0] for leaf in jax.tree.leaves(args[1])}
+    for place, (path, leaf) in enumerate(leaves):
+        if isinstance(leaf, Weighted):
+            continue
+        if jnp.issubdtype(jnp.result_type(leaf), jnp.integer):
+            raise ValueError(
+                f"aux leaf {path_name(path)!r} (={jnp.result_type(leaf)}) would be averaged over ranks, as a count must"
+                " not be: return jaxddp.Weighted(count, number of examples), or a float for a mean"
+            )
+        if jnp.ndim(leaf) and leaf.shape[0] in rows and _grows(aux_fn, place, leaf.shape[0], args):
+            raise ValueError(
+                f"aux leaf {path_name(path)!r} (={list(leaf.shape)}) has one entry for each example, and ranks would"
+                " average those of different ones: return a mean, or jaxddp.Weighted(sum, number of examples)"
+            )
+
+
+def _grows(aux_fn: Callable[..., Any], place: int, rows: int, args: tuple[Any, Any, Any]) -> bool:
+    """Whether a leaf is as long as the batch for any batch, as far as the function can be traced for another one."""
+    params, batch, key = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), args)
+    batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((2 * leaf.shape[0], *leaf.shape[1:]), leaf.dtype), batch)
+    try:
+        aux = jax.eval_shape(aux_fn, params, batch, key)
+    except Exception:  # it takes no other number of examples
+        return False
+    leaves = jax.tree.leaves(aux, is_leaf=lambda leaf: isinstance(leaf, Weighted))
+    return leaves[place].shape[:1] == (2 * rows,)
 
 
 def _wide(value: Any) -> jax.Array:
@@ -133,17 +185,33 @@ def _wide(value: Any) -> jax.Array:
 
 
 def _with_key(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Adapts a loss function to ``(params, batch, key)``; it gets ``key`` by position or by name if it takes one."""
+    """Adapts a loss function to ``(params, batch, key)``; it gets ``key`` by position or by name if it takes one.
+
+    Called with None, it gets no key: the default of its own counts.
+    """
     try:
         parameters = list(inspect.signature(loss_fn).parameters.values())
     except (TypeError, ValueError):
         parameters = []
-    if any(p.name == "key" and p.kind is p.KEYWORD_ONLY for p in parameters):
-        return lambda params, batch, key: loss_fn(params, batch, key=key)
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if len(positional) > 2 and (positional[2].name == "key" or positional[2].default is inspect.Parameter.empty):
-        return loss_fn
-    return lambda params, batch, key: loss_fn(params, batch)
+    by_name = [p for p in parameters if p.name == "key" and p.kind is p.KEYWORD_ONLY]
+    third = positional[2:3]
+    is_bound = isinstance(loss_fn, functools.partial) and "key" in loss_fn.keywords
+    taken = by_name or [p for p in third if p.name == "key" or p.default is p.empty]
+    if not taken or is_bound:
+        return lambda params, batch, key: loss_fn(params, batch)
+
+    def call(params: Any, batch: Any, key: jax.Array | None) -> Any:
+        if key is not None:
+            return loss_fn(params, batch, key=key) if by_name else loss_fn(params, batch, key)
+        if taken[0].default is inspect.Parameter.empty:
+            raise ValueError(
+                f"evaluate gives no key, and loss_fn (={_name(loss_fn)}) needs one: give it a default, such as"
+                f" {taken[0].name}=None for a loss without dropout"
+            )
+        return loss_fn(params, batch)
+
+    return call
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -16,6 +16,7 @@ from jax import lax
 from jax.extend import core
 
 from .communication.backward_order import finishing_times, matmul_flops
+from .communication.collectives import all_reduce
 from .communication.compression import Compression, check_stateless, none
 from .communication.gloo import kind_of_scatter
 from .communication.reduction import ALL_REDUCE, Reduce, finish_reduction, start_reduction
@@ -116,8 +117,12 @@ def sync_gradients(
     """
     check_stateless(compression, "in sync_gradients: use a Trainer, which carries its state from step to step")
     num_ranks = lax.axis_size(axis)
-    reduction, _ = start_reduction(grads, plan, axis, ALL_REDUCE, compression)
     denominator = num_ranks if denominator is None else denominator
+    reduction, _ = start_reduction(grads, plan, axis, ALL_REDUCE, compression, denominator=denominator)
+    if num_ranks > 1 and compression.sends:
+        # A plan may meet other gradients than it was made for. XLA drops the reductions of those that are constant.
+        constants = {name: grad for name, grad in named_leaves(grads).items() if name in reduction.unsent}
+        reduction = reduction._replace(unsent={name: all_reduce(grad, axis) for name, grad in constants.items()})
     return like(grads, finish_reduction(reduction, plan, num_ranks, ALL_REDUCE, denominator)[0])
 
 

@@ -6,7 +6,7 @@ A leaf's name is its path, joined by dots: ``params["layers"][0]["attention"]["q
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -75,7 +75,7 @@ def check_params(params: Any, trainable: Callable[[str], bool] | None) -> None:
 
     Raises:
         ValueError: If the tree has no arrays, a leaf is not an array, nothing is trainable, or something trainable is
-            not of a floating dtype.
+            not of a floating dtype or is one of Flax Linen's batch statistics.
     """
     leaves = named_leaves(params)
     if not leaves:
@@ -88,8 +88,17 @@ def check_params(params: Any, trainable: Callable[[str], bool] | None) -> None:
                 f"parameter {name!r} has dtype {leaf.dtype}: what is trained must be of a floating dtype; "
                 "leave it out with Trainer(trainable=...)"
             )
+        if _is_linen(params) and name.startswith("batch_stats.") and (trainable is None or trainable(name)):
+            raise ValueError(
+                f"parameter {name!r} is a statistic of Flax Linen's, which must not be trained: give init"
+                " variables['params'], or Trainer(trainable=lambda name: name.startswith('params.'))"
+            )
     if trainable is not None and not any(map(trainable, leaves)):
         raise ValueError(f"trainable must select at least one of the {len(leaves)} parameters, it selects none")
+
+
+def _is_linen(params: Any) -> bool:
+    return isinstance(params, Mapping) and {"params", "batch_stats"} <= set(params)
 
 
 def split(params: Any, trainable: Callable[[str], bool] | None) -> tuple[Any, Any]:

@@ -14,6 +14,8 @@ from jax.extend import core
 
 # Operations that wrap a program, which is followed. A loop is one operation: its results are ready when it ends.
 TRANSPARENT = {"jit", "pjit", "shard_map", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
+# Operations without inputs or effects that may give every rank another value.
+_HOST_VALUES = {"pure_callback", "ffi_call"}
 
 
 def finishing_times(closed: core.ClosedJaxpr, cost: Callable[[Any], float] = lambda equation: 1) -> list[float | None]:
@@ -24,7 +26,8 @@ def finishing_times(closed: core.ClosedJaxpr, cost: Callable[[Any], float] = lam
         cost: Duration of an operation.
 
     Returns:
-        For each output the end of the operation that computes it; None if it depends on no input, so is constant.
+        For each output the end of the operation that computes it; None if it depends on no input, nor on
+        the rank or the host, so is constant.
     """
     inputs = [0.0] * len(closed.jaxpr.invars)
     return _walk(closed.jaxpr, inputs, [0.0], cost)
@@ -56,10 +59,18 @@ def _walk(
             times = _walk(inner, arguments, clock, cost)
         else:
             clock[0] += cost(equation)
-            constant = all(time is None for time in arguments) and equation.primitive.name != "axis_index"
+            constant = all(time is None for time in arguments) and not _may_differ_by_rank(equation)
             times = [None if constant else clock[0]] * len(equation.outvars)
         ready.update(zip(equation.outvars, times, strict=True))
     return [when(atom) for atom in jaxpr.outvars]
+
+
+def _may_differ_by_rank(equation: Any) -> bool:
+    """Whether an operation of constants, or one in its loop or branch, reads the rank or the host."""
+    # Reading the rank, collectives and io_callback are effects, which loops and branches inherit.
+    if equation.effects or equation.primitive.name in _HOST_VALUES:
+        return True
+    return any(_may_differ_by_rank(inner) for jaxpr in core.jaxprs_in_params(equation.params) for inner in jaxpr.eqns)
 
 
 def _wrapped(equation: Any) -> Any:

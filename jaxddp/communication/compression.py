@@ -45,6 +45,7 @@ class Compression(NamedTuple):
         wire_buffers: ``(bucket, elements of its buffer) -> (elements, dtype)`` of each buffer that is sent for it.
         init_state: Tensor ``->`` its state before the first step, a tree of NumPy arrays, or None. None for a stateless
             compression.
+        needs_denominator: Whether a wrong ``denominator`` would do harm even where there is no state.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Compression(NamedTuple):
     reduce: Callable[[Bucket, jax.Array, str, Mapping[str, Any], Any, Any], tuple[jax.Array, Mapping[str, Any]]]
     wire_buffers: Callable[[Bucket, int], list[tuple[int, str]]]
     init_state: Callable[[TensorSpec], Any] | None = None
+    needs_denominator: bool = False
 
 
 none = Compression(
@@ -72,15 +74,19 @@ def _cast(name: str, dtype: str, *, divides: bool) -> Compression:
     def reduce_cast(
         bucket: Bucket, buffer: jax.Array, axis: str, state: Mapping[str, Any], reduce: Any, denominator: Any
     ) -> tuple[jax.Array, Mapping[str, Any]]:
-        divisor = lax.axis_size(axis) if divides else 1
-        total = reduce.send((buffer / divisor).astype(dtype), axis)
-        return total.astype(buffer.dtype) * divisor, {}
+        if not divides:
+            return reduce.send(buffer.astype(dtype), axis).astype(buffer.dtype), {}
+        with jax.numpy_dtype_promotion("standard"):
+            total = reduce.send((buffer / denominator).astype(dtype), axis)
+            return (total.astype(buffer.dtype) * denominator).astype(buffer.dtype), {}
 
-    return Compression(name, True, reduce_cast, lambda bucket, num_elements: [(num_elements, dtype)])
+    return Compression(
+        name, True, reduce_cast, lambda bucket, num_elements: [(num_elements, dtype)], needs_denominator=divides
+    )
 
 
 bf16 = _cast("bf16", "bfloat16", divides=False)
-# A float16 sum above 65504 is infinite. Divided first, the sum is no larger than the largest summand.
+# A float16 sum above 65504 is infinite. Divided first, by all that it will be divided by, it is the mean.
 fp16 = _cast("fp16", "float16", divides=True)
 
 

@@ -107,6 +107,7 @@ def start_reduction(
     state: Any = (),
     denominator: jax.Array | float = 1,
     max_in_flight: int | None = None,
+    number: jax.Array | int = 0,
 ) -> tuple[Reduction, Any]:
     """Packs the gradients of one backward pass and starts to sum them over ranks.
 
@@ -117,15 +118,17 @@ def start_reduction(
         reduce: All-reduce or reduce-scatter.
         compression: Gradient compression.
         state: This rank's state of the compression, by parameter; empty if it is stateless.
-        denominator: What the sums will be divided by; only a compression with state needs to know it.
+        denominator: What the sums will be divided by; fp16 and compressions with state need to know it.
         max_in_flight: Number of buckets that may be packed before the first of them has arrived; None for any. A limit
             saves memory, and makes the backward wait where the network is slower.
+        number: Of the micro-batch. XLA would reduce a bucket that no example touches once for all micro-batches.
 
     Returns:
         The reduction, and the next state of the compression.
 
     Raises:
-        ValueError: If the plan names a tensor that ``grads`` does not hold, or the other way round.
+        ValueError: If the plan names a tensor that ``grads`` does not hold, or the other way round, or autodiff has
+            summed a gradient already.
     """
     ready = named_leaves(grads)
     planned = set(plan.names)
@@ -134,6 +137,13 @@ def start_reduction(
         raise ValueError(f"plan names {missing[0]!r}, which grads does not hold: plan and grads must be of one model")
     if (unknown := sorted(set(ready) - planned - set(plan.constants))) and num_ranks > 1:
         raise ValueError(f"grads holds {unknown[0]!r}, which plan does not name: plan and grads must be of one model")
+    checks_vma = _is_varying(lax.axis_index(axis))
+    for name in plan.names if checks_vma else ():
+        if not _is_varying(ready[name]):
+            raise ValueError(
+                f"the gradient of {name!r} is summed over {axis!r} already, and would be {num_ranks} times too large:"
+                f" differentiate in jax.lax.pcast(params, {axis!r}, to='varying'), leaf by leaf"
+            )
 
     with jax.named_scope(SYNC_SCOPE):
         if plan.after_backward:
@@ -154,7 +164,7 @@ def start_reduction(
                 earlier = index - max_in_flight
                 packed, totals[earlier] = lax.optimization_barrier((packed, totals[earlier]))
             # Each token has another number: XLA would reduce equal buckets, such as biases of parallel branches, once.
-            buffer, token = order_token(packed, index)
+            buffer, token = order_token(packed, index + len(plan.buckets) * number)
             total, changed = compression.reduce(bucket, buffer, axis, state, reduce, denominator)
             totals.append(total)
             state = {**state, **changed} if changed else state
@@ -186,7 +196,8 @@ def finish_reduction(
         # The one division: by the number of ranks and micro-batches, or by the total weight.
         return (total / (denominator + token)).astype(total.dtype)
 
-    with jax.named_scope(SYNC_SCOPE):
+    # Whatever promotion users allow themselves, a weight of one dtype divides gradients of another.
+    with jax.named_scope(SYNC_SCOPE), jax.numpy_dtype_promotion("standard"):
         means = {name: divide(total) for name, total in reduction.unsent.items()}
         squares = sum_of_squares(means.values())
         for bucket, total in zip(plan.buckets, reduction.totals, strict=True):

@@ -182,17 +182,24 @@ def _arguments(compiled: Any, state: TrainState, laid_out: int) -> DeviceBytes:
     entry = module.computations[module.entry].values()
     parameters = sorted((int(one.literal), one.num_bytes) for one in entry if one.opcode == "parameter")
     sizes = [num_bytes for _, num_bytes in parameters]
-    # JAX drops unused arguments. A step returns all of its state, so only parts of the batch can be missing.
-    counts = {name: len(jax.tree.leaves(tree)) for name, tree in state._asdict().items()}
-    if sum(counts.values()) > len(sizes):
-        raise ValueError(
-            f"the program takes {len(sizes)} arguments and the state has {sum(counts.values())} leaves: it must be a "
-            "step of that state"
-        )
-    rest = iter(sizes)
-    held = {name: sum(next(rest) for _ in range(count)) for name, count in counts.items()}
+    # JAX drops arguments that are not read: parts of a batch, or an injected hyperparameter that a schedule sets.
+    leaves = [(name, leaf) for name, tree in state._asdict().items() for leaf in jax.tree.leaves(tree)]
+    held = dict.fromkeys(state._asdict(), 0)
+    given = list(sizes)
+    for name, leaf in leaves:
+        full = leaf.size * leaf.dtype.itemsize
+        if given and (given[0] == full or (given[0] and full % given[0] == 0)):  # all of it, or a shard
+            held[name] += given.pop(0)
+        elif name == "opt_state" and leaf.ndim == 0:
+            held[name] += full
+        else:
+            raise ValueError(
+                f"the program takes {len(sizes)} arguments and the state has {len(leaves)} leaves: it must be a step of"
+                " that state"
+            )
     params, opt_state = held.pop("params"), held.pop("opt_state")
-    return DeviceBytes(params, opt_state, sum(held.values()), batch=sum(rest), padding=laid_out - sum(sizes))
+    padding = laid_out - sum(sizes)
+    return DeviceBytes(params, opt_state, sum(held.values()), batch=sum(given), padding=padding)
 
 
 def _num_elements(leaf: Leaf) -> int:

@@ -5,6 +5,7 @@ Several processes take the arrays of the first process. They go through the host
 
 from __future__ import annotations
 
+import zlib
 from functools import partial
 from typing import Any
 
@@ -14,10 +15,30 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from ..tree import named_leaves
 from .state_layout import Leaf
 
 PIECE_BYTES = 2**25
 """Size of the pieces in which process 0 broadcasts an array."""
+
+
+def check_alike(what: str, tree: Any) -> None:
+    """Refuses arrays that differ between processes in structure, names, shapes or dtypes; all processes must call it.
+
+    Args:
+        what: What they are, for the message.
+        tree: Of arrays, each of this process's part of them or of all.
+
+    Raises:
+        ValueError: If a process has others.
+    """
+    said = [(name, tuple(leaf.shape), str(leaf.dtype)) for name, leaf in named_leaves(tree).items()]
+    digests = multihost_utils.process_allgather(np.uint32(zlib.crc32(repr(said).encode())))
+    if len(set(digests.tolist())) > 1:
+        raise ValueError(
+            f"{what} must be alike in all processes, with the same names, dtypes and shapes: this one's are"
+            f" {', '.join(f'{name} {list(shape)} {dtype}' for name, shape, dtype in said[:5])}"
+        )
 
 
 def from_first_process(tree: Any) -> Any:

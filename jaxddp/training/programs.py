@@ -7,6 +7,7 @@ devices registers what compiles for it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,7 @@ from ..tree import named_leaves
 from ..zero.stage3 import loss_on_shards
 from ..zero.traced import traced_collectives
 from .packing import shard_map
+from .placement import check_alike
 from .state_layout import StateLayout, state_layout
 from .step import RankStep, TrainState
 from .validation import abstract, signature
@@ -82,6 +84,12 @@ class Programs:
         self._plans: dict[Any, BucketPlan] = {}
         self._units: dict[Any, list[tuple[str, int]]] = {}
         self._programs: dict[Any, Any] = {}
+
+    def copy(self) -> Programs:
+        """Makes another that knows what this one does; what either learns from here on is its own."""
+        new = copy.copy(self)
+        new.__dict__.update({name: dict(value) for name, value in self.__dict__.items() if isinstance(value, dict)})
+        return new
 
     def describe(self, params: Any) -> StateLayout:
         """Lays out the state of a model; states that hold shards of these parameters are known from here on.
@@ -157,6 +165,7 @@ class Programs:
         """Gives the compiled training step for these shapes."""
         key = "step", signature(state, batch)
         if key not in self._programs:
+            self._check_processes(batch)
             function, args, options = self.step_function(state, batch)
             self._programs[key] = self._compile(function, args, **options)
         return self._programs[key]
@@ -165,10 +174,16 @@ class Programs:
         """Gives the compiled evaluation for these shapes."""
         key = "evaluate", signature(state, batch)
         if key not in self._programs:
+            self._check_processes(batch)
             model = self._model(state)
             function, args, options = self._over_mesh(model.rank_step.evaluate, model, state, batch)
             self._programs[key] = self._compile(function, args, **options)
         return self._programs[key]
+
+    def _check_processes(self, batch: Any) -> None:
+        # With another number of examples in each process, the mean over ranks would be a mean of unlike means.
+        if jax.process_count() > 1 and isinstance(self._mesh, Mesh):
+            check_alike("batch", batch)
 
     def _model(self, state: TrainState) -> _Model:
         key = signature(state.params)
@@ -192,7 +207,7 @@ class Programs:
         return replace(step, loss=loss, cuts=cuts)
 
     def _first_grads(self, model: _Model) -> Callable[..., Any]:
-        outs = PartitionSpec(), PartitionSpec(self._rank_step.axis)
+        outs = PartitionSpec(), PartitionSpec(self._rank_step.axis), PartitionSpec()
         # JAX's own shard_map: in a pack of this package's, no gradient is ready before the whole pack is.
         return jax.shard_map(
             model.rank_step.first_grads, mesh=self._mesh, in_specs=model.specs, out_specs=outs, check_vma=False

@@ -136,6 +136,8 @@ def state_layout(
 
     def cut(path: Any, struct: Any) -> Leaf:
         name = path_name(path)
+        if jnp.issubdtype(struct.dtype, jax.dtypes.extended):  # PRNG keys have no elements to deal out
+            return leaf(struct, None)
         return leaf(struct, strategy.cut(tensor_specs({name: struct})[name], num_ranks))
 
     updated = jax.tree_util.tree_map_with_path(cut, params)
@@ -143,7 +145,7 @@ def state_layout(
     check_elementwise(optimizer, trained, own, value=jax.ShapeDtypeStruct((), jnp.float32))
     cuts = {path_name(path): place.cut for path, place in jax.tree_util.tree_leaves_with_path(updated)}
     opt_state = jax.tree.map(
-        lambda mirror: Leaf(tuple(mirror.shape), mirror.dtype, cuts[mirror.param] if mirror.param else None),
+        lambda mirror: Leaf(tuple(mirror.shape), mirror.dtype, None if mirror.param is None else cuts[mirror.param]),
         sharded_state(optimizer, trained),
     )
     between_steps = updated if strategy.shards_params else jax.tree.map(lambda struct: leaf(struct, None), params)

@@ -111,7 +111,9 @@ class RankStep:
             if self.cuts:  # or XLA would gather every unit once, before the loop, and hold all of them (ordering.py)
                 params, token = order_token(params, index)
             grads, parts = self._grads(*params, microbatch, jax.random.fold_in(key, index))
-            return self._start(plan, grads)[0] if reduces_each else grads, parts, token
+            if reduces_each:
+                grads = self._start(plan, grads, divisor=self._divisor_of_one(parts), number=index)[0]
+            return grads, parts, token
 
         if num == 1:
             return microbatch_grads(batch, 0)
@@ -170,7 +172,7 @@ class RankStep:
                 name: self.cuts.get(name) if self.strategy.shards_params else Cut(leaf.shape, self.num_ranks)
                 for name, leaf in named_leaves(full).items()
             }
-            shards = on_shards(self.axis, cuts)
+            shards = on_shards(self.axis, cuts, full)
         with shards:
             updates, opt_state = self.optimizer.update(grads, opt_state, params, value=loss)
         return optax.apply_updates(params, updates), opt_state
@@ -181,21 +183,22 @@ class RankStep:
             return updated
         return gather_params(updated, trainable, plan, self.axis, sends=self.strategy.compression.sends)
 
-    def evaluate(self, state: TrainState, batch: Any) -> jax.Array:
-        """Gives the global mean loss of a batch, equal on every rank; ``batch`` is this rank's examples."""
-        _, parts = self.loss(state.params, batch, self._key(state))
-        return divide(self._sum_parts(parts), self.num_ranks)[0]
+    def evaluate(self, state: TrainState, batch: Any) -> Any:
+        """Gives the global mean loss of a batch and the aux values, if there are any, equal on every rank."""
+        _, parts = self.loss(state.params, batch, None)
+        loss, aux = divide(self._sum_parts(parts), self.num_ranks)
+        return loss if parts.aux is None else (loss, aux)
 
-    def first_grads(self, state: TrainState, batch: Any) -> Any:
+    def first_grads(self, state: TrainState, batch: Any) -> tuple[Any, Any, Parts]:
         """Gives this rank's gradients of its first micro-batch; traced to see in which order they become ready.
 
         Returns:
-            Full gradients, which are still to be reduced, and shards of the others.
+            Full gradients, which are still to be reduced; shards of the others; and the metrics.
         """
         trainable, frozen = split(state.params, self.trainable)
         rows = jax.tree.map(lambda leaf: leaf[: leaf.shape[0] // self.num_microbatches], batch)
-        grads, _ = self._grads(self._as_varying(trainable), frozen, rows, self._key(state))
-        return split(grads, lambda name: name not in self.cuts)
+        grads, parts = self._grads(self._as_varying(trainable), frozen, rows, self._key(state))
+        return *split(grads, lambda name: name not in self.cuts), parts
 
     def _grads(self, trainable: Any, frozen: Any, batch: Any, key: jax.Array) -> tuple[Any, Parts]:
         grads, parts = jax.grad(lambda part: self.loss(merge(part, frozen), batch, key), has_aux=True)(trainable)
@@ -204,17 +207,28 @@ class RankStep:
         return grads, parts
 
     def _start(
-        self, plan: BucketPlan, grads: Any, memory: Any = (), divisor: jax.Array | float = 1
+        self,
+        plan: BucketPlan,
+        grads: Any,
+        memory: Any = (),
+        divisor: jax.Array | float = 1,
+        number: jax.Array | int = 0,
     ) -> tuple[Reduction, Any]:
-        """Starts the reduction of what the backward has not reduced already."""
+        """Starts the reduction of what the backward has not reduced already, of the micro-batch of some number."""
         full, shards = split(grads, lambda name: name not in self.cuts)
         strategy = self.strategy
         # Micro-batches that reduce each for itself do so to save memory: one bucket arrives while the next one fills.
         limit = 2 if strategy.reduces_each_microbatch and self.num_microbatches > 1 else None
         reduction, memory = start_reduction(
-            full, plan, self.axis, strategy.reduce, strategy.compression, memory, divisor, limit
+            full, plan, self.axis, strategy.reduce, strategy.compression, memory, divisor, limit, number
         )
         return reduction._replace(shards=named_leaves(shards)), memory
+
+    def _divisor_of_one(self, parts: Parts) -> jax.Array | int:
+        """Makes a mean of the sum over ranks of one micro-batch, which a compression may need to stay in range."""
+        if not self.strategy.compression.needs_denominator:
+            return 1
+        return denominator(self._sum_parts(Parts(parts.loss, None)).loss, self.num_ranks)
 
     def _sum_parts(self, parts: Parts) -> Parts:
         """Sums metrics over ranks, in one all-reduce."""

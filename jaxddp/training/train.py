@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +19,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from ..loss import partial_loss
 from ..planning.buckets import BucketPlan
 from ..strategy import GradientTrace, Strategy
-from ..tree import check_params
-from .placement import from_first_process, full_arrays, place, place_by_rank
+from ..tree import check_params, named_leaves
+from .placement import check_alike, from_first_process, full_arrays, place, place_by_rank
 from .programs import Programs, StepFunction
 from .state_layout import StateLayout
 from .step import RankStep
@@ -136,11 +138,14 @@ class Trainer:
 
         Raises:
             ValueError: If there are no arrays, a trainable one is not of a floating dtype, the optimizer is not
-                element-wise where its state is sharded, or the mesh is a target's.
+                element-wise where its state is sharded, the mesh is a target's, or processes have other parameters by
+                name, shape or dtype.
         """
         self._check_devices("init", "abstract_state")
         check_params(params, self._rank_step.trainable)
+        _warn_of_narrow(params, self._rank_step.trainable, self.strategy.precision.master_dtype)
         if jax.process_count() > 1:
+            check_alike("params", params)
             params, seed = from_first_process((params, seed))
         layout = self._programs.describe(params)
         params = place(params, layout.params, self.mesh)
@@ -188,18 +193,20 @@ class Trainer:
         # With more simulated devices than cores, steps that run ahead time out in XLA's rendezvous and abort.
         return jax.block_until_ready(result) if self._programs.platform == "cpu" else result
 
-    def evaluate(self, state: TrainState, batch: Any) -> jax.Array:
+    def evaluate(self, state: TrainState, batch: Any) -> Any:
         """Gives the global mean loss of a batch, without gradients.
+
+        ``loss_fn`` gets no key: the default of its own, such as ``key=None``, says what it does then.
 
         Args:
             state: Kept as it is.
             batch: As for ``step``; micro-batches do not matter.
 
         Returns:
-            A scalar.
+            A scalar; with ``has_aux`` the scalar and the aux values, averaged as in ``step``.
 
         Raises:
-            ValueError: If the batch cannot be split over ranks, or the mesh is a target's.
+            ValueError: If the batch cannot be split over ranks, the mesh is a target's, or ``loss_fn`` needs a key.
         """
         self._check_devices("evaluate", "compile")
         check_alive(state)
@@ -276,6 +283,12 @@ class Trainer:
         check_batch(batch, self.num_ranks, self.num_microbatches)
         return self._programs.step_function(state, batch, plan)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Trainer:
+        """Copies the trainer; what it has compiled cannot change, and is shared."""
+        new = copy.copy(self)
+        new._programs = self._programs.copy()
+        return new
+
     def _check_devices(self, method: str, instead: str) -> None:
         if isinstance(self.mesh, AbstractMesh):
             spec = self.mesh.abstract_device.device_kind
@@ -293,3 +306,16 @@ class Trainer:
             )
         check_batch(batch, self.num_ranks, num_microbatches)
         return jax.device_put(batch, self._by_rank)
+
+
+def _warn_of_narrow(params: Any, trainable: Callable[[str], bool] | None, master_dtype: Any) -> None:
+    """Warns where updates are added to weights of 16 bits, which lose most of them."""
+    for name, leaf in named_leaves(params).items():
+        dtype = jnp.dtype(master_dtype or leaf.dtype) if trainable is None or trainable(name) else jnp.dtype("float32")
+        if dtype.itemsize < 4:
+            warnings.warn(
+                f"parameter {name!r} is {dtype.name}: updates below its last place are lost, and training stalls; give"
+                " init float32 parameters and cast them in loss_fn, or use zero3(master_dtype=jnp.float32)",
+                stacklevel=3,
+            )
+            return

@@ -22,10 +22,10 @@ from ..communication.collectives import all_reduce
 from ..communication.reduction import sum_of_squares
 from ..communication.sharding import Cut
 from ..scopes import METRICS_SCOPE
-from ..tree import named_leaves
+from ..tree import named_leaves, path_name
 from .elementwise import GLOBAL_NORM
 
-_shards: ContextVar[tuple[str, Mapping[str, Cut | None]] | None] = ContextVar("jaxddp_shards", default=None)
+_shards: ContextVar[tuple[str, Mapping[str, Cut | None], Any] | None] = ContextVar("jaxddp_shards", default=None)
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
@@ -75,18 +75,24 @@ def global_norm(tree: Any) -> jax.Array:
         A scalar, summed at least in float32.
 
     Raises:
-        ValueError: If the leaves are shards and one does not have the name of a parameter.
+        ValueError: If the leaves are shards and one does not have the name of a parameter, or may have another's, in a
+            list of fewer entries.
     """
     over = _shards.get()
+    rule = "updates in shards must keep the names of parameters"
+    if over is not None:
+        lengths = _lengths(over[2])
+        for name, length in _lengths(tree).items():
+            if lengths.get(name) != length:
+                raise ValueError(f"{rule}, and a list of {lengths.get(name)} has {length} entries: clip the whole tree")
 
     def jaxddp_global_norm(leaves: dict[str, jax.Array]) -> jax.Array:
         if over is None:
             return jnp.sqrt(sum_of_squares(leaves.values()))
-        axis, cuts = over
+        axis, cuts, _ = over
         shards, wholes = [], []
         for name, leaf in leaves.items():
             if name not in cuts:
-                rule = "updates in shards must keep the names of parameters"
                 raise ValueError(f"{rule}, and {name!r} is none: clip the whole tree")
             cut = cuts[name]
             if cut is None:
@@ -102,15 +108,27 @@ def global_norm(tree: Any) -> jax.Array:
 
 
 @contextlib.contextmanager
-def on_shards(axis: str, cuts: Mapping[str, Cut | None]) -> Iterator[None]:
+def on_shards(axis: str, cuts: Mapping[str, Cut | None], params: Any) -> Iterator[None]:
     """Makes ``global_norm`` sum over ranks inside the block.
 
     Args:
         axis: Name of the mesh axis over which they lie.
         cuts: How each parameter is cut, by name; None if its update is full on every rank.
+        params: A tree of the parameters' structure.
     """
-    token = _shards.set((axis, cuts))
+    token = _shards.set((axis, cuts, params))
     try:
         yield
     finally:
         _shards.reset(token)
+
+
+def _lengths(tree: Any, path: tuple[Any, ...] = ()) -> dict[str, int]:
+    """Lengths of the lists and tuples in a tree, by name; an entry that holds no leaf counts."""
+    children = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: node is not tree)
+    if not children or not children[0][0]:  # without entries, or a leaf
+        return {}
+    found = {path_name(path): len(children)} if isinstance(children[0][0][0], jax.tree_util.SequenceKey) else {}
+    for key, child in children:
+        found |= _lengths(child, path + key)
+    return found

@@ -192,8 +192,10 @@ class _Expressions:
             index = _mixed(operands[0], "a choice by a parameter's value (cond)")
             options = zip(*(self.follow(branch, operands[1:]) for branch in params["branches"]), strict=True)
             return [self._combined((index, *option), name) for option in options]
-        if name in _RESHAPES and (operands[0].kind is _Kind.UNIFORM or shapes[0] == out_shapes[0]):
-            return operands[:1]
+        if name in _RESHAPES:
+            moves = name == "reshape" and params["dimensions"] not in (None, tuple(range(len(shapes[0]))))
+            if operands[0].kind is _Kind.UNIFORM or (shapes[0] == out_shapes[0] and not moves):
+                return operands[:1]
         if name in ELEMENTWISE:
             cause = f"a parameter of another shape ({name})"
             met = [_mixed(value, cause, shape != out_shapes[0]) for value, shape in zip(operands, shapes, strict=True)]

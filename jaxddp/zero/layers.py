@@ -174,7 +174,7 @@ class _Rules:
         options = {name: equation.params[name] for name in ("length", "reverse", "unroll")}
         stacks = [x.local if isinstance(x, Shard) else x for x in xs]
         carry, ys = lax.scan(body, carry, stacks, **options)
-        self.order = UnitOrder()  # units after a loop do not wait for those before it
+        self.order = UnitOrder(self.order)  # units after a loop do not wait for those before it
         return [*carry, *ys]
 
 

@@ -25,9 +25,10 @@ _REACH = 2
 class UnitOrder:
     """The units of one program in the order in which they run."""
 
-    def __init__(self) -> None:
-        """Starts without units."""
+    def __init__(self, earlier: UnitOrder | None = None) -> None:
+        """Starts without units, after those of an earlier order in the same program."""
         self._tokens: list[jax.Array] = []
+        self._unordered: list[jax.Array] = earlier._unordered if earlier else []  # shards of units that wait for none
 
     def before(self, shards: Sequence[jax.Array]) -> tuple[Sequence[jax.Array], jax.Array | None]:
         """Makes the next unit's shards wait for the unit before the last.
@@ -38,7 +39,16 @@ class UnitOrder:
         Returns:
             The shards, to be used instead, and the token to give to ``after``.
         """
-        return _wait(list(shards), self._tokens[-_REACH]) if len(self._tokens) >= _REACH else (shards, None)
+        if len(self._tokens) >= _REACH:
+            return _wait(list(shards), self._tokens[-_REACH])
+        is_again = any(shard is other for shard in shards for other in self._unordered)
+        self._unordered += shards
+        if not is_again:
+            return shards, None
+        # XLA would gather what two units share once, and hold it: a number of its own makes the second one another.
+        number = float(len(self._unordered))
+        arrays, hidden = _wait(list(shards), jnp.asarray(number, jnp.float32))
+        return arrays, hidden - number
 
     def after(self, results: Sequence[jax.Array], waited: jax.Array | None) -> list[jax.Array]:
         """Ends the unit.

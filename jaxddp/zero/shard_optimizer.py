@@ -85,7 +85,7 @@ def shard_optimizer(
             lambda mean, grad: mean.reshape(Cut(grad.shape, num_ranks).shard_shape), like(grads, means), grads
         )
         cuts = {name: Cut(leaf.shape, num_ranks) for name, leaf in named_leaves(grads).items()}
-        with on_shards(axis, cuts):
+        with on_shards(axis, cuts, grads):
             updates, state = optimizer.update(shards, state, own, **extra_args)
         return gather_params(updates, grads, plan, axis), state
 

@@ -157,13 +157,13 @@ def loss_on_shards(
 
     wholes = jax.tree.map(as_used, params)
 
-    def loss_of_shards(params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, Parts]:
+    def loss_of_shards(params: Any, batch: Any, key: jax.Array | None) -> tuple[jax.Array, Parts]:
         program, results = trace_marked(loss, wholes, batch, key)
 
         def argument(path: Any, array: jax.Array, whole: Any) -> Any:
             name = path_name(path)
             if name not in cuts:
-                return array.astype(whole.dtype)
+                return array if array.dtype == whole.dtype else array.astype(whole.dtype)
             local = array.reshape(cuts[name].rows, -1) if cuts[name].by_row else array.reshape(-1)
             return Shard(local, cuts[name], whole.dtype, trainable is None or trainable(name))
 

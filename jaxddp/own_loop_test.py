@@ -1,0 +1,119 @@
+"""``sync_gradients`` and ``shard_optimizer`` in a user's own ``shard_map``: what they cannot do right, they refuse."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxddp
+
+NUM_RANKS = 4
+
+
+def loss_fn(params, batch):
+    return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+
+
+def inputs():
+    rng = np.random.default_rng(0)
+    batch = {"x": rng.normal(size=(8, 3)).astype("f4"), "y": rng.normal(size=(8, 2)).astype("f4")}
+    return {"w": jnp.asarray(rng.normal(size=(3, 2)), "f4")}, batch
+
+
+def rank_batch(batch):
+    return jax.tree.map(lambda leaf: leaf[: len(leaf) // NUM_RANKS], batch)
+
+
+def mark(params):
+    return jax.tree.map(lambda leaf: jax.lax.pcast(leaf, "data", to="varying"), params)
+
+
+def on_ranks(function, **options):
+    specs = (P(), P("data"))
+    mesh = jaxddp.data_mesh(NUM_RANKS)
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=P(), **options))
+
+
+def test_gradients_that_autodiff_has_summed_are_refused():
+    params, batch = inputs()
+    plan = jaxddp.plan_gradients(jaxddp.bucketed(), jax.grad(loss_fn), params, rank_batch(batch))
+
+    def unmarked(params, batch):
+        return jaxddp.sync_gradients(jax.grad(loss_fn)(params, batch), plan, "data")
+
+    with pytest.raises(ValueError, match=r"gradient of 'w' .*jax\.lax\.pcast\(params, 'data', to='varying'\)"):
+        on_ranks(unmarked)(params, batch)
+    found = on_ranks(unmarked, check_vma=False)(params, batch)  # there, autodiff sums nothing
+    np.testing.assert_allclose(found["w"], jax.grad(loss_fn)(params, batch)["w"], rtol=1e-5)
+
+
+def test_a_sharded_optimizer_refuses_them_too():
+    params, batch = inputs()
+    optimizer = jaxddp.shard_optimizer(optax.sgd(1.0), "data")
+
+    def unmarked(params, batch):
+        grads = jax.grad(loss_fn)(params, batch)
+        return optimizer.update(grads, optimizer.init(params), params)[0]
+
+    with pytest.raises(ValueError, match=r"gradient of 'w' .*jax\.lax\.pcast\(params, 'data', to='varying'\)"):
+        on_ranks(unmarked)(params, batch)
+
+
+@pytest.mark.parametrize("unused", [(5,), (0,)], ids=["unused", "empty"])
+@pytest.mark.parametrize("strategy", [jaxddp.naive(), jaxddp.bucketed()], ids=["naive", "bucketed"])
+def test_a_parameter_may_be_unused_or_empty(unused, strategy):
+    params, batch = inputs()
+    params["u"] = jnp.ones(unused)
+    plan = jaxddp.plan_gradients(strategy, jax.grad(loss_fn), params, rank_batch(batch))
+
+    def mean_gradients(params, batch):
+        return jaxddp.sync_gradients(jax.grad(loss_fn)(mark(params), batch), plan, "data")
+
+    step = jax.jit(
+        jax.shard_map(mean_gradients, mesh=jaxddp.data_mesh(NUM_RANKS), in_specs=(P(), P("data")), out_specs=P()),
+        compiler_options=jaxddp.compile_options(strategy, "cpu"),
+    )
+    found = step(params, batch)
+    expected = jax.grad(loss_fn)(params, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected)
+    compiled = jaxddp.gradient_collectives(step.lower(params, batch).compile())
+    assert compiled == [("all-reduce", 24)]  # none of the zeros
+
+
+@pytest.mark.parametrize("unused", [(5,), (0,)], ids=["unused", "empty"])
+def test_a_sharded_optimizer_takes_unused_parameters(unused):
+    params, batch = inputs()
+    params["u"] = jnp.ones(unused)
+    optimizer = jaxddp.shard_optimizer(optax.sgd(1.0), "data")
+
+    def updates(params, batch):
+        return optimizer.update(jax.grad(loss_fn)(mark(params), batch), optimizer.init(params), params)[0]
+
+    found, expected = on_ranks(updates)(params, batch), jax.grad(loss_fn)(params, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, -b, rtol=1e-5), found, expected)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_plan_may_meet_gradients_that_were_constant_when_it_was_made(check_vma):
+    def with_bias(params, batch, uses_bias):
+        return loss_fn(params, batch) + uses_bias * jnp.mean(batch["x"]) * jnp.sum(params["b"])
+
+    params, batch = inputs()
+    params["b"] = jnp.ones(3)
+    grad_fn = jax.grad(with_bias)
+
+    def without_bias(params, batch):
+        return grad_fn(params, batch, 0) | {"b": jnp.zeros(3)}
+
+    plan = jaxddp.plan_gradients(jaxddp.bucketed(), without_bias, params, rank_batch(batch))
+    assert plan.constants == ("b",)
+
+    def mean_gradients(params, batch):
+        return jaxddp.sync_gradients(grad_fn(mark(params), batch, 1), plan, "data")
+
+    found = on_ranks(mean_gradients, check_vma=check_vma)(params, batch)
+    expected = grad_fn(params, batch, 1)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected)
+    assert len({shard.data.tobytes() for shard in found["b"].addressable_shards}) == 1

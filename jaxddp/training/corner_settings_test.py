@@ -1,0 +1,89 @@
+"""Settings and uses at the edge: strict promotion, a frozen PRNG key, copies of a trainer, Linen's variables."""
+
+import copy
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxddp
+
+STRATEGIES = {name: {} for name in ("naive", "flat", "overlapped", "bucketed", "zero1", "zero2")}
+STRATEGIES["zero3"] = {"min_shard_elements": 0}
+
+
+def make(loss_fn, name, num_ranks=2, **options):
+    strategy = jaxddp.make_strategy(name, **STRATEGIES[name])
+    return jaxddp.Trainer(loss_fn, optax.sgd(0.1), strategy, jaxddp.data_mesh(num_ranks), **options)
+
+
+def loss_fn(params, batch):
+    return jnp.mean((batch["x"] @ params["w"]) ** 2)
+
+
+def weighted(params, batch):
+    return jaxddp.Weighted(jnp.sum((batch["x"] @ params["w"]) ** 2), jnp.sum(batch["mask"]))
+
+
+BATCH = {"x": jnp.arange(24.0).reshape(8, 3) / 24, "mask": jnp.ones(8)}
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("loss", [loss_fn, weighted])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_strict_promotion(name, loss, num_microbatches):
+    params = {"w": jnp.ones((3, 2))}
+    expected = make(loss, name, num_microbatches=num_microbatches)
+    expected_state, expected_metrics = expected.step(expected.init(params), BATCH)
+    with jax.numpy_dtype_promotion("strict"):
+        trainer = make(loss, name, num_microbatches=num_microbatches, max_grad_norm=1e9)
+        state, metrics = trainer.step(trainer.init(params), BATCH)
+        trainer.evaluate(state, BATCH)
+    np.testing.assert_array_equal(trainer.params(state)["w"], expected.params(expected_state)["w"])
+    assert metrics["loss"] == expected_metrics["loss"]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_frozen_prng_key(name):
+    def loss_fn(params, batch):
+        noise = jax.random.normal(params["key"], batch["x"].shape)
+        return jnp.mean(((batch["x"] + noise) @ params["w"]) ** 2)
+
+    trainer = make(loss_fn, name, trainable=lambda name: name == "w")
+    params = {"w": jnp.ones((3, 2)), "key": jax.random.key(3)}
+    state, metrics = trainer.step(trainer.init(params), BATCH)
+    assert jnp.isfinite(metrics["loss"])
+    assert jax.random.key_data(trainer.params(state)["key"]).tolist() == jax.random.key_data(params["key"]).tolist()
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_copy_of_a_used_trainer(name):
+    trainer = make(loss_fn, name)
+    state, _ = trainer.step(trainer.init({"w": jnp.ones((3, 2))}), BATCH)
+    twin = copy.deepcopy(trainer)
+    expected = trainer.params(state)
+    state, metrics = twin.step(state, BATCH)
+    assert jnp.isfinite(metrics["loss"]) and not (twin.params(state)["w"] == expected["w"]).all()
+
+
+def test_linen_variables_are_refused_where_statistics_would_be_trained():
+    variables = {"params": {"w": jnp.ones((3, 2))}, "batch_stats": {"mean": jnp.zeros(2)}}
+    with pytest.raises(ValueError, match=r"'batch_stats\.mean'.*trainable="):
+        make(lambda params, batch: 0.0, "bucketed").init(variables)
+    make(lambda params, batch: 0.0, "bucketed", trainable=lambda name: name.startswith("params.")).init(variables)
+
+
+def test_a_key_that_is_bound_stays():
+    def keyed(params, batch, key=None):
+        return jnp.sum(jax.random.normal(key, (3,))[:, None] * params["w"])
+
+    trainer = make(functools.partial(keyed, key=jax.random.key(5)), "bucketed")
+    params = {"w": jnp.ones((3, 2))}
+    expected = keyed(params, None, jax.random.key(5))
+    state = trainer.init(params)
+    np.testing.assert_allclose(trainer.evaluate(state, BATCH), expected, rtol=1e-6)
+    _, metrics = trainer.step(state, BATCH)
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)
