@@ -1,9 +1,8 @@
-"""Clipping by the global norm for optimizers on shards, where each rank sees only its own shards' squares.
+"""Clipping by the global norm for optimizers that run on shards, of which each rank sees only its own.
 
-    norm = sqrt(sum over ranks of sum(shard^2) + sum(whole^2))        scale = min(1, max_norm / norm)
+    norm = sqrt(sum over ranks of sum(shard^2) + sum(replicated^2))        scale = min(1, max_norm / norm)
 
-Inside ``on_shards``, which strategies enter when they call an optimizer on shards, the sum is taken over ranks;
-anywhere else it is the local sum.
+The sum is taken over ranks inside ``on_shards``, in which optimizers on shards are called, and locally elsewhere.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
     or ``shard_optimizer`` shards.
 
     Args:
-        max_norm: The greatest norm that passes unscaled.
+        max_norm: The greatest norm that is not scaled down.
 
     Returns:
         The transformation; it has no state.
@@ -66,10 +65,10 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 
 
 def global_norm(tree: Any) -> jax.Array:
-    """Gives the Euclidean norm of all elements of a tree, over all ranks if it is one of shards.
+    """The Euclidean norm of all elements of a tree, over all ranks if its leaves are shards.
 
     Args:
-        tree: Of arrays, named as the parameters are; some may be missing.
+        tree: Arrays under the names of the parameters; some may be missing.
 
     Returns:
         A scalar, summed at least in float32.
@@ -90,18 +89,18 @@ def global_norm(tree: Any) -> jax.Array:
         if over is None:
             return jnp.sqrt(sum_of_squares(leaves.values()))
         axis, cuts, _ = over
-        shards, wholes = [], []
+        shards, replicated = [], []
         for name, leaf in leaves.items():
             if name not in cuts:
                 raise ValueError(f"{rule}, and {name!r} is none: clip the whole tree")
             cut = cuts[name]
             if cut is None:
-                wholes.append(leaf)
+                replicated.append(leaf)
             else:  # an optimizer may have changed the zeros of the padding
                 shards.append(cut.without_padding(leaf.reshape(cut.shard_shape), lax.axis_index(axis)))
         with jax.named_scope(METRICS_SCOPE):
             total = all_reduce(sum_of_squares(shards), axis)
-        return jnp.sqrt(total + sum_of_squares(wholes))
+        return jnp.sqrt(total + sum_of_squares(replicated))
 
     assert jaxddp_global_norm.__name__ == GLOBAL_NORM
     return jax.jit(jaxddp_global_norm)(named_leaves(tree))
@@ -112,8 +111,8 @@ def on_shards(axis: str, cuts: Mapping[str, Cut | None], params: Any) -> Iterato
     """Makes ``global_norm`` sum over ranks inside the block.
 
     Args:
-        axis: Name of the mesh axis over which they lie.
-        cuts: How each parameter is cut, by name; None if its update is full on every rank.
+        axis: Name of the mesh axis over which updates are sharded.
+        cuts: How each parameter is cut, by name; None if its update is replicated.
         params: A tree of the parameters' structure.
     """
     token = _shards.set((axis, cuts, params))

@@ -1,20 +1,22 @@
-"""Whether an optimizer may run on shards: whether it is element-wise, seen in the trace of what it computes.
+"""Tests by tracing it whether an optimizer is element-wise, so that it may run on shards.
 
-On a rank, a sharded optimizer sees a part of each parameter, in another shape. Its updates are those of the whole if
-element i of an update depends on elements i alone, and on numbers that all ranks hold alike, such as counts, learning
-rates and the loss. No optimizer is known by name: ``init`` and ``update`` are traced on shapes, and every value is
+A rank's optimizer sees a part of each parameter, in another shape. Its updates are those of the full parameter if
+element i of an update depends only on element i of gradient, parameter and state, and on numbers that are equal on all
+ranks, such as counts, learning rates and the loss. No list of optimizers is kept: ``init`` and ``update`` are traced on
+shapes, and every value is
 
-    uniform     one number, the same at every element and on every rank
+    uniform     one number, equal at every element and on every rank
     aligned     its element i depends on elements i of arrays of its own shape, and on uniform values
-    positional  the same on every rank, but not at every element: a ramp, noise, a constant mask
-    mixed       all else: sums, matrix products, sorts, a parameter scaled by another one
+    positional  equal on every rank, but not at every element: a ramp, noise, a constant mask
+    mixed       anything else: sums, matrix products, sorts, a parameter scaled by another one
 
-Element-wise operations keep values aligned; all others mix them, loops too, since their rounds are not looked into.
-Aligned and positional together are mixed. Updates and the state that lies in shards must be uniform or aligned, the
-state that every rank keeps whole uniform or positional; what reaches neither may be anything.
+Element-wise operations on aligned values give aligned values; all other operations give mixed ones, loops included,
+because their bodies are not analysed. Aligned combined with positional is mixed. Updates and sharded state must be
+uniform or aligned, replicated state uniform or positional. Values that reach neither are not restricted.
 
-An optimizer may look at shapes as well, as a mask by size does. So it is traced on shards too: every output must be the
-same expression there. A shard has as many dimensions as its parameter, and at least one: masks by ``ndim > 1`` agree.
+An optimizer may also look at shapes, as a mask by size does. So it is traced on shards as well, and every output must
+be the same expression. A shard has as many dimensions as its parameter, and at least one, so masks by ``ndim > 1``
+agree.
 """
 
 from __future__ import annotations
@@ -37,10 +39,10 @@ from ..communication.backward_order import TRANSPARENT
 from ..planning.buckets import chunk_elements
 from ..tree import named_leaves, path_name
 
-GLOBAL_NORM = "jaxddp_global_norm"  # name of the one function whose sum over elements ``clipping`` takes over ranks
-_PROBE_ELEMENTS = 1009  # of the first shard that is made up
-_WRAPPERS = TRANSPARENT - {"shard_map"}  # inside of which shapes are others
-_RESHAPES = frozenset(("broadcast_in_dim", "reshape", "slice", "squeeze"))  # to the same shape: no change
+GLOBAL_NORM = "jaxddp_global_norm"  # the one sum over elements that is allowed: ``clipping`` takes it over ranks
+_PROBE_ELEMENTS = 1009  # size of the first made-up shard
+_WRAPPERS = TRANSPARENT - {"shard_map"}  # whose shapes differ inside
+_RESHAPES = frozenset(("broadcast_in_dim", "reshape", "slice", "squeeze"))  # the identity if the shape stays the same
 ELEMENTWISE = frozenset(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil "
     "clamp clz complex conj convert_element_type copy cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 "
@@ -66,8 +68,8 @@ class StateLeaf:
     """A leaf of an optimizer's state.
 
     Attributes:
-        param: Dotted name of the parameter that it mirrors, element by element; None if every rank keeps it whole.
-        shape: Its shape beside full parameters.
+        param: Dotted name of the parameter that it mirrors, element by element; None if it is replicated.
+        shape: Its shape where parameters are full.
         dtype: Its dtype.
     """
 
@@ -77,9 +79,9 @@ class StateLeaf:
 
 
 def sharded_state(optimizer: optax.GradientTransformation, params: Any) -> Any:
-    """Says which leaves of an optimizer's state mirror a parameter, and so lie in shards like it.
+    """Finds which leaves of an optimizer's state mirror a parameter, and are therefore sharded like it.
 
-    ``init`` is traced on shards of made-up sizes, all different: the shape of a leaf tells whose it is.
+    ``init`` is traced on shards of made-up sizes, all different, so that a leaf's shape identifies its parameter.
 
     Args:
         optimizer: The optimizer.
@@ -89,7 +91,7 @@ def sharded_state(optimizer: optax.GradientTransformation, params: Any) -> Any:
         A tree like the optimizer's state, of ``StateLeaf``.
 
     Raises:
-        ValueError: If a leaf's shape, or its being there, depends on parameters that it does not mirror.
+        ValueError: If a leaf's shape or existence depends on parameters that it does not mirror.
 
     Example:
         >>> optimizer = optax.sgd(optax.linear_schedule(0.1, 0.0, 9), momentum=0.9)
@@ -119,13 +121,13 @@ def sharded_state(optimizer: optax.GradientTransformation, params: Any) -> Any:
 def check_elementwise(
     optimizer: optax.GradientTransformation, params: Any, shard_shapes: Any = None, **extra_args: Any
 ) -> None:
-    """Refuses an optimizer that would compute something else on shards than on the whole.
+    """Refuses an optimizer that would update shards differently from full parameters.
 
     Args:
         optimizer: The optimizer; traced, not run.
         params: The full trainable parameters: a tree of arrays or ``jax.ShapeDtypeStruct``.
-        shard_shapes: What a rank holds of them, as a tree of ``jax.ShapeDtypeStruct``; as if cut for 2 ranks if None.
-        **extra_args: What else ``update`` takes, such as ``value``: the same on every rank.
+        shard_shapes: A rank's shards of them, as a tree of ``jax.ShapeDtypeStruct``; those of 2 ranks if None.
+        **extra_args: Other arguments of ``update``, such as ``value``; equal on every rank.
 
     Raises:
         ValueError: If an update or the state depends on elements at other places, or on shapes.
@@ -155,7 +157,7 @@ class _Value:
 
 
 class _Expressions:
-    """Follows values through traces. What is the same expression in two of them has the same number in both."""
+    """Follows values through traces. Equal expressions have equal numbers, also in different traces."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
@@ -164,7 +166,7 @@ class _Expressions:
         return self._numbers.setdefault(expression, len(self._numbers))
 
     def follow(self, program: Any, inputs: Sequence[_Value]) -> list[_Value]:
-        """Gives the outputs of a traced program for its inputs."""
+        """The outputs of a traced program for its inputs."""
         jaxpr = getattr(program, "jaxpr", program)
         constants = [self._constant(value) for value in getattr(program, "consts", ())]
         values = dict(zip((*jaxpr.invars, *jaxpr.constvars), (*inputs, *constants), strict=True))
@@ -203,14 +205,14 @@ class _Expressions:
         cause = f"{_CAUSES.get(name, 'elements at other places')} ({name})"
         results = []
         for place, shape in enumerate(out_shapes):
-            # Unlike those of element-wise operations, these results depend on the shapes of what enters.
+            # Unlike those of element-wise operations, these results depend on the shapes of the inputs.
             result = self._combined([_mixed(value, cause) for value in operands], name, str(params), shapes, place)
             whole = _replicated(shape, result.number, result.cause or cause)
             results.append(result if result.kind is _Kind.MIXED else whole)
         return results
 
     def _combined(self, values: Sequence[_Value], *operation: Any) -> _Value:
-        """Describes an array whose every element is made of those of others at the same place."""
+        """Describes an array of which each element is computed from elements of others at the same position."""
         number = self.number(*operation, *(value.number for value in values))
         first = {value.kind: value for value in reversed(values)}
         if mixed := first.get(_Kind.MIXED):
@@ -229,23 +231,23 @@ class _Expressions:
 
 
 def _mixed(value: _Value, cause: str, moves: bool = True) -> _Value:
-    """Gives what becomes of a value whose elements may leave their places."""
+    """Describes a value after an operation that may move its elements."""
     return replace(value, kind=_Kind.MIXED, cause=cause) if moves and value.kind is _Kind.ALIGNED else value
 
 
 def _replicated(shape: tuple[int, ...], number: int, cause: str) -> _Value:
-    """Describes an array that all ranks hold alike."""
+    """Describes an array that is equal on all ranks."""
     return _Value(_Kind.UNIFORM, number) if math.prod(shape) <= 1 else _Value(_Kind.POSITIONAL, number, cause)
 
 
 def _computations(
     optimizer: optax.GradientTransformation, params: Any, state: Any, extra_args: Any, expressions: _Expressions
 ) -> list[tuple[str, Any]]:
-    """Says how an optimizer computes each of its outputs, for parameters or shards of them, if it is element-wise."""
-    own = jax.tree.map_with_path(lambda path, leaf: StateLeaf(path_name(path), leaf.shape, leaf.dtype), params)
-    shapes = {leaf.param: leaf.shape for leaf in jax.tree.leaves(own)}
+    """The expression of each output of an element-wise optimizer, for parameters or for shards of them."""
+    leaves = jax.tree.map_with_path(lambda path, leaf: StateLeaf(path_name(path), leaf.shape, leaf.dtype), params)
+    shapes = {leaf.param: leaf.shape for leaf in jax.tree.leaves(leaves)}
     state = jax.tree.map(lambda leaf: replace(leaf, shape=shapes.get(leaf.param, leaf.shape)), state)
-    arguments = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (own, state, own))
+    arguments = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (leaves, state, leaves))
 
     update = optax.with_extra_args_support(optimizer).update
     traced, results = jax.make_jaxpr(
@@ -253,12 +255,12 @@ def _computations(
         return_shape=True,
     )(*arguments, extra_args)
     inputs: list[_Value] = []
-    for var, leaf in itertools.zip_longest(traced.jaxpr.invars, jax.tree.leaves((own, state, own))):
+    for var, leaf in itertools.zip_longest(traced.jaxpr.invars, jax.tree.leaves((leaves, state, leaves))):
         number = expressions.number("input", len(inputs))
         held = _replicated(var.aval.shape, number, "an array that is no parameter's")
         inputs.append(_Value(_Kind.ALIGNED, number) if leaf and leaf.param is not None else held)
     found, values = [], iter(expressions.follow(traced, inputs))
-    for what, like, result in zip(("first state", "update of", "state"), (state, own, state), results, strict=True):
+    for what, like, result in zip(("first state", "update of", "state"), (state, leaves, state), results, strict=True):
         shapes_given = _shapes(_same_structure(result, like))
         for (path, leaf), shape in zip(jax.tree.leaves_with_path(like), shapes_given, strict=True):
             label, value = f"its {what} {path_name(path)!r}", next(values)
@@ -278,7 +280,7 @@ def _same_structure(tree: Any, like: Any) -> Any:
 
 @contextmanager
 def _blaming_shapes() -> Iterator[None]:
-    """Says of what goes wrong on shards alone that an optimizer looks at shapes."""
+    """Explains errors that occur on shards only: the optimizer looks at shapes."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -295,5 +297,5 @@ def _shapes(tree: Any) -> list[tuple[int, ...]]:
 
 
 def _flat(params: Any, size: Callable[[Any], int]) -> Any:
-    """Makes up shards of some sizes."""
+    """Makes up shards of given sizes."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1,) * (leaf.ndim - 1) + (size(leaf),), leaf.dtype), params)

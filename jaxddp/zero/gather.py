@@ -1,10 +1,10 @@
 """Gathers parameters from their shards, and scatters their gradients back: one collective each way.
 
-    forward    shards of a unit, packed [width]  -> all-gather      -> [N, width] -> whole parameters
-    backward   whole gradients -> [N, width]     -> reduce-scatter  -> [width]    -> gradients of the shards
+    forward    shards of a unit, packed [width]  -> all-gather      -> [N, width] -> full parameters
+    backward   full gradients -> [N, width]      -> reduce-scatter  -> [width]    -> gradients of the shards
 
-Three dtypes meet here: the shard's (the master's, in which the optimizer works), the all-gather's and the
-reduce-scatter's. Gradients come back in the master's.
+There are three dtypes: the shards' (the masters, which the optimizer updates), the all-gather's and the
+reduce-scatter's. Gradients are returned in the shards' dtype.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Shard:
 
     Attributes:
         local: ``[rows, c]``, or ``[c]`` if the parameter is not cut by row.
-        cut: How the whole is cut.
-        dtype: Dtype of the whole.
+        cut: How the full parameter is cut.
+        dtype: Dtype of the full parameter.
         is_trained: Whether it has a gradient.
     """
 
@@ -45,7 +45,7 @@ class Shard:
         return replace(self, local=local)
 
     def rows(self, local: jax.Array, shape: tuple[int, ...]) -> Shard:
-        """The shard of some rows, whose whole has a given shape; of a single row if ``local`` has one dimension."""
+        """The shard of some rows, of a given full shape; of a single row if ``local`` has one dimension."""
         return replace(self, local=local, cut=Cut(shape, self.cut.num_ranks, by_row=local.ndim == 2))
 
 
@@ -56,7 +56,7 @@ class Gather:
     Attributes:
         axis: Name of the mesh axis.
         precision: Dtypes of the all-gather and the reduce-scatter.
-        sends: False for a step without communication: every rank's part is taken to be this rank's.
+        sends: False for a step without communication: copies of this rank's shards replace those of the others.
     """
 
     axis: str
@@ -64,19 +64,19 @@ class Gather:
     sends: bool = True
 
     def __call__(self, shards: Sequence[Shard]) -> list[jax.Array]:
-        """Gathers whole parameters with one all-gather a dtype; its transpose is one reduce-scatter a dtype.
+        """Gathers full parameters with one all-gather per dtype; its transpose is one reduce-scatter per dtype.
 
         Args:
             shards: This rank's.
 
         Returns:
-            The whole parameters. The gradient of each shard is summed over ranks.
+            The full parameters. The gradient of each shard is summed over ranks.
         """
-        wholes: dict[int, jax.Array] = {}
+        full: dict[int, jax.Array] = {}
         for dtype in dict.fromkeys(shard.local.dtype for shard in shards):
             places = [place for place, shard in enumerate(shards) if shard.local.dtype == dtype]
-            wholes.update(zip(places, self._gather([shards[place] for place in places], dtype), strict=True))
-        return [wholes[place] for place in range(len(shards))]
+            full.update(zip(places, self._gather([shards[place] for place in places], dtype), strict=True))
+        return [full[place] for place in range(len(shards))]
 
     def _gather(self, shards: list[Shard], master: Any) -> list[jax.Array]:
         if not jnp.issubdtype(master, jnp.floating):

@@ -1,4 +1,4 @@
-"""Runs a traced program operation by operation; what depends on JAX's version about its jaxprs is here."""
+"""Evaluates a jaxpr operation by operation, and hides how jaxprs differ between versions of JAX."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from jax.extend import core
 
-CALLS = ("jit", "closed_call")  # operations that run a program of their own where they stand
-CHECKPOINT = "remat2"  # of ``jax.checkpoint``
+CALLS = ("jit", "closed_call")  # operations that call a program
+CHECKPOINT = "remat2"  # the primitive of ``jax.checkpoint``
 
 
 def interpret(
@@ -20,8 +20,8 @@ def interpret(
 
     Args:
         program: From ``jax.make_jaxpr``.
-        args: One value an input, of any type that ``rule`` knows.
-        rule: Carries out an operation: ``(equation, inputs) -> outputs``.
+        args: One value per input, of any type that ``rule`` accepts.
+        rule: Evaluates an operation: ``(equation, inputs) -> outputs``.
 
     Returns:
         The program's outputs.
@@ -39,7 +39,7 @@ def interpret(
 
 
 def bind(equation: Any, inputs: Sequence[Any]) -> Sequence[Any]:
-    """Carries out an operation on arrays, as JAX would."""
+    """Evaluates an operation on arrays, as JAX would."""
     pairs = zip(equation.invars, inputs, strict=True)
     known = {atom: value for atom, value in pairs if not isinstance(atom, core.Literal)}
     jaxpr = _empty().replace(invars=list(known), outvars=equation.outvars, eqns=[equation], effects=equation.effects)
@@ -48,7 +48,7 @@ def bind(equation: Any, inputs: Sequence[Any]) -> Sequence[Any]:
 
 @functools.cache
 def _empty() -> Any:
-    return jax.make_jaxpr(lambda: ())().jaxpr  # jaxprs want debug information, which only tracing makes
+    return jax.make_jaxpr(lambda: ())().jaxpr  # a jaxpr needs debug information, which only tracing makes
 
 
 def called_program(equation: Any) -> core.ClosedJaxpr:
@@ -58,7 +58,7 @@ def called_program(equation: Any) -> core.ClosedJaxpr:
 
 
 def num_consts_and_carry(scan: Any) -> tuple[int, int]:
-    """How many inputs of a scan are the same in every round, and how many go from round to round; they come first."""
+    """Numbers of a scan's constants and carries, its first inputs."""
     params = scan.params
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]

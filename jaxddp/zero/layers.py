@@ -1,12 +1,12 @@
-"""What is gathered together: ``layer`` marks a unit, and the loss function runs with its parameters in shards.
+"""Units: ``layer`` marks one, and the loss function runs on shards that units gather.
 
-A unit is a part of a model, such as a layer, that uses its parameters and then needs them no more. The loss function
-is traced once on whole shapes, and the trace is run operation by operation: a parameter stays a shard until a unit
-needs it. A unit's parameters are gathered for as long as it runs; those used outside of units are gathered first.
+A unit is a part of a model, such as a layer, whose parameters nothing else uses. The loss function is traced once on
+full shapes, and the trace is evaluated operation by operation: a parameter stays a shard until a unit needs it. A
+unit's parameters are gathered while it runs; parameters used outside of units are gathered first.
 
-Why the loss is not simply called on a tree of shards, registered as pytrees, with a ``layer`` that gathers what it is
-given: of 35 loss functions, most give the same gradients so, and the models of ``stage3_target_test.py`` the same
-collectives (with the last unit kept by hand) and temporaries on h100:8. Others do not:
+Why an interpreter? A shorter way is to register shards as pytrees, call the loss on them, and let ``layer`` gather its
+arguments. For most of 35 loss functions this gives the same gradients, and for the models of ``stage3_target_test.py``
+the same collectives (with the last unit kept by hand) and temporaries on h100:8. It fails for others:
 
     loss function                                             called on shards
     --------------------------------------------------------  ---------------------------------------------------
@@ -19,7 +19,8 @@ collectives (with the last unit kept by hand) and temporaries on h100:8. Others 
     16 units of ``w + a @ b``, h100:8                         87.2 MiB instead of 30.3: a policy sees operations, not
                                                               that these depend on parameters alone
 
-Knowing what to gather first takes the trace and its analysis: only the evaluation (``_Rules``) would be saved.
+Finding out what to gather first needs the trace and its analysis anyway, so only the evaluation (``_Rules``) would be
+saved.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ _marking: ContextVar[bool] = ContextVar("jaxddp_marking", default=False)
 def layer(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Marks a function as one unit of a model, whose parameters ``zero3`` gathers, uses and drops.
 
-    It may be called in a loop over layers or in the body of ``lax.scan`` over a stack of them. Other strategies, and
-    calls outside of a trainer, run ``fn`` as it is. It needs no ``jax.checkpoint``, which would gather once more.
-    Inside of ``lax.cond``, ``lax.switch`` and ``lax.while_loop`` (also ``fori_loop``) it marks nothing, with a warning:
-    the parameters used there are gathered first, all at once.
+    Call it in a loop over layers, or in the body of ``lax.scan`` over a stack of them. Other strategies, and calls
+    outside of a trainer, run ``fn`` as it is. Do not add ``jax.checkpoint``: it would gather once more. Inside of
+    ``lax.cond``, ``lax.switch`` and ``lax.while_loop`` (also ``fori_loop``) a unit is ignored with a warning, and the
+    parameters used there are gathered before the forward.
 
     Args:
-        fn: ``(layer_params, *args)``, all trees of arrays, ``->`` a tree of arrays. It uses parameters of the model as
-            they are or sliced from a stack.
+        fn: ``(layer_params, *args)``, all trees of arrays, ``->`` a tree of arrays. Pass the model's parameters
+            unchanged, or rows of a stack of them.
 
     Returns:
         A function like ``fn``.
@@ -83,7 +84,7 @@ def layer(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def trace_marked(function: Callable[..., Any], *args: Any) -> tuple[core.ClosedJaxpr, Any]:
-    """Traces a function in which ``layer`` leaves its marks.
+    """Traces a function so that the calls of ``layer`` can be found in the trace.
 
     Args:
         function: A function of arrays.
@@ -100,12 +101,12 @@ def trace_marked(function: Callable[..., Any], *args: Any) -> tuple[core.ClosedJ
 
 
 def run(program: core.ClosedJaxpr, args: Sequence[jax.Array | Shard], gather: Gather) -> list[jax.Array]:
-    """Runs a program of which some arguments are shards.
+    """Runs a program on arguments of which some are shards.
 
     Args:
         program: From ``trace_marked``.
-        args: One for each input; a ``Shard`` where the program expects the whole.
-        gather: Shards ``->`` whole parameters.
+        args: One for each input; a ``Shard`` in place of a full parameter.
+        gather: Shards ``->`` full parameters.
 
     Returns:
         The program's results.
@@ -117,17 +118,17 @@ def run(program: core.ClosedJaxpr, args: Sequence[jax.Array | Shard], gather: Ga
         if isinstance(arg, Shard) and _is_used_outside(program.jaxpr, place, arg.cut.by_row)
     ]
     if early:
-        for place, whole in zip(early, gather([args[place] for place in early]), strict=True):  # type: ignore[misc]
-            args[place] = whole
+        for place, full in zip(early, gather([args[place] for place in early]), strict=True):  # type: ignore[misc]
+            args[place] = full
     with_units = [equation for equation in program.jaxpr.eqns if _has_unit(equation)]
     return interpret(program, args, _Rules(gather, with_units[-1] if with_units else None))
 
 
 class _Rules:
-    """How operations are carried out on shards.
+    """Evaluates operations on shards.
 
-    Units of one instance run in order; a loop's body and a checkpoint have an instance of their own, because their
-    values cannot be tied to those outside.
+    An instance orders its units. A loop's body and a checkpoint have an instance of their own, because their values
+    cannot depend on those outside.
     """
 
     def __init__(self, gather: Gather, last: Any = None) -> None:
@@ -189,7 +190,7 @@ def _has_unit(equation: Any) -> bool:
 
 
 def _is_used_outside(jaxpr: Any, place: int, by_row: bool) -> bool:
-    """Whether anything but units uses an input, or its rows if it is cut by row."""
+    """Whether anything but a unit uses an input or, if it is cut by row, rows of it."""
     followed = {jaxpr.invars[place]: by_row}
     for equation in jaxpr.eqns:
         for index, atom in enumerate(equation.invars):
@@ -210,7 +211,7 @@ def _is_used_outside(jaxpr: Any, place: int, by_row: bool) -> bool:
 
 
 def _takes_rows(equation: Any) -> bool:
-    """Whether an operation takes entries of dimension 0 and leaves the other dimensions whole."""
+    """Whether an operation slices along dimension 0 only."""
     name, params = equation.primitive.name, equation.params
     if name == "squeeze":
         return params["dimensions"] == (0,)
@@ -220,7 +221,7 @@ def _takes_rows(equation: Any) -> bool:
 
 
 def _rows(equation: Any, inputs: list[Any]) -> Shard:
-    """Carries out an operation that takes rows."""
+    """Evaluates an operation that slices along dimension 0."""
     shard, shape, params = inputs[0], equation.outvars[0].aval.shape, equation.params
     if equation.primitive.name == "squeeze":
         return shard.rows(shard.local[0], shape)

@@ -1,8 +1,8 @@
 """Limits prefetch: at most two units' parameters are gathered, or wait for their scatter, at a time.
 
-The arithmetic of a model does not order its collectives: XLA may start the gathers of later units at once, or let the
-backward run ahead of a reduce-scatter, and holds whole tensors meanwhile. So an order token (see
-``communication/ordering.py``) ties unit u to unit u - 2; its gradient does the same for the backward:
+A model's data dependencies do not order its collectives: XLA may start the gathers of later units at once, or let the
+backward run ahead of a reduce-scatter, and keep full tensors alive meanwhile. So an order token (see
+``communication/ordering.py``) makes unit u wait for unit u - 2, and its gradient does the same for the backward:
 
     forward    shards of u           wait for  results of u - 2               so its gather runs beside unit u - 1
     backward   gradients into u - 2  wait for  scattered gradients of u       so its scatter runs beside unit u - 1
@@ -23,7 +23,7 @@ _REACH = 2
 
 
 class UnitOrder:
-    """The units of one program in the order in which they run."""
+    """Order tokens of the units that have run so far."""
 
     def __init__(self, earlier: UnitOrder | None = None) -> None:
         """Starts without units, after those of an earlier order in the same program."""
@@ -31,7 +31,7 @@ class UnitOrder:
         self._unordered: list[jax.Array] = earlier._unordered if earlier else []  # shards of units that wait for none
 
     def before(self, shards: Sequence[jax.Array]) -> tuple[Sequence[jax.Array], jax.Array | None]:
-        """Makes the next unit's shards wait for the unit before the last.
+        """Makes the next unit's shards wait for the results of the second last unit.
 
         Args:
             shards: The unit's parameters.
@@ -51,7 +51,7 @@ class UnitOrder:
         return arrays, hidden - number
 
     def after(self, results: Sequence[jax.Array], waited: jax.Array | None) -> list[jax.Array]:
-        """Ends the unit.
+        """Makes the token of a unit that has run.
 
         Args:
             results: What the unit computed.

@@ -1,11 +1,14 @@
-"""Runs one unit: its parameters are gathered, used and dropped, and gathered again in the backward.
+"""Runs one unit: gathers its parameters, uses and drops them, and gathers them again in the backward.
 
     y = unit(gather(shards), x)          gather: one all-gather      its transpose: one reduce-scatter
 
-A unit is a checkpoint whose policy looks at what a value depends on. Saved for the backward are its inputs, and results
-of matrix products and other costly operations that depend on ``x``. Computed again is what is cheap, which is little
-more than XLA does on its own when it fuses. Gathered again is what depends on parameters alone: the parameters and
-copies of them. The last unit keeps all, because the backward begins there.
+A unit is a ``jax.checkpoint`` that decides by what a value depends on:
+
+    saved            the unit's inputs; results of matrix products and other costly operations that depend on ``x``
+    computed again   results of cheap operations, little more than XLA recomputes when it fuses
+    gathered again   what depends on parameters alone: the parameters, and copies of them
+
+The last unit keeps everything, because the backward begins there.
 """
 
 from __future__ import annotations
@@ -38,10 +41,10 @@ def run_unit(
     """Runs a unit.
 
     Args:
-        program: What it computes, of whole parameters and other arrays.
+        program: The traced unit, a function of full parameters and other arrays.
         inputs: The program's inputs, some of them a ``Shard``.
-        gather: Shards ``->`` whole parameters.
-        order: The units that ran before.
+        gather: Shards ``->`` full parameters.
+        order: Of the units that ran before.
         keep: Whether the backward may keep the gathered parameters.
 
     Returns:
@@ -51,11 +54,11 @@ def run_unit(
     shards = [inputs[place] for place in places]
 
     def compute(local: Sequence[jax.Array], others: list[Any]) -> list[Any]:
-        wholes = gather([shard.of(array) for shard, array in zip(shards, local, strict=True)])
-        wholes, others = _tie_gradients(wholes, others)
+        full = gather([shard.of(array) for shard, array in zip(shards, local, strict=True)])
+        full, others = _tie_gradients(full, others)
         values = others if keep else [_Activation(value) for value in others]
-        for place, whole in zip(places, wholes, strict=True):  # in order, so that each lands where it was taken from
-            values.insert(place, whole)
+        for place, param in zip(places, full, strict=True):  # ascending, so every input gets its old position back
+            values.insert(place, param)
         return core.jaxpr_as_fun(program)(*values) if keep else _save_activations(program, values)
 
     if not keep:
@@ -64,12 +67,12 @@ def run_unit(
     return order.after(compute(local, [value for value in inputs if not isinstance(value, Shard)]), token)
 
 
-def _tie_gradients(wholes: list[jax.Array], others: list[Any]) -> tuple[list[jax.Array], list[Any]]:
-    """Passes a unit's inputs on; in the backward no gradient of one goes further before all are there.
+def _tie_gradients(full: list[jax.Array], others: list[Any]) -> tuple[list[jax.Array], list[Any]]:
+    """The identity; in the backward, no gradient of a unit's inputs is used before all of them are computed.
 
-    Otherwise XLA runs ahead through the gradients of activations, and holds what those of the parameters need for all
-    units at once. Inputs without a gradient, such as a batch, are left out: the barrier would ask for it, and the
-    parameters that it needs would be gathered again for nothing.
+    Otherwise XLA computes the gradients of activations first, for all units, and keeps alive what the gradients of
+    parameters still need. Inputs without a gradient, such as a batch, stay out of the barrier: it would make JAX
+    compute their gradients, and gather parameters for that.
     """
 
     @jax.custom_vjp
@@ -77,7 +80,7 @@ def _tie_gradients(wholes: list[jax.Array], others: list[Any]) -> tuple[list[jax
         return arrays
 
     def forward(arrays: list[Any]) -> tuple[list[Any], list[tuple[()] | None]]:
-        # Which inputs want a gradient: () or None, which JAX takes for structure and not for arrays.
+        # Which inputs want a gradient, as () or None: JAX treats both as structure, where a bool would be an array.
         return [array.value for array in arrays], [() if array.perturbed else None for array in arrays]
 
     def backward(wanted: list[tuple[()] | None], grads: list[Any]) -> tuple[list[Any]]:
@@ -88,8 +91,8 @@ def _tie_gradients(wholes: list[jax.Array], others: list[Any]) -> tuple[list[jax
         return (lax.optimization_barrier(grads),)
 
     identity.defvjp(forward, backward, symbolic_zeros=True)
-    passed = identity([*wholes, *others])
-    return passed[: len(wholes)], passed[len(wholes) :]
+    passed = identity([*full, *others])
+    return passed[: len(full)], passed[len(full) :]
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ class _Activation:
 
 
 def _save_activations(program: core.ClosedJaxpr, inputs: list[Any]) -> list[Any]:
-    """Runs a program and names what a checkpoint should save: results of costly operations on activations."""
+    """Runs a program and names what the checkpoint saves: results of costly operations on activations."""
 
     def rule(equation: Any, inputs: list[Any]) -> Sequence[Any]:
         if equation.primitive.name in CALLS:
@@ -123,7 +126,7 @@ def _named(value: Any) -> Any:
 
 
 def _is_cheap(equation: Any) -> bool:
-    """Whether computing its result again costs no more than reading its inputs."""
+    """Whether recomputing its result costs no more than reading its inputs."""
     if equation.primitive.name in ("custom_jvp_call", CHECKPOINT, *CALLS):
         return all(_is_cheap(inner) for jaxpr in core.jaxprs_in_params(equation.params) for inner in jaxpr.eqns)
     return equation.primitive.name in _CHEAP

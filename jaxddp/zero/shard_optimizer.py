@@ -1,7 +1,7 @@
-"""ZeRO stage 1 as an optax transformation, for training loops of one's own inside ``shard_map`` or ``pmap``.
+"""ZeRO stage 1 as an optax transformation, for your own training loop inside ``shard_map`` or ``pmap``.
 
-It takes each rank's own gradients and gives full updates: reduce-scatter, the wrapped optimizer on this rank's shards,
-all-gather. It replaces the all-reduce of the gradients, and sends the same bytes.
+It takes each rank's local gradients and returns full updates: a reduce-scatter, the wrapped optimizer on this rank's
+shards, an all-gather. It replaces the all-reduce of the gradients, and sends the same bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def shard_optimizer(
     """Wraps an optimizer so that each rank keeps and updates 1/N of its state.
 
     ============ ========================= ===========================
-    tensor       ``update`` takes          ``update`` gives
+    tensor       ``update`` takes          ``update`` returns
     ============ ========================= ===========================
     gradient     ``[shape]``, this rank's
     state        ``[..., c]``, this rank's ``[..., c]``, this rank's
@@ -69,35 +69,35 @@ def shard_optimizer(
     plan_buckets([], bucket_mb)  # refuses a bad cap now, not at the first update
 
     def init(params: Any) -> Any:
-        own = local_shards(params, axis)
-        check_elementwise(optimizer, params, own)
-        return optimizer.init(own)
+        shards = local_shards(params, axis)
+        check_elementwise(optimizer, params, shards)
+        return optimizer.init(shards)
 
     def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         num_ranks = lax.axis_size(axis)
         buckets = plan_buckets(reversed(tensor_specs(named_leaves(grads)).values()), bucket_mb).buckets
         empty = tuple(name for name, leaf in named_leaves(grads).items() if leaf.size == 0)
         plan = BucketPlan(buckets if num_ranks > 1 else (), constants=empty, gathers=buckets)
-        sums, _ = start_reduction(grads, plan, axis, REDUCE_SCATTER, none)
-        means, *_ = finish_reduction(sums, plan, num_ranks, REDUCE_SCATTER, num_ranks)
-        own = None if params is None else local_shards(params, axis)
-        shards = jax.tree.map(
+        reduction, _ = start_reduction(grads, plan, axis, REDUCE_SCATTER, none)
+        means, *_ = finish_reduction(reduction, plan, num_ranks, REDUCE_SCATTER, num_ranks)
+        grad_shards = jax.tree.map(
             lambda mean, grad: mean.reshape(Cut(grad.shape, num_ranks).shard_shape), like(grads, means), grads
         )
+        param_shards = None if params is None else local_shards(params, axis)
         cuts = {name: Cut(leaf.shape, num_ranks) for name, leaf in named_leaves(grads).items()}
         with on_shards(axis, cuts, grads):
-            updates, state = optimizer.update(shards, state, own, **extra_args)
+            updates, state = optimizer.update(grad_shards, state, param_shards, **extra_args)
         return gather_params(updates, grads, plan, axis), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def sharded_specs(optimizer: optax.GradientTransformation, params: Any, *, num_ranks: int, axis: str) -> Any:
-    """Gives the specs of the state of ``shard_optimizer``, for ``in_specs`` and ``out_specs``.
+    """The partition specs of the state of ``shard_optimizer``, for ``in_specs`` and ``out_specs``.
 
     Args:
-        optimizer: The one that was wrapped.
-        params: A tree of whole arrays or ``jax.ShapeDtypeStruct``.
+        optimizer: The optimizer that was wrapped.
+        params: A tree of full arrays or ``jax.ShapeDtypeStruct``.
         num_ranks: Number of ranks.
         axis: Name of the mesh axis.
 

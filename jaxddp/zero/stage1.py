@@ -8,11 +8,11 @@ number of ranks N.
     tensor           on each rank               bytes on each rank, AdamW, fp32
     ================ ========================== ==============================
     parameter        ``[shape]``                4 Psi
-    gradient         ``[shape]``, then ``[c]``  4 Psi
+    gradient         ``[shape]``, then ``[c]``  4 Psi, then 4 Psi / N
     moments          ``[c]`` each, c = ceil(n/N) 8 Psi / N
     ================ ========================== ==============================
 
-    g[r]  = row r of the sum over ranks of pack(gradients) / N      reduce-scatter, bucket by bucket
+    g[r]  = row r of the sum over ranks of pack(gradients) / N      reduce-scatter, bucket by bucket as they fill
     p[r]  = chunk r of the parameters                               a slice, no communication
     p[r] += optimizer(g[r], state[r], p[r])                         state[r] is on rank r alone
     p     = unpack(p[0] ... p[N-1])                                 all-gather, bucket by bucket
@@ -20,7 +20,8 @@ number of ranks N.
     calls per step: two per bucket      bytes sent per rank: 2 (N-1)/N * parameter bytes
 
 References:
-    Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020 (section 5.1).
+    Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020,
+    arXiv:1910.02054 (section 5.1).
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ the backward waits. ``accumulate="full"`` adds up full gradients and reduces the
 stage 1. With one micro-batch both are the program of stage 1.
 
 References:
-    Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020 (section 5.2).
+    Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020,
+    arXiv:1910.02054 (section 5.2).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def zero2(
     accumulate: Literal["shards", "full"] = "shards",
     compression: Compression = none,
 ) -> Strategy:
-    """Does what ``zero1`` does, and keeps only shards of gradients between micro-batches.
+    """``zero1`` that keeps only shards of gradients between micro-batches.
 
     Args:
         bucket_mb: As for ``zero1``.

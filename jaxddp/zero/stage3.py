@@ -1,17 +1,18 @@
-"""ZeRO stage 3, or fully sharded data parallelism: parameters are sharded as well.
+"""ZeRO stage 3 (fully sharded data parallelism): parameters are sharded as well.
 
-A unit (a layer, the embedding, the head) gathers its parameters when it runs, drops them, and gathers them again in the
-backward; its gradients leave by reduce-scatter, the transpose of the gather. A rank holds 1/N of everything, and the
-whole parameters of the unit that is running.
+A sharded parameter is full only while it is used. A unit, which is a function under ``jaxddp.layer`` (a layer, the
+embedding, the head), gathers its parameters when it runs, drops them, and gathers them again in the backward. Its
+gradients are reduce-scattered, which is the transpose of the gather. A rank holds 1/N of everything, the unit that is
+running, and the small parameters, which stay replicated.
 
-    ================ ====================== ================================
-    tensor           on each rank           bytes on each rank, AdamW, fp32
-    ================ ====================== ================================
-    parameter        ``[c]``, c = ceil(n/N) 4 Psi / N, and one unit's whole
-    gradient         ``[c]``                4 Psi / N, and one unit's whole
-    moments          ``[c]`` each           8 Psi / N
-    small parameter  ``[shape]``            whole on every rank
-    ================ ====================== ================================
+    ===================== ====================== ===================================
+    tensor                on each rank           bytes on each rank, AdamW, fp32
+    ===================== ====================== ===================================
+    sharded parameter     ``[c]``, c = ceil(n/N) 4 Psi / N, and one full unit
+    its gradient          ``[c]``                4 Psi / N, and one full unit
+    its moments           ``[c]`` each           8 Psi / N
+    replicated parameter  ``[shape]``            16 Psi, with gradient and moments
+    ===================== ====================== ===================================
 
     forward   of unit u:  p = all-gather of p[r]           y = u(p, x)                 drop p
     backward  of unit u:  p = all-gather of p[r]           dx, dp = u'(p, x, dy)       drop p
@@ -22,12 +23,13 @@ whole parameters of the unit that is running.
                                less one for each unit whose backward needs no parameters, such as an embedding
     bytes sent per rank:       3 (N-1)/N * parameter bytes, less those that are gathered once
 
-``jaxddp.layer`` marks units. Parameters used outside of units are gathered before the forward and held to the end of
-the backward: a model without marks has sharded state, but no promise about temporaries.
+Parameters used outside of units are gathered before the forward and held to the end of the backward: a model without
+units has sharded state, and no guarantee about temporary memory.
 
 References:
-    Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020 (section 5.3).
-    Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023.
+    Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020,
+    arXiv:1910.02054 (section 5.3).
+    Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023, arXiv:2304.11277.
 """
 
 from __future__ import annotations
@@ -61,17 +63,17 @@ def zero3(
     bucket_mb: BucketMb = "default",
     compression: Compression = none,
 ) -> Strategy:
-    """Shards parameters: gathers them and scatters their gradients unit by unit.
+    """Shards parameters: all-gathers them, and reduce-scatters their gradients, unit by unit.
 
     Args:
-        min_shard_elements: Parameters with fewer elements stay whole on every rank; their gradients are all-reduced.
-        master_dtype: Dtype of shards, and so of the optimizer's state and of accumulated gradients; if None, of the
-            parameters given to ``Trainer.init``.
-        compute_dtype: Dtype of the floating parameters that the loss function gets; the master's if None.
+        min_shard_elements: Parameters with fewer elements stay full on every rank; their gradients are all-reduced.
+        master_dtype: Dtype of shards, optimizer state and accumulated gradients; that of the parameters given to
+            ``Trainer.init`` if None.
+        compute_dtype: Dtype of the floating-point parameters that the loss function gets; ``master_dtype`` if None.
         gather_dtype: Dtype of all-gathers; ``compute_dtype`` if None.
-        reduce_dtype: Dtype of reduce-scatters; if None the trainer's ``grad_dtype``, or else the master's. Gradients
-            of whole parameters are reduced in ``grad_dtype``.
-        bucket_mb: Cap of the buckets of the small parameters, in MiB; see ``plan_buckets``.
+        reduce_dtype: Dtype of reduce-scatters; if None the trainer's ``grad_dtype``, or else ``master_dtype``.
+            Gradients of replicated parameters are reduced in ``grad_dtype``.
+        bucket_mb: Cap of the buckets of replicated gradients; see ``plan_buckets``.
         compression: ``none``, or ``noop`` for a step without communication.
 
     Returns:
@@ -105,10 +107,10 @@ def zero3(
 
 
 def cut_of(shape: tuple[int, ...], num_ranks: int) -> Cut:
-    """Cuts a parameter by row, in case it is a stack of layers, unless that would pad it by more than 0.1 %.
+    """Cuts a parameter by row, as it may be a stack of layers, unless that would pad it by more than 0.1 %.
 
     Args:
-        shape: Shape of the whole parameter.
+        shape: Shape of the full parameter.
         num_ranks: Number of ranks.
 
     Returns:
@@ -135,19 +137,19 @@ def loss_on_shards(
     trainable: Callable[[str], bool] | None = None,
     sends: bool = True,
 ) -> PartialLoss:
-    """Turns a loss function of whole parameters into one of shards.
+    """Turns a loss function of full parameters into one of shards.
 
     Args:
         loss: ``(params, batch, key) -> (total, Parts)``.
-        params: The whole parameters, as ``jax.ShapeDtypeStruct``.
-        cuts: How parameters are cut, by name; those left out are whole.
+        params: The full parameters, as ``jax.ShapeDtypeStruct``.
+        cuts: How parameters are cut, by name; the others are replicated.
         axis: Name of the mesh axis.
-        precision: Dtypes of parameters when used, of all-gathers and of reduce-scatters.
+        precision: Dtypes of parameters in the loss, of all-gathers and of reduce-scatters.
         trainable: Predicate on a parameter's name; gradients of the others are not reduced.
         sends: False for a step without communication.
 
     Returns:
-        The same function of a tree that holds this rank's shard of each parameter that is cut.
+        The same loss function, of a tree with this rank's shards in place of the parameters that are cut.
     """
     gather = Gather(axis, precision, sends)
 
@@ -155,19 +157,19 @@ def loss_on_shards(
         dtype = precision.compute_dtype if jnp.issubdtype(struct.dtype, jnp.floating) else None
         return jax.ShapeDtypeStruct(struct.shape, dtype or struct.dtype)
 
-    wholes = jax.tree.map(as_used, params)
+    full = jax.tree.map(as_used, params)
 
     def loss_of_shards(params: Any, batch: Any, key: jax.Array | None) -> tuple[jax.Array, Parts]:
-        program, results = trace_marked(loss, wholes, batch, key)
+        program, results = trace_marked(loss, full, batch, key)
 
-        def argument(path: Any, array: jax.Array, whole: Any) -> Any:
+        def argument(path: Any, array: jax.Array, struct: Any) -> Any:
             name = path_name(path)
             if name not in cuts:
-                return array if array.dtype == whole.dtype else array.astype(whole.dtype)
+                return array if array.dtype == struct.dtype else array.astype(struct.dtype)
             local = array.reshape(cuts[name].rows, -1) if cuts[name].by_row else array.reshape(-1)
-            return Shard(local, cuts[name], whole.dtype, trainable is None or trainable(name))
+            return Shard(local, cuts[name], struct.dtype, trainable is None or trainable(name))
 
-        arguments = jax.tree_util.tree_map_with_path(argument, params, wholes)
+        arguments = jax.tree_util.tree_map_with_path(argument, params, full)
         values = run(program, jax.tree.leaves((arguments, batch, key)), gather)
         return jax.tree.unflatten(jax.tree.structure(results), values)
 

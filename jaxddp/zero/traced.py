@@ -1,4 +1,4 @@
-"""Lists the collectives of a traced loss function: those of zero3's units are in no bucket plan."""
+"""Lists the collectives of zero3's units, which are in no bucket plan, from the traced loss function."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ from .optimizers import Params, as_groups, mark_state_dicts
 
 @register("zero1")
 class ZeRO1(DataParallel):
-    """One reduce-scatter per bucket as it fills, one all-gather per bucket once its parameters are updated.
+    """One reduce-scatter per bucket as it fills, one all-gather per bucket as its parameters are updated.
 
     It owns the optimizer: after ``finish_gradient_synchronization`` call ``step`` and ``zero_grad`` of the wrapper.
     Until the synchronisation the module's gradients are this rank's local ones. Afterwards they are None, and the
@@ -95,7 +95,7 @@ class ZeRO1(DataParallel):
             rule: When a bucket closes; see ``plan_buckets``.
             process_group: As ``DataParallel`` takes it.
             order: As ``DataParallel`` takes it.
-            compression: Of the gradients, not of the parameters; must be stateless.
+            compression: Gradient compression; must be stateless. Parameters are gathered uncompressed.
             bucket_size_mb: Older name of ``bucket_mb``.
             **kwargs: For ``optimizer_cls``.
 

@@ -1,9 +1,9 @@
-"""ZeRO stage 3: parameters are sharded as well, as fully sharded data parallelism has it.
+"""ZeRO stage 3 (fully sharded data parallelism): parameters are sharded as well.
 
 A sharded parameter is full only while it is used. A unit, which is a module of one of ``shard_types``, gathers its
 parameters before its forward, drops them, and gathers them again when the backward needs them. Its gradients are
-reduce-scattered, which is the transpose of the gather. A rank holds 1/N of everything, the unit at work, and the
-parameters of other modules, which stay replicated.
+reduce-scattered, which is the transpose of the gather. A rank holds 1/N of everything, the unit that is running,
+and the parameters of other modules, which stay replicated.
 
     ===================== ====================== ==============================================
     tensor                on each rank           bytes on each rank, AdamW, fp32
