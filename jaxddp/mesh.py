@@ -18,16 +18,15 @@ DATA_AXIS = "data"
 
 
 def simulate_devices(num_devices: int) -> None:
-    """Makes JAX show the CPU as several devices; call it before anything else uses JAX.
+    """Makes JAX present the CPU as several devices; call it before anything else uses JAX.
 
     Calling it again is harmless as long as enough devices exist.
 
     Args:
-        num_devices: How many CPU devices this process should see.
+        num_devices: Number of CPU devices.
 
     Raises:
-        ValueError: If JAX has already started with fewer devices than asked for, or ``num_devices`` is no
-            positive integer.
+        ValueError: If JAX has already started with fewer devices, or ``num_devices`` is not a positive integer.
 
     Example:
         >>> simulate_devices(4)
@@ -52,7 +51,7 @@ def mesh_of_machine(num_ranks: int | None, default_simulated: int) -> Mesh:
     """Builds the mesh on the machine's accelerators, or on simulated CPU devices if it has none.
 
     Args:
-        num_ranks: Number of ranks; when None all accelerators, or ``default_simulated`` CPU devices.
+        num_ranks: Number of ranks; if None, all accelerators, or ``default_simulated`` CPU devices.
         default_simulated: Number of simulated devices if ``num_ranks`` is None.
 
     Returns:
@@ -61,7 +60,7 @@ def mesh_of_machine(num_ranks: int | None, default_simulated: int) -> Mesh:
     Raises:
         ValueError: If there are not that many devices, or none that JAX could start on.
     """
-    # Leaves the choice of platform open. Once JAX has started, the number of CPU devices cannot change.
+    # The platform is chosen later. Once JAX has started, the number of CPU devices cannot change.
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", num_ranks or default_simulated)
     try:
@@ -77,15 +76,14 @@ def data_mesh(num_ranks: int | None = None, *, axis: str = DATA_AXIS) -> Mesh:
     """Builds the one-dimensional mesh that data parallelism runs on.
 
     Args:
-        num_ranks: Number of ranks, taken from the front of ``jax.devices()``; all of them when None.
+        num_ranks: Number of ranks, the first of ``jax.devices()``; all of them if None.
         axis: Name of the mesh axis.
 
     Returns:
         A ``Mesh`` of shape ``[num_ranks]`` with automatic sharding along ``axis``.
 
     Raises:
-        ValueError: If ``num_ranks`` is not positive or more than there are devices, or less where several processes
-            train together.
+        ValueError: If ``num_ranks`` is not positive, more than the devices, or, with several processes, less.
 
     Example:
         >>> dict(data_mesh(4).shape)
@@ -110,7 +108,7 @@ def data_mesh(num_ranks: int | None = None, *, axis: str = DATA_AXIS) -> Mesh:
 
 
 def platform_of(mesh: Mesh | AbstractMesh) -> str:
-    """Gives the platform of a mesh's devices: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+    """The platform of a mesh's devices: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
 
     Args:
         mesh: A mesh of devices, or of a target.
@@ -128,7 +126,7 @@ def start_process(coordinator_address: str, num_processes: int, process_id: int)
 
     Args:
         coordinator_address: ``host:port`` of process 0.
-        num_processes: How many processes the job has.
+        num_processes: Number of processes of the job.
         process_id: This process's number, from 0.
 
     Raises:

@@ -122,7 +122,7 @@ def zero1(loss_fn, optimizer, params, mesh):
         params, opt_state = state
         loss, grads = _local_gradients(loss_fn, params, batch)
         # An all-reduce is a reduce-scatter and an all-gather. The update goes between the two, on 1/N of the elements.
-        grads, shards = jax.tree.map(_mean_shard, grads), jax.tree.map(_own_shard, params)
+        grads, shards = jax.tree.map(_mean_shard, grads), jax.tree.map(_local_shard, params)
         shards, opt_state = _update(optimizer, grads, opt_state, shards)
         params = jax.tree.map(lambda shard, p: _gather(shard, p.shape, to="invarying"), shards, params)
         return (params, opt_state), lax.pmean(loss, "data")
@@ -145,7 +145,7 @@ def zero2(loss_fn, optimizer, params, mesh, num_microbatches=1):
             # Reduced now, so only the shard has to be kept. ZeRO-1 would add full gradients and reduce once at the end.
             return jax.tree.map(lambda t, grad: t + _mean_shard(grad) / num_microbatches, total, grads), loss
 
-        shards = jax.tree.map(_own_shard, params)
+        shards = jax.tree.map(_local_shard, params)
         microbatches = jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), batch)
         grads, losses = lax.scan(accumulate, jax.tree.map(jnp.zeros_like, shards), microbatches)
         shards, opt_state = _update(optimizer, grads, opt_state, shards)
@@ -181,7 +181,7 @@ def zero3(loss_fn, optimizer, params, mesh):
 
 
 def layer(fn):
-    """Marks one layer of a model for `zero3`; the other strategies run it as it is.
+    """Declares one layer of a model to `zero3`; the other strategies run it as it is.
 
     Under `jax.checkpoint` nothing computed inside is kept for the backward, so gathered parameters are dropped after
     the forward and gathered again (and activations computed again) when the backward reaches the layer.
@@ -195,8 +195,8 @@ def layer(fn):
 
 def _local_gradients(loss_fn, params, batch):
     """The loss of this rank's examples and its gradient, before anything is communicated."""
-    # Marks the parameters as different on every rank. Otherwise AD knows that they are equal and adds all-reduces of
-    # its own to the backward.
+    # Declares the parameters different on every rank. If they were known to be equal, AD would add all-reduces of its
+    # own to the backward.
     params = jax.tree.map(lambda p: lax.pcast(p, "data", to="varying"), params)
     return jax.value_and_grad(loss_fn)(params, batch)
 
@@ -225,7 +225,7 @@ def _padded(x, num_ranks):
     return jnp.pad(x.ravel(), (0, -x.size % num_ranks))
 
 
-def _own_shard(x):
+def _local_shard(x):
     """[shape], equal on all ranks -> [c], this rank's part. Sends nothing."""
     return _padded(x, lax.axis_size("data")).reshape(lax.axis_size("data"), -1)[lax.axis_index("data")]
 

@@ -26,14 +26,14 @@ from .tree import like, named_leaves, tensor_specs
 
 
 class Precision(NamedTuple):
-    """Dtypes of a strategy that shards parameters; None takes the dtype of the field named in its description.
+    """Dtypes of a strategy that shards parameters.
 
     Attributes:
         master_dtype: Of shards, optimizer state, and the gradients that the optimizer gets; that of the parameters
-            given to ``Trainer.init``.
-        compute_dtype: Of the floating parameters that the loss function gets; ``master_dtype``.
-        gather_dtype: In which parameters are gathered; ``compute_dtype``.
-        reduce_dtype: In which gradients are summed over ranks; ``master_dtype``.
+            given to ``Trainer.init`` if None.
+        compute_dtype: Of the floating-point parameters that the loss function gets; ``master_dtype`` if None.
+        gather_dtype: Of all-gathers of parameters; ``compute_dtype`` if None.
+        reduce_dtype: Of sums of gradients over ranks; ``master_dtype`` if None.
     """
 
     master_dtype: Any = None
@@ -171,10 +171,10 @@ class GradientTrace(NamedTuple):
     """A traced backward pass.
 
     Attributes:
-        tensors: The gradients that depend on something, in the order in which they become ready.
-        constants: Those that do not, such as the zeros of an unused parameter.
+        tensors: The gradients that depend on an input, in the order in which they become ready.
+        constants: The others, such as the zeros of an unused parameter.
         program: The trace.
-        outputs: Which of its outputs the tensors are.
+        outputs: Index of each of ``tensors`` among the trace's outputs.
     """
 
     tensors: tuple[TensorSpec, ...]

@@ -1,12 +1,12 @@
 """ZeRO on six parameters: what each of two ranks holds after each phase of a training step.
 
 A ``Linear(2, 2)`` has a kernel of 4 elements and a bias of 2. A rank owns half of each, 3 elements in all, and keeps
-Adam's two moments of those alone. The numbers are counted on each rank's arrays, not computed.
+Adam's two moments of those only. The numbers are counted from a rank's arrays, not computed.
 
     python -m jaxddp.walkthrough
 
-A trainer's step is one program. Here each phase is a program of its own, built from the same functions, so that arrays
-can be counted between phases. Collectives are read from the compiled programs. ``zero2`` holds the same.
+A trainer's step is one program. Here each phase is a separate program, made of the same functions, so that arrays can
+be counted between phases. Collectives are read from the compiled programs. ``zero2`` holds the same.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 class _Held(NamedTuple):
-    """Arrays that are alive between two phases."""
+    """Arrays that live between two phases."""
 
     params: Any
     opt_state: Any
@@ -74,12 +74,12 @@ class _Held(NamedTuple):
 
 
 def _phases(mesh: Mesh) -> Iterator[tuple[list[Holding], _Held]]:
-    whole, by_rank = PartitionSpec(), PartitionSpec(DATA_AXIS)
+    replicated, by_rank = PartitionSpec(), PartitionSpec(DATA_AXIS)
     params, x = _linear(), jnp.array([[1.0, 1.0], [2.0, 2.0]])
     optimizer = optax.with_extra_args_support(optax.adam(0.1))
     plan = plan_gradients(zero1(), jax.grad(_loss), params, x[:1])
     layout = state_layout(params, optimizer, zero1(), NUM_RANKS)
-    own = layout.specs(DATA_AXIS).opt_state
+    state_specs = layout.specs(DATA_AXIS).opt_state
 
     def init(params: Any) -> Any:
         return optimizer.init(local_shards(params, DATA_AXIS))
@@ -89,8 +89,8 @@ def _phases(mesh: Mesh) -> Iterator[tuple[list[Holding], _Held]]:
         return jax.tree.map(lambda grad: grad[None], jax.grad(_loss)(local, x))
 
     def synchronise(grads: Any) -> Any:
-        sums, _ = start_reduction(jax.tree.map(lambda grad: grad[0], grads), plan, DATA_AXIS, REDUCE_SCATTER, none)
-        return finish_reduction(sums, plan, NUM_RANKS, REDUCE_SCATTER, NUM_RANKS)[0]
+        reduction, _ = start_reduction(jax.tree.map(lambda grad: grad[0], grads), plan, DATA_AXIS, REDUCE_SCATTER, none)
+        return finish_reduction(reduction, plan, NUM_RANKS, REDUCE_SCATTER, NUM_RANKS)[0]
 
     def update(params: Any, opt_state: Any, means: Any) -> tuple[Any, Any]:
         shards = local_shards(params, DATA_AXIS)
@@ -104,15 +104,15 @@ def _phases(mesh: Mesh) -> Iterator[tuple[list[Holding], _Held]]:
 
     params = place(params, layout.params, mesh)
     x = jax.device_put(x, NamedSharding(mesh, by_rank))
-    held = _Held(params, run(init, ((whole,), own), params)[0])
+    held = _Held(params, run(init, ((replicated,), state_specs), params)[0])
     yield _count("before", held, mesh), held
-    grads, sent = run(backward, ((whole, by_rank), by_rank), held.params, x)
+    grads, sent = run(backward, ((replicated, by_rank), by_rank), held.params, x)
     held = held._replace(grads=grads)
     yield _count("backward", held, mesh, sent), held
     grads, sent = run(synchronise, ((by_rank,), by_rank), held.grads)
     held = held._replace(grads=grads)
     yield _count("gradients synchronised", held, mesh, sent), held
-    (params, opt_state), sent = run(update, ((whole, own, by_rank), (whole, own)), *held)
+    (params, opt_state), sent = run(update, ((replicated, state_specs, by_rank), (replicated, state_specs)), *held)
     held = held._replace(params=params, opt_state=opt_state)
     yield _count("own part updated, gathered", held, mesh, sent), held
 

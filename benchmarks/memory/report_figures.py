@@ -24,11 +24,11 @@ SHARDED = (1998.94, 6112.23, 3487.62, 711.281)
 
 
 class Figure(NamedTuple):
-    """One figure of the source.
+    """One figure of the assignment report.
 
     Attributes:
         name: What of.
-        says_mib: The source, in MiB.
+        says_mib: The report's figure, in MiB.
         corrected: Without what does not belong to it, in bytes; None if all of it does.
         here: What is found here, in bytes.
         why: The two differ.
@@ -81,7 +81,7 @@ def _baseline(found: StepMemory | None) -> list[Figure]:
         ),
         Figure(
             "baseline, before the step", before, None, found.before_update.total,
-            "not itemised by the source; PyTorch saves what each operation needs, XLA computes the cheap again",
+            "not itemised by the report; PyTorch saves what each operation needs, XLA computes the cheap again",
         ),
         Figure(
             "baseline, after the step", after, None, found.after_step.total,

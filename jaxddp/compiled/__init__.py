@@ -1,4 +1,4 @@
-"""What a compiled program says, read from its scheduled HLO text.
+"""Reads compiled programs, from their scheduled HLO text.
 
 hlo.py        the text parsed: computations, instructions, shapes
 work.py       FLOPs and bytes of instructions

@@ -1,4 +1,4 @@
-"""What a training step would do on machines that are not here.
+"""Examines training steps on machines that are not here.
 
 strategies.py     steps compiled for a target, read back and simulated: the work of ``python -m jaxddp inspect``
 planned_step.py   the training step that a plan describes, compiled for its target

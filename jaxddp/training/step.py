@@ -40,7 +40,7 @@ from ..zero.stage1 import gather_params, local_shards
 
 
 class TrainState(NamedTuple):
-    """What a training run carries from step to step; ``state_layout.py`` says which leaves are shards."""
+    """What a training run carries from step to step; ``state_layout.py`` decides which leaves are shards."""
 
     step: jax.Array  # shape=(), dtype=int32: steps taken
     params: Any  # the user's tree
@@ -247,5 +247,5 @@ class RankStep:
         return jax.random.fold_in(jax.random.fold_in(state.key, state.step), lax.axis_index(self.axis))
 
     def _as_varying(self, tree: Any) -> Any:
-        # Marked as varying, parameters are differentiated on each rank alone; otherwise AD would add all-reduces.
+        # Parameters that vary over ranks get local gradients. If they were known to be equal, AD would add all-reduces.
         return jax.tree.map(lambda leaf: lax.pcast(leaf, self.axis, to="varying"), tree)

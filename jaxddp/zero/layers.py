@@ -1,8 +1,8 @@
 """Units: ``layer`` marks one, and the loss function runs on shards that units gather.
 
-A unit is a part of a model, such as a layer, whose parameters nothing else uses. The loss function is traced once on
-full shapes, and the trace is evaluated operation by operation: a parameter stays a shard until a unit needs it. A
-unit's parameters are gathered while it runs; parameters used outside of units are gathered first.
+A unit is a part of a model, such as a layer, whose parameters need to be full only while it runs. The loss function is
+traced once on full shapes, and the trace is evaluated operation by operation: a parameter stays a shard until a unit
+gathers it. Parameters used outside of units are gathered first.
 
 Why an interpreter? A shorter way is to register shards as pytrees, call the loss on them, and let ``layer`` gather its
 arguments. For most of 35 loss functions this gives the same gradients, and for the models of ``stage3_target_test.py``

@@ -1,7 +1,8 @@
 """NCCL's primitives by name, over a process group: the twin of `jaxddp.communication.collectives`.
 
-Each function is called by every rank of ``group`` (None: all ranks) with its own tensor ``x_r``. N is the number of
-ranks, S the bytes of the full buffer; the bytes are those of NCCL's rings, ``bus factor`` is nccl-tests':
+Every rank of ``group`` (None: all ranks) calls the function with its own tensor ``x_r``. Each is one collective
+operation. N is the number of ranks, S the bytes of the full buffer. nccl-tests multiplies S / time by the
+``bus factor`` to get a number that can be compared with the speed of the links.
 
 | function       | input per rank | output per rank   | sent per rank on a ring | bus factor | returns      |
 |----------------|----------------|-------------------|-------------------------|------------|--------------|
@@ -12,10 +13,10 @@ ranks, S the bytes of the full buffer; the bytes are those of NCCL's rings, ``bu
 | reduce         | [...]          | [...], 0 off root | S                       | 1          | a new tensor |
 | send_recv      | [...]          | [...]             | S if it sends           | 1          | a new tensor |
 
-``all_reduce`` and ``broadcast`` work in place, because gradients and parameters already lie where the result should
-be; the others leave their input as it was. With ``async_op=True`` a call returns at once: ``Work`` instead of None,
-``(tensor, Work)`` instead of a tensor. Touch neither buffer before ``work.wait()``. The calls are not differentiable,
-and all ranks must issue the same ones in the same order.
+``all_reduce`` and ``broadcast`` work in place, because gradients and parameters are already where the result
+should be; the others leave their input unchanged. With ``async_op=True`` a call returns at once: ``Work`` instead of
+None, ``(tensor, Work)`` instead of a tensor. Touch neither buffer before ``work.wait()``. The calls are not
+differentiable, and all ranks must issue the same ones in the same order.
 
 Tensors may be empty and have any strides. A tensor that is not contiguous is sent as a contiguous copy, because Gloo
 ignores strides and silently gives wrong sums. Gloo implements reduce-scatter as an all-reduce and keeps a slice: it

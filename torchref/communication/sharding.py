@@ -1,7 +1,7 @@
-"""How tensors are cut into shards: one chunk a rank, tensor by tensor.
+"""How tensors are cut into shards: tensor by tensor, one chunk a rank.
 
-A tensor is flattened, padded with zeros to a multiple of the number of ranks N, and rank r owns chunk r. A bucket sends
-the chunks of several tensors as one buffer, whose row r holds the chunks of rank r.
+A tensor is flattened, padded with zeros to a multiple of the number of ranks N, and rank r owns chunk r. Chunks
+of many tensors are communicated together: row r of a bucket's buffer holds rank r's chunks.
 
     tensor  [n]         padded to [N c], c = ceil(n / N)           chunk r = elements r c ... (r + 1) c
     bucket  [N, width]  row r = chunk r of each of its tensors     width = sum of their c
@@ -23,7 +23,7 @@ from jaxddp.planning.buckets import Bucket, bucket_width, chunk_elements
 def pack_chunks(
     bucket: Bucket, tensors: Mapping[str, torch.Tensor], num_ranks: int, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Lays the chunks of a bucket's tensors side by side, rank by rank.
+    """Packs the chunks of a bucket's tensors, rank by rank.
 
     Args:
         bucket: The bucket.
@@ -32,8 +32,8 @@ def pack_chunks(
         out: Buffer of ``[num_ranks, width]`` to write into, of any dtype.
 
     Returns:
-        A buffer of shape ``[num_ranks, width]``, whose row r holds the chunks of rank r. Without ``out``, a bucket of
-        one tensor that needs no padding gives a view of it.
+        A buffer of shape ``[num_ranks, width]``, of which rank r owns row r. Without ``out``, a bucket of one tensor
+        that needs no padding gives a view of it.
     """
     first = tensors[bucket.tensors[0].name]
     if out is None:
@@ -46,7 +46,7 @@ def pack_chunks(
 
 
 def pack_local_shards(bucket: Bucket, chunks: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Lays one rank's chunks of a bucket's tensors end to end.
+    """Concatenates one rank's chunks of a bucket's tensors.
 
     Args:
         bucket: The bucket.

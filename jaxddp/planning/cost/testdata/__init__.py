@@ -1,4 +1,4 @@
-"""The accounting of the source documents, and checks that this package computes the same values.
+"""The accounting of the teaching material, and checks that this package computes the same values.
 
 ``accounting.json`` has a row for every figure: the document's value and the right one. A row whose right value is a
 number has a check here, in the file of its subject.
