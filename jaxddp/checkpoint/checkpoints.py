@@ -212,9 +212,6 @@ class Checkpoints:
     def about(self, step: int | None = None) -> dict[str, Any]:
         """Describes a checkpoint without reading its arrays.
 
-        Args:
-            step: Of the checkpoint; the newest if None.
-
         Returns:
             ``format, step, strategy, num_ranks, saved_at, data_position``, and ``leaves``: ``shape, dtype, crc32`` by
             name.

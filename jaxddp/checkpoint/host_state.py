@@ -36,15 +36,7 @@ from ..tree import like, named_leaves, path_name
 
 
 def places_of(trainer: Trainer, state: TrainState) -> TrainState:
-    """Describes each leaf of a state on the host, and how it is sharded over the ranks.
-
-    Args:
-        trainer: The state's trainer.
-        state: Arrays or ``jax.ShapeDtypeStruct``.
-
-    Returns:
-        A state of ``Leaf``.
-    """
+    """Describes each leaf of a state on the host, and how it is sharded over the ranks."""
     layout = trainer.layout(state)
     step, key = jax.tree.map(lambda leaf: Leaf(tuple(leaf.shape), leaf.dtype), (state.step, state.key))
     memory = jax.tree.map(lambda array: Leaf(array.shape[1:], array.dtype), layout.memory)
@@ -53,10 +45,6 @@ def places_of(trainer: Trainer, state: TrainState) -> TrainState:
 
 def to_host(trainer: Trainer, state: TrainState) -> Iterator[tuple[str, np.ndarray]]:
     """Copies a state to the host, leaf by leaf; to every host if several processes hold it.
-
-    Args:
-        trainer: The state's trainer.
-        state: Not changed.
 
     Yields:
         Name and full array of a leaf; arrays share no memory with each other or the state.
@@ -73,10 +61,6 @@ def to_host(trainer: Trainer, state: TrainState) -> Iterator[tuple[str, np.ndarr
 
 def host_params(trainer: Trainer, state: TrainState) -> Any:
     """Copies the full parameters to the host, leaf by leaf; in one process no device holds more than its shards.
-
-    Args:
-        trainer: The state's trainer.
-        state: Not changed.
 
     Returns:
         NumPy arrays, in the tree that ``Trainer.init`` was given.

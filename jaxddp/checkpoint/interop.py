@@ -117,9 +117,6 @@ def from_numpy(arrays: Mapping[str, Any], like: Params, *, ties: Mapping[str, st
 def torch_names(params: Params) -> list[str]:
     """Lists PyTorch's names of a Flax tree's parameters, in the order of the tree.
 
-    Args:
-        params: As for ``to_numpy``, or ``jax.ShapeDtypeStruct`` leaves.
-
     Raises:
         ValueError: If two leaves map to one name, or a leaf is not a parameter or has no rule.
 

@@ -40,11 +40,7 @@ _LINE_WIDTH = 72
 def show(inspections: list[Inspection], model: str, folder: Path | None, file: TextIO | None = None) -> None:
     """Writes the table, a line for each step, and the folder of the pictures.
 
-    Args:
-        inspections: Of one model on one target.
-        model: The model's name, or the file name of a dump.
-        folder: With the pictures and the trace; None if there are none.
-        file: Standard output when None.
+    ``model`` is the model's name, or the file name of a dump; ``folder`` holds the pictures, if there are any.
     """
     file = file or sys.stdout
     # Explicit, because a CI job's environment can make rich write control codes to files.

@@ -24,9 +24,6 @@ def kept_interrupts() -> Iterator[None]:
     """Sends an interrupt of the main thread again if it was dropped; other dropped exceptions are reported as usual.
 
     Interrupts dropped just before the end are not sent again: nothing is left to interrupt.
-
-    Yields:
-        Nothing.
     """
     report = sys.unraisablehook
     timers: list[threading.Timer] = []

@@ -25,10 +25,7 @@ _WIDTH = 120
 class Line(NamedTuple):
     """One number of a plan.
 
-    Attributes:
-        label: Indented if the number is part of the one above.
-        text: The number with its unit.
-        formula: In letters, or with the numbers filled in.
+    The label is indented if the number is part of the one above; the formula is in letters or filled in.
     """
 
     label: str
@@ -37,14 +34,7 @@ class Line(NamedTuple):
 
 
 def show(plan: Plan, model: str, *, explain: bool = False, file: TextIO | None = None) -> None:
-    """Writes a plan.
-
-    Args:
-        plan: The plan.
-        model: The model's name.
-        explain: Whether to add the formula of each number.
-        file: Standard output when None.
-    """
+    """Writes a plan; with ``explain``, the formula of each number follows it."""
     file = file or sys.stdout
     job = plan.job
     replicas = f" x {job.dp} replicas" if job.dp > 1 else ""
@@ -103,10 +93,7 @@ def verification_object(verification: Verification) -> dict[str, Any]:
 def as_json(plan: Plan, model: str, *, explain: bool = False) -> dict[str, Any]:
     """Returns a plan as an object for ``json.dumps``: bytes and tokens rounded up, missing answers None.
 
-    Args:
-        plan: The plan.
-        model: The model's name.
-        explain: Whether to add the formulas.
+    With ``explain``, it has the formulas too.
     """
     job, buckets, best, given = plan.job, plan.buckets, plan.best_split, plan.job.assumptions
     found: dict[str, Any] = {

@@ -23,12 +23,7 @@ class TrainConsole:
     """Shows one run; a context manager that keeps the progress bar alive."""
 
     def __init__(self, num_steps: int, file: TextIO | None = None) -> None:
-        """Prepares the output.
-
-        Args:
-            num_steps: Steps of the run.
-            file: Standard output when None.
-        """
+        """Prepares the output."""
         file = file or sys.stdout
         self.num_steps_taken = 0
         self._num_steps = num_steps

@@ -85,11 +85,6 @@ def train(
 ) -> TrainSummary | None:
     """Trains a language model.
 
-    Args:
-        options: What to train and how.
-        say: Called with progress messages.
-        on_step: Called after every step.
-
     Returns:
         The summary; None if a resumed run has already taken all its steps.
 

@@ -118,13 +118,7 @@ Computation = dict[str, Instruction]
 
 @dataclass(frozen=True)
 class Module:
-    """A program.
-
-    Attributes:
-        header: Its first line.
-        entry: Name of the entry computation.
-        computations: All computations, by name.
-    """
+    """A program."""
 
     header: str
     entry: str
@@ -145,8 +139,7 @@ class Module:
 def parse_module(compiled: Any) -> Module:
     r"""Parses a scheduled program.
 
-    Args:
-        compiled: A ``jax.stages.Compiled``, or the text of one.
+    ``compiled`` is a ``jax.stages.Compiled``, or the text of one.
 
     Raises:
         ValueError: If the text is no HLO module, is not scheduled or is truncated.

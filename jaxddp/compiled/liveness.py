@@ -94,8 +94,7 @@ class Liveness:
 def read_liveness(compiled: Any) -> Liveness:
     """Reads the lifetimes of a compiled program's arrays.
 
-    Args:
-        compiled: A ``jax.stages.Compiled``, a ``TargetProgram``, or the text of one.
+    ``compiled`` is a ``jax.stages.Compiled``, a ``TargetProgram``, or the text of one.
 
     Raises:
         ValueError: If the text is not a scheduled HLO module, or is truncated.

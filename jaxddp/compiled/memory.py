@@ -99,11 +99,7 @@ class Allocated(NamedTuple):
 def held_bytes(layout: StateLayout) -> DeviceBytes:
     """Returns the bytes of parameters and optimizer state on a device.
 
-    Args:
-        layout: From ``Trainer.layout``.
-
-    Returns:
-        Both; the other components are 0.
+    The other components are 0.
 
     Example:
         >>> import jax.numpy as jnp, jaxddp, optax
@@ -153,9 +149,7 @@ def state_formula(params: Any, strategy: Strategy, num_ranks: int, per_parameter
 def step_memory(compiled: Any, state: TrainState) -> StepMemory:
     """Reads the memory of a compiled step on each device.
 
-    Args:
-        compiled: From ``Trainer.compile``, for devices or for a target.
-        state: The state that it was compiled for: arrays or ``jax.ShapeDtypeStruct``.
+    ``compiled`` is from ``Trainer.compile``, for devices or for a target, and ``state`` what it was compiled for.
 
     Raises:
         ValueError: If the program takes fewer arguments than the state has leaves.

@@ -174,8 +174,7 @@ class Schedule:
 def read_schedule(compiled: Any) -> Schedule:
     """Reads a compiled program.
 
-    Args:
-        compiled: A ``jax.stages.Compiled``, a ``TargetProgram``, or the text of one.
+    ``compiled`` is a ``jax.stages.Compiled``, a ``TargetProgram``, or the text of one.
 
     Raises:
         ValueError: If the text is not a scheduled HLO module, or is truncated.
@@ -188,14 +187,7 @@ def read_schedule(compiled: Any) -> Schedule:
 
 
 def gradient_collectives(compiled: Any) -> list[tuple[str, int]]:
-    """Lists a compiled step's collectives, without those of loss and metrics.
-
-    Args:
-        compiled: A ``jax.stages.Compiled``, or the text of one.
-
-    Returns:
-        Sorted ``(kind, bytes)``, to compare with the sorted plan.
-    """
+    """Lists ``(kind, bytes)`` of a step's collectives, without those of loss and metrics, sorted."""
     return read_schedule(compiled).gradient_collectives()
 
 
@@ -214,12 +206,7 @@ def describe_collectives(collectives: list[tuple[str, int]]) -> str:
 
 
 class OperationReader:
-    """Converts instructions of a module to operations.
-
-    Attributes:
-        counter: Counts their work, with notes on what it cannot count.
-        num_devices: Devices that the module was compiled for.
-    """
+    """Converts instructions of a module to operations."""
 
     def __init__(self, module: Module) -> None:
         """Reads the module's header."""

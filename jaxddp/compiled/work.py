@@ -90,11 +90,7 @@ class Work:
 
 
 class WorkCounter:
-    """Counts the work of a module's instructions.
-
-    Attributes:
-        notes: What could not be counted, in words.
-    """
+    """Counts the work of a module's instructions; ``notes`` says in words what could not be counted."""
 
     def __init__(self, module: Module) -> None:
         """Prepares to count; nothing is read yet."""
@@ -103,12 +99,7 @@ class WorkCounter:
         self._totals: dict[int, Work] = {}
 
     def of(self, instruction: Instruction, computation: Computation) -> Work:
-        """Counts one instruction with everything that it contains; collectives count as no work.
-
-        Args:
-            instruction: The instruction.
-            computation: The computation of the instruction and its operands.
-        """
+        """Counts one instruction with everything that it contains; collectives count as no work."""
         instruction = _synchronous(instruction)
         opcode = instruction.opcode
         if opcode in _FREE or opcode.endswith(("-done", "-update")) or _COMMUNICATION.match(opcode):
@@ -368,15 +359,7 @@ def _window_pairs(window: str, place: int, size_in: int, size_out: int, size_win
 
 
 def trip_count(module: Module, loop: Instruction) -> int | None:
-    """Reads or derives how often a loop runs.
-
-    Args:
-        module: The module of the loop.
-        loop: A ``while`` instruction.
-
-    Returns:
-        The number of iterations; None if the text does not determine it.
-    """
+    """Reads or derives how often a loop runs; None if the text does not determine it."""
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
         return int(known.group(1))
     where = next(computation for computation in module.computations.values() if computation.get(loop.name) is loop)

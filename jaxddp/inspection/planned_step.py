@@ -121,9 +121,6 @@ def start_planned_step(plan: Plan, dtype: str, config: TransformerConfig | None 
 def with_master(inner: optax.GradientTransformation) -> optax.GradientTransformation:
     """Updates float32 master copies of the parameters; the parameters are their rounded values.
 
-    Args:
-        inner: The optimizer of the masters.
-
     Returns:
         An optimizer whose updates are float32, to be added before rounding, as ``optax.apply_updates`` does.
     """

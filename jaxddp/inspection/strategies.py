@@ -120,17 +120,8 @@ def inspect_steps(
 ) -> list[Inspection]:
     """Compiles a model's training step with AdamW under several strategies and simulates each.
 
-    Args:
-        strategies: Names in ``STRATEGIES``, or ``"auto"``, which is plain ``jit`` with replicated parameters.
-        config: The model's sizes.
-        target: The machine.
-        network: What connects its devices.
-        bucket_mb: For the strategies that take it; None for their default.
-        batch_per_device: Sequences on each device.
-        say: Called with progress messages.
-
-    Returns:
-        An inspection of each strategy, in the order given.
+    ``strategies`` are names in ``STRATEGIES``, or ``"auto"``, which is plain ``jit`` with replicated parameters.
+    ``bucket_mb`` is for those that take it; ``say`` is called with progress messages.
 
     Raises:
         ValueError: If a strategy is unknown, ``bucket_mb`` is out of range or applies to none of them, or the step does
@@ -197,12 +188,6 @@ def inspect_steps(
 
 def inspect_dump(name: str, text: str, target: targets.Target, network: Network) -> Inspection:
     """Reads and simulates a scheduled program that was compiled elsewhere.
-
-    Args:
-        name: What to call it.
-        text: The HLO module.
-        target: The machine to simulate.
-        network: What connects its devices.
 
     Raises:
         ValueError: If the text is no scheduled HLO module, or was compiled for another platform than the target's.

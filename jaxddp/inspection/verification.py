@@ -84,10 +84,8 @@ class Verification:
 def verify(planned: Plan, dtype: str, config: TransformerConfig | None = None) -> Verification:
     """Compiles a plan's step for its target, and compares.
 
-    Args:
-        planned: The plan; its tokens are rounded up to the same number on each data rank and in each micro-batch.
-        dtype: Dtype of compute and communication.
-        config: Sizes of the planned transformer; None for the feed-forward model.
+    The tokens are rounded up to the same number on each data rank and in each micro-batch. ``dtype`` is that of compute
+    and communication; ``config`` is None for the feed-forward model.
 
     Raises:
         ValueError: If the step cannot be built or compiled, for another reason than memory.
@@ -107,13 +105,7 @@ def verify(planned: Plan, dtype: str, config: TransformerConfig | None = None) -
 
 
 def compare(planned: Plan, step: PlannedStep, program: TargetProgram) -> Verification:
-    """Compares a plan with its compiled step.
-
-    Args:
-        planned: The plan.
-        step: The step that it describes.
-        program: What the step compiled to.
-    """
+    """Compares a plan with its compiled step."""
     schedule, job = read_schedule(program), planned.job
     sent: dict[str, list[Collective]] = {"data": [], "tp": [], "": []}
     for each in schedule.collectives():
@@ -227,13 +219,8 @@ def _traffic_row(
 ) -> Row:
     """Compares what a device sends.
 
-    Args:
-        label: Name.
-        planned: By formula.
-        found: The program's collectives.
-        own: What the library plans to send, if that is known.
-        why: The reason if ``own`` differs from the formula.
-        is_sound: Whether the formula may neglect that reason.
+    ``own`` is what the library plans to send, if that is known. Where it differs from the formula, ``why`` is the
+    reason, and ``is_sound`` whether the formula may neglect it.
     """
     compiled = sum(_sent_bytes(_kind(each), each.num_bytes, each.group) for each in found)
     said = " + ".join(f"{count:,} {kind}" for kind, count in Counter(map(_kind, found)).items()) or "none"

@@ -161,13 +161,7 @@ _V5P_TOPOLOGIES = {
 
 @dataclass(frozen=True)
 class Target:
-    """Devices that programs are compiled for.
-
-    Attributes:
-        chip: Kind of device.
-        num_hosts: Number of hosts.
-        devices_per_host: Devices of each host.
-    """
+    """Devices that programs are compiled for."""
 
     chip: Chip
     num_hosts: int

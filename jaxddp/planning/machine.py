@@ -127,11 +127,7 @@ def cluster_of(
 ) -> Cluster:
     """Makes the cluster of a target.
 
-    Args:
-        target: Chip and count.
-        dtype: Dtype of matrix products, such as ``"bfloat16"``.
-        flops_per_s: Peak of a device; None for the chip's own.
-        **by_hand: Attributes of ``Cluster`` that replace the target's; None keeps the target's.
+    ``by_hand`` are attributes of ``Cluster`` that replace the target's, like ``flops_per_s``; None keeps the target's.
 
     Raises:
         ValueError: If a number is out of range, or the chip has no published peak for the dtype.

@@ -74,10 +74,7 @@ class Network:
     def transfer_s(self, kind: str, num_bytes: float, group: Sequence[int]) -> float:
         """Seconds to transfer the bytes of one collective, without latency; 0 for a group of one.
 
-        Args:
-            kind: Such as ``"all-reduce"``.
-            num_bytes: Bytes of the full buffer.
-            group: Device numbers.
+        ``num_bytes`` is the size of the full buffer; ``group`` holds device numbers.
         """
         if len(group) < 2:
             return 0.0

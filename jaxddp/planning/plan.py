@@ -249,13 +249,7 @@ def best_buckets(job: TrainingJob, tokens: int, num_microbatches: int) -> Bucket
     tensor's backward takes time in proportion to its bytes, and a bucket's collective has the network to itself.
     ``jaxddp.tune_buckets`` chooses caps for a compiled step, which is more accurate.
 
-    Args:
-        job: The job.
-        tokens: B.
-        num_microbatches: K.
-
-    Returns:
-        The choice; None with one data rank, where no gradients are reduced.
+    Gives None with one data rank, where no gradients are reduced.
     """
     if job.num_data_ranks == 1:
         return None

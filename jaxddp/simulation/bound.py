@@ -41,12 +41,8 @@ class Bound:
 def lower_bound(alone: Schedule, chip: Chip, network: Network, gradient_bytes: int, num_devices: int) -> Bound:
     """Computes the bound.
 
-    Args:
-        alone: One rank's step without communication, compiled for one device of the target.
-        chip: The device.
-        network: What connects the devices.
-        gradient_bytes: Bytes of all gradients, on the wire.
-        num_devices: Ranks that share the gradients.
+    ``alone`` is one rank's step without communication, compiled for one device of the target; ``gradient_bytes`` counts
+    all gradients on the wire.
     """
     seconds = {op.name: device_seconds(op.total_work, chip) for op in alone.operations}
     forward = sum(seconds[op.name] for op in alone.operations if op.phase == "forward")

@@ -95,12 +95,6 @@ def matmul_flops_per_s(kind: MatmulKind, chip: Chip) -> float:
 def simulate(schedule: Schedule, chip: Chip, network: Network, *, num_streams: int = 1) -> Simulation:
     """Simulates one step.
 
-    Args:
-        schedule: The step.
-        chip: The device.
-        network: What connects the devices.
-        num_streams: Communication streams.
-
     Raises:
         ValueError: If ``num_streams`` is not positive.
     """

@@ -49,10 +49,7 @@ _LABEL_Y, _COMPUTE_Y, _COMMUNICATION_Y = 0.2, (0.3, 0.66), (0.69, 0.97)
 def draw(simulations: Mapping[str, Simulation], path: str | Path, *, title: str = "") -> None:
     """Draws steps below each other on one time axis.
 
-    Args:
-        simulations: By row label, from top to bottom.
-        path: A ``.png`` or ``.svg`` file. The same simulations give the same bytes.
-        title: Optional.
+    Labels are those of the rows, from top to bottom. The same simulations give the same bytes.
 
     Raises:
         ValueError: If there is no simulation, one takes no time, or the suffix is another.
@@ -106,10 +103,6 @@ def one_line(simulation: Simulation, width: int = 72) -> str:
 
     A column shows one of the things that happen in its slice. What is not shown accumulates and appears in a later
     column, so pieces shorter than a column are represented too. ``ONE_LINE_LEGEND`` explains the characters.
-
-    Args:
-        simulation: The step.
-        width: Number of columns.
 
     Raises:
         ValueError: If the width is too small, or the step takes no time.

@@ -23,9 +23,7 @@ _COMPUTE_THREAD = 1
 def write_trace(simulations: Mapping[str, Simulation], path: str | Path) -> None:
     """Writes steps as a trace file, one process per step.
 
-    Args:
-        simulations: By process name.
-        path: The JSON file. The same simulations give the same bytes.
+    The same simulations give the same bytes.
 
     Raises:
         ValueError: If there is no simulation.

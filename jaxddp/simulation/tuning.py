@@ -36,13 +36,7 @@ _LEAST_GAIN = 0.005
 def tune_buckets(trainer: Trainer, params_or_state: Any, batch: Any) -> Trainer:
     """Chooses the caps of ``bucketed("auto", network=...)``.
 
-    Args:
-        trainer: Under that strategy, on the mesh of a target, or of devices that are a target's.
-        params_or_state: A tree of full parameters, or a ``TrainState``; arrays or ``jax.ShapeDtypeStruct``.
-        batch: The global batch; arrays or ``jax.ShapeDtypeStruct``.
-
-    Returns:
-        The same trainer with caps under which a step is expected to take the least time.
+    The trainer is on the mesh of a target, or of devices that are a target's; arrays may be ``jax.ShapeDtypeStruct``.
 
     Raises:
         ValueError: If the strategy is not that one, or the devices are of no known chip.
@@ -86,15 +80,7 @@ def time_gradients(
 ) -> StepTiming:
     """Reads from a step compiled without communication when its gradients are ready.
 
-    Args:
-        schedule: The step, as ``targets.start_compile_without_communication`` compiles it.
-        tensors: In the order in which the traced backward finishes their gradients.
-        flops_before: Share of the FLOPs of forward and backward that the trace does before each is finished.
-        chip: What computes.
-        num_ranks: Ranks that share the gradients.
-
-    Returns:
-        The timing.
+    ``flops_before`` is the share of the FLOPs of forward and backward that the trace does before each gradient.
     """
     before_update = [op for op in schedule.operations if op.phase != "optimizer"]
     seconds = np.cumsum([0.0] + [device_seconds(op.total_work, chip) for op in before_update])
@@ -109,16 +95,7 @@ def time_gradients(
 
 
 def expected_step_s(plan: BucketPlan, timing: StepTiming, network: Network) -> float:
-    """Simulates the schedule that a plan compiles to.
-
-    Args:
-        plan: The buckets.
-        timing: When their gradients are ready.
-        network: What communicates.
-
-    Returns:
-        Seconds of the step.
-    """
+    """Simulates the schedule that a plan compiles to."""
 
     def takes(seconds: float) -> Work:
         return Work(num_bytes=seconds * timing.chip.memory_bytes_per_s)
@@ -143,11 +120,6 @@ def expected_step_s(plan: BucketPlan, timing: StepTiming, network: Network) -> f
 
 def best_caps(timing: StepTiming, network: Network, rule: Rule = "before") -> BucketMb:
     """Picks the caps under which a step is expected to take least time.
-
-    Args:
-        timing: When the gradients are ready.
-        network: What communicates.
-        rule: When a bucket closes; see ``plan_buckets``.
 
     Returns:
         Caps in MiB, for ``plan_buckets``: of all buckets, or of the first and of the others; 25 MiB unless others are

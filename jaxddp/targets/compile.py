@@ -60,9 +60,6 @@ def start_compile_for_target(
         xla_flags: Added to ``XLA_FLAGS`` in the process that compiles.
         timeout_s: Seconds that the compilation may take once it has started.
 
-    Returns:
-        The compilation; ``result()`` gives the program.
-
     Raises:
         TargetError: If the compiler for this target is not installed, or the shardings are of another mesh.
     """
@@ -92,14 +89,7 @@ def compile_for_target(
 ) -> TargetProgram:
     """Traces a function here and compiles it for a target.
 
-    Args:
-        target: What to compile for.
-        function: Of ``args``, over the target's mesh.
-        args: Trees of arrays or ``jax.ShapeDtypeStruct``.
-        **options: As for ``start_compile_for_target``.
-
-    Returns:
-        The compiled program.
+    The options are those of ``start_compile_for_target``.
 
     Raises:
         TargetMemoryError: If the program does not fit into the target's memory.
@@ -119,9 +109,6 @@ def compile_for_target(
 
 def check_installed(target: Target) -> None:
     """Checks that the compiler for a target is installed.
-
-    Args:
-        target: What to compile for.
 
     Raises:
         TargetError: If it is not, with the extra that installs it.

@@ -31,14 +31,7 @@ class Pending:
     def __init__(
         self, target: Target, request: Mapping[str, Any], environment: Mapping[str, str], timeout_s: float
     ) -> None:
-        """Starts the compilation as soon as a CPU is free.
-
-        Args:
-            target: The target.
-            request: The argument of ``process.compile_request``.
-            environment: The child's.
-            timeout_s: Seconds that it may take once it has started.
-        """
+        """Starts the compilation as soon as a CPU is free."""
         self._job = _Job(target, pickle.dumps(request), environment, timeout_s)
         self._end = weakref.finalize(self, self._job.cancel)
         self._job.start()
@@ -49,9 +42,6 @@ class Pending:
 
     def result(self) -> TargetProgram:
         """Waits for the program; an exception while waiting ends the compilation.
-
-        Returns:
-            The compiled program.
 
         Raises:
             TargetMemoryError: If the program does not fit into the target's memory.

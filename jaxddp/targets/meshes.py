@@ -19,13 +19,6 @@ from .compile import compile_for_target
 def mesh(spec: str, *, axis: str = DATA_AXIS) -> AbstractMesh:
     """Builds the one-dimensional mesh of a target, to trace, plan and compile for.
 
-    Args:
-        spec: As for ``target``.
-        axis: Name of the mesh axis.
-
-    Returns:
-        A mesh without devices, for ``Trainer`` or ``jax.shard_map``.
-
     Raises:
         ValueError: As ``target``.
 
@@ -42,9 +35,6 @@ def mesh(spec: str, *, axis: str = DATA_AXIS) -> AbstractMesh:
 def target_of(mesh: Mesh | AbstractMesh) -> Target | None:
     """Gives the target that a mesh was made for; None if it is one of real devices.
 
-    Args:
-        mesh: Any mesh.
-
     Raises:
         ValueError: If the mesh has neither devices nor a target.
     """
@@ -57,12 +47,6 @@ def target_of(mesh: Mesh | AbstractMesh) -> Target | None:
 
 def target_like(mesh: Mesh | AbstractMesh) -> Target:
     """Gives the target that a mesh was made for, or the one that its real devices are.
-
-    Args:
-        mesh: Of a target, or of devices whose kind names a chip.
-
-    Returns:
-        The target.
 
     Raises:
         ValueError: If the devices are of no known chip, or too many or few for its topology.

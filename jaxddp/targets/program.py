@@ -27,11 +27,7 @@ class MemoryStats(NamedTuple):
 
 
 class TargetProgram:
-    """A program compiled for devices that are not here: it can be read like ``jax.stages.Compiled``, but cannot run.
-
-    Attributes:
-        target: The target.
-    """
+    """A program compiled for devices that are not here: it can be read like ``jax.stages.Compiled``, but cannot run."""
 
     def __init__(self, target: Target, text: str, memory: MemoryStats, cost: dict[str, float]) -> None:
         """Holds the compiler's output."""
@@ -94,12 +90,7 @@ class TargetMemoryError(TargetError):
 def refusal(target: Target, said: str) -> TargetError:
     """Turns a compiler's refusal into an error.
 
-    Args:
-        target: The target.
-        said: The compiler's message.
-
-    Returns:
-        A ``TargetMemoryError`` if the message has both sizes of memory.
+    It is a ``TargetMemoryError`` if the message has both sizes of memory.
 
     Example:
         >>> from jaxddp.targets import target

@@ -15,15 +15,6 @@ from .meshes import mesh, target_like, target_of
 def start_compile(trainer: Trainer, state: TrainState, batch: Any, *, timeout_s: float = TIMEOUT_S) -> Pending:
     """Starts what ``trainer.compile`` does on the mesh of a target, so that several programs compile at a time.
 
-    Args:
-        trainer: On the mesh of a target.
-        state: As from ``Trainer.abstract_state``.
-        batch: The global batch; arrays or ``jax.ShapeDtypeStruct``.
-        timeout_s: Seconds that the compilation may take once it has started.
-
-    Returns:
-        The compilation; ``result()`` gives the program.
-
     Raises:
         ValueError: If the mesh has devices, or as ``Trainer.compile``.
     """
@@ -39,13 +30,7 @@ def start_compile_without_communication(trainer: Trainer, state: TrainState, bat
     Every gradient is taken as equal on all ranks. The program is the same for all strategies: each rank has the full
     parameters and the full optimizer state.
 
-    Args:
-        trainer: On the mesh of a target, or of devices that are a target's.
-        state: As from ``Trainer.init`` or ``Trainer.abstract_state``.
-        batch: The global batch; arrays or ``jax.ShapeDtypeStruct``.
-
-    Returns:
-        The compilation; ``result()`` gives the program.
+    The trainer is on the mesh of a target, or of devices that are a target's.
 
     Raises:
         ValueError: If the mesh's devices are of no known chip.

@@ -39,10 +39,6 @@ def pack(bucket: Bucket, tensors: Mapping[str, torch.Tensor], out: torch.Tensor 
 def unpack(bucket: Bucket, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
     """Splits a buffer into the tensors of its bucket.
 
-    Args:
-        bucket: The bucket.
-        buffer: What ``pack`` returned, or its sum over ranks.
-
     Returns:
         Views of the buffer by name, each of its tensor's shape.
     """

@@ -1,8 +1,9 @@
 """NCCL's primitives by name, over a process group: the twin of `jaxddp.communication.collectives`.
 
-Every rank of ``group`` (None: all ranks) calls the function with its own tensor ``x_r``. Each is one collective
-operation. N is the number of ranks, S the bytes of the full buffer. nccl-tests multiplies S / time by the
-``bus factor`` to get a number that can be compared with the speed of the links.
+Every rank of ``group`` (None: all ranks) calls the function with its own tensor ``x_r``, of one shape on all ranks; roots
+and pairs count ranks within the group. Each is one collective operation. N is the number of ranks, S the bytes of the
+full buffer. nccl-tests multiplies S / time by the ``bus factor`` to get a number that can be compared with the speed of
+the links.
 
 | function       | input per rank | output per rank   | sent per rank on a ring | bus factor | returns      |
 |----------------|----------------|-------------------|-------------------------|------------|--------------|
@@ -50,14 +51,6 @@ def all_reduce(tensor: Tensor, group: _Group = None, async_op: bool = False) -> 
     """Sums over the ranks, in place; every rank gets the whole sum.
 
     ``x_r [...] -> x_0 + ... + x_{N-1} [...]`` on every rank. Each sends 2 (N-1)/N S bytes; bus factor 2 (N-1)/N.
-
-    Args:
-        tensor: This rank's tensor, of any shape; the same shape on every rank. Overwritten with the sum.
-        group: The ranks that take part; None for all.
-        async_op: Whether to return before it is done.
-
-    Returns:
-        None, or the handle to wait on with ``async_op=True``.
     """
     _note("all-reduce", tensor)
     buffer = tensor.detach().contiguous()
@@ -73,14 +66,6 @@ def reduce_scatter(tensor: Tensor, group: _Group = None, async_op: bool = False)
 
     ``x_r [N k, ...] = chunks x_r[0..N) -> x_0[r] + ... + x_{N-1}[r] [k, ...]`` on rank r. Each sends (N-1)/N S bytes, S
     those of the input; bus factor (N-1)/N.
-
-    Args:
-        tensor: This rank's tensor, ``[N k, ...]``; left as it is.
-        group: The ranks that take part; None for all.
-        async_op: Whether to return before it is done.
-
-    Returns:
-        This rank's chunk of the sum, ``[k, ...]``; with ``async_op=True`` that and the handle to wait on.
 
     Raises:
         ValueError: If dimension 0 of ``tensor`` is missing or not divisible by the number of ranks.
@@ -102,14 +87,6 @@ def all_gather(tensor: Tensor, group: _Group = None, async_op: bool = False) -> 
     ``x_r [k, ...] -> concat(x_0, ..., x_{N-1}) [N k, ...]`` on every rank. Each sends (N-1)/N S bytes, S those of the
     output; bus factor (N-1)/N.
 
-    Args:
-        tensor: This rank's tensor, ``[k, ...]``; the same shape on every rank; left as it is.
-        group: The ranks that take part; None for all.
-        async_op: Whether to return before it is done.
-
-    Returns:
-        All tensors in rank order, ``[N k, ...]``; with ``async_op=True`` that and the handle to wait on.
-
     Raises:
         ValueError: If ``tensor`` has no dimension 0.
     """
@@ -124,15 +101,6 @@ def broadcast(tensor: Tensor, root: int = 0, group: _Group = None, async_op: boo
     """Gives every rank the root's tensor, in place.
 
     ``x_r [...] -> x_root [...]`` on every rank. Each but the last of the ring sends S bytes; bus factor 1.
-
-    Args:
-        tensor: This rank's tensor, of any shape; the same shape on every rank. Overwritten off the root.
-        root: The rank to copy from, counted within ``group``.
-        group: The ranks that take part; None for all.
-        async_op: Whether to return before it is done.
-
-    Returns:
-        None, or the handle to wait on with ``async_op=True``.
 
     Raises:
         ValueError: If ``root`` is no rank of the group.
@@ -152,15 +120,6 @@ def reduce(tensor: Tensor, root: int = 0, group: _Group = None, async_op: bool =
 
     ``x_r [...] -> x_0 + ... + x_{N-1} [...]`` on the root, ``0`` elsewhere. All but it send S bytes; bus factor 1.
 
-    Args:
-        tensor: This rank's tensor, of any shape; the same shape on every rank; left as it is.
-        root: The rank that gets the sum, counted within ``group``.
-        group: The ranks that take part; None for all.
-        async_op: Whether to return before it is done.
-
-    Returns:
-        The sum on the root, zeros elsewhere; with ``async_op=True`` that and the handle to wait on.
-
     Raises:
         ValueError: If ``root`` is no rank of the group.
     """
@@ -178,19 +137,10 @@ def send_recv(tensor: Tensor, pairs: _Pairs, group: _Group = None, async_op: Lit
 @overload
 def send_recv(tensor: Tensor, pairs: _Pairs, group: _Group = None, *, async_op: Literal[True]) -> _Async: ...
 def send_recv(tensor: Tensor, pairs: _Pairs, group: _Group = None, async_op: bool = False) -> Any:
-    """Sends along ``pairs`` of ranks at once; every rank gets what was sent to it.
+    """Sends along ``pairs`` (from rank, to rank) at once; every rank gets what was sent to it.
 
     ``x_r [...] -> x_s [...]`` on rank r if (s, r) is in ``pairs``, else ``0``. A sender sends S bytes; bus factor 1.
     Sends and receives start together, so no order of ranks deadlocks; a pair of one rank is a copy.
-
-    Args:
-        tensor: This rank's tensor, of any shape; the same shape on every rank; left as it is.
-        pairs: The sends, each as (from rank, to rank) within ``group``; the same list on every rank.
-        group: The ranks that take part; None for all.
-        async_op: Whether to return before it is done.
-
-    Returns:
-        What was sent to this rank, zeros if nothing was; with ``async_op=True`` that and the handle to wait on.
 
     Raises:
         ValueError: If a rank of ``pairs`` is not in the group, or one sends or is sent to more than once.

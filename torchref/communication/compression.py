@@ -108,9 +108,6 @@ def powersgd(rank: int, *, min_compression: float = 1.0) -> Compression:
         rank: Columns of the factors, which is the rank of the matrices they represent.
         min_compression: How many times smaller than a matrix its factors must be to be sent instead; at least 1.
 
-    Returns:
-        The compression.
-
     Raises:
         ValueError: If a number is out of range.
     """

@@ -71,28 +71,14 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 def is_worth_it(shape: tuple[int, ...], num_columns: int, min_compression: float = 1.0) -> bool:
     """Whether two factors are that much smaller than the tensor: k (n + m) times ``min_compression`` below n m.
 
-    Args:
-        shape: Of the tensor.
-        num_columns: k.
-        min_compression: At least 1.
-
-    Returns:
-        False for vectors and scalars, whatever k.
+    False for vectors and scalars, whatever k.
     """
     n, m = matrix_shape(shape)
     return num_columns * (n + m) * min_compression < n * m
 
 
 def first_memory(tensor: TensorSpec, num_columns: int) -> Memory:
-    """The state before the first step: no error, and random columns seeded by the tensor's name.
-
-    Args:
-        tensor: The parameter.
-        num_columns: k.
-
-    Returns:
-        Tensors on the CPU.
-    """
+    """The state before the first step: no error, and random columns seeded by the tensor's name."""
     dtype = _at_least_float32(tensor.dtype)
     _, m = matrix_shape(tensor.shape)
     factor = np.random.default_rng(zlib.crc32(tensor.name.encode())).standard_normal((m, num_columns))
@@ -103,12 +89,6 @@ def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
     """Makes columns orthonormal by Gram-Schmidt.
 
     A column that is a combination of earlier ones, up to rounding, becomes zero: normalised, it would be noise.
-
-    Args:
-        matrix: ``[n, k]``.
-
-    Returns:
-        The same shape.
     """
     n, k = matrix.shape
     least = 10 * math.sqrt(n) * torch.finfo(matrix.dtype).eps  # n roundings add up to sqrt(n) eps
@@ -125,11 +105,6 @@ def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
 
 def factor_buckets(bucket: Bucket, num_columns: int, min_compression: float) -> tuple[Bucket, Bucket]:
     """Plans the two buffers that are sent for a bucket.
-
-    Args:
-        bucket: The bucket.
-        num_columns: k.
-        min_compression: As for ``is_worth_it``.
 
     Returns:
         The bucket of all P and of the tensors that are sent unfactored; the bucket of all S, which may be empty.
@@ -155,13 +130,7 @@ def sum_by_factors(
 ) -> tuple[dict[str, torch.Tensor], dict[str, Memory]]:
     """Sums the tensors of a bucket over ranks, matrices approximately.
 
-    Args:
-        tensors: This rank's, by name.
-        memory: This rank's state of each factored tensor.
-        buckets: From ``factor_buckets``.
-        send: Sums a buffer over ranks; the buffer may be overwritten.
-        num_ranks: N.
-        denominator: D.
+    ``send`` sums a buffer over ranks, and may overwrite it.
 
     Returns:
         The sums by name, at least in float32, and the changed part of ``memory``.

@@ -60,13 +60,9 @@ class InFlight(Generic[_T]):
     def add(self, work: Any, arrival: _T, buffer: torch.Tensor) -> list[_T]:
         """Adds a collective, and waits for the oldest if there are more than two.
 
-        Args:
-            work: Its handle; None if it is done.
-            arrival: Returned once it is done.
-            buffer: What it reads; kept alive until then.
+        ``buffer`` is what the collective reads, and is kept alive until it is done.
 
-        Returns:
-            The arrivals of those that were waited for.
+        Returns the arrivals of those that were waited for.
         """
         self._queue.append((work, arrival, buffer))
         return [self._next() for _ in range(len(self._queue) - _MAX_IN_FLIGHT)]

@@ -42,13 +42,6 @@ def ring_reduce_scatter(tensor: Tensor, group: ProcessGroup | None = None) -> Te
     | 2    | 1 (2)        | 0 (1,2)      | 3 (0,1,2)    | 2 (3,0,1,2)  |
     | 3    | 2 (3)        | 1 (2,3)      | 0 (1,2,3)    | 3 (0,1,2,3)  |
 
-    Args:
-        tensor: This rank's tensor, ``[N k, ...]``.
-        group: The ranks that take part; None for all.
-
-    Returns:
-        This rank's chunk of the sum, ``[k, ...]``.
-
     Raises:
         ValueError: If dimension 0 of ``tensor`` is missing or not divisible by the number of ranks.
     """
@@ -76,13 +69,6 @@ def ring_all_gather(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor
     | 2    | 2            | 1            | 0            | 3            |
     | 3    | 3            | 2            | 1            | 0            |
 
-    Args:
-        tensor: This rank's tensor, ``[k, ...]``; the same shape on every rank.
-        group: The ranks that take part; None for all.
-
-    Returns:
-        All tensors in rank order, ``[N k, ...]``.
-
     Raises:
         ValueError: If ``tensor`` has no dimension 0.
     """
@@ -106,13 +92,6 @@ def ring_all_reduce(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor
         total = ring_all_gather(chunk)              [k] -> [N k]
 
     After the first half rank r holds the complete chunk r; the second half passes the complete chunks round.
-
-    Args:
-        tensor: This rank's tensor, of any shape; the same shape on every rank.
-        group: The ranks that take part; None for all.
-
-    Returns:
-        The sum, with the shape of ``tensor``.
     """
     num_ranks = dist.get_world_size(group)
     padded = pad(tensor.detach().reshape(-1), (0, -tensor.numel() % num_ranks))

@@ -32,11 +32,6 @@ def check_elementwise(
 ) -> None:
     """Refuses an optimizer that would update shards differently from full parameters.
 
-    Args:
-        optimizer_cls: The optimizer.
-        options: Its options, beside parameters.
-        device: Where to run it.
-
     Raises:
         ValueError: If an update depends on more than the element, such as a norm or the parameter's shape; if a step
             raises, because the optimizer needs a closure, matrices or sparse gradients; or if the step is not one of

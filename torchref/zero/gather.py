@@ -100,8 +100,7 @@ class Shards:
     def gather(self, plan: BucketPlan | None = None) -> dict[str, torch.Tensor]:
         """Gathers the shards of all ranks.
 
-        Args:
-            plan: The buckets and dtypes to gather in; those of the compute dtype if None.
+        The plan says in which buckets and dtypes; None for those of the compute dtype.
 
         Returns:
             Full tensors by name, without padding.
@@ -124,12 +123,6 @@ class Shards:
     def gather_again(self, versions: tuple[int, ...]) -> dict[str, torch.Tensor]:
         """Gathers for the backward; the result is kept until the unit's gradients are reduced.
 
-        Args:
-            versions: ``versions`` at the time of the forward.
-
-        Returns:
-            As ``gather``.
-
         Raises:
             RuntimeError: If a shard has changed since.
         """
@@ -148,8 +141,7 @@ class Shards:
     def scatter(self, grads: dict[str, torch.Tensor | None]) -> None:
         """Starts to reduce-scatter gradients.
 
-        Args:
-            grads: Gradients of the full tensors by name; None for a tensor that was not used.
+        A gradient is None where a tensor was not used.
         """
         self.drop()
         some = next((grad for grad in grads.values() if grad is not None), None)

@@ -39,9 +39,6 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
 def as_list(params: Any) -> list[Any]:
     """Lists parameters or groups, each once: tied parameters are given under each of their names.
 
-    Args:
-        params: A parameter, parameters, named or not, or groups.
-
     Raises:
         TypeError: If it is a set.
     """
@@ -62,10 +59,6 @@ def rank_marks(group: dist.ProcessGroup | None) -> dict[str, int]:
 def check_marks(state_dict: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
     """Refuses a state dict of another rank.
 
-    Args:
-        state_dict: With the ``rank_marks`` of where it was saved.
-        group: The ranks; None for all.
-
     Raises:
         ValueError: If it is another rank's, or of another number of ranks.
     """
@@ -81,9 +74,7 @@ def check_marks(state_dict: Mapping[str, Any], group: dist.ProcessGroup | None) 
 def mark_state_dicts(optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None) -> None:
     """Makes an optimizer mark its ``state_dict`` with its rank, and refuse to load another rank's.
 
-    Args:
-        optimizer: Over this rank's shards. Deep copies drop hooks, so call this for a copy again.
-        group: The ranks; None for all.
+    Deep copies drop hooks, so call this for a copy again.
     """
     optimizer.register_state_dict_post_hook(lambda _, state_dict: {**state_dict, **rank_marks(group)})
     optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: check_marks(state_dict, group))

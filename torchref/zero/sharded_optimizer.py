@@ -87,9 +87,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Trainable parameters balance the trainable bytes. Frozen ones, which have no state until they are trained,
         balance all bytes.
 
-        Args:
-            param_group: ``"params"`` and options.
-
         Raises:
             TypeError: If parameters are in a set, or as torch's optimizers.
             ValueError: As torch's optimizers.
@@ -108,11 +105,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates this rank's parameters, then broadcasts every parameter from its owner.
 
-        Args:
-            closure: Recomputes the gradients and returns the loss; called once on every rank.
-
-        Returns:
-            The closure's result; None without one.
+        The closure recomputes the gradients and returns the loss, which is returned; it is called once on every rank.
 
         Raises:
             ValueError: If the ranks list different parameters.
@@ -153,9 +146,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a ``state_dict`` of the same rank and number of ranks.
-
-        Args:
-            state_dict: This rank's part.
 
         Raises:
             ValueError: If it is another rank's, of another number of ranks, or as torch's optimizers.

@@ -146,9 +146,6 @@ class FSDP(Replicated):
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Refuses a ``state_dict`` of another rank, before any shard is loaded.
 
-        Args:
-            state: From ``get_extra_state``.
-
         Raises:
             ValueError: If it is another rank's, or of another number of ranks.
         """

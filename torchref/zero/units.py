@@ -42,14 +42,7 @@ class Unit:
         replicated: dict[str, nn.Parameter],
         compute_dtype: torch.dtype | None,
     ) -> None:
-        """Replaces the module's parameters by shards, and registers the hooks.
-
-        Args:
-            module: The module.
-            shards: Of the parameters directly in it.
-            replicated: Other parameters directly in it, to be cast when used.
-            compute_dtype: Floating-point arguments and parameters are cast to it; no casts if None.
-        """
+        """Replaces the module's parameters by shards, and registers the hooks."""
         self.shards = shards
         self.needed_again = not isinstance(module, nn.Embedding)
         self._replicated = replicated

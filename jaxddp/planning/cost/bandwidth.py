@@ -98,10 +98,6 @@ def bandwidths(kind: str, num_bytes: Any, seconds: Any, num_ranks: Any) -> tuple
 def fit_sweep(num_bytes: Any, seconds: Any) -> Fit:
     """Fits ``t = o + S / w`` to a sweep of sizes, by relative error.
 
-    Args:
-        num_bytes: S of each point, at least two different.
-        seconds: t of each point.
-
     Raises:
         ValueError: If a size is negative, a time not positive, there are fewer than two different sizes, or times do
             not grow with sizes.

@@ -85,12 +85,7 @@ def state_bytes(
 ) -> StateBytes:
     """Computes the training state on each of N ranks, without padding.
 
-    Args:
-        num_params: P; a number or an array.
-        stage: 0 to 3.
-        num_ranks: N; a number or an array.
-        per_parameter: Bytes of each parameter.
-        accumulate: Whether micro-batches accumulate in ``"shards"`` or in ``"full"`` gradients.
+    Micro-batches accumulate in ``"shards"`` or in ``"full"`` gradients. P and N may be arrays.
 
     Raises:
         ValueError: If a number is out of range or an option unknown.
@@ -137,13 +132,9 @@ def exact_state_bytes(
 
     Optimizer scalars such as a step count are not included.
 
-    Args:
-        leaf_elements: Elements of each sharded leaf; for a leaf sharded by rows, of each row.
-        stage: 0 to 3.
-        num_ranks: N.
-        per_parameter: Bytes of each parameter.
-        accumulate: As for ``state_bytes``.
-        whole_elements: Elements of each leaf that stays replicated at every stage.
+    ``leaf_elements`` are those of each sharded leaf, or of each row of a leaf that is sharded by rows;
+    ``whole_elements`` those of each leaf that stays replicated at every stage. ``accumulate`` is as for
+    ``state_bytes``.
 
     Raises:
         ValueError: As ``state_bytes``.
@@ -163,11 +154,6 @@ def exact_state_bytes(
 def exact_bucket_bytes(leaf_elements: Sequence[int], num_ranks: int, element_bytes: int) -> int:
     """Computes the full buffer of a reduce-scattered bucket: N chunks of each leaf.
 
-    Args:
-        leaf_elements: Elements of each leaf.
-        num_ranks: N.
-        element_bytes: Bytes per element on the wire.
-
     Raises:
         ValueError: If a number is out of range.
 
@@ -183,11 +169,7 @@ def exact_bucket_bytes(leaf_elements: Sequence[int], num_ranks: int, element_byt
 def gathered_bytes(unit_params: Sequence[int], element_bytes: float, num_units: int = 2, tp: int = 1) -> float:
     """Computes what is gathered at once at stage 3: the ``num_units`` largest consecutive units.
 
-    Args:
-        unit_params: Parameters of each unit, in order of use.
-        element_bytes: Bytes per gathered element.
-        num_units: Units at once: the one in use and the prefetched ones.
-        tp: Tensor-parallel ranks, each of which gathers its own part.
+    Each tensor-parallel rank gathers its own part.
 
     Raises:
         ValueError: If a number is out of range.
@@ -203,15 +185,7 @@ def activation_bytes(
 ) -> Any:
     """Computes what the backward needs from the forward, without recomputation.
 
-    Args:
-        tokens: Tokens that a rank processes at once.
-        kept_per_token: Elements that every tensor-parallel rank holds in full; see ``workload.py``.
-        kept_cut_per_token: Elements split over tensor-parallel ranks.
-        element_bytes: Bytes per element.
-        tp: Tensor-parallel ranks.
-
-    Returns:
-        Bytes, in the broadcast shape of ``tokens`` and ``tp``.
+    ``kept_cut_per_token`` is split over tensor-parallel ranks, ``kept_per_token`` is not; see ``workload.py``.
 
     Raises:
         ValueError: If a number is out of range.
@@ -229,13 +203,7 @@ def activation_bytes(
 def least_ranks(cut_bytes: Any, whole_bytes: Any, capacity_bytes: Any) -> Any:
     """Computes the smallest N with ``cut / N + whole < capacity``: ``floor(cut / (capacity - whole)) + 1``.
 
-    Args:
-        cut_bytes: Bytes of all ranks together, sharded evenly.
-        whole_bytes: Bytes on each rank.
-        capacity_bytes: Memory of each rank.
-
-    Returns:
-        N; inf if the replicated part alone does not fit.
+    ``cut_bytes`` are those of all ranks together, ``whole_bytes`` those on each rank; inf if these alone do not fit.
 
     Raises:
         ValueError: If a number is out of range.

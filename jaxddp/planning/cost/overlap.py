@@ -69,9 +69,6 @@ def finish_s(ready_s: Any, communicate_s: Any) -> Any:
             those before it, even if it is ready earlier.
         communicate_s: Seconds to send each bucket, ``[..., buckets]``.
 
-    Returns:
-        E_n, ``[...]``.
-
     Raises:
         ValueError: If a time is negative or there are no buckets.
 
@@ -125,9 +122,6 @@ def uniform_tail_s(compute_s: Any, num_bytes: Any, num_buckets: Any, bytes_per_s
         num_buckets: n, 1 or more; need not be whole.
         bytes_per_s: w.
         latency_s: o.
-
-    Returns:
-        Seconds from the last gradient to the end of the last bucket.
 
     Raises:
         ValueError: If a number is out of range.

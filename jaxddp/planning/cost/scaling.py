@@ -155,14 +155,7 @@ def times(
 ) -> Times:
     """Computes the times of the table above.
 
-    Args:
-        workload: The model.
-        rates: The device.
-        tokens: B, over all devices; a number or an array, like the numbers of ranks.
-        fsdp: X.
-        tp: Y.
-        dp: R.
-        assumptions: See ``Assumptions``.
+    ``tokens`` is B, over all devices, ``fsdp`` X, ``tp`` Y and ``dp`` R; each may be an array.
 
     Raises:
         ValueError: If a number is out of range.
@@ -187,8 +180,7 @@ def min_tokens(
 ) -> Any:
     """Computes the smallest compute-bound batch; the arguments are those of ``times``.
 
-    Returns:
-        B, tokens over all devices, not rounded; inf if no batch is large enough.
+    B is over all devices and not rounded; inf if no batch is large enough.
 
     Raises:
         ValueError: If a number is out of range.
@@ -209,10 +201,7 @@ def min_tokens(
 def accumulated_min_tokens(min_tokens: Any, num_microbatches: Any, *, gathers_every: bool) -> Any:
     """Computes the smallest compute-bound batch of a step of K micro-batches.
 
-    Args:
-        min_tokens: That of one micro-batch.
-        num_microbatches: K.
-        gathers_every: Whether every micro-batch communicates, as with FSDP, instead of once per step.
+    ``min_tokens`` is that of one micro-batch. With ``gathers_every`` each one communicates, as under FSDP.
 
     Raises:
         ValueError: If a number is out of range.
@@ -243,11 +232,7 @@ def best_split(
 ) -> Split:
     """Finds the split X Y = N with the smallest compute-bound batch. FSDP alone always has one.
 
-    Args:
-        workload: The model.
-        rates: ``(X, Y) ->`` the device, whose links may serve one split better than another.
-        num_devices: N.
-        assumptions: See ``Assumptions``.
+    ``rates`` maps ``(X, Y)`` to the device, whose links may serve one split better than another.
 
     Raises:
         ValueError: If a number is out of range.

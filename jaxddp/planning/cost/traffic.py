@@ -31,12 +31,7 @@ Reduce = Literal["every", "once"]
 
 
 class Traffic(NamedTuple):
-    """What a rank sends in one optimizer step, in units of (N-1)/N elements per parameter.
-
-    Attributes:
-        gradients: For reductions.
-        parameters: For gathers.
-    """
+    """What a rank sends in one optimizer step, in units of (N-1)/N elements per parameter."""
 
     gradients: Any
     parameters: Any
@@ -80,12 +75,7 @@ def sent_bytes(
 ) -> Any:
     """Computes the bytes that each rank sends per optimizer step.
 
-    Args:
-        traffic: In units.
-        num_params: Parameters of which each rank has a gradient.
-        num_ranks: N.
-        gradient_bytes: Bytes per element of a reduction.
-        parameter_bytes: Bytes per element of a gather.
+    ``gradient_bytes`` and ``parameter_bytes`` are per element on the wire.
 
     Raises:
         ValueError: If a number is out of range.

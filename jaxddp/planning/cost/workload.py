@@ -72,13 +72,7 @@ class Workload:
 
 
 def feed_forward(width: int, hidden: int, num_blocks: int = 1, num_matrices: int = 2) -> Workload:
-    """Counts the feed-forward model.
-
-    Args:
-        width: D.
-        hidden: F.
-        num_blocks: L.
-        num_matrices: k, 2 or 3.
+    """Counts the feed-forward model: D is ``width``, F ``hidden``, L ``num_blocks``, k ``num_matrices``.
 
     Raises:
         ValueError: If a size is not a positive whole number, or ``num_matrices`` neither 2 nor 3.
@@ -115,18 +109,8 @@ def transformer(
 ) -> Workload:
     """Counts the decoder-only transformer of ``jaxddp.models``, or a variant of it.
 
-    Args:
-        vocab: V, number of token ids.
-        context: T, tokens of a sequence.
-        width: D.
-        num_layers: L.
-        num_heads: H.
-        hidden: F.
-        num_matrices: Matrices of the feed-forward network; 3 in ``jaxddp.models``.
-        head: ``"tied"`` if the output head shares the embedding; ``"own"`` in ``jaxddp.models``.
-
-    Returns:
-        Counts with ``(1 or 2) V D + L (4 D^2 + k D F + 2 D) + D`` parameters.
+    It has ``(1 or 2) V D + L (4 D^2 + k D F + 2 D) + D`` parameters, with V for ``vocab``, T for ``context``. In
+    ``jaxddp.models`` k is 3 and the head is its own; a ``"tied"`` head shares the embedding.
 
     Raises:
         ValueError: If a size is not a positive whole number, or an option is unknown.
