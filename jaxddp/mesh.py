@@ -108,11 +108,7 @@ def data_mesh(num_ranks: int | None = None, *, axis: str = DATA_AXIS) -> Mesh:
 
 
 def platform_of(mesh: Mesh | AbstractMesh) -> str:
-    """The platform of a mesh's devices: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
-
-    Args:
-        mesh: A mesh of devices, or of a target.
-    """
+    """Gives the platform of a mesh's devices: ``"cpu"``, ``"gpu"`` or ``"tpu"``."""
     if isinstance(mesh, AbstractMesh):
         return mesh.abstract_device.platform
     return mesh.devices.flat[0].platform

@@ -26,9 +26,6 @@ def devices() -> list[jax.Device]:
 
     JAX starts on the CPU alone where neither the environment nor the configuration names platforms and the machine has
     no device of any installed plugin.
-
-    Returns:
-        ``jax.devices()``.
     """
     disable_plugins(superseded_plugins())
     platforms: str | None = jax.config.jax_platforms  # type: ignore[attr-defined]
@@ -44,11 +41,7 @@ def superseded_plugins() -> list[str]:
 
 
 def disable_plugins(names: Iterable[str]) -> None:
-    """Keeps JAX from loading plugins; call it before JAX starts.
-
-    Args:
-        names: Modules of ``jax_plugins``.
-    """
+    """Keeps JAX from loading plugins; call it before JAX starts."""
     for name in names:
         import_module(f"jax_plugins.{name}").initialize = lambda: None  # type: ignore[attr-defined]
 

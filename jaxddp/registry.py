@@ -17,13 +17,6 @@ from .strategy import Strategy
 def make_strategy(name: str, **options: Any) -> Strategy:
     """Builds a strategy by name.
 
-    Args:
-        name: A key of ``STRATEGIES``.
-        **options: For its factory.
-
-    Returns:
-        The strategy.
-
     Raises:
         ValueError: If there is no strategy of that name.
     """

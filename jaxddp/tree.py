@@ -18,9 +18,6 @@ from .planning.buckets import TensorSpec
 def named_leaves(tree: Any) -> dict[str, Any]:
     """Lists the leaves of a tree by name, in the tree's own order.
 
-    Args:
-        tree: Any pytree; a Flax ``nnx.State`` as well.
-
     Returns:
         Leaves by dotted path.
 
@@ -51,12 +48,7 @@ def path_name(path: tuple[Any, ...]) -> str:
 def like(tree: Any, leaves: dict[str, Any]) -> Any:
     """Makes a tree of the structure of another from named leaves.
 
-    Args:
-        tree: The other.
-        leaves: By name; surplus ones are dropped.
-
-    Returns:
-        The tree.
+    Surplus leaves are dropped.
     """
     return jax.tree_util.tree_map_with_path(lambda path, _: leaves[path_name(path)], tree)
 
@@ -69,9 +61,7 @@ def tensor_specs(leaves: dict[str, Any]) -> dict[str, TensorSpec]:
 def check_params(params: Any, trainable: Callable[[str], bool] | None) -> None:
     """Checks that a tree of parameters can be trained.
 
-    Args:
-        params: The tree of parameters.
-        trainable: Predicate on a leaf's name; None trains all.
+    ``trainable`` is a predicate on a leaf's name; None trains all.
 
     Raises:
         ValueError: If the tree has no arrays, a leaf is not an array, nothing is trainable, or something trainable is
@@ -102,15 +92,7 @@ def _is_linen(params: Any) -> bool:
 
 
 def split(params: Any, trainable: Callable[[str], bool] | None) -> tuple[Any, Any]:
-    """Splits a tree in two of the same structure, with None where a leaf belongs to the other.
-
-    Args:
-        params: The tree of parameters.
-        trainable: Predicate on a leaf's name; None trains all.
-
-    Returns:
-        The trainable part and the frozen part.
-    """
+    """Splits a tree in two of the same structure, with None where a leaf belongs to the other."""
     paths, structure = jax.tree_util.tree_flatten_with_path(params)
     chosen, others = [], []
     for path, leaf in paths:

@@ -41,11 +41,6 @@ def sharded_norm(
 def clip_to_norm_(tensors: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
     """Scales tensors in place so that their norm is at most ``max_norm``.
 
-    Args:
-        tensors: Gradients.
-        norm: Their global norm.
-        max_norm: Upper bound of the norm.
-
     Raises:
         ValueError: If ``max_norm`` is not positive.
 

@@ -17,30 +17,17 @@ _RECORD = "_full_shapes"  # in the module's own dict: deep copies include it, st
 
 
 def remove_hooks_with(wrapper: nn.Module, handles: Sequence[RemovableHandle]) -> None:
-    """Removes hooks when a wrapper is deleted.
-
-    Args:
-        wrapper: Not kept alive by this.
-        handles: Of its hooks.
-    """
+    """Removes hooks when a wrapper is deleted."""
     weakref.finalize(wrapper, _remove, handles)
 
 
 def record_full_shapes(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Records on a module that some of its parameters are shards.
-
-    Args:
-        module: The module.
-        shapes: Full shapes by name within the module.
-    """
+    """Records on a module that some of its parameters are shards."""
     module.__dict__[_RECORD] = {name: torch.Size(shape) for name, shape in shapes.items()}
 
 
 def check_not_sharded(module: nn.Module) -> None:
     """Refuses a module that has shards for parameters.
-
-    Args:
-        module: To be wrapped. Shards may have been replaced by full parameters since.
 
     Raises:
         ValueError: If a parameter is a shard.

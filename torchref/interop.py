@@ -18,9 +18,6 @@ from torch import nn
 def to_numpy(module: nn.Module) -> dict[str, np.ndarray]:
     """Copies a module's ``state_dict`` to NumPy.
 
-    Args:
-        module: Any module, on any device.
-
     Returns:
         Fresh, writable, C-contiguous arrays by name, in the order of ``state_dict``.
 

@@ -38,12 +38,6 @@ class Part(NamedTuple):
 def as_part(loss: Any) -> Part:
     """Converts the return value of a loss function.
 
-    Args:
-        loss: A scalar tensor, the mean over the batch's examples, or ``Weighted``.
-
-    Returns:
-        The part.
-
     Raises:
         ValueError: If it is not a scalar.
     """

@@ -41,11 +41,6 @@ class Replicated(DataParallel):
     ) -> None:
         """Wraps a module.
 
-        Args:
-            module: What to train.
-            make_plan: Tensors in the order in which their gradients become ready ``->`` plan.
-            **options: Of ``DataParallel``.
-
         Raises:
             ValueError: As ``DataParallel``.
         """

@@ -75,9 +75,6 @@ class Trainer:
     def step(self, batch: Batch) -> dict[str, float]:
         """Takes one training step.
 
-        Args:
-            batch: This rank's examples, counted by dimension 0; see ``local_rows``.
-
         Returns:
             ``"loss"``, the global mean before the update; ``"grad_norm"``, of the averaged gradient before clipping.
 
@@ -149,14 +146,6 @@ class Trainer:
 
 def local_rows(batch: Batch, index: int, num_parts: int) -> dict[str, torch.Tensor]:
     """Splits a batch along dimension 0 into equal parts, and returns one of them.
-
-    Args:
-        batch: Tensors of one length.
-        index: Of the part: a rank or a micro-batch.
-        num_parts: Number of parts.
-
-    Returns:
-        Views of ``batch``.
 
     Raises:
         ValueError: If the tensors disagree in length, or it is not divisible by ``num_parts``.

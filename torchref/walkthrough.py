@@ -39,9 +39,6 @@ class Holding(NamedTuple):
 def walk(pool: RankPool | None = None) -> list[Holding]:
     """Takes two steps with ``ZeRO1`` and Adam, and records the second: the first creates the moments.
 
-    Args:
-        pool: Where to run; ranks of its own if None.
-
     Returns:
         What each rank holds, phase by phase.
     """

@@ -17,10 +17,6 @@ from ..planning.buckets import Bucket
 def pack(bucket: Bucket, tensors: Mapping[str, jax.Array]) -> jax.Array:
     """Concatenates the tensors of a bucket.
 
-    Args:
-        bucket: The bucket.
-        tensors: Arrays by name, at least those of the bucket.
-
     Returns:
         A buffer of shape ``[bucket.num_elements]``; a bucket of one tensor gives that tensor, uncopied.
     """
@@ -31,10 +27,6 @@ def pack(bucket: Bucket, tensors: Mapping[str, jax.Array]) -> jax.Array:
 
 def unpack(bucket: Bucket, buffer: jax.Array) -> dict[str, jax.Array]:
     """Splits a buffer into the tensors of its bucket.
-
-    Args:
-        bucket: The bucket.
-        buffer: What ``pack`` returned, or its sum over ranks.
 
     Returns:
         Arrays by name, each of its tensor's shape.

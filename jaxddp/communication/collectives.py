@@ -45,13 +45,6 @@ def all_reduce(x: jax.Array, axis: str) -> jax.Array:
 
     Each rank sends 2 (N-1)/N S bytes on a ring; bus factor 2 (N-1)/N.
 
-    Args:
-        x: This rank's array, of any shape; the same shape on every rank.
-        axis: Name of the axis the ranks are on.
-
-    Returns:
-        The sum, with the shape of ``x``.
-
     Example:
         >>> from jax.sharding import PartitionSpec as P
         >>> from jaxddp.mesh import data_mesh
@@ -72,13 +65,6 @@ def reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
     | r    | [N k, ...] = chunks x_r[0..N) | [k, ...] = sum_i x_i[r] |
 
     Each rank sends (N-1)/N S bytes on a ring, S the bytes of the input; bus factor (N-1)/N.
-
-    Args:
-        x: This rank's array, ``[N k, ...]``.
-        axis: Name of the axis the ranks are on.
-
-    Returns:
-        This rank's chunk of the sum, ``[k, ...]``.
 
     Raises:
         ValueError: If dimension 0 of ``x`` is missing or not divisible by the number of ranks.
@@ -101,14 +87,8 @@ def all_gather(x: jax.Array, axis: str, *, equal: bool = False) -> jax.Array:
 
     Each rank sends (N-1)/N S bytes on a ring, S the bytes of the output; bus factor (N-1)/N.
 
-    Args:
-        x: This rank's array, ``[k, ...]``; the same shape on every rank.
-        axis: Name of the axis the ranks are on.
-        equal: Declares the result equal on all ranks for ``check_vma=True``, so that it may leave ``shard_map`` under
-            ``P()``. Its transpose is then no longer a reduce-scatter: the gradient is one rank's.
-
-    Returns:
-        All arrays in rank order, ``[N k, ...]``.
+    ``equal`` declares the result equal on all ranks for ``check_vma=True``, so that it may leave ``shard_map`` under
+    ``P()``. Its transpose is then no longer a reduce-scatter: the gradient is one rank's.
 
     Raises:
         ValueError: If ``x`` has no dimension 0.
@@ -132,14 +112,6 @@ def broadcast(x: jax.Array, axis: str, root: int = 0) -> jax.Array:
     log2(N) S on its longest path, an all-gather sends (N-1) S, and ``check_vma=True`` does not accept any of their
     results as equal on all ranks. Bus factor 1 (of NCCL's broadcast). A floating-point -0.0 may arrive as 0.0.
 
-    Args:
-        x: This rank's array, of any shape; ignored except on the root.
-        axis: Name of the axis the ranks are on.
-        root: The rank to copy from.
-
-    Returns:
-        The root's array.
-
     Raises:
         ValueError: If ``root`` is no rank of the axis.
     """
@@ -159,14 +131,6 @@ def reduce(x: jax.Array, axis: str, root: int = 0) -> jax.Array:
     It is an all-reduce whose result is kept on the root only, because XLA has no reduction to one rank. Each rank sends
     2 (N-1)/N S bytes, where NCCL's pipelined reduce sends S. Bus factor 1 (of NCCL's reduce).
 
-    Args:
-        x: This rank's array, of any shape; the same shape on every rank.
-        axis: Name of the axis the ranks are on.
-        root: The rank that gets the sum.
-
-    Returns:
-        The sum on the root, zeros of the same shape elsewhere.
-
     Raises:
         ValueError: If ``root`` is no rank of the axis.
     """
@@ -176,21 +140,13 @@ def reduce(x: jax.Array, axis: str, root: int = 0) -> jax.Array:
 
 
 def send_recv(x: jax.Array, axis: str, pairs: Sequence[tuple[int, int]]) -> jax.Array:
-    """Sends along ``pairs`` of ranks, all at once; every rank gets what was sent to it.
+    """Sends along ``pairs`` (from rank, to rank) at once; every rank gets what was sent to it.
 
     | rank | input | output                                         |
     |------|-------|------------------------------------------------|
     | r    | x_r   | x_s if (s, r) is one of the pairs, otherwise 0 |
 
     A rank that sends sends S bytes; bus factor 1.
-
-    Args:
-        x: This rank's array, of any shape; the same shape on every rank.
-        axis: Name of the axis the ranks are on.
-        pairs: The sends, each as (from rank, to rank); the same list on every rank.
-
-    Returns:
-        What was sent to this rank, zeros if nothing was.
 
     Raises:
         ValueError: If a rank of ``pairs`` is not on the axis, or one sends or is sent to more than once.

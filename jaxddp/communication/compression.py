@@ -107,9 +107,6 @@ def powersgd(rank: int, *, min_compression: float = 1.0) -> Compression:
         rank: Columns of the factors, which is the rank of the matrices they represent.
         min_compression: How many times smaller than a matrix its factors must be to be sent instead; at least 1.
 
-    Returns:
-        The compression.
-
     Raises:
         ValueError: If a number is out of range.
     """
@@ -142,13 +139,7 @@ def powersgd(rank: int, *, min_compression: float = 1.0) -> Compression:
 
 
 def make_compression(name: str) -> Compression:
-    """Makes a compression by name.
-
-    Args:
-        name: ``none``, ``noop``, ``bf16``, ``fp16``, or ``powersgd:`` and its rank.
-
-    Returns:
-        The compression.
+    """Makes a compression by name: ``none``, ``noop``, ``bf16``, ``fp16``, or ``powersgd:`` and its rank.
 
     Raises:
         ValueError: If there is none of that name, or the rank is out of range.

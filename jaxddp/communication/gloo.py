@@ -20,11 +20,7 @@ from jax import lax
 
 
 def kind_of_scatter(platform: str) -> str:
-    """The collective that implements a reduce-scatter: ``"reduce-scatter"``, or ``"all-to-all"`` over Gloo.
-
-    Args:
-        platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``, of the ranks.
-    """
+    """The collective that implements a reduce-scatter here: ``"reduce-scatter"``, or ``"all-to-all"`` over Gloo."""
     return "all-to-all" if platform == "cpu" and jax.distributed.is_initialized() else "reduce-scatter"
 
 
@@ -35,15 +31,7 @@ def traced_platform() -> str:
 
 
 def scatter_by_all_to_all(x: jax.Array, axis: str) -> jax.Array:
-    """Sums over the ranks; rank r gets the r-th of N equal parts of the sum.
-
-    Args:
-        x: This rank's array, ``[N k, ...]``.
-        axis: Name of the axis the ranks are on.
-
-    Returns:
-        This rank's chunk of the sum, ``[k, ...]``, summed at least in float32, in rank order.
-    """
+    """Sums ``[N k, ...]`` over the ranks, at least in float32, in rank order; rank r gets part r, ``[k, ...]``."""
     chunks = x.reshape(lax.axis_size(axis), -1, *x.shape[1:])
     received = lax.all_to_all(chunks, axis, split_axis=0, concat_axis=0)
     summed = jnp.promote_types(x.dtype, jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype

@@ -73,13 +73,7 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 def is_worth_it(shape: tuple[int, ...], num_columns: int, min_compression: float = 1.0) -> bool:
     """Whether the factors are smaller than the tensor: ``k (n + m) min_compression < n m``.
 
-    Args:
-        shape: Of the tensor.
-        num_columns: k.
-        min_compression: At least 1.
-
-    Returns:
-        False for vectors and scalars, whatever k.
+    False for vectors and scalars, whatever k.
     """
     n, m = matrix_shape(shape)
     return num_columns * (n + m) * min_compression < n * m
@@ -87,10 +81,6 @@ def is_worth_it(shape: tuple[int, ...], num_columns: int, min_compression: float
 
 def first_memory(tensor: TensorSpec, num_columns: int) -> Memory:
     """The state before the first step: no error, and random columns seeded by the tensor's name.
-
-    Args:
-        tensor: The parameter.
-        num_columns: k.
 
     Returns:
         NumPy arrays; the error is a broadcast zero and takes no memory.
@@ -102,15 +92,9 @@ def first_memory(tensor: TensorSpec, num_columns: int) -> Memory:
 
 
 def orthonormal(matrices: jax.Array) -> jax.Array:
-    """Makes columns orthonormal by Gram-Schmidt.
+    """Makes the columns of ``[..., n, k]`` orthonormal by Gram-Schmidt.
 
     A column that is a combination of earlier ones, up to rounding, becomes zero: normalised, it would be noise.
-
-    Args:
-        matrices: ``[..., n, k]``.
-
-    Returns:
-        The same shape.
     """
     *_, n, k = matrices.shape
     least = 10 * math.sqrt(n) * jnp.finfo(matrices.dtype).eps  # n roundings add up to sqrt(n) eps
@@ -131,11 +115,6 @@ def orthonormal(matrices: jax.Array) -> jax.Array:
 
 def factor_buckets(bucket: Bucket, num_columns: int, min_compression: float) -> tuple[Bucket, Bucket]:
     """Plans the two buffers that are sent for a bucket.
-
-    Args:
-        bucket: The bucket.
-        num_columns: k.
-        min_compression: As for ``is_worth_it``.
 
     Returns:
         The bucket of all P and of the tensors that are sent unfactored; the bucket of all S, which may be empty.
@@ -160,14 +139,6 @@ def sum_by_factors(
     denominator: jax.Array | float,
 ) -> tuple[dict[str, jax.Array], dict[str, Memory]]:
     """Sums the tensors of a bucket over ranks, matrices approximately.
-
-    Args:
-        tensors: This rank's, by name.
-        memory: This rank's state of each factored tensor.
-        buckets: From ``factor_buckets``.
-        send: Sums a buffer over ranks.
-        num_ranks: N.
-        denominator: D.
 
     Returns:
         The sums by name, and the next state; in the dtypes they had.
@@ -203,11 +174,6 @@ def apply_residual(
 ) -> tuple[dict[str, jax.Array], dict[str, Memory]]:
     """Single-rank case: adds the error saved by earlier steps on several ranks to the gradients.
 
-    Args:
-        tensors: Gradients by name.
-        memory: State of some of them.
-        denominator: D.
-
     Returns:
         The gradients, in the dtypes they had, and the next state, whose errors are zero.
     """
@@ -218,27 +184,12 @@ def apply_residual(
 
 
 def merge_memory(memory: dict[str, Memory]) -> dict[str, Memory]:
-    """Merges all ranks' states into one, to be saved: the sum of their errors, and the factors, which are equal.
-
-    Args:
-        memory: ``TrainState.memory``, whose arrays have a leading dimension ``num_ranks``.
-
-    Returns:
-        The same without that dimension.
-    """
+    """Merges all ranks' states into one, to be saved: the sum of their errors, and the factors, which are equal."""
     return {name: Memory(jnp.sum(all_.error, axis=0), all_.factor[0]) for name, all_ in memory.items()}
 
 
 def split_memory(merged: dict[str, Memory], num_ranks: int) -> dict[str, Memory]:
-    """Undoes ``merge_memory`` for any number of ranks: each takes an equal part of the error.
-
-    Args:
-        merged: From ``merge_memory``.
-        num_ranks: Number of ranks.
-
-    Returns:
-        ``TrainState.memory``.
-    """
+    """Undoes ``merge_memory`` for any number of ranks: each takes an equal part of the error."""
 
     def on_all(array: jax.Array) -> jax.Array:
         return jnp.broadcast_to(array, (num_ranks, *array.shape))

@@ -30,9 +30,7 @@ from jax import lax
 def order_token(values: Any, number: jax.typing.ArrayLike = 0) -> tuple[Any, jax.Array]:
     """Makes a zero that is available no earlier than some arrays.
 
-    Args:
-        values: A tree of arrays.
-        number: A scalar, int32 if it is a plain integer; different ones keep equal arrays from being merged.
+    Equal arrays are not merged if their numbers differ.
 
     Returns:
         The arrays, to be used instead, and the token, a scalar of value 0.
@@ -42,13 +40,5 @@ def order_token(values: Any, number: jax.typing.ArrayLike = 0) -> tuple[Any, jax
 
 
 def use_token(array: jax.Array, token: jax.Array) -> jax.Array:
-    """Makes an array wait for a token, and pass no gradient to it.
-
-    Args:
-        array: Of a numeric dtype.
-        token: From ``order_token``.
-
-    Returns:
-        The array plus 0.
-    """
+    """Makes an array wait for a token, and pass no gradient to it."""
     return array + lax.stop_gradient(token).astype(array.dtype)

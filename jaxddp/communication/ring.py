@@ -30,7 +30,7 @@ from .collectives import _chunk_length, send_recv
 
 
 def ring_reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
-    """Sums over the ranks in N - 1 steps; rank r gets the r-th of N equal parts of the sum.
+    """Sums ``[N k, ...]`` over the ranks in N - 1 steps; rank r gets part r of the sum, ``[k, ...]``.
 
     A rank adds its own part to the chunk it receives and passes it on. Chunk c starts on rank c + 1 and ends on rank c.
     For N = 4, the chunk that a rank holds and, in brackets, the ranks summed in it:
@@ -41,13 +41,6 @@ def ring_reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
     | 1    | 0 (1)        | 3 (0,1)      | 2 (3,0,1)    | 1 (2,3,0,1)  |
     | 2    | 1 (2)        | 0 (1,2)      | 3 (0,1,2)    | 2 (3,0,1,2)  |
     | 3    | 2 (3)        | 1 (2,3)      | 0 (1,2,3)    | 3 (0,1,2,3)  |
-
-    Args:
-        x: This rank's array, ``[N k, ...]``.
-        axis: Name of the axis the ranks are on.
-
-    Returns:
-        This rank's chunk of the sum, ``[k, ...]``.
 
     Raises:
         ValueError: If dimension 0 of ``x`` is missing or not divisible by the number of ranks.
@@ -65,7 +58,7 @@ def ring_reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
 
 
 def ring_all_gather(x: jax.Array, axis: str) -> jax.Array:
-    """Concatenates the ranks' arrays along dimension 0 in N - 1 steps; every rank gets the full array.
+    """Concatenates the ranks' ``[k, ...]`` along dimension 0 in N - 1 steps; every rank gets ``[N k, ...]``.
 
     A rank keeps a copy of the chunk it receives and passes it on. For N = 4, the chunk that a rank passes on next:
 
@@ -75,13 +68,6 @@ def ring_all_gather(x: jax.Array, axis: str) -> jax.Array:
     | 1    | 1            | 0            | 3            | 2            |
     | 2    | 2            | 1            | 0            | 3            |
     | 3    | 3            | 2            | 1            | 0            |
-
-    Args:
-        x: This rank's array, ``[k, ...]``; the same shape on every rank.
-        axis: Name of the axis the ranks are on.
-
-    Returns:
-        All arrays in rank order, ``[N k, ...]``.
 
     Raises:
         ValueError: If ``x`` has no dimension 0.
@@ -105,13 +91,6 @@ def ring_all_reduce(x: jax.Array, axis: str) -> jax.Array:
         total = ring_all_gather(chunk)              [k] -> [N k]
 
     After the first half rank r holds the complete chunk r; the second half passes the complete chunks round.
-
-    Args:
-        x: This rank's array, of any shape; the same shape on every rank.
-        axis: Name of the axis the ranks are on.
-
-    Returns:
-        The sum, with the shape of ``x``.
 
     Example:
         >>> from jax.sharding import PartitionSpec as P

@@ -49,10 +49,6 @@ def pack_chunks(bucket: Bucket, tensors: Mapping[str, jax.Array], num_ranks: int
 def pack_local_shards(bucket: Bucket, chunks: Mapping[str, jax.Array]) -> jax.Array:
     """Concatenates one rank's chunks of a bucket's tensors.
 
-    Args:
-        bucket: The bucket.
-        chunks: That rank's chunks by name, each of shape ``[c]``.
-
     Returns:
         A buffer of shape ``[width]``.
     """
@@ -63,10 +59,6 @@ def pack_local_shards(bucket: Bucket, chunks: Mapping[str, jax.Array]) -> jax.Ar
 def unpack_chunks(bucket: Bucket, buffer: jax.Array) -> dict[str, jax.Array]:
     """Undoes ``pack_chunks``.
 
-    Args:
-        bucket: The bucket.
-        buffer: Of shape ``[num_ranks, width]``.
-
     Returns:
         Full arrays by name, each of its tensor's shape, without padding.
     """
@@ -75,13 +67,8 @@ def unpack_chunks(bucket: Bucket, buffer: jax.Array) -> dict[str, jax.Array]:
     return {tensor.name: Cut(tensor.shape, num_ranks).whole(chunks[tensor.name]) for tensor in bucket.tensors}
 
 
-def split_chunks(bucket: Bucket, row: jax.Array, num_ranks: int) -> dict[str, jax.Array]:
-    """Splits one rank's row of a bucket into chunks.
-
-    Args:
-        bucket: The bucket.
-        row: Of shape ``[..., width]``.
-        num_ranks: Number of ranks.
+def split_chunks(bucket: Bucket, own: jax.Array, num_ranks: int) -> dict[str, jax.Array]:
+    """Splits one rank's row of a bucket, ``[..., width]``, into chunks.
 
     Returns:
         Chunks by name, each of shape ``[..., c]``.
@@ -96,11 +83,6 @@ def split_chunks(bucket: Bucket, row: jax.Array, num_ranks: int) -> dict[str, ja
 
 def local_shard(tensor: jax.Array, num_ranks: int, rank: jax.Array | int) -> jax.Array:
     """Cuts out the chunk that a rank owns.
-
-    Args:
-        tensor: The full tensor.
-        num_ranks: Number of ranks.
-        rank: The rank.
 
     Returns:
         The chunk, of shape ``[c]``.

@@ -38,9 +38,6 @@ def bucketed(
         compression: Gradient compression.
         network: For ``"auto"``: a ``Network``, or 10^9 bytes per second that one rank can send.
 
-    Returns:
-        The strategy.
-
     Raises:
         ValueError: If a cap, the rule or the network is out of range, or ``"auto"`` has no network.
     """

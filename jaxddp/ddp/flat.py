@@ -16,12 +16,5 @@ from ..strategy import Strategy, register
 
 @register
 def flat(*, compression: Compression = none) -> Strategy:
-    """One all-reduce of everything, after the whole backward.
-
-    Args:
-        compression: Gradient compression.
-
-    Returns:
-        The strategy.
-    """
+    """One all-reduce of everything, after the whole backward."""
     return Strategy("flat", lambda tensors: plan_buckets(tensors, None, after_backward=True), compression)

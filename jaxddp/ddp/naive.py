@@ -16,12 +16,5 @@ from ..strategy import Strategy, register
 
 @register
 def naive(*, compression: Compression = none) -> Strategy:
-    """One all-reduce per parameter, after the whole backward.
-
-    Args:
-        compression: Gradient compression.
-
-    Returns:
-        The strategy.
-    """
+    """One all-reduce per parameter, after the whole backward."""
     return Strategy("naive", lambda tensors: plan_per_tensor(tensors, after_backward=True), compression)

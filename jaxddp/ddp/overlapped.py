@@ -16,12 +16,5 @@ from ..strategy import Strategy, register
 
 @register
 def overlapped(*, compression: Compression = none) -> Strategy:
-    """One all-reduce per parameter, as its gradient becomes ready.
-
-    Args:
-        compression: Gradient compression.
-
-    Returns:
-        The strategy.
-    """
+    """One all-reduce per parameter, as its gradient becomes ready."""
     return Strategy("overlapped", plan_per_tensor, compression)

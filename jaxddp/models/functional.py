@@ -31,27 +31,16 @@ Loss = Callable[[Params, Batch], jax.Array]
 
 
 def mean_squared_error(output: jax.Array, target: jax.Array) -> jax.Array:
-    """Mean over every element of the squared difference.
-
-    Args:
-        output: ``[batch, features]``.
-        target: Of the same shape.
-
-    Returns:
-        A scalar.
-    """
+    """Mean over every element of the squared difference."""
     return jnp.mean((output - target) ** 2)
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Mean over tokens of ``log sum exp(logits) - logits[target]``, stable for logits of any size.
+    """Mean over tokens of ``log sum exp(logits) - logits[target]``, in nats; stable for logits of any size.
 
     Args:
         logits: ``[..., vocab]``.
         targets: Token ids ``[...]``, all of them valid: there is no ``ignore_index``.
-
-    Returns:
-        A scalar in nats, in the dtype of the logits.
 
     Example:
         >>> print(f"{cross_entropy(jnp.array([[1e4, 0.0], [0.0, 0.0]]), jnp.array([0, 1])):.4f}")
@@ -70,9 +59,6 @@ def loss_fn(model: Callable[[jax.Array], jax.Array], batch: Batch) -> jax.Array:
         model: A module, or any function of the inputs.
         batch: ``{"tokens": [batch, length], "targets": [batch, length]}`` of integers for a language model,
             ``{"x": [batch, in_features], "y": [batch, out_features]}`` for a toy.
-
-    Returns:
-        A scalar.
     """
     if "tokens" in batch:
         return cross_entropy(model(batch["tokens"]), batch["targets"])
@@ -110,13 +96,6 @@ def abstract(
     name_or_config: str | TransformerConfig, *, layer: Callable[[Callable], Callable] = layer
 ) -> tuple[Loss, Params]:
     """Like ``build``, with ``jax.ShapeDtypeStruct`` for every parameter: nothing is computed or allocated.
-
-    Args:
-        name_or_config: As in ``build``.
-        layer: As in ``build``.
-
-    Returns:
-        ``(loss_fn, params)``, to trace and compile without memory for the parameters.
 
     Raises:
         ValueError: If the name is not known.

@@ -29,12 +29,6 @@ class ToyMLP(nnx.Module):
     Parameters, in forward order: ``up.kernel [in_features, hidden]``, ``norm.scale [hidden]``,
     ``norm.bias [hidden]``, ``down.kernel [hidden, out_features]``.
 
-    Args:
-        in_features: Width of the input.
-        hidden: Width between the two matrices.
-        out_features: Width of the output.
-        rngs: Source of the initial values.
-
     Example:
         >>> ToyMLP(3, 8, 2, rngs=nnx.Rngs(0))(jnp.ones((4, 3))).shape
         (4, 2)
@@ -57,11 +51,6 @@ class TiedToy(nnx.Module):
     The shared matrix is one leaf: its gradient is the sum over both uses and is communicated once.
     Parameters, in forward order: ``tied [in_features, hidden]``, ``norm.scale [hidden]``, ``norm.bias [hidden]``.
 
-    Args:
-        in_features: Width of the input and of the output.
-        hidden: Width between the two uses.
-        rngs: Source of the initial values.
-
     Example:
         >>> TiedToy(3, 8, rngs=nnx.Rngs(0))(jnp.ones((4, 3))).shape
         (4, 3)
@@ -83,12 +72,6 @@ class FrozenToy(nnx.Module):
 
     Parameters, in forward order: ``frozen.kernel [in_features, hidden]``, ``norm.scale [hidden]``,
     ``norm.bias [hidden]``, ``down.kernel [hidden, out_features]``.
-
-    Args:
-        in_features: Width of the input.
-        hidden: Width between the two matrices.
-        out_features: Width of the output.
-        rngs: Source of the initial values.
     """
 
     def __init__(self, in_features: int, hidden: int, out_features: int, *, rngs: nnx.Rngs):
@@ -107,12 +90,6 @@ class UnusedToy(nnx.Module):
 
     Parameters, in registration order: ``up.kernel [in_features, hidden]``, ``unused.kernel [hidden, hidden]``,
     ``norm.scale [hidden]``, ``norm.bias [hidden]``, ``down.kernel [hidden, out_features]``.
-
-    Args:
-        in_features: Width of the input.
-        hidden: Width between the two matrices.
-        out_features: Width of the output.
-        rngs: Source of the initial values.
     """
 
     def __init__(self, in_features: int, hidden: int, out_features: int, *, rngs: nnx.Rngs):

@@ -153,12 +153,7 @@ def _rms_norm(width: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
 
 
 class Attention(nnx.Module):
-    """Causal self-attention over ``num_heads`` heads with rotary positions.
-
-    Args:
-        config: The model's sizes.
-        rngs: Source of the initial values.
-    """
+    """Causal self-attention over ``num_heads`` heads with rotary positions."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         """Draws the initial values."""
@@ -184,12 +179,7 @@ class Attention(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-    """SwiGLU: ``down(silu(gate(x)) * up(x))``.
-
-    Args:
-        config: The model's sizes.
-        rngs: Source of the initial values.
-    """
+    """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         """Draws the initial values."""
@@ -203,12 +193,7 @@ class FeedForward(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: attention and feed-forward, each behind its norm and added to the residual stream.
-
-    Args:
-        config: The model's sizes.
-        rngs: Source of the initial values.
-    """
+    """One layer: attention and feed-forward, each behind its norm and added to the residual stream."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         """Draws the initial values."""
@@ -225,10 +210,6 @@ class Block(nnx.Module):
 
 class Transformer(nnx.Module):
     """The whole language model.
-
-    Args:
-        config: The model's sizes.
-        rngs: Source of the initial values.
 
     Example:
         >>> Transformer(SIZES["tiny"], rngs=nnx.Rngs(0))(jnp.zeros((3, 8), int)).shape

@@ -86,7 +86,7 @@ def first_memory(tensor: TensorSpec, num_columns: int) -> Memory:
 
 
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
-    """Makes columns orthonormal by Gram-Schmidt.
+    """Makes the columns of ``[n, k]`` orthonormal by Gram-Schmidt.
 
     A column that is a combination of earlier ones, up to rounding, becomes zero: normalised, it would be noise.
     """

@@ -30,7 +30,7 @@ from .collectives import _chunk_length, send_recv
 
 
 def ring_reduce_scatter(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Sums over the ranks in N - 1 steps; rank r gets the r-th of N equal parts of the sum.
+    """Sums ``[N k, ...]`` over the ranks in N - 1 steps; rank r gets part r of the sum, ``[k, ...]``.
 
     A rank adds its own part to the chunk it receives and passes it on. Chunk c starts on rank c + 1 and ends on rank c.
     For N = 4, the chunk that a rank holds and, in brackets, the ranks summed in it:
@@ -58,7 +58,7 @@ def ring_reduce_scatter(tensor: Tensor, group: ProcessGroup | None = None) -> Te
 
 
 def ring_all_gather(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Concatenates the ranks' tensors along dimension 0 in N - 1 steps; every rank gets the full tensor.
+    """Concatenates the ranks' ``[k, ...]`` along dimension 0 in N - 1 steps; every rank gets ``[N k, ...]``.
 
     A rank keeps a copy of the chunk it receives and passes it on. For N = 4, the chunk that a rank passes on next:
 

@@ -25,11 +25,7 @@ def pack_chunks(
 ) -> torch.Tensor:
     """Packs the chunks of a bucket's tensors, rank by rank.
 
-    Args:
-        bucket: The bucket.
-        tensors: Full tensors by name, at least those of the bucket.
-        num_ranks: Number of ranks.
-        out: Buffer of ``[num_ranks, width]`` to write into, of any dtype.
+    ``out`` is a buffer of ``[num_ranks, width]`` to write into, of any dtype.
 
     Returns:
         A buffer of shape ``[num_ranks, width]``, of which rank r owns row r. Without ``out``, a bucket of one tensor
@@ -48,10 +44,6 @@ def pack_chunks(
 def pack_local_shards(bucket: Bucket, chunks: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Concatenates one rank's chunks of a bucket's tensors.
 
-    Args:
-        bucket: The bucket.
-        chunks: That rank's chunks by name, each of shape ``[c]``.
-
     Returns:
         A buffer of shape ``[width]``; for a bucket of one tensor, its chunk.
     """
@@ -64,10 +56,7 @@ def unpack_chunks(
 ) -> dict[str, torch.Tensor]:
     """Undoes ``pack_chunks``.
 
-    Args:
-        bucket: The bucket.
-        buffer: Of shape ``[num_ranks, width]``.
-        out: Full tensors by name to write into, at least those of the bucket.
+    ``out`` holds full tensors by name to write into, at least those of the bucket.
 
     Returns:
         Full tensors by name, without padding. Without ``out``, a bucket of one tensor gives a view.
@@ -85,11 +74,6 @@ def unpack_chunks(
 def split_chunks(bucket: Bucket, buffer: torch.Tensor, num_ranks: int) -> dict[str, torch.Tensor]:
     """Splits one rank's row of a bucket into chunks, or all ranks' rows.
 
-    Args:
-        bucket: The bucket.
-        buffer: Of shape ``[width]``, or ``[num_ranks, width]``.
-        num_ranks: Number of ranks.
-
     Returns:
         Views by name, each of shape ``[c]``, or ``[num_ranks, c]``.
     """
@@ -99,11 +83,6 @@ def split_chunks(bucket: Bucket, buffer: torch.Tensor, num_ranks: int) -> dict[s
 
 def local_shard(tensor: torch.Tensor, num_ranks: int, rank: int) -> torch.Tensor:
     """Cuts out a rank's chunk of a tensor.
-
-    Args:
-        tensor: The full tensor.
-        num_ranks: Number of ranks.
-        rank: The rank.
 
     Returns:
         The chunk, of shape ``[c]``; a view of a contiguous tensor, unless it needs padding.

@@ -26,10 +26,6 @@ class NaiveDDP(Replicated):
     def __init__(self, module: nn.Module, **options: Any) -> None:
         """Wraps a module.
 
-        Args:
-            module: What to train.
-            **options: Of ``DataParallel``: ``process_group``, ``order``, ``compression``.
-
         Raises:
             ValueError: As ``DataParallel``.
         """

@@ -26,27 +26,16 @@ Batch = dict[str, torch.Tensor]
 
 
 def mean_squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Mean of the squared difference over all elements.
-
-    Args:
-        output: ``[batch, features]``.
-        target: Of the same shape.
-
-    Returns:
-        A scalar.
-    """
+    """Mean of the squared difference over all elements."""
     return F.mse_loss(output, target)
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean over tokens of ``log sum exp(logits) - logits[target]``, stable for logits of any size.
+    """Mean over tokens of ``log sum exp(logits) - logits[target]``, in nats; stable for logits of any size.
 
     Args:
         logits: ``[..., vocab]``.
         targets: Token ids ``[...]``, of any integer dtype; there is no ``ignore_index``.
-
-    Returns:
-        A scalar in nats, in the dtype of the logits.
 
     Example:
         >>> print(f"{cross_entropy(torch.tensor([[1e4, 0.0], [0.0, 0.0]]), torch.tensor([0, 1])):.4f}")
@@ -62,9 +51,6 @@ def loss_fn(model: Callable[[torch.Tensor], torch.Tensor], batch: Batch) -> torc
         model: A module or a wrapper around one.
         batch: ``{"tokens": [batch, length], "targets": [batch, length]}`` of integers for a language model,
             ``{"x": [batch, in_features], "y": [batch, out_features]}`` for a toy.
-
-    Returns:
-        A scalar.
     """
     if "tokens" in batch:
         return cross_entropy(model(batch["tokens"]), batch["targets"])
@@ -98,12 +84,6 @@ def build(name_or_config: str | TransformerConfig, seed: int = 0) -> nn.Module:
 
 def abstract(name_or_config: str | TransformerConfig) -> nn.Module:
     """Like ``build``, with every parameter on the ``meta`` device: nothing is computed or allocated.
-
-    Args:
-        name_or_config: As in ``build``.
-
-    Returns:
-        A module that has shapes and dtypes only.
 
     Raises:
         ValueError: If the name is not known.

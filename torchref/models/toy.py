@@ -25,11 +25,6 @@ class ToyMLP(nn.Module):
     Parameters, in forward order: ``up.weight [hidden, in_features]``, ``norm.weight [hidden]``,
     ``norm.bias [hidden]``, ``down.weight [out_features, hidden]``.
 
-    Args:
-        in_features: Width of the input.
-        hidden: Width between the two matrices.
-        out_features: Width of the output.
-
     Example:
         >>> tuple(ToyMLP(3, 8, 2)(torch.ones(4, 3)).shape)
         (4, 2)
@@ -53,10 +48,6 @@ class TiedToy(nn.Module):
     The shared matrix is one parameter, so its gradient is the sum over both uses and it is communicated once.
     Parameters, in forward order: ``tied [in_features, hidden]``, ``norm.weight [hidden]``, ``norm.bias [hidden]``.
 
-    Args:
-        in_features: Width of the input and of the output.
-        hidden: Width between the two uses.
-
     Example:
         >>> tuple(TiedToy(3, 8)(torch.ones(4, 3)).shape)
         (4, 3)
@@ -78,11 +69,6 @@ class FrozenToy(nn.Module):
 
     Parameters, in forward order: ``frozen.weight [hidden, in_features]``, ``norm.weight [hidden]``,
     ``norm.bias [hidden]``, ``down.weight [out_features, hidden]``.
-
-    Args:
-        in_features: Width of the input.
-        hidden: Width between the two matrices.
-        out_features: Width of the output.
     """
 
     def __init__(self, in_features: int, hidden: int, out_features: int):
@@ -102,11 +88,6 @@ class UnusedToy(nn.Module):
 
     Parameters, in registration order: ``up.weight [hidden, in_features]``, ``unused.weight [hidden, hidden]``,
     ``norm.weight [hidden]``, ``norm.bias [hidden]``, ``down.weight [out_features, hidden]``.
-
-    Args:
-        in_features: Width of the input.
-        hidden: Width between the two matrices.
-        out_features: Width of the output.
     """
 
     def __init__(self, in_features: int, hidden: int, out_features: int):

@@ -143,11 +143,7 @@ def _rms_norm(width: int) -> nn.RMSNorm:
 
 
 class Attention(nn.Module):
-    """Causal self-attention over ``num_heads`` heads with rotary positions.
-
-    Args:
-        config: The model's sizes.
-    """
+    """Causal self-attention over ``num_heads`` heads with rotary positions."""
 
     def __init__(self, config: TransformerConfig):
         """Draws the initial values."""
@@ -170,11 +166,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: ``down(silu(gate(x)) * up(x))``.
-
-    Args:
-        config: The model's sizes.
-    """
+    """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
 
     def __init__(self, config: TransformerConfig):
         """Draws the initial values."""
@@ -189,11 +181,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each applied to a normalised input and added to the residual stream.
-
-    Args:
-        config: The model's sizes.
-    """
+    """One layer: attention and feed-forward, each applied to a normalised input and added to the residual stream."""
 
     def __init__(self, config: TransformerConfig):
         """Draws the initial values."""
@@ -211,9 +199,6 @@ class Block(nn.Module):
 
 class Transformer(nn.Module):
     """The whole language model.
-
-    Args:
-        config: The model's sizes.
 
     Example:
         >>> tuple(Transformer(SIZES["tiny"])(torch.zeros(3, 8, dtype=torch.int64)).shape)
