@@ -154,8 +154,7 @@ def _transformer(arguments: argparse.Namespace) -> Any:
     """Sizes of the planned transformer; None for the feed-forward model."""
     if arguments.model == XXL or (arguments.model == CUSTOM and arguments.vocab is None):
         return None
-    import_jax()
-    from ..models import SIZES, TransformerConfig
+    from ..planning.sizes import SIZES, TransformerConfig
 
     if arguments.model != CUSTOM:
         config = SIZES[arguments.model]
@@ -190,8 +189,7 @@ def _workload(arguments: argparse.Namespace) -> tuple[Any, int]:
             raise ValueError(f"--{name} must come with --model custom, not with {arguments.model!r}")
     if arguments.model == XXL:
         return feed_forward(width=16384, hidden=53248, num_blocks=126), 1
-    import_jax()
-    from ..models import SIZES
+    from ..planning.sizes import SIZES
 
     if arguments.model not in SIZES:
         raise ValueError(f"unknown model {arguments.model!r}: one of {XXL}, {CUSTOM}, {', '.join(SIZES)}")

@@ -5,6 +5,8 @@ transformer.py   a decoder-only language model
 functional.py    all of them by name, each as a loss function and its parameters
 """
 
+from ..planning.sizes import SIZES as SIZES
+from ..planning.sizes import TransformerConfig as TransformerConfig
 from .functional import abstract as abstract
 from .functional import build as build
 from .functional import cross_entropy as cross_entropy
@@ -14,11 +16,9 @@ from .toy import FrozenToy as FrozenToy
 from .toy import TiedToy as TiedToy
 from .toy import ToyMLP as ToyMLP
 from .toy import UnusedToy as UnusedToy
-from .transformer import SIZES as SIZES
 from .transformer import Attention as Attention
 from .transformer import Block as Block
 from .transformer import FeedForward as FeedForward
 from .transformer import Transformer as Transformer
-from .transformer import TransformerConfig as TransformerConfig
 from .transformer import rotary_tables as rotary_tables
 from .transformer import rotate as rotate

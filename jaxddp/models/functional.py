@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ..planning.sizes import SIZES, TransformerConfig
 from ..zero.layers import layer
 from .toy import FrozenToy, TiedToy, ToyMLP, UnusedToy
-from .transformer import SIZES, Transformer, TransformerConfig, rotary_tables
+from .transformer import Transformer, rotary_tables
 
 _TOYS: dict[str, Callable[[nnx.Rngs], nnx.Module]] = {
     "toy": lambda rngs: ToyMLP(10, 16, 5, rngs=rngs),

@@ -12,12 +12,12 @@ References:
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+
+from ..planning.sizes import TransformerConfig
 
 # One distribution for every matrix of both packages: N(0, 1 / fan_in), and N(0, 1 / width) for the embedding.
 _init = nnx.initializers.variance_scaling(1.0, "fan_in", "normal")
@@ -26,80 +26,6 @@ _embedding_init = nnx.initializers.variance_scaling(1.0, "fan_out", "normal")
 
 ROPE_THETA = 10_000.0
 NORM_EPS = 1e-5
-
-
-@dataclasses.dataclass(frozen=True)
-class TransformerConfig:
-    """The sizes of a ``Transformer``.
-
-    Raises:
-        ValueError: If a size is not a positive integer, ``width`` is not divisible by ``num_heads``, or the head
-            size is odd (RoPE turns pairs).
-
-    Example:
-        >>> TransformerConfig(vocab=64, context=16, width=16, num_layers=2, num_heads=2, hidden=32).num_params
-        7248
-    """
-
-    vocab: int
-    """Number of token ids; ids run from 0 to ``vocab - 1``."""
-    context: int
-    """Greatest sequence length, in tokens."""
-    width: int
-    """Width of the residual stream."""
-    num_layers: int
-    """Number of blocks."""
-    num_heads: int
-    """Attention heads per block; the head size is ``width / num_heads``."""
-    hidden: int
-    """Width inside the feed-forward network."""
-
-    def __post_init__(self) -> None:
-        """Checks the sizes."""
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{field.name} (={value!r}) must be a positive integer")
-        if self.width % self.num_heads:
-            raise ValueError(f"width (={self.width}) must be divisible by num_heads (={self.num_heads})")
-        if self.head_size % 2:
-            raise ValueError(f"width / num_heads (={self.head_size}) must be even: RoPE turns pairs")
-
-    @property
-    def head_size(self) -> int:
-        """Width of one attention head."""
-        return self.width // self.num_heads
-
-    def check_length(self, length: int) -> None:
-        """Refuses sequences longer than the context.
-
-        Raises:
-            ValueError: If ``length`` is greater than ``context``.
-        """
-        if length > self.context:
-            raise ValueError(f"sequence length (={length}) must be at most context (={self.context})")
-
-    @property
-    def num_params(self) -> int:
-        """Number of parameters: embedding and head ``2 V d``, blocks ``L (4 d^2 + 3 d h + 2 d)``, last norm ``d``."""
-        block = 4 * self.width**2 + 3 * self.width * self.hidden + 2 * self.width
-        return 2 * self.vocab * self.width + self.num_layers * block + self.width
-
-
-SIZES = {
-    "tiny": TransformerConfig(vocab=64, context=16, width=16, num_layers=2, num_heads=2, hidden=32),
-    "byte": TransformerConfig(vocab=256, context=128, width=256, num_layers=4, num_heads=8, hidden=1024),
-    "byte_shallow": TransformerConfig(vocab=256, context=128, width=256, num_layers=2, num_heads=8, hidden=1024),
-    "lm_9m": TransformerConfig(vocab=10_000, context=128, width=256, num_layers=4, num_heads=8, hidden=1024),
-    "seed_xl": TransformerConfig(vocab=10_000, context=128, width=768, num_layers=16, num_heads=12, hidden=3200),
-    "small": TransformerConfig(vocab=10_000, context=128, width=768, num_layers=12, num_heads=12, hidden=3072),
-    "medium": TransformerConfig(vocab=10_000, context=128, width=1024, num_layers=24, num_heads=16, hidden=4096),
-    "large": TransformerConfig(vocab=10_000, context=128, width=1280, num_layers=36, num_heads=20, hidden=5120),
-    "xl": TransformerConfig(vocab=10_000, context=128, width=1600, num_layers=48, num_heads=25, hidden=6400),
-    "2.7b": TransformerConfig(vocab=10_000, context=128, width=2560, num_layers=32, num_heads=32, hidden=10_240),
-}
-"""Named sizes. ``tiny`` is for tests; ``byte`` reads bytes, ``byte_shallow`` has half of its layers; ``seed_xl`` has
-171,098,880 parameters in 147 tensors."""
 
 
 def rotary_tables(length: int, head_size: int, dtype: jax.typing.DTypeLike) -> tuple[np.ndarray, np.ndarray]:

@@ -5,6 +5,9 @@ transformer.py   a decoder-only language model
 functional.py    all of them by name, and their losses
 """
 
+from jaxddp.planning.sizes import SIZES as SIZES
+from jaxddp.planning.sizes import TransformerConfig as TransformerConfig
+
 from .functional import abstract as abstract
 from .functional import build as build
 from .functional import cross_entropy as cross_entropy
@@ -14,11 +17,9 @@ from .toy import FrozenToy as FrozenToy
 from .toy import TiedToy as TiedToy
 from .toy import ToyMLP as ToyMLP
 from .toy import UnusedToy as UnusedToy
-from .transformer import SIZES as SIZES
 from .transformer import Attention as Attention
 from .transformer import Block as Block
 from .transformer import FeedForward as FeedForward
 from .transformer import Transformer as Transformer
-from .transformer import TransformerConfig as TransformerConfig
 from .transformer import rotary_tables as rotary_tables
 from .transformer import rotate as rotate

@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from jaxddp.planning.sizes import SIZES, TransformerConfig
+
 from .toy import FrozenToy, TiedToy, ToyMLP, UnusedToy
-from .transformer import SIZES, Transformer, TransformerConfig
+from .transformer import Transformer
 
 _TOYS: dict[str, Callable[[], nn.Module]] = {
     "toy": lambda: ToyMLP(10, 16, 5),
