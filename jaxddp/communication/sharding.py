@@ -67,7 +67,7 @@ def unpack_chunks(bucket: Bucket, buffer: jax.Array) -> dict[str, jax.Array]:
     return {tensor.name: Cut(tensor.shape, num_ranks).whole(chunks[tensor.name]) for tensor in bucket.tensors}
 
 
-def split_chunks(bucket: Bucket, own: jax.Array, num_ranks: int) -> dict[str, jax.Array]:
+def split_chunks(bucket: Bucket, row: jax.Array, num_ranks: int) -> dict[str, jax.Array]:
     """Splits one rank's row of a bucket, ``[..., width]``, into chunks.
 
     Returns:
