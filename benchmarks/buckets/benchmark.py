@@ -147,7 +147,7 @@ def _resampled_costs(setup: TrainingSetup, side: SideResult) -> Iterator[Costs]:
 def _predicted(
     row: Mapping[str, Any], shares: Shares, costs: Costs, resampled: Sequence[Costs], side: SideResult
 ) -> dict[str, Any]:
-    """What is predicted for a row, how much noise in the costs moves it, and of what."""
+    """A row's prediction, its standard deviation over resampled costs, and its components."""
     measured = side.measured.get(StrategySpec(row["strategy"], row["bucket_mb"]).label)
     if measured is None:
         return {}

@@ -142,7 +142,7 @@ def backward_s(shares: Shares, costs: Costs) -> float:
 
 
 def regime(num_bytes: int, shares: Shares, costs: Costs) -> str:
-    """Says whether all gradients take longer to send, in one call, than the backward takes to compute."""
+    """Whether sending all gradients in one call takes longer than computing the backward."""
     sending_s = num_bytes / costs.bytes_per_s
     return COMMUNICATION_BOUND if sending_s >= backward_s(shares, costs) else COMPUTE_BOUND
 
@@ -177,7 +177,7 @@ def simulated(schedule: Schedule, device: str, costs: Costs) -> Prediction:
 
 
 def judge(predicted_s: float, measured_s: float) -> dict[str, Any]:
-    """Says how far a prediction is off.
+    """Describes the error of a prediction.
 
     Args:
         predicted_s: Of a step.

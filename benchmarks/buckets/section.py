@@ -127,7 +127,7 @@ def cap_mb(row: Row) -> float | None:
 
 
 def as_good(row: Row) -> str:
-    """The caps in MiB that the run does not tell from the best one."""
+    """The caps in MiB that are as good as the best one within the noise."""
     caps = row.get("as_good_mb")
     return ", ".join(f"{cap:g}" for cap in caps if isinstance(cap, int | float)) if isinstance(caps, list) else ""
 
@@ -171,7 +171,7 @@ def _sentences(each: str, rows: Sequence[Row], optima: Sequence[Row]) -> list[st
 
 
 def _judged(rows: Sequence[Row]) -> str:
-    """Says how many predictions the spreads tell from what was measured, and which is the furthest off."""
+    """A sentence on how many predictions differ from the measurement by more than the spread, and the worst one."""
     apart = [row for row in rows if is_apart(row, _prediction(row))]
     if not apart:
         return f"The spreads tell none of {counted(len(rows), 'prediction')} from what was measured."

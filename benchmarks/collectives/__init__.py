@@ -1,1 +1,10 @@
-"""All collectives by size, ranks and backend."""
+"""All collectives by size, ranks and backend.
+
+benchmark.py                     the benchmark, part by part
+cases.py, sizes.py               the collectives, their inputs and expected results; the sizes that fit into memory
+part.py, interleaving.py         one backend with a number of ranks; collectives timed in interleaved rounds
+jax_side.py, torch_side.py       the collectives in each framework
+rows.py, fit.py, ratio.py        rows; latency and rate fitted to sizes; one backend's bandwidth over another's
+forecast.py                      how long the rest will take
+section.py                       columns, figures and sentences
+"""

@@ -80,12 +80,12 @@ def plan(name: str, kinds: dict[str, str], size_bytes: int, num_ranks: int) -> l
 
 
 def values(rank: int, length: int) -> np.ndarray:
-    """What a rank brings: the first ``length`` of its values."""
+    """The input of a rank: the first ``length`` of its values."""
     return _repeat(_period(rank), length)
 
 
 def expected(name: str, rank: int, num_ranks: int, length: int) -> Segments:
-    """Says what must come of a collective.
+    """The expected result of a collective.
 
     Args:
         name: One of ``NAMES``.

@@ -21,7 +21,7 @@ START_S = 10.0  # of a part: processes, imports, compilation
 
 
 def assumed_network(ranks: Ranks) -> Network:
-    """What the ranks are taken to send before anything was measured: in a lab no more than its links let through."""
+    """The network assumed before anything was measured; in a lab, at most as fast as its links."""
     if ranks.kind == "gpus":
         return GPUS
     link_mbit = network().get("link_mbit", math.inf) if ranks.kind == "lab" else math.inf

@@ -33,7 +33,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class RanksJob:
-    """What the ranks of one backend do; plain data, sent to their processes.
+    """The work of the ranks of one backend; plain data, sent to their processes.
 
     Attributes:
         batches: By size, largest first: what is freed then serves the smaller ones.

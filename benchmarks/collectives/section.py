@@ -223,7 +223,7 @@ def _figure(
 
 
 def _sentences(rows: Sequence[Row]) -> list[str]:
-    """Says of each framework's most ranks what the smallest and the largest call take, and who is faster in the end."""
+    """Sentences on each framework's most ranks: times of the smallest and the largest call, and which is faster."""
     shown = by(timed(rows), collective)
     name = "all-reduce" if "all-reduce" in shown else next(iter(shown), "")
     most: dict[str, list[Row]] = {}

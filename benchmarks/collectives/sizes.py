@@ -33,7 +33,7 @@ SPARE_SHARE = 0.05  # of the memory that is free: it stays so
 
 
 def asked_sizes(sizes_mb: Sequence[float] | None, quick: bool) -> tuple[int, ...]:
-    """Says which sizes are measured.
+    """Chooses the sizes to measure.
 
     Args:
         sizes_mb: Those asked for by hand.
@@ -54,7 +54,7 @@ def asked_sizes(sizes_mb: Sequence[float] | None, quick: bool) -> tuple[int, ...
 
 
 def needed_bytes(name: str, asked_bytes: int, ranks: Ranks) -> int:
-    """What a collective takes of the memory that its ranks share; on GPUs each has its own."""
+    """Bytes that a collective needs of the memory that its ranks share; on GPUs each rank has its own."""
     return _needed_bytes(HELD[name], asked_bytes, ranks)
 
 

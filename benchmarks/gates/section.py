@@ -80,7 +80,7 @@ def gate_figure(gates: Sequence[Row]) -> Figure | None:
 
 
 def gate_sentences(gates: Sequence[Row]) -> list[str]:
-    """Says how many gates hold, and which is the nearest to its limit or beyond it."""
+    """A sentence on how many gates hold, and which is nearest to its limit or furthest beyond it."""
     limited = [row for row in gates if (number(row, "limit") or 0) > 0 and number(row, "ratio") is not None]
     if not limited:
         return []

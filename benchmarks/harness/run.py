@@ -129,7 +129,7 @@ class Run:
 
 
 def is_failed(row: Mapping[str, Any]) -> bool:
-    """Whether a row says that its part failed."""
+    """Whether a row reports that its part failed."""
     return str(row.get("check", "")).startswith(FAILED)
 
 

@@ -1,4 +1,4 @@
-"""What rows say, read with care: they come from files, so a field may be missing or be anything."""
+"""Fields of rows. Rows come from files, so a field may be missing or have any type."""
 
 from __future__ import annotations
 
@@ -69,22 +69,22 @@ def strategy(row: Row) -> str:
 
 
 def check(row: Row) -> str:
-    """What a row says of its own correctness; empty if nothing."""
+    """A row's ``check``; empty if it has none."""
     return text(row, "check")
 
 
 def is_bad(row: Row) -> bool:
-    """Whether a row says that it is wrong, missed or failed."""
+    """Whether a row is wrong, missed or failed by its own check."""
     return not holds([{"check": check(row)}])
 
 
 def is_not_run(row: Row) -> bool:
-    """Whether a row says that it could not be measured here."""
+    """Whether a row could not be measured here."""
     return check(row).startswith(NOT_RUN)
 
 
 def is_sound(row: Row) -> bool:
-    """Whether what a row says may be believed, and says something."""
+    """Whether a row was measured and did not fail its check."""
     return not is_bad(row) and not is_not_run(row)
 
 

@@ -1,1 +1,7 @@
-"""A slow network, made on one machine, and the benchmarks that run over it."""
+"""A slow network on one machine, and the benchmarks that run over it.
+
+network.py     hosts in network namespaces, joined by links of a given rate
+link.py        measures a link over plain TCP
+benchmark.py   runs benchmarks in the lab
+section.py     columns and figures of the links
+"""

@@ -192,7 +192,7 @@ def open_lab() -> Lab:
 
 
 def network() -> dict[str, float]:
-    """What rows say of the network: the rate of its links where a lab is open, else nothing."""
+    """Fields of rows about the network: the rate of the links in a lab, otherwise none."""
     return {"link_mbit": _open[-1].rate_mbit} if _open else {}
 
 

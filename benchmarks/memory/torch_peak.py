@@ -1,4 +1,4 @@
-"""What CUDA's allocator says of torchref's variants at the report's three moments; each in processes of its own.
+"""The CUDA allocator's figures of torchref's variants at the report's three moments, each in separate processes.
 
 torch makes an optimizer's state in the first step, so it is not there after initialisation, as in the report's table.
 """
@@ -41,7 +41,7 @@ def allocate_torch(setup: MemorySetup, name: str) -> Allocation | str:
         name: The strategy.
 
     Returns:
-        What rank 0's allocator says, or why it says nothing.
+        The figures of rank 0's allocator, or why there are none.
     """
     num_gpus = torch.cuda.device_count()
     if not num_gpus:

@@ -58,7 +58,7 @@ class MemorySetup:
 
 
 class Read(NamedTuple):
-    """What a compiled step says.
+    """Memory of a compiled step.
 
     Attributes:
         memory: Of each device.
@@ -70,7 +70,7 @@ class Read(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """What an allocator says, in bytes of one device.
+    """An allocator's figures, in bytes of one device.
 
     Attributes:
         device: Its name.
@@ -115,7 +115,7 @@ def allocate(setup: MemorySetup, name: str) -> Allocation | str:
         name: The strategy.
 
     Returns:
-        What the first device's allocator says, or why it says nothing.
+        The figures of the first device's allocator, or why there are none.
     """
     return launch(_allocate_here, setup, name, num_ranks=1, prepare=prepare_jax, timeout_s=TIMEOUT_S)[0]
 

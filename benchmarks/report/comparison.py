@@ -153,7 +153,7 @@ def _line(first: Row, second: Row) -> dict[str, Any]:
 
 
 def _unsound(row: Row) -> str:
-    """What keeps a row from being compared; a gate that was missed was measured all the same."""
+    """Why a row cannot be compared; empty if it can. A gate that was missed can be."""
     return mark(row).replace("MISSED", "")
 
 
@@ -204,7 +204,7 @@ def _figure(first: RunRows, second: RunRows, network: str, lines: Sequence[Row])
 
 
 def _seen(first: RunRows, second: RunRows, lines: Sequence[Row]) -> list[str]:
-    """Says of what was measured on one network in both runs how much of it differs, and what the most."""
+    """Sentences on what both runs measured on one network: how many rows differ, and which the most."""
     seen = [text(line, "seen").split(":")[0] for line in lines]
     order = [*dict.fromkeys(word for words in _WORDS.values() for word in words), SAME, NOT_COMPARED]
     counts = [f"{seen.count(word)} {word}" for word in order if word in seen]

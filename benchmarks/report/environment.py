@@ -1,4 +1,4 @@
-"""What a run's numbers depend on: command, code, versions, machine, ranks and time, as its rows say them."""
+"""The environment of a run, from its rows: command, code, versions, machine, ranks and time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def facts(run: RunRows) -> dict[str, list[str]]:
 
 
 def differences(one: RunRows, other: RunRows) -> list[str]:
-    """Names what two runs say differently of the environment of what both measured, but for when that was."""
+    """Names differences in environment between two runs, over what both measured; times are left out."""
     shared = one.experiments.keys() & other.experiments.keys()
     ours, theirs = (
         facts(RunRows(run.name, [row for row in run.rows if experiment_of(row) in shared])) for run in (one, other)
@@ -55,7 +55,7 @@ def render_environment(run: RunRows) -> Markup:
 
 
 def _by_experiment(run: RunRows, of: Callable[[Sequence[Row]], list[str]]) -> list[str]:
-    """What rows say, and which experiments say it where not all do that say anything."""
+    """Lines about the rows of each experiment; those that not all experiments have name theirs."""
     said = [(line, experiment.label) for experiment, rows in run.experiments.items() for line in of(rows)]
     everyone = {label for _, label in said}
     return [

@@ -109,7 +109,7 @@ def _entry(name: str, words: str, below: Sequence[Markup] = ()) -> Markup:
 
 
 def _summary(runs: Sequence[RunRows]) -> Markup:
-    """Says at the top what does not hold, if anything."""
+    """The list at the top of rows that failed, were not run or are wrong, if there are any."""
     said = []
     for run in runs:
         rows = run.rows

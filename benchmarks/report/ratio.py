@@ -31,7 +31,7 @@ class Ratio(NamedTuple):
 
     @property
     def is_told(self) -> bool:
-        """Whether the interval tells the two times apart."""
+        """Whether the interval excludes 1."""
         return not self.low <= 1 <= self.high
 
     @property

@@ -11,7 +11,7 @@ ENOUGH_ROUNDS = 10  # as many as a gate takes at least
 
 
 def is_apart(one: Row, other: Row) -> bool:
-    """Whether a run tells two times apart.
+    """Whether a run shows a difference between two times.
 
     It does where the 95 % interval of the ratio of their rounds leaves 1 out, as a gate's does, which knows of turns
     taken. Of times without rounds each median has to be outside the other's 10th to 90th percentile.
@@ -47,7 +47,7 @@ def time_of(row: Row) -> str:
 
 
 def extremes(rows: Sequence[Row], name: Callable[[Row], str], what: str) -> str:
-    """Says which of some rows took the shortest and the longest, and whether the run tells them apart.
+    """A sentence on the shortest and the longest of some rows, and whether their difference exceeds the noise.
 
     Args:
         rows: Of things that were measured side by side.
@@ -77,7 +77,7 @@ def extremes(rows: Sequence[Row], name: Callable[[Row], str], what: str) -> str:
 
 
 def exposure(rows: Sequence[Row], name: Callable[[Row], str]) -> str:
-    """Says how much of a step is exposed communication, at least and at most."""
+    """A sentence on the least and the most exposed communication of some steps."""
     shares = sorted(
         ((share, row) for row in timed(rows) if (share := exposed_share(row)) is not None), key=lambda one: one[0]
     )
@@ -107,7 +107,7 @@ def exposed_spread(row: Row) -> tuple[float, float] | None:
 
 
 def _share_spread(row: Row) -> str:
-    """What a row's exposed communication scatters by, as a share of its step; empty if it does not say."""
+    """The spread of a row's exposed communication, as a share of its step; empty if unknown."""
     low_high, median = exposed_spread(row), number(row, "median_ms")
     if low_high is None or not median:
         return ""
@@ -128,7 +128,7 @@ def few_rounds(rows: Sequence[Row]) -> str:
 
 
 def left_out(rows: Sequence[Row]) -> str:
-    """Says how many rows no sentence counts; empty if all are sound."""
+    """A sentence on the number of rows that no sentence includes; empty if all are sound."""
     bad, missing = sum(map(is_bad, rows)), sum(map(is_not_run, rows))
     said = [f"{bad} failed or {'is' if bad == 1 else 'are'} wrong"] if bad else []
     said += [f"{missing} {'was' if missing == 1 else 'were'} not run"] if missing else []

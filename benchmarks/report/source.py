@@ -158,7 +158,7 @@ def _by_framework(
     of: Callable[[dict[Any, Row]], str],
     key: Callable[[Row], Any] = lambda row: text(row, "strategy"),
 ) -> str:
-    """Says a figure of each framework that has it."""
+    """A sentence with a figure of each framework that has it."""
     found = []
     for framework, some in by(rows, lambda row: text(row, "framework")).items():
         said = of({key(row): row for row in reversed(some)})  # of several the shortest
@@ -195,6 +195,6 @@ def _machines(part: str, rows: Sequence[Row]) -> str:
 
 
 def _where(row: Row) -> str:
-    """What a row was measured on, if it says."""
+    """The machine of a row, if it is recorded."""
     on = [text(row, "device"), text(row, "backend")]
     return ", ".join(filter(None, [*on, experiment_of(row).network if any(on) else ""]))

@@ -165,7 +165,7 @@ def step_figure(title: str, rows: Sequence[Row]) -> Figure | None:
 
 
 def step_sentences(rows: Sequence[Row]) -> list[str]:
-    """Says for each framework, at its largest number of ranks, which step is shortest and what is exposed."""
+    """Sentences for each framework, at its largest number of ranks: the shortest step, and exposed communication."""
     said = []
     for framework, members in by(rows, lambda row: text(row, "framework")).items():
         most = max((number(row, "num_ranks") or 0 for row in members), default=0)
@@ -178,7 +178,7 @@ def step_sentences(rows: Sequence[Row]) -> list[str]:
 
 
 def in_words(row: Row) -> str:
-    """Says in a line what a row is about."""
+    """Describes a row in a line."""
     said = [text(row, key) for key in ("name", "framework", "model", "target", "collective")]
     said += [name(row)] if "strategy" in row else []
     num_bytes = buffer_bytes(row)

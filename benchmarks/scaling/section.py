@@ -118,7 +118,7 @@ def _beyond_fewest(rows: Sequence[Row]) -> list[Row]:
 
 
 def _crowded(rows: Sequence[Row]) -> str:
-    """Says where ranks take turns on the cores of their machine, which no cluster's do."""
+    """A sentence on runs with more ranks than cores, whose ranks take turns, unlike a cluster's."""
     cores = {cores for row in rows if text(row, "device") == "cpu" and (cores := number(row, "cores"))}
     crowded = [row for row in rows if how(row) == "measured" and cores and row["num_ranks"] > max(cores)]
     if not crowded:

@@ -1,1 +1,5 @@
-"""Strategies side by side, and beside what the frameworks do by themselves."""
+"""Strategies side by side, and beside the frameworks' own data parallelism.
+
+benchmark.py   the runs that are compared
+section.py     columns, figures and sentences
+"""

@@ -74,7 +74,7 @@ def _notes(steps: Sequence[Row]) -> list[str]:
 
 
 def _beside_peers(rows: Sequence[Row]) -> list[str]:
-    """Says for each group how its shortest step compares to those of the framework itself."""
+    """Sentences for each group: its shortest step compared with those of the framework's own data parallelism."""
     said = []
     for each, members in by(rows, group).items():
         ordered = timed(members)
@@ -86,7 +86,7 @@ def _beside_peers(rows: Sequence[Row]) -> list[str]:
 
 
 def _beside(ours: Row, peers: Sequence[Row]) -> str:
-    """Says by how much a step differs from others, and from which of them no interval tells it."""
+    """A sentence on how a step compares with others, and which differences are within their intervals."""
     told, untold = [], []
     for row in peers:
         ratio = ratio_of(ours, row)

@@ -1,1 +1,7 @@
-"""Steps as the profilers see them."""
+"""Steps under the frameworks' profilers.
+
+parts.py                     the steps that are traced
+jax_side.py, torch_side.py   traces recorded and read in each framework
+overlap.py                   overlap of communication and computation
+section.py                   timelines and columns
+"""

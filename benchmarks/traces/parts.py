@@ -40,7 +40,7 @@ def record(this: Run, setup: TrainingSetup) -> None:
 
 
 def trace_fields(events: Sequence[Event], num_planned: int) -> dict[str, Any]:
-    """Makes what a row says of a trace.
+    """Makes the row of a trace.
 
     Args:
         events: Of a step of one rank.

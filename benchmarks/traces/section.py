@@ -61,7 +61,7 @@ def trace_figures(rows: Sequence[Row]) -> list[Figure]:
 
 
 def trace_sentences(rows: Sequence[Row]) -> list[str]:
-    """Says of each trace how much of its communication ran while something was computed."""
+    """A sentence for each trace: how much of its communication overlapped computation."""
     return [_hidden(row) for row in rows if is_sound(row) and events_of(row)]
 
 

@@ -74,7 +74,7 @@ def in_words(error: BaseException) -> str:
 
 
 def agree_over_ranks(said: str) -> str:
-    """Gives what the first rank says that says anything; every rank of the process group must ask."""
+    """Gives the first text of any rank that is not empty; every rank of the process group must call it."""
     import torch.distributed as dist
 
     of_ranks: list[Any] = [None] * dist.get_world_size()

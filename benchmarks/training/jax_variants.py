@@ -137,7 +137,7 @@ def rows_of_process(batch: Batch) -> Batch:
 def probes(
     setup: TrainingSetup, loss_fn: Callable[..., Any], params: Any, mesh: Mesh, batches: Sequence[Batch]
 ) -> list[Variant]:
-    """Makes what tells of what a step is made: forward and backward alone, all-reduces alone, and both at once.
+    """Makes probes of the components of a step: forward and backward alone, all-reduces alone, and both at once.
 
     Args:
         setup: With ``probe_bytes``.

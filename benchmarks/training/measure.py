@@ -98,7 +98,7 @@ class TrainingSetup:
 
 
 class StepMetrics(NamedTuple):
-    """What a step says of itself."""
+    """Metrics of a step."""
 
     loss: float
     grad_norm: float
@@ -181,7 +181,7 @@ class SideResult:
 
 
 def ranks_in_words(ranks: Ranks, framework: str) -> tuple[str, str]:
-    """Says how the ranks of a framework run: in a word, and in a few."""
+    """Describes how the ranks of a framework run: in a word, and in a few."""
     if ranks.kind == "gpus":
         how = "GPUs in one process" if framework == "jaxddp" else "processes with a GPU each"
         return "GPUs", f"{ranks.num} {how}"

@@ -95,7 +95,7 @@ def run(ranks: Ranks, setup: TrainingSetup, weights: dict[str, np.ndarray]) -> S
 
 
 def _over_ranks(metrics: list[StepMetrics], device: torch.device) -> list[StepMetrics]:
-    """What peers say of a step, whose losses are each rank's own, with the mean over ranks."""
+    """Metrics of a peer's step, with the mean over ranks of their local losses."""
     losses = torch.tensor([one.loss for one in metrics], dtype=torch.float64, device=device)
     dist.all_reduce(losses)
     means = (losses / dist.get_world_size()).tolist()

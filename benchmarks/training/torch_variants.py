@@ -92,7 +92,7 @@ class Planned:
 
 
 def probes(setup: TrainingSetup, module: nn.Module, batches: Sequence[TorchBatch]) -> list[Variant]:
-    """Makes what tells of what a step is made: forward and backward alone, all-reduces alone, and both at once.
+    """Makes probes of the components of a step: forward and backward alone, all-reduces alone, and both at once.
 
     Args:
         setup: With ``probe_bytes``.

@@ -39,7 +39,7 @@ _COMPILERS: dict[AbstractDevice, Compile] = {}
 
 
 def register_compiler(device: AbstractDevice, compiler: Compile) -> None:
-    """Says how to compile for meshes of a device that is not there.
+    """Sets how to compile for meshes of a device that is not there.
 
     Args:
         device: ``AbstractMesh.abstract_device``.
