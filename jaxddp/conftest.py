@@ -1,4 +1,4 @@
-"""Eight simulated devices for every test and example of this package, and machine code made in less time."""
+"""Eight simulated devices for every test and example of this package, and faster compilation."""
 
 import signal
 
@@ -11,14 +11,14 @@ simulate_devices(8)
 # A shell makes its background jobs ignore Ctrl-C, and all that they start; tests of interrupts send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# Only LLVM does less: what XLA makes of a step, its operations, collectives and memory, is the same. It compiles the
-# machine code of thousands of programs here, each of which runs for a moment.
+# LLVM optimises less; XLA's operations, collectives and memory stay the same. Tests compile thousands of programs, each
+# of which runs for a moment.
 jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture
 def optimized():
-    """Machine code as users get it, where its speed matters, or whether a loop is made of vectors."""
+    """Machine code as users get it, for tests of its speed or vectorisation."""
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)

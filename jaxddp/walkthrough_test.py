@@ -9,6 +9,12 @@ import jaxddp
 from jaxddp.walkthrough import _linear, _loss, _phases, main, walk
 
 
+@pytest.fixture(autouse=True)
+def started():
+    """Starts JAX on all simulated devices; the walkthrough would start it on two, for every later test as well."""
+    jax.devices()
+
+
 def test_what_two_ranks_hold():
     for rank in (0, 1):
         held = [
