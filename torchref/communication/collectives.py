@@ -1,9 +1,9 @@
 """NCCL's primitives by name, over a process group: the twin of `jaxddp.communication.collectives`.
 
-Every rank of ``group`` (None: all ranks) calls the function with its own tensor ``x_r``, of one shape on all ranks; roots
-and pairs count ranks within the group. Each is one collective operation. N is the number of ranks, S the bytes of the
-full buffer. nccl-tests multiplies S / time by the ``bus factor`` to get a number that can be compared with the speed of
-the links.
+Every rank of ``group`` (None: all ranks) calls the function with its own tensor ``x_r``, of one shape on all ranks;
+roots and pairs count ranks within the group. Each is one collective operation. N is the number of ranks, S the bytes of
+the full buffer. nccl-tests multiplies S / time by the ``bus factor`` to get a number that can be compared with the
+speed of the links.
 
 | function       | input per rank | output per rank   | sent per rank on a ring | bus factor | returns      |
 |----------------|----------------|-------------------|-------------------------|------------|--------------|
