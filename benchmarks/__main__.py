@@ -18,9 +18,6 @@ _OPTIONS = "options.json"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a benchmark.
 
-    Args:
-        arguments: Those of the command line when None.
-
     Returns:
         The exit status: 0, 1 if a check fails, 2 after bad input, 130 after an interrupt.
     """

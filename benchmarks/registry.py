@@ -93,10 +93,6 @@ BENCHMARKS = {
 def check_taken(name: str, options: Options) -> None:
     """Refuses options that a benchmark does not take; lab and all pass each option to those that take it.
 
-    Args:
-        name: Of the benchmark.
-        options: As given.
-
     Raises:
         ValueError: If one would change nothing.
     """

@@ -16,13 +16,6 @@ Setups = dict[str, tuple[Any, str]]
 def describe_each(names: Sequence[str], options: Options) -> Setups:
     """Describes benchmarks.
 
-    Args:
-        names: In the registry.
-        options: What each of them may be told.
-
-    Returns:
-        Setup and line of each.
-
     Raises:
         ValueError: As they do.
     """
@@ -30,12 +23,7 @@ def describe_each(names: Sequence[str], options: Options) -> Setups:
 
 
 def run_each(this: Run, setups: Setups) -> None:
-    """Runs benchmarks; what one of them finds is a row that says whether every check of it holds.
-
-    Args:
-        this: The folder, console and rows of this run.
-        setups: Of each, its setup and its line.
-    """
+    """Runs benchmarks; what one of them finds is a row that says whether every check of it holds."""
     for name, (setup, line) in setups.items():
 
         def measure(inner: Run, name: str = name, setup: Any = setup, line: str = line) -> bool:
@@ -46,13 +34,7 @@ def run_each(this: Run, setups: Setups) -> None:
 
 
 def run_one(this: Run, name: str, measure: Callable[[Run], bool]) -> None:
-    """Runs a benchmark as a part of another.
-
-    Args:
-        this: The folder, console and rows of the other.
-        name: In the registry.
-        measure: Runs it; gives whether every check holds.
-    """
+    """Runs a benchmark as a part of another."""
 
     def rows() -> list[dict[str, Any]]:
         folder = this.folder / name
@@ -68,10 +50,6 @@ def run_one(this: Run, name: str, measure: Callable[[Run], bool]) -> None:
 
 def finish(this: Run, notes: Sequence[str]) -> bool:
     """Writes the table of what was run, and says where everything is.
-
-    Args:
-        this: The folder, console and rows of this run.
-        notes: Below the table.
 
     Returns:
         Whether every check of each benchmark holds.

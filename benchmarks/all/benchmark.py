@@ -36,10 +36,6 @@ def describe(options: Options) -> tuple[tuple[Options, Setups], str]:
 def run(this: Run, setup: tuple[Options, Setups]) -> bool:
     """Runs the benchmarks, each with a folder of its own.
 
-    Args:
-        this: The folder, console and rows of this run.
-        setup: The options; of each benchmark its setup and its line.
-
     Returns:
         Whether every check of each holds.
     """

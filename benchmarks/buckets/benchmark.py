@@ -52,9 +52,6 @@ def describe(options: Options) -> tuple[TrainingSetup, str]:
         options: Caps in MiB, ranks (2), rounds (12, or 4 in the short form), the batch size (8, or 4), a model
             (lm_9m, or byte_shallow), and text for one of bytes.
 
-    Returns:
-        The setup, and its description in a line.
-
     Raises:
         ValueError: If one rank is asked for, the model is unknown or the batch cannot be split.
     """
@@ -77,10 +74,6 @@ def describe(options: Options) -> tuple[TrainingSetup, str]:
 def run(this: Run, setup: TrainingSetup) -> bool:
     """Sweeps in both frameworks, prints the table and fills the folder.
 
-    Args:
-        this: The folder, console and rows of this run.
-        setup: What to train.
-
     Returns:
         Whether every result is right; a prediction that is off is no fault.
     """
@@ -101,17 +94,7 @@ def probe_sizes(num_bytes: int) -> tuple[int, ...]:
 
 
 def bucket_rows(shares: Shares, framework: str, setup: TrainingSetup, side: SideResult) -> list[dict[str, Any]]:
-    """Turns what one framework's processes found into rows with predictions.
-
-    Args:
-        shares: When gradients are ready.
-        framework: ``"jaxddp"`` or ``"torchref"``.
-        setup: What was run.
-        side: What was found.
-
-    Returns:
-        A row for each cap.
-    """
+    """Turns what one framework's processes found into rows with predictions."""
     rows = step_rows(framework, setup, side)
     if not any(one.baseline_seconds for one in side.measured.values()):
         return rows
@@ -191,9 +174,6 @@ def _in_ms(name: str, said: Prediction, resampled: Sequence[Prediction]) -> dict
 
 def optimum_rows(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Lays the best cap by prediction beside the best measured one.
-
-    Args:
-        rows: Of all caps.
 
     Yields:
         A row for each framework; caps are as good as the best if the 95 % interval of their ratio to it holds 1.

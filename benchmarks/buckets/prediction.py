@@ -113,16 +113,7 @@ def fit_costs(
 
 
 def predict(buckets: Buckets, shares: Shares, costs: Costs) -> Prediction:
-    """Walks the pipeline.
-
-    Args:
-        buckets: Names and bytes of the tensors of each, in launch order.
-        shares: When gradients are ready.
-        costs: What was measured.
-
-    Returns:
-        The prediction.
-    """
+    """Walks the pipeline."""
     tensors = [tensor for bucket in buckets for tensor in bucket]
     if not tensors:
         return Prediction(costs.step_without_communication_s, 0.0)
@@ -155,16 +146,7 @@ def uniform(num_bytes: int, shares: Shares, costs: Costs) -> Optimum | None:
 
 
 def simulated(schedule: Schedule, device: str, costs: Costs) -> Prediction:
-    """Simulates a compiled step on a device that computes as fast as was measured, and on the fitted network.
-
-    Args:
-        schedule: Of the step.
-        device: What it ran on.
-        costs: What was measured.
-
-    Returns:
-        The prediction.
-    """
+    """Simulates a compiled step on a device that computes as fast as was measured, and on the fitted network."""
     chip = next((chip for name, chip in CHIPS.items() if name in device.lower()), _CORE)
     factor = simulate(schedule, chip, costs.network).compute_s / costs.step_without_communication_s
     fitted = replace(
@@ -178,10 +160,6 @@ def simulated(schedule: Schedule, device: str, costs: Costs) -> Prediction:
 
 def judge(predicted_s: float, measured_s: float) -> dict[str, Any]:
     """Describes the error of a prediction.
-
-    Args:
-        predicted_s: Of a step.
-        measured_s: Its median.
 
     Returns:
         ``error_share``, and ``check``: ``"ok"`` within 15 %.

@@ -42,9 +42,6 @@ def describe(options: Options) -> tuple[CollectivesSetup, str]:
             is), sizes (1 KiB to 1 GiB by powers of 4, as far as they fit into memory), rounds of each (as many as there
             is time for, at least 5), and whether the short form will do: four collectives up to 16 MiB on 2 ranks.
 
-    Returns:
-        The setup, and its description in a line, with the time that it will take.
-
     Raises:
         ValueError: If there are too few ranks or rounds, no such GPUs, or sizes asked for by hand that do not fit.
     """
@@ -72,10 +69,6 @@ def describe(options: Options) -> tuple[CollectivesSetup, str]:
 
 def run(this: Run, setup: CollectivesSetup) -> bool:
     """Measures every part, prints the tables and fills the folder.
-
-    Args:
-        this: The folder, console and rows of this run.
-        setup: What to measure.
 
     Returns:
         Whether every result is right, and every program issues what it should.

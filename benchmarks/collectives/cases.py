@@ -85,17 +85,7 @@ def values(rank: int, length: int) -> np.ndarray:
 
 
 def expected(name: str, rank: int, num_ranks: int, length: int) -> Segments:
-    """The expected result of a collective.
-
-    Args:
-        name: One of ``NAMES``.
-        rank: Whose result.
-        num_ranks: Their number.
-        length: Elements of the full buffer.
-
-    Returns:
-        The result, segment by segment.
-    """
+    """The expected result of a collective on a rank, segment by segment, for a buffer of ``length`` elements."""
     total = np.sum([_period(each) for each in range(num_ranks)], axis=0)
     match name.removeprefix("ring_"):
         case "all_reduce":

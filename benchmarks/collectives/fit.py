@@ -30,9 +30,6 @@ _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.22
 def fit_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Fits each collective of one backend.
 
-    Args:
-        rows: Of one backend and number of ranks.
-
     Returns:
         A row for each collective of which three sizes or more were right. An upper end of None is no bound.
     """
@@ -45,12 +42,6 @@ def fit_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def network_of(rows: Iterable[Row], framework: str, num_ranks: int, kind: str | None = None) -> Network:
     """Gives a measured backend as a network, by its all-reduce.
-
-    Args:
-        rows: Of this benchmark.
-        framework: ``"jaxddp"`` or ``"torchref"``.
-        num_ranks: As measured.
-        kind: Of the ranks; when None the first of ``PREFERRED_KINDS`` that was measured.
 
     Returns:
         The network, whose speed is what a rank sends per second; a latency that was fitted below 0 is 0.

@@ -29,17 +29,7 @@ def assumed_network(ranks: Ranks) -> Network:
 
 
 def forecast_s(batch: Batch, ranks: Ranks, num_rounds: int | None, budget_s: float) -> float:
-    """Forecasts a size, taking every collective for an all-reduce.
-
-    Args:
-        batch: The size and its collectives.
-        ranks: Which run it.
-        num_rounds: As in ``RanksJob``.
-        budget_s: As in ``RanksJob``.
-
-    Returns:
-        Seconds.
-    """
+    """Forecasts a size, taking every collective for an all-reduce."""
     call_s = assumed_network(ranks).seconds("all-reduce", batch.asked_bytes, range(ranks.num))
     round_s = len(batch.names) * call_s
     return (NUM_WARMUP + (num_rounds or rounds_within(budget_s, round_s))) * round_s
@@ -49,11 +39,7 @@ class Forecast:
     """How long the rest will take: as forecast, times what the forecast of the work done was wrong by."""
 
     def __init__(self, seconds: Mapping[tuple[str, Batch], float]) -> None:
-        """Begins.
-
-        Args:
-            seconds: Forecast, by part and batch.
-        """
+        """Begins."""
         self._left = dict(seconds)
         self._forecast_s = self._took_s = 0.0
 
@@ -67,15 +53,7 @@ class Forecast:
         self._left = {key: seconds for key, seconds in self._left.items() if key[0] != part}
 
     def follow(self, part: str, show: Callable[[int, Any], None]) -> Follower:
-        """Makes of a rank's word that it begins with a size what a user wants to know.
-
-        Args:
-            part: That is about to start.
-            show: Shows messages.
-
-        Returns:
-            What takes the ranks' messages.
-        """
+        """Makes of a rank's word that it begins with a size what a user wants to know."""
         return Follower(self, part, show)
 
     def __str__(self) -> str:
@@ -92,13 +70,7 @@ class Follower:
     """
 
     def __init__(self, forecast: Forecast, part: str, show: Callable[[int, Any], None]) -> None:
-        """Begins.
-
-        Args:
-            forecast: To be kept up to date.
-            part: That is about to start.
-            show: Shows messages.
-        """
+        """Begins."""
         self.under_way: Batch | None = None
         self._rounds: list[int] = []  # of it, done and in all, as shown last
         self._forecast, self._part, self._show, self._began_s = forecast, part, show, time.monotonic()

@@ -132,9 +132,6 @@ def rounds_within(budget_s: float, round_s: float) -> int:
         budget_s: The time that there is.
         round_s: What a round takes.
 
-    Returns:
-        Their number, from ``MIN_ROUNDS`` to ``MAX_ROUNDS``.
-
     Example:
         >>> rounds_within(2.0, 0.1), rounds_within(2.0, 60.0), rounds_within(2.0, 1e-4)
         (20, 5, 100)

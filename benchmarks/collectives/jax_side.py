@@ -32,12 +32,7 @@ KINDS = {
 
 
 def run(ranks: Ranks, job: RanksJob) -> None:
-    """Measures; runs in each of JAX's processes, before JAX has started there.
-
-    Args:
-        ranks: How they run.
-        job: What to measure.
-    """
+    """Measures; runs in each of JAX's processes, before JAX has started there."""
     mesh = ranks.mesh()
 
     def ready(batch: Batch) -> Callable[[str], Call]:

@@ -79,11 +79,6 @@ def missing(
 ) -> tuple[list[tuple[Batch, ...]], list[tuple[str, int, str]]]:
     """Sorts out what is left to do.
 
-    Args:
-        setup: What is measured.
-        part: By whom.
-        rows: What there is so far, of every part.
-
     Returns:
         By process what it has to measure; and ``(collective, size, why not)`` of what does not fit into memory.
     """
@@ -98,14 +93,7 @@ def missing(
 
 
 def measure_part(this: Run, setup: CollectivesSetup, part: BackendPart, forecast: Forecast) -> None:
-    """Measures what is missing of a part, writes each size when it is done, and last the fits to all of them.
-
-    Args:
-        this: The console and rows of this run.
-        setup: What is measured.
-        part: By whom.
-        forecast: To be kept up to date.
-    """
+    """Measures what is missing of a part, writes each size when it is done, and last the fits to all of them."""
     common: dict[str, Any] = {"framework": part.framework, "backend": part.backend, "kind": part.ranks.kind}
     threads = THREADS if part.framework == "torchref" else num_cores(part.ranks.kind, part.ranks.num) or os.cpu_count()
     common |= {"num_ranks": part.ranks.num, "threads": threads, "dtype": "float32"}
@@ -149,14 +137,6 @@ def _run_ranks(
     keep: Callable[[Found], None],
 ) -> tuple[dict[Batch, str], str]:
     """Runs the ranks; a batch that their processes do not survive is left out, and the rest is run again.
-
-    Args:
-        this: The console.
-        setup: What is measured.
-        part: By whom.
-        to_do: By process.
-        forecast: To be kept up to date.
-        keep: Takes what was found of each batch, when it was.
 
     Returns:
         Of the batches that failed, why; and why the last one did. After ``MAX_FAILED`` sizes, or if processes end

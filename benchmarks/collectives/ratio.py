@@ -44,12 +44,6 @@ class Ratio(NamedTuple):
 def ratios(rows: Iterable[Row], pair: tuple[str, str], num_ranks: int, name: str = "all_reduce") -> list[Ratio]:
     """Compares a pair of backends at every size at which both are right.
 
-    Args:
-        rows: Of this benchmark.
-        pair: Two backends.
-        num_ranks: On how many ranks.
-        name: The collective.
-
     Returns:
         The first over the second, by size.
     """

@@ -13,15 +13,7 @@ from .interleaving import Timed
 
 
 def rows_of(of_processes: Sequence[Sequence[Timed]], num_ranks: int) -> list[dict[str, Any]]:
-    """Joins what the processes of a backend found: a call takes as long as on its slowest rank.
-
-    Args:
-        of_processes: The same collectives of each.
-        num_ranks: Of the backend.
-
-    Returns:
-        A row for each collective.
-    """
+    """Joins what the processes of a backend found: a call takes as long as on its slowest rank."""
     rows = []
     for of_ranks in zip(*of_processes, strict=True):
         first = of_ranks[0]

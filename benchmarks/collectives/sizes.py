@@ -35,13 +35,6 @@ SPARE_SHARE = 0.05  # of the memory that is free: it stays so
 def asked_sizes(sizes_mb: Sequence[float] | None, quick: bool) -> tuple[int, ...]:
     """Chooses the sizes to measure.
 
-    Args:
-        sizes_mb: Those asked for by hand.
-        quick: Whether the short form will do.
-
-    Returns:
-        Bytes, ascending.
-
     Raises:
         ValueError: If a size is below 1 KiB.
     """
@@ -70,12 +63,6 @@ def fitting(
     names: Sequence[str], sizes: Sequence[int], ranks: Ranks, free: int
 ) -> tuple[tuple[Batch, ...], list[tuple[str, int, str]]]:
     """Sorts out what fits.
-
-    Args:
-        names: The collectives.
-        sizes: Bytes.
-        ranks: Which run them.
-        free: Bytes that are; ``SPARE_SHARE`` of them are left alone.
 
     Returns:
         What is to be run, largest first, each collective by itself where they do not fit together; and of the rest

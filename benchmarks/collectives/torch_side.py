@@ -35,12 +35,7 @@ IN_PLACE = ("all_reduce", "broadcast")
 
 
 def run(ranks: Ranks, job: RanksJob) -> None:
-    """Measures; runs on each rank, inside a process group.
-
-    Args:
-        ranks: How they run.
-        job: What to measure.
-    """
+    """Measures; runs on each rank, inside a process group."""
     on_gpu = ranks.kind == "gpus"
     device = torch.device("cuda", dist.get_rank()) if on_gpu else torch.device("cpu")
     wait: Callable[[Any], Any] = (lambda _: torch.cuda.synchronize()) if on_gpu else (lambda _: None)

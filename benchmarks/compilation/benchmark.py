@@ -43,9 +43,6 @@ def describe(options: Options) -> tuple[CompilationSetup, str]:
     Args:
         options: How often each (3 times).
 
-    Returns:
-        The setup, and its description in a line.
-
     Raises:
         ValueError: If the compiler for GPUs is not installed.
     """
@@ -61,10 +58,6 @@ def describe(options: Options) -> tuple[CompilationSetup, str]:
 
 def run(this: Run, setup: CompilationSetup) -> bool:
     """Times both curves, prints the table and fills the folder.
-
-    Args:
-        this: The folder, console and rows of this run.
-        setup: What to compile.
 
     Returns:
         Whether every program is as planned, growth over devices is within its limit, growth over parameters linear
@@ -85,11 +78,6 @@ def run(this: Run, setup: CompilationSetup) -> bool:
 def curve_rows(this: Run, setup: CompilationSetup, curve: str) -> list[dict[str, Any]]:
     """Times a curve.
 
-    Args:
-        this: The console.
-        setup: What to compile.
-        curve: Which.
-
     Returns:
         A row for each size, by round and part wall and CPU seconds; and the machine's load before and after all of it.
 
@@ -105,12 +93,6 @@ def curve_rows(this: Run, setup: CompilationSetup, curve: str) -> list[dict[str,
 
 def growth_rows(points: Sequence[Point]) -> Iterator[dict[str, Any]]:
     """Compares the most devices with the fewest.
-
-    Args:
-        points: By number of devices; rounds took turns over them.
-
-    Yields:
-        A gate by the clock, and one in CPU time.
 
     Raises:
         NotRun: If there are no two that were compiled.
@@ -128,12 +110,6 @@ def growth_rows(points: Sequence[Point]) -> Iterator[dict[str, Any]]:
 def reading_rows(points: Sequence[Point]) -> Iterator[dict[str, Any]]:
     """Holds the longest time to read and simulate the model's step against its limit.
 
-    Args:
-        points: By number of devices.
-
-    Yields:
-        A row.
-
     Raises:
         NotRun: If none was compiled.
     """
@@ -145,10 +121,6 @@ def reading_rows(points: Sequence[Point]) -> Iterator[dict[str, Any]]:
 
 def exponent_rows(name: str, points: Sequence[Point]) -> Iterator[dict[str, Any]]:
     """Fits how the CPU time of a part, or of parts together, grows with the number of parameters.
-
-    Args:
-        name: In ``GROUPS``.
-        points: By number of parameters.
 
     Yields:
         A row; only tracing and compiling together has a limit.
@@ -177,13 +149,6 @@ class Exponent(NamedTuple):
 
 def fit_exponent(sizes: Sequence[float], seconds: Sequence[float]) -> Exponent:
     """Fits a power law.
-
-    Args:
-        sizes: At least two, ascending.
-        seconds: Of each, positive.
-
-    Returns:
-        Its exponent.
 
     Example:
         >>> fit_exponent([10, 100, 1000], [0.5, 5, 50])

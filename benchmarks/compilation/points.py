@@ -126,14 +126,6 @@ def points_of(setup: CompilationSetup, curve: str) -> list[Point]:
 def measure_curve(console: Console, setup: CompilationSetup, curve: str) -> list[Point]:
     """Times all sizes of a curve; rounds take turns over them.
 
-    Args:
-        console: Where to show progress.
-        setup: What to compile.
-        curve: ``"devices"`` or ``"parameters"``.
-
-    Returns:
-        The points, by size.
-
     Raises:
         ValueError: If not even the smallest program can be compiled.
     """
@@ -159,10 +151,6 @@ def measure_curve(console: Console, setup: CompilationSetup, curve: str) -> list
 
 def polynomials(params: Sequence[Any], batch: jax.Array) -> jax.Array:
     """A loss of many small parameters: a chain of layers, each a polynomial with ten coefficients.
-
-    Args:
-        params: Coefficients of shape ``[WIDTH]``.
-        batch: Of shape ``[examples, WIDTH]``.
 
     Returns:
         A scalar.

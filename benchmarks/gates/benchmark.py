@@ -49,9 +49,6 @@ def describe(options: Options) -> tuple[TrainingSetup, str]:
     Args:
         options: Ranks (2), rounds (20, at least 10), the batch size (8), a model (lm_9m), and text for one of bytes.
 
-    Returns:
-        The setup, and its description in a line.
-
     Raises:
         ValueError: If there are too few rounds for an interval, or the batch cannot be split.
     """
@@ -70,10 +67,6 @@ def describe(options: Options) -> tuple[TrainingSetup, str]:
 def run(this: Run, setup: TrainingSetup) -> bool:
     """Runs both frameworks against their peers, prints the tables and fills the folder.
 
-    Args:
-        this: The folder, console and rows of this run.
-        setup: What to train.
-
     Returns:
         Whether every gate holds.
     """
@@ -85,9 +78,6 @@ def run(this: Run, setup: TrainingSetup) -> bool:
 
 def gate_rows(measured: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Compares what was measured.
-
-    Args:
-        measured: Rows of training steps.
 
     Yields:
         A row for each gate; one of whose sides is wrong or missing is not run, and one whose sides did not take turns

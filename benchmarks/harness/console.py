@@ -27,10 +27,6 @@ def make_console() -> Console:
 def progress_of(console: Console, title: str) -> Iterator[Callable[[int, Any], None]]:
     """Shows the messages of rank processes.
 
-    Args:
-        console: Where to.
-        title: Before each of them.
-
     Yields:
         What ``torchref.launch`` calls with rank and message; only rank 0's are shown.
     """

@@ -12,24 +12,7 @@ from .ranks import KINDS
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line said; None where it said nothing, and the benchmark decides.
-
-    Attributes:
-        quick: Whether the short form will do.
-        ranks: Ranks in each framework.
-        on: How they run: one of ``KINDS``.
-        hosts: Of a lab.
-        rate_mbit: Of a lab's links.
-        steps: Timed rounds.
-        batch_size: Sequences of the global batch.
-        model: Name of a model.
-        data: File or folder of text.
-        target: A machine to compile for.
-        strategies: Names of strategies.
-        bucket_mb: Caps of buckets.
-        sizes_mb: Sizes of buffers.
-        profile: Whether to record traces.
-    """
+    """What the command line said; None where it said nothing, and the benchmark decides."""
 
     quick: bool = False
     ranks: int | None = None
@@ -113,12 +96,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def read_options(parsed: argparse.Namespace | dict[str, Any]) -> Options:
     """Takes options from what a parser gave, or from what ``dataclasses.asdict`` had made of them.
-
-    Args:
-        parsed: It may hold other things too.
-
-    Returns:
-        The options.
 
     Raises:
         ValueError: If a number is not positive.

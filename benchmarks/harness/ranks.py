@@ -75,11 +75,6 @@ class Ranks:
     def run_jax(self, fn: Callable[..., _T], *args: Any, on_message: OnMessage | None = None) -> list[_T]:
         """Runs ``fn(self, *args)`` in JAX's processes; inside, ``mesh()`` gives the mesh of these ranks.
 
-        Args:
-            fn: A function that other processes can import by its name.
-            *args: Its arguments.
-            on_message: As in ``torchref.launch``.
-
         Returns:
             One result for each process: of all ranks together, or of each.
         """
@@ -89,16 +84,7 @@ class Ranks:
                                 in_jax=True)  # fmt: skip
 
     def run_torch(self, fn: Callable[..., _T], *args: Any, on_message: OnMessage | None = None) -> list[_T]:
-        """Runs ``fn(self, *args)`` on every rank of a torch process group.
-
-        Args:
-            fn: A function that other processes can import by its name.
-            *args: Its arguments.
-            on_message: As in ``torchref.launch``.
-
-        Returns:
-            The ranks' results.
-        """
+        """Runs ``fn(self, *args)`` on every rank of a torch process group."""
         backend, kind = ("nccl", "gpus") if self.kind == "gpus" else ("gloo", "processes")
         return self._launch(kind, fn, *args, num_ranks=self.num, backend=backend, on_message=on_message)
 
@@ -142,9 +128,6 @@ def chosen_ranks(num_ranks: int | None, default: int, kind: str | None = None, *
         kind: As for ``ranks_of_machine``.
         batch_size: Of the global batch; 0 if anything will do.
 
-    Returns:
-        The ranks.
-
     Raises:
         ValueError: As ``ranks_of_machine``, and if there are not as many GPUs as were asked for.
     """
@@ -165,9 +148,6 @@ def ranks_of_machine(num_ranks: int, kind: str | None = None) -> Ranks:
         num_ranks: How many are wanted; with GPUs there are no more than those that CUDA_VISIBLE_DEVICES leaves.
         kind: One of ``KINDS``; None takes GPUs where there are any, and simulated devices elsewhere; ``"lab"`` takes
             the hosts of the lab that is open.
-
-    Returns:
-        The ranks.
 
     Raises:
         ValueError: If the kind is unknown, there are no GPUs or not as many hosts for it, a number is not positive, or

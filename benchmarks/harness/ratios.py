@@ -48,9 +48,6 @@ def compare(name: str, ours: Sequence[float], theirs: Sequence[float], limit: fl
         theirs: Seconds by round, of the peer.
         limit: The most that median(ours) / median(theirs) may be.
         paired: Whether both were timed in the same rounds.
-
-    Returns:
-        The gate, with the 95 % interval of the ratio.
     """
     rng = np.random.default_rng(0)
     samples = [np.asarray(ours), np.asarray(theirs)]

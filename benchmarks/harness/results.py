@@ -18,9 +18,6 @@ def new_run_folder(out: str | None, benchmark: str) -> Path:
         out: Its path; a new one under ``runs/`` when None.
         benchmark: For the name of the latter.
 
-    Returns:
-        The folder, which exists and is empty.
-
     Raises:
         ValueError: If ``out`` exists and is not an empty folder.
     """

@@ -45,13 +45,7 @@ class Run:
     """
 
     def __init__(self, folder: Path, console: Console, benchmark: str) -> None:
-        """Takes up what the folder holds.
-
-        Args:
-            folder: An existing one; of a stopped run, or empty.
-            console: Where to print.
-            benchmark: Its name.
-        """
+        """Takes up what the folder holds."""
         self.folder, self.console, self.benchmark = folder, console, benchmark
         self._since = ticks()
         self.rows, broken = read_rows(folder / METRICS)
@@ -117,10 +111,6 @@ class Run:
     def keep_error(self, name: str, error: BaseException) -> str:
         """Writes all of an error to a file of its own.
 
-        Args:
-            name: What failed.
-            error: Why.
-
         Returns:
             Its first line, for a row.
         """
@@ -140,9 +130,6 @@ def holds(rows: Sequence[Mapping[str, Any]]) -> bool:
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     """Reads a file of rows.
-
-    Args:
-        path: It need not exist.
 
     Returns:
         The rows, and the numbers, from 1, of lines that hold no JSON object.

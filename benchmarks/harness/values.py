@@ -19,14 +19,7 @@ _LEAST, _MOST = 1e-18, 1e18
 
 
 def number(row: Row, *path: str) -> float | None:
-    """Reads a number.
-
-    Args:
-        row: A row.
-        *path: The field, and fields within it.
-
-    Returns:
-        It; None if it is missing, no number, not finite, or of a size that nothing measured has.
+    """Reads a number at a path of fields; None if it is missing, not finite, or of a size that nothing measured has.
 
     Example:
         >>> number({"compiled": {"batch": 3}}, "compiled", "batch"), number({"ratio": float("inf")}, "ratio")

@@ -25,10 +25,6 @@ NUM_HOSTS, RATE_MBIT = 2, 1000.0
 def lab_for(name: str, options: Options) -> Iterator[Options]:
     """Keeps a lab open if a benchmark is to run on one; ``ranks_of_machine`` finds it.
 
-    Args:
-        name: Of the benchmark.
-        options: As given.
-
     Yields:
         The options; on a lab they have its kind of ranks, and as many ranks as hosts if they said nothing of either.
 
@@ -88,9 +84,6 @@ def describe(options: Options) -> tuple[Setups, str]:
     Args:
         options: What each of them may be told.
 
-    Returns:
-        Setup and line of each, and all in a line.
-
     Raises:
         ValueError: As they do.
     """
@@ -100,10 +93,6 @@ def describe(options: Options) -> tuple[Setups, str]:
 
 def run(this: Run, setups: Setups) -> bool:
     """Runs the benchmarks, each with a folder of its own.
-
-    Args:
-        this: The folder, console and rows of this run.
-        setups: Of each, its setup and its line.
 
     Returns:
         Whether every check of each holds.

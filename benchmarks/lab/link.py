@@ -66,14 +66,7 @@ class Link:
 
 
 def measure_link(lab: Lab) -> Link:
-    """Measures what goes from a lab's first host to its second; takes about a second.
-
-    Args:
-        lab: An open one, and idle.
-
-    Returns:
-        The rate one way, and the time of a round trip.
-    """
+    """Measures what goes from a lab's first host to its second; takes about a second."""
     with _connection(lab) as (sender, receiver), ThreadPoolExecutor(1) as other_end:
         echo = other_end.submit(_echo, receiver)
         trips_s = [_seconds(_round_trip, sender) for _ in range(_NUM_ROUND_TRIPS)]

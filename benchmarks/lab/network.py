@@ -67,12 +67,6 @@ class Host:
     def call(self, function: Callable[[], _T]) -> _T:
         """Calls a function in a thread of its own, on this host; sockets that it opens stay there.
 
-        Args:
-            function: Without arguments.
-
-        Returns:
-            Its result.
-
         Raises:
             ValueError: As ``enter``.
         """
@@ -130,9 +124,6 @@ class Lab:
 
     def __enter__(self) -> Lab:
         """Makes the hosts, once what labs of processes that are gone have left is removed.
-
-        Returns:
-            The lab.
 
         Raises:
             ValueError: If this machine does not let it: one line says what is missing.

@@ -52,9 +52,6 @@ def describe(options: Options) -> tuple[MemorySetup, str]:
             ``cpu:2`` for simulated devices of this machine, strategies (all, or one of each stage) and the batch size
             (32).
 
-    Returns:
-        The setup, and its description in a line.
-
     Raises:
         ValueError: If a name is unknown or the batch cannot be split.
     """
@@ -89,10 +86,6 @@ def describe(options: Options) -> tuple[MemorySetup, str]:
 def run(this: Run, setup: MemorySetup) -> bool:
     """Reads every variant, prints the tables and fills the folder.
 
-    Args:
-        this: The folder, console and rows of this run.
-        setup: What to compile.
-
     Returns:
         Whether formula and compiled program agree to the byte about what lives across steps, and nothing failed.
     """
@@ -112,10 +105,6 @@ def run(this: Run, setup: MemorySetup) -> bool:
 
 def compiled_rows(setup: MemorySetup, name: str) -> Iterator[dict[str, Any]]:
     """Compiles a strategy's step and lays what it says beside the formulas, and beside the assignment report's figures.
-
-    Args:
-        setup: What to compile.
-        name: The strategy.
 
     Yields:
         A row for each moment, and for each figure that the report has of it.
@@ -162,9 +151,6 @@ def allocator_rows(
         name: The strategy.
         framework: Before its name: empty, or ``"torchref "``.
         ask: Gives what it says, or why it says nothing.
-
-    Yields:
-        A row.
     """
     said = ask(setup, name)
     row = _record(setup) | {"strategy": framework + name}
@@ -185,10 +171,6 @@ def formulas(setup: MemorySetup, name: str) -> dict[str, int]:
 
         before the update   what the backward needs of the forward; at stage 3 two gathered units
         after the step      gradients, those that are buckets in flight and those that are shards already
-
-    Args:
-        setup: What is compiled.
-        name: The strategy.
 
     Returns:
         Bytes of each of ``MOMENTS``.
@@ -215,13 +197,6 @@ def kept_per_token(config: TransformerConfig, gathers_units: bool) -> int:
     Units that are gathered when used keep less: their inputs and the results of their matrix products, in a layer the
     input, query, key, value, scores, mix and output of attention, gate and up; the last unit, the head, keeps its norm
     and its logits.
-
-    Args:
-        config: The model's sizes.
-        gathers_units: Whether the strategy shards parameters and gathers them unit by unit.
-
-    Returns:
-        Their number.
     """
     if not gathers_units:
         work = transformer(**dataclasses.asdict(config))

@@ -51,9 +51,6 @@ def figures(found: Mapping[str, StepMemory]) -> list[Figure]:
 
     Args:
         found: What compiled steps hold, by strategy; what is neither ``bucketed`` nor ``zero1`` has no counterpart.
-
-    Returns:
-        The figures of those that have one.
     """
     return _baseline(found.get("bucketed")) + _sharded(found.get("zero1"))
 

@@ -36,10 +36,6 @@ CUDA = Counter(torch.cuda.memory_allocated, torch.cuda.max_memory_allocated)
 def allocate_torch(setup: MemorySetup, name: str) -> Allocation | str:
     """Takes two steps on this machine's GPUs, a rank each.
 
-    Args:
-        setup: What to train.
-        name: The strategy.
-
     Returns:
         The figures of rank 0's allocator, or why there are none.
     """
@@ -51,16 +47,7 @@ def allocate_torch(setup: MemorySetup, name: str) -> Allocation | str:
 
 
 def allocate_on_rank(setup: MemorySetup, name: str, counter: Counter = CUDA) -> Allocation:
-    """Takes two steps on this rank, inside a process group.
-
-    Args:
-        setup: What to train.
-        name: The strategy.
-        counter: Of the rank's device.
-
-    Returns:
-        What it counted.
-    """
+    """Takes two steps on this rank, inside a process group."""
     on_gpu = dist.get_backend() == "nccl"
     device = torch.device("cuda", dist.get_rank()) if on_gpu else torch.device("cpu")
     num_ranks, start = dist.get_world_size(), counter.in_use()

@@ -94,9 +94,6 @@ def read(setup: MemorySetup, name: str) -> Read:
         setup: What to compile.
         name: The strategy.
 
-    Returns:
-        What was read.
-
     Raises:
         ValueError: If the step cannot be compiled.
     """
@@ -109,10 +106,6 @@ def read(setup: MemorySetup, name: str) -> Read:
 
 def allocate(setup: MemorySetup, name: str) -> Allocation | str:
     """Takes two steps on this machine's accelerators, in a process of their own.
-
-    Args:
-        setup: What to train.
-        name: The strategy.
 
     Returns:
         The figures of the first device's allocator, or why there are none.

@@ -47,9 +47,6 @@ def linear(values: Iterable[float], form: Callable[[float], str] = plain, start:
         form: How ticks are written.
         start: Where it starts, unless a value lies below.
 
-    Returns:
-        The axis.
-
     Example:
         >>> linear([3, 17]).ticks
         (0.0, 5.0, 10.0, 15.0)

@@ -45,9 +45,6 @@ def draw_bars(bars: Sequence[Bar], axis: Axis, meaning: str) -> Drawing:
         bars: From top to bottom; those of a group are brought together.
         axis: Theirs.
         meaning: Of the axis, with its unit.
-
-    Returns:
-        The drawing.
     """
     drawn: list[Markup] = []
     y = 0

@@ -15,9 +15,6 @@ from .runs import read_runs
 def main(arguments: Sequence[str]) -> int:
     """Writes a page.
 
-    Args:
-        arguments: Those of the command line, without the word ``report``.
-
     Returns:
         The exit status: 0, or 2 after bad input.
     """

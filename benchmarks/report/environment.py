@@ -19,9 +19,6 @@ ENVELOPE = frozenset(
 def facts(run: RunRows) -> dict[str, list[str]]:
     """Collects what the rows of a run say of its environment.
 
-    Args:
-        run: What was read.
-
     Returns:
         By name what is said, once each; where experiments of the run differ, which of them says it.
     """

@@ -124,16 +124,7 @@ def definitions() -> Markup:
 
 
 def render_figure(figure: Figure, name: str, table: str | None) -> Markup:
-    """Writes a figure.
-
-    Args:
-        figure: What to write.
-        name: Its id, of its own within the page.
-        table: Id of the table that has its numbers, where it does not bring its own.
-
-    Returns:
-        The figure.
-    """
+    """Writes a figure; ``table`` is the id of the table with its numbers, unless it has one of its own."""
     title, description = f"{name}-title", f"{name}-text"
     svg = tag(
         "svg",

@@ -17,12 +17,6 @@ _FINEST = 1 / 1500  # of the axis: what lies closer together is one block
 def draw_lanes(events: Sequence[Event], lanes: Sequence[str], styles: dict[str, int], axis: Axis) -> Drawing:
     """Draws a timeline.
 
-    Args:
-        events: In any order.
-        lanes: From top to bottom.
-        styles: By phase.
-        axis: Of milliseconds.
-
     Returns:
         The drawing; events of one lane and phase that lie closer together than can be seen are drawn as one.
     """

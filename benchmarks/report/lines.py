@@ -62,9 +62,6 @@ def draw_curves(
         x_means: Below the one.
         y_means: Above the other.
         marked: Values of x with a line of their own.
-
-    Returns:
-        The drawing.
     """
     bottom = _TOP + _HEIGHT
 

@@ -22,12 +22,6 @@ class Markup(str):
 def escape(value: Any) -> Markup:
     """Escapes what is no ``Markup`` yet.
 
-    Args:
-        value: Anything; its ``str`` counts.
-
-    Returns:
-        Markup that shows the value.
-
     Example:
         >>> escape("a < b")
         'a &lt; b'

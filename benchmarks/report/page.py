@@ -44,9 +44,6 @@ def render(runs: Sequence[RunRows]) -> str:
 
     Args:
         runs: What was read, at least one.
-
-    Returns:
-        HTML.
     """
     title = f"Benchmarks: {listed([run.name for run in runs])}"
     style, script = (Markup((_HERE / name).read_text()) for name in ("page.css", "page.js"))

@@ -17,15 +17,7 @@ _MOST_COLUMNS = 24
 
 
 def section(benchmark: str, rows: Sequence[Row]) -> Section:
-    """Makes the section of a benchmark.
-
-    Args:
-        benchmark: Its name.
-        rows: Its rows.
-
-    Returns:
-        The section: a table of what its rows have and other rows do not.
-    """
+    """Makes the section of a benchmark: a table of the columns that its rows alone have."""
     keys = list(dict.fromkeys(key for row in rows for key in row if key not in ENVELOPE and key != "check"))
     columns = [Column("part", lambda row: text(row, "part") or NONE)]
     columns += [Column(key, partial(_value, key=key)) for key in keys[:_MOST_COLUMNS]]

@@ -49,10 +49,6 @@ class Ratio(NamedTuple):
 def ratio_of(one: Row, other: Row) -> Ratio | None:
     """Compares two rows with a time.
 
-    Args:
-        one: Whose time is divided.
-        other: By whose.
-
     Returns:
         The ratio of their medians; None if nothing says what it leaves open.
 

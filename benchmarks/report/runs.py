@@ -37,9 +37,6 @@ class RunRows:
 def read_run(folder: Path) -> RunRows:
     """Reads a run: its rows, and those of its benchmarks' folders if there are any; a lab has folders in its own.
 
-    Args:
-        folder: Of the run.
-
     Returns:
         What it holds; a row that does not say of which benchmark it is goes to the one that is called as its folder.
 
@@ -60,13 +57,7 @@ def read_run(folder: Path) -> RunRows:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunRows]:
-    """Reads several runs.
-
-    Args:
-        folders: At least one.
-
-    Returns:
-        Each of them; those whose folders have one name are told apart by a number.
+    """Reads several runs; those whose folders have one name are told apart by a number.
 
     Raises:
         ValueError: If one is missing or empty, or named twice.

@@ -45,16 +45,7 @@ def show(this: Run, section: Section) -> None:
 
 
 def render_section(section: Section, name: str, level: int) -> Markup:
-    """Writes a section of the page.
-
-    Args:
-        section: What to write.
-        name: Its id, unique within the page; the ids of its parts start with it.
-        level: Of its heading.
-
-    Returns:
-        The section.
-    """
+    """Writes a section of the page; ``name`` is its id, and the ids of its parts start with it."""
     main_table = next((f"{name}-{index}" for index, part in enumerate(section.parts) if isinstance(part, Table)), None)
     written: list[Markup] = []
     figures: list[Markup] = []

@@ -49,11 +49,6 @@ def time_of(row: Row) -> str:
 def extremes(rows: Sequence[Row], name: Callable[[Row], str], what: str) -> str:
     """A sentence on the shortest and the longest of some rows, and whether their difference exceeds the noise.
 
-    Args:
-        rows: Of things that were measured side by side.
-        name: Of a row's thing.
-        what: What was timed.
-
     Returns:
         A sentence; empty if there are not two times.
     """

@@ -32,9 +32,6 @@ def figures() -> dict[str, Any]:
 def strategies_beside(rows: Sequence[Row]) -> Table | None:
     """Lays shares of exposed communication, and steps as ratios, beside those found here.
 
-    Args:
-        rows: Of steps.
-
     Returns:
         The table; None if no row has a counterpart.
     """
@@ -78,9 +75,6 @@ def strategies_beside(rows: Sequence[Row]) -> Table | None:
 def collectives_beside(rows: Sequence[Row]) -> Table | None:
     """Lays the report's all-reduces beside ours of the same size on as many ranks.
 
-    Args:
-        rows: Of collectives.
-
     Returns:
         The table; None if no row has a counterpart.
     """
@@ -112,10 +106,6 @@ def collectives_beside(rows: Sequence[Row]) -> Table | None:
 
 def buckets_beside(rows: Sequence[Row], optima: Sequence[Row]) -> Table | None:
     """Lays the report's bucket sizes, as ratios to the best of them, beside ours.
-
-    Args:
-        rows: Of steps by bucket size.
-        optima: With the best caps by formula.
 
     Returns:
         The table; None if no row is of one of the report's sizes, and there is no optimum by formula.

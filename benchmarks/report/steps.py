@@ -97,16 +97,7 @@ STEP_COLUMNS = (
 
 
 def step_table(caption: str, rows: Sequence[Row], columns: Sequence[Column] = STEP_COLUMNS) -> Table:
-    """Lays steps out in a table.
-
-    Args:
-        caption: Its name.
-        rows: Of steps, and of parts that failed.
-        columns: What may be shown.
-
-    Returns:
-        The table.
-    """
+    """Lays steps out in a table."""
     note = (
         "planned and compiled: gradient collectives of a step (AR all-reduce, RS reduce-scatter, AG all-gather);"
         " exposed: step time less that of the same step without communication, median over interleaved rounds;"

@@ -58,9 +58,6 @@ def describe(options: Options) -> tuple[ScalingJob, str]:
             a model (byte, or byte_shallow), strategies (bucketed), and the largest target to simulate (``h100:512``, or
             ``h100:64``).
 
-    Returns:
-        The job, and its description in a line.
-
     Raises:
         ValueError: If a name is unknown, the batch cannot be split over the most ranks, or what is trained does not fit
             into memory.
@@ -100,10 +97,6 @@ def describe(options: Options) -> tuple[ScalingJob, str]:
 def run(this: Run, job: ScalingJob) -> bool:
     """Measures and simulates, prints the table and fills the folder.
 
-    Args:
-        this: The folder, console and rows of this run.
-        job: What to measure.
-
     Returns:
         Whether every check holds.
     """
@@ -120,18 +113,7 @@ def run(this: Run, job: ScalingJob) -> bool:
 def scaling_rows(
     modes: Sequence[str], earlier: Sequence[Mapping[str, Any]], framework: str, setup: TrainingSetup, side: SideResult
 ) -> list[dict[str, Any]]:
-    """Turns what one framework's processes found into rows, one for each mode that it serves.
-
-    Args:
-        modes: ``"strong"``, ``"weak"`` or both.
-        earlier: Rows of fewer ranks.
-        framework: ``"jaxddp"`` or ``"torchref"``.
-        setup: What was run.
-        side: What was found.
-
-    Returns:
-        The rows.
-    """
+    """Turns what one framework's processes found into rows, one for each mode that it serves."""
     found = step_rows(framework, setup, side)
     return list(with_efficiency([row | {"mode": mode, "how": "measured"} for mode in modes for row in found], earlier))
 
@@ -140,10 +122,6 @@ def with_efficiency(
     rows: Sequence[Mapping[str, Any]], earlier: Sequence[Mapping[str, Any]]
 ) -> Iterator[dict[str, Any]]:
     """Adds to rows what they keep of the speed of the fewest ranks.
-
-    Args:
-        rows: By growing number of ranks.
-        earlier: Of fewer ranks.
 
     Yields:
         Each row; ``efficiency`` and, of what was measured, its 95 % interval, where the first is there and right.

@@ -60,10 +60,6 @@ class Beyond:
 def beyond_of(options: Options, specs: Sequence[StrategySpec]) -> Beyond:
     """Decides what to simulate.
 
-    Args:
-        options: The largest target, and whether the short form will do.
-        specs: Strategies.
-
     Returns:
         Targets of the same chip from 8 devices on, or a single one that has fewer.
 
@@ -83,13 +79,6 @@ def beyond_of(options: Options, specs: Sequence[StrategySpec]) -> Beyond:
 
 def simulate_beyond(beyond: Beyond, console: Console) -> Iterator[dict[str, Any]]:
     """Compiles and simulates.
-
-    Args:
-        beyond: What.
-        console: Where to say so.
-
-    Yields:
-        A row for each strategy, mode and target.
 
     Raises:
         NotRun: If the target's compiler is not installed.

@@ -46,9 +46,6 @@ def describe(options: Options, names: Sequence[str] = NAMES) -> tuple[TrainingSe
             byte_shallow), text for it (the standard library's sources), and strategies.
         names: Strategies and peers if the options name none.
 
-    Returns:
-        The setup, and its description in a line.
-
     Raises:
         ValueError: If a name is unknown, the data does not serve, the batch cannot be split, or what is trained side by
             side does not fit into memory.
@@ -90,9 +87,6 @@ def make_setup(
         batch_size: Sequences of the global batch.
         data: File or folder of text.
         num_warmup: Rounds that are not timed.
-
-    Returns:
-        The setup, and its description.
 
     Raises:
         ValueError: If the model is unknown, the data does not serve, or the batch cannot be split.
@@ -138,11 +132,6 @@ def check_batch_size(batch_size: int, num_ranks: int) -> None:
 
 def run(this: Run, setup: TrainingSetup, section: Callable[[Sequence[Row]], Section] = section) -> bool:
     """Runs a setup in both frameworks, prints its table and fills its folder.
-
-    Args:
-        this: The folder, console and rows of this run.
-        setup: What to train.
-        section: Lays out the rows.
 
     Returns:
         Whether every check holds.

@@ -37,12 +37,6 @@ NUM_STEPS = 3  # the second one is read
 def run(ranks: Ranks, setup: TrainingSetup, names: tuple[str, ...], folder: str) -> dict[str, tuple[list[Event], int]]:
     """Records steps of strategies.
 
-    Args:
-        ranks: The ranks.
-        setup: What is trained.
-        names: Strategies.
-        folder: Where the traces go, each into a folder of its own.
-
     Returns:
         By strategy: what this process's first rank did in a step, and how many collectives that should have.
     """
@@ -78,9 +72,6 @@ def read(folder: Path, schedule: Schedule, *, waits_late: bool) -> list[Event]:
         folder: That the profiler wrote.
         schedule: Of the program.
         waits_late: Whether a matrix product lasts until the next operation begins.
-
-    Returns:
-        Its operations, by their start; times from that of the first.
 
     Raises:
         ValueError: If there is no such step in it.

@@ -21,10 +21,6 @@ SYNC = "gradient sync"
 def overlap_share(communication: Iterable[Interval], compute: Iterable[Interval]) -> float | None:
     """Gives the share of the time of communication in which something is computed as well.
 
-    Args:
-        communication: Start and end of what communicates.
-        compute: Start and end of what computes.
-
     Returns:
         The share; None if nothing communicates.
 
@@ -50,10 +46,6 @@ def overlap_of(events: Sequence[Event]) -> float | None:
 
 def shorten(events: Sequence[Event], gap_ms: float) -> list[Event]:
     """Joins operations of one phase that follow one another, for rows that people look at.
-
-    Args:
-        events: Of one rank.
-        gap_ms: What may lie between two that are joined.
 
     Returns:
         Fewer events, by their start; what communicates is left as it is.

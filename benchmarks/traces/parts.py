@@ -18,12 +18,7 @@ GAP_SHARE = 1 / 500  # of a step: operations of a phase that are closer are draw
 
 
 def record(this: Run, setup: TrainingSetup) -> None:
-    """Records traces of both frameworks into the run's folder, and reads them into rows; a part for each.
-
-    Args:
-        this: The run.
-        setup: What is trained.
-    """
+    """Records traces of both frameworks into the run's folder, and reads them into rows; a part for each."""
     folder = this.folder / FOLDER
     folder.mkdir(exist_ok=True)
 
@@ -41,10 +36,6 @@ def record(this: Run, setup: TrainingSetup) -> None:
 
 def trace_fields(events: Sequence[Event], num_planned: int) -> dict[str, Any]:
     """Makes the row of a trace.
-
-    Args:
-        events: Of a step of one rank.
-        num_planned: Collectives that it should have.
 
     Returns:
         ``trace`` and ``overlap_share``, and how long was computed and communicated.

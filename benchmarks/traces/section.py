@@ -30,9 +30,6 @@ def trace_figures(rows: Sequence[Row]) -> list[Figure]:
 
     Args:
         rows: Those with a ``trace``, a list of ``{lane, name, phase, start_ms, end_ms}``, are drawn.
-
-    Returns:
-        A figure each.
     """
     traces = [(row, events) for row in rows if is_sound(row) and (events := events_of(row))]
     figures = []

@@ -35,12 +35,6 @@ NUM_STEPS = 3  # the second one is read
 def run(ranks: Ranks, setup: TrainingSetup, names: tuple[str, ...], folder: str) -> dict[str, tuple[list[Event], int]]:
     """Records steps of strategies; runs on each rank, inside a process group.
 
-    Args:
-        ranks: The ranks.
-        setup: What is trained: a language model.
-        names: Strategies that keep parameters and optimizer whole.
-        folder: Where rank 0's traces go, each into a file of its own.
-
     Returns:
         By strategy: what this rank did in a step, and how many collectives that should have.
     """

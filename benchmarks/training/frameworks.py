@@ -32,12 +32,6 @@ def measure_both(
 ) -> list[dict[str, Any]]:
     """Runs a setup in each framework, and lays their single-process training side by side.
 
-    Args:
-        this: The run.
-        setups: By framework; they differ in strategies alone.
-        rows_of: Makes the rows of what a framework found.
-        name: What tells these parts from others of the run.
-
     Returns:
         The rows of both, and that of the comparison; nothing of a framework without a strategy.
     """

@@ -46,15 +46,7 @@ class Attempts:
         self._agree = agree
 
     def __call__(self, label: str, make: Callable[[], _T]) -> _T | None:
-        """Makes one.
-
-        Args:
-            label: Its name.
-            make: Gives it; whatever it raises is why not.
-
-        Returns:
-            It, or None.
-        """
+        """Makes one, or returns None, with the reason in ``failed``: whatever ``make`` raised, on any rank."""
         said, made = "", None
         try:
             made = make()

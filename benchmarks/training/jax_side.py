@@ -31,15 +31,7 @@ from .measure import Measured, SideResult, StrategySpec, TrainingSetup, largest_
 
 
 def run(ranks: Ranks, setup: TrainingSetup) -> SideResult:
-    """Trains under every strategy; runs in processes of its own, before JAX has started there.
-
-    Args:
-        ranks: The ranks.
-        setup: What to train.
-
-    Returns:
-        What this process found; times are its own.
-    """
+    """Trains under every strategy; runs in processes of its own, before JAX has started there."""
     mesh = ranks.mesh()
     loss_fn, params = build(setup.model, seed=setup.seed)
     optimizer = optax.adamw(setup.learning_rate, weight_decay=0.01)
@@ -122,9 +114,6 @@ def initial_weights(ranks: Ranks, setup: TrainingSetup) -> dict[str, np.ndarray]
 
 def gradient_shares(setup: TrainingSetup) -> tuple[float, dict[str, float], int]:
     """Traces a rank's step on shapes alone, which starts no device, and says how FLOPs are spread over it.
-
-    Args:
-        setup: What is trained, and on how many ranks.
 
     Returns:
         The forward's share of the FLOPs of forward and backward; the share that is done before each gradient is ready,

@@ -50,13 +50,7 @@ class Planned:
         self.schedule: Any = None
 
     def compile(self, batch: Batch, names: dict[str, str], with_schedule: bool) -> None:
-        """Compiles the step and reads it.
-
-        Args:
-            batch: A global batch.
-            names: Torch's, by name.
-            with_schedule: Whether to keep the schedule.
-        """
+        """Compiles the step and reads it; ``names`` are torch's, by ours."""
         self.planned = self._trainer.planned(self.state, batch)
         schedule = jaxddp.read_schedule(self._trainer.compile(self.state, batch))
         self.compiled = schedule.gradient_collectives()
@@ -145,9 +139,6 @@ def probes(
         params: Of which the gradients are taken.
         mesh: Of the ranks.
         batches: This process's rows of the batch of each round.
-
-    Returns:
-        The variants.
     """
     by_rank, axis = NamedSharding(mesh, PartitionSpec(mesh.axis_names)), PartitionSpec(mesh.axis_names)
     replicated = NamedSharding(mesh, PartitionSpec())

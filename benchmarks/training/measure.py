@@ -201,14 +201,7 @@ def all_reduce_label(num_bytes: int) -> str:
 
 
 def merge_ranks(sides: Sequence[SideResult]) -> SideResult:
-    """Joins what the processes of a framework found: each step as slow as its slowest rank, and as wrong as its worst.
-
-    Args:
-        sides: One for each process, that of rank 0 first.
-
-    Returns:
-        The result of all.
-    """
+    """Joins what the processes found, rank 0 first: each step as slow and as wrong as on its worst rank."""
     first = sides[0]
     measured = {label: _merge([side.measured[label] for side in sides]) for label in first.measured}
     probes = {label: _slowest([side.probes[label] for side in sides]) for label in first.probes}

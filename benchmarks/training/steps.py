@@ -18,11 +18,6 @@ _NOT_THERE = ("NotImplementedError: ", "ImportError: ", "ModuleNotFoundError: ")
 def step_rows(framework: str, setup: TrainingSetup, side: SideResult) -> list[dict[str, Any]]:
     """Turns what one framework's processes found into rows, each with everything needed to read it alone.
 
-    Args:
-        framework: ``"jaxddp"`` or ``"torchref"``.
-        setup: What was run.
-        side: What was found.
-
     Returns:
         A row for each strategy and peer of the framework, in the setup's order; ``check`` says whether it may be
         believed, or why it was not measured.

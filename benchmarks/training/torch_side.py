@@ -22,16 +22,7 @@ from .torch_variants import Planned, probes, wrap
 
 
 def run(ranks: Ranks, setup: TrainingSetup, weights: dict[str, np.ndarray]) -> SideResult:
-    """Trains under every strategy; runs on each rank, inside a process group.
-
-    Args:
-        ranks: The ranks.
-        setup: What to train.
-        weights: Initial weights, by torch name.
-
-    Returns:
-        What this rank found; times are its own.
-    """
+    """Trains under every strategy; runs on each rank, inside a process group."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
     batches = [{name: torch.from_numpy(array).to(device) for name, array in batch.items()} for batch in setup.batches]

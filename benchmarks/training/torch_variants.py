@@ -29,17 +29,7 @@ def adamw(setup: TrainingSetup) -> dict[str, Any]:
 
 
 def wrap(setup: TrainingSetup, spec: StrategySpec, module: nn.Module, wire: compression.Compression) -> nn.Module:
-    """Wraps a module in a strategy of torchref.
-
-    Args:
-        setup: What is trained.
-        spec: The strategy.
-        module: The module.
-        wire: What travels.
-
-    Returns:
-        The wrapper.
-    """
+    """Wraps a module in a strategy of torchref."""
     options: dict[str, Any] = {} if spec.bucket_mb is None else {"bucket_mb": spec.bucket_mb}
     if torchref.STRATEGIES[spec.name].owns_optimizer:
         options |= {"optimizer_cls": torch.optim.AdamW, **adamw(setup)}
@@ -98,9 +88,6 @@ def probes(setup: TrainingSetup, module: nn.Module, batches: Sequence[TorchBatch
         setup: With ``probe_bytes``.
         module: Of which the gradients are taken.
         batches: This rank's rows of the batch of each round.
-
-    Returns:
-        The variants.
     """
     device = next(module.parameters()).device
 
