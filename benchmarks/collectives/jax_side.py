@@ -25,7 +25,7 @@ from .interleaving import Batch, Call, RanksJob, Side, Timed, measure
 KINDS = {
     "all_reduce": "all-reduce",
     "all_gather": "all-gather",
-    "broadcast": "all-reduce",  # XLA has no broadcast and no reduce for every backend: see jaxddp/collectives.py
+    "broadcast": "all-reduce",  # XLA has no broadcast and no reduce for every backend: see communication/collectives.py
     "reduce": "all-reduce",
     "send_recv": "collective-permute",
 }

@@ -8,9 +8,9 @@
 | `lab`       | as `processes`, each on a host of its own: see `lab/`      | the same                            |
 
 Where both frameworks find GPUs, ranks are GPUs, all of them, unless something else is asked for; on them products of
-float32 are float32 in both (JAX by itself would take TF32, torch would not). On CPUs a rank of either framework has one
-core, see ``cores.py``, torch's computes with ``THREADS``, and both keep the memory that they free, as programs that
-train do: see ``jaxddp/allocator.py``.
+float32 are float32 in both (JAX would use TF32 by default, torch would not). On CPUs a rank of either framework has one
+core (``cores.py``), torch's ranks compute with ``THREADS`` threads, and both frameworks keep freed memory, as programs
+that train do (``jaxddp/training/allocator.py``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Ratios of two times, with what their rounds leave open: no ratio is said without its interval.
+"""Ratios of two times, always with an interval.
 
-Where rows have their rounds the interval is that of ``benchmarks/ratios.py``. Where they have only a spread it goes
-from one's 10th over the other's 90th percentile to the reverse, which is wider.
+Where rows have their rounds the interval is that of ``benchmarks/harness/ratios.py``. Where they have only a spread, it
+goes from one's 10th over the other's 90th percentile to the reverse, which is wider.
 """
 
 from __future__ import annotations

@@ -148,23 +148,23 @@ def probes(
         mapped = jax.shard_map(on_rank, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
         return jax.jit(mapped, compiler_options=options)
 
-    def own_gradients(params: Any, batch: Any) -> Any:
+    def local_gradients(params: Any, batch: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf[None], jax.value_and_grad(loss_fn)(params, batch))
 
-    gradients = over_ranks(own_gradients, (PartitionSpec(), axis), axis)
+    gradients = over_ranks(local_gradients, (PartitionSpec(), axis), axis)
     held = jax.jit(lambda tree: tree, out_shardings=replicated)(jax.tree.map(np.asarray, params))
 
     def forward_backward(index: int) -> None:
         jax.block_until_ready(gradients(held, _place(batches[index], by_rank)))
 
-    def own_sums(buffers: Any) -> Any:
+    def sums_of_buffers(buffers: Any) -> Any:
         return jax.lax.psum(buffers, mesh.axis_names[0])
 
     def zeros_of(num_bytes: int) -> Any:
         shape = (mesh.size * num_bytes // 4,)
         return jax.jit(lambda: [jnp.zeros(shape)] * NUM_PROBED, out_shardings=by_rank)()
 
-    sums = over_ranks(own_sums, axis, PartitionSpec())
+    sums = over_ranks(sums_of_buffers, axis, PartitionSpec())
     variants = [Variant(FORWARD_BACKWARD, forward_backward)]
     for num_bytes in setup.probe_bytes:
         zeros = zeros_of(num_bytes)
@@ -175,7 +175,7 @@ def probes(
 
         variants.append(Variant(all_reduce_label(num_bytes), all_reduce))
     both = over_ranks(
-        lambda params, batch, buffers: (own_gradients(params, batch), own_sums(buffers)),
+        lambda params, batch, buffers: (local_gradients(params, batch), sums_of_buffers(buffers)),
         (PartitionSpec(), axis, axis),
         (axis, PartitionSpec()),
     )

@@ -178,17 +178,17 @@ def _traffic_rows(planned: Plan, step: PlannedStep, sent: dict[str, list[Collect
         num_params = job.workload.num_params / job.tp
         return float(sent_bytes(part, num_params, job.num_data_ranks, element_bytes, element_bytes))
 
-    def own(*, gathers: bool) -> float | None:
+    def expected(*, gathers: bool) -> float | None:
         if step.collectives is None:
             return None
         kinds = [(kind, num_bytes) for kind, num_bytes in step.collectives if (kind == "all-gather") == gathers]
         return sum(_sent_bytes(kind, num_bytes, range(job.num_data_ranks)) for kind, num_bytes in kinds)
 
-    own_gathers, why, is_sound = own(gathers=True), _KEPT, True
+    expected_gathers, why, is_sound = expected(gathers=True), _KEPT, True
     if job.stage in (1, 2):
         param_bytes = job.per_parameter.parameter
         chunks = step.exact.optimizer_state / job.per_parameter.optimizer  # elements updated per rank
-        own_gathers, is_sound = (job.fsdp - 1) * param_bytes * chunks, param_bytes == element_bytes
+        expected_gathers, is_sound = (job.fsdp - 1) * param_bytes * chunks, param_bytes == element_bytes
         why = _UNEVEN if is_sound else _OWN_DTYPE
     # Forward and backward each all-reduce the same number of elements per token.
     summed_bytes = 2 * element_bytes * job.workload.summed_per_token * planned.tokens / job.num_data_ranks
@@ -196,8 +196,8 @@ def _traffic_rows(planned: Plan, step: PlannedStep, sent: dict[str, list[Collect
     sums = [each for each in sent["data"] if each.kind != "all-gather"]
     gathered, summed = leg(legs._replace(gradients=0)), leg(legs._replace(parameters=0))
     rows = [
-        _traffic_row("parameters gathered", gathered, gathers, own_gathers, why, is_sound=is_sound),
-        _traffic_row("gradients summed", summed, sums, own(gathers=False), _UNEVEN),
+        _traffic_row("parameters gathered", gathered, gathers, expected_gathers, why, is_sound=is_sound),
+        _traffic_row("gradients summed", summed, sums, expected(gathers=False), _UNEVEN),
         _traffic_row("products summed over tp", _sent_bytes("all-reduce", summed_bytes, range(job.tp)), sent["tp"]),
         _traffic_row("other collectives", 0.0, sent[""]),
     ]
@@ -212,22 +212,22 @@ def _traffic_row(
     label: str,
     planned: float,
     found: Sequence[Collective],
-    own: float | None = None,
+    expected: float | None = None,
     why: str = "",
     *,
     is_sound: bool = True,
 ) -> Row:
-    """Compares what a device sends.
+    """Compares the bytes that a device sends.
 
-    ``own`` is what the library plans to send, if that is known. Where it differs from the formula, ``why`` is the
-    reason, and ``is_sound`` whether the formula may neglect it.
+    ``expected`` is what the step itself plans to send, if that is known. Where it differs from the formula, ``why`` is
+    the reason, and ``is_sound`` whether the formula may neglect it.
     """
     compiled = sum(_sent_bytes(_kind(each), each.num_bytes, each.group) for each in found)
     said = " + ".join(f"{count:,} {kind}" for kind, count in Counter(map(_kind, found)).items()) or "none"
     holds = abs(compiled - planned) < _ROUNDING_BYTES
     if not holds and planned:
         said = f"{compiled / planned:.3f} times, {said}"
-    if not holds and own is not None and abs(compiled - own) < _ROUNDING_BYTES:
+    if not holds and expected is not None and abs(compiled - expected) < _ROUNDING_BYTES:
         said, holds = f"{said}: {why}", is_sound
     return Row(label, planned, compiled, f"{'ok' if holds else _MARK}: {said}", holds)
 

@@ -57,9 +57,9 @@ def _first_gradient_s(operations: tuple[Operation, ...], seconds: dict[str, floa
     place = {op.name: 1 << index for index, op in enumerate(operations)}
     handed_over: dict[str, None] = {}
     for op in operations:
-        own = place[op.name] if op.phase == "backward" else 0
+        bit_of_op = place[op.name] if op.phase == "backward" else 0
         known = [operand for operand in op.operands if operand in needed]
-        needed[op.name] = own
+        needed[op.name] = bit_of_op
         for operand in known:
             needed[op.name] |= needed[operand]
         if op.phase == "optimizer":

@@ -6,7 +6,7 @@ leaf            replicated            zero1, zero2           zero3
 parameter       full                  full                   shards, small ones full
 optimizer state full                  shards where it mirrors a parameter, else full
 step, key       full                  full                   full
-memory          each rank its own     none                   none
+memory          each rank its own        none                   none
 =============== ===================== ====================== ======================
 
 The shards of a leaf are one array of ``Cut.joined_shape``, split over the ranks along its last dimension. The
@@ -141,8 +141,8 @@ def state_layout(
         return leaf(struct, strategy.cut(tensor_specs({name: struct})[name], num_ranks))
 
     updated = jax.tree_util.tree_map_with_path(cut, params)
-    own = jax.tree.map(lambda place: place.on_rank, split(updated, trainable)[0])
-    check_elementwise(optimizer, trained, own, value=jax.ShapeDtypeStruct((), jnp.float32))
+    shards = jax.tree.map(lambda place: place.on_rank, split(updated, trainable)[0])
+    check_elementwise(optimizer, trained, shards, value=jax.ShapeDtypeStruct((), jnp.float32))
     cuts = {path_name(path): place.cut for path, place in jax.tree_util.tree_leaves_with_path(updated)}
     opt_state = jax.tree.map(
         lambda mirror: Leaf(tuple(mirror.shape), mirror.dtype, None if mirror.param is None else cuts[mirror.param]),
