@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from .harness.options import Options, Parser, add_options, read_options
+from jaxddp.cli.parser import Parser
+
+from .harness.options import Options, add_options, read_options
 from .registry import BENCHMARKS, check_taken
 
 _OPTIONS = "options.json"

@@ -23,8 +23,6 @@ class Benchmark(NamedTuple):
     """A benchmark.
 
     Attributes:
-        folder: The name of its folder.
-        summary: What it measures, in a line.
         full_minutes: Roughly how long it takes on the two cores of a laptop.
         quick_minutes: The same of its short form.
         takes: Names of the options that change it.

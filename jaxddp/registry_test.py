@@ -20,9 +20,10 @@ import jaxddp.ddp
 jaxddp.ddp.__path__.append(sys.argv[1])
 import jax.numpy as jnp
 import optax
-from benchmarks.harness.options import Parser, add_options
+from benchmarks.harness.options import add_options
 from benchmarks.strategies.benchmark import NAMES, spec_of
 from jaxddp.__main__ import main
+from jaxddp.cli.parser import Parser
 
 assert list(jaxddp.STRATEGIES)[-4:] == ["fixed", "zero1", "zero2", "zero3"]
 assert "fixed" in NAMES and spec_of("fixed", "byte").bucket_mb

@@ -51,8 +51,6 @@ class Timed:
     """What one process found of one collective at one size.
 
     Attributes:
-        name: The collective.
-        asked_bytes: The size that was asked for.
         size_bytes: Of the full buffer.
         planned: ``(kind, bytes)`` of what it should issue.
         found: The same of what it does: read from the compiled program, or as issued where nothing is compiled.

@@ -36,7 +36,6 @@ class BackendPart(NamedTuple):
 
     Attributes:
         framework: ``"jaxddp"`` or ``"torchref"``.
-        ranks: How they run.
         why_not: Why it cannot be measured here; empty if it can.
     """
 
@@ -61,7 +60,6 @@ class CollectivesSetup:
 
     Attributes:
         parts: Backends by number of ranks.
-        names: The collectives.
         sizes: Bytes that were asked for, ascending.
         num_rounds: Timed rounds of each size; None for as many as there is time for.
         budget_s: The time that there is for a size.

@@ -66,7 +66,6 @@ class CompilationSetup:
 
     Attributes:
         num_rounds: How often each.
-        model: Of the curve over devices.
         devices: Numbers of H100s.
         parameters: Numbers of parameter tensors, compiled for 8 H100s.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NoReturn
+from typing import Any
 
 from .ranks import KINDS
 
@@ -43,23 +43,6 @@ class Options:
             for value in getattr(self, name) or ():
                 if not 0 < value < float("inf"):
                     raise ValueError(f"{name} (={value:g}) must be a positive number of MiB")
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, and whose help lists the strategies."""
-
-    def format_help(self) -> str:
-        """Puts the names of strategies in; the import, which starts JAX, waits until the help is shown."""
-        for action in self._actions:
-            if "STRATEGIES" in (action.help or ""):
-                from jaxddp.registry import STRATEGIES
-
-                action.help = str(action.help).replace("STRATEGIES", ", ".join(STRATEGIES))
-        return super().format_help()
-
-    def error(self, message: str) -> NoReturn:
-        """Ends the program with one line, without the usage that argparse would put before it."""
-        self.exit(2, f"error: {message}; see {self.prog} --help\n")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -39,8 +39,6 @@ class Run:
 
     Attributes:
         folder: Where everything is written.
-        console: Where everything is printed.
-        benchmark: Its name.
         rows: What was measured so far, in the order of parts; those of an earlier, stopped run come first.
     """
 

@@ -22,7 +22,6 @@ class Column:
     """One column.
 
     Attributes:
-        name: Its heading.
         of: A row's value: text, a number, a pair of numbers, or None.
         unit: Below the heading.
         form: Formats a value that is not text.
@@ -50,9 +49,7 @@ class Table:
     """A table.
 
     Attributes:
-        caption: Its title.
         columns: From left to right; the cells of the first are the headings of their rows.
-        rows: From top to bottom.
         note: Explains the columns, below the table.
         group: Rows with different values of it are set apart on the console.
         is_brief: The rows that a console shows; all of them if None.

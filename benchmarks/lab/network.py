@@ -46,7 +46,6 @@ class Host:
     """A host of a lab; plain data, sent to the process that is to run on it.
 
     Attributes:
-        name: Of its network namespace.
         address: Where the other hosts reach it.
     """
 

@@ -33,10 +33,7 @@ class MemorySetup:
     """What is compiled.
 
     Attributes:
-        model: Name of a size of the transformer.
         target: What for: a target, or ``cpu:N`` for N simulated devices.
-        num_ranks: Its devices.
-        strategies: Names in ``STRATEGIES``.
         batch_size: Sequences of the global batch.
     """
 
@@ -73,8 +70,6 @@ class Allocation(NamedTuple):
     """An allocator's figures, in bytes of one device.
 
     Attributes:
-        device: Its name.
-        num_ranks: Devices that took part.
         after_init: In use, beside what was before.
         peak: The most in use until two steps were done: a step is one program, of which it sees no moments.
         after_step: In use once they were done.

@@ -21,7 +21,6 @@ class Bar:
 
     Attributes:
         group: What it stands below, with the others of its group; nothing when empty.
-        label: Its name.
         note: Its number in words, at the right.
         segments: Style, length and meaning of each; none for one that only has its note.
         low_high: The interval drawn over it.

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..harness.options import Parser
+from jaxddp.cli.parser import Parser
+
 from ..harness.results import new_run_folder
 from .page import PAGE, write_report
 from .runs import read_runs

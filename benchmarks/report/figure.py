@@ -50,9 +50,7 @@ class Figure:
     """A figure.
 
     Attributes:
-        title: Above it.
         description: What it shows and what can be seen, in words.
-        drawing: It.
         legend: What its styles mean.
         table: Its numbers, where no table of its section has them.
     """

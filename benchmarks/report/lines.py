@@ -28,9 +28,7 @@ class Curve:
     """One curve.
 
     Attributes:
-        name: In the legend.
         style: From 0; curves that belong together share one.
-        points: In any order.
         is_dashed: Whether it was computed and not measured.
     """
 

@@ -18,9 +18,7 @@ class Ratio(NamedTuple):
     """A ratio of two times.
 
     Attributes:
-        value: Of the medians.
         low: The lower end of its interval.
-        high: The upper end.
         is_of_rounds: Whether it is the 95 % interval of rounds.
     """
 

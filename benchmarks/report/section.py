@@ -17,9 +17,7 @@ class Section:
     """The results of one experiment.
 
     Attributes:
-        title: Its heading.
         sentences: Findings, made from the rows; empty ones are left out.
-        parts: Figures and tables, in order.
         source: The published figures beside ours, if there are any of this experiment.
         notes: How the numbers were measured and what the columns mean.
     """

@@ -52,8 +52,6 @@ class TrainingSetup:
 
     Attributes:
         model: A name that both packages' ``models.build`` know.
-        strategies: What to compare; those among ``PEERS`` run in their own framework.
-        ranks: Ranks of each framework.
         batches: Global batches, one for each round; warm-up rounds come first and are not timed.
         num_warmup: Rounds that are not timed.
         tolerance: How far weights may be from single-process training; None to go by losses and gradient norms alone.
@@ -64,7 +62,6 @@ class TrainingSetup:
             and beside all-reduces of the last but one.
         with_schedules: Whether compiled programs are read.
         with_traces: Whether steps are recorded by the profilers as well.
-        seed: Of the initial weights.
     """
 
     model: str
@@ -154,7 +151,6 @@ class SideResult:
     """What one framework's processes found.
 
     Attributes:
-        num_ranks: Number of ranks.
         kind: What the ranks are, in a word.
         ranks: How the ranks run, in words.
         backend: What carries the collectives.
@@ -162,7 +158,6 @@ class SideResult:
         versions: Of the framework's packages.
         weights: Initial weights, by torch name.
         trained: Weights of single-process training after the last round, by torch name.
-        measured: By label.
         failed: Why others were not, by label.
         probes: Seconds of the timed rounds, by ``FORWARD_BACKWARD``, ``AT_ONCE`` and ``all_reduce_label``.
     """

@@ -5,4 +5,5 @@ inspect.py, inspect_console.py                                inspect: the comma
 plan.py, plan_console.py                                      plan: the command, its output
 quiet.py                                                      JAX without the lines of CUDA plugins
 interrupts.py                                                 Ctrl-C that is never lost
+parser.py                                                     help with the names of strategies, errors in one line
 """

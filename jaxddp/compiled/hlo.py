@@ -56,10 +56,8 @@ class Instruction(NamedTuple):
         name: Unique within its computation.
         opcode: Such as ``fusion`` or ``all-reduce-start``.
         shape: Shape of the result, as printed; for a tuple, all parts.
-        operands: Names of its operands, in the same computation.
         literal: The text between the parentheses.
         attributes: The text after them.
-        is_root: Whether it is the computation's result.
     """
 
     name: str

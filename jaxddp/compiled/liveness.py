@@ -42,7 +42,6 @@ class Buffer(NamedTuple):
 
     Attributes:
         name: The operation that makes it.
-        num_bytes: Size.
         kind: One of ``BUFFER_KINDS``.
         first: Position in the schedule where it is made.
         last: Position of the last operation that reads it.

@@ -43,7 +43,6 @@ class Collective:
         group: Devices of the first group that takes part.
         is_async: Whether it has a start and a done, and is not marked synchronous.
         kernel: The backend's name for its implementation; empty if not printed.
-        op_name: JAX's name stack.
     """
 
     kind: str
@@ -64,7 +63,6 @@ class Operation:
     """One instruction of a schedule.
 
     Attributes:
-        name: The instruction's.
         phase: One of ``PHASES``.
         work: Its cost on the device; nothing for collectives.
         starts: The collective that it issues, if any.
@@ -72,8 +70,6 @@ class Operation:
             empty if it does not wait.
         body: Operations of a loop or call that communicates.
         trips: Number of iterations of the body.
-        op_name: JAX's name stack.
-        operands: Names of its operands.
     """
 
     name: str

@@ -44,14 +44,9 @@ class Inspection:
 
     Attributes:
         strategy: Its name; for a dump, the file's name.
-        target: The machine.
-        network: The simulated network.
         planned: ``(kind, bytes)`` in launch order; empty if nothing was planned.
-        schedule: The compiled schedule.
-        simulation: Its simulation.
         bound: Lower bound of the step time; None for a dump, whose model is unknown.
         memory: Bytes of each device, by component; None for a dump.
-        text: The scheduled program.
     """
 
     strategy: str

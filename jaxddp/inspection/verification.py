@@ -38,7 +38,6 @@ class Row(NamedTuple):
     """One quantity of a device, in bytes.
 
     Attributes:
-        label: Name.
         planned: By formula; None if there is no formula.
         compiled: In the program; None if there is no program.
         check: The verdict, in words.
@@ -63,10 +62,8 @@ class Verification:
 
     Attributes:
         plan: With the tokens that were compiled.
-        rows: The comparisons.
         collectives: ``(kind, bytes, ranks)`` of the program's collectives, without those of metrics -> count.
         refusal: The compiler's error if the step does not fit.
-        notes: Remarks for the reader.
     """
 
     plan: Plan

@@ -15,17 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-
-_HOPPER_FLOPS_PER_S = {
-    "float32": 66.9e12,
-    "tf32": 494.7e12,
-    "bfloat16": 989.4e12,
-    "float16": 989.4e12,
-    "float8": 1978.9e12,
-    "int8": 1978.9e12,
-    "float64": 66.9e12,
-}
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -38,8 +28,6 @@ class Chip:
         platform: ``"gpu"`` or ``"tpu"``, as in JAX.
         flops_per_s: Peak by dtype, as far as published: ``"float32"`` of the vector units, others of the matrix units.
         matmul_float32: Key of ``flops_per_s`` for a float32 matrix product at default precision.
-        memory_bytes_per_s: Memory bandwidth.
-        memory_bytes: Memory size.
         link_gb_per_s: What a device can send within its host (NVLink) or slice (all links of the torus), GB/s.
         host_link_gb_per_s: What a device can send to other hosts, GB/s: over its NIC, or the links of the torus.
         devices_per_host: Devices of a full host.
@@ -59,33 +47,38 @@ class Chip:
     source: str
 
 
+_H100 = Chip(
+    name="h100",
+    description="NVIDIA H100 SXM 80 GB",
+    platform="gpu",
+    flops_per_s={
+        "float32": 66.9e12,
+        "tf32": 494.7e12,
+        "bfloat16": 989.4e12,
+        "float16": 989.4e12,
+        "float8": 1978.9e12,
+        "int8": 1978.9e12,
+        "float64": 66.9e12,
+    },
+    matmul_float32="tf32",
+    memory_bytes_per_s=3.35e12,
+    memory_bytes=80_000_000_000,
+    link_gb_per_s=450.0,
+    host_link_gb_per_s=50.0,
+    devices_per_host=8,
+    source="https://resources.nvidia.com/en-us-tensor-core/gtc22-whitepaper-hopper",
+)
+
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
-        Chip(
-            name="h100",
-            description="NVIDIA H100 SXM 80 GB",
-            platform="gpu",
-            flops_per_s=_HOPPER_FLOPS_PER_S,
-            matmul_float32="tf32",
-            memory_bytes_per_s=3.35e12,
-            memory_bytes=80_000_000_000,
-            link_gb_per_s=450.0,
-            host_link_gb_per_s=50.0,
-            devices_per_host=8,
-            source="https://resources.nvidia.com/en-us-tensor-core/gtc22-whitepaper-hopper",
-        ),
-        Chip(
+        _H100,
+        replace(
+            _H100,
             name="h200",
             description="NVIDIA H200 SXM 141 GB",
-            platform="gpu",
-            flops_per_s=_HOPPER_FLOPS_PER_S,
-            matmul_float32="tf32",
             memory_bytes_per_s=4.8e12,
             memory_bytes=141_000_000_000,
-            link_gb_per_s=450.0,
-            host_link_gb_per_s=50.0,
-            devices_per_host=8,
             source="https://www.nvidia.com/en-us/data-center/h200/",
         ),
         Chip(

@@ -48,13 +48,10 @@ class Cluster:
 
     Attributes:
         name: A target spec, as in ``--target``.
-        num_devices: Number of devices.
         flops_per_s: Peak of one device, for the planned dtype.
-        memory_bytes: Memory of one device.
         link_gb_per_s: What a device can send within its host, or over one axis of its torus, 10^9 bytes per second.
         host_link_gb_per_s: What a device can send to other hosts; unused on a torus.
         devices_per_host: On GPUs; None on a torus.
-        latency_us: Microseconds per all-reduce call.
         torus: Sides; empty on GPUs.
         fsdp_axes: M_X, set by hand; None to derive it from the torus.
         tp_axes: M_Y, set by hand; None to derive it from the torus.

@@ -31,15 +31,11 @@ class TrainingJob:
     """What to plan: a model on a cluster, used in one way.
 
     Attributes:
-        workload: The model.
-        cluster: The machine.
         fsdp: X.
         tp: Y.
         tokens: B, tokens per step; None for the smallest compute-bound batch.
         sequence_length: Tokens that must stay on one rank; 1 for a model without sequences.
         stage: ZeRO stage: 0 shares nothing, 1 the optimizer state, 2 also gradients, 3 also parameters.
-        per_parameter: Bytes of training state per parameter.
-        assumptions: For the compute-bound conditions.
         accumulation_steps: K, micro-batches per step; None for the fewest that fit.
         num_gathered_units: Units whose parameters are gathered at the same time at stage 3, prefetched ones included.
 
@@ -112,11 +108,7 @@ class BucketChoice(NamedTuple):
     """The best bucket cap for the gradients of one micro-batch.
 
     Attributes:
-        cap_mb: MiB.
-        num_buckets: Buckets under that cap.
-        largest_bytes: Size of the largest bucket.
         tail_s: Exposed time after the last gradient.
-        backward_s: Time of the backward.
         latency_s: Latency of one bucket's collective.
         bytes_per_s: Algorithm bandwidth of that collective.
         equal: Optimum for buckets of equal size; None without latency, where smaller is always better.
@@ -137,14 +129,11 @@ class Plan:
     """The plan of a job.
 
     Attributes:
-        job: The job.
         tokens: B.
         accumulation_steps: K; None if no number of micro-batches fits.
-        bytes_per_device: By component.
         min_devices: Fewest devices with this Y and this micro-batch per rank; None if none fit.
         min_tokens: Smallest compute-bound batch, not rounded; None if there is none.
         times: Seconds of each kind of work in one micro-batch.
-        best_split: The best split of all devices into FSDP and tensor parallelism.
         buckets: The best bucket cap; None if no gradients are reduced.
         traffic_bytes: Bytes that each rank sends per step to data-parallel peers, by strategy.
     """

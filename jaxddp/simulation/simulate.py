@@ -32,14 +32,10 @@ class Span:
     """Something that takes time.
 
     Attributes:
-        name: The operation's.
         lane: ``"compute"`` or ``"communication"``.
         kind: Phase of a computation, or kind of a collective.
-        start_s: Seconds from the start of the step.
-        end_s: Seconds from the start of the step.
         num_bytes: Bytes moved in memory, or of a collective's full buffer.
         stream: Number of the communication stream.
-        op_name: JAX's name stack.
     """
 
     name: str
@@ -58,8 +54,6 @@ class Simulation:
 
     Attributes:
         spans: In order of their start; gaps in the compute lane are waits for communication.
-        step_s: Duration of the step.
-        compute_s: Total compute time.
         communication_s: Time in which at least one collective runs.
         exposed_s: ``step_s - compute_s``.
     """

@@ -63,8 +63,6 @@ class StepTiming:
         ready_s: Seconds from the step's start at which each is.
         backward_end_s: When the backward ends.
         optimizer_s: Seconds that the updates take after that.
-        chip: What computes.
-        num_ranks: Ranks that share the gradients.
     """
 
     tensors: tuple[TensorSpec, ...]

@@ -61,9 +61,7 @@ class StateBytes(NamedTuple):
     """Bytes of the training state on one device; numbers or arrays.
 
     Attributes:
-        parameters: Parameters.
         gradients: Gradients that outlive their bucket, with the accumulator.
-        optimizer_state: Optimizer state.
     """
 
     parameters: Any
