@@ -6,7 +6,7 @@ leaf            replicated            zero1, zero2           zero3
 parameter       full                  full                   shards, small ones full
 optimizer state full                  shards where it mirrors a parameter, else full
 step, key       full                  full                   full
-memory          each rank its own        none                   none
+memory          each rank its own     none                   none
 =============== ===================== ====================== ======================
 
 The shards of a leaf are one array of ``Cut.joined_shape``, split over the ranks along its last dimension. The
