@@ -214,10 +214,10 @@ class RankStep:
         divisor: jax.Array | float = 1,
         number: jax.Array | int = 0,
     ) -> tuple[Reduction, Any]:
-        """Starts the reduction of what the backward has not reduced already, of the micro-batch of some number."""
+        """Starts the reduction of a micro-batch's gradients, except for shards that the backward has reduced."""
         full, shards = split(grads, lambda name: name not in self.cuts)
         strategy = self.strategy
-        # Micro-batches that reduce each for itself do so to save memory: one bucket arrives while the next one fills.
+        # Reducing each micro-batch saves memory: one bucket arrives while the next one fills.
         limit = 2 if strategy.reduces_each_microbatch and self.num_microbatches > 1 else None
         reduction, memory = start_reduction(
             full, plan, self.axis, strategy.reduce, strategy.compression, memory, divisor, limit, number
