@@ -1,7 +1,8 @@
 """The benchmarks, one entry each.
 
 A benchmark is a folder with two files: ``benchmark.py`` has ``describe(options) -> (setup, line)`` and
-``run(run, setup) -> bool``, and ``section.py`` has ``section(rows)``, its tables and its part of the page.
+``run(run, setup) -> bool``, whether every check holds; ``section.py`` has ``section(rows)``, its tables and its part of
+the page.
 """
 
 from __future__ import annotations

@@ -74,9 +74,6 @@ def report(message: Any) -> None:
 
     Does nothing outside of a rank, or if the parent passed no ``on_message``.
 
-    Args:
-        message: Anything that pickles.
-
     Example:
         >>> report({"step": 10, "loss": 0.5})
     """
@@ -245,18 +242,7 @@ def launch(
 ) -> list[_T]:
     """Runs ``fn(*args)`` once on ranks of its own: a `RankPool` for one call.
 
-    Args:
-        fn: A function that other processes can import by its name.
-        *args: Its arguments, the same on every rank.
-        num_ranks: Number of ranks.
-        backend: As in `RankPool`.
-        threads_per_rank: As in `RankPool`.
-        prepare: As in `RankPool`.
-        timeout_s: As in ``RankPool.run``.
-        on_message: As in ``RankPool.run``.
-
-    Returns:
-        The results in rank order.
+    The arguments are those of `RankPool` and ``RankPool.run``, and the results are in rank order.
 
     Raises:
         RankError: If a rank raises, dies or does not finish in time.

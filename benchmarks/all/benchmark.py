@@ -34,11 +34,7 @@ def describe(options: Options) -> tuple[tuple[Options, Setups], str]:
 
 
 def run(this: Run, setup: tuple[Options, Setups]) -> bool:
-    """Runs the benchmarks, each with a folder of its own.
-
-    Returns:
-        Whether every check of each holds.
-    """
+    """Runs the benchmarks, each with a folder of its own."""
     options, setups = setup
     run_each(this, setups)
 

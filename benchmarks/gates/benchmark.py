@@ -65,11 +65,7 @@ def describe(options: Options) -> tuple[TrainingSetup, str]:
 
 
 def run(this: Run, setup: TrainingSetup) -> bool:
-    """Runs both frameworks against their peers, prints the tables and fills the folder.
-
-    Returns:
-        Whether every gate holds.
-    """
+    """Runs both frameworks against their peers, prints the tables and fills the folder."""
     measured = measure_both(this, {name: replace(setup, strategies=specs) for name, specs in STRATEGIES.items()})
     this.part("gates", lambda: gate_rows(measured), is_derived=True)
     show(this, section(this.rows))

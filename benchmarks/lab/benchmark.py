@@ -92,10 +92,6 @@ def describe(options: Options) -> tuple[Setups, str]:
 
 
 def run(this: Run, setups: Setups) -> bool:
-    """Runs the benchmarks, each with a folder of its own.
-
-    Returns:
-        Whether every check of each holds.
-    """
+    """Runs the benchmarks, each with a folder of its own."""
     run_each(this, setups)
     return finish(this, [link["line"] for link in read_rows(this.folder / "link" / METRICS)[0]])

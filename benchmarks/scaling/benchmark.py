@@ -95,11 +95,7 @@ def describe(options: Options) -> tuple[ScalingJob, str]:
 
 
 def run(this: Run, job: ScalingJob) -> bool:
-    """Measures and simulates, prints the table and fills the folder.
-
-    Returns:
-        Whether every check holds.
-    """
+    """Measures and simulates, prints the table and fills the folder."""
     for point in job.points:
         if len(job.points) > 1:
             this.console.print(f"\n{point.name}: {' and '.join(point.modes)} scaling")

@@ -131,11 +131,7 @@ def check_batch_size(batch_size: int, num_ranks: int) -> None:
 
 
 def run(this: Run, setup: TrainingSetup, section: Callable[[Sequence[Row]], Section] = section) -> bool:
-    """Runs a setup in both frameworks, prints its table and fills its folder.
-
-    Returns:
-        Whether every check holds.
-    """
+    """Runs a setup in both frameworks, prints its table and fills its folder."""
     measure_both(this, dict.fromkeys(FRAMEWORKS, setup))
     if setup.with_traces:
         traces.record(this, setup)

@@ -180,12 +180,7 @@ def finish_reduction(
 ) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
     """Divides the sums over ranks, bucket by bucket as they arrive.
 
-    Args:
-        reduction: From ``start_reduction``.
-        plan: As for ``start_reduction``.
-        num_ranks: Number of ranks.
-        reduce: As for ``start_reduction``.
-        denominator: What the sums are divided by.
+    ``plan`` and ``reduce`` are those of ``start_reduction``; ``denominator`` divides the sums.
 
     Returns:
         What this rank keeps of each mean gradient, by name; the sum of squares of the gradients that are equal on every

@@ -58,13 +58,8 @@ class ZeRO2(ZeRO1):
     ) -> None:
         """Wraps a module.
 
-        Args:
-            module: What to train.
-            optimizer_cls: As for ``ZeRO1``.
-            bucket_mb: As for ``ZeRO1``.
-            accumulate: ``"shards"`` communicates in every micro-batch and saves memory; ``"full"`` communicates once
-                and saves time.
-            **kwargs: As for ``ZeRO1``.
+        ``accumulate="shards"`` communicates in every micro-batch and saves memory; ``"full"`` communicates once and
+        saves time. The other arguments are those of ``ZeRO1``.
 
         Raises:
             ValueError: If ``accumulate`` is neither, or as ``ZeRO1``.
