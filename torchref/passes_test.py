@@ -95,12 +95,13 @@ def finish_twice(name):
     return weights(name, net)
 
 
-def finish_forgotten(name, no_sync):
+def finish_forgotten(name, no_sync, clear):
     net = wrap(name, model())
     tx, x = optimizer_of(name, net), rows(dist.get_rank())
+    zero_grad = net.zero_grad if clear == "net" else tx.zero_grad
     try:
         for _ in range(2):
-            tx.zero_grad()
+            zero_grad()
             if no_sync:
                 with net.no_sync():
                     loss(net, x).backward()
@@ -153,10 +154,11 @@ def test_finish_twice_is_refused(ranks, name):
         assert "finish_gradient_synchronization was called again without a backward" in message
 
 
+@pytest.mark.parametrize("clear", ["net", "optimizer"])
 @pytest.mark.parametrize("no_sync", [False, True])
 @wrappers
-def test_finish_forgotten_is_refused_at_the_next_forward_at_the_latest(ranks, name, no_sync):
-    for message in ranks.run(finish_forgotten, name, no_sync, num_ranks=NUM_RANKS):
+def test_finish_forgotten_is_refused_at_the_next_forward_at_the_latest(ranks, name, no_sync, clear):
+    for message in ranks.run(finish_forgotten, name, no_sync, clear, num_ranks=NUM_RANKS):
         assert "call finish_gradient_synchronization" in message
 
 

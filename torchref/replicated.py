@@ -66,7 +66,7 @@ class Replicated(DataParallel):
         bucket, buffer = self.plan.buckets[index], self._bucket_buffers[index]
         flat = pack(bucket, {tensor.name: self._grad(tensor.name) for tensor in bucket.tensors}, out=buffer)
         async_op = not self.plan.after_backward  # naive and flat wait for each call
-        self._started.append(self.compression.reduce(flat, self.process_group, async_op, ALL_REDUCE))
+        self._started.append(self.compression.reduce(flat, self.process_group, async_op, ALL_REDUCE, self._divisor))
 
     def _finish_reductions(self, denominator: float) -> None:
         for bucket, (total, work) in zip(self.plan.buckets, self._started, strict=True):

@@ -115,6 +115,7 @@ class DataParallel(nn.Module, abc.ABC):
         self._specs = {name: tensor_spec(name, p) for name, p in self._trained.items()}
         self._buffer_versions = self._versions_of_buffers()
         self._versions: list[int] | None = None  # of the parameters, at the last forward
+        self._divisor: float | None = None  # of the last synchronisation, about that of the next
         self._is_finished = False  # by a synchronisation that no pass has followed
         self._expect_gradients()
         self._add_hooks()
@@ -130,7 +131,12 @@ class DataParallel(nn.Module, abc.ABC):
         return self.module(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients, and discards a backward pass that was never finished."""
+        """Clears the gradients, and discards a backward pass that was never finished.
+
+        Raises:
+            RuntimeError: If parameters have changed since that pass.
+        """
+        self._check_no_stray_step()
         self.on_train_batch_start()
         super().zero_grad(set_to_none)
 
@@ -166,13 +172,18 @@ class DataParallel(nn.Module, abc.ABC):
             RuntimeError: If no pass has followed the last synchronisation.
         """
         self._check_unchanged()
+        self._check_no_stray_step()
         if self._is_finished and not self._has_begun:
             raise RuntimeError(
                 "finish_gradient_synchronization was called again without a backward: call it once after the backward,"
                 " or zero_grad() before gradients of your own"
             )
+        denominator = self.num_ranks if denominator is None else denominator
+        if self._waits_for_divisor:
+            self._divisor = denominator
         self._start_all()
-        self._finish_reductions(self.num_ranks if denominator is None else denominator)
+        self._divisor = denominator
+        self._finish_reductions(denominator)
         self._broadcast_buffers()
         self._expect_gradients()
         self._is_finished = True
@@ -273,16 +284,20 @@ class DataParallel(nn.Module, abc.ABC):
 
     def _check_last_pass(self) -> None:
         """Refuses a step on gradients that were not synchronised; discards a pass whose gradients were cleared."""
-        versions = [parameter._version for parameter in self._trained.values()]
-        if self._has_begun:
-            if self.num_ranks > 1 and self._versions not in (None, versions):
-                raise RuntimeError(
-                    "parameters were changed after a backward that was never finished, by gradients of this rank alone:"
-                    " call finish_gradient_synchronization before the optimizer's step, or zero_grad() to drop a pass"
-                )
-            if self._is_cleared():
-                self.on_train_batch_start()
-        self._versions, self._is_finished = versions, False
+        self._check_no_stray_step()
+        if self._has_begun and self._is_cleared():
+            self.on_train_batch_start()
+        self._versions, self._is_finished = self._versions_of_parameters(), False
+
+    def _check_no_stray_step(self) -> None:
+        if self._has_begun and self.num_ranks > 1 and self._versions not in (None, self._versions_of_parameters()):
+            raise RuntimeError(
+                "parameters were changed after a backward that was never finished, by gradients of this rank alone:"
+                " call finish_gradient_synchronization before the optimizer's step"
+            )
+
+    def _versions_of_parameters(self) -> list[int]:
+        return [parameter._version for parameter in self._trained.values()]
 
     def _is_cleared(self) -> bool:
         """Whether the gradients of a backward that was not finished were set to None, as optimizers do."""
@@ -318,9 +333,16 @@ class DataParallel(nn.Module, abc.ABC):
             )
         self._ready.add(name)
         self._num_missing[self._bucket_of[name]] -= 1
+        if self._waits_for_divisor:
+            return
         # In plan order, even if a later bucket fills first: all ranks must issue the same collectives in one order.
         while self._num_started < len(self._num_missing) and self._num_missing[self._num_started] == 0:
             self._start_next()
+
+    @property
+    def _waits_for_divisor(self) -> bool:
+        """Whether buckets start when the backward has ended: the first time that sums must be divided before."""
+        return self.compression.needs_divisor and self._divisor is None
 
     def _start_all(self) -> None:
         while self._num_started < len(self.plan.buckets):

@@ -41,40 +41,44 @@ class Compression(NamedTuple):
     Attributes:
         name: For tables.
         sends: False if nothing is communicated.
-        reduce: ``(buffer, group, async_op, reduce) -> (what this rank keeps of the sum, handle)``. ``reduce`` is a
-            ``reduction.Reduce``. Wait for the handle, if it is not None, before using the result. The buffer may be
-            overwritten.
+        reduce: ``(buffer, group, async_op, reduce, divisor) -> (what this rank keeps of the sum, handle)``. ``reduce``
+            is a ``reduction.Reduce``; ``divisor`` is about what the sum will be divided by, None if that is unknown. Wait for
+            the handle, if it is not None, before using the result. The buffer may be overwritten.
         wire_buffers: ``(bucket, elements of its buffer) -> (elements, dtype)`` of each buffer that is sent for it.
         init_state: Tensor ``->`` its state before the first step, or None. None for a stateless compression.
         finish: ``(bucket, buffer, group, memory, denominator) ->`` the changed part of ``memory``. Sums the buffer in
             place, undivided, once the denominator is known. None if ``reduce`` sums.
+        needs_divisor: Whether ``reduce`` must know its divisor, within a few powers of two.
     """
 
     name: str
     sends: bool
-    reduce: Callable[[torch.Tensor, Any, bool, Any], tuple[torch.Tensor, Any]]
+    reduce: Callable[..., tuple[torch.Tensor, Any]]
     wire_buffers: Callable[[Bucket, int], list[tuple[int, str]]]
     init_state: Callable[[TensorSpec], Memory | None] | None = None
     finish: Callable[[Bucket, torch.Tensor, Any, Mapping[str, Memory], float], Mapping[str, Memory]] | None = None
+    needs_divisor: bool = False
 
 
 none = Compression(
     "none",
     True,
-    lambda buffer, group, async_op, reduce: reduce.send(buffer, group, async_op),
+    lambda buffer, group, async_op, reduce, divisor=None: reduce.send(buffer, group, async_op),
     lambda bucket, num_elements: [(num_elements, bucket.dtype)],
 )
 noop = Compression(
     "noop",
     False,
-    lambda buffer, group, async_op, reduce: (reduce.keep(buffer, group), None),
+    lambda buffer, group, async_op, reduce, divisor=None: (reduce.keep(buffer, group), None),
     lambda bucket, num_elements: [],
 )
 
 
 def _cast(name: str, dtype: torch.dtype, *, divides: bool) -> Compression:
-    def reduce_cast(buffer: torch.Tensor, group: Any, async_op: bool, reduce: Any) -> tuple[torch.Tensor, Any]:
-        divisor = dist.get_world_size(group) if divides else 1
+    def reduce_cast(
+        buffer: torch.Tensor, group: Any, async_op: bool, reduce: Any, divisor: float | None = None
+    ) -> tuple[torch.Tensor, Any]:
+        divisor = (divisor or dist.get_world_size(group)) if divides else 1
         sent = (buffer / divisor).to(dtype)
         total, work = reduce.send(sent, group, async_op)
         kept = reduce.keep(buffer, group)
@@ -82,16 +86,18 @@ def _cast(name: str, dtype: torch.dtype, *, divides: bool) -> Compression:
         return kept, Pending(works, partial(_cast_back, sent, total, kept, divisor))
 
     dtype_name = str(dtype).removeprefix("torch.")
-    return Compression(name, True, reduce_cast, lambda bucket, num_elements: [(num_elements, dtype_name)])
+    return Compression(
+        name, True, reduce_cast, lambda bucket, num_elements: [(num_elements, dtype_name)], needs_divisor=divides
+    )
 
 
-def _cast_back(sent: torch.Tensor, total: torch.Tensor, kept: torch.Tensor, factor: int) -> None:
+def _cast_back(sent: torch.Tensor, total: torch.Tensor, kept: torch.Tensor, factor: float) -> None:
     del sent  # an argument only to keep it alive until the collective has read it
     kept.copy_(total).mul_(factor)
 
 
 bf16 = _cast("bf16", torch.bfloat16, divides=False)
-# A float16 sum above 65504 is infinite. Divided first, the sum is no larger than the largest summand.
+# A float16 sum above 65504 is infinite. Divided first, by about all that it will be divided by, it is the mean.
 fp16 = _cast("fp16", torch.float16, divides=True)
 
 

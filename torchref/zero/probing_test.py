@@ -71,7 +71,11 @@ class Hooked(torch.optim.SGD):
 
     def __init__(self, params, lr):
         super().__init__(params, lr)
-        self.register_step_pre_hook(lambda one, *_: torch.nn.utils.clip_grad_norm_(one.param_groups[0]["params"], 9.0))
+        self.register_step_pre_hook(clip)
+
+
+def clip(optimizer, args, kwargs):
+    torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 9.0)
 
 
 class Lion(torch.optim.Optimizer):

@@ -190,7 +190,7 @@ class ZeRO1(DataParallel):
         bucket = self.plan.buckets[index]
         grads = {tensor.name: self._grad(tensor.name) for tensor in bucket.tensors}
         buffer = pack_chunks(bucket, grads, self.num_ranks)
-        row, work = self.compression.reduce(buffer, self.process_group, True, REDUCE_SCATTER)
+        row, work = self.compression.reduce(buffer, self.process_group, True, REDUCE_SCATTER, self._divisor)
         self._accumulate(self._in_flight.add(work, (index, row), buffer))
 
     def _accumulate(self, arrived: list[tuple[int, torch.Tensor]]) -> None:

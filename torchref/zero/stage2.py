@@ -74,7 +74,7 @@ class ZeRO2(ZeRO1):
         return self._planned_reductions() * num_earlier + super()._planned_collectives(num_microbatches)
 
     def _on_ready(self, name: str) -> None:
-        if self._sync or not self.reduces_each_microbatch:
+        if self._sync or not self.reduces_each_microbatch or self._waits_for_divisor:
             super()._on_ready(name)
             return
         if not self._ready:

@@ -1,0 +1,424 @@
+"""Random training under jaxddp, against the same training on one process: weights, loss, replicas, plan, bytes.
+
+A case is drawn from its seed alone: a tree of parameters, terms of a loss, an optimizer, a strategy and options. The
+reference knows no ranks: it calls the loss for the examples of each rank and micro-batch in turn, and adds up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+import jaxddp
+
+NUM_STEPS = 3
+FEATURES = 3
+SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (5,), (8,), (0,), (3, 3), (4, 4), (2, 3), (3, 2, 2), (6, 5))
+FORMS = ("dict", "nested", "list", "array", "empty key")
+TERMS = ("data", "loop", "branch", "linear", "quadratic", "rank", "rank in a loop", "rank in a branch", "unit", "units")
+STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("naive", {}),
+    ("flat", {}),
+    ("overlapped", {}),
+    ("bucketed", {"bucket_mb": 5e-5}),
+    ("bucketed", {}),
+    ("zero1", {"bucket_mb": 5e-5}),
+    ("zero1", {}),
+    ("zero2", {"bucket_mb": 5e-5}),
+    ("zero2", {"accumulate": "full"}),
+    ("zero3", {"min_shard_elements": 0}),
+    ("zero3", {"min_shard_elements": 6}),
+)
+REFUSALS = ("element-wise", "looks at the shapes of parameters")
+
+_rank: ContextVar[Any] = ContextVar("rank", default=None)  # in the reference; on a mesh the axis says it
+
+
+def _transpose(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    del params
+
+    def transposed(leaf: Any) -> Any:
+        is_square = leaf.ndim == 2 and leaf.shape[0] == leaf.shape[1]
+        return lax.reshape(leaf, leaf.shape, (1, 0)) if is_square else leaf
+
+    return jax.tree.map(transposed, updates), state
+
+
+def _matrices(params: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
+
+ELEMENTWISE: dict[str, Callable[[], Any]] = {
+    "sgd": lambda: optax.sgd(0.1),
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "adam": lambda: optax.adam(0.05),
+    "adamw": lambda: optax.adamw(0.05, weight_decay=0.1, mask=_matrices),
+    "rmsprop": lambda: optax.rmsprop(0.05),
+    "lion": lambda: optax.lion(0.01),
+    "clipped adam": lambda: optax.chain(jaxddp.clip_by_global_norm(0.1), optax.adam(0.05)),
+    "scheduled": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(0.1, 0.01, 5)),
+    "decayed": lambda: optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)),
+}
+OTHERS: dict[str, Callable[[], Any]] = {
+    "lamb": lambda: optax.lamb(0.05),
+    "clipped by optax": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)),
+    "centralized": lambda: optax.chain(optax.centralize(), optax.sgd(0.1)),
+    "transposing": lambda: optax.chain(
+        optax.GradientTransformation(lambda params: optax.EmptyState(), _transpose), optax.sgd(0.1)
+    ),
+    "block clipped": lambda: optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(0.1)),
+}
+OPTIMIZERS = ELEMENTWISE | OTHERS
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run, drawn from a seed."""
+
+    seed: int
+    form: str
+    shapes: tuple[tuple[int, ...], ...]
+    terms: tuple[tuple[str, tuple[int, ...]], ...]  # what the loss adds up, of which parameters
+    optimizer: str
+    strategy: tuple[str, dict[str, Any]]
+    num_ranks: int
+    num_microbatches: int
+    frozen: tuple[int, ...]
+    weighted: bool
+    has_aux: bool
+    keyed: bool
+    max_grad_norm: float | None
+    dtype: str
+    compression: str
+
+    def __str__(self) -> str:
+        """One line, from which the case can be drawn again."""
+        name, options = self.strategy
+        said = ", ".join([f"{key}={value}" for key, value in options.items()])
+        extras = [
+            *(["Weighted"] if self.weighted else []), *(["aux"] if self.has_aux else []),
+            *(["key"] if self.keyed else []), *([f"frozen {self.frozen}"] if self.frozen else []),
+            *([f"max_grad_norm {self.max_grad_norm}"] if self.max_grad_norm else []),
+            *([self.compression] if self.compression != "none" else []),
+        ]  # fmt: skip
+        terms = " + ".join(f"{term}{places}" for term, places in self.terms)
+        return (
+            f"jax seed {self.seed}: {name}({said}) on {self.num_ranks}, {self.num_microbatches} micro-batches,"
+            f" {self.optimizer}, {self.dtype}, {self.form} of {self.shapes}: {terms} {' '.join(extras)}".strip()
+        )
+
+
+def draw(seed: int) -> Case:
+    """Draws a case."""
+    rng = np.random.default_rng(seed)
+
+    def one_of(options: Any) -> Any:
+        return options[int(rng.integers(len(options)))]
+
+    form = one_of(FORMS)
+    num_params = 1 if form in ("array", "empty key") else int(rng.integers(1, 6))
+    shapes = tuple(one_of(SHAPES) for _ in range(num_params))
+    if not any(map(math.prod, shapes)):
+        shapes = ((5,), *shapes[1:])
+    sized = [place for place, shape in enumerate(shapes) if math.prod(shape)]
+
+    def some() -> tuple[int, ...]:
+        return tuple(sorted({one_of(sized) for _ in range(int(rng.integers(1, 3)))}))
+
+    terms = tuple((one_of(TERMS), some()) for _ in range(int(rng.integers(1, 5))))
+    strategy = one_of(STRATEGIES)
+    frozen = tuple(place for place in range(num_params) if num_params > 1 and rng.random() < 0.15)
+    if set(frozen) >= set(sized):
+        frozen = ()
+    dtype = one_of(("float64", "float64", "float64", "float32"))
+    narrow = dtype == "float32" and strategy[0] != "zero3" and rng.random() < 0.5
+    return Case(
+        seed, form, shapes, terms,
+        optimizer=one_of(list(ELEMENTWISE if rng.random() < 0.75 else OTHERS)),
+        strategy=strategy,
+        num_ranks=one_of((1, 2, 2, 3, 4, 8)),
+        num_microbatches=one_of((1, 1, 2, 3)),
+        frozen=frozen,
+        weighted=rng.random() < 0.25, has_aux=rng.random() < 0.3, keyed=rng.random() < 0.25,
+        max_grad_norm=one_of((None, None, None, 0.05)),
+        dtype=dtype,
+        compression=one_of(("bf16", "fp16")) if narrow else "none",
+    )  # fmt: skip
+
+
+def check(case: Case) -> str | None:
+    """Runs a case.
+
+    Returns:
+        What is wrong with it, in one line; None if it is right, or refused where it may be.
+    """
+    with jax.enable_x64(case.dtype == "float64"):
+        return _Run(case).check()
+
+
+class _Run:
+    """A case, with its arrays."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.rng = np.random.default_rng((case.seed, 1))
+        leaves = [self._array(shape) for shape in case.shapes]
+        self.names = _names(case.form, len(leaves))
+        self.params = _tree(case.form, leaves)
+        self.constants = [
+            self._array((FEATURES, max(math.prod(shape), 1))) / (1 + math.prod(shape)) ** 0.5 for shape in case.shapes
+        ]
+        self.batches = [self._batch() for _ in range(NUM_STEPS)]
+
+    def _array(self, shape: tuple[int, ...]) -> np.ndarray:
+        return np.asarray(self.rng.normal(size=shape), self.case.dtype)
+
+    def _batch(self) -> dict[str, np.ndarray]:
+        case = self.case
+        parts, rows = case.num_ranks * case.num_microbatches, int(self.rng.integers(1, 4))
+        mask = (self.rng.random(parts * rows) < 0.6).astype(case.dtype)
+        return {
+            "x": self._array((parts * rows, FEATURES)),
+            "mask": np.maximum(mask, np.eye(1, parts * rows, dtype=case.dtype)[0]),
+            "slot": np.repeat(np.arange(parts), rows),
+        }
+
+    def trainable(self, name: str) -> bool:
+        return self.names.index(name) not in self.case.frozen
+
+    def loss_fn(self, params: Any, batch: Any, draw: Any) -> Any:
+        """The loss of one rank's micro-batch, whose noise is ``draw``."""
+        leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(params)]
+        each = jnp.zeros(batch["x"].shape[:1], batch["x"].dtype)
+        alike = jnp.zeros((), each.dtype)
+        for kind, places in self.case.terms:
+            of_examples, of_none = _term(kind, [leaves[i] for i in places], [self.constants[i] for i in places], batch)
+            each, alike = each + of_examples, alike + of_none
+        if draw is not None:
+            each = each * (1 + 0.1 * draw)
+        aux: dict[str, Any] = {"square": jnp.mean(each**2)}
+        if self.case.weighted:
+            weight = jnp.sum(batch["mask"])
+            loss: Any = jaxddp.Weighted(jnp.sum(each * batch["mask"]) + alike * weight, weight)
+            aux = {"square": jaxddp.Weighted(jnp.sum(each**2), jnp.asarray(each.size))}
+        else:
+            loss = jnp.mean(each) + alike
+        return loss, aux
+
+    def check(self) -> str | None:
+        case = self.case
+        optimizer = OPTIMIZERS[case.optimizer]()
+        name, options = case.strategy
+        if case.compression != "none":
+            from jaxddp.communication import compression
+
+            options = options | {"compression": compression.make_compression(case.compression)}
+        parts = case.num_ranks * case.num_microbatches
+
+        def on_rank(params: Any, batch: Any, *key: jax.Array) -> Any:
+            noise = jax.random.uniform(key[0], (), batch["x"].dtype) if key else None
+            loss, aux = self.loss_fn(params, batch, noise)
+            if key:  # so that the reference hears which noise it was
+                slots = jnp.zeros(parts, batch["x"].dtype).at[batch["slot"][0]].set(noise)
+                aux = aux | {"noise": jaxddp.Weighted(slots, jnp.asarray(1))}
+            return (loss, aux) if case.has_aux or key else loss
+
+        def keyed(params: Any, batch: Any, key: jax.Array) -> Any:
+            return on_rank(params, batch, key)
+
+        trainer = jaxddp.Trainer(
+            keyed if case.keyed else lambda params, batch: on_rank(params, batch), optimizer,
+            jaxddp.make_strategy(name, **options), jaxddp.data_mesh(case.num_ranks),
+            num_microbatches=case.num_microbatches, trainable=self.trainable if case.frozen else None,
+            has_aux=case.has_aux or case.keyed, max_grad_norm=case.max_grad_norm,
+        )  # fmt: skip
+        try:
+            state = trainer.init(self.params)
+        except ValueError as error:
+            is_allowed = case.optimizer in OTHERS and name in ("zero1", "zero2", "zero3")
+            if is_allowed and any(reason in str(error) for reason in REFUSALS):
+                return None
+            return f"refused: {error}"
+        if wrong := self._bytes(trainer, state):
+            return wrong
+        planned = sorted(trainer.planned(state, self.batches[0]))
+        compiled = sorted(jaxddp.gradient_collectives(trainer.compile(state, self.batches[0])))
+        reference = _Reference(self, optimizer)
+        for step, batch in enumerate(self.batches):
+            state, metrics = trainer.step(state, batch)
+            noise = np.asarray(metrics["aux"]["noise"]) * parts if case.keyed else None
+            loss, aux = reference.step(batch, noise)
+            if not _close(metrics["loss"], loss, self.atol):
+                return f"loss of step {step} is {float(metrics['loss'])!r}, not {float(loss)!r}"
+            if case.has_aux and not _close(metrics["aux"]["square"], aux, self.atol):
+                return f"aux of step {step} is {float(metrics['aux']['square'])!r}, not {float(aux)!r}"
+        for leaf in jax.tree.leaves(state.params):
+            if (
+                leaf.is_fully_replicated
+                and len({np.asarray(one.data).tobytes() for one in leaf.addressable_shards}) > 1
+            ):
+                return "replicas differ"
+        found, right = jax.tree.leaves(trainer.params(state)), jax.tree.leaves(reference.params)
+        furthest = max(_distance(a, b) for a, b in zip(found, right, strict=True))
+        if not furthest <= self.atol:
+            return f"weights are {furthest:.1e} off"
+        if planned != compiled:
+            return f"planned {planned}, compiled {compiled}"
+        return None
+
+    @property
+    def atol(self) -> float:
+        if self.case.compression != "none":
+            return 0.2  # signs of tiny gradients may turn under Adam: only gross errors are seen
+        return 1e-12 if self.case.dtype == "float64" else 2e-3
+
+    def _bytes(self, trainer: Any, state: Any) -> str | None:
+        layout = trainer.layout(state)
+        for tree, places in ((state.params, layout.params), (state.opt_state, layout.opt_state)):
+            held = [leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree)]
+            planned = [leaf.bytes_on_rank for leaf in jax.tree.leaves(places)]
+            if held != planned:
+                return f"a rank holds {held} bytes, not {planned}"
+        if self.case.strategy[0] in ("zero1", "zero2"):
+            sizes = [math.prod(s) for i, s in enumerate(self.case.shapes) if i not in self.case.frozen]
+            most = max(-(-size // self.case.num_ranks) for size in sizes)
+            for leaf in jax.tree.leaves(state.opt_state):
+                if leaf.addressable_shards[0].data.size > max(most, 1):
+                    return f"a rank holds a state of {leaf.addressable_shards[0].data.size} elements, at most {most}"
+        return None
+
+
+class _Reference:
+    """The same training without ranks."""
+
+    def __init__(self, run: _Run, optimizer: Any) -> None:
+        self.run, self.params = run, jax.tree.map(jnp.asarray, run.params)
+        leaves, self.structure = jax.tree.flatten(self.params)
+        self.trained = [i for i in range(len(leaves)) if i not in run.case.frozen]
+        self.optimizer = optax.with_extra_args_support(optimizer)
+        self.opt_state = self.optimizer.init(self._split(self.params))
+        self._update = jax.jit(self._step)
+
+    def step(self, batch: Any, noise: Any) -> tuple[Any, Any]:
+        self.params, self.opt_state, loss, aux = self._update(self.params, self.opt_state, batch, noise)
+        return loss, aux
+
+    def _split(self, params: Any) -> Any:
+        leaves = [leaf if i in self.trained else None for i, leaf in enumerate(jax.tree.leaves(params))]
+        return jax.tree.unflatten(self.structure, leaves)
+
+    def _step(self, params: Any, opt_state: Any, batch: Any, noise: Any) -> Any:
+        case = self.run.case
+        parts = case.num_ranks * case.num_microbatches
+        rows = batch["x"].shape[0] // parts
+
+        def mean_loss(trained: Any) -> tuple[Any, Any]:
+            leaves = jax.tree.leaves(params)
+            for i, leaf in zip(self.trained, jax.tree.leaves(trained), strict=True):
+                leaves[i] = leaf
+            whole = jax.tree.unflatten(self.structure, leaves)
+            totals, weights, squares, counts = [], [], [], []
+            for part in range(parts):
+                some = {key: value[part * rows : (part + 1) * rows] for key, value in batch.items()}
+                token = _rank.set(part // case.num_microbatches)
+                try:
+                    loss, aux = self.run.loss_fn(whole, some, None if noise is None else noise[part])
+                finally:
+                    _rank.reset(token)
+                square = aux["square"]
+                totals.append(loss.total if case.weighted else loss)
+                weights.append(loss.weight if case.weighted else 1.0)
+                squares.append(square.total if case.weighted else square)
+                counts.append(square.weight if case.weighted else 1)
+            return sum(totals) / sum(weights), sum(squares) / sum(counts)
+
+        trained = self._split(params)
+        (loss, aux), grads = jax.value_and_grad(mean_loss, has_aux=True)(trained)
+        if case.max_grad_norm is not None:
+            norm = jnp.sqrt(sum(jnp.sum(grad**2) for grad in jax.tree.leaves(grads)))
+            scale = jnp.minimum(1.0, jnp.asarray(case.max_grad_norm) / norm)
+            grads = jax.tree.map(lambda grad: grad * scale.astype(grad.dtype), grads)
+        updates, opt_state = self.optimizer.update(grads, opt_state, trained, value=loss)
+        updated = iter(jax.tree.leaves(optax.apply_updates(trained, updates)))
+        leaves = [next(updated) if i in self.trained else leaf for i, leaf in enumerate(jax.tree.leaves(params))]
+        return jax.tree.unflatten(self.structure, leaves), opt_state, loss, aux
+
+
+def _rank_here() -> Any:
+    rank = _rank.get()
+    return lax.axis_index("data") if rank is None else rank
+
+
+def _term(kind: str, leaves: list[Any], constants: list[Any], batch: Any) -> tuple[Any, Any]:
+    """One summand of the loss: ``[examples]``, and what is the same of all examples."""
+    x, zeros = batch["x"], jnp.zeros(batch["x"].shape[:1], batch["x"].dtype)
+    pairs = list(zip(leaves, constants, strict=True))
+
+    def features(x: Any, leaf: Any, constant: Any) -> Any:
+        return jnp.tanh(x @ (constant @ leaf.reshape(-1)))
+
+    def noise(rank: Any, i: Any) -> Any:
+        return jnp.sin(1.0 + rank + 2 * i).astype(x.dtype)
+
+    if kind == "data":
+        return sum(features(x, *pair) for pair in pairs), 0.0
+    if kind == "loop":
+        total = [lax.map(lambda row, pair=pair: features(row, *pair), x) for pair in pairs]
+        return sum(total), 0.0
+    if kind == "branch":
+        return sum(
+            lax.cond(jnp.sum(leaf) > 0, lambda p: features(x, *p), lambda p: 2 * features(x, *p), (leaf, constant))
+            for leaf, constant in pairs
+        ), 0.0
+    if kind == "linear":
+        return zeros, sum(jnp.sum(leaf.reshape(-1) * constant[0]) for leaf, constant in pairs)
+    if kind == "quadratic":
+        return zeros, sum(jnp.sum(leaf**2) for leaf in leaves)
+    if kind == "rank":
+        return zeros, sum(noise(_rank_here(), 0) * jnp.sum(leaf) for leaf in leaves)
+    if kind == "rank in a loop":
+        total = lax.map(lambda i: noise(_rank_here(), i), jnp.arange(2)).sum()
+        return zeros, sum(total * jnp.sum(leaf) for leaf in leaves)
+    if kind == "rank in a branch":
+        total = lax.cond(jnp.array(True), lambda: noise(_rank_here(), 0), lambda: jnp.zeros((), x.dtype))
+        return zeros, sum(total * jnp.sum(leaf) for leaf in leaves)
+    unit = jaxddp.layer(lambda pair, x: x + features(x, *pair)[:, None])
+    hidden = x
+    for pair in pairs * (2 if kind == "units" else 1):
+        hidden = unit(pair, hidden)
+    return jnp.mean(hidden**2, axis=1), 0.0
+
+
+def _tree(form: str, leaves: list[Any]) -> Any:
+    if form == "array":
+        return leaves[0]
+    if form == "empty key":
+        return {"": leaves[0]}
+    if form == "list":
+        return leaves
+    if form == "nested":
+        return {"a": leaves[:2], "b": {f"k{i}": leaf for i, leaf in enumerate(leaves[2:])}}
+    return {f"p{i}": leaf for i, leaf in enumerate(leaves)}
+
+
+def _names(form: str, num: int) -> list[str]:
+    return list(jaxddp.named_leaves(_tree(form, list(range(num)))))
+
+
+def _distance(a: Any, b: Any) -> float:
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    assert a.shape == b.shape
+    return float(np.max(np.abs(a - b) / (1 + np.abs(b)), initial=0.0)) if np.isfinite(a).all() else math.inf
+
+
+def _close(a: Any, b: Any, atol: float) -> bool:
+    return _distance(a, b) <= atol
