@@ -23,7 +23,6 @@ from ..tree import named_leaves
 from ..zero.stage3 import loss_on_shards
 from ..zero.traced import traced_collectives
 from .packing import shard_map
-from .placement import check_alike
 from .state_layout import StateLayout, state_layout
 from .step import RankStep, TrainState
 from .validation import abstract, signature
@@ -165,7 +164,6 @@ class Programs:
         """Gives the compiled training step for these shapes."""
         key = "step", signature(state, batch)
         if key not in self._programs:
-            self._check_processes(batch)
             function, args, options = self.step_function(state, batch)
             self._programs[key] = self._compile(function, args, **options)
         return self._programs[key]
@@ -174,16 +172,10 @@ class Programs:
         """Gives the compiled evaluation for these shapes."""
         key = "evaluate", signature(state, batch)
         if key not in self._programs:
-            self._check_processes(batch)
             model = self._model(state)
             function, args, options = self._over_mesh(model.rank_step.evaluate, model, state, batch)
             self._programs[key] = self._compile(function, args, **options)
         return self._programs[key]
-
-    def _check_processes(self, batch: Any) -> None:
-        # With another number of examples in each process, the mean over ranks would be a mean of unlike means.
-        if jax.process_count() > 1 and isinstance(self._mesh, Mesh):
-            check_alike("batch", batch)
 
     def _model(self, state: TrainState) -> _Model:
         key = signature(state.params)

@@ -25,7 +25,7 @@ from .programs import Programs, StepFunction
 from .state_layout import StateLayout
 from .step import RankStep
 from .step import TrainState as TrainState
-from .validation import as_arrays, check_alive, check_batch
+from .validation import as_arrays, check_alive, check_batch, signature
 
 
 class Trainer:
@@ -118,6 +118,7 @@ class Trainer:
         )
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._by_rank = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        self._agreed: set[Any] = set()  # shapes of batches that all processes have
         self._programs = Programs(self._rank_step, mesh)
 
     def with_strategy(self, strategy: Strategy, mesh: Mesh | AbstractMesh | None = None) -> Trainer:
@@ -305,6 +306,10 @@ class Trainer:
                 batch,
             )
         check_batch(batch, self.num_ranks, num_microbatches)
+        if jax.process_count() > 1 and (key := signature(batch)) not in self._agreed:
+            # With another number of examples in each process, the mean over ranks would be one of unlike means.
+            check_alike("batch", batch)
+            self._agreed.add(key)
         return jax.device_put(batch, self._by_rank)
 
 

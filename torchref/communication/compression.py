@@ -42,7 +42,7 @@ class Compression(NamedTuple):
         name: For tables.
         sends: False if nothing is communicated.
         reduce: ``(buffer, group, async_op, reduce, divisor) -> (what this rank keeps of the sum, handle)``. ``reduce``
-            is a ``reduction.Reduce``; ``divisor`` is about what the sum will be divided by, None if that is unknown. Wait for
+            is a ``reduction.Reduce``; ``divisor`` is about what the sum will be divided by, None if unknown. Wait for
             the handle, if it is not None, before using the result. The buffer may be overwritten.
         wire_buffers: ``(bucket, elements of its buffer) -> (elements, dtype)`` of each buffer that is sent for it.
         init_state: Tensor ``->`` its state before the first step, or None. None for a stateless compression.
