@@ -114,7 +114,7 @@ def _job(arguments: argparse.Namespace) -> Any:
     from ..planning.plan import TrainingJob
 
     workload, sequence_length = _workload(arguments)
-    is_example = arguments.target is arguments.fsdp is arguments.tp is None
+    is_example = arguments.model == XXL and arguments.target is arguments.fsdp is arguments.tp is None
     machine = target(DEFAULT_TARGET if arguments.target is None else arguments.target)
     check_count(**{name: value for name in ("fsdp", "tp") if (value := getattr(arguments, name)) is not None})
     tp = arguments.tp or (DEFAULT_TP if is_example else 1)

@@ -18,9 +18,8 @@ from ..compiled.memory import step_memory
 from ..compiled.schedule import Collective, read_schedule
 from ..models import TransformerConfig
 from ..planning.cost.memory import state_bytes
-from ..planning.cost.traffic import Traffic, sent_bytes
 from ..planning.network import GB, Network
-from ..planning.plan import Plan, plan, strategy_traffic
+from ..planning.plan import Plan, plan, sent_bytes, strategy_traffic
 from ..targets.program import TargetMemoryError, TargetProgram
 from .planned_step import PlannedStep, start_planned_step
 
@@ -30,7 +29,6 @@ _SCATTERING_KERNEL = "AllReduceScatter"
 _MARK = "NOT AS PLANNED"
 _ROUNDING_BYTES = 0.5  # formulas divide
 _UNEVEN = "padding, and small leaves that are not sharded"
-_OWN_DTYPE = "replicated parameters are gathered in their own dtype"
 _KEPT = f"{_UNEVEN}, units that are gathered once"
 
 
@@ -169,11 +167,8 @@ def _refused(planned: Plan, refusal: TargetMemoryError) -> Verification:
 
 def _traffic_rows(planned: Plan, step: PlannedStep, sent: dict[str, list[Collective]]) -> list[Row]:
     job, element_bytes = planned.job, planned.job.assumptions.element_bytes
-    legs = strategy_traffic(("bucketed", "zero1", "zero2", "zero3")[job.stage], planned.num_microbatches)
-
-    def leg(part: Traffic) -> float:
-        num_params = job.workload.num_params / job.tp
-        return float(sent_bytes(part, num_params, job.num_data_ranks, element_bytes, element_bytes))
+    name = ("bucketed", "zero1", "zero2", "zero3")[job.stage]
+    legs = strategy_traffic(name, planned.num_microbatches)
 
     def expected(*, gathers: bool) -> float | None:
         if step.collectives is None:
@@ -181,19 +176,17 @@ def _traffic_rows(planned: Plan, step: PlannedStep, sent: dict[str, list[Collect
         kinds = [(kind, num_bytes) for kind, num_bytes in step.collectives if (kind == "all-gather") == gathers]
         return sum(_sent_bytes(kind, num_bytes, range(job.num_data_ranks)) for kind, num_bytes in kinds)
 
-    expected_gathers, why, is_sound = expected(gathers=True), _KEPT, True
+    expected_gathers, why = expected(gathers=True), _KEPT
     if job.stage in (1, 2):
-        param_bytes = job.per_parameter.parameter
         chunks = step.exact.optimizer_state / job.per_parameter.optimizer  # elements updated per rank
-        expected_gathers, is_sound = (job.fsdp - 1) * param_bytes * chunks, param_bytes == element_bytes
-        why = _UNEVEN if is_sound else _OWN_DTYPE
+        expected_gathers, why = (job.fsdp - 1) * job.per_parameter.parameter * chunks, _UNEVEN
     # Forward and backward each all-reduce the same number of elements per token.
     summed_bytes = 2 * element_bytes * job.workload.summed_per_token * planned.tokens / job.num_data_ranks
     gathers = [each for each in sent["data"] if each.kind == "all-gather"]
     sums = [each for each in sent["data"] if each.kind != "all-gather"]
-    gathered, summed = leg(legs._replace(gradients=0)), leg(legs._replace(parameters=0))
+    gathered, summed = (sent_bytes(job, name, legs._replace(**{other: 0})) for other in ("gradients", "parameters"))
     rows = [
-        _traffic_row("parameters gathered", gathered, gathers, expected_gathers, why, is_sound=is_sound),
+        _traffic_row("parameters gathered", gathered, gathers, expected_gathers, why),
         _traffic_row("gradients summed", summed, sums, expected(gathers=False), _UNEVEN),
         _traffic_row("products summed over tp", _sent_bytes("all-reduce", summed_bytes, range(job.tp)), sent["tp"]),
         _traffic_row("other collectives", 0.0, sent[""]),
@@ -211,13 +204,11 @@ def _traffic_row(
     found: Sequence[Collective],
     expected: float | None = None,
     why: str = "",
-    *,
-    is_sound: bool = True,
 ) -> Row:
     """Compares the bytes that a device sends.
 
     ``expected`` is what the step itself plans to send, if that is known. Where it differs from the formula, ``why`` is
-    the reason, and ``is_sound`` whether the formula may neglect it.
+    the reason.
     """
     compiled = sum(_sent_bytes(_kind(each), each.num_bytes, each.group) for each in found)
     said = " + ".join(f"{count:,} {kind}" for kind, count in Counter(map(_kind, found)).items()) or "none"
@@ -225,7 +216,7 @@ def _traffic_row(
     if not holds and planned:
         said = f"{compiled / planned:.3f} times, {said}"
     if not holds and expected is not None and abs(compiled - expected) < _ROUNDING_BYTES:
-        said, holds = f"{said}: {why}", is_sound
+        said, holds = f"{said}: {why}", True
     return Row(label, planned, compiled, f"{'ok' if holds else _MARK}: {said}", holds)
 
 

@@ -205,6 +205,14 @@ def plan(job: TrainingJob) -> Plan:
     )
 
 
+def sent_bytes(job: TrainingJob, strategy: str, sent: traffic.Traffic) -> float:
+    """Bytes that each rank sends; zero1 and zero2 gather the updated parameters in their own dtype."""
+    element_bytes = job.assumptions.element_bytes
+    param_bytes = job.per_parameter.parameter if strategy in ("zero1", "zero2") else element_bytes
+    num_params = job.workload.num_params / job.tp
+    return float(traffic.sent_bytes(sent, num_params, job.num_data_ranks, element_bytes, param_bytes))
+
+
 def strategy_traffic(strategy: str, num_microbatches: int) -> traffic.Traffic:
     """Counts what a strategy of this package sends, in units of (n-1)/n of all elements.
 
@@ -319,6 +327,4 @@ def _min_devices(job: TrainingJob, components: dict[str, float]) -> int | None:
 
 
 def _sent_bytes(job: TrainingJob, strategy: str, num_microbatches: int) -> float:
-    sent, element_bytes = strategy_traffic(strategy, num_microbatches), job.assumptions.element_bytes
-    num_params = job.workload.num_params / job.tp
-    return float(traffic.sent_bytes(sent, num_params, job.num_data_ranks, element_bytes, element_bytes))
+    return sent_bytes(job, strategy, strategy_traffic(strategy, num_microbatches))
