@@ -21,7 +21,7 @@ from ..planning.buckets import BucketPlan
 from ..strategy import GradientTrace, plan_trace, planned_collectives, trace_gradients
 from ..tree import named_leaves
 from ..zero.stage3 import loss_on_shards
-from ..zero.traced import traced_collectives
+from ..zero.traced import TracedCollectives, traced_collectives
 from .packing import shard_map
 from .state_layout import StateLayout, state_layout
 from .step import RankStep, TrainState
@@ -81,7 +81,7 @@ class Programs:
         self._layouts: dict[Any, StateLayout] = {}  # by full parameters
         self._models: dict[Any, _Model] = {}  # by parameters as a state holds them
         self._plans: dict[Any, BucketPlan] = {}
-        self._units: dict[Any, list[tuple[str, int]]] = {}
+        self._units: dict[Any, TracedCollectives] = {}
         self._programs: dict[Any, Any] = {}
 
     def copy(self) -> Programs:
@@ -146,7 +146,8 @@ class Programs:
         if key not in self._units:
             traced = jax.make_jaxpr(self._first_grads(model))(*abstract((state, batch)))
             self._units[key] = traced_collectives(traced, self.platform)
-        return self._units[key] * step.num_microbatches + planned
+        units = self._units[key]
+        return units.each * step.num_microbatches + units.once + planned
 
     def init_opt_state(self, layout: StateLayout, params: Any) -> Any:
         """Makes the optimizer's state of step 0; each rank makes its own part."""

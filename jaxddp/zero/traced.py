@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend import core
@@ -18,50 +19,71 @@ _KINDS = {
     "all_to_all": "all-to-all",  # replaces a reduce-scatter over Gloo: see gloo.py
 }
 
+_VARIES, _CONSTANT, _ZERO = range(3)  # what is known of a value when the program is compiled
 _KEEP_ZERO = frozenset(
     "add_any broadcast_in_dim concatenate convert_element_type copy pad reduce_scatter reduce_sum reshape slice split"
     " squeeze transpose".split()
 )
+_NEVER_CONSTANT = frozenset("optimization_barrier pure_callback io_callback ffi_call".split())
+_CALLS = frozenset("jit pjit shard_map closed_call".split())
 
 
-def traced_collectives(program: core.ClosedJaxpr, platform: str) -> list[tuple[str, int]]:
+class TracedCollectives(NamedTuple):
+    """``(kind, bytes of the full buffer on the wire)`` in the order of the trace; those in a scan once per round.
+
+    Attributes:
+        each: Those of every micro-batch.
+        once: Those of constants, which XLA takes out of the loop over micro-batches.
+    """
+
+    each: list[tuple[str, int]]
+    once: list[tuple[str, int]]
+
+
+def traced_collectives(program: core.ClosedJaxpr, platform: str) -> TracedCollectives:
     """Lists the gathers and scatters of shards that the program's results depend on.
 
     Args:
         program: From ``jax.make_jaxpr``.
         platform: What it is compiled for.
-
-    Returns:
-        ``(kind, bytes of the full buffer on the wire)`` in the order of the trace; those in a scan once per round.
     """
     needed, _ = partial_eval.dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
-    return _collectives(needed, platform, [False] * len(needed.invars))[0]
+    found = TracedCollectives([], [])
+    _collect(needed, platform, [_VARIES] * len(needed.invars), found, 1)
+    return found
 
 
-def _collectives(jaxpr: Any, platform: str, is_zero: list[bool]) -> tuple[list[tuple[str, int]], list[bool]]:
-    """Walks a program; says of its inputs, and then of its results, which are known to be zeros.
+def _collect(jaxpr: Any, platform: str, inputs: Sequence[int], found: TracedCollectives, times: int) -> list[int]:
+    """Adds a program's collectives to ``found``; returns what is known of its results.
 
     A unit's unused parameters have a gradient of zeros, and XLA drops the scatter of nothing but zeros.
     """
-    found: list[tuple[str, int]] = []
-    zeros = {var for var, zero in zip(jaxpr.invars, is_zero, strict=True) if zero}
+    known = {**dict.fromkeys(jaxpr.constvars, _CONSTANT), **dict(zip(jaxpr.invars, inputs, strict=True))}
 
-    def known(atom: Any) -> bool:
-        return bool(atom.val == 0) if isinstance(atom, core.Literal) and np.ndim(atom.val) == 0 else atom in zeros
+    def of(atom: Any) -> int:
+        if isinstance(atom, core.Literal):
+            return _ZERO if np.ndim(atom.val) == 0 and atom.val == 0 else _CONSTANT
+        return known[atom]
 
     for equation in jaxpr.eqns:
-        name, operands = equation.primitive.name, [known(atom) for atom in equation.invars]
+        name, operands = equation.primitive.name, [of(atom) for atom in equation.invars]
+        result = _VARIES if name in _NEVER_CONSTANT else min(operands, default=_CONSTANT)
+        if result == _ZERO and name not in _KEEP_ZERO:
+            result = _CONSTANT
         kind = _KINDS.get(name)
-        if kind and SYNC_SCOPE in str(equation.source_info.name_stack) and not all(operands):
+        if kind and SYNC_SCOPE in str(equation.source_info.name_stack) and min(operands, default=_ZERO) != _ZERO:
             full = (equation.outvars if kind == "all-gather" else equation.invars)[0].aval
-            found.append((kind, wire_bytes(full.size, full.dtype, platform)))
-        keeps_zero = operands and (all(operands) if name in _KEEP_ZERO else name == "mul" and any(operands))
-        results = [bool(keeps_zero)] * len(equation.outvars)
-        times = equation.params["length"] if name == "scan" else 1
+            of_kind = found.once if min(operands) == _CONSTANT else found.each
+            of_kind += [(kind, wire_bytes(full.size, full.dtype, platform))] * times
+        if name == "mul" and _ZERO in operands:
+            result = _ZERO
+        results = [result] * len(equation.outvars)
+        rounds = equation.params["length"] if name == "scan" else 1
         for inner in core.jaxprs_in_params(equation.params):
-            is_call = name in ("jit", "pjit", "shard_map", "closed_call") and len(inner.invars) == len(operands)
-            more, of_inner = _collectives(inner, platform, operands if is_call else [False] * len(inner.invars))
-            found += more * times
+            is_call = name in _CALLS and len(inner.invars) == len(operands)
+            of_inner = _collect(
+                inner, platform, operands if is_call else [_VARIES] * len(inner.invars), found, times * rounds
+            )
             results = of_inner if is_call else results
-        zeros.update(var for var, zero in zip(equation.outvars, results, strict=True) if zero)
-    return found, [known(atom) for atom in jaxpr.outvars]
+        known.update(zip(equation.outvars, results, strict=True))
+    return [of(atom) for atom in jaxpr.outvars]

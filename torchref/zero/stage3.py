@@ -67,7 +67,11 @@ class FSDP(Replicated):
 
     All ranks must use the same units in the same order. A parameter may be used only within its own module's forward:
     elsewhere it is a flat shard, so a parent that reads ``child.weight`` usually fails with an error about sizes. Two
-    units may share a parameter.
+    units may share a parameter. What a forward changes in its gathered parameters, such as ``weight.data.clamp_()``, is
+    lost: change the shards after the step.
+
+    A ``torch.amp.GradScaler`` looks at this rank's gradients alone, and ranks would skip steps apart: use
+    ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler``.
 
     Sharding is permanent. ``state_dict`` is this rank's, and ``load_state_dict`` refuses another rank's. A deleted
     wrapper leaves the module with its shards, which no strategy wraps again: call ``gather_full_params`` before, and
