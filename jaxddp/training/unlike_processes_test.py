@@ -32,5 +32,5 @@ except ValueError as error:
 @pytest.mark.parametrize(("kind", "what"), [("shape", "params"), ("name", "params"), ("rows", "batch"), ("none", "")])
 def test_they_are_refused(kind, what):
     for output in run_workers(WORKER, 2, kind):
-        expected = f"{what} must be alike in all processes" if what else "loss 4.5"
+        expected = f"{what} must be alike in all processes" if what else "loss 9.0"
         assert expected in output
