@@ -52,7 +52,7 @@ def test_compiled_is_planned_and_sends_what_the_stage_says(model, strategy, num_
     assert compiled == sorted(trainer.planned(state, batch))
     kinds = [kind for kind, _ in compiled]
     total = params_bytes(params)
-    each = num_microbatches if strategy.accumulate == "shards" else 1
+    each = num_microbatches if strategy.reduces_each_microbatch else 1
     if not strategy.shards_params:
         assert set(kinds) == {"reduce-scatter", "all-gather"}
         num_buckets = len(trainer.plan(state, batch).buckets)
