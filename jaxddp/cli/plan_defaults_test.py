@@ -28,4 +28,4 @@ def test_updated_parameters_are_gathered_in_their_own_dtype(stage, capsys):
 def test_a_small_transformer_holds_on_gpus(stage, capsys):
     assert main(f"plan --model small --target h100:8 --stage {stage} --verify --json".split()) == 0
     rows = json.loads(capsys.readouterr().out)["verify"]["rows"]
-    assert all(row["holds"] is not False for row in rows)
+    assert len(rows) > 4 and not [row for row in rows if row["check"].startswith("NOT AS PLANNED")]

@@ -36,7 +36,8 @@ def test_the_scaling_books_example():
     assert parts["gathered_parameters"] == 2 * 2 * (2 * 16384 * 53248) / 4
     assert parts["activations"] == pytest.approx(2 * 126 * (16384 + 53248 / 4) * 25_302 / 16, rel=1e-12)  # rounding
     assert found.traffic_bytes["zero3"] == 3 * 2 * XXL.num_params / 4 * 15 / 16
-    assert found.traffic_bytes["zero3"] == 1.5 * found.traffic_bytes["bucketed"] == 1.5 * found.traffic_bytes["zero1"]
+    # zero1 gathers the updated parameters in float32, of which it has them.
+    assert found.traffic_bytes["zero3"] == 1.5 * found.traffic_bytes["bucketed"] == found.traffic_bytes["zero1"]
 
 
 def test_the_least_number_of_devices_is_the_first_that_fits():
