@@ -52,6 +52,7 @@ class Strategy(NamedTuple):
         reduce: ``ALL_REDUCE``; or ``REDUCE_SCATTER`` if each rank updates its shard of full parameters, which are
             gathered after the update.
         shards_optimizer_state: Whether each rank keeps and updates only its shard of the optimizer's state.
+        shards_gradients: Whether a gradient that outlives its bucket is a shard.
         shards_params: Whether parameters, too, are shards between their uses.
         reduces_each_microbatch: Whether the gradients of each micro-batch are reduced, and the results added up; else
             the gradients are added up and reduced once.
@@ -65,6 +66,7 @@ class Strategy(NamedTuple):
     compression: Compression = none
     reduce: Reduce = ALL_REDUCE
     shards_optimizer_state: bool = False
+    shards_gradients: bool = False
     shards_params: bool = False
     reduces_each_microbatch: bool = False
     cut: Callable[[TensorSpec, int], Cut | None] = lambda tensor, num_ranks: Cut(tensor.shape, num_ranks)

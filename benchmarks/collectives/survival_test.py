@@ -46,7 +46,6 @@ def run_dying(tmp_path, monkeypatch):
             return [None] * 2
 
         monkeypatch.setattr(Ranks, "run_torch", run_torch)
-        monkeypatch.setattr(collectives, "draw", lambda rows, folder: [])
         this = Run(tmp_path, Console(file=io.StringIO(), width=200), "collectives")
         holds = run(this, SETUP)
         calls = [row for row in this.rows if "asked_bytes" in row]

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 
 from ..communication.sharding import Cut
-from ..planning.cost.memory import FP32, PerParameter, StateBytes, exact_state_bytes
+from ..planning.cost.memory import FP32, Accumulate, PerParameter, StateBytes, exact_state_bytes
 from ..strategy import Strategy
 from ..training.state_layout import Leaf, StateLayout
 from ..training.step import TrainState
@@ -141,9 +141,9 @@ def state_formula(params: Any, strategy: Strategy, num_ranks: int, per_parameter
             whole.append(tensor.num_elements)
         else:
             pieces += [cut.row_elements] * cut.rows
-    shards = (strategy.shards_params, strategy.reduces_each_microbatch, strategy.shards_optimizer_state, True)
-    stage = 3 - shards.index(True)
-    return exact_state_bytes(pieces, stage, num_ranks, per_parameter, whole_elements=whole)
+    stage = strategy.shards_optimizer_state + strategy.shards_gradients + strategy.shards_params
+    accumulate: Accumulate = "shards" if strategy.shards_params or strategy.reduces_each_microbatch else "full"
+    return exact_state_bytes(pieces, stage, num_ranks, per_parameter, accumulate, whole_elements=whole)
 
 
 def step_memory(compiled: Any, state: TrainState) -> StepMemory:

@@ -61,4 +61,4 @@ def zero2(
     if accumulate not in ("shards", "full"):
         raise ValueError(f"accumulate (={accumulate!r}) must be 'shards' or 'full'")
     strategy = zero1(bucket_mb, rule=rule, compression=compression)
-    return strategy._replace(name="zero2", reduces_each_microbatch=accumulate == "shards")
+    return strategy._replace(name="zero2", shards_gradients=True, reduces_each_microbatch=accumulate == "shards")

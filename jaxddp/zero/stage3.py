@@ -100,6 +100,7 @@ def zero3(
         lambda tensors: plan_buckets(tensors, bucket_mb),
         compression,
         shards_optimizer_state=True,
+        shards_gradients=True,
         shards_params=True,
         cut=cut,
         precision=precision,
