@@ -138,6 +138,7 @@ class Transformer(nnx.Module):
     """The whole language model.
 
     Example:
+        >>> from jaxddp.planning.sizes import SIZES
         >>> Transformer(SIZES["tiny"], rngs=nnx.Rngs(0))(jnp.zeros((3, 8), int)).shape
         (3, 8, 64)
     """

@@ -127,6 +127,7 @@ class Transformer(nn.Module):
     """The whole language model.
 
     Example:
+        >>> from jaxddp.planning.sizes import SIZES
         >>> tuple(Transformer(SIZES["tiny"])(torch.zeros(3, 8, dtype=torch.int64)).shape)
         (3, 8, 64)
     """
