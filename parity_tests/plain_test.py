@@ -17,8 +17,6 @@ from .cases import Case
 from .inputs import batches, largest_difference
 from .plain_torch import train_on_rank
 
-pytestmark = pytest.mark.smoke
-
 ATOL = 1e-12  # float64: only the order of sums differs
 # Plain strategy -> its options, and the row of the table of cases that it is compared with.
 STRATEGIES = {
