@@ -7,11 +7,12 @@
     training models checkpoint        the trainer, models to train, checkpoints and weights
     mesh.py tree.py loss.py           ranks; names of leaves; what a loss function returns
     scopes.py plugins.py              name scopes in compiled programs; which plugins JAX starts
-    planning                          bucket plans, cost formulas, networks and chips; needs no framework
+    network.py sizes.py               how long a collective takes; sizes of the transformer: no framework
+    planning                          cost formulas and chips, for a cluster that is not here; needs no framework
     compiled targets simulation       instruments: read compiled programs, compile for absent machines, simulate steps
     inspection cli walkthrough.py     steps examined with the instruments; ``python -m jaxddp``; ZeRO phase by phase
 
-A public name is loaded when it is first used, so importing this package, or its ``planning`` alone, imports no JAX.
+A public name is loaded when it is first used, so importing this package, its planner or ``planning`` imports no JAX.
 """
 
 from importlib import import_module
@@ -20,8 +21,10 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from . import targets as targets
     from .communication import compression as compression
+    from .communication.buckets import BucketPlan as BucketPlan
+    from .communication.buckets import TensorSpec as TensorSpec
+    from .communication.buckets import plan_buckets as plan_buckets
     from .compiled.schedule import gradient_collectives as gradient_collectives
     from .compiled.schedule import read_schedule as read_schedule
     from .ddp import bucketed as bucketed
@@ -32,10 +35,7 @@ if TYPE_CHECKING:
     from .mesh import data_mesh as data_mesh
     from .mesh import simulate_devices as simulate_devices
     from .mesh import start_process as start_process
-    from .planning.buckets import BucketPlan as BucketPlan
-    from .planning.buckets import TensorSpec as TensorSpec
-    from .planning.buckets import plan_buckets as plan_buckets
-    from .planning.network import Network as Network
+    from .network import Network as Network
     from .registry import STRATEGIES as STRATEGIES
     from .registry import make_strategy as make_strategy
     from .simulation.tuning import tune_buckets as tune_buckets
@@ -57,10 +57,10 @@ if TYPE_CHECKING:
     from .zero.shard_optimizer import sharded_specs as sharded_specs
 
 _MODULES = {
-    "Network": ".planning.network",
-    "BucketPlan": ".planning.buckets",
-    "TensorSpec": ".planning.buckets",
-    "plan_buckets": ".planning.buckets",
+    "Network": ".network",
+    "BucketPlan": ".communication.buckets",
+    "TensorSpec": ".communication.buckets",
+    "plan_buckets": ".communication.buckets",
     "data_mesh": ".mesh",
     "simulate_devices": ".mesh",
     "start_process": ".mesh",

@@ -16,9 +16,9 @@ FLOORS = (
     ("inspection",),
     ("simulation",),
     ("compiled", "targets"),
-    ("communication", "ddp", "zero", "training", "models", "checkpoint", "strategy", "registry", "mesh", "plugins",
-     "tree", "loss", "scopes", "plain"),
     ("planning",),
+    ("communication", "ddp", "zero", "training", "models", "checkpoint", "strategy", "registry", "mesh", "plugins",
+     "tree", "loss", "scopes", "plain", "network", "sizes"),
 )  # fmt: skip
 FLOOR = {folder: len(FLOORS) - floor for floor, folders in enumerate(FLOORS) for folder in folders}
 
@@ -92,7 +92,8 @@ def test_what_would_be_found():
         TopologicalSorter(graph).prepare()
 
 
-def test_the_twin_imports_planning_alone():
+def test_the_twin_imports_the_planner_and_the_sizes_alone():
     modules = modules_of("torchref") | modules_of("jaxddp")
     imported = {name for path in modules_of("torchref").values() for name in imports_of(path, modules)}
-    assert all(name.startswith(("torchref", "jaxddp.planning")) for name in imported)
+    ours = {name for name in imported if not name.startswith("torchref")}
+    assert ours == {"jaxddp.communication.buckets", "jaxddp.sizes"}

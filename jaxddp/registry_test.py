@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 FILE = """
-from jaxddp.planning.buckets import plan_buckets
+from jaxddp.communication.buckets import plan_buckets
 from jaxddp.strategy import Strategy, register
 
 

@@ -16,12 +16,12 @@ from jax import lax
 from jax.extend import core
 
 from .communication.backward_order import finishing_times, matmul_flops
+from .communication.buckets import Bucket, BucketPlan, TensorSpec, bucket_width, dtype_bytes, plan_buckets
 from .communication.collectives import all_reduce
 from .communication.compression import Compression, check_stateless, none
 from .communication.gloo import kind_of_scatter
 from .communication.reduction import ALL_REDUCE, Reduce, finish_reduction, start_reduction
 from .communication.sharding import Cut
-from .planning.buckets import Bucket, BucketPlan, TensorSpec, bucket_width, dtype_bytes, plan_buckets
 from .tree import like, named_leaves, tensor_specs
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .planning.buckets import TensorSpec
+from .communication.buckets import TensorSpec
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:

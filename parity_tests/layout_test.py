@@ -13,7 +13,7 @@ import torchref
 
 TWINS = (
     "plain",
-    "communication/buckets",
+    "communication/buffers",
     "communication/collectives",
     "communication/compression",
     "communication/low_rank",
@@ -27,7 +27,7 @@ TWINS = (
 ONLY_IN_ONE = {
     "plain": {"layer"},
     "communication/collectives": {"Issued", "Pending", "record"},
-    "communication/buckets": {"check_dense", "tensor_spec"},
+    "communication/buffers": {"check_dense", "tensor_spec"},
     "communication/compression": {"make_compression"},
     "communication/low_rank": {"apply_residual", "merge_memory", "split_memory"},
     "communication/sharding": {"Cut"},
@@ -104,7 +104,7 @@ def test_ranks_of_torch_import_jaxddps_planner_and_no_jax(tmp_path):
     done = subprocess.run([sys.executable, script], env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     parent, rank = (line.split() for line in done.stdout.splitlines()[-2:])
-    assert parent == rank == ["jaxddp", "jaxddp.planning", "jaxddp.planning.buckets"]
+    assert parent == rank == ["jaxddp", "jaxddp.communication", "jaxddp.communication.buckets"]
 
 
 def test_jaxddp_imports_no_torch():

@@ -3,7 +3,7 @@
 from contextlib import contextmanager
 
 import torchref
-from jaxddp.planning.buckets import Bucket, BucketPlan
+from jaxddp.communication.buckets import Bucket, BucketPlan
 from torchref.replicated import Replicated
 
 from .cases import STRATEGIES, Case, StrategyCase, tolerance

@@ -16,7 +16,7 @@ import jaxddp.strategy
 import torchref
 import torchref.models
 from jaxddp.checkpoint.interop import torch_names
-from torchref.communication.buckets import tensor_spec
+from torchref.communication.buffers import tensor_spec
 from torchref.strategy import planned_collectives
 
 from .jax_side import is_trainable

@@ -12,9 +12,9 @@ models/, interop.py       models to train; parameters to and from NumPy
 walkthrough.py            what two ranks hold under ZeRO, phase by phase
 """
 
-from jaxddp.planning.buckets import BucketPlan as BucketPlan
-from jaxddp.planning.buckets import TensorSpec as TensorSpec
-from jaxddp.planning.buckets import plan_buckets as plan_buckets
+from jaxddp.communication.buckets import BucketPlan as BucketPlan
+from jaxddp.communication.buckets import TensorSpec as TensorSpec
+from jaxddp.communication.buckets import plan_buckets as plan_buckets
 
 from .ddp import BucketedDDP as BucketedDDP
 from .ddp import FlatDDP as FlatDDP

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from jaxddp.planning.buckets import Bucket, BucketPlan, TensorSpec, dtype_bytes
+from jaxddp.communication.buckets import Bucket, BucketPlan, TensorSpec, dtype_bytes
 
-from .communication.buckets import pack, unpack
+from .communication.buffers import pack, unpack
 from .communication.low_rank import Memory
 from .communication.reduction import ALL_REDUCE
 from .strategy import DataParallel

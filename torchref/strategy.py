@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from jaxddp.planning.buckets import BucketMb, BucketPlan, TensorSpec
+from jaxddp.communication.buckets import BucketMb, BucketPlan, TensorSpec
 
 from .clipping import clip_to_norm_, global_norm, sharded_norm
-from .communication.buckets import check_dense, tensor_spec
+from .communication.buffers import check_dense, tensor_spec
 from .communication.collectives import broadcast
 from .communication.compression import Compression, none
 from .communication.low_rank import Memory

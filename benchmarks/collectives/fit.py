@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxddp.network import Network
 from jaxddp.planning.cost.bandwidth import fit_sweep
-from jaxddp.planning.network import Network
 
 from .cases import rates
 

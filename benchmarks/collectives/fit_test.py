@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.collectives.fit import fit_rows, network_of
-from jaxddp.planning.network import Network
+from jaxddp.network import Network
 
 SIZES = [2**10 * 4**power for power in range(11)]
 ALPHA_US, GB_PER_S = 150.0, 0.8

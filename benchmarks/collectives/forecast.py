@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxddp.planning.network import Network
+from jaxddp.network import Network
 
 from ..harness.ranks import Ranks
 from ..lab.network import network

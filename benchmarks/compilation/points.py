@@ -32,7 +32,7 @@ import jaxddp
 from jaxddp import targets
 from jaxddp.compiled.schedule import read_schedule
 from jaxddp.models import SIZES, abstract
-from jaxddp.planning.network import Network
+from jaxddp.network import Network
 from jaxddp.simulation.simulate import simulate
 from jaxddp.targets.compile import compile_for_target
 from jaxddp.targets.program import TargetError

@@ -14,7 +14,7 @@ from rich.console import Console
 import jaxddp
 from jaxddp import targets
 from jaxddp.models import SIZES, abstract
-from jaxddp.planning.network import Network
+from jaxddp.network import Network
 from jaxddp.simulation.simulate import simulate
 from jaxddp.targets.compile import check_installed
 from jaxddp.targets.program import TargetError

@@ -123,7 +123,7 @@ def _draw(folder: Path, inspections: list[Any]) -> None:
 
 def _network(arguments: argparse.Namespace, target: Any) -> Any:
     """The target's links; a given speed replaces the bottleneck, the link between hosts if there are several."""
-    from ..planning.network import Network
+    from ..network import Network
 
     chip, given = target.chip, arguments.network_gb_per_s
     if target.num_hosts == 1 or target.platform == "tpu":

@@ -16,8 +16,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ..communication.buckets import MIB
 from ..inspection.strategies import Inspection
-from ..planning.buckets import MIB
 from ..simulation.timeline import MIN_WIDTH, ONE_LINE_LEGEND, one_line
 
 _COLUMNS = (

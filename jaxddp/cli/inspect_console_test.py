@@ -10,7 +10,7 @@ from jaxddp import targets
 from jaxddp.cli.inspect_console import as_json, show
 from jaxddp.compiled.testdata import load_fixture
 from jaxddp.inspection.strategies import inspect_dump
-from jaxddp.planning.network import Network
+from jaxddp.network import Network
 from jaxddp.simulation.bound import Bound
 
 TARGET = targets.target("h100:8")

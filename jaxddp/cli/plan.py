@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _job(arguments: argparse.Namespace) -> Any:
-    from ..planning.buckets import dtype_bytes
+    from ..communication.buckets import dtype_bytes
     from ..planning.chips import target
     from ..planning.cost import memory
     from ..planning.cost.checks import check_count
@@ -154,7 +154,7 @@ def _transformer(arguments: argparse.Namespace) -> Any:
     """Sizes of the planned transformer; None for the feed-forward model."""
     if arguments.model == XXL or (arguments.model == CUSTOM and arguments.vocab is None):
         return None
-    from ..planning.sizes import SIZES, TransformerConfig
+    from ..sizes import SIZES, TransformerConfig
 
     if arguments.model != CUSTOM:
         config = SIZES[arguments.model]
@@ -189,7 +189,7 @@ def _workload(arguments: argparse.Namespace) -> tuple[Any, int]:
             raise ValueError(f"--{name} must come with --model custom, not with {arguments.model!r}")
     if arguments.model == XXL:
         return feed_forward(width=16384, hidden=53248, num_blocks=126), 1
-    from ..planning.sizes import SIZES
+    from ..sizes import SIZES
 
     if arguments.model not in SIZES:
         raise ValueError(f"unknown model {arguments.model!r}: one of {XXL}, {CUSTOM}, {', '.join(SIZES)}")

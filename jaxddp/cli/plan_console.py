@@ -10,8 +10,8 @@ import sys
 import textwrap
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
-from ..planning.buckets import MIB
-from ..planning.network import GB
+from ..communication.buckets import MIB
+from ..network import GB
 from ..planning.plan import BucketChoice, Plan, strategy_traffic
 
 if TYPE_CHECKING:  # imports JAX, which a plan alone does not need

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from ..communication.buckets import MIB
 from ..compiled.schedule import describe_collectives
-from ..planning.buckets import MIB
 
 if TYPE_CHECKING:
     from .train_loop import StepReport, TrainSummary

@@ -8,9 +8,9 @@ import optax
 import pytest
 
 import jaxddp
-from jaxddp.communication.buckets import pack, unpack
+from jaxddp.communication.buckets import TensorSpec, plan_buckets, plan_per_tensor
+from jaxddp.communication.buffers import pack, unpack
 from jaxddp.models import abstract
-from jaxddp.planning.buckets import TensorSpec, plan_buckets, plan_per_tensor
 from jaxddp.tree import tensor_specs
 
 

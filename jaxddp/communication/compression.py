@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
-from ..planning.buckets import Bucket, TensorSpec
-from .buckets import pack, unpack
+from .buckets import Bucket, TensorSpec
+from .buffers import pack, unpack
 from .low_rank import factor_buckets, first_memory, is_worth_it, sum_by_factors
 
 

@@ -38,8 +38,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..planning.buckets import Bucket, TensorSpec
-from .buckets import pack, unpack
+from .buckets import Bucket, TensorSpec
+from .buffers import pack, unpack
 
 
 class Memory(NamedTuple):

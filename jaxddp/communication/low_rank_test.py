@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxddp.communication.buckets import Bucket, TensorSpec
 from jaxddp.communication.low_rank import (
     Memory,
     factor_buckets,
@@ -12,7 +13,6 @@ from jaxddp.communication.low_rank import (
     orthonormal,
     split_memory,
 )
-from jaxddp.planning.buckets import Bucket, TensorSpec
 
 
 def normal(*shape, seed=0, dtype=np.float32):

@@ -26,10 +26,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..planning.buckets import Bucket, BucketPlan
 from ..scopes import SYNC_SCOPE
 from ..tree import named_leaves
-from .buckets import pack, unpack
+from .buckets import Bucket, BucketPlan
+from .buffers import pack, unpack
 from .collectives import all_reduce, reduce_scatter
 from .compression import Compression
 from .low_rank import apply_residual

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxddp.communication.buckets import TensorSpec, plan_buckets
 from jaxddp.communication.reduction import ALL_REDUCE, REDUCE_SCATTER, SMALL, Reduction, finish_reduction
-from jaxddp.planning.buckets import TensorSpec, plan_buckets
 
 pytestmark = pytest.mark.smoke
 

@@ -28,7 +28,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ..planning.buckets import Bucket, chunk_elements
+from .buckets import Bucket, chunk_elements
 
 
 def pack_chunks(bucket: Bucket, tensors: Mapping[str, jax.Array], num_ranks: int) -> jax.Array:

@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import NamedSharding
 
 import jaxddp
+from jaxddp.communication.buckets import Bucket, TensorSpec, bucket_width, chunk_elements
 from jaxddp.communication.sharding import Cut, local_shard, pack_chunks, pack_local_shards, split_chunks, unpack_chunks
-from jaxddp.planning.buckets import Bucket, TensorSpec, bucket_width, chunk_elements
 
 SHAPES = [(), (1,), (3,), (7, 5), (4, 3, 2), (0,), (3, 0), (8, 8)]
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ..planning.buckets import MIB
+from ..communication.buckets import MIB
 from ..scopes import METRICS_SCOPE, OPTIMIZER_SCOPE, SYNC_SCOPE
 from .hlo import Computation, Instruction, Module, parse_module
 from .work import Work, WorkCounter, trip_count

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ..communication.buckets import BucketMb, BucketPlan, Rule, TensorSpec, plan_buckets
 from ..communication.compression import Compression, none
-from ..planning.buckets import BucketMb, BucketPlan, Rule, TensorSpec, plan_buckets
-from ..planning.network import Network
+from ..network import Network
 from ..strategy import Strategy, register
 
 

@@ -9,8 +9,8 @@ Each dtype has a buffer of its own.
 
 from __future__ import annotations
 
+from ..communication.buckets import plan_buckets
 from ..communication.compression import Compression, none
-from ..planning.buckets import plan_buckets
 from ..strategy import Strategy, register
 
 

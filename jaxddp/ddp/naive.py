@@ -9,8 +9,8 @@ when the last gradient is ready.
 
 from __future__ import annotations
 
+from ..communication.buckets import plan_per_tensor
 from ..communication.compression import Compression, none
-from ..planning.buckets import plan_per_tensor
 from ..strategy import Strategy, register
 
 

@@ -9,8 +9,8 @@ the latency of a call.
 
 from __future__ import annotations
 
+from ..communication.buckets import plan_per_tensor
 from ..communication.compression import Compression, none
-from ..planning.buckets import plan_per_tensor
 from ..strategy import Strategy, register
 
 

@@ -20,7 +20,7 @@ from .. import targets
 from ..compiled.memory import held_bytes
 from ..compiled.schedule import Schedule, read_schedule
 from ..models import TransformerConfig, abstract
-from ..planning.network import Network
+from ..network import Network
 from ..registry import STRATEGIES, is_bucketed, make_strategy
 from ..simulation.bound import Bound, lower_bound
 from ..simulation.simulate import Simulation, simulate

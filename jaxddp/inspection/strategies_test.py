@@ -7,7 +7,7 @@ from jaxddp.cli.inspect_console import as_json
 from jaxddp.compiled.testdata import fixture_names, load_fixture
 from jaxddp.inspection.strategies import inspect_dump, inspect_steps, platform_of_text
 from jaxddp.models import SIZES, TransformerConfig
-from jaxddp.planning.network import Network
+from jaxddp.network import Network
 from jaxddp.targets.program import MemoryStats, TargetMemoryError, TargetProgram
 
 CONFIG = TransformerConfig(vocab=128, context=16, width=32, num_layers=2, num_heads=2, hidden=64)

@@ -17,8 +17,8 @@ from typing import NamedTuple
 from ..compiled.memory import step_memory
 from ..compiled.schedule import Collective, read_schedule
 from ..models import TransformerConfig
+from ..network import GB, Network
 from ..planning.cost.memory import state_bytes
-from ..planning.network import GB, Network
 from ..planning.plan import Plan, plan, sent_bytes, strategy_traffic
 from ..targets.program import TargetMemoryError, TargetProgram
 from .planned_step import PlannedStep, start_planned_step

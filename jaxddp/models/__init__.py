@@ -5,8 +5,8 @@ transformer.py   a decoder-only language model
 functional.py    all of them by name, each as a loss function and its parameters
 """
 
-from ..planning.sizes import SIZES as SIZES
-from ..planning.sizes import TransformerConfig as TransformerConfig
+from ..sizes import SIZES as SIZES
+from ..sizes import TransformerConfig as TransformerConfig
 from .functional import abstract as abstract
 from .functional import build as build
 from .functional import cross_entropy as cross_entropy

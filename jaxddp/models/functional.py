@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..planning.sizes import SIZES, TransformerConfig
+from ..sizes import SIZES, TransformerConfig
 from ..zero.layers import layer
 from .toy import FrozenToy, TiedToy, ToyMLP, UnusedToy
 from .transformer import Transformer, rotary_tables

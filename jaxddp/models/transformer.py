@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ..planning.sizes import TransformerConfig
+from ..sizes import TransformerConfig
 
 # One distribution for every matrix of both packages: N(0, 1 / fan_in), and N(0, 1 / width) for the embedding.
 _init = nnx.initializers.variance_scaling(1.0, "fan_in", "normal")
@@ -138,7 +138,7 @@ class Transformer(nnx.Module):
     """The whole language model.
 
     Example:
-        >>> from jaxddp.planning.sizes import SIZES
+        >>> from jaxddp.sizes import SIZES
         >>> Transformer(SIZES["tiny"], rngs=nnx.Rngs(0))(jnp.zeros((3, 8), int)).shape
         (3, 8, 64)
     """

@@ -1,4 +1,4 @@
-"""The planner needs no framework: standard library, NumPy and nothing above it."""
+"""The planner, and the core's files that both packages share, need no framework: NumPy and the standard library."""
 
 import ast
 import sys
@@ -6,16 +6,27 @@ from pathlib import Path
 
 import pytest
 
-PLANNING = Path(__file__).parent
-FILES = sorted(p for p in PLANNING.rglob("*.py") if not p.name.endswith("_test.py") and "testdata" not in p.parts)
+PACKAGE = Path(__file__).parents[1]
+SHARED = {PACKAGE / "communication" / "buckets.py", PACKAGE / "network.py", PACKAGE / "sizes.py"}
+PLANNING = {
+    p for p in Path(__file__).parent.rglob("*.py") if not p.name.endswith("_test.py") and "testdata" not in p.parts
+}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PLANNING)))
-def test_imports_stay_inside(path):
-    depth = len(path.relative_to(PLANNING).parts)
+def sources(path, node):
+    """The files that a relative import may read."""
+    folder = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+    return [
+        p for p in (folder.with_suffix(".py"), *(folder / f"{alias.name}.py" for alias in node.names)) if p.exists()
+    ]
+
+
+@pytest.mark.parametrize("path", sorted(SHARED | PLANNING), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_need_no_framework(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
-            assert node.level <= depth, f"{path.name} imports from outside jaxddp.planning"
+            found = sources(path, node)
+            assert found and set(found) <= SHARED | PLANNING, f"{path.name} imports {found}"
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
             for name in names:

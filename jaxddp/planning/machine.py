@@ -17,10 +17,10 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from ..network import DEFAULT_LATENCY_US, GB, Network
 from .chips import Target
 from .cost.checks import check_count, check_not_negative, check_positive
 from .cost.scaling import DeviceRates
-from .network import DEFAULT_LATENCY_US, GB, Network
 
 # FLOP/s in bfloat16, and GB/s of one axis of the torus, both directions together.
 _BOOK = {"v5p": (4.6e14, 180.0)}

@@ -2,9 +2,9 @@ import math
 
 import pytest
 
+from jaxddp.network import Network
 from jaxddp.planning.chips import target
 from jaxddp.planning.machine import Axes, cluster_of
-from jaxddp.planning.network import Network
 
 V5P = cluster_of(target("v5p:64"), "bfloat16")
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .buckets import MIB, TensorSpec, plan_buckets
+from ..communication.buckets import MIB, TensorSpec, plan_buckets
 from .cost import memory, traffic
 from .cost.checks import check_choice, check_count
 from .cost.overlap import Optimum, bucket_times_s, finish_s, uniform_optimum

@@ -3,13 +3,13 @@ from dataclasses import replace
 
 import pytest
 
-from jaxddp.planning.buckets import MIB
+from jaxddp.communication.buckets import MIB
+from jaxddp.network import Network
 from jaxddp.planning.chips import target
 from jaxddp.planning.cost.memory import MIXED, activation_bytes
 from jaxddp.planning.cost.scaling import Assumptions
 from jaxddp.planning.cost.workload import feed_forward, transformer
 from jaxddp.planning.machine import cluster_of
-from jaxddp.planning.network import Network
 from jaxddp.planning.plan import TrainingJob, best_buckets, gradient_rate, plan
 
 pytestmark = pytest.mark.smoke

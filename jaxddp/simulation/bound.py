@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..compiled.schedule import Operation, Schedule
+from ..network import Network
 from ..planning.chips import Chip
-from ..planning.network import Network
 from .simulate import device_seconds
 
 

@@ -2,8 +2,8 @@ import dataclasses
 
 from jaxddp.compiled.schedule import Operation, Schedule
 from jaxddp.compiled.work import Work
+from jaxddp.network import Network
 from jaxddp.planning.chips import CHIPS
-from jaxddp.planning.network import Network
 from jaxddp.simulation.bound import lower_bound
 
 # One byte of memory traffic takes a second; so does one of an all-reduce of two ranks, and half a second a call.

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxddp
 from jaxddp.compiled.schedule import read_schedule
 from jaxddp.models import SIZES, abstract
-from jaxddp.planning.network import Network
+from jaxddp.network import Network
 from jaxddp.simulation.simulate import simulate
 from jaxddp.targets.meshes import target_like
 from jaxddp.training.train import TrainState

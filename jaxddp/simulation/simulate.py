@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 from ..compiled.schedule import Collective, Operation, Schedule
 from ..compiled.work import MatmulKind, Work
+from ..network import Network
 from ..planning.chips import Chip
-from ..planning.network import Network
 
 _CHIP_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f64": "float64", "s8": "int8", "u8": "int8"}
 

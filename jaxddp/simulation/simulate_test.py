@@ -6,8 +6,8 @@ import pytest
 
 from jaxddp.compiled.schedule import Collective, Operation, Schedule
 from jaxddp.compiled.work import MatmulKind, Work
+from jaxddp.network import Network
 from jaxddp.planning.chips import CHIPS
-from jaxddp.planning.network import Network
 from jaxddp.simulation.simulate import device_seconds, matmul_flops_per_s, simulate
 
 # One byte of memory traffic takes a second, and so does one byte of an all-reduce of two ranks.

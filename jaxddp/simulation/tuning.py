@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from ..communication.buckets import DEFAULT_BUCKET_MB, BucketMb, BucketPlan, Rule, TensorSpec, plan_buckets
 from ..compiled.schedule import Collective, Operation, Schedule, read_schedule
 from ..compiled.work import Work
 from ..ddp.bucketed import Untuned, bucketed
-from ..planning.buckets import DEFAULT_BUCKET_MB, BucketMb, BucketPlan, Rule, TensorSpec, plan_buckets
+from ..network import Network
 from ..planning.chips import Chip
-from ..planning.network import Network
 from ..targets import start_compile_without_communication, target_like
 from ..training.train import Trainer, TrainState
 from .simulate import device_seconds, simulate

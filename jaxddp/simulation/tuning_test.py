@@ -9,13 +9,13 @@ import pytest
 import jaxddp
 from jaxddp import targets
 from jaxddp.communication import compression
+from jaxddp.communication.buckets import MIB, TensorSpec, plan_buckets
 from jaxddp.compiled.schedule import Operation, Schedule, read_schedule
 from jaxddp.compiled.work import MatmulKind, Work
 from jaxddp.ddp.bucketed import Untuned
 from jaxddp.models import SIZES, abstract
-from jaxddp.planning.buckets import MIB, TensorSpec, plan_buckets
+from jaxddp.network import Network
 from jaxddp.planning.chips import CHIPS
-from jaxddp.planning.network import Network
 from jaxddp.simulation import tuning
 from jaxddp.simulation.simulate import simulate
 from jaxddp.simulation.tuning import StepTiming, best_caps, expected_step_s, time_gradients

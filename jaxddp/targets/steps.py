@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..planning.buckets import BucketPlan
+from ..communication.buckets import BucketPlan
 from ..strategy import Strategy
 from ..training.train import Trainer, TrainState
 from .compile import TIMEOUT_S, start_compile_for_target

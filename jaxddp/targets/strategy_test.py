@@ -12,7 +12,7 @@ import jaxddp
 from jaxddp import targets
 from jaxddp.compiled.schedule import Overlap, Schedule, read_schedule
 from jaxddp.models import SIZES, abstract
-from jaxddp.planning.network import Network
+from jaxddp.network import Network
 from jaxddp.simulation.bound import lower_bound
 from jaxddp.simulation.simulate import simulate
 from jaxddp.targets.job import Pending

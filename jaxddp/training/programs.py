@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from ..communication.buckets import BucketPlan
 from ..mesh import platform_of
-from ..planning.buckets import BucketPlan
 from ..strategy import GradientTrace, plan_trace, planned_collectives, trace_gradients
 from ..tree import named_leaves
 from ..zero.stage3 import loss_on_shards

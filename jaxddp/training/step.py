@@ -26,12 +26,12 @@ import optax
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
+from ..communication.buckets import BucketPlan
 from ..communication.collectives import all_reduce
 from ..communication.ordering import order_token
 from ..communication.reduction import REDUCE_SCATTER, Reduction, finish_reduction, start_reduction
 from ..communication.sharding import Cut
 from ..loss import PartialLoss, Parts, denominator, divide
-from ..planning.buckets import BucketPlan
 from ..scopes import METRICS_SCOPE, OPTIMIZER_SCOPE
 from ..strategy import Strategy
 from ..tree import like, merge, named_leaves, split

@@ -16,8 +16,8 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from ..communication.buckets import BucketPlan
 from ..loss import partial_loss
-from ..planning.buckets import BucketPlan
 from ..strategy import GradientTrace, Strategy
 from ..tree import check_params, named_leaves
 from .placement import check_alike, from_first_process, full_arrays, place, place_by_rank

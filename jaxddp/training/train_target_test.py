@@ -11,7 +11,7 @@ import pytest
 import jaxddp
 from jaxddp import targets
 from jaxddp.models import abstract, build
-from jaxddp.planning.sizes import SIZES
+from jaxddp.sizes import SIZES
 
 
 def make(mesh, strategy=None, **options):

@@ -24,7 +24,7 @@ import re
 import jax
 import jaxlib.version
 
-from ..planning.network import Network
+from ..network import Network
 from ..strategy import Strategy
 
 _DISABLE = "xla_disable_hlo_passes"

@@ -36,7 +36,7 @@ import optax
 from jax.extend import core
 
 from ..communication.backward_order import TRANSPARENT
-from ..planning.buckets import chunk_elements
+from ..communication.buckets import chunk_elements
 from ..tree import named_leaves, path_name
 
 GLOBAL_NORM = "jaxddp_global_norm"  # the one sum over elements that is allowed: ``clipping`` takes it over ranks

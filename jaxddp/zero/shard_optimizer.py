@@ -12,10 +12,10 @@ import jax
 import optax
 from jax import lax
 
+from ..communication.buckets import BucketMb, BucketPlan, plan_buckets
 from ..communication.compression import none
 from ..communication.reduction import REDUCE_SCATTER, finish_reduction, start_reduction
 from ..communication.sharding import Cut
-from ..planning.buckets import BucketMb, BucketPlan, plan_buckets
 from ..training.state_layout import state_layout
 from ..tree import like, named_leaves, tensor_specs
 from .clipping import on_shards

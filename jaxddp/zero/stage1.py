@@ -32,11 +32,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..communication.buckets import BucketMb, BucketPlan, Rule, plan_buckets
 from ..communication.collectives import all_gather
 from ..communication.compression import Compression, check_stateless, none
 from ..communication.reduction import REDUCE_SCATTER
 from ..communication.sharding import Cut, pack_local_shards, unpack_chunks
-from ..planning.buckets import BucketMb, BucketPlan, Rule, plan_buckets
 from ..scopes import SYNC_SCOPE
 from ..strategy import Strategy, register
 from ..tree import like, named_leaves

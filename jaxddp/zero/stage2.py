@@ -30,8 +30,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from ..communication.buckets import BucketMb, Rule
 from ..communication.compression import Compression, none
-from ..planning.buckets import BucketMb, Rule
 from ..strategy import Strategy, register
 from .stage1 import zero1
 

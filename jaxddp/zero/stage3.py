@@ -40,10 +40,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..communication.buckets import BucketMb, TensorSpec, chunk_elements, plan_buckets
 from ..communication.compression import Compression, none
 from ..communication.sharding import Cut
 from ..loss import PartialLoss, Parts
-from ..planning.buckets import BucketMb, TensorSpec, chunk_elements, plan_buckets
 from ..strategy import Precision, Strategy, register
 from ..tree import path_name
 from .gather import Gather, Shard

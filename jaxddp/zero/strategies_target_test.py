@@ -8,7 +8,7 @@ import pytest
 import jaxddp
 from jaxddp import targets
 from jaxddp.compiled.schedule import read_schedule
-from jaxddp.planning.network import Network
+from jaxddp.network import Network
 from jaxddp.simulation.simulate import simulate
 
 NUM_LAYERS, WIDTH = 8, 1024

@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from jaxddp.planning.buckets import Bucket, TensorSpec
+from jaxddp.communication.buckets import Bucket, TensorSpec
 
-from .buckets import unpack
+from .buffers import unpack
 from .collectives import Pending, all_reduce
 from .low_rank import Memory, factor_buckets, first_memory, is_worth_it, sum_by_factors
 

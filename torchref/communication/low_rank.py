@@ -35,9 +35,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from jaxddp.planning.buckets import Bucket, TensorSpec
+from jaxddp.communication.buckets import Bucket, TensorSpec
 
-from .buckets import pack, unpack
+from .buffers import pack, unpack
 
 
 class Memory(NamedTuple):

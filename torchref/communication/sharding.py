@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from jaxddp.planning.buckets import Bucket, bucket_width, chunk_elements
+from jaxddp.communication.buckets import Bucket, bucket_width, chunk_elements
 
 
 def pack_chunks(

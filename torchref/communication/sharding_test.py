@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from jaxddp.planning.buckets import Bucket, TensorSpec, bucket_width, chunk_elements, plan_buckets
+from jaxddp.communication.buckets import Bucket, TensorSpec, bucket_width, chunk_elements, plan_buckets
 from torchref.communication.sharding import local_shard, pack_chunks, pack_local_shards, split_chunks, unpack_chunks
 
 SHAPES = {"matrix": (5, 7), "even": (6, 4), "small": (2,), "scalar": (), "empty": (0, 3)}

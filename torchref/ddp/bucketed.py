@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from jaxddp.planning.buckets import BucketMb, Rule, plan_buckets
+from jaxddp.communication.buckets import BucketMb, Rule, plan_buckets
 
 from ..replicated import Replicated
 from ..strategy import register, resolve_bucket_mb

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from jaxddp.planning.buckets import plan_buckets
+from jaxddp.communication.buckets import plan_buckets
 
 from ..replicated import Replicated
 from ..strategy import register

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from jaxddp.planning.buckets import plan_per_tensor
+from jaxddp.communication.buckets import plan_per_tensor
 
 from ..replicated import Replicated
 from ..strategy import register

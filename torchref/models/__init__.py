@@ -5,8 +5,8 @@ transformer.py   a decoder-only language model
 functional.py    all of them by name, and their losses
 """
 
-from jaxddp.planning.sizes import SIZES as SIZES
-from jaxddp.planning.sizes import TransformerConfig as TransformerConfig
+from jaxddp.sizes import SIZES as SIZES
+from jaxddp.sizes import TransformerConfig as TransformerConfig
 
 from .functional import abstract as abstract
 from .functional import build as build

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from jaxddp.planning.sizes import SIZES, TransformerConfig
+from jaxddp.sizes import SIZES, TransformerConfig
 
 from .toy import FrozenToy, TiedToy, ToyMLP, UnusedToy
 from .transformer import Transformer

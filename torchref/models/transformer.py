@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from jaxddp.planning.sizes import TransformerConfig
+from jaxddp.sizes import TransformerConfig
 
 ROPE_THETA = 10_000.0
 NORM_EPS = 1e-5
@@ -127,7 +127,7 @@ class Transformer(nn.Module):
     """The whole language model.
 
     Example:
-        >>> from jaxddp.planning.sizes import SIZES
+        >>> from jaxddp.sizes import SIZES
         >>> tuple(Transformer(SIZES["tiny"])(torch.zeros(3, 8, dtype=torch.int64)).shape)
         (3, 8, 64)
     """

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from jaxddp.planning.buckets import Bucket, BucketPlan, TensorSpec, bucket_width, dtype_bytes, plan_buckets
+from jaxddp.communication.buckets import Bucket, BucketPlan, TensorSpec, bucket_width, dtype_bytes, plan_buckets
 
-from ..communication.buckets import check_dense, tensor_spec
+from ..communication.buffers import check_dense, tensor_spec
 from ..communication.collectives import all_gather
 from ..communication.compression import Compression
 from ..communication.reduction import REDUCE_SCATTER, InFlight

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from jaxddp.planning.buckets import (
+from jaxddp.communication.buckets import (
     Bucket,
     BucketMb,
     BucketPlan,

@@ -33,7 +33,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from jaxddp.planning.buckets import BucketMb
+from jaxddp.communication.buckets import BucketMb
 
 from ..strategy import register
 from .stage1 import ZeRO1

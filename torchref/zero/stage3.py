@@ -43,7 +43,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from jaxddp.planning.buckets import BucketMb, Rule, plan_buckets
+from jaxddp.communication.buckets import BucketMb, Rule, plan_buckets
 
 from ..communication.compression import Compression, none
 from ..communication.reduction import REDUCE_SCATTER

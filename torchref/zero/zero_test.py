@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchref
-from jaxddp.planning.buckets import chunk_elements
+from jaxddp.communication.buckets import chunk_elements
 from torchref.communication import compression
 from torchref.communication.collectives import record
 from torchref.strategy import planned_collectives

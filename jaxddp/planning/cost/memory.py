@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from ..buckets import chunk_elements
+from ...communication.buckets import chunk_elements
 from .checks import check_choice, check_count, check_not_negative, check_positive
 
 STAGES = (0, 1, 2, 3)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxddp.communication import sharding
-from jaxddp.planning.buckets import chunk_elements
+from jaxddp.communication.buckets import chunk_elements
 from jaxddp.planning.cost.memory import (
     FP32,
     MIXED,

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from ...buckets import MIB, BucketPlan, TensorSpec, chunk_elements, plan_buckets
+from ....communication.buckets import MIB, BucketPlan, TensorSpec, chunk_elements, plan_buckets
 from ..memory import exact_bucket_bytes
 from ..overlap import Optimum, bucket_times_s, finish_s, uniform_optimum, uniform_tail_s
 from ..workload import Shapes, transformer

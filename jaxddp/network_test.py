@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from jaxddp.planning.network import Network
+from jaxddp.network import Network
 
 S = 10**9
 KINDS = {

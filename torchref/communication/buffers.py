@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from jaxddp.planning.buckets import Bucket, TensorSpec
+from jaxddp.communication.buckets import Bucket, TensorSpec
 
 
 def pack(bucket: Bucket, tensors: Mapping[str, torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
