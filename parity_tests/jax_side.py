@@ -37,16 +37,19 @@ def is_trainable(name: str) -> bool:
     return not name.startswith("frozen")
 
 
+_build = functools.cache(build)
+
+
 def initial_params(model: str, dtype: str) -> Any:
     """The weights that every run of a model starts from."""
-    _, params = build(model, seed=7)
+    _, params = _build(model, seed=7)
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
 def train(case: Case) -> Arrays:
     """Trains on the case's ranks; weights by torch name."""
     with jax.enable_x64(case.dtype == "float64"):
-        loss_fn, _ = build(case.model)
+        loss_fn, _ = _build(case.model, seed=7)
         strategy = STRATEGIES[case.strategy]
         trainer = jaxddp.Trainer(
             loss_fn,
@@ -67,7 +70,7 @@ def train(case: Case) -> Arrays:
 def train_on_one_device(model: str, optimizer: str, dtype: str, max_grad_norm: float | None) -> Arrays:
     """Trains on whole batches, without jaxddp; weights by torch name."""
     with jax.enable_x64(dtype == "float64"):
-        loss_fn, _ = build(model)
+        loss_fn, _ = _build(model, seed=7)
         tx = OPTIMIZERS[optimizer]()
         if max_grad_norm is not None:
             tx = optax.chain(optax.clip_by_global_norm(max_grad_norm), tx)
