@@ -14,7 +14,7 @@ name in the state, such as ``params.head.kernel`` or ``opt_state.0.mu.head.kerne
 
 A save copies the state to the host, leaf by leaf, and returns. Orbax writes it in the background and renames the folder
 when it is complete, so a checkpoint is never partial; older ones are removed afterwards. With several processes, one
-writes and all read. Nothing is pickled.
+writes and all read. While it writes, it locks ``DIR/.writer``, so that no other job does. Nothing is pickled.
 
 A checkpoint fits if its parameters and optimizer state have the expected names and shapes, and dtypes that lose
 nothing: bfloat16 may be restored as float32, as under a strategy with wide masters, but not the other way round.
@@ -25,9 +25,12 @@ while it is copied to the host; with one process no device holds more than its s
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import json
 import os
+import socket
 import threading
 import traceback
 import zlib
@@ -41,6 +44,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import LatestN
 
 from ..training.state_layout import Leaf
@@ -61,6 +65,7 @@ Row = Mapping[str, Any]
 
 _locks: dict[Path, Any] = {}  # of each folder: objects of this process and their threads take turns
 _unfinished: set[Checkpoints] = set()  # those that may still be writing
+_writer_files: dict[Path, Any] = {}  # the locked file of each folder that this process writes to
 
 
 def _in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -145,13 +150,20 @@ class Checkpoints:
             data_position: Where to continue in the data, as a JSON value.
 
         Raises:
-            ValueError: If the state was donated, the folder has a checkpoint of this or a later step, or the position
-                is not JSON.
+            ValueError: If the state was donated, another job is writing to the folder, it has a checkpoint of this or a
+                later step, or the position is not JSON.
             Exception: If the earlier save failed.
         """
         check_alive(state)
         for other in [one for one in _unfinished if one.directory == self.directory]:
             other.wait()  # the host never holds two copies, and no step is written twice
+        self._lock_folder()
+        try:
+            self._save(trainer, state, data_position)
+        finally:
+            self._unlock_folder()
+
+    def _save(self, trainer: Trainer, state: TrainState, data_position: Any) -> None:
         step, steps = int(state.step), self.steps()
         if steps and step <= steps[-1]:
             raise ValueError(
@@ -263,13 +275,42 @@ class Checkpoints:
             Exception: If a save failed.
         """
         _unfinished.discard(self)
-        self._manager.wait_until_finished()
+        try:
+            self._manager.wait_until_finished()
+        finally:
+            self._unlock_folder()
 
     @_in_turn
     def close(self) -> None:
         """Waits, and stops the writer; the object cannot be used afterwards."""
         _unfinished.discard(self)
-        self._manager.close()
+        try:
+            self._manager.close()
+        finally:
+            self._unlock_folder()
+
+    def _lock_folder(self) -> None:
+        """Locks the folder for this job, whose process 0 holds the lock for all.
+
+        Raises:
+            ValueError: If another job has locked it.
+        """
+        holder = b"" if jax.process_index() else _lock(self.directory).encode()[:200]
+        if jax.process_count() > 1:  # all raise, or the others would wait for process 0
+            said = multihost_utils.broadcast_one_to_all(np.frombuffer(holder.ljust(200), np.uint8))
+            holder = np.asarray(said, np.uint8).tobytes()
+        if holder.strip():
+            raise ValueError(
+                f"directory (={str(self.directory)!r}) is being written to by {holder.decode().strip()}: let that"
+                " finish, or save into another folder"
+            )
+
+    def _unlock_folder(self) -> None:
+        if not any(one.directory == self.directory for one in _unfinished):
+            file = _writer_files.pop(self.directory, None)
+            if file is not None:
+                Path(file.name).unlink(missing_ok=True)
+                file.close()
 
     @property
     def _where(self) -> str:
@@ -311,6 +352,31 @@ class _HostArrays(ocp.type_handlers.NumpyHandler):
         for info, arg in zip(infos, args, strict=True):
             arrays += await super().deserialize([info], arg and [arg])
         return arrays
+
+
+def _lock(directory: Path) -> str:
+    """Locks a folder for this process; returns who else has locked it, "" if nobody.
+
+    The system drops the lock of a process that ends.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    while directory not in _writer_files:
+        file = open(directory / ".writer", "a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with file:
+                file.seek(0)
+                return file.read() or "another process"
+        except OSError:
+            pass  # a file system without locks
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(file.name)):  # else its holder has just removed it
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {socket.gethostname()}")
+                file.flush()
+                _writer_files[directory] = file
+    return ""
 
 
 def _describe(leaf: jax.Array, where: Leaf, array: np.ndarray) -> Row:

@@ -1,4 +1,4 @@
-"""Checkpoints that are saved without ``with``, from several threads, or by two objects: none is lost, none hangs."""
+"""Checkpoints saved without ``with``, from several threads, or by two objects or processes: none is lost or hangs."""
 
 import subprocess
 import sys
@@ -81,3 +81,35 @@ def test_two_objects_of_one_folder(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.steps() == [5, 6]
         checkpoints.restore(trainer, trainer.params(state), step=5)
+
+
+SAVES = """
+import sys, time
+import jax.numpy as jnp, optax, jaxddp
+from jaxddp.checkpoint import Checkpoints
+jaxddp.simulate_devices(2)
+trainer = jaxddp.Trainer(lambda p, b: 0.0, optax.adam(0.1), jaxddp.bucketed(), jaxddp.data_mesh(2))
+state = trainer.init({"w": jnp.ones((30, 30))})
+Checkpoints(sys.argv[1]).save(trainer, state)
+print("saved", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("end", ["finishes", "dies"])
+def test_two_processes_of_one_folder(tmp_path, end):
+    trainer, state = trainer_and_state(step=5)
+    command = [sys.executable, "-c", SAVES, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "saved\n"
+        with Checkpoints(tmp_path) as checkpoints:
+            with pytest.raises(
+                ValueError, match=rf"directory \(='{tmp_path}'\) is being written to by .*{other.pid} on "
+            ):
+                checkpoints.save(trainer, state)
+            other.kill() if end == "dies" else other.stdin.close()
+            other.wait(60)
+            checkpoints.save(trainer, state)
+            checkpoints.wait()
+            assert checkpoints.latest_step() == 5
+            assert not (tmp_path / ".writer").exists()
