@@ -1,4 +1,4 @@
-"""A gradient that reaches a shard past its unit is of a shard where the whole was meant: FSDP refuses it."""
+"""What reaches a shard past its unit, or a full copy that is dropped, is lost or wrong: FSDP refuses it."""
 
 import pytest
 import torch
@@ -70,6 +70,40 @@ def hooks_set_before_wrapping(kind):
     return ""
 
 
+class Changes(nn.Linear):
+    """Changes its weight in its forward."""
+
+    def __init__(self, change):
+        super().__init__(4, 4)
+        self.change = change
+
+    def forward(self, x):
+        if self.change == "data":
+            self.weight.data.clamp_(-0.1, 0.1)
+        elif self.change == "a row of data":
+            self.weight.data[0] = 0.0
+        elif self.change == "no_grad":
+            with torch.no_grad():
+                self.bias.zero_()
+        elif self.change == "reads":
+            x = x * self.weight.data.abs().max() * (self.weight.clamp(-0.1, 0.1).sum() + self.bias.detach().sum())
+        return super().forward(x)
+
+
+def message_of_a_forward(change, grad, dtype, shard_types=(nn.Linear,)):
+    module = nn.Sequential(Changes(change), nn.Embedding(2, 2))
+    net = torchref.FSDP(module, compute_dtype=dtype, shard_types=shard_types)
+    try:
+        with torch.set_grad_enabled(grad):
+            loss = net.module[0](torch.ones(3, 4)).sum()
+        if grad:
+            loss.backward()
+            net.finish_gradient_synchronization()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 # Tests
 
 
@@ -90,3 +124,20 @@ def test_hooks_that_sharding_would_lose_are_refused(ranks, kind):
     for message in ranks.run(hooks_set_before_wrapping, kind, num_ranks=2):
         assert "parameter '0.weight' has hooks" in message
         assert "its shard would lose" in message
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("change", ["data", "a row of data", "no_grad"])
+def test_a_forward_that_changes_gathered_parameters_is_refused(ranks, change, grad, dtype):
+    for message in ranks.run(message_of_a_forward, change, grad, dtype, num_ranks=2):
+        assert message.startswith("the forward of Changes changed its parameters in place") and "\n" not in message
+
+
+def test_a_forward_that_changes_what_is_cast_is_refused(ranks):
+    for message in ranks.run(message_of_a_forward, "data", True, torch.bfloat16, (nn.Embedding,), num_ranks=2):
+        assert message.startswith("the forward of Changes changed its parameters in place")
+
+
+def test_a_forward_may_read_data(ranks):
+    assert ranks.run(message_of_a_forward, "reads", True, None, num_ranks=2) == ["", ""]

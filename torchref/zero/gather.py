@@ -200,7 +200,7 @@ class Gather(torch.autograd.Function):
         ctx.shards = shards
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(full[name] for name, p in shards.parameters.items() if not p.requires_grad))
-        return tuple(full[name] for name in shards.parameters)
+        return tuple(full[name].data for name in shards.parameters)  # autograd refuses other views when they change
 
     @staticmethod
     @torch.autograd.function.once_differentiable

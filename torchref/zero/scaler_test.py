@@ -4,7 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
+import torchref
 from torchref.late_parameters_test import model, wrap, wrappers
 
 # On the ranks
@@ -45,6 +47,31 @@ def buffers_after_two_steps(name):
     return {key: buffer.tolist() for key, buffer in module.named_buffers()}
 
 
+def steps_of_a_scaler(kind, fused=False, unscales=False):
+    """Two steps, of which the first overflows on rank 1's shard alone; their weights, or why they are refused."""
+    net = torchref.FSDP(nn.Sequential(nn.Linear(1, 2, bias=False)))
+    with torch.no_grad():
+        net.module[0].weight.fill_(1.0)
+    tx = torch.optim.SGD(net.parameters(), lr=0.1, fused=fused)
+    scaler = (ShardedGradScaler if kind == "sharded" else torch.amp.GradScaler)("cpu", enabled=kind != "disabled")
+    for step in range(2):
+        out = net(torch.ones(1, 1))
+        overflow = torch.tensor([1.0, 1e38 if step == 0 and kind != "disabled" else 1.0])
+        scaler.scale((out * overflow).sum()).backward()
+        net.finish_gradient_synchronization()
+        try:
+            if unscales:
+                scaler.unscale_(tx)
+            scaler.step(tx)
+        except RuntimeError as error:
+            return str(error)
+        scaler.update()
+        tx.zero_grad()
+        if kind == "plain":  # no forward: rank 0 has stepped, or has been refused
+            return ""
+    return [net.gather_full_params()["0.weight"].flatten().tolist(), scaler.get_scale()]
+
+
 PLAIN = ("naive", "flat", "overlapped", "bucketed", "zero3")
 
 # Tests
@@ -60,6 +87,28 @@ def test_a_step_past_the_wrapper_is_refused(ranks, name):
 def test_a_schedule_drives_the_optimizer(ranks, name):
     first, second = ranks.run(step_of_a_scheduled_optimizer, name, num_ranks=2)
     assert first == second
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_of_one_rank_is_refused_where_it_steps_on_shards(ranks, fused):
+    first, second = ranks.run(steps_of_a_scaler, "plain", fused, num_ranks=2)
+    assert first.startswith("GradScaler.step looks at this rank's shards alone") and "ShardedGradScaler" in first
+    assert second == (first if fused else "")  # a fused step is always called
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_sharded_scaler_skips_on_all_ranks(ranks, fused):
+    first, second = ranks.run(steps_of_a_scaler, "sharded", fused, True, num_ranks=2)
+    assert first == second
+    torch.testing.assert_close(first, [[0.9, 0.9], 32768.0])
+    if fused:
+        for message in ranks.run(steps_of_a_scaler, "sharded", fused, num_ranks=2):
+            assert "call its unscale_ before a fused step" in message
+
+
+def test_a_disabled_scaler_steps(ranks):
+    for weights, _ in ranks.run(steps_of_a_scaler, "disabled", num_ranks=2):
+        torch.testing.assert_close(weights, [0.8, 0.8])
 
 
 @wrappers

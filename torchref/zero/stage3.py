@@ -34,6 +34,7 @@ References:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -41,7 +42,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.amp.grad_scaler import GradScaler, OptState
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from jaxddp.communication.buckets import BucketMb, Rule, plan_buckets
 
@@ -67,11 +70,11 @@ class FSDP(Replicated):
 
     All ranks must use the same units in the same order. A parameter may be used only within its own module's forward:
     elsewhere it is a flat shard, so a parent that reads ``child.weight`` usually fails with an error about sizes. Two
-    units may share a parameter. What a forward changes in its gathered parameters, such as ``weight.data.clamp_()``, is
-    lost: change the shards after the step.
+    units may share a parameter. A forward that changes its gathered parameters, as by ``weight.data.clamp_()``, is
+    refused: change the shards after the step.
 
-    A ``torch.amp.GradScaler`` looks at this rank's gradients alone, and ranks would skip steps apart: use
-    ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler``.
+    A ``torch.amp.GradScaler`` looks at this rank's gradients alone, and ranks would skip steps apart. The first step
+    that it takes is refused: use ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler``.
 
     Sharding is permanent. ``state_dict`` is this rank's, and ``load_state_dict`` refuses another rank's. A deleted
     wrapper leaves the module with its shards, which no strategy wraps again: call ``gather_full_params`` before, and
@@ -188,6 +191,9 @@ class FSDP(Replicated):
         remove_hooks_with(self, [handle for unit in self._units.values() for handle in unit.handles])
         shards = [(name, self._trained[name]) for name in self._trained.keys() & self._sharded]
         remove_hooks_with(self, [shard.register_hook(partial(_refuse_direct, name)) for name, shard in shards])
+        if self.num_ranks > 1:
+            ids = frozenset(id(shard) for _, shard in shards)
+            remove_hooks_with(self, [register_optimizer_step_pre_hook(partial(_refuse_scaler, ids))])
 
     def _finish_reductions(self, denominator: float) -> None:
         accumulate(self._in_flight.wait(), self.num_ranks)
@@ -231,6 +237,29 @@ def _refuse_direct(name: str, grad: torch.Tensor | None) -> None:
             f"a gradient reached the shard of {name!r} directly, where it stands for the full parameter: use a"
             " parameter within its module's forward only, and for a penalty the optimizer's weight_decay"
         )
+
+
+def _refuse_scaler(shards: frozenset[int], optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Refuses a step on shards that a scaler takes because this rank's gradients are finite."""
+    scaler, state = _calling_scaler(optimizer)
+    if scaler is None or not any(id(one) in shards for group in optimizer.param_groups for one in group["params"]):
+        return
+    if type(scaler).unscale_ is GradScaler.unscale_ or state["stage"] is OptState.READY:  # not unscaled by its own
+        raise RuntimeError(
+            f"{type(scaler).__name__}.step looks at this rank's shards alone, and ranks would skip steps apart: use"
+            " torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, and call its unscale_ before a fused step"
+        )
+
+
+def _calling_scaler(optimizer: torch.optim.Optimizer) -> tuple[GradScaler | None, Any]:
+    """The scaler that has called an optimizer's step, and its state of the optimizer: a scaler passes neither."""
+    frame = sys._getframe().f_back
+    while frame is not None:
+        if frame.f_code is GradScaler.step.__code__:
+            scaler = frame.f_locals["self"]
+            return (scaler, scaler._per_optimizer_states[id(optimizer)]) if scaler.is_enabled() else (None, None)
+        frame = frame.f_back
+    return None, None
 
 
 def _find_units(

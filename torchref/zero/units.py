@@ -10,6 +10,9 @@ forward may be of any structure, and activation checkpointing may run it again.
     after                module.weight = shard again
     in the backward      gathered when the first note is read, dropped when the unit's gradients are reduced
 
+Changes of the full tensors in place, which would be lost, are refused after the forward by their version counters. A
+full tensor's ``data`` shares its counter, unlike that of other tensors.
+
 Casts are not tracked: the copy of a weight that ``torch.autocast`` makes is saved as an activation. Use
 ``compute_dtype`` instead. As with all saved-tensor hooks, autograd does not detect in-place changes of activations.
 """
@@ -47,7 +50,7 @@ class Unit:
         self.needed_again = not isinstance(module, nn.Embedding)
         self._replicated = replicated
         self._compute_dtype = compute_dtype
-        self._uses: list[torch.autograd.graph.saved_tensors_hooks | None] = []
+        self._uses: list[tuple[torch.autograd.graph.saved_tensors_hooks | None, list[tuple[torch.Tensor, int]]]] = []
         if shards is not None:
             record_full_shapes(module, {name: spec.shape for name, spec in shards.specs.items()})
             for name, shard in shards.parameters.items():
@@ -59,26 +62,46 @@ class Unit:
         ]
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self._uses.append(None)
+        self._uses.append((None, []))
         full_params = {name: _cast(parameter, self._compute_dtype) for name, parameter in self._replicated.items()}
         if self.shards is not None:
             full = Gather.apply(self.shards, *self.shards.parameters.values())
             full_params.update(zip(self.shards.parameters, full, strict=True))
-            if torch.is_grad_enabled():
-                hooks = torch.autograd.graph.saved_tensors_hooks(_Packer(self.shards, full), _unpack)
-                hooks.__enter__()
-                self._uses[-1] = hooks
+        copies = [one for name, one in full_params.items() if one is not self._replicated.get(name)]
+        for one in copies:
+            one.__class__ = _Copy
+        hooks = None
+        if self.shards is not None and torch.is_grad_enabled():
+            hooks = torch.autograd.graph.saved_tensors_hooks(_Packer(self.shards, full), _unpack)
+            hooks.__enter__()
+        self._uses[-1] = hooks, [(one, one._version) for one in copies if not one.is_inference()]
         module.__dict__.update(full_params)  # found before _parameters, which keeps the shards
         return (args, kwargs) if self._compute_dtype is None else _cast((args, kwargs), self._compute_dtype)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self._uses:  # another hook raised before this unit's was called
             return
-        hooks = self._uses.pop()
+        hooks, copies = self._uses.pop()
         if hooks is not None:
             hooks.__exit__(None, None, None)
         for name in (*self._replicated, *(self.shards.parameters if self.shards is not None else ())):
             module.__dict__.pop(name, None)
+        if any(one._version != version for one, version in copies):
+            raise RuntimeError(
+                f"the forward of {type(module).__name__} changed its parameters in place, in copies that are dropped"
+                " after it: change parameters() after the step"
+            )
+
+
+class _Copy(torch.Tensor):
+    """A full tensor that lives for a forward; what changes its ``data`` is noticed, as of any other alias."""
+
+    # Results are plain tensors, as those of parameters.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return self.detach()
 
 
 class _Note(NamedTuple):
