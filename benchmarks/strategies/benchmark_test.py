@@ -187,6 +187,8 @@ def test_all_strategies_and_peers_see_the_same_batches():
     assert "standard library" in described
     short, _ = main_job.describe(Options(quick=True))
     assert [spec.name for spec in short.strategies] == ours
+    assert main_job.describe(Options())[0].model == "byte_shallow"
+    assert main_job.describe(Options(model="byte"))[0].model == "byte"
     long = strategies.describe(Options())[0]
     assert (short.model, long.model) == ("byte_shallow", "byte") and short.num_timed < long.num_timed
     # Several buckets for either model.

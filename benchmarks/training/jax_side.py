@@ -58,7 +58,9 @@ def run(ranks: Ranks, setup: TrainingSetup) -> SideResult:
         compiling = {}
         for label, (spec, wire) in wanted.items():
             if (one := attempt(label, partial(make, spec, wire))) is not None:
-                compiling[label] = pool.submit(one.compile, setup.batches[0], names, setup.with_schedules)
+                compiling[label] = pool.submit(
+                    one.compile, setup.batches[0], names if wire.sends else None, setup.with_schedules
+                )
         report(("doing", f"compiling {len(compiling)} programs, and single-process training"))
         # Not data_mesh(1), whose device may be another process's.
         alone = Mesh(np.array(jax.local_devices()[:1]), (DATA_AXIS,))

@@ -49,10 +49,13 @@ class Planned:
         self.buckets: list[list[tuple[str, int]]] = []
         self.schedule: Any = None
 
-    def compile(self, batch: Batch, names: dict[str, str], with_schedule: bool) -> None:
-        """Compiles the step and reads it; ``names`` are torch's, by ours."""
+    def compile(self, batch: Batch, names: dict[str, str] | None, with_schedule: bool) -> None:
+        """Compiles the step and reads it, unless ``names``, torch's by ours, is None."""
+        program = self._trainer.compile(self.state, batch)
+        if names is None:
+            return
         self.planned = self._trainer.planned(self.state, batch)
-        schedule = jaxddp.read_schedule(self._trainer.compile(self.state, batch))
+        schedule = jaxddp.read_schedule(program)
         self.compiled = schedule.gradient_collectives()
         self.schedule = schedule if with_schedule else None
         self.buckets = [
@@ -102,7 +105,7 @@ class Jit:
         self.buckets: list[list[tuple[str, int]]] = []
         self.schedule: Any = None
 
-    def compile(self, batch: Batch, names: dict[str, str], with_schedule: bool) -> None:
+    def compile(self, batch: Batch, names: dict[str, str] | None, with_schedule: bool) -> None:
         """As that of `Planned`."""
         del names
         self._program = self._jitted.lower(abstract(self.state), abstract(batch)).compile()
