@@ -7,7 +7,7 @@ buckets would wait for gradients from both ends of the model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -18,19 +18,39 @@ TRANSPARENT = {"jit", "pjit", "shard_map", "closed_call", "remat2", "checkpoint"
 _HOST_VALUES = {"pure_callback", "ffi_call"}
 
 
-def finishing_times(closed: core.ClosedJaxpr, cost: Callable[[Any], float] = lambda equation: 1) -> list[float | None]:
+def finishing_times(program: core.ClosedJaxpr, cost: Callable[[Any], float] | None = None) -> list[float | None]:
     """Finds when each output of a traced program is ready.
 
     Args:
-        closed: What ``jax.make_jaxpr`` returns.
-        cost: Duration of an operation.
+        program: What ``jax.make_jaxpr`` returns.
+        cost: Duration of an operation; 1 for each if None.
 
     Returns:
-        For each output the end of the operation that computes it; None if it depends on no input, nor on
-        the rank or the host, so is constant.
+        For each output the end of the operation that computes it; None if it is constant, because it depends on no
+        input, nor on the rank or the host.
     """
-    inputs = [0.0] * len(closed.jaxpr.invars)
-    return _walk(closed.jaxpr, inputs, [0.0], cost)
+    clock = 0.0
+    ready: dict[Any, float | None] = {}
+
+    def time_of(atom: Any) -> float | None:
+        return None if isinstance(atom, core.Literal) else ready.get(atom)  # the program's constants are not in it
+
+    def run(jaxpr: Any, inputs: Sequence[float | None]) -> list[float | None]:
+        nonlocal clock
+        ready.update(zip(jaxpr.invars, inputs, strict=True))
+        for equation in jaxpr.eqns:
+            times = list(map(time_of, equation.invars))
+            inner = list(core.jaxprs_in_params(equation.params)) if equation.primitive.name in TRANSPARENT else []
+            if len(inner) == 1 and len(inner[0].invars) == len(times):
+                times = run(inner[0], times)
+            else:
+                clock += cost(equation) if cost else 1
+                is_constant = set(times) <= {None} and not _may_differ_by_rank(equation)
+                times = [None if is_constant else clock] * len(equation.outvars)
+            ready.update(zip(equation.outvars, times, strict=True))
+        return list(map(time_of, jaxpr.outvars))
+
+    return run(program.jaxpr, [0.0] * len(program.jaxpr.invars))
 
 
 def matmul_flops(equation: Any) -> float:
@@ -43,40 +63,9 @@ def matmul_flops(equation: Any) -> float:
     return trips * sum(matmul_flops(inner) for jaxpr in core.jaxprs_in_params(equation.params) for inner in jaxpr.eqns)
 
 
-def _walk(
-    jaxpr: Any, inputs: Iterable[float | None], clock: list[float], cost: Callable[[Any], float]
-) -> list[float | None]:
-    ready: dict[Any, float | None] = dict(zip(jaxpr.invars, inputs, strict=True))
-    ready.update((var, None) for var in jaxpr.constvars)
-
-    def when(atom: Any) -> float | None:
-        return None if isinstance(atom, core.Literal) else ready[atom]
-
-    for equation in jaxpr.eqns:
-        arguments = [when(atom) for atom in equation.invars]
-        inner = _wrapped(equation)
-        if inner is not None and len(inner.invars) == len(arguments):
-            times = _walk(inner, arguments, clock, cost)
-        else:
-            clock[0] += cost(equation)
-            constant = all(time is None for time in arguments) and not _may_differ_by_rank(equation)
-            times = [None if constant else clock[0]] * len(equation.outvars)
-        ready.update(zip(equation.outvars, times, strict=True))
-    return [when(atom) for atom in jaxpr.outvars]
-
-
 def _may_differ_by_rank(equation: Any) -> bool:
     """Whether an operation of constants, or one in its loop or branch, reads the rank or the host."""
     # Reading the rank, collectives and io_callback are effects, which loops and branches inherit.
     if equation.effects or equation.primitive.name in _HOST_VALUES:
         return True
     return any(_may_differ_by_rank(inner) for jaxpr in core.jaxprs_in_params(equation.params) for inner in jaxpr.eqns)
-
-
-def _wrapped(equation: Any) -> Any:
-    if equation.primitive.name not in TRANSPARENT:
-        return None
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        if key in equation.params:
-            return getattr(equation.params[key], "jaxpr", equation.params[key])
-    return None

@@ -11,11 +11,10 @@ References:
 
 from __future__ import annotations
 
-import itertools
 import math
 import numbers
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
@@ -70,12 +69,6 @@ class Bucket:
     def num_bytes(self) -> int:
         """Size of the buffer in bytes."""
         return sum(tensor.num_bytes for tensor in self.tensors)
-
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        """Where each tensor starts in the buffer, in elements."""
-        sizes = [tensor.num_elements for tensor in self.tensors]
-        return tuple(itertools.accumulate(sizes, initial=0))[:-1]
 
 
 @dataclass(frozen=True)
@@ -140,35 +133,23 @@ def plan_buckets(
     """
     if rule not in ("before", "torch"):
         raise ValueError(f"rule (={rule!r}) must be 'before' or 'torch'")
-    cap_list = _caps_bytes(bucket_mb)
-    caps: dict[str, Iterator[float]] = {}
-    cap: dict[str, float] = {}
-    open_buckets: dict[str, list[TensorSpec]] = {}
-    open_bytes: dict[str, int] = {}
-    closed: list[tuple[int, Bucket]] = []
-    last_index: dict[str, int] = {}
-
-    def close(dtype: str) -> None:
-        closed.append((last_index[dtype], Bucket(tuple(open_buckets.pop(dtype)))))
-        cap[dtype] = next(caps[dtype])
-
-    for index, tensor in enumerate(_checked(tensors)):
+    caps = _caps_bytes(bucket_mb)
+    num_closed: dict[str, int] = {}  # buckets of a dtype
+    filled: dict[str, int] = {}  # bytes in a dtype's open bucket
+    buckets: dict[tuple[str, int], list[TensorSpec]] = {}  # by dtype and number
+    for tensor in _checked(tensors):
         dtype, size = tensor.dtype, tensor.num_bytes
-        if dtype not in caps:
-            caps[dtype] = itertools.chain(cap_list, itertools.repeat(cap_list[-1]))
-            cap[dtype] = next(caps[dtype])
-        if rule == "before" and dtype in open_buckets and open_bytes[dtype] + size > cap[dtype]:
-            close(dtype)
-        if dtype not in open_buckets:
-            open_buckets[dtype], open_bytes[dtype] = [], 0
-        open_buckets[dtype].append(tensor)
-        open_bytes[dtype] += size
-        last_index[dtype] = index
-        if rule == "torch" and open_bytes[dtype] >= cap[dtype]:
-            close(dtype)
-    for dtype in list(open_buckets):
-        close(dtype)
-    return BucketPlan(tuple(bucket for _, bucket in sorted(closed, key=lambda item: item[0])), after_backward)
+        number, held = num_closed.get(dtype, 0), filled.get(dtype, 0)
+        if rule == "before" and 0 < held and held + size > caps[min(number, len(caps) - 1)]:
+            number, held = number + 1, 0
+        bucket = buckets.pop((dtype, number), [])
+        bucket.append(tensor)
+        buckets[dtype, number] = bucket  # at the end of the dictionary: buckets are in the order of their last tensors
+        held += size
+        if rule == "torch" and held >= caps[min(number, len(caps) - 1)]:
+            number, held = number + 1, 0
+        num_closed[dtype], filled[dtype] = number, held
+    return BucketPlan(tuple(map(Bucket, map(tuple, buckets.values()))), after_backward)
 
 
 def plan_per_tensor(tensors: Iterable[TensorSpec], *, after_backward: bool = False) -> BucketPlan:
@@ -214,12 +195,14 @@ def bucket_width(bucket: Bucket, num_ranks: int) -> int:
 
 
 def _checked(tensors: Iterable[TensorSpec]) -> list[TensorSpec]:
-    seen: set[str] = set()
-    for tensor in (kept := [tensor for tensor in tensors if tensor.num_elements > 0]):
-        if tensor.name in seen:
+    """Leaves out tensors without elements, and refuses a name that occurs twice."""
+    checked: dict[str, TensorSpec] = {}
+    for tensor in tensors:
+        if tensor.name in checked:
             raise ValueError(f"tensor name (={tensor.name!r}) must occur once in a plan")
-        seen.add(tensor.name)
-    return kept
+        if tensor.num_elements > 0:
+            checked[tensor.name] = tensor
+    return list(checked.values())
 
 
 def _caps_bytes(bucket_mb: BucketMb) -> list[float]:

@@ -105,7 +105,6 @@ def test_pack_and_unpack_are_inverse_and_lay_tensors_end_to_end():
     bucket = plan_buckets(tensor_specs(tensors).values(), None).buckets[0]
     buffer = pack(bucket, tensors)
     np.testing.assert_array_equal(buffer, np.arange(11.0))
-    assert bucket.offsets == (0, 6, 7)
     for name, tensor in unpack(bucket, buffer).items():
         np.testing.assert_array_equal(tensor, tensors[name], strict=True)
 

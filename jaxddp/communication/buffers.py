@@ -33,7 +33,8 @@ def unpack(bucket: Bucket, buffer: jax.Array) -> dict[str, jax.Array]:
     """
     if len(bucket.tensors) == 1:
         return {bucket.tensors[0].name: buffer}
-    return {
-        tensor.name: buffer[offset : offset + tensor.num_elements].reshape(tensor.shape)
-        for tensor, offset in zip(bucket.tensors, bucket.offsets, strict=True)
-    }
+    tensors, offset = {}, 0
+    for tensor in bucket.tensors:
+        tensors[tensor.name] = buffer[offset : offset + tensor.num_elements].reshape(tensor.shape)
+        offset += tensor.num_elements
+    return tensors

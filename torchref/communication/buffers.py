@@ -44,10 +44,11 @@ def unpack(bucket: Bucket, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
     """
     if len(bucket.tensors) == 1:
         return {bucket.tensors[0].name: buffer}
-    return {
-        tensor.name: buffer[offset : offset + tensor.num_elements].view(tensor.shape)
-        for tensor, offset in zip(bucket.tensors, bucket.offsets, strict=True)
-    }
+    tensors, offset = {}, 0
+    for tensor in bucket.tensors:
+        tensors[tensor.name] = buffer[offset : offset + tensor.num_elements].view(tensor.shape)
+        offset += tensor.num_elements
+    return tensors
 
 
 def tensor_spec(name: str, tensor: torch.Tensor) -> TensorSpec:
