@@ -74,12 +74,13 @@ def partial_loss(loss_fn: Callable[..., Any], has_aux: bool) -> PartialLoss:
 
     def compute(params: Any, batch: Any, key: jax.Array | None) -> tuple[jax.Array, Parts]:
         result = call(params, batch, key)
-        aux = None
-        if has_aux:
-            if not isinstance(result, tuple) or isinstance(result, Weighted) or len(result) != 2:
-                raise ValueError(f"loss_fn (={_name(loss_fn)}) must return (loss, aux) when has_aux is set")
-            result, aux = result
-            _check_aux(lambda *args: call(*args)[1], aux, (params, batch, key))
+        if not has_aux:
+            total, loss = _as_part(loss_fn, result)
+            return total, Parts(loss, None)
+        if not isinstance(result, tuple) or isinstance(result, Weighted) or len(result) != 2:
+            raise ValueError(f"loss_fn (={_name(loss_fn)}) must return (loss, aux) when has_aux is set")
+        result, aux = result
+        _check_aux(lambda *args: call(*args)[1], aux, (params, batch, key))
         total, loss = _as_part(loss_fn, result)
 
         def aux_part(leaf: Any) -> Part:
@@ -106,10 +107,10 @@ def divide(parts: Parts, num_parts: int) -> tuple[jax.Array, Any]:
         The loss and the aux tree; 0 where the weight is 0.
     """
 
-    def quotient(part: Part) -> jax.Array:
+    def mean(part: Part) -> jax.Array:
         return part.total / denominator(part, num_parts)
 
-    return quotient(parts.loss), jax.tree.map(quotient, parts.aux, is_leaf=lambda leaf: isinstance(leaf, Part))
+    return mean(parts.loss), jax.tree.map(mean, parts.aux, is_leaf=lambda leaf: isinstance(leaf, Part))
 
 
 def denominator(part: Part, num_parts: int) -> jax.Array | int:

@@ -7,7 +7,7 @@ sharded. ``compile_options`` keeps XLA from merging the planned collectives agai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -125,7 +125,7 @@ def sync_gradients(
         # A plan may meet other gradients than it was made for. XLA drops the reductions of those that are constant.
         constants = {name: grad for name, grad in named_leaves(grads).items() if name in reduction.unsent}
         reduction = reduction._replace(unsent={name: all_reduce(grad, axis) for name, grad in constants.items()})
-    return like(grads, finish_reduction(reduction, plan, num_ranks, ALL_REDUCE, denominator)[0])
+    return like(grads, finish_reduction(reduction, plan, num_ranks, ALL_REDUCE, denominator).grads)
 
 
 def plan_gradients(strategy: Strategy, grad_fn: Callable[..., Any], *args: Any) -> BucketPlan:
@@ -187,30 +187,37 @@ class GradientTrace(NamedTuple):
     @property
     def flops_before(self) -> tuple[float, ...]:
         """Share of the trace's matrix products done before each of the tensors is ready."""
-        flops = [time or 0.0 for time in finishing_times(self.program, matmul_flops)]
+        times = finishing_times(self.program, matmul_flops)
+        flops = [times[output] or 0.0 for output in self.outputs]
         total = max(flops, default=0.0) or 1.0
-        return tuple(flops[output] / total for output in self.outputs)
+        return tuple(each / total for each in flops)
 
 
-def trace_gradients(grad_fn: Callable[..., Any], *args: Any) -> GradientTrace:
+def trace_gradients(
+    grad_fn: Callable[..., Any], *args: Any, has_aux: bool = False, reduced: Collection[str] = ()
+) -> GradientTrace:
     """Traces the computation of gradients.
 
     Args:
         grad_fn: As for ``plan_gradients``.
         *args: Its arguments on one rank.
+        has_aux: Whether it returns the gradients and something else.
+        reduced: Names of gradients that the backward itself reduces; they are left out.
 
     Returns:
         The order of the gradients.
     """
-    program, grads = jax.make_jaxpr(grad_fn, return_shape=True)(*args)
-    specs = list(tensor_specs(named_leaves(grads)).values())
-    ready, constants = [], []
-    for output, (spec, time) in enumerate(zip(specs, finishing_times(program), strict=True)):
+    program, result = jax.make_jaxpr(grad_fn, return_shape=True)(*args)
+    specs = list(tensor_specs(named_leaves(result[0] if has_aux else result)).values())
+    ready, constants = {}, []
+    for output, (spec, time) in enumerate(zip(specs, finishing_times(program), strict=not has_aux)):
+        if spec.name in reduced:
+            continue
         if time is None or spec.num_elements == 0:
             constants.append(spec)
         else:
-            ready.append((time, -output))
-    outputs = tuple(-output for _, output in sorted(ready))
+            ready[output] = time
+    outputs = tuple(sorted(reversed(ready), key=ready.__getitem__))  # the last comes first where times are equal
     return GradientTrace(tuple(map(specs.__getitem__, outputs)), tuple(constants), program, outputs)
 
 

@@ -90,7 +90,7 @@ def _phases(mesh: Mesh) -> Iterator[tuple[list[Holding], _Held]]:
 
     def synchronise(grads: Any) -> Any:
         reduction, _ = start_reduction(jax.tree.map(lambda grad: grad[0], grads), plan, DATA_AXIS, REDUCE_SCATTER, none)
-        return finish_reduction(reduction, plan, NUM_RANKS, REDUCE_SCATTER, NUM_RANKS)[0]
+        return finish_reduction(reduction, plan, NUM_RANKS, REDUCE_SCATTER, NUM_RANKS).grads
 
     def update(params: Any, opt_state: Any, means: Any) -> tuple[Any, Any]:
         shards = local_shards(params, DATA_AXIS)

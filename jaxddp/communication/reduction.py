@@ -19,7 +19,7 @@ Every further sum lengthens compilation: XLA's fusion walks the whole program on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -98,6 +98,20 @@ class Reduction(NamedTuple):
     shards: dict[str, jax.Array]
 
 
+class MeanGradients(NamedTuple):
+    """What this rank keeps of the mean gradients.
+
+    Attributes:
+        grads: By name.
+        replicated_squares: Sum of squares of those that are equal on every rank.
+        shard_squares: Sum of squares of those that are this rank's shards.
+    """
+
+    grads: dict[str, jax.Array]
+    replicated_squares: jax.Array
+    shard_squares: jax.Array
+
+
 def start_reduction(
     grads: Any,
     plan: BucketPlan,
@@ -108,6 +122,7 @@ def start_reduction(
     denominator: jax.Array | float = 1,
     max_in_flight: int | None = None,
     number: jax.Array | int = 0,
+    reduced: Collection[str] = (),
 ) -> tuple[Reduction, Any]:
     """Packs the gradients of one backward pass and starts to sum them over ranks.
 
@@ -122,6 +137,7 @@ def start_reduction(
         max_in_flight: Number of buckets that may be packed before the first of them has arrived; None for any. A limit
             saves memory, and makes the backward wait where the network is slower.
         number: Of the micro-batch. XLA would reduce a bucket that no example touches once for all micro-batches.
+        reduced: Names of gradients that the backward has reduced to shards; they are passed on as they are.
 
     Returns:
         The reduction, and the next state of the compression.
@@ -131,6 +147,7 @@ def start_reduction(
             summed a gradient already.
     """
     ready = named_leaves(grads)
+    shards = {name: ready.pop(name) for name in reduced if name in ready}
     planned = set(plan.names)
     num_ranks = lax.axis_size(axis)
     if missing := sorted(planned - set(ready)):
@@ -172,19 +189,15 @@ def start_reduction(
                 all_packed += token
         if plan.after_backward:
             totals = lax.optimization_barrier(totals)
-    return Reduction(tuple(totals), unsent, all_packed, {}), state
+    return Reduction(tuple(totals), unsent, all_packed, shards), state
 
 
 def finish_reduction(
     reduction: Reduction, plan: BucketPlan, num_ranks: int, reduce: Reduce, denominator: jax.Array | float
-) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
+) -> MeanGradients:
     """Divides the sums over ranks, bucket by bucket as they arrive.
 
     ``plan`` and ``reduce`` are those of ``start_reduction``; ``denominator`` divides the sums.
-
-    Returns:
-        What this rank keeps of each mean gradient, by name; the sum of squares of the gradients that are equal on every
-        rank; and that of this rank's shards.
     """
 
     def divide(total: jax.Array, token: jax.Array | int = 0) -> jax.Array:
@@ -204,11 +217,10 @@ def finish_reduction(
                 others = [buffer.reshape(-1)[first.size :]]
             squares += sum_of_squares([first, *others])
             means.update(mean)
+        if reduce is REDUCE_SCATTER:
+            return MeanGradients(means, jnp.zeros(()), squares)
         shards = {name: divide(total, reduction.order_token) for name, total in reduction.shards.items()}
-        shard_squares = sum_of_squares(shards.values())
-    if reduce is REDUCE_SCATTER:
-        squares, shard_squares = shard_squares, squares
-    return means | shards, squares, shard_squares
+        return MeanGradients(means | shards, squares, sum_of_squares(shards.values()))
 
 
 def sum_of_squares(arrays: Iterable[jax.Array]) -> jax.Array:

@@ -35,12 +35,14 @@ def arrived(sizes, reduce):
 @pytest.mark.parametrize("reduce", [ALL_REDUCE, REDUCE_SCATTER], ids=["whole", "sharded"])
 def test_means_and_their_squares(reduce, sizes):
     plan, tensors, sums = arrived(sizes, reduce)
-    means, squares, shard_squares = finish_reduction(sums, plan, NUM_RANKS, reduce, DENOMINATOR)
+    means, replicated_squares, shard_squares = finish_reduction(sums, plan, NUM_RANKS, reduce, DENOMINATOR)
     for name, tensor in tensors.items():
         kept = tensor if reduce is ALL_REDUCE else reduce.local_shard(tensor, NUM_RANKS, NUM_RANKS - 1)
         np.testing.assert_array_equal(means[name], kept / DENOMINATOR)
     expected = sum(np.sum(np.square(np.asarray(mean, np.float64))) for mean in means.values())
-    summed, other = (squares, shard_squares) if reduce is ALL_REDUCE else (shard_squares, squares)
+    summed, other = replicated_squares, shard_squares
+    if reduce is REDUCE_SCATTER:
+        summed, other = other, summed
     np.testing.assert_allclose(summed, expected, rtol=2e-5)  # float32: sqrt(65,537 terms) roundings of 6e-8
     assert other == 0
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from ..communication.buckets import BucketMb, BucketPlan, Rule, TensorSpec, plan_buckets
@@ -47,7 +48,7 @@ def bucketed(
         network = network if isinstance(network, Network) else Network(network)
         return Strategy("bucketed", Untuned(network, rule), compression)
     plan_buckets([], bucket_mb, rule=rule)  # refuses a bad cap now, not at the first step
-    return Strategy("bucketed", lambda tensors: plan_buckets(tensors, bucket_mb, rule=rule), compression)
+    return Strategy("bucketed", partial(plan_buckets, bucket_mb=bucket_mb, rule=rule), compression)
 
 
 @dataclass(frozen=True)

@@ -119,8 +119,12 @@ class Programs:
 
     def trace(self, state: TrainState, batch: Any) -> GradientTrace:
         """Traces one rank's backward pass, to see in which order the gradients become ready."""
-        first_grads = self._first_grads(self._model(state))
-        return trace_gradients(lambda *args: first_grads(*args)[0], state, batch)
+        step, specs = self._model(state)[1:]
+        # JAX's own shard_map: in a pack of this package's, no gradient is ready before the whole pack is.
+        first_grads = jax.shard_map(
+            step.first_grads, mesh=self._mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False
+        )
+        return trace_gradients(first_grads, state, batch, has_aux=True, reduced=step.cuts)
 
     def plan(self, state: TrainState, batch: Any) -> BucketPlan:
         """Gives the bucket plan of the step; on one rank nothing is communicated."""
@@ -144,8 +148,8 @@ class Programs:
         # The loss function itself gathers units and scatters their gradients: read from its trace.
         key = signature(state.params, batch)
         if key not in self._units:
-            traced = jax.make_jaxpr(self._first_grads(model))(*abstract((state, batch)))
-            self._units[key] = traced_collectives(traced, self.platform)
+            trace = self.trace(*abstract((state, batch)))
+            self._units[key] = traced_collectives(trace.program, self.platform)
         units = self._units[key]
         return units.each * step.num_microbatches + units.once + planned
 
@@ -198,13 +202,6 @@ class Programs:
             step.loss, layout.whole(), cuts, step.axis, precision, trainable=step.trainable, sends=sends
         )
         return replace(step, loss=loss, cuts=cuts)
-
-    def _first_grads(self, model: _Model) -> Callable[..., Any]:
-        outs = PartitionSpec(), PartitionSpec(self._rank_step.axis), PartitionSpec()
-        # JAX's own shard_map: in a pack of this package's, no gradient is ready before the whole pack is.
-        return jax.shard_map(
-            model.rank_step.first_grads, mesh=self._mesh, in_specs=model.specs, out_specs=outs, check_vma=False
-        )
 
     def _over_mesh(
         self, on_rank: Callable[..., Any], model: _Model, state: Any, batch: Any, *, donates_state: bool = False

@@ -34,7 +34,7 @@ from ..communication.sharding import Cut
 from ..loss import PartialLoss, Parts, denominator, divide
 from ..scopes import METRICS_SCOPE, OPTIMIZER_SCOPE
 from ..strategy import Strategy
-from ..tree import like, merge, named_leaves, split
+from ..tree import merge, named_leaves, path_name, split
 from ..zero.clipping import on_shards
 from ..zero.stage1 import gather_params, local_shards
 
@@ -79,12 +79,13 @@ class RankStep:
         Returns:
             The next state, and the metrics, equal on every rank.
         """
+        key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), lax.axis_index(self.axis))
         trainable, frozen = split(state.params, self.trainable)
-        total, parts, token = self.accumulate(plan, trainable, frozen, batch, self._key(state))
+        total, parts, token = self.accumulate(plan, trainable, frozen, batch, key)
         grads, parts, metrics, memory = self.reduce(plan, total, parts, token, state.memory)
         with jax.named_scope(OPTIMIZER_SCOPE):
             params = self._updated_here(trainable)
-            grads = self.clip(like(params, grads), params, metrics["grad_norm"])
+            grads = self.clip(grads, params, metrics["grad_norm"])
             new = *self.update(grads, params, state.opt_state, metrics["loss"], trainable), memory
             if parts.loss.weight is not None:  # with no weight at all, weight decay and momentum must not move anything
                 has_weight = parts.loss.weight != 0
@@ -104,7 +105,6 @@ class RankStep:
             order token of the last micro-batch's backward.
         """
         reduces_each, num = self.strategy.reduces_each_microbatch, self.num_microbatches
-        trainable = self._as_varying(trainable)
 
         def microbatch_grads(microbatch: Any, index: jax.Array | int) -> tuple[Any, Parts, jax.Array]:
             params, token = (trainable, frozen), jnp.int32(0)
@@ -112,7 +112,12 @@ class RankStep:
                 params, token = order_token(params, index)
             grads, parts = self._grads(*params, microbatch, jax.random.fold_in(key, index))
             if reduces_each:
-                grads = self._start(plan, grads, divisor=self._divisor_of_one(parts), number=index)[0]
+                # Two buckets in flight save memory: one arrives while the next one fills.
+                grads, _ = start_reduction(
+                    grads, plan, self.axis, self.strategy.reduce, self.strategy.compression,
+                    denominator=self._divisor_of_one(parts), max_in_flight=2 if num > 1 else None, number=index,
+                    reduced=self.cuts,
+                )  # fmt: skip
             return grads, parts, token
 
         if num == 1:
@@ -121,7 +126,8 @@ class RankStep:
         earlier = jax.tree.map(lambda leaf: leaf[:-1], pieces)
         last = jax.tree.map(lambda leaf: leaf[-1], pieces)
         shapes = jax.eval_shape(microbatch_grads, last, 0)
-        zeros = self._as_varying(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes))
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        zeros = lax.pcast(zeros, self.axis, to="varying")
 
         def add(total: Any, item: tuple[Any, jax.Array]) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, total, microbatch_grads(*item)), None
@@ -146,23 +152,30 @@ class RankStep:
         loss, aux = divide(parts, num_parts)
         divisor = denominator(parts.loss, num_parts)
         if not isinstance(total, Reduction):
-            total, memory = self._start(plan, total, jax.tree.map(lambda leaf: leaf[0], memory), divisor)
+            memory = jax.tree.map(lambda leaf: leaf[0], memory)
+            total, memory = start_reduction(
+                total, plan, self.axis, self.strategy.reduce, self.strategy.compression, memory, divisor,
+                reduced=self.cuts,
+            )  # fmt: skip
             memory = jax.tree.map(lambda leaf: leaf[None], memory)
         total = total._replace(order_token=total.order_token + token)
-        means, squares, shard_squares = finish_reduction(total, plan, self.num_ranks, self.strategy.reduce, divisor)
+        means = finish_reduction(total, plan, self.num_ranks, self.strategy.reduce, divisor)
+        shard_squares = means.shard_squares
         if self.strategy.shards_optimizer_state and self.num_ranks > 1:
             with jax.named_scope(METRICS_SCOPE):
                 shard_squares = all_reduce(shard_squares, self.axis)
-        metrics = {"loss": loss, "grad_norm": jnp.sqrt(squares + shard_squares)}
-        return means, parts, metrics if aux is None else metrics | {"aux": aux}, memory
+        metrics = {"loss": loss, "grad_norm": jnp.sqrt(means.replicated_squares + shard_squares)}
+        return means.grads, parts, metrics if aux is None else metrics | {"aux": aux}, memory
 
-    def clip(self, grads: Any, params: Any, norm: jax.Array) -> Any:
-        """Scales gradients to ``max_grad_norm``, and gives them the shapes and dtypes of what this rank updates."""
-        grads = jax.tree.map(lambda grad, param: grad.reshape(param.shape), grads, params)
-        if self.max_grad_norm is not None:
-            scale = jnp.minimum(1.0, self.max_grad_norm / norm)
-            grads = jax.tree.map(lambda grad: grad * scale.astype(grad.dtype), grads)
-        return jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, params)
+    def clip(self, grads: dict[str, jax.Array], params: Any, norm: jax.Array) -> Any:
+        """Scales gradients to ``max_grad_norm``, and gives them the structure, shapes and dtypes of ``params``."""
+        scale = None if self.max_grad_norm is None else jnp.minimum(1.0, self.max_grad_norm / norm)
+
+        def clipped(path: Any, param: jax.Array) -> jax.Array:
+            grad = grads[path_name(path)].reshape(param.shape)
+            return (grad if scale is None else grad * scale.astype(grad.dtype)).astype(param.dtype)
+
+        return jax.tree_util.tree_map_with_path(clipped, params)
 
     def update(self, grads: Any, params: Any, opt_state: Any, loss: jax.Array, full: Any) -> tuple[Any, Any]:
         """Gives the updated parameters and optimizer state: of this rank's shards of ``full``, or of all of it."""
@@ -189,40 +202,20 @@ class RankStep:
         loss, aux = divide(self._sum_parts(parts), self.num_ranks)
         return loss if parts.aux is None else (loss, aux)
 
-    def first_grads(self, state: TrainState, batch: Any) -> tuple[Any, Any, Parts]:
-        """Gives this rank's gradients of its first micro-batch; traced to see in which order they become ready.
-
-        Returns:
-            Full gradients, which are still to be reduced; shards of the others; and the metrics.
-        """
+    def first_grads(self, state: TrainState, batch: Any) -> tuple[Any, Parts]:
+        """Gives gradients and metrics of the first micro-batch; traced to find the order in which they are ready."""
         trainable, frozen = split(state.params, self.trainable)
-        rows = jax.tree.map(lambda leaf: leaf[: leaf.shape[0] // self.num_microbatches], batch)
-        grads, parts = self._grads(self._as_varying(trainable), frozen, rows, self._key(state))
-        return *split(grads, lambda name: name not in self.cuts), parts
+        microbatch = jax.tree.map(lambda leaf: leaf[: leaf.shape[0] // self.num_microbatches], batch)
+        return self._grads(trainable, frozen, microbatch, state.key)
 
     def _grads(self, trainable: Any, frozen: Any, batch: Any, key: jax.Array) -> tuple[Any, Parts]:
+        """This rank's gradients and metrics of a micro-batch; gradients of ``cuts`` are shards summed over ranks."""
+        # Parameters that vary over ranks get local gradients. If they were known to be equal, AD would add all-reduces.
+        trainable = lax.pcast(trainable, self.axis, to="varying")
         grads, parts = jax.grad(lambda part: self.loss(merge(part, frozen), batch, key), has_aux=True)(trainable)
         if self.grad_dtype is not None:
             grads = jax.tree.map(lambda grad: grad.astype(self.grad_dtype), grads)
         return grads, parts
-
-    def _start(
-        self,
-        plan: BucketPlan,
-        grads: Any,
-        memory: Any = (),
-        divisor: jax.Array | float = 1,
-        number: jax.Array | int = 0,
-    ) -> tuple[Reduction, Any]:
-        """Starts the reduction of a micro-batch's gradients, except for shards that the backward has reduced."""
-        full, shards = split(grads, lambda name: name not in self.cuts)
-        strategy = self.strategy
-        # Reducing each micro-batch saves memory: one bucket arrives while the next one fills.
-        limit = 2 if strategy.reduces_each_microbatch and self.num_microbatches > 1 else None
-        reduction, memory = start_reduction(
-            full, plan, self.axis, strategy.reduce, strategy.compression, memory, divisor, limit, number
-        )
-        return reduction._replace(shards=named_leaves(shards)), memory
 
     def _divisor_of_one(self, parts: Parts) -> jax.Array | int:
         """Makes a mean of the sum over ranks of one micro-batch, which a compression may need to stay in range."""
@@ -242,10 +235,3 @@ class RankStep:
     def _updated_here(self, params: Any) -> Any:
         """The parameters that this rank updates, or its shards of them."""
         return local_shards(params, self.axis) if self.strategy.reduce is REDUCE_SCATTER else params
-
-    def _key(self, state: TrainState) -> jax.Array:
-        return jax.random.fold_in(jax.random.fold_in(state.key, state.step), lax.axis_index(self.axis))
-
-    def _as_varying(self, tree: Any) -> Any:
-        # Parameters that vary over ranks get local gradients. If they were known to be equal, AD would add all-reduces.
-        return jax.tree.map(lambda leaf: lax.pcast(leaf, self.axis, to="varying"), tree)

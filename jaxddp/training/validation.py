@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import jax
@@ -9,6 +10,8 @@ import jax.numpy as jnp
 
 from ..tree import named_leaves
 from .step import TrainState
+
+_shape_and_dtype = operator.attrgetter("shape", "dtype")
 
 
 def check_alive(state: TrainState) -> None:
@@ -42,10 +45,11 @@ def check_batch(batch: Any, num_ranks: int, num_microbatches: int) -> None:
     leaves = named_leaves(batch)
     if not leaves:
         raise ValueError(f"batch (={batch!r}) must hold at least one array")
+    lengths = {}
     for name, leaf in leaves.items():
         if not hasattr(leaf, "shape") or leaf.ndim == 0:
             raise ValueError(f"batch leaf {name!r} (={leaf!r}) must be an array whose dimension 0 counts examples")
-    lengths = {name: leaf.shape[0] for name, leaf in leaves.items()}
+        lengths[name] = leaf.shape[0]
     if len(set(lengths.values())) != 1:
         raise ValueError(f"batch leaves must agree in length, they have {lengths}")
     length = next(iter(lengths.values()))
@@ -69,4 +73,4 @@ def abstract(tree: Any) -> Any:
 def signature(*trees: Any) -> Any:
     """Gives a key that trees of the same structure, shapes and dtypes share."""
     leaves, structure = jax.tree.flatten(trees)
-    return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+    return structure, tuple(map(_shape_and_dtype, leaves))

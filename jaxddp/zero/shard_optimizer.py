@@ -79,7 +79,7 @@ def shard_optimizer(
         empty = tuple(name for name, leaf in named_leaves(grads).items() if leaf.size == 0)
         plan = BucketPlan(buckets if num_ranks > 1 else (), constants=empty, gathers=buckets)
         reduction, _ = start_reduction(grads, plan, axis, REDUCE_SCATTER, none)
-        means, *_ = finish_reduction(reduction, plan, num_ranks, REDUCE_SCATTER, num_ranks)
+        means = finish_reduction(reduction, plan, num_ranks, REDUCE_SCATTER, num_ranks).grads
         grad_shards = jax.tree.map(
             lambda mean, grad: mean.reshape(Cut(grad.shape, num_ranks).shard_shape), like(grads, means), grads
         )

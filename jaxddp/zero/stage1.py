@@ -26,6 +26,7 @@ References:
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -61,7 +62,7 @@ def zero1(bucket_mb: BucketMb = "default", *, rule: Rule = "before", compression
     plan_buckets([], bucket_mb, rule=rule)  # refuses a bad cap now, not at the first step
     return Strategy(
         "zero1",
-        lambda tensors: plan_buckets(tensors, bucket_mb, rule=rule),
+        partial(plan_buckets, bucket_mb=bucket_mb, rule=rule),
         compression,
         reduce=REDUCE_SCATTER,
         shards_optimizer_state=True,

@@ -35,6 +35,7 @@ References:
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -97,7 +98,7 @@ def zero3(
 
     return Strategy(
         "zero3",
-        lambda tensors: plan_buckets(tensors, bucket_mb),
+        partial(plan_buckets, bucket_mb=bucket_mb),
         compression,
         shards_optimizer_state=True,
         shards_gradients=True,
