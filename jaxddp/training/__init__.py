@@ -4,7 +4,7 @@ train.py                         ``Trainer``
 step.py                          one rank's step: accumulate, reduce, clip, update, gather
 programs.py                      traces, plans and compiles the step, once per shape
 state_layout.py, placement.py    which leaves of the state are sharded; puts them on the mesh and gathers them
-validation.py                    checks of states and batches
+validation.py, agreement.py      checks of states and batches; of batches in several processes
 packing.py                       ``shard_map`` of functions of thousands of arrays
 xla.py                           compile options that keep the plan
 jit_baseline.py                  plain ``jit``, which the strategies are compared with

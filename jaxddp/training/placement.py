@@ -32,13 +32,17 @@ def check_alike(what: str, tree: Any) -> None:
     Raises:
         ValueError: If a process has others.
     """
-    said = [(name, tuple(leaf.shape), str(leaf.dtype)) for name, leaf in named_leaves(tree).items()]
-    digests = multihost_utils.process_allgather(np.uint32(zlib.crc32(repr(said).encode())))
+    digests = multihost_utils.process_allgather(np.uint32(zlib.crc32(describe(tree).encode())))
     if len(set(digests.tolist())) > 1:
         raise ValueError(
             f"{what} must be alike in all processes, with the same names, dtypes and shapes: this one's are"
-            f" {', '.join(f'{name} {list(shape)} {dtype}' for name, shape, dtype in said[:5])}"
+            f" {describe(tree)[:200]}"
         )
+
+
+def describe(tree: Any) -> str:
+    """Lists names, shapes and dtypes."""
+    return ", ".join(f"{name} {[*leaf.shape]} {leaf.dtype}" for name, leaf in named_leaves(tree).items())
 
 
 def from_first_process(tree: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,7 +21,8 @@ from ..communication.buckets import BucketPlan
 from ..loss import partial_loss
 from ..strategy import GradientTrace, Strategy
 from ..tree import check_params, named_leaves
-from .placement import check_alike, from_first_process, full_arrays, place, place_by_rank
+from .agreement import agreement
+from .placement import check_alike, describe, from_first_process, full_arrays, place, place_by_rank
 from .programs import Programs, StepFunction
 from .state_layout import StateLayout
 from .step import RankStep
@@ -118,7 +120,7 @@ class Trainer:
         )
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._by_rank = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-        self._agreed: set[Any] = set()  # shapes of batches that all processes have
+        self._agreed: dict[Any, str] = {}  # shapes of batches that all processes have
         self._programs = Programs(self._rank_step, mesh)
 
     def with_strategy(self, strategy: Strategy, mesh: Mesh | AbstractMesh | None = None) -> Trainer:
@@ -297,20 +299,17 @@ class Trainer:
 
     def _place(self, batch: Any, num_microbatches: int) -> Any:
         if jax.process_count() > 1:
-            batch = jax.tree.map(
-                lambda leaf: (
-                    leaf
-                    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-                    else jax.make_array_from_process_local_data(self._by_rank, np.asarray(leaf))
-                ),
-                batch,
-            )
-        check_batch(batch, self.num_ranks, num_microbatches)
-        if jax.process_count() > 1 and (key := signature(batch)) not in self._agreed:
+            held = jax.tree.map(lambda leaf: leaf if _is_global(leaf) else np.asarray(leaf), batch)
             # With another number of examples in each process, the mean over ranks would be one of unlike means.
-            check_alike("batch", batch)
-            self._agreed.add(key)
+            agreement().check(signature(held), lambda: describe(held), self._agreed)
+            make = partial(jax.make_array_from_process_local_data, self._by_rank)
+            batch = jax.tree.map(lambda leaf: leaf if _is_global(leaf) else make(leaf), held)
+        check_batch(batch, self.num_ranks, num_microbatches)
         return jax.device_put(batch, self._by_rank)
+
+
+def _is_global(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
 
 
 def _warn_of_narrow(params: Any, trainable: Callable[[str], bool] | None, master_dtype: Any) -> None:
