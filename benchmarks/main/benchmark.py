@@ -1,7 +1,7 @@
 """The main job: a byte-level language model on real text, under every strategy, in both frameworks.
 
-It is the strategies benchmark without what the frameworks do by themselves, on the model of half the layers: three
-buckets, and every program compiled and timed within minutes.
+It is the strategies benchmark without what the frameworks do by themselves, and small enough for a few minutes: the
+model of half the layers, in three buckets, and half the batch.
 """
 
 from __future__ import annotations
@@ -11,15 +11,20 @@ from dataclasses import replace
 from jaxddp import STRATEGIES
 
 from ..harness.options import Options
+from ..harness.ranks import num_gpus
 from ..harness.run import Run
 from ..strategies import benchmark as strategies
 from ..training.measure import TrainingSetup
 from .section import section
 
+BATCH_SIZE = 4  # or a sequence for each rank where there are more
+
 
 def describe(options: Options) -> tuple[TrainingSetup, str]:
     """Describes the job, as ``strategies.describe`` does."""
-    return strategies.describe(replace(options, model=options.model or strategies.QUICK_MODEL), tuple(STRATEGIES))
+    model = options.model or strategies.QUICK_MODEL
+    batch_size = options.batch_size or max(BATCH_SIZE, options.ranks or num_gpus())
+    return strategies.describe(replace(options, model=model, batch_size=batch_size), tuple(STRATEGIES))
 
 
 def run(this: Run, setup: TrainingSetup) -> bool:

@@ -185,10 +185,11 @@ def test_all_strategies_and_peers_see_the_same_batches():
     assert setup.num_timed == 3 and setup.must_learn and setup.tolerance == 1e-3
     assert setup.batches[0]["tokens"].shape == (4, 128)
     assert "standard library" in described
-    short, _ = main_job.describe(Options(quick=True))
+    short, _ = main_job.describe(Options(steps=4))
     assert [spec.name for spec in short.strategies] == ours
-    assert main_job.describe(Options())[0].model == "byte_shallow"
-    assert main_job.describe(Options(model="byte"))[0].model == "byte"
+    assert (short.model, short.global_batch) == ("byte_shallow", 4)
+    chosen = main_job.describe(Options(model="byte", ranks=6))[0]
+    assert (chosen.model, chosen.global_batch) == ("byte", 6)
     long = strategies.describe(Options())[0]
     assert (short.model, long.model) == ("byte_shallow", "byte") and short.num_timed < long.num_timed
     # Several buckets for either model.

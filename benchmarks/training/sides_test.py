@@ -6,18 +6,20 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import jax
 import pytest
 
 from benchmarks.buckets.benchmark import bucket_rows, probe_sizes
 from benchmarks.buckets.prediction import Shares
 from benchmarks.harness.ranks import Ranks
 from benchmarks.strategies.benchmark_test import BATCHES, NUM_BYTES, TOY, specs
-from benchmarks.training import frameworks, jax_side, torch_side
+from benchmarks.training import interleaving, jax_side, torch_side
 from benchmarks.training.frameworks import FRAMEWORKS
 from benchmarks.training.measure import FORWARD_BACKWARD, StrategySpec, merge_ranks
 from benchmarks.training.steps import step_rows
 from jaxddp.checkpoint.interop import to_numpy
 from jaxddp.models import build
+from jaxddp.training import clock
 from torchref.launch import shared_pool
 
 
@@ -27,7 +29,24 @@ def on_processes():
     caps = (*specs("bucketed", "jit"), StrategySpec("bucketed", 1000.0))
     setup = replace(TOY, ranks=Ranks(2, "processes"), strategies=caps, with_schedules=True)
     setup = replace(setup, probe_bytes=probe_sizes(NUM_BYTES))
-    return setup, setup.ranks.run_jax(frameworks.jax_side.run, setup)
+    sides, events = zip(*setup.ranks.run_jax(run_recorded, setup), strict=True)
+    return setup, sides, events
+
+
+def run_recorded(ranks, setup):
+    """Runs the side of JAX in a rank, and gives beside its result the steps and the ends of compilations in order."""
+    events = []
+
+    def stopwatch(*args, **options):
+        events.append("step")
+        return clock.stopwatch(*args, **options)
+
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: events.append("compiled") if "backend_compile" in name else None
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interleaving, "stopwatch", stopwatch)
+        return jax_side.run(ranks, setup), events
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +66,16 @@ def test_shares_are_traced_without_a_device():
     assert (result.stdout, result.returncode) == (f"{NUM_BYTES}\n", 0), result.stderr
 
 
+def test_nothing_compiles_from_the_first_timed_step_on(on_processes):
+    setup, _, of_processes = on_processes
+    for events in of_processes:
+        steps = [place for place, event in enumerate(events) if event == "step"]
+        first_timed = steps[len(steps) // len(setup.batches) * setup.num_warmup]
+        assert "compiled" in events[: steps[0]] and "compiled" not in events[first_timed : steps[-1]]
+
+
 def test_ranks_that_are_processes_train_alike(on_processes):
-    setup, of_processes = on_processes
+    setup, of_processes, _ = on_processes
     side = merge_ranks(of_processes)
     rows = step_rows("jaxddp", setup, side)
     assert [(row["strategy"], row["check"]) for row in rows] == [("bucketed", "ok"), ("jit", "ok"), ("bucketed", "ok")]
@@ -67,7 +94,7 @@ def test_from_ranks_to_predictions(framework, on_processes, shares):
     assert forward == pytest.approx(240 / (240 + 240 + 80))
     assert list(ready) == ["down.weight", "norm.bias", "norm.weight", "up.weight"] and num_bytes == NUM_BYTES
     assert list(ready.values()) == sorted(ready.values()) and ready["up.weight"] == 1.0
-    setup, of_ranks = on_processes
+    setup, of_ranks, _ = on_processes
     setup = replace(setup, strategies=tuple(spec for spec in setup.strategies if spec.name == "bucketed"))
     if framework == "torchref":
         weights = to_numpy(build("toy")[1])
