@@ -51,7 +51,7 @@ class Benchmark(NamedTuple):
 
 BENCHMARKS = {
     "main": Benchmark(
-        "main", "a byte-level language model under every strategy in both frameworks", 3,
+        "main", "a byte-level language model under every strategy in both frameworks", 2,
         takes=(*_TRAINING, "strategies", "profile"),
     ),
     "strategies": Benchmark(
