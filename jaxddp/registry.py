@@ -13,6 +13,9 @@ from . import ddp, zero
 from .strategy import STRATEGIES as STRATEGIES
 from .strategy import Strategy
 
+# Other strategies follow those of their folder.
+_ORDER = ("naive", "flat", "overlapped", "bucketed", "zero1", "zero2", "zero3")
+
 
 def make_strategy(name: str, **options: Any) -> Strategy:
     """Builds a strategy by name.
@@ -39,14 +42,20 @@ def is_bucketed(name: str) -> bool:
 
 
 def discover() -> None:
-    """Registers what is in the folders: replicated parameters first, then ZeRO."""
+    """Registers what is in the folders, and sorts it."""
     for folder in (ddp, zero):
         for module in pkgutil.iter_modules(folder.__path__, f"{folder.__name__}."):
             if not module.name.endswith("_test"):
                 importlib.import_module(module.name)
-    found = sorted(STRATEGIES.items(), key=lambda item: item[1].__module__.startswith(zero.__name__))
+    found = sorted(STRATEGIES.items(), key=_place)
     STRATEGIES.clear()
     STRATEGIES.update(found)
+
+
+def _place(strategy: tuple[str, Any]) -> tuple[bool, int]:
+    name, factory = strategy
+    is_zero = factory.__module__.startswith(f"{zero.__name__}.")
+    return is_zero, _ORDER.index(name) if name in _ORDER else len(_ORDER)
 
 
 discover()

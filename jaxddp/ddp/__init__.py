@@ -6,9 +6,7 @@ overlapped.py   one all-reduce per parameter, during the backward
 bucketed.py     one all-reduce per bucket, during the backward
 """
 
-# isort: skip_file
-# STRATEGIES lists them in the order of these imports.
-from .naive import naive as naive
-from .flat import flat as flat
-from .overlapped import overlapped as overlapped
 from .bucketed import bucketed as bucketed
+from .flat import flat as flat
+from .naive import naive as naive
+from .overlapped import overlapped as overlapped

@@ -5,9 +5,11 @@ shard_optimizer.py                       stage 1 as an optax transformation
 clipping.py, elementwise.py              clipping on shards; which optimizers can run on shards
 layers.py, remat.py, gather.py           stage 3: units, what their backward keeps, gathers and scatters
 ordering.py, interpreter.py, traced.py   stage 3: prefetch limit, evaluation of jaxprs, planned collectives
+
+torchref has clipping.py at its top, because all of its wrappers clip: in zero/ it would be imported in a circle.
+Layers and their order are here because only stage 3 uses them.
 """
 
-from .. import ddp as ddp  # registers its strategies before those below, in whichever order they are used
 from .layers import layer as layer
 from .stage1 import zero1 as zero1
 from .stage2 import zero2 as zero2

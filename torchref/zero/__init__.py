@@ -4,6 +4,9 @@ stage1.py, stage2.py, stage3.py   the strategies: sharded optimizer state, gradi
 sharded_optimizer.py              an older reading of stage 1: whole parameters are dealt out to ranks
 elementwise.py, optimizers.py     which optimizers can run on shards; parameter groups and state dicts
 units.py, gather.py               stage 3: modules that gather their parameters; the gather as an autograd function
+
+clipping.py is at the top, because all wrappers clip: here it would be imported in a circle. jaxddp clips shards in
+zero/, where its layers and their order are as well; modules and hooks replace those here.
 """
 
 # isort: skip_file
