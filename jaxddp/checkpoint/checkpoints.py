@@ -31,8 +31,8 @@ import functools
 import json
 import os
 import socket
+import sys
 import threading
-import traceback
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -443,8 +443,8 @@ def _finish_all() -> None:
     for one in list(_unfinished):
         try:
             one.wait()
-        except Exception:
-            traceback.print_exc()
+        except Exception as error:  # the interpreter is ending: nobody could catch it, and other folders must finish
+            print(f"checkpoint in {one.directory} was not saved: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 # Before concurrent.futures refuses new work, without which no write ends: atexit would be too late.
