@@ -115,8 +115,8 @@ class DataParallel(nn.Module, abc.ABC):
         self._specs = {name: tensor_spec(name, p) for name, p in self._trained.items()}
         self._buffer_versions = self._versions_of_buffers()
         self._versions: list[int] | None = None  # of the parameters, at the last forward
-        self._divisor: float | None = None  # of the last synchronisation, about that of the next
-        self._is_finished = False  # by a synchronisation that no pass has followed
+        self._divisor: float | None = None  # of the last synchronisation, an estimate for the next
+        self._is_finished = False  # synchronised, and no forward since
         self._expect_gradients()
         self._add_hooks()
 
@@ -142,7 +142,7 @@ class DataParallel(nn.Module, abc.ABC):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context in which backward passes only accumulate; the first one outside communicates the sum."""
+        """Suspends communication: backwards inside only accumulate, and the first one after it communicates the sum."""
         before, self._sync = self._sync, False
         try:
             yield
@@ -237,7 +237,7 @@ class DataParallel(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def _planned_collectives(self, num_microbatches: int) -> list[tuple[str, int]]:
-        """What one step communicates; see ``planned_collectives``."""
+        """Lists the collectives of one step; see ``planned_collectives``."""
 
     @abc.abstractmethod
     def _start_reduction(self, index: int) -> None:
@@ -245,18 +245,18 @@ class DataParallel(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def _finish_reductions(self, denominator: float) -> None:
-        """Waits for the sums, divides them and makes them the gradients that the optimizer sees."""
+        """Waits for the sums over ranks, divides them, and stores the means where the optimizer reads gradients."""
 
     @abc.abstractmethod
     def _drop_reductions(self) -> None:
-        """Discards the reductions in flight, whose buffers may still be written to."""
+        """Discards the reductions in flight; their buffers must not be reused, as they may still be written to."""
 
     @abc.abstractmethod
     def _gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The gradients that the optimizer sees: those replicated on every rank, and this rank's shards."""
+        """The optimizer's gradients: those replicated on every rank, and this rank's shards."""
 
     def _expect_gradients(self) -> None:
-        self._has_begun = False  # a backward that is not finished
+        self._has_begun = False  # a backward that is not synchronised yet
         self._num_missing = [len(bucket.tensors) for bucket in self.plan.buckets]
         self._ready: set[str] = set()
         self._num_started = 0
@@ -283,7 +283,7 @@ class DataParallel(nn.Module, abc.ABC):
                 raise ValueError(f"parameter {name!r} became trainable after wrapping: wrap the module anew")
 
     def _check_last_pass(self) -> None:
-        """Refuses a step on gradients that were not synchronised; discards a pass whose gradients were cleared."""
+        """Refuses an optimizer step that was not synchronised, and discards a backward whose gradients were cleared."""
         self._check_no_stray_step()
         if self._has_begun and self._is_cleared():
             self.on_train_batch_start()
@@ -317,7 +317,7 @@ class DataParallel(nn.Module, abc.ABC):
 
     @torch.no_grad()
     def _broadcast_buffers(self) -> None:
-        """Gives every rank those of rank 0, such as running means, if a forward has changed any."""
+        """Broadcasts buffers, such as running means, from rank 0 if a forward has changed any."""
         if self.num_ranks == 1 or self._versions_of_buffers() == self._buffer_versions:
             return
         root = dist.get_global_rank(self.process_group, 0) if self.process_group is not None else 0
@@ -341,7 +341,7 @@ class DataParallel(nn.Module, abc.ABC):
 
     @property
     def _waits_for_divisor(self) -> bool:
-        """Whether buckets start when the backward has ended: the first time that sums must be divided before."""
+        """Whether buckets wait for the backward to end: the compression divides first, and no divisor is known yet."""
         return self.compression.needs_divisor and self._divisor is None
 
     def _start_all(self) -> None:

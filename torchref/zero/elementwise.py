@@ -1,9 +1,9 @@
-"""Tests by running it whether an optimizer is element-wise, so that it may run on shards.
+"""Runs an optimizer to find out whether it is element-wise, and so may run on shards.
 
-A rank's optimizer sees a flat part of each parameter. Its updates are those of the full parameter if each element's
-update depends only on that element's gradient and state, and on numbers that are equal on all ranks. The test takes
-some steps on a small matrix, and the same steps on its flat halves with an optimizer each, as two ranks would. Both
-must agree.
+A rank's optimizer updates a flat part of each parameter. The result is that of the full parameter if the update of an
+element depends only on the element's own gradient and state, and on numbers that are equal on all ranks. The test takes
+a few steps on a small matrix, and the same steps on its two flat halves, each with its own optimizer, as two ranks
+would. The results must agree.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 _NUM_STEPS = 3  # more than one: Adam's first step is the gradient's sign, whatever its size
 _TOLERANCE = 1e-9  # of the largest movement, in float64: vectorised code may round the halves differently
-# What else is tried of an optimizer that is not torch's own, which may act by size, scale, dtype, rate or step.
+# Further trials of an optimizer that is not torch's own: its update may depend on size, scale, dtype, rate or step.
 _SHAPES = ((24,), (64, 96))
 _SCALES = (1e-4, 1e4)
 _MORE_STEPS = 12
@@ -33,9 +33,9 @@ def check_elementwise(
     """Refuses an optimizer that would update shards differently from full parameters.
 
     Raises:
-        ValueError: If an update depends on more than the element, such as a norm or the parameter's shape; if a step
-            raises, because the optimizer needs a closure, matrices or sparse gradients; or if the step is not one of
-            torch's own, and its class does not say ``elementwise = True``.
+        ValueError: If an update depends on more than its element, such as on a norm or the parameter's shape; if a step
+            raises, for instance because the optimizer needs a closure, matrices or sparse gradients; or if ``step`` is
+            not torch's own and the class does not set ``elementwise = True``.
 
     Example:
         >>> check_elementwise(torch.optim.AdamW, {"lr": 0.1})
@@ -52,7 +52,7 @@ def check_elementwise(
         differs = _differs(optimizer_cls, moving, device)
         if not _is_torchs(probe):
             differs = differs or _differs_elsewhere(optimizer_cls, options if options.get("lr") else moving, device)
-    except Exception as error:  # of any kind: it is the optimizer's
+    except Exception as error:  # an optimizer may raise anything
         raise ValueError(
             f"optimizer (={name}) must be element-wise to be sharded: on a matrix and its parts it raises"
             f" {type(error).__name__}: {' '.join(str(error).split())}"
@@ -89,7 +89,7 @@ def _differs(
     *,
     num_steps: int = _NUM_STEPS,
 ) -> bool:
-    """Whether steps on a tensor are others on its flat halves, by an optimizer each."""
+    """Whether the steps on a tensor differ from those on its flat halves, each with its own optimizer."""
     values = torch.cos(torch.arange(float(math.prod(shape)), dtype=torch.float64, device=device)).to(dtype)
     whole = nn.Parameter(values.reshape(shape).clone())
     parts = [nn.Parameter(part.clone()) for part in values.chunk(2)]
@@ -103,7 +103,7 @@ def _differs(
 def _take_steps(
     optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[nn.Parameter], scale: float, num_steps: int
 ) -> None:
-    """Takes some steps on a tensor, or the same on its parts."""
+    """Takes ``num_steps`` steps on a tensor, or the same steps on its parts."""
     places = torch.arange(float(sum(p.numel() for p in parameters)), dtype=torch.float64, device=parameters[0].device)
     for step in range(num_steps):
         grads = (scale * torch.sin((step + 1) * places)).to(parameters[0].dtype)

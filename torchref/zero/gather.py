@@ -40,14 +40,14 @@ class Arrivals(InFlight[Arrival]):
         self.has_begun = self._waits_for_end = False
 
     def begin(self, num_ranks: int) -> None:
-        """Notes, within a backward, that gradients are to come."""
+        """Announces gradients of the running backward; when it ends, their reduce-scatters are waited for."""
         self.has_begun = True
         if not self._waits_for_end:
             self._waits_for_end = True
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(num_ranks))
 
     def forget(self) -> None:
-        """Drops all."""
+        """Drops all reduce-scatters in flight, and their results."""
         super().forget()
         self.has_begun = self._waits_for_end = False
 
@@ -98,9 +98,10 @@ class Shards:
         self._gathered: tuple[tuple[int, ...], dict[str, torch.Tensor]] | None = None
 
     def gather(self, plan: BucketPlan | None = None) -> dict[str, torch.Tensor]:
-        """Gathers the shards of all ranks.
+        """All-gathers the shards, bucket by bucket.
 
-        The plan says in which buckets and dtypes; None for those of the compute dtype.
+        Args:
+            plan: Buckets and dtypes of the all-gathers; those of the compute dtype if None.
 
         Returns:
             Full tensors by name, without padding.
@@ -121,10 +122,13 @@ class Shards:
         return full
 
     def gather_again(self, versions: tuple[int, ...]) -> dict[str, torch.Tensor]:
-        """Gathers for the backward; the result is kept until the unit's gradients are reduced.
+        """All-gathers the shards for the backward; the result is kept until the unit's gradients are reduced.
+
+        Args:
+            versions: ``versions`` at the forward.
 
         Raises:
-            RuntimeError: If a shard has changed since.
+            RuntimeError: If a shard has changed since the forward.
         """
         if versions != self.versions:
             raise RuntimeError(f"shards of {list(self.specs)} were changed between the forward and its backward")
@@ -135,13 +139,14 @@ class Shards:
         return full
 
     def gather_masters(self) -> dict[str, torch.Tensor]:
-        """Gathers in the shards' own dtypes."""
+        """All-gathers the shards in their own dtypes; see ``gather``."""
         return self.gather(self._plan(list(self.specs), None))
 
     def scatter(self, grads: dict[str, torch.Tensor | None]) -> None:
-        """Starts to reduce-scatter gradients.
+        """Starts the reduce-scatters of the unit's gradients, and frees the gathered parameters.
 
-        A gradient is None where a tensor was not used.
+        Args:
+            grads: Full gradients by name; None for a parameter that was not used.
         """
         self.drop()
         some = next((grad for grad in grads.values() if grad is not None), None)
@@ -171,17 +176,17 @@ class Shards:
 
     @property
     def communicates(self) -> bool:
-        """Whether anything is sent."""
+        """Whether this unit communicates: there are several ranks, and the compression is not ``noop``."""
         return self.num_ranks > 1 and self._compression.sends
 
     def num_bytes(self, plan: BucketPlan) -> list[int]:
-        """Bytes of the full buffers of a plan."""
+        """Bytes of the full buffer of each bucket of a plan."""
         return [
             self.num_ranks * bucket_width(bucket, self.num_ranks) * dtype_bytes(bucket.dtype) for bucket in plan.buckets
         ]
 
     def _plan(self, names: Sequence[str], dtype: torch.dtype | None) -> BucketPlan:
-        """One bucket for each dtype."""
+        """Plans one bucket for each dtype; floating-point tensors are sent in ``dtype`` if it is given."""
         specs = [self.specs[name] for name in names]
         if dtype is not None:
             dtype_name = str(dtype).removeprefix("torch.")
@@ -191,11 +196,11 @@ class Shards:
 
 
 class Gather(torch.autograd.Function):
-    """``apply(shards, *shards.parameters.values())`` gives the full tensors, in that order."""
+    """Shards to full parameters: ``Gather.apply(shards, *shards.parameters.values())``."""
 
     @staticmethod
     def forward(ctx: Any, shards: Shards, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """All-gathers the shards."""
+        """All-gathers the shards; gives the full parameters in the order of ``shards.parameters``."""
         full = shards.gather()
         ctx.shards = shards
         ctx.set_materialize_grads(False)
@@ -205,15 +210,15 @@ class Gather(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:
-        """Reduce-scatters the gradients."""
+        """Starts to reduce-scatter the full gradients; autograd gets none, ``accumulate`` adds them to the shards."""
         ctx.shards.scatter(dict(zip(ctx.shards.parameters, grads, strict=True)))
         return (None,) * (1 + len(grads))
 
 
 def accumulate(arrived: list[Arrival], num_ranks: int) -> None:
-    """Adds reduced gradients to ``shard.grad``, which then holds the sum since the last synchronisation.
+    """Adds reduced gradients to ``shard.grad``, the sum of those since the last synchronisation.
 
-    What that one has left, divided already, is kept beside it until the next.
+    The mean that the last synchronisation left in ``shard.grad`` is set aside first: it must not be divided again.
     """
     for bucket, shards, row in arrived:
         for name, grad in split_chunks(bucket, row, num_ranks).items():
@@ -224,16 +229,16 @@ def accumulate(arrived: list[Arrival], num_ranks: int) -> None:
 
 
 def take_finished(shard: Any) -> None:
-    """Puts a gradient that is divided already aside, so that only what follows is divided next."""
+    """Sets the mean that the last synchronisation left in ``shard.grad`` aside, so that it is not divided again."""
     if shard.grad is None:
-        shard._aside = None  # it was cleared
+        shard._aside = None  # the gradient was cleared
     elif shard.grad is getattr(shard, "_finished", None):
         shard._aside, shard.grad = shard.grad, None
     shard._finished = None
 
 
 def put_back(shard: Any) -> None:
-    """Adds what ``take_finished`` has put aside to the divided gradient."""
+    """Adds the mean that ``take_finished`` set aside to the new one."""
     aside = getattr(shard, "_aside", None)
     if aside is not None:
         shard.grad.add_(aside)
