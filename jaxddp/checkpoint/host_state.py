@@ -4,7 +4,7 @@
     leaf                   over N ranks                on the host
     =====================  ==========================  ===============================================
     replicated             ``[shape]``                 ``[shape]``
-    sharded                ``Cut.joined_shape``        ``[shape]``
+    sharded                ``Cut.global_shape``        ``[shape]``
     RNG key                ``[shape]``, of a key type  ``[shape, words]``, unsigned integers
     compression residual   ``[N, shape]``              ``[shape]``, the sum over ranks
     compression factor     ``[N, shape]``              ``[shape]``, that of any rank
@@ -122,7 +122,7 @@ def _to_host(leaf: jax.Array, cut: Cut | None) -> np.ndarray:
         leaf = multihost_utils.process_allgather(leaf, tiled=True)
     held: Any = np.asarray(leaf)
     # A copy: on CPUs NumPy shares JAX's memory, which the next step reuses.
-    return np.array(held if cut is None else cut.unjoin(held), order="C")
+    return np.array(held if cut is None else cut.from_global(held), order="C")
 
 
 def _to_ranks(array: np.ndarray, where: Leaf, mesh: Mesh, key_impl: str | None) -> jax.Array:

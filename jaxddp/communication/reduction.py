@@ -34,7 +34,7 @@ from .collectives import all_reduce, reduce_scatter
 from .compression import Compression
 from .low_rank import apply_residual
 from .ordering import order_token
-from .sharding import local_shard, pack_chunks, split_chunks
+from .sharding import Cut, pack_chunks, split_chunks
 
 # Tensors share a sum of squares if a rank keeps at most this many elements of each, on average over the bucket: reading
 # the bucket once more then costs a GPU no more than a sum for each. At this size (64 KiB in float32) the simulated step
@@ -78,7 +78,7 @@ REDUCE_SCATTER = Reduce(
     send=lambda buffer, axis: reduce_scatter(buffer, axis)[0],
     keep=lambda buffer, axis: lax.dynamic_index_in_dim(buffer, lax.axis_index(axis), keepdims=False),
     unpack=split_chunks,
-    local_shard=local_shard,
+    local_shard=lambda grad, num_ranks, rank: Cut(grad.shape, num_ranks).local_shard(grad, rank),
 )
 
 

@@ -12,6 +12,8 @@ row r of a bucket's buffer holds rank r's chunks.
 A stack of layers for a scan is cut by rows instead: each entry of dimension 0 is flattened, padded and cut separately,
 so that one layer can be gathered without the others.
 
+``Cut`` cuts one tensor; the functions pack and unpack a bucket of them.
+
 A shard has as many dimensions as its tensor, all of length 1 but the last: ``[1, ..., 1, c]``, by rows
 ``[rows, 1, ..., 1, c]``. So a mask by number of dimensions, as for weight decay, selects the same parameters on shards.
 """
@@ -42,8 +44,8 @@ def pack_chunks(bucket: Bucket, tensors: Mapping[str, jax.Array], num_ranks: int
     Returns:
         A buffer of shape ``[num_ranks, width]``; rank r owns row r.
     """
-    chunks = [Cut(tensor.shape, num_ranks).chunks(tensors[tensor.name]) for tensor in bucket.tensors]
-    return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks, axis=1)
+    chunks = [Cut(tensor.shape, num_ranks).to_chunks(tensors[tensor.name]) for tensor in bucket.tensors]
+    return jnp.concatenate(chunks, axis=1)
 
 
 def pack_local_shards(bucket: Bucket, chunks: Mapping[str, jax.Array]) -> jax.Array:
@@ -52,8 +54,7 @@ def pack_local_shards(bucket: Bucket, chunks: Mapping[str, jax.Array]) -> jax.Ar
     Returns:
         A buffer of shape ``[width]``.
     """
-    local = [chunks[tensor.name] for tensor in bucket.tensors]
-    return local[0] if len(local) == 1 else jnp.concatenate(local)
+    return jnp.concatenate([chunks[tensor.name] for tensor in bucket.tensors])
 
 
 def unpack_chunks(bucket: Bucket, buffer: jax.Array) -> dict[str, jax.Array]:
@@ -64,7 +65,7 @@ def unpack_chunks(bucket: Bucket, buffer: jax.Array) -> dict[str, jax.Array]:
     """
     num_ranks = buffer.shape[0]
     chunks = split_chunks(bucket, buffer, num_ranks)
-    return {tensor.name: Cut(tensor.shape, num_ranks).whole(chunks[tensor.name]) for tensor in bucket.tensors}
+    return {tensor.name: Cut(tensor.shape, num_ranks).from_chunks(chunks[tensor.name]) for tensor in bucket.tensors}
 
 
 def split_chunks(bucket: Bucket, row: jax.Array, num_ranks: int) -> dict[str, jax.Array]:
@@ -79,15 +80,6 @@ def split_chunks(bucket: Bucket, row: jax.Array, num_ranks: int) -> dict[str, ja
         found[tensor.name] = row[..., offset : offset + chunk]
         offset += chunk
     return found
-
-
-def local_shard(tensor: jax.Array, num_ranks: int, rank: jax.Array | int) -> jax.Array:
-    """Cuts out the chunk that a rank owns.
-
-    Returns:
-        The chunk, of shape ``[c]``.
-    """
-    return lax.dynamic_index_in_dim(Cut(tensor.shape, num_ranks).chunks(tensor), rank, keepdims=False)
 
 
 @dataclass(frozen=True)
@@ -126,16 +118,16 @@ class Cut:
         return (self.rows, *ones[1:], chunk) if self.by_row else (*ones, chunk)
 
     @property
-    def joined_shape(self) -> tuple[int, ...]:
+    def global_shape(self) -> tuple[int, ...]:
         """Shape of all ranks' shards as one array, sharded along its last dimension."""
         *front, chunk = self.shard_shape
         return (*front, self.num_ranks * chunk)
 
     def spec(self, axis: str) -> PartitionSpec:
-        """Sharding over a mesh axis of an array of ``joined_shape``, for ``shard_map`` and ``NamedSharding``."""
+        """Sharding over a mesh axis of an array of ``global_shape``, for ``shard_map`` and ``NamedSharding``."""
         return PartitionSpec(*(None,) * (len(self.shard_shape) - 1), axis)
 
-    def chunks(self, tensor: jax.Array) -> jax.Array:
+    def to_chunks(self, tensor: jax.Array) -> jax.Array:
         """Cuts a full tensor into the chunks of all ranks, ``[num_ranks, rows * c]``."""
         chunk = self.shard_shape[-1]
         padding = self.num_ranks * chunk - self.row_elements
@@ -143,15 +135,15 @@ class Cut:
         rows = pad(tensor.reshape(self.rows, self.row_elements), ((0, 0), (0, padding)))
         return rows.reshape(self.rows, self.num_ranks, chunk).swapaxes(0, 1).reshape(self.num_ranks, self.rows * chunk)
 
-    def whole(self, chunks: jax.Array) -> jax.Array:
-        """Undoes ``chunks``."""
+    def from_chunks(self, chunks: jax.Array) -> jax.Array:
+        """Undoes ``to_chunks``."""
         by_rank = chunks.reshape(self.num_ranks, self.rows, self.shard_shape[-1])
         rows = by_rank.swapaxes(0, 1).reshape(self.rows, self.num_ranks * self.shard_shape[-1])
         return rows[:, : self.row_elements].reshape(self.shape)
 
     def local_shard(self, tensor: jax.Array, rank: jax.Array | int) -> jax.Array:
         """Cuts out a rank's shard of a full tensor, of ``shard_shape``."""
-        return lax.dynamic_index_in_dim(self.chunks(tensor), rank, keepdims=False).reshape(self.shard_shape)
+        return lax.dynamic_index_in_dim(self.to_chunks(tensor), rank, keepdims=False).reshape(self.shard_shape)
 
     def without_padding(self, shard: jax.Array, rank: jax.Array | int) -> jax.Array:
         """Zeroes the padding in a rank's shard, of ``shard_shape``."""
@@ -160,12 +152,12 @@ class Cut:
             return shard
         return jnp.where(rank * chunk + jnp.arange(chunk) < self.row_elements, shard, 0)
 
-    def join(self, tensor: jax.Array) -> jax.Array:
-        """Concatenates all shards of a full tensor, in ``joined_shape``."""
-        by_rank = self.chunks(tensor).reshape(self.num_ranks, self.rows, self.shard_shape[-1])
-        return by_rank.swapaxes(0, 1).reshape(self.joined_shape)
+    def to_global(self, tensor: jax.Array) -> jax.Array:
+        """Concatenates all shards of a full tensor, in ``global_shape``."""
+        by_rank = self.to_chunks(tensor).reshape(self.num_ranks, self.rows, self.shard_shape[-1])
+        return by_rank.swapaxes(0, 1).reshape(self.global_shape)
 
-    def unjoin(self, joined: jax.Array) -> jax.Array:
-        """Undoes ``join``."""
-        rows = joined.reshape(self.rows, self.num_ranks * self.shard_shape[-1])
+    def from_global(self, array: jax.Array) -> jax.Array:
+        """Undoes ``to_global``."""
+        rows = array.reshape(self.rows, self.num_ranks * self.shard_shape[-1])
         return rows[:, : self.row_elements].reshape(self.shape)

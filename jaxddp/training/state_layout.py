@@ -9,7 +9,7 @@ step, key       full                  full                   full
 memory          each rank its own     none                   none
 =============== ===================== ====================== ======================
 
-The shards of a leaf are one array of ``Cut.joined_shape``, split over the ranks along its last dimension. The
+The shards of a leaf are one array of ``Cut.global_shape``, split over the ranks along its last dimension. The
 compression's state of a parameter is one array too, split over the ranks along its first dimension.
 """
 
@@ -51,7 +51,7 @@ class Leaf:
     @property
     def held(self) -> jax.ShapeDtypeStruct:
         """The array over all ranks."""
-        return jax.ShapeDtypeStruct(self.cut.joined_shape if self.cut else self.shape, self.dtype)
+        return jax.ShapeDtypeStruct(self.cut.global_shape if self.cut else self.shape, self.dtype)
 
     @property
     def on_rank(self) -> jax.ShapeDtypeStruct:

@@ -40,10 +40,6 @@ class Shard:
     dtype: Any
     is_trained: bool = True
 
-    def of(self, local: jax.Array) -> Shard:
-        """The same shard with another array of the same shape."""
-        return replace(self, local=local)
-
     def rows(self, local: jax.Array, shape: tuple[int, ...]) -> Shard:
         """The shard of some rows, of a given full shape; of a single row if ``local`` has one dimension."""
         return replace(self, local=local, cut=Cut(shape, self.cut.num_ranks, by_row=local.ndim == 2))
@@ -72,11 +68,14 @@ class Gather:
         Returns:
             The full parameters. The gradient of each shard is summed over ranks.
         """
-        full: dict[int, jax.Array] = {}
-        for dtype in dict.fromkeys(shard.local.dtype for shard in shards):
-            places = [place for place, shard in enumerate(shards) if shard.local.dtype == dtype]
-            full.update(zip(places, self._gather([shards[place] for place in places], dtype), strict=True))
-        return [full[place] for place in range(len(shards))]
+        places: dict[Any, list[int]] = {}  # by dtype
+        for place, shard in enumerate(shards):
+            places.setdefault(shard.local.dtype, []).append(place)
+        full: list[Any] = [None] * len(shards)
+        for dtype, some in places.items():
+            for place, array in zip(some, self._gather([shards[place] for place in some], dtype), strict=True):
+                full[place] = array
+        return full
 
     def _gather(self, shards: list[Shard], master: Any) -> list[jax.Array]:
         if not jnp.issubdtype(master, jnp.floating):
@@ -92,10 +91,10 @@ class Gather:
 
     def _all_gather(self, shards: list[Shard], local: list[jax.Array], dtype: Any) -> list[jax.Array]:
         with jax.named_scope(SYNC_SCOPE):
-            row = _join([array.reshape(1, -1) for array in local]).astype(dtype)
+            row = jnp.concatenate([array.reshape(1, -1) for array in local], axis=1).astype(dtype)
             buffer = all_gather(row, self.axis) if self.sends else jnp.tile(row, (shards[0].cut.num_ranks, 1))
             parts = jnp.split(buffer, _ends(shards), axis=1)
-            return [shard.cut.whole(part).astype(shard.dtype) for shard, part in zip(shards, parts, strict=True)]
+            return [shard.cut.from_chunks(part).astype(shard.dtype) for shard, part in zip(shards, parts, strict=True)]
 
     def _reduce_scatter(self, shards: list[Shard], grads: list[jax.Array]) -> list[jax.Array]:
         sums = [jnp.zeros_like(shard.local) for shard in shards]
@@ -104,7 +103,8 @@ class Gather:
             return sums
         dtype = self.precision.reduce_dtype or shards[0].local.dtype
         with jax.named_scope(SYNC_SCOPE):
-            buffer = _join([shards[place].cut.chunks(grads[place].astype(dtype)) for place in trained])
+            chunks = [shards[place].cut.to_chunks(grads[place].astype(dtype)) for place in trained]
+            buffer = jnp.concatenate(chunks, axis=1)
             if self.sends:
                 total = reduce_scatter(buffer, self.axis)
             else:
@@ -113,10 +113,6 @@ class Gather:
             for place, part in zip(trained, parts, strict=True):
                 sums[place] = part.reshape(sums[place].shape).astype(sums[place].dtype)
         return sums
-
-
-def _join(rows: list[jax.Array]) -> jax.Array:
-    return rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=1)
 
 
 def _ends(shards: list[Shard]) -> list[int]:

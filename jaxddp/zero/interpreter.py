@@ -33,9 +33,9 @@ def interpret(
         return atom.val if isinstance(atom, core.Literal) else values[atom]
 
     for equation in jaxpr.eqns:
-        outputs = rule(equation, [read(atom) for atom in equation.invars])
+        outputs = rule(equation, list(map(read, equation.invars)))
         values.update(zip(equation.outvars, outputs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    return list(map(read, jaxpr.outvars))
 
 
 def bind(equation: Any, inputs: Sequence[Any]) -> Sequence[Any]:

@@ -29,6 +29,7 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -155,7 +156,7 @@ class _Rules:
     def checkpoint(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
         def compute(arrays: list[Any]) -> list[Any]:
             pairs = zip(inputs, arrays, strict=True)
-            values = [value.of(array) if isinstance(value, Shard) else array for value, array in pairs]
+            values = [replace(value, local=array) if isinstance(value, Shard) else array for value, array in pairs]
             return interpret(called_program(equation), values, _Rules(self.gather))
 
         options = {name: equation.params[name] for name in ("policy", "prevent_cse")}

@@ -14,7 +14,7 @@ The last unit keeps everything, because the backward begins there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -54,7 +54,7 @@ def run_unit(
     shards = [inputs[place] for place in places]
 
     def compute(local: Sequence[jax.Array], others: list[Any]) -> list[Any]:
-        full = gather([shard.of(array) for shard, array in zip(shards, local, strict=True)])
+        full = gather([replace(shard, local=array) for shard, array in zip(shards, local, strict=True)])
         full, others = _tie_gradients(full, others)
         values = others if keep else [_Activation(value) for value in others]
         for place, param in zip(places, full, strict=True):  # ascending, so every input gets its old position back

@@ -104,7 +104,7 @@ def gather_params(shards: Any, params: Any, plan: BucketPlan, axis: str, *, send
         for name, leaf in named_leaves(params).items()
     }
     if num_ranks == 1:
-        return like(params, {name: Cut(leaf.shape, 1).whole(local[name]) for name, leaf in full.items()})
+        return like(params, {name: Cut(leaf.shape, 1).from_chunks(local[name]) for name, leaf in full.items()})
     with jax.named_scope(SYNC_SCOPE):
         unpacked: dict[str, jax.Array] = {}
         for bucket in plan.gathers:
