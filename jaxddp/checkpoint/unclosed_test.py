@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jaxddp
-from jaxddp.checkpoint import Checkpoints
+from jaxddp.checkpoint import Checkpoints, checkpoints
 
 
 def loss_fn(params, batch):
@@ -86,7 +86,7 @@ def test_two_objects_of_one_folder(tmp_path):
 SAVES = """
 import sys, time
 import jax.numpy as jnp, optax, jaxddp
-from jaxddp.checkpoint import Checkpoints
+from jaxddp.checkpoint import Checkpoints, checkpoints
 jaxddp.simulate_devices(2)
 trainer = jaxddp.Trainer(lambda p, b: 0.0, optax.adam(0.1), jaxddp.bucketed(), jaxddp.data_mesh(2))
 state = trainer.init({"w": jnp.ones((30, 30))})
@@ -113,3 +113,15 @@ def test_two_processes_of_one_folder(tmp_path, end):
             checkpoints.wait()
             assert checkpoints.latest_step() == 5
             assert not (tmp_path / ".writer").exists()
+
+
+def test_a_save_that_fails_at_the_end_prints_one_line(tmp_path, monkeypatch, capsys):
+    unfinished = Checkpoints(tmp_path)
+
+    def wait():
+        raise OSError("no space left")
+
+    monkeypatch.setattr(unfinished, "wait", wait)
+    monkeypatch.setattr(checkpoints, "_unfinished", {unfinished})
+    checkpoints._finish_all()
+    assert capsys.readouterr().err == f"checkpoint in {tmp_path} was not saved: OSError: no space left\n"

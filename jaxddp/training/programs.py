@@ -119,12 +119,16 @@ class Programs:
 
     def trace(self, state: TrainState, batch: Any) -> GradientTrace:
         """Traces one rank's backward pass, to see in which order the gradients become ready."""
-        step, specs = self._model(state)[1:]
+        model = self._model(state)
         # JAX's own shard_map: in a pack of this package's, no gradient is ready before the whole pack is.
         first_grads = jax.shard_map(
-            step.first_grads, mesh=self._mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False
+            model.rank_step.first_grads,
+            mesh=self._mesh,
+            in_specs=model.specs,
+            out_specs=PartitionSpec(),
+            check_vma=False,
         )
-        return trace_gradients(first_grads, state, batch, has_aux=True, reduced=step.cuts)
+        return trace_gradients(first_grads, state, batch, has_aux=True, reduced=model.rank_step.cuts)
 
     def plan(self, state: TrainState, batch: Any) -> BucketPlan:
         """Gives the bucket plan of the step; on one rank nothing is communicated."""
