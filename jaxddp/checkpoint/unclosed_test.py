@@ -37,7 +37,7 @@ def test_a_script_that_just_ends_keeps_its_last_checkpoint(tmp_path, end):
         checkpoints.save(trainer, state)
         {end}
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, timeout=300)
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, timeout=120)
     with Checkpoints(tmp_path / "run") as checkpoints:
         assert checkpoints.steps() == [0]
 

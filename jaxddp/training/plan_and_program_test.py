@@ -42,6 +42,12 @@ def unit_with_a_part_unused(params, batch):
     return jnp.mean(unit({"used": params["l"], "unused": params["u"]}, batch["x"]) ** 2)
 
 
+def unit_without_gradients(params, batch):
+    unit = jaxddp.layer(lambda p, x: x @ p["kernel"])
+    signs = jaxddp.layer(lambda p, x: jnp.where(p["kernel"][0] > 17, x, -x))
+    return jnp.mean(signs(params["u"], unit(params["l"], batch["x"])) ** 2)
+
+
 def kernel():
     return {"kernel": 0.1 * jnp.arange(36.0).reshape(6, 6)}
 
@@ -54,6 +60,7 @@ CASES = {
     "one layer far apart": (one_layer_far_apart, lambda: {"l": kernel(), "m": kernel()}),
     "unit unused": (unit_with_unused_leaves, lambda: {"l": kernel(), "u": kernel()}),
     "part unused": (unit_with_a_part_unused, lambda: {"l": kernel(), "u": kernel()}),
+    "unit without gradients": (unit_without_gradients, lambda: {"l": kernel(), "u": kernel()}),
 }
 
 
