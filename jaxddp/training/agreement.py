@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from jax._src import distributed  # the store has no public name
 
-_TIMEOUT_S = 600  # for a process that neither comes nor goes on
+_TIMEOUT_S = 3600  # for a process that neither comes nor goes on
 _POLL_S = 1.0
 
 
