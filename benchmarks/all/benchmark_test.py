@@ -9,7 +9,7 @@ from benchmarks.__main__ import main
 from benchmarks.all import benchmark as all_job
 from benchmarks.harness.run import holds, read_rows
 from benchmarks.registry import BENCHMARKS, Benchmark
-from benchmarks.report import plain
+from benchmarks.report.sections import rows_as_they_are
 
 
 def describe(options):
@@ -28,7 +28,7 @@ class Small(Benchmark):
     module = property(lambda self: sys.modules[__name__])
 
     def section(self, rows):
-        return plain.section("small", rows)
+        return rows_as_they_are("small", rows)
 
 
 @pytest.fixture

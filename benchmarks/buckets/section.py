@@ -11,9 +11,9 @@ from ..harness.values import MIB, Row, by, counted, is_sound, listed, number, pl
 from ..report.axis import linear, logarithmic
 from ..report.figure import Figure
 from ..report.lines import Curve, Point, draw_curves
+from ..report.published import buckets_beside
 from ..report.section import Section
 from ..report.sentences import extremes, few_rounds, is_apart, left_out, of_group, time_of, timed
-from ..report.source import buckets_beside
 from ..report.steps import (
     STEP_COLUMNS,
     between_frameworks,

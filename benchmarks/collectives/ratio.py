@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..harness.ratios import compare
-from ..report.source import figures
+from ..report.published import figures
 
 Row = Mapping[str, Any]
 
@@ -56,16 +56,16 @@ def ratios(rows: Iterable[Row], pair: tuple[str, str], num_ranks: int, name: str
     return [Ratio(size, one.ratio, one.low, one.high) for size, one in sorted(compared.items())]
 
 
-def source_points(backend: str, num_ranks: int) -> list[Mapping[str, Any]]:
+def report_points(backend: str, num_ranks: int) -> list[Mapping[str, Any]]:
     """Gives the report's all-reduces of a backend, by size; none if it has not measured them."""
     points = [one for one in figures()["collectives"] if (one["backend"], one["num_ranks"]) == (backend, num_ranks)]
     return sorted(points, key=lambda one: one["size_bytes"])
 
 
-def source_ratios(pair: tuple[str, str], num_ranks: int) -> list[Ratio]:
+def report_ratios(pair: tuple[str, str], num_ranks: int) -> list[Ratio]:
     """Compares the report's backends, with the standard deviation that follows from those of the two."""
     made = []
-    for ours, theirs in zip(*(source_points(backend, num_ranks) for backend in pair), strict=False):
+    for ours, theirs in zip(*(report_points(backend, num_ranks) for backend in pair), strict=False):
         value = theirs["mean_ms"] / ours["mean_ms"]
         error = value * np.hypot(ours["std_ms"] / ours["mean_ms"], theirs["std_ms"] / theirs["mean_ms"])
         made.append(Ratio(ours["size_bytes"], value, value - error, value + error))

@@ -10,12 +10,12 @@ from ..harness.values import Row, buffer_bytes, by, is_sound, number, percent, s
 from ..report.axis import Axis, logarithmic
 from ..report.figure import NUM_STYLES, Figure
 from ..report.lines import Curve, Point, draw_curves
+from ..report.published import collectives_beside
 from ..report.section import Section
 from ..report.sentences import extremes, left_out, time_of, timed
-from ..report.source import collectives_beside
 from ..report.steps import collectives, group, ranks
 from .cases import NAMES
-from .ratio import PAIRS, ratios, source_ratios
+from .ratio import PAIRS, ratios, report_ratios
 
 
 def _interval(row: Row, low: str, high: str) -> tuple[float, float | None] | None:
@@ -135,7 +135,7 @@ def _ratio_rows(rows: Sequence[Row]) -> list[Row]:
     for num_ranks in sorted({row["num_ranks"] for row in rows if number(row, "num_ranks")}):
         by_pair = {" / ".join(pair): ratios(rows, pair, num_ranks) for pair in PAIRS}
         if any(by_pair.values()):
-            by_pair["NCCL / Gloo in the assignment report"] = source_ratios(("NCCL", "Gloo"), num_ranks)
+            by_pair["NCCL / Gloo in the assignment report"] = report_ratios(("NCCL", "Gloo"), num_ranks)
         for pair, of_pair in by_pair.items():
             for one in of_pair:
                 made = {"pair": pair, "num_ranks": num_ranks, "size_bytes": one.asked_bytes, "ratio": one.value}

@@ -12,7 +12,7 @@ from benchmarks.harness.run import holds, read_rows
 from benchmarks.lab.benchmark import lab_for
 from benchmarks.lab.network import open_lab
 from benchmarks.registry import BENCHMARKS, Benchmark
-from benchmarks.report import plain
+from benchmarks.report.sections import rows_as_they_are
 
 # Of a link that is measured and has to be found right: what its ends save up for bursts, 70 ms of this rate, makes up
 # for a machine that stands still for so long. A faster one was found off where others had much of the processors.
@@ -40,7 +40,7 @@ class Small(Benchmark):
     module = property(lambda self: sys.modules[__name__])
 
     def section(self, rows):
-        return plain.section("small", rows)
+        return rows_as_they_are("small", rows)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 The blog's two variants are data parallelism with buckets and an optimizer that deals whole tensors out by index; both
 ran in one process on 2 GPUs, seed_xl with 32 sequences a step, the allocator's peak taken anew for each phase. Their
 counterparts are ``bucketed`` and ``zero1``. What its figures hold beside what they should is worked out in
-``docs/source-figures.md``, rows S.optim_state and S.peaks.
+``docs/published-figures.md``, rows S.optim_state and S.peaks.
 """
 
 from __future__ import annotations

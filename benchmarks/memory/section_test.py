@@ -25,7 +25,7 @@ def test_bars_are_as_long_as_the_sum_of_their_components():
 
 def test_the_sources_figures_and_the_allocator():
     made = section(memory())
-    assert [column.cell(made.source.rows[0]) for column in made.source.columns] == [
+    assert [column.cell(made.published.rows[0]) for column in made.published.columns] == [
         "baseline, after init", "654.659", "–", "1,800.00", "ok", "optax makes the moments at once",
     ]  # fmt: skip
     assert "allocator: not run, cpu devices count none" in made.parts[1].note

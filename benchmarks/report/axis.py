@@ -1,4 +1,4 @@
-"""Axes: where a value lies between the two ends of one, and which values are written at it."""
+"""Axes: the position of a value between two ends, and the tick values."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ _MOST_TICKS = 6
 
 @dataclass(frozen=True)
 class Axis:
-    """A scale.
+    """A scale from ``low`` to ``high``.
 
     Attributes:
-        low: The value at its start.
-        high: At its end, above ``low``.
-        ticks: The values written at it, ascending.
-        is_log: Whether equal ratios are equally long, not equal differences.
-        form: How a value is written.
+        ticks: Labelled values, ascending.
+        form: Formats a tick.
     """
 
     low: float
@@ -30,22 +27,14 @@ class Axis:
     form: Callable[[float], str] = plain
 
     def at(self, value: float) -> float:
-        """Where a value lies: 0 at the start, 1 at the end, and never beyond them."""
-        low, high, inner = (math.log(x) if self.is_log else x for x in (self.low, self.high, max(value, self._least)))
-        return min(max((inner - low) / (high - low), 0.0), 1.0)
-
-    @property
-    def _least(self) -> float:
-        return self.low if self.is_log else -math.inf
+        """The position of a value: 0 at the start, 1 at the end; values outside are clipped."""
+        inside = min(max(value, self.low), self.high)
+        low, high, inner = (math.log(x) if self.is_log else x for x in (self.low, self.high, inside))
+        return (inner - low) / (high - low)
 
 
 def linear(values: Iterable[float], form: Callable[[float], str] = plain, start: float = 0.0) -> Axis:
-    """Makes an axis from zero, or another start, to the largest value.
-
-    Args:
-        values: What has to fit.
-        form: How ticks are written.
-        start: Where it starts, unless a value lies below.
+    """Makes an axis from ``start``, or from a smaller value, to the largest value.
 
     Example:
         >>> linear([3, 17]).ticks
@@ -65,15 +54,9 @@ def linear(values: Iterable[float], form: Callable[[float], str] = plain, start:
 def logarithmic(
     values: Iterable[float], form: Callable[[float], str] = plain, ticks: Iterable[float] | None = None
 ) -> Axis:
-    """Makes an axis on which decades are equally long.
+    """Makes a logarithmic axis with at most six ticks; values that are not positive are ignored.
 
-    Args:
-        values: What has to fit; those that are not positive do not.
-        form: How ticks are written.
-        ticks: What may be written at it; powers of ten when None, or what is between where there are few.
-
-    Returns:
-        The axis, with at most six of the ticks.
+    ``ticks`` are the allowed tick values; by default powers of ten, or values between them on a short axis.
 
     Example:
         >>> logarithmic([3, 40000]).ticks

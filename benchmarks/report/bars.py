@@ -1,4 +1,4 @@
-"""Bars below each other, each with its name and number above it: stacked segments, or an interval around a value."""
+"""Horizontal bars with a name and a number above each: stacked segments, or an interval around a value."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .figure import TICK_ROOM, Drawing, along, area, axis_along, line, words
 from .markup import Markup, join, tag
 
 _ROW, _NOTE_ROW, _HEADING, _BAR_TOP, _BAR = 38, 16, 26, 18, 12  # pixels
-# Letters that a narrow page has room for in a line, and in one that two texts share.
+# Characters that fit on a line of a narrow page, and on a line that label and note share.
 _LINE, _SHARED_LINE = 52, 46
 
 
@@ -20,12 +20,12 @@ class Bar:
     """One bar.
 
     Attributes:
-        group: What it stands below, with the others of its group; nothing when empty.
+        group: Heading that it shares with other bars; none if empty.
         note: Its number in words, at the right.
-        segments: Style, length and meaning of each; none for one that only has its note.
-        low_high: The interval drawn over it.
-        point: A value marked within the interval.
-        limit: A value that is marked as its limit.
+        segments: Style, length and meaning of each; none if only the note is shown.
+        low_high: Interval drawn over the bar.
+        point: Value marked within the interval.
+        limit: Value marked as a limit.
     """
 
     group: str
@@ -38,13 +38,7 @@ class Bar:
 
 
 def draw_bars(bars: Sequence[Bar], axis: Axis, meaning: str) -> Drawing:
-    """Draws bars.
-
-    Args:
-        bars: From top to bottom; those of a group are brought together.
-        axis: Theirs.
-        meaning: Of the axis, with its unit.
-    """
+    """Draws bars from top to bottom, sorted into groups; ``meaning`` labels the axis, with its unit."""
     drawn: list[Markup] = []
     y = 0
     has_two_lines = any(len(bar.label) + len(bar.note) > _SHARED_LINE for bar in bars)

@@ -1,4 +1,4 @@
-"""``python -m benchmarks report RUN [RUN ...]``: the page of a run, made again, or of several side by side."""
+"""``python -m benchmarks report RUN [RUN ...]``: makes the page of a run again, or compares several runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     parsed = parser.parse_args(arguments)
     folders = [Path(run) for run in parsed.runs]
     try:
-        for run in read_runs(folders):  # before there is a folder to be left empty
+        for run in read_runs(folders):  # before a folder is made
             for file, number in run.broken:
                 print(f"{run.name}: {file}, line {number}: no JSON object, skipped", file=sys.stderr)
         is_in_run = len(folders) == 1 and parsed.out is None

@@ -1,8 +1,8 @@
-"""Two runs side by side: the same thing measured before and after, or on one machine and on another.
+"""Two runs compared: before and after a change, or on two machines.
 
-Rows are of the same thing if all that says what was measured is the same, a lab's links among it. A difference counts
-where each median lies outside the other's 10th to 90th percentile; a ratio of a gate has its 95 % interval for that,
-and bytes have no spread. What was measured on one network makes a figure and a table of its own.
+Rows are compared if they have the same benchmark, network and settings (``KEY``). Two times differ if each median lies
+outside the other's 10th to 90th percentile; ratios of gates use their 95 % intervals; bytes have no spread. Each
+network has a figure and a table of its own.
 """
 
 from __future__ import annotations
@@ -15,23 +15,21 @@ from ..harness.values import Row, buffer_bytes, by, counted, is_sound, listed, m
 from .axis import logarithmic
 from .bars import Bar, draw_bars
 from .environment import differences
-from .experiment import experiment_of
 from .figure import Figure
-from .runs import RunRows
+from .runs import RunRows, experiment_of
 from .section import Section
 from .sentences import is_apart, of_group
 from .steps import in_words
 
-# Beside the experiment.
+# Fields that identify a measurement within an experiment.
 KEY = (
     "framework", "backend", "num_ranks", "strategy", "collective", "bucket_mb", "size_bytes",
-    # What tells rows apart that have none of these, or all of them alike.
     "mode", "how", "model", "target", "moment", "name",
 )  # fmt: skip
 _EXPERIMENT = ("benchmark", "link_mbit")
 SAME, NOT_COMPARED = "no difference seen", "not compared"
 _MOST_BARS = 40
-# Of what is less than the first's and of what is more.
+# By unit: the words for a value below the first run's, and for one above it.
 _WORDS = {
     "ms": ("faster", "slower"),
     "Mbit/s": ("slower", "faster"),
@@ -41,7 +39,7 @@ _WORDS = {
 
 
 class Quantity(NamedTuple):
-    """What a row measured, with its spread, and its unit."""
+    """What a row measured, with its spread and unit."""
 
     value: float
     low: float
@@ -50,7 +48,7 @@ class Quantity(NamedTuple):
 
 
 def quantity_of(row: Row) -> Quantity | None:
-    """What a row measured: a time, a rate, a ratio, or what a device holds; None if it is none of them."""
+    """What a row measured: a time, a rate, a ratio, or the memory of a device; None otherwise."""
     for key, unit in (("median_ms", "ms"), ("rate_mbit", "Mbit/s")):
         median, end = number(row, key), key.split("_")[1]
         if median is not None:
@@ -66,14 +64,10 @@ def quantity_of(row: Row) -> Quantity | None:
 
 
 def compare(first: RunRows, second: RunRows) -> Section:
-    """Compares two runs.
-
-    Args:
-        first: What the other is compared with.
-        second: The other.
+    """Compares a second run with the first.
 
     Returns:
-        A section: of each network how many differ and which, a figure of the ratios, and the table of all of them.
+        For each network: sentences on how many rows differ and which differ most, a figure of ratios, and a table.
     """
     ours, theirs = _by_key(first), _by_key(second)
     shared = [key for key in ours if key in theirs]
@@ -126,13 +120,13 @@ def _table(first: RunRows, second: RunRows, network: str, lines: Sequence[Row]) 
 
 
 def key_of(row: Row) -> tuple[str, ...]:
-    """What a row is about; rows with the same are compared."""
+    """What identifies a row; rows with equal keys are compared."""
     of = (str(buffer_bytes(row) if key == "size_bytes" else row.get(key)) for key in KEY)
     return (experiment_of(row).label, *of)
 
 
 def _by_key(run: RunRows) -> dict[tuple[str, ...], Row]:
-    """Rows that measured something or failed at it, by what they are about; two of one thing are neither's."""
+    """Rows that measured something or failed, by key; keys that occur twice are dropped."""
     rows = [row for row in run.rows if quantity_of(row) or ("strategy" in row and not is_sound(row))]
     groups = by(rows, key_of)
     return {key: some[0] for key, some in groups.items() if len(some) == 1}
@@ -153,7 +147,7 @@ def _line(first: Row, second: Row) -> dict[str, Any]:
 
 
 def _unsound(row: Row) -> str:
-    """Why a row cannot be compared; empty if it can. A gate that was missed can be."""
+    """Why a row cannot be compared; empty if it can, as a missed gate can."""
     return mark(row).replace("MISSED", "")
 
 
@@ -204,7 +198,7 @@ def _figure(first: RunRows, second: RunRows, network: str, lines: Sequence[Row])
 
 
 def _seen(first: RunRows, second: RunRows, lines: Sequence[Row]) -> list[str]:
-    """Sentences on what both runs measured on one network: how many rows differ, and which the most."""
+    """Sentences on one network's rows: how many differ, and which differs most."""
     seen = [text(line, "seen").split(":")[0] for line in lines]
     order = [*dict.fromkeys(word for words in _WORDS.values() for word in words), SAME, NOT_COMPARED]
     counts = [f"{seen.count(word)} {word}" for word in order if word in seen]
@@ -219,7 +213,7 @@ def _seen(first: RunRows, second: RunRows, lines: Sequence[Row]) -> list[str]:
 
 
 def _in_words(row: Row) -> str:
-    """What a row measured, with its spread if it has one."""
+    """A row's value, with its spread if it has one."""
     found = quantity_of(row)
     assert found is not None
     measured = f"{short(found.value)} {found.unit}".strip()

@@ -1,4 +1,4 @@
-"""The environment of a run, from its rows: command, code, versions, machine, ranks and time."""
+"""The environment of a run, read from its rows: command, code, versions, machine, ranks and time."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ from collections.abc import Callable, Sequence
 
 from ..harness.steal_time import in_words
 from ..harness.values import Row, by, number, text
-from .experiment import experiment_of
 from .markup import Markup, tag
-from .runs import RunRows
+from .runs import RunRows, experiment_of
 
-# What every row says, or many: no part of a result.
+# Fields that describe the environment, not a result.
 ENVELOPE = frozenset(
     "benchmark part commit command measured_at machine cores system python versions device ranks threads".split()
 ) | {"link_mbit", "stolen_share"}
 
 
 def facts(run: RunRows) -> dict[str, list[str]]:
-    """Collects what the rows of a run say of its environment.
+    """Collects the environment of a run from its rows.
 
     Returns:
-        By name what is said, once each; where experiments of the run differ, which of them says it.
+        Distinct statements by name; where experiments differ, each names its experiments.
     """
     said = {name: _by_experiment(run, of) for name, of in _FACTS.items()}
     said["versions"] = _versions(run.rows)
@@ -30,7 +29,7 @@ def facts(run: RunRows) -> dict[str, list[str]]:
 
 
 def differences(one: RunRows, other: RunRows) -> list[str]:
-    """Names differences in environment between two runs, over what both measured; times are left out."""
+    """Lists the differences in environment between two runs, over what both measured, except times."""
     shared = one.experiments.keys() & other.experiments.keys()
     ours, theirs = (
         facts(RunRows(run.name, [row for row in run.rows if experiment_of(row) in shared])) for run in (one, other)
@@ -43,7 +42,7 @@ def differences(one: RunRows, other: RunRows) -> list[str]:
 
 
 def render_environment(run: RunRows) -> Markup:
-    """Writes the environment of a run as a list of terms."""
+    """Renders the environment of a run as a list of terms."""
     pairs = []
     for name, lines in facts(run).items():
         shown = [tag("code", line) if name == "command" else line for line in lines]
@@ -52,7 +51,7 @@ def render_environment(run: RunRows) -> Markup:
 
 
 def _by_experiment(run: RunRows, of: Callable[[Sequence[Row]], list[str]]) -> list[str]:
-    """Lines about the rows of each experiment; those that not all experiments have name theirs."""
+    """Lines about each experiment's rows; lines that are not true of all experiments name theirs."""
     said = [(line, experiment.label) for experiment, rows in run.experiments.items() for line in of(rows)]
     everyone = {label for _, label in said}
     return [
@@ -76,7 +75,7 @@ def _machine(rows: Sequence[Row]) -> list[str]:
 
 
 def _ranks(rows: Sequence[Row]) -> list[str]:
-    """What the ranks were, by framework."""
+    """The kind of ranks, by framework."""
     found: dict[str, None] = {}
     for row in rows:
         if text(row, "ranks"):

@@ -1,8 +1,7 @@
-"""Figures: a drawing that reads in any width, the legend to it, and what it says for those who do not see it.
+"""Figures: an SVG drawing, its legend, and a description for screen readers.
 
-A drawing is SVG whose places along are percentages and whose heights are pixels, so that a narrow page makes it
-narrower and leaves its letters as they are. Colours stand in the page's style, one set for light and one for dark.
-What a colour tells a pattern, a shape or a dash tells as well.
+Horizontal positions are percentages and heights are pixels, so a narrow page narrows the drawing but not its text.
+Colours are defined in the page's style sheet, for light and dark. Each style also has its own pattern, marker or dash.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from .table import render
 NUM_STYLES = 6
 TICK_ROOM = 40  # pixels below a drawing for the ticks of its axis and what they mean
 
-# Lines over the colour of a style; 0 has none.
+# Hatch lines by style; style 0 has none.
 _PATTERNS = {1: "M-1 7L7 -1M5 9L9 5", 2: "M1 2h2M5 6h2", 3: "M-1 1L7 9M3 -3L11 5", 4: "M4 0V8", 5: "M0 4H8M4 0V8"}
-# Markers within 5 pixels of where they are.
+# Marker outlines by style, at most 5 pixels from the centre.
 _MARKERS = (
     "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0", "M-3.5 -3.5H3.5V3.5H-3.5Z", "M0 -5L5 4H-5Z", "M0 -5L4.5 0L0 5L-4.5 0Z",
     "M0 5L5 -4H-5Z", "M-1.5 -5H1.5V-1.5H5V1.5H1.5V5H-1.5V1.5H-5V-1.5H-1.5Z",
@@ -28,7 +27,7 @@ _MARKERS = (
 
 @dataclass(frozen=True)
 class Drawing:
-    """What is drawn: SVG of a height in pixels, in all of the width, or with room at the left for an axis."""
+    """SVG of a height in pixels; ``is_wide`` if it has no axis at the left and takes the full width."""
 
     body: Markup
     height: int
@@ -37,7 +36,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Key:
-    """An entry of a legend: a style, from 0, and whether it is an area, or a line that may be dashed."""
+    """A legend entry: an area of a style, or a line of it, which may be dashed."""
 
     name: str
     style: int
@@ -50,9 +49,9 @@ class Figure:
     """A figure.
 
     Attributes:
-        description: What it shows and what can be seen, in words.
+        description: What it shows, in words.
         legend: What its styles mean.
-        table: Its numbers, where no table of its section has them.
+        table: Its numbers, if no table of its section has them.
     """
 
     title: str
@@ -63,27 +62,27 @@ class Figure:
 
 
 def along(share: float) -> str:
-    """Writes a share of the width."""
+    """Formats a share of the width."""
     return f"{100 * share:.2f}%"
 
 
 def area(style: int) -> str:
-    """The class of what is filled in a style."""
+    """The class of a filled area."""
     return f"a{style % NUM_STYLES}"
 
 
 def stroke(style: int, is_dashed: bool = False) -> str:
-    """The class of a line in a style."""
+    """The class of a line."""
     return f"l{style % NUM_STYLES}{' dashed' if is_dashed else ''}"
 
 
 def colored(style: int) -> str:
-    """The class of what has the colour of a style, and no pattern."""
+    """The class of a shape with the style's colour and no pattern."""
     return f"k{style % NUM_STYLES}"
 
 
 def marker(style: int, x: float, y: float, name: str | None = None) -> Markup:
-    """Draws a marker, with a text that is shown when it is pointed at; x is a share of the width, y pixels."""
+    """Draws a marker with a tooltip; x is a share of the width, y pixels."""
     title = tag("title", name) if name is not None else None
     return tag("use", title, href=f"#m{style % NUM_STYLES}", x=along(x), y=f"{y:.1f}")
 
@@ -94,12 +93,12 @@ def line(x1: float, y1: float, x2: float, y2: float, class_: str | None = None) 
 
 
 def words(content: str, x: float, y: float, class_: str, dx: float = 0) -> Markup:
-    """Writes into a drawing; x is a share of the width, y the base line's pixels."""
+    """Draws text; x is a share of the width, y the base line in pixels."""
     return tag("text", content, x=along(x), y=f"{y:.1f}", dx=dx or None, class_=class_)
 
 
 def axis_along(axis: Axis, top: float, bottom: float, meaning: str) -> Markup:
-    """Draws the axis that runs along the width, with lines from its ticks to the top."""
+    """Draws a horizontal axis, with grid lines from its ticks to the top."""
     return join(
         *(line(axis.at(tick), top, axis.at(tick), bottom, "grid") for tick in axis.ticks),
         *(words(axis.form(tick), axis.at(tick), bottom + 16, "tick middle") for tick in axis.ticks),
@@ -108,7 +107,7 @@ def axis_along(axis: Axis, top: float, bottom: float, meaning: str) -> Markup:
 
 
 def definitions() -> Markup:
-    """The patterns and markers that all drawings of a page use."""
+    """The patterns and markers that all drawings of a page share."""
     fills = [
         tag(
             "pattern", tag("rect", width=8, height=8, class_=colored(style)),
@@ -122,7 +121,7 @@ def definitions() -> Markup:
 
 
 def render_figure(figure: Figure, name: str, table: str | None) -> Markup:
-    """Writes a figure; ``table`` is the id of the table with its numbers, unless it has one of its own."""
+    """Renders a figure; ``table`` is the id of the table with its numbers, unless it has its own."""
     title, description = f"{name}-title", f"{name}-text"
     svg = tag(
         "svg",

@@ -1,4 +1,4 @@
-"""Timelines: what ran when, in lanes below each other."""
+"""Timelines: operations in lanes below each other."""
 
 from __future__ import annotations
 
@@ -11,15 +11,11 @@ from .figure import TICK_ROOM, Drawing, along, area, axis_along, words
 from .markup import Markup, join, tag
 
 _LANE, _LABEL, _BLOCK = 44, 14, 20  # pixels
-_FINEST = 1 / 1500  # of the axis: what lies closer together is one block
+_FINEST = 1 / 1500  # share of the axis; events closer together are one block
 
 
 def draw_lanes(events: Sequence[Event], lanes: Sequence[str], styles: dict[str, int], axis: Axis) -> Drawing:
-    """Draws a timeline.
-
-    Returns:
-        The drawing; events of one lane and phase that lie closer together than can be seen are drawn as one.
-    """
+    """Draws a timeline; events of one lane and phase whose gap is too small to see are joined."""
     drawn: list[Markup] = []
     for index, lane in enumerate(lanes):
         y = index * _LANE
@@ -30,7 +26,7 @@ def draw_lanes(events: Sequence[Event], lanes: Sequence[str], styles: dict[str, 
 
 
 def busy_ms(events: Sequence[Event]) -> float:
-    """How long at least one of the events was running."""
+    """How long at least one event was running."""
     return sum(end - start for start, end in merge((event.start_ms, event.end_ms) for event in events))
 
 

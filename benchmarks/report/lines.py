@@ -1,4 +1,4 @@
-"""Curves: values over sizes, with the spread of each as a whisker; a curve differs in colour, marker and dash."""
+"""Curves of values over sizes, with whiskers for their spread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TOP, _HEIGHT = 24, 220  # pixels
 
 
 class Point(NamedTuple):
-    """A value at a size, with the spread around it if it has one."""
+    """A value at a size, with its spread if it has one."""
 
     x: float
     y: float
@@ -25,12 +25,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Curve:
-    """One curve.
-
-    Attributes:
-        style: From 0; curves that belong together share one.
-        is_dashed: Whether it was computed and not measured.
-    """
+    """One curve; related curves share a style, and computed ones are dashed."""
 
     name: str
     style: int
@@ -39,28 +34,19 @@ class Curve:
 
     @property
     def ends(self) -> tuple[Point, Point]:
-        """Its points with the least and the most x."""
+        """Its points with the smallest and the largest x."""
         return min(self.points, key=lambda point: point.x), max(self.points, key=lambda point: point.x)
 
     @property
     def key(self) -> Key:
-        """Its entry in a legend."""
+        """Its legend entry."""
         return Key(self.name, self.style, is_line=True, is_dashed=self.is_dashed)
 
 
 def draw_curves(
     curves: Sequence[Curve], x_axis: Axis, y_axis: Axis, x_means: str, y_means: str, marked: Sequence[float] = ()
 ) -> Drawing:
-    """Draws curves.
-
-    Args:
-        curves: The later over the earlier.
-        x_axis: Along the width.
-        y_axis: Upwards.
-        x_means: Below the one.
-        y_means: Above the other.
-        marked: Values of x with a line of their own.
-    """
+    """Draws curves; later ones cover earlier ones, and values of x in ``marked`` get a vertical line."""
     bottom = _TOP + _HEIGHT
 
     def height_of(value: float) -> float:

@@ -1,4 +1,4 @@
-"""HTML and SVG as text: what comes from files is escaped, and what is escaped is known by its type."""
+"""HTML and SVG as text: everything that is not ``Markup`` is escaped."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import html
 import re
 from typing import Any
 
-# HTML has no way to write these, and a browser says so in its console.
+# HTML cannot contain these characters; browsers report them as errors.
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
-# What may have nothing within it, and how it ends then: in HTML, and in SVG.
+# Elements without an end tag when empty, and how they close: in HTML, and in SVG.
 _EMPTY = dict.fromkeys(("meta", "link"), "") | dict.fromkeys(("line", "rect", "path", "circle", "use"), "/")
 
 
@@ -20,7 +20,7 @@ class Markup(str):
 
 
 def escape(value: Any) -> Markup:
-    """Escapes what is no ``Markup`` yet.
+    """Escapes a value, unless it is ``Markup``.
 
     Example:
         >>> escape("a < b")
@@ -30,21 +30,15 @@ def escape(value: Any) -> Markup:
 
 
 def join(*parts: Any) -> Markup:
-    """Escapes parts and sets them behind each other; None is left out."""
+    """Escapes and concatenates parts; None is left out."""
     return Markup("".join(escape(part) for part in parts if part is not None))
 
 
 def tag(element: str, /, *children: Any, **attributes: Any) -> Markup:
-    """Writes an element.
+    """Renders an element; children are escaped, and None is left out.
 
-    Args:
-        element: Its name.
-        *children: Escaped where they are no ``Markup``; None is left out.
-        **attributes: Escaped; ``class_`` and ``aria_label`` stand for ``class`` and ``aria-label``. True is an
-            attribute without a value; None and False leave it out.
-
-    Returns:
-        The element; without an end tag where there is nothing in it and it needs none.
+    ``class_`` and ``aria_label`` stand for ``class`` and ``aria-label``. An attribute that is True has no value; an
+    attribute that is None or False is left out.
 
     Example:
         >>> tag("p", "a < b", class_="note", hidden=True)

@@ -1,4 +1,4 @@
-"""The page: one file that fetches nothing, opens from a disk, and reads on a phone, by keyboard and by ear."""
+"""The page: one file that loads nothing else and is readable on a phone, by keyboard and by screen reader."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from ..harness.run import METRICS
 from ..harness.values import Row, by, check, counted, is_bad, is_not_run, listed
 from .comparison import compare
 from .environment import render_environment
-from .experiment import experiment_of
 from .figure import definitions
 from .markup import Markup, join, tag
-from .runs import RunRows, read_runs
+from .runs import RunRows, experiment_of, read_runs
 from .section import Section, render_section
 from .sections import is_known, order_of, section_of
 from .steps import in_words
@@ -25,14 +24,10 @@ _MOST_FAULTS = 20
 
 
 def write_report(folders: Sequence[Path], path: Path) -> None:
-    """Writes the page of a run, or of several, each compared with the first.
-
-    Args:
-        folders: Of the runs, at least one.
-        path: Of the page; its folder is made if it is not there.
+    """Writes the page of one or more runs, each compared with the first.
 
     Raises:
-        ValueError: If a folder is missing, has no row, or is named twice.
+        ValueError: If a run's folder is missing, has no row, or is named twice.
     """
     page = render(read_runs(folders))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -40,15 +35,11 @@ def write_report(folders: Sequence[Path], path: Path) -> None:
 
 
 def render(runs: Sequence[RunRows]) -> str:
-    """Writes the page.
-
-    Args:
-        runs: What was read, at least one.
-    """
+    """Renders the page of one or more runs."""
     title = f"Benchmarks: {listed([run.name for run in runs])}"
     style, script = (Markup((_HERE / name).read_text()) for name in ("page.css", "page.js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    # Nothing is fetched, and no script runs but the one of this page, whatever a name in a file says.
+    # Whatever the rows contain, nothing is fetched and only this page's script runs.
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     head = tag(
         "head",
@@ -76,11 +67,7 @@ def render(runs: Sequence[RunRows]) -> str:
         tag("a", "Skip to the results", href="#results", class_="skip"),
         definitions(),
         tag("header", tag("h1", title), _summary(runs)),
-        tag(
-            "nav",
-            tag("ul", *entries),
-            aria_label="Contents",
-        ),
+        tag("nav", tag("ul", *entries), aria_label="Contents"),
         tag("main", *parts, id="results", tabindex="-1"),
         tag(
             "footer", tag("p", f"Made from the rows of {METRICS} alone. MiB are 2^20 bytes, GB/s 10^9 bytes a second.")
@@ -100,13 +87,13 @@ def _sections(run: RunRows) -> list[tuple[str, Section]]:
 
 
 def _entry(name: str, words: str, below: Sequence[Markup] = ()) -> Markup:
-    """An entry of the contents."""
+    """An entry of the table of contents."""
     link = tag("a", words, href=f"#{name}")
     return tag("li", link, tag("ul", *below) if below else None, class_="run" if below else None)
 
 
 def _summary(runs: Sequence[RunRows]) -> Markup:
-    """The list at the top of rows that failed, were not run or are wrong, if there are any."""
+    """The list at the top of rows that failed, were not run or are wrong."""
     said = []
     for run in runs:
         rows = run.rows
@@ -121,7 +108,7 @@ def _summary(runs: Sequence[RunRows]) -> Markup:
 
 def _list(rows: Sequence[Row], kind: str) -> Markup:
     def alike(row: Row) -> tuple[str, ...]:
-        """Every fault is told by itself; what could not be run for one reason makes one line."""
+        """Each fault has a line of its own; rows that were not run for the same reason share one."""
         same = experiment_of(row).label, check(row)
         return (*same, in_words(row)) if kind == "faults" else same
 

@@ -1,7 +1,7 @@
 """Ratios of two times, always with an interval.
 
-Where rows have their rounds the interval is that of ``benchmarks/harness/ratios.py``. Where they have only a spread, it
-goes from one's 10th over the other's 90th percentile to the reverse, which is wider.
+Rows with their rounds get the 95 % interval of ``benchmarks/harness/ratios.py``. Rows with only a spread get a wider
+one: from one's 10th over the other's 90th percentile to the reverse.
 """
 
 from __future__ import annotations
@@ -15,12 +15,7 @@ _OF_ONE_PART = ("benchmark", "part", "measured_at")
 
 
 class Ratio(NamedTuple):
-    """A ratio of two times.
-
-    Attributes:
-        low: The lower end of its interval.
-        is_of_rounds: Whether it is the 95 % interval of rounds.
-    """
+    """A ratio of two times and its interval, which is a 95 % interval if ``is_of_rounds``."""
 
     value: float
     low: float
@@ -45,10 +40,7 @@ class Ratio(NamedTuple):
 
 
 def ratio_of(one: Row, other: Row) -> Ratio | None:
-    """Compares two rows with a time.
-
-    Returns:
-        The ratio of their medians; None if nothing says what it leaves open.
+    """Compares two rows with a time; None if the interval is unknown.
 
     Example:
         >>> ratio_of({"median_ms": 9.0, "rounds_ms": [9.0] * 5}, {"median_ms": 10.0, "rounds_ms": [10.0] * 5})
@@ -56,7 +48,7 @@ def ratio_of(one: Row, other: Row) -> Ratio | None:
     """
     ours, theirs = _rounds(one), _rounds(other)
     if len(ours) > 1 and len(theirs) > 1:
-        # Rows of one part were timed in the same rounds; others, of other processes, each in their own.
+        # Rows of one part were timed in the same rounds, those of different parts in different processes.
         is_paired = len(ours) == len(theirs) and all(one.get(key) == other.get(key) for key in _OF_ONE_PART)
         found = compare("", ours, theirs, 1.0, paired=is_paired)
         return Ratio(found.ratio, found.low, found.high, True)
@@ -67,18 +59,18 @@ def ratio_of(one: Row, other: Row) -> Ratio | None:
 
 
 def _written(value: float) -> str:
-    """With as many digits as a gate's ratio, or fewer where it is large."""
+    """Formatted with three decimals, or with three digits where it is large."""
     return f"{value:.3f}" if value < 10 else short(value)
 
 
 def _spread(row: Row) -> tuple[float, float, float]:
-    """Median, 10th and 90th percentile of a row's time; what is missing is 0."""
+    """Median, 10th and 90th percentile of a row's time; missing ones are 0."""
     low, high = spread(row) or (0.0, 0.0)
     return number(row, "median_ms") or 0.0, low, high
 
 
 def _rounds(row: Row) -> list[float]:
-    """The times of a row's rounds; none if one of them is no time."""
+    """The times of a row's rounds; empty if one of them is no time."""
     times = row.get("rounds_ms")
     found = [number({"ms": time}, "ms") or 0.0 for time in times] if isinstance(times, list) else []
     return found if all(time > 0 for time in found) else []

@@ -1,27 +1,73 @@
-"""Runs as they lie in their folders: rows by experiment, and the lines that could not be read."""
+"""Reads the rows of runs from their folders, and groups them by experiment: a benchmark on a network.
+
+A benchmark runs over the machine's own memory, or inside a lab over links of a given rate. Rows of different networks
+share no section, no figure and no table, and are never compared.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ..harness.run import METRICS, read_rows
-from ..harness.values import Row, by
-from .experiment import Experiment, experiment_of
+from ..harness.values import Row, by, number, text
 
-# Not every folder within a folder: that would make one run of all those that lie beside each other.
+# Not every subfolder: a folder of several runs must not be read as one run.
 _FILES = (METRICS, f"*/{METRICS}", f"lab/*/{METRICS}")
+
+
+class Experiment(NamedTuple):
+    """A benchmark on a network; ``link_mbit`` is the rate of a lab's links in Mbit/s, None outside of a lab."""
+
+    benchmark: str
+    link_mbit: float | None = None
+
+    @property
+    def rate(self) -> str:
+        """The rate of a lab's links in words; empty outside of a lab."""
+        return "" if self.link_mbit is None else f"{self.link_mbit:.12g} Mbit/s"
+
+    @property
+    def network(self) -> str:
+        """The lab in words; empty outside of a lab."""
+        return self.rate and f"in a lab with links of {self.rate}"
+
+    @property
+    def label(self) -> str:
+        """Its name, with the rate of a lab's links.
+
+        Example:
+            >>> Experiment("buckets").label, Experiment("buckets", 1000.0).label
+            ('buckets', 'buckets at 1000 Mbit/s')
+        """
+        return f"{self.benchmark} at {self.rate}" if self.rate else self.benchmark
+
+    @property
+    def id(self) -> str:
+        """Its name for an address.
+
+        Example:
+            >>> Experiment("buckets", 12.5).id
+            'buckets-12.5-mbit'
+        """
+        return self.benchmark if self.link_mbit is None else f"{self.benchmark}-{self.link_mbit:.12g}-mbit"
+
+
+def experiment_of(row: Row) -> Experiment:
+    """The experiment that a row belongs to."""
+    return Experiment(text(row, "benchmark"), number(row, "link_mbit"))
 
 
 @dataclass(frozen=True)
 class RunRows:
-    """What one run left.
+    """The rows of one run.
 
     Attributes:
-        name: Of its folder.
-        rows: Of all its benchmarks, in the order in which they were written.
-        broken: File, relative to the folder, and number of each line that holds no JSON object.
+        name: Name of its folder.
+        rows: Rows of all its benchmarks, in the order in which they were written.
+        broken: File, relative to the folder, and line number of each line that is no JSON object.
     """
 
     name: str
@@ -35,10 +81,9 @@ class RunRows:
 
 
 def read_run(folder: Path) -> RunRows:
-    """Reads a run: its rows, and those of its benchmarks' folders if there are any; a lab has folders in its own.
+    """Reads a run's rows, from its folder and those of its benchmarks and lab.
 
-    Returns:
-        What it holds; a row that does not say of which benchmark it is goes to the one that is called as its folder.
+    A row without a benchmark gets the name of its folder.
 
     Raises:
         ValueError: If there is no such folder, or no row in it.
@@ -57,10 +102,10 @@ def read_run(folder: Path) -> RunRows:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunRows]:
-    """Reads several runs; those whose folders have one name are told apart by a number.
+    """Reads several runs; those whose folders have the same name are numbered.
 
     Raises:
-        ValueError: If one is missing or empty, or named twice.
+        ValueError: If a run is missing or empty, or named twice.
     """
     places = [folder.resolve() for folder in folders]
     for place, folder in zip(places, folders, strict=True):

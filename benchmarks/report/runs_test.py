@@ -3,8 +3,7 @@
 import pytest
 
 from benchmarks.report.conftest import row, write_run
-from benchmarks.report.experiment import Experiment
-from benchmarks.report.runs import read_run, read_runs
+from benchmarks.report.runs import Experiment, read_run, read_runs
 
 
 def test_rows_of_sub_folders_come_together_by_benchmark(tmp_path):

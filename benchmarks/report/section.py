@@ -18,20 +18,20 @@ class Section:
 
     Attributes:
         sentences: Findings, made from the rows; empty ones are left out.
-        source: The published figures beside ours, if there are any of this experiment.
+        published: The published figures beside ours, if there are any.
         notes: How the numbers were measured and what the columns mean.
     """
 
     title: str
     sentences: Sequence[str]
     parts: Sequence[Figure | Table]
-    source: Table | None = None
+    published: Table | None = None
     notes: Sequence[str] = ()
 
 
 def show(this: Run, section: Section) -> None:
     """Prints the tables and sentences of a run and writes them to ``table.md``."""
-    tables = [part for part in (*section.parts, section.source) if isinstance(part, Table) and part.rows]
+    tables = [part for part in (*section.parts, section.published) if isinstance(part, Table) and part.rows]
     notes = [part.note for part in tables if part.note]
     said = list(dict.fromkeys(filter(None, [*section.sentences, *section.notes, *notes])))
     for table in tables:
@@ -43,7 +43,7 @@ def show(this: Run, section: Section) -> None:
 
 
 def render_section(section: Section, name: str, level: int) -> Markup:
-    """Writes a section of the page; ``name`` is its id, and the ids of its parts start with it."""
+    """Renders a section of the page; ``name`` is its id, and the ids of its parts start with it."""
     main_table = next((f"{name}-{index}" for index, part in enumerate(section.parts) if isinstance(part, Table)), None)
     written: list[Markup] = []
     figures: list[Markup] = []
@@ -57,9 +57,9 @@ def render_section(section: Section, name: str, level: int) -> Markup:
         if part is not None:
             written.append(render(part, f"{name}-{index}"))
     written += [tag("p", note, class_="note") for note in section.notes if note]
-    if section.source is not None:
-        written.append(tag(f"h{level + 1}", "Beside the published figures", id=f"{name}-source-heading"))
-        written.append(render(section.source, f"{name}-source"))
+    if section.published is not None:
+        written.append(tag(f"h{level + 1}", "Beside the published figures", id=f"{name}-published-heading"))
+        written.append(render(section.published, f"{name}-published"))
     return tag(
         "section",
         tag(f"h{level}", section.title, id=f"{name}-heading"),

@@ -1,4 +1,4 @@
-"""Sentences made from numbers: what the spread, or the interval of a ratio, leaves open, none of them decides."""
+"""Sentences made from numbers. They claim a difference only where spreads or intervals show one."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from ..harness.values import Row, counted, is_bad, is_not_run, is_sound, listed, number, percent, short, span, spread
 from .ratio import ratio_of
 
-ENOUGH_ROUNDS = 10  # as many as a gate takes at least
+ENOUGH_ROUNDS = 10  # the fewest of a gate
 
 
 def is_apart(one: Row, other: Row) -> bool:
     """Whether a run shows a difference between two times.
 
-    It does where the 95 % interval of the ratio of their rounds leaves 1 out, as a gate's does, which knows of turns
-    taken. Of times without rounds each median has to be outside the other's 10th to 90th percentile.
+    It does if the 95 % interval of the ratio of their rounds excludes 1. Without rounds, each median has to lie outside
+    the other's 10th to 90th percentile.
 
     Example:
         >>> narrow = {"median_ms": 10.0, "p10_ms": 9.0, "p90_ms": 11.0}
@@ -35,7 +35,7 @@ def is_apart(one: Row, other: Row) -> bool:
 
 
 def timed(rows: Sequence[Row]) -> list[Row]:
-    """The rows with a time that may be believed, the shortest first."""
+    """The sound rows that have a time, the shortest first."""
     with_time = [row for row in rows if is_sound(row) and (number(row, "median_ms") or 0) > 0]
     return sorted(with_time, key=lambda row: row["median_ms"])
 
@@ -47,11 +47,7 @@ def time_of(row: Row) -> str:
 
 
 def extremes(rows: Sequence[Row], name: Callable[[Row], str], what: str) -> str:
-    """A sentence on the shortest and the longest of some rows, and whether their difference exceeds the noise.
-
-    Returns:
-        A sentence; empty if there are not two times.
-    """
+    """A sentence on the shortest and the longest time, and whether they differ; empty if there are not two."""
     ordered = timed(rows)
     if len(ordered) < 2:
         return ""
@@ -90,7 +86,7 @@ def exposure(rows: Sequence[Row], name: Callable[[Row], str]) -> str:
 
 
 def exposed_share(row: Row) -> float | None:
-    """What part of a step is exposed communication; it can be a little below zero, by noise."""
+    """Exposed communication as a share of the step; noise can make it slightly negative."""
     exposed, median = number(row, "exposed_ms"), number(row, "median_ms")
     return None if exposed is None or not median else exposed / median
 
@@ -102,7 +98,7 @@ def exposed_spread(row: Row) -> tuple[float, float] | None:
 
 
 def _share_spread(row: Row) -> str:
-    """The spread of a row's exposed communication, as a share of its step; empty if unknown."""
+    """The spread of exposed communication as a share of the step, in words; empty if unknown."""
     low_high, median = exposed_spread(row), number(row, "median_ms")
     if low_high is None or not median:
         return ""
@@ -115,7 +111,7 @@ def _unseen(row: Row) -> str:
 
 
 def few_rounds(rows: Sequence[Row]) -> str:
-    """Warns of spreads that are of few rounds; empty if all are of enough, or do not say."""
+    """A warning about spreads of few rounds; empty if all rows have enough, or do not record them."""
     counts = [rounds for row in timed(rows) for key in ("num_timed", "num_rounds") if (rounds := number(row, key))]
     if not counts or min(counts) >= ENOUGH_ROUNDS:
         return ""
@@ -131,7 +127,7 @@ def left_out(rows: Sequence[Row]) -> str:
 
 
 def of_group(group: str, sentence: str) -> str:
-    """Puts what a sentence is about before it."""
+    """Puts the subject before a sentence; empty if there is no sentence."""
     return f"{group}: {sentence}" if sentence else ""
 
 

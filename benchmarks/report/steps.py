@@ -1,4 +1,4 @@
-"""Rows of training steps, as the main job, strategies, gates and buckets have them: their groups, columns and bars."""
+"""Rows of training steps, as several benchmarks have them: their groups, columns and bars."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .bars import Bar, draw_bars
 from .figure import Figure, Key
 from .sentences import exposed_share, exposed_spread, exposure, extremes, of_group, time_of, timed
 
-BETWEEN = "between frameworks"  # the part of a run whose row compares their single-process training
+BETWEEN = "between frameworks"  # the part that compares single-process training of both
 _COMPUTE, _EXPOSED, _WHOLE = 0, 1, 2
 
 
@@ -40,17 +40,17 @@ def is_step(row: Row) -> bool:
 
 
 def without_comparison(rows: Sequence[Row]) -> list[Row]:
-    """All rows but the sound one that compares the two frameworks, which ``between_frameworks`` puts in words."""
+    """All rows except the sound one that compares the frameworks, which ``between_frameworks`` describes."""
     return [row for row in rows if not (text(row, "part").startswith(BETWEEN) and is_sound(row))]
 
 
 def name(row: Row) -> str:
-    """What a row measured, as the first cell of a table: its strategy, or its part if it failed before it had one."""
+    """A row's first cell: its strategy, or its part if it failed before it had one."""
     return strategy(row) or text(row, "part") or text(row, "benchmark")
 
 
 def group(row: Row) -> str:
-    """What rows have in common that may be compared: framework, backend, number and kind of ranks."""
+    """What comparable rows share: framework, model, backend and number of ranks."""
     ranks = f"{text(row, 'num_ranks')} ranks" if "num_ranks" in row else ""
     return ", ".join(filter(None, [text(row, "framework"), text(row, "model"), text(row, "backend"), ranks]))
 
@@ -61,7 +61,7 @@ def ranks(row: Row) -> str | None:
 
 
 def collectives(name: str, key: str | None = None) -> Column:
-    """A column that counts the collectives which a row lists under a key, by default the column's name."""
+    """A column that counts the collectives listed under a key, by default the column's name."""
 
     def of(row: Row) -> str | None:
         found = row.get(key or name)
@@ -97,7 +97,7 @@ STEP_COLUMNS = (
 
 
 def step_table(caption: str, rows: Sequence[Row], columns: Sequence[Column] = STEP_COLUMNS) -> Table:
-    """Lays steps out in a table."""
+    """Makes a table of steps."""
     note = (
         "planned and compiled: gradient collectives of a step (AR all-reduce, RS reduce-scatter, AG all-gather);"
         " exposed: step time less that of the same step without communication, median over interleaved rounds;"
@@ -107,13 +107,13 @@ def step_table(caption: str, rows: Sequence[Row], columns: Sequence[Column] = ST
 
 
 def how_ranks_run(rows: Sequence[Row]) -> str:
-    """For each framework, what its ranks are, what carries their collectives, and on what device."""
+    """Ranks, backend and device of each framework."""
     of = {text(row, "framework"): ", ".join(text(row, key) for key in ("ranks", "backend", "device")) for row in rows}
     return "; ".join(f"{framework}: {words}" for framework, words in of.items())
 
 
 def between_frameworks(rows: Sequence[Row]) -> list[str]:
-    """How far single-process training of the two frameworks is apart."""
+    """How far single-process training differs between the two frameworks."""
     return [
         f"single-process JAX against single-process PyTorch: weights {row['max_weight_difference']:.1e},"
         f" loss {row['max_metric_difference']:.1e}, {check(row)}"
@@ -125,12 +125,7 @@ def between_frameworks(rows: Sequence[Row]) -> list[str]:
 def step_figure(title: str, rows: Sequence[Row]) -> Figure | None:
     """Draws steps as bars, split into computation and exposed communication.
 
-    Args:
-        title: Above it.
-        rows: Of steps; those that are wrong get no bar, and those that time nothing no place.
-
-    Returns:
-        The figure; None if no row has a time.
+    Wrong rows get no bar, and rows that time nothing are left out. Returns None if no row has a time.
     """
     rows = [row for row in rows if not is_sound(row) or number(row, "median_ms") is not None]
     if not timed(rows):
@@ -156,7 +151,7 @@ def step_figure(title: str, rows: Sequence[Row]) -> Figure | None:
 
 
 def step_sentences(rows: Sequence[Row]) -> list[str]:
-    """Sentences for each framework, at its largest number of ranks: the shortest step, and exposed communication."""
+    """Sentences for each framework, at its largest number of ranks: the shortest step, exposed communication."""
     said = []
     for framework, members in by(rows, lambda row: text(row, "framework")).items():
         most = max((number(row, "num_ranks") or 0 for row in members), default=0)

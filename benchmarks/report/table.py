@@ -1,4 +1,4 @@
-"""Tables as HTML, which a script of the page sorts by the values behind the text."""
+"""Tables as HTML; the page's script sorts them by the values behind the text."""
 
 from __future__ import annotations
 
@@ -11,15 +11,7 @@ _TALL = 24  # rows, above which a table scrolls in both directions
 
 
 def render(table: Table, name: str) -> Markup:
-    """Writes a table in a box of its own, which scrolls where the page is too narrow.
-
-    Args:
-        table: The table; columns without a value in any row are left out.
-        name: Its id, unique within the page.
-
-    Returns:
-        The box, and the note below it.
-    """
+    """Renders a table, with the id ``name``, in a box that scrolls, and its note; empty columns are left out."""
     columns = table.filled()
     is_number = [column.is_numeric(table.rows) for column in columns]
     heads = [

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from ..harness.tables import Table
 from ..harness.values import Row, by, listed, number, text
+from ..report.published import strategies_beside
 from ..report.ratio import ratio_of
 from ..report.section import Section
 from ..report.sentences import few_rounds, left_out, timed
-from ..report.source import strategies_beside
 from ..report.steps import (
     between_frameworks,
     group,

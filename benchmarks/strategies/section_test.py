@@ -87,4 +87,4 @@ def test_timelines_stand_below_the_table_and_beside_each_other():
 def test_parts_that_failed_alone_still_make_a_section():
     section = main_section(unsound("main"))
     assert [type(part) for part in section.parts] == [Table]
-    assert section.source is None
+    assert section.published is None

@@ -1,7 +1,7 @@
-"""The source's figures are as its tables have them, and lie beside what they can be compared with."""
+"""The report's figures are those of its tables, and stand beside comparable ones of ours."""
 
 from benchmarks.report.conftest import buckets, collectives, in_lab, of, row, steps, timed
-from benchmarks.report.source import buckets_beside, collectives_beside, figures, strategies_beside
+from benchmarks.report.published import buckets_beside, collectives_beside, figures, strategies_beside
 from jaxddp.planning.cost.bandwidth import bandwidths
 
 
@@ -9,7 +9,7 @@ def lines(table):
     return {line["figure"]: line for line in table.rows}
 
 
-def test_the_sources_own_arithmetic_holds():
+def test_the_reports_own_arithmetic_holds():
     for one in figures()["collectives"]:
         _, busbw = bandwidths("all_reduce", one["size_bytes"], one["mean_ms"] * 1e-3, one["num_ranks"])
         # Its tables round times to 1 us, which is 0.3 % of the shortest, and bandwidths to 1e-3.
@@ -38,12 +38,12 @@ def test_what_is_wrong_or_has_no_counterpart_is_not_beside_it():
 
 def test_all_reduces_of_the_same_size_on_as_many_ranks():
     table = collectives_beside(collectives())
-    pairs = {(line["source"]["num_ranks"], line["source"]["size_bytes"] // 2**20) for line in table.rows}
+    pairs = {(line["report"]["num_ranks"], line["report"]["size_bytes"] // 2**20) for line in table.rows}
     assert pairs == {(ranks, size) for ranks in (2, 4) for size in (1, 10, 100)}
-    assert {line["source"]["backend"] for line in table.rows} == {"Gloo"}
+    assert {line["report"]["backend"] for line in table.rows} == {"Gloo"}
     gpu = row("collectives", **of("torchref", 6), **timed(1.0), collective="all_reduce", asked_bytes=2**20)
     (line,) = collectives_beside([gpu | {"backend": "NCCL", "size_bytes": 2**20 + 8}]).rows
-    assert line["source"]["mean_ms"] == 0.599
+    assert line["report"]["mean_ms"] == 0.599
     assert collectives_beside([gpu | {"num_ranks": 3}]) is None
 
 

@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import jaxddp
-from jaxddp.walkthrough import _linear, _loss, _phases, main, walk
+from jaxddp.inspection.walkthrough import _linear, _loss, _phases, main, walk
 
 
 @pytest.fixture(autouse=True)
