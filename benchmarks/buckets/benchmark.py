@@ -1,7 +1,7 @@
-"""Bucket sizes: what a step takes, beside what the pipeline of ``prediction.py`` and the simulation say.
+"""Bucket sizes: measured steps beside the predictions of ``prediction.py`` and the simulation.
 
-Every cap trains in turn with every other, with and without its communication; in the same rounds and on the same ranks
-forward and backward are timed alone, and all-reduces of a few sizes, from which the predictions are made.
+All caps train in interleaved rounds, with and without communication. In the same rounds and on the same ranks, forward
+and backward are timed alone, and all-reduces of a few sizes; the predictions are made from these.
 """
 
 from __future__ import annotations
@@ -48,9 +48,7 @@ ALONE = "one alone sends nothing"
 def describe(options: Options) -> tuple[TrainingSetup, str]:
     """Describes the sweep.
 
-    Args:
-        options: Caps in MiB, ranks (2), rounds (12, or 4 in the short form), the batch size (8, or 4), a model
-            (lm_9m, or byte_shallow), and text for one of bytes.
+    Defaults (short form): 8 caps (3), 2 ranks, 12 rounds (4), a batch of 8 (4), the model lm_9m (byte_shallow).
 
     Raises:
         ValueError: If one rank is asked for, the model is unknown or the batch cannot be split.
@@ -72,10 +70,10 @@ def describe(options: Options) -> tuple[TrainingSetup, str]:
 
 
 def run(this: Run, setup: TrainingSetup) -> bool:
-    """Sweeps in both frameworks, prints the table and fills the folder.
+    """Sweeps in both frameworks, prints the table and writes the folder.
 
     Returns:
-        Whether every result is right; a prediction that is off is no fault.
+        Whether every result is right; a wrong prediction is no failure.
     """
     (found,) = this.part(SHARES if setup.ranks.num > 1 else "sweep", lambda: [_share_row(setup)])
     if "ready_shares" in found:
@@ -88,13 +86,13 @@ def run(this: Run, setup: TrainingSetup) -> bool:
 
 
 def probe_sizes(num_bytes: int) -> tuple[int, ...]:
-    """Sizes of the all-reduces that are timed: all gradients, and down to a 64th of them, in whole float32."""
+    """Sizes of the timed all-reduces: all gradients, and down to a 64th of them, in whole float32."""
     largest = min(num_bytes, LARGEST_PROBE_BYTES)
     return tuple(4 * max(1, largest // part // 4) for part in (64, 16, 4, 1))
 
 
 def bucket_rows(shares: Shares, framework: str, setup: TrainingSetup, side: SideResult) -> list[dict[str, Any]]:
-    """Turns what one framework's processes found into rows with predictions."""
+    """Makes rows with predictions of one framework's measurements."""
     rows = step_rows(framework, setup, side)
     if not any(one.baseline_seconds for one in side.measured.values()):
         return rows
@@ -120,10 +118,10 @@ def _costs(setup: TrainingSetup, side: SideResult, rounds: Any = slice(None)) ->
 
 
 def _resampled_costs(setup: TrainingSetup, side: SideResult) -> Iterator[Costs]:
-    """Fits the costs to rounds that are drawn anew from those there are: how they differ is what noise does to them."""
+    """Fits the costs to resampled rounds; their variation is the effect of noise."""
     num_rounds = len(side.probes[FORWARD_BACKWARD])
     for rounds in np.random.default_rng(0).integers(num_rounds, size=(NUM_RESAMPLED, num_rounds)):
-        with contextlib.suppress(ValueError):  # of rounds by which times do not grow with sizes
+        with contextlib.suppress(ValueError):  # times of these rounds do not grow with sizes
             yield _costs(setup, side, rounds)
 
 
@@ -164,7 +162,7 @@ def _predicted(
 
 
 def _in_ms(name: str, said: Prediction, resampled: Sequence[Prediction]) -> dict[str, Any]:
-    """A prediction's fields; of each the standard deviation over those from resampled rounds, if there are two."""
+    """The fields of a prediction, with standard deviations if there are two resampled ones."""
     fields: dict[str, Any] = {}
     for part, seconds, *others in zip(("", "_exposed"), said, *resampled, strict=True):
         fields[f"{name}{part}_ms"] = seconds * 1e3
@@ -173,10 +171,9 @@ def _in_ms(name: str, said: Prediction, resampled: Sequence[Prediction]) -> dict
 
 
 def optimum_rows(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Lays the best cap by prediction beside the best measured one.
+    """Compares the predicted best cap with the measured one, in a row for each framework.
 
-    Yields:
-        A row for each framework; caps are as good as the best if the 95 % interval of their ratio to it holds 1.
+    Caps are as good as the best if the 95 % interval of their ratio to it contains 1.
     """
     for framework in FRAMEWORKS:
         timed = [row for row in rows if row.get("framework") == framework and "predicted_ms" in row]
@@ -202,14 +199,9 @@ def optimum_rows(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _share_row(setup: TrainingSetup) -> dict[str, Any]:
-    """When gradients are ready, if there is a rank to send them to."""
+    """When gradients are ready, as shares of the step's FLOPs."""
     if setup.ranks.num < 2:
         raise NotRun(f"{setup.ranks.in_words}: {ALONE}")
     forward, ready, num_bytes = gradient_shares(setup)
-    return {
-        "model": setup.model,
-        "forward_share": forward,
-        "ready_shares": ready,
-        "gradient_bytes": num_bytes,
-        "check": "ok",
-    }
+    found = {"forward_share": forward, "ready_shares": ready, "gradient_bytes": num_bytes}
+    return {"model": setup.model, **found, "check": "ok"}

@@ -1,12 +1,12 @@
-"""What a step under buckets should take: the in-order pipeline of ``planning.cost.overlap`` with a real composition.
+"""Predicts the time of a step with buckets: the in-order pipeline of ``planning.cost.overlap`` with the real buckets.
 
-    gradient ready   share of the FLOPs of forward and backward that are done by then in the trace, times their time
-    bucket sent      o + S / w, fitted to all-reduces that were timed on the same ranks in the same rounds
-    both at once     each at a rate of what it does alone, from forward and backward timed beside all-reduces
+    gradient ready   its share of the FLOPs of forward and backward in the trace, times their time
+    bucket sent      o + S / w, fitted to all-reduces timed on the same ranks in the same rounds
+    both at once     each slowed to a rate fitted to forward and backward timed beside all-reduces
     step             the step without communication + what the pipeline leaves over after the last gradient
 
-Times of gradients go by FLOPs and are not measured one by one: a compiled step has no place for a clock, and the same
-shares then serve both frameworks. Forward and backward are measured as a whole.
+Gradients are timed by FLOPs because a compiled step has no place for a clock, and the same shares serve both
+frameworks.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from jaxddp.simulation.simulate import simulate
 
 Buckets = Sequence[Sequence[tuple[str, int]]]
 GOOD_ERROR = 0.15
-# A core: what matters is how its FLOPs go with its bytes, since its speed is fitted.
+# Its speed is fitted, so only its ratio of FLOPs to bytes matters.
 _CORE = Chip("core", "a core of a CPU", "cpu", {"float32": 5e10}, "float32", 1e10, 0, 0.0, 0.0, 1, "")
 
 
 class Shares(NamedTuple):
-    """How FLOPs are spread over a step, by the trace.
+    """How the FLOPs of forward and backward are spread over the trace.
 
     Attributes:
-        forward: Share of the forward in the FLOPs of forward and backward.
+        forward: Share of the forward.
         ready: Share that is done before each gradient is ready, by name.
     """
 
@@ -45,15 +45,13 @@ class Shares(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """What was measured of a framework on its ranks.
+    """What was measured for a framework on its ranks.
 
     Attributes:
-        step_without_communication_s: A step without communication.
-        forward_backward_s: Of it, forward and backward.
+        forward_backward_s: The part of the step without communication that is forward and backward.
         latency_s: o, of one all-reduce.
-        bytes_per_s: w, the buffer's bytes over the time.
-        num_ranks: Ranks.
-        rate_at_once: At which computing and communicating go on while both do; of what they do alone.
+        bytes_per_s: w, bytes of the buffer per second.
+        rate_at_once: Speed of computing and of communicating while both run, as a share of that alone.
         latency_error_s: Standard error of o.
         bytes_per_s_error: Standard error of w.
     """
@@ -75,7 +73,7 @@ class Costs:
 
 
 class Prediction(NamedTuple):
-    """What a step should take, and of it what communication shows."""
+    """The expected time of a step, and the part that is exposed communication."""
 
     step_s: float
     exposed_s: float
@@ -88,18 +86,14 @@ def fit_costs(
     num_ranks: int,
     at_once: tuple[float, float] | None = None,
 ) -> Costs:
-    """Fits latency and bandwidth, and what computing and communicating take from each other.
+    """Fits latency and bandwidth, and how much computing and communicating slow each other down.
 
     Args:
-        step_without_communication_s: A step without communication.
-        forward_backward_s: Of it, forward and backward.
+        step_without_communication_s: Time of the step without communication.
+        forward_backward_s: The part of it that is forward and backward.
         all_reduces: Seconds of one all-reduce, by its bytes.
-        num_ranks: Ranks.
-        at_once: Seconds of all-reduces alone, and of forward and backward with them under way; None if they take
-            nothing from each other.
-
-    Returns:
-        The costs; a latency that is fitted below 0 is 0.
+        num_ranks: Number of ranks.
+        at_once: Seconds of all-reduces alone, and of forward and backward beside them; None if they do not interfere.
 
     Raises:
         ValueError: If times do not grow with sizes.
@@ -113,7 +107,7 @@ def fit_costs(
 
 
 def predict(buckets: Buckets, shares: Shares, costs: Costs) -> Prediction:
-    """Walks the pipeline."""
+    """Computes the pipeline's step time."""
     tensors = [tensor for bucket in buckets for tensor in bucket]
     if not tensors:
         return Prediction(costs.step_without_communication_s, 0.0)
@@ -139,14 +133,14 @@ def regime(num_bytes: int, shares: Shares, costs: Costs) -> str:
 
 
 def uniform(num_bytes: int, shares: Shares, costs: Costs) -> Optimum | None:
-    """Gives the best number of equal buckets by formula; None where latency is 0, and there is none."""
+    """The best number of equal buckets by formula; None if latency is 0, because there is no optimum."""
     if costs.latency_s == 0:
         return None
     return uniform_optimum(backward_s(shares, costs), num_bytes, costs.bytes_per_s, costs.latency_s)
 
 
 def simulated(schedule: Schedule, device: str, costs: Costs) -> Prediction:
-    """Simulates a compiled step on a device that computes as fast as was measured, and on the fitted network."""
+    """Simulates a compiled step on a device as fast as measured, and on the fitted network."""
     chip = next((chip for name, chip in CHIPS.items() if name in device.lower()), _CORE)
     factor = simulate(schedule, chip, costs.network).compute_s / costs.step_without_communication_s
     fitted = replace(
@@ -159,10 +153,6 @@ def simulated(schedule: Schedule, device: str, costs: Costs) -> Prediction:
 
 
 def judge(predicted_s: float, measured_s: float) -> dict[str, Any]:
-    """Describes the error of a prediction.
-
-    Returns:
-        ``error_share``, and ``check``: ``"ok"`` within 15 %.
-    """
+    """The relative error of a prediction, and a ``check``, which is ``"ok"`` within 15 %."""
     error = predicted_s / measured_s - 1
     return {"error_share": error, "check": "ok" if abs(error) <= GOOD_ERROR else f"off by {error:+.0%}"}

@@ -1,4 +1,4 @@
-"""Bucket sizes: what a step takes as measured, beside what was predicted and simulated."""
+"""Bucket sizes: measured step times beside predicted and simulated ones."""
 
 from __future__ import annotations
 
@@ -14,23 +14,15 @@ from ..report.lines import Curve, Point, draw_curves
 from ..report.published import buckets_beside
 from ..report.section import Section
 from ..report.sentences import extremes, few_rounds, is_apart, left_out, of_group, time_of, timed
-from ..report.steps import (
-    STEP_COLUMNS,
-    between_frameworks,
-    group,
-    how_ranks_run,
-    name,
-    step_table,
-    without_comparison,
-)
+from ..report.steps import STEP_COLUMNS, between_frameworks, group, how_ranks_run, name, step_table, without_comparison
 
 _COMPUTED = (("predicted_ms", "predicted"), ("simulated_ms", "simulated"))
 _MICROSECONDS = "\N{GREEK SMALL LETTER MU}s"
-_LEFT_OUT = ("planned", "loss", "max diff")  # of the columns of a step, on the console
+_LEFT_OUT = ("planned", "loss", "max diff")  # on the console
 
 
 def _with_deviation(name: str, key: str, unit: str = "ms", *, is_wide: bool = False) -> Column:
-    """A computed time and its standard deviation."""
+    """A column of a computed time and its standard deviation."""
 
     def of(row: Row) -> tuple[float, ...] | None:
         value, deviation = number(row, f"{key}_ms"), number(row, f"{key}_sd_ms")
@@ -71,7 +63,6 @@ _CAPS_MB = [factor * 10.0**decade for decade in range(-3, 5) for factor in (1, 2
 def section(rows: Sequence[Row]) -> Section:
     """Makes the section."""
     optima = [row for row in rows if number(row, "optimum_mb") is not None]
-    # When gradients are ready goes into the predictions, and is none itself.
     steps = [row for row in rows if number(row, "optimum_mb") is None and "ready_shares" not in row]
     steps = [row | {"best": _marks(row, optima)} for row in without_comparison(steps)]  # type: ignore[operator]
     figures = [figure for each, some in by(steps, group).items() if (figure := _figure(each, some, optima))]
@@ -120,14 +111,14 @@ def _marks(row: Row, optima: Sequence[Row]) -> str:
 
 
 def cap_mb(row: Row) -> float | None:
-    """The cap of a row's buckets in MiB; of one bucket for everything, the size of that."""
+    """The cap of a row's buckets in MiB; without one, the size of all parameters."""
     params = number(row, "params_bytes")
     whole = params / MIB if params and row.get("bucket_mb", 0) is None else None
     return number(row, "bucket_mb") or whole
 
 
 def as_good(row: Row) -> str:
-    """The caps in MiB that are as good as the best one within the noise."""
+    """The caps in MiB that are as good as the best one, within the noise."""
     caps = row.get("as_good_mb")
     return ", ".join(f"{cap:g}" for cap in caps if isinstance(cap, int | float)) if isinstance(caps, list) else ""
 
@@ -187,13 +178,13 @@ def _judged(rows: Sequence[Row]) -> str:
 
 
 def _prediction(row: Row) -> Row:
-    """A row's prediction as a time: as a normal distribution has them, with the percentiles that noise gives it."""
+    """A row's prediction as a time, with the percentiles of a normal distribution."""
     predicted, away = row["predicted_ms"], _DEVIATIONS * (number(row, "predicted_sd_ms") or 0.0)
     return {"median_ms": predicted, "p10_ms": predicted - away, "p90_ms": predicted + away}
 
 
 def _optima_of(rows: Sequence[Row], optima: Sequence[Row]) -> list[Row]:
-    """The optima that are of the same framework and number of ranks as some rows, or of all."""
+    """The optima with the framework and number of ranks of some rows."""
     keys = ("framework", "num_ranks", "backend")
     return [
         one for one in optima

@@ -1,8 +1,8 @@
-"""Every collective by size, number of ranks and backend: how long a call takes, and what a rank sends meanwhile.
+"""Every collective by size, number of ranks and backend: the time of a call, and the bandwidth of a rank.
 
     python -m benchmarks collectives --ranks 2 --sizes-mb 1 10 100
 
-A backend with a number of ranks is a part of the run, and the frameworks run one after the other: their ratio is of
+A backend with a number of ranks is one part of the run. Parts run one after the other, so ratios of frameworks compare
 two parts. Simulated devices copy within one memory and send nothing.
 """
 
@@ -15,16 +15,17 @@ from ..harness.free_memory import free_bytes
 from ..harness.options import Options
 from ..harness.ranks import Ranks, num_gpus, ranks_of_machine
 from ..harness.run import Run, holds
+from ..harness.values import size
 from ..report.section import show
 from .cases import NAMES, QUICK_NAMES
 from .forecast import START_S, Forecast, assumed_network, duration, forecast_s
 from .interleaving import MIN_ROUNDS, Batch
 from .part import BackendPart, CollectivesSetup, measure_part, missing
 from .section import section
-from .sizes import asked_sizes, check_fit, in_words
+from .sizes import asked_sizes, check_fit
 
 RANKS = (2, 4, 6)  # as in the assignment report
-BUDGET_S, QUICK_BUDGET_S = 3.0, 1.0  # of timed rounds, for each size
+BUDGET_S, QUICK_BUDGET_S = 3.0, 1.0  # of timed rounds per size
 BACKENDS = (
     ("jaxddp", "simulated"),
     ("jaxddp", "processes"),
@@ -37,13 +38,12 @@ BACKENDS = (
 def describe(options: Options) -> tuple[CollectivesSetup, str]:
     """Describes what is measured.
 
-    Args:
-        options: Ranks (2, 4 and 6; with GPUs no more than there are, and all of them), what they are (all that there
-            is), sizes (1 KiB to 1 GiB by powers of 4, as far as they fit into memory), rounds of each (as many as there
-            is time for, at least 5), and whether the short form will do: four collectives up to 16 MiB on 2 ranks.
+    Defaults: 2, 4 and 6 ranks (with GPUs also all of them), every backend, 1 KiB to 1 GiB by powers of 4 as far as
+    memory allows, and as many rounds as the time allows, but at least 5. The short form has four collectives of up to
+    16 MiB on 2 ranks.
 
     Raises:
-        ValueError: If there are too few ranks or rounds, no such GPUs, or sizes asked for by hand that do not fit.
+        ValueError: If there are too few ranks, rounds or GPUs, or sizes given by hand do not fit.
     """
     if options.steps is not None and options.steps < MIN_ROUNDS:
         raise ValueError(f"steps (={options.steps}) must be at least {MIN_ROUNDS} rounds, or the spread means nothing")
@@ -60,7 +60,7 @@ def describe(options: Options) -> tuple[CollectivesSetup, str]:
     assumed = {where.get(part.ranks.kind, "CPUs"): assumed_network(part.ranks) for part in there}
     speeds = " and ".join(f"{network.gb_per_s:.3g} GB/s on {what}" for what, network in assumed.items())
     described = (
-        f"{len(names)} collectives of {in_words(sizes[0])} to {in_words(sizes[-1])}:"
+        f"{len(names)} collectives of {size(sizes[0])} to {size(sizes[-1])}:"
         f" {'; '.join(part.key for part in there)}; about {duration(sum(_forecast(setup, there).values()))} if a rank"
         f" sends {speeds}, corrected as it goes"
     )
@@ -68,10 +68,10 @@ def describe(options: Options) -> tuple[CollectivesSetup, str]:
 
 
 def run(this: Run, setup: CollectivesSetup) -> bool:
-    """Measures every part, prints the tables and fills the folder.
+    """Measures every part, prints the tables and writes the folder.
 
     Returns:
-        Whether every result is right, and every program issues what it should.
+        Whether every result is right, and every program issues the planned collectives.
     """
     forecast = Forecast(_forecast(setup, [part for part in setup.parts if not part.why_not], this.rows))
     for part in setup.parts:
@@ -95,7 +95,7 @@ def _parts(options: Options) -> tuple[BackendPart, ...]:
     for num_ranks in counts:
         for framework, kind in backends:
             parts[_part(framework, kind, num_ranks, found_gpus)] = None
-    if counts is RANKS and found_gpus > max(RANKS):  # all of them, which on CPUs would only share the cores
+    if counts is RANKS and found_gpus > max(RANKS):  # on CPUs, more ranks would only share the cores
         for framework, kind in backends:
             if kind == "gpus":
                 parts[_part(framework, kind, found_gpus, found_gpus)] = None
@@ -103,7 +103,7 @@ def _parts(options: Options) -> tuple[BackendPart, ...]:
 
 
 def _of_kind(kind: str) -> tuple[tuple[str, str], ...]:
-    # torch's ranks are always processes: these are the counterpart of simulated devices.
+    # The counterpart of simulated devices: torch's ranks are always processes.
     of_torch = "processes" if kind == "simulated" else kind
     return ("jaxddp", kind), ("torchref", of_torch)
 
@@ -119,7 +119,7 @@ def _part(framework: str, kind: str, num_ranks: int, found_gpus: int) -> Backend
 def _forecast(
     setup: CollectivesSetup, parts: Sequence[BackendPart], rows: Sequence[Mapping[str, Any]] = ()
 ) -> dict[tuple[str, Batch], float]:
-    """Forecasts what is missing."""
+    """Forecasts the seconds of each missing batch."""
     seconds = {}
     for part in parts:
         for launch in missing(setup, part, rows)[0]:

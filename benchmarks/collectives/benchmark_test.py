@@ -16,8 +16,7 @@ from benchmarks.collectives.benchmark import describe, run
 from benchmarks.collectives.cases import NAMES, QUICK_NAMES, check
 from benchmarks.collectives.fit import network_of
 from benchmarks.collectives.interleaving import Timed
-from benchmarks.collectives.part import BackendPart, CollectivesSetup
-from benchmarks.collectives.rows import rows_of
+from benchmarks.collectives.part import BackendPart, CollectivesSetup, rows_of
 from benchmarks.collectives.section import section
 from benchmarks.collectives.sizes import GIB, KIB, MIB
 from benchmarks.harness.options import Options

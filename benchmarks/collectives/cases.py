@@ -1,7 +1,7 @@
-"""The collectives that are measured: how they are named and counted, what the ranks bring, and what must come of it.
+"""The collectives: their names, inputs, expected results and planned communication.
 
-Rank r brings the float32 values (i + 17 r) mod 251: whole numbers, so that every sum is exact and every result is
-right or wrong to the bit; 251 is prime, so that no two chunks of a buffer are alike, and no two ranks.
+Rank r contributes the float32 values (i + 17 r) mod 251. Whole numbers make every sum exact, so results are compared
+bit for bit. 251 is prime, so no two chunks of a buffer are equal, and no two ranks.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ ELEMENT_BYTES = 4
 ROOT = 0
 PERIOD, SHIFT = 251, 17
 
-Segments = list[tuple[np.ndarray, int]]  # a period, and how many values repeat it
+Segments = list[tuple[np.ndarray, int]]  # a period, and the number of values that repeat it
 
 
 def size_of(name: str, asked_bytes: int, num_ranks: int) -> int:
-    """Bytes of the full buffer: what was asked for, in whole values and, where the ranks share it, in equal parts.
+    """Bytes of the full buffer, rounded up to whole values and, where ranks share it, to equal parts.
 
     Example:
         >>> size_of("all_reduce", 1024, 6), size_of("reduce_scatter", 1024, 6)
@@ -37,36 +37,29 @@ def size_of(name: str, asked_bytes: int, num_ranks: int) -> int:
 
 
 def brought_length(name: str, asked_bytes: int, num_ranks: int) -> int:
-    """Elements that a rank brings: the full buffer, or of what is gathered its part."""
+    """Elements of a rank's input: the full buffer or, for an all-gather, the rank's part of it."""
     length = size_of(name, asked_bytes, num_ranks) // ELEMENT_BYTES
     return length // num_ranks if name.endswith("all_gather") else length
 
 
 def options_of(name: str, num_ranks: int) -> dict[str, Any]:
-    """The arguments of a collective beside what is sent and where: a root, or every rank's right-hand neighbour."""
+    """Further arguments of a collective: a root, or pairs of each rank and its right-hand neighbour."""
     if name in ("broadcast", "reduce"):
         return {"root": ROOT}
     return {"pairs": [(rank, (rank + 1) % num_ranks) for rank in range(num_ranks)]} if name == "send_recv" else {}
 
 
 def rates(name: str, size_bytes: int, seconds: float, num_ranks: int) -> tuple[float, float]:
-    """Algorithm and bus bandwidth, 10^9 bytes per second; a ring counts as the collective that it carries out."""
+    """Algorithm and bus bandwidth in 10^9 bytes per second; a ring counts as the collective that it implements."""
     kind = name.removeprefix("ring_").replace("send_recv", "sendrecv")
     algbw, busbw = bandwidths(kind, size_bytes, seconds, num_ranks)
     return float(algbw) / 1e9, float(busbw) / 1e9
 
 
 def plan(name: str, kinds: dict[str, str], size_bytes: int, num_ranks: int) -> list[tuple[str, int]]:
-    """Lists what a collective should issue.
+    """Lists the ``(kind, bytes of the full buffer)`` that a collective should issue.
 
-    Args:
-        name: One of ``NAMES``.
-        kinds: How the framework calls what carries each of ``PRIMITIVES`` out.
-        size_bytes: Of the full buffer.
-        num_ranks: Their number.
-
-    Returns:
-        ``(kind, bytes of the full buffer)`` of each.
+    ``kinds`` maps ``PRIMITIVES`` to the framework's names of the collectives that implement them.
 
     Example:
         >>> plan("ring_all_reduce", {"send_recv": "collective-permute"}, 1024, 2)
@@ -80,12 +73,12 @@ def plan(name: str, kinds: dict[str, str], size_bytes: int, num_ranks: int) -> l
 
 
 def values(rank: int, length: int) -> np.ndarray:
-    """The input of a rank: the first ``length`` of its values."""
-    return _repeat(_period(rank), length)
+    """The first ``length`` values of a rank's input."""
+    return np.tile(_period(rank), -(-length // PERIOD))[:length]
 
 
 def expected(name: str, rank: int, num_ranks: int, length: int) -> Segments:
-    """The expected result of a collective on a rank, segment by segment, for a buffer of ``length`` elements."""
+    """The expected result of a collective on a rank, in segments, for a buffer of ``length`` elements."""
     total = np.sum([_period(each) for each in range(num_ranks)], axis=0)
     match name.removeprefix("ring_"):
         case "all_reduce":
@@ -105,7 +98,7 @@ def expected(name: str, rank: int, num_ranks: int, length: int) -> Segments:
 
 
 def num_wrong(result: np.ndarray, segments: Segments) -> int:
-    """Counts the values of a result that are not what they must be; those missing or left over are wrong too."""
+    """Counts wrong values of a result, including missing and superfluous ones."""
     wrong, start = 0, 0
     for period, count in segments:
         part = result[start : start + count]
@@ -126,10 +119,6 @@ def check(planned: Sequence[tuple[str, int]], found: Sequence[tuple[str, int]], 
 
 def _period(rank: int) -> np.ndarray:
     return ((np.arange(PERIOD) + SHIFT * rank) % PERIOD).astype(np.float32)
-
-
-def _repeat(period: np.ndarray, length: int) -> np.ndarray:
-    return np.tile(period, -(-length // PERIOD))[:length]
 
 
 def _in_words(collectives: Sequence[tuple[str, int]]) -> str:

@@ -1,9 +1,9 @@
-"""A backend as two numbers, fitted to the measured sizes: what a call costs, and the rate of large buffers.
+"""A backend as two numbers, fitted to the measured sizes: the latency of a call, and the rate of large buffers.
 
-    t(S) = alpha + S / w        w: the buffer's bytes per second; times the bus factor, what a rank sends per second
+    t(S) = alpha + S / w        w: bytes of the buffer per second; w times the bus factor is what a rank sends
 
-``planning.cost.bandwidth`` fits it by relative error; the 95 % intervals are Student's, of the fit's own residuals, so
-they hold what one pair of numbers cannot describe as well as what scatters.
+``planning.cost.bandwidth`` fits by relative error. The 95 % intervals come from the fit's residuals by Student's t, so
+they include model error as well as noise.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from .cases import rates
 Row = Mapping[str, Any]
 
 MIN_SIZES = 3
-POOR_ERROR = 0.5  # of a measured time: beyond it one pair of numbers says little of the sweep
+POOR_ERROR = 0.5  # of a measured time; with a larger error, the two numbers do not describe the sweep
 PREFERRED_KINDS = ("gpus", "lab", "processes", "simulated")
-# 97.5th percentile of Student's t for 1, 2, ... degrees of freedom; for more, the last is a little too wide.
+# 97.5th percentile of Student's t for 1, 2, ... degrees of freedom; the last is also used for more.
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
 def fit_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Fits each collective of one backend.
+    """Fits each collective of one backend that has at least three right sizes.
 
     Returns:
-        A row for each collective of which three sizes or more were right. An upper end of None is no bound.
+        A row for each; an upper end of None means that the interval is unbounded.
     """
     by_name: dict[str, list[Row]] = {}
     for row in rows:
@@ -41,10 +41,7 @@ def fit_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def network_of(rows: Iterable[Row], framework: str, num_ranks: int, kind: str | None = None) -> Network:
-    """Gives a measured backend as a network, by its all-reduce.
-
-    Returns:
-        The network, whose speed is what a rank sends per second; a latency that was fitted below 0 is 0.
+    """Returns a measured backend as a network, by its all-reduce: bandwidth per rank, and a latency of 0 or more.
 
     Raises:
         ValueError: If there is no such fit.
@@ -72,7 +69,7 @@ def _fit(name: str, rows: Sequence[Row]) -> dict[str, Any]:
     student = _STUDENT[min(len(rows) - MIN_SIZES, len(_STUDENT) - 1)]
     alpha_us, alpha_error_us = fit.latency_s * 1e6, student * fit.latency_error_s * 1e6
     gb_per_s = fit.bytes_per_s / 1e9
-    share = student * fit.bytes_per_s_error / fit.bytes_per_s  # of the seconds per byte, which are what is fitted
+    share = student * fit.bytes_per_s_error / fit.bytes_per_s  # relative error of the fitted seconds per byte
     worst = float(np.max(np.abs(fit.residuals)))
     return made | {
         "alpha_us": alpha_us,

@@ -1,4 +1,4 @@
-"""How long it will take: said before it starts, and corrected as it goes."""
+"""Forecasts how long a run will take, and corrects the forecast as it goes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 from jaxddp.network import Network
 
 from ..harness.ranks import Ranks
+from ..harness.values import size
 from ..lab.network import network
 from .interleaving import NUM_WARMUP, Batch, rounds_within
-from .sizes import in_words
 
-# Half of what the assignment report has for Gloo, because ranks may share a few cores; and what it has for NCCL.
+# Half of the assignment report's Gloo, because ranks may share a few cores; and the report's NCCL.
 CPUS, GPUS = Network(gb_per_s=0.5, latency_us=500.0), Network(gb_per_s=4.0, latency_us=100.0)
-START_S = 10.0  # of a part: processes, imports, compilation
+START_S = 10.0  # starting a part: processes, imports, compilation
 
 
 def assumed_network(ranks: Ranks) -> Network:
-    """The network assumed before anything was measured; in a lab, at most as fast as its links."""
+    """The network assumed before anything is measured; in a lab, at most as fast as its links."""
     if ranks.kind == "gpus":
         return GPUS
     link_mbit = network().get("link_mbit", math.inf) if ranks.kind == "lab" else math.inf
@@ -29,70 +29,70 @@ def assumed_network(ranks: Ranks) -> Network:
 
 
 def forecast_s(batch: Batch, ranks: Ranks, num_rounds: int | None, budget_s: float) -> float:
-    """Forecasts a size, taking every collective for an all-reduce."""
+    """Forecasts the seconds of a batch, as if every collective were an all-reduce."""
     call_s = assumed_network(ranks).seconds("all-reduce", batch.asked_bytes, range(ranks.num))
     round_s = len(batch.names) * call_s
     return (NUM_WARMUP + (num_rounds or rounds_within(budget_s, round_s))) * round_s
 
 
 class Forecast:
-    """How long the rest will take: as forecast, times what the forecast of the work done was wrong by."""
+    """The time left: the forecast, scaled by how wrong it was for the batches that are done."""
 
     def __init__(self, seconds: Mapping[tuple[str, Batch], float]) -> None:
-        """Begins."""
+        """Starts with the forecast seconds of each part's batches."""
         self._left = dict(seconds)
         self._forecast_s = self._took_s = 0.0
 
     def done(self, part: str, batch: Batch, seconds: float) -> None:
-        """Notes how long a batch took; it may come again, in other processes of the part."""
+        """Records how long a batch took; it may come again in other processes of the part."""
         self._forecast_s += self._left.pop((part, batch), 0.0)
         self._took_s += seconds
 
     def skip(self, part: str) -> None:
-        """Drops what is left of a part."""
+        """Drops the rest of a part."""
         self._left = {key: seconds for key, seconds in self._left.items() if key[0] != part}
 
     def follow(self, part: str, show: Callable[[int, Any], None]) -> Follower:
-        """Makes of a rank's word that it begins with a size what a user wants to know."""
+        """Makes the handler of a part's messages, which passes readable messages on to ``show``."""
         return Follower(self, part, show)
 
     def __str__(self) -> str:
-        """In words."""
+        """The time left in words."""
         scale = self._took_s / self._forecast_s if self._forecast_s else 1.0
         return duration(scale * sum(self._left.values()))
 
 
 class Follower:
-    """Takes the messages of a part's ranks: of a size that they begin with, and of its rounds if they take long.
+    """Handles the messages of a part's ranks: the start of a batch, and its rounds if they take long.
 
     Attributes:
-        under_way: What rank 0 is at; None before the first and when it is done.
+        under_way: The batch that rank 0 is measuring; None before the first and when all are done.
     """
 
     def __init__(self, forecast: Forecast, part: str, show: Callable[[int, Any], None]) -> None:
-        """Begins."""
+        """Starts the clock."""
         self.under_way: Batch | None = None
-        self._rounds: list[int] = []  # of it, done and in all, as shown last
+        self._rounds: list[int] = []  # done and total, as last shown
         self._forecast, self._part, self._show, self._began_s = forecast, part, show, time.monotonic()
 
     def __call__(self, rank: int, message: Any) -> None:
-        """Takes a message."""
+        """Handles a message."""
         kind, *content = message
         if rank == 0 and kind == "size":
             self.close()
             (self.under_way,), self._rounds = content, []
-            message = ("doing", f"{in_words(self.under_way.asked_bytes)}, about {self._forecast} left")
+            message = ("doing", f"{size(self.under_way.asked_bytes)}, about {self._forecast} left")
         elif rank == 0 and kind == "found":
             self.close()
         elif rank == 0 and kind == "rounds" and self.under_way is not None and content != self._rounds:
             self._rounds = content
             num_done, num_rounds = content
             said = f"{num_done} of {num_rounds} rounds" if num_rounds else "warming up"
-            message = ("doing", f"{in_words(self.under_way.asked_bytes)}, {said}")
+            message = ("doing", f"{size(self.under_way.asked_bytes)}, {said}")
         self._show(rank, message)
 
     def close(self) -> None:
-        """Notes how long what was under way took."""
+        """Records how long the batch under way took."""
         now_s = time.monotonic()
         if self.under_way is not None:
             self._forecast.done(self._part, self.under_way, now_s - self._began_s)
@@ -100,7 +100,7 @@ class Follower:
 
 
 def duration(seconds: float) -> str:
-    """Writes a duration roughly.
+    """Formats a duration roughly.
 
     Example:
         >>> duration(42.0), duration(1000.0)

@@ -1,8 +1,8 @@
-"""How the collectives of one size take turns on the ranks of one backend, and what is noted of each.
+"""Times the collectives of one size in interleaved rounds on the ranks of one backend.
 
-Every round calls each collective once and begins with another of them. All ranks meet at a barrier before a call; each
-notes how long its own call took, and a call took as long as on the rank that was slowest. What was found of a size is
-told before the next one begins, so that it is known whatever becomes of that.
+Every round calls each collective once and starts with a different one. All ranks meet at a barrier before a call, and
+the time of a call is that of its slowest rank. The results of a size are reported before the next size starts, so a
+later crash does not lose them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torchref.launch import report
 from ..training.interleaving import Attempts, agree_over_ranks
 
 MIN_ROUNDS, MAX_ROUNDS = 5, 100
-REPORT_EVERY_S = 10.0  # often enough to show that a slow size goes on, too seldom to disturb what is timed
-NUM_WARMUP = 2  # one call to try a collective out, one that says how many rounds there is time for
+REPORT_EVERY_S = 10.0  # shows that a slow size makes progress, without disturbing the timing
+NUM_WARMUP = 2  # one to check a collective, one to decide on the number of rounds
 
 
 class Batch(NamedTuple):
-    """The collectives of one size: the bytes that were asked for, and their names."""
+    """The collectives of one size: the requested bytes, and their names."""
 
     asked_bytes: int
     names: tuple[str, ...]
@@ -33,12 +33,11 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class RanksJob:
-    """The work of the ranks of one backend; plain data, sent to their processes.
+    """The work of one backend's ranks; plain data, sent to their processes.
 
     Attributes:
-        batches: By size, largest first: what is freed then serves the smaller ones.
-        num_rounds: Timed rounds of each size; None for as many as there is time for.
-        budget_s: The time that there is for a size.
+        batches: Largest first, because memory freed by large buffers serves smaller ones.
+        num_rounds: Timed rounds per size; None for as many as fit into ``budget_s`` seconds.
     """
 
     batches: tuple[Batch, ...]
@@ -48,14 +47,14 @@ class RanksJob:
 
 @dataclass
 class Timed:
-    """What one process found of one collective at one size.
+    """What one process found for one collective at one size.
 
     Attributes:
-        size_bytes: Of the full buffer.
-        planned: ``(kind, bytes)`` of what it should issue.
-        found: The same of what it does: read from the compiled program, or as issued where nothing is compiled.
-        kernel: The compiler's name for how it is carried out; None if it gives none.
-        wrong: Values that were wrong, of all results.
+        size_bytes: Bytes of the full buffer.
+        planned: ``(kind, bytes)`` of the collectives that it should issue.
+        found: Those of the compiled program or, where nothing is compiled, those issued.
+        kernel: The compiler's name of the implementation; None if there is none.
+        wrong: Number of wrong values in all results.
         seconds: By round.
         failed: Why it could not be called; empty if it could.
     """
@@ -72,14 +71,14 @@ class Timed:
 
 
 class Side(NamedTuple):
-    """What the ranks run on, and with which versions of the framework's packages."""
+    """The ranks' device, and the versions of the framework's packages."""
 
     device: str
     versions: dict[str, str]
 
 
 class Found(NamedTuple):
-    """What was found of a size: by rank 0's side, and what each process noted of each collective."""
+    """The results of a batch: rank 0's side, and by process what it found for each collective."""
 
     batch: Batch
     side: Side
@@ -90,10 +89,10 @@ class Call(NamedTuple):
     """A collective that is ready to be called.
 
     Attributes:
-        prepare: Gives its input, untimed.
-        run: Makes its result of the input.
+        prepare: Returns its input, untimed.
+        run: Computes its result.
         num_wrong: Counts the wrong values of a result.
-        timed: Where to note what is found.
+        timed: Records the findings.
     """
 
     prepare: Callable[[], Any]
@@ -102,20 +101,20 @@ class Call(NamedTuple):
     timed: Timed
 
     def try_out(self) -> None:
-        """Calls it, and notes wrong values."""
+        """Calls it once, and counts wrong values."""
         self.timed.wrong += self.num_wrong(self.run(self.prepare()))
 
 
 def measure(
     job: RanksJob, side: Side, ready: Callable[[Batch], Callable[[str], Call]], wait: Callable[[Any], Any]
 ) -> None:
-    """Measures everything; every rank does the same, and reports each size, before it and when it is done.
+    """Measures all batches on every rank, and reports each before it starts and when it is done.
 
     Args:
-        job: What.
-        side: On what.
-        ready: Brings the values of a size, and gives what makes a collective and tries it out.
-        wait: Returns when the value that it is given is there.
+        job: The batches.
+        side: Device and versions.
+        ready: Makes the inputs of a batch, and returns a function that makes a collective's call.
+        wait: Blocks until a value is computed.
     """
     for batch in job.batches:
         report(("size", batch))
@@ -124,11 +123,7 @@ def measure(
 
 
 def rounds_within(budget_s: float, round_s: float) -> int:
-    """How many rounds there is time for.
-
-    Args:
-        budget_s: The time that there is.
-        round_s: What a round takes.
+    """The number of rounds that fit into a time.
 
     Example:
         >>> rounds_within(2.0, 0.1), rounds_within(2.0, 60.0), rounds_within(2.0, 1e-4)
@@ -138,7 +133,7 @@ def rounds_within(budget_s: float, round_s: float) -> int:
 
 
 class _Progress:
-    """Reports how many rounds are done, but seldom; without a word for long, ranks are taken to hang."""
+    """Reports the number of rounds done from time to time; ranks that are silent for long count as hung."""
 
     def __init__(self) -> None:
         self._said_s = time.monotonic()
@@ -179,7 +174,7 @@ def _call(call: Call, wait: Callable[[Any], Any]) -> float:
     wait(given)
     dist.barrier()
     result, seconds = stopwatch(call.run, given, wait=wait)
-    call.timed.wrong += call.num_wrong(result)  # of every one: XLA's Gloo is known to be wrong now and then
+    call.timed.wrong += call.num_wrong(result)  # of every call: XLA's Gloo is sometimes wrong
     return seconds
 
 
@@ -190,7 +185,7 @@ def _of_all(timed: list[Timed]) -> list[list[Timed]]:
 
 
 def _agreed(seconds: float) -> float:
-    """Rank 0's: all must take the same number of turns."""
+    """Rank 0's value: all ranks must take the same number of rounds."""
     said = [seconds]
     dist.broadcast_object_list(said)
     return said[0]

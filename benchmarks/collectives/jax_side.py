@@ -1,7 +1,7 @@
-"""The collectives in JAX: each a program of its own, compiled for the mesh and read back before it runs.
+"""The collectives in JAX: each is a program of its own, compiled for the mesh and read back before it runs.
 
-A program writes its result into a new buffer. Every call is waited for: XLA ends a process whose simulated devices have
-many calls under way.
+Results go into new buffers. Every call is waited for: XLA aborts a process whose simulated devices have many calls in
+flight.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _function(name: str, num_ranks: int) -> Callable[[jax.Array], jax.Array]:
 
 
 def _input(mesh: Mesh, length: int) -> jax.Array:
-    """Every rank's values; each process makes those of its own ranks."""
+    """The values of all ranks; each process makes those of its own ranks."""
     return jax.make_array_from_callback(
         (mesh.size * length,),
         NamedSharding(mesh, PartitionSpec(DATA_AXIS)),

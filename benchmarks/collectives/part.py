@@ -1,17 +1,17 @@
-"""A part of the run: a backend with a number of ranks, what of it is missing, and how that is measured.
+"""A part of the run, one backend with a number of ranks: what is missing of it, measuring that, and its rows.
 
-What its processes found of a size is written as soon as they tell it, so it stays whatever comes after, and a run that
-goes on measures the sizes that are missing. A batch that its processes do not survive is left out, and those that they
-had not come to are run by others.
+Each size is written as soon as it is measured, so it survives a later failure, and a resumed run measures only the
+missing sizes. If the processes do not survive a batch, it is left out and new processes run the remaining batches.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from jaxddp.training.clock import summarize
 from torchref.launch import RankError
 
 from ..harness.console import progress_of
@@ -19,14 +19,15 @@ from ..harness.cores import num_cores
 from ..harness.free_memory import free_bytes
 from ..harness.ranks import THREADS, Ranks
 from ..harness.run import FAILED, NOT_RUN, Run, is_failed
+from ..harness.values import size
 from . import jax_side, torch_side
+from .cases import NAMES, check, rates
 from .fit import fit_rows
 from .forecast import Forecast
-from .interleaving import Batch, Found, RanksJob, Side
-from .rows import in_order, rows_of
-from .sizes import fitting, in_words, launches
+from .interleaving import Batch, Found, RanksJob, Side, Timed
+from .sizes import fitting, launches
 
-MAX_FAILED = 3  # sizes of a part that its processes did not survive
+MAX_FAILED = 3  # sizes that the processes did not survive, after which a part is given up
 
 Row = Mapping[str, Any]
 
@@ -45,12 +46,12 @@ class BackendPart(NamedTuple):
 
     @property
     def backend(self) -> str:
-        """What carries the collectives."""
+        """The library that carries the collectives."""
         return self.ranks.backend[self.framework]
 
     @property
     def key(self) -> str:
-        """For tables."""
+        """Its name in tables."""
         return f"{self.backend}, {self.ranks.num} ranks"
 
 
@@ -60,9 +61,8 @@ class CollectivesSetup:
 
     Attributes:
         parts: Backends by number of ranks.
-        sizes: Bytes that were asked for, ascending.
-        num_rounds: Timed rounds of each size; None for as many as there is time for.
-        budget_s: The time that there is for a size.
+        sizes: Requested bytes, ascending.
+        num_rounds: Timed rounds per size; None for as many as fit into ``budget_s`` seconds.
     """
 
     parts: tuple[BackendPart, ...]
@@ -75,10 +75,10 @@ class CollectivesSetup:
 def missing(
     setup: CollectivesSetup, part: BackendPart, rows: Sequence[Row]
 ) -> tuple[list[tuple[Batch, ...]], list[tuple[str, int, str]]]:
-    """Sorts out what is left to do.
+    """Determines what is left to measure.
 
     Returns:
-        By process what it has to measure; and ``(collective, size, why not)`` of what does not fit into memory.
+        The batches of each launch of processes; and ``(collective, size, why not)`` of what does not fit into memory.
     """
     there = {(row["collective"], row["asked_bytes"]) for row in _done(part, rows)}
 
@@ -91,7 +91,7 @@ def missing(
 
 
 def measure_part(this: Run, setup: CollectivesSetup, part: BackendPart, forecast: Forecast) -> None:
-    """Measures what is missing of a part, writes each size when it is done, and last the fits to all of them."""
+    """Measures what is missing of a part, writes each size when it is done, and fits all sizes at the end."""
     common: dict[str, Any] = {"framework": part.framework, "backend": part.backend, "kind": part.ranks.kind}
     threads = THREADS if part.framework == "torchref" else num_cores(part.ranks.kind, part.ranks.num) or os.cpu_count()
     common |= {"num_ranks": part.ranks.num, "threads": threads, "dtype": "float32"}
@@ -112,7 +112,7 @@ def measure_part(this: Run, setup: CollectivesSetup, part: BackendPart, forecast
     failed, why = _run_ranks(this, setup, part, to_do, forecast, keep)
     if any("device" in row for row in rows):
         for batch, said in failed.items():
-            row = common | {"asked_bytes": batch.asked_bytes, "check": f"{FAILED}{in_words(batch.asked_bytes)}: {said}"}
+            row = common | {"asked_bytes": batch.asked_bytes, "check": f"{FAILED}{size(batch.asked_bytes)}: {said}"}
             rows += [row | {"collective": name} for name in batch.names]
         rows = in_order(rows)
     elif failed:
@@ -121,8 +121,38 @@ def measure_part(this: Run, setup: CollectivesSetup, part: BackendPart, forecast
     this.say(part.key, this.put(part.key, [*rows, *(of_all | fit for fit in fit_rows(rows))]))
 
 
+def rows_of(of_processes: Sequence[Sequence[Timed]], num_ranks: int) -> list[dict[str, Any]]:
+    """Makes the rows of a batch; the time of a call is that of its slowest rank."""
+    rows = []
+    for of_ranks in zip(*of_processes, strict=True):
+        first = of_ranks[0]
+        row: dict[str, Any] = {"collective": first.name, "asked_bytes": first.asked_bytes}
+        if first.failed:
+            rows.append(row | {"check": f"{FAILED}{first.failed}"})
+            continue
+        seconds = [max(times) for times in zip(*(one.seconds for one in of_ranks), strict=True)]
+        timings = summarize(seconds)
+        algbw, busbw = rates(first.name, first.size_bytes, timings.median_ms * 1e-3, num_ranks)
+        row |= {"size_bytes": first.size_bytes, **timings._asdict(), "num_rounds": len(seconds)}
+        row |= {"algbw_gb_per_s": algbw, "busbw_gb_per_s": busbw, "kernel": first.kernel}
+        row |= {"planned": first.planned, "compiled": first.found}
+        row["check"] = check(first.planned, first.found, sum(one.wrong for one in of_ranks))
+        row["rounds_ms"] = [float(f"{each * 1e3:.5g}") for each in seconds]
+        rows.append(row)
+    return rows
+
+
+def in_order(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Sorts the rows of one backend: those not run first, then by collective and size."""
+
+    def place(row: Mapping[str, Any]) -> tuple[bool, int, int]:
+        return not row["check"].startswith(NOT_RUN), NAMES.index(row["collective"]), row["asked_bytes"]
+
+    return sorted(rows, key=place)
+
+
 def _done(part: BackendPart, rows: Sequence[Row]) -> list[Row]:
-    """The rows of calls that need not be measured; not those of fits, which are made anew, nor what failed."""
+    """The rows of calls that need not be measured again; without fits, which are recomputed, and failures."""
     return [row for row in rows if row.get("part") == part.key and "asked_bytes" in row and not is_failed(row)]
 
 
@@ -137,8 +167,8 @@ def _run_ranks(
     """Runs the ranks; a batch that their processes do not survive is left out, and the rest is run again.
 
     Returns:
-        Of the batches that failed, why; and why the last one did. After ``MAX_FAILED`` sizes, or if processes end
-        before they begin with one, what is left counts as failed.
+        The failed batches with their reasons, and the last reason. After ``MAX_FAILED`` sizes, or if processes fail
+        before their first batch, all remaining batches count as failed.
     """
     failed: dict[Batch, str] = {}
     why, queue = "", list(to_do)
@@ -160,7 +190,7 @@ def _run_ranks(
 def _run_job(
     this: Run, part: BackendPart, job: RanksJob, forecast: Forecast, keep: Callable[[Found], None]
 ) -> tuple[list[Batch], Batch | None, Exception | None]:
-    """Runs the ranks once: what was not found, and if they failed, at which batch, if at one, and why."""
+    """Runs the ranks once: the batches without results and, if the ranks failed, the batch under way and the error."""
     run_ranks = part.ranks.run_jax if part.framework == "jaxddp" else part.ranks.run_torch
     side = jax_side if part.framework == "jaxddp" else torch_side
     left = list(job.batches)
@@ -184,4 +214,4 @@ def _run_job(
 
 
 def _in_words(batch: Batch) -> str:
-    return f"{in_words(batch.asked_bytes)} of {', '.join(batch.names)}"
+    return f"{size(batch.asked_bytes)} of {', '.join(batch.names)}"

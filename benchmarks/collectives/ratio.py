@@ -1,7 +1,7 @@
-"""One backend's bandwidth over another's, at the same size on as many ranks.
+"""Bandwidth of one backend over another's, at the same size on as many ranks.
 
-Backends run one after the other, each in processes of its own. So the interval is of rounds resampled on either side:
-it holds what scatters from round to round, not what changed on the machine in between.
+Backends run one after the other in processes of their own, so each side's rounds are resampled separately: the interval
+includes noise between rounds, but not changes of the machine between the two.
 """
 
 from __future__ import annotations
@@ -16,22 +16,17 @@ from ..report.published import figures
 
 Row = Mapping[str, Any]
 
-# XLA beside what torch has of the same kind, and NCCL beside Gloo, as in the assignment report.
+# XLA against torch over the same kind of link, and NCCL against Gloo as in the assignment report.
 PAIRS = (
-    ("XLA over NCCL", "NCCL"),
-    ("XLA over Gloo", "Gloo"),
-    ("XLA in-process", "Gloo"),
-    ("NCCL", "Gloo"),
-)
+    ("XLA over NCCL", "NCCL"), ("XLA over Gloo", "Gloo"), ("XLA in-process", "Gloo"), ("NCCL", "Gloo"),
+)  # fmt: skip
 
 
 class Ratio(NamedTuple):
-    """How many times as much one backend sends per second as another.
+    """A ratio of two backends' bandwidths at a size.
 
     Attributes:
-        asked_bytes: The size.
-        value: Of the medians.
-        low: Lower end of its spread: here of the 95 % interval, in the report's figures a standard deviation below.
+        low: Lower end of the 95 % interval or, for the report's figures, one standard deviation below.
         high: Upper end.
     """
 
@@ -42,11 +37,7 @@ class Ratio(NamedTuple):
 
 
 def ratios(rows: Iterable[Row], pair: tuple[str, str], num_ranks: int, name: str = "all_reduce") -> list[Ratio]:
-    """Compares a pair of backends at every size at which both are right.
-
-    Returns:
-        The first over the second, by size.
-    """
+    """Compares a pair of backends at every size at which both are right: the first over the second, by size."""
     times: dict[str, dict[int, Sequence[float]]] = {backend: {} for backend in pair}
     for row in rows:
         if row["check"] == "ok" and "rounds_ms" in row and (row["collective"], row["num_ranks"]) == (name, num_ranks):
@@ -56,16 +47,14 @@ def ratios(rows: Iterable[Row], pair: tuple[str, str], num_ranks: int, name: str
     return [Ratio(size, one.ratio, one.low, one.high) for size, one in sorted(compared.items())]
 
 
-def report_points(backend: str, num_ranks: int) -> list[Mapping[str, Any]]:
-    """Gives the report's all-reduces of a backend, by size; none if it has not measured them."""
-    points = [one for one in figures()["collectives"] if (one["backend"], one["num_ranks"]) == (backend, num_ranks)]
-    return sorted(points, key=lambda one: one["size_bytes"])
-
-
 def report_ratios(pair: tuple[str, str], num_ranks: int) -> list[Ratio]:
-    """Compares the report's backends, with the standard deviation that follows from those of the two."""
+    """Compares the report's backends by size, with the standard deviation that follows from theirs."""
     made = []
-    for ours, theirs in zip(*(report_points(backend, num_ranks) for backend in pair), strict=False):
+    calls = [
+        [one for one in figures()["collectives"] if (one["backend"], one["num_ranks"]) == (backend, num_ranks)]
+        for backend in pair
+    ]
+    for ours, theirs in zip(*calls, strict=True):
         value = theirs["mean_ms"] / ours["mean_ms"]
         error = value * np.hypot(ours["std_ms"] / ours["mean_ms"], theirs["std_ms"] / theirs["mean_ms"])
         made.append(Ratio(ours["size_bytes"], value, value - error, value + error))

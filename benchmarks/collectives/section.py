@@ -1,4 +1,4 @@
-"""Collectives by size: what a call takes, and the bandwidth that it reaches."""
+"""Collectives by size: the time of a call, and the bandwidth that it reaches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .ratio import PAIRS, ratios, report_ratios
 
 
 def _interval(row: Row, low: str, high: str) -> tuple[float, float | None] | None:
-    """An interval of a fit; an upper end of None, as the row has it, is no bound."""
+    """An interval of a fit; an upper end that the row has as None is unbounded."""
     ends = number(row, low), number(row, high)
     is_unbounded = high in row and row[high] is None
     return None if ends[0] is None or (ends[1] is None and not is_unbounded) else (ends[0], ends[1])
@@ -84,7 +84,8 @@ def section(rows: Sequence[Row]) -> Section:
     placed = [row for row in calls if is_sound(row) and number(row, "median_ms") and _size(row)]
     styles = {each: style for style, each in enumerate(by(placed, group))}
     figures = [figure for name, some in by(placed, collective).items() for figure in _figures(name, some, styles)]
-    figures += filter(None, [_ratio_figure(placed)])
+    compared = _ratio_rows(placed)
+    figures += filter(None, [_ratio_figure(compared)])
     calls, fits = sorted(calls, key=_order), sorted(fits, key=_order)
     shown = _shown_sizes(calls)
     tables = [
@@ -97,7 +98,6 @@ def section(rows: Sequence[Row]) -> Section:
             " its busbw, the rate times the collective's bus factor, with the rate's interval times the same"
         )
         tables.append(Table("What the sizes of one collective have in common", _FIT_COLUMNS, fits, note))
-    compared = _ratio_rows(placed)
     if compared:
         note = "the two did not run at the same time: the intervals are of rounds resampled on either side"
         tables.append(Table("Bandwidth of one backend over another's, all-reduce", _RATIO_COLUMNS, compared, note))
@@ -143,8 +143,7 @@ def _ratio_rows(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def _ratio_figure(rows: Sequence[Row]) -> Figure | None:
-    compared = _ratio_rows(rows)
+def _ratio_figure(compared: Sequence[Row]) -> Figure | None:
     if not compared:
         return None
     named = by(compared, lambda row: f"{row['pair']}, {row['num_ranks']} ranks")
@@ -161,7 +160,7 @@ def _ratio_figure(rows: Sequence[Row]) -> Figure | None:
 
 
 def _largest(compared: Sequence[Row]) -> list[Row]:
-    """The ratio at the largest size of each pair measured here."""
+    """The ratio of each pair measured here, at its largest size."""
     measured = [row for row in compared if "report" not in row["pair"]]
     return [some[-1] for some in by(measured, lambda row: (row["pair"], row["num_ranks"])).values()]
 
@@ -175,14 +174,14 @@ def _in_words(row: Row) -> str:
 
 
 def _shown_sizes(rows: Sequence[Row]) -> set[float]:
-    """The sizes that a console shows: all of them if they are few, else the ends and one in the middle."""
+    """The sizes shown on the console: all if there are few, else the smallest, one in the middle and the largest."""
     sizes = sorted({_size(row) for row in rows if _size(row)})
     few = sizes if len(sizes) <= SHOWN_SIZES else [sizes[0], sizes[len(sizes) // 2], sizes[-1]]
     return {0.0, *few}
 
 
 def _order(row: Row) -> tuple[int, float, float, int]:
-    """Puts side by side what is to be compared."""
+    """Sorts rows so that comparable ones are side by side."""
     name, backend = text(row, "collective"), text(row, "backend")
     return (
         NAMES.index(name) if name in NAMES else len(NAMES),
@@ -214,7 +213,7 @@ def _figure(
             if (value := number(row, key))
         ]
         if points:
-            # Of more curves than there are styles, the others are dashed.
+            # Curves beyond the number of styles are dashed.
             curves.append(Curve(name, styles[name], points, is_dashed=styles[name] >= NUM_STYLES))
             first, last = curves[-1].ends
             said.append(f"{name}: {short(first.y)} {unit} at {size(first.x)}, {short(last.y)} at {size(last.x)}.")
@@ -223,7 +222,7 @@ def _figure(
 
 
 def _sentences(rows: Sequence[Row]) -> list[str]:
-    """Sentences on each framework's most ranks: times of the smallest and the largest call, and which is faster."""
+    """Sentences at each framework's most ranks: its smallest and its largest call, and which framework is faster."""
     shown = by(timed(rows), collective)
     name = "all-reduce" if "all-reduce" in shown else next(iter(shown), "")
     most: dict[str, list[Row]] = {}

@@ -1,4 +1,4 @@
-"""What sizes are measured, and which of them fit into memory."""
+"""The sizes that are measured, and which of them fit into memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ..harness.free_memory import PROCESS_BYTES
 from ..harness.ranks import Ranks
+from ..harness.values import size
 from .cases import ELEMENT_BYTES
 from .interleaving import Batch
 
@@ -14,9 +15,8 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 SIZES = tuple(KIB * 4**power for power in range(11))
 QUICK_SIZES = (16 * KIB, 256 * KIB, 4 * MIB, 16 * MIB)
 
-# Of full buffers: what a rank takes at most while a collective runs, its inputs included. As seen on 2 ranks, in
-# whichever framework takes more, rounded up: Gloo reduces and scatters in copies, rings pad and assemble in theirs, and
-# a process that keeps the memory it frees has holes in it as large as a buffer.
+# Peak memory of a rank while a collective runs, in full buffers, with its inputs: measured on 2 ranks in the framework
+# that needs more, rounded up. Gloo and rings copy, and freed memory that a process keeps is fragmented.
 HELD = {
     "all_reduce": 5.0,
     "reduce_scatter": 8.0,
@@ -28,8 +28,8 @@ HELD = {
     "ring_all_gather": 9.5,
     "ring_all_reduce": 9.0,
 }
-HELD_TOGETHER = 12.5  # while several take turns: the holes of one do not fit the others
-SPARE_SHARE = 0.05  # of the memory that is free: it stays so
+HELD_TOGETHER = 12.5  # while several collectives take turns: more fragmentation
+SPARE_SHARE = 0.05  # of free memory, left unused
 
 
 def asked_sizes(sizes_mb: Sequence[float] | None, quick: bool) -> tuple[int, ...]:
@@ -47,12 +47,12 @@ def asked_sizes(sizes_mb: Sequence[float] | None, quick: bool) -> tuple[int, ...
 
 
 def needed_bytes(name: str, asked_bytes: int, ranks: Ranks) -> int:
-    """Bytes that a collective needs of the memory that its ranks share; on GPUs each rank has its own."""
+    """Memory that a collective needs: of all its ranks together or, on GPUs, of each."""
     return _needed_bytes(HELD[name], asked_bytes, ranks)
 
 
 def _needed_bytes(buffers: float, asked_bytes: int, ranks: Ranks) -> int:
-    is_even = asked_bytes % (ELEMENT_BYTES * ranks.num) == 0  # else whole buffers of two lengths are brought
+    is_even = asked_bytes % (ELEMENT_BYTES * ranks.num) == 0  # otherwise inputs of two lengths are held
     held = math.ceil((buffers + (not is_even)) * asked_bytes)
     if ranks.kind == "gpus":
         return held
@@ -62,11 +62,11 @@ def _needed_bytes(buffers: float, asked_bytes: int, ranks: Ranks) -> int:
 def fitting(
     names: Sequence[str], sizes: Sequence[int], ranks: Ranks, free: int
 ) -> tuple[tuple[Batch, ...], list[tuple[str, int, str]]]:
-    """Sorts out what fits.
+    """Sorts out which sizes fit.
 
     Returns:
-        What is to be run, largest first, each collective by itself where they do not fit together; and of the rest
-        ``(name, size, why not)``, one reason for a size at which nothing fits.
+        Batches, largest first, with each collective by itself where they do not fit together; and of the rest ``(name,
+        size, why not)``.
     """
     batches, left_out = [], []
     free = int(free * (1 - SPARE_SHARE))
@@ -80,13 +80,13 @@ def fitting(
         for name in names:
             if name not in fit:
                 what, least = (f"{name} of ", needed[name]) if fit else ("", min(needed.values()))
-                why = f"{what}{in_words(asked)} needs {least / GIB:.1f} GiB, {free / GIB:.1f} can be had"
+                why = f"{what}{size(asked)} needs {least / GIB:.1f} GiB, {free / GIB:.1f} can be had"
                 left_out.append((name, asked, why))
     return tuple(batches), left_out
 
 
 def launches(batches: Sequence[Batch]) -> list[tuple[Batch, ...]]:
-    """Deals batches out to processes: several of one size, which do not fit together, get their own; others share."""
+    """Deals batches to processes: several of one size, which do not fit together, get their own; others share."""
     sizes = [batch.asked_bytes for batch in batches]
     shared = tuple(batch for batch in batches if sizes.count(batch.asked_bytes) == 1)
     alone: list[tuple[Batch, ...]] = [(batch,) for batch in batches if batch not in shared]
@@ -94,22 +94,11 @@ def launches(batches: Sequence[Batch]) -> list[tuple[Batch, ...]]:
 
 
 def check_fit(names: Sequence[str], sizes: Sequence[int], ranks: Ranks, free: int) -> None:
-    """Raises ValueError, in a line, if there are sizes at which nothing fits."""
+    """Raises ValueError if there are sizes at which nothing fits."""
     batches, left_out = fitting(names, sizes, ranks, free)
     if none := sorted(set(sizes) - {batch.asked_bytes for batch in batches}):
         least, most = min(needed_bytes(name, none[0], ranks) for name in names), free * (1 - SPARE_SHARE)
         raise ValueError(
-            f"sizes_mb (={', '.join(f'{size / MIB:g}' for size in none)}) must fit into memory: with {ranks.num} ranks"
-            f" {in_words(none[0])} needs at least {least / GIB:.1f} GiB, {most / GIB:.1f} can be had"
+            f"sizes_mb (={', '.join(f'{one / MIB:g}' for one in none)}) must fit into memory: with {ranks.num} ranks"
+            f" {size(none[0])} needs at least {least / GIB:.1f} GiB, {most / GIB:.1f} can be had"
         )
-
-
-def in_words(size_bytes: int) -> str:
-    """Writes a size in the largest unit of which it has one.
-
-    Example:
-        >>> in_words(2**18), in_words(10 * 2**20), in_words(1536)
-        ('256 KiB', '10 MiB', '1.5 KiB')
-    """
-    unit, name = next((unit, name) for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (1, "KiB")) if size_bytes >= unit)
-    return f"{size_bytes / max(unit, KIB):.4g} {name}"

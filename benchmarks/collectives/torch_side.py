@@ -1,6 +1,6 @@
-"""The collectives in PyTorch: a process for each rank, over Gloo or NCCL.
+"""The collectives in PyTorch: one process per rank, over Gloo or NCCL.
 
-What works in place gets its input back before every call, untimed; the rest writes into a new tensor.
+Collectives that work in place get a fresh input before every call, untimed; others write into a new tensor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How long it takes to compile a step for machines that are not here, by their size and by the number of parameters.
+"""Compile time of a step for machines that are not here, by number of devices and of parameters.
 
-Two curves, each over many programs: one model for more and more H100s, which must cost no more to compile, and more
-and more parameters for 8 of them, which must cost no more each. ``points.py`` says what is timed.
+One curve compiles a model for more and more H100s, which must not take longer. The other compiles more and more
+parameters for 8 H100s, which must not take longer per parameter. ``points.py`` lists what is timed.
 """
 
 from __future__ import annotations
@@ -24,24 +24,21 @@ from ..harness.options import Options
 from ..harness.ratios import compare
 from ..harness.run import NotRun, Run, holds
 from ..report.section import show
-from .points import CURVES, PARTS, TRACE_AND_COMPILE, CompilationSetup, Point, measure_curve
-from .section import section
+from .points import CURVES, CompilationSetup, Point, measure_curve
+from .section import PARTS, TRACE_AND_COMPILE, section
 
-GROWTH_LIMIT = 1.2  # of tracing and compiling, from the fewest devices to the most
+GROWTH_LIMIT = 1.2  # of tracing and compiling, most devices over fewest
 READ_LIMIT_S = 5.0  # to read and simulate the model's step
-# 0.15 over a decade is a factor of 1.4, which is what two timings of one program were seen apart on a busy machine.
+# 0.15 over a decade is a factor of 1.4, by which two timings of one program differed on a busy machine.
 LINEAR = 1.15
 TOGETHER = "trace and compile"
 GROWTH, READING = "growth over devices", "reading and simulating"
-# Each is a part of the run; JAX starting is not what grows.
+# Each is a part of the run; the start of JAX does not grow.
 GROUPS = {part: (part,) for part in PARTS if part != "start"} | {TOGETHER: TRACE_AND_COMPILE}
 
 
 def describe(options: Options) -> tuple[CompilationSetup, str]:
-    """Describes what is compiled.
-
-    Args:
-        options: How often each (3 times).
+    """Describes what is compiled; ``steps`` is the number of rounds (3).
 
     Raises:
         ValueError: If the compiler for GPUs is not installed.
@@ -57,11 +54,10 @@ def describe(options: Options) -> tuple[CompilationSetup, str]:
 
 
 def run(this: Run, setup: CompilationSetup) -> bool:
-    """Times both curves, prints the table and fills the folder.
+    """Times both curves, prints the table and writes the folder.
 
     Returns:
-        Whether every program is as planned, growth over devices is within its limit, growth over parameters linear
-        and the model's step read in time.
+        Whether every program is as planned, and growth and reading time are within their limits.
     """
     for curve in CURVES:
         this.part(curve, partial(curve_rows, this, setup, curve))
@@ -76,10 +72,7 @@ def run(this: Run, setup: CompilationSetup) -> bool:
 
 
 def curve_rows(this: Run, setup: CompilationSetup, curve: str) -> list[dict[str, Any]]:
-    """Times a curve.
-
-    Returns:
-        A row for each size, by round and part wall and CPU seconds; and the machine's load before and after all of it.
+    """Times a curve: a row per size, with wall-clock and CPU seconds by round and part, and the machine's load.
 
     Raises:
         ValueError: If not even the smallest program can be compiled.
@@ -95,7 +88,7 @@ def growth_rows(points: Sequence[Point]) -> Iterator[dict[str, Any]]:
     """Compares the most devices with the fewest.
 
     Raises:
-        NotRun: If there are no two that were compiled.
+        NotRun: If fewer than two sizes were compiled.
     """
     compiled = [point for point in points if point.has("compile")]
     if len(compiled) < 2:
@@ -108,7 +101,7 @@ def growth_rows(points: Sequence[Point]) -> Iterator[dict[str, Any]]:
 
 
 def reading_rows(points: Sequence[Point]) -> Iterator[dict[str, Any]]:
-    """Holds the longest time to read and simulate the model's step against its limit.
+    """Compares the longest time to read and simulate the model's step with its limit.
 
     Raises:
         NotRun: If none was compiled.
@@ -120,10 +113,7 @@ def reading_rows(points: Sequence[Point]) -> Iterator[dict[str, Any]]:
 
 
 def exponent_rows(name: str, points: Sequence[Point]) -> Iterator[dict[str, Any]]:
-    """Fits how the CPU time of a part, or of parts together, grows with the number of parameters.
-
-    Yields:
-        A row; only tracing and compiling together has a limit.
+    """Fits how the CPU time of a part grows with the number of parameters; only tracing and compiling has a limit.
 
     Raises:
         NotRun: If fewer than two sizes were timed.
@@ -140,7 +130,7 @@ class Exponent(NamedTuple):
 
     Attributes:
         fitted: Over all sizes, by least squares of logarithms.
-        last: Between the two largest, where what does not grow counts least.
+        last: Between the two largest, where constant costs count least.
     """
 
     fitted: float
@@ -160,9 +150,9 @@ def fit_exponent(sizes: Sequence[float], seconds: Sequence[float]) -> Exponent:
 
 
 def exponent_of(name: str, points: Sequence[Point]) -> Exponent:
-    """Fits a part of a curve, or parts together, as ``GROUPS`` has it, in CPU time."""
+    """Fits the CPU time of a group of parts."""
     parts = GROUPS[name]
-    # A child's CPU time comes in ticks: what came to none counts as one.
+    # A child's CPU time is counted in ticks; less than one counts as one.
     tick_s = 1 / os.sysconf("SC_CLK_TCK")
     timed = [point for point in points if point.has(*parts)]
     seconds = [point.median_s(*parts, clock="cpu_s") or tick_s for point in timed]

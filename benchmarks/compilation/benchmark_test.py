@@ -13,7 +13,8 @@ from rich.console import Console
 from benchmarks.compilation import benchmark
 from benchmarks.compilation import points as measurements
 from benchmarks.compilation.benchmark import GROUPS, exponent_of, fit_exponent, run
-from benchmarks.compilation.points import PARTS, CompilationSetup, Point, Seconds, polynomials
+from benchmarks.compilation.points import CompilationSetup, Point, Seconds, polynomials
+from benchmarks.compilation.section import PARTS
 from benchmarks.harness.run import Run
 from jaxddp.targets.program import TargetError
 

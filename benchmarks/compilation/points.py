@@ -1,16 +1,16 @@
-"""The compile benchmark's measurements: one program compiled for machines that are not here, part by part.
+"""One compilation for a machine that is not here, timed part by part.
 
-    part      what is timed                                                                 where
-    --------  ----------------------------------------------------------------------------  -------------
-    trace     the backward traced, and its gradients put in the order they are finished in  this process
-    plan      the bucket plan alone                                                         this process
-    export    the step traced, lowered and serialized                                       this process
-    start     an empty program compiled: mostly JAX starting                                child process
-    compile   the step compiled and handed back, less ``start``                             child process
-    read      the scheduled program read                                                    this process
-    simulate  one step simulated                                                            this process
+    part      what is timed                                                           where
+    --------  ----------------------------------------------------------------------  -------------
+    trace     the backward traced, and its gradients ordered by when they are ready   this process
+    plan      the bucket plan alone                                                   this process
+    export    the step traced, lowered and serialized                                 this process
+    start     an empty program compiled: mostly the start of JAX                      child process
+    compile   the step compiled and returned, less ``start``                          child process
+    read      the scheduled program read                                              this process
+    simulate  one step simulated                                                      this process
 
-Each is timed by the clock and by the CPU time of this process and its children, which a busy machine lengthens less.
+Each is timed by the clock, and in CPU time of this process and its children, which a busy machine affects less.
 """
 
 from __future__ import annotations
@@ -41,20 +41,18 @@ from jaxddp.training.clock import stopwatch
 from ..harness.console import progress_of
 
 CURVES = ("devices", "parameters")
-PARTS = ("trace", "plan", "export", "start", "compile", "read", "simulate")
-TRACE_AND_COMPILE = ("trace", "plan", "export", "compile")
 NETWORK = Network(50.0)
 SEQUENCES_PER_DEVICE = 16
 LAYER, WIDTH = 10, 1024  # parameters of a layer, and elements of each: a bias of a small model
-TIMEOUT_S = 3600.0  # of a compilation
-ONCE_ABOVE = 1000  # parameters: minutes each, so one round has to do
+TIMEOUT_S = 3600.0  # of one compilation
+ONCE_ABOVE = 1000  # parameters: these take minutes, so they get one round
 
 Collectives = list[tuple[str, int]]
 Result = TypeVar("Result")
 
 
 class Seconds(NamedTuple):
-    """By the clock, and of the CPUs."""
+    """Wall-clock time and CPU time."""
 
     wall_s: float
     cpu_s: float
@@ -62,13 +60,7 @@ class Seconds(NamedTuple):
 
 @dataclass(frozen=True)
 class CompilationSetup:
-    """What is compiled.
-
-    Attributes:
-        num_rounds: How often each.
-        devices: Numbers of H100s.
-        parameters: Numbers of parameter tensors, compiled for 8 H100s.
-    """
+    """What is compiled: a model for numbers of H100s, and numbers of parameter tensors for 8 of them."""
 
     num_rounds: int
     model: str = "seed_xl"
@@ -82,11 +74,9 @@ class Point:
 
     Attributes:
         curve: ``"devices"`` or ``"parameters"``.
-        size: How many.
-        target: What it is compiled for.
         planned: Number of collectives in the plan.
         check: ``"ok"``, or what is wrong.
-        seconds: Of each part, by round; of the parts after a failure nothing.
+        seconds: Of each part, by round; nothing for the parts after a failure.
     """
 
     curve: str
@@ -98,7 +88,7 @@ class Point:
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Point:
-        """Makes a point of its row."""
+        """Makes a point from its row."""
         seconds = {part: [Seconds(*one) for one in rounds] for part, rounds in row["seconds"].items()}
         return cls(row["curve"], row["size"], row["target"], row["planned"], row["check"], seconds)
 
@@ -116,14 +106,14 @@ class Point:
 
 
 def points_of(setup: CompilationSetup, curve: str) -> list[Point]:
-    """Lists the sizes of a curve, nothing of which is timed yet."""
+    """The sizes of a curve, not yet timed."""
     if curve == "devices":
         return [Point(curve, size, targets.target(f"h100:{size}").spec) for size in setup.devices]
     return [Point(curve, size, "h100:8") for size in setup.parameters]
 
 
 def measure_curve(console: Console, setup: CompilationSetup, curve: str) -> list[Point]:
-    """Times all sizes of a curve; rounds take turns over them.
+    """Times all sizes of a curve in interleaved rounds.
 
     Raises:
         ValueError: If not even the smallest program can be compiled.
@@ -149,11 +139,7 @@ def measure_curve(console: Console, setup: CompilationSetup, curve: str) -> list
 
 
 def polynomials(params: Sequence[Any], batch: jax.Array) -> jax.Array:
-    """A loss of many small parameters: a chain of layers, each a polynomial with ten coefficients.
-
-    Returns:
-        A scalar.
-    """
+    """A scalar loss of many small parameters: a chain of layers, each a polynomial with ten coefficients."""
     x = jnp.mean(batch, axis=0)
     for start in range(0, len(params), LAYER):
         value, *others = params[start : start + LAYER]
@@ -164,7 +150,7 @@ def polynomials(params: Sequence[Any], batch: jax.Array) -> jax.Array:
 
 
 def _measure(point: Point, setup: CompilationSetup) -> None:
-    """Compiles a point once and adds what it took; of what cannot be compiled, what came before."""
+    """Compiles a point once and adds its times; after a failure, those of the parts before it."""
     seconds: dict[str, Seconds] = {}
     try:
         planned, compiled = _measure_parts(point, setup, seconds)
@@ -181,10 +167,10 @@ def _measure(point: Point, setup: CompilationSetup) -> None:
 def _measure_parts(
     point: Point, setup: CompilationSetup, seconds: dict[str, Seconds]
 ) -> tuple[Collectives, Collectives]:
-    """Fills ``seconds`` by part; gives what was planned and what was compiled."""
+    """Adds times to ``seconds`` by part; returns the planned and the compiled collectives."""
     target = targets.target(point.target)
     trainer, params, batch = (_of_devices if point.curve == "devices" else _of_parameters)(point, setup)
-    jax.clear_caches()  # what an earlier size had traced must not shorten this one
+    jax.clear_caches()  # traces of earlier sizes must not shorten this one
     state = trainer.abstract_state(params)
 
     plan, trace = _timed(lambda: trainer.plan(state, batch))
@@ -211,7 +197,7 @@ def _of_devices(point: Point, setup: CompilationSetup) -> tuple[jaxddp.Trainer, 
 
 
 def _of_parameters(point: Point, setup: CompilationSetup) -> tuple[jaxddp.Trainer, Any, Any]:
-    # Optimizer without state, and a bucket for each layer: what is left is the least that a parameter costs XLA.
+    # An optimizer without state and a bucket per layer: the least that a parameter costs XLA.
     strategy = jaxddp.bucketed(LAYER * WIDTH * 4 / 2**20)
     trainer = jaxddp.Trainer(polynomials, optax.sgd(1e-3), strategy, targets.mesh(point.target))
     params = [jax.ShapeDtypeStruct((WIDTH,), jnp.float32)] * point.size
@@ -229,5 +215,5 @@ def _timed(function: Callable[[], Result]) -> tuple[Result, Seconds]:
 
 
 def _less(whole: Seconds, part: Seconds) -> Seconds:
-    """A difference of timings, which noise must not make negative."""
+    """A difference of timings, at least 0."""
     return Seconds(max(whole.wall_s - part.wall_s, 0.0), max(whole.cpu_s - part.cpu_s, 0.0))

@@ -1,4 +1,4 @@
-"""How long compilation takes, over the number of devices and of parameters."""
+"""Compile time by number of devices and of parameters."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ..report.lines import Curve, Point, draw_curves
 from ..report.section import Section
 from ..report.sentences import left_out
 
-_PARTS = ("trace", "plan", "export", "start", "compile", "read", "simulate")
-_TOGETHER = ("trace", "plan", "export", "compile")
+PARTS = ("trace", "plan", "export", "start", "compile", "read", "simulate")
+TRACE_AND_COMPILE = ("trace", "plan", "export", "compile")
 _DRAWN = ("trace", "export", "compile", "read", "simulate")
 _WALL, _CPU = 0, 1
 # Columns by heading: parts and clock.
-_TIMED: dict[str, tuple[tuple[str, ...], int]] = {part: ((part,), _WALL) for part in _PARTS}
-_TIMED |= {"trace and compile": (_TOGETHER, _WALL), "CPU": (_TOGETHER, _CPU)}
+_TIMED: dict[str, tuple[tuple[str, ...], int]] = {part: ((part,), _WALL) for part in PARTS}
+_TIMED |= {"trace and compile": (TRACE_AND_COMPILE, _WALL), "CPU": (TRACE_AND_COMPILE, _CPU)}
 
 
 def seconds(row: Row, parts: Sequence[str], clock: int) -> list[float]:
-    """Seconds of some parts together by round, in wall-clock or CPU time; empty if one of them is missing."""
+    """Wall-clock or CPU seconds of some parts together, by round; empty if a part is missing."""
     timed = row["seconds"] if isinstance(row.get("seconds"), dict) else {}
     found = [
         [one[clock] for one in timed.get(part) or [] if isinstance(one, list | tuple) and len(one) == 2]
@@ -42,7 +42,7 @@ def middle(row: Row, parts: Sequence[str], clock: int) -> float | None:
 
 
 def least_most(row: Row, parts: Sequence[str], clock: int) -> tuple[float, float] | None:
-    """The extremes of ``seconds``; None of fewer than two rounds."""
+    """The extremes of ``seconds``; None for fewer than two rounds."""
     found = seconds(row, parts, clock)
     return (min(found), max(found)) if len(found) > 1 else None
 
@@ -58,7 +58,7 @@ _COLUMNS = (
 _SPREADS = (
     _CURVE,
     numeric("size", "size", form=lambda value: f"{value:,.0f}"),
-    Column("rounds", lambda row: max(len(seconds(row, (part,), _WALL)) for part in _PARTS), form=str),
+    Column("rounds", lambda row: max(len(seconds(row, (part,), _WALL)) for part in PARTS), form=str),
     *(
         Column(name, partial(least_most, parts=parts, clock=clock), "s", span)
         for name, (parts, clock) in _TIMED.items()
@@ -78,7 +78,7 @@ def section(rows: Sequence[Row]) -> Section:
     exponents = [row for row in rows if number(row, "fitted") is not None]
     reading = [row for row in rows if number(row, "read_s") is not None]
     points = [row for row in rows if row not in gates and row not in exponents and row not in reading]
-    repeated = [row for row in points if any(least_most(row, (part,), _WALL) for part in _PARTS)]
+    repeated = [row for row in points if any(least_most(row, (part,), _WALL) for part in PARTS)]
     figures = [
         figure for curve, some in by(points, lambda row: text(row, "curve")).items() if (figure := _figure(curve, some))
     ]

@@ -1,8 +1,8 @@
-"""What every benchmark shares.
+"""What all benchmarks share.
 
 options.py, console.py                    command-line options; progress
 ranks.py, cores.py, free_memory.py        ranks in both frameworks; their cores; the memory that they may use
-run.py, results.py                        a run and its parts; its folder, commit and machine
+run.py, results.py                        a run and its parts; its folder and commit
 values.py, tables.py                      fields of rows; tables from one description of the columns
 ratios.py, intervals.py, steal_time.py    ratios with confidence intervals; unions of intervals; steal time
 """

@@ -1,4 +1,4 @@
-"""What a user sees while a benchmark runs: a progress bar in a terminal, plain lines elsewhere."""
+"""Progress of a benchmark: a progress bar in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,30 +13,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from .values import short
 
 NUM_PLAIN_LINES = 4
-FILE_WIDTH = 180  # where the widest table, that of memory, cuts no number
+FILE_WIDTH = 180  # columns, enough for the widest table, that of memory
 
 
 def make_console() -> Console:
-    """The console of standard output; wide enough for tables where it is a file."""
-    # Set, not left to rich: the environment of a CI job may ask for control codes even in a file.
+    """Makes the console of standard output, wide enough for tables where that is a file."""
+    # Explicit, because a CI job's environment can make rich write control codes to files.
     is_terminal = sys.stdout.isatty()
     return Console(force_terminal=is_terminal, highlight=False, width=None if is_terminal else FILE_WIDTH)
 
 
 @contextmanager
 def progress_of(console: Console, title: str) -> Iterator[Callable[[int, Any], None]]:
-    """Shows the messages of rank processes.
-
-    Yields:
-        What ``torchref.launch`` calls with rank and message; only rank 0's are shown.
-    """
-    columns = [
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("rounds"),
-        TimeElapsedColumn(),
-    ]
+    """Shows the messages of rank 0; yields the function that ``torchref.launch`` calls with rank and message."""
+    title_column = TextColumn("{task.description}")
+    columns = [title_column, BarColumn(), MofNCompleteColumn(), TextColumn("rounds"), TimeElapsedColumn()]
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
         task = progress.add_task(title, total=None)
 

@@ -1,24 +1,22 @@
-"""Cores for ranks on CPUs: one for each, in both frameworks.
+"""CPU cores for ranks: one per rank, in both frameworks.
 
-XLA's CPU client starts as many threads as there are cores that its process may use. Left alone, one rank would compute
-on all cores of the machine, and two ranks would seem no faster. Kept to one core, a process would have one thread,
-which can do nothing while it waits for other ranks; torch's Gloo waits on threads of its own. So it gets a second one.
+XLA's CPU client starts a thread per core that its process may use, so a single rank would use all cores and two ranks
+would look no faster. With one core it would have one thread, which cannot compute while it waits for other ranks, so it
+is told of two; torch's Gloo has its own threads for waiting.
 """
 
 from __future__ import annotations
 
 import os
 
-# What XLA's CPU client takes for the number of cores.
+# The number of cores that XLA's CPU client assumes.
 ENVIRONMENT = {"NPROC": "2"}
 
 
 def num_cores(kind: str, num_ranks: int) -> int:
-    """Cores that a process of ranks is kept to; 0 where it is not.
+    """The number of cores that a process of ranks is restricted to; 0 if it is not restricted.
 
-    Args:
-        kind: Of the ranks.
-        num_ranks: Their number; those that are devices of one process share as many cores.
+    Ranks that are devices of one process share as many cores.
     """
     if kind == "gpus" or not hasattr(os, "sched_setaffinity"):
         return 0
@@ -26,13 +24,7 @@ def num_cores(kind: str, num_ranks: int) -> int:
 
 
 def keep_to_cores(kind: str, num_ranks: int, rank: int) -> None:
-    """Keeps this process to its cores; call it before it has started threads.
-
-    Args:
-        kind: Of the ranks.
-        num_ranks: Their number.
-        rank: Of this process; where there are fewer cores than processes, some share one.
-    """
+    """Restricts this process to its cores; call it before threads start. Processes share cores if there are too few."""
     count = num_cores(kind, num_ranks)
     if count:
         there = sorted(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""How much memory there is for ranks, asked before they start: what outgrows it the system ends, without a word."""
+"""Free memory for ranks, checked before they start: the system kills processes that exceed it without a message."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PROCESS_BYTES = 2**29  # a rank's process with both frameworks loaded
 
 
 def free_bytes(kind: str) -> int:
-    """Memory that is free for ranks of a kind: of the machine and its container, or of the fullest GPU."""
+    """Free memory for ranks of a kind: of the machine and its container, or of the fullest GPU."""
     if kind == "gpus":
         import torch
 
@@ -23,5 +23,5 @@ def free_bytes(kind: str) -> int:
     if limit.exists() and (most := limit.read_text().strip()) != "max":
         held = int(limit.with_name("memory.current").read_text())
         files = re.search(r"^inactive_file (\d+)", limit.with_name("memory.stat").read_text(), re.MULTILINE)
-        free = min(free, int(most) - held + int(files.group(1) if files else 0))  # files in memory give way
+        free = min(free, int(most) - held + int(files.group(1) if files else 0))  # cached files can be evicted
     return free

@@ -1,4 +1,4 @@
-"""Operations of a traced step, and the union of intervals."""
+"""Operations of a traced step, and unions of intervals."""
 
 from __future__ import annotations
 
@@ -9,15 +9,7 @@ Interval = tuple[float, float]
 
 
 class Event(NamedTuple):
-    """An operation that ran on a rank; its fields are those of a row's ``trace``.
-
-    Attributes:
-        lane: What the rank did: compute or communicate.
-        name: Of the operation.
-        phase: Of the step, such as forward.
-        start_ms: From the start of the step.
-        end_ms: Likewise.
-    """
+    """An operation on a rank, as a row's ``trace`` has it; times count from the start of the step."""
 
     lane: str
     name: str

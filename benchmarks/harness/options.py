@@ -1,4 +1,4 @@
-"""The one set of arguments that all benchmarks share; each takes those it can use, and says what their defaults are."""
+"""The command-line options of all benchmarks; each benchmark takes some of them and chooses their defaults."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .ranks import KINDS
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line said; None where it said nothing, and the benchmark decides."""
+    """The options that were given; None where the benchmark decides."""
 
     quick: bool = False
     ranks: int | None = None
@@ -30,7 +30,7 @@ class Options:
     profile: bool = False
 
     def __post_init__(self) -> None:
-        """Checks what can be checked of any benchmark's arguments.
+        """Checks what does not depend on the benchmark.
 
         Raises:
             ValueError: If a number is not positive.
@@ -62,10 +62,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, metavar="N", help="sequences of the global batch")
     parser.add_argument("--model", metavar="NAME", help="what is trained")
     parser.add_argument(
-        "--data",
-        metavar="PATH",
+        "--data", metavar="PATH",
         help="text for a model of bytes, a file or folder (default: the Python standard library's sources)",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--target", metavar="SPEC",
         help="of memory: a target, or cpu:N for N simulated devices (default: h100:2); of scaling: the largest to"
@@ -78,7 +77,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def read_options(parsed: argparse.Namespace | dict[str, Any]) -> Options:
-    """Takes options from what a parser gave, or from what ``dataclasses.asdict`` had made of them.
+    """Makes options from a parser's result, or from an earlier ``dataclasses.asdict``.
 
     Raises:
         ValueError: If a number is not positive.

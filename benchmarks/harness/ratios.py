@@ -1,8 +1,8 @@
-"""Ratios of medians with their 95 % intervals, and the most that they may be.
+"""Ratios of medians with 95 % intervals, and their limits.
 
-On a noisy machine the same program against itself gives ratios from 0.95 to 1.10, so a single ratio proves nothing:
-a gate holds if the lower end of its interval does. The interval comes from resampled rounds: pairs of them where the
-two took turns, each on its own where they ran one after the other.
+On a noisy machine a program's ratio to itself varies from 0.95 to 1.10, so a single ratio proves nothing: a gate holds
+if the lower end of its interval is within the limit. Intervals come from resampled rounds, in pairs where both programs
+were timed in the same rounds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NUM_RESAMPLES = 4000
 
 @dataclass(frozen=True)
 class Gate:
-    """A ratio of step times and the most that it may be."""
+    """A ratio of step times and its limit."""
 
     name: str
     ratio: float
@@ -43,10 +43,10 @@ def compare(name: str, ours: Sequence[float], theirs: Sequence[float], limit: fl
     """Compares two variants.
 
     Args:
-        name: Of the gate.
-        ours: Seconds by round.
-        theirs: Seconds by round, of the peer.
-        limit: The most that median(ours) / median(theirs) may be.
+        name: Name of the gate.
+        ours: Times by round.
+        theirs: Times of the peer by round, in the same unit.
+        limit: The largest allowed median(ours) / median(theirs).
         paired: Whether both were timed in the same rounds.
     """
     rng = np.random.default_rng(0)

@@ -1,8 +1,8 @@
-"""A run of a benchmark: its folder, the rows that it has so far, and what becomes of a part that fails.
+"""A run of a benchmark: its folder, its rows so far, and its parts.
 
-A benchmark is cut into parts, each measured as a whole: what is compared takes turns inside one part. The rows of a
-part are written as soon as it is done, all of them or none. So what was measured stays whatever comes after, a part
-that fails is a row that says so, and a run that was stopped goes on with the parts that are missing.
+A benchmark consists of parts; variants that are compared are timed within one part. The rows of a part are written when
+it is done, all or none. So results survive later failures, a failed part is a row that names the reason, and a stopped
+run continues with the missing parts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rich.console import Console
 from torchref.launch import RankError
 
 from ..lab.network import network
-from .results import commit, describe_machine
+from .results import commit
 from .steal_time import in_words, steal_share, ticks
 
 METRICS = "metrics.jsonl"
@@ -31,7 +31,7 @@ NOT_RUN, FAILED = "not run: ", "FAILED: "
 
 
 class NotRun(Exception):
-    """What a part raises that cannot be run here: its message is the reason, and no fault."""
+    """Raised by a part that cannot run here; the message is the reason. Not a failure."""
 
 
 class Run:
@@ -39,11 +39,11 @@ class Run:
 
     Attributes:
         folder: Where everything is written.
-        rows: What was measured so far, in the order of parts; those of an earlier, stopped run come first.
+        rows: Rows so far, by part; those of an earlier, stopped run come first.
     """
 
     def __init__(self, folder: Path, console: Console, benchmark: str) -> None:
-        """Takes up what the folder holds."""
+        """Reads the rows that the folder holds."""
         self.folder, self.console, self.benchmark = folder, console, benchmark
         self._since = ticks()
         self.rows, broken = read_rows(folder / METRICS)
@@ -53,12 +53,12 @@ class Run:
     def part(
         self, key: str, measure: Callable[[], Iterable[Mapping[str, Any]]], *, is_derived: bool = False
     ) -> list[dict[str, Any]]:
-        """Measures a part, unless its rows are there already, and writes its rows.
+        """Measures a part, unless its rows exist, and writes its rows.
 
         Args:
-            key: Its name, of its own within the benchmark.
-            is_derived: Whether it is made of other parts, and has to be made anew when a run goes on.
-            measure: Gives its rows; a RankError, ValueError or OSError, and ``NotRun``, become a row that says so.
+            key: The part's name, unique within the benchmark.
+            measure: Returns its rows; ``NotRun``, RankError, ValueError and OSError become a row that names the reason.
+            is_derived: Whether it is computed from other parts, and again when a run is resumed.
 
         Returns:
             Its rows; each has a ``check``.
@@ -79,14 +79,9 @@ class Run:
         return made
 
     def put(self, key: str, rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Writes the rows of a part, in the place of those that it had: a part may grow while it is measured.
+        """Writes all rows of a part in place of its earlier ones: a part may grow while it is measured.
 
-        Args:
-            key: The part's name.
-            rows: All of its rows; those that were written before keep when and by what they were measured.
-
-        Returns:
-            Them, as they were written.
+        Rows that were written before keep their time and commit.
         """
         envelope = {"benchmark": self.benchmark, "part": key, "stolen_share": steal_share(self._since)} | _envelope()
         self._since = ticks()
@@ -99,7 +94,7 @@ class Run:
         return made
 
     def say(self, key: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Prints what of a part failed or was not run, and how much of the machine it did not get."""
+        """Prints which rows of a part failed or were not run, and how much processor time was stolen."""
         for said in dict.fromkeys(row["check"] for row in rows):
             if said.startswith((NOT_RUN, FAILED)):
                 self.console.print(f"{key}: {said}", soft_wrap=True, markup=False)
@@ -107,11 +102,7 @@ class Run:
             self.console.print(f"{key}: {said}; its times are longer for it", soft_wrap=True, markup=False)
 
     def keep_error(self, name: str, error: BaseException) -> str:
-        """Writes all of an error to a file of its own.
-
-        Returns:
-            Its first line, for a row.
-        """
+        """Writes an error to a file of its own, and returns its first line."""
         (self.folder / f"error-{re.sub(r'[^a-z0-9]+', '-', name.lower())}.txt").write_text(f"{error}\n")
         return (str(error).splitlines() or [type(error).__name__])[0]
 
@@ -122,16 +113,12 @@ def is_failed(row: Mapping[str, Any]) -> bool:
 
 
 def holds(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether no row failed or is wrong; what was not run is no fault."""
+    """Whether no row failed or is wrong; rows that were not run do not count."""
     return not any(str(row["check"]).startswith((FAILED, "WRONG", "MISSED")) for row in rows)
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """Reads a file of rows.
-
-    Returns:
-        The rows, and the numbers, from 1, of lines that hold no JSON object.
-    """
+    """Reads a file of rows, and the numbers, from 1, of its lines that are no JSON object."""
     rows, broken = [], []
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     for number, line in enumerate(lines, 1):
@@ -147,12 +134,12 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
 
 
 def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes all rows or, killed or with a full disk in between, none: the file stays as it was."""
+    """Writes all rows or, if interrupted or without space, none: the file stays as it was."""
     beside = path.with_suffix(".tmp")
     with beside.open("w") as lines:
         lines.writelines(json.dumps(row) + "\n" for row in rows)
         lines.flush()
-        os.fsync(lines.fileno())  # or, when the machine goes down, the new name could have no content
+        os.fsync(lines.fileno())  # before the rename, or a crash could leave an empty file
     os.replace(beside, path)
 
 
@@ -161,7 +148,9 @@ def _envelope() -> dict[str, Any]:
         "commit": commit(),
         "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
         "measured_at": f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}",
-        **describe_machine(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "system": platform.system(),
         **network(),
         "python": platform.python_version(),
     }

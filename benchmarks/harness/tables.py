@@ -22,10 +22,10 @@ class Column:
     """One column.
 
     Attributes:
-        of: A row's value: text, a number, a pair of numbers, or None.
-        unit: Below the heading.
+        of: A row's value: text, a number, a tuple of numbers, or None.
+        unit: Shown below the heading.
         form: Formats a value that is not text.
-        is_wide: Left out of consoles, which have no room for it.
+        is_wide: Left out on consoles.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Column:
         return NONE if value is None or value == "" else cut(value) if isinstance(value, str) else self.form(value)
 
     def is_numeric(self, rows: Sequence[Row]) -> bool:
-        """Whether some row has a number here; the column is then aligned to the right."""
+        """Whether a row has a number here; the column is then aligned to the right."""
         return any(sort_key(self.of(row)) is not None for row in rows)
 
 
@@ -49,10 +49,10 @@ class Table:
     """A table.
 
     Attributes:
-        columns: From left to right; the cells of the first are the headings of their rows.
+        columns: From left to right; the first one's cells are row headings.
         note: Explains the columns, below the table.
-        group: Rows with different values of it are set apart on the console.
-        is_brief: The rows that a console shows; all of them if None.
+        group: Groups of rows are separated on the console.
+        is_brief: Which rows a console shows; all of them if None.
     """
 
     caption: str
@@ -63,7 +63,7 @@ class Table:
     is_brief: Callable[[Row], bool] | None = None
 
     def filled(self) -> list[Column]:
-        """The first column, and those in which some row has a value."""
+        """The first column, and those in which a row has a value."""
         return [
             column
             for index, column in enumerate(self.columns)
@@ -72,12 +72,12 @@ class Table:
 
 
 def numeric(name: str, *path: str, unit: str = "", form: Callable[[Any], str] = short) -> Column:
-    """A column of the number that a row has under a key, or under nested keys."""
+    """A column of the number at a key, or at nested keys."""
     return Column(name, lambda row: number(row, *path), unit, form)
 
 
 def field(name: str, key: str | None = None, *, is_wide: bool = False) -> Column:
-    """A column of the text that a row has under a key, which is the name unless given."""
+    """A column of the text at a key, by default the column's name."""
     return Column(name, lambda row: text(row, key or name), is_wide=is_wide)
 
 
@@ -85,13 +85,13 @@ CHECK = Column("check", check)
 
 
 def sort_key(value: Any) -> str | None:
-    """The number by which a cell is sorted, or None for text."""
+    """The number by which a cell is sorted; None for text."""
     first = value[0] if isinstance(value, tuple) else value
     return f"{first:.6g}" if isinstance(first, int | float) and not isinstance(first, bool) else None
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Prints a table; wide and empty columns are left out, and wrong rows are red."""
+    """Prints a table without wide and empty columns; wrong rows are red."""
     columns = [column for column in table.filled() if not column.is_wide]
     chosen = [row for row in table.rows if table.is_brief is None or table.is_brief(row)]
     few = "" if len(chosen) == len(table.rows) else f", {len(chosen)} of {len(table.rows)} rows (table.md has all)"
@@ -111,7 +111,7 @@ def print_table(console: Console, table: Table) -> None:
 
 
 def write_markdown(folder: Path, tables: Sequence[Table], notes: Sequence[str]) -> None:
-    """Writes ``table.md``: the tables with all their columns, and the notes below them."""
+    """Writes ``table.md``: the tables with all columns, and the notes below them."""
     lines: list[str] = []
     for table in tables:
         cells = [[column.name for column in table.columns], ["---"] * len(table.columns)]

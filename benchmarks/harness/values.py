@@ -1,4 +1,4 @@
-"""Fields of rows. Rows come from files, so a field may be missing or have any type."""
+"""Fields of rows. Rows come from files, so a field may be missing or of any type."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LEAST, _MOST = 1e-18, 1e18
 
 
 def number(row: Row, *path: str) -> float | None:
-    """Reads a number at a path of fields; None if it is missing, not finite, or of a size that nothing measured has.
+    """Reads a number at nested keys; None if it is missing, not finite, or implausibly large or small.
 
     Example:
         >>> number({"compiled": {"batch": 3}}, "compiled", "batch"), number({"ratio": float("inf")}, "ratio")
@@ -33,24 +33,29 @@ def number(row: Row, *path: str) -> float | None:
 
 
 def text(row: Row, key: str) -> str:
-    """Reads a field as text, empty if it is missing; what is longer than a line is cut."""
+    """Reads a field as text, cut to a line; empty if it is missing."""
     value = row.get(key)
     return "" if value is None else cut(str(value))
 
 
 def cut(words: str, longest: int = _LONGEST) -> str:
-    """Cuts text that is too long, visibly."""
+    """Cuts text that is too long, and marks the cut."""
     return words if len(words) <= longest else words[: longest - 1] + "\N{HORIZONTAL ELLIPSIS}"
+
+
+def ends(row: Row, low: str, high: str) -> tuple[float, float] | None:
+    """Reads an interval from two fields; None if one is missing."""
+    found = number(row, low), number(row, high)
+    return None if found[0] is None or found[1] is None else (found[0], found[1])
 
 
 def spread(row: Row) -> tuple[float, float] | None:
     """The 10th and 90th percentile of a row's time."""
-    low, high = number(row, "p10_ms"), number(row, "p90_ms")
-    return None if low is None or high is None else (low, high)
+    return ends(row, "p10_ms", "p90_ms")
 
 
 def buffer_bytes(row: Row) -> float | None:
-    """The size of a row's buffer as it was asked for; what ran may be a little more, to be shared evenly."""
+    """The requested size of a row's buffer; the actual size may be a little larger, to be divisible."""
     asked = number(row, "asked_bytes")
     return number(row, "size_bytes") if asked is None else asked
 
@@ -67,7 +72,7 @@ def check(row: Row) -> str:
 
 
 def is_bad(row: Row) -> bool:
-    """Whether a row is wrong, missed or failed by its own check."""
+    """Whether a row's check reports that it failed, is wrong or missed its limit."""
     return not holds([{"check": check(row)}])
 
 
@@ -77,12 +82,12 @@ def is_not_run(row: Row) -> bool:
 
 
 def is_sound(row: Row) -> bool:
-    """Whether a row was measured and did not fail its check."""
+    """Whether a row was measured and its check holds."""
     return not is_bad(row) and not is_not_run(row)
 
 
 def mark(row: Row) -> str:
-    """In a word, what keeps a row from being believed; empty if nothing does."""
+    """Why a row is not sound, in a word; empty if it is."""
     if is_not_run(row):
         return NOT_RUN.removesuffix(": ")
     said = check(row)
@@ -90,12 +95,12 @@ def mark(row: Row) -> str:
 
 
 def badge(row: Row) -> str:
-    """As ``mark``, with a sign before what is bad."""
+    """As ``mark``, with a cross if the row is bad."""
     return f"\N{BALLOT X} {mark(row)}" if is_bad(row) else mark(row)
 
 
 def by(things: Iterable[Thing], key: Callable[[Thing], Key]) -> dict[Key, list[Thing]]:
-    """Groups rows, or other things; groups and their members keep their order."""
+    """Groups rows, or other things, in their order."""
     groups: dict[Key, list[Thing]] = {}
     for thing in things:
         groups.setdefault(key(thing), []).append(thing)
@@ -103,7 +108,7 @@ def by(things: Iterable[Thing], key: Callable[[Thing], Key]) -> dict[Key, list[T
 
 
 def short(value: float) -> str:
-    """Writes a number with three digits, or all of those before the point.
+    """Formats a number with three significant digits, or with all digits before the point.
 
     Example:
         >>> short(0.01234), short(12.34), short(1234.5), short(0)
@@ -116,7 +121,7 @@ def short(value: float) -> str:
 
 
 def plain(value: float) -> str:
-    """Writes a number as ``short`` does, without zeros at its end.
+    """Formats a number as ``short`` does, without trailing zeros.
 
     Example:
         >>> plain(2.0), plain(0.25), plain(4096)
@@ -127,7 +132,7 @@ def plain(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Writes a share in percent, with a digit behind the point below 10."""
+    """Formats a share in percent, with one decimal below 10 %."""
     return f"{share:.0%}" if abs(share) >= 0.0995 or share == 0 else f"{share:.1%}"
 
 
@@ -137,17 +142,17 @@ def signed(value: float) -> str:
 
 
 def span(low_high: Sequence[float]) -> str:
-    """Writes a spread."""
+    """Formats an interval."""
     return f"{short(low_high[0])}{NONE if low_high[0] >= 0 else ' to '}{short(low_high[1])}"
 
 
 def mib(num_bytes: float) -> str:
-    """Writes bytes as MiB, without the unit."""
+    """Formats bytes as MiB, without the unit."""
     return f"{num_bytes / MIB:,.2f}"
 
 
 def size(num_bytes: float) -> str:
-    """Writes bytes with the largest unit that leaves a number of at least one.
+    """Formats bytes in the largest unit that gives at least 1.
 
     Example:
         >>> size(4096), size(25 * 2**20), size(2**30)
@@ -161,7 +166,7 @@ def size(num_bytes: float) -> str:
 
 
 def listed(words: Sequence[str]) -> str:
-    """Puts words in a row, with "and" before the last.
+    """Joins words with commas and "and".
 
     Example:
         >>> listed(["one", "two", "three"])
@@ -171,7 +176,7 @@ def listed(words: Sequence[str]) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """A number and its noun, in the plural where there is not one.
+    """A number and its noun, in the plural unless the number is one.
 
     Example:
         >>> counted(1, "row"), counted(12, "row")

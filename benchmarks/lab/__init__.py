@@ -3,5 +3,5 @@
 network.py     hosts in network namespaces, joined by links of a given rate
 link.py        measures a link over plain TCP
 benchmark.py   runs benchmarks in the lab
-section.py     columns and figures of the links
+section.py     columns of the links, and sentences
 """

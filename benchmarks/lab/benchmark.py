@@ -1,4 +1,4 @@
-"""Benchmarks over a slow network: the lab around any of them, and the one that runs those for which it matters."""
+"""Benchmarks over a slow network: opens a lab around any benchmark, and runs those for which the network matters."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ NUM_HOSTS, RATE_MBIT = 2, 1000.0
 
 @contextmanager
 def lab_for(name: str, options: Options) -> Iterator[Options]:
-    """Keeps a lab open if a benchmark is to run on one; ``ranks_of_machine`` finds it.
+    """Keeps a lab open if a benchmark is to run in one; ``ranks_of_machine`` finds it.
 
     Yields:
-        The options; on a lab they have its kind of ranks, and as many ranks as hosts if they said nothing of either.
+        The options; in a lab with its kind of ranks and, by default, one rank per host.
 
     Raises:
         ValueError: If options contradict each other, or no lab can be made.
@@ -39,13 +39,10 @@ def lab_for(name: str, options: Options) -> Iterator[Options]:
                 raise ValueError(f"{argument} (={given:g}) is of a lab alone, and on (={options.on}) is not lab")
         yield options
         return
-    num_hosts, rate_mbit = NUM_HOSTS, RATE_MBIT
-    if options.hosts is not None:
-        num_hosts = options.hosts
-    if options.rate_mbit is not None:
-        rate_mbit = options.rate_mbit
+    num_hosts = NUM_HOSTS if options.hosts is None else options.hosts
+    rate_mbit = RATE_MBIT if options.rate_mbit is None else options.rate_mbit
     planned = Lab(num_hosts, rate_mbit)
-    if name == "all" and options.on != "lab":  # which makes a lab for one of its benchmarks
+    if name == "all" and options.on != "lab":  # it opens a lab later, for one of its benchmarks
         yield options
         return
     with planned:
@@ -54,16 +51,7 @@ def lab_for(name: str, options: Options) -> Iterator[Options]:
 
 
 def link_holds(options: Options, folder: Path, console: Console) -> bool:
-    """Measures the open lab's link, prints what it does, and leaves a row in a folder of its own.
-
-    Args:
-        options: As ``lab_for`` gave them.
-        folder: Of the run.
-        console: Where to print.
-
-    Returns:
-        Whether the link is as asked for; True without a lab.
-    """
+    """Measures the open lab's link into a folder of its own: whether it is as requested; True without a lab."""
     if options.on != "lab":
         return True
     (folder / "link").mkdir(exist_ok=True)
@@ -74,15 +62,12 @@ def link_holds(options: Options, folder: Path, console: Console) -> bool:
         console.print(link.in_words, style=None if link.check == "ok" else "bold red", soft_wrap=True)
         yield asdict(link) | {"round_trip": link.round_trip._asdict(), "line": link.in_words, "check": link.check}
 
-    # A run that goes on has a new lab, so its link counts anew.
+    # A resumed run has a new lab, so its link is measured again.
     return holds(this.part(f"link {len(this.rows) + 1}", measure))
 
 
 def describe(options: Options) -> tuple[Setups, str]:
     """Describes the benchmarks that are run.
-
-    Args:
-        options: What each of them may be told.
 
     Raises:
         ValueError: As they do.

@@ -1,7 +1,7 @@
-"""Whether a lab's link is what was asked for: measured over plain TCP between two hosts, with nothing else under way.
+"""Measures a lab's link over plain TCP between two hosts, without other traffic.
 
-The rate is that of TCP's payload, of which every Ethernet frame of 1,514 bytes carries 1,448: 96 % of what the link
-lets through. It counts from when both ends of the link have spent what they had saved up for bursts.
+The rate is that of TCP's payload: 1,448 of the 1,514 bytes of an Ethernet frame, 96 % of the link's rate. Timing starts
+when both ends have used up their burst allowance.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from jaxddp.training.clock import Timings, stopwatch, summarize
 
 from .network import BURST_BYTES, Lab
 
-_CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")  # of the host that reads it
-MAX_DEVIATION = 0.1  # of the asked rate; 0.04 are the headers
+_CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")  # each host has its own
+MAX_DEVIATION = 0.1  # of the requested rate; headers take 0.04
 _WINDOW_S = 0.1
 _NUM_WINDOWS = 8
 _NUM_ROUND_TRIPS = 200
@@ -31,15 +31,15 @@ _TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Link:
-    """What a link was found to do.
+    """The measured properties of a link.
 
     Attributes:
-        asked_mbit: Its rate as asked for, in Mbit/s.
-        rate_mbit: Of TCP's payload, one way, in Mbit/s: the median over windows of a tenth of a second or more.
-        p10_mbit: The 10th percentile.
-        p90_mbit: The 90th.
-        round_trip: Of one byte.
-        congestion_control: By which TCP decides how fast to send; the machine's own choice.
+        asked_mbit: Requested rate in Mbit/s.
+        rate_mbit: Median rate of TCP's payload, one way, over windows of 0.1 s or more.
+        p10_mbit: Its 10th percentile.
+        p90_mbit: Its 90th percentile.
+        round_trip: Time of one byte there and back.
+        congestion_control: TCP's algorithm, which the machine chooses.
     """
 
     asked_mbit: float
@@ -58,7 +58,7 @@ class Link:
 
     @property
     def in_words(self) -> str:
-        """A line."""
+        """All of it in a line."""
         return (
             f"link: {self.rate_mbit:.4g} Mbit/s measured (p10 {self.p10_mbit:.4g}, p90 {self.p90_mbit:.4g}),"
             f" {self.asked_mbit:g} asked, TCP {self.congestion_control}, round trip {self.round_trip}: {self.check}"
@@ -66,13 +66,13 @@ class Link:
 
 
 def measure_link(lab: Lab) -> Link:
-    """Measures what goes from a lab's first host to its second; takes about a second."""
+    """Measures from a lab's first host to its second; takes about a second."""
     with _connection(lab) as (sender, receiver), ThreadPoolExecutor(1) as other_end:
         echo = other_end.submit(_echo, receiver)
         trips_s = [_seconds(_round_trip, sender) for _ in range(_NUM_ROUND_TRIPS)]
         echo.result()
         num_bytes = max(BURST_BYTES, int(lab.rate_mbit * 1e6 / 8 * _WINDOW_S))
-        rest = 4 * BURST_BYTES  # the bursts of both ends, and as much again
+        rest = 4 * BURST_BYTES  # the bursts of both ends, twice
         sending = other_end.submit(_send, sender, rest + _NUM_WINDOWS * num_bytes)
         _receive(receiver, rest)
         windows_s = [_seconds(_receive, receiver, num_bytes) for _ in range(_NUM_WINDOWS)]

@@ -2,13 +2,13 @@
 
     [host 0: eth0]---link---[port0  bridge  port1]---link---[eth0 :host 1]
 
-A host is a network namespace, and its link a pair of virtual interfaces to a bridge, which has a namespace of its own:
-nothing of the machine's own network is touched. Both ends of a link let through ``rate_mbit``, counted in Ethernet
-frames, so a host can send as much and at the same time receive as much; beyond that 50 ms of data wait in line, and
-more is dropped. No delay is added. TCP's settings are the machine's; its cores, memory and files all hosts share.
+A host is a network namespace. Its link is a pair of virtual interfaces to a bridge in a namespace of its own, so the
+machine's network is not touched. Both ends of a link are limited to ``rate_mbit``, counted in Ethernet frames, each
+way; up to 50 ms of data are queued, and more is dropped. No delay is added. Hosts share the machine's TCP settings,
+cores, memory and files.
 
-What is made goes with the lab: when it is closed, when Python exits, and after the death of its process when the next
-lab is opened, for the names of namespaces say who made them. It takes Linux, root's rights, and ``ip`` and ``tc``.
+A lab is removed when it is closed, when Python exits or, if its process was killed, when the next lab is opened: names
+of namespaces contain the process. It needs Linux, root's rights, and the commands ``ip`` and ``tc``.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from typing import TypeVar
 _T = TypeVar("_T")
 
 MIN_HOSTS, MAX_HOSTS = 2, 8
-BURST_BYTES = 256 * 1024  # what an end of a link lets through at once after a rest
+BURST_BYTES = 256 * 1024  # sent at once by an idle end of a link
 _MAX_WAIT = "50ms"
 _INTERFACE = "eth0"
 _PREFIX = "jaxddp-lab"
-_NAMESPACES = Path("/run/netns")  # where ip keeps them by name
+_NAMESPACES = Path("/run/netns")  # where ip keeps them
 _CLONE_NEWUTS, _CLONE_NEWNET = 0x04000000, 0x40000000  # linux/sched.h
 _CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}  # linux/capability.h
 _serial = itertools.count()
@@ -43,28 +43,24 @@ _open: list[Lab] = []
 
 @dataclass(frozen=True)
 class Host:
-    """A host of a lab; plain data, sent to the process that is to run on it.
-
-    Attributes:
-        address: Where the other hosts reach it.
-    """
+    """A host of a lab, and its address for other hosts; plain data, sent to the process that will run on it."""
 
     name: str
     address: str
 
     def enter(self) -> None:
-        """Moves this process to the host; call it before the process starts a thread that will communicate.
+        """Moves this process to the host; call it before threads that communicate start.
 
         Raises:
-            ValueError: If the sandbox that this runs in does not let it.
+            ValueError: If a sandbox forbids it.
         """
         self._move_thread()
         os.environ["GLOO_SOCKET_IFNAME"] = _INTERFACE
         for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
-            del os.environ[name]  # JAX's coordinator would be looked for behind a proxy, and no host can reach one
+            del os.environ[name]  # no host can reach a proxy, and JAX would use it for its coordinator
 
     def call(self, function: Callable[[], _T]) -> _T:
-        """Calls a function in a thread of its own, on this host; sockets that it opens stay there.
+        """Calls a function in a thread on this host; sockets that it opens stay on the host.
 
         Raises:
             ValueError: As ``enter``.
@@ -86,7 +82,7 @@ class Host:
 
         with open(_NAMESPACES / self.name) as namespace:
             check("setns", libc.setns(namespace.fileno(), _CLONE_NEWNET))
-        # XLA's Gloo listens where the name of its host leads. An address as name leads to itself, without any look-up.
+        # XLA's Gloo listens at the address of its host name. A name that is an address needs no look-up.
         check("unshare", libc.unshare(_CLONE_NEWUTS))
         name = self.address.encode()
         check("sethostname", libc.sethostname(name, len(name)))
@@ -96,16 +92,12 @@ class Lab:
     """Hosts and the links between them; a context manager.
 
     Attributes:
-        rate_mbit: What every link lets through each way, in Mbit/s.
-        hosts: They are there while the lab is open.
+        rate_mbit: Rate of every link each way, in Mbit/s.
+        hosts: They exist while the lab is open.
     """
 
     def __init__(self, num_hosts: int, rate_mbit: float) -> None:
-        """Plans a lab; makes nothing yet.
-
-        Args:
-            num_hosts: 2 to 8.
-            rate_mbit: What every link lets through each way, in Mbit/s.
+        """Plans a lab of 2 to 8 hosts; makes nothing yet.
 
         Raises:
             ValueError: If a number is out of range.
@@ -118,14 +110,14 @@ class Lab:
         self._owner_pid = os.getpid()
         name = f"{_PREFIX}.{self._owner_pid}.{_start_time(self._owner_pid)}.{next(_serial)}"
         self._bridge = f"{name}.bridge"
-        # Nobody else is on this network, so any private addresses serve.
+        # The network is isolated, so any private addresses will do.
         self.hosts = tuple(Host(f"{name}.host{index}", f"10.77.0.{index + 1}") for index in range(num_hosts))
 
     def __enter__(self) -> Lab:
-        """Makes the hosts, once what labs of processes that are gone have left is removed.
+        """Makes the hosts, after removing labs of processes that are gone.
 
         Raises:
-            ValueError: If this machine does not let it: one line says what is missing.
+            ValueError: If this machine does not allow it.
         """
         check_rights()
         _remove_leftovers()
@@ -144,8 +136,8 @@ class Lab:
         self.close()
 
     def close(self) -> None:
-        """Removes everything that was made; harmless if done before."""
-        if os.getpid() != self._owner_pid:  # a forked copy of the process that made it
+        """Removes everything that was made; harmless if called again."""
+        if os.getpid() != self._owner_pid:  # in a forked child
             return
         for name in (self._bridge, *(host.name for host in self.hosts)):
             _remove(name)
@@ -171,7 +163,7 @@ class Lab:
 
 
 def open_lab() -> Lab:
-    """Gives the lab that this process has open, the last one if there are several.
+    """Returns the lab that this process has open, the last one if there are several.
 
     Raises:
         ValueError: If there is none.
@@ -182,17 +174,17 @@ def open_lab() -> Lab:
 
 
 def network() -> dict[str, float]:
-    """Fields of rows about the network: the rate of the links in a lab, otherwise none."""
+    """The fields of rows about the network: the rate of a lab's links, otherwise none."""
     return {"link_mbit": _open[-1].rate_mbit} if _open else {}
 
 
 def enter_host(hosts: Sequence[Host], rank: int) -> None:
-    """Moves this process to the host of its rank; what ``torchref.launch`` is to call in a rank's process."""
+    """Moves this process to the host of its rank; ``torchref.launch`` calls it in the process of a rank."""
     hosts[rank].enter()
 
 
 def check_rights() -> None:
-    """Raises ValueError if this is not Linux, a command is missing, or the process may not make networks."""
+    """Raises ValueError if this is not Linux, a command is missing, or the process has not the rights."""
     if sys.platform != "linux":
         raise ValueError(f"a lab is made of Linux's network namespaces, and this is {sys.platform}")
     for command in ("ip", "tc"):
@@ -217,12 +209,12 @@ def _remove(name: str) -> None:
         try:
             _run("ip", "netns", "delete", name)
         except ValueError:
-            if (_NAMESPACES / name).exists():  # else another process was faster
+            if (_NAMESPACES / name).exists():  # otherwise another process has removed it
                 raise
 
 
 def _start_time(pid: int) -> str | None:
-    """When a process started, by which it differs from later ones of its number; None if it is gone."""
+    """When a process started, which distinguishes it from later ones with its number; None if it is gone."""
     with suppress(OSError):
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
         if state not in "ZX":

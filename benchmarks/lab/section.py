@@ -1,21 +1,17 @@
-"""A lab: what its links were found to carry, and which benchmarks ran in it, each of which has a section of its own."""
+"""A lab: the measured links, and the benchmarks that ran in it, each of which has a section of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from ..harness.tables import CHECK, Column, Table, field, numeric
-from ..harness.values import Row, is_sound, number, short, span, spread, text
+from ..harness.values import Row, ends, is_sound, number, short, span, spread, text
 from ..report.section import Section
 from ..report.sentences import left_out, time_of
 
 _PERCENTILES = "p10\N{EN DASH}p90"
-
-
-def carried(row: Row) -> tuple[float, float] | None:
-    """The 10th and 90th percentile of what a link carries."""
-    low, high = number(row, "p10_mbit"), number(row, "p90_mbit")
-    return None if low is None or high is None else (low, high)
+_carried = partial(ends, low="p10_mbit", high="p90_mbit")
 
 
 def round_trip(row: Row) -> Row:
@@ -28,7 +24,7 @@ _LINK_COLUMNS = (
     field("link", "part"),
     numeric("asked for", "asked_mbit", unit="Mbit/s", form=lambda value: f"{value:g}"),
     numeric("carried", "rate_mbit", unit="Mbit/s"),
-    Column(_PERCENTILES, carried, "Mbit/s", span),
+    Column(_PERCENTILES, _carried, "Mbit/s", span),
     numeric("round trip", "round_trip", "median_ms", unit="ms"),
     Column(_PERCENTILES, lambda row: spread(round_trip(row)), "ms", span),
     field("congestion control", "congestion_control"),
@@ -43,8 +39,8 @@ def section(rows: Sequence[Row]) -> Section:
     tables = []
     if links:
         note = (
-            "carried: TCP's payload from one host to another with nothing else under way, median over windows of a"
-            " tenth of a second or more; a frame's headers take 4 % of what its link lets through"
+            "carried: TCP's payload from one host to another without other traffic, median over windows of 0.1 s or"
+            " more; headers take 4 % of the link's rate"
         )
         tables.append(Table("Links as measured", _LINK_COLUMNS, links, note))
     if others:
@@ -54,7 +50,12 @@ def section(rows: Sequence[Row]) -> Section:
 
 
 def _in_words(row: Row) -> str:
-    rate, low_high, asked, trip = number(row, "rate_mbit"), carried(row), number(row, "asked_mbit"), round_trip(row)
+    rate, low_high, asked, trip = (
+        number(row, "rate_mbit"),
+        _carried(row),
+        number(row, "asked_mbit"),
+        round_trip(row),
+    )
     if rate is None or low_high is None or asked is None:
         return ""
     words = f"{text(row, 'part')}: TCP carries {short(rate)} Mbit/s ({_PERCENTILES} {span(low_high)}) of the {asked:g}"

@@ -1,8 +1,8 @@
-"""What a training step holds on each device, by ZeRO stage: from the compiled program, an allocator and formulas.
+"""Memory of a device in a training step, by ZeRO stage: from the compiled program, an allocator and formulas.
 
-Three moments, as the blog's table has them: after initialisation, before the step's update and after the step. What
-lives across steps must agree with its formula to the byte; of what comes and goes in between, the formulas say what
-cannot be done without, and the table how far the compiled program is from that.
+Three moments, as in the assignment report's table: after initialisation, before the update and after the step. State
+that lives across steps must match its formula to the byte. For the rest, the formula gives the unavoidable part, and
+the table the distance of the compiled program from it.
 
     python -m benchmarks memory --model seed_xl --target h100:2
 """
@@ -38,28 +38,23 @@ from .torch_peak import allocate_torch
 from .variants import CPU, Allocation, MemorySetup, allocate, read
 
 MOMENTS = {"after_init": "after init", "before_update": "before the update", "after_step": "after the step"}
-# What is in a row of each: a step is one program, whose peaks are what can be said of its moments.
+# What a row of each holds. A step is one program, so its later moments are peaks.
 FIGURES = {"after_init": "in use", "before_update": "peak until the backward ends", "after_step": "peak of the update"}
 OF_EACH_STAGE = ("bucketed", "zero1", "zero2", "zero3")
-SCALAR_BYTES = 4 + 4 + 8  # optax's count of steps, the state's own, and its key
+SCALAR_BYTES = 4 + 4 + 8  # optax's step count, that of the state, and its key
 
 
 def describe(options: Options) -> tuple[MemorySetup, str]:
     """Describes what is compiled.
 
-    Args:
-        options: A size of the transformer (seed_xl, or byte_shallow in the short form), a target (``h100:2``), or
-            ``cpu:2`` for simulated devices of this machine, strategies (all, or one of each stage) and the batch size
-            (32).
+    Defaults: seed_xl (byte_shallow in the short form), the target ``h100:2``, all strategies (one per stage), and a
+    batch of 32. The target ``cpu:N`` means N simulated devices of this machine.
 
     Raises:
         ValueError: If a name is unknown or the batch cannot be split.
     """
-    model, target, batch_size = (
-        options.model or (QUICK_MODEL if options.quick else "seed_xl"),
-        options.target or "h100:2",
-        options.batch_size or 32,
-    )
+    model = options.model or (QUICK_MODEL if options.quick else "seed_xl")
+    target, batch_size = options.target or "h100:2", options.batch_size or 32
     strategies = options.strategies or (OF_EACH_STAGE if options.quick else tuple(STRATEGIES))
     if model not in SIZES:
         raise ValueError(f"unknown model {model!r}: one of {', '.join(SIZES)}")
@@ -84,10 +79,10 @@ def describe(options: Options) -> tuple[MemorySetup, str]:
 
 
 def run(this: Run, setup: MemorySetup) -> bool:
-    """Reads every variant, prints the tables and fills the folder.
+    """Reads every variant, prints the tables and writes the folder.
 
     Returns:
-        Whether formula and compiled program agree to the byte about what lives across steps, and nothing failed.
+        Whether the compiled state matches its formula to the byte, and nothing failed.
     """
     with progress_of(this.console, "memory") as progress:
         for name in setup.strategies:
@@ -98,16 +93,16 @@ def run(this: Run, setup: MemorySetup) -> bool:
             for name in setup.strategies:
                 rows = partial(allocator_rows, setup, name, framework, ask)
                 if any(row["check"].startswith(NOT_RUN) for row in this.part(f"allocator, {framework}{name}", rows)):
-                    break  # no other strategy would change that
+                    break  # the same for every strategy
     show(this, section(this.rows))
     return holds(this.rows)
 
 
 def compiled_rows(setup: MemorySetup, name: str) -> Iterator[dict[str, Any]]:
-    """Compiles a strategy's step and lays what it says beside the formulas, and beside the assignment report's figures.
+    """Compiles a strategy's step and compares its memory with the formulas, and with the assignment report's figures.
 
     Yields:
-        A row for each moment, and for each figure that the report has of it.
+        A row for each moment, and for each figure of the report.
 
     Raises:
         NotRun: If the target's compiler is not installed.
@@ -144,13 +139,13 @@ def compiled_rows(setup: MemorySetup, name: str) -> Iterator[dict[str, Any]]:
 def allocator_rows(
     setup: MemorySetup, name: str, framework: str, ask: Callable[[MemorySetup, str], Allocation | str]
 ) -> Iterator[dict[str, Any]]:
-    """Asks an allocator.
+    """Compares an allocator's figures with the formula.
 
     Args:
         setup: What to train.
         name: The strategy.
-        framework: Before its name: empty, or ``"torchref "``.
-        ask: Gives what it says, or why it says nothing.
+        framework: Prefix of the strategy: empty, or ``"torchref "``.
+        ask: Returns the figures, or why there are none.
     """
     said = ask(setup, name)
     row = _record(setup) | {"strategy": framework + name}
@@ -167,13 +162,10 @@ def allocator_rows(
 
 
 def formulas(setup: MemorySetup, name: str) -> dict[str, int]:
-    """Gives what each device holds by formula: the state to the byte, and beside it what cannot be done without.
+    """Bytes that each device holds at each of ``MOMENTS``: the state to the byte, and the unavoidable rest.
 
-        before the update   what the backward needs of the forward; at stage 3 two gathered units
-        after the step      gradients, those that are buckets in flight and those that are shards already
-
-    Returns:
-        Bytes of each of ``MOMENTS``.
+    before the update   what the backward needs of the forward; at stage 3 two gathered units
+    after the step      gradients: buckets in flight, and shards that are already reduced
     """
     config, strategy = setup.config, make_strategy(name)
     work = transformer(**dataclasses.asdict(config))
@@ -192,11 +184,10 @@ def formulas(setup: MemorySetup, name: str) -> dict[str, int]:
 
 
 def kept_per_token(config: TransformerConfig, gathers_units: bool) -> int:
-    """Counts the elements of a token that the backward needs of the forward.
+    """The elements of a token that the backward needs of the forward.
 
-    Units that are gathered when used keep less: their inputs and the results of their matrix products, in a layer the
-    input, query, key, value, scores, mix and output of attention, gate and up; the last unit, the head, keeps its norm
-    and its logits.
+    Gathered units keep less: their inputs and the results of their matrix products. In a layer these are the input,
+    query, key, value, scores, mix and output of attention, gate and up; in the head, its norm and the logits.
     """
     if not gathers_units:
         work = transformer(**dataclasses.asdict(config))
@@ -206,7 +197,7 @@ def kept_per_token(config: TransformerConfig, gathers_units: bool) -> int:
 
 
 def _gradients(state: StateBytes, reduce: Reduce, leaf_elements: Sequence[int], num_ranks: int) -> int:
-    if reduce is REDUCE_SCATTER:  # every reduce-scatter has started by the end of the backward, and holds its buffer
+    if reduce is REDUCE_SCATTER:  # all have started by the end of the backward, and hold buffers
         return exact_bucket_bytes(leaf_elements, num_ranks, 4) + state.optimizer_state // 2
     return state.gradients
 

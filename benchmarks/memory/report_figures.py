@@ -1,9 +1,8 @@
-"""The memory that the blog measured, beside what is found here, with the reason for each difference.
+"""The memory that the assignment report measured, beside what is found here, with the reason for each difference.
 
-The blog's two variants are data parallelism with buckets and an optimizer that deals whole tensors out by index; both
-ran in one process on 2 GPUs, seed_xl with 32 sequences a step, the allocator's peak taken anew for each phase. Their
-counterparts are ``bucketed`` and ``zero1``. What its figures hold beside what they should is worked out in
-``docs/published-figures.md``, rows S.optim_state and S.peaks.
+The report measured data parallelism with buckets, and an optimizer that deals out whole tensors by index: one process
+on 2 GPUs, seed_xl, 32 sequences a step, the allocator's peak of each phase. Their counterparts are ``bucketed`` and
+``zero1``. The report's errors are worked out in ``docs/published-figures.md``, rows S.optim_state and S.peaks.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from jaxddp.planning.cost.workload import transformer
 
 NUM_RANKS, SEQUENCES = 2, 32
 MIB = 2**20
-# MiB; after init, before the step, after the step: the peaks; then the optimizer's state.
+# MiB: peaks after init, before the step and after it; optimizer state.
 BASELINE = (654.659, 4786.07, 2764.18, 1305.38)
 SHARDED = (1998.94, 6112.23, 3487.62, 711.281)
 
@@ -27,11 +26,10 @@ class Figure(NamedTuple):
     """One figure of the assignment report.
 
     Attributes:
-        name: What of.
         says_mib: The report's figure, in MiB.
         corrected: Without what does not belong to it, in bytes; None if all of it does.
         here: What is found here, in bytes.
-        why: The two differ.
+        why: Why the two differ.
     """
 
     name: str
@@ -42,21 +40,17 @@ class Figure(NamedTuple):
 
     @property
     def comparable(self) -> float:
-        """What ``here`` is held against: the figure as corrected, or as it is, in bytes."""
+        """The figure as corrected, or as it is, in bytes."""
         return self.says_mib * MIB if self.corrected is None else self.corrected
 
 
 def figures(found: Mapping[str, StepMemory]) -> list[Figure]:
-    """Lays the report's figures beside what was found.
-
-    Args:
-        found: What compiled steps hold, by strategy; what is neither ``bucketed`` nor ``zero1`` has no counterpart.
-    """
+    """Compares the report's figures with compiled steps, by strategy."""
     return _baseline(found.get("bucketed")) + _sharded(found.get("zero1"))
 
 
 def dealt_by_index() -> int:
-    """Bytes of the optimizer's state on the rank that has most of it, if tensors are dealt by index.
+    """Bytes of optimizer state on the rank that has most of it, if tensors are dealt out by index.
 
     Example:
         >>> dealt_by_index() / MIB
@@ -93,8 +87,7 @@ def _sharded(found: StepMemory | None) -> list[Figure]:
         return []
     init, before, after, state = SHARDED
     params, half = found.after_init.parameters, found.after_init.optimizer_state
-    left = 2 * params  # of the variant before: its model and its buckets
-    whole = 2 * params
+    left = 2 * params  # model and buckets of the variant measured before; as large as the whole optimizer state
     return [
         Figure(
             "sharded, after init", init, init * MIB - left, found.after_init.total,
@@ -109,9 +102,9 @@ def _sharded(found: StepMemory | None) -> list[Figure]:
             "the same; here all buckets are in flight as the backward ends, and their shards lie beside them",
         ),
         Figure(
-            "sharded, optimizer state", state, whole / NUM_RANKS, half,
-            f"tensors dealt by index: both vocabulary matrices on rank 0, {dealt_by_index() / whole:.4f} of it;"
-            f" leaf by leaf it is {half / whole:.4f}",
+            "sharded, optimizer state", state, left / NUM_RANKS, half,
+            f"tensors dealt by index: both vocabulary matrices on rank 0, {dealt_by_index() / left:.4f} of it;"
+            f" leaf by leaf it is {half / left:.4f}",
         ),
     ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What a step holds on each device, by component and moment, beside its formula and the report's figures."""
+"""Memory of a device by component and moment, beside its formula and the assignment report's figures."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _ALLOCATOR_COLUMNS = (
     ),
     CHECK,
 )
-_SOURCE_COLUMNS = (
+_PUBLISHED_COLUMNS = (
     Column("figure", lambda row: text(row["figure"], "name")),
     numeric("the assignment report", "figure", "says_mib", unit="MiB", form=lambda value: f"{value:,.7g}"),
     numeric("corrected", "figure", "corrected", unit="MiB", form=mib),
@@ -78,10 +78,10 @@ def section(rows: Sequence[Row]) -> Section:
         Table("Bytes on each device by strategy and moment", _COLUMNS, held_rows, _note(rows), group=strategy),
         Table("What the device's allocator says", _ALLOCATOR_COLUMNS, counted) if counted else None,
     ]
-    source = Table("Memory in the assignment report and here", _SOURCE_COLUMNS, figures) if figures else None
+    published = Table("Memory in the assignment report and here", _PUBLISHED_COLUMNS, figures) if figures else None
     sentences = [*_sentences(held_rows), left_out(held_rows)]
     notes = [*_notes(held_rows), *([_ALLOCATOR_NOTE] if counted else [])]
-    return Section("Memory of a step", sentences, [part for part in parts if part], source, notes)
+    return Section("Memory of a step", sentences, [part for part in parts if part], published, notes)
 
 
 _ALLOCATOR_NOTE = (

@@ -1,6 +1,6 @@
-"""The CUDA allocator's figures of torchref's variants at the report's three moments, each in separate processes.
+"""The CUDA allocator's figures of torchref's strategies, each in separate processes.
 
-torch makes an optimizer's state in the first step, so it is not there after initialisation, as in the report's table.
+torch creates optimizer state in the first step, so it is not there after initialisation, as in the report's table.
 """
 
 from __future__ import annotations
@@ -19,12 +19,7 @@ from .variants import TIMEOUT_S, Allocation, MemorySetup
 
 
 class Counter(NamedTuple):
-    """What counts allocations, in bytes of this rank's device.
-
-    Attributes:
-        in_use: Now.
-        peak: At most so far.
-    """
+    """Counts bytes allocated on this rank's device: now, and at the peak so far."""
 
     in_use: Callable[[], int]
     peak: Callable[[], int]
@@ -34,11 +29,7 @@ CUDA = Counter(torch.cuda.memory_allocated, torch.cuda.max_memory_allocated)
 
 
 def allocate_torch(setup: MemorySetup, name: str) -> Allocation | str:
-    """Takes two steps on this machine's GPUs, a rank each.
-
-    Returns:
-        The figures of rank 0's allocator, or why there are none.
-    """
+    """Takes two steps on this machine's GPUs; returns the figures of rank 0's allocator, or why there are none."""
     num_gpus = torch.cuda.device_count()
     if not num_gpus:
         return "torch finds no GPU"

@@ -1,7 +1,6 @@
-"""The memory benchmark's variants: each strategy's step compiled and read, and, where a device counts, allocated.
+"""Each strategy's step, compiled and read, and executed where a device counts allocations.
 
-Memory of one variant must not be taken for another's, so nothing is shared between them: a step for a target is
-compiled in a process of its own anyway, one for this machine's CPU or allocated on its GPUs is so here.
+Strategies share no process, so that none is charged for another's memory.
 """
 
 from __future__ import annotations
@@ -30,12 +29,7 @@ TIMEOUT_S = 3600.0
 
 @dataclass(frozen=True)
 class MemorySetup:
-    """What is compiled.
-
-    Attributes:
-        target: What for: a target, or ``cpu:N`` for N simulated devices.
-        batch_size: Sequences of the global batch.
-    """
+    """What is compiled, for a target or ``cpu:N``, with a global batch of ``batch_size`` sequences."""
 
     model: str
     target: str
@@ -55,12 +49,7 @@ class MemorySetup:
 
 
 class Read(NamedTuple):
-    """Memory of a compiled step.
-
-    Attributes:
-        memory: Of each device.
-        padding: How much more the shards of its state take than 1/N.
-    """
+    """Memory of a compiled step, and by how much the shards of its state exceed 1/N."""
 
     memory: StepMemory
     padding: float
@@ -70,9 +59,9 @@ class Allocation(NamedTuple):
     """An allocator's figures, in bytes of one device.
 
     Attributes:
-        after_init: In use, beside what was before.
-        peak: The most in use until two steps were done: a step is one program, of which it sees no moments.
-        after_step: In use once they were done.
+        after_init: In use, less what was in use before.
+        peak: The most in use during two steps; the allocator cannot tell the moments of a step apart.
+        after_step: In use after them.
     """
 
     device: str
@@ -83,11 +72,7 @@ class Allocation(NamedTuple):
 
 
 def read(setup: MemorySetup, name: str) -> Read:
-    """Compiles a variant and reads it.
-
-    Args:
-        setup: What to compile.
-        name: The strategy.
+    """Compiles a strategy's step and reads it.
 
     Raises:
         ValueError: If the step cannot be compiled.
@@ -100,11 +85,7 @@ def read(setup: MemorySetup, name: str) -> Read:
 
 
 def allocate(setup: MemorySetup, name: str) -> Allocation | str:
-    """Takes two steps on this machine's accelerators, in a process of their own.
-
-    Returns:
-        The figures of the first device's allocator, or why there are none.
-    """
+    """Takes two steps on this machine's accelerators; returns the first one's figures, or why there are none."""
     return launch(_allocate_here, setup, name, num_ranks=1, prepare=prepare_jax, timeout_s=TIMEOUT_S)[0]
 
 

@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
-from ..harness.values import Row, counted, is_bad, is_not_run, is_sound, listed, number, percent, short, span, spread
+from ..harness.values import (
+    Row,
+    counted,
+    ends,
+    is_bad,
+    is_not_run,
+    is_sound,
+    listed,
+    number,
+    percent,
+    short,
+    span,
+    spread,
+)
 from .ratio import ratio_of
 
+exposed_spread = partial(ends, low="exposed_p10_ms", high="exposed_p90_ms")  # of exposed communication
 ENOUGH_ROUNDS = 10  # the fewest of a gate
 
 
@@ -89,12 +104,6 @@ def exposed_share(row: Row) -> float | None:
     """Exposed communication as a share of the step; noise can make it slightly negative."""
     exposed, median = number(row, "exposed_ms"), number(row, "median_ms")
     return None if exposed is None or not median else exposed / median
-
-
-def exposed_spread(row: Row) -> tuple[float, float] | None:
-    """The 10th and 90th percentile of a row's exposed communication."""
-    low, high = number(row, "exposed_p10_ms"), number(row, "exposed_p90_ms")
-    return None if low is None or high is None else (low, high)
 
 
 def _share_spread(row: Row) -> str:

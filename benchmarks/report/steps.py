@@ -90,7 +90,7 @@ STEP_COLUMNS = (
     numeric("step", "median_ms", unit="ms"),
     Column("p10\N{EN DASH}p90", spread, "ms", span),
     Column("exposed", exposed, "ms", signed),
-    Column("p10\N{EN DASH}p90", exposed_spread, "ms", lambda ends: " to ".join(map(signed, ends))),
+    Column("p10\N{EN DASH}p90", exposed_spread, "ms", lambda both: " to ".join(map(signed, both))),
     Column("exposed", exposed_share, "of the step", percent),
     CHECK,
 )
@@ -130,7 +130,7 @@ def step_figure(title: str, rows: Sequence[Row]) -> Figure | None:
     rows = [row for row in rows if not is_sound(row) or number(row, "median_ms") is not None]
     if not timed(rows):
         return None
-    ends = [max(number(row, "median_ms") or 0, (spread(row) or (0, 0))[1]) for row in timed(rows)]
+    tops = [max(number(row, "median_ms") or 0, (spread(row) or (0, 0))[1]) for row in timed(rows)]
     styles = [_style(row) for row in timed(rows)]
     legend = [
         Key("step without communication", _COMPUTE), Key("exposed communication", _EXPOSED),
@@ -144,7 +144,7 @@ def step_figure(title: str, rows: Sequence[Row]) -> Figure | None:
             for each, members in by(rows, group).items()
         ),
         draw_bars(
-            [_bar(row) for row in rows], linear(ends), "one training step, median; whiskers p10\N{EN DASH}p90, ms"
+            [_bar(row) for row in rows], linear(tops), "one training step, median; whiskers p10\N{EN DASH}p90, ms"
         ),
         tuple(used),
     )

@@ -1,9 +1,9 @@
-"""Scaling: how much of the first rank's speed each further one keeps, measured here and simulated beyond.
+"""Scaling efficiency, measured on this machine's ranks and simulated beyond.
 
-    strong   the global batch stays:        efficiency = T(first) first / (T(n) n)
-    weak     the batch of a rank stays:     efficiency = T(first) / T(n)
+    strong   the global batch is fixed:     efficiency = T(first) first / (T(n) n)
+    weak     the batch per rank is fixed:   efficiency = T(first) / T(n)
 
-Numbers of ranks run one after the other, each in processes of its own, so medians are compared and not rounds.
+Numbers of ranks run one after the other in processes of their own, so medians are compared, not rounds.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ SIMULATED = "simulated"
 
 @dataclass(frozen=True)
 class Point:
-    """A number of ranks and a batch, which serve one mode or both."""
+    """A number of ranks and a batch, for one scaling mode or both."""
 
     setup: TrainingSetup
     modes: tuple[str, ...]
 
     @property
     def name(self) -> str:
-        """In words."""
+        """Its name."""
         return f"{self.setup.ranks.num} ranks, batch {self.setup.global_batch}"
 
 
@@ -53,14 +53,11 @@ class ScalingJob:
 def describe(options: Options) -> tuple[ScalingJob, str]:
     """Describes the points.
 
-    Args:
-        options: The most ranks (4, or 2 in the short form), rounds (12, or 4), the global batch of strong scaling (8),
-            a model (byte, or byte_shallow), strategies (bucketed), and the largest target to simulate (``h100:512``, or
-            ``h100:64``).
+    Defaults (short form): up to 4 ranks (2), 12 rounds (4), a global batch of 8 for strong scaling, the model byte
+    (byte_shallow), the strategy bucketed, simulated up to ``h100:512`` (``h100:64``).
 
     Raises:
-        ValueError: If a name is unknown, the batch cannot be split over the most ranks, or what is trained does not fit
-            into memory.
+        ValueError: If a name is unknown, the batch cannot be split over the most ranks, or memory is too small.
     """
     batch_size, default = options.batch_size or BATCH_SIZE, QUICK_RANKS if options.quick else NUM_RANKS
     most = chosen_ranks(options.ranks, default, options.on, batch_size=batch_size).num
@@ -95,7 +92,7 @@ def describe(options: Options) -> tuple[ScalingJob, str]:
 
 
 def run(this: Run, job: ScalingJob) -> bool:
-    """Measures and simulates, prints the table and fills the folder."""
+    """Measures and simulates, prints the table and writes the folder."""
     for point in job.points:
         if len(job.points) > 1:
             this.console.print(f"\n{point.name}: {' and '.join(point.modes)} scaling")
@@ -109,7 +106,7 @@ def run(this: Run, job: ScalingJob) -> bool:
 def scaling_rows(
     modes: Sequence[str], earlier: Sequence[Mapping[str, Any]], framework: str, setup: TrainingSetup, side: SideResult
 ) -> list[dict[str, Any]]:
-    """Turns what one framework's processes found into rows, one for each mode that it serves."""
+    """Makes rows of one framework's measurements, one for each mode that they serve."""
     found = step_rows(framework, setup, side)
     return list(with_efficiency([row | {"mode": mode, "how": "measured"} for mode in modes for row in found], earlier))
 
@@ -117,11 +114,7 @@ def scaling_rows(
 def with_efficiency(
     rows: Sequence[Mapping[str, Any]], earlier: Sequence[Mapping[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """Adds to rows what they keep of the speed of the fewest ranks.
-
-    Yields:
-        Each row; ``efficiency`` and, of what was measured, its 95 % interval, where the first is there and right.
-    """
+    """Adds the efficiency relative to the fewest ranks, and for measured rows its 95 % interval."""
     keys = ("framework", "strategy", "bucket_mb", "mode", "how")
     for row in rows:
         alike = [one for one in (*earlier, *rows) if all(one.get(key) == row.get(key) for key in keys)]

@@ -1,4 +1,4 @@
-"""Scaling: how much of the first ranks' speed each further one keeps, as measured and as simulated."""
+"""Scaling efficiency, measured and simulated."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..harness.tables import CHECK, Column, Table, numeric
-from ..harness.values import NONE, Row, by, counted, is_sound, number, percent, plain, span, spread, text
+from ..harness.values import NONE, Row, by, counted, ends, is_sound, number, percent, plain, span, spread, text
 from ..report.axis import linear, logarithmic
 from ..report.figure import Figure
 from ..report.lines import Curve, Point, draw_curves
@@ -15,7 +15,7 @@ from ..report.sentences import left_out
 from ..report.steps import STEP_COLUMNS, without_comparison
 
 _RANKS = [2.0**power for power in range(14)]
-_INTERVAL = Column("95 % interval", lambda row: interval(row), form=lambda ends: NONE.join(map(percent, ends)))
+_INTERVAL = Column("95 % interval", lambda row: interval(row), form=lambda both: NONE.join(map(percent, both)))
 _STEP = {column.name: replace(column, is_wide=False) for column in STEP_COLUMNS[:-4]}
 _COLUMNS = (
     Column("scaling", lambda row: text(row, "mode") or text(row, "part")),
@@ -36,7 +36,7 @@ _ORDER = {"strong": 0, "weak": 1}
 
 
 def on_cores(row: Row) -> str:
-    """Names the ranks on CPUs that outnumber the cores; empty if they do not."""
+    """The number of CPU ranks and of cores if the ranks outnumber them; otherwise empty."""
     num_ranks, cores = number(row, "num_ranks"), number(row, "cores")
     is_crowded = text(row, "device") == "cpu" and num_ranks and cores and num_ranks > cores
     return f"{num_ranks} on {cores} cores" if is_crowded else ""
@@ -49,8 +49,7 @@ def how(row: Row) -> str:
 
 def interval(row: Row) -> tuple[float, float] | None:
     """The 95 % interval of a measured efficiency."""
-    low, high = number(row, "efficiency_low"), number(row, "efficiency_high")
-    return None if low is None or high is None else (low, high)
+    return ends(row, "efficiency_low", "efficiency_high")
 
 
 def section(rows: Sequence[Row]) -> Section:
@@ -92,8 +91,8 @@ def _figure(mode: str, rows: Sequence[Row]) -> Figure:
     ]
     x_axis = logarithmic([row["num_ranks"] for row in rows], plain, _RANKS)
     y_axis = linear([1.0, *(end for row in rows for end in (row["efficiency"], *(interval(row) or ())))], percent)
-    ends = [(curve.name, curve.ends[1]) for curve in curves]
-    said = [f"{name}: {_with_interval(end.y, end.low_high)} at {plain(end.x)} ranks." for name, end in ends]
+    last = [(curve.name, curve.ends[1]) for curve in curves]
+    said = [f"{name}: {_with_interval(end.y, end.low_high)} at {plain(end.x)} ranks." for name, end in last]
     drawing = draw_curves(curves, x_axis, y_axis, "ranks", "efficiency")
     return Figure(f"Efficiency, {mode} scaling", " ".join(said), drawing, tuple(curve.key for curve in curves))
 
@@ -102,7 +101,7 @@ def _sentences(rows: Sequence[Row]) -> list[str]:
     said = []
     for mode, some in by(rows, lambda row: text(row, "mode")).items():
         for kind, alike in by(some, how).items():
-            # The fewest ranks of a curve keep all of their own speed: that says nothing.
+            # The efficiency of a curve's fewest ranks is 1 by definition.
             further = [row for curve in by(alike, _curve_name).values() for row in _beyond_fewest(curve)]
             most = max((row["num_ranks"] for row in further), default=0)
             at_end = sorted((row for row in further if row["num_ranks"] == most), key=lambda row: -row["efficiency"])
@@ -118,7 +117,7 @@ def _beyond_fewest(rows: Sequence[Row]) -> list[Row]:
 
 
 def _crowded(rows: Sequence[Row]) -> str:
-    """A sentence on runs with more ranks than cores, whose ranks take turns, unlike a cluster's."""
+    """A sentence on runs with more ranks than cores, whose ranks share cores, unlike a cluster's."""
     cores = {cores for row in rows if text(row, "device") == "cpu" and (cores := number(row, "cores"))}
     crowded = [row for row in rows if how(row) == "measured" and cores and row["num_ranks"] > max(cores)]
     if not crowded:
@@ -131,7 +130,7 @@ def _crowded(rows: Sequence[Row]) -> str:
 
 
 def _kept(row: Row) -> str:
-    """A row's efficiency, with its interval; what is simulated has none."""
+    """A row's efficiency, with its interval; a simulated row has none."""
     has_no_spread = how(row) == "measured" and interval(row) is None
     return _with_interval(row["efficiency"], interval(row)) + (" (no spread is known)" if has_no_spread else "")
 

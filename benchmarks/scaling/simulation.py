@@ -1,4 +1,4 @@
-"""Scaling beyond this machine: steps compiled for targets, read back and simulated on their published numbers."""
+"""Scaling beyond this machine: steps compiled for targets, read back and simulated with published peak rates."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from rich.console import Console
 import jaxddp
 from jaxddp import targets
 from jaxddp.models import SIZES, abstract
-from jaxddp.network import Network
-from jaxddp.simulation.simulate import simulate
+from jaxddp.simulation.simulate import network_of, simulate
 from jaxddp.targets.compile import check_installed
 from jaxddp.targets.program import TargetError
 
@@ -29,19 +28,13 @@ MODEL = "seed_xl"
 TARGET, QUICK_TARGET = "h100:512", "h100:64"
 FIRST, GROWTH, QUICK_GROWTH = 8, 4, 8
 MODES = ("strong", "weak")
-WEAK_BATCH = 16  # sequences of a device
-STRONG_LEAST = 2  # sequences of a device at the largest target
+WEAK_BATCH = 16  # sequences per device
+STRONG_LEAST = 2  # sequences per device at the largest target
 
 
 @dataclass(frozen=True)
 class Beyond:
-    """What is simulated.
-
-    Attributes:
-        model: A size of the transformer.
-        specs: jaxddp's strategies.
-        targets: By growing number of devices.
-    """
+    """What is simulated: jaxddp's strategies on targets with growing numbers of devices."""
 
     model: str
     specs: tuple[StrategySpec, ...]
@@ -49,7 +42,7 @@ class Beyond:
 
     @property
     def in_words(self) -> str:
-        """What is simulated, in a few words."""
+        """A short description."""
         return f"{self.model} on {', '.join(str(one.num_devices) for one in self.targets)} {self.targets[0].chip.name}"
 
     def batch_size(self, mode: str, num_devices: int) -> int:
@@ -61,7 +54,7 @@ def beyond_of(options: Options, specs: Sequence[StrategySpec]) -> Beyond:
     """Decides what to simulate.
 
     Returns:
-        Targets of the same chip from 8 devices on, or a single one that has fewer.
+        Targets of one chip, from 8 devices on.
 
     Raises:
         ValueError: If there is no such target.
@@ -72,7 +65,7 @@ def beyond_of(options: Options, specs: Sequence[StrategySpec]) -> Beyond:
         counts.append(count)
         count *= QUICK_GROWTH if options.quick else GROWTH
     smaller = [targets.target(f"{largest.chip.name}:{count}") for count in counts]
-    # Caps as they are by default: those of measured runs are for models small enough for this machine.
+    # The default caps: those of measured runs are for models small enough for this machine.
     plain = tuple(StrategySpec(spec.name, spec.bucket_mb and 25.0) for spec in specs)
     return Beyond(QUICK_MODEL if options.quick else MODEL, plain, (*smaller, largest))
 
@@ -97,7 +90,7 @@ def simulate_beyond(beyond: Beyond, console: Console) -> Iterator[dict[str, Any]
 
 
 def _start(beyond: Beyond, spec: StrategySpec, mode: str, target: targets.Target) -> tuple[Any, list[tuple[str, int]]]:
-    """A compilation under way, and what it should come to."""
+    """Starts a compilation; returns it with the planned collectives."""
     loss_fn, params = abstract(beyond.model)
     options = {} if spec.bucket_mb is None else {"bucket_mb": spec.bucket_mb}
     strategy = jaxddp.make_strategy(spec.name, **options)
@@ -126,13 +119,7 @@ def _row(
         "mode": mode,
         "how": "simulated",
     }
-    network = Network(chip.link_gb_per_s)
-    if target.num_hosts > 1 and target.platform == "gpu":
-        between = chip.host_link_gb_per_s
-        network = Network(
-            chip.link_gb_per_s, host_gb_per_s=between, devices_per_host=target.devices_per_host
-        )  # fmt: skip
-    schedule = jaxddp.read_schedule(pending.result())
+    network, schedule = network_of(target), jaxddp.read_schedule(pending.result())
     found, compiled = simulate(schedule, chip, network), schedule.gradient_collectives()
     return row | {
         "planned": planned,

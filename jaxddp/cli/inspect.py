@@ -61,10 +61,11 @@ def run(arguments: argparse.Namespace) -> None:
 
     from .. import targets
     from ..inspection.strategies import inspect_dump, inspect_steps
+    from ..simulation.simulate import network_of
     from .inspect_console import as_json, show
 
     target = targets.target(arguments.target)
-    network = _network(arguments, target)
+    network = network_of(target, arguments.network_gb_per_s, arguments.latency_us)
     folder = _check_options(arguments)
     if arguments.hlo is not None:
         text = Path(arguments.hlo).read_text(errors="replace")
@@ -87,7 +88,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _check_options(arguments: argparse.Namespace) -> Path | None:
-    """Checks what is known before anything is compiled, and returns the folder for the pictures."""
+    """Checks what is known before compiling; returns the folder of the pictures."""
     for name in ("batch_per_device", *_SHAPES):
         value = getattr(arguments, name)
         if value is not None and value < 1:
@@ -121,19 +122,6 @@ def _draw(folder: Path, inspections: list[Any]) -> None:
     write_trace(simulations, folder / "trace.json")
 
 
-def _network(arguments: argparse.Namespace, target: Any) -> Any:
-    """The target's links; a given speed replaces the bottleneck, the link between hosts if there are several."""
-    from ..network import Network
-
-    chip, given = target.chip, arguments.network_gb_per_s
-    if target.num_hosts == 1 or target.platform == "tpu":
-        return Network(chip.link_gb_per_s if given is None else given, arguments.latency_us)
-    return Network(
-        chip.link_gb_per_s, arguments.latency_us,
-        host_gb_per_s=chip.host_link_gb_per_s if given is None else given, devices_per_host=target.devices_per_host,
-    )  # fmt: skip
-
-
 def _config(arguments: argparse.Namespace) -> Any:
     from ..models import SIZES, TransformerConfig
 
@@ -146,10 +134,7 @@ def _config(arguments: argparse.Namespace) -> Any:
         return SIZES[arguments.model]
     if missing := [f"--{shape}" for shape in _SHAPES if shape not in given]:
         raise ValueError(f"--model custom needs {', '.join(missing)} as well")
-    return TransformerConfig(
-        vocab=given["vocab"], context=given["context"], width=given["width"], num_layers=given["layers"],
-        num_heads=given["heads"], hidden=given["hidden"],
-    )  # fmt: skip
+    return TransformerConfig(*(given[name] for name in ("vocab", "context", "width", "layers", "heads", "hidden")))
 
 
 def _bucket_mb(text: str) -> float | str:

@@ -38,10 +38,7 @@ _LINE_WIDTH = 72
 
 
 def show(inspections: list[Inspection], model: str, folder: Path | None, file: TextIO | None = None) -> None:
-    """Writes the table, a line for each step, and the folder of the pictures.
-
-    ``model`` is the model's name, or the file name of a dump; ``folder`` holds the pictures, if there are any.
-    """
+    """Writes the table, a line for each step and the pictures' folder; ``model`` is a model's name or a dump's file."""
     file = file or sys.stdout
     # Explicit, because a CI job's environment can make rich write control codes to files.
     width = None if file.isatty() else _WIDTH_ELSEWHERE
@@ -74,7 +71,7 @@ def show(inspections: list[Inspection], model: str, folder: Path | None, file: T
 
 
 def as_json(inspections: list[Inspection]) -> dict[str, Any]:
-    """Returns the first inspection as one object, with the others in its list ``compare``."""
+    """The first inspection as one object, with the others in its list ``compare``."""
     first, *others = map(_object, inspections)
     return {**first, "compare": others}
 

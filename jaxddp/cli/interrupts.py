@@ -1,7 +1,7 @@
-"""Makes sure that Ctrl-C is not lost.
+"""Keeps Ctrl-C from being lost.
 
-Python raises ``KeyboardInterrupt`` wherever the main thread is. Inside a finalizer, or in JAX's garbage-collection
-callback, the exception is printed and dropped, and the program goes on.
+Python raises ``KeyboardInterrupt`` wherever the main thread is. If that is inside a finalizer, or in JAX's
+garbage-collection callback, the exception is printed and dropped, and the program goes on.
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ _AGAIN_S = 0.01  # the finalizer has returned by then; if not, the interrupt is 
 
 @contextmanager
 def kept_interrupts() -> Iterator[None]:
-    """Sends an interrupt of the main thread again if it was dropped; other dropped exceptions are reported as usual.
-
-    Interrupts dropped just before the end are not sent again: nothing is left to interrupt.
-    """
+    """Sends a dropped interrupt of the main thread again; other dropped exceptions are reported as usual."""
     report = sys.unraisablehook
     timers: list[threading.Timer] = []
 

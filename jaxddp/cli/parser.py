@@ -1,4 +1,4 @@
-"""The parser of the command lines, of ``python -m benchmarks`` as well."""
+"""The argument parser of all command lines, also of ``python -m benchmarks``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, and whose help lists the strategies where it says STRATEGIES."""
+    """A parser with one-line errors, whose help lists the strategies in place of STRATEGIES."""
 
     def format_help(self) -> str:
         """Fills in the names of the strategies."""
@@ -25,7 +25,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _strategy_names() -> list[str]:
-    """Names of the registered strategies, read from the files' text: importing them would start JAX."""
+    """Names of the registered strategies, read from source files, because importing them would start JAX."""
     if registry := sys.modules.get("jaxddp.registry"):
         return list(registry.STRATEGIES)
     folders = (Path(__file__).parents[1] / name for name in ("ddp", "zero"))

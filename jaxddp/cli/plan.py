@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from .quiet import import_jax
@@ -14,6 +14,7 @@ CUSTOM = "custom"
 DEFAULT_TARGET, DEFAULT_FSDP, DEFAULT_TP = "v5p:64", 16, 4
 _FEED_FORWARD = ("width", "hidden", "layers")
 _TRANSFORMER = ("vocab", "heads", "context")
+_SIZES = ("vocab", "context", "width", "layers", "heads", "hidden")  # in the order of TransformerConfig
 _PRECISIONS = ("fp32", "mixed", "mixed-fp32-sums")
 
 
@@ -161,8 +162,7 @@ def _transformer(arguments: argparse.Namespace) -> Any:
         return replace(config, context=arguments.context or config.context)
     if arguments.matrices not in (None, 3):
         raise ValueError(f"matrices (={arguments.matrices}) must be 3 for a transformer to be compiled")
-    shapes = (getattr(arguments, name) for name in ("vocab", "context", "width", "layers", "heads", "hidden"))
-    return TransformerConfig(*shapes)
+    return TransformerConfig(*(getattr(arguments, name) for name in _SIZES))
 
 
 def _workload(arguments: argparse.Namespace) -> tuple[Any, int]:
@@ -179,10 +179,7 @@ def _workload(arguments: argparse.Namespace) -> tuple[Any, int]:
             raise ValueError(f"--model custom needs {', '.join(missing)} as well")
         if wanted == _FEED_FORWARD:
             return feed_forward(given["width"], given["hidden"], given["layers"], given.get("matrices", 2)), 1
-        counts = transformer(
-            given["vocab"], given["context"], given["width"], given["layers"], given["heads"], given["hidden"],
-            num_matrices=given.get("matrices", 3),
-        )  # fmt: skip
+        counts = transformer(*(given[name] for name in _SIZES), num_matrices=given.get("matrices", 3))
         return counts, given["context"]
     for name in given:
         if name != "context" or arguments.model == XXL:
@@ -193,9 +190,5 @@ def _workload(arguments: argparse.Namespace) -> tuple[Any, int]:
 
     if arguments.model not in SIZES:
         raise ValueError(f"unknown model {arguments.model!r}: one of {XXL}, {CUSTOM}, {', '.join(SIZES)}")
-    config = SIZES[arguments.model]
-    context = given.get("context", config.context)
-    counts = transformer(
-        config.vocab, context, config.width, config.num_layers, config.num_heads, config.hidden
-    )  # fmt: skip
-    return counts, context
+    config = replace(SIZES[arguments.model], **given)
+    return transformer(**asdict(config)), config.context

@@ -1,6 +1,6 @@
 """The output of ``plan``: lines of numbers with units and, on request, formulas; or one JSON object.
 
-After ``--verify`` a table of planned and compiled bytes follows.
+With ``--verify`` a table of planned and compiled bytes follows.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ _WIDTH = 120
 
 
 class Line(NamedTuple):
-    """One number of a plan.
-
-    The label is indented if the number is part of the one above; the formula is in letters or filled in.
-    """
+    """One number of a plan and its formula; the label is indented if the number is a part of the one above."""
 
     label: str
     text: str
@@ -73,7 +70,7 @@ def show_verification(verification: Verification, file: TextIO | None = None) ->
 
 
 def verification_object(verification: Verification) -> dict[str, Any]:
-    """Returns a verification as an object for ``json.dumps``; missing numbers are None."""
+    """A verification as an object for ``json.dumps``; missing numbers are None."""
     refusal = verification.refusal
     return {
         "tokens": verification.plan.tokens,
@@ -83,18 +80,13 @@ def verification_object(verification: Verification) -> dict[str, Any]:
             {"kind": kind, "bytes": num_bytes, "ranks": ranks, "count": count}
             for (kind, num_bytes, ranks), count in sorted(verification.collectives.items())
         ],
-        "refused": None
-        if refusal is None
-        else {"needed_bytes": refusal.needed_bytes, "available_bytes": refusal.available_bytes},
+        "refused": refusal and {key: getattr(refusal, key) for key in ("needed_bytes", "available_bytes")},
         "notes": list(verification.notes),
     }
 
 
 def as_json(plan: Plan, model: str, *, explain: bool = False) -> dict[str, Any]:
-    """Returns a plan as an object for ``json.dumps``: bytes and tokens rounded up, missing answers None.
-
-    With ``explain``, it has the formulas too.
-    """
+    """A plan, on request with its formulas, for ``json.dumps``: bytes and tokens rounded up, missing answers None."""
     job, buckets, best, given = plan.job, plan.buckets, plan.best_split, plan.job.assumptions
     found: dict[str, Any] = {
         "model": model,
@@ -141,12 +133,12 @@ def as_json(plan: Plan, model: str, *, explain: bool = False) -> dict[str, Any]:
 
 
 def lines(plan: Plan) -> list[Line]:
-    """Returns the numbers of a plan in the order in which they are shown."""
+    """The numbers of a plan in the order in which they are shown."""
     return [*_memory_lines(plan), *_batch_lines(plan), *_bucket_lines(plan), *_traffic_lines(plan)]
 
 
 def symbols(plan: Plan) -> dict[str, str]:
-    """Returns the letters of the formulas with their values."""
+    """The letters of the formulas with their values."""
     job, workload = plan.job, plan.job.workload
     rates = job.cluster.rates(*job.ranks[:2])
     x, _, r = job.ranks

@@ -1,7 +1,7 @@
-"""Imports JAX without what the CUDA plugin prints where there is no driver.
+"""Imports JAX without the messages of the CUDA plugin on machines without a driver.
 
-With the extra ``targets`` and without a GPU, ``import jax`` prints a line of C++ for each library of the plugin, and so
-does its start. A command line shows its own lines only; in other programs, JAX prints what it likes.
+With the extra ``targets`` and without a GPU, importing and starting JAX prints a line of C++ for each library of the
+plugin. Only command lines suppress them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def import_jax() -> None:
 
 @contextlib.contextmanager
 def _without_plugin_lines() -> Iterator[None]:
-    """Holds back what is printed to standard error, then prints all but the lines of the CUDA plugin."""
+    """Holds back standard error, then prints all but the CUDA plugin's lines."""
     try:
         standard_error = os.dup(2)
     except OSError:  # closed, as in a daemon: nobody reads the lines

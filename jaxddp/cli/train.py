@@ -27,13 +27,9 @@ def add_parser(commands: Any) -> None:
 
     add("--strategy", str, "one of STRATEGIES", metavar="NAME")
     add("--bucket-mb", float, "bucket cap in MiB (2^20 bytes)", "25 after a first bucket of 1", "MIB")
-    add(
-        "--compression",
-        str,
-        "gradient compression: none; bf16 or fp16, except under zero3; powersgd:RANK under naive, flat, overlapped "
-        "and bucketed only (rank 4: loss 13 %% behind after 200 steps of adamw, 0.6 %% of sgd)",
-        metavar="NAME",
-    )
+    add("--compression", str, "gradient compression: none; bf16 or fp16, except under zero3; powersgd:RANK under "
+        "naive, flat, overlapped and bucketed only (rank 4: loss 13 %% behind after 200 steps of adamw, 0.6 %% of sgd)",
+        metavar="NAME")  # fmt: skip
     add("--devices", int, "number of ranks", f"every accelerator, or {DEFAULT_SIMULATED_DEVICES} simulated devices")
     parser.add_argument("--simulate", action="store_true", help="simulate devices on the CPU even with accelerators")
     add("--model", str, "byte, byte_shallow, lm_9m, small, medium, large, xl, seed_xl or 2.7b", metavar="NAME")
@@ -50,12 +46,9 @@ def add_parser(commands: Any) -> None:
     add("--checkpoint", str, "folder for checkpoints; the last step is always saved", "none is saved", "DIR")
     add("--checkpoint-every", int, "steps between checkpoints; 0: at the end only")
     add("--keep", int, "checkpoints to keep, the newest")
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue from the newest checkpoint, with any number of ranks and any strategy; from step 0 if "
-        "--checkpoint holds none; ends with status 0 if all --steps are taken: one command starts and restarts a run",
-    )
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint, with any number of "
+        "ranks and any strategy; from step 0 if --checkpoint holds none; ends with status 0 if all --steps are taken: "
+        "one command starts and restarts a run")  # fmt: skip
     parser.set_defaults(run=run)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -31,17 +31,11 @@ class TrainConsole:
         self._console = Console(file=file, force_terminal=file.isatty(), highlight=False, markup=False)
         self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[status]}"),
+            TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[status]}"),
             TimeRemainingColumn(compact=True),
-            console=self._console,
-            transient=True,
-            refresh_per_second=4,
-            speed_estimate_period=600,
-            disable=not self._is_live,
-            expand=True,
-        )
+            console=self._console, transient=True, refresh_per_second=4, speed_estimate_period=600,
+            disable=not self._is_live, expand=True,
+        )  # fmt: skip
         self._task = self._progress.add_task("compiling", total=None, status="")
 
     def __enter__(self) -> TrainConsole:
@@ -63,13 +57,8 @@ class TrainConsole:
         width = len(str(self._num_steps))
         step = f"step {report.step:{width}}/{self._num_steps}"
         status = f"loss {report.loss:.3f}  {report.tokens_per_s:,.0f} tokens/s"
-        self._progress.update(
-            self._task,
-            description=step,
-            completed=report.step,
-            total=self._num_steps,
-            status=f"{status}  time left",
-        )
+        shown: Any = {"completed": report.step, "total": self._num_steps, "status": f"{status}  time left"}
+        self._progress.update(self._task, description=step, **shown)
         every = math.ceil(self._num_steps / NUM_PLAIN_LINES)
         is_due = not self._is_live and (report.step == 1 or report.step % every == 0)
         if report.validation_loss is not None or is_due:

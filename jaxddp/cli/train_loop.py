@@ -1,8 +1,8 @@
 """A training run of a language model, without a console.
 
-``train`` reads text, starts the ranks, compiles the step, takes ``steps`` steps, and validates and saves in between.
-It reports through two callbacks and returns a summary. A step trains on ``batch_size x context`` tokens, split evenly
-over the ranks.
+``train`` reads text, starts the ranks, compiles the step, trains, and validates and saves in between. It reports
+through two callbacks and returns a summary. A step trains on ``batch_size x context`` tokens, split evenly over the
+ranks.
 """
 
 from __future__ import annotations
@@ -101,13 +101,9 @@ def train(
 
     loss_fn, params = build(options.model, seed=options.seed)
     trainer = Trainer(
-        loss_fn,
-        _make_optimizer(options),
-        strategy,
-        mesh,
-        num_microbatches=options.microbatches,
-        max_grad_norm=options.max_grad_norm,
-    )
+        loss_fn, _make_optimizer(options), strategy, mesh,
+        num_microbatches=options.microbatches, max_grad_norm=options.max_grad_norm,
+    )  # fmt: skip
     num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
     params_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     say(f"{options.model} ({num_params:,} parameters) on {describe_devices(mesh)}, {strategy.name}")
@@ -186,12 +182,7 @@ def _open_checkpoints(options: TrainOptions) -> contextlib.AbstractContextManage
 
 
 def _start(
-    trainer: Trainer,
-    params: Any,
-    options: TrainOptions,
-    corpus: Corpus,
-    checkpoints: Checkpoints | None,
-    say: Callable[[str], None],
+    trainer: Trainer, params: Any, options: TrainOptions, corpus: Corpus, checkpoints: Any, say: Callable[[str], None]
 ) -> tuple[TrainState, int] | None:
     """Makes the initial state and counts the batches before it; None if no steps are left to take."""
     taken = None if checkpoints is None else checkpoints.latest_step()
@@ -222,11 +213,8 @@ def _start(
 
 def _position(options: TrainOptions, corpus: Corpus, num_batches: int) -> dict[str, int]:
     """The position in the data: the number of examples taken from this order of this text."""
-    return {
-        "examples": num_batches * options.batch_size,
-        "seed": options.seed,
-        "text_bytes": corpus.num_bytes,
-    }
+    examples = num_batches * options.batch_size
+    return {"examples": examples, "seed": options.seed, "text_bytes": corpus.num_bytes}
 
 
 def _is_due(step: int, every: int, last: int) -> bool:

@@ -39,17 +39,14 @@ class TrainOptions:
     resume: bool = False
 
     def __post_init__(self) -> None:
-        """Checks everything that can be checked before anything is loaded."""
+        """Checks what can be checked before anything is loaded."""
         for name in ("devices", "steps", "batch_size", "microbatches", "eval_batches", "keep"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} (={value}) must be a positive integer")
-        if self.eval_every < 0:
-            raise ValueError(f"eval_every (={self.eval_every}) must not be negative; 0 evaluates at the end only")
-        if self.checkpoint_every < 0:
-            raise ValueError(
-                f"checkpoint_every (={self.checkpoint_every}) must not be negative; 0 saves at the end only"
-            )
+        for name, does in (("eval_every", "evaluates"), ("checkpoint_every", "saves")):
+            if (value := getattr(self, name)) < 0:
+                raise ValueError(f"{name} (={value}) must not be negative; 0 {does} at the end only")
         if self.resume and self.checkpoint is None:
             raise ValueError(f"resume (={self.resume}) must come with checkpoint, the folder to go on from")
         if not 0 <= self.seed < 2**31:

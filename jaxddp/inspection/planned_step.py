@@ -67,10 +67,10 @@ class PlannedStep(NamedTuple):
 
     Attributes:
         state: Its state argument, of ``jax.ShapeDtypeStruct``.
-        exact: Bytes of parameters, gradients and optimizer state on a device, with padding and replicated leaves,
+        exact: Bytes per device of parameters, gradients and optimizer state, with padding and replicated leaves,
             without counters.
-        collectives: ``(kind, bytes)`` that the library plans; None where XLA chooses them.
-        pending: Gives the program.
+        collectives: Planned ``(kind, bytes)``; None where XLA chooses them.
+        pending: The compilation.
     """
 
     state: TrainState
@@ -86,7 +86,7 @@ class PlannedStep(NamedTuple):
 
 
 class MasterState(NamedTuple):
-    """State of ``with_master``: float32 parameters, and the state of the optimizer that updates them."""
+    """State of ``with_master``: float32 parameters, and the inner optimizer's state."""
 
     master: Any
     inner: Any
@@ -115,14 +115,13 @@ def start_planned_step(plan: Plan, dtype: str, config: TransformerConfig | None 
     optimizer = optax.adamw(_LEARNING_RATE)
     if job.per_parameter.optimizer > 2 * jnp.dtype(jnp.float32).itemsize:
         optimizer = with_master(optimizer)
-    return (_on_ranks if job.tp == 1 else _on_grid)(plan, target, dtype, config, optimizer)
+    return (_on_ranks if job.tp == 1 else _on_grid)(plan, dtype, config, optimizer)
 
 
 def with_master(inner: optax.GradientTransformation) -> optax.GradientTransformation:
     """Updates float32 master copies of the parameters; the parameters are their rounded values.
 
-    Returns:
-        An optimizer whose updates are float32, to be added before rounding, as ``optax.apply_updates`` does.
+    Updates are float32 and must be added before rounding, as ``optax.apply_updates`` does.
     """
 
     def wide(tree: Any) -> Any:
@@ -141,14 +140,8 @@ def with_master(inner: optax.GradientTransformation) -> optax.GradientTransforma
     return optax.GradientTransformation(init, update)
 
 
-def _on_ranks(
-    plan: Plan,
-    target: targets.Target,
-    dtype: str,
-    config: TransformerConfig | None,
-    optimizer: optax.GradientTransformation,
-) -> PlannedStep:
-    job = plan.job
+def _on_ranks(plan: Plan, dtype: str, config: TransformerConfig | None, optimizer: Any) -> PlannedStep:
+    job, target = plan.job, targets.target(plan.job.cluster.name)
     strategy = _strategy(plan, dtype)
     if config is None:
         loss_fn, params = _feed_forward(plan, as_stack=strategy.shards_params)
@@ -157,7 +150,7 @@ def _on_ranks(
         loss_fn, params = abstract(config)
         tokens = jax.ShapeDtypeStruct((plan.tokens // job.sequence_length, job.sequence_length), jnp.int32)
         batch = {"tokens": tokens, "targets": tokens}
-    params = _in_dtype(params, _param_dtype(plan))
+    params = _as_stored(params, plan)
     trainer = Trainer(
         loss_fn if strategy.shards_params else lambda params, batch: loss_fn(_cast(params, dtype), batch),
         optimizer, strategy, targets.mesh(target.spec), num_microbatches=plan.num_microbatches,
@@ -168,14 +161,8 @@ def _on_ranks(
     return PlannedStep(state, exact, trainer.planned(state, batch), targets.start_compile(trainer, state, batch))
 
 
-def _on_grid(
-    plan: Plan,
-    target: targets.Target,
-    dtype: str,
-    config: TransformerConfig | None,
-    optimizer: optax.GradientTransformation,
-) -> PlannedStep:
-    job = plan.job
+def _on_grid(plan: Plan, dtype: str, config: TransformerConfig | None, optimizer: Any) -> PlannedStep:
+    job, target = plan.job, targets.target(plan.job.cluster.name)
     if config is not None:
         raise ValueError(f"tp (={job.tp}) must be 1 for a transformer to be compiled: only feed-forward blocks are cut")
     if job.stage != 3 and job.fsdp > 1:
@@ -187,8 +174,7 @@ def _on_grid(
     width = job.workload.tensors[0][1][0]
     steps = plan.num_microbatches
     batch = jax.ShapeDtypeStruct((steps, plan.tokens // steps, width), jnp.dtype(dtype))
-    params = _in_dtype(stack, _param_dtype(plan))
-    state, pending = start_grid_step(target, params, batch, optimizer, fsdp=job.fsdp, tp=job.tp)
+    state, pending = start_grid_step(target, _as_stored(stack, plan), batch, optimizer, fsdp=job.fsdp, tp=job.tp)
     # The sizes divide evenly, so nothing is padded.
     exact = state_bytes(job.workload.num_params // job.tp, 3, job.fsdp, job.per_parameter)
     return PlannedStep(state, exact, None, pending)
@@ -204,12 +190,10 @@ def _strategy(plan: Plan, dtype: str) -> Strategy:
 def _feed_forward(plan: Plan, *, as_stack: bool) -> tuple[Callable[..., jax.Array], Any]:
     """The feed-forward model's loss function and float32 parameters: one stack, or a list of blocks."""
     workload = plan.job.workload
-    num_blocks = len(workload.unit_tensors)
-    one = workload.tensors[: workload.unit_tensors[0]]
+    num_blocks, one = len(workload.unit_tensors), workload.tensors[: workload.unit_tensors[0]]
     leading = (num_blocks,) if as_stack else ()
-    params: Any = {
-        name.rpartition(".")[2]: jax.ShapeDtypeStruct((*leading, *shape), jnp.float32) for name, shape in one
-    }
+    shapes = {name.rpartition(".")[2]: (*leading, *shape) for name, shape in one}
+    params: Any = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     unit = layer(lambda weights, x: block(weights, x))
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:
@@ -227,13 +211,9 @@ def _feed_forward(plan: Plan, *, as_stack: bool) -> tuple[Callable[..., jax.Arra
 def block(weights: Any, x: jax.Array, keep: Callable[[jax.Array], jax.Array] = lambda product: product) -> jax.Array:
     """One block of the feed-forward model: ``x up down``, or gated ``(silu(x gate) * x up) down``.
 
-    Args:
-        weights: ``up [D, F]``, ``down [F, D]`` and optionally ``gate [D, F]``.
-        x: ``[tokens, D]``.
-        keep: Applied to the results of the first products.
+        x [tokens, D]    up [D, F]    gate [D, F]    down [F, D]    result [tokens, D]
 
-    Returns:
-        ``[tokens, D]``.
+    ``keep`` is applied to the results of the first products.
     """
     wide = {name: keep(x @ weight) for name, weight in weights.items() if name != "down"}
     return (jax.nn.silu(wide["gate"]) * wide["up"] if "gate" in wide else wide["up"]) @ weights["down"]
@@ -245,27 +225,20 @@ def _mean_square(y: jax.Array) -> jax.Array:
 
 
 def start_grid_step(
-    target: targets.Target,
-    params: dict[str, jax.ShapeDtypeStruct],
-    batch: jax.ShapeDtypeStruct,
-    optimizer: optax.GradientTransformation,
-    *,
-    fsdp: int,
-    tp: int,
+    target: targets.Target, params: dict[str, Any], batch: Any, optimizer: Any, *, fsdp: int, tp: int
 ) -> tuple[TrainState, Pending]:
     """Starts to compile the feed-forward model's step on a grid.
 
     Args:
         target: Of ``fsdp x tp`` devices.
-        params: Stacks ``up [L, D, F]``, ``down [L, F, D]`` and optionally ``gate [L, D, F]``, in the dtype of the
-            update.
+        params: Stacks ``up [L, D, F]``, ``down [L, F, D]`` and optionally ``gate [L, D, F]``, as stored.
         batch: ``[K, B / K, D]``, in the dtype of products and gathers.
         optimizer: Its state must mirror the parameters.
         fsdp: X.
         tp: Y.
 
     Returns:
-        The program's state argument, without step and key, and what gives the program.
+        The program's state argument, without step and key, and the compilation.
 
     Raises:
         ValueError: If the sizes do not divide, or the target's compiler is missing.
@@ -291,7 +264,7 @@ def start_grid_step(
 
 
 def _spec(path: Any) -> PartitionSpec:
-    """A leaf is sharded like the parameter whose name ends its path; other leaves are replicated."""
+    """Shards a leaf like the parameter whose name ends its path; other leaves are replicated."""
     return _SPECS.get(getattr(path[-1], "key", ""), PartitionSpec())
 
 
@@ -332,11 +305,8 @@ def _grid_step(mesh: AbstractMesh, optimizer: optax.GradientTransformation) -> C
     return step
 
 
-def _param_dtype(plan: Plan) -> Any:
-    return jnp.float32 if plan.job.per_parameter.parameter == 4 else jnp.bfloat16
-
-
-def _in_dtype(params: Any, dtype: Any) -> Any:
+def _as_stored(params: Any, plan: Plan) -> Any:
+    dtype = jnp.float32 if plan.job.per_parameter.parameter == 4 else jnp.bfloat16
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), params)
 
 

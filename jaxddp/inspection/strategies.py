@@ -1,7 +1,7 @@
 """Training steps compiled for machines that are not here, read back and simulated.
 
-Each strategy's step is planned and compiled for the target. Its schedule is simulated with the target's published
-numbers and a given network, and compared with a bound that no schedule can beat.
+Each strategy's schedule is simulated with the target's published peaks and a given network, and compared with its plan
+and with a bound that no schedule can beat.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..training.train import Trainer, TrainState
 
 AUTO = "auto"
 LEARNING_RATE = 1e-3
-# A strategy may compute this much longer than the step without communication before a note says so.
+# Excess of compute over the step without communication above which a note is added.
 COMPUTE_TOLERANCE = 0.02
 _GPU_SIGNS = ('"operation_queue_id"', "fingerprint_before_lhs", "__cublas$", "__triton")
 
@@ -44,7 +44,7 @@ class Inspection:
 
     Attributes:
         strategy: Its name; for a dump, the file's name.
-        planned: ``(kind, bytes)`` in launch order; empty if nothing was planned.
+        planned: ``(kind, bytes)`` in the order of the plan.
         bound: Lower bound of the step time; None for a dump, whose model is unknown.
         memory: Bytes of each device, by component; None for a dump.
     """
@@ -115,8 +115,8 @@ def inspect_steps(
 ) -> list[Inspection]:
     """Compiles a model's training step with AdamW under several strategies and simulates each.
 
-    ``strategies`` are names in ``STRATEGIES``, or ``"auto"``, which is plain ``jit`` with replicated parameters.
-    ``bucket_mb`` is for those that take it; ``say`` is called with progress messages.
+    ``strategies`` are names in ``STRATEGIES``, or ``"auto"``: plain ``jit`` with replicated parameters. ``bucket_mb``
+    is for those that take it; ``say`` shows progress.
 
     Raises:
         ValueError: If a strategy is unknown, ``bucket_mb`` is out of range or applies to none of them, or the step does
@@ -174,8 +174,8 @@ def inspect_steps(
         planned = trainers[name].planned(states[name], batch) if name in trainers else []
         simulation = simulate(schedule, target.chip, network)
         found.append(Inspection(name, target, network, planned, schedule, simulation, bound, memory, program.as_text()))
-    # XLA was seen to fuse the step without communication 1 % worse than a bucketed one, so the bound takes the least
-    # compute found. Sharded optimizers do less work, so their steps do not count.
+    # XLA can fuse the step without communication 1 % worse than a bucketed one, so the bound takes the least compute
+    # found, except in steps whose sharded optimizers do less work.
     same = [one for one in found if one.strategy == AUTO or not trainers[one.strategy].strategy.shards_optimizer_state]
     least_s = min([bound.compute_s, *(inspection.simulation.compute_s for inspection in same)])
     return [replace(inspection, bound=replace(bound, compute_s=least_s)) for inspection in found]
@@ -185,7 +185,7 @@ def inspect_dump(name: str, text: str, target: targets.Target, network: Network)
     """Reads and simulates a scheduled program that was compiled elsewhere.
 
     Raises:
-        ValueError: If the text is no scheduled HLO module, or was compiled for another platform than the target's.
+        ValueError: If the text is no scheduled HLO module, or is for another platform than the target's.
     """
     schedule = read_schedule(text)
     if (platform := platform_of_text(text)) != target.platform:
@@ -217,11 +217,8 @@ def _start_auto(loss_fn: Any, optimizer: Any, target: targets.Target, state: Tra
 
 
 def _num_bytes(tree: Any) -> int:
-    return sum(
-        leaf.size * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    )
+    leaves = (leaf for leaf in jax.tree.leaves(tree) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def _held(trainer: Trainer, state: TrainState) -> tuple[int, int]:

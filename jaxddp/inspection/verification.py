@@ -24,7 +24,7 @@ from ..targets.program import TargetMemoryError, TargetProgram
 from .planned_step import PlannedStep, start_planned_step
 
 _ONE_GB_PER_S = Network(1.0)
-# On TPUs: a fusion around an all-reduce in which each rank computes only its part of the result.
+# On TPUs, a fusion around an all-reduce in which each rank computes only its part of the result.
 _SCATTERING_KERNEL = "AllReduceScatter"
 _MARK = "NOT AS PLANNED"
 _ROUNDING_BYTES = 0.5  # formulas divide
@@ -36,10 +36,10 @@ class Row(NamedTuple):
     """One quantity of a device, in bytes.
 
     Attributes:
-        planned: By formula; None if there is no formula.
-        compiled: In the program; None if there is no program.
-        check: The verdict, in words.
-        holds: Whether the formula holds; None for an estimate, or if a number is missing.
+        planned: By formula; None if there is none.
+        compiled: In the program; None if there is none.
+        check: The verdict in words.
+        holds: Whether the formula holds; None for an estimate or a missing number.
     """
 
     label: str
@@ -59,8 +59,8 @@ class Verification:
     """A plan and its compiled step.
 
     Attributes:
-        plan: With the tokens that were compiled.
-        collectives: ``(kind, bytes, ranks)`` of the program's collectives, without those of metrics -> count.
+        plan: With the number of tokens that was compiled.
+        collectives: Counts of the program's ``(kind, bytes, ranks)``, without metrics.
         refusal: The compiler's error if the step does not fit.
     """
 
@@ -79,11 +79,11 @@ class Verification:
 def verify(planned: Plan, dtype: str, config: TransformerConfig | None = None) -> Verification:
     """Compiles a plan's step for its target, and compares.
 
-    The tokens are rounded up to the same number on each data rank and in each micro-batch. ``dtype`` is that of compute
-    and communication; ``config`` is None for the feed-forward model.
+    Tokens are rounded up to the same number per data rank and micro-batch. ``dtype`` is that of compute and
+    communication; ``config`` is None for the feed-forward model.
 
     Raises:
-        ValueError: If the step cannot be built or compiled, for another reason than memory.
+        ValueError: If the step cannot be built or compiled, except for lack of memory.
     """
     steps = planned.num_microbatches
     pieces = planned.job.least_tokens * steps
@@ -123,10 +123,8 @@ def _memory_rows(planned: Plan, step: PlannedStep, program: TargetProgram) -> li
     found, job = planned.bytes_per_device, planned.job
     even = state_bytes(job.workload.num_params / job.tp, job.stage, job.fsdp, job.per_parameter)
     rows = []
-    for name, compiled, counters in (
-        ("parameters", held.parameters, 0),
-        ("optimizer_state", held.optimizer_state, step.counter_bytes),
-    ):
+    state = (("parameters", held.parameters, 0), ("optimizer_state", held.optimizer_state, step.counter_bytes))
+    for name, compiled, counters in state:
         why = {_UNEVEN: getattr(step.exact, name) - getattr(even, name), "a count of steps": counters}
         rows.append(_state_row(name.replace("_", " "), found[name], compiled, why))
     others = memory.argument_size_in_bytes - held.parameters - held.optimizer_state
@@ -199,17 +197,9 @@ def _traffic_rows(planned: Plan, step: PlannedStep, sent: dict[str, list[Collect
 
 
 def _traffic_row(
-    label: str,
-    planned: float,
-    found: Sequence[Collective],
-    expected: float | None = None,
-    why: str = "",
+    label: str, planned: float, found: Sequence[Collective], expected: float | None = None, why: str = ""
 ) -> Row:
-    """Compares the bytes that a device sends.
-
-    ``expected`` is what the step itself plans to send, if that is known. Where it differs from the formula, ``why`` is
-    the reason.
-    """
+    """Compares sent bytes with the formula or, where that is off for the reason ``why``, with the step's own plan."""
     compiled = sum(_sent_bytes(_kind(each), each.num_bytes, each.group) for each in found)
     said = " + ".join(f"{count:,} {kind}" for kind, count in Counter(map(_kind, found)).items()) or "none"
     holds = abs(compiled - planned) < _ROUNDING_BYTES
@@ -230,7 +220,7 @@ def _kind(collective: Collective) -> str:
 
 
 def _axis(group: Sequence[int], fsdp: int, tp: int) -> str:
-    """Which ranks a group consists of: ``"tp"`` neighbours, ``"data"`` ranks across them, or neither."""
+    """The ranks of a group: ``"tp"`` neighbours, ``"data"`` ranks across them, or neither."""
     if tuple(group) == tuple(range(group[0], group[0] + tp)):
         return "tp"
     return "data" if tuple(group) == tuple(range(group[0], group[0] + fsdp * tp, tp)) else ""

@@ -23,7 +23,7 @@ class Bound:
     Attributes:
         compute_s: The whole step.
         forward_s: Its forward.
-        first_gradient_s: The least backward time before any one gradient is finished.
+        first_gradient_s: The least backward time before any gradient is finished.
         all_reduce_s: One all-reduce of all gradient bytes.
     """
 
@@ -39,10 +39,9 @@ class Bound:
 
 
 def lower_bound(alone: Schedule, chip: Chip, network: Network, gradient_bytes: int, num_devices: int) -> Bound:
-    """Computes the bound.
+    """Computes the bound from ``alone``, one rank's step compiled for one device of the target without communication.
 
-    ``alone`` is one rank's step without communication, compiled for one device of the target; ``gradient_bytes`` counts
-    all gradients on the wire.
+    ``gradient_bytes`` counts all gradients as they are sent.
     """
     seconds = {op.name: device_seconds(op.total_work, chip) for op in alone.operations}
     forward = sum(seconds[op.name] for op in alone.operations if op.phase == "forward")
@@ -51,15 +50,14 @@ def lower_bound(alone: Schedule, chip: Chip, network: Network, gradient_bytes: i
 
 
 def _first_gradient_s(operations: tuple[Operation, ...], seconds: dict[str, float]) -> float:
-    """The least backward time on which any value passed to the optimizer depends."""
+    """The least backward time on which a value passed to the optimizer depends."""
     by_name = {op.name: op for op in operations}
     needed: dict[str, int] = {}  # bit mask of the backward operations an operation depends on
     place = {op.name: 1 << index for index, op in enumerate(operations)}
     handed_over: dict[str, None] = {}
     for op in operations:
-        bit_of_op = place[op.name] if op.phase == "backward" else 0
         known = [operand for operand in op.operands if operand in needed]
-        needed[op.name] = bit_of_op
+        needed[op.name] = place[op.name] if op.phase == "backward" else 0
         for operand in known:
             needed[op.name] |= needed[operand]
         if op.phase == "optimizer":

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 from ..compiled.schedule import Collective, Operation, Schedule
 from ..compiled.work import MatmulKind, Work
-from ..network import Network
-from ..planning.chips import Chip
+from ..network import DEFAULT_LATENCY_US, Network
+from ..planning.chips import Chip, Target
 
 _CHIP_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f64": "float64", "s8": "int8", "u8": "int8"}
 
@@ -53,7 +53,7 @@ class Simulation:
     """A simulated step.
 
     Attributes:
-        spans: In order of their start; gaps in the compute lane are waits for communication.
+        spans: Sorted by start; gaps in the compute lane are waits for communication.
         communication_s: Time in which at least one collective runs.
         exposed_s: ``step_s - compute_s``.
     """
@@ -66,14 +66,14 @@ class Simulation:
 
 
 def device_seconds(work: Work, chip: Chip) -> float:
-    """Computes how long a device takes at its published peaks: for the FLOPs or for the bytes, whichever is longer."""
+    """Seconds of a device at its published peaks: for the FLOPs or for the bytes, whichever is longer."""
     arithmetic = sum(flops / matmul_flops_per_s(kind, chip) for kind, flops in work.matmul_flops.items())
     vector = work.vector_flops / chip.flops_per_s["float32"] if "float32" in chip.flops_per_s else 0.0
     return max(arithmetic + vector, work.num_bytes / chip.memory_bytes_per_s)
 
 
 def matmul_flops_per_s(kind: MatmulKind, chip: Chip) -> float:
-    """Returns the FLOP/s of matrix products of one kind; unpublished dtypes count as the slowest published one."""
+    """FLOP/s of matrix products of one kind; unpublished dtypes count as the slowest published one."""
     rates = chip.flops_per_s
     if kind.dtype == "f32":
         fast = rates[chip.matmul_float32]
@@ -84,6 +84,15 @@ def matmul_flops_per_s(kind: MatmulKind, chip: Chip) -> float:
         return exact if kind.precision == "highest" else fast / 3
     name = "float8" if kind.dtype.startswith("f8") else _CHIP_DTYPES.get(kind.dtype, "float32")
     return rates.get(name, min(rates.values()))
+
+
+def network_of(target: Target, gb_per_s: float | None = None, latency_us: float = DEFAULT_LATENCY_US) -> Network:
+    """A target's links; a given speed replaces the slowest: between hosts if there are several."""
+    chip = target.chip
+    if target.num_hosts == 1 or target.platform == "tpu":
+        return Network(chip.link_gb_per_s if gb_per_s is None else gb_per_s, latency_us)
+    between_hosts = chip.host_link_gb_per_s if gb_per_s is None else gb_per_s
+    return Network(chip.link_gb_per_s, latency_us, between_hosts, target.devices_per_host)
 
 
 def simulate(schedule: Schedule, chip: Chip, network: Network, *, num_streams: int = 1) -> Simulation:

@@ -47,12 +47,10 @@ _LABEL_Y, _COMPUTE_Y, _COMMUNICATION_Y = 0.2, (0.3, 0.66), (0.69, 0.97)
 
 
 def draw(simulations: Mapping[str, Simulation], path: str | Path, *, title: str = "") -> None:
-    """Draws steps below each other on one time axis.
-
-    Labels are those of the rows, from top to bottom. The same simulations give the same bytes.
+    """Draws steps below each other on one time axis, labelled by their keys. The same simulations give the same bytes.
 
     Raises:
-        ValueError: If there is no simulation, one takes no time, or the suffix is another.
+        ValueError: If there is no simulation, one takes no time, or the path is neither a PNG nor an SVG.
     """
     path = Path(path)
     if path.suffix.lower() not in (".png", ".svg"):
@@ -101,8 +99,8 @@ def draw(simulations: Mapping[str, Simulation], path: str | Path, *, title: str 
 def one_line(simulation: Simulation, width: int = 72) -> str:
     """Renders a step as one line of ASCII; each column is an equal slice of its time.
 
-    A column shows one of the things that happen in its slice. What is not shown accumulates and appears in a later
-    column, so pieces shorter than a column are represented too. ``ONE_LINE_LEGEND`` explains the characters.
+    A column shows one activity of its slice. What is not shown accumulates and appears in a later column, so activities
+    shorter than a column are represented too. ``ONE_LINE_LEGEND`` explains the characters.
 
     Raises:
         ValueError: If the width is too small, or the step takes no time.
@@ -164,10 +162,9 @@ def _draw_row(axes: Any, top: float, label: str, simulation: Simulation, digits:
     streams = sorted({span.stream for span in communication})
     for index, stream in enumerate(streams):
         height = (high - low) / len(streams)
-        for kind in _kinds(communication):
-            pieces = [
-                (span.start_s, span.end_s) for span in communication if (span.kind, span.stream) == (kind, stream)
-            ]
+        for kind in dict.fromkeys(span.kind for span in communication):
+            spans = [span for span in communication if (span.kind, span.stream) == (kind, stream)]
+            pieces = [(span.start_s, span.end_s) for span in spans]
             axes.broken_barh(_in_ms(pieces), (low + index * height, height), **_collective(kind))
 
     step_ms = simulation.step_s * 1e3
@@ -214,10 +211,6 @@ def _in_ms(pieces: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return [(start * 1e3, (end - start) * 1e3) for start, end in pieces]
 
 
-def _kinds(communication: Iterable[Span]) -> list[str]:
-    return list(dict.fromkeys(span.kind for span in communication))
-
-
 def _legend(simulations: Iterable[Simulation]) -> list[Any]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -226,7 +219,7 @@ def _legend(simulations: Iterable[Simulation]) -> list[Any]:
     phases = {span.kind for span in spans if span.lane == "compute"}
     handles: list[Any] = [Patch(facecolor=_COLORS[phase], label=phase) for phase in PHASES if phase in phases]
     handles.append(Patch(**_WAIT, label="waiting (exposed)"))
-    kinds = _kinds(span for span in spans if span.lane == "communication")
+    kinds = dict.fromkeys(span.kind for span in spans if span.lane == "communication")
     handles += [Patch(**_collective(kind), label=kind) for kind in kinds]
     if "backward" in phases:
         handles.append(Line2D([], [], **_BACKWARD_ENDS, label="backward ends"))

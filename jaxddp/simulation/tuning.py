@@ -1,9 +1,8 @@
-"""Bucket caps for a network: ``tune_buckets`` of a trainer under ``bucketed("auto", network=...)``.
+"""Bucket caps for a network: ``tune_buckets`` resolves ``bucketed("auto", network=...)``.
 
-A cap trades two costs. Small buckets pay the network's latency more often; large ones start later, are copied into a
-buffer before they are sent, and leave more behind the backward. Which cost counts depends on where the step spends
-its time, so the choice is made by simulation: the step is compiled once without communication, which says when each
-gradient is ready; for each candidate the schedule that a plan compiles to is written down and simulated.
+Small buckets pay the network's latency more often. Large ones start later, need a copy into a buffer, and leave more
+communication after the backward. So the choice is made by simulation: the step is compiled once without communication,
+which gives the time of each gradient; the schedule of each candidate is written down from its plan and simulated.
 
     compute:        forward | backward up to bucket 0 | pack 0 | ... | pack n | update 0 | update 1 | ... | update n
     communication:                                             bucket 0 | bucket 1 | ...       (update k waits for k)
@@ -27,19 +26,19 @@ from ..targets import start_compile_without_communication, target_like
 from ..training.train import Trainer, TrainState
 from .simulate import device_seconds, simulate
 
-# Above 64 MiB the sketch below no longer holds: copies of many tensors are split in two, and buckets change places.
+# Above 64 MiB schedules differ from the one above: XLA splits copies of many tensors and reorders buckets.
 _CAPS_MB = (1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 25, 32, 40, 50, 64)
-# What a candidate must gain before it replaces the usual 25 MiB: more than the sketch was seen to be off by (0.4 %).
+# What a candidate must gain to replace the usual 25 MiB: more than the error of the written schedule (0.4 %).
 _LEAST_GAIN = 0.005
 
 
 def tune_buckets(trainer: Trainer, params_or_state: Any, batch: Any) -> Trainer:
     """Chooses the caps of ``bucketed("auto", network=...)``.
 
-    The trainer is on the mesh of a target, or of devices that are a target's; arrays may be ``jax.ShapeDtypeStruct``.
+    The trainer's mesh is of a target, or of devices of a known chip; arrays may be ``jax.ShapeDtypeStruct``.
 
     Raises:
-        ValueError: If the strategy is not that one, or the devices are of no known chip.
+        ValueError: If the strategy is another, or the devices are of no known chip.
     """
     strategy, untuned = trainer.strategy, trainer.strategy.plan
     if not isinstance(untuned, Untuned):
@@ -60,9 +59,9 @@ class StepTiming:
 
     Attributes:
         tensors: In the order in which their gradients are ready.
-        ready_s: Seconds from the step's start at which each is.
+        ready_s: Seconds from the step's start to each.
         backward_end_s: When the backward ends.
-        optimizer_s: Seconds that the updates take after that.
+        optimizer_s: Seconds of the updates after that.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -76,14 +75,14 @@ class StepTiming:
 def time_gradients(
     schedule: Schedule, tensors: Sequence[TensorSpec], flops_before: Sequence[float], chip: Chip, num_ranks: int
 ) -> StepTiming:
-    """Reads from a step compiled without communication when its gradients are ready.
+    """Reads the times of gradients from a step compiled without communication.
 
-    ``flops_before`` is the share of the FLOPs of forward and backward that the trace does before each gradient.
+    ``flops_before`` is the share of forward and backward FLOPs that the trace has before each gradient.
     """
     before_update = [op for op in schedule.operations if op.phase != "optimizer"]
     seconds = np.cumsum([0.0] + [device_seconds(op.total_work, chip) for op in before_update])
     flops = np.cumsum([0.0] + [sum(op.total_work.matmul_flops.values()) for op in before_update])
-    # Where several operations without matrix products follow one another, a gradient is ready after the first.
+    # Among successive operations without matrix products, a gradient is ready after the first.
     places = np.searchsorted(flops, np.asarray(flops_before) * flops[-1] * (1 - 1e-9))
     total = sum(device_seconds(op.total_work, chip) for op in schedule.operations)
     return StepTiming(
@@ -117,12 +116,7 @@ def expected_step_s(plan: BucketPlan, timing: StepTiming, network: Network) -> f
 
 
 def best_caps(timing: StepTiming, network: Network, rule: Rule = "before") -> BucketMb:
-    """Picks the caps under which a step is expected to take least time.
-
-    Returns:
-        Caps in MiB, for ``plan_buckets``: of all buckets, or of the first and of the others; 25 MiB unless others are
-        clearly better.
-    """
+    """Picks the caps in MiB with the least expected step time; 25 unless others are clearly better."""
     usual: BucketMb = DEFAULT_BUCKET_MB
     candidates: list[BucketMb] = [*_CAPS_MB, *([first, cap] for cap in _CAPS_MB for first in _CAPS_MB if first < cap)]
     expected: dict[tuple[tuple[int, ...], ...], tuple[float, BucketMb]] = {}
