@@ -1,4 +1,4 @@
-"""Several benchmarks as one run, each with a folder of its own inside: all of them, or those that matter on a lab."""
+"""Several benchmarks as one run, each with a folder of its own inside."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def describe_each(names: Sequence[str], options: Options) -> Setups:
 
 
 def run_each(this: Run, setups: Setups) -> None:
-    """Runs benchmarks; what one of them finds is a row that says whether every check of it holds."""
+    """Runs benchmarks; each is a row that tells whether all its checks hold."""
     for name, (setup, line) in setups.items():
 
         def measure(inner: Run, name: str = name, setup: Any = setup, line: str = line) -> bool:
@@ -42,18 +42,14 @@ def run_one(this: Run, name: str, measure: Callable[[Run], bool]) -> None:
         good = measure(Run(folder, this.console, name))
         if not read_rows(folder / METRICS)[0] and not any(folder.glob(f"*/{METRICS}")):
             raise NotRun("it has nothing to measure here")
-        # Not WRONG, so that a run that goes on looks into the folder again for parts that failed.
+        # FAILED, not WRONG, so that a resumed run retries the failed parts in that folder.
         return [{"check": "ok" if good else f"{FAILED}not every check holds, see {name}/"}]
 
     this.part(name, rows)
 
 
 def finish(this: Run, notes: Sequence[str]) -> bool:
-    """Writes the table of what was run, and says where everything is.
-
-    Returns:
-        Whether every check of each benchmark holds.
-    """
+    """Writes the table of what was run; returns whether every check of each benchmark holds."""
     write_markdown(this.folder, [Table("", (field("benchmark", "part"), CHECK), this.rows)], notes)
     this.console.print(f"\nwritten to {this.folder}: table.md, and a folder for each benchmark", soft_wrap=True)
     return holds(this.rows)

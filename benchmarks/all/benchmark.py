@@ -1,4 +1,4 @@
-"""Every benchmark in one run, and how long that will take before it starts; the lab where one can be made."""
+"""Every benchmark in one run, also over a lab where one can be made."""
 
 from __future__ import annotations
 
@@ -16,13 +16,7 @@ NOT_QUICK = ("gates",)
 
 
 def describe(options: Options) -> tuple[tuple[Options, Setups], str]:
-    """Describes the benchmarks that are run.
-
-    Args:
-        options: What each of them may be told.
-
-    Returns:
-        The options, setup and line of each; and all in a line, with the minutes that they take.
+    """Describes the benchmarks that are run, with an estimate of the minutes.
 
     Raises:
         ValueError: As they do.
@@ -41,7 +35,7 @@ def run(this: Run, setup: tuple[Options, Setups]) -> bool:
     def on_a_lab(inner: Run) -> bool:
         with ExitStack() as stack:
             try:
-                # Its ranks are its hosts, whatever and however many the others' are.
+                # The lab has one rank per host, whatever ranks the other benchmarks have.
                 given = stack.enter_context(lab_for("lab", replace(options, on=None, ranks=None)))
             except ValueError as reason:
                 raise NotRun(str(reason)) from reason

@@ -135,7 +135,7 @@ def _figure(each: str, rows: Sequence[Row], optima: Sequence[Row]) -> Figure | N
     times = [value for curve in curves for point in curve.points for value in (point.y, *(point.low_high or ()))]
     best = [value for row in _optima_of(placed, optima) if (value := number(row, "optimum_mb"))]
     x_axis = logarithmic([*(point.x for point in curves[0].points), *best], plain, _CAPS_MB)
-    marked = f" The upright line: the best cap as predicted, {plain(best[0])} MiB." if best else ""
+    marked = f" The vertical line: the predicted best cap, {plain(best[0])} MiB." if best else ""
     return Figure(
         f"Step by bucket size: {each}",
         of_group(each, extremes(placed, name, "step")) + marked,

@@ -37,7 +37,7 @@ def test_measured_and_computed_curves():
     assert (measured.name, measured.is_dashed) == ("measured", False)
     assert [(key.name, key.is_dashed) for key in computed] == [("predicted", True), ("simulated", True)]
     assert 'class="marked"' in figures[0].drawing.body
-    assert "the best cap as predicted, 5 MiB" in figures[0].description
+    assert "the predicted best cap, 5 MiB" in figures[0].description
 
 
 def test_an_optimum_is_of_its_own_framework():

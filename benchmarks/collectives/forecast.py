@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxddp.network import Network
@@ -62,41 +62,44 @@ class Forecast:
         return duration(scale * sum(self._left.values()))
 
 
+@dataclass
 class Follower:
     """Handles the messages of a part's ranks: the start of a batch, and its rounds if they take long.
 
     Attributes:
         under_way: The batch that rank 0 is measuring; None before the first and when all are done.
+        rounds: Its rounds, done and total, as last shown.
     """
 
-    def __init__(self, forecast: Forecast, part: str, show: Callable[[int, Any], None]) -> None:
-        """Starts the clock."""
-        self.under_way: Batch | None = None
-        self._rounds: list[int] = []  # done and total, as last shown
-        self._forecast, self._part, self._show, self._began_s = forecast, part, show, time.monotonic()
+    forecast: Forecast
+    part: str
+    show: Callable[[int, Any], None]
+    under_way: Batch | None = None
+    rounds: list[int] = field(default_factory=list)
+    began_s: float = field(default_factory=lambda: time.monotonic())
 
     def __call__(self, rank: int, message: Any) -> None:
         """Handles a message."""
         kind, *content = message
         if rank == 0 and kind == "size":
             self.close()
-            (self.under_way,), self._rounds = content, []
-            message = ("doing", f"{size(self.under_way.asked_bytes)}, about {self._forecast} left")
+            (self.under_way,), self.rounds = content, []
+            message = ("doing", f"{size(self.under_way.asked_bytes)}, about {self.forecast} left")
         elif rank == 0 and kind == "found":
             self.close()
-        elif rank == 0 and kind == "rounds" and self.under_way is not None and content != self._rounds:
-            self._rounds = content
+        elif rank == 0 and kind == "rounds" and self.under_way is not None and content != self.rounds:
+            self.rounds = content
             num_done, num_rounds = content
             said = f"{num_done} of {num_rounds} rounds" if num_rounds else "warming up"
             message = ("doing", f"{size(self.under_way.asked_bytes)}, {said}")
-        self._show(rank, message)
+        self.show(rank, message)
 
     def close(self) -> None:
         """Records how long the batch under way took."""
         now_s = time.monotonic()
         if self.under_way is not None:
-            self._forecast.done(self._part, self.under_way, now_s - self._began_s)
-            self._began_s, self.under_way = now_s, None
+            self.forecast.done(self.part, self.under_way, now_s - self.began_s)
+            self.began_s, self.under_way = now_s, None
 
 
 def duration(seconds: float) -> str:

@@ -137,9 +137,7 @@ def _ratio_rows(rows: Sequence[Row]) -> list[Row]:
         if any(by_pair.values()):
             by_pair["NCCL / Gloo in the assignment report"] = report_ratios(("NCCL", "Gloo"), num_ranks)
         for pair, of_pair in by_pair.items():
-            for one in of_pair:
-                made = {"pair": pair, "num_ranks": num_ranks, "size_bytes": one.asked_bytes, "ratio": one.value}
-                found.append(made | {"low": one.low, "high": one.high, "check": ""})
+            found += [{"pair": pair, "num_ranks": num_ranks, **row} for row in of_pair]
     return found
 
 

@@ -1,7 +1,8 @@
 """Gates: no strategy may cost more than what it replaces, measured in the same run.
 
-A gate is a ratio of medians with a 95 % interval, see ``ratios.py``. Within a framework the two take turns; of two
-frameworks, whose processes cannot, each has its own rounds, and is not judged where a machine was not all there.
+A gate is a ratio of medians with a 95 % interval, see ``ratios.py``. Within a framework both sides are timed in
+interleaved rounds. Two frameworks run in different processes, so a gate across them is not judged if steal time was
+high.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ from typing import Any
 
 from ..harness.options import Options
 from ..harness.ranks import chosen_ranks
-from ..harness.ratios import Gate as Gate
-from ..harness.ratios import compare as compare
+from ..harness.ratios import compare
 from ..harness.run import NOT_RUN, Run, holds
 from ..harness.steal_time import in_words
 from ..report.section import show
@@ -26,14 +26,14 @@ from .section import section
 MODEL, NUM_ROUNDS, MIN_ROUNDS, NUM_WARMUP = "lm_9m", 20, 10, 3
 BUCKETED, ZERO1, ZERO2 = (StrategySpec(name, 25.0) for name in ("bucketed", "zero1", "zero2"))
 JIT = StrategySpec("jit")
-# Its caps as torchref's BucketedDDP has them.
+# With the caps of torchref's BucketedDDP.
 DDP = StrategySpec("DistributedDataParallel", 25.0)
 STRATEGIES = {
     "jaxddp": (StrategySpec("flat"), StrategySpec("overlapped"), BUCKETED, ZERO1, ZERO2, JIT),
     "torchref": (BUCKETED, DDP),
 }
 BEST = "jaxddp's best strategy"
-# Name, what of which framework over what of which, and the limit.
+# Name, numerator and denominator as (framework, strategy), and limit.
 _GATES = (
     ("jaxddp bucketed / jit with replicated parameters", ("jaxddp", BUCKETED), ("jaxddp", JIT), 1.05),
     ("jaxddp zero1 / jaxddp bucketed", ("jaxddp", ZERO1), ("jaxddp", BUCKETED), 1.05),
@@ -46,8 +46,7 @@ _GATES = (
 def describe(options: Options) -> tuple[TrainingSetup, str]:
     """Describes what is compared.
 
-    Args:
-        options: Ranks (2), rounds (20, at least 10), the batch size (8), a model (lm_9m), and text for one of bytes.
+    Defaults: 2 ranks, 20 rounds (at least 10), a batch of 8, the model lm_9m.
 
     Raises:
         ValueError: If there are too few rounds for an interval, or the batch cannot be split.
@@ -65,7 +64,7 @@ def describe(options: Options) -> tuple[TrainingSetup, str]:
 
 
 def run(this: Run, setup: TrainingSetup) -> bool:
-    """Runs both frameworks against their peers, prints the tables and fills the folder."""
+    """Runs both frameworks against their peers, prints the tables and writes the folder."""
     measured = measure_both(this, {name: replace(setup, strategies=specs) for name, specs in STRATEGIES.items()})
     this.part("gates", lambda: gate_rows(measured), is_derived=True)
     show(this, section(this.rows))
@@ -73,11 +72,10 @@ def run(this: Run, setup: TrainingSetup) -> bool:
 
 
 def gate_rows(measured: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Compares what was measured.
+    """Makes a row for each gate.
 
-    Yields:
-        A row for each gate; one of whose sides is wrong or missing is not run, and one whose sides did not take turns
-        is not judged if this machine's host kept much of its time from either.
+    A gate is not run if a side is wrong or missing, and not judged if its sides were not interleaved and steal time was
+    high.
     """
     sound = [row for row in measured if row["check"] == "ok" and "median_ms" in row]
     for name, ours, theirs, limit in _GATES:
@@ -100,7 +98,7 @@ def _seconds(row: Mapping[str, Any]) -> list[float]:
 
 
 def _find(rows: Sequence[Mapping[str, Any]], framework: str, spec: StrategySpec | None) -> Mapping[str, Any] | None:
-    """The row of a strategy, or of the fastest that is no peer; None if there is none."""
+    """The row of a strategy, or of the fastest that is not a peer; None if there is none."""
     of_framework = [row for row in rows if row["framework"] == framework]
     if spec is not None:
         return next((row for row in of_framework if label(row) == spec.label), None)

@@ -1,11 +1,12 @@
-"""Gates: ratios of step times with their intervals, beside the most that each may be."""
+"""Gates: ratios of step times with their intervals and limits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from ..harness.tables import CHECK, Column, Table, field, numeric
-from ..harness.values import NONE, Row, badge, counted, is_bad, is_sound, number, span, text
+from ..harness.values import NONE, Row, badge, counted, ends, is_bad, is_sound, number, span, text
 from ..report.axis import linear
 from ..report.bars import Bar, draw_bars
 from ..report.figure import Figure
@@ -13,18 +14,19 @@ from ..report.section import Section
 from ..report.sentences import left_out, timed
 from ..report.steps import between_frameworks, how_ranks_run, step_figure, step_table, without_comparison
 
+interval = partial(ends, low="low", high="high")  # the 95 % interval of a ratio
 _COLUMNS = (
     field("gate", "name"),
     numeric("ratio", "ratio", form=lambda value: f"{value:.3f}"),
-    Column("95 % interval", lambda row: interval(row), form=lambda ends: f"{ends[0]:.3f}{NONE}{ends[1]:.3f}"),
+    Column("95 % interval", interval, form=lambda both: NONE.join(f"{end:.3f}" for end in both)),
     numeric("limit", "limit", form=lambda value: f"{value:.2f}"),
     numeric("rounds", "num_rounds", form=lambda value: f"{value:.0f}"),
     field("ours"),
     numeric("step", "ours_ms", unit="ms"),
-    Column(f"p10{NONE}p90", lambda row: spread_of(row, "ours"), "ms", span),
+    Column(f"p10{NONE}p90", partial(ends, low="ours_p10_ms", high="ours_p90_ms"), "ms", span),
     field("theirs"),
     numeric("step", "theirs_ms", unit="ms"),
-    Column(f"p10{NONE}p90", lambda row: spread_of(row, "theirs"), "ms", span),
+    Column(f"p10{NONE}p90", partial(ends, low="theirs_p10_ms", high="theirs_p90_ms"), "ms", span),
     Column("rounds", lambda row: "not interleaved" if row.get("is_interleaved") is False else "", "taken"),
     CHECK,
 )
@@ -33,18 +35,6 @@ _COLUMNS = (
 def is_gate(row: Row) -> bool:
     """Whether a row is a ratio and its limit, measured or not."""
     return "name" in row and "limit" in row
-
-
-def interval(row: Row) -> tuple[float, float] | None:
-    """The 95 % interval of a ratio."""
-    low, high = number(row, "low"), number(row, "high")
-    return None if low is None or high is None else (low, high)
-
-
-def spread_of(row: Row, side: str) -> tuple[float, float] | None:
-    """The 10th and 90th percentile of the step on one side of a gate."""
-    low, high = number(row, f"{side}_p10_ms"), number(row, f"{side}_p90_ms")
-    return None if low is None or high is None else (low, high)
 
 
 def section(rows: Sequence[Row]) -> Section:
@@ -60,7 +50,7 @@ def section(rows: Sequence[Row]) -> Section:
 
 
 def gate_table(gates: Sequence[Row]) -> Table:
-    """Lays ratios out in a table."""
+    """Makes a table of ratios."""
     note = "a gate holds if the lower end of its interval is within its limit"
     return Table("Ratios and their limits", _COLUMNS, gates, note)
 
@@ -75,12 +65,12 @@ def gate_figure(gates: Sequence[Row]) -> Figure | None:
     return Figure(
         "Ratios of step times",
         " ".join(_in_words(row) for row in gates),
-        draw_bars([_bar(row) for row in gates], axis, "ratio; whiskers 95 % interval, upright line the limit"),
+        draw_bars([_bar(row) for row in gates], axis, "ratio; whiskers 95 % interval, vertical line the limit"),
     )
 
 
 def gate_sentences(gates: Sequence[Row]) -> list[str]:
-    """A sentence on how many gates hold, and which is nearest to its limit or furthest beyond it."""
+    """Sentences on how many gates hold, and on the missed ones or the one nearest to its limit."""
     limited = [row for row in gates if (number(row, "limit") or 0) > 0 and number(row, "ratio") is not None]
     if not limited:
         return []

@@ -48,13 +48,6 @@ class MemorySetup:
         return self.target.startswith(f"{CPU}:")
 
 
-class Read(NamedTuple):
-    """Memory of a compiled step, and by how much the shards of its state exceed 1/N."""
-
-    memory: StepMemory
-    padding: float
-
-
 class Allocation(NamedTuple):
     """An allocator's figures, in bytes of one device.
 
@@ -71,8 +64,8 @@ class Allocation(NamedTuple):
     after_step: int
 
 
-def read(setup: MemorySetup, name: str) -> Read:
-    """Compiles a strategy's step and reads it.
+def read(setup: MemorySetup, name: str) -> tuple[StepMemory, float]:
+    """Compiles a strategy's step: its memory, and by how much the shards of its state exceed 1/N.
 
     Raises:
         ValueError: If the step cannot be compiled.
@@ -81,7 +74,7 @@ def read(setup: MemorySetup, name: str) -> Read:
         return launch(_read_here, setup, name, num_ranks=1, prepare=prepare_jax, timeout_s=TIMEOUT_S)[0]
     trainer, state, batch = _trainer(setup, name, targets.mesh(setup.target))
     program = targets.start_compile(trainer, state, batch).result()
-    return Read(step_memory(program, state), padding_share(trainer.layout(state)))
+    return step_memory(program, state), padding_share(trainer.layout(state))
 
 
 def allocate(setup: MemorySetup, name: str) -> Allocation | str:
@@ -89,10 +82,10 @@ def allocate(setup: MemorySetup, name: str) -> Allocation | str:
     return launch(_allocate_here, setup, name, num_ranks=1, prepare=prepare_jax, timeout_s=TIMEOUT_S)[0]
 
 
-def _read_here(setup: MemorySetup, name: str) -> Read:
+def _read_here(setup: MemorySetup, name: str) -> tuple[StepMemory, float]:
     jaxddp.simulate_devices(setup.num_ranks)
     trainer, state, batch = _trainer(setup, name, jaxddp.data_mesh(setup.num_ranks))
-    return Read(step_memory(trainer.compile(state, batch), state), padding_share(trainer.layout(state)))
+    return step_memory(trainer.compile(state, batch), state), padding_share(trainer.layout(state))
 
 
 def _allocate_here(setup: MemorySetup, name: str) -> Allocation | str:

@@ -60,32 +60,22 @@ def _by_experiment(run: RunRows, of: Callable[[Sequence[Row]], list[str]]) -> li
     ]
 
 
+def _distinct(words_of: Callable[[Row], str]) -> Callable[[Sequence[Row]], list[str]]:
+    return lambda rows: list(dict.fromkeys(filter(None, map(words_of, rows))))
+
+
 def _texts(key: str) -> Callable[[Sequence[Row]], list[str]]:
-    return lambda rows: list(dict.fromkeys(words for row in rows if (words := text(row, key))))
+    return _distinct(lambda row: text(row, key))
 
 
-def _machine(rows: Sequence[Row]) -> list[str]:
-    found: dict[str, None] = {}
-    for row in rows:
-        words = [text(row, "machine"), text(row, "system")] + (
-            [f"{text(row, 'cores')} cores"] if "cores" in row else []
-        )
-        found[", ".join(filter(None, words))] = None
-    return [words for words in found if words]
+def _machine(row: Row) -> str:
+    cores = f"{text(row, 'cores')} cores" if "cores" in row else ""
+    return ", ".join(filter(None, [text(row, "machine"), text(row, "system"), cores]))
 
 
-def _ranks(rows: Sequence[Row]) -> list[str]:
-    """The kind of ranks, by framework."""
-    found: dict[str, None] = {}
-    for row in rows:
-        if text(row, "ranks"):
-            words = ", ".join(filter(None, [text(row, "ranks"), text(row, "backend")]))
-            found[f"{text(row, 'framework')}: {words}" if text(row, "framework") else words] = None
-    return list(found)
-
-
-def _links(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(rate for row in rows if (rate := experiment_of(row).rate)))
+def _ranks(row: Row) -> str:
+    words = ", ".join(filter(None, [text(row, "ranks"), text(row, "backend")]))
+    return ": ".join(filter(None, [text(row, "framework"), words])) if text(row, "ranks") else ""
 
 
 def _steal(rows: Sequence[Row]) -> list[str]:
@@ -107,10 +97,10 @@ def _versions(rows: Sequence[Row]) -> list[str]:
 _FACTS: dict[str, Callable[[Sequence[Row]], list[str]]] = {
     "command": _texts("command"),
     "commit": _texts("commit"),
-    "machine": _machine,
+    "machine": _distinct(_machine),
     "device": _texts("device"),
-    "ranks": _ranks,
+    "ranks": _distinct(_ranks),
     "threads of a process": _texts("threads"),
-    "links of the lab": _links,
+    "links of the lab": _distinct(lambda row: experiment_of(row).rate),
     "not got": _steal,
 }

@@ -1,11 +1,10 @@
-"""Traces of steps in JAX: recorded by its profiler, and read back by the names of the compiled program.
+"""Traces of steps in JAX: recorded by its profiler, and read by the names of the compiled program.
 
-A program runs as one call, so there is nothing in Python to annotate within a step. What the profiler sees are its
-operations; ``jaxddp.read_schedule`` says of each in which phase of the step it is, by the scopes under which it was
-traced. Forward and loss are told apart by a scope around the model's units.
+A step is one program, so Python cannot annotate its parts. The profiler records the program's operations, and
+``jaxddp.read_schedule`` gives the phase of each. A scope around the model's units separates forward and loss.
 
-On CPUs XLA hands some matrix products to other threads, and the profiler sees only how long that took; the operation
-that follows waits for them. So there a product lasts until the next operation begins.
+On CPUs XLA hands some matrix products to other threads, and the profiler records only the hand-over. The next operation
+waits for them, so a product is taken to last until that begins.
 """
 
 from __future__ import annotations
@@ -25,10 +24,11 @@ from jaxddp.models import build
 from jaxddp.zero.layers import layer
 from torchref.launch import report
 
+from ..harness.intervals import Event
 from ..harness.ranks import Ranks
 from ..training.jax_variants import rows_of_process
 from ..training.measure import TrainingSetup
-from .overlap import COMMUNICATION, COMPUTE, SYNC, Event
+from .overlap import COMMUNICATION, COMPUTE, SYNC
 
 MODEL_SCOPE = "model"
 NUM_STEPS = 3  # the second one is read
@@ -38,7 +38,7 @@ def run(ranks: Ranks, setup: TrainingSetup, names: tuple[str, ...], folder: str)
     """Records steps of strategies.
 
     Returns:
-        By strategy: what this process's first rank did in a step, and how many collectives that should have.
+        By strategy, the events of this process's first rank in a step, and the number of planned collectives.
     """
     mesh = ranks.mesh()
     rows = [rows_of_process(batch) for batch in setup.batches]
@@ -68,13 +68,10 @@ def run(ranks: Ranks, setup: TrainingSetup, names: tuple[str, ...], folder: str)
 def read(folder: Path, schedule: Schedule, *, waits_late: bool) -> list[Event]:
     """Reads the second traced step of a process's first device.
 
-    Args:
-        folder: That the profiler wrote.
-        schedule: Of the program.
-        waits_late: Whether a matrix product lasts until the next operation begins.
+    ``waits_late`` tells whether a matrix product lasts until the next operation begins.
 
     Raises:
-        ValueError: If there is no such step in it.
+        ValueError: If there is no such step.
     """
     operations = {operation.name: operation for operation in _all(schedule.operations)}
     runs: dict[Any, list[tuple[Operation, float, float]]] = {}
@@ -100,7 +97,7 @@ def read(folder: Path, schedule: Schedule, *, waits_late: bool) -> list[Event]:
 
 
 def _split(ran: list[tuple[Operation, float, float]]) -> list[list[tuple[Operation, float, float]]]:
-    """Cuts what a device ran where its first operation comes again: GPUs do not number their runs."""
+    """Splits a device's operations where its first one recurs: GPUs do not number their runs."""
     starts = [index for index, (operation, _, _) in enumerate(ran) if operation.name == ran[0][0].name]
     return [ran[start:end] for start, end in zip(starts, [*starts[1:], len(ran)], strict=True)]
 

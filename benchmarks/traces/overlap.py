@@ -1,28 +1,22 @@
-"""Overlap as a profiler sees it: the same definition for both frameworks.
+"""Overlap of communication and computation in a trace, defined in the same way for both frameworks.
 
     overlap = |union(communication) and union(compute)| / |union(communication)|
 
-Intervals are merged before they are measured, so operations that run side by side, or one within another, count once.
+Intervals are merged first, so concurrent and nested operations count once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..harness.intervals import Event as Event
-from ..harness.intervals import Interval
-from ..harness.intervals import merge as merge
+from ..harness.intervals import Event, Interval, merge
 
-COMPUTE_PHASES = ("forward", "loss", "backward", "optimizer", "compute")
 COMPUTE, COMMUNICATION = "compute", "communication"
 SYNC = "gradient sync"
 
 
 def overlap_share(communication: Iterable[Interval], compute: Iterable[Interval]) -> float | None:
-    """Gives the share of the time of communication in which something is computed as well.
-
-    Returns:
-        The share; None if nothing communicates.
+    """The share of communication time in which something is computed; None if nothing communicates.
 
     Example:
         >>> overlap_share([(0, 4)], [(1, 2), (1.5, 3)])
@@ -39,17 +33,13 @@ def overlap_share(communication: Iterable[Interval], compute: Iterable[Interval]
 
 
 def overlap_of(events: Sequence[Event]) -> float | None:
-    """Gives the overlap of a rank's step."""
+    """The overlap of a rank's step."""
     lanes = {lane: [(one.start_ms, one.end_ms) for one in events if one.lane == lane] for lane in _LANES}
     return overlap_share(lanes[COMMUNICATION], lanes[COMPUTE])
 
 
 def shorten(events: Sequence[Event], gap_ms: float) -> list[Event]:
-    """Joins operations of one phase that follow one another, for rows that people look at.
-
-    Returns:
-        Fewer events, by their start; what communicates is left as it is.
-    """
+    """Joins successive operations of one phase with small gaps, except communication; sorted by start."""
     kept = [event for event in events if event.lane == COMMUNICATION]
     runs: list[list[Event]] = []
     for event in sorted((one for one in events if one.lane == COMPUTE), key=lambda one: one.start_ms):

@@ -1,4 +1,4 @@
-"""Timelines of a step as the profilers see it: two strategies that differ in when they communicate, both frameworks."""
+"""Timelines of a step in both frameworks, for two strategies that differ in when they communicate."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from ..harness.console import progress_of
+from ..harness.intervals import Event
 from ..harness.run import Run
+from ..report.lanes import busy_ms
 from ..training.measure import TrainingSetup, ranks_in_words
 from . import jax_side, torch_side
-from .overlap import COMPUTE, Event, merge, overlap_of, shorten
+from .overlap import COMPUTE, overlap_of, shorten
 
 STRATEGIES = ("naive", "overlapped")
 FOLDER = "traces"
-GAP_SHARE = 1 / 500  # of a step: operations of a phase that are closer are drawn as one
+GAP_SHARE = 1 / 500  # of a step; operations of a phase with smaller gaps are joined
 
 
 def record(this: Run, setup: TrainingSetup) -> None:
-    """Records traces of both frameworks into the run's folder, and reads them into rows; a part for each."""
+    """Records traces of both frameworks into the run's folder, and reads them into rows; each framework is a part."""
     folder = this.folder / FOLDER
     folder.mkdir(exist_ok=True)
 
@@ -35,23 +37,16 @@ def record(this: Run, setup: TrainingSetup) -> None:
 
 
 def trace_fields(events: Sequence[Event], num_planned: int) -> dict[str, Any]:
-    """Makes the row of a trace.
-
-    Returns:
-        ``trace`` and ``overlap_share``, and how long was computed and communicated.
-    """
-    lanes = {lane: merge((one.start_ms, one.end_ms) for one in events if (one.lane == COMPUTE) is lane)
-             for lane in (True, False)}  # fmt: skip
-    busy = {lane: sum(end - start for start, end in intervals) for lane, intervals in lanes.items()}
+    """The fields of a trace's row: events, overlap, and how long was computed and communicated."""
+    computed, sent = ([one for one in events if (one.lane == COMPUTE) is is_compute] for is_compute in (True, False))
     traced_ms = max((one.end_ms for one in events), default=0.0)
-    found = sum(one.lane != COMPUTE for one in events)
     return {
         "traced_ms": traced_ms,
-        "compute_ms": busy[True],
-        "communication_ms": busy[False],
+        "compute_ms": busy_ms(computed),
+        "communication_ms": busy_ms(sent),
         "overlap_share": overlap_of(events),
         "trace": [_rounded(one) for one in shorten(events, traced_ms * GAP_SHARE)],
-        "check": "ok" if found == num_planned else f"WRONG: {num_planned} collectives planned, {found} traced",
+        "check": "ok" if len(sent) == num_planned else f"WRONG: {num_planned} collectives planned, {len(sent)} traced",
     }
 
 

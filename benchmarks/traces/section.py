@@ -1,4 +1,4 @@
-"""Timelines of a step as its profiler saw it: strategies beside each other on one axis of time."""
+"""Timelines of a step from the frameworks' profilers, on one time axis."""
 
 from __future__ import annotations
 
@@ -21,28 +21,21 @@ TRACE_COLUMNS = (
     numeric("overlap", "overlap_share", form=percent),
     CHECK,
 )
-# Phases that compute come first; what is none of them communicates.
+# Compute phases; other phases communicate.
 PHASES = ("forward", "loss", "backward", "optimizer", "compute")
 
 
 def trace_figures(rows: Sequence[Row]) -> list[Figure]:
-    """Draws the traces of some rows, all of a framework as long as their longest.
-
-    Args:
-        rows: Those with a ``trace``, a list of ``{lane, name, phase, start_ms, end_ms}``, are drawn.
-    """
+    """Draws rows with a ``trace``, a list of ``{lane, name, phase, start_ms, end_ms}``, on one axis per framework."""
     traces = [(row, events) for row in rows if is_sound(row) and (events := events_of(row))]
     figures = []
     for row, events in traces:
-        alike = [
-            event for other, some in traces if text(other, "framework") == text(row, "framework") for event in some
-        ]
+        framework = text(row, "framework")
+        alike = [event for other, some in traces if text(other, "framework") == framework for event in some]
         axis = linear([event.end_ms for event in alike])
-        phases = [*PHASES, *sorted({event.phase for event in alike} - set(PHASES))]
-        styles = {
-            phase: index
-            for index, phase in enumerate(phase for phase in phases if any(e.phase == phase for e in alike))
-        }
+        seen = {event.phase for event in alike}
+        phases = [*(phase for phase in PHASES if phase in seen), *sorted(seen - set(PHASES))]
+        styles = {phase: style for style, phase in enumerate(phases)}
         lanes = list(by(events, lambda event: event.lane))
         title = " ".join(filter(None, [text(row, "framework"), name(row)]))
         figures.append(
@@ -63,7 +56,7 @@ def trace_sentences(rows: Sequence[Row]) -> list[str]:
 
 
 def events_of(row: Row) -> list[Event]:
-    """Reads the events of a row's trace; what is none is left out."""
+    """Reads the events of a row's trace; invalid ones are left out."""
     trace = row.get("trace")
     events = []
     for one in trace if isinstance(trace, list) else []:
@@ -74,7 +67,7 @@ def events_of(row: Row) -> list[Event]:
 
 
 def _hidden(row: Row) -> str:
-    # As the row has it: what is drawn closes the gaps between operations, and would hide more.
+    # From the row: the drawn events close gaps between operations, so they would overlap more.
     share, communication_ms = number(row, "overlap_share"), number(row, "communication_ms")
     title = " ".join(filter(None, [text(row, "framework"), name(row)]))
     if share is None or communication_ms is None:
@@ -92,8 +85,8 @@ def _table(title: str, events: Sequence[Event]) -> Table:
         for (lane, phase), some in by(events, lambda event: (event.lane, event.phase)).items()
     ]  # fmt: skip
     columns = (
-        Column("lane", lambda row: text(row, "lane")),
-        Column("phase", lambda row: text(row, "phase")),
+        field("lane"),
+        field("phase"),
         numeric("events", "events", form=lambda value: f"{value:,}"),
         numeric("busy", "busy_ms", unit="ms"),
         numeric("first start", "start_ms", unit="ms"),

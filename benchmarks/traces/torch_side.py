@@ -1,7 +1,7 @@
-"""Traces of steps in PyTorch: recorded by its profiler, and read back by the ranges around the parts of a step.
+"""Traces of steps in PyTorch: recorded by its profiler, and read by the ranges around the parts of a step.
 
-The loop is that of ``torchref``, written out, with a range around each part. Operations count to the range in which
-they start; with Gloo, what communicates runs on threads of its own, and the profiler names it.
+The loop is that of ``torchref``, written out with a range around each part. An operation belongs to the range in which
+it starts. Gloo communicates on its own threads, with names known to the profiler.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from torchref.models import build, cross_entropy
 from torchref.strategy import planned_collectives
 from torchref.train import local_rows
 
+from ..harness.intervals import Event
 from ..harness.ranks import Ranks
 from ..training.measure import TrainingSetup
 from ..training.torch_variants import TorchBatch, adamw
-from .overlap import COMMUNICATION, COMPUTE, SYNC, Event
+from .overlap import COMMUNICATION, COMPUTE, SYNC
 
 STEP = "step"
 RANGES = ("forward", "loss", "backward", SYNC, "optimizer")
@@ -36,10 +37,10 @@ def run(ranks: Ranks, setup: TrainingSetup, names: tuple[str, ...], folder: str)
     """Records steps of strategies; runs on each rank, inside a process group.
 
     Returns:
-        By strategy: what this rank did in a step, and how many collectives that should have.
+        By strategy, this rank's events of a step, and the number of planned collectives.
     """
     del ranks
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler says when it starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints when it starts and stops
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
     rows = [
@@ -82,13 +83,9 @@ def _step(net: Any, optimizer: torch.optim.Optimizer, batch: TorchBatch) -> None
 
 
 def read(recorded: Sequence[Any]) -> list[Event]:
-    """Reads the second of the traced steps.
+    """Reads the second of the traced steps: its events by start, timed from the start of the step.
 
-    Args:
-        recorded: The profiler's events: a name, a ``time_range`` in us, a ``device_type`` and a ``cpu_parent``.
-
-    Returns:
-        What was computed and communicated, by its start; times from that of the step.
+    ``recorded`` are the profiler's events: a name, a ``time_range`` in us, a ``device_type`` and a ``cpu_parent``.
 
     Raises:
         ValueError: If there is no such step.
@@ -113,9 +110,9 @@ def read(recorded: Sequence[Any]) -> list[Event]:
 
 
 def _lane(event: Any) -> str | None:
-    """Where an event belongs; None if it only surrounds others, issues or waits."""
+    """The lane of an event; None if it only encloses others, issues or waits."""
     if event.device_type != DeviceType.CPU:
-        if getattr(event, "is_user_annotation", False):  # a GPU has a copy of each range around what it runs
+        if getattr(event, "is_user_annotation", False):  # the GPU's copy of a range
             return None
         return COMMUNICATION if event.name.startswith("nccl") else COMPUTE
     if event.name.startswith("gloo:"):
@@ -126,8 +123,8 @@ def _lane(event: Any) -> str | None:
 
 def _phase(event: Any, ranges: dict[str, Any]) -> str:
     if event.device_type != DeviceType.CPU:
-        return "compute"  # a kernel runs later than what asked for it
+        return "compute"  # a kernel runs after the range that launched it
     for name, of_range in ranges.items():
         if of_range.start <= event.time_range.start < of_range.end:
-            return "backward" if name == SYNC else name  # what is packed and divided there
+            return "backward" if name == SYNC else name  # packing and division
     return "compute"

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from torch.autograd import DeviceType
 
+from benchmarks.harness.intervals import Event, merge
 from benchmarks.harness.ranks import Ranks
 from benchmarks.strategies.benchmark_test import TOY
 from benchmarks.traces import jax_side, torch_side
-from benchmarks.traces.overlap import COMMUNICATION, COMPUTE, SYNC, Event, merge, overlap_of, overlap_share, shorten
+from benchmarks.traces.overlap import COMMUNICATION, COMPUTE, SYNC, overlap_of, overlap_share, shorten
 from benchmarks.traces.parts import trace_fields
 from benchmarks.training.measure import TrainingSetup
 from jaxddp.compiled.schedule import Operation, Schedule

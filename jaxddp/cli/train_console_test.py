@@ -36,7 +36,6 @@ def make_summary(**changes):
         "params_bytes": 2**22,
         "source": "text [of] mine",
         "num_bytes": 1_234_567,
-        "num_ranks": 2,
         "devices": "2 simulated CPU devices on 2 cores",
         "context": 128,
         "planned": collectives,

@@ -54,7 +54,6 @@ class TrainSummary:
     params_bytes: int
     source: str
     num_bytes: int
-    num_ranks: int
     devices: str
     context: int
     planned: list[tuple[str, int]]
@@ -148,7 +147,6 @@ def train(
         params_bytes=params_bytes,
         source=corpus.source,
         num_bytes=corpus.num_bytes,
-        num_ranks=trainer.num_ranks,
         devices=describe_devices(mesh),
         context=config.context,
         planned=planned,

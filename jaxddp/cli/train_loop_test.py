@@ -60,7 +60,7 @@ def test_training_lowers_the_loss_and_the_summary_holds(small, text):
     assert summary.num_params == SMALL.num_params and summary.params_bytes == 4 * SMALL.num_params
     assert (summary.source, summary.num_bytes, summary.context) == (text, 9200, 16)
     assert summary.num_validation_bytes == 2 * 8 * 16
-    assert (summary.num_ranks, summary.devices) == (2, f"2 simulated CPU devices on {os.cpu_count()} cores")
+    assert summary.devices == f"2 simulated CPU devices on {os.cpu_count()} cores"
     assert summary.tokens_per_s == pytest.approx(8 * 16 / (summary.step_timings.median_ms / 1e3))
     assert summary.compile_s > summary.step_timings.median_ms / 1e3 > 0
     assert lines[0] == f"small_bytes ({SMALL.num_params:,} parameters) on {summary.devices}, bucketed"
