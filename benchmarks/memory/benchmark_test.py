@@ -148,7 +148,7 @@ def test_the_formula_of_activations_is_what_the_model_was_seen_to_keep():
     assert kept[True] == pytest.approx(1658.13, rel=0.0001)
 
 
-def test_formulas_of_the_sources_model():
+def test_formulas_of_the_reports_model():
     setup = MemorySetup("seed_xl", "h100:2", 2, ("bucketed", "zero1"), 32)
     params = 4 * SIZES["seed_xl"].num_params
     batch = 2 * 4 * 2048
@@ -159,7 +159,7 @@ def test_formulas_of_the_sources_model():
     assert baseline["before_update"] - baseline["after_init"] == sharded["before_update"] - sharded["after_init"]
 
 
-def test_the_sources_figures_are_corrected_for_what_does_not_belong_to_them():
+def test_the_reports_figures_are_corrected_for_what_does_not_belong_to_them():
     params = 4 * SIZES["seed_xl"].num_params
     held = {"bucketed": DeviceBytes(params, 2 * params), "zero1": DeviceBytes(params, params)}
     found = {name: StepMemory(bytes_, bytes_, bytes_, 0) for name, bytes_ in held.items()}

@@ -23,7 +23,7 @@ def test_bars_are_as_long_as_the_sum_of_their_components():
     assert abs(sum(widths) / 100 - expected) < 0.01 * len(widths)  # each is rounded to 0.01 %
 
 
-def test_the_sources_figures_and_the_allocator():
+def test_the_reports_figures_and_the_allocator():
     made = section(memory())
     assert [column.cell(made.published.rows[0]) for column in made.published.columns] == [
         "baseline, after init", "654.659", "–", "1,800.00", "ok", "optax makes the moments at once",
