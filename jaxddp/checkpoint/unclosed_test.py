@@ -86,7 +86,7 @@ def test_two_objects_of_one_folder(tmp_path):
 SAVES = """
 import sys, time
 import jax.numpy as jnp, optax, jaxddp
-from jaxddp.checkpoint import Checkpoints, checkpoints
+from jaxddp.checkpoint import Checkpoints
 jaxddp.simulate_devices(2)
 trainer = jaxddp.Trainer(lambda p, b: 0.0, optax.adam(0.1), jaxddp.bucketed(), jaxddp.data_mesh(2))
 state = trainer.init({"w": jnp.ones((30, 30))})

@@ -97,14 +97,13 @@ def gather_params(shards: Any, params: Any, plan: BucketPlan, axis: str, *, send
         A tree like ``params``, equal on all ranks.
     """
     num_ranks = lax.axis_size(axis)
-    local = {name: shard.reshape(-1) for name, shard in named_leaves(shards).items()}
-    full = {
-        # Parameters without elements are in no bucket.
-        name: leaf if leaf.size else jnp.zeros(leaf.shape, leaf.dtype)
-        for name, leaf in named_leaves(params).items()
-    }
     if num_ranks == 1:
-        return like(params, {name: Cut(leaf.shape, 1).from_chunks(local[name]) for name, leaf in full.items()})
+        return jax.tree.map(lambda shard, param: shard.reshape(param.shape), shards, params)
+    local = {name: shard.reshape(-1) for name, shard in named_leaves(shards).items()}
+    full = {}
+    for name, leaf in named_leaves(params).items():
+        if leaf.size == 0:  # in no bucket
+            full[name] = jnp.zeros(leaf.shape, leaf.dtype)
     with jax.named_scope(SYNC_SCOPE):
         unpacked: dict[str, jax.Array] = {}
         for bucket in plan.gathers:
