@@ -134,21 +134,21 @@ def plan_buckets(
     if rule not in ("before", "torch"):
         raise ValueError(f"rule (={rule!r}) must be 'before' or 'torch'")
     caps = _caps_bytes(bucket_mb)
-    num_closed: dict[str, int] = {}  # buckets of a dtype
-    filled: dict[str, int] = {}  # bytes in a dtype's open bucket
+    opened: dict[str, tuple[int, int]] = {}  # number of a dtype's open bucket, and the bytes in it
     buckets: dict[tuple[str, int], list[TensorSpec]] = {}  # by dtype and number
     for tensor in _checked(tensors):
         dtype, size = tensor.dtype, tensor.num_bytes
-        number, held = num_closed.get(dtype, 0), filled.get(dtype, 0)
-        if rule == "before" and 0 < held and held + size > caps[min(number, len(caps) - 1)]:
+        number, held = opened.get(dtype, (0, 0))
+        cap = caps[min(number, len(caps) - 1)]
+        if rule == "before" and 0 < held and held + size > cap:
             number, held = number + 1, 0
         bucket = buckets.pop((dtype, number), [])
         bucket.append(tensor)
         buckets[dtype, number] = bucket  # at the end of the dictionary: buckets are in the order of their last tensors
         held += size
-        if rule == "torch" and held >= caps[min(number, len(caps) - 1)]:
+        if rule == "torch" and held >= cap:
             number, held = number + 1, 0
-        num_closed[dtype], filled[dtype] = number, held
+        opened[dtype] = number, held
     return BucketPlan(tuple(map(Bucket, map(tuple, buckets.values()))), after_backward)
 
 
