@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -69,7 +69,7 @@ def run(ranks: Ranks, setup: TrainingSetup) -> SideResult:
         trained = to_numpy(reference.params())
         del reference
         for label, pending in compiling.items():
-            attempt(label, partial(_compiled, attempt.made[label], pending))
+            attempt(label, pending.result)
     timed = probes(setup, loss_fn, params, mesh, rows) if setup.probe_bytes else []
 
     report(("doing", "training"))
@@ -100,12 +100,6 @@ def run(ranks: Ranks, setup: TrainingSetup) -> SideResult:
         failed=attempt.failed | failed,
         probes={variant.label: times[variant.label][1] for variant in timed},
     )
-
-
-def _compiled(one: Planned | Jit, pending: Future[None]) -> Planned | Jit:
-    """Waits for a compilation, and raises what it raised."""
-    pending.result()
-    return one
 
 
 def initial_weights(ranks: Ranks, setup: TrainingSetup) -> dict[str, np.ndarray]:

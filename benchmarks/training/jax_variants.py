@@ -49,11 +49,11 @@ class Planned:
         self.buckets: list[list[tuple[str, int]]] = []
         self.schedule: Any = None
 
-    def compile(self, batch: Batch, names: dict[str, str] | None, with_schedule: bool) -> None:
-        """Compiles the step and reads it, unless ``names``, torch's by ours, is None."""
+    def compile(self, batch: Batch, names: dict[str, str] | None, with_schedule: bool) -> Planned:
+        """Compiles the step, and reads it unless ``names``, torch's by ours, is None; returns itself."""
         program = self._trainer.compile(self.state, batch)
         if names is None:
-            return
+            return self
         self.planned = self._trainer.planned(self.state, batch)
         schedule = jaxddp.read_schedule(program)
         self.compiled = schedule.gradient_collectives()
@@ -62,6 +62,7 @@ class Planned:
             [(names[tensor.name], tensor.num_bytes) for tensor in bucket.tensors]
             for bucket in self._trainer.plan(self.state, batch).buckets
         ]
+        return self
 
     def params(self) -> Any:
         """The whole parameters."""
@@ -105,13 +106,14 @@ class Jit:
         self.buckets: list[list[tuple[str, int]]] = []
         self.schedule: Any = None
 
-    def compile(self, batch: Batch, names: dict[str, str] | None, with_schedule: bool) -> None:
+    def compile(self, batch: Batch, names: dict[str, str] | None, with_schedule: bool) -> Jit:
         """As that of `Planned`."""
         del names
         self._program = self._jitted.lower(abstract(self.state), abstract(batch)).compile()
         schedule = jaxddp.read_schedule(self._program)
         self.compiled = schedule.gradient_collectives()
         self.schedule = schedule if with_schedule else None
+        return self
 
     def params(self) -> Any:
         """The whole parameters."""
