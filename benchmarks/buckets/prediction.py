@@ -88,12 +88,8 @@ def fit_costs(
 ) -> Costs:
     """Fits latency and bandwidth, and how much computing and communicating slow each other down.
 
-    Args:
-        step_without_communication_s: Time of the step without communication.
-        forward_backward_s: The part of it that is forward and backward.
-        all_reduces: Seconds of one all-reduce, by its bytes.
-        num_ranks: Number of ranks.
-        at_once: Seconds of all-reduces alone, and of forward and backward beside them; None if they do not interfere.
+    ``all_reduces`` maps bytes to the seconds of one all-reduce; ``at_once`` has the seconds of all-reduces alone, and
+    of forward and backward beside them, or is None if they do not interfere.
 
     Raises:
         ValueError: If times do not grow with sizes.

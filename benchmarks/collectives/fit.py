@@ -28,11 +28,7 @@ _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.22
 
 
 def fit_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Fits each collective of one backend that has at least three right sizes.
-
-    Returns:
-        A row for each; an upper end of None means that the interval is unbounded.
-    """
+    """Fits each collective of a backend that has at least three right sizes; an upper end of None is unbounded."""
     by_name: dict[str, list[Row]] = {}
     for row in rows:
         if row["check"] == "ok" and "median_ms" in row:

@@ -67,8 +67,7 @@ class Follower:
     """Handles the messages of a part's ranks: the start of a batch, and its rounds if they take long.
 
     Attributes:
-        under_way: The batch that rank 0 is measuring; None before the first and when all are done.
-        rounds: Its rounds, done and total, as last shown.
+        under_way: The batch that rank 0 is measuring, if any; ``rounds`` are those done and the total, as last shown.
     """
 
     forecast: Forecast

@@ -110,11 +110,8 @@ def measure(
 ) -> None:
     """Measures all batches on every rank, and reports each before it starts and when it is done.
 
-    Args:
-        job: The batches.
-        side: Device and versions.
-        ready: Makes the inputs of a batch, and returns a function that makes a collective's call.
-        wait: Blocks until a value is computed.
+    ``ready`` makes the inputs of a batch and returns a function that makes a collective's call; ``wait`` blocks until a
+    value is computed.
     """
     for batch in job.batches:
         report(("size", batch))

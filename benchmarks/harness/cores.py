@@ -14,10 +14,7 @@ ENVIRONMENT = {"NPROC": "2"}
 
 
 def num_cores(kind: str, num_ranks: int) -> int:
-    """The number of cores that a process of ranks is restricted to; 0 if it is not restricted.
-
-    Ranks that are devices of one process share as many cores.
-    """
+    """The cores that a process of ranks is restricted to, one per rank in it; 0 if it is not restricted."""
     if kind == "gpus" or not hasattr(os, "sched_setaffinity"):
         return 0
     return min(num_ranks, len(os.sched_getaffinity(0))) if kind == "simulated" else 1

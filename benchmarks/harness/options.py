@@ -30,11 +30,7 @@ class Options:
     profile: bool = False
 
     def __post_init__(self) -> None:
-        """Checks what does not depend on the benchmark.
-
-        Raises:
-            ValueError: If a number is not positive.
-        """
+        """Checks what does not depend on the benchmark: raises ValueError if a number is not positive."""
         for name in ("ranks", "steps", "batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -40,14 +40,10 @@ class Gate:
 
 
 def compare(name: str, ours: Sequence[float], theirs: Sequence[float], limit: float, *, paired: bool = True) -> Gate:
-    """Compares two variants.
+    """Compares the times of two variants by round.
 
-    Args:
-        name: Name of the gate.
-        ours: Times by round.
-        theirs: Times of the peer by round, in the same unit.
-        limit: The largest allowed median(ours) / median(theirs).
-        paired: Whether both were timed in the same rounds.
+    ``limit`` is the largest allowed ratio of their medians; ``paired`` tells whether both were timed in the same
+    rounds.
     """
     rng = np.random.default_rng(0)
     samples = [np.asarray(ours), np.asarray(theirs)]

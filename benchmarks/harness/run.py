@@ -35,12 +35,7 @@ class NotRun(Exception):
 
 
 class Run:
-    """Collects the rows of one benchmark in one folder.
-
-    Attributes:
-        folder: Where everything is written.
-        rows: Rows so far, by part; those of an earlier, stopped run come first.
-    """
+    """Collects the rows of one benchmark in a folder; ``rows`` starts with those of an earlier, stopped run."""
 
     def __init__(self, folder: Path, console: Console, benchmark: str) -> None:
         """Reads the rows that the folder holds."""

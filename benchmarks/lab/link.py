@@ -35,9 +35,8 @@ class Link:
 
     Attributes:
         asked_mbit: Requested rate in Mbit/s.
-        rate_mbit: Median rate of TCP's payload, one way, over windows of 0.1 s or more.
-        p10_mbit: Its 10th percentile.
-        p90_mbit: Its 90th percentile.
+        rate_mbit: Median rate of TCP's payload, one way, over windows of 0.1 s or more; with its 10th and 90th
+        percentile.
         round_trip: Time of one byte there and back.
         congestion_control: TCP's algorithm, which the machine chooses.
     """

@@ -141,11 +141,7 @@ def allocator_rows(
 ) -> Iterator[dict[str, Any]]:
     """Compares an allocator's figures with the formula.
 
-    Args:
-        setup: What to train.
-        name: The strategy.
-        framework: Prefix of the strategy: empty, or ``"torchref "``.
-        ask: Returns the figures, or why there are none.
+    ``framework`` is a prefix of the strategy's name; ``ask`` returns the figures, or why there are none.
     """
     said = ask(setup, name)
     row = _record(setup) | {"strategy": framework + name}

@@ -14,11 +14,7 @@ from .runs import read_runs
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Writes a page.
-
-    Returns:
-        The exit status: 0, or 2 after bad input.
-    """
+    """Writes a page; returns the exit status, 2 after bad input."""
     parser = Parser(prog="python -m benchmarks report", description=(__doc__ or "").split(": ", 1)[1])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run; others are compared with the first")
     parser.add_argument(

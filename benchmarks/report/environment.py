@@ -16,11 +16,7 @@ ENVELOPE = frozenset(
 
 
 def facts(run: RunRows) -> dict[str, list[str]]:
-    """Collects the environment of a run from its rows.
-
-    Returns:
-        Distinct statements by name; where experiments differ, each names its experiments.
-    """
+    """Collects the environment of a run: distinct statements by name; where experiments differ, each names its own."""
     said = {name: _by_experiment(run, of) for name, of in _FACTS.items()}
     said["versions"] = _versions(run.rows)
     times = sorted({text(row, "measured_at") for row in run.rows} - {""})

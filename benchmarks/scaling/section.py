@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from ..harness.tables import CHECK, Column, Table, numeric
 from ..harness.values import NONE, Row, by, counted, ends, is_sound, number, percent, plain, span, spread, text
@@ -15,13 +16,15 @@ from ..report.sentences import left_out
 from ..report.steps import STEP_COLUMNS, without_comparison
 
 _RANKS = [2.0**power for power in range(14)]
-_INTERVAL = Column("95 % interval", lambda row: interval(row), form=lambda both: NONE.join(map(percent, both)))
+how = partial(text, key="how")  # measured or simulated
+interval = partial(ends, low="efficiency_low", high="efficiency_high")  # the 95 % interval of a measured efficiency
+_INTERVAL = Column("95 % interval", interval, form=lambda both: NONE.join(map(percent, both)))
 _STEP = {column.name: replace(column, is_wide=False) for column in STEP_COLUMNS[:-4]}
 _COLUMNS = (
     Column("scaling", lambda row: text(row, "mode") or text(row, "part")),
     _STEP["framework"],
     _STEP["strategy"],
-    Column("how", lambda row: how(row)),
+    Column("how", how),
     _STEP["ranks"],
     numeric("batch", "global_batch", form=lambda value: f"{value:,.0f}"),
     _STEP["compiled"],
@@ -40,16 +43,6 @@ def on_cores(row: Row) -> str:
     num_ranks, cores = number(row, "num_ranks"), number(row, "cores")
     is_crowded = text(row, "device") == "cpu" and num_ranks and cores and num_ranks > cores
     return f"{num_ranks} on {cores} cores" if is_crowded else ""
-
-
-def how(row: Row) -> str:
-    """Whether a row was measured or simulated."""
-    return text(row, "how")
-
-
-def interval(row: Row) -> tuple[float, float] | None:
-    """The 95 % interval of a measured efficiency."""
-    return ends(row, "efficiency_low", "efficiency_high")
 
 
 def section(rows: Sequence[Row]) -> Section:

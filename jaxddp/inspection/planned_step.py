@@ -93,12 +93,9 @@ class MasterState(NamedTuple):
 
 
 def start_planned_step(plan: Plan, dtype: str, config: TransformerConfig | None = None) -> PlannedStep:
-    """Starts to compile the step that a plan describes.
+    """Starts to compile the step that a plan for a target describes.
 
-    Args:
-        plan: For a target; its tokens must divide evenly over the data ranks.
-        dtype: The plan's, one of ``DTYPES``.
-        config: Sizes of the planned transformer; None for the feed-forward model.
+    ``dtype`` is the plan's, one of ``DTYPES``; ``config`` is None for the feed-forward model.
 
     Raises:
         ValueError: If the target's compiler is missing, there are replicas, or sizes do not divide.
@@ -229,13 +226,8 @@ def start_grid_step(
 ) -> tuple[TrainState, Pending]:
     """Starts to compile the feed-forward model's step on a grid.
 
-    Args:
-        target: Of ``fsdp x tp`` devices.
-        params: Stacks ``up [L, D, F]``, ``down [L, F, D]`` and optionally ``gate [L, D, F]``, as stored.
-        batch: ``[K, B / K, D]``, in the dtype of products and gathers.
-        optimizer: Its state must mirror the parameters.
-        fsdp: X.
-        tp: Y.
+        params   stacks ``up [L, D, F]``, ``down [L, F, D]`` and optionally ``gate [L, D, F]``, as stored
+        batch    ``[K, B / K, D]``, in the dtype of products and gathers
 
     Returns:
         The program's state argument, without step and key, and the compilation.

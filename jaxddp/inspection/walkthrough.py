@@ -46,14 +46,7 @@ class Holding(NamedTuple):
 
 
 def walk(mesh: Mesh | None = None) -> list[Holding]:
-    """Takes one step of ``zero1`` and Adam, phase by phase.
-
-    Args:
-        mesh: Of two ranks; two simulated ones if None.
-
-    Returns:
-        What each rank holds, phase by phase.
-    """
+    """Takes one step of ``zero1`` and Adam on two ranks, by default simulated ones: what each holds, phase by phase."""
     return [holding for holdings, _ in _phases(mesh or _simulated()) for holding in holdings]
 
 
