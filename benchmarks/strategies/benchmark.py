@@ -28,8 +28,8 @@ from .section import section
 MODEL, QUICK_MODEL = "byte", "byte_shallow"
 DDP_CAP_MB, SMALL_CAP_MB = 25.0, 4.0
 NAMES = (*OURS, *(name for names in PEERS.values() for name in names))
-# Float32 Adam: a weight whose gradient is near 0 takes steps of 1e-3 whose sign the rounding decides. Over 22 steps
-# some of 4.3 million weights were seen apart by up to 2e-4; a gradient of the wrong ranks moves them by 1e-2. Adam
+# Float32 Adam: a weight whose gradient is near 0 takes steps of 1e-3 whose sign the rounding decides. Over 12 steps
+# some of 2.2 million weights were seen apart by up to 4e-4; a gradient of the wrong ranks moves them by 1e-2. Adam
 # cannot see a gradient that is only too large: METRIC_TOLERANCE of training/steps.py, on the norms, does. Random tokens
 # leave most embedding rows gradients of the size of their rounding, which Adam turns into steps of full size: there is
 # no bound on weights, and losses and norms of all rounds were seen within 2e-5 of single-process training's.
