@@ -6,6 +6,7 @@
     communication                     collectives, packed buffers, compression, reductions
     training models checkpoint        the trainer, models to train, checkpoints and weights
     mesh.py tree.py loss.py           ranks; names of leaves; what a loss function returns
+    job.py roll_call.py process.py    the launcher's job; whether all of it is there; joining it
     scopes.py plugins.py              name scopes in compiled programs; which plugins JAX starts
     network.py sizes.py               how long a collective takes; sizes of the transformer: no framework
     planning                          cost formulas and chips, for a cluster that is not here; needs no framework
@@ -34,8 +35,9 @@ if TYPE_CHECKING:
     from .loss import Weighted as Weighted
     from .mesh import data_mesh as data_mesh
     from .mesh import simulate_devices as simulate_devices
-    from .mesh import start_process as start_process
     from .network import Network as Network
+    from .process import local_rows as local_rows
+    from .process import start_process as start_process
     from .registry import STRATEGIES as STRATEGIES
     from .registry import make_strategy as make_strategy
     from .simulation.tuning import tune_buckets as tune_buckets
@@ -63,7 +65,8 @@ _MODULES = {
     "plan_buckets": ".communication.buckets",
     "data_mesh": ".mesh",
     "simulate_devices": ".mesh",
-    "start_process": ".mesh",
+    "local_rows": ".process",
+    "start_process": ".process",
     "named_leaves": ".tree",
     "Weighted": ".loss",
     "compression": ".communication.compression",

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 
 from . import __version__
 from .cli import inspect as inspect_cli
+from .cli import launch as launch_cli
 from .cli import plan as plan_cli
 from .cli import train as train_cli
 from .cli.interrupts import kept_interrupts
 from .cli.parser import Parser
 
-COMMANDS = (train_cli, inspect_cli, plan_cli)
+COMMANDS = (train_cli, inspect_cli, plan_cli, launch_cli)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

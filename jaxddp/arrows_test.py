@@ -18,7 +18,8 @@ FLOORS = (
     ("compiled", "targets"),
     ("planning",),
     ("communication", "ddp", "zero", "training", "models", "checkpoint", "strategy", "registry", "mesh", "plugins",
-     "tree", "loss", "scopes", "plain", "network", "sizes"),
+     "tree", "loss", "scopes", "plain", "network", "sizes", "job",
+     "roll_call", "process"),
 )  # fmt: skip
 FLOOR = {folder: len(FLOORS) - floor for floor, folders in enumerate(FLOORS) for folder in folders}
 
@@ -92,8 +93,8 @@ def test_what_would_be_found():
         TopologicalSorter(graph).prepare()
 
 
-def test_the_twin_imports_the_planner_and_the_sizes_alone():
+def test_the_twin_imports_only_what_needs_no_framework():
     modules = modules_of("torchref") | modules_of("jaxddp")
     imported = {name for path in modules_of("torchref").values() for name in imports_of(path, modules)}
     ours = {name for name in imported if not name.startswith("torchref")}
-    assert ours == {"jaxddp.communication.buckets", "jaxddp.sizes"}
+    assert ours == {"jaxddp.communication.buckets", "jaxddp.job", "jaxddp.roll_call", "jaxddp.sizes"}

@@ -112,23 +112,3 @@ def platform_of(mesh: Mesh | AbstractMesh) -> str:
     if isinstance(mesh, AbstractMesh):
         return mesh.abstract_device.platform
     return mesh.devices.flat[0].platform
-
-
-def start_process(coordinator_address: str, num_processes: int, process_id: int) -> None:
-    """Joins this process to a job of several processes, before anything else uses JAX.
-
-    On CPU the processes communicate over Gloo, on GPUs over NCCL. Each process then sees every device of the job,
-    and ``data_mesh()`` spans them all. The process leaves the job with ``jax.distributed.shutdown``, or when it exits.
-
-    Args:
-        coordinator_address: ``host:port`` of process 0.
-        num_processes: Number of processes of the job.
-        process_id: This process's number, from 0.
-
-    Raises:
-        ValueError: If ``process_id`` is not one of the job's.
-    """
-    if not 0 <= process_id < num_processes:
-        raise ValueError(f"process_id (={process_id}) must be at least 0 and below num_processes (={num_processes})")
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(coordinator_address, num_processes=num_processes, process_id=process_id)

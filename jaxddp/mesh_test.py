@@ -8,7 +8,8 @@ import sys
 import jax
 import pytest
 
-from jaxddp.mesh import data_mesh, simulate_devices, start_process
+from jaxddp.mesh import data_mesh, simulate_devices
+from jaxddp.process import start_process
 
 WORKER = """
 import json, sys

@@ -46,20 +46,25 @@ def initial_params(model: str, dtype: str) -> Any:
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
+def make_trainer(case: Case, mesh: jax.sharding.Mesh) -> jaxddp.Trainer:
+    """The case's trainer on any mesh."""
+    loss_fn, _ = _build(case.model, seed=7)
+    strategy = STRATEGIES[case.strategy]
+    return jaxddp.Trainer(
+        loss_fn,
+        OPTIMIZERS[case.optimizer](),
+        jaxddp.make_strategy(strategy.name, **strategy.jax_options),
+        mesh,
+        num_microbatches=case.num_microbatches,
+        trainable=is_trainable,
+        max_grad_norm=case.max_grad_norm,
+    )
+
+
 def train(case: Case) -> Arrays:
     """Trains on the case's ranks; weights by torch name."""
     with jax.enable_x64(case.dtype == "float64"):
-        loss_fn, _ = _build(case.model, seed=7)
-        strategy = STRATEGIES[case.strategy]
-        trainer = jaxddp.Trainer(
-            loss_fn,
-            OPTIMIZERS[case.optimizer](),
-            jaxddp.make_strategy(strategy.name, **strategy.jax_options),
-            jaxddp.data_mesh(case.num_ranks),
-            num_microbatches=case.num_microbatches,
-            trainable=is_trainable,
-            max_grad_norm=case.max_grad_norm,
-        )
+        trainer = make_trainer(case, jaxddp.data_mesh(case.num_ranks))
         state = trainer.init(initial_params(case.model, case.dtype))
         for batch in batches(case.model, case.dtype):
             state, _ = trainer.step(state, batch)

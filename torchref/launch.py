@@ -4,7 +4,7 @@
 |--------------------------------|-------------------------------------------|--------------------------------------|
 | ``RankPool(8).run(fn, ...)``   | started when first needed, kept           | a fresh one per call, of num_ranks   |
 | ``launch(fn, ..., num_ranks)`` | started and ended with the call           | one                                  |
-| ``init_from_env()``            | torchrun's or the cluster's, on any hosts | one, from RANK, WORLD_SIZE, ...      |
+| ``init_from_env()``            | torchrun's or the cluster's, on any hosts | one, from the launcher's variables   |
 
 Nothing hangs and no process is left behind. When a rank raises or dies, the others are killed at once, because they may
 be waiting for it in a collective; so are ranks that do not report within a timeout. Ranks end with their parent,
@@ -32,6 +32,7 @@ import pickle
 import queue
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -45,6 +46,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from jaxddp.job import Job, find_job, job_at, visible_gpus
+from jaxddp.roll_call import roll_call
 
 OnMessage = Callable[[int, Any], None]  # (rank, message)
 Prepare = Callable[[int], None]  # (rank)
@@ -253,29 +257,77 @@ def launch(
         return pool.run(fn, *args, timeout_s=timeout_s, on_message=on_message)
 
 
-def init_from_env(backend: str | None = None) -> torch.device:
-    """Joins the process group that torchrun, or a cluster's launcher, describes in the environment.
+def init_from_env(
+    backend: str | None = None,
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    timeout_s: float = 300,
+) -> torch.device:
+    """Joins this process to the process group of its job; twin of ``jaxddp.start_process``.
 
-    Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and LOCAL_RANK (0 if unset) for the CUDA device.
+    Without arguments the job is that of the launcher, torchrun, SLURM or Open MPI; outside any, a group of one process.
+    Rank 0 prints one line about what was found.
 
     Args:
         backend: ``"gloo"`` or ``"nccl"``; None takes NCCL if there are CUDA devices.
+        coordinator_address: ``host:port`` of rank 0, for a job described by hand.
+        num_processes: Number of ranks.
+        process_id: This process's rank, from 0.
+        timeout_s: Seconds to wait for the other ranks.
 
     Returns:
-        This rank's device.
+        This rank's device: with NCCL its GPU, by its number on the host.
 
     Raises:
-        ValueError: If the environment describes no process group, the backend is unknown, or the device is missing.
+        ValueError: If the job is incomplete or contradicts itself, the backend is unknown, a GPU is missing, or rank 0
+            cannot be reached.
     """
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise ValueError(f"{', '.join(missing)} must be set in the environment: start this program with torchrun")
+    given = (coordinator_address, num_processes, process_id)
+    if coordinator_address is None or num_processes is None or process_id is None:
+        if given != (None, None, None):
+            raise ValueError(f"coordinator_address, num_processes and process_id (={given}) are given all or none")
+        job = find_job()
+    else:
+        job = job_at(coordinator_address, num_processes, process_id)
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    _check_ranks("LOCAL_RANK + 1", local_rank + 1, backend)
-    device = _use_device(backend, local_rank)
-    dist.init_process_group(backend, device_id=device)
+    index = 0
+    if backend == "nccl" and job is not None and job.num_local_processes > 1:
+        index = job.local_devices(torch.cuda.device_count())[0]
+    _check_ranks("local_process_id + 1", index + 1, backend)
+    device = _use_device(backend, index)
+    if job is None:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+        return device or torch.device("cpu")
+    if job.num_hosts == 1:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not has_agent and job.num_processes > 1:
+        gpus = visible_gpus([index]) if backend == "nccl" else []
+        roll_call(job, {"torch": torch.__version__}, gpus, timeout_s)
+    store = _store_of(job, has_agent, timedelta(seconds=timeout_s))
+    dist.init_process_group(backend, store=store, rank=job.process_id, world_size=job.num_processes, device_id=device)
+    if job.process_id == 0:
+        kind = torch.cuda.get_device_name(device) if backend == "nccl" else "CPU device"
+        print(f"torchref: {job.describe(f'1 x {kind}')}", file=sys.stderr, flush=True)
     return device or torch.device("cpu")
+
+
+def _store_of(job: Job, has_agent: bool, timeout: timedelta) -> dist.Store:
+    """The store through which the ranks find each other: that of torchrun's agent, else rank 0 runs one."""
+    listener = None
+    if job.process_id == 0 and not has_agent:
+        listener = socket.create_server((job.bind_host, job.port))  # torch would listen on every interface
+    store = dist.TCPStore(
+        job.host,
+        job.port,
+        is_master=listener is not None,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
+    return dist.PrefixStore(f"torchref/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 @functools.cache

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 from dataclasses import fields
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
+from ..job import Job, find_job
+from .launch import launch
 from .quiet import import_jax
 from .train_options import DEFAULT_SIMULATED_DEVICES, TrainOptions
 
@@ -17,7 +21,8 @@ def add_parser(commands: Any) -> None:
         "train",
         help="train a byte-level language model, and show what was communicated",
         description="Train a byte-level language model with data parallelism. Without --data the text is the Python "
-        "standard library's own source. Without accelerators the CPU poses as several devices.",
+        "standard library's own source. Without accelerators the CPU poses as several devices. Under torchrun, srun or "
+        "mpirun the processes of the job train together.",
         allow_abbrev=False,
     )
 
@@ -31,6 +36,14 @@ def add_parser(commands: Any) -> None:
         "naive, flat, overlapped and bucketed only (rank 4: loss 13 %% behind after 200 steps of adamw, 0.6 %% of sgd)",
         metavar="NAME")  # fmt: skip
     add("--devices", int, "number of ranks", f"every accelerator, or {DEFAULT_SIMULATED_DEVICES} simulated devices")
+    parser.add_argument(
+        "--processes", type=int, metavar="N", help="start N processes on this machine, which share the devices"
+    )
+    parser.add_argument(
+        "--log-dir",
+        metavar="DIR",
+        help="folder for the log of each process of a job (default: runs/job-PORT, by the coordinator's port)",
+    )
     parser.add_argument("--simulate", action="store_true", help="simulate devices on the CPU even with accelerators")
     add("--model", str, "byte, byte_shallow, lm_9m, small, medium, large, xl, seed_xl or 2.7b", metavar="NAME")
     add("--data", str, "file, or folder of text files", "the Python standard library", "PATH")
@@ -52,21 +65,26 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Trains as the options ask for, and shows it.
+def run(arguments: argparse.Namespace) -> int | None:
+    """Trains as the options ask for, and shows it; in a job of several processes, process 0 shows it.
 
     Raises:
         KeyboardInterrupt: After an interrupt, with the number of steps taken.
     """
     options = TrainOptions(**{field.name: getattr(arguments, field.name) for field in fields(TrainOptions)})
 
+    if arguments.processes is not None and find_job() is None:  # the processes get the same command
+        return launch(["-m", "jaxddp", *sys.argv[1:]], arguments.processes)
     import_jax()  # late, so that the help needs no JAX
     from .train_console import TrainConsole
     from .train_loop import train
 
     if options.checkpoint is not None:
         logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs errors that it also raises
-    console = TrainConsole(options.steps)
+    job = find_job()
+    log = None if job is None or job.num_processes == 1 else _open_log(arguments.log_dir, job)
+    is_shown = job is None or job.process_id == 0
+    console = TrainConsole(options.steps, None if is_shown else log, log if is_shown else None)
     try:
         with console:
             summary = train(options, console.say, console.on_step)
@@ -74,3 +92,10 @@ def run(arguments: argparse.Namespace) -> None:
         raise KeyboardInterrupt(f"after {console.num_steps_taken} of {options.steps} steps") from None
     if summary is not None:  # there were steps left to take
         console.show(summary)
+    return None
+
+
+def _open_log(folder: str | None, job: Job) -> TextIO:
+    path = Path(folder or f"runs/job-{job.port}", f"rank-{job.process_id}.log")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("a", buffering=1)

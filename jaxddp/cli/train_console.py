@@ -22,9 +22,10 @@ NUM_PLAIN_LINES = 20
 class TrainConsole:
     """Shows one run; a context manager that keeps the progress bar alive."""
 
-    def __init__(self, num_steps: int, file: TextIO | None = None) -> None:
-        """Prepares the output."""
+    def __init__(self, num_steps: int, file: TextIO | None = None, log: TextIO | None = None) -> None:
+        """Prepares the output, to ``file`` or standard output; permanent lines go to ``log`` as well."""
         file = file or sys.stdout
+        self._log = None if log is None else Console(file=log, force_terminal=False, highlight=False, markup=False)
         self.num_steps_taken = 0
         self._num_steps = num_steps
         # Explicit, because a CI job's environment can make rich write control codes to files.
@@ -49,7 +50,11 @@ class TrainConsole:
 
     def say(self, text: str) -> None:
         """Writes a permanent line."""
-        self._console.print(text, soft_wrap=True)
+        self._print(text)
+
+    def _print(self, text: str | Text) -> None:
+        for console in filter(None, (self._console, self._log)):
+            console.print(text, soft_wrap=True)
 
     def on_step(self, report: StepReport) -> None:
         """Shows a step: moves the bar; writes a line after a validation or, without a bar, about 20 times per run."""
@@ -96,7 +101,7 @@ class TrainConsole:
             ("throughput", f"{summary.tokens_per_s:,.0f} tokens/s ({options.batch_size} x {summary.context} per step)"),
         ]
         for name, value in rows:
-            self._console.print(Text(f"{name:<12} ").append_text(Text.assemble(value)), soft_wrap=True)
+            self._print(Text(f"{name:<12} ").append_text(Text.assemble(value)))
 
 
 def _nats_and_bits(loss: float) -> str:

@@ -20,8 +20,10 @@ from jax.sharding import Mesh
 
 from ..communication.compression import make_compression
 from ..compiled.schedule import gradient_collectives
+from ..job import find_job
 from ..mesh import data_mesh, mesh_of_machine, simulate_devices
 from ..models import SIZES, TransformerConfig, build
+from ..process import local_rows, start_process
 from ..registry import STRATEGIES, make_strategy
 from ..strategy import Strategy
 from ..training.allocator import keep_freed_memory
@@ -95,7 +97,8 @@ def train(
     strategy = _make_strategy(options)
     config = _config(options.model)
     corpus = Corpus(options.data, context=config.context)
-    mesh = _start_devices(options)
+    mesh = _start_ranks(options)
+    process, num_processes = jax.process_index(), jax.process_count()  # a process reads its own rows of a batch
     options.check_batch_size(int(mesh.size))
 
     loss_fn, params = build(options.model, seed=options.seed)
@@ -116,18 +119,20 @@ def train(
         del params, started  # the state holds copies
         num_earlier_steps = int(state.step)
 
-        batch = corpus.batch(0, options.batch_size, seed=options.seed)
+        batch = jax.eval_shape(lambda: corpus.batch(0, options.batch_size))  # of all ranks
         planned = trainer.planned(state, batch)
         program, compile_s = stopwatch(trainer.compile, state, batch)
         compiled = gradient_collectives(program)
         say(f"compiled in {compile_s:.1f} s")
 
-        held_out = list(corpus.validation_batches(options.batch_size, options.eval_batches))
+        held_out = [local_rows(b) for b in corpus.validation_batches(options.batch_size, options.eval_batches)]
         tokens_per_step = options.batch_size * config.context
         losses, step_seconds = [], []
         validation_loss: float | None = None
         for num_batches, step in enumerate(range(num_earlier_steps + 1, options.steps + 1), num_earlier_batches):
-            batch = corpus.batch(num_batches, options.batch_size, seed=options.seed)
+            batch = corpus.batch(
+                num_batches, options.batch_size, seed=options.seed, rank=process, num_ranks=num_processes
+            )
             (state, metrics), seconds = stopwatch(trainer.step, state, batch)
             losses.append(float(metrics["loss"]))
             step_seconds.append(seconds)
@@ -155,7 +160,7 @@ def train(
         first_loss=losses[0],
         last_loss=losses[-1],
         validation_loss=validation_loss,
-        num_validation_bytes=sum(batch["targets"].size for batch in held_out),
+        num_validation_bytes=num_processes * sum(batch["targets"].size for batch in held_out),
         step_timings=summarize(step_seconds),
         first_step=num_earlier_steps + 1,
     )
@@ -168,6 +173,8 @@ def describe_devices(mesh: Mesh) -> str:
         return f"{mesh.size} x {device.device_kind}"
     if mesh.size == 1:
         return "1 CPU device"
+    if jax.process_count() > 1:
+        return f"{mesh.size} CPU devices of {jax.process_count()} processes"
     return f"{mesh.size} simulated CPU devices on {os.cpu_count()} cores"
 
 
@@ -224,7 +231,15 @@ def _mean_loss(trainer: Trainer, state: TrainState, batches: list[Batch]) -> flo
     return sum(losses) / len(losses) if losses else None
 
 
-def _start_devices(options: TrainOptions) -> Mesh:
+def _start_ranks(options: TrainOptions) -> Mesh:
+    """The ranks of the job that this process is in, else those of this machine."""
+    if job := find_job():
+        num_ranks = options.devices or job.num_processes
+        if num_ranks % job.num_processes:
+            raise ValueError(f"devices (={num_ranks}) must be divisible by the job's processes (={job.num_processes})")
+        jax.config.update("jax_num_cpu_devices", num_ranks // job.num_processes)  # GPUs are what the launcher gave
+        start_process()
+        return data_mesh(options.devices)
     if options.simulate:
         num_simulated = options.devices or DEFAULT_SIMULATED_DEVICES
         simulate_devices(num_simulated)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1]
-SHARED = {PACKAGE / "communication" / "buckets.py", PACKAGE / "network.py", PACKAGE / "sizes.py"}
+SHARED = {PACKAGE / name for name in ("communication/buckets.py", "network.py", "sizes.py", "job.py", "roll_call.py")}
 PLANNING = {
     p for p in Path(__file__).parent.rglob("*.py") if not p.name.endswith("_test.py") and "testdata" not in p.parts
 }

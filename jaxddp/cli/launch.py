@@ -1,0 +1,153 @@
+"""``python -m jaxddp launch``: starts a script as the processes of a job on this machine.
+
+The processes are torchrun's where torch is installed, else started here with torchrun's variables (``jaxddp.job``).
+When one fails, the others are ended, and the exit status is its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+_POLL_S = 0.1
+_GRACE_S = 10.0  # between SIGTERM and SIGKILL
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command ``launch`` to argparse's subparsers."""
+    parser = commands.add_parser(
+        "launch",
+        help="start a script as several processes of one job",
+        description="Start a script as the processes of a job on this machine. The script calls jaxddp.start_process() "
+        "or torchref.init_from_env(). Rank 0 is shown, every rank has a log.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="processes to start")
+    parser.add_argument(
+        "--log-dir", default="runs/launch", metavar="DIR", help="folder for the ranks' logs (default: %(default)s)"
+    )
+    parser.add_argument("script", help="a Python file")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Starts the processes and waits for them.
+
+    Raises:
+        ValueError: If there is no such script, or the number of ranks is not positive.
+    """
+    if not Path(arguments.script).is_file():
+        raise ValueError(f"script (={arguments.script!r}) must be a file")
+    return launch([arguments.script, *arguments.arguments], arguments.ranks, arguments.log_dir)
+
+
+def launch(command: Sequence[str], num_processes: int, log_dir: str | None = None) -> int:
+    """Runs ``python command`` as the processes of a job.
+
+    Args:
+        command: A script or ``-m module``, and its arguments.
+        num_processes: How many.
+        log_dir: Folder for a log of each process, of which process 0 alone is shown; if None all are shown.
+
+    Returns:
+        0, or the exit status of a process that failed.
+
+    Raises:
+        ValueError: If ``num_processes`` is not positive.
+    """
+    if num_processes < 1:
+        raise ValueError(f"num_processes (={num_processes}) must be a positive integer")
+    if find_spec("torch") is None:
+        return _launch_alone(command, num_processes, log_dir)
+    logs = [] if log_dir is None else [f"--log-dir={log_dir}", "--redirects=3", "--tee=0:3"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_processes}"]
+    here = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+    # torchrun would set it to 1 and say so in five lines.
+    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_processes)), **os.environ}
+    process = subprocess.Popen([*torchrun, *here, *logs, *command], env=environment, preexec_fn=_end_with_parent)
+    return _wait([process])
+
+
+def _launch_alone(command: Sequence[str], num_processes: int, log_dir: str | None) -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes: list[subprocess.Popen] = []
+    readers: list[threading.Thread] = []
+    for rank in range(num_processes):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_processes, "LOCAL_WORLD_SIZE": num_processes}
+        environment = os.environ | {name: str(value) for name, value in place.items()}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        process = subprocess.Popen(
+            [sys.executable, "-u", *command],
+            env=environment,
+            stdout=None if log_dir is None else subprocess.PIPE,
+            stderr=None if log_dir is None else subprocess.STDOUT,
+            preexec_fn=_end_with_parent,
+        )
+        processes.append(process)
+        if log_dir is not None:
+            log = Path(log_dir, f"rank-{rank}.log")
+            readers.append(threading.Thread(target=_write_log, args=(process, log, rank == 0), daemon=True))
+            readers[-1].start()
+    status = _wait(processes)
+    for reader in readers:
+        reader.join(_GRACE_S)
+    return status
+
+
+def _write_log(process: subprocess.Popen, path: Path, is_shown: bool) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb", buffering=0) as log:
+        for line in process.stdout:  # type: ignore[union-attr]
+            log.write(line)
+            if is_shown:
+                os.write(1, line)
+
+
+def _wait(processes: list[subprocess.Popen]) -> int:
+    """Waits for all processes; after the first failure, and however this ends, ends the others."""
+    try:
+        while any(process.poll() is None for process in processes):
+            if failed := next((process for process in processes if process.returncode), None):
+                rank = processes.index(failed)
+                if len(processes) > 1:
+                    print(f"rank {rank} ended with status {failed.returncode}: ending the others", file=sys.stderr)
+                return abs(failed.returncode)
+            time.sleep(_POLL_S)
+        return max(abs(process.returncode) for process in processes)
+    finally:
+        _end(processes)
+
+
+def _end(processes: list[subprocess.Popen]) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+    deadline = time.monotonic() + _GRACE_S
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _end_with_parent() -> None:
+    """Runs in a new process: Linux ends it if its parent dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

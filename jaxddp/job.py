@@ -1,0 +1,238 @@
+"""The job that a process is part of, as the launcher that started it describes it.
+
+| launcher | processes, this process, its place on the host          | coordinator                  |
+|----------|---------------------------------------------------------|------------------------------|
+| torchrun | WORLD_SIZE, RANK, LOCAL_RANK of LOCAL_WORLD_SIZE        | MASTER_ADDR, MASTER_PORT     |
+| Open MPI | OMPI_COMM_WORLD_SIZE, _RANK, _LOCAL_RANK of _LOCAL_SIZE | the host that runs mpirun    |
+| SLURM    | SLURM_NTASKS, _PROCID, _LOCALID of _STEP_TASKS_PER_NODE | the first host of the step   |
+
+MASTER_ADDR and MASTER_PORT, where they are set, name the coordinator under Open MPI and SLURM too. The launcher closest
+to the process wins: torchrun may run under ``srun`` or ``mpirun``, and ``mpirun`` in a SLURM allocation.
+
+No framework is imported: ``jaxddp.start_process`` and ``torchref.init_from_env`` both read this.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from glob import glob
+from typing import NamedTuple
+
+_LOOPBACK = "127.0.0.1"  # of a job on one host: nothing listens to other hosts
+_FIRST_PORT, _NUM_PORTS = 61440, 4096  # above the ports that Linux gives to clients
+
+
+class Job(NamedTuple):
+    """A process's place among those that were started together."""
+
+    launcher: str  # "torchrun", "Open MPI", "SLURM", or "address" if given by hand
+    num_processes: int
+    process_id: int
+    num_local_processes: int  # on this host
+    local_process_id: int
+    num_hosts: int
+    host: str  # of the coordinator, which process 0 runs
+    port: int
+
+    def local_devices(self, num_visible: int) -> list[int]:
+        """Chooses this process's accelerators among those that it sees.
+
+        All are its own if it is alone on its host, or if the launcher gave it a single one; else one, by local rank.
+
+        Raises:
+            ValueError: If the processes of this host are more than the devices that they share.
+        """
+        if self.num_local_processes == 1 or num_visible <= 1:
+            return list(range(num_visible))
+        if self.num_local_processes > num_visible:
+            raise ValueError(
+                f"num_local_processes (={self.num_local_processes}) must be at most the devices that this process sees "
+                f"(={num_visible}), one for each: {self.launcher} started too many on this host"
+            )
+        return [self.local_process_id]
+
+    @property
+    def bind_host(self) -> str:
+        """The address on which process 0 listens."""
+        address = socket.gethostbyname(self.host)
+        # Debian's /etc/hosts gives this for a host's own name, and no other host reaches it.
+        return "0.0.0.0" if address == "127.0.1.1" else address
+
+    def describe(self, devices: str) -> str:
+        """One line about the job; ``devices`` are those of one process."""
+        hosts = f"{self.num_hosts} host{'s' * (self.num_hosts > 1)}"
+        return (
+            f"{self.launcher}: {self.num_processes} processes on {hosts}, {devices} a process, "
+            f"coordinator {self.host}:{self.port}"
+        )
+
+
+def find_job(environment: Mapping[str, str] | None = None) -> Job | None:
+    """Finds the job that the environment describes.
+
+    Args:
+        environment: Environment variables; ``os.environ`` if None.
+
+    Returns:
+        The job; None if no launcher started this process.
+
+    Raises:
+        ValueError: If a launcher's variables are incomplete, are not numbers, or contradict each other.
+
+    Example:
+        >>> find_job({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+        ...           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}).process_id
+        1
+        >>> find_job({}) is None
+        True
+    """
+    environment = os.environ if environment is None else environment
+    if "RANK" in environment or "WORLD_SIZE" in environment:
+        return _torchrun(environment)
+    if "OMPI_COMM_WORLD_RANK" in environment:
+        return _open_mpi(environment)
+    if "SLURM_STEP_NODELIST" in environment and "SLURM_PROCID" in environment:  # a batch script has no step
+        return _slurm(environment)
+    return None
+
+
+def job_at(coordinator_address: str, num_processes: int, process_id: int) -> Job:
+    """Describes a job by hand; its process may use every device of its host.
+
+    Raises:
+        ValueError: If the address is not ``host:port``, or ``process_id`` is not one of the job's.
+    """
+    host, _, port = coordinator_address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"coordinator_address (={coordinator_address!r}) must be host:port")
+    return _checked(Job("address", num_processes, process_id, 1, 0, num_processes, host.strip("[]"), int(port)))
+
+
+def visible_gpus(indices: list[int] | None = None) -> list[str]:
+    """Names the GPUs that this process sees, all or some, without starting CUDA."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        names = [str(index) for index in range(len(glob("/proc/driver/nvidia/gpus/*")))]
+    else:
+        names = [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
+    return names if indices is None else [names[index] for index in indices]
+
+
+def _torchrun(environment: Mapping[str, str]) -> Job:
+    """Reads torchrun's variables, or the same set by hand, where SLURM or Open MPI may know the place on the host."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if not environment.get(name)]
+    if missing:
+        found = [name for name in names if environment.get(name)]
+        raise ValueError(f"{', '.join(missing)} must be set, as {', '.join(found)} is: torchrun sets all of them")
+    num_processes = _number(environment, "WORLD_SIZE")
+    if "LOCAL_RANK" in environment:
+        local = _number(environment, "LOCAL_RANK")
+        num_local = _number(environment, "LOCAL_WORLD_SIZE", default=local + 1)
+    elif "OMPI_COMM_WORLD_LOCAL_RANK" in environment:
+        local = _number(environment, "OMPI_COMM_WORLD_LOCAL_RANK")
+        num_local = _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    elif "SLURM_LOCALID" in environment:
+        local, num_local = _number(environment, "SLURM_LOCALID"), _slurm_tasks_here(environment)
+    else:
+        local, num_local = 0, 1
+    return _checked(
+        Job(
+            launcher="torchrun",
+            num_processes=num_processes,
+            process_id=_number(environment, "RANK"),
+            num_local_processes=num_local,
+            local_process_id=local,
+            num_hosts=_number(environment, "GROUP_WORLD_SIZE", default=-(-num_processes // max(num_local, 1))),
+            host=environment["MASTER_ADDR"],
+            port=_number(environment, "MASTER_PORT"),
+        )
+    )
+
+
+def _open_mpi(environment: Mapping[str, str]) -> Job:
+    num_processes = _number(environment, "OMPI_COMM_WORLD_SIZE")
+    num_local = _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    # 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911; job numbers are multiples of 4096.
+    uri = re.match(r"(\d+)\.\d+;tcp6?://\[?([^],]+?)[],:]", environment.get("OMPI_MCA_orte_hnp_uri", ""))
+    host, port = _coordinator(
+        environment,
+        host=_LOOPBACK if num_local == num_processes else uri and uri[2],
+        number=int(uri[1]) // 4096 if uri else os.getppid(),  # mpirun is the parent of all on one host
+    )
+    return _checked(
+        Job(
+            launcher="Open MPI",
+            num_processes=num_processes,
+            process_id=_number(environment, "OMPI_COMM_WORLD_RANK"),
+            num_local_processes=num_local,
+            local_process_id=_number(environment, "OMPI_COMM_WORLD_LOCAL_RANK"),
+            num_hosts=-(-num_processes // max(num_local, 1)),
+            host=host,
+            port=port,
+        )
+    )
+
+
+def _slurm(environment: Mapping[str, str]) -> Job:
+    num_processes, num_hosts = _number(environment, "SLURM_NTASKS"), _number(environment, "SLURM_STEP_NUM_NODES")
+    # node001 | node001,gpu7 | node[001-004,007],gpu7
+    first = re.match(r"([^[,]+)(?:\[([^],-]+)[^]]*\]([^[,]*))?", environment["SLURM_STEP_NODELIST"])
+    host, port = _coordinator(
+        environment,
+        host=_LOOPBACK if num_hosts == 1 else first and "".join(filter(None, first.groups())),
+        number=_number(environment, "SLURM_JOB_ID") * 16 + _number(environment, "SLURM_STEP_ID"),
+    )
+    return _checked(
+        Job(
+            launcher="SLURM",
+            num_processes=num_processes,
+            process_id=_number(environment, "SLURM_PROCID"),
+            num_local_processes=_slurm_tasks_here(environment),
+            local_process_id=_number(environment, "SLURM_LOCALID"),
+            num_hosts=num_hosts,
+            host=host,
+            port=port,
+        )
+    )
+
+
+def _slurm_tasks_here(environment: Mapping[str, str]) -> int:
+    """Tasks of the step on this host: the entry of this node in a list such as ``2(x3),1``."""
+    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
+        counts += [int(count)] * int(times or 1)
+    node = _number(environment, "SLURM_NODEID")
+    if node >= len(counts):
+        raise ValueError(f"SLURM_STEP_TASKS_PER_NODE (={tasks!r}) must count the tasks of node {node}")
+    return counts[node]
+
+
+def _coordinator(environment: Mapping[str, str], host: str | None, number: int) -> tuple[str, int]:
+    """The coordinator's host and port: those that the user chose, else this host and a port by the job's number."""
+    host = environment.get("MASTER_ADDR") or host
+    if not host:
+        raise ValueError("MASTER_ADDR must name the host of process 0: the launcher's variables do not")
+    return host, _number(environment, "MASTER_PORT", default=_FIRST_PORT + number % _NUM_PORTS)
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environment.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.isdigit():
+        raise ValueError(f"{name} (={text!r}) must be a number in a job's environment")
+    return int(text)
+
+
+def _checked(job: Job) -> Job:
+    for count, index in (("num_processes", "process_id"), ("num_local_processes", "local_process_id")):
+        if not 0 <= getattr(job, index) < getattr(job, count):
+            raise ValueError(
+                f"{index} (={getattr(job, index)}) must be at least 0 and below {count} (={getattr(job, count)})"
+            )
+    return job

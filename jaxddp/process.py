@@ -1,0 +1,135 @@
+"""Joins a process to its job: one JAX program over the devices of all its processes.
+
+| step of ``start_process``                   | process 0                           | the others                       |
+|---------------------------------------------|-------------------------------------|----------------------------------|
+| finds the job                               | ``find_job``, or the arguments      | the same                         |
+| finds the coordinator's port under torchrun | takes a free one, tells it          | read it from the agent's store   |
+| calls the roll                              | waits for all and compares          | say that they are there          |
+| joins                                       | runs the coordinator, then connects | connect                          |
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from datetime import timedelta
+from typing import Any
+
+import jax
+
+from . import __version__
+from .job import Job, find_job, job_at, visible_gpus
+from .plugins import devices
+from .roll_call import roll_call
+
+
+def start_process(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    timeout_s: float = 300,
+) -> Job | None:
+    """Joins this process to its job and starts JAX; call it before anything else uses JAX.
+
+    Without arguments the job is that of the launcher: torchrun, SLURM, Open MPI, or what JAX finds by itself (TPU pods,
+    GKE); outside any job this is a program of one process. Each process then sees every device of the job, and
+    ``data_mesh()`` spans them all. On CPU the processes communicate over Gloo, on GPUs over NCCL. A process alone on
+    its host uses all of the host's GPUs, else the one of its local rank. Process 0 prints what was found.
+
+    The process leaves the job with ``jax.distributed.shutdown``, or when it exits.
+
+    Args:
+        coordinator_address: ``host:port`` of process 0, for a job described by hand.
+        num_processes: Number of processes of the job.
+        process_id: This process's number, from 0.
+        timeout_s: Seconds to wait for the other processes.
+
+    Returns:
+        The job; None outside any, and where JAX found it.
+
+    Raises:
+        ValueError: If the job is incomplete or contradicts itself, the coordinator's port is taken, or the others do
+            not come within the timeout.
+    """
+    given = (coordinator_address, num_processes, process_id)
+    if coordinator_address is None or num_processes is None or process_id is None:
+        if given != (None, None, None):
+            raise ValueError(f"coordinator_address, num_processes and process_id (={given}) are given all or none")
+        job = find_job()
+    else:
+        job = job_at(coordinator_address, num_processes, process_id)
+    if job is None:
+        _join_what_jax_finds()
+        return None
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    local_devices = job.local_devices(len(visible_gpus()))
+    if job.num_processes > 1:
+        if "TORCHELASTIC_RUN_ID" in os.environ and job.launcher == "torchrun":
+            job = _choose_port(job, timeout_s)  # torchrun's agent listens on the job's own port
+        _join(job, local_devices, timeout_s)
+    devices()  # in all processes: they exchange what they have
+    if job.process_id == 0:
+        local = jax.local_devices()
+        kind = "CPU device" if local[0].platform == "cpu" else local[0].device_kind
+        print(f"jaxddp: {job.describe(f'{len(local)} x {kind}')}", file=sys.stderr, flush=True)
+    return job
+
+
+def local_rows(batch: Any) -> Any:
+    """Selects this process's rows of a batch that every process holds whole.
+
+    Args:
+        batch: A tree of arrays ``[global batch, ...]``.
+
+    Returns:
+        The same of ``[global batch / processes, ...]``, what ``Trainer.step`` takes from each process.
+
+    Raises:
+        ValueError: If a leaf's rows cannot be split evenly.
+    """
+    index, count = jax.process_index(), jax.process_count()
+
+    def rows(leaf: Any) -> Any:
+        if len(leaf) % count:
+            raise ValueError(f"batch (={len(leaf)} examples) must be divisible by the number of processes (={count})")
+        size = len(leaf) // count
+        return leaf[index * size : (index + 1) * size]
+
+    return jax.tree.map(rows, batch)
+
+
+def _join(job: Job, local_devices: list[int], timeout_s: float) -> None:
+    versions = {"jaxddp": __version__, "jax": jax.__version__}
+    roll_call(job, versions, visible_gpus(local_devices), timeout_s)
+    jax.distributed.initialize(
+        f"{job.host}:{job.port}",
+        job.num_processes,
+        job.process_id,
+        local_devices or None,
+        cluster_detection_method="deactivate",  # JAX would give a process alone on its host one GPU of it under SLURM
+        initialization_timeout=max(1, round(timeout_s)),
+        coordinator_bind_address=f"{job.bind_host}:{job.port}" if job.process_id == 0 else None,
+    )
+
+
+def _choose_port(job: Job, timeout_s: float) -> Job:
+    """Agrees on a free port through the store of torchrun's agents."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore(job.host, job.port, timeout=timedelta(seconds=timeout_s))
+    key = f"jaxddp/coordinator/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if job.process_id == 0:
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            store.set(key, str(probe.getsockname()[1]))
+    return job._replace(port=int(store.get(key)))
+
+
+def _join_what_jax_finds() -> None:
+    try:
+        jax.distributed.initialize()
+    except ValueError as error:
+        if "coordinator_address" not in str(error):  # JAX's words for no job
+            raise

@@ -1,0 +1,148 @@
+"""All processes of a job say that they are there: a framework's own rendezvous hangs or aborts when one is missing.
+
+Process 0 listens at the coordinator's address. Each other process connects and sends one line of JSON, what it brings.
+When all have come, process 0 compares, and answers each with an empty line or the error that all of them raise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from .job import Job
+
+_RETRY_S = 0.1
+_MAX_BYTES = 65536  # of a message; a stranger may connect
+
+
+def roll_call(job: Job, alike: Mapping[str, Any], devices: list[str], timeout_s: float) -> None:
+    """Waits for all processes of a job, and compares what they bring; every process calls it.
+
+    Args:
+        job: The job, with this process's place in it.
+        alike: What must be the same in all processes, such as versions; JSON values.
+        devices: Names of the GPUs that this process takes on its host; no other process may take one of them.
+        timeout_s: Seconds to wait.
+
+    Raises:
+        ValueError: If the coordinator's port is taken or nobody answers there, processes do not come within the
+            timeout, one is there twice, they disagree, or two of one host take the same GPU.
+    """
+    deadline = time.monotonic() + timeout_s
+    said = {
+        "process_id": job.process_id,
+        "host": socket.gethostname(),
+        "alike": {"num_processes": job.num_processes, **alike},
+        "devices": devices,
+    }
+    if job.process_id == 0:
+        _answer(job, said, deadline, timeout_s)
+    else:
+        _report(job, said, deadline, timeout_s)
+
+
+def _answer(job: Job, said: dict[str, Any], deadline: float, timeout_s: float) -> None:
+    came: dict[int, tuple[dict[str, Any], socket.socket | None]] = {0: (said, None)}
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((job.bind_host, job.port))
+            listener.listen(job.num_processes)
+        except OSError as error:
+            raise ValueError(
+                f"coordinator {job.host}:{job.port} cannot listen ({error.strerror}): set MASTER_ADDR and MASTER_PORT"
+            ) from error
+        fault = ""
+        while len(came) < job.num_processes and not fault:
+            listener.settimeout(max(0.001, deadline - time.monotonic()))
+            try:
+                connection, _ = listener.accept()
+                stack.enter_context(connection)
+                connection.settimeout(1)
+                heard = _parsed(_read_line(connection))
+                process_id = heard["process_id"]
+            except TimeoutError:
+                if time.monotonic() < deadline:
+                    continue  # a stranger that says nothing
+                missing = [str(index) for index in range(job.num_processes) if index not in came]
+                fault = (
+                    f"process {', '.join(missing)} of {job.num_processes} must join at {job.host}:{job.port} within "
+                    f"{timeout_s:g} s"
+                )
+            except (OSError, ValueError):
+                continue  # a stranger
+            else:
+                if process_id in came:
+                    fault = f"process_id (={process_id}) must be one process's: two have joined under it"
+                came[process_id] = heard, connection
+        fault = fault or _disagreement([came[index][0] for index in sorted(came)])
+        for _, answer_to in came.values():
+            if answer_to is not None:
+                with contextlib.suppress(OSError):
+                    answer_to.sendall(f"{fault}\n".encode())
+    if fault:
+        raise ValueError(fault)
+
+
+def _report(job: Job, said: dict[str, Any], deadline: float, timeout_s: float) -> None:
+    while True:
+        remaining = max(0.001, deadline - time.monotonic())
+        try:
+            with socket.create_connection((job.host, job.port), timeout=remaining) as connection:
+                connection.sendall(f"{json.dumps(said)}\n".encode())
+                connection.settimeout(remaining + 5)  # process 0 names those that are missing
+                error = _read_line(connection)
+                break
+        except OSError as error_:
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"coordinator {job.host}:{job.port} of process 0 must answer within {timeout_s:g} s: {error_}"
+                ) from error_
+            time.sleep(_RETRY_S)
+    if error.strip():
+        raise ValueError(error.strip())
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    """A process's message.
+
+    Raises:
+        ValueError: If it is not one.
+    """
+    said = json.loads(line)
+    kinds = {"process_id": int, "host": str, "alike": dict, "devices": list}
+    if not isinstance(said, dict) or any(type(said.get(name)) is not kind for name, kind in kinds.items()):
+        raise ValueError("not a process of the job")
+    return said
+
+
+def _read_line(connection: socket.socket) -> str:
+    line = b""
+    while not line.endswith(b"\n"):
+        part = connection.recv(4096)
+        if not part or len(line) > _MAX_BYTES:
+            raise ConnectionError("the connection ended within a message")
+        line += part
+    return line.decode()
+
+
+def _disagreement(said: list[dict[str, Any]]) -> str:
+    """One line about the first thing in which processes disagree; empty if they agree."""
+    for other in said:
+        for name, value in said[0]["alike"].items():
+            if other["alike"].get(name) != value:
+                found = other["alike"].get(name)
+                return f"{name} (={found!r} in process {other['process_id']}) must be {value!r}, as in process 0"
+    takers: dict[tuple[str, str], int] = {}
+    for other in said:
+        for device in other["devices"]:
+            first = takers.setdefault((other["host"], device), other["process_id"])
+            if first != other["process_id"]:
+                both = f"{first} and {other['process_id']}"
+                return f"GPU {device} of {other['host']} must be one process's: {both} both take it"
+    return ""
