@@ -294,8 +294,8 @@ def init_from_env(
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     index = 0
     if backend == "nccl" and job is not None and job.num_local_processes > 1:
-        index = job.local_devices(torch.cuda.device_count())[0]
-    _check_ranks("local_process_id + 1", index + 1, backend)
+        index = (job.local_devices(torch.cuda.device_count()) or [0])[0]
+    _check_ranks("the GPU of this process", index + 1, backend)
     device = _use_device(backend, index)
     if job is None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
