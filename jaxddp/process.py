@@ -63,7 +63,6 @@ def start_process(
     if job is None:
         _join_what_jax_finds()
         return None
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
     local_devices = job.local_devices(len(visible_gpus()))
     if job.num_processes > 1:
         if "TORCHELASTIC_RUN_ID" in os.environ and job.launcher == "torchrun":
@@ -103,6 +102,7 @@ def local_rows(batch: Any) -> Any:
 def _join(job: Job, local_devices: list[int], timeout_s: float) -> None:
     versions = {"jaxddp": __version__, "jax": jax.__version__}
     roll_call(job, versions, visible_gpus(local_devices), timeout_s)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
         f"{job.host}:{job.port}",
         job.num_processes,

@@ -30,7 +30,7 @@ ONLY_IN_ONE = {
     "communication/buffers": {"check_dense", "tensor_spec"},
     "communication/compression": {"make_compression"},
     "communication/low_rank": {"apply_residual", "merge_memory", "split_memory"},
-    "communication/sharding": {"Cut"},
+    "communication/sharding": {"Cut", "local_shard"},
 }
 
 
@@ -104,7 +104,11 @@ def test_ranks_of_torch_import_jaxddps_planner_and_no_jax(tmp_path):
     done = subprocess.run([sys.executable, script], env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     parent, rank = (line.split() for line in done.stdout.splitlines()[-2:])
-    assert parent == rank == ["jaxddp", "jaxddp.communication", "jaxddp.communication.buckets"]
+    assert (
+        parent
+        == rank
+        == ["jaxddp", "jaxddp.communication", "jaxddp.communication.buckets", "jaxddp.job", "jaxddp.roll_call"]
+    )
 
 
 def test_jaxddp_imports_no_torch():

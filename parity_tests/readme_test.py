@@ -19,7 +19,6 @@ RUN = """
 import contextlib, io, json, sys
 printed = {}
 for page, code in json.loads(sys.stdin.read()).items():
-    sys.argv = [page, ADDRESS, "1", "0"]
     with contextlib.redirect_stdout(io.StringIO()) as out:
         exec(compile(code, page, "exec"), {"__name__": "__main__"})
     printed[page] = out.getvalue()
@@ -62,7 +61,7 @@ def test_every_python_block_runs_and_the_tour_prints_what_it_says():
 def run(programs):
     """Runs pages in one process, as the only rank of a torchrun job; what each printed."""
     torchrun = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    command = [sys.executable, "-c", f"ADDRESS = 'localhost:{free_port()}'\n{RUN}"]
+    command = [sys.executable, "-c", RUN]
     done = subprocess.run(
         command, input=json.dumps(programs), env=os.environ | torchrun, capture_output=True, text=True, timeout=300
     )

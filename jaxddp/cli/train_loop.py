@@ -119,7 +119,7 @@ def train(
         del params, started  # the state holds copies
         num_earlier_steps = int(state.step)
 
-        batch = jax.eval_shape(lambda: corpus.batch(0, options.batch_size))  # of all ranks
+        batch = jax.eval_shape(lambda: corpus.batch(0, options.batch_size, seed=options.seed))  # of all ranks
         planned = trainer.planned(state, batch)
         program, compile_s = stopwatch(trainer.compile, state, batch)
         compiled = gradient_collectives(program)
