@@ -1,9 +1,9 @@
 """Processes agree on the shapes of their batches, through the key-value store of ``jax.distributed``.
 
-A process whose batch has shapes that it has not met says so, and waits for the others before it compiles for them. A
-process that has gone on with other shapes may wait for it in a collective for ever. So each has a thread that looks
-once a second and answers for it: batches are counted, so it is known whether this process is still to come. A step with
-known shapes costs no communication.
+A process with a batch of new shapes publishes them, and reads those of the others before it compiles. One of the others
+may have gone on with the old shapes and be blocked in a collective, so a thread in each process polls once a second and
+publishes for it; batches are counted, so the thread knows whether its process is still to come. A step whose shapes are
+known needs no communication.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _POLL_S = 1.0
 
 
 class Agreement:
-    """What this process says of its batches, those of all trainers.
+    """This process's part in the agreement, for the batches of all its trainers.
 
-    Round r of the agreement is ``jaxddp/batch/r/PROCESS``: the number and shapes of the batch of each process.
+    Key ``jaxddp/batch/r/PROCESS`` holds, for round r, the number and shapes of the process's batch.
     """
 
     def __init__(self, client: Any) -> None:
@@ -47,8 +47,8 @@ class Agreement:
 
         Args:
             shapes: Hashable.
-            describe: Says them.
-            known: What was agreed on, with its description; updated here.
+            describe: Gives them as text.
+            known: Shapes that were agreed on, with their text; updated here.
 
         Raises:
             ValueError: If another process has other shapes, or does not come.
