@@ -133,7 +133,9 @@ class _Run:
         self.net = wrapper(module, **wrapper_options)
         self.optimizer = self.net if owns else cls(self.net.parameters(), **options)
         self.reference_optimizer = cls(self.reference.parameters(), **options)
-        self.pending: list[Any] = []  # batches of passes that no synchronisation has followed
+        self.pending: list[
+            Any
+        ] = []  # of passes that no synchronisation has followed: the batch, whether up was trained
         self.has_strayed = False  # by a step on gradients of this rank alone, to be refused at the next forward
 
     def do(self, operation: str) -> None:
@@ -157,7 +159,7 @@ class _Run:
         if self.has_strayed:
             raise AssertionError("a step on gradients of one rank was not refused at the next forward")
         loss.backward()
-        self.pending.append(rows)
+        self.pending.append((rows, self.net.module.up.weight.requires_grad))
 
     def _quiet_pass(self) -> None:
         with self.net.no_sync():
@@ -165,10 +167,13 @@ class _Run:
 
     def _finish(self) -> None:
         self.net.finish_gradient_synchronization()
-        for rows in self.pending:
+        is_trained = self.reference.up.weight.requires_grad
+        for rows, was_trained in self.pending:
+            self.reference.up.requires_grad_(was_trained)
             total: Any = sum(self.reference(x).square().sum() for x in rows)
             (total / self.num_ranks).backward()
         self.pending = []
+        self.reference.up.requires_grad_(is_trained)
         for parameter in self.reference.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

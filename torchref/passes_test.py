@@ -113,6 +113,16 @@ def finish_forgotten(name, no_sync, clear):
     return ""
 
 
+def cleared_before_finish(name, clear):
+    net = wrap(name, model())
+    tx = optimizer_of(name, net)
+    loss(net, rows(dist.get_rank())).backward()
+    (net.zero_grad if clear == "net" else tx.zero_grad)()
+    net.finish_gradient_synchronization()
+    tx.step()
+    return weights(name, net)
+
+
 def forward_between_backward_and_finish(name):
     """A look at the loss on the way is no pass of its own."""
     net = wrap(name, model())
@@ -146,6 +156,14 @@ def test_a_pass_that_is_dropped_leaves_nothing(ranks, name, event, clear):
 @wrappers
 def test_gradients_that_are_finished_one_after_the_other_add_up(ranks, name):
     assert_close(ranks.run(finish_after_each_of_two_passes, name, num_ranks=NUM_RANKS), expected(0, 1))
+
+
+@pytest.mark.parametrize("clear", ["net", "optimizer"])
+@wrappers
+def test_gradients_cleared_before_finish_do_not_come_back(ranks, name, clear):
+    module = model()
+    unchanged = {key: parameter.tolist() for key, parameter in module.named_parameters()}
+    assert_close(ranks.run(cleared_before_finish, name, clear, num_ranks=NUM_RANKS), unchanged)
 
 
 @wrappers

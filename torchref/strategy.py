@@ -173,6 +173,8 @@ class DataParallel(nn.Module, abc.ABC):
         """
         self._check_unchanged()
         self._check_no_stray_step()
+        if self._has_begun and self._is_cleared():
+            self.on_train_batch_start()  # or what was reduced would come back
         if self._is_finished and not self._has_begun:
             raise RuntimeError(
                 "finish_gradient_synchronization was called again without a backward: call it once after the backward,"
