@@ -69,7 +69,7 @@ def start_process(
             job = _choose_port(job, timeout_s)  # torchrun's agent listens on the job's own port
         _join(job, local_devices, timeout_s)
     devices()  # in all processes: they exchange what they have
-    if job.process_id == 0:
+    if job.process_id == 0 and coordinator_address is None:
         local = jax.local_devices()
         kind = "CPU device" if local[0].platform == "cpu" else local[0].device_kind
         print(f"jaxddp: {job.describe(f'{len(local)} x {kind}')}", file=sys.stderr, flush=True)

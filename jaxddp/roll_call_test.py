@@ -60,7 +60,7 @@ def test_a_process_of_a_larger_job_is_told_the_size():
 
 
 def test_one_number_twice():
-    errors = call_all([(0, {}, []), (1, {}, []), (1, {}, [])], num_processes=4)
+    errors = call_all([(0, {}, []), (1, {}, []), (1, {}, [])], num_processes=4, timeout_s=2.0)
     assert errors.count("process_id (=1) must be one process's: two have joined under it") >= 2
 
 

@@ -75,7 +75,7 @@ def launcher(request):
 
 
 MARKS = {"SLURM": [pytest.mark.slurm], "Open MPI": [pytest.mark.mpi]}
-QUICK = {("jaxddp", "SLURM"), ("jaxddp", "Open MPI"), ("jaxddp", "torchrun"), ("torchref", "SLURM")}
+QUICK = {("jaxddp", "SLURM"), ("jaxddp", "torchrun"), ("torchref", "Open MPI")}
 
 
 @pytest.mark.parametrize(

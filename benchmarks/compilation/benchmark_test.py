@@ -29,6 +29,7 @@ def finished(tmp_path_factory):
     return rows, folder, output.getvalue(), holds
 
 
+@pytest.mark.full
 def test_every_size_is_compiled_as_planned(finished):
     rows, _, output, _ = finished
     points = [row for row in rows if "curve" in row]
@@ -44,6 +45,7 @@ def test_every_size_is_compiled_as_planned(finished):
         assert all(row["seconds"][part][0][0] > 0 for part in ("plan", "export", "start", "read", "simulate"))
 
 
+@pytest.mark.full
 def test_growth_and_exponents_are_recorded(finished):
     rows, _, output, holds = finished
     growth = [row for row in rows if "ratio" in row]
@@ -59,6 +61,7 @@ def test_growth_and_exponents_are_recorded(finished):
     assert holds == (all(row["check"] == "ok" for row in growth) and linear and read_in_time)
 
 
+@pytest.mark.full
 def test_the_table_is_written(finished):
     _, folder, output, _ = finished
     table = (folder / "table.md").read_text()
@@ -134,6 +137,7 @@ def test_what_cannot_be_compiled_is_a_row_and_no_end(monkeypatch):
         measurements.measure_curve(console, setup, "parameters")
 
 
+@pytest.mark.full
 def test_a_run_that_goes_on_measures_nothing_twice(finished, tmp_path, monkeypatch):
     rows, folder, _, holds = finished
     lines = (folder / "metrics.jsonl").read_text().splitlines()
@@ -150,6 +154,7 @@ def test_a_run_that_goes_on_measures_nothing_twice(finished, tmp_path, monkeypat
     assert (tmp_path / "table.md").read_text() == (folder / "table.md").read_text()
 
 
+@pytest.mark.full
 def test_a_curve_that_fails_leaves_the_other_and_is_measured_again(finished, tmp_path, monkeypatch):
     rows = finished[0]
 

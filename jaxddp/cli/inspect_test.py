@@ -46,7 +46,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def printed(folder):
     """What is printed for a small model under every strategy; its files are in the folder."""
-    result = inspect(f"{CUSTOM} --compare auto flat naive overlapped --json --dump-hlo own.hlo --out pictures", folder)
+    result = inspect(f"{CUSTOM} --compare auto naive overlapped --json --dump-hlo own.hlo --out pictures", folder)
     assert (result.returncode, result.stderr) == (0, "")
     return result.stdout
 
@@ -55,7 +55,7 @@ def test_json_is_one_object_with_every_key(printed):
     assert printed.count("\n") == 1
     found = json.loads(printed)
     all_found = [found, *found["compare"]]
-    assert [each["strategy"] for each in all_found] == ["bucketed", "auto", "flat", "naive", "overlapped"]
+    assert [each["strategy"] for each in all_found] == ["bucketed", "auto", "naive", "overlapped"]
     for each in all_found:
         assert set(each) >= set(KEYS)
         assert (each["target"], each["devices"], each["network_gb_per_s"]) == ("h100:8", 8, 450.0)
@@ -71,14 +71,14 @@ def test_json_is_one_object_with_every_key(printed):
             assert planned == compiled and each["as_planned"] is True
     assert len({each["lower_bound_ms"] for each in all_found}) == 1
     late = {each["strategy"]: each["bytes_started_after_backward"] for each in all_found}
-    assert late["naive"] == late["flat"] == 115_328 > late["overlapped"]
+    assert late["naive"] == 115_328 > late["overlapped"]
 
 
 def test_pictures_and_trace_are_written(printed, folder):
     files = {path.name: path.read_bytes() for path in Path(folder, "pictures").iterdir()}
     assert set(files) == {"timeline.png", "timeline.svg", "trace.json"}
     assert files["timeline.png"].startswith(b"\x89PNG") and b"<svg" in files["timeline.svg"]
-    for strategy in ("bucketed", "auto", "naive", "flat", "overlapped"):
+    for strategy in ("bucketed", "auto", "naive", "overlapped"):
         assert strategy.encode() in files["timeline.svg"]
     assert json.loads(files["trace.json"])["traceEvents"]
 

@@ -83,6 +83,7 @@ def test_sums_are_right_where_ranks_arrive_apart():
     assert run_workers(SUMS, 2) == ["0", "0"]
 
 
+@pytest.mark.full  # ZeRO over Gloo is among the scripts of parity_tests/job_test.py
 def test_plans_say_so_and_training_is_the_same():
     first, second = (json.loads(line) for line in run_workers(TRAINING, 2))
     assert first == second

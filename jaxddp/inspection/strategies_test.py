@@ -56,6 +56,7 @@ def test_the_bound_is_one_and_below_every_step(found):
         assert each.simulation.step_s > each.bound.step_s
 
 
+@pytest.mark.full
 def test_the_same_call_gives_the_same_answer(found):
     assert as_json(inspect("bucketed")) == as_json(found[:1])
 
@@ -107,10 +108,25 @@ class Finished:
 @pytest.mark.parametrize(
     ("needed_gb", "by_the_compiler", "said"),
     [
-        (80.01, False, r"80.0 GB .*, which has 80.0 GB: 10.0 MB too much; ZeRO-1 would fit, with 56.2 GB"),
+        pytest.param(
+            80.01,
+            False,
+            r"80.0 GB .*, which has 80.0 GB: 10.0 MB too much; ZeRO-1 would fit, with 56.2 GB",
+            marks=pytest.mark.full,
+        ),
         (100, True, r"100.0 GB .*, which has 80.0 GB: 20.0 GB too much; ZeRO-1 would fit, with 76.2 GB"),
-        (115, False, r"115.0 GB .*, which has 80.0 GB: 35.0 GB too much; ZeRO-2 would fit, with 79.2 GB"),
-        (125, True, r"125.0 GB .*, which has 80.0 GB: 45.0 GB too much; ZeRO-3 would fit, with 77.3 GB"),
+        pytest.param(
+            115,
+            False,
+            r"115.0 GB .*, which has 80.0 GB: 35.0 GB too much; ZeRO-2 would fit, with 79.2 GB",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            125,
+            True,
+            r"125.0 GB .*, which has 80.0 GB: 45.0 GB too much; ZeRO-3 would fit, with 77.3 GB",
+            marks=pytest.mark.full,
+        ),
         (140, False, r"140.0 GB .*, which has 80.0 GB: 60.0 GB too much; even ZeRO-3 would need 92.3 GB"),
     ],
 )
