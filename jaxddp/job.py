@@ -99,6 +99,20 @@ def find_job(environment: Mapping[str, str] | None = None) -> Job | None:
     return None
 
 
+def find_job_or(coordinator_address: str | None, num_processes: int | None, process_id: int | None) -> Job | None:
+    """Describes the job given by hand; finds that of the environment if all three are None.
+
+    Raises:
+        ValueError: If some of the three are None, or as ``job_at`` and ``find_job``.
+    """
+    if coordinator_address is not None and num_processes is not None and process_id is not None:
+        return job_at(coordinator_address, num_processes, process_id)
+    given = (coordinator_address, num_processes, process_id)
+    if given != (None, None, None):
+        raise ValueError(f"coordinator_address, num_processes and process_id (={given}) are given all or none")
+    return find_job()
+
+
 def job_at(coordinator_address: str, num_processes: int, process_id: int) -> Job:
     """Describes a job by hand; its process may use every device of its host.
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from .job import Job, find_job, job_at
+from .job import Job, find_job, find_job_or, job_at
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2",
@@ -94,3 +94,11 @@ def test_half_a_job_is_refused(environment, message):
 def test_an_address_is_host_and_port(address):
     with pytest.raises(ValueError, match="must be host:port"):
         job_at(address, 2, 0)
+
+
+def test_an_address_comes_with_both_numbers():
+    assert find_job_or("n0:1234", 2, 1) == job_at("n0:1234", 2, 1)
+    with pytest.raises(
+        ValueError, match=r"^coordinator_address, num_processes and process_id \(=.*\) are given all or"
+    ):
+        find_job_or("n0:1234", 2, None)

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from . import __version__
-from .job import Job, find_job, job_at, visible_gpus
+from .job import Job, find_job_or, visible_gpus
 from .plugins import devices
 from .roll_call import roll_call
 
@@ -53,13 +53,7 @@ def start_process(
         ValueError: If the job is incomplete or contradicts itself, the coordinator's port is taken, or the others do
             not come within the timeout.
     """
-    given = (coordinator_address, num_processes, process_id)
-    if coordinator_address is None or num_processes is None or process_id is None:
-        if given != (None, None, None):
-            raise ValueError(f"coordinator_address, num_processes and process_id (={given}) are given all or none")
-        job = find_job()
-    else:
-        job = job_at(coordinator_address, num_processes, process_id)
+    job = find_job_or(coordinator_address, num_processes, process_id)
     if job is None:
         _join_what_jax_finds()
         return None

@@ -47,7 +47,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from jaxddp.job import Job, find_job, job_at, visible_gpus
+from jaxddp.job import Job, find_job_or, visible_gpus
 from jaxddp.roll_call import roll_call
 
 OnMessage = Callable[[int, Any], None]  # (rank, message)
@@ -284,13 +284,7 @@ def init_from_env(
         ValueError: If the job is incomplete or contradicts itself, the backend is unknown, a GPU is missing, or rank 0
             cannot be reached.
     """
-    given = (coordinator_address, num_processes, process_id)
-    if coordinator_address is None or num_processes is None or process_id is None:
-        if given != (None, None, None):
-            raise ValueError(f"coordinator_address, num_processes and process_id (={given}) are given all or none")
-        job = find_job()
-    else:
-        job = job_at(coordinator_address, num_processes, process_id)
+    job = find_job_or(coordinator_address, num_processes, process_id)
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     index = 0
     if backend == "nccl" and job is not None and job.num_local_processes > 1:

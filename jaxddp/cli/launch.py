@@ -112,8 +112,9 @@ def _launch_alone(command: Sequence[str], num_processes: int, log_dir: str | Non
 
 def _write_log(process: subprocess.Popen, path: Path, is_shown: bool) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb", buffering=0) as log:
-        for line in process.stdout:  # type: ignore[union-attr]
+    assert process.stdout is not None
+    with path.open("wb", buffering=0) as log, process.stdout as lines:
+        for line in lines:
             log.write(line)
             if is_shown:
                 os.write(1, line)
@@ -122,7 +123,7 @@ def _write_log(process: subprocess.Popen, path: Path, is_shown: bool) -> None:
 def _wait(processes: list[subprocess.Popen]) -> int:
     """Waits for all processes; after the first failure, and however this ends, ends the others."""
     try:
-        while any(process.poll() is None for process in processes):
+        while None in [process.poll() for process in processes]:
             if failed := next((process for process in processes if process.returncode), None):
                 rank = processes.index(failed)
                 if len(processes) > 1:

@@ -1,0 +1,49 @@
+"""Processes started without torchrun: their place in the job, their logs, and the end of all when one fails."""
+
+import time
+
+import pytest
+
+from jaxddp.cli import launch as command
+from jaxddp.cli.launch import launch
+
+SCRIPT = """
+import sys, time
+from jaxddp.job import find_job
+job = find_job()
+print("process", job.process_id, "of", job.num_processes, "at", job.host)
+if sys.argv[1:] == ["fail"]:
+    sys.exit(3) if job.process_id == 1 else time.sleep(60)
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """A script, where torch cannot be found."""
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def test_every_process_has_its_place_and_its_log_and_process_0_is_shown(script, tmp_path, capfd):
+    assert launch([script], 2, str(tmp_path / "logs")) == 0
+    logs = [(tmp_path / "logs" / f"rank-{rank}.log").read_text() for rank in range(2)]
+    assert logs == [f"process {rank} of 2 at 127.0.0.1\n" for rank in range(2)]
+    assert capfd.readouterr().out == logs[0]
+
+
+def test_a_process_that_fails_ends_the_others_and_gives_its_status(script, capfd):
+    start = time.monotonic()
+    assert launch([script, "fail"], 2) == 3
+    assert time.monotonic() - start < 30  # the other would sleep for 60 s
+    assert "rank 1 ended with status 3: ending the others" in capfd.readouterr().err
+
+
+def test_bad_input(tmp_path, capsys):
+    from jaxddp.__main__ import main
+
+    assert main(["launch", "--ranks", "2", str(tmp_path / "none.py")]) == 2
+    assert capsys.readouterr().err.startswith("error: script (=")
+    with pytest.raises(ValueError, match=r"^num_processes \(=0\) must be a positive integer$"):
+        launch(["script.py"], 0)
