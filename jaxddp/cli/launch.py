@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -24,6 +22,15 @@ from typing import Any
 _POLL_S = 0.1
 _GRACE_S = 10.0  # between SIGTERM and SIGKILL
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_START = f"""
+import os, signal, sys
+if sys.platform == "linux":
+    import ctypes
+    ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, signal.SIGTERM)
+    if os.getppid() != int(sys.argv[1]):
+        sys.exit("the launcher has ended")
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
 
 
 def add_parser(commands: Any) -> None:
@@ -74,11 +81,11 @@ def launch(command: Sequence[str], num_processes: int, log_dir: str | None = Non
     if find_spec("torch") is None:
         return _launch_alone(command, num_processes, log_dir)
     logs = [] if log_dir is None else [f"--log-dir={log_dir}", "--redirects=3", "--tee=0:3"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_processes}"]
+    torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={num_processes}"]
     here = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
     # torchrun would set it to 1 and say so in five lines.
     environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_processes)), **os.environ}
-    process = subprocess.Popen([*torchrun, *here, *logs, *command], env=environment, preexec_fn=_end_with_parent)
+    process = subprocess.Popen(_ended_with_parent([*torchrun, *here, *logs, *command]), env=environment)
     return _wait([process])
 
 
@@ -93,11 +100,10 @@ def _launch_alone(command: Sequence[str], num_processes: int, log_dir: str | Non
         environment = os.environ | {name: str(value) for name, value in place.items()}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         process = subprocess.Popen(
-            [sys.executable, "-u", *command],
+            _ended_with_parent(["-u", *command]),
             env=environment,
             stdout=None if log_dir is None else subprocess.PIPE,
             stderr=None if log_dir is None else subprocess.STDOUT,
-            preexec_fn=_end_with_parent,
         )
         processes.append(process)
         if log_dir is not None:
@@ -148,7 +154,7 @@ def _end(processes: list[subprocess.Popen]) -> None:
             process.wait()
 
 
-def _end_with_parent() -> None:
-    """Runs in a new process: Linux ends it if its parent dies."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+def _ended_with_parent(arguments: Sequence[str]) -> list[str]:
+    """A command for ``python arguments`` that Linux ends with SIGTERM when this process dies."""
+    # Not preexec_fn: Python code between fork and exec can deadlock in a process with threads, as JAX's is.
+    return [sys.executable, "-c", _START, str(os.getpid()), *arguments]
