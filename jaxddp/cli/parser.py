@@ -1,12 +1,52 @@
-"""The argument parser of all command lines, also of ``python -m benchmarks``."""
+"""What all command lines share: the argument parser, also of ``python -m benchmarks``, and errors in one line.
+
+A command is a module with ``add_parser(commands)``, which adds an argparse parser whose default ``run`` is a function
+``(arguments) -> int | None``, the exit status if it is not 0. Such a module imports slow modules only when it
+runs, so that ``--help`` is fast.
+"""
 
 from __future__ import annotations
 
 import argparse
 import re
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
+
+from .. import __version__
+from .interrupts import kept_interrupts
+
+
+def run_command(package: str, description: str, modules: Iterable[Any], arguments: Sequence[str] | None) -> int:
+    """Runs a command of ``python -m package``.
+
+    Args:
+        package: Its name.
+        description: For the help.
+        modules: The commands.
+        arguments: Those of the command line if None.
+
+    Returns:
+        The exit status: 0, 1 if a compiled program differs from its plan, 2 after bad input, 130 after an interrupt.
+        Other exceptions are bugs and are not caught.
+    """
+    parser = Parser(prog=f"python -m {package}", description=description, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"{package} {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    for module in modules:
+        module.add_parser(commands)
+    parsed = parser.parse_args(arguments)
+    try:
+        with kept_interrupts():
+            status = parsed.run(parsed)
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as interrupt:
+        print(f"interrupted{' ' + str(interrupt) if str(interrupt) else ''}", file=sys.stderr)
+        return 130
+    return status or 0
 
 
 class Parser(argparse.ArgumentParser):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -12,9 +12,7 @@ from rich.text import Text
 
 from ..communication.buckets import MIB
 from ..compiled.schedule import describe_collectives
-
-if TYPE_CHECKING:
-    from .train_loop import StepReport, TrainSummary
+from .train_report import StepReport, TrainSummary
 
 NUM_PLAIN_LINES = 20
 
@@ -75,7 +73,9 @@ class TrainConsole:
     def show(self, summary: TrainSummary) -> None:
         """Writes the summary of a finished run."""
         options = summary.options
-        collectives = Text(f"planned {describe_collectives(summary.planned)}; compiled: ")
+        found = "issued" if summary.compile_s is None else "compiled"
+        compiled = "" if summary.compile_s is None else f"; compiled in {summary.compile_s:.1f} s"
+        collectives = Text(f"planned {describe_collectives(summary.planned)}; {found}: ")
         if summary.as_planned:
             collectives.append("the same", style="green")
         else:
@@ -97,7 +97,7 @@ class TrainConsole:
             ("collectives", collectives),
             ("loss", f"{first}, {summary.last_loss:.3f} at step {options.steps}"),
             ("validation", validation),
-            ("step time", f"{summary.step_timings}; compiled in {summary.compile_s:.1f} s"),
+            ("step time", f"{summary.step_timings}{compiled}"),
             ("throughput", f"{summary.tokens_per_s:,.0f} tokens/s ({options.batch_size} x {summary.context} per step)"),
         ]
         for name, value in rows:

@@ -11,8 +11,7 @@ import contextlib
 import inspect
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import optax
@@ -22,61 +21,19 @@ from ..communication.compression import make_compression
 from ..compiled.schedule import gradient_collectives
 from ..job import find_job
 from ..mesh import data_mesh, mesh_of_machine, simulate_devices
-from ..models import SIZES, TransformerConfig, build
+from ..models import build
 from ..process import local_rows, start_process
 from ..registry import STRATEGIES, make_strategy
 from ..strategy import Strategy
 from ..training.allocator import keep_freed_memory
-from ..training.clock import Timings, stopwatch, summarize
+from ..training.clock import stopwatch, summarize
 from ..training.data import Batch, Corpus
 from ..training.train import Trainer, TrainState
 from .train_options import DEFAULT_SIMULATED_DEVICES, TrainOptions
+from .train_report import StepReport, TrainSummary, is_due
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoints import Checkpoints
-
-NUM_BYTE_VALUES = 256
-
-
-class StepReport(NamedTuple):
-    """What is reported after a step."""
-
-    step: int  # steps taken, from 1
-    loss: float  # nats per byte, of the global batch, before the update
-    validation_loss: float | None  # nats per byte, after the update; None if there is no validation after this step
-    tokens_per_s: float  # at the median of the last steps
-
-
-@dataclass(frozen=True)
-class TrainSummary:
-    """The results of a run; losses are in nats per byte."""
-
-    options: TrainOptions
-    num_params: int
-    params_bytes: int
-    source: str
-    num_bytes: int
-    devices: str
-    context: int
-    planned: list[tuple[str, int]]
-    compiled: list[tuple[str, int]]
-    compile_s: float
-    first_loss: float
-    last_loss: float
-    validation_loss: float | None
-    num_validation_bytes: int
-    step_timings: Timings
-    first_step: int = 1  # of this run, which may continue an earlier one
-
-    @property
-    def as_planned(self) -> bool:
-        """Whether the compiled step has exactly the planned collectives."""
-        return sorted(self.planned) == sorted(self.compiled)
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens of the global batch per median step time, without compilation and validation."""
-        return self.options.batch_size * self.context / self.step_timings.median_ms * 1e3
 
 
 def train(
@@ -95,13 +52,18 @@ def train(
     """
     keep_freed_memory()
     strategy = _make_strategy(options)
-    config = _config(options.model)
+    config = options.config
     corpus = Corpus(options.data, context=config.context)
     mesh = _start_ranks(options)
     process, num_processes = jax.process_index(), jax.process_count()  # a process reads its own rows of a batch
     options.check_batch_size(int(mesh.size))
 
     loss_fn, params = build(options.model, seed=options.seed)
+    if options.weights is not None:
+        from ..checkpoint.interop import from_numpy  # late: Orbax is slow to import
+        from ..checkpoint.weights import load_weights
+
+        params = from_numpy(load_weights(options.weights), params)
     trainer = Trainer(
         loss_fn, _make_optimizer(options), strategy, mesh,
         num_microbatches=options.microbatches, max_grad_norm=options.max_grad_norm,
@@ -136,9 +98,9 @@ def train(
             (state, metrics), seconds = stopwatch(trainer.step, state, batch)
             losses.append(float(metrics["loss"]))
             step_seconds.append(seconds)
-            if checkpoints is not None and _is_due(step, options.checkpoint_every, options.steps):
+            if checkpoints is not None and is_due(step, options.checkpoint_every, options.steps):
                 checkpoints.save(trainer, state, data_position=_position(options, corpus, num_batches + 1))
-            is_validated = _is_due(step, options.eval_every, options.steps)
+            is_validated = is_due(step, options.eval_every, options.steps)
             validation_loss = _mean_loss(trainer, state, held_out) if is_validated else None
             tokens_per_s = tokens_per_step / summarize(step_seconds[-20:]).median_ms * 1e3
             on_step(StepReport(step, losses[-1], validation_loss, tokens_per_s))
@@ -222,10 +184,6 @@ def _position(options: TrainOptions, corpus: Corpus, num_batches: int) -> dict[s
     return {"examples": examples, "seed": options.seed, "text_bytes": corpus.num_bytes}
 
 
-def _is_due(step: int, every: int, last: int) -> bool:
-    return step == last or (every > 0 and step % every == 0)
-
-
 def _mean_loss(trainer: Trainer, state: TrainState, batches: list[Batch]) -> float | None:
     losses = [float(trainer.evaluate(state, batch)) for batch in batches]
     return sum(losses) / len(losses) if losses else None
@@ -245,18 +203,6 @@ def _start_ranks(options: TrainOptions) -> Mesh:
         simulate_devices(num_simulated)
         return data_mesh(num_simulated)
     return mesh_of_machine(options.devices, DEFAULT_SIMULATED_DEVICES)
-
-
-def _config(model: str) -> TransformerConfig:
-    readable = [name for name, config in SIZES.items() if config.vocab >= NUM_BYTE_VALUES]
-    if model not in SIZES:
-        raise ValueError(f"unknown model {model!r}: one of {', '.join(readable)}")
-    if model not in readable:
-        raise ValueError(
-            f"model {model!r} has a vocabulary of {SIZES[model].vocab}, too small for bytes "
-            f"(={NUM_BYTE_VALUES} values): one of {', '.join(readable)}"
-        )
-    return SIZES[model]
 
 
 def _make_strategy(options: TrainOptions) -> Strategy:

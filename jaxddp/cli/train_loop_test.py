@@ -12,8 +12,9 @@ import jaxddp
 from jaxddp.checkpoint.checkpoints import Checkpoints
 from jaxddp.checkpoint.host_state import to_host
 from jaxddp.cli import train_loop
-from jaxddp.cli.train_loop import StepReport, train
+from jaxddp.cli.train_loop import train
 from jaxddp.cli.train_options import TrainOptions
+from jaxddp.cli.train_report import StepReport
 from jaxddp.models import SIZES, TransformerConfig, cross_entropy
 
 # 12 tensors: 9 of the block, embedding, last norm and head.

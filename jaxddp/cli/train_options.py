@@ -1,12 +1,15 @@
-"""The options of a training run, checked without JAX."""
+"""The options of a training run, which ``torchref`` shares, checked without a framework."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
+from ..sizes import SIZES, TransformerConfig
+
 DEFAULT_SIMULATED_DEVICES = 4
 OPTIMIZERS = ("adamw", "adam", "sgd")
+NUM_BYTE_VALUES = 256
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class TrainOptions:
     steps: int = 200
     data: str | None = None
     model: str = "byte"
+    weights: str | None = None
     bucket_mb: float | None = None
     compression: str = "none"
     batch_size: int = 32
@@ -71,3 +75,20 @@ class TrainOptions:
                 f"batch_size (={self.batch_size}) must be divisible by devices x microbatches "
                 f"(={num_ranks} x {self.microbatches})"
             )
+
+    @property
+    def config(self) -> TransformerConfig:
+        """The model's sizes.
+
+        Raises:
+            ValueError: If no model of that name reads bytes.
+        """
+        readable = [name for name, config in SIZES.items() if config.vocab >= NUM_BYTE_VALUES]
+        if self.model not in SIZES:
+            raise ValueError(f"unknown model {self.model!r}: one of {', '.join(readable)}")
+        if self.model not in readable:
+            raise ValueError(
+                f"model {self.model!r} has a vocabulary of {SIZES[self.model].vocab}, too small for bytes "
+                f"(={NUM_BYTE_VALUES} values): one of {', '.join(readable)}"
+            )
+        return SIZES[self.model]
