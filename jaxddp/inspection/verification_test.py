@@ -128,6 +128,15 @@ def test_a_formula_off_by_a_byte_is_marked(compiled, case, off, name):
     assert not found.holds
 
 
+def test_traffic_far_from_the_formula_is_marked_although_the_step_plans_it(compiled, monkeypatch):
+    planned, step, program = compiled["padded, mixed"]
+    assert compare(planned, step, program).holds
+    formula = plan_verification.sent_bytes
+    monkeypatch.setattr(plan_verification, "sent_bytes", lambda *args: formula(*args) / 2)
+    wrong = [row.label for row in compare(planned, step, program).rows if row.holds is False]
+    assert wrong == ["parameters gathered", "gradients summed"]
+
+
 def test_traffic_that_no_formula_has_is_marked(compiled):
     """A plan of half as many tokens, or of one micro-batch."""
     planned, step, program = compiled["grid"]
