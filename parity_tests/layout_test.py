@@ -28,7 +28,6 @@ ONLY_IN_ONE = {
     "plain": {"layer"},
     "communication/collectives": {"Issued", "Pending", "record"},
     "communication/buffers": {"check_dense", "tensor_spec"},
-    "communication/compression": {"make_compression"},
     "communication/low_rank": {"apply_residual", "merge_memory", "split_memory"},
     "communication/sharding": {"Cut", "local_shard"},
 }
@@ -109,6 +108,12 @@ def test_ranks_of_torch_import_jaxddps_planner_and_no_jax(tmp_path):
         == rank
         == ["jaxddp", "jaxddp.communication", "jaxddp.communication.buckets", "jaxddp.job", "jaxddp.roll_call"]
     )
+
+
+def test_the_twins_commands_import_no_jax():
+    code = "import sys, torchref.cli.train_loop, jaxddp.cli.train_console; print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
 
 
 def test_jaxddp_imports_no_torch():

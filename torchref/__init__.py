@@ -9,6 +9,7 @@ train.py, loss.py         the trainer; what a loss function returns
 clipping.py, hooks.py     the global norm of shards; what a deleted wrapper leaves behind
 launch.py                 starts ranks as processes, or joins those of ``torchrun``
 models/, interop.py       models to train; parameters to and from NumPy
+cli/                      ``python -m torchref``
 walkthrough.py            what two ranks hold under ZeRO, phase by phase
 """
 

@@ -147,6 +147,25 @@ def powersgd(rank: int, *, min_compression: float = 1.0) -> Compression:
     return Compression(f"powersgd:{rank}", True, noop.reduce, wire_buffers, init_state, finish)
 
 
+def make_compression(name: str) -> Compression:
+    """Makes a compression by name: ``none``, ``noop``, ``bf16``, ``fp16``, or ``powersgd:`` and its rank.
+
+    Raises:
+        ValueError: If there is none of that name, or the rank is out of range.
+
+    Example:
+        >>> make_compression("powersgd:4").name
+        'powersgd:4'
+    """
+    simple = {one.name: one for one in (none, noop, bf16, fp16)}
+    if name in simple:
+        return simple[name]
+    kind, _, rank = name.partition(":")
+    if kind != "powersgd":
+        raise ValueError(f"unknown compression {name!r}: one of {', '.join(simple)}, powersgd:RANK")
+    return powersgd(int(rank) if rank.isdecimal() else rank)  # type: ignore[arg-type]  # refused there
+
+
 def check_stateless(compression: Compression, where: str) -> None:
     """Refuses a compression with state where nothing carries the state from step to step.
 

@@ -1,0 +1,21 @@
+"""``python -m torchref COMMAND``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from jaxddp.cli.parser import run_command
+
+from .cli import train as train_cli
+
+COMMANDS = (train_cli,)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; its exit status is that of ``run_command``."""
+    return run_command("torchref", "The PyTorch twin of jaxddp.", COMMANDS, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

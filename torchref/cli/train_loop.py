@@ -1,0 +1,167 @@
+"""A training run of a language model, without a console: the twin of ``jaxddp.cli.train_loop``.
+
+``train`` reads text, joins the ranks of its job, trains, and validates in between. It reports through two callbacks and
+returns a summary. A step trains on ``batch_size x context`` tokens, split evenly over the ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import zipfile
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from jaxddp.cli.train_options import TrainOptions
+from jaxddp.cli.train_report import StepReport, TrainSummary, is_due
+from jaxddp.job import find_job
+from jaxddp.training import data
+from jaxddp.training.clock import stopwatch, summarize
+
+from ..communication.collectives import record
+from ..communication.compression import make_compression
+from ..interop import from_numpy
+from ..launch import init_from_env
+from ..models import build, loss_fn
+from ..strategy import STRATEGIES, DataParallel, make_strategy, planned_collectives
+from ..train import Optimizer, Trainer
+
+Batch = dict[str, torch.Tensor]
+
+
+def train(
+    options: TrainOptions,
+    say: Callable[[str], None] = lambda text: None,
+    on_step: Callable[[StepReport], None] = lambda report: None,
+) -> TrainSummary:
+    """Trains a language model.
+
+    Raises:
+        ValueError: If the options do not fit together, the data or the job.
+        OSError: If the data or the weights cannot be read.
+    """
+    config = options.config
+    corpus = data.Corpus(options.data, context=config.context)
+    device = _start_ranks(options)
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    options.check_batch_size(num_ranks)
+
+    module = build(options.model, seed=options.seed)
+    if options.weights is not None:
+        from_numpy(_load_weights(options.weights), module)
+    num_params = sum(parameter.numel() for parameter in module.parameters())
+    params_bytes = sum(parameter.nbytes for parameter in module.parameters())
+    net, optimizer = _wrap(options, module.to(device))
+    trainer = Trainer(
+        loss_fn, optimizer, net, num_microbatches=options.microbatches, max_grad_norm=options.max_grad_norm
+    )
+    say(f"{options.model} ({num_params:,} parameters) on {describe_devices(device)}, {options.strategy}")
+    say(f"text: {corpus.source}, {corpus.num_bytes:,} bytes")
+
+    def to_device(batch: data.Batch) -> Batch:
+        return {name: torch.from_numpy(array).to(device) for name, array in batch.items()}
+
+    def wait(_: Any) -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    size = options.batch_size // num_ranks
+    mine = slice(rank * size, (rank + 1) * size)
+    held_out = [
+        to_device({name: array[mine] for name, array in batch.items()})
+        for batch in corpus.validation_batches(options.batch_size, options.eval_batches)
+    ]
+    tokens_per_step = options.batch_size * config.context
+    losses, step_seconds = [], []
+    validation_loss: float | None = None
+    for step in range(1, options.steps + 1):
+        batch = corpus.batch(step - 1, options.batch_size, seed=options.seed, rank=rank, num_ranks=num_ranks)
+        with record() as issued:
+            metrics, seconds = stopwatch(trainer.step, to_device(batch), wait=wait)
+        losses.append(metrics["loss"])
+        step_seconds.append(seconds)
+        is_validated = is_due(step, options.eval_every, options.steps)
+        validation_loss = _mean_loss(net, held_out) if is_validated else None
+        tokens_per_s = tokens_per_step / summarize(step_seconds[-20:]).median_ms * 1e3
+        on_step(StepReport(step, losses[-1], validation_loss, tokens_per_s))
+
+    summary = TrainSummary(
+        options=options,
+        num_params=num_params,
+        params_bytes=params_bytes,
+        source=corpus.source,
+        num_bytes=corpus.num_bytes,
+        devices=describe_devices(device),
+        context=config.context,
+        planned=planned_collectives(net, num_microbatches=options.microbatches),
+        compiled=[(one.kind, one.num_bytes) for one in issued],
+        compile_s=None,
+        first_loss=losses[0],
+        last_loss=losses[-1],
+        validation_loss=validation_loss,
+        num_validation_bytes=num_ranks * sum(batch["targets"].numel() for batch in held_out),
+        step_timings=summarize(step_seconds),
+    )
+    dist.destroy_process_group()
+    return summary
+
+
+def describe_devices(device: torch.device) -> str:
+    """Describes the ranks."""
+    num_ranks = dist.get_world_size()
+    if device.type == "cuda":
+        return f"{num_ranks} x {torch.cuda.get_device_name(device)}"
+    return "1 CPU device" if num_ranks == 1 else f"{num_ranks} CPU devices of {num_ranks} processes"
+
+
+@torch.no_grad()
+def _mean_loss(net: DataParallel, batches: list[Batch]) -> float | None:
+    if not batches:
+        return None
+    total = torch.stack([loss_fn(net, batch) for batch in batches]).mean()
+    dist.all_reduce(total)
+    return float(total) / net.num_ranks
+
+
+def _start_ranks(options: TrainOptions) -> torch.device:
+    """Joins the job that this process is in."""
+    job = find_job()
+    num_ranks = 1 if job is None else job.num_processes
+    if options.devices not in (None, num_ranks):
+        raise ValueError(f"devices (={options.devices}) must be the job's processes (={num_ranks}), a rank each")
+    return init_from_env("gloo" if options.simulate else None)
+
+
+def _load_weights(path: str) -> dict[str, np.ndarray]:
+    try:
+        with np.load(path) as weights:
+            return dict(weights)
+    except (zipfile.BadZipFile, ValueError, EOFError) as error:
+        raise ValueError(f"file {path!r} must hold weights, it is truncated or another kind: {error}") from error
+
+
+def _wrap(options: TrainOptions, module: torch.nn.Module) -> tuple[DataParallel, Optimizer]:
+    """The module under its strategy, and what takes its steps."""
+    strategy = STRATEGIES.get(options.strategy)
+    arguments: dict[str, Any] = {"compression": make_compression(options.compression)}
+    if options.bucket_mb is not None:
+        if strategy is not None and "bucket_mb" not in inspect.signature(strategy).parameters:
+            raise ValueError(
+                f"strategy {options.strategy!r} has no buckets: leave out bucket_mb (={options.bucket_mb:g})"
+            )
+        arguments["bucket_mb"] = options.bucket_mb
+    optimizer_cls, settings = _optimizer(options)
+    if strategy is not None and strategy.owns_optimizer:
+        net: Any = make_strategy(options.strategy, module, optimizer_cls=optimizer_cls, **arguments, **settings)
+        return net, net
+    net = make_strategy(options.strategy, module, **arguments)
+    return net, optimizer_cls(net.parameters(), **settings)
+
+
+def _optimizer(options: TrainOptions) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, float]]:
+    if options.optimizer == "adamw":
+        return torch.optim.AdamW, {"lr": options.learning_rate, "weight_decay": 0.01}
+    return {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[options.optimizer], {"lr": options.learning_rate}
