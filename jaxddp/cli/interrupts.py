@@ -1,4 +1,4 @@
-"""Keeps Ctrl-C from being lost.
+"""Keeps Ctrl-C from being lost, and notes the signals of schedulers.
 
 Python raises ``KeyboardInterrupt`` wherever the main thread is. If that is inside a finalizer, or in JAX's
 garbage-collection callback, the exception is printed and dropped, and the program goes on.
@@ -15,6 +15,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
+    from types import FrameType
+
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""What schedulers send before they end a job, and a terminal when it closes."""
 
 _AGAIN_S = 0.01  # the finalizer has returned by then; if not, the interrupt is dropped and sent again
 
@@ -44,3 +48,46 @@ def kept_interrupts() -> Iterator[None]:
         for timer in timers:
             timer.cancel()
             timer.join()
+
+
+class Signalled(Exception):
+    """A run ended because of a signal, after it saved what it had.
+
+    Attributes:
+        number: Of the signal.
+    """
+
+    def __init__(self, number: int, text: str = "") -> None:
+        """Keeps the number, and how far the run came."""
+        super().__init__(text)
+        self.number = number
+
+
+@contextmanager
+def noted_signals(is_in_job: bool) -> Iterator[list[int]]:
+    """Notes ``SIGNALS`` of the main thread instead of ending the process; signals that are ignored stay so.
+
+    Args:
+        is_in_job: Whether several processes train together. JAX then notes SIGTERM for all of them
+            (``multihost_utils.reached_preemption_sync_point``), and the other signals are passed on to it.
+
+    Yields:
+        The numbers of the signals that came.
+    """
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if is_in_job:
+            signal.raise_signal(signal.SIGTERM)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in SIGNALS[1:] if is_in_job else SIGNALS:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                before[number] = signal.signal(number, note)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -12,10 +12,11 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from signal import Signals
 from typing import Any, NoReturn
 
 from .. import __version__
-from .interrupts import kept_interrupts
+from .interrupts import Signalled, kept_interrupts
 
 
 def run_command(package: str, description: str, modules: Iterable[Any], arguments: Sequence[str] | None) -> int:
@@ -28,8 +29,9 @@ def run_command(package: str, description: str, modules: Iterable[Any], argument
         arguments: Those of the command line if None.
 
     Returns:
-        The exit status: 0, 1 if a compiled program differs from its plan, 2 after bad input, 130 after an interrupt.
-        Other exceptions are bugs and are not caught.
+        The exit status: 0, 1 if a compiled program differs from its plan, 2 after bad input, 3 if training met numbers
+        that are not finite, 128 + its number after a signal (130 after Ctrl-C, 143 after SIGTERM). Other exceptions
+        are bugs and are not caught.
     """
     parser = Parser(prog=f"python -m {package}", description=description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"{package} {__version__}")
@@ -43,6 +45,12 @@ def run_command(package: str, description: str, modules: Iterable[Any], argument
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except FloatingPointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 3
+    except Signalled as signalled:
+        print(f"ended by {Signals(signalled.number).name} {signalled}", file=sys.stderr)
+        return 128 + signalled.number
     except KeyboardInterrupt as interrupt:
         print(f"interrupted{' ' + str(interrupt) if str(interrupt) else ''}", file=sys.stderr)
         return 130

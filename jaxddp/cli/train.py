@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..job import Job, find_job
+from .interrupts import Signalled
 from .launch import launch
 from .quiet import import_jax
 from .train_options import DEFAULT_SIMULATED_DEVICES, TrainOptions
@@ -40,6 +41,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint, with any number of "
         "ranks and any strategy; from step 0 if --checkpoint holds none; ends with status 0 if all --steps are taken: "
         "one command starts and restarts a run")  # fmt: skip
+    parser.add_argument("--allow-changes", action="store_true", help="with --resume: go on although learning rate, "
+        "clipping, optimizer, batch size or compression differ from the checkpoint's")  # fmt: skip
+    _add(parser, "--nonfinite", str, "if loss or gradient become NaN or infinite: raise ends the run with status 3; "
+        "stop does so too, and saves the state before; skip goes on without the update", metavar="POLICY")  # fmt: skip
+    _add(parser, "--max-skips", int, "steps in a row that --nonfinite skip may skip")
     parser.set_defaults(run=run)
 
 
@@ -76,6 +82,7 @@ def run(arguments: argparse.Namespace) -> int | None:
 
     Raises:
         KeyboardInterrupt: After an interrupt, with the number of steps taken.
+        Signalled: After another signal, likewise.
     """
     options = TrainOptions(**{field.name: getattr(arguments, field.name) for field in fields(TrainOptions)})
 
@@ -95,6 +102,7 @@ def show(train: Callable[..., TrainSummary | None], options: TrainOptions, log_d
 
     Raises:
         KeyboardInterrupt: After an interrupt, with the number of steps taken.
+        Signalled: After another signal, likewise.
     """
     from .train_console import TrainConsole
 
@@ -107,6 +115,8 @@ def show(train: Callable[..., TrainSummary | None], options: TrainOptions, log_d
             summary = train(options, console.say, console.on_step)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"after {console.num_steps_taken} of {options.steps} steps") from None
+    except Signalled as signalled:
+        raise Signalled(signalled.number, f"after {console.num_steps_taken} of {options.steps} steps") from None
     if summary is not None:  # there were steps left to take
         console.show(summary)
 

@@ -98,6 +98,7 @@ class TrainConsole:
             ("loss", f"{first}, {summary.last_loss:.3f} at step {options.steps}"),
             ("validation", validation),
             ("step time", f"{summary.step_timings}{compiled}"),
+            *([("skipped", f"{summary.num_skipped} steps, not finite")] if summary.num_skipped else []),
             ("throughput", f"{summary.tokens_per_s:,.0f} tokens/s ({options.batch_size} x {summary.context} per step)"),
         ]
         for name, value in rows:

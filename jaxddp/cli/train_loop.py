@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import os
+import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
 import optax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from ..communication.compression import make_compression
@@ -29,11 +32,15 @@ from ..training.allocator import keep_freed_memory
 from ..training.clock import stopwatch, summarize
 from ..training.data import Batch, Corpus
 from ..training.train import Trainer, TrainState
+from .interrupts import Signalled, noted_signals
 from .train_options import DEFAULT_SIMULATED_DEVICES, TrainOptions
 from .train_report import StepReport, TrainSummary, is_due
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoints import Checkpoints
+
+CHANGEABLE = ("learning_rate", "max_grad_norm", "optimizer", "batch_size", "compression")
+"""Options that change what a resumed run computes, which ``allow_changes`` allows."""
 
 
 def train(
@@ -48,7 +55,9 @@ def train(
 
     Raises:
         ValueError: If the options do not fit together, the data or the machine.
-        OSError: If the data cannot be read.
+        OSError: If the data cannot be read, or a checkpoint cannot be written.
+        FloatingPointError: If training met numbers that are not finite, and ``nonfinite`` does not skip them.
+        Signalled: After one of ``SIGNALS``, once the step is finished and saved.
     """
     keep_freed_memory()
     strategy = _make_strategy(options)
@@ -67,13 +76,16 @@ def train(
     trainer = Trainer(
         loss_fn, _make_optimizer(options), strategy, mesh,
         num_microbatches=options.microbatches, max_grad_norm=options.max_grad_norm,
+        nonfinite="raise" if options.nonfinite == "raise" else "skip", max_skips=options.max_skips + 1,
     )  # fmt: skip
+    max_skips = options.max_skips if options.nonfinite == "skip" else 0  # counted here, so that the state can be saved
     num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
     params_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     say(f"{options.model} ({num_params:,} parameters) on {describe_devices(mesh)}, {strategy.name}")
     say(f"text: {corpus.source}, {corpus.num_bytes:,} bytes")
 
-    with _open_checkpoints(options) as checkpoints:
+    with contextlib.ExitStack() as stack:
+        checkpoints = stack.enter_context(_open_checkpoints(options))
         started = _start(trainer, params, options, corpus, checkpoints, say)
         if started is None:
             return None
@@ -89,8 +101,9 @@ def train(
 
         held_out = [local_rows(b) for b in corpus.validation_batches(options.batch_size, options.eval_batches)]
         tokens_per_step = options.batch_size * config.context
-        losses, step_seconds = [], []
+        losses, step_seconds, skipped = [], [], []
         validation_loss: float | None = None
+        signals = stack.enter_context(noted_signals(is_in_job=num_processes > 1))
         for num_batches, step in enumerate(range(num_earlier_steps + 1, options.steps + 1), num_earlier_batches):
             batch = corpus.batch(
                 num_batches, options.batch_size, seed=options.seed, rank=process, num_ranks=num_processes
@@ -98,15 +111,29 @@ def train(
             (state, metrics), seconds = stopwatch(trainer.step, state, batch)
             losses.append(float(metrics["loss"]))
             step_seconds.append(seconds)
-            if checkpoints is not None and is_due(step, options.checkpoint_every, options.steps):
+            skipped.append(bool(metrics.get("skipped", False)))
+            gives_up = all(skipped[-max_skips - 1 :]) and len(skipped) > max_skips
+            is_last = gives_up or (step < options.steps and _is_signalled(signals, step))
+            if checkpoints is not None and (is_last or is_due(step, options.checkpoint_every, options.steps)):
                 checkpoints.save(trainer, state, data_position=_position(options, corpus, num_batches + 1))
-            is_validated = is_due(step, options.eval_every, options.steps)
+            is_validated = not is_last and is_due(step, options.eval_every, options.steps)
             validation_loss = _mean_loss(trainer, state, held_out) if is_validated else None
             tokens_per_s = tokens_per_step / summarize(step_seconds[-20:]).median_ms * 1e3
             on_step(StepReport(step, losses[-1], validation_loss, tokens_per_s))
+            if validation_loss is not None and not math.isfinite(validation_loss):
+                raise FloatingPointError(f"validation loss (={validation_loss}) after step {step} must be finite")
+            if is_last:
+                break
         if checkpoints is not None:
             checkpoints.wait()
             say(f"checkpoints in {options.checkpoint}: steps {', '.join(map(str, checkpoints.steps()))}")
+    if gives_up:
+        raise FloatingPointError(
+            f"loss (={losses[-1]}) and gradient of step {step} must be finite: the updates of this step and the "
+            f"{max_skips} before it were skipped"
+        )
+    if is_last:
+        raise Signalled(signals[0] if signals else signal.SIGTERM)
 
     return TrainSummary(
         options=options,
@@ -125,6 +152,7 @@ def train(
         num_validation_bytes=num_processes * sum(batch["targets"].size for batch in held_out),
         step_timings=summarize(step_seconds),
         first_step=num_earlier_steps + 1,
+        num_skipped=sum(skipped),
     )
 
 
@@ -161,13 +189,22 @@ def _start(
         raise ValueError(f"checkpoint (={options.checkpoint!r}) holds step {taken}: resume, or choose another folder")
     about = checkpoints.about()
     saved, here = about["data_position"], _position(options, corpus, 0)
-    if not isinstance(saved, dict) or saved.keys() != here.keys():
+    if not isinstance(saved, dict) or not {"examples", "seed", "text_bytes"} <= saved.keys() <= here.keys():
         raise ValueError(f"data_position (={saved!r}) of the checkpoint of step {taken} must be one of this program")
-    for name in ("seed", "text_bytes"):
-        if here[name] != saved[name]:
+    for name in ("seed", "text_bytes", "text_crc32"):
+        if here[name] != saved.get(name, here[name]):
             raise ValueError(
                 f"{name} (={here[name]}) must be {saved[name]}, as in the checkpoint, to go on in the data"
             )
+    for name in CHANGEABLE:
+        if here[name] == saved.get(name, here[name]):
+            continue
+        if not options.allow_changes:
+            raise ValueError(
+                f"{name} (={here[name]}) must be {saved[name]}, as in the checkpoint of step {taken}: "
+                "allow_changes goes on with another"
+            )
+        say(f"changed at step {taken}: {name} from {saved[name]} to {here[name]}")
     if taken >= options.steps:
         say(f"complete: the checkpoint in {options.checkpoint} has taken {taken} of {options.steps} steps")
         return None
@@ -178,10 +215,18 @@ def _start(
     return state, saved["examples"] // options.batch_size
 
 
-def _position(options: TrainOptions, corpus: Corpus, num_batches: int) -> dict[str, int]:
-    """The position in the data: the number of examples taken from this order of this text."""
-    examples = num_batches * options.batch_size
-    return {"examples": examples, "seed": options.seed, "text_bytes": corpus.num_bytes}
+def _position(options: TrainOptions, corpus: Corpus, num_batches: int) -> dict[str, Any]:
+    """The position in the data, the number of examples taken from this order of this text, and how they were used."""
+    text = {"seed": options.seed, "text_bytes": corpus.num_bytes, "text_crc32": corpus.crc32}
+    settings = {name: getattr(options, name) for name in CHANGEABLE}
+    return {"examples": num_batches * options.batch_size, **text, **settings}
+
+
+def _is_signalled(signals: list[int], step: int) -> bool:
+    """Whether the run ends after this step: all processes of a job agree on one."""
+    if jax.process_count() > 1:
+        return multihost_utils.reached_preemption_sync_point(step)
+    return bool(signals)
 
 
 def _mean_loss(trainer: Trainer, state: TrainState, batches: list[Batch]) -> float | None:

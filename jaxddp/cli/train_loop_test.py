@@ -237,7 +237,7 @@ def test_another_batch_size_goes_on_in_the_data_where_the_last_one_stopped(bigra
     run = partial(bigram, data=text, checkpoint=str(tmp_path), resume=True)
     train(run(steps=4, batch_size=6))
     monkeypatch.setattr(train_loop.Corpus, "batch", batch)
-    train(run(steps=6, batch_size=12))
+    train(run(steps=6, batch_size=12, allow_changes=True))
     assert asked == [(0, 12), (2, 12), (3, 12)]  # the first is compiled for
 
 
@@ -259,19 +259,54 @@ def test_an_interrupted_run_leaves_whole_checkpoints(bigram, text, tmp_path):
 def test_what_does_not_fit_the_checkpoint_is_refused(bigram, text, tmp_path):
     run = partial(bigram, data=text, checkpoint=str(tmp_path), steps=3)
     train(run(resume=True))
-    other = tmp_path / "other.txt"
+    other, edited = tmp_path / "other.txt", tmp_path / "edited.txt"
     other.write_bytes(b"Another text. " * 200)
+    edited.write_bytes(b"A strategy is what its compiled program did. " * 200 + b"." * 200)
+    anyway = {"allow_changes": True}
     for changes, reason in [
         ({}, rf"checkpoint \(='{tmp_path}'\) holds step 3: resume, or choose another folder"),
         ({"seed": 1}, r"seed \(=1\) must be 0, as in the checkpoint, to go on in the data"),
         ({"data": str(other)}, r"text_bytes \(=2800\) must be 9200, as in the checkpoint, to go on in the data"),
-        ({"batch_size": 16}, r"batch_size \(=16\) must divide the examples taken \(=24\)"),
-        ({"optimizer": "adam"}, "is of another optimizer: optimizer state '0.count' is missing there and int32"),
+        (
+            {"data": str(edited), **anyway},
+            r"text_crc32 \(=\d+\) must be \d+, as in the checkpoint, to go on in the data",
+        ),
+        (
+            {"learning_rate": 0.5},
+            r"^learning_rate \(=0.5\) must be 0.001, as in the checkpoint of step 3: allow_changes ",
+        ),
+        ({"max_grad_norm": 0.5}, r"^max_grad_norm \(=0.5\) must be None, as in the checkpoint of step 3"),
+        ({"compression": "bf16"}, r"^compression \(=bf16\) must be none, as in the checkpoint of step 3"),
+        ({"batch_size": 16}, r"^batch_size \(=16\) must be 8, as in the checkpoint of step 3"),
+        ({"batch_size": 16, **anyway}, r"batch_size \(=16\) must divide the examples taken \(=24\)"),
+        ({"optimizer": "adam"}, r"^optimizer \(=adam\) must be sgd, as in the checkpoint of step 3"),
+        ({"optimizer": "adam", **anyway}, "is of another optimizer: optimizer state '0.count' is missing there and "),
     ]:
         with pytest.raises(ValueError, match=reason):
             train(run(**{"steps": 5, "resume": bool(changes), **changes}))
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.steps() == [3]
+
+
+def test_what_changes_on_a_resume_is_said(bigram, text, tmp_path):
+    run = partial(bigram, data=text, checkpoint=str(tmp_path), resume=True)
+    train(run(steps=1))
+    lines: list[str] = []
+    train(run(steps=2, learning_rate=0.5, max_grad_norm=1.0, allow_changes=True), lines.append)
+    assert [line for line in lines if line.startswith("changed")] == [
+        "changed at step 1: learning_rate from 0.001 to 0.5",
+        "changed at step 1: max_grad_norm from None to 1.0",
+    ]
+
+
+def test_a_checkpoint_of_before_settings_were_saved_is_resumed(bigram, text, tmp_path):
+    loss_fn, params = train_loop.build("small_bytes", seed=0)
+    trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), jaxddp.naive(), jaxddp.data_mesh(1))
+    with Checkpoints(tmp_path) as checkpoints:
+        position = {"examples": 0, "seed": 0, "text_bytes": 9200}
+        checkpoints.save(trainer, trainer.init(params), data_position=position)
+    summary = train(bigram(data=text, checkpoint=str(tmp_path), resume=True, steps=1))
+    assert summary is not None and summary.first_step == 1
 
 
 def test_a_complete_run_takes_no_more_steps(bigram, text, tmp_path):
@@ -294,3 +329,49 @@ def test_a_checkpoint_that_another_program_saved_is_refused(bigram, text, tmp_pa
         ValueError, match=r"data_position \(=17\) of the checkpoint of step 0 must be one of this program"
     ):
         train(bigram(data=text, checkpoint=str(tmp_path), resume=True))
+
+
+# Numbers that are not finite
+
+
+@pytest.fixture
+def diverges(bigram, text, tmp_path):
+    """A run from step 1 on, of which step 3 finds weights whose products overflow."""
+    run = partial(bigram, data=text, checkpoint=str(tmp_path), checkpoint_every=1)
+    train(run(steps=1))
+    return partial(run, steps=40, learning_rate=1e302, resume=True, allow_changes=True)
+
+
+def saved_params(folder, step):
+    loss_fn, params = train_loop.build("small_bytes", seed=0)
+    trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), jaxddp.naive(), jaxddp.data_mesh(1))
+    with Checkpoints(folder) as checkpoints:
+        return dict(to_host(trainer, checkpoints.restore(trainer, params, step=step)[0]))
+
+
+def test_numbers_that_are_not_finite_end_the_run_and_are_not_saved(diverges, tmp_path):
+    with pytest.raises(FloatingPointError, match=r"of step 3 must be finite.*: params\.embedding, params\.head$"):
+        train(diverges())
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.steps() == [1, 2]
+    assert all(np.isfinite(array).all() for name, array in saved_params(tmp_path, 2).items() if "params" in name)
+
+
+def test_a_run_that_stops_saves_the_weights_before(diverges, tmp_path):
+    with pytest.raises(FloatingPointError, match=r"loss \(=(nan|inf)\) and gradient of step 3 must be finite"):
+        train(diverges(nonfinite="stop"))
+    before, after = saved_params(tmp_path, 2), saved_params(tmp_path, 3)
+    for name in ("params.embedding", "params.head"):
+        assert before[name].tobytes() == after[name].tobytes()
+
+
+def test_only_so_many_steps_in_a_row_are_skipped(diverges):
+    steps: list[StepReport] = []
+    with pytest.raises(FloatingPointError, match="the updates of this step and the 2 before it were skipped"):
+        train(diverges(nonfinite="skip", max_skips=2), on_step=steps.append)
+    assert steps[-1].step == 5
+
+
+def test_a_validation_that_is_not_finite_ends_the_run(bigram, text):
+    with pytest.raises(FloatingPointError, match=r"^validation loss \(=nan\) after step 1 must be finite$"):
+        train(bigram(data=text, steps=1, learning_rate=1e302))

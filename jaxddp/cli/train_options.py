@@ -10,6 +10,7 @@ from ..sizes import SIZES, TransformerConfig
 DEFAULT_SIMULATED_DEVICES = 4
 OPTIMIZERS = ("adamw", "adam", "sgd")
 NUM_BYTE_VALUES = 256
+NONFINITE = ("raise", "skip", "stop")
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,9 @@ class TrainOptions:
     checkpoint_every: int = 50
     keep: int = 3
     resume: bool = False
+    allow_changes: bool = False
+    nonfinite: str = "raise"
+    max_skips: int = 10
 
     def __post_init__(self) -> None:
         """Checks what can be checked before anything is loaded."""
@@ -51,6 +55,15 @@ class TrainOptions:
         for name, does in (("eval_every", "evaluates"), ("checkpoint_every", "saves")):
             if (value := getattr(self, name)) < 0:
                 raise ValueError(f"{name} (={value}) must not be negative; 0 {does} at the end only")
+        if self.max_skips < 0:
+            raise ValueError(f"max_skips (={self.max_skips}) must not be negative")
+        if self.nonfinite not in NONFINITE:
+            raise ValueError(f"nonfinite (={self.nonfinite!r}) must be one of {', '.join(NONFINITE)}")
+        for name in ("data", "checkpoint"):
+            if getattr(self, name) == "":
+                raise ValueError(f"{name} (='') must name a path: an empty one would be the current folder")
+        if self.allow_changes and not self.resume:
+            raise ValueError(f"allow_changes (={self.allow_changes}) must come with resume")
         if self.resume and self.checkpoint is None:
             raise ValueError(f"resume (={self.resume}) must come with checkpoint, the folder to go on from")
         if not 0 <= self.seed < 2**31:

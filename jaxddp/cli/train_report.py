@@ -38,6 +38,7 @@ class TrainSummary:
     num_validation_bytes: int
     step_timings: Timings
     first_step: int = 1  # of this run, which may continue an earlier one
+    num_skipped: int = 0  # steps whose update was skipped
 
     @property
     def as_planned(self) -> bool:

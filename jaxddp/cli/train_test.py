@@ -61,6 +61,11 @@ BAD_INPUT = {
     "train --max-grad-norm nan": "max_grad_norm (=nan) must be positive",
     "train --resume": "resume (=True) must come with checkpoint, the folder to go on from",
     "train --checkpoint-every -1": "checkpoint_every (=-1) must not be negative; 0 saves at the end only",
+    "train --data=": "data (='') must name a path",
+    "train --checkpoint=": "checkpoint (='') must name a path",
+    "train --nonfinite ignore": "nonfinite (='ignore') must be one of raise, skip, stop",
+    "train --max-skips -1": "max_skips (=-1) must not be negative",
+    "train --allow-changes": "allow_changes (=True) must come with resume",
     "train --keep 0": "keep (=0) must be a positive integer",
     "train --quick": "unrecognized arguments: --quick",
     "train --dev 2": "unrecognized arguments: --dev 2",
@@ -149,11 +154,14 @@ def test_every_option_is_on_the_command_line_with_its_default(monkeypatch):
         "checkpoint_every": 17,
         "keep": 19,
         "resume": True,
+        "allow_changes": True,
+        "nonfinite": "skip",
+        "max_skips": 3,
     }
     assert set(everything) == {field.name for field in fields(TrainOptions)}
-    switches = ("simulate", "resume")
+    switches = ("simulate", "resume", "allow_changes")
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in everything.items() if name not in switches]
-    assert main(["train", "--simulate", "--resume", *arguments]) == 0
+    assert main(["train", "--simulate", "--resume", "--allow-changes", *arguments]) == 0
     assert seen == [TrainOptions(), TrainOptions(**everything)]
 
 

@@ -22,6 +22,7 @@ import hashlib
 import os
 import platform
 import sysconfig
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -79,6 +80,8 @@ class Corpus:
         """Windows held out."""
         self.num_windows = num_windows - self.num_validation_windows
         """Windows to train on: the examples of one epoch."""
+        self.crc32 = zlib.crc32(text)
+        """Checksum of the whole text."""
         self._text = np.frombuffer(text, dtype=np.uint8)
 
     def batch(self, step: int, batch_size: int, *, seed: int = 0, rank: int = 0, num_ranks: int = 1) -> Batch:

@@ -62,6 +62,7 @@ class RankStep:
     trainable: Callable[[str], bool] | None
     max_grad_norm: float | None
     grad_dtype: Any
+    skips_nonfinite: bool = False
     cuts: Mapping[str, Cut] = field(default_factory=dict)  # of the parameters that the loss takes as shards, by name
 
     def init(self, params: Any) -> Any:
@@ -87,10 +88,16 @@ class RankStep:
             params = self._updated_here(trainable)
             grads = self.clip(grads, params, metrics["grad_norm"])
             new = *self.update(grads, params, state.opt_state, metrics["loss"], trainable), memory
+            conditions = []
             if parts.loss.weight is not None:  # with no weight at all, weight decay and momentum must not move anything
-                has_weight = parts.loss.weight != 0
+                conditions.append(parts.loss.weight != 0)
+            if self.skips_nonfinite:  # loss and norm are sums over ranks: all ranks decide alike
+                conditions.append(jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"]))
+                metrics["skipped"] = 1 - conditions[-1].astype(jnp.int32)
+            if conditions:
+                updates = jnp.stack(conditions).all()
                 old = params, state.opt_state, state.memory
-                new = jax.tree.map(lambda new, old: jnp.where(has_weight, new, old), new, old)
+                new = jax.tree.map(lambda new, old: jnp.where(updates, new, old), new, old)
         updated, opt_state, memory = new
         params = merge(self.gather(plan, updated, trainable), frozen)
         return TrainState(state.step + 1, params, opt_state, state.key, memory), metrics

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -28,6 +29,8 @@ from .state_layout import StateLayout
 from .step import RankStep
 from .step import TrainState as TrainState
 from .validation import as_arrays, check_alive, check_batch, signature
+
+NONFINITE = ("ignore", "raise", "skip")
 
 
 class Trainer:
@@ -60,6 +63,8 @@ class Trainer:
         has_aux: bool = False,
         max_grad_norm: float | None = None,
         grad_dtype: Any = None,
+        nonfinite: str = "ignore",
+        max_skips: int = 10,
     ) -> None:
         """Describes a training run; compiles nothing yet.
 
@@ -80,6 +85,12 @@ class Trainer:
                 averaged as the loss is.
             max_grad_norm: Clips the global norm of the averaged gradient to this value.
             grad_dtype: Dtype in which gradients are accumulated and summed over ranks; each parameter's own if None.
+            nonfinite: What ``step`` does if the loss or the norm of the averaged gradient is NaN or infinite. Both are
+                the same on all ranks, so all do it in the same step. ``"ignore"``: nothing. ``"raise"``: raises, after
+                the update. ``"skip"``: leaves parameters, optimizer state and compression state as they were, bit for
+                bit, and only counts the step. The collectives are the same; ``"raise"`` and ``"skip"`` wait for
+                each step, and ``"skip"`` updates nothing before the norm is known, as clipping does.
+            max_skips: Steps in a row that ``"skip"`` may skip.
 
         Raises:
             ValueError: If the mesh is not one-dimensional or has no devices, or a number is out of range.
@@ -92,6 +103,8 @@ class Trainer:
             "has_aux": has_aux,
             "max_grad_norm": max_grad_norm,
             "grad_dtype": grad_dtype,
+            "nonfinite": nonfinite,
+            "max_skips": max_skips,
         }
         if len(mesh.axis_names) != 1:
             raise ValueError(f"mesh axes (={mesh.axis_names}) must be one: make the mesh with jaxddp.data_mesh")
@@ -103,6 +116,11 @@ class Trainer:
             raise ValueError(f"grad_dtype (={grad_dtype!r}) must be a floating dtype or None")
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm (={max_grad_norm!r}) must be positive or None")
+        if nonfinite not in NONFINITE:
+            raise ValueError(f"nonfinite (={nonfinite!r}) must be one of {', '.join(NONFINITE)}")
+        if isinstance(max_skips, bool) or not isinstance(max_skips, int) or max_skips < 0:
+            raise ValueError(f"max_skips (={max_skips!r}) must be a non-negative integer")
+        self._nonfinite, self._max_skips, self._num_skips = nonfinite, max_skips, 0
         self.strategy = strategy
         self.mesh = mesh
         self.num_ranks = int(mesh.size)
@@ -117,6 +135,7 @@ class Trainer:
             trainable=trainable,
             max_grad_norm=max_grad_norm,
             grad_dtype=grad_dtype,
+            skips_nonfinite=nonfinite == "skip",
         )
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._by_rank = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
@@ -182,9 +201,12 @@ class Trainer:
 
         Returns:
             The next state, and metrics: ``"loss"``, the global mean before the update; ``"grad_norm"``, of the
-            averaged gradient before clipping; ``"aux"`` with ``has_aux``.
+            averaged gradient before clipping; ``"aux"`` with ``has_aux``; ``"skipped"`` with ``nonfinite="skip"``, 1
+            if the step was, else 0.
 
         Raises:
+            FloatingPointError: If loss or gradient are not finite and ``nonfinite="raise"``, which names the leaves of
+                the state that no longer are; or ``nonfinite="skip"`` after ``max_skips`` skipped steps in a row.
             ValueError: If the batch cannot be split over ranks and micro-batches, the loss is not a scalar, or the mesh
                 is a target's.
         """
@@ -193,8 +215,12 @@ class Trainer:
         state = as_arrays(state)
         batch = self._place(batch, self.num_microbatches)
         result = self._programs.step(state, batch)(state, batch)
-        # With more simulated devices than cores, steps that run ahead time out in XLA's rendezvous and abort.
-        return jax.block_until_ready(result) if self._programs.platform == "cpu" else result
+        if self._programs.platform == "cpu":
+            # With more simulated devices than cores, steps that run ahead time out in XLA's rendezvous and abort.
+            jax.block_until_ready(result)
+        if self._nonfinite != "ignore":
+            self._check_finite(*result)
+        return result
 
     def evaluate(self, state: TrainState, batch: Any) -> Any:
         """Gives the global mean loss of a batch, without gradients.
@@ -296,6 +322,29 @@ class Trainer:
         if isinstance(self.mesh, AbstractMesh):
             spec = self.mesh.abstract_device.device_kind
             raise ValueError(f"{method} needs devices, and {spec!r} is not here: use {instead}")
+
+    def _check_finite(self, state: TrainState, metrics: dict[str, Any]) -> None:
+        """Applies ``nonfinite`` to a step that was taken."""
+        loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
+        if math.isfinite(loss) and math.isfinite(norm):
+            self._num_skips = 0
+            return
+        found = f"loss (={loss}) and gradient norm (={norm}) of step {int(state.step)} must be finite"
+        if self._nonfinite == "raise":
+            names = self._nonfinite_leaves(state)
+            more = f" and {len(names) - 3} more" * (len(names) > 3)
+            raise FloatingPointError(f"{found}; no longer are in the state: {', '.join(names[:3]) or 'none'}{more}")
+        self._num_skips += 1
+        if self._num_skips > self._max_skips:
+            raise FloatingPointError(f"{found}: skipped {self._max_skips} steps before it, max_skips in a row")
+
+    def _nonfinite_leaves(self, state: TrainState) -> list[str]:
+        leaves = named_leaves(state._replace(memory=()))
+        floats = {name: leaf for name, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
+        check = jax.jit(lambda tree: {name: jnp.isfinite(leaf).all() for name, leaf in tree.items()},
+                        out_shardings=self._replicated)  # fmt: skip
+        is_finite = check(floats)
+        return [name for name in floats if not is_finite[name]]
 
     def _place(self, batch: Any, num_microbatches: int) -> Any:
         if jax.process_count() > 1:

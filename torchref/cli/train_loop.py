@@ -7,6 +7,7 @@ returns a summary. A step trains on ``batch_size x context`` tokens, split evenl
 from __future__ import annotations
 
 import inspect
+import math
 import zipfile
 from collections.abc import Callable
 from typing import Any
@@ -42,6 +43,7 @@ def train(
     Raises:
         ValueError: If the options do not fit together, the data or the job.
         OSError: If the data or the weights cannot be read.
+        FloatingPointError: If the loss is not finite.
     """
     config = options.config
     corpus = data.Corpus(options.data, context=config.context)
@@ -82,6 +84,8 @@ def train(
         with record() as issued:
             metrics, seconds = stopwatch(trainer.step, to_device(batch), wait=wait)
         losses.append(metrics["loss"])
+        if not math.isfinite(losses[-1]):  # the same on all ranks
+            raise FloatingPointError(f"loss (={losses[-1]}) of step {step} must be finite")
         step_seconds.append(seconds)
         is_validated = is_due(step, options.eval_every, options.steps)
         validation_loss = _mean_loss(net, held_out) if is_validated else None

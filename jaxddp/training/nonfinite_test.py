@@ -1,0 +1,110 @@
+"""Steps whose loss or gradient is not finite: what happens to the state, on every rank."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxddp
+from jaxddp.communication.compression import fp16, powersgd
+
+NUM_RANKS = 4
+
+
+def loss_fn(params, batch):
+    return jnp.mean((jnp.tanh(batch["x"] @ params["up"]) @ params["down"] - batch["y"]) ** 2)
+
+
+def make(strategy, **options):
+    return jaxddp.Trainer(loss_fn, optax.adamw(0.1), strategy, jaxddp.data_mesh(NUM_RANKS), **options)
+
+
+def make_params():
+    rng = np.random.default_rng(0)
+    return {"up": rng.normal(size=(3, 5)).astype(np.float32), "down": rng.normal(size=(5, 1)).astype(np.float32)}
+
+
+def batch_of(step, bad=None):
+    rng = np.random.default_rng(step)
+    batch = {"x": rng.normal(size=(16, 3)).astype(np.float32), "y": rng.normal(size=(16, 1)).astype(np.float32)}
+    if bad is not None:
+        batch["y"][9] = bad  # of rank 2, and of its first micro-batch if there are two
+    return batch
+
+
+def bits(*trees):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(trees)]
+
+
+STRATEGIES = {
+    **{name: (factory(), {}) for name, factory in jaxddp.STRATEGIES.items()},
+    "zero3, sharded": (jaxddp.zero3(min_shard_elements=0), {}),
+    "zero2, accumulating": (jaxddp.zero2(), {"num_microbatches": 2}),
+    "powersgd": (jaxddp.bucketed(compression=powersgd(1)), {}),
+    "fp16": (jaxddp.bucketed(compression=fp16), {}),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_skipped_step_leaves_the_state_bit_for_bit(name):
+    strategy, options = STRATEGIES[name]
+    trainer = make(strategy, nonfinite="skip", **options)
+    state = trainer.init(make_params())
+    state, metrics = trainer.step(state, batch_of(0))
+    assert int(metrics["skipped"]) == 0
+    before = bits(state.params, state.opt_state, state.memory)
+    for bad in (np.nan, 1e30):  # which squared is infinite: the gradient is finite
+        state, metrics = trainer.step(state, batch_of(1, bad))
+        assert int(metrics["skipped"]) == 1
+        assert bits(state.params, state.opt_state, state.memory) == before
+    for leaf in jax.tree.leaves(state.params):  # whatever ranks hold in common
+        held = {str(shard.index): set() for shard in leaf.addressable_shards}
+        for shard in leaf.addressable_shards:
+            held[str(shard.index)].add(np.asarray(shard.data).tobytes())
+        assert all(len(values) == 1 for values in held.values())
+    state, metrics = trainer.step(state, batch_of(2))
+    assert int(metrics["skipped"]) == 0
+    assert bits(state.params) != before[: len(bits(state.params))]
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(trainer.params(state)))
+    program = trainer.compile(state, batch_of(0))
+    assert sorted(jaxddp.gradient_collectives(program)) == sorted(trainer.planned(state, batch_of(0)))
+
+
+def test_skips_cost_no_collective_and_the_other_policies_no_operation():
+    programs = {}
+    for policy in ("ignore", "raise", "skip"):
+        trainer = make(jaxddp.zero1(), nonfinite=policy)
+        programs[policy] = trainer.compile(trainer.init(make_params()), batch_of(0)).as_text()
+    assert programs["ignore"] == programs["raise"] != programs["skip"]
+    for kind in ("all-reduce(", "reduce-scatter(", "all-gather("):
+        assert programs["skip"].count(kind) == programs["ignore"].count(kind)
+
+
+def test_so_many_steps_in_a_row_are_skipped():
+    trainer = make(jaxddp.bucketed(), nonfinite="skip", max_skips=2)
+    state = trainer.init(make_params())
+    for bad in (np.nan, np.nan, None, np.nan, np.nan):  # a good step starts the count again
+        state, _ = trainer.step(state, batch_of(0, bad))
+    with pytest.raises(FloatingPointError, match=r"of step 6 must be finite: skipped 2 steps before it"):
+        trainer.step(state, batch_of(0, np.nan))
+
+
+@pytest.mark.parametrize("strategy", [jaxddp.bucketed(), jaxddp.zero3(min_shard_elements=0)], ids=lambda s: s.name)
+def test_an_error_names_the_leaves(strategy):
+    trainer = make(strategy, nonfinite="raise")
+    state, _ = trainer.step(trainer.init(make_params()), batch_of(0))
+    with pytest.raises(FloatingPointError) as raised:
+        trainer.step(state, batch_of(1, np.nan))
+    assert str(raised.value) == (
+        "loss (=nan) and gradient norm (=nan) of step 2 must be finite; no longer are in the state: params.down, "
+        "params.up, opt_state.0.mu.down and 3 more"
+    )
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match=r"^nonfinite \(='stop'\) must be one of ignore, raise, skip$"):
+        make(jaxddp.naive(), nonfinite="stop")
+    for number in (-1, True, 1.5):
+        with pytest.raises(ValueError, match=rf"^max_skips \(={number!r}\) must be a non-negative integer$"):
+            make(jaxddp.naive(), max_skips=number)
