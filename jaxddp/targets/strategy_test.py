@@ -212,9 +212,10 @@ def test_the_scheduler_left_alone_would_expose_more(steps, gb_per_s):
     assert unasked.exposed_s > 1.05 * ours.exposed_s  # seen: 5.9, 1.35 and 1.06 times
 
 
-def test_bucketed_comes_within_5_percent_of_the_lower_bound():
+@pytest.mark.parametrize("model", ["small", pytest.param("seed_xl", marks=pytest.mark.full)])
+def test_bucketed_comes_within_5_percent_of_the_lower_bound(model):
     """As it comes, and not by slower compute."""
-    trainer, state, batch = trainer_and_inputs(GPU, "seed_xl", jaxddp.bucketed(), batch_per_device=16)
+    trainer, state, batch = trainer_and_inputs(GPU, model, jaxddp.bucketed(), batch_per_device=16)
     pending = (
         targets.start_compile(trainer, state, batch),
         targets.start_compile_without_communication(trainer, state, batch),
@@ -227,5 +228,5 @@ def test_bucketed_comes_within_5_percent_of_the_lower_bound():
         network = Network(gb_per_s)
         simulation = simulate(step, chip, network)
         bound = lower_bound(alone, chip, network, gradient_bytes, 8)
-        assert simulation.step_s <= 1.05 * bound.step_s  # seen: 1.029, 1.023, 1.006 times
+        assert simulation.step_s <= 1.05 * bound.step_s  # seen for both: 1.03, 1.02, 1.01 times
         assert simulation.compute_s <= 1.05 * bound.compute_s
