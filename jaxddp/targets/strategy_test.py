@@ -212,21 +212,32 @@ def test_the_scheduler_left_alone_would_expose_more(steps, gb_per_s):
     assert unasked.exposed_s > 1.05 * ours.exposed_s  # seen: 5.9, 1.35 and 1.06 times
 
 
-@pytest.mark.parametrize("model", ["small", pytest.param("seed_xl", marks=pytest.mark.full)])
-def test_bucketed_comes_within_5_percent_of_the_lower_bound(model):
-    """As it comes, and not by slower compute."""
-    trainer, state, batch = trainer_and_inputs(GPU, model, jaxddp.bucketed(), batch_per_device=16)
+def test_bucketed_comes_within_5_percent_of_the_lower_bound(steps):
+    """Not by slower compute. Without latencies, which a step of 2 ms cannot hide."""
+    planned, schedule = steps(Case(GPU, "bucketed"))
+    trainer, state, batch = trainer_and_inputs(GPU, MODELS[GPU], jaxddp.bucketed(BUCKET_MB[GPU]))
+    alone = targets.start_compile_without_communication(trainer, state, batch).result()
+    assert_near_the_bound(schedule, planned, read_schedule(alone), latency_us=0)  # seen: 1.008, 1.029, 1.008 times
+
+
+@pytest.mark.full
+def test_bucketed_as_it_comes_is_as_near_on_a_large_model():
+    trainer, state, batch = trainer_and_inputs(GPU, "seed_xl", jaxddp.bucketed(), batch_per_device=16)
     pending = (
         targets.start_compile(trainer, state, batch),
         targets.start_compile_without_communication(trainer, state, batch),
     )
     step, alone = (read_schedule(compilation.result()) for compilation in pending)
+    planned = trainer.planned(state, batch)
+    assert step.gradient_collectives() == sorted(planned)
+    assert_near_the_bound(step, planned, alone, latency_us=15)  # seen: 1.029, 1.023, 1.006 times
+
+
+def assert_near_the_bound(schedule, planned, alone, latency_us):
     chip = targets.target(GPU).chip
-    assert step.gradient_collectives() == sorted(trainer.planned(state, batch))
-    gradient_bytes = sum(num_bytes for _, num_bytes in trainer.planned(state, batch))
     for gb_per_s in SPEEDS_GB_PER_S:
-        network = Network(gb_per_s)
-        simulation = simulate(step, chip, network)
-        bound = lower_bound(alone, chip, network, gradient_bytes, 8)
-        assert simulation.step_s <= 1.05 * bound.step_s  # seen for both: 1.03, 1.02, 1.01 times
+        network = Network(gb_per_s, latency_us)
+        simulation = simulate(schedule, chip, network)
+        bound = lower_bound(alone, chip, network, sum(num_bytes for _, num_bytes in planned), 8)
+        assert simulation.step_s <= 1.05 * bound.step_s
         assert simulation.compute_s <= 1.05 * bound.compute_s
