@@ -152,11 +152,12 @@ def _predicted(
         "num_resampled": len(resampled),
     }
     if measured.schedule is not None:
-        shown = [simulated(measured.schedule, side.device, some) for some in (costs, *resampled)]
-        fields |= {
-            **_in_ms("simulated", shown[0], shown[1:]),
-            "is_async": any(one.is_async for one in measured.schedule.collectives()),
-        }
+        fields["is_async"] = any(one.is_async for one in measured.schedule.collectives())
+        try:
+            shown = [simulated(measured.schedule, side.device, some) for some in (costs, *resampled)]
+            fields |= _in_ms("simulated", shown[0], shown[1:])
+        except ValueError as error:
+            fields["not_simulated"] = str(error)
     judged = judge(said.step_s, measured.timings.median_ms * 1e-3)
     return fields | {"error_share": judged["error_share"]} | (judged if row["check"] == "ok" else {})
 

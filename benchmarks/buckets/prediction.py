@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxddp.compiled.schedule import Schedule
 from jaxddp.network import GB, Network
-from jaxddp.planning.chips import CHIPS, Chip
+from jaxddp.planning.chips import Chip, chip_of
 from jaxddp.planning.cost.bandwidth import bus_factor, fit_sweep
 from jaxddp.planning.cost.contention import rate_at_once, shared_finish_s
 from jaxddp.planning.cost.overlap import COMMUNICATION_BOUND, COMPUTE_BOUND, Optimum, bucket_times_s, uniform_optimum
@@ -28,7 +28,7 @@ from jaxddp.simulation.simulate import simulate
 Buckets = Sequence[Sequence[tuple[str, int]]]
 GOOD_ERROR = 0.15
 # Its speed is fitted, so only its ratio of FLOPs to bytes matters.
-_CORE = Chip("core", "a core of a CPU", "cpu", {"float32": 5e10}, "float32", 1e10, 0, 0.0, 0.0, 1, "")
+_CORE = Chip("core", ("cpu",), "a core of a CPU", "cpu", {"float32": 5e10}, "float32", 1e10, 0, 0.0, 0.0, 1, "")
 
 
 class Shares(NamedTuple):
@@ -136,8 +136,12 @@ def uniform(num_bytes: int, shares: Shares, costs: Costs) -> Optimum | None:
 
 
 def simulated(schedule: Schedule, device: str, costs: Costs) -> Prediction:
-    """Simulates a compiled step on a device as fast as measured, and on the fitted network."""
-    chip = next((chip for name, chip in CHIPS.items() if name in device.lower()), _CORE)
+    """Simulates a compiled step on a device as fast as measured, and on the fitted network.
+
+    Raises:
+        ValueError: If the device is a GPU or TPU whose numbers are not known.
+    """
+    chip = _CORE if device in _CORE.device_kinds else chip_of(device)
     factor = simulate(schedule, chip, costs.network).compute_s / costs.step_without_communication_s
     fitted = replace(
         chip,

@@ -24,6 +24,7 @@ class Chip:
 
     Attributes:
         name: As in a spec.
+        device_kinds: The whole names that drivers and JAX give to it; an H100 PCIe is another chip.
         description: Product name.
         platform: ``"gpu"`` or ``"tpu"``, as in JAX.
         flops_per_s: Peak by dtype, as far as published: ``"float32"`` of the vector units, others of the matrix units.
@@ -35,6 +36,7 @@ class Chip:
     """
 
     name: str
+    device_kinds: tuple[str, ...]
     description: str
     platform: str
     flops_per_s: Mapping[str, float]
@@ -49,6 +51,7 @@ class Chip:
 
 _H100 = Chip(
     name="h100",
+    device_kinds=("NVIDIA H100 80GB HBM3",),
     description="NVIDIA H100 SXM 80 GB",
     platform="gpu",
     flops_per_s={
@@ -76,6 +79,7 @@ CHIPS: dict[str, Chip] = {
         replace(
             _H100,
             name="h200",
+            device_kinds=("NVIDIA H200",),
             description="NVIDIA H200 SXM 141 GB",
             memory_bytes_per_s=4.8e12,
             memory_bytes=141_000_000_000,
@@ -83,6 +87,7 @@ CHIPS: dict[str, Chip] = {
         ),
         Chip(
             name="a100",
+            device_kinds=("NVIDIA A100-SXM4-80GB",),
             description="NVIDIA A100 SXM 80 GB",
             platform="gpu",
             flops_per_s={
@@ -104,6 +109,7 @@ CHIPS: dict[str, Chip] = {
         ),
         Chip(
             name="b200",
+            device_kinds=("NVIDIA B200",),
             description="NVIDIA B200 SXM 180 GB",
             platform="gpu",
             flops_per_s={
@@ -125,6 +131,7 @@ CHIPS: dict[str, Chip] = {
         ),
         Chip(
             name="v5p",
+            device_kinds=("TPU v5", "TPU v5p"),
             description="Google Cloud TPU v5p",
             platform="tpu",
             flops_per_s={"bfloat16": 459e12},
@@ -138,6 +145,24 @@ CHIPS: dict[str, Chip] = {
         ),
     )
 }
+
+
+def chip_of(device_kind: str) -> Chip:
+    """Gives the chip that a driver or JAX calls so.
+
+    Raises:
+        ValueError: If its numbers are not known.
+
+    Example:
+        >>> chip_of("NVIDIA H100 80GB HBM3").name
+        'h100'
+    """
+    for chip in CHIPS.values():
+        if device_kind in chip.device_kinds:
+            return chip
+    known = ", ".join(kind for chip in CHIPS.values() for kind in chip.device_kinds)
+    raise ValueError(f"device kind (={device_kind!r}) must be one whose numbers are known: {known}")
+
 
 # Chips of a slice -> its shape. Other counts make no torus of whole 2x2 hosts.
 _V5P_TOPOLOGIES = {

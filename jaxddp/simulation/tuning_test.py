@@ -126,7 +126,7 @@ def small_trainer(strategy, mesh):
 @pytest.mark.parametrize("network", [50, Network(50, latency_us=5)])
 def test_automatic_caps_need_an_accelerator_that_is_known(network):
     trainer, params, batch = small_trainer(jaxddp.bucketed("auto", network=network), jaxddp.data_mesh(2))
-    with pytest.raises(ValueError, match=r"^device kind \(='cpu'\) must be one of a known chip: h100, .*$"):
+    with pytest.raises(ValueError, match=r"^device kind \(='cpu'\) must be one whose numbers are known: .*$"):
         jaxddp.tune_buckets(trainer, params, batch)
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from ..mesh import DATA_AXIS
-from ..planning.chips import CHIPS, Target, target
+from ..planning.chips import Target, chip_of, target
 from ..training.programs import register_compiler
 from .compile import compile_for_target
 
@@ -54,8 +54,4 @@ def target_like(mesh: Mesh | AbstractMesh) -> Target:
     if (named := target_of(mesh)) is not None:
         return named
     assert isinstance(mesh, Mesh)
-    kind = mesh.devices.flat[0].device_kind
-    for name in CHIPS:
-        if name in kind.lower():
-            return target(f"{name}:{mesh.size}")
-    raise ValueError(f"device kind (={kind!r}) must be one of a known chip: {', '.join(CHIPS)}")
+    return target(f"{chip_of(mesh.devices.flat[0].device_kind).name}:{mesh.size}")

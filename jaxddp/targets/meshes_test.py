@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxddp.mesh import data_mesh, platform_of
-from jaxddp.planning.chips import CHIPS, target
+from jaxddp.planning.chips import CHIPS, chip_of, target
 from jaxddp.targets.meshes import mesh, target_of
 
 
@@ -70,6 +70,31 @@ def test_a_mesh_of_devices_has_no_target_and_one_of_nothing_is_refused():
     assert platform_of(data_mesh(2)) == jax.devices()[0].platform
     with pytest.raises(ValueError, match=r"has no devices: make it with jaxddp.data_mesh or jaxddp.targets.mesh"):
         target_of(AbstractMesh((8,), ("data",)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA B200", "b200"), ("TPU v5", "v5p"),
+    ],
+)  # fmt: skip
+def test_a_device_is_known_by_its_whole_name(kind, name):
+    assert chip_of(kind) is CHIPS[name]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA A100-SXM4-40GB", "NVIDIA GB200",
+        "NVIDIA L40S", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "TPU v5 lite", "cpu",
+    ],
+)  # fmt: skip
+def test_a_device_of_another_name_is_not_taken_for_a_known_one(kind):
+    with pytest.raises(
+        ValueError, match=rf"^device kind \(='{kind}'\) must be one whose numbers are known: NVIDIA H100 "
+    ):
+        chip_of(kind)
 
 
 @pytest.mark.parametrize("name", CHIPS)
