@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from jaxddp.environment import cuda_libraries
 from jaxddp.training.clock import stopwatch
 from torchref.launch import report
 
@@ -116,7 +117,9 @@ def measure(
     for batch in job.batches:
         report(("size", batch))
         timed = _measure(job, batch, ready(batch), wait)
-        report(("found", Found(batch, side, _of_all(timed))))
+        libraries = cuda_libraries() if side.device != "cpu" else {}
+        used = side._replace(versions=side.versions | libraries)
+        report(("found", Found(batch, used, _of_all(timed))))
 
 
 def rounds_within(budget_s: float, round_s: float) -> int:

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import re
-from pathlib import Path
+from jaxddp.environment import free_memory_bytes, gpus
 
 PROCESS_BYTES = 2**29  # a rank's process with both frameworks loaded
 
 
 def free_bytes(kind: str) -> int:
-    """Free memory for ranks of a kind: of the machine and its container, or of the fullest GPU."""
-    if kind == "gpus":
-        import torch
+    """Free memory for ranks of a kind: of the machine and its container, or of the fullest GPU.
 
-        return min(torch.cuda.mem_get_info(gpu)[0] for gpu in range(torch.cuda.device_count()))
-    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if (told := Path("/proc/meminfo")).exists():
-        found = re.search(r"^MemAvailable: +(\d+) kB", told.read_text(), re.MULTILINE)
-        free = int(found.group(1)) * 1024 if found else free
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.exists() and (most := limit.read_text().strip()) != "max":
-        held = int(limit.with_name("memory.current").read_text())
-        files = re.search(r"^inactive_file (\d+)", limit.with_name("memory.stat").read_text(), re.MULTILINE)
-        free = min(free, int(most) - held + int(files.group(1) if files else 0))  # cached files can be evicted
-    return free
+    Raises:
+        ValueError: If there are GPUs and no ``nvidia-smi`` to ask; CUDA itself would start a context in this process.
+    """
+    if kind != "gpus":
+        return free_memory_bytes()
+    if not (found := gpus()):
+        raise ValueError("nvidia-smi must be installed and work: it reports the free memory of GPUs")
+    return min(gpu.free_bytes for gpu in found)

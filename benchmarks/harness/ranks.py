@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from jaxddp.environment import cuda_libraries
 from jaxddp.training import allocator
 from torchref.launch import OnMessage, Prepare, launch
 
@@ -71,6 +72,10 @@ class Ranks:
         if self.kind == "gpus":
             return f"{counted} on {self.num} of {min(of_gpus, of_jax)} GPUs"
         return f"{counted} ({_without_jax(of_gpus)})" if self.kind == "simulated" and of_gpus > of_jax == 0 else counted
+
+    def cuda_libraries(self) -> dict[str, str]:
+        """Versions of the NCCL, cuDNN and CUDA that a rank has used; empty where ranks are no GPUs."""
+        return cuda_libraries() if self.kind == "gpus" else {}
 
     def run_jax(self, fn: Callable[..., _T], *args: Any, on_message: OnMessage | None = None) -> list[_T]:
         """Runs ``fn(self, *args)`` in JAX's processes; inside, ``mesh()`` gives the mesh of these ranks.

@@ -7,6 +7,7 @@ run continues with the missing parts.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -20,6 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
+from jaxddp.environment import facts
 from torchref.launch import RankError
 
 from ..lab.network import network
@@ -148,4 +150,8 @@ def _envelope() -> dict[str, Any]:
         "system": platform.system(),
         **network(),
         "python": platform.python_version(),
+        **_facts(),
     }
+
+
+_facts = functools.cache(facts)

@@ -46,6 +46,13 @@ def test_rows_are_written_part_by_part_and_stand_alone(tmp_path, console):
     assert numbers(Run(tmp_path, console, "races")) == [("one", 1, "ok")]
 
 
+def test_rows_name_the_gpus_the_driver_and_the_variables(tmp_path, console, monkeypatch):
+    found = {"driver": "580.65", "gpus": ["NVIDIA H200"] * 2, "variables": {"NCCL_ALGO": "Ring"}}
+    monkeypatch.setattr("benchmarks.harness.run._facts", lambda: found)
+    (row,) = Run(tmp_path, console, "strategies").part("a", lambda: [{"check": "ok"}])
+    assert found.items() <= row.items()
+
+
 def test_each_part_says_what_of_the_machine_it_did_not_get(tmp_path, console, monkeypatch):
     counted = iter(
         [Ticks(0, 0), Ticks(50, 100), Ticks(51, 200), Ticks(51, 200), Ticks(60, 220), Ticks(100, 320), Ticks(1, 1)]

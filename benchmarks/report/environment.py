@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from ..harness.steal_time import in_words
@@ -12,7 +13,7 @@ from .runs import RunRows, experiment_of
 # Fields that describe the environment, not a result.
 ENVELOPE = frozenset(
     "benchmark part commit command measured_at machine cores system python versions device ranks threads".split()
-) | {"link_mbit", "stolen_share"}
+) | {"link_mbit", "stolen_share", "driver", "gpus", "variables"}
 
 
 def facts(run: RunRows) -> dict[str, list[str]]:
@@ -69,6 +70,17 @@ def _machine(row: Row) -> str:
     return ", ".join(filter(None, [text(row, "machine"), text(row, "system"), cores]))
 
 
+def _gpus(row: Row) -> str:
+    gpus = row.get("gpus")
+    names = [f"{count} x {name}" for name, count in Counter(gpus).items()] if isinstance(gpus, list) else []
+    return ", ".join([*names, *([f"driver {text(row, 'driver')}"] if "driver" in row else [])])
+
+
+def _variables(row: Row) -> str:
+    set_here = row.get("variables")
+    return ", ".join(f"{name}={value}" for name, value in set_here.items()) if isinstance(set_here, dict) else ""
+
+
 def _ranks(row: Row) -> str:
     words = ", ".join(filter(None, [text(row, "ranks"), text(row, "backend")]))
     return ": ".join(filter(None, [text(row, "framework"), words])) if text(row, "ranks") else ""
@@ -95,6 +107,8 @@ _FACTS: dict[str, Callable[[Sequence[Row]], list[str]]] = {
     "commit": _texts("commit"),
     "machine": _distinct(_machine),
     "device": _texts("device"),
+    "GPUs": _distinct(_gpus),
+    "variables": _distinct(_variables),
     "ranks": _distinct(_ranks),
     "threads of a process": _texts("threads"),
     "links of the lab": _distinct(lambda row: experiment_of(row).rate),

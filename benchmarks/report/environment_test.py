@@ -23,6 +23,17 @@ def test_facts():
     assert "<dt>machine</dt><dd>x86_64, Linux, 2 cores</dd>" in render_environment(run())
 
 
+def test_gpus_driver_and_variables_are_facts_where_there_are_any():
+    here = {"driver": "580.65", "gpus": ["NVIDIA H200"] * 2, "variables": {"NCCL_ALGO": "Ring"}}
+    said = facts(RunRows("a", [row("main", **here)]))
+    assert said["GPUs"] == ["2 x NVIDIA H200, driver 580.65"]
+    assert said["variables"] == ["NCCL_ALGO=Ring"]
+    assert differences(RunRows("a", [row("main")]), RunRows("b", [row("main", **here)])) == [
+        "GPUs (not said / 2 x NVIDIA H200, driver 580.65)",
+        "variables (not said / NCCL_ALGO=Ring)",
+    ]
+
+
 def test_who_says_what_is_named_where_benchmarks_differ():
     both = RunRows("a", [row("main", device="cpu"), row("gates", device="H200"), row("gates")])
     assert facts(both)["device"] == ["cpu (main)", "H200 (gates)"]

@@ -93,7 +93,8 @@ def run(ranks: Ranks, setup: TrainingSetup) -> SideResult:
         ranks=words,
         backend=ranks.backend["jaxddp"],
         device=mesh.devices.flat[0].device_kind,
-        versions={name: __import__(name).__version__ for name in ("jax", "jaxlib", "flax", "optax")},
+        versions={name: __import__(name).__version__ for name in ("jax", "jaxlib", "flax", "optax")}
+        | ranks.cuda_libraries(),
         weights=to_numpy(params) if dist.get_rank() == 0 else {},
         trained=trained if dist.get_rank() == 0 else {},
         measured=measured,

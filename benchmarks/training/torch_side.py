@@ -76,7 +76,7 @@ def run(ranks: Ranks, setup: TrainingSetup, weights: dict[str, np.ndarray]) -> S
         ranks=words,
         backend=ranks.backend["torchref"],
         device=torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        versions={"torch": torch.__version__},
+        versions={"torch": torch.__version__} | ranks.cuda_libraries(),
         weights=weights if rank == 0 else {},
         trained=trained if rank == 0 else {},
         measured=measured,

@@ -4,6 +4,7 @@ train.py, train_options.py, train_loop.py                     train: the command
 train_report.py, train_console.py                             what a run reports, and its output; torchref shares them
 inspect.py, inspect_console.py                                inspect: the command, its output
 plan.py, plan_console.py                                      plan: the command, its output
+doctor.py                                                     doctor: what this machine has, what will not work
 quiet.py                                                      JAX without the messages of CUDA plugins
 interrupts.py                                                 Ctrl-C that is never lost
 launch.py                                                     launch: a script as several processes

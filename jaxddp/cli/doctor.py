@@ -1,0 +1,287 @@
+"""``python -m jaxddp doctor``: what this machine has for training, and what will not work.
+
+Each framework is asked in a short process of its own: a missing driver, a GPU that another process holds and a broken
+install are then lines of the report, and this process holds no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .. import __version__, environment
+from ..job import Job, find_job, visible_gpus
+from ..planning.chips import CHIPS, chip_of
+
+OK, NOTE, FAIL = "ok", "note", "FAIL"
+_TIMEOUT_S = 180.0
+_GIB = 2**30
+_OLDEST_DRIVER = {12: 525, 13: 580}  # by CUDA's major version
+_ASK = {
+    "JAX": """
+import json, os
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+from jaxddp.cli.quiet import import_jax
+import_jax()
+import jax
+from jaxddp.plugins import cuda_plugins, devices
+kinds = [device.device_kind for device in devices()]
+cuda = [int(name.removeprefix("xla_cuda")) for name in cuda_plugins()]
+print(json.dumps({"version": jax.__version__, "platform": jax.default_backend(), "devices": kinds, "cuda": cuda}))
+""",
+    "torch": """
+import json
+import torch
+from jaxddp.environment import cuda_libraries
+count = torch.cuda.device_count()
+kinds = [torch.cuda.get_device_name(index) for index in range(count)] if torch.cuda.is_available() else []
+cuda = [int(torch.version.cuda.split(".")[0])] if torch.version.cuda else []
+found = {"version": torch.__version__, "platform": "gpu" if kinds else "cpu", "devices": kinds or ["cpu"], "cuda": cuda}
+print(json.dumps(found | {"libraries": cuda_libraries()}))
+""",
+}
+_OVERRIDES = {
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "torch multiplies float32 in TF32 whatever a program asks for: unset it",
+    "NVIDIA_TF32_OVERRIDE": "it replaces what programs ask for in both frameworks: unset it",
+    "CUDA_LAUNCH_BLOCKING": "every kernel is waited for and nothing overlaps: unset it",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "with 1, communication starts only after the computation queued before it",
+    "NCCL_P2P_DISABLE": "GPUs of a host do not use NVLink",
+    "NCCL_IB_DISABLE": "hosts communicate over TCP",
+    "JAX_PLATFORMS": "JAX starts on these platforms only",
+}
+_WIRES = {  # of nvidia-smi topo -m, slowest first
+    "SYS": "the link between processors",
+    "NODE": "PCIe host bridges",
+    "PHB": "a PCIe host bridge",
+    "PXB": "several PCIe switches",
+    "PIX": "a PCIe switch",
+}
+
+
+class Line(NamedTuple):
+    """One fact of the report: what was found and, unless it is ok, what to do."""
+
+    subject: str
+    found: str
+    advice: str = ""
+    status: str = OK
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command ``doctor`` to argparse's subparsers."""
+    parser = commands.add_parser(
+        "doctor",
+        help="report what this machine has for training, and what will not work",
+        description="Report devices, drivers, libraries, launcher, network, memory and variables, as both frameworks "
+        "see them: each line is ok, a note, or FAIL with what to do. The exit status is 1 if something will not work.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON list instead")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the report; returns 1 if something will not work, else 0."""
+    lines = []
+    for line in examine():
+        lines.append(line)
+        if not arguments.json:
+            print(f"{line.status:4}  {line.subject:10}  {': '.join(filter(None, line[1:3]))}", flush=True)
+    if arguments.json:
+        print(json.dumps([line._asdict() for line in lines]))
+    return int(any(line.status == FAIL for line in lines))
+
+
+def examine() -> Iterator[Line]:
+    """Looks at the machine, one fact after the other."""
+    yield Line("jaxddp", f"{__version__}, Python {sys.version.split()[0]}, {os.cpu_count()} cores")
+    gpus, driver = environment.gpus(), environment.driver_version()
+    yield from _gpu_lines(gpus, driver)
+    asked = {framework: ask(framework) for framework in _ASK}
+    for framework, answer in asked.items():
+        yield from _framework_lines(framework, answer, len(gpus), driver)
+    yield from _library_lines(asked)
+    yield from _topology_lines(len(gpus))
+    yield from _job_lines()
+    yield from _interface_lines()
+    yield from _memory_lines(gpus)
+    for name, value in environment.variables().items():
+        advice = _OVERRIDES.get(name, "")
+        yield Line("variable", f"{name}={value}", advice, NOTE if advice else OK)
+
+
+def ask(framework: str) -> dict[str, Any] | str:
+    """What a framework reports about itself, in a process that ends with the answer; the error if there is none."""
+    command = [sys.executable, "-c", _ASK[framework]]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return f"gives no answer within {_TIMEOUT_S:.0f} s"
+    if done.returncode:
+        return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def _gpu_lines(gpus: list[environment.Gpu], driver: str | None) -> Iterator[Line]:
+    if driver is None:
+        yield Line("driver", "no NVIDIA driver" if not gpus else "unknown")
+        return
+    yield Line("driver", f"NVIDIA {driver}")
+    if not gpus:
+        hidden = " that CUDA_VISIBLE_DEVICES leaves" if "CUDA_VISIBLE_DEVICES" in os.environ else ""
+        yield Line("GPUs", f"none{hidden}", "nvidia-smi must list them: is it installed, and does it run?", FAIL)
+    for name in dict.fromkeys(gpu.name for gpu in gpus):
+        try:
+            known = f", {chip_of(name).name} in inspect and plan"
+            advice = ""
+        except ValueError:
+            known, advice = "", f"not simulated: its numbers are none of {', '.join(CHIPS)}"
+        yield Line("GPUs", f"{sum(gpu.name == name for gpu in gpus)} x {name}{known}", advice, NOTE if advice else OK)
+    for mode in dict.fromkeys(gpu.compute_mode for gpu in gpus):
+        if mode == "Prohibited":
+            yield Line("GPUs", f"compute mode {mode}", "no program may use them: nvidia-smi -c DEFAULT", FAIL)
+        elif mode == "Exclusive_Process":
+            yield Line("GPUs", f"compute mode {mode}", "a GPU takes one process at a time", NOTE)
+
+
+def _framework_lines(framework: str, answer: dict[str, Any] | str, num_gpus: int, driver: str | None) -> Iterator[Line]:
+    newest = max((cuda for cuda, oldest in _OLDEST_DRIVER.items() if _major(driver) >= oldest), default=12)
+    fitting = f"install .[cuda{newest}]"
+    if isinstance(answer, str):
+        if framework == "torch" and "No module named 'torch'" in answer:
+            yield Line(framework, "not installed", "torchref needs it: install .[torch]", NOTE)
+        else:
+            yield Line(
+                framework, answer, f"{framework} must start here: reinstall it, or end what holds the GPUs", FAIL
+            )
+        return
+    found, cuda = answer["devices"], max(answer["cuda"], default=None)
+    libraries = "".join(f", {name} {version}" for name, version in answer.get("libraries", {}).items())
+    line = Line(framework, f"{answer['version']} on {len(found)} x {found[0]}{libraries}")
+    if answer["platform"] == "cpu" and num_gpus and os.environ.get("JAX_PLATFORMS") != "cpu":
+        if cuda is not None and _major(driver) < _OLDEST_DRIVER.get(cuda, 0):
+            advice = f"CUDA {cuda} needs a driver from {_OLDEST_DRIVER[cuda]} on: {fitting}"
+        else:
+            advice = f"it finds none of {num_gpus} GPUs: {fitting}"
+        yield line._replace(advice=advice, status=FAIL)
+    elif answer["platform"] == "gpu" and len(found) < num_gpus:
+        yield line._replace(advice=f"there are {num_gpus} GPUs", status=NOTE)
+    else:
+        yield line
+
+
+def _major(driver: str | None) -> int:
+    return int(driver.split(".")[0]) if driver else 0
+
+
+def _library_lines(asked: dict[str, dict[str, Any] | str]) -> Iterator[Line]:
+    """CUDA's wheels: two for one file, two plugins for JAX, one CUDA for each framework."""
+    wheels, shared = environment.cuda_wheels(), environment.shared_libraries()
+    for owners, file in shared.items():
+        yield Line("libraries", f"{' and '.join(owners)} both own {file}", "install .[cuda12] or .[cuda13] anew", FAIL)
+    plugins = [name for name in wheels if name.startswith("jax-cuda")]
+    if len(plugins) > 1:
+        advice = "which one JAX starts is chance: beside .[cuda13] install test-gpu in place of test and targets"
+        yield Line("libraries", " and ".join(plugins), advice, FAIL)
+    of = {name: answer["cuda"] for name, answer in asked.items() if isinstance(answer, dict) and answer["cuda"]}
+    on_gpus = all(isinstance(answer, dict) and answer["platform"] == "gpu" for answer in asked.values())
+    if on_gpus and len({max(majors) for majors in of.values()}) > 1:
+        each = ", ".join(f"{name} CUDA {max(majors)}" for name, majors in of.items())
+        yield Line("libraries", each, "compare them on one: install .[cuda12] or .[cuda13]", NOTE)
+    used = [f"{name} {version}" for name, version in sorted(wheels.items()) if re.match("nvidia-(nccl|cudnn)-", name)]
+    if used and not shared:
+        yield Line("libraries", ", ".join(used))
+
+
+def _topology_lines(num_gpus: int) -> Iterator[Line]:
+    if num_gpus < 2:
+        return
+    table = environment.nvidia_smi("topo", "-m")
+    rows = [line.split() for line in (table or "").splitlines() if re.match(r"GPU\d+\s", line)]
+    links = {cell for row in rows for cell in row[1 : len(rows) + 1]} - {"X"}
+    if not links:
+        yield Line("topology", "nvidia-smi topo -m prints none", "see whether the GPUs are joined by NVLink", NOTE)
+    elif slow := next((wire for wire in _WIRES if wire in links), None):
+        advice = f"give inspect their speed: --network-gb-per-s; some GPUs are joined by {_WIRES[slow]}"
+        yield Line("topology", ", ".join(sorted(links)), advice, NOTE)
+    else:
+        yield Line("topology", f"{', '.join(sorted(links))} between all GPUs")
+
+
+def _job_lines() -> Iterator[Line]:
+    try:
+        job = find_job()
+        chosen = job and job.local_devices(len(visible_gpus()))
+    except ValueError as error:
+        yield Line("job", "the launcher's variables contradict each other", str(error), FAIL)
+        return
+    if job is None:
+        here = [name for name in ("srun", "mpirun", "torchrun") if shutil.which(name)]
+        yield Line("job", f"none, one process; installed: {', '.join(here) or 'no launcher'}")
+        _, line = _try_port("127.0.0.1", 0)
+        yield line
+        return
+    yield Line("job", job.describe(f"GPUs {chosen}" if chosen else "no GPU"))
+    yield from _port_lines(job)
+
+
+def _port_lines(job: Job) -> Iterator[Line]:
+    try:
+        address = socket.gethostbyname(job.host)
+    except OSError:
+        yield Line("port", f"{job.host} has no address here", "set MASTER_ADDR to one that every host knows", FAIL)
+        return
+    if job.num_hosts > 1 and address.startswith("127.") and (job.process_id or address != "127.0.1.1"):
+        advice = "other hosts cannot reach it: set MASTER_ADDR"
+        yield Line("port", f"{job.host} is {address} here", advice, FAIL)
+    elif job.process_id == 0 and job.launcher != "torchrun":  # whose agent listens there already
+        is_free, line = _try_port(job.bind_host, job.port)
+        yield line if is_free else line._replace(advice="set MASTER_PORT to a free one")
+
+
+def _try_port(host: str, port: int) -> tuple[bool, Line]:
+    with socket.socket() as probe:
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return False, Line("port", f"{host}:{port}: {error.strerror}", "nothing can listen there", FAIL)
+    return True, Line("port", f"{host}:{port or 'any'} can be listened on")
+
+
+def _interface_lines() -> Iterator[Line]:
+    there = [name for _, name in socket.if_nameindex()]
+    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        asked = os.environ.get(variable, "")
+        if not asked or asked.startswith("^"):  # NCCL: all but these
+            continue
+        is_exact = asked.startswith("=") or variable.startswith("GLOO")
+        for name in asked.lstrip("=").split(","):
+            if not any(one == name if is_exact else one.startswith(name) for one in there):
+                advice = f"no such interface, there are {', '.join(there)}"
+                yield Line("interface", f"{variable}={asked}", advice, FAIL)
+
+
+def _memory_lines(gpus: list[environment.Gpu]) -> Iterator[Line]:
+    yield Line("memory", f"{environment.free_memory_bytes() / _GIB:.1f} GiB of the host free")
+    shared = Path("/dev/shm")
+    if shared.exists():
+        stat = os.statvfs(shared)
+        free_bytes = stat.f_bavail * stat.f_frsize
+        small = len(gpus) > 1 and free_bytes < _GIB
+        advice = "NCCL's processes share memory there: give the container --shm-size=1g or more" if small else ""
+        yield Line("memory", f"{free_bytes / _GIB:.1f} GiB of {shared} free", advice, NOTE if small else OK)
+    if gpus:
+        used = [gpu for gpu in gpus if gpu.free_bytes < 0.9 * gpu.memory_bytes]
+        held = ", ".join(f"GPU {gpu.number}: {gpu.free_bytes / _GIB:.1f}" for gpu in used)
+        least, whole = (min(getattr(gpu, of) for gpu in gpus) / _GIB for of in ("free_bytes", "memory_bytes"))
+        advice = f"other processes hold some of it ({held} GiB free): nvidia-smi names them" if used else ""
+        yield Line("memory", f"{least:.1f} of {whole:.1f} GiB of each GPU free", advice, NOTE if used else OK)

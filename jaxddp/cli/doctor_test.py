@@ -1,0 +1,149 @@
+"""The doctor's report, of this machine and of faked ones."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from jaxddp import environment
+from jaxddp.cli import doctor
+from jaxddp.cli.doctor import FAIL, NOTE, OK
+
+GIB = 2**30
+H100 = "NVIDIA H100 80GB HBM3"
+JAX = {"version": "0.10.2", "platform": "gpu", "devices": [H100] * 8, "cuda": [13]}
+TORCH = {**JAX, "version": "2.13.0", "libraries": {"nccl": "2.29.7"}}
+NVLINK = "\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tNV18\t0-51\nGPU1\tNV18\t X \t0-51\n\nLegend:\n  X = Self\n"
+PCIE = NVLINK.replace("NV18", "SYS")
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Fakes a machine of 8 GPUs on which all is well, apart from what is changed."""
+    for name in environment.variables():
+        monkeypatch.delenv(name)
+    for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+    def report(*, num_gpus=8, name=H100, free=80, mode="Default", driver="580.65.06", topology=NVLINK, wheels=None,
+               shared=None, jax=JAX, torch=TORCH):  # fmt: skip
+        gpus = [environment.Gpu(i, f"GPU-{i}", name, 80 * GIB, free * GIB, mode) for i in range(num_gpus)]
+        fakes = {
+            "gpus": lambda: gpus,
+            "driver_version": lambda: driver,
+            "nvidia_smi": lambda *arguments: topology,
+            "cuda_wheels": lambda: wheels or {"jax-cuda13-plugin": "0.10.2", "nvidia-nccl-cu13": "2.29.7"},
+            "shared_libraries": lambda: shared or {},
+        }
+        for function, fake in fakes.items():
+            monkeypatch.setattr(environment, function, fake)
+        monkeypatch.setattr(doctor, "ask", {"JAX": jax, "torch": torch}.get)
+        return list(doctor.examine())
+
+    return report
+
+
+def wrong(lines):
+    return [(line.status, line.subject, line.advice) for line in lines if line.status != OK]
+
+
+def test_a_machine_on_which_all_is_well(machine):
+    lines = machine()
+    assert wrong(lines) == []
+    said = {line.subject: line.found for line in lines}
+    assert said["driver"] == "NVIDIA 580.65.06"
+    assert said["GPUs"] == f"8 x {H100}, h100 in inspect and plan"
+    assert said["JAX"] == f"0.10.2 on 8 x {H100}"
+    assert said["torch"] == f"2.13.0 on 8 x {H100}, nccl 2.29.7"
+    assert said["libraries"] == "nvidia-nccl-cu13 2.29.7"
+    assert said["topology"] == "NV18 between all GPUs"
+
+
+CPU = {"version": "0.10.2", "platform": "cpu", "devices": ["cpu"], "cuda": []}
+NCCLS = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
+
+
+@pytest.mark.parametrize(
+    ("changed", "status", "subject", "advice"),
+    [
+        ({"jax": CPU}, FAIL, "JAX", "it finds none of 8 GPUs: install .[cuda13]"),
+        ({"jax": CPU, "driver": "550.54"}, FAIL, "JAX", "it finds none of 8 GPUs: install .[cuda12]"),
+        ({"jax": CPU | {"cuda": [13]}, "driver": "550.54"}, FAIL, "JAX",
+         "CUDA 13 needs a driver from 580 on: install .[cuda12]"),
+        ({"torch": "No module named 'torch'"}, NOTE, "torch", "torchref needs it: install .[torch]"),
+        ({"jax": "CUDA_ERROR_DEVICE_UNAVAILABLE"}, FAIL, "JAX",
+         "JAX must start here: reinstall it, or end what holds the GPUs"),
+        ({"jax": JAX | {"devices": [H100]}}, NOTE, "JAX", "there are 8 GPUs"),
+        ({"jax": JAX | {"cuda": [12]}}, NOTE, "libraries", "compare them on one: install .[cuda12] or .[cuda13]"),
+        ({"shared": {NCCLS: "libnccl.so.2"}}, FAIL, "libraries", "install .[cuda12] or .[cuda13] anew"),
+        ({"wheels": {"jax-cuda12-plugin": "1", "jax-cuda13-plugin": "1"}}, FAIL, "libraries",
+         "which one JAX starts is chance: beside .[cuda13] install test-gpu in place of test and targets"),
+        ({"topology": PCIE}, NOTE, "topology",
+         "give inspect their speed: --network-gb-per-s; some GPUs are joined by the link between processors"),
+        ({"topology": None}, NOTE, "topology", "see whether the GPUs are joined by NVLink"),
+        ({"name": "NVIDIA L40S"}, NOTE, "GPUs", "not simulated: its numbers are none of h100, h200, a100, b200, v5p"),
+        ({"mode": "Prohibited"}, FAIL, "GPUs", "no program may use them: nvidia-smi -c DEFAULT"),
+        ({"mode": "Exclusive_Process"}, NOTE, "GPUs", "a GPU takes one process at a time"),
+        ({"num_gpus": 1, "free": 8}, NOTE, "memory",
+         "other processes hold some of it (GPU 0: 8.0 GiB free): nvidia-smi names them"),
+        ({"num_gpus": 0}, FAIL, "GPUs", "nvidia-smi must list them: is it installed, and does it run?"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_has_a_line_with_what_to_do(changed, status, subject, advice, machine):
+    assert wrong(machine(**changed)) == [(status, subject, advice)]
+
+
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "GROUP_WORLD_SIZE": "2"}
+OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in
+            {"RANK": 0, "SIZE": 2, "LOCAL_RANK": 0, "LOCAL_SIZE": 2}.items()}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("variables", "status", "subject", "advice"),
+    [
+        ({"RANK": "0"}, FAIL, "job", "WORLD_SIZE, MASTER_ADDR, MASTER_PORT must be set, as RANK is: torchrun sets all"),
+        (TORCHRUN, FAIL, "port", "other hosts cannot reach it: set MASTER_ADDR"),
+        (TORCHRUN | {"MASTER_ADDR": "no-such-host.invalid"}, FAIL, "port",
+         "set MASTER_ADDR to one that every host knows"),
+        ({"NCCL_SOCKET_IFNAME": "=eth77"}, FAIL, "interface", "no such interface, there are "),
+        ({"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}, NOTE, "variable", "torch multiplies float32 in TF32 whatever a "),
+    ],
+)  # fmt: skip
+def test_what_the_environment_breaks(variables, status, subject, advice, machine, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    ((found, where, what),) = wrong(machine())
+    assert (found, where) == (status, subject) and what.startswith(advice)
+
+
+def test_a_port_that_is_taken(machine, monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for name, value in (OPEN_MPI | {"MASTER_PORT": port}).items():
+            monkeypatch.setenv(name, value)
+        assert wrong(machine()) == [(FAIL, "port", "set MASTER_PORT to a free one")]
+
+
+@pytest.mark.smoke
+def test_this_machine_is_reported_by_processes_that_end():
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "NCCL_DEBUG": "WARN"}
+    command = [sys.executable, "-m", "jaxddp", "doctor", "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    lines = json.loads(done.stdout)
+    assert done.returncode == int(any(line["status"] == FAIL for line in lines))
+    of = {line["subject"]: line for line in lines}
+    assert of["JAX"]["status"] == OK and of["JAX"]["found"].endswith(" x cpu")
+    assert any(line["found"] == "NCCL_DEBUG=WARN" and line["status"] == OK for line in lines)
+
+
+def test_a_framework_that_ends_with_an_error_is_quoted(monkeypatch):
+    monkeypatch.setitem(doctor._ASK, "JAX", "import sys; sys.exit('RuntimeError: no driver')")
+    assert doctor.ask("JAX") == "RuntimeError: no driver"
+    monkeypatch.setitem(doctor._ASK, "JAX", "import time; time.sleep(60)")
+    monkeypatch.setattr(doctor, "_TIMEOUT_S", 0.5)
+    assert doctor.ask("JAX") == "gives no answer within 0 s"
