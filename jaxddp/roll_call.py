@@ -10,7 +10,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .job import Job
@@ -43,6 +43,35 @@ def roll_call(job: Job, alike: Mapping[str, Any], devices: list[str], timeout_s:
         _answer(job, said, deadline, timeout_s)
     else:
         _report(job, said, deadline, timeout_s)
+
+
+def disagreement(said: Sequence[Mapping[str, Any]], who: str = "process", numbers: Sequence[int] | None = None) -> str:
+    """Compares what processes bring.
+
+    Args:
+        said: By process, entries that must be the same in all; JSON values.
+        who: What a process is called.
+        numbers: Of the processes; from 0 if None.
+
+    Returns:
+        One line about the first entry that differs, which names all processes that differ from the first; empty if
+        none does.
+
+    Example:
+        >>> disagreement([{"jax": 1}, {"jax": 2}, {"jax": 2}])
+        'jax (=2 in process 1, 2) must be 1, as in process 0'
+    """
+    numbers = range(len(said)) if numbers is None else numbers
+    for name in dict.fromkeys(name for one in said for name in one):
+        expected, *others = (one.get(name, "absent") for one in said)
+        unlike: dict[str, list[str]] = {}
+        for number, value in zip(numbers[1:], others, strict=True):
+            if value != expected:
+                unlike.setdefault(repr(value), []).append(str(number))
+        if unlike:
+            found = "; ".join(f"{value} in {who} {', '.join(where)}" for value, where in unlike.items())
+            return f"{name} (={found}) must be {expected!r}, as in {who} {numbers[0]}"
+    return ""
 
 
 def _answer(job: Job, said: dict[str, Any], deadline: float, timeout_s: float) -> None:
@@ -133,11 +162,9 @@ def _read_line(connection: socket.socket) -> str:
 
 def _disagreement(said: list[dict[str, Any]]) -> str:
     """One line about the first thing in which processes disagree; empty if they agree."""
-    for other in said:
-        for name, value in said[0]["alike"].items():
-            if other["alike"].get(name) != value:
-                found = other["alike"].get(name)
-                return f"{name} (={found!r} in process {other['process_id']}) must be {value!r}, as in process 0"
+    numbers = [other["process_id"] for other in said]
+    if fault := disagreement([other["alike"] for other in said], numbers=numbers):
+        return fault
     takers: dict[tuple[str, str], int] = {}
     for other in said:
         for device in other["devices"]:

@@ -1,13 +1,21 @@
-"""Ranks whose modules differ when they are wrapped: refused in one line on every rank."""
+"""Ranks that differ in what they train: refused in one line on every rank, which names what and where."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+import torchref
 from torchref.late_parameters_test import model, wrap, wrappers
 
-CHANGES = ["layer", "shape", "dtype", "requires_grad", "order", "buffer"]
+CHANGES = {
+    "layer": "parameter 4 (='3.weight [2, 2] float32 trained' in rank 1) must be 'absent'",
+    "shape": "parameter 2 (='2.weight [3, 4] float32 trained' in rank 1) must be '2.weight [2, 4] float32 trained'",
+    "dtype": "parameter 2 (='2.weight [2, 4] float64 trained' in rank 1) must be '2.weight [2, 4] float32 trained'",
+    "requires_grad": "parameter 2 (='2.weight [2, 4] float32' in rank 1) must be '2.weight [2, 4] float32 trained'",
+    "order": "parameter 0 (='0.bias [4] float32 trained' in rank 1) must be '0.weight [4, 3] float32 trained'",
+    "buffer": "buffer 0 (='table [3] float32' in rank 1) must be 'absent'",
+}
 
 
 # On the ranks
@@ -35,6 +43,37 @@ def message_of(name, change):
     return ""
 
 
+def message_of_other_wrappers(change):
+    is_other = dist.get_rank() == 1
+    try:
+        if change == "strategy" and is_other:
+            torchref.FlatDDP(model())
+        elif change == "plan" and is_other:
+            torchref.BucketedDDP(model(), bucket_mb=1e-6)
+        elif change == "compression" and is_other:
+            torchref.BucketedDDP(model(), compression=torchref.communication.compression.bf16)
+        else:
+            net = torchref.BucketedDDP(model())
+            rows = 4 + (change in ("rows", "weighted")) * is_other
+            parts = 2 if change == "micro-batches" and is_other else 1
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+            def loss_fn(net, batch):
+                losses = net(batch["x"]).sum(1)
+                return torchref.Weighted(losses.sum(), torch.tensor(rows)) if change == "weighted" else losses.mean()
+
+            trainer = torchref.Trainer(loss_fn, optimizer, net, num_microbatches=parts)
+            before = net.module[0].weight.clone()
+            try:
+                trainer.step({"x": torch.ones(rows, 3)})
+            finally:
+                moved = not torch.equal(before, net.module[0].weight)
+                assert moved == (change == "weighted")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 # Tests
 
 
@@ -42,5 +81,22 @@ def message_of(name, change):
 @wrappers
 def test_modules_that_differ_are_refused(ranks, name, change):
     for message in ranks.run(message_of, name, change, num_ranks=2):
-        assert "must be the same on every rank" in message
-        assert "\n" not in message
+        assert message == f"{CHANGES[change]}, as in rank 0"
+
+
+OTHERS = {
+    "strategy": "strategy (='FlatDDP' in rank 1) must be 'BucketedDDP', as in rank 0",
+    "compression": "compression (='bf16' in rank 1) must be 'none', as in rank 0",
+    "plan": "plan (='4 buckets, checksum ",
+    "micro-batches": "num_microbatches (=2 in rank 1) must be 1, as in rank 0",
+    "rows": "batch (='5 examples' in rank 1) must be '4 examples', as in rank 0, unless loss_fn returns Weighted: the "
+    "mean of means would be another",
+    "weighted": "",
+}
+
+
+@pytest.mark.parametrize("change", OTHERS)
+def test_wrappers_trainers_and_batches_that_differ_are_refused(ranks, change):
+    for message in ranks.run(message_of_other_wrappers, change, num_ranks=2):
+        assert message.startswith(OTHERS[change])
+        assert bool(message) == bool(OTHERS[change]) and "\n" not in message

@@ -23,8 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from jaxddp import __version__
 from jaxddp.communication.buckets import BucketMb, BucketPlan, TensorSpec
 
+from .agreement import check_alike
 from .clipping import clip_to_norm_, global_norm, sharded_norm
 from .communication.buffers import check_dense, tensor_spec
 from .communication.collectives import broadcast
@@ -75,7 +77,8 @@ class DataParallel(nn.Module, abc.ABC):
 
         Raises:
             ValueError: If there is no process group yet, nothing to train, the module is wrapped or sharded already,
-                ranks have modules of other parameters or buffers, or ``order`` names other parameters.
+                ranks have other versions, strategies, parameters, buffers or plans, or ``order`` names other
+                parameters.
         """
         if not dist.is_initialized():
             raise ValueError(
@@ -92,7 +95,9 @@ class DataParallel(nn.Module, abc.ABC):
         self.memory: dict[str, Memory] = {}
         self._sync = True
         if self.num_ranks > 1:
-            _check_alike(module, process_group)
+            versions = {"torchref": __version__, "torch": torch.__version__}
+            chosen = {"strategy": type(self).__name__, "compression": compression.name}
+            check_alike(versions | chosen | _describe(module), process_group)
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not trained:
             raise ValueError(
@@ -105,6 +110,9 @@ class DataParallel(nn.Module, abc.ABC):
             raise ValueError(f"order must name each trainable parameter once; {wrong[0]!r} is not")
         specs = [tensor_spec(name, trained[name]) for name in names]
         self.plan = make_plan(specs if self.num_ranks > 1 else ())  # one rank communicates nothing
+        if self.num_ranks > 1:
+            checksum = zlib.crc32(repr(self.plan).encode())
+            check_alike({"plan": f"{len(self.plan.buckets)} buckets, checksum {checksum:08x}"}, process_group)
         self._bucket_of = {t.name: i for i, bucket in enumerate(self.plan.buckets) for t in bucket.tensors}
         with torch.no_grad():
             for tensor in [*module.parameters(), *module.buffers()]:
@@ -449,18 +457,11 @@ def _ready_hook(wrapper: weakref.ref[DataParallel], name: str) -> Callable[[torc
     return hook
 
 
-def _check_alike(module: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Refuses modules that differ between ranks: collectives would hang, or mix one parameter with another."""
-    said = [
-        (name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
-        for name, tensor in (*module.named_parameters(), *module.named_buffers())
-    ]
-    digest = zlib.crc32(repr(said).encode())
-    device = next(module.parameters(), torch.empty(0)).device
-    largest = torch.tensor([digest, -digest], device=device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)  # not counted with the gradients
-    if largest.sum() != 0:
-        raise ValueError(
-            f"module (={type(module).__name__}) must be the same on every rank: names, order, shapes, dtypes or"
-            " requires_grad of its parameters or buffers differ"
-        )
+def _describe(module: nn.Module) -> dict[str, str]:
+    """What must be alike on every rank: names, order, shapes and dtypes, and which parameters are trained."""
+    said = {
+        f"{kind} {index}": f"{name} {[*tensor.shape]} {tensor.dtype}{' trained' if tensor.requires_grad else ''}"
+        for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers()))
+        for index, (name, tensor) in enumerate(tensors)
+    }
+    return {name: text.replace("torch.", "") for name, text in said.items()}

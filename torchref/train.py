@@ -20,6 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from jaxddp.roll_call import disagreement
+
+from .agreement import check_alike
 from .clipping import clip_to_norm_, global_norm
 from .loss import Part, as_part
 from .strategy import DataParallel
@@ -71,6 +74,7 @@ class Trainer:
         self.max_grad_norm = max_grad_norm
         self._parallel = net if isinstance(net, DataParallel) else None
         self.num_ranks = self._parallel.num_ranks if self._parallel else 1
+        self._agreed = self.num_ranks == 1
 
     def step(self, batch: Batch) -> dict[str, float]:
         """Takes one training step.
@@ -79,9 +83,14 @@ class Trainer:
             ``"loss"``, the global mean before the update; ``"grad_norm"``, of the averaged gradient before clipping.
 
         Raises:
-            ValueError: If the batch cannot be split into micro-batches, or the loss is not a scalar.
+            ValueError: If the batch cannot be split into micro-batches, the loss is not a scalar, ranks have other
+                options, or they have unequally many examples and the loss is no ``Weighted``.
         """
         if self._parallel is not None:
+            if not self._agreed:
+                options = {"num_microbatches": self.num_microbatches, "max_grad_norm": self.max_grad_norm}
+                check_alike(options, self._parallel.process_group)
+                self._agreed = True
             self._parallel.on_train_batch_start()
         self.net.zero_grad(set_to_none=True)
         parts = []
@@ -96,7 +105,7 @@ class Trainer:
                 part = as_part(self.loss_fn(self.net, local_rows(batch, index, self.num_microbatches)))
                 part.total.backward()
             parts.append(Part(part.total.detach(), part.weight))
-        summed = self._sum_parts(parts)
+        summed = self._sum_parts(parts, rows)
         num_parts = self.num_ranks * self.num_microbatches
         weight = float(num_parts if summed.weight is None else summed.weight)
         memory = self._parallel.memory if self._parallel is not None else {}
@@ -133,14 +142,25 @@ class Trainer:
     def _communicate_only_if(self, last: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if last or self._parallel is None else self._parallel.no_sync()
 
-    def _sum_parts(self, parts: list[Part]) -> Part:
-        """Sums totals and weights over micro-batches and ranks, in one all-reduce."""
+    def _sum_parts(self, parts: list[Part], rows: int) -> Part:
+        """Sums totals and weights over micro-batches and ranks, in one all-reduce.
+
+        Raises:
+            ValueError: If the totals are means of unequally many rows.
+        """
         dtype = torch.promote_types(parts[0].total.dtype, torch.float32)
         totals = torch.stack([part.total for part in parts]).to(dtype).sum()
         weights = [part.weight.to(totals) for part in parts if part.weight is not None]
         sums = torch.stack([totals, torch.stack(weights).sum() if weights else torch.zeros_like(totals)])
         if self._parallel is not None and self.num_ranks > 1:
-            dist.all_reduce(sums, group=self._parallel.process_group)  # not recorded: it carries no gradients
+            group = self._parallel.process_group
+            rows_of_rank = sums.new_zeros(self.num_ranks)
+            rows_of_rank[dist.get_rank(group)] = rows
+            sums = torch.cat([sums, rows_of_rank])
+            dist.all_reduce(sums, group=group)  # not recorded: it carries no gradients
+            counts = [{"batch": f"{count:.0f} examples"} for count in sums[2:].tolist()]
+            if not weights and (fault := disagreement(counts, "rank")):
+                raise ValueError(f"{fault}, unless loss_fn returns Weighted: the mean of means would be another")
         return Part(sums[0], sums[1] if weights else None)
 
 

@@ -28,6 +28,7 @@ from ..models import build
 from ..process import local_rows, start_process
 from ..registry import STRATEGIES, make_strategy
 from ..strategy import Strategy
+from ..training.agreement import check_alike
 from ..training.allocator import keep_freed_memory
 from ..training.clock import stopwatch, summarize
 from ..training.data import Batch, Corpus
@@ -66,6 +67,7 @@ def train(
     mesh = _start_ranks(options)
     process, num_processes = jax.process_index(), jax.process_count()  # a process reads its own rows of a batch
     options.check_batch_size(int(mesh.size))
+    check_alike(options.fingerprint() | {"text_bytes": corpus.num_bytes, "text_crc32": corpus.crc32})
 
     loss_fn, params = build(options.model, seed=options.seed)
     if options.weights is not None:

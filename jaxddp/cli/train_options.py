@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from ..sizes import SIZES, TransformerConfig
 
@@ -88,6 +89,10 @@ class TrainOptions:
                 f"batch_size (={self.batch_size}) must be divisible by devices x microbatches "
                 f"(={num_ranks} x {self.microbatches})"
             )
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The options that must be alike in all processes of a run: all but paths, which hosts may name otherwise."""
+        return {name: value for name, value in asdict(self).items() if name not in ("data", "weights", "checkpoint")}
 
     @property
     def config(self) -> TransformerConfig:

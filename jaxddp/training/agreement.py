@@ -1,4 +1,7 @@
-"""Processes agree on the shapes of their batches, through the key-value store of ``jax.distributed``.
+"""Processes agree on what they train and on their batches, through the key-value store of ``jax.distributed``.
+
+Programs that differ would wait for each other in their collectives. So what must be alike is compared before the first
+one: the model when a state is made, the batch and its plan before a step is compiled for it.
 
 A process with a batch of new shapes publishes them, and reads those of the others before it compiles. One of the others
 may have gone on with the old shapes and be blocked in a collective, so a thread in each process polls once a second and
@@ -11,14 +14,18 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import itertools
+import json
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 from jax._src import distributed  # the store has no public name
+
+from ..roll_call import disagreement
 
 _TIMEOUT_S = 3600  # for a process that neither comes nor goes on
 _POLL_S = 1.0
@@ -27,7 +34,7 @@ _POLL_S = 1.0
 class Agreement:
     """This process's part in the agreement, for the batches of all its trainers.
 
-    Key ``jaxddp/batch/r/PROCESS`` holds, for round r, the number and shapes of the process's batch.
+    Key ``jaxddp/batch/r/PROCESS`` holds, for round r, the number, shapes and plan of the process's batch.
     """
 
     def __init__(self, client: Any) -> None:
@@ -42,27 +49,27 @@ class Agreement:
         atexit.register(thread.join, 10 * _POLL_S)  # atexit runs the last one first
         atexit.register(self._stop.set)
 
-    def check(self, shapes: Any, describe: Callable[[], str], known: dict[Any, str]) -> None:
-        """Counts a batch; if its shapes are new, compares them with those of the other processes.
+    def check(self, shapes: Any, describe: Callable[[], dict[str, str]], known: dict[Any, dict[str, str]]) -> None:
+        """Counts a batch; if its shapes are new, compares them and the plan with those of the other processes.
 
         Args:
             shapes: Hashable.
-            describe: Gives them as text.
-            known: Shapes that were agreed on, with their text; updated here.
+            describe: Describes them under ``"batch"``, and what else must be alike.
+            known: Shapes that were agreed on, with their description; updated here.
 
         Raises:
-            ValueError: If another process has other shapes, or does not come.
+            ValueError: If another process has others, or does not come.
         """
+        description = known.get(shapes) or describe()
         with self._lock:
             self._number += 1
             self._is_asking = shapes not in known
-            description = describe() if self._is_asking else known[shapes]
-            self._said = f"batch {self._number} is {description}"
+            self._said = json.dumps({**description, "batch": f"number {self._number}, {description['batch']}"})
         if self._is_asking:
             try:
                 self._compare()
-            except ValueError:
-                atexit.register(self._leave, self._round, self._number)  # before jax.distributed's shutdown
+            except ValueError as error:
+                atexit.register(self._leave, self._round, self._number, str(error))  # before jax.distributed's shutdown
                 raise
             finally:
                 self._round, self._is_asking = self._round + 1, False
@@ -71,17 +78,7 @@ class Agreement:
     def _compare(self) -> None:
         with contextlib.suppress(RuntimeError):  # another process was first
             self._client.key_value_set(self._key("first"), str(self._number))
-        self._client.key_value_set(self._key(self._process), self._said)
-        for process in range(jax.process_count()):
-            try:
-                said = self._client.blocking_key_value_get(self._key(process), 1000 * _TIMEOUT_S)
-            except RuntimeError as error:
-                said = f"none has come in {_TIMEOUT_S} s: {str(error).splitlines()[0]}"
-            if said != self._said:
-                raise ValueError(
-                    "batch must be alike in all processes, with the same names, dtypes and shapes: in process"
-                    f" {self._process}, {self._said}, and in process {process}, {said}"
-                )
+        _compare(self._client, f"jaxddp/batch/{self._round}", self._said)
 
     def _watch(self) -> None:
         while not self._stop.wait(_POLL_S):
@@ -95,16 +92,15 @@ class Agreement:
                     self._round += 1
             for number in self._answered:
                 if (left := self._get(f"jaxddp/batch/{number}/left")) is not None:
-                    line = f"jaxddp: process {self._process} ended, because {left}"
+                    line = f"jaxddp: process {self._process} ended: {left}"
                     print(line, file=sys.stderr, flush=True)
                     jax.distributed.shutdown()  # for which the other process waits
                     os._exit(1)  # the main thread waits for the other process in a collective
 
-    def _leave(self, number: int, batch: int) -> None:
+    def _leave(self, number: int, batch: int, reason: str) -> None:
         """Ends processes that wait for this one in a collective, unless it has gone on."""
         if batch == self._number:
             with contextlib.suppress(RuntimeError):
-                reason = f"in process {self._process}, {self._said}, unlike its own"
                 self._client.key_value_set(f"jaxddp/batch/{number}/left", reason, allow_overwrite=True)
 
     def _get(self, key: str) -> str | None:
@@ -124,7 +120,37 @@ def agreement() -> Agreement:
     Raises:
         ValueError: If it has not joined a job.
     """
+    return Agreement(_client())
+
+
+def check_alike(alike: Mapping[str, Any]) -> None:
+    """Compares entries that must be the same in all processes; every process calls it, as often as the others.
+
+    Raises:
+        ValueError: If one differs, in every process; the line names the first such entry and the processes.
+    """
+    if jax.process_count() > 1:
+        _compare(_client(), f"jaxddp/alike/{next(_calls)}", json.dumps(alike))
+
+
+_calls = itertools.count()
+
+
+def _client() -> Any:
     client = distributed.global_state.client
     if client is None:
         raise ValueError("several processes must join a job before they train: call jaxddp.start_process")
-    return Agreement(client)
+    return client
+
+
+def _compare(client: Any, key: str, said: str) -> None:
+    client.key_value_set(f"{key}/{jax.process_index()}", said)
+    everyone = []
+    for process in range(jax.process_count()):
+        try:
+            everyone.append(json.loads(client.blocking_key_value_get(f"{key}/{process}", 1000 * _TIMEOUT_S)))
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"process {process} must come within {_TIMEOUT_S} s: {reason}") from error
+    if fault := disagreement(everyone):
+        raise ValueError(fault)

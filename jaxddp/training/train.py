@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import warnings
+import zlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,12 +20,13 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from .. import __version__
 from ..communication.buckets import BucketPlan
 from ..loss import partial_loss
 from ..strategy import GradientTrace, Strategy
 from ..tree import check_params, named_leaves
-from .agreement import agreement
-from .placement import check_alike, describe, from_first_process, full_arrays, place, place_by_rank
+from .agreement import agreement, check_alike
+from .placement import describe, from_first_process, full_arrays, place, place_by_rank
 from .programs import Programs, StepFunction
 from .state_layout import StateLayout
 from .step import RankStep
@@ -139,7 +142,7 @@ class Trainer:
         )
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._by_rank = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-        self._agreed: dict[Any, str] = {}  # shapes of batches that all processes have
+        self._agreed: dict[Any, dict[str, str]] = {}  # shapes of batches that all processes have
         self._programs = Programs(self._rank_step, mesh)
 
     def with_strategy(self, strategy: Strategy, mesh: Mesh | AbstractMesh | None = None) -> Trainer:
@@ -160,14 +163,14 @@ class Trainer:
 
         Raises:
             ValueError: If there are no arrays, a trainable one is not of a floating dtype, the optimizer is not
-                element-wise where its state is sharded, the mesh is a target's, or processes have other parameters by
-                name, shape or dtype.
+                element-wise where its state is sharded, the mesh is a target's, or processes differ in versions,
+                options, strategy or parameters by name, shape or dtype.
         """
         self._check_devices("init", "abstract_state")
         check_params(params, self._rank_step.trainable)
         _warn_of_narrow(params, self._rank_step.trainable, self.strategy.precision.master_dtype)
         if jax.process_count() > 1:
-            check_alike("params", params)
+            check_alike(self._fingerprint() | {f"parameter {name!r}": text for name, text in describe(params).items()})
             params, seed = from_first_process((params, seed))
         layout = self._programs.describe(params)
         params = place(params, layout.params, self.mesh)
@@ -207,13 +210,13 @@ class Trainer:
         Raises:
             FloatingPointError: If loss or gradient are not finite and ``nonfinite="raise"``, which names the leaves of
                 the state that no longer are; or ``nonfinite="skip"`` after ``max_skips`` skipped steps in a row.
-            ValueError: If the batch cannot be split over ranks and micro-batches, the loss is not a scalar, or the mesh
-                is a target's.
+            ValueError: If the batch cannot be split over ranks and micro-batches, the loss is not a scalar, the mesh is
+                a target's, or processes have batches of other shapes or other plans.
         """
         self._check_devices("step", "compile")
         check_alive(state)
         state = as_arrays(state)
-        batch = self._place(batch, self.num_microbatches)
+        batch = self._place(batch, self.num_microbatches, state)
         result = self._programs.step(state, batch)(state, batch)
         if self._programs.platform == "cpu":
             # With more simulated devices than cores, steps that run ahead time out in XLA's rendezvous and abort.
@@ -346,11 +349,44 @@ class Trainer:
         is_finite = check(floats)
         return [name for name in floats if not is_finite[name]]
 
-    def _place(self, batch: Any, num_microbatches: int) -> Any:
+    def _fingerprint(self) -> dict[str, Any]:
+        """What must be alike in all processes, apart from parameters and batches."""
+        return {
+            "jaxddp": __version__,
+            "jax": jax.__version__,
+            "strategy": self.strategy.name,
+            "compression": self.strategy.compression.name,
+            "num_ranks": self.num_ranks,
+            "num_microbatches": self.num_microbatches,
+            "max_grad_norm": self._arguments["max_grad_norm"],
+            "nonfinite": self._nonfinite,
+            "grad_dtype": str(self._arguments["grad_dtype"]),
+        }
+
+    def _describe(self, held: Any, num_microbatches: int, state: TrainState | None) -> dict[str, str]:
+        """This process's batch and, if there is a state to train, the plan of the step."""
+        said = {"batch": ", ".join(f"{name} {text}" for name, text in describe(held).items())}
+        if state is not None:
+            count = jax.process_count()
+            batch = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(
+                    leaf.shape if _is_global(leaf) else (*(rows * count for rows in leaf.shape[:1]), *leaf.shape[1:]),
+                    leaf.dtype,
+                ),
+                held,
+            )
+            with contextlib.suppress(ValueError):  # raised again once all processes have come
+                check_batch(batch, self.num_ranks, num_microbatches)
+                plan = self.plan(state, batch)
+                said["plan"] = f"{len(plan.buckets)} buckets, checksum {zlib.crc32(repr(plan).encode()):08x}"
+        return said
+
+    def _place(self, batch: Any, num_microbatches: int, state: TrainState | None = None) -> Any:
         if jax.process_count() > 1:
             held = jax.tree.map(lambda leaf: leaf if _is_global(leaf) else np.asarray(leaf), batch)
             # With another number of examples in each process, the mean over ranks would be one of unlike means.
-            agreement().check(signature(held), lambda: describe(held), self._agreed)
+            key = signature(held), state is None
+            agreement().check(key, lambda: self._describe(held, num_microbatches, state), self._agreed)
             make = partial(jax.make_array_from_process_local_data, self._by_rank)
             batch = jax.tree.map(lambda leaf: leaf if _is_global(leaf) else make(leaf), held)
         check_batch(batch, self.num_ranks, num_microbatches)

@@ -1,5 +1,6 @@
-"""Processes that are given parameters or batches of other shapes: each refuses them in one line."""
+"""Processes that are given other parameters, strategies or batches: each refuses them in one line."""
 
+import re
 import subprocess
 import sys
 import time
@@ -17,12 +18,17 @@ address, process_id, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 jaxddp.start_process(address, 2, process_id)
 
 def loss_fn(params, batch):
-    return jnp.mean((batch["x"] @ params["w"]) ** 2)
+    return jnp.mean((batch["x"] @ params["w"] + params["b"][0]) ** 2)
 
-trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), jaxddp.bucketed(), jaxddp.data_mesh())
-params = {"w": np.ones((3, 2 + process_id if kind == "shape" else 2), "f4")}
+strategy = jaxddp.bucketed()
+if process_id and kind == "strategy":
+    strategy = jaxddp.zero1()
+if process_id and kind == "plan":
+    strategy = jaxddp.bucketed(bucket_mb=1e-6)
+trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), strategy, jaxddp.data_mesh())
+params = {"w": np.ones((3, 2 + process_id if kind == "shape" else 2), "f4"), "b": np.zeros((2,), "f4")}
 if kind == "name" and process_id:
-    params = {"w": params["w"], "v": params["w"]}
+    params |= {"v": params["w"]}
 try:
     state = trainer.init(params)
     rows = 4 + 4 * process_id if kind == "rows" else 4
@@ -42,13 +48,20 @@ except ValueError as error:
 """
 
 
-@pytest.mark.parametrize(
-    ("kind", "what"), [("shape", "params"), ("name", "params"), ("rows", "batch"), ("none", ""), ("short", "")]
-)
-def test_they_are_refused(kind, what):
+REFUSED = {
+    "strategy": "strategy (='zero1' in process 1) must be 'bucketed', as in process 0",
+    "name": "parameter 'v' (='[3, 2] float32' in process 1) must be 'absent', as in process 0",
+    "shape": "parameter 'w' (='[3, 3] float32' in process 1) must be '[3, 2] float32', as in process 0",
+    "rows": "batch (='number 1, x [8, 3] float32' in process 1) must be 'number 1, x [4, 3] float32', as in process 0",
+    "plan": r"plan (='2 buckets, checksum \w+' in process 1) must be '1 buckets, checksum \w+', as in process 0",
+}
+
+
+@pytest.mark.parametrize("kind", [*REFUSED, "none", "short"])
+def test_they_are_refused(kind):
+    expected = REFUSED.get(kind, "loss 9.0").replace("(", r"\(").replace(")", r"\)")
     for output in run_workers(WORKER, 2, kind):
-        expected = f"{what} must be alike in all processes" if what else "loss 9.0"
-        assert expected in output
+        assert re.fullmatch(expected.replace("[", r"\[").replace("]", r"\]"), output)
 
 
 @pytest.mark.parametrize("other", [0, 1])
@@ -65,8 +78,8 @@ def test_a_batch_that_changes_in_one_process_ends_all_within_seconds(other):
         for process in processes:
             process.kill()
     assert time.monotonic() - start < 60  # most of which starts JAX
-    rule = "batch must be alike in all processes, with the same names, dtypes and shapes"
-    what = f"in process {other}, batch 2 is x [7, 3] float32"
-    assert f"ValueError: {rule}: {what}, and in process {1 - other}, batch 2 is x [4, 3] float32" in errors[other]
-    assert f"jaxddp: process {1 - other} ended, because {what}, unlike its own" in errors[1 - other]
+    unlike, usual = (f"number 2, x [{rows}, 3] float32" for rows in ((7, 4) if other else (4, 7)))
+    fault = f"batch (='{unlike}' in process 1) must be '{usual}', as in process 0"
+    assert f"ValueError: {fault}" in errors[other]
+    assert f"jaxddp: process {1 - other} ended: {fault}" in errors[1 - other]
     assert [process.returncode for process in processes] == [1, 1]

@@ -22,6 +22,7 @@ from jaxddp.job import find_job
 from jaxddp.training import data
 from jaxddp.training.clock import stopwatch, summarize
 
+from ..agreement import check_alike
 from ..communication.collectives import record
 from ..communication.compression import make_compression
 from ..interop import from_numpy
@@ -50,6 +51,7 @@ def train(
     device = _start_ranks(options)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     options.check_batch_size(num_ranks)
+    check_alike(options.fingerprint() | {"text_bytes": corpus.num_bytes, "text_crc32": corpus.crc32})
 
     module = build(options.model, seed=options.seed)
     if options.weights is not None:

@@ -27,13 +27,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..agreement import check_alike
 from ..communication.collectives import broadcast
 from .optimizers import as_groups, as_list, check_marks, rank_marks
 
@@ -179,14 +179,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _check_agreement(self) -> None:
         """Ranks that list different parameters would broadcast one into another."""
-        names = [group.get("param_names") for group in self.param_groups]
-        owned = [(tuple(p.shape), str(p.dtype), owner) for p, owner in self._owner.items()]
-        digest = zlib.crc32(repr((names, owned)).encode())
-        device = next(iter(self._owner), torch.empty(0)).device
-        largest = torch.tensor([digest, -digest], device=device)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.process_group)  # not recorded: it carries no parameters
-        if largest.sum() != 0:
-            raise ValueError("params must be the same on every rank, in the same order: names, shapes or dtypes differ")
+        names = {f"names of group {i}": group.get("param_names") for i, group in enumerate(self.param_groups)}
+        owned = {
+            f"parameter {i}": f"{[*p.shape]} {p.dtype} of rank {owner}"
+            for i, (p, owner) in enumerate(self._owner.items())
+        }
+        check_alike(names | owned, self.process_group)
         self._agreed = True
 
     def _local_group(self, group: dict[str, Any]) -> dict[str, Any]:
