@@ -1,8 +1,13 @@
-"""One script under each launcher, run for real: the weights are those of single-process training."""
+"""What docs/clusters.md says to run, run for real: a script and both ``train`` commands under each launcher.
+
+A script ends with the weights of single-process training, and ``train`` prints its losses.
+"""
 
 import json
 import os
+import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +19,9 @@ import pytest
 import jaxddp
 import jaxddp.checkpoint.interop
 from jaxddp.checkpoint.checkpoints import Checkpoints
+from jaxddp.checkpoint.weights import export_weights
+from jaxddp.cli.train_options import TrainOptions
+from jaxddp.models import build
 
 from . import jax_side, torch_side
 from .inputs import largest_difference
@@ -21,27 +29,70 @@ from .job_script import CASE
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 180
-PYTHON = sys.executable
+# The first words of each launcher's block of docs/clusters.md.
 LAUNCHERS = {
-    "torchrun": [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
-    "Open MPI": ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", PYTHON],
-    "SLURM": ["srun", "-N2", "-n2", PYTHON],
-    "jaxddp": [PYTHON, "-m", "jaxddp", "launch", "--ranks=2"],
+    "torchrun": "torchrun --standalone",
+    "two agents": "torchrun --nnodes=2",
+    "SLURM": "#!/bin/bash",
+    "Open MPI": "mpirun",
+    "SSH": "for rank",
+    "launch": "python3 -m jaxddp launch",
 }
+SAID = {"two agents": "torchrun", "SSH": "torchrun", "launch": "torchrun"}  # what a process finds
+ON_TWO_HOSTS = ("two agents", "SLURM", "SSH")
+MARKS = {"SLURM": [pytest.mark.slurm], "Open MPI": [pytest.mark.mpi]}
 
 
-def environment():
+def block(launcher):
+    """The launcher's commands, with an address of this machine."""
+    page = (ROOT / "docs" / "clusters.md").read_text()
+    (found,) = re.findall(rf"^```sh\n({re.escape(LAUNCHERS[launcher])}.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return found.replace("10.0.0.1", "127.0.0.1").replace("29500", str(probe.getsockname()[1]))
+
+
+def environment(folder):
+    """That of a user who has activated Python's environment; ``ssh`` is a local shell."""
+    programs = folder / "programs"
+    programs.mkdir(exist_ok=True)
+    (programs / "ssh").write_text('#!/bin/sh\nshift\nexec sh -c "$*"\n')
+    (programs / "ssh").chmod(0o755)
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return kept | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
+    quiet = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    open_mpi = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    open_mpi["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
+    return kept | quiet | open_mpi | {"PATH": path, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
 
 
-def run(command, folder, **more):
-    """Runs a command to its end; its output stands in the error if it fails."""
-    found = subprocess.run(
-        command, cwd=folder, env=environment() | more, capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-    assert found.returncode == 0, found.stdout + found.stderr
-    return found.stdout + found.stderr
+def run(launcher, commands, folder, variables):
+    """Runs a launcher's commands to their end; their output stands in the error if they fail."""
+    if launcher == "SLURM":
+        (folder / "job.sh").write_text(commands)
+        started = [["sbatch", "--wait", "--output=job.out", "job.sh"]]
+    else:
+        started = [["bash", "-c", commands]] * (2 if launcher == "two agents" else 1)
+    processes = [
+        subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environment(folder) | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for command in started
+    ]
+    try:
+        output = "".join(process.communicate(timeout=TIMEOUT_S)[0] for process in processes)
+    finally:
+        for process in processes:
+            process.terminate()  # not killed: launchers end what they have started
+    if (folder / "job.out").exists():
+        output += (folder / "job.out").read_text()
+    assert [process.returncode for process in processes] == [0] * len(processes), output
+    return output
 
 
 @pytest.fixture(scope="session")
@@ -66,7 +117,7 @@ def slurm(tmp_path_factory):
 
 @pytest.fixture
 def launcher(request):
-    """A launcher's command and the variables that it needs."""
+    """A launcher and the variables that it needs."""
     if request.param == "SLURM":
         return request.param, request.getfixturevalue("slurm")
     if request.param == "Open MPI" and not shutil.which("mpirun"):
@@ -74,34 +125,30 @@ def launcher(request):
     return request.param, {}
 
 
-MARKS = {"SLURM": [pytest.mark.slurm], "Open MPI": [pytest.mark.mpi]}
-QUICK = {("jaxddp", "SLURM"), ("jaxddp", "torchrun"), ("torchref", "Open MPI")}
+def under_each_launcher(*quick):
+    """Both frameworks under each launcher; all but the quick ones behind the mark ``full``."""
+    both = [(framework, name) for framework in ("jaxddp", "torchref") for name in LAUNCHERS]
+    marked = [
+        pytest.param(*one, marks=MARKS.get(one[1], []) + ([] if one in quick else [pytest.mark.full])) for one in both
+    ]
+    return pytest.mark.parametrize("framework, launcher", marked, indirect=["launcher"])
 
 
-@pytest.mark.parametrize(
-    "framework, launcher",
-    [
-        pytest.param(
-            framework, name, marks=MARKS.get(name, []) + ([] if (framework, name) in QUICK else [pytest.mark.full])
-        )
-        for framework in ("jaxddp", "torchref")
-        for name in LAUNCHERS
-    ],
-    indirect=["launcher"],
-)
+@under_each_launcher(("jaxddp", "SLURM"), ("torchref", "Open MPI"))
 def test_a_script_trains_in_its_job(framework, launcher, tmp_path):
     name, variables = launcher
     with jax.enable_x64(True):
         initial = jaxddp.checkpoint.interop.to_numpy(jax_side.initial_params(CASE.model, CASE.dtype))
     np.savez(tmp_path / "initial.npz", **initial)
-    script = tmp_path / "script.py"
-    script.write_text("import runpy; runpy.run_module('parity_tests.job_script', run_name='__main__')")
-    output = run([*LAUNCHERS[name], str(script), framework, str(tmp_path)], tmp_path, **variables)
+    arguments = f"import sys; sys.argv[1:] = {framework!r}, {str(tmp_path)!r}\n"
+    module = "import runpy; runpy.run_module('parity_tests.job_script', run_name='__main__')\n"
+    (tmp_path / "script.py").write_text(arguments + module)
+    output = run(name, block(name), tmp_path, variables)
     found = [json.loads((tmp_path / f"process-{index}.json").read_text()) for index in range(2)]
     assert found == [{"process": i, "processes": 2, "devices": 2, "local_devices": 1} for i in range(2)]
-    hosts = "2 processes on 2 hosts" if name == "SLURM" else "2 processes on 1 host"
-    said = "torchrun" if name == "jaxddp" else name
-    assert output.count(f"{framework}: {said}: {hosts}, 1 x CPU device a process, coordinator ") == 1
+    hosts = "2 processes on 2 hosts" if name in ON_TWO_HOSTS else "2 processes on 1 host"
+    line = f"{framework}: {SAID.get(name, name)}: {hosts}, 1 x CPU device a process, coordinator "
+    assert output.count(line) == 1
 
     if framework == "jaxddp":
         alone = jax_side.train_on_one_device(CASE.model, CASE.optimizer, CASE.dtype, None)
@@ -119,19 +166,44 @@ def test_a_script_trains_in_its_job(framework, launcher, tmp_path):
         assert largest_difference(restored, weights) == 0
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "launcher", [pytest.param(name, marks=MARKS.get(name, [])) for name in LAUNCHERS], indirect=True
-)
-def test_train_shows_process_0_and_every_process_has_a_log(launcher, tmp_path):
+OPTIONS = {"model": "byte_shallow", "steps": 3, "batch_size": 8, "optimizer": "sgd", "learning_rate": 0.1}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Initial weights, and the losses of training from them on one device: of each step, and of the validation."""
+    from jaxddp.cli.train_loop import train
+
+    path = tmp_path_factory.mktemp("weights") / "weights.npz"
+    export_weights(path, jaxddp.checkpoint.interop.to_numpy(build(OPTIONS["model"], seed=3)[1]))
+    reports = []
+    summary = train(TrainOptions(**OPTIONS, devices=1, weights=str(path)), on_step=reports.append)
+    return path, [report.loss for report in reports] + [summary.validation_loss]
+
+
+@under_each_launcher(("torchref", "two agents"))
+def test_train_prints_the_losses_of_one_device(framework, launcher, alone, tmp_path):
     name, variables = launcher
-    start = [PYTHON] if name == "jaxddp" else LAUNCHERS[name]
-    options = ["--strategy=zero1", "--model=byte_shallow", "--steps=2", "--batch-size=8", "--log-dir=logs"]
-    more = ["--processes=2"] if name == "jaxddp" else []
-    output = run([*start, "-m", "jaxddp", "train", *options, *more], tmp_path, **variables)
-    assert output.count("planned 2 all-to-alls, 2 all-gathers") == output.count("compiled: the same") == 1
-    logs = [(tmp_path / "logs" / f"rank-{index}.log").read_text() for index in range(2)]
-    losses = [
-        [line.split()[3] for line in log.splitlines() if line.startswith("step ") and "/" in line] for log in logs
-    ]
-    assert losses[0] == losses[1] and len(losses[0]) == 2
+    path, losses = alone
+    options = [f"--{option.replace('_', '-')}={value}" for option, value in OPTIONS.items()]
+    train = " ".join(["-m", framework, "train", *options, f"--strategy=zero1 --weights={path} --log-dir=logs"])
+    start = f"python3 {train} --processes=2" if name == "launch" else block(name).replace("script.py", train)
+    output = run(name, start, tmp_path, variables)
+    assert len(re.findall(r"planned 2 [\w-]+, 2 all-gathers, .* (?:compiled|issued): the same$", output, re.M)) == 1
+    for rank in range(2):
+        log = (tmp_path / "logs" / f"rank-{rank}.log").read_text()
+        found = re.findall(r"^step \d/3  loss ([\d.]+)", log, re.M) + re.findall(r"validation ([\d.]+) nats", log)
+        # Printed to three digits, of float32 sums in another order.
+        assert [float(loss) for loss in found] == pytest.approx(losses, abs=6e-4)
+    assert losses[0] > 5 and losses[0] - losses[-1] > 0.5
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("framework", ["jaxddp", "torchref"])
+def test_processes_with_other_options_all_end_with_one_line(framework, tmp_path):
+    train = f"-m {framework} train --model=byte_shallow --batch-size=8 --log-dir=logs --steps=$((rank + 1))"
+    commands = block("SSH").replace("script.py", train)
+    output = run("SSH", commands, tmp_path, {})
+    who = "rank" if framework == "torchref" else "process"
+    assert output.count(f"error: steps (=2 in {who} 1) must be 1, as in {who} 0\n") == 2
+    assert "Traceback" not in output
