@@ -65,7 +65,9 @@ def run_processes(num_processes, num_local):
     return [json.loads(line) for line in run_workers(WORKER, num_processes, num_processes, num_local)]
 
 
-def test_processes_train_as_one_and_start_from_the_weights_of_process_0():
+def test_processes_train_as_one_and_start_from_the_weights_of_process_0(monkeypatch):
+    for name in ("http_proxy", "https_proxy"):  # as on many clusters; it does not lead to the coordinator
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
     alone = run_processes(1, 4)[0]
     for found in run_processes(2, 2):
         assert found["num_ranks"] == 4
@@ -82,6 +84,12 @@ def test_bad_input():
             data_mesh(number)
         with pytest.raises(ValueError, match=rf"num_devices \(={number!r}\) must be a positive integer"):
             simulate_devices(number)
+
+
+def test_a_coordinator_that_does_not_answer_is_named():
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(ValueError, match=f"^coordinator {address} of process 0 must answer within 0.2 s: "):
+        start_process(address, 2, 1, timeout_s=0.2)
 
 
 def test_ranks_of_several_processes_are_all_their_devices(monkeypatch):

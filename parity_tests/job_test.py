@@ -43,13 +43,13 @@ ON_TWO_HOSTS = ("two agents", "SLURM", "SSH")
 MARKS = {"SLURM": [pytest.mark.slurm], "Open MPI": [pytest.mark.mpi]}
 
 
-def block(launcher):
+def block(launcher, address="127.0.0.1"):
     """The launcher's commands, with an address of this machine."""
     page = (ROOT / "docs" / "clusters.md").read_text()
     (found,) = re.findall(rf"^```sh\n({re.escape(LAUNCHERS[launcher])}.*?)^```$", page, re.MULTILINE | re.DOTALL)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return found.replace("10.0.0.1", "127.0.0.1").replace("29500", str(probe.getsockname()[1]))
+        return found.replace("10.0.0.1", address).replace("29500", str(probe.getsockname()[1]))
 
 
 def environment(folder):

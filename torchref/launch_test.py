@@ -274,6 +274,14 @@ def test_init_from_env_needs_torchruns_variables(monkeypatch):
         init_from_env()
 
 
+def test_init_from_env_names_a_coordinator_that_does_not_answer():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))  # and nobody listens
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+        with pytest.raises(ValueError, match=f"^coordinator {address} of process 0 must answer within 0.2 s: "):
+            init_from_env("gloo", address, 2, 1, timeout_s=0.2)
+
+
 def test_init_from_env_joins_the_group_that_the_environment_describes(ranks):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

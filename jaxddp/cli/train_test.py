@@ -119,6 +119,17 @@ def test_no_device_at_all_is_one_line(capsys, monkeypatch):
     assert capsys.readouterr().err == "error: JAX finds no device to run on: Unable to initialize backend 'cuda'\n"
 
 
+def test_ranks_that_a_jobs_processes_cannot_share_evenly_are_one_line(capsys, monkeypatch, tmp_path):
+    job = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", "--devices", "3", "--log-dir", str(tmp_path), "--batch-size", "6"]) == 2
+    assert capsys.readouterr().err == "error: devices (=3) must be divisible by the job's processes (=2)\n"
+    monkeypatch.delenv("MASTER_PORT")
+    assert main(["train"]) == 2
+    assert capsys.readouterr().err.startswith("error: MASTER_PORT must be set, as RANK, WORLD_SIZE, MASTER_ADDR is: ")
+
+
 def test_bugs_are_not_hidden(monkeypatch):
     def fail(*arguments):
         raise TypeError("a bug")

@@ -1,0 +1,38 @@
+"""Processes on hosts of their own, started as docs/clusters.md says, train as one."""
+
+import subprocess
+
+import pytest
+
+from benchmarks.lab.network import Lab
+from parity_tests import job_test as jobs
+
+SSH = """#!/bin/sh
+# Runs a command on a host of the lab, whose name is its address: XLA's Gloo listens at that of the host's name.
+exec ip netns exec {prefix}.$1 unshare --uts sh -c 'hostname 10.77.0.$((${{1#host}} + 1)); eval "$2"' sh "$1" "$2"
+"""
+
+
+@pytest.mark.lab
+@pytest.mark.full
+@pytest.mark.parametrize("launcher", ["SSH", "two agents"])
+@pytest.mark.parametrize("framework", ["jaxddp", "torchref"])
+def test_hosts_train_as_one(framework, launcher, tmp_path):
+    train = f"-m {framework} train --model=byte_shallow --steps=2 --batch-size=8 --strategy=zero1 --log-dir=logs"
+    with Lab(2, 1000) as lab:
+        commands = jobs.block(launcher, lab.hosts[0].address).replace("script.py", train)
+        environment = jobs.environment(tmp_path)
+        (tmp_path / "programs" / "ssh").write_text(SSH.format(prefix=lab.hosts[0].name.removesuffix(".host0")))
+        if launcher == "two agents":
+            commands = "".join(f"ssh host{host} 'cd {tmp_path} && {commands.strip()}' &\n" for host in (0, 1)) + "wait"
+        done = subprocess.run(
+            ["bash", "-c", commands], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180
+        )
+    output = done.stdout + done.stderr
+    assert (
+        output.count(f"{framework}: torchrun: 2 processes on 2 hosts, 1 x CPU device a process, coordinator 10.77") == 1
+    )
+    assert output.count(": the same\n") == 1, output
+    logs = [(tmp_path / "logs" / f"rank-{rank}.log").read_text() for rank in range(2)]
+    losses = [[line.split()[3] for line in log.splitlines() if line.startswith("step ")][:2] for log in logs]
+    assert losses[0] == losses[1] and len(losses[0]) == 2
