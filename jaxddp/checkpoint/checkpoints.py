@@ -12,9 +12,10 @@ name in the state, such as ``params.head.kernel`` or ``opt_state.0.mu.head.kerne
                        its shape, dtype and checksum
     =================  =====================================================================================
 
-A save copies the state to the host, leaf by leaf, and returns. Orbax writes it in the background and renames the folder
-when it is complete, so a checkpoint is never partial; older ones are removed afterwards. With several processes, one
-writes and all read. While it writes, it locks ``DIR/.writer``, so that no other job does. Nothing is pickled.
+A save copies the state to the host, leaf by leaf, and returns. A thread writes it with Orbax, which renames the folder
+when it is complete, so a checkpoint is never partial; older ones are removed afterwards, if their ``about`` is of this
+program. With several processes, process 0 writes, tells the others through the store of ``jax.distributed`` what became
+of it, and all read. While it writes, it locks ``DIR/.writer``, so that no other job does. Nothing is pickled.
 
 A checkpoint fits if its parameters and optimizer state have the expected names and shapes, and dtypes that lose
 nothing: bfloat16 may be restored as float32, as under a strategy with wide masters, but not the other way round.
@@ -28,24 +29,27 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import itertools
 import json
 import os
+import shutil
 import socket
 import sys
 import threading
+import time
+import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
-from orbax.checkpoint.checkpoint_managers import LatestN
+from jax._src import distributed  # the store has no public name
 
 from ..training.state_layout import Leaf
 from ..training.train import Trainer, TrainState
@@ -57,8 +61,10 @@ FORMAT = 1
 """Of the checkpoints that this version writes; it reads all up to it."""
 
 _UNREADABLE = (ValueError, LookupError, TypeError, FileNotFoundError)  # seen from Orbax on damaged files
+_ANSWER_S = 1200  # for process 0 to begin or finish a save
 
 _OWNERS = {"params": ("parameter", "model"), "opt_state": ("optimizer state", "optimizer")}
+T = TypeVar("T")
 Row = Mapping[str, Any]
 """``shape, dtype, crc32`` of one leaf, and ``impl`` of an RNG key."""
 
@@ -66,6 +72,19 @@ Row = Mapping[str, Any]
 _locks: dict[Path, Any] = {}  # of each folder: objects of this process and their threads take turns
 _unfinished: set[Checkpoints] = set()  # those that may still be writing
 _writer_files: dict[Path, Any] = {}  # the locked file of each folder that this process writes to
+_numbers = itertools.count()  # of saves: the same in all processes
+
+
+class _DamagedError(ValueError):
+    """A checkpoint whose files are not those that were written."""
+
+
+class _Write(NamedTuple):
+    """A save that is being written, or was since the last ``wait``."""
+
+    step: int
+    error: Callable[[], Exception | None]  # waits until it is written
+    has_failed: Callable[[], bool]  # does not wait; known to process 0
 
 
 def _in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,34 +119,56 @@ class Checkpoints:
         (1, 12)
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int = 3,
+        check_finite: bool = True,
+        warn: Callable[[str], None] = warnings.warn,
+    ) -> None:
         """Opens a folder, and creates it if needed.
 
         Args:
-            directory: The folder; on a shared file system if several processes train together.
+            directory: The folder; on a shared file system if several processes train together. What else it holds is
+                left alone.
             keep: Checkpoints to keep; older ones are removed.
+            check_finite: Whether ``save`` refuses parameters and arrays of the optimizer state that hold NaN or
+                infinity.
+            warn: Gets a line about each damaged checkpoint for which an older one is taken.
 
         Raises:
-            ValueError: If ``keep`` is not positive, or the folder is a file.
+            ValueError: If ``keep`` is not positive, or the folder is a file or "".
+            OSError: If it cannot be created.
         """
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise ValueError(f"keep (={keep!r}) must be a positive integer")
+        if not os.fspath(directory):
+            raise ValueError("directory (='') must name a folder")
         self.directory = Path(directory).absolute()
         if self.directory.exists() and not self.directory.is_dir():
             raise ValueError(f"directory (={str(self.directory)!r}) must be a folder, it is a file")
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._keep, self._check_finite, self._warn = keep, check_finite, warn
         handlers = ocp.type_handlers
         # Only NumPy arrays are written, but Orbax warns about a registry without JAX's.
         registry = handlers.create_type_handler_registry(
             (np.ndarray, _HostArrays()), (jax.Array, handlers.ArrayHandler())
         )
-        self._manager = ocp.CheckpointManager(
-            self.directory,
-            options=ocp.CheckpointManagerOptions(preservation_policy=LatestN(keep), lightweight_initialize=True),
-            item_handlers={
-                "state": ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
-                "about": ocp.JsonCheckpointHandler(),
-            },
+        # Orbax would let processes wait for each other, 20 minutes for one that failed.
+        index = jax.process_index()
+        alone = ocp.options.MultiprocessingOptions(
+            primary_host=index, active_processes={index}, barrier_sync_key_prefix=f"jaxddp-{index}"
         )
+        state = ocp.PyTreeCheckpointHandler(type_handler_registry=registry, multiprocessing_options=alone)
+        about = ocp.JsonCheckpointHandler(multiprocessing_options=alone)
+        options = ocp.CompositeOptions(multiprocessing_options=alone)
+        self._checkpointer = ocp.Checkpointer(
+            ocp.CompositeCheckpointHandler(composite_options=options, state=state, about=about),
+            multiprocessing_options=alone,
+        )
+        self._writing: _Write | None = None
+        self._damaged: set[int] = set()
         self._lock = _locks.setdefault(self.directory, threading.RLock())
 
     def __enter__(self) -> Checkpoints:
@@ -151,49 +192,109 @@ class Checkpoints:
 
         Raises:
             ValueError: If the state was donated, another job is writing to the folder, it has a checkpoint of this or a
-                later step, or the position is not JSON.
-            Exception: If the earlier save failed.
+                later step or something else of that name, or the position is not JSON.
+            FloatingPointError: If the state is not finite, with ``check_finite``.
+            OSError: If the folder cannot be written, or the earlier save failed.
         """
         check_alive(state)
-        for other in [one for one in _unfinished if one.directory == self.directory]:
-            other.wait()  # the host never holds two copies, and no step is written twice
-        self._lock_folder()
-        try:
-            self._save(trainer, state, data_position)
-        finally:
-            self._unlock_folder()
-
-    def _save(self, trainer: Trainer, state: TrainState, data_position: Any) -> None:
-        step, steps = int(state.step), self.steps()
-        if steps and step <= steps[-1]:
-            raise ValueError(
-                f"step (={step}) must be above {steps[-1]}, that of the newest checkpoint {self._where}: save into "
-                f"another folder, or remove those of step {step} and later"
-            )
         try:
             data_position = json.loads(json.dumps(data_position))
         except (TypeError, ValueError) as error:
             raise ValueError(f"data_position (={data_position!r}) must be JSON: {error}") from error
+        step, key = int(state.step), f"jaxddp/checkpoint/{next(_numbers)}"
+        _on_first(f"{key}/begin", functools.partial(self._begin, step))
+        try:
+            items = self._items(trainer, state, data_position)
+        except BaseException:
+            self._unlock_folder()
+            raise
+        if jax.process_index():
+            self._writing = _Write(step, lambda: _answer(f"{key}/end"), lambda: False)
+            return
+        _unfinished.add(self)
+        thread = ThreadPoolExecutor(max_workers=1)
+        written = thread.submit(_on_first, f"{key}/end", functools.partial(self._write, step, items))
+        thread.shutdown(wait=False)
+        # The thread raises nothing but exceptions: Ctrl-C is the main thread's.
+        raised = cast(Callable[[], Exception | None], written.exception)
+        self._writing = _Write(step, raised, lambda: written.done() and written.exception() is not None)
+
+    def _begin(self, step: int) -> None:
+        """Makes way for a save, in process 0: raises if there is none."""
+        for other in [one for one in _unfinished if one.directory == self.directory]:
+            other.wait()  # the host never holds two copies, and no step is written twice
+        if holder := _lock(self.directory):
+            raise ValueError(
+                f"directory (={str(self.directory)!r}) is being written to by {holder}: let that finish, or save into "
+                "another folder"
+            )
+        try:
+            for damaged in self._damaged:
+                if damaged >= step and self._path(damaged).exists():
+                    _set_aside(self._path(damaged))
+            newest = self.latest_step()
+            if newest is not None and step <= newest:
+                raise ValueError(
+                    f"step (={step}) must be above {newest}, that of the newest checkpoint {self._where}: save into "
+                    f"another folder, or remove those of step {step} and later"
+                )
+            if os.path.lexists(self._path(step)):  # Orbax would remove it
+                raise ValueError(f"{str(self._path(step))!r} is no checkpoint: save into another folder, or rename it")
+        except BaseException:
+            self._unlock_folder()
+            raise
+
+    def _items(self, trainer: Trainer, state: TrainState, data_position: Any) -> ocp.args.Composite:
+        """Copies a state to the host, and describes it."""
         is_writer = jax.process_index() == 0  # the others only help to gather
-        arrays = {name: array if is_writer else np.zeros(1) for name, array in to_host(trainer, state)}
+        arrays, nonfinite = {}, []
+        for name, array in to_host(trainer, state):
+            if self._check_finite and not _is_finite(name, array):
+                nonfinite.append(name)
+            arrays[name] = array if is_writer else np.zeros(1)
+        if nonfinite:
+            more = f" and {len(nonfinite) - 3} more" * (len(nonfinite) > 3)
+            raise FloatingPointError(
+                f"state of step {int(state.step)} must be finite to be saved: {', '.join(nonfinite[:3])}{more} are not"
+            )
         leaves, places = named_leaves(state), named_leaves(places_of(trainer, state))
         about = {
             "format": FORMAT,
-            "step": step,
+            "step": int(state.step),
             "strategy": trainer.strategy.name,
             "num_ranks": trainer.num_ranks,
             "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "data_position": data_position,
             "leaves": {name: _describe(leaves[name], place, arrays[name]) for name, place in places.items()},
         }
-        items = {
-            "state": ocp.args.PyTreeSave({name: array for name, array in arrays.items() if array.size}),
-            "about": ocp.args.JsonSave(about | {"crc32": _checksum(about)}),
-        }
-        # In a thread, because Ctrl-C would leave Orbax's own threads waiting forever.
-        _unfinished.add(self)
-        with ThreadPoolExecutor(max_workers=1) as thread:
-            thread.submit(self._manager.save, step, args=ocp.args.Composite(**items)).result()
+        return ocp.args.Composite(
+            state=ocp.args.PyTreeSave({name: array for name, array in arrays.items() if array.size}),
+            about=ocp.args.JsonSave(about | {"crc32": _checksum(about)}),
+        )
+
+    def _write(self, step: int, items: ocp.args.Composite) -> None:
+        """Writes a checkpoint, then removes the oldest ones; in a thread of process 0."""
+        try:
+            self._checkpointer.save(self._path(step), args=items)
+        except Exception as error:
+            self._remove_partial(step)  # a full disk must not stay full
+            reason = " ".join(str(error).split())
+            raise OSError(f"checkpoint of step {step} {self._where} was not saved: {reason}") from error
+        ours = [one for one in sorted(_steps_in(self.directory)) if _is_ours(self._path(one))]
+        for old in ours[: -self._keep]:
+            removed = self._path(old).rename(self.directory / f"{old}.removed")  # in one go: none is ever half there
+            shutil.rmtree(removed)
+
+    def _remove_partial(self, step: int) -> None:
+        num_without = 0
+        for _ in range(50):  # Orbax may have threads left that still write
+            found = list(self.directory.glob(f"{step}.orbax-checkpoint-tmp*"))
+            num_without = 0 if found else num_without + 1
+            if num_without == 3:
+                return
+            for partial in found:
+                shutil.rmtree(partial, ignore_errors=True)
+            time.sleep(0.05)
 
     @_in_turn
     def restore(self, trainer: Trainer, params: Any, *, step: int | None = None) -> tuple[TrainState, Any]:
@@ -212,8 +313,14 @@ class Checkpoints:
             ValueError: If there is no such checkpoint; if it is of another model or optimizer, of wider dtypes,
                 damaged, or written by a newer version. Checkpoints are never changed.
         """
-        about = self.about(step)
-        name = f"checkpoint of step {about['step']} {self._where}"
+        self.wait()
+        if step is None:
+            return self._newest(functools.partial(self._restore, trainer, params))
+        return self._restore(trainer, params, step)
+
+    def _restore(self, trainer: Trainer, params: Any, step: int) -> tuple[TrainState, Any]:
+        about = self._about(step)
+        name = f"checkpoint of step {step} {self._where}"
         _check_model(name, about["leaves"], params)  # first, so that the trainer never sees another model
         state = trainer.abstract_state(params)
         _check_fits(name, about["leaves"], places_of(trainer, state))
@@ -224,6 +331,9 @@ class Checkpoints:
     def about(self, step: int | None = None) -> dict[str, Any]:
         """Describes a checkpoint without reading its arrays.
 
+        Args:
+            step: Of the checkpoint; the newest that can be read if None.
+
         Returns:
             ``format, step, strategy, num_ranks, saved_at, data_position``, and ``leaves``: ``shape, dtype, crc32`` by
             name.
@@ -232,24 +342,39 @@ class Checkpoints:
             ValueError: If there is no such checkpoint, or it is damaged or written by a newer version.
         """
         self.wait()
+        return self._newest(self._about) if step is None else self._about(step)
+
+    def _newest(self, read: Callable[[int], T]) -> T:
+        """Reads the newest checkpoint, an older one where it is damaged."""
+        damaged = []
+        for step in reversed(self.steps()):
+            try:
+                found = read(step)
+            except _DamagedError as error:
+                damaged.append((step, error))
+                continue
+            for newer, _ in damaged:
+                if newer not in self._damaged:
+                    self._warn(f"checkpoint of step {newer} {self._where} is damaged or half-written: took step {step}")
+            self._damaged.update(newer for newer, _ in damaged)
+            return found
+        raise damaged[0][1] if damaged else ValueError(f"no checkpoint in {str(self.directory)!r}")
+
+    def _about(self, step: int) -> dict[str, Any]:
         steps = self.steps()
-        if not steps:
-            raise ValueError(f"no checkpoint in {str(self.directory)!r}")
-        if step is None:
-            step = steps[-1]
         if step not in steps:
             raise ValueError(f"no checkpoint of step {step} {self._where}: there are {', '.join(map(str, steps))}")
         try:
-            about = self._manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore())).about
+            about = json.loads((self._path(step) / "about" / "metadata").read_bytes())
             written = about["format"]
-        except _UNREADABLE as error:
-            raise self._damaged(step) from error
+        except (*_UNREADABLE, OSError, RecursionError) as error:
+            raise self._damage(step) from error
         if isinstance(written, int) and written > FORMAT:
             raise ValueError(
                 f"checkpoint of step {step} {self._where} has format {written}, newer than {FORMAT}: update jaxddp"
             )
         if about.pop("crc32", None) != _checksum(about):
-            raise self._damaged(step)
+            raise self._damage(step)
         if about["step"] != step:
             raise ValueError(
                 f"checkpoint of step {step} {self._where} is that of step {about['step']}: remove or rename its folder"
@@ -259,51 +384,49 @@ class Checkpoints:
     @_in_turn
     def steps(self) -> list[int]:
         """Lists the steps of the checkpoints, oldest first, including one being written."""
-        if not self._manager.is_saving_in_progress():
-            self._manager.reload()  # another process may have saved or removed some
-        return sorted(self._manager.all_steps())
+        found = _steps_in(self.directory)
+        return sorted(found if self._writing is None else found | {self._writing.step})
 
     def latest_step(self) -> int | None:
         """Returns the step of the newest checkpoint; None if there is none."""
         return max(self.steps(), default=None)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a save has failed, as ``wait``, ``close`` and the next ``save`` raise; known to process 0 alone."""
+        return self._writing is not None and self._writing.has_failed()
 
     @_in_turn
     def wait(self) -> None:
         """Waits until everything is written.
 
         Raises:
-            Exception: If a save failed.
+            OSError: If a save failed.
         """
-        _unfinished.discard(self)
+        if self._writing is None:
+            return
         try:
-            self._manager.wait_until_finished()
-        finally:
-            self._unlock_folder()
+            error = self._writing.error()
+        except KeyboardInterrupt:
+            self._writing.error()  # the process could not end before either
+            raise
+        self._writing = None
+        _unfinished.discard(self)
+        self._unlock_folder()
+        if error is not None:
+            raise error
 
     @_in_turn
     def close(self) -> None:
-        """Waits, and stops the writer; the object cannot be used afterwards."""
-        _unfinished.discard(self)
-        try:
-            self._manager.close()
-        finally:
-            self._unlock_folder()
-
-    def _lock_folder(self) -> None:
-        """Locks the folder for this job, whose process 0 holds the lock for all.
+        """Waits, and stops the writer; the object cannot be used afterwards.
 
         Raises:
-            ValueError: If another job has locked it.
+            OSError: If a save failed.
         """
-        holder = b"" if jax.process_index() else _lock(self.directory).encode()[:200]
-        if jax.process_count() > 1:  # all raise, or the others would wait for process 0
-            said = multihost_utils.broadcast_one_to_all(np.frombuffer(holder.ljust(200), np.uint8))
-            holder = np.asarray(said, np.uint8).tobytes()
-        if holder.strip():
-            raise ValueError(
-                f"directory (={str(self.directory)!r}) is being written to by {holder.decode().strip()}: let that"
-                " finish, or save into another folder"
-            )
+        try:
+            self.wait()
+        finally:
+            self._checkpointer.close()
 
     def _unlock_folder(self) -> None:
         if not any(one.directory == self.directory for one in _unfinished):
@@ -316,8 +439,11 @@ class Checkpoints:
     def _where(self) -> str:
         return f"in {str(self.directory)!r}"
 
-    def _damaged(self, step: int) -> ValueError:
-        return ValueError(
+    def _path(self, step: int) -> Path:
+        return self.directory / str(step)
+
+    def _damage(self, step: int) -> _DamagedError:
+        return _DamagedError(
             f"checkpoint of step {step} {self._where} is damaged or half-written: remove it to go on from an older one"
         )
 
@@ -329,13 +455,13 @@ class Checkpoints:
         }
         args = ocp.args.PyTreeRestore(item=dict.fromkeys(stored, 0), restore_args=stored)
         try:
-            found = self._manager.restore(step, args=ocp.args.Composite(state=args)).state
+            found = self._checkpointer.restore(self._path(step), args=ocp.args.Composite(state=args)).state
         except _UNREADABLE as error:
-            raise self._damaged(step) from error
+            raise self._damage(step) from error
         arrays = {name: found[name] if name in stored else np.zeros(row["shape"]) for name, row in leaves.items()}
         # Orbax does not notice changed bytes inside an array, and reads missing ones as zeros.
         if any(_checksum(arrays[name]) != leaves[name]["crc32"] for name in stored):
-            raise self._damaged(step)
+            raise self._damage(step)
         return arrays
 
 
@@ -354,6 +480,65 @@ class _HostArrays(ocp.type_handlers.NumpyHandler):
         return arrays
 
 
+def _on_first(key: str, function: Callable[[], None]) -> None:
+    """Runs a function in process 0; all processes that call this raise what it raises."""
+    if jax.process_count() == 1:
+        function()
+    elif jax.process_index():
+        if (raised := _answer(key)) is not None:
+            raise raised
+    else:
+        answer: tuple[str, str] | None = None
+        try:
+            function()
+        except BaseException as error:
+            answer = type(error).__name__, str(error)
+            raise
+        finally:
+            _store().key_value_set(key, json.dumps(answer), allow_overwrite=True)
+
+
+def _answer(key: str) -> Exception | None:
+    """What process 0 raised."""
+    answer = json.loads(_store().blocking_key_value_get(key, 1000 * _ANSWER_S))
+    if answer is None:
+        return None
+    name, text = answer
+    return ValueError(text) if name == "ValueError" else OSError(text)
+
+
+def _store() -> Any:
+    return distributed.global_state.client
+
+
+def _steps_in(directory: Path) -> set[int]:
+    """Steps of the folders that look like checkpoints, damaged or not."""
+    if not directory.is_dir():
+        return set()
+    named = {path for path in directory.iterdir() if path.name.isdecimal() and path.name == str(int(path.name))}
+    return {int(path.name) for path in named if (path / "about").exists() or (path / "state").exists()}
+
+
+def _is_ours(checkpoint: Path) -> bool:
+    """Whether a folder holds what this program writes, which alone it removes."""
+    try:
+        about = json.loads((checkpoint / "about" / "metadata").read_bytes())
+        return about.keys() >= {"format", "step", "leaves", "crc32"}
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return False
+
+
+def _set_aside(checkpoint: Path) -> None:
+    names = itertools.chain([".damaged"], (f".damaged-{number}" for number in itertools.count(2)))
+    checkpoint.rename(next(path for path in map(checkpoint.with_suffix, names) if not path.exists()))
+
+
+def _is_finite(name: str, array: np.ndarray) -> bool:
+    """Whether a leaf has no NaN or infinity; scalars of an optimizer may, such as the best loss so far."""
+    is_checked = array.ndim > 0 or name.startswith("params")
+    return not is_checked or not jnp.issubdtype(array.dtype, jnp.floating) or bool(np.isfinite(array).all())
+
+
 def _lock(directory: Path) -> str:
     """Locks a folder for this process; returns who else has locked it, "" if nobody.
 
@@ -361,20 +546,23 @@ def _lock(directory: Path) -> str:
     """
     directory.mkdir(parents=True, exist_ok=True)
     while directory not in _writer_files:
-        file = open(directory / ".writer", "a+")
+        file = open(directory / ".writer", "a+b", buffering=0)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             with file:
                 file.seek(0)
-                return file.read() or "another process"
+                return file.read().decode(errors="replace") or "another process"
         except OSError:
             pass  # a file system without locks
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), os.stat(file.name)):  # else its holder has just removed it
                 file.truncate(0)
-                file.write(f"process {os.getpid()} on {socket.gethostname()}")
-                file.flush()
+                try:
+                    file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+                except OSError:  # the disk is full
+                    file.close()
+                    raise
                 _writer_files[directory] = file
     return ""
 
@@ -444,7 +632,7 @@ def _finish_all() -> None:
         try:
             one.wait()
         except Exception as error:  # the interpreter is ending: nobody could catch it, and other folders must finish
-            print(f"checkpoint in {one.directory} was not saved: {type(error).__name__}: {error}", file=sys.stderr)
+            print(error, file=sys.stderr)
 
 
 # Before concurrent.futures refuses new work, without which no write ends: atexit would be too late.

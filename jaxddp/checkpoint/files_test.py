@@ -184,7 +184,7 @@ def test_damaged_files_are_never_taken_for_the_state(saved, capfd):
             path.unlink() if damaged is None else path.write_bytes(damaged)
             try:
                 with Checkpoints(saved) as checkpoints:
-                    state, _ = checkpoints.restore(trainer, make_params())
+                    state, _ = checkpoints.restore(trainer, make_params(), step=2)
                 assert_same(dict_of(trainer, state), expected)  # not every byte matters
             except ValueError as error:
                 assert str(error) == (
@@ -205,13 +205,13 @@ def test_a_newer_format_and_a_checkpoint_of_something_else(saved):
     del about["crc32"]  # what else is in it only a newer version knows
     for no_number in ("1", None, 1.5, [1]):
         path.write_text(json.dumps(about | {"format": no_number}))
-        assert refusal(saved).endswith("is damaged or half-written: remove it to go on from an older one")
+        assert refusal(saved, step=2).endswith("is damaged or half-written: remove it to go on from an older one")
     path.write_text(json.dumps(about | {"format": FORMAT + 1}))
     assert refusal(saved) == (
         f"checkpoint of step 2 in {str(saved)!r} has format {FORMAT + 1}, newer than {FORMAT}: update jaxddp"
     )
     shutil.rmtree(saved / "2" / "about")
-    assert "checkpoint of step 2" in refusal(saved) and "is damaged or half-written" in refusal(saved)
+    assert refusal(saved, step=2).endswith("is damaged or half-written: remove it to go on from an older one")
 
 
 def test_half_written_folders_are_passed_over(saved):
@@ -237,7 +237,7 @@ def test_what_others_do_to_an_open_folder_is_seen(saved):
     with Checkpoints(saved) as checkpoints:
         shutil.rmtree(saved / "2" / "about")
         with pytest.raises(ValueError, match="damaged or half-written: remove it to go on from an older one"):
-            checkpoints.restore(trainer, make_params())
+            checkpoints.restore(trainer, make_params(), step=2)
         shutil.rmtree(saved / "2")
         state, position = checkpoints.restore(trainer, make_params())
         assert int(state.step) == checkpoints.latest_step() == 1

@@ -119,9 +119,9 @@ def test_a_save_that_fails_at_the_end_prints_one_line(tmp_path, monkeypatch, cap
     unfinished = Checkpoints(tmp_path)
 
     def wait():
-        raise OSError("no space left")
+        raise OSError("checkpoint of step 3 was not saved: no space left")
 
     monkeypatch.setattr(unfinished, "wait", wait)
     monkeypatch.setattr(checkpoints, "_unfinished", {unfinished})
     checkpoints._finish_all()
-    assert capsys.readouterr().err == f"checkpoint in {tmp_path} was not saved: OSError: no space left\n"
+    assert capsys.readouterr().err == "checkpoint of step 3 was not saved: no space left\n"

@@ -87,7 +87,7 @@ def train(
     say(f"text: {corpus.source}, {corpus.num_bytes:,} bytes")
 
     with contextlib.ExitStack() as stack:
-        checkpoints = stack.enter_context(_open_checkpoints(options))
+        checkpoints = stack.enter_context(_open_checkpoints(options, say))
         started = _start(trainer, params, options, corpus, checkpoints, say)
         if started is None:
             return None
@@ -115,6 +115,10 @@ def train(
             step_seconds.append(seconds)
             skipped.append(bool(metrics.get("skipped", False)))
             gives_up = all(skipped[-max_skips - 1 :]) and len(skipped) > max_skips
+            if checkpoints is not None and checkpoints.has_failed:
+                if num_processes == 1:
+                    checkpoints.wait()  # raises
+                signal.raise_signal(signal.SIGTERM)  # so that all processes get to the next save, which raises
             is_last = gives_up or (step < options.steps and _is_signalled(signals, step))
             if checkpoints is not None and (is_last or is_due(step, options.checkpoint_every, options.steps)):
                 checkpoints.save(trainer, state, data_position=_position(options, corpus, num_batches + 1))
@@ -170,12 +174,14 @@ def describe_devices(mesh: Mesh) -> str:
     return f"{mesh.size} simulated CPU devices on {os.cpu_count()} cores"
 
 
-def _open_checkpoints(options: TrainOptions) -> contextlib.AbstractContextManager[Checkpoints | None]:
+def _open_checkpoints(
+    options: TrainOptions, say: Callable[[str], None]
+) -> contextlib.AbstractContextManager[Checkpoints | None]:
     if options.checkpoint is None:
         return contextlib.nullcontext()
     from ..checkpoint.checkpoints import Checkpoints  # late: Orbax is slow to import
 
-    return Checkpoints(options.checkpoint, keep=options.keep)
+    return Checkpoints(options.checkpoint, keep=options.keep, warn=say)
 
 
 def _start(
@@ -189,7 +195,8 @@ def _start(
         return trainer.init(params, seed=options.seed), 0
     if not options.resume:
         raise ValueError(f"checkpoint (={options.checkpoint!r}) holds step {taken}: resume, or choose another folder")
-    about = checkpoints.about()
+    about = checkpoints.about()  # of the newest that is not damaged
+    taken = about["step"]
     saved, here = about["data_position"], _position(options, corpus, 0)
     if not isinstance(saved, dict) or not {"examples", "seed", "text_bytes"} <= saved.keys() <= here.keys():
         raise ValueError(f"data_position (={saved!r}) of the checkpoint of step {taken} must be one of this program")
@@ -204,15 +211,18 @@ def _start(
         if not options.allow_changes:
             raise ValueError(
                 f"{name} (={here[name]}) must be {saved[name]}, as in the checkpoint of step {taken}: "
-                "allow_changes goes on with another"
+                "set allow_changes to go on with it"
             )
         say(f"changed at step {taken}: {name} from {saved[name]} to {here[name]}")
+    state, saved = checkpoints.restore(trainer, params)
+    if taken != int(state.step):  # its arrays are damaged
+        taken = int(state.step)
+        about = checkpoints.about(taken)
     if taken >= options.steps:
         say(f"complete: the checkpoint in {options.checkpoint} has taken {taken} of {options.steps} steps")
         return None
     if saved["examples"] % options.batch_size:
         raise ValueError(f"batch_size (={options.batch_size}) must divide the examples taken (={saved['examples']})")
-    state, _ = checkpoints.restore(trainer, params)
     say(f"resumed at step {taken}, which {about['strategy']} saved on {about['num_ranks']} ranks")
     return state, saved["examples"] // options.batch_size
 

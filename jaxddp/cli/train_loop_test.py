@@ -1,4 +1,7 @@
 import os
+import shutil
+import signal
+import time
 from functools import partial
 from typing import Any
 
@@ -9,9 +12,11 @@ import optax
 import pytest
 
 import jaxddp
+from jaxddp.checkpoint import checkpoints as checkpoints_module
 from jaxddp.checkpoint.checkpoints import Checkpoints
 from jaxddp.checkpoint.host_state import to_host
 from jaxddp.cli import train_loop
+from jaxddp.cli.interrupts import SIGNALS, Signalled
 from jaxddp.cli.train_loop import train
 from jaxddp.cli.train_options import TrainOptions
 from jaxddp.cli.train_report import StepReport
@@ -273,7 +278,7 @@ def test_what_does_not_fit_the_checkpoint_is_refused(bigram, text, tmp_path):
         ),
         (
             {"learning_rate": 0.5},
-            r"^learning_rate \(=0.5\) must be 0.001, as in the checkpoint of step 3: allow_changes ",
+            r"^learning_rate \(=0.5\) must be 0.001, as in the checkpoint of step 3: set allow_changes ",
         ),
         ({"max_grad_norm": 0.5}, r"^max_grad_norm \(=0.5\) must be None, as in the checkpoint of step 3"),
         ({"compression": "bf16"}, r"^compression \(=bf16\) must be none, as in the checkpoint of step 3"),
@@ -375,3 +380,61 @@ def test_only_so_many_steps_in_a_row_are_skipped(diverges):
 def test_a_validation_that_is_not_finite_ends_the_run(bigram, text):
     with pytest.raises(FloatingPointError, match=r"^validation loss \(=nan\) after step 1 must be finite$"):
         train(bigram(data=text, steps=1, learning_rate=1e302))
+
+
+# Disks and signals
+
+
+def test_a_save_that_fails_ends_the_run_at_the_next_step(bigram, text, tmp_path, monkeypatch):
+    steps: list[int] = []
+    real = checkpoints_module._HostArrays._background_serialize
+
+    async def full(self, *args):
+        if steps and steps[-1] >= 3:
+            raise OSError(28, "No space left on device")
+        await real(self, *args)
+
+    def wait(report):
+        steps.append(report.step)
+        time.sleep(1.0)
+
+    monkeypatch.setattr(checkpoints_module._HostArrays, "_background_serialize", full)
+    with pytest.raises(OSError, match=r"^checkpoint of step 4 in .* was not saved: .*No space left on device$"):
+        train(bigram(data=text, steps=9, checkpoint=str(tmp_path), checkpoint_every=4), on_step=wait)
+    assert steps[-1] in (4, 5)
+
+
+def test_a_damaged_checkpoint_is_passed_over(bigram, text, tmp_path):
+    run = partial(bigram, data=text, checkpoint=str(tmp_path), checkpoint_every=2, resume=True)
+    train(run(steps=4))
+    expected = saved_params(tmp_path, 4)
+    shutil.rmtree(tmp_path / "4" / "state")
+    lines: list[str] = []
+    train(run(steps=4), lines.append)
+    assert f"checkpoint of step 4 in {str(tmp_path)!r} is damaged or half-written: took step 2" in lines
+    assert "resumed at step 2, which bucketed saved on 2 ranks" in lines
+    for name, array in saved_params(tmp_path, 4).items():
+        np.testing.assert_array_equal(array, expected[name])
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_ends_the_run_when_the_step_is_saved(bigram, text, tmp_path, number):
+    def on_step(report):
+        if report.step == 3:
+            signal.raise_signal(number)
+
+    with pytest.raises(Signalled) as signalled:
+        train(bigram(data=text, checkpoint=str(tmp_path), checkpoint_every=2), on_step=on_step)
+    assert signalled.value.number == number
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.steps() == [2, 4]
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+def test_a_signal_that_is_ignored_stays_so(bigram, text):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        summary = train(bigram(data=text, steps=2), on_step=lambda report: signal.raise_signal(signal.SIGHUP))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert summary is not None
