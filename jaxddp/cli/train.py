@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import sys
 from collections.abc import Callable
@@ -107,18 +108,18 @@ def show(train: Callable[..., TrainSummary | None], options: TrainOptions, log_d
     from .train_console import TrainConsole
 
     job = find_job()
-    log = None if job is None or job.num_processes == 1 else _open_log(log_dir, job)
-    is_shown = job is None or job.process_id == 0
-    console = TrainConsole(options.steps, None if is_shown else log, log if is_shown else None)
-    try:
-        with console:
-            summary = train(options, console.say, console.on_step)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"after {console.num_steps_taken} of {options.steps} steps") from None
-    except Signalled as signalled:
-        raise Signalled(signalled.number, f"after {console.num_steps_taken} of {options.steps} steps") from None
-    if summary is not None:  # there were steps left to take
-        console.show(summary)
+    with _open_log(log_dir, job) if job and job.num_processes > 1 else contextlib.nullcontext() as log:
+        is_shown = job is None or job.process_id == 0
+        console = TrainConsole(options.steps, None if is_shown else log, log if is_shown else None)
+        try:
+            with console:
+                summary = train(options, console.say, console.on_step)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"after {console.num_steps_taken} of {options.steps} steps") from None
+        except Signalled as signalled:
+            raise Signalled(signalled.number, f"after {console.num_steps_taken} of {options.steps} steps") from None
+        if summary is not None:  # there were steps left to take
+            console.show(summary)
 
 
 def _add(
