@@ -2,8 +2,9 @@
 
 import pytest
 
-import jaxddp.conftest  # noqa: F401  simulated devices
 from benchmarks.lab.network import Lab
+from jaxddp.conftest import pytest_cmdline_main as pytest_cmdline_main  # and simulated devices
+from jaxddp.conftest import pytest_runtest_protocol as pytest_runtest_protocol
 
 NO_LAB = pytest.StashKey[str]()
 

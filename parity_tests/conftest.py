@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import jaxddp.conftest  # noqa: F401  simulated devices
+from jaxddp.conftest import pytest_cmdline_main as pytest_cmdline_main  # and simulated devices
+from jaxddp.conftest import pytest_runtest_protocol as pytest_runtest_protocol
 from torchref.conftest import ranks as ranks
 
 from .cases import Case

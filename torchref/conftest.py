@@ -1,12 +1,7 @@
-import signal
-
 import pytest
 
+import jaxddp.conftest  # noqa: F401  no GPUs, and Ctrl-C
 from torchref.launch import RankPool, shared_pool
-
-# A shell makes its background jobs ignore Ctrl-C, and all that they start; tests of interrupts send it.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -7,13 +7,15 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
 import jaxddp
 from benchmarks.collectives import jax_side, part, sizes
 from benchmarks.collectives.benchmark import describe, run
-from benchmarks.collectives.cases import NAMES, QUICK_NAMES, check
+from benchmarks.collectives.cases import NAMES, QUICK_NAMES, brought_length, check, size_of
 from benchmarks.collectives.fit import network_of
 from benchmarks.collectives.interleaving import Timed
 from benchmarks.collectives.part import BackendPart, CollectivesSetup, rows_of
@@ -22,6 +24,8 @@ from benchmarks.collectives.sizes import GIB, KIB, MIB
 from benchmarks.harness.options import Options
 from benchmarks.harness.ranks import Ranks, num_gpus
 from benchmarks.harness.run import Run
+from jaxddp import targets
+from jaxddp.targets.compile import start_compile_for_target
 from torchref.launch import RankError
 
 SIZES = (KIB, 16 * KIB, 256 * KIB)
@@ -257,6 +261,26 @@ def test_bad_input(options, message, gpus):
     gpus(0)
     with pytest.raises(ValueError, match=rf"^{message}"):
         describe(Options(**options))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("asked_bytes", [KIB, MIB])
+def test_what_gpus_run_compiles_for_them_as_planned(asked_bytes):
+    mesh = targets.mesh("h100:2")
+    by_rank = NamedSharding(mesh, PartitionSpec("data"))
+    lengths = {name: brought_length(name, asked_bytes, 2) for name in NAMES}
+    pending = {
+        name: start_compile_for_target(
+            targets.target("h100:2"),
+            jax_side.mapped(mesh, name),
+            [jax.ShapeDtypeStruct((2 * length,), "float32")],
+            in_shardings=(by_rank,),
+        )
+        for name, length in lengths.items()
+    }
+    for name, one in pending.items():
+        found = [(made.kind, made.num_bytes) for made in jaxddp.read_schedule(one.result()).collectives()]
+        assert check(jax_side.planned(mesh, name, size_of(name, asked_bytes, 2)), found, 0) == "ok", name
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jaxlib
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 import jaxddp
 from jaxddp.communication import collectives, gloo, ring
@@ -45,17 +45,14 @@ def run(ranks: Ranks, job: RanksJob) -> None:
 
 
 def _compiled(mesh: Mesh, name: str, asked_bytes: int, given: jax.Array) -> Call:
-    spec = PartitionSpec(DATA_AXIS)
-    mapped = jax.shard_map(_function(name, mesh.size), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    program = jax.jit(mapped).lower(given).compile()
+    program = jax.jit(mapped(mesh, name)).lower(given).compile()
     found = jaxddp.read_schedule(program).collectives()
     size_bytes = size_of(name, asked_bytes, mesh.size)
-    kinds = KINDS | {"reduce_scatter": gloo.kind_of_scatter(platform_of(mesh))}
     timed = Timed(
         name,
         asked_bytes,
         size_bytes,
-        planned=plan(name, kinds, size_bytes, mesh.size),
+        planned=planned(mesh, name, size_bytes),
         found=[(one.kind, one.num_bytes) for one in found],
         kernel=", ".join(sorted({one.kernel for one in found if one.kernel})) or None,
     )
@@ -65,10 +62,20 @@ def _compiled(mesh: Mesh, name: str, asked_bytes: int, given: jax.Array) -> Call
     return call
 
 
-def _function(name: str, num_ranks: int) -> Callable[[jax.Array], jax.Array]:
-    options = options_of(name, num_ranks)
+def mapped(mesh: Mesh | AbstractMesh, name: str) -> Callable[[jax.Array], jax.Array]:
+    """A collective over all ranks, of an array that is sharded over them."""
+    options, spec = options_of(name, mesh.size), PartitionSpec(DATA_AXIS)
     collective = getattr(ring if name in RINGS else collectives, name)
-    return lambda x: collective(x, DATA_AXIS, **options)
+
+    def call(x: jax.Array) -> jax.Array:
+        return collective(x, DATA_AXIS, **options)
+
+    return jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+
+
+def planned(mesh: Mesh | AbstractMesh, name: str, size_bytes: int) -> list[tuple[str, int]]:
+    """What a collective should compile to."""
+    return plan(name, KINDS | {"reduce_scatter": gloo.kind_of_scatter(platform_of(mesh))}, size_bytes, mesh.size)
 
 
 def _input(mesh: Mesh, length: int) -> jax.Array:

@@ -10,6 +10,7 @@ from rich.console import Console
 
 import jaxddp
 from benchmarks.harness.options import Options
+from benchmarks.harness.ranks import count_jax_gpus
 from benchmarks.harness.run import Run
 from benchmarks.memory import benchmark as memory
 from benchmarks.memory import variants
@@ -198,10 +199,25 @@ def test_what_an_allocator_says_is_taken_relative_to_the_start(monkeypatch):
     assert allocate(SETUP, "flat") == (jax.devices()[0].device_kind, 2, 1000, 4900, 1100)
 
 
+def setup_on_gpus(num_ranks, target):
+    return MemorySetup("byte", f"{target}:{num_ranks}", num_ranks, ("zero1",), 2 * num_ranks)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_the_allocator_is_asked_about_compiles_for_gpus(num_ranks):
+    setup = setup_on_gpus(num_ranks, "h100")
+    trainer, state, _ = variants._trainer(setup, "zero1", jaxddp.data_mesh(num_ranks))
+    held = held_bytes(trainer.layout(state)).total
+    compiled, _ = variants.read(setup, "zero1")
+    assert held <= compiled.after_init.total <= held + 64  # the step's number and key
+    assert held < compiled.after_step.total < 2 * held
+
+
 @pytest.mark.gpu
 def test_the_allocator_of_a_gpu_holds_the_state_and_its_rounding():
-    num_ranks = min(2, len(jax.devices()))
-    setup = MemorySetup("byte", f"cpu:{num_ranks}", num_ranks, ("zero1",), 2 * num_ranks)
+    num_ranks = min(2, count_jax_gpus())  # in a process of its own: this one has simulated devices
+    setup = setup_on_gpus(num_ranks, "cpu")
     trainer, state, _ = variants._trainer(setup, "zero1", jaxddp.data_mesh(num_ranks))
     held = held_bytes(trainer.layout(state)).total
     allocation = allocate(setup, "zero1")

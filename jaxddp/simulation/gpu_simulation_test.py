@@ -20,14 +20,13 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxddp
+from jaxddp import targets
 from jaxddp.compiled.schedule import read_schedule
 from jaxddp.models import SIZES, abstract
 from jaxddp.network import Network
 from jaxddp.simulation.simulate import simulate
 from jaxddp.targets.meshes import target_like
 from jaxddp.training.train import TrainState
-
-pytestmark = pytest.mark.gpu
 
 MODEL = "seed_xl"  # 2 GB of state
 NUM_RANKS = 8
@@ -65,12 +64,15 @@ def first_inputs(trainer, params, config):
     return jax.jit(first_state, out_shardings=replicated)(), jax.jit(first_batch, out_shardings=by_rank)()
 
 
+def make(strategy, mesh, model=MODEL):
+    loss_fn, params = abstract(model)
+    return jaxddp.Trainer(loss_fn, optax.adamw(1e-3), jaxddp.make_strategy(strategy), mesh), params
+
+
 def measure(strategy, model=MODEL):
     """Compiles, runs and simulates one strategy's step; in a process whose JAX has started on mocked devices."""
-    config = SIZES[model]
-    loss_fn, params = abstract(model)
-    trainer = jaxddp.Trainer(loss_fn, optax.adamw(1e-3), jaxddp.make_strategy(strategy), jaxddp.data_mesh(NUM_RANKS))
-    state, batch = first_inputs(trainer, params, config)
+    trainer, params = make(strategy, jaxddp.data_mesh(NUM_RANKS), model)
+    state, batch = first_inputs(trainer, params, SIZES[model])
     program = trainer.compile(state, batch)
     schedule = read_schedule(program)
     target = target_like(trainer.mesh)
@@ -135,6 +137,16 @@ def rows(request):
     return {row["strategy"]: row for row in found}
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", jaxddp.STRATEGIES)
+def test_what_the_gpu_runs_compiles_for_it_as_planned(strategy):
+    trainer, params = make(strategy, targets.mesh(f"h100:{NUM_RANKS}x1"))
+    tokens = jax.ShapeDtypeStruct((BATCH_PER_DEVICE * NUM_RANKS, SIZES[MODEL].context), jnp.int32)
+    state, batch = trainer.abstract_state(params), {"tokens": tokens, "targets": tokens}
+    assert jaxddp.gradient_collectives(trainer.compile(state, batch)) == sorted(trainer.planned(state, batch))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("strategy", jaxddp.STRATEGIES)
 def test_compiled_is_planned_and_the_simulators_compute_is_of_the_measured_size(rows, strategy):
     row = rows[strategy]
