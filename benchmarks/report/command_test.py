@@ -22,6 +22,15 @@ def test_the_page_of_one_run_lies_in_its_folder_and_is_made_again(runs, tmp_path
     assert "The main job" in (tmp_path / "one" / "report.html").read_text()
 
 
+def test_a_link_in_a_run_is_not_written_through(runs, tmp_path, capsys):
+    mine = tmp_path / "mine.txt"
+    mine.write_text("mine")
+    (tmp_path / "one" / "report.html").symlink_to(mine)
+    assert main(["report", "one"]) == 2
+    assert "must not be a link" in capsys.readouterr().err
+    assert mine.read_text() == "mine"
+
+
 def test_broken_lines_are_named(runs, tmp_path, capsys):
     metrics = next((tmp_path / "one").rglob("metrics.jsonl"))
     metrics.write_text(metrics.read_text() + "{broken\n")

@@ -27,8 +27,10 @@ def write_report(folders: Sequence[Path], path: Path) -> None:
     """Writes the page of one or more runs, each compared with the first.
 
     Raises:
-        ValueError: If a run's folder is missing, has no row, or is named twice.
+        ValueError: If a run's folder is missing, has no row, or is named twice, or the path is a link.
     """
+    if path.is_symlink():  # a run from elsewhere may point anywhere
+        raise ValueError(f"path (={str(path)!r}) must not be a link: remove it, or write into another folder")
     page = render(read_runs(folders))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")

@@ -180,6 +180,21 @@ class Checkpoints:
         self.close()
 
     @_in_turn
+    def check_writable(self) -> None:
+        """Checks now whether a save could begin.
+
+        Raises:
+            ValueError: If another job is writing to the folder.
+            OSError: If the folder cannot be written.
+        """
+
+        def lock() -> None:
+            self._lock_folder()
+            self._unlock_folder()
+
+        _on_first(f"jaxddp/checkpoint/{next(_numbers)}", lock)
+
+    @_in_turn
     def save(self, trainer: Trainer, state: TrainState, *, data_position: Any = None) -> None:
         """Saves a state under its step: returns once it is copied, and writes in the background.
 
@@ -223,11 +238,7 @@ class Checkpoints:
         """Makes way for a save, in process 0: raises if there is none."""
         for other in [one for one in _unfinished if one.directory == self.directory]:
             other.wait()  # the host never holds two copies, and no step is written twice
-        if holder := _lock(self.directory):
-            raise ValueError(
-                f"directory (={str(self.directory)!r}) is being written to by {holder}: let that finish, or save into "
-                "another folder"
-            )
+        self._lock_folder()
         try:
             for damaged in self._damaged:
                 if damaged >= step and self._path(damaged).exists():
@@ -427,6 +438,13 @@ class Checkpoints:
             self.wait()
         finally:
             self._checkpointer.close()
+
+    def _lock_folder(self) -> None:
+        if holder := _lock(self.directory):
+            raise ValueError(
+                f"directory (={str(self.directory)!r}) is being written to by {holder}: let that finish, or save into "
+                "another folder"
+            )
 
     def _unlock_folder(self) -> None:
         if not any(one.directory == self.directory for one in _unfinished):

@@ -27,11 +27,11 @@ def export_weights(path: str | os.PathLike[str], params: Any) -> None:
     """Writes weights to a file, atomically.
 
     Args:
-        path: The file; replaced if it exists.
+        path: The file, or a link to it; replaced if it exists.
         params: A tree of arrays, or arrays by name.
 
     Raises:
-        ValueError: If two leaves have the same name.
+        ValueError: If two leaves have the same name, or the path is that of something else than a file.
         OSError: If the file cannot be written.
 
     Example:
@@ -42,7 +42,9 @@ def export_weights(path: str | os.PathLike[str], params: Any) -> None:
         >>> {name: array.shape for name, array in weights.items()}
         {'head.kernel': (3, 5)}
     """
-    path = Path(path)
+    path = Path(path).resolve()
+    if path.exists() and not path.is_file():
+        raise ValueError(f"path (={str(path)!r}) must be a regular file, it is a folder or device")
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         # Not np.savez: it reserves some names, and pickles unknown types.

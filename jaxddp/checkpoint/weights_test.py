@@ -1,5 +1,6 @@
 import io
 import zipfile
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -106,3 +107,16 @@ def test_what_is_no_whole_file_of_weights_is_refused_in_one_line(tmp_path):
             load_weights(path)
     with pytest.raises(FileNotFoundError):
         load_weights(tmp_path / "none.npz")
+
+
+def test_a_link_is_written_through_and_a_device_is_refused(tmp_path):
+    target, link = tmp_path / "target.npz", tmp_path / "link.npz"
+    link.symlink_to(target)
+    for value in (1.0, 2.0):  # where it points to nothing yet, and to a file
+        export_weights(link, {"w": np.full(3, value)})
+        assert link.is_symlink() and load_weights(target)["w"].tolist() == [value] * 3
+    (tmp_path / "device.npz").symlink_to("/dev/null")
+    for path in ("/dev/null", tmp_path / "device.npz", tmp_path):
+        with pytest.raises(ValueError, match=r"^path \(='.*'\) must be a regular file, it is a folder or device$"):
+            export_weights(path, {"w": np.ones(3)})
+    assert Path("/dev/null").is_char_device()

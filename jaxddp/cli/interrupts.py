@@ -6,12 +6,15 @@ garbage-collection callback, the exception is printed and dropped, and the progr
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
+
+from . import quiet
 
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
@@ -48,6 +51,26 @@ def kept_interrupts() -> Iterator[None]:
         for timer in timers:
             timer.cancel()
             timer.join()
+
+
+@contextmanager
+def ended_by_interrupts() -> Iterator[None]:
+    """Ends the process at Ctrl-C, with one line and status 130: modules that are being imported may drop it."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        with suppress(OSError):
+            os.write(quiet.standard_error, b"interrupted\n")
+        os._exit(128 + number)
+
+    is_ours = threading.current_thread() is threading.main_thread()
+    is_ours = is_ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_ours:
+        signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        if is_ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Signalled(Exception):

@@ -2,6 +2,7 @@
 
 import gc
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -52,3 +53,20 @@ def test_other_exceptions_are_reported_as_before(monkeypatch):
         thread.join()
     _Finalized(KeyboardInterrupt())
     assert reported == [ValueError, KeyboardInterrupt, KeyboardInterrupt]
+
+
+STARTS = """
+import signal, sys
+from jaxddp.cli.interrupts import ended_by_interrupts
+with ended_by_interrupts():
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except BaseException:  # as a module may that tries to import another
+        pass
+print("went on")
+"""
+
+
+def test_an_interrupt_while_modules_are_imported_ends_the_process():
+    result = subprocess.run([sys.executable, "-c", STARTS], capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "interrupted\n")

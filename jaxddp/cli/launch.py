@@ -19,6 +19,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from .interrupts import noted_signals
+
 _POLL_S = 0.1
 _GRACE_S = 10.0  # between SIGTERM and SIGKILL
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -127,18 +129,41 @@ def _write_log(process: subprocess.Popen, path: Path, is_shown: bool) -> None:
 
 
 def _wait(processes: list[subprocess.Popen]) -> int:
-    """Waits for all processes; after the first failure, and however this ends, ends the others."""
-    try:
-        while None in [process.poll() for process in processes]:
-            if failed := next((process for process in processes if process.returncode), None):
-                rank = processes.index(failed)
-                if len(processes) > 1:
-                    print(f"rank {rank} ended with status {failed.returncode}: ending the others", file=sys.stderr)
-                return abs(failed.returncode)
-            time.sleep(_POLL_S)
-        return max(abs(process.returncode) for process in processes)
-    finally:
-        _end(processes)
+    """Waits for all processes; after the first failure, and however this ends, ends the others.
+
+    Signals of schedulers are passed on to the ranks, which end by themselves.
+    """
+    with noted_signals(is_in_job=False) as signals:
+        failed, num_passed_on = None, 0
+        try:
+            while None in [process.poll() for process in processes]:
+                for number in signals[num_passed_on:]:
+                    for pid in [rank for process in processes for rank in _ranks_of(process)]:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, number)
+                    num_passed_on += 1
+                if failed := next((process for process in processes if process.returncode), None):
+                    rank = processes.index(failed)
+                    if len(processes) > 1 and not signals:
+                        print(f"rank {rank} ended with status {failed.returncode}: ending the others", file=sys.stderr)
+                    break
+                time.sleep(_POLL_S)
+        finally:
+            _end(processes)
+    status = max(abs(process.returncode) for process in processes if failed is None or process is failed)
+    # torchrun's own status is 1 whatever its ranks' is.
+    return 128 + signals[0] if signals and status in (1, signals[0], 128 + signals[0]) else status
+
+
+def _ranks_of(process: subprocess.Popen) -> list[int]:
+    """The ranks that a process started, if it is torchrun's agent, which would kill them 30 s after a signal."""
+    if not isinstance(process.args, list) or "torch.distributed.run" not in process.args:
+        return [process.pid]
+    with contextlib.suppress(OSError):
+        lists = [path.read_text().split() for path in Path(f"/proc/{process.pid}/task").glob("*/children")]
+        if ranks := [int(pid) for pids in lists for pid in pids]:
+            return ranks
+    return [process.pid]
 
 
 def _end(processes: list[subprocess.Popen]) -> None:

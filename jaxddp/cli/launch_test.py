@@ -1,6 +1,10 @@
 """Processes started without torchrun: their place in the job, their logs, and the end of all when one fails."""
 
+import os
+import signal
+import threading
 import time
+from importlib.util import find_spec
 
 import pytest
 
@@ -8,12 +12,20 @@ from jaxddp.cli import launch as command
 from jaxddp.cli.launch import launch
 
 SCRIPT = """
-import sys, time
+import signal, sys, time
 from jaxddp.job import find_job
 job = find_job()
 print("process", job.process_id, "of", job.num_processes, "at", job.host)
 if sys.argv[1:] == ["fail"]:
     sys.exit(3) if job.process_id == 1 else time.sleep(60)
+if sys.argv[1:2] == ["save"]:
+    def save(number, frame):
+        open(f"{sys.argv[2]}/saved-{job.process_id}", "w").close()
+        time.sleep(job.process_id)
+        sys.exit(128 + number)
+    signal.signal(signal.SIGUSR1, save)
+    open(f"{sys.argv[2]}/ready-{job.process_id}", "w").close()
+    time.sleep(60)
 """
 
 
@@ -38,6 +50,26 @@ def test_a_process_that_fails_ends_the_others_and_gives_its_status(script, capfd
     assert launch([script, "fail"], 2) == 3
     assert time.monotonic() - start < 30  # the other would sleep for 60 s
     assert "rank 1 ended with status 3: ending the others" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("has_torch", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_signal_reaches_every_process_and_the_status_is_its_own(script, tmp_path, monkeypatch, has_torch):
+    if has_torch:
+        monkeypatch.setattr(command, "find_spec", find_spec)
+
+    def send():
+        deadline = time.monotonic() + 50
+        while len(list(tmp_path.glob("ready-*"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    start = time.monotonic()
+    assert launch([script, "save", str(tmp_path)], 2) == 128 + signal.SIGUSR1
+    thread.join()
+    assert time.monotonic() - start < 55  # they would sleep for 60 s
+    assert len(list(tmp_path.glob("saved-*"))) == 2
 
 
 def test_bad_input(tmp_path, capsys):

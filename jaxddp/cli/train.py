@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..job import Job, find_job
-from .interrupts import Signalled
+from .interrupts import Signalled, ended_by_interrupts
 from .launch import launch
 from .quiet import import_jax
 from .train_options import DEFAULT_SIMULATED_DEVICES, TrainOptions
@@ -89,8 +89,9 @@ def run(arguments: argparse.Namespace) -> int | None:
 
     if arguments.processes is not None and find_job() is None:  # the processes get the same command
         return launch(["-m", "jaxddp", *sys.argv[1:]], arguments.processes)
-    import_jax()  # late, so that the help needs no JAX
-    from .train_loop import train
+    with ended_by_interrupts():
+        import_jax()  # late, so that the help needs no JAX
+        from .train_loop import train
 
     if options.checkpoint is not None:
         logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs errors that it also raises

@@ -188,6 +188,8 @@ def _start(
     trainer: Trainer, params: Any, options: TrainOptions, corpus: Corpus, checkpoints: Any, say: Callable[[str], None]
 ) -> tuple[TrainState, int] | None:
     """Makes the initial state and counts the batches before it; None if no steps are left to take."""
+    if checkpoints is not None:
+        checkpoints.check_writable()  # before anything is compiled
     taken = None if checkpoints is None else checkpoints.latest_step()
     if checkpoints is None or taken is None:
         if options.resume:

@@ -15,6 +15,7 @@ import pytest
 import jaxddp
 from jaxddp.__main__ import main
 from jaxddp.checkpoint.checkpoints import Checkpoints
+from jaxddp.cli.interrupts import Signalled
 from jaxddp.cli.train import add_parser
 from jaxddp.cli.train_options import OPTIMIZERS, TrainOptions
 from jaxddp.models import SIZES, build
@@ -236,6 +237,56 @@ def test_interrupt_is_one_line_and_status_130_and_what_is_saved_is_whole(tmp_pat
         state, position = checkpoints.restore(trainer, params)
     assert int(state.step) == position["examples"] >= 1
     assert all(path.name.isdecimal() for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "error, status, line",
+    [
+        (FloatingPointError("loss (=nan) must be finite"), 3, "error: loss (=nan) must be finite\n"),
+        (Signalled(signal.SIGTERM), 143, "ended by SIGTERM after 0 of 200 steps\n"),
+        (Signalled(signal.SIGUSR1), 138, "ended by SIGUSR1 after 0 of 200 steps\n"),
+        (OSError("checkpoint of step 3 was not saved: full"), 2, "error: checkpoint of step 3 was not saved: full\n"),
+    ],
+)
+def test_what_ends_a_run_has_a_status_and_a_line(monkeypatch, capsys, error, status, line):
+    def fail(*arguments):
+        raise error
+
+    monkeypatch.setattr("jaxddp.cli.train_loop.train", fail)
+    assert main(["train"]) == status
+    assert capsys.readouterr().err == line
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_signal_ends_a_run_of_any_processes_once_it_is_saved(tmp_path, num_processes, number):
+    arguments = f"--steps 100000 --batch-size 2 --model byte_shallow --checkpoint {tmp_path}/ck --log-dir {tmp_path}"
+    arguments += f" --processes {num_processes}" if num_processes > 1 else " --devices 1"
+    with subprocess.Popen(
+        [*TRAIN, *arguments.split()], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith("step"):
+                    break
+            process.send_signal(number)
+            output, _ = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    assert process.returncode == 128 + number
+    steps = re.findall(rf"ended by {signal.Signals(number).name} after (\d+) of 100000 steps", output)
+    assert len(steps) == num_processes and len(set(steps)) == 1
+    assert [path.name for path in (tmp_path / "ck").iterdir()] == steps[:1]
+
+
+def test_a_folder_that_cannot_be_written_ends_the_run_with_one_line():
+    arguments = "--steps 3 --devices 1 --batch-size 1 --model byte_shallow"
+    command = [*TRAIN, *arguments.split(), "--checkpoint", "/proc/self/task"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert result.returncode == 2
+    assert re.fullmatch(r"error: \[Errno \d+\] [^\n]*'/proc/self/task/\.writer'\n", result.stderr)
 
 
 def test_parser_is_added_by_name():

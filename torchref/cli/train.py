@@ -7,6 +7,7 @@ import sys
 from dataclasses import fields
 from typing import Any
 
+from jaxddp.cli.interrupts import ended_by_interrupts
 from jaxddp.cli.launch import launch
 from jaxddp.cli.train import add_options, show
 from jaxddp.cli.train_options import DEFAULT_SIMULATED_DEVICES, TrainOptions
@@ -44,7 +45,8 @@ def run(arguments: argparse.Namespace) -> int | None:
         num_ranks = options.devices or num_gpus or DEFAULT_SIMULATED_DEVICES
         options.check_batch_size(num_ranks)
         return launch(["-m", "torchref", *sys.argv[1:]], num_ranks)  # the processes get the same command
-    from .train_loop import train
+    with ended_by_interrupts():
+        from .train_loop import train
 
     show(train, options, arguments.log_dir)
     return None
