@@ -18,6 +18,7 @@ from rich.text import Text
 
 from ..communication.buckets import MIB
 from ..inspection.strategies import Inspection
+from ..simulation.simulate import network_in_words
 from ..simulation.timeline import MIN_WIDTH, ONE_LINE_LEGEND, one_line
 
 _COLUMNS = (
@@ -45,6 +46,7 @@ def show(inspections: list[Inspection], model: str, folder: Path | None, file: T
     console = Console(file=file, force_terminal=file.isatty(), width=width, highlight=False, markup=False)
     first = inspections[0]
     console.print(Text(f"{model} on {first.title}", "bold"), soft_wrap=True)
+    console.print(network_in_words(first.target, first.network))
     # Four significant figures for the longest step.
     digits = max(0, 3 - math.floor(math.log10(max(each.simulation.step_s for each in inspections) * 1e3)))
     console.print(_table(inspections, digits, console))
@@ -84,6 +86,7 @@ def _object(inspection: Inspection) -> dict[str, Any]:
         "target": inspection.target.spec,
         "devices": inspection.target.num_devices,
         "network_gb_per_s": inspection.gb_per_s,
+        "network": network_in_words(inspection.target, inspection.network),
         "latency_us": inspection.network.latency_us,
         "planned": [{"kind": kind, "bytes": num_bytes} for kind, num_bytes in inspection.planned],
         "compiled": [{"kind": kind, "bytes": num_bytes} for kind, num_bytes in inspection.compiled],

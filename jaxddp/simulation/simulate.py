@@ -17,7 +17,7 @@ References:
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..compiled.schedule import Collective, Operation, Schedule
 from ..compiled.work import MatmulKind, Work
@@ -93,6 +93,31 @@ def network_of(target: Target, gb_per_s: float | None = None, latency_us: float 
         return Network(chip.link_gb_per_s if gb_per_s is None else gb_per_s, latency_us)
     between_hosts = chip.host_link_gb_per_s if gb_per_s is None else gb_per_s
     return Network(chip.link_gb_per_s, latency_us, between_hosts, target.devices_per_host)
+
+
+def network_in_words(target: Target, network: Network) -> str:
+    """Where the network's speeds come from, and what to give instead.
+
+    Example:
+        >>> from ..planning.chips import target
+        >>> network_in_words(target("h100:8"), Network(50))
+        'network: 50 GB/s a GPU as given, what a GPU sends to other hosts: that is one GPU a host, h100:8x1'
+    """
+    chip, published = target.chip, network_of(target)
+    is_given = network != replace(published, latency_us=network.latency_us)
+    if target.platform == "tpu":
+        return f"network: {network.gb_per_s:g} GB/s a chip, {'as given' if is_given else 'all its links as published'}"
+    nvlink = f"{network.gb_per_s:g} GB/s a GPU, NVLink's published peak (rings reach about 360 of an H100's 450)"
+    if target.num_hosts > 1:
+        nic = f"{network.host_gb_per_s:g} GB/s a GPU, {'as given' if is_given else 'a published NIC for each'}"
+        within = "" if target.devices_per_host == 1 else f"within a host {nvlink}, "
+        return f"network: {within}between hosts {nic}"
+    if not is_given:
+        return f"network: {nvlink}: try --network-gb-per-s {0.8 * chip.link_gb_per_s:g}"
+    given = f"network: {network.gb_per_s:g} GB/s a GPU as given"
+    if network.gb_per_s > chip.host_link_gb_per_s or target.num_devices == 1:
+        return given
+    return f"{given}, what a GPU sends to other hosts: that is one GPU a host, {chip.name}:{target.num_devices}x1"
 
 
 def simulate(schedule: Schedule, chip: Chip, network: Network, *, num_streams: int = 1) -> Simulation:
