@@ -59,8 +59,7 @@ def start_process(
         return None
     local_devices = job.local_devices(len(visible_gpus()))
     if job.num_processes > 1:
-        if "TORCHELASTIC_RUN_ID" in os.environ and job.launcher == "torchrun":
-            job = _choose_port(job, timeout_s)  # torchrun's agent listens on the job's own port
+        job = with_free_port(job, timeout_s)
         _join(job, local_devices, timeout_s)
     devices()  # in all processes: they exchange what they have
     if job.process_id == 0 and coordinator_address is None:
@@ -68,6 +67,21 @@ def start_process(
         kind = "CPU device" if local[0].platform == "cpu" else local[0].device_kind
         print(f"jaxddp: {job.describe(f'{len(local)} x {kind}')}", file=sys.stderr, flush=True)
     return job
+
+
+def with_free_port(job: Job, timeout_s: float) -> Job:
+    """Changes a job's port under torchrun, whose agent listens on it, to one that process 0 finds free."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or job.launcher != "torchrun":
+        return job
+    from torch.distributed import TCPStore
+
+    store = TCPStore(job.host, job.port, timeout=timedelta(seconds=timeout_s))
+    key = f"jaxddp/coordinator/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if job.process_id == 0:
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            store.set(key, str(probe.getsockname()[1]))
+    return job._replace(port=int(store.get(key)))
 
 
 def local_rows(batch: Any) -> Any:
@@ -109,19 +123,6 @@ def _join(job: Job, local_devices: list[int], timeout_s: float) -> None:
         initialization_timeout=max(1, round(timeout_s)),
         coordinator_bind_address=f"{job.bind_host}:{job.port}" if job.process_id == 0 else None,
     )
-
-
-def _choose_port(job: Job, timeout_s: float) -> Job:
-    """Agrees on a free port through the store of torchrun's agents."""
-    from torch.distributed import TCPStore
-
-    store = TCPStore(job.host, job.port, timeout=timedelta(seconds=timeout_s))
-    key = f"jaxddp/coordinator/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    if job.process_id == 0:
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            store.set(key, str(probe.getsockname()[1]))
-    return job._replace(port=int(store.get(key)))
 
 
 def _join_what_jax_finds() -> None:

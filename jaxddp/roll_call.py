@@ -22,11 +22,25 @@ _MAX_BYTES = 65536  # of a message; a stranger may connect
 def roll_call(job: Job, alike: Mapping[str, Any], devices: list[str], timeout_s: float) -> None:
     """Waits for all processes of a job, and compares what they bring; every process calls it.
 
+    The arguments and errors are those of ``meet``.
+    """
+    for connection in meet(job, alike, devices, timeout_s).values():
+        connection.close()
+
+
+def meet(
+    job: Job, alike: Mapping[str, Any], devices: list[str], timeout_s: float
+) -> dict[int, socket.socket]:
+    """Calls the roll, and keeps the connections; every process calls it.
+
     Args:
         job: The job, with this process's place in it.
         alike: What must be the same in all processes, such as versions; JSON values.
         devices: Names of the GPUs that this process takes on its host; no other process may take one of them.
         timeout_s: Seconds to wait.
+
+    Returns:
+        In process 0 a connection to each other process, by its number; in the others that to process 0.
 
     Raises:
         ValueError: If the coordinator's port is taken or nobody answers there, processes do not come within the
@@ -40,9 +54,8 @@ def roll_call(job: Job, alike: Mapping[str, Any], devices: list[str], timeout_s:
         "devices": devices,
     }
     if job.process_id == 0:
-        _answer(job, said, deadline, timeout_s)
-    else:
-        _report(job, said, deadline, timeout_s)
+        return _answer(job, said, deadline, timeout_s)
+    return {0: _report(job, said, deadline, timeout_s)}
 
 
 def disagreement(said: Sequence[Mapping[str, Any]], who: str = "process", numbers: Sequence[int] | None = None) -> str:
@@ -74,10 +87,9 @@ def disagreement(said: Sequence[Mapping[str, Any]], who: str = "process", number
     return ""
 
 
-def _answer(job: Job, said: dict[str, Any], deadline: float, timeout_s: float) -> None:
+def _answer(job: Job, said: dict[str, Any], deadline: float, timeout_s: float) -> dict[int, socket.socket]:
     came: dict[int, tuple[dict[str, Any], socket.socket | None]] = {0: (said, None)}
-    with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.socket())
+    with contextlib.ExitStack() as stack, socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((job.bind_host, job.port))
@@ -91,41 +103,46 @@ def _answer(job: Job, said: dict[str, Any], deadline: float, timeout_s: float) -
             listener.settimeout(max(0.001, deadline - time.monotonic()))
             try:
                 connection, _ = listener.accept()
-                stack.enter_context(connection)
-                connection.settimeout(1)
-                heard = _parsed(_read_line(connection))
-                process_id = heard["process_id"]
             except TimeoutError:
-                if time.monotonic() < deadline:
-                    continue  # a stranger that says nothing
                 missing = [str(index) for index in range(job.num_processes) if index not in came]
                 fault = (
                     f"process {', '.join(missing)} of {job.num_processes} must join at {job.host}:{job.port} within "
                     f"{timeout_s:g} s"
                 )
-            except (OSError, ValueError):
-                continue  # a stranger
-            else:
-                if process_id in came:
-                    fault = f"process_id (={process_id}) must be one process's: two have joined under it"
-                came[process_id] = heard, connection
+                continue
+            connection.settimeout(1)
+            try:
+                heard = _parsed(_read_line(connection))
+            except (OSError, ValueError):  # a stranger
+                connection.close()
+                continue
+            stack.enter_context(connection)
+            process_id = heard["process_id"]
+            if process_id in came:
+                fault = f"process_id (={process_id}) must be one process's: two have joined under it"
+            came[process_id] = heard, connection
         fault = fault or _disagreement([came[index][0] for index in sorted(came)])
         for _, answer_to in came.values():
             if answer_to is not None:
                 with contextlib.suppress(OSError):
                     answer_to.sendall(f"{fault}\n".encode())
-    if fault:
-        raise ValueError(fault)
+        if fault:
+            raise ValueError(fault)
+        stack.pop_all()  # the connections stay open
+    return {index: connection for index, (_, connection) in came.items() if connection is not None}
 
 
-def _report(job: Job, said: dict[str, Any], deadline: float, timeout_s: float) -> None:
+def _report(job: Job, said: dict[str, Any], deadline: float, timeout_s: float) -> socket.socket:
     while True:
         remaining = max(0.001, deadline - time.monotonic())
         try:
-            with socket.create_connection((job.host, job.port), timeout=remaining) as connection:
+            with contextlib.ExitStack() as stack:
+                connection = stack.enter_context(socket.create_connection((job.host, job.port), timeout=remaining))
                 connection.sendall(f"{json.dumps(said)}\n".encode())
                 connection.settimeout(remaining + 5)  # process 0 names those that are missing
                 error = _read_line(connection)
+                if not error.strip():
+                    stack.pop_all()
                 break
         except OSError as error_:
             if time.monotonic() > deadline:
@@ -135,6 +152,7 @@ def _report(job: Job, said: dict[str, Any], deadline: float, timeout_s: float) -
             time.sleep(_RETRY_S)
     if error.strip():
         raise ValueError(error.strip())
+    return connection
 
 
 def _parsed(line: str) -> dict[str, Any]:
