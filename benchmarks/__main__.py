@@ -54,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from torchref.launch import RankError
 
     from .harness.console import make_console
+    from .harness.job_hosts import hosts_for, job_of, serve
+    from .harness.ranks import num_gpus
     from .harness.results import new_run_folder
     from .harness.run import Run
     from .lab.benchmark import lab_for, link_holds
@@ -61,14 +63,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         options, folder = read_options(parsed), None
-        name = parsed.benchmark or ("all" if options.quick else "main")
+        name = parsed.benchmark or ("main" if options.on == "job" or not options.quick else "all")
+        if not parsed.resume:
+            check_taken(name, options)
+        job = job_of(name, options.on, parsed.resume)
+        if job is not None and job.process_id:
+            return serve(job, num_gpus())
         if parsed.resume:
             if parsed.benchmark or parsed.out or options != Options():
                 raise ValueError(f"resume (={parsed.resume}) goes on as the run was called: nothing else can be given")
             name, options, folder = _stopped(parsed.resume)
-        else:
-            check_taken(name, options)
-        with kept_interrupts(), lab_for(name, options) as options:
+        with kept_interrupts(), lab_for(name, options) as options, hosts_for(options.on, job, num_gpus):
             benchmark = BENCHMARKS[name].module
             setup, line = benchmark.describe(options)
             if folder is None:

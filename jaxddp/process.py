@@ -10,10 +10,7 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import sys
-from datetime import timedelta
 from typing import Any
 
 import jax
@@ -21,7 +18,7 @@ import jax
 from . import __version__
 from .job import Job, find_job_or, visible_gpus
 from .plugins import devices
-from .roll_call import roll_call
+from .roll_call import roll_call, with_free_port
 
 
 def start_process(
@@ -67,21 +64,6 @@ def start_process(
         kind = "CPU device" if local[0].platform == "cpu" else local[0].device_kind
         print(f"jaxddp: {job.describe(f'{len(local)} x {kind}')}", file=sys.stderr, flush=True)
     return job
-
-
-def with_free_port(job: Job, timeout_s: float) -> Job:
-    """Changes a job's port under torchrun, whose agent listens on it, to one that process 0 finds free."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ or job.launcher != "torchrun":
-        return job
-    from torch.distributed import TCPStore
-
-    store = TCPStore(job.host, job.port, timeout=timedelta(seconds=timeout_s))
-    key = f"jaxddp/coordinator/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    if job.process_id == 0:
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            store.set(key, str(probe.getsockname()[1]))
-    return job._replace(port=int(store.get(key)))
 
 
 def local_rows(batch: Any) -> Any:

@@ -70,7 +70,36 @@ _send_message: Callable[[Any], None] | None = None  # set in a rank by each call
 
 
 class RankError(RuntimeError):
-    """A rank raised, died or did not finish: the first line says which and why, the rank's own traceback follows."""
+    """A rank raised, died or did not finish: the first line says which and why, the rank's own traceback follows.
+
+    Attributes:
+        at_s: When, in seconds of the Unix epoch; 0 if that is not known, as of a process that was killed.
+    """
+
+    def __init__(self, message: str, at_s: float = 0.0) -> None:
+        """Keeps the message."""
+        super().__init__(message)
+        self.at_s = at_s
+
+
+class HostShare(NamedTuple):
+    """The ranks of a call that run on this host, where others run on other hosts.
+
+    Attributes:
+        first_rank: Number of the first of them.
+        num_ranks: Number of all ranks.
+        host: Name of this host, for errors.
+        store: Host and port of the ``TCPStore`` at which all ranks meet.
+        check: Called a few times a second while ranks run; what it raises ends them.
+        finish: Called with their results; returns when all ranks have theirs, so that none leaves a group in use.
+    """
+
+    first_rank: int
+    num_ranks: int
+    host: str
+    store: tuple[str, int]
+    check: Callable[[], None]
+    finish: Callable[[list[Any]], None]
 
 
 def report(message: Any) -> None:
@@ -130,6 +159,7 @@ class RankPool:
         num_ranks: int | None = None,
         timeout_s: float = 120.0,
         on_message: OnMessage | None = None,
+        share: HostShare | None = None,
     ) -> list[_T]:
         """Runs ``fn(*args)`` on every rank of a fresh process group.
 
@@ -140,6 +170,7 @@ class RankPool:
             timeout_s: Seconds within which all ranks must finish, counted anew whenever a rank reports or finishes.
                 The start of processes is not counted.
             on_message: Called here as ``on_message(rank, message)`` when a rank calls ``report(message)``.
+            share: Where these ranks are only some of the group's: ``num_ranks`` and the results are of this host.
 
         Returns:
             The results in rank order.
@@ -161,7 +192,7 @@ class RankPool:
             if self._closed:
                 raise ValueError("this RankPool is closed")
             try:
-                return self._run(payload, num_ranks, timeout_s, on_message)
+                return self._run(payload, num_ranks, timeout_s, on_message, share)
             except BaseException:
                 self._end([worker for worker in self._workers.values() if worker.rank < num_ranks])
                 raise
@@ -189,40 +220,63 @@ class RankPool:
         """Closes the pool."""
         self.close()
 
-    def _run(self, payload: bytes, num_ranks: int, timeout_s: float, on_message: OnMessage | None) -> list[Any]:
+    def _run(
+        self,
+        payload: bytes,
+        num_ranks: int,
+        timeout_s: float,
+        on_message: OnMessage | None,
+        share: HostShare | None,
+    ) -> list[Any]:
         self._end([worker for worker in self._workers.values() if not worker.process.is_alive()])
         missing = [rank for rank in range(num_ranks) if rank not in self._workers]
         for rank in missing:
             self._workers[rank] = _Worker(rank, self.threads_per_rank, self.prepare)
-        self._collect(missing, num_ranks, 0, _START_TIMEOUT_S, None)
+        self._collect(missing, num_ranks, 0, _START_TIMEOUT_S, None, share)
 
         self._num_calls += 1
-        call, store_path = self._num_calls, os.path.join(self._folder, str(self._num_calls))
+        call = self._num_calls
+        store = share.store if share else os.path.join(self._folder, str(call))
+        first, of_all = (share.first_rank, share.num_ranks) if share else (0, num_ranks)
         for rank in range(num_ranks):
-            self._workers[rank].send(_Task(call, rank, num_ranks, self.backend, store_path, timeout_s, payload))
-        results = self._collect(range(num_ranks), num_ranks, call, timeout_s, on_message)
+            task = _Task(call, first + rank, rank, of_all, self.backend, store, timeout_s, payload)
+            self._workers[rank].send(task)
+        results = self._collect(range(num_ranks), num_ranks, call, timeout_s, on_message, share)
+        if share:
+            share.finish(results)
         for rank in range(num_ranks):  # no rank leaves the group while another may still need it
             self._workers[rank].send(None)
         return results
 
     def _collect(
-        self, ranks: Sequence[int], num_ranks: int, call: int, timeout_s: float, on_message: OnMessage | None
+        self,
+        ranks: Sequence[int],
+        num_ranks: int,
+        call: int,
+        timeout_s: float,
+        on_message: OnMessage | None,
+        share: HostShare | None,
     ) -> list[Any]:
         """Waits for the results of a call from some of its ranks."""
-        began_s = time.monotonic()
+        began_s, first = time.monotonic(), share.first_rank if share else 0
+        of_all = f"{share.num_ranks} on {share.host}" if share else str(num_ranks)
         results: dict[int, Any] = {}
         while waiting := [self._workers[rank] for rank in ranks if rank not in results]:
             heard_s = max(self._workers[rank].heard_s for rank in ranks)
             remaining_s = max(began_s, heard_s) + timeout_s - time.monotonic()
             if remaining_s <= 0:
-                which = f"rank{'s' * (len(waiting) > 1)} {', '.join(str(worker.rank) for worker in waiting)}"
-                raise RankError(f"{which} of {num_ranks} did not finish or report within timeout_s (={timeout_s})")
+                which = f"rank{'s' * (len(waiting) > 1)} {', '.join(str(first + worker.rank) for worker in waiting)}"
+                raise RankError(f"{which} of {of_all} did not finish or report within timeout_s (={timeout_s})")
             sources = [source for worker in waiting for source in (worker.pipe, worker.process.sentinel)]
             # Not for long: processes forked by a dead rank can keep both of its sources open.
             connection.wait(sources, min(remaining_s, 0.5))
             cause = _first_failure(waiting, call, results, on_message)
             if cause is not None:
-                raise RankError(f"rank {cause.rank} of {num_ranks} failed: {cause.summary}\n\n{cause.details}")
+                at_s = cause.at_s and time.time() - (time.monotonic() - cause.at_s)
+                said = f"rank {first + cause.rank} of {of_all} failed: {cause.summary}\n\n{cause.details}"
+                raise RankError(said, at_s)
+            if share:
+                share.check()
         return [results[rank] for rank in ranks]
 
     def _end(self, workers: Sequence[_Worker]) -> None:
@@ -243,6 +297,7 @@ def launch(
     prepare: Prepare | None = None,
     timeout_s: float = 600.0,
     on_message: OnMessage | None = None,
+    share: HostShare | None = None,
 ) -> list[_T]:
     """Runs ``fn(*args)`` once on ranks of its own: a `RankPool` for one call.
 
@@ -254,7 +309,7 @@ def launch(
     """
     _check_ranks("num_ranks", num_ranks, backend)
     with RankPool(num_ranks, backend=backend, threads_per_rank=threads_per_rank, prepare=prepare) as pool:
-        return pool.run(fn, *args, timeout_s=timeout_s, on_message=on_message)
+        return pool.run(fn, *args, timeout_s=timeout_s, on_message=on_message, share=share)
 
 
 def init_from_env(
@@ -374,9 +429,10 @@ class _Task(NamedTuple):
 
     call: int
     rank: int
+    local_rank: int
     num_ranks: int
     backend: str
-    store_path: str
+    store: str | tuple[str, int]  # a file, or host and port
     timeout_s: float
     payload: bytes  # pickled (fn, args)
 
@@ -530,18 +586,23 @@ def _run(task: _Task, send: Callable[[int, str, Any], None]) -> None:
         send(task.call, "result", result)
     except BaseException as error:
         _flush()
-        send(task.call, "failure", _describe(task.rank, error))
+        send(task.call, "failure", _describe(task.local_rank, error))
 
 
 def _join_group(task: _Task) -> None:
+    # Longer than the parent's timeout, whose message is better.
+    timeout = timedelta(seconds=min(task.timeout_s + 60, _LONGEST_TIMEOUT_S))
+    if isinstance(task.store, str):
+        store: dist.Store = dist.FileStore(task.store, task.num_ranks)
+    else:
+        store = dist.TCPStore(*task.store, is_master=False, timeout=timeout, wait_for_workers=False)
     dist.init_process_group(
         task.backend,
-        init_method=f"file://{task.store_path}",
+        store=store,
         rank=task.rank,
         world_size=task.num_ranks,
-        # Longer than the parent's timeout, whose message is better.
-        timeout=timedelta(seconds=min(task.timeout_s + 60, _LONGEST_TIMEOUT_S)),
-        device_id=_use_device(task.backend, task.rank),
+        timeout=timeout,
+        device_id=_use_device(task.backend, task.local_rank),
     )
     dist.barrier()  # no rank runs ahead, or leaves the group, while others are still connecting to it
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..harness.free_memory import free_bytes
+from ..harness.job_hosts import open_hosts
 from ..harness.options import Options
 from ..harness.ranks import Ranks, num_gpus, ranks_of_machine
 from ..harness.run import Run, holds
@@ -82,9 +83,11 @@ def run(this: Run, setup: CollectivesSetup) -> bool:
 
 
 def _parts(options: Options) -> tuple[BackendPart, ...]:
-    found_gpus = num_gpus()
     if options.ranks == 1:
         raise ValueError("ranks (=1) must be at least 2: one rank has no other to communicate with")
+    if options.on == "job":
+        return _parts_of_job(options)
+    found_gpus = num_gpus()
     if options.on == "gpus":
         ranks_of_machine(2, "gpus")  # raises if there are none
         if options.ranks is not None and options.ranks > found_gpus:
@@ -100,6 +103,23 @@ def _parts(options: Options) -> tuple[BackendPart, ...]:
             if kind == "gpus":
                 parts[_part(framework, kind, found_gpus, found_gpus)] = None
     return tuple(parts)
+
+
+def _parts_of_job(options: Options) -> tuple[BackendPart, ...]:
+    hosts = open_hosts()
+    default = max(2, hosts.num_hosts)
+    most = hosts.num_hosts * hosts.num_gpus or max(RANKS)
+    counts = {default} | {num for num in RANKS if num % hosts.num_hosts == 0 and num <= most}
+    counts |= {most} if hosts.num_gpus else set()
+    if options.ranks or options.quick:
+        counts = {options.ranks or default}
+    of_jobs = [ranks_of_machine(num_ranks, "job") for num_ranks in sorted(counts)]
+    return tuple(
+        BackendPart(framework, layout)
+        for ranks in of_jobs
+        for framework in ("jaxddp", "torchref")
+        for layout in (ranks.layouts() if framework == "jaxddp" else [ranks])
+    )
 
 
 def _of_kind(kind: str) -> tuple[tuple[str, str], ...]:

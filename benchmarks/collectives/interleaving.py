@@ -18,6 +18,7 @@ from jaxddp.environment import cuda_libraries
 from jaxddp.training.clock import stopwatch
 from torchref.launch import report
 
+from ..harness.exchange import gather
 from ..training.interleaving import Attempts, agree_over_ranks
 
 MIN_ROUNDS, MAX_ROUNDS = 5, 100
@@ -119,7 +120,7 @@ def measure(
         timed = _measure(job, batch, ready(batch), wait)
         libraries = cuda_libraries() if side.device != "cpu" else {}
         used = side._replace(versions=side.versions | libraries)
-        report(("found", Found(batch, used, _of_all(timed))))
+        report(("found", Found(batch, used, gather(timed))))
 
 
 def rounds_within(budget_s: float, round_s: float) -> int:
@@ -161,7 +162,8 @@ def _interleave(calls: Sequence[Call], job: RanksJob, wait: Callable[[Any], Any]
     for call in calls:
         round_s += _call(call, wait)
         progress(0, 0)
-    num_rounds = job.num_rounds or rounds_within(job.budget_s, _agreed(round_s))
+    # Rank 0's time: all ranks must take the same number of rounds.
+    num_rounds = job.num_rounds or rounds_within(job.budget_s, gather(round_s)[0])
     for index in range(num_rounds):
         turn = index % len(calls)
         for call in [*calls[turn:], *calls[:turn]]:
@@ -176,16 +178,3 @@ def _call(call: Call, wait: Callable[[Any], Any]) -> float:
     result, seconds = stopwatch(call.run, given, wait=wait)
     call.timed.wrong += call.num_wrong(result)  # of every call: XLA's Gloo is sometimes wrong
     return seconds
-
-
-def _of_all(timed: list[Timed]) -> list[list[Timed]]:
-    of_all: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_all, timed)
-    return of_all
-
-
-def _agreed(seconds: float) -> float:
-    """Rank 0's value: all ranks must take the same number of rounds."""
-    said = [seconds]
-    dist.broadcast_object_list(said)
-    return said[0]

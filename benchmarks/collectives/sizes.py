@@ -56,7 +56,7 @@ def _needed_bytes(buffers: float, asked_bytes: int, ranks: Ranks) -> int:
     held = math.ceil((buffers + (not is_even)) * asked_bytes)
     if ranks.kind == "gpus":
         return held
-    return ranks.num * held + (1 if ranks.kind == "simulated" else ranks.num) * PROCESS_BYTES
+    return ranks.num_on_host * held + (1 if ranks.kind == "simulated" else ranks.num_on_host) * PROCESS_BYTES
 
 
 def fitting(

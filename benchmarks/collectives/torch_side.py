@@ -15,6 +15,7 @@ from torch import Tensor
 from torchref.communication import collectives, ring
 from torchref.communication.collectives import record
 
+from ..harness.exchange import group_device
 from ..harness.ranks import Ranks
 from .cases import (
     ELEMENT_BYTES,
@@ -37,7 +38,7 @@ IN_PLACE = ("all_reduce", "broadcast")
 def run(ranks: Ranks, job: RanksJob) -> None:
     """Measures; runs on each rank, inside a process group."""
     on_gpu = ranks.kind == "gpus"
-    device = torch.device("cuda", dist.get_rank()) if on_gpu else torch.device("cpu")
+    device = group_device()
     wait: Callable[[Any], Any] = (lambda _: torch.cuda.synchronize()) if on_gpu else (lambda _: None)
 
     def ready(batch: Batch) -> Callable[[str], Call]:

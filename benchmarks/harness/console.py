@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,8 +19,9 @@ FILE_WIDTH = 180  # columns, enough for the widest table, that of memory
 
 def make_console() -> Console:
     """Makes the console of standard output, wide enough for tables where that is a file."""
-    # Explicit, because a CI job's environment can make rich write control codes to files.
-    is_terminal = sys.stdout.isatty()
+    # Explicit, because a CI job's environment can make rich write control codes to files. A process of Open MPI has a
+    # terminal of 80 columns, wherever mpirun copies its output to.
+    is_terminal = sys.stdout.isatty() and "OMPI_COMM_WORLD_RANK" not in os.environ
     return Console(force_terminal=is_terminal, highlight=False, width=None if is_terminal else FILE_WIDTH)
 
 

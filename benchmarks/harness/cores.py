@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 
-# The number of cores that XLA's CPU client assumes.
-ENVIRONMENT = {"NPROC": "2"}
+
+def environment(num_devices: int) -> dict[str, str]:
+    """Variables for a process of so many of JAX's CPU devices: the number of cores that XLA's client assumes."""
+    return {"NPROC": str(num_devices + 1)}
 
 
 def num_cores(kind: str, num_ranks: int) -> int:
@@ -25,5 +27,5 @@ def keep_to_cores(kind: str, num_ranks: int, rank: int) -> None:
     count = num_cores(kind, num_ranks)
     if count:
         there = sorted(os.sched_getaffinity(0))
-        first = 0 if kind == "simulated" else rank % len(there)
-        os.sched_setaffinity(0, there[first : first + count])
+        first = rank * count % len(there)
+        os.sched_setaffinity(0, (there + there)[first : first + count])

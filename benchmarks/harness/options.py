@@ -47,7 +47,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, metavar="N", help="ranks in each framework (default: 2)")
     parser.add_argument(
         "--on", choices=KINDS,
-        help="what JAX's ranks are: devices of one process, processes over Gloo, GPUs, or processes on hosts of a lab"
+        help="what JAX's ranks are: devices of one process, processes over Gloo, GPUs, processes on hosts of a lab, or"
+        " GPUs or processes on the hosts of a job that srun, torchrun or mpirun has started"
         " (default: GPUs where there are any, else simulated devices); torch's are processes",
     )  # fmt: skip
     parser.add_argument("--hosts", type=int, metavar="N", help="of a lab: hosts, 2 to 8 (default: 2)")

@@ -6,6 +6,7 @@
 | `processes` | a process a rank, joined by `jax.distributed`, over Gloo   | a process a rank, over Gloo         |
 | `gpus`      | one process, a rank for each of its GPUs, over NCCL        | a process a rank, over NCCL         |
 | `lab`       | as `processes`, each on a host of its own: see `lab/`      | the same                            |
+| `job`       | `gpus` or `processes` on the hosts of a job: a process a rank, and again a process a host | the same |
 
 Where both frameworks find GPUs, ranks are GPUs, all of them, unless something else is asked for; on them products of
 float32 are float32 in both (JAX would use TF32 by default, torch would not). On CPUs a rank of either framework has one
@@ -21,22 +22,25 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from jaxddp.environment import cuda_libraries
+from jaxddp.job import visible_gpus
 from jaxddp.training import allocator
-from torchref.launch import OnMessage, Prepare, launch
+from torchref.launch import HostShare, OnMessage, Prepare, launch
 
 from ..lab.network import Host, enter_host, open_lab
 from . import cores
+from .exchange import gather
 from .free_memory import PROCESS_BYTES, free_bytes
+from .job_hosts import open_hosts
 
 _T = TypeVar("_T")
 
-KINDS = ("simulated", "processes", "gpus", "lab")
+KINDS = ("simulated", "processes", "gpus", "lab", "job")
 _OF_PROCESSES = ("processes", "lab")
 THREADS = 1
 _COUNT_GPUS = "import jax; print(sum(device.platform == 'gpu' for device in jax.local_devices()))"
@@ -50,18 +54,25 @@ class Ranks:
 
     Attributes:
         num: Their number.
-        kind: One of ``KINDS``.
+        kind: One of ``KINDS``; in a job ``gpus`` or ``processes``.
         hosts: Of a lab: rank r runs on the r-th.
+        per_host: Of a job: how many ranks each of its hosts has, those of the first host first.
+        coordinator: Of a job: the first host's address.
+        is_process_per_host: Of a job: whether one process of JAX has all ranks of a host.
     """
 
     num: int
     kind: str
     hosts: tuple[Host, ...] = ()
+    per_host: tuple[int, ...] = ()
+    coordinator: str = ""
+    is_process_per_host: bool = False
 
     @property
     def backend(self) -> dict[str, str]:
         """What carries the collectives, by framework."""
         jax_s = {"simulated": "XLA in-process", "gpus": "XLA over NCCL"}.get(self.kind, "XLA over Gloo")
+        jax_s += ", a process a host" if self.is_process_per_host else ""
         return {"jaxddp": jax_s, "torchref": "NCCL" if self.kind == "gpus" else "Gloo"}
 
     @property
@@ -83,15 +94,28 @@ class Ranks:
         Returns:
             One result for each process: of all ranks together, or of each.
         """
-        num_processes = self.num if self.kind in _OF_PROCESSES else 1
-        with _with_environment(cores.ENVIRONMENT if self.kind in _OF_PROCESSES else {}):
-            return self._launch(self.kind, fn, *args, num_ranks=num_processes, backend="gloo", on_message=on_message,
-                                in_jax=True)  # fmt: skip
+        return self._launch(True, fn, args, on_message)
 
     def run_torch(self, fn: Callable[..., _T], *args: Any, on_message: OnMessage | None = None) -> list[_T]:
         """Runs ``fn(self, *args)`` on every rank of a torch process group."""
-        backend, kind = ("nccl", "gpus") if self.kind == "gpus" else ("gloo", "processes")
-        return self._launch(kind, fn, *args, num_ranks=self.num, backend=backend, on_message=on_message)
+        return self._launch(False, fn, args, on_message)
+
+    def layouts(self) -> list[Ranks]:
+        """These ranks, and if hosts of a job have several, again with a process of JAX for all ranks of a host."""
+        return [self, *([replace(self, is_process_per_host=True)] if max(self.per_host, default=1) > 1 else [])]
+
+    @property
+    def num_on_host(self) -> int:
+        """The most ranks that a host has."""
+        return max(self.per_host, default=self.num)
+
+    def processes(self, in_jax: bool) -> tuple[int, ...]:
+        """The processes of a framework on each host."""
+        if in_jax and self.is_process_per_host:
+            return (1,) * len(self.per_host)
+        if self.per_host:
+            return self.per_host
+        return (self.num if not in_jax or self.kind in _OF_PROCESSES else 1,)
 
     def mesh(self) -> Any:
         """Gives the mesh of these ranks; call it once, inside ``run_jax``, before JAX has started."""
@@ -102,12 +126,15 @@ class Ranks:
 
             os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs room on them as well
             jax.config.update("jax_default_matmul_precision", "highest")  # as torch has it
-        if self.kind in _OF_PROCESSES:
+        if self.kind in _OF_PROCESSES or self.per_host:
             import jax
             from jax.experimental import multihost_utils
 
-            jax.config.update("jax_platforms", "cpu")
-            jaxddp.start_process(_agreed_address(self.hosts), self.num, _rank())
+            if self.kind != "gpus":
+                jax.config.update("jax_platforms", "cpu")
+                jax.config.update("jax_num_cpu_devices", self.per_host[0] if self.is_process_per_host else 1)
+            host = self.coordinator or (self.hosts[0].address if self.hosts else "127.0.0.1")
+            jaxddp.start_process(_agreed_address(host), sum(self.processes(True)), _rank())
             mesh = jaxddp.data_mesh()
             with _without_output():  # in its first collective XLA's Gloo prints who is connected
                 multihost_utils.sync_global_devices("connected")
@@ -116,11 +143,33 @@ class Ranks:
             jaxddp.simulate_devices(self.num)
         return jaxddp.data_mesh(self.num)
 
-    def _launch(self, kind: str, fn: Callable[..., _T], *args: Any, in_jax: bool = False, **options: Any) -> list[_T]:
-        prepare: Prepare = partial(_prepare, self.hosts, kind, self.num, in_jax)
-        with _with_environment({} if self.kind == "gpus" else allocator.ENVIRONMENT):
+    def _launch(
+        self, in_jax: bool, fn: Callable[..., _T], args: tuple[Any, ...], on_message: OnMessage | None
+    ) -> list[_T]:
+        if self.per_host:
+            return open_hosts().run(self, in_jax, fn, args, on_message)
+        return self.launch_here(in_jax, fn, args, self.processes(in_jax)[0], None, on_message)
+
+    def launch_here(
+        self,
+        in_jax: bool,
+        fn: Callable[..., _T],
+        args: Sequence[Any],
+        num_processes: int,
+        share: HostShare | None,
+        on_message: OnMessage | None,
+    ) -> list[_T]:
+        """Runs ``fn(self, *args)`` in processes of this host, which are all of the call's or, of a job, a share."""
+        first = share.first_rank if share else 0
+        backend = "nccl" if self.kind == "gpus" and not in_jax else "gloo"
+        prepare: Prepare = partial(_prepare, self, in_jax, first)
+        environment = {} if self.kind == "gpus" else dict(allocator.ENVIRONMENT)
+        if in_jax and self.kind in _OF_PROCESSES:
+            environment |= cores.environment(self.num_on_host if self.is_process_per_host else 1)
+        with _with_environment(environment):
             return launch(
-                fn, self, *args, threads_per_rank=THREADS, prepare=prepare, timeout_s=TIMEOUT_S, **options
+                fn, self, *args, num_ranks=num_processes, backend=backend, threads_per_rank=THREADS, prepare=prepare,
+                timeout_s=TIMEOUT_S, on_message=on_message, share=share,
             )  # fmt: skip
 
 
@@ -136,6 +185,13 @@ def chosen_ranks(num_ranks: int | None, default: int, kind: str | None = None, *
     Raises:
         ValueError: As ``ranks_of_machine``, and if there are not as many GPUs as were asked for.
     """
+    if kind == "job":
+        num_hosts, num_gpus_each = open_hosts().num_hosts, open_hosts().num_gpus
+        default = num_hosts * max(1, default // num_hosts)
+        if num_gpus_each:
+            shared = [num_hosts * each for each in range(num_gpus_each, 0, -1) if batch_size % (num_hosts * each) == 0]
+            default = next(iter(shared), num_hosts)
+        return ranks_of_machine(num_ranks or default, kind)
     ranks = ranks_of_machine(num_ranks or default, kind)
     if ranks.kind != "gpus":
         return ranks
@@ -151,8 +207,8 @@ def ranks_of_machine(num_ranks: int, kind: str | None = None) -> Ranks:
 
     Args:
         num_ranks: How many are wanted; with GPUs there are no more than those that CUDA_VISIBLE_DEVICES leaves.
-        kind: One of ``KINDS``; None takes GPUs where there are any, and simulated devices elsewhere; ``"lab"`` takes
-            the hosts of the lab that is open.
+        kind: One of ``KINDS``; None takes GPUs where there are any, and simulated devices elsewhere; ``"lab"`` and
+            ``"job"`` take the hosts of the lab or job that is open.
 
     Raises:
         ValueError: If the kind is unknown, there are no GPUs or not as many hosts for it, a number is not positive, or
@@ -167,6 +223,8 @@ def ranks_of_machine(num_ranks: int, kind: str | None = None) -> Ranks:
         if num_ranks > len(hosts):
             raise ValueError(f"ranks (={num_ranks}) must be at most the number of the lab's hosts (={len(hosts)})")
         return Ranks(num_ranks, kind, hosts[:num_ranks])
+    if kind == "job":
+        return _ranks_of_job(num_ranks)
     if kind == "gpus" and not num_gpus():
         of_torch, _ = _counted_gpus()
         raise ValueError(
@@ -176,12 +234,33 @@ def ranks_of_machine(num_ranks: int, kind: str | None = None) -> Ranks:
         kind = "gpus" if num_gpus() else "simulated"
     if kind == "gpus":
         return Ranks(min(num_ranks, num_gpus()), kind)
-    if (most := free_bytes(kind) // PROCESS_BYTES) < num_ranks:  # torch's are processes even where JAX's are simulated
-        each, free = PROCESS_BYTES / 2**30, free_bytes(kind) / 2**30
+    _check_room(num_ranks)  # torch's are processes even where JAX's are simulated
+    return Ranks(num_ranks, kind)
+
+
+def _ranks_of_job(num_ranks: int) -> Ranks:
+    """Spreads ranks evenly over the hosts of the job, or gives one to each of the first hosts."""
+    hosts = open_hosts()
+    if num_ranks > hosts.num_hosts and num_ranks % hosts.num_hosts:
+        raise ValueError(
+            f"ranks (={num_ranks}) must be divisible by the number of the job's hosts (={hosts.num_hosts})"
+        )
+    each = max(1, num_ranks // hosts.num_hosts)
+    if hosts.num_gpus and each > hosts.num_gpus:
+        most = hosts.num_hosts * hosts.num_gpus
+        raise ValueError(f"ranks (={num_ranks}) must be at most the number of the job's GPUs (={most})")
+    if not hosts.num_gpus:
+        _check_room(each)
+    per_host = (each,) * min(num_ranks, hosts.num_hosts)
+    return Ranks(num_ranks, "gpus" if hosts.num_gpus else "processes", (), per_host, hosts.job.host)
+
+
+def _check_room(num_ranks: int) -> None:
+    if (most := free_bytes("processes") // PROCESS_BYTES) < num_ranks:
+        each, free = PROCESS_BYTES / 2**30, free_bytes("processes") / 2**30
         raise ValueError(
             f"ranks (={num_ranks}) must be at most {most}: each takes {each:g} GiB for its process, {free:.1f} are free"
         )
-    return Ranks(num_ranks, kind)
 
 
 def num_gpus() -> int:
@@ -239,12 +318,19 @@ def _without_output() -> Iterator[None]:
         os.close(nowhere)
 
 
-def _prepare(hosts: tuple[Host, ...], kind: str, num_ranks: int, in_jax: bool, rank: int) -> None:
-    """What comes first in a rank's process: its host, its cores, and JAX."""
-    if hosts:
-        enter_host(hosts, rank)
-    cores.keep_to_cores(kind, num_ranks, rank)
+def _prepare(ranks: Ranks, in_jax: bool, first: int, local_rank: int) -> None:
+    """What comes first in a rank's process: its host, its cores or its GPU, and JAX."""
+    rank = first + local_rank
+    if ranks.hosts:
+        enter_host(ranks.hosts, rank)
+    if in_jax and ranks.is_process_per_host:
+        cores.keep_to_cores("simulated" if ranks.kind == "processes" else ranks.kind, ranks.num_on_host, rank)
+    else:
+        kind = "processes" if ranks.kind == "simulated" and not in_jax else ranks.kind
+        cores.keep_to_cores(kind, ranks.num, rank)
     if in_jax:
+        if ranks.per_host and ranks.kind == "gpus" and not ranks.is_process_per_host:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus([local_rank])[0]  # JAX would take all of the host
         prepare_jax(rank)
 
 
@@ -261,15 +347,11 @@ def _rank() -> int:
     return dist.get_rank()
 
 
-def _agreed_address(hosts: tuple[Host, ...]) -> str:
+def _agreed_address(host: str) -> str:
     """A free port of rank 0's host, which all ranks of the process group get to know."""
-    import torch.distributed as dist
-
-    host = hosts[0].address if hosts else "127.0.0.1"
-    agreed: list[str | None] = [None]
-    if dist.get_rank() == 0:
+    port = 0
+    if _rank() == 0:
         with socket.socket() as listener:
             listener.bind((host, 0))
-            agreed = [f"{host}:{listener.getsockname()[1]}"]
-    dist.broadcast_object_list(agreed)
-    return str(agreed[0])
+            port = listener.getsockname()[1]
+    return f"{host}:{gather(port)[0]}"

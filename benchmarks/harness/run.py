@@ -25,6 +25,7 @@ from jaxddp.environment import facts
 from torchref.launch import RankError
 
 from ..lab.network import network
+from .job_hosts import job_fields
 from .results import commit
 from .steal_time import in_words, steal_share, ticks
 
@@ -149,6 +150,7 @@ def _envelope() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "system": platform.system(),
         **network(),
+        **job_fields(),
         "python": platform.python_version(),
         **_facts(),
     }

@@ -26,7 +26,7 @@ KEY = (
     "framework", "backend", "num_ranks", "strategy", "collective", "bucket_mb", "size_bytes",
     "mode", "how", "model", "target", "moment", "name",
 )  # fmt: skip
-_EXPERIMENT = ("benchmark", "link_mbit")
+_EXPERIMENT = ("benchmark", "link_mbit", "job_hosts")
 SAME, NOT_COMPARED = "no difference seen", "not compared"
 _MOST_BARS = 40
 # By unit: the words for a value below the first run's, and for one above it.

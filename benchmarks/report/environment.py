@@ -13,7 +13,7 @@ from .runs import RunRows, experiment_of
 # Fields that describe the environment, not a result.
 ENVELOPE = frozenset(
     "benchmark part commit command measured_at machine cores system python versions device ranks threads".split()
-) | {"link_mbit", "stolen_share", "driver", "gpus", "variables"}
+) | {"link_mbit", "job_hosts", "launcher", "stolen_share", "driver", "gpus", "variables"}
 
 
 def facts(run: RunRows) -> dict[str, list[str]]:
@@ -111,6 +111,7 @@ _FACTS: dict[str, Callable[[Sequence[Row]], list[str]]] = {
     "variables": _distinct(_variables),
     "ranks": _distinct(_ranks),
     "threads of a process": _texts("threads"),
+    "launcher": _texts("launcher"),
     "links of the lab": _distinct(lambda row: experiment_of(row).rate),
     "not got": _steal,
 }

@@ -1,7 +1,7 @@
 """Reads the rows of runs from their folders, and groups them by experiment: a benchmark on a network.
 
-A benchmark runs over the machine's own memory, or inside a lab over links of a given rate. Rows of different networks
-share no section, no figure and no table, and are never compared.
+A benchmark runs over the machine's own memory, inside a lab over links of a given rate, or on the hosts of a job. Rows
+of different networks share no section, no figure and no table, and are never compared.
 """
 
 from __future__ import annotations
@@ -19,10 +19,16 @@ _FILES = (METRICS, f"*/{METRICS}", f"lab/*/{METRICS}")
 
 
 class Experiment(NamedTuple):
-    """A benchmark on a network; ``link_mbit`` is the rate of a lab's links in Mbit/s, None outside of a lab."""
+    """A benchmark on a network.
+
+    Attributes:
+        link_mbit: Rate of a lab's links in Mbit/s; None outside of a lab.
+        job_hosts: The hosts of a job in words; empty outside of a job.
+    """
 
     benchmark: str
     link_mbit: float | None = None
+    job_hosts: str = ""
 
     @property
     def rate(self) -> str:
@@ -31,17 +37,21 @@ class Experiment(NamedTuple):
 
     @property
     def network(self) -> str:
-        """The lab in words; empty outside of a lab."""
-        return self.rate and f"in a lab with links of {self.rate}"
+        """The lab or job in words; empty outside of both."""
+        return f"in a lab with links of {self.rate}" if self.rate else self.job_hosts and f"on {self.job_hosts}"
 
     @property
     def label(self) -> str:
-        """Its name, with the rate of a lab's links.
+        """Its name, with the rate of a lab's links or the hosts of a job.
 
         Example:
             >>> Experiment("buckets").label, Experiment("buckets", 1000.0).label
             ('buckets', 'buckets at 1000 Mbit/s')
+            >>> Experiment("buckets", job_hosts="2 hosts").label
+            'buckets on 2 hosts'
         """
+        if self.job_hosts:
+            return f"{self.benchmark} on {self.job_hosts}"
         return f"{self.benchmark} at {self.rate}" if self.rate else self.benchmark
 
     @property
@@ -52,12 +62,14 @@ class Experiment(NamedTuple):
             >>> Experiment("buckets", 12.5).id
             'buckets-12.5-mbit'
         """
+        if self.job_hosts:
+            return f"{self.benchmark}-{self.job_hosts.replace(' ', '-')}"
         return self.benchmark if self.link_mbit is None else f"{self.benchmark}-{self.link_mbit:.12g}-mbit"
 
 
 def experiment_of(row: Row) -> Experiment:
     """The experiment that a row belongs to."""
-    return Experiment(text(row, "benchmark"), number(row, "link_mbit"))
+    return Experiment(text(row, "benchmark"), number(row, "link_mbit"), text(row, "job_hosts"))
 
 
 @dataclass(frozen=True)

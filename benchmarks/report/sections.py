@@ -20,7 +20,7 @@ _MOST_COLUMNS = 24
 
 
 def section_of(experiment: Experiment, rows: Sequence[Row]) -> Section:
-    """Makes the section of an experiment; its title names the network of a lab."""
+    """Makes the section of an experiment; its title names the lab or the hosts of a job."""
     name = experiment.benchmark
     made = BENCHMARKS[name].section(rows) if is_known(name) else rows_as_they_are(name, rows)
     return replace(made, title=f"{made.title}, {experiment.network}") if experiment.network else made

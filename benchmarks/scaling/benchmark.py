@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from ..harness.job_hosts import open_hosts
 from ..harness.options import Options
 from ..harness.ranks import chosen_ranks, ranks_of_machine
 from ..harness.ratios import compare
@@ -67,6 +68,9 @@ def describe(options: Options) -> tuple[ScalingJob, str]:
         if name not in NAMES:
             raise ValueError(f"unknown strategy {name!r}: one of {', '.join(NAMES)}")
     counts = [2**power for power in range(most.bit_length()) if 2**power < most] + [most]
+    if options.on == "job":
+        num_hosts = open_hosts().num_hosts
+        counts = [count for count in counts if count < num_hosts or count % num_hosts == 0]
     modes: dict[tuple[int, int], list[str]] = {}
     for count in counts:
         modes.setdefault((count, batch_size), []).append("strong")

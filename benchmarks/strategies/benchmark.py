@@ -116,7 +116,7 @@ def check_memory(setup: TrainingSetup) -> None:
     # Parameters and AdamW's two moments of each; the gradients of one.
     needed = SIZES[setup.model].num_params * 4 * (3 * num_runs + 1)
     if setup.ranks.kind != "gpus":
-        needed = setup.ranks.num * (needed + PROCESS_BYTES)
+        needed = setup.ranks.num_on_host * (needed + PROCESS_BYTES)
     if needed > (free := free_bytes(setup.ranks.kind)):
         raise ValueError(
             f"model (={setup.model}) must fit into memory: {num_runs} training runs side by side on {setup.ranks.num}"

@@ -22,6 +22,7 @@ from torchref.models import build, cross_entropy
 from torchref.strategy import planned_collectives
 from torchref.train import local_rows
 
+from ..harness.exchange import group_device
 from ..harness.intervals import Event
 from ..harness.ranks import Ranks
 from ..training.measure import TrainingSetup
@@ -42,7 +43,7 @@ def run(ranks: Ranks, setup: TrainingSetup, names: tuple[str, ...], folder: str)
     del ranks
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints when it starts and stops
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
+    device = group_device()
     rows = [
         local_rows({name: torch.from_numpy(array).to(device) for name, array in batch.items()}, rank, num_ranks)
         for batch in setup.batches

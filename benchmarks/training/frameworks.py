@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from .steps import METRIC_TOLERANCE, label, step_rows
 
 FRAMEWORKS = ("jaxddp", "torchref")
 MEASURED = ("torchref", "jaxddp")  # in this order: torch compiles nothing, so its rows come first
+_A_HOST = "a process a host"  # of a job, beside a process for each rank
 RowsOf = Callable[[str, TrainingSetup, SideResult], list[dict[str, Any]]]
 
 
@@ -35,14 +37,16 @@ def measure_both(
     Returns:
         The rows of both, and that of the comparison; nothing of a framework without a strategy.
     """
-    parts = {one: f"{one} {name}".strip() for one in (*FRAMEWORKS, BETWEEN)}
+    again = {f"jaxddp, {_A_HOST}": ranks for ranks in setups["jaxddp"].ranks.layouts()[1:]}
+    parts = {one: f"{one} {name}".strip() for one in (*FRAMEWORKS, *again, BETWEEN)}
     files = {one: this.folder / f"{re.sub(r'[^a-z0-9]+', '-', part)}.npz" for one, part in parts.items()}
 
-    def measure(framework: str) -> list[dict[str, Any]]:
-        run = _run_jax if framework == "jaxddp" else _run_torch
-        side = run(this, setups[framework], files[BETWEEN])
+    def measure(framework: str, ranks: Ranks | None = None) -> list[dict[str, Any]]:
+        run, setup = (_run_jax if framework == "jaxddp" else _run_torch), setups[framework]
+        setup = setup if ranks is None else replace(setup, ranks=ranks)
+        side = run(this, setup, files[BETWEEN])
         export_weights(files[framework], side.trained)
-        rows = rows_of(framework, setups[framework], side)
+        rows = rows_of(framework, setup, side)
         for row in rows:
             this.console.print(in_words(row), soft_wrap=True, markup=False)
         return rows
@@ -53,6 +57,8 @@ def measure_both(
     # A peer alone is of one framework, and leaves nothing to compare.
     chosen = [one for one in MEASURED if setups[one].of(one)]
     rows = {one: this.part(parts[one], lambda one=one: measure(one)) for one in chosen}  # type: ignore[misc]
+    for part, ranks in again.items() if "jaxddp" in chosen else ():
+        rows[part] = this.part(parts[part], lambda ranks=ranks: measure("jaxddp", ranks))  # type: ignore[misc]
     compared = this.part(parts[BETWEEN], compare) if len(chosen) == len(FRAMEWORKS) else []
     together = [row for of_one in (*rows.values(), compared) for row in of_one]
     if not any(is_failed(row) for row in together):
@@ -82,7 +88,7 @@ def _run_torch(this: Run, setup: TrainingSetup, initial: Path) -> SideResult:
     if not initial.exists():
         export_weights(initial, Ranks(1, "simulated").run_jax(jax_side.initial_weights, setup)[0])
     with progress_of(this.console, "torchref") as show:
-        return merge_ranks(setup.ranks.run_torch(torch_side.run, setup, load_weights(initial), on_message=show))
+        return merge_ranks(setup.ranks.run_torch(torch_side.run, setup, str(initial.resolve()), on_message=show))
 
 
 def _comparison(

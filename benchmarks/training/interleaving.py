@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from jaxddp.training.clock import stopwatch
 from torchref.launch import report
 
+from ..harness.exchange import gather
 from .measure import StepMetrics
 
 _T = TypeVar("_T")
@@ -67,11 +68,7 @@ def in_words(error: BaseException) -> str:
 
 def agree_over_ranks(said: str) -> str:
     """Gives the first text of any rank that is not empty; every rank of the process group must call it."""
-    import torch.distributed as dist
-
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, said)
-    return next(filter(None, of_ranks), "")
+    return next(filter(None, gather(said)), "")
 
 
 def interleave(

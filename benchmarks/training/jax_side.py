@@ -84,8 +84,9 @@ def run(ranks: Ranks, setup: TrainingSetup) -> SideResult:
             baseline = times.get(spec.without_communication[0], ([], []))[1]
             difference = largest_difference(to_numpy(one.params()), trained)
             measured[spec.label] = Measured(
-                one.planned, one.compiled, metrics, expected, difference, seconds, baseline, one.buckets, one.schedule
-            )
+                one.planned, one.compiled, metrics, expected, difference, seconds, baseline, one.buckets,
+                one.schedule if dist.get_rank() == 0 else None,
+            )  # fmt: skip
     kind, words = ranks_in_words(ranks, "jaxddp")
     return SideResult(
         num_ranks=int(mesh.size),

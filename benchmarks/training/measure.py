@@ -177,9 +177,14 @@ class SideResult:
 
 def ranks_in_words(ranks: Ranks, framework: str) -> tuple[str, str]:
     """Describes how the ranks of a framework run: in a word, and in a few."""
+    each = f", {ranks.num_on_host} on each of {len(ranks.per_host)} hosts" if ranks.per_host else ""
+    if ranks.is_process_per_host and framework == "jaxddp":
+        devices = "GPUs" if ranks.kind == "gpus" else "CPU devices"
+        words = f"in {len(ranks.per_host)} process{'es' * (len(ranks.per_host) > 1)}"
+        return words, f"{ranks.num} {devices} {words}{each}"
     if ranks.kind == "gpus":
-        how = "GPUs in one process" if framework == "jaxddp" else "processes with a GPU each"
-        return "GPUs", f"{ranks.num} {how}"
+        how = "GPUs in one process" if framework == "jaxddp" and not each else "processes with a GPU each"
+        return "GPUs", f"{ranks.num} {how}{each}"
     count = num_cores(ranks.kind, ranks.num)
     if ranks.kind == "simulated" and framework == "jaxddp":
         on = f", on {count} core(s)" if count else ""
@@ -187,7 +192,7 @@ def ranks_in_words(ranks: Ranks, framework: str) -> tuple[str, str]:
     where = ", each on a host of its own" if ranks.kind == "lab" else ""
     device = "one CPU device on one core" if count else "one CPU device"
     threads = f"{THREADS} thread(s)" if framework == "torchref" else device
-    return "hosts" if where else "processes", f"{ranks.num} processes of {threads}{where}"
+    return "hosts" if where else "processes", f"{ranks.num} processes of {threads}{where}{each}"
 
 
 def all_reduce_label(num_bytes: int) -> str:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
+from jaxddp.checkpoint.weights import load_weights
 from torchref.communication import compression
 from torchref.interop import from_numpy, to_numpy
 from torchref.launch import report
 from torchref.models import build
 from torchref.train import local_rows
 
+from ..harness.exchange import group_device
 from ..harness.ranks import Ranks
 from .interleaving import Attempts, Variant, agree_over_ranks, interleave
 from .measure import Measured, SideResult, StepMetrics, StrategySpec, TrainingSetup, largest_difference, ranks_in_words
@@ -21,12 +22,17 @@ from .torch_peers import Peer, is_peer
 from .torch_variants import Planned, probes, wrap
 
 
-def run(ranks: Ranks, setup: TrainingSetup, weights: dict[str, np.ndarray]) -> SideResult:
-    """Trains under every strategy; runs on each rank, inside a process group."""
+def run(ranks: Ranks, setup: TrainingSetup, initial: str) -> SideResult:
+    """Trains under every strategy, from the weights of a file of rank 0; runs on each rank, inside a process group."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
+    device = group_device()
     batches = [{name: torch.from_numpy(array).to(device) for name, array in batch.items()} for batch in setup.batches]
-    start = from_numpy(weights, build(setup.model)).to(device)
+    start = build(setup.model).to(device)
+    weights = load_weights(initial) if rank == 0 else {}
+    if rank == 0:
+        from_numpy(weights, start)
+    for tensor in start.state_dict().values():
+        dist.broadcast(tensor, 0)
 
     report(("doing", "single-process training"))
     reference = Planned(setup, copy.deepcopy(start), batches)
@@ -77,7 +83,7 @@ def run(ranks: Ranks, setup: TrainingSetup, weights: dict[str, np.ndarray]) -> S
         backend=ranks.backend["torchref"],
         device=torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         versions={"torch": torch.__version__} | ranks.cuda_libraries(),
-        weights=weights if rank == 0 else {},
+        weights=weights,
         trained=trained if rank == 0 else {},
         measured=measured,
         failed=attempt.failed | failed,

@@ -1,0 +1,124 @@
+"""Benchmarks on the hosts of a job, to the end, under each launcher: one run, with ranks on both hosts."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+from benchmarks.harness.run import read_rows
+from parity_tests.job_test import environment
+from parity_tests.job_test import slurm as slurm
+
+PYTHON = sys.executable
+TIMEOUT_S = 900
+# The last line of a launcher that starts a process on every host; torchrun is started on every host.
+LAUNCHERS = {
+    "torchrun": [PYTHON, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1"],
+    "Open MPI": ["mpirun", "--allow-run-as-root", "--bind-to", "none", "--oversubscribe", "-n", "2", PYTHON],
+    "SLURM": ["srun", "-N2", "--ntasks-per-node=1", PYTHON],
+}
+MARKS = {"SLURM": [pytest.mark.slurm], "Open MPI": [pytest.mark.mpi]}
+WHERE = {"torchrun": "2 hosts", "Open MPI": "2 processes on 1 host", "SLURM": "2 hosts"}
+
+
+@pytest.fixture
+def start(tmp_path, request):
+    """Starts the processes of a benchmark under a launcher; ends what is left of them."""
+    started = []
+
+    def start(launcher, *arguments):
+        variables = request.getfixturevalue("slurm") if launcher == "SLURM" else {}
+        if launcher == "Open MPI" and not shutil.which("mpirun"):
+            pytest.skip("needs Open MPI: apt-get install openmpi-bin")
+        commands = [LAUNCHERS[launcher]]
+        if launcher == "torchrun":
+            port = 20000 + os.getpid() % 20000
+            commands = [[*commands[0], f"--master-port={port}", f"--node-rank={rank}"] for rank in range(2)]
+        for index, command in enumerate(commands):
+            log = (tmp_path / f"log-{index}").open("w")
+            started.append(
+                subprocess.Popen(
+                    [*command, "-m", "benchmarks", *arguments],
+                    cwd=tmp_path, env=environment() | variables, stdout=log, stderr=subprocess.STDOUT,
+                )
+            )  # fmt: skip
+            log.close()
+        return started
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def ended(processes, folder):
+    """Their exit statuses, and what they printed."""
+    statuses = [process.wait(TIMEOUT_S) for process in processes]
+    return statuses, "".join((folder / f"log-{index}").read_text() for index in range(len(processes)))
+
+
+def run(start, launcher, folder, *arguments):
+    """Runs a benchmark to its end; gives its rows."""
+    processes = start(launcher, *arguments, "--on", "job", "--out", str(folder / "run"))
+    statuses, printed = ended(processes, folder)
+    assert not any(statuses), printed
+    assert json.loads((folder / "run" / "options.json").read_text())["on"] == "job"
+    rows, broken = read_rows(folder / "run" / "metrics.jsonl")
+    assert not broken and {row["job_hosts"] for row in rows} == {WHERE[launcher]}
+    assert all(row["launcher"].startswith(f"{launcher}: {WHERE[launcher]} (") for row in rows)
+    assert {row["check"] for row in rows} == {"ok"}, printed
+    assert f", on {WHERE[launcher]}</h2>" in (folder / "run" / "report.html").read_text()
+    return rows
+
+
+@pytest.mark.mpi
+def test_collectives_run_on_all_hosts(start, tmp_path):
+    sizes = ["--sizes-mb", "0.01", "--steps", "5"]
+    rows = run(start, "Open MPI", tmp_path, "collectives", "--quick", *sizes)
+    called = [row for row in rows if "rounds_ms" in row]
+    assert {(row["framework"], row["backend"], row["num_ranks"]) for row in called} == {
+        ("jaxddp", "XLA over Gloo", 2),
+        ("torchref", "Gloo", 2),
+    }
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("launcher", [pytest.param(name, marks=MARKS.get(name, [])) for name in LAUNCHERS])
+def test_strategies_run_to_the_end(launcher, start, tmp_path):
+    some = ["--strategies", "bucketed", "zero1", "jit", "DistributedDataParallel"]
+    rows = run(start, launcher, tmp_path, "strategies", "--quick", *some)
+    steps = [row for row in rows if "rounds_ms" in row]
+    assert {row["ranks"] for row in steps} == {
+        "2 processes of one CPU device on one core, 1 on each of 2 hosts",
+        "2 processes of 1 thread(s), 1 on each of 2 hosts",
+    }
+    assert {row["strategy"] for row in steps} == set(some[1:])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("benchmark", ["buckets", "scaling", "gates"])
+def test_other_benchmarks_run_with_several_ranks_a_host(benchmark, start, tmp_path):
+    small = ["--model", "byte_shallow", "--batch-size", "4", "--ranks", "4", "--steps", "10"]
+    rows = run(start, "torchrun", tmp_path, benchmark, "--quick", *small)
+    backends = {row["backend"] for row in rows if row.get("num_ranks") == 4 and "rounds_ms" in row}
+    assert backends == {"Gloo", "XLA over Gloo", "XLA over Gloo, a process a host"}
+
+
+@pytest.mark.full
+def test_when_the_first_process_is_killed_the_other_ends_with_its_ranks(start, tmp_path):
+    processes = start("torchrun", "strategies", "--quick", "--on", "job", "--out", str(tmp_path / "run"))
+    deadline = time.monotonic() + TIMEOUT_S
+    while "torchref: training" not in (tmp_path / "log-0").read_text() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    children = subprocess.run(
+        ["pgrep", "-P", str(processes[0].pid)], capture_output=True, text=True, check=True
+    ).stdout.split()
+    for pid in children:
+        os.kill(int(pid), 9)
+    statuses, printed = ended(processes, tmp_path)
+    assert all(statuses)
+    assert "error: process 0 of 2 has ended, or cannot be reached" in printed
