@@ -111,7 +111,9 @@ def test_bad_ranks(monkeypatch):
     gpus(monkeypatch, 0)
     with pytest.raises(ValueError, match=r"^ranks \(=0\) must be a positive integer$"):
         ranks_of_machine(0)
-    with pytest.raises(ValueError, match=r"^unknown kind of ranks 'threads': one of simulated, processes, gpus, lab$"):
+    with pytest.raises(
+        ValueError, match=r"^unknown kind of ranks 'threads': one of simulated, processes, gpus, lab, job$"
+    ):
         ranks_of_machine(2, "threads")
     with pytest.raises(ValueError, match=r"^ranks of kind 'gpus' need GPUs, and torch finds none$"):
         ranks_of_machine(2, "gpus")

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 
 import jax
+import numpy as np
 import pytest
 
 from benchmarks.buckets.benchmark import bucket_rows, probe_sizes
@@ -87,7 +88,7 @@ def test_ranks_that_are_processes_train_alike(on_processes):
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_from_ranks_to_predictions(framework, on_processes, shares):
+def test_from_ranks_to_predictions(framework, on_processes, shares, tmp_path):
     forward, ready, num_bytes = shares
     # Rows of 4: forward 2 * 4 * (10 * 16 + 16 * 5) FLOPs; the backward as many again, and 2 * 4 * 16 * 5 for the input
     # of the second matrix.
@@ -97,8 +98,9 @@ def test_from_ranks_to_predictions(framework, on_processes, shares):
     setup, of_ranks, _ = on_processes
     setup = replace(setup, strategies=tuple(spec for spec in setup.strategies if spec.name == "bucketed"))
     if framework == "torchref":
-        weights = to_numpy(build("toy")[1])
-        of_ranks = shared_pool().run(torch_side.run, setup.ranks, setup, weights, num_ranks=2)
+        np.savez(tmp_path / "initial.npz", **to_numpy(build("toy")[1]))
+        initial = str(tmp_path / "initial.npz")
+        of_ranks = shared_pool().run(torch_side.run, setup.ranks, setup, initial, num_ranks=2)
     side = merge_ranks(of_ranks)
     assert [len(seconds) for seconds in side.probes.values()] == [len(BATCHES) - 1] * 6
     # A toy's all-reduces take as long whatever their size: the fit is tried on made times.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from jaxddp.checkpoint.weights import load_weights
 from torchref.communication import compression
 from torchref.interop import from_numpy, to_numpy
 from torchref.launch import report
@@ -27,10 +27,9 @@ def run(ranks: Ranks, setup: TrainingSetup, initial: str) -> SideResult:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     device = group_device()
     batches = [{name: torch.from_numpy(array).to(device) for name, array in batch.items()} for batch in setup.batches]
-    start = build(setup.model).to(device)
-    weights = load_weights(initial) if rank == 0 else {}
-    if rank == 0:
-        from_numpy(weights, start)
+    weights = dict(np.load(initial)) if rank == 0 else {}
+    start = build(setup.model)
+    start = (from_numpy(weights, start) if rank == 0 else start).to(device)
     for tensor in start.state_dict().values():
         dist.broadcast(tensor, 0)
 
