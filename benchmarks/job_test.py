@@ -1,11 +1,14 @@
-"""Benchmarks on the hosts of a job, to the end, under each launcher: one run, with ranks on both hosts."""
+"""Benchmarks on the hosts of a job, to the end, with the lines of docs/benchmarks.md that start one."""
 
 import json
 import os
+import re
 import shutil
+import signal
+import socket
 import subprocess
-import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -13,46 +16,41 @@ from benchmarks.harness.run import read_rows
 from parity_tests.job_test import environment
 from parity_tests.job_test import slurm as slurm
 
-PYTHON = sys.executable
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 TIMEOUT_S = 900
-# The last line of a launcher that starts a process on every host; torchrun is started on every host.
-LAUNCHERS = {
-    "torchrun": [PYTHON, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1"],
-    "Open MPI": ["mpirun", "--allow-run-as-root", "--bind-to", "none", "--oversubscribe", "-n", "2", PYTHON],
-    "SLURM": ["srun", "-N2", "--ntasks-per-node=1", PYTHON],
-}
+# The first words of each launcher's line.
+LAUNCHERS = {"torchrun": "torchrun", "Open MPI": "mpirun", "SLURM": "srun"}
 MARKS = {"SLURM": [pytest.mark.slurm], "Open MPI": [pytest.mark.mpi]}
 WHERE = {"torchrun": "2 hosts", "Open MPI": "2 processes on 1 host", "SLURM": "2 hosts"}
 
 
 @pytest.fixture
 def start(tmp_path, request):
-    """Starts the processes of a benchmark under a launcher; ends what is left of them."""
+    """Starts a benchmark under a launcher, torchrun once for each host; ends what is left of it."""
     started = []
 
     def start(launcher, *arguments):
         variables = request.getfixturevalue("slurm") if launcher == "SLURM" else {}
         if launcher == "Open MPI" and not shutil.which("mpirun"):
             pytest.skip("needs Open MPI: apt-get install openmpi-bin")
-        commands = [LAUNCHERS[launcher]]
-        if launcher == "torchrun":
-            port = 20000 + os.getpid() % 20000
-            commands = [[*commands[0], f"--master-port={port}", f"--node-rank={rank}"] for rank in range(2)]
-        for index, command in enumerate(commands):
-            log = (tmp_path / f"log-{index}").open("w")
-            started.append(
-                subprocess.Popen(
-                    [*command, "-m", "benchmarks", *arguments],
-                    cwd=tmp_path, env=environment() | variables, stdout=log, stderr=subprocess.STDOUT,
+        (line,) = re.findall(rf"^```sh\n({LAUNCHERS[launcher]} .*) strategies --on job\n```$", PAGE.read_text(), re.M)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            line = line.replace("10.0.0.1:29500", f"127.0.0.1:{probe.getsockname()[1]}")
+        command = [*line.split(), *arguments, "--on", "job", "--out", str(tmp_path / "run")]
+        for index in range(2 if launcher == "torchrun" else 1):
+            with (tmp_path / f"log-{index}").open("w") as log:
+                process = subprocess.Popen(
+                    command, cwd=tmp_path, env=environment(tmp_path) | variables, stdout=log, stderr=subprocess.STDOUT
                 )
-            )  # fmt: skip
-            log.close()
+            started.append(process)
         return started
 
     yield start
     for process in started:
-        process.kill()
-        process.wait()
+        process.terminate()  # not killed: launchers end what they have started
+    for process in started:
+        process.wait(60)
 
 
 def ended(processes, folder):
@@ -63,7 +61,7 @@ def ended(processes, folder):
 
 def run(start, launcher, folder, *arguments):
     """Runs a benchmark to its end; gives its rows."""
-    processes = start(launcher, *arguments, "--on", "job", "--out", str(folder / "run"))
+    processes = start(launcher, *arguments)
     statuses, printed = ended(processes, folder)
     assert not any(statuses), printed
     assert json.loads((folder / "run" / "options.json").read_text())["on"] == "job"
@@ -110,15 +108,15 @@ def test_other_benchmarks_run_with_several_ranks_a_host(benchmark, start, tmp_pa
 
 @pytest.mark.full
 def test_when_the_first_process_is_killed_the_other_ends_with_its_ranks(start, tmp_path):
-    processes = start("torchrun", "strategies", "--quick", "--on", "job", "--out", str(tmp_path / "run"))
+    processes = start("torchrun", "strategies", "--quick")
     deadline = time.monotonic() + TIMEOUT_S
-    while "torchref: training" not in (tmp_path / "log-0").read_text() and time.monotonic() < deadline:
+    while not (began := [index for index in range(2) if "torchref: " in (tmp_path / f"log-{index}").read_text()]):
+        assert time.monotonic() < deadline
         time.sleep(0.2)
-    children = subprocess.run(
-        ["pgrep", "-P", str(processes[0].pid)], capture_output=True, text=True, check=True
-    ).stdout.split()
+    first = processes[began[0]]
+    children = subprocess.run(["pgrep", "-P", str(first.pid)], capture_output=True, text=True).stdout.split()
     for pid in children:
-        os.kill(int(pid), 9)
+        os.kill(int(pid), signal.SIGKILL)
     statuses, printed = ended(processes, tmp_path)
     assert all(statuses)
     assert "error: process 0 of 2 has ended, or cannot be reached" in printed
