@@ -26,12 +26,14 @@ while it is copied to the host; with one process no device holds more than its s
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import functools
 import itertools
 import json
 import os
+import re
 import shutil
 import socket
 import sys
@@ -162,7 +164,9 @@ class Checkpoints:
         )
         state = ocp.PyTreeCheckpointHandler(type_handler_registry=registry, multiprocessing_options=alone)
         about = ocp.JsonCheckpointHandler(multiprocessing_options=alone)
-        options = ocp.CompositeOptions(multiprocessing_options=alone)
+        # Threads that wait for folders to be made asynchronously would wait for 20 minutes where one cannot be.
+        folders_first = ocp.options.AsyncOptions(create_directories_asynchronously=False)
+        options = ocp.CompositeOptions(multiprocessing_options=alone, async_options=folders_first)
         self._checkpointer = ocp.Checkpointer(
             ocp.CompositeCheckpointHandler(composite_options=options, state=state, about=about),
             multiprocessing_options=alone,
@@ -289,7 +293,8 @@ class Checkpoints:
             self._checkpointer.save(self._path(step), args=items)
         except Exception as error:
             self._remove_partial(step)  # a full disk must not stay full
-            reason = " ".join(str(error).split())
+            number = re.search(r"os_error_code='(\d+)'", str(error))  # TensorStore repeats every path
+            reason = os.strerror(int(number[1])) if number else " ".join(str(error).split())
             raise OSError(f"checkpoint of step {step} {self._where} was not saved: {reason}") from error
         ours = [one for one in sorted(_steps_in(self.directory)) if _is_ours(self._path(one))]
         for old in ours[: -self._keep]:
@@ -488,6 +493,13 @@ class _HostArrays(ocp.type_handlers.NumpyHandler):
 
     def __init__(self) -> None:
         super().__init__(deepcopy_host_arrays=False)
+
+    async def _background_serialize(self, *args: Any) -> None:
+        try:
+            await super()._background_serialize(*args)
+        finally:  # when one write fails, the others would outlive their event loop and print tracebacks
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            await asyncio.gather(*others, return_exceptions=True)
 
     async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> list[np.ndarray]:
         # Read together, the others would print tracebacks when one fails.
