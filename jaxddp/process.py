@@ -94,9 +94,10 @@ def _join(job: Job, local_devices: list[int], timeout_s: float) -> None:
     versions = {"jaxddp": __version__, "jax": jax.__version__}
     roll_call(job, versions, visible_gpus(local_devices), timeout_s)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # gRPC would ask a proxy of the environment for the coordinator, and abort the process.
-    direct = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy")
-    os.environ["no_grpc_proxy"] = f"{direct},{job.host}" if direct else job.host
+    if any(os.environ.get(name) for name in ("grpc_proxy", "https_proxy", "http_proxy")):
+        # gRPC would ask the proxy for the coordinator, and abort the process.
+        direct = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy")
+        os.environ["no_grpc_proxy"] = f"{direct},{job.host}" if direct else job.host
     jax.distributed.initialize(
         f"{job.host}:{job.port}",
         job.num_processes,

@@ -92,7 +92,7 @@ def run(launcher, commands, folder, variables):
     if (folder / "job.out").exists():
         output += (folder / "job.out").read_text()
     assert [process.returncode for process in processes] == [0] * len(processes), output
-    return output
+    return re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]|\r", "", output)  # mpirun gives process 0 a terminal
 
 
 @pytest.fixture(scope="session")

@@ -50,12 +50,12 @@ class TrainConsole:
         """Writes a permanent line."""
         self._print(text)
 
-    def _print(self, text: str | Text) -> None:
-        for console in filter(None, (self._console, self._log)):
+    def _print(self, text: str | Text, only_log: bool = False) -> None:
+        for console in filter(None, (None if only_log else self._console, self._log)):
             console.print(text, soft_wrap=True)
 
     def on_step(self, report: StepReport) -> None:
-        """Shows a step: moves the bar; writes a line after a validation or, without a bar, about 20 times per run."""
+        """Shows a step: moves the bar; writes a line after a validation, and about 20 per run without a bar."""
         self.num_steps_taken = report.step
         width = len(str(self._num_steps))
         step = f"step {report.step:{width}}/{self._num_steps}"
@@ -63,12 +63,11 @@ class TrainConsole:
         shown: Any = {"completed": report.step, "total": self._num_steps, "status": f"{status}  time left"}
         self._progress.update(self._task, description=step, **shown)
         every = math.ceil(self._num_steps / NUM_PLAIN_LINES)
-        is_due = not self._is_live and (report.step == 1 or report.step % every == 0)
-        if report.validation_loss is not None or is_due:
+        if report.step == 1 or report.step % every == 0 or report.validation_loss is not None:
             line = f"{step}  {status}"
             if report.validation_loss is not None:
                 line += f"  validation {_nats_and_bits(report.validation_loss)}"
-            self.say(line)
+            self._print(line, only_log=self._is_live and report.validation_loss is None)  # there the bar shows it
 
     def show(self, summary: TrainSummary) -> None:
         """Writes the summary of a finished run."""

@@ -107,6 +107,16 @@ def test_steps_in_a_terminal_move_a_bar_and_leave_the_validations():
     assert text.endswith("\x1b[2K") and text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
 
 
+def test_a_log_beside_a_terminal_has_the_lines_of_a_file():
+    log = io.StringIO()
+    with TrainConsole(2, Output(True), log) as console:
+        console.on_step(StepReport(1, 5.5, None, 100.0))
+        console.on_step(StepReport(2, 5.25, 4.0, 100.0))
+    validation = "  validation 4.000 nats, 5.771 bits per byte"
+    lines = ["step 1/2  loss 5.500  100 tokens/s", f"step 2/2  loss 5.250  100 tokens/s{validation}"]
+    assert log.getvalue().splitlines() == lines
+
+
 def test_a_dumb_terminal_is_treated_as_a_file(monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     text = shown(True, num_steps=1, reports=[StepReport(1, 5.5, None, 100.0)], summary=make_summary())
