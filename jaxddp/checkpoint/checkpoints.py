@@ -15,7 +15,8 @@ name in the state, such as ``params.head.kernel`` or ``opt_state.0.mu.head.kerne
 A save copies the state to the host, leaf by leaf, and returns. A thread writes it with Orbax, which renames the folder
 when it is complete, so a checkpoint is never partial; older ones are removed afterwards, if their ``about`` is of this
 program. With several processes, process 0 writes, tells the others through the store of ``jax.distributed`` what became
-of it, and all read. While it writes, it locks ``DIR/.writer``, so that no other job does. Nothing is pickled.
+of it, and all read. While it writes, or from ``reserve`` on, it locks ``DIR/.writer``, so that no other job does.
+Nothing is pickled.
 
 A checkpoint fits if its parameters and optimizer state have the expected names and shapes, and dtypes that lose
 nothing: bfloat16 may be restored as float32, as under a strategy with wide masters, but not the other way round.
@@ -73,6 +74,7 @@ Row = Mapping[str, Any]
 
 _locks: dict[Path, Any] = {}  # of each folder: objects of this process and their threads take turns
 _unfinished: set[Checkpoints] = set()  # those that may still be writing
+_reserving: set[Checkpoints] = set()  # those that hold the lock of their folder until they are closed
 _writer_files: dict[Path, Any] = {}  # the locked file of each folder that this process writes to
 _numbers = itertools.count()  # of saves: the same in all processes
 
@@ -184,19 +186,15 @@ class Checkpoints:
         self.close()
 
     @_in_turn
-    def check_writable(self) -> None:
-        """Checks now whether a save could begin.
+    def reserve(self) -> None:
+        """Locks the folder until ``close``, so that no other job saves there, not only while this one does.
 
         Raises:
-            ValueError: If another job is writing to the folder.
-            OSError: If the folder cannot be written.
+            ValueError: If another job has locked it.
+            OSError: If it cannot be written.
         """
-
-        def lock() -> None:
-            self._lock_folder()
-            self._unlock_folder()
-
-        _on_first(f"jaxddp/checkpoint/{next(_numbers)}", lock)
+        _on_first(f"jaxddp/checkpoint/{next(_numbers)}", self._lock_folder)
+        _reserving.add(self)
 
     @_in_turn
     def save(self, trainer: Trainer, state: TrainState, *, data_position: Any = None) -> None:
@@ -442,6 +440,8 @@ class Checkpoints:
         try:
             self.wait()
         finally:
+            _reserving.discard(self)
+            self._unlock_folder()
             self._checkpointer.close()
 
     def _lock_folder(self) -> None:
@@ -452,7 +452,7 @@ class Checkpoints:
             )
 
     def _unlock_folder(self) -> None:
-        if not any(one.directory == self.directory for one in _unfinished):
+        if not any(one.directory == self.directory for one in _unfinished | _reserving):
             file = _writer_files.pop(self.directory, None)
             if file is not None:
                 Path(file.name).unlink(missing_ok=True)

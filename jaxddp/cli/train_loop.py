@@ -189,7 +189,7 @@ def _start(
 ) -> tuple[TrainState, int] | None:
     """Makes the initial state and counts the batches before it; None if no steps are left to take."""
     if checkpoints is not None:
-        checkpoints.check_writable()  # before anything is compiled
+        checkpoints.reserve()
     taken = None if checkpoints is None else checkpoints.latest_step()
     if checkpoints is None or taken is None:
         if options.resume:

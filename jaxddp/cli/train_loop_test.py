@@ -1,6 +1,9 @@
 import os
+import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from functools import partial
 from typing import Any
@@ -385,6 +388,16 @@ def test_a_validation_that_is_not_finite_ends_the_run(bigram, text):
 # Disks and signals
 
 
+LOCKS = """
+import sys
+from jaxddp.checkpoint import Checkpoints
+try:
+    Checkpoints(sys.argv[1]).reserve()
+except ValueError as error:
+    print(error)
+"""
+
+
 def test_a_save_that_fails_ends_the_run_at_the_next_step(bigram, text, tmp_path, monkeypatch):
     steps: list[int] = []
     real = checkpoints_module._HostArrays._background_serialize
@@ -402,6 +415,22 @@ def test_a_save_that_fails_ends_the_run_at_the_next_step(bigram, text, tmp_path,
     with pytest.raises(OSError, match=r"^checkpoint of step 4 in .* was not saved: .*No space left on device$"):
         train(bigram(data=text, steps=9, checkpoint=str(tmp_path), checkpoint_every=4), on_step=wait)
     assert steps[-1] in (4, 5)
+
+
+def test_a_second_run_on_one_folder_is_refused(bigram, text, tmp_path):
+    run = partial(bigram, data=text, checkpoint=str(tmp_path), steps=2)
+    refusals: list[str] = []
+
+    def second(report):
+        command = [sys.executable, "-c", LOCKS, str(tmp_path)]
+        refusals.append(subprocess.run(command, capture_output=True, text=True, timeout=100, check=False).stdout)
+
+    with Checkpoints(tmp_path) as held:
+        train(run(steps=1), on_step=second)
+        assert held.steps() == [1]
+    reason = rf"directory \(='{tmp_path}'\) is being written to by process {os.getpid()} on .*: let that finish, "
+    assert all(re.match(reason, refusal) for refusal in refusals) and len(refusals) == 1
+    assert not (tmp_path / ".writer").exists()
 
 
 def test_a_damaged_checkpoint_is_passed_over(bigram, text, tmp_path):
