@@ -296,7 +296,9 @@ class Checkpoints:
             raise OSError(f"checkpoint of step {step} {self._where} was not saved: {reason}") from error
         ours = [one for one in sorted(_steps_in(self.directory)) if _is_ours(self._path(one))]
         for old in ours[: -self._keep]:
-            removed = self._path(old).rename(self.directory / f"{old}.removed")  # in one go: none is ever half there
+            self._path(old).rename(self.directory / f"{old}.removed")  # in one go: none is ever half there
+        for removed in filter(_is_ours, self.directory.glob("*.removed")):  # also of a process that was killed here
+            shutil.rmtree(removed / "state", ignore_errors=True)  # first, and what marks it as ours last
             shutil.rmtree(removed)
 
     def _remove_partial(self, step: int) -> None:

@@ -59,6 +59,13 @@ def test_only_what_this_program_wrote_is_removed(tmp_path, trainer):
     assert not (tmp_path / "5").exists() and not (tmp_path / "6").exists() and (tmp_path / "7").exists()
 
 
+def test_what_a_killed_process_had_not_removed_goes_with_the_next(tmp_path, trainer):
+    save(tmp_path, trainer, 1)
+    (tmp_path / "1").rename(tmp_path / "1.removed")
+    save(tmp_path, trainer, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["2"]
+
+
 def test_what_has_the_name_of_a_checkpoint_is_not_replaced(tmp_path, trainer):
     (tmp_path / "2").mkdir()
     (tmp_path / "2" / "work.txt").write_text("mine")
