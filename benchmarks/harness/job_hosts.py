@@ -262,8 +262,8 @@ def _run(job: Job, order: dict[str, Any], connection: socket.socket, inbox: queu
     def check() -> None:
         if not inbox.empty():
             said = inbox.get()
-            if said is None:
-                inbox.put(None)  # for the caller
+            if said is None or said["do"] == "end":
+                inbox.put(said)  # for the caller
             if said is None or said["do"] != "leave":
                 raise _Stopped
 

@@ -114,6 +114,7 @@ def test_a_host_that_is_gone_ends_the_call_and_each_later_one():
 
 def test_ranks_are_spread_over_the_hosts(hosts):
     assert ranks_of_machine(4, "job") == Ranks(4, "processes", (), (2, 2), "127.0.0.1")
+    assert ranks_of_machine(4, "job").in_words == "4 ranks, 2 on each of 2 hosts"
     assert ranks_of_machine(1, "job").per_host == (1,)
     assert chosen_ranks(None, 2, "job").per_host == (1, 1)
     assert chosen_ranks(None, 5, "job").per_host == (2, 2)

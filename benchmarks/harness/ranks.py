@@ -6,7 +6,7 @@
 | `processes` | a process a rank, joined by `jax.distributed`, over Gloo   | a process a rank, over Gloo         |
 | `gpus`      | one process, a rank for each of its GPUs, over NCCL        | a process a rank, over NCCL         |
 | `lab`       | as `processes`, each on a host of its own: see `lab/`      | the same                            |
-| `job`       | `gpus` or `processes` on the hosts of a job: a process a rank, and again a process a host | the same |
+| `job`       | on hosts of a job, a process a GPU or CPU; then one a host | a process a rank, on the same hosts |
 
 Where both frameworks find GPUs, ranks are GPUs, all of them, unless something else is asked for; on them products of
 float32 are float32 in both (JAX would use TF32 by default, torch would not). On CPUs a rank of either framework has one
@@ -78,6 +78,8 @@ class Ranks:
     @property
     def in_words(self) -> str:
         """How many there are, and of how many GPUs."""
+        if self.per_host:
+            return f"{self.num} ranks, {self.num_on_host} on each of {len(self.per_host)} hosts"
         of_gpus, of_jax = _counted_gpus()
         counted = f"{self.num} rank{'s' if self.num > 1 else ''}"
         if self.kind == "gpus":
