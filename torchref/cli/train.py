@@ -40,13 +40,14 @@ def run(arguments: argparse.Namespace) -> int | None:
     here = {field.name for field in fields(TrainOptions)} & vars(arguments).keys()  # all but those of checkpoints
     options = TrainOptions(**{name: getattr(arguments, name) for name in here})
 
+    from .train_loop import check, train  # late, so that the help needs no torch
+
     if find_job() is None:
         num_gpus = 0 if options.simulate else len(visible_gpus())
         num_ranks = options.devices or num_gpus or DEFAULT_SIMULATED_DEVICES
         options.check_batch_size(num_ranks)
+        check(options)
         return launch(["-m", "torchref", *sys.argv[1:]], num_ranks)  # the processes get the same command
     with ended_by_interrupts():
-        from .train_loop import train
-
-    show(train, options, arguments.log_dir)
+        show(train, options, arguments.log_dir)
     return None

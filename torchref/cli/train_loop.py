@@ -115,6 +115,21 @@ def train(
     return summary
 
 
+def check(options: TrainOptions) -> None:
+    """Refuses options before ranks start, of which each would refuse them.
+
+    Raises:
+        ValueError: If they do not fit together, or the data.
+        OSError: If the data or the weights cannot be read.
+    """
+    config = options.config
+    _strategy_arguments(options)
+    if options.data is not None:
+        data.Corpus(options.data, context=config.context)
+    if options.weights is not None:
+        _load_weights(options.weights)
+
+
 def describe_devices(device: torch.device) -> str:
     """Describes the ranks."""
     num_ranks = dist.get_world_size()
@@ -151,20 +166,26 @@ def _load_weights(path: str) -> dict[str, np.ndarray]:
 
 def _wrap(options: TrainOptions, module: torch.nn.Module) -> tuple[DataParallel, Optimizer]:
     """The module under its strategy, and what takes its steps."""
-    strategy = STRATEGIES.get(options.strategy)
-    arguments: dict[str, Any] = {"compression": make_compression(options.compression)}
-    if options.bucket_mb is not None:
-        if strategy is not None and "bucket_mb" not in inspect.signature(strategy).parameters:
-            raise ValueError(
-                f"strategy {options.strategy!r} has no buckets: leave out bucket_mb (={options.bucket_mb:g})"
-            )
-        arguments["bucket_mb"] = options.bucket_mb
+    arguments = _strategy_arguments(options)
     optimizer_cls, settings = _optimizer(options)
-    if strategy is not None and strategy.owns_optimizer:
+    if STRATEGIES[options.strategy].owns_optimizer:
         net: Any = make_strategy(options.strategy, module, optimizer_cls=optimizer_cls, **arguments, **settings)
         return net, net
     net = make_strategy(options.strategy, module, **arguments)
     return net, optimizer_cls(net.parameters(), **settings)
+
+
+def _strategy_arguments(options: TrainOptions) -> dict[str, Any]:
+    if options.strategy not in STRATEGIES:
+        raise ValueError(f"unknown strategy {options.strategy!r}: one of {', '.join(STRATEGIES)}")
+    arguments: dict[str, Any] = {"compression": make_compression(options.compression)}
+    if options.bucket_mb is not None:
+        if "bucket_mb" not in inspect.signature(STRATEGIES[options.strategy]).parameters:
+            raise ValueError(
+                f"strategy {options.strategy!r} has no buckets: leave out bucket_mb (={options.bucket_mb:g})"
+            )
+        arguments["bucket_mb"] = options.bucket_mb
+    return arguments
 
 
 def _optimizer(options: TrainOptions) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, float]]:
