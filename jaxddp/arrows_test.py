@@ -97,7 +97,9 @@ def test_the_twin_imports_only_what_needs_no_framework():
     modules = modules_of("torchref") | modules_of("jaxddp")
     imported = {name for path in modules_of("torchref").values() for name in imports_of(path, modules)}
     ours = {name for name in imported if not name.startswith("torchref")}
-    cli = {f"jaxddp.cli.{name}" for name in ("launch", "parser", "train", "train_options", "train_report")}
+    cli = {
+        f"jaxddp.cli.{name}" for name in ("interrupts", "launch", "parser", "train", "train_options", "train_report")
+    }
     data = {"jaxddp.training.clock", "jaxddp.training.data"}
     core = {"jaxddp.communication.buckets", "jaxddp.job", "jaxddp.roll_call", "jaxddp.sizes"}
     assert ours - {"jaxddp", "jaxddp.training"} == cli | data | core
