@@ -6,8 +6,9 @@ Compared before the first collective of a wrapper, a sharded optimizer or a trai
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -23,4 +24,11 @@ def check_alike(alike: Mapping[str, Any], group: dist.ProcessGroup | None = None
     said: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(said, dict(alike), group=group)  # not counted with the gradients
     if fault := disagreement(said, "rank"):
-        raise ValueError(fault)
+        refuse(fault, group)
+
+
+def refuse(fault: str, group: dist.ProcessGroup | None = None) -> NoReturn:
+    """Raises an error that all ranks have found, once all have: one that ended first would fail the others."""
+    with contextlib.suppress(RuntimeError):
+        dist.barrier(group)
+    raise ValueError(fault)

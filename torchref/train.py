@@ -22,7 +22,7 @@ from torch import nn
 
 from jaxddp.roll_call import disagreement
 
-from .agreement import check_alike
+from .agreement import check_alike, refuse
 from .clipping import clip_to_norm_, global_norm
 from .loss import Part, as_part
 from .strategy import DataParallel
@@ -160,7 +160,7 @@ class Trainer:
             dist.all_reduce(sums, group=group)  # not recorded: it carries no gradients
             counts = [{"batch": f"{count:.0f} examples"} for count in sums[2:].tolist()]
             if not weights and (fault := disagreement(counts, "rank")):
-                raise ValueError(f"{fault}, unless loss_fn returns Weighted: the mean of means would be another")
+                refuse(f"{fault}, unless loss_fn returns Weighted: the mean of means would be another", group)
         return Part(sums[0], sums[1] if weights else None)
 
 
