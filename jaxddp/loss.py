@@ -54,34 +54,48 @@ class Parts(NamedTuple):
     aux: Any  # tree of Part
 
 
-PartialLoss = Callable[[Any, Any, jax.Array | None], tuple[jax.Array, Parts]]
+PartialLoss = Callable[[Any, Any, Any, jax.Array | None], tuple[jax.Array, tuple[Parts, Any]]]
+"""``(params, model_state, batch, key) -> (total, (Parts, next model_state))``."""
 
 
-def partial_loss(loss_fn: Callable[..., Any], has_aux: bool) -> PartialLoss:
+def partial_loss(loss_fn: Callable[..., Any], has_aux: bool, has_state: bool = False) -> PartialLoss:
     """Wraps a user's loss function for the trainer.
 
     Args:
         loss_fn: ``(params, batch)`` or ``(params, batch, key)``, to a scalar mean or ``Weighted``; with ``has_aux``
-            to ``(loss, aux)``.
+            to ``(loss, aux)``; with ``has_state`` see ``Trainer``.
         has_aux: Whether it returns auxiliary values. Each leaf is averaged over ranks and micro-batches with the
             loss's weights; a leaf that is ``Weighted`` with its own. A count, or a leaf with an entry for each example,
             has no mean and is refused when the loss is traced.
+        has_state: Whether it takes a model state and returns the next one.
 
     Returns:
-        ``(params, batch, key) -> (total, Parts)``, to be differentiated in ``total``.
+        The loss function, to be differentiated in ``total``; its model state is ``()`` without ``has_state``.
     """
-    call = _with_key(loss_fn)
+    call = _with_key(loss_fn, 2 + has_state)
 
-    def compute(params: Any, batch: Any, key: jax.Array | None) -> tuple[jax.Array, Parts]:
-        result = call(params, batch, key)
-        if not has_aux:
-            total, loss = _as_part(loss_fn, result)
-            return total, Parts(loss, None)
-        if not isinstance(result, tuple) or isinstance(result, Weighted) or len(result) != 2:
-            raise ValueError(f"loss_fn (={_name(loss_fn)}) must return (loss, aux) when has_aux is set")
-        result, aux = result
-        _check_aux(lambda *args: call(*args)[1], aux, (params, batch, key))
+    def outputs(params: Any, model_state: Any, batch: Any, key: jax.Array | None) -> tuple[Any, Any, Any]:
+        result = call(params, *([model_state] if has_state else []), batch, key)
+        if not has_aux and not has_state:
+            return result, (), None
+        if not _is_pair(result) or (has_aux and has_state and not _is_pair(result[1])):
+            wanted = "(loss, (new_state, aux))" if has_aux and has_state else "(loss, new_state)"
+            said = "has_state and has_aux are" if has_aux and has_state else "has_state is"
+            if not has_state:
+                wanted, said = "(loss, aux)", "has_aux is"
+            raise ValueError(f"loss_fn (={_name(loss_fn)}) must return {wanted} when {said} set")
+        loss, rest = result
+        new_state, aux = rest if has_aux and has_state else (rest, None) if has_state else ((), rest)
+        return loss, _like(new_state, model_state), aux
+
+    def compute(
+        params: Any, model_state: Any, batch: Any, key: jax.Array | None
+    ) -> tuple[jax.Array, tuple[Parts, Any]]:
+        result, new_state, aux = outputs(params, model_state, batch, key)
         total, loss = _as_part(loss_fn, result)
+        if not has_aux:
+            return total, (Parts(loss, None), new_state)
+        _check_aux(lambda *args: outputs(*args)[2], aux, (params, model_state, batch, key))
 
         def aux_part(leaf: Any) -> Part:
             if isinstance(leaf, Weighted):
@@ -91,7 +105,8 @@ def partial_loss(loss_fn: Callable[..., Any], has_aux: bool) -> PartialLoss:
             # With weight 0 a mean is often 0 / 0, and the NaN must not reach the sum.
             return Part(jnp.where(loss.weight == 0, 0, _wide(leaf) * loss.weight), loss.weight)
 
-        return total, Parts(loss, jax.tree.map(aux_part, aux, is_leaf=lambda leaf: isinstance(leaf, Weighted)))
+        of_aux = jax.tree.map(aux_part, aux, is_leaf=lambda leaf: isinstance(leaf, Weighted))
+        return total, (Parts(loss, of_aux), new_state)
 
     return compute
 
@@ -149,10 +164,33 @@ def _check_derivative(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array
     return primals[0], jnp.zeros_like(primals[0])
 
 
-def _check_aux(aux_fn: Callable[..., Any], aux: Any, args: tuple[Any, Any, Any]) -> None:
+def _is_pair(result: Any) -> bool:
+    return isinstance(result, tuple) and not isinstance(result, Weighted) and len(result) == 2
+
+
+def _like(new_state: Any, model_state: Any) -> Any:
+    """Checks that a model state has the structure, shapes and dtypes of the one before it."""
+    wanted, found = (str(jax.tree.structure(tree)) for tree in (model_state, new_state))
+    if wanted != found:
+        raise ValueError(f"new_state (={found}) must have the structure of model_state (={wanted})")
+
+    def leaf(path: Any, new: Any, old: jax.Array) -> jax.Array:
+        if (jnp.shape(new), jnp.result_type(new)) != (old.shape, old.dtype):
+            raise ValueError(
+                f"new_state leaf {path_name(path)!r} (={jnp.result_type(new)}{[*jnp.shape(new)]}) must have shape and "
+                f"dtype of that in model_state (={old.dtype}{[*old.shape]})"
+            )
+        # A number of Python's in it would have a weak dtype, which a loop over micro-batches refuses.
+        is_key = jnp.issubdtype(old.dtype, jax.dtypes.extended)
+        return new if is_key else jax.lax.convert_element_type(new, old.dtype)
+
+    return jax.tree_util.tree_map_with_path(leaf, new_state, model_state)
+
+
+def _check_aux(aux_fn: Callable[..., Any], aux: Any, args: tuple[Any, Any, Any, Any]) -> None:
     """Refuses aux values that must not be averaged: counts, and what has an entry for each example."""
     leaves = jax.tree_util.tree_leaves_with_path(aux, is_leaf=lambda leaf: isinstance(leaf, Weighted))
-    rows = {leaf.shape[0] for leaf in jax.tree.leaves(args[1])}
+    rows = {leaf.shape[0] for leaf in jax.tree.leaves(args[2])}
     for place, (path, leaf) in enumerate(leaves):
         if isinstance(leaf, Weighted):
             continue
@@ -168,12 +206,12 @@ def _check_aux(aux_fn: Callable[..., Any], aux: Any, args: tuple[Any, Any, Any])
             )
 
 
-def _grows(aux_fn: Callable[..., Any], place: int, rows: int, args: tuple[Any, Any, Any]) -> bool:
+def _grows(aux_fn: Callable[..., Any], place: int, rows: int, args: tuple[Any, Any, Any, Any]) -> bool:
     """Whether a leaf is as long as the batch for any batch, as far as the function can be traced for another one."""
-    params, batch, key = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), args)
+    params, model_state, batch, key = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), args)
     batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((2 * leaf.shape[0], *leaf.shape[1:]), leaf.dtype), batch)
     try:
-        aux = jax.eval_shape(aux_fn, params, batch, key)
+        aux = jax.eval_shape(aux_fn, params, model_state, batch, key)
     except Exception:  # it takes no other number of examples
         return False
     leaves = jax.tree.leaves(aux, is_leaf=lambda leaf: isinstance(leaf, Weighted))
@@ -185,8 +223,8 @@ def _wide(value: Any) -> jax.Array:
     return jnp.asarray(value, jnp.promote_types(jnp.result_type(value), jnp.float32))
 
 
-def _with_key(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Adapts a loss function to ``(params, batch, key)``; it gets ``key`` by position or by name if it takes one.
+def _with_key(loss_fn: Callable[..., Any], num_inputs: int) -> Callable[..., Any]:
+    """Adapts a loss function to ``(*inputs, key)``; it gets ``key`` by position or by name if it takes one.
 
     Called with None, it gets no key: the default of its own counts.
     """
@@ -196,21 +234,22 @@ def _with_key(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         parameters = []
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     by_name = [p for p in parameters if p.name == "key" and p.kind is p.KEYWORD_ONLY]
-    third = positional[2:3]
+    after = positional[num_inputs : num_inputs + 1]
     is_bound = isinstance(loss_fn, functools.partial) and "key" in loss_fn.keywords
-    taken = by_name or [p for p in third if p.name == "key" or p.default is p.empty]
+    taken = by_name or [p for p in after if p.name == "key" or p.default is p.empty]
     if not taken or is_bound:
-        return lambda params, batch, key: loss_fn(params, batch)
+        return lambda *inputs_and_key: loss_fn(*inputs_and_key[:-1])
 
-    def call(params: Any, batch: Any, key: jax.Array | None) -> Any:
+    def call(*inputs_and_key: Any) -> Any:
+        *inputs, key = inputs_and_key
         if key is not None:
-            return loss_fn(params, batch, key=key) if by_name else loss_fn(params, batch, key)
+            return loss_fn(*inputs, key=key) if by_name else loss_fn(*inputs, key)
         if taken[0].default is inspect.Parameter.empty:
             raise ValueError(
                 f"evaluate gives no key, and loss_fn (={_name(loss_fn)}) needs one: give it a default, such as"
                 f" {taken[0].name}=None for a loss without dropout"
             )
-        return loss_fn(params, batch)
+        return loss_fn(*inputs)
 
     return call
 

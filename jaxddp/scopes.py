@@ -2,4 +2,6 @@
 
 SYNC_SCOPE = "jaxddp.sync"
 METRICS_SCOPE = "jaxddp.metrics"
+MODEL_STATE_SCOPE = "jaxddp.model_state"
+LOSS_SCOPE = "jaxddp.loss"
 OPTIMIZER_SCOPE = "jaxddp.optimizer"

@@ -313,13 +313,16 @@ class Checkpoints:
             time.sleep(0.05)
 
     @_in_turn
-    def restore(self, trainer: Trainer, params: Any, *, step: int | None = None) -> tuple[TrainState, Any]:
+    def restore(
+        self, trainer: Trainer, params: Any, *, model_state: Any = None, step: int | None = None
+    ) -> tuple[TrainState, Any]:
         """Restores a state for a trainer's ranks and strategy.
 
         Args:
             trainer: May have other ranks and another strategy than the trainer that saved.
             params: The model's parameters, for their names, shapes and dtypes: arrays or ``jax.ShapeDtypeStruct``.
                 Dtypes may be wider than those saved, never narrower.
+            model_state: The same of the model state, with ``has_state``.
             step: Of the checkpoint; the newest if None.
 
         Returns:
@@ -338,7 +341,7 @@ class Checkpoints:
         about = self._about(step)
         name = f"checkpoint of step {step} {self._where}"
         _check_model(name, about["leaves"], params)  # first, so that the trainer never sees another model
-        state = trainer.abstract_state(params)
+        state = trainer.abstract_state(params, model_state)
         _check_fits(name, about["leaves"], places_of(trainer, state))
         impls = {name: row["impl"] for name, row in about["leaves"].items() if "impl" in row}
         return to_ranks(trainer, state, self._read(about), impls), about["data_position"]

@@ -38,9 +38,11 @@ from ..tree import like, named_leaves, path_name
 def places_of(trainer: Trainer, state: TrainState) -> TrainState:
     """Describes each leaf of a state on the host, and how it is sharded over the ranks."""
     layout = trainer.layout(state)
-    step, key = jax.tree.map(lambda leaf: Leaf(tuple(leaf.shape), leaf.dtype), (state.step, state.key))
+    step, key, model_state = jax.tree.map(
+        lambda leaf: Leaf(tuple(leaf.shape), leaf.dtype), (state.step, state.key, state.model_state)
+    )
     memory = jax.tree.map(lambda array: Leaf(array.shape[1:], array.dtype), layout.memory)
-    return TrainState(step, layout.params, layout.opt_state, key, memory)
+    return TrainState(step, layout.params, layout.opt_state, key, memory, model_state)
 
 
 def to_host(trainer: Trainer, state: TrainState) -> Iterator[tuple[str, np.ndarray]]:

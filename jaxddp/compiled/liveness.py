@@ -186,5 +186,5 @@ class _Arrays:
 
 
 def _kind(operation: Operation) -> str:
-    sends = operation.starts is not None and not operation.starts.is_metrics
+    sends = operation.starts is not None and operation.starts.is_gradients
     return "buckets" if sends or SYNC_SCOPE in operation.op_name else _KIND_OF_PHASE[operation.phase]

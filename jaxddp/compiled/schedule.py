@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ..communication.buckets import MIB
-from ..scopes import METRICS_SCOPE, OPTIMIZER_SCOPE, SYNC_SCOPE
+from ..scopes import LOSS_SCOPE, METRICS_SCOPE, MODEL_STATE_SCOPE, OPTIMIZER_SCOPE, SYNC_SCOPE
 from .hlo import Computation, Instruction, Module, parse_module
 from .work import Work, WorkCounter, trip_count
 
@@ -56,6 +56,17 @@ class Collective:
     def is_metrics(self) -> bool:
         """Whether it reduces the loss and metrics instead of gradients."""
         return METRICS_SCOPE in self.op_name
+
+    @property
+    def is_model_state(self) -> bool:
+        """Whether it is one by which ranks agree on the model's state."""
+        return MODEL_STATE_SCOPE in self.op_name
+
+    @property
+    def is_gradients(self) -> bool:
+        """Whether it is the strategy's: not of metrics or the model's state, nor one that the loss function calls."""
+        others = (METRICS_SCOPE, MODEL_STATE_SCOPE, LOSS_SCOPE)
+        return SYNC_SCOPE in self.op_name or not any(scope in self.op_name for scope in others)
 
 
 @dataclass(frozen=True)
@@ -139,7 +150,7 @@ class Schedule:
 
     def gradient_collectives(self) -> list[tuple[str, int]]:
         """Sorted ``(kind, bytes)`` of all collectives except those of loss and metrics."""
-        return sorted((c.kind, c.num_bytes) for c in self.collectives() if not c.is_metrics)
+        return sorted((c.kind, c.num_bytes) for c in self.collectives() if c.is_gradients)
 
     def work(self) -> Work:
         """Everything that one device computes."""
@@ -155,7 +166,7 @@ class Schedule:
         end = self.backward_end()
         done = {op.waits_for: place for place, op in enumerate(self.operations) if op.waits_for}
         placed = enumerate(self.operations)
-        gradients = [(place, op, [c for c in _collectives_of(op) if not c.is_metrics]) for place, op in placed]
+        gradients = [(place, op, [c for c in _collectives_of(op) if c.is_gradients]) for place, op in placed]
         starts = [(place, op, found) for place, op, found in gradients if found]
         late = in_flight = total = 0
         for place, op, found in starts:
@@ -298,7 +309,7 @@ class OperationReader:
 
     def _phases(self, computation: Computation, collectives: dict[str, Collective | None]) -> dict[str, str]:
         scopes = {name: self._phase_by_scope(inner, computation) for name, inner in computation.items()}
-        gradients_reduced = {name for name, c in collectives.items() if c and c.kind in REDUCTIONS and not c.is_metrics}
+        gradients_reduced = {name for name, c in collectives.items() if c and c.kind in REDUCTIONS and c.is_gradients}
         feeds_backward: set[str] = set()  # or feeds a gradient reduction
         for name, inner in reversed(computation.items()):
             if name in gradients_reduced or name in feeds_backward or scopes[name] == "backward":

@@ -106,7 +106,7 @@ def compare(planned: Plan, step: PlannedStep, program: TargetProgram) -> Verific
     schedule, job = read_schedule(program), planned.job
     sent: dict[str, list[Collective]] = {"data": [], "tp": [], "": []}
     for each in schedule.collectives():
-        if not each.is_metrics:
+        if each.is_gradients:
             sent[_axis(each.group, job.fsdp, job.tp)].append(each)
     notes = list(schedule.notes)
     kinds = Counter(map(_kind, sent["data"]))

@@ -26,6 +26,11 @@ def describe(tree: Any) -> dict[str, str]:
     return {name: f"{[*leaf.shape]} {leaf.dtype}" for name, leaf in named_leaves(tree).items()}
 
 
+def whole(tree: Any) -> Any:
+    """Gives the layout of arrays that every rank has all of: a tree of ``Leaf``."""
+    return jax.tree.map(lambda leaf: Leaf(tuple(leaf.shape), leaf.dtype), tree)
+
+
 def from_first_process(tree: Any) -> Any:
     """Gives every process the arrays of process 0; no device ever holds more than one piece.
 

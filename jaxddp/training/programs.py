@@ -133,7 +133,7 @@ class Programs:
     def plan(self, state: TrainState, batch: Any) -> BucketPlan:
         """Gives the bucket plan of the step; on one rank nothing is communicated."""
         state, batch = abstract((state, batch))
-        key = signature(state.params, batch)
+        key = signature(state.params, state.model_state, batch)
         if key not in self._plans:
             plan = plan_trace(self._rank_step.strategy, self.trace(state, batch))
             self._plans[key] = plan if self._rank_step.num_ranks > 1 else replace(plan, buckets=(), gathers=())
@@ -150,7 +150,7 @@ class Programs:
         if not step.cuts:
             return planned
         # The loss function itself gathers units and scatters their gradients: read from its trace.
-        key = signature(state.params, batch)
+        key = signature(state.params, state.model_state, batch)
         if key not in self._units:
             trace = self.trace(*abstract((state, batch)))
             self._units[key] = traced_collectives(trace.program, self.platform)

@@ -87,7 +87,7 @@ class StateLayout:
         params, opt_state = jax.tree.map(lambda leaf: leaf.spec(axis), (self.params, self.opt_state))
         memory = jax.tree.map(lambda array: PartitionSpec(axis), self.memory)
         whole: Any = PartitionSpec()
-        return TrainState(whole, params, opt_state, whole, memory)
+        return TrainState(whole, params, opt_state, whole, memory, whole)
 
     def whole(self) -> Any:
         """Describes the full parameters."""

@@ -3,12 +3,14 @@
 on each rank                                                    shape
 ------------------------------------------------------------    -------------------------------------------
 params, optimizer state                                         full, equal on all ranks, or this rank's shards
+model state                                                     full, equal on all ranks
 batch                                                           [global_batch / num_ranks, ...]
 compression state                                               [1, ...], this rank's
 
 accumulate    grads  = sum over micro-batches of d total / d params
 reduce        grads  = sum over ranks of grads / sum of weights               this rank's shards under ZeRO
 clip          grads *= min(1, max_grad_norm / norm)
+model state   mean over ranks, or that of rank 0                              model_state.py
 update        params, optimizer state = optimizer(grads)                      this rank's shards under ZeRO
 gather        params = all-gather of the ranks' shards                        ZeRO 1 and 2
 """
@@ -32,11 +34,12 @@ from ..communication.ordering import order_token
 from ..communication.reduction import REDUCE_SCATTER, Reduction, finish_reduction, start_reduction
 from ..communication.sharding import Cut
 from ..loss import PartialLoss, Parts, denominator, divide
-from ..scopes import METRICS_SCOPE, OPTIMIZER_SCOPE
+from ..scopes import LOSS_SCOPE, METRICS_SCOPE, OPTIMIZER_SCOPE
 from ..strategy import Strategy
 from ..tree import merge, named_leaves, path_name, split
 from ..zero.clipping import on_shards
 from ..zero.stage1 import gather_params, local_shards
+from .model_state import sync_model_state
 
 
 class TrainState(NamedTuple):
@@ -47,6 +50,7 @@ class TrainState(NamedTuple):
     opt_state: Any  # optax state of the trainable part
     key: jax.Array  # shape=(), a typed PRNG key
     memory: Any = ()  # state of the compression, by parameter: each rank's own, [num_ranks, ...]
+    model_state: Any = ()  # what ``loss_fn`` returns besides the loss and takes again, equal on all ranks
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ class RankStep:
     max_grad_norm: float | None
     grad_dtype: Any
     skips_nonfinite: bool = False
+    state_sync: str = "mean"
     cuts: Mapping[str, Cut] = field(default_factory=dict)  # of the parameters that the loss takes as shards, by name
 
     def init(self, params: Any) -> Any:
@@ -82,12 +87,13 @@ class RankStep:
         """
         key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), lax.axis_index(self.axis))
         trainable, frozen = split(state.params, self.trainable)
-        total, parts, token = self.accumulate(plan, trainable, frozen, batch, key)
+        (total, parts, token), model_state = self.accumulate(plan, trainable, frozen, state.model_state, batch, key)
         grads, parts, metrics, memory = self.reduce(plan, total, parts, token, state.memory)
+        model_state = sync_model_state(model_state, self.axis, self.num_ranks, self.state_sync)
         with jax.named_scope(OPTIMIZER_SCOPE):
             params = self._updated_here(trainable)
             grads = self.clip(grads, params, metrics["grad_norm"])
-            new = *self.update(grads, params, state.opt_state, metrics["loss"], trainable), memory
+            new = *self.update(grads, params, state.opt_state, metrics["loss"], trainable), memory, model_state
             conditions = []
             if parts.loss.weight is not None:  # with no weight at all, weight decay and momentum must not move anything
                 conditions.append(parts.loss.weight != 0)
@@ -96,28 +102,30 @@ class RankStep:
                 metrics["skipped"] = 1 - conditions[-1].astype(jnp.int32)
             if conditions:
                 updates = jnp.stack(conditions).all()
-                old = params, state.opt_state, state.memory
+                old = params, state.opt_state, state.memory, state.model_state
                 new = jax.tree.map(lambda new, old: jnp.where(updates, new, old), new, old)
-        updated, opt_state, memory = new
+        updated, opt_state, memory, model_state = new
         params = merge(self.gather(plan, updated, trainable), frozen)
-        return TrainState(state.step + 1, params, opt_state, state.key, memory), metrics
+        return TrainState(state.step + 1, params, opt_state, state.key, memory, model_state), metrics
 
     def accumulate(
-        self, plan: BucketPlan, trainable: Any, frozen: Any, batch: Any, key: jax.Array
-    ) -> tuple[Any, Parts, jax.Array]:
-        """Sums gradients and metrics over the rank's micro-batches.
+        self, plan: BucketPlan, trainable: Any, frozen: Any, model_state: Any, batch: Any, key: jax.Array
+    ) -> tuple[tuple[Any, Parts, jax.Array], Any]:
+        """Sums gradients and metrics over the rank's micro-batches, each of which takes the model state of the last.
 
         Returns:
             The sum of the gradients, a ``Reduction`` if each micro-batch reduces its own; that of the metrics; and an
-            order token of the last micro-batch's backward.
+            order token of the last micro-batch's backward. Then the model state.
         """
         reduces_each, num = self.strategy.reduces_each_microbatch, self.num_microbatches
 
-        def microbatch_grads(microbatch: Any, index: jax.Array | int) -> tuple[Any, Parts, jax.Array]:
+        def microbatch_grads(
+            model_state: Any, microbatch: Any, index: jax.Array | int
+        ) -> tuple[tuple[Any, Parts, jax.Array], Any]:
             params, token = (trainable, frozen), jnp.int32(0)
             if self.cuts:  # or XLA would gather every unit once, before the loop, and hold all of them (ordering.py)
                 params, token = order_token(params, index)
-            grads, parts = self._grads(*params, microbatch, jax.random.fold_in(key, index))
+            grads, (parts, model_state) = self._grads(*params, model_state, microbatch, jax.random.fold_in(key, index))
             if reduces_each:
                 # Two buckets in flight save memory: one arrives while the next one fills.
                 grads, _ = start_reduction(
@@ -125,25 +133,29 @@ class RankStep:
                     denominator=self._divisor_of_one(parts), max_in_flight=2 if num > 1 else None, number=index,
                     reduced=self.cuts,
                 )  # fmt: skip
-            return grads, parts, token
+            return (grads, parts, token), model_state
 
         if num == 1:
-            return microbatch_grads(batch, 0)
+            return microbatch_grads(model_state, batch, 0)
         pieces = jax.tree.map(lambda leaf: leaf.reshape(num, leaf.shape[0] // num, *leaf.shape[1:]), batch)
         earlier = jax.tree.map(lambda leaf: leaf[:-1], pieces)
         last = jax.tree.map(lambda leaf: leaf[-1], pieces)
-        shapes = jax.eval_shape(microbatch_grads, last, 0)
+        shapes, _ = jax.eval_shape(microbatch_grads, model_state, last, 0)
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         zeros = lax.pcast(zeros, self.axis, to="varying")
 
-        def add(total: Any, item: tuple[Any, jax.Array]) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, microbatch_grads(*item)), None
+        def add(carry: tuple[Any, Any], item: tuple[Any, jax.Array]) -> tuple[tuple[Any, Any], None]:
+            total, model_state = carry
+            found, model_state = microbatch_grads(model_state, *item)
+            return (jax.tree.map(jnp.add, total, found), model_state), None
 
         # The last micro-batch stands outside of the loop, so that its backward and the communication can overlap.
-        summed, _ = lax.scan(add, zeros, (earlier, jnp.arange(num - 1, dtype=jnp.int32)))
+        numbers = jnp.arange(num - 1, dtype=jnp.int32)
+        (summed, model_state), _ = lax.scan(add, (zeros, model_state), (earlier, numbers))
         if reduces_each or self.cuts:  # XLA inlines a one-iteration loop and would reduce only once
             summed = lax.optimization_barrier(summed)
-        return jax.tree.map(jnp.add, summed, microbatch_grads(last, num - 1))
+        found, model_state = microbatch_grads(model_state, last, num - 1)
+        return jax.tree.map(jnp.add, summed, found), model_state
 
     def reduce(
         self, plan: BucketPlan, total: Any, parts: Parts, token: jax.Array, memory: Any
@@ -205,24 +217,34 @@ class RankStep:
 
     def evaluate(self, state: TrainState, batch: Any) -> Any:
         """Gives the global mean loss of a batch and the aux values, if there are any, equal on every rank."""
-        _, parts = self.loss(state.params, batch, None)
+        _, (parts, _) = self.loss(state.params, state.model_state, batch, None)
         loss, aux = divide(self._sum_parts(parts), self.num_ranks)
         return loss if parts.aux is None else (loss, aux)
 
-    def first_grads(self, state: TrainState, batch: Any) -> tuple[Any, Parts]:
-        """Gives gradients and metrics of the first micro-batch; traced to find the order in which they are ready."""
+    def first_grads(self, state: TrainState, batch: Any) -> tuple[Any, tuple[Parts, Any]]:
+        """Gives what ``_grads`` does of the first micro-batch; traced for the order in which gradients are ready."""
         trainable, frozen = split(state.params, self.trainable)
         microbatch = jax.tree.map(lambda leaf: leaf[: leaf.shape[0] // self.num_microbatches], batch)
-        return self._grads(trainable, frozen, microbatch, state.key)
+        return self._grads(trainable, frozen, state.model_state, microbatch, state.key)
 
-    def _grads(self, trainable: Any, frozen: Any, batch: Any, key: jax.Array) -> tuple[Any, Parts]:
-        """This rank's gradients and metrics of a micro-batch; gradients of ``cuts`` are shards summed over ranks."""
+    def _grads(
+        self, trainable: Any, frozen: Any, model_state: Any, batch: Any, key: jax.Array
+    ) -> tuple[Any, tuple[Parts, Any]]:
+        """This rank's gradients, metrics and model state of a micro-batch.
+
+        Gradients of ``cuts`` are shards summed over ranks.
+        """
         # Parameters that vary over ranks get local gradients. If they were known to be equal, AD would add all-reduces.
         trainable = lax.pcast(trainable, self.axis, to="varying")
-        grads, parts = jax.grad(lambda part: self.loss(merge(part, frozen), batch, key), has_aux=True)(trainable)
+
+        def loss(trainable: Any) -> tuple[jax.Array, tuple[Parts, Any]]:
+            return self.loss(merge(trainable, frozen), model_state, batch, key)
+
+        with jax.named_scope(LOSS_SCOPE):
+            grads, others = jax.grad(loss, has_aux=True)(trainable)
         if self.grad_dtype is not None:
             grads = jax.tree.map(lambda grad: grad.astype(self.grad_dtype), grads)
-        return grads, parts
+        return grads, others
 
     def _divisor_of_one(self, parts: Parts) -> jax.Array | int:
         """Makes a mean of the sum over ranks of one micro-batch, which a compression may need to stay in range."""

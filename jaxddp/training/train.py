@@ -26,12 +26,13 @@ from ..loss import partial_loss
 from ..strategy import GradientTrace, Strategy
 from ..tree import check_params, named_leaves
 from .agreement import agreement, check_alike
-from .placement import describe, from_first_process, full_arrays, place, place_by_rank
+from .model_state import STATE_SYNC, planned_sync
+from .placement import describe, from_first_process, full_arrays, place, place_by_rank, whole
 from .programs import Programs, StepFunction
 from .state_layout import StateLayout
 from .step import RankStep
 from .step import TrainState as TrainState
-from .validation import as_arrays, check_alive, check_batch, signature
+from .validation import abstract, as_arrays, check_alive, check_batch, signature
 
 NONFINITE = ("ignore", "raise", "skip")
 
@@ -68,14 +69,16 @@ class Trainer:
         grad_dtype: Any = None,
         nonfinite: str = "ignore",
         max_skips: int = 10,
+        has_state: bool = False,
+        state_sync: str = "mean",
     ) -> None:
         """Describes a training run; compiles nothing yet.
-
-        Batch statistics (BatchNorm) are not supported: ``loss_fn`` cannot change state other than the parameters.
 
         Args:
             loss_fn: ``(params, batch)`` or ``(params, batch, key)`` to the mean loss over the examples it is given,
                 or to ``Weighted``; with ``has_aux`` to ``(loss, aux)``. ``key`` differs by rank, step and micro-batch.
+                With ``has_state`` it is ``(params, model_state, batch)`` or ``(params, model_state, batch, key)`` to
+                ``(loss, new_state)``, with ``has_aux`` to ``(loss, (new_state, aux))``.
             optimizer: Any optax transformation; one that wants the loss's ``value`` (``reduce_on_plateau``) gets it.
             strategy: How gradients are communicated.
             mesh: One-dimensional, as ``data_mesh`` makes it, or ``targets.mesh``: then ``plan``, ``planned`` and
@@ -94,6 +97,10 @@ class Trainer:
                 bit, and only counts the step. The collectives are the same; ``"raise"`` and ``"skip"`` wait for
                 each step, and ``"skip"`` updates nothing before the norm is known, as clipping does.
             max_skips: Steps in a row that ``"skip"`` may skip.
+            has_state: Whether the model has state beside the parameters, such as BatchNorm's running statistics, which
+                is given to ``init``. It is not optimized, and each micro-batch takes the state of the one before it.
+            state_sync: How ranks agree on it at the end of a step. ``"mean"``: floating leaves are averaged over
+                ranks; ``"first"``: those of rank 0 count, as DDP's buffers do. Other leaves are rank 0's.
 
         Raises:
             ValueError: If the mesh is not one-dimensional or has no devices, or a number is out of range.
@@ -108,6 +115,8 @@ class Trainer:
             "grad_dtype": grad_dtype,
             "nonfinite": nonfinite,
             "max_skips": max_skips,
+            "has_state": has_state,
+            "state_sync": state_sync,
         }
         if len(mesh.axis_names) != 1:
             raise ValueError(f"mesh axes (={mesh.axis_names}) must be one: make the mesh with jaxddp.data_mesh")
@@ -123,13 +132,16 @@ class Trainer:
             raise ValueError(f"nonfinite (={nonfinite!r}) must be one of {', '.join(NONFINITE)}")
         if isinstance(max_skips, bool) or not isinstance(max_skips, int) or max_skips < 0:
             raise ValueError(f"max_skips (={max_skips!r}) must be a non-negative integer")
+        if state_sync not in STATE_SYNC:
+            raise ValueError(f"state_sync (={state_sync!r}) must be one of {', '.join(STATE_SYNC)}")
+        self._has_state = has_state
         self._nonfinite, self._max_skips, self._num_skips = nonfinite, max_skips, 0
         self.strategy = strategy
         self.mesh = mesh
         self.num_ranks = int(mesh.size)
         self.num_microbatches = num_microbatches
         self._rank_step = RankStep(
-            partial_loss(loss_fn, has_aux),
+            partial_loss(loss_fn, has_aux, has_state),
             optax.with_extra_args_support(optimizer),
             strategy,
             axis=str(mesh.axis_names[0]),
@@ -139,6 +151,7 @@ class Trainer:
             max_grad_norm=max_grad_norm,
             grad_dtype=grad_dtype,
             skips_nonfinite=nonfinite == "skip",
+            state_sync=state_sync,
         )
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._by_rank = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
@@ -149,13 +162,14 @@ class Trainer:
         """Gives the trainer of the same run under another strategy, on another mesh if one is given."""
         return Trainer(strategy=strategy, mesh=self.mesh if mesh is None else mesh, **self._arguments)
 
-    def init(self, params: Any, *, seed: int = 0) -> TrainState:
+    def init(self, params: Any, *, model_state: Any = None, seed: int = 0) -> TrainState:
         """Puts a copy of the parameters, or its shard of them, on every rank and makes the optimizer state there.
 
         Several processes may call it with different parameters: those of process 0 count.
 
         Args:
             params: A tree of arrays, which stay the caller's.
+            model_state: A tree of arrays, with ``has_state``; every rank gets all of it.
             seed: Of the keys that ``loss_fn`` gets.
 
         Returns:
@@ -163,36 +177,44 @@ class Trainer:
 
         Raises:
             ValueError: If there are no arrays, a trainable one is not of a floating dtype, the optimizer is not
-                element-wise where its state is sharded, the mesh is a target's, or processes differ in versions,
-                options, strategy or parameters by name, shape or dtype.
+                element-wise where its state is sharded, the mesh is a target's, processes differ in versions,
+                options, strategy or parameters by name, shape or dtype, or ``model_state`` is missing with
+                ``has_state`` or given without.
         """
         self._check_devices("init", "abstract_state")
         check_params(params, self._rank_step.trainable)
+        model_state = self._checked_model_state(model_state)
         _warn_of_narrow(params, self._rank_step.trainable, self.strategy.precision.master_dtype)
         if jax.process_count() > 1:
-            check_alike(self._fingerprint() | {f"parameter {name!r}": text for name, text in describe(params).items()})
-            params, seed = from_first_process((params, seed))
+            held = {"parameter": describe(params), "model_state leaf": describe(model_state)}
+            shapes = {f"{kind} {name!r}": text for kind, one in held.items() for name, text in one.items()}
+            check_alike(self._fingerprint() | shapes)
+            params, model_state, seed = from_first_process((params, model_state, seed))
         layout = self._programs.describe(params)
         params = place(params, layout.params, self.mesh)
         opt_state = self._programs.init_opt_state(layout, params)
         seed = int(seed)
         step, key = jax.jit(lambda: (jnp.zeros((), jnp.int32), jax.random.key(seed)), out_shardings=self._replicated)()
-        return TrainState(step, params, opt_state, key, place_by_rank(layout.memory, self.mesh))
+        model_state = place(model_state, whole(model_state), self.mesh)
+        return TrainState(step, params, opt_state, key, place_by_rank(layout.memory, self.mesh), model_state)
 
-    def abstract_state(self, params: Any) -> TrainState:
+    def abstract_state(self, params: Any, model_state: Any = None) -> TrainState:
         """Describes the state of step 0 without making it, for ``plan``, ``planned`` and ``compile``.
 
         Args:
             params: A tree of arrays or ``jax.ShapeDtypeStruct``.
+            model_state: The same of the model state, with ``has_state``.
 
         Returns:
             A state of ``jax.ShapeDtypeStruct``.
 
         Raises:
-            ValueError: If there are no arrays, or a trainable one is not of a floating dtype.
+            ValueError: If there are no arrays, a trainable one is not of a floating dtype, or ``model_state`` is
+                missing with ``has_state`` or given without.
         """
         check_params(params, self._rank_step.trainable)
-        return self._programs.describe(params).held()
+        model_state = self._checked_model_state(model_state)
+        return self._programs.describe(params).held()._replace(model_state=abstract(model_state))
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Takes one training step.
@@ -254,6 +276,11 @@ class Trainer:
         check_alive(state)
         return full_arrays(state.params, self._programs.layout(state).params, self.mesh)
 
+    def model_state(self, state: TrainState) -> Any:
+        """Gives a copy of the model state, as the tree that ``init`` was given."""
+        check_alive(state)
+        return full_arrays(state.model_state, whole(state.model_state), self.mesh)
+
     def compile(self, state: TrainState, batch: Any) -> jax.stages.Compiled:
         """Compiles the step for these shapes, or gives the program that ``step`` already runs for them.
 
@@ -288,6 +315,10 @@ class Trainer:
     def planned(self, state: TrainState, batch: Any) -> list[tuple[str, int]]:
         """Lists ``(kind, bytes)`` of the collectives that one step should have, without those of its metrics."""
         return self._programs.planned(state, batch)
+
+    def planned_sync(self, state: TrainState) -> list[tuple[str, int]]:
+        """Lists ``(kind, bytes)`` of the collectives by which ranks agree on the model state at the end of a step."""
+        return planned_sync(state.model_state, self.num_ranks, self._programs.platform)
 
     def layout(self, state: TrainState) -> StateLayout:
         """Gives which leaves of a state are shards, and of what; under zero3 after ``init`` or ``abstract_state``."""
@@ -326,6 +357,17 @@ class Trainer:
             spec = self.mesh.abstract_device.device_kind
             raise ValueError(f"{method} needs devices, and {spec!r} is not here: use {instead}")
 
+    def _checked_model_state(self, model_state: Any) -> Any:
+        if self._has_state and model_state is None:
+            raise ValueError("model_state (=None) must be given: has_state is set")
+        if not self._has_state and model_state is not None:
+            raise ValueError(f"model_state (={type(model_state).__name__}) needs Trainer(has_state=True)")
+        model_state = () if model_state is None else model_state
+        for name, leaf in named_leaves(model_state).items():
+            if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+                raise ValueError(f"model_state leaf {name!r} (={leaf!r}) must be an array")
+        return model_state
+
     def _check_finite(self, state: TrainState, metrics: dict[str, Any]) -> None:
         """Applies ``nonfinite`` to a step that was taken."""
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
@@ -360,6 +402,7 @@ class Trainer:
             "num_microbatches": self.num_microbatches,
             "max_grad_norm": self._arguments["max_grad_norm"],
             "nonfinite": self._nonfinite,
+            "state_sync": self._arguments["state_sync"],
             "grad_dtype": str(self._arguments["grad_dtype"]),
         }
 

@@ -44,7 +44,7 @@ import jax.numpy as jnp
 from ..communication.buckets import BucketMb, TensorSpec, chunk_elements, plan_buckets
 from ..communication.compression import Compression, none
 from ..communication.sharding import Cut
-from ..loss import PartialLoss, Parts
+from ..loss import PartialLoss
 from ..strategy import Precision, Strategy, register
 from ..tree import path_name
 from .gather import Gather, Shard
@@ -142,7 +142,7 @@ def loss_on_shards(
     """Turns a loss function of full parameters into one of shards.
 
     Args:
-        loss: ``(params, batch, key) -> (total, Parts)``.
+        loss: As from ``partial_loss``.
         params: The full parameters, as ``jax.ShapeDtypeStruct``.
         cuts: How parameters are cut, by name; the others are replicated.
         axis: Name of the mesh axis.
@@ -161,8 +161,8 @@ def loss_on_shards(
 
     full = jax.tree.map(as_used, params)
 
-    def loss_of_shards(params: Any, batch: Any, key: jax.Array | None) -> tuple[jax.Array, Parts]:
-        program, results = trace_marked(loss, full, batch, key)
+    def loss_of_shards(params: Any, *inputs: Any) -> Any:
+        program, results = trace_marked(loss, full, *inputs)
 
         def argument(path: Any, array: jax.Array, struct: Any) -> Any:
             name = path_name(path)
@@ -172,7 +172,7 @@ def loss_on_shards(
             return Shard(local, cuts[name], struct.dtype, trainable is None or trainable(name))
 
         arguments = jax.tree_util.tree_map_with_path(argument, params, full)
-        values = run(program, jax.tree.leaves((arguments, batch, key)), gather)
+        values = run(program, jax.tree.leaves((arguments, inputs)), gather)
         return jax.tree.unflatten(jax.tree.structure(results), values)
 
     return loss_of_shards

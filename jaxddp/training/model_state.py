@@ -1,0 +1,88 @@
+"""The state of a model beside its parameters: running statistics of BatchNorm, averages, counts, RNG counts.
+
+The loss function takes it and returns the next one. Within a step each rank threads its own through its micro-batches;
+at the end of the step the ranks agree:
+
+| leaf                   | ``"mean"``               | ``"first"``, as DDP's ``broadcast_buffers`` |
+|------------------------|--------------------------|---------------------------------------------|
+| floating               | sum over ranks of x_r, / N | x_0                                       |
+| others: counts, keys   | x_0                      | x_0                                         |
+
+It is one all-reduce for each dtype, beside those of the gradients. The mean of running variances is that of the ranks'
+batches, not the variance of the global batch: for that, let the loss function average over the axis
+(``flax.linen.BatchNorm(axis_name="data")``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..communication.collectives import all_reduce
+from ..scopes import MODEL_STATE_SCOPE
+from ..strategy import wire_bytes
+
+STATE_SYNC = ("mean", "first")
+
+
+def sync_model_state(model_state: Any, axis: str, num_ranks: int, how: str) -> Any:
+    """Makes the ranks' model states one.
+
+    Args:
+        model_state: This rank's; a tree of arrays.
+        axis: Name of the mesh axis.
+        num_ranks: Its size.
+        how: One of ``STATE_SYNC``.
+
+    Returns:
+        The same tree, equal on all ranks.
+    """
+    if num_ranks == 1:
+        return model_state
+    leaves, structure = jax.tree.flatten(model_state)
+    is_first = lax.axis_index(axis) == 0
+    with jax.named_scope(MODEL_STATE_SCOPE):
+        for places in _by_dtype(leaves).values():
+            parts = [_as_numbers(leaves[place]) for place in places]
+            flat = jnp.concatenate([part.reshape(-1) for part in parts])
+            is_mean = how == "mean" and jnp.issubdtype(flat.dtype, jnp.floating)
+            # Not times 0: the other ranks' may be NaN.
+            total = all_reduce(flat if is_mean else jnp.where(is_first, flat, jnp.zeros_like(flat)), axis)
+            total = total / num_ranks if is_mean else total
+            for place, part in zip(places, parts, strict=True):
+                mine, total = total[: part.size], total[part.size :]
+                leaves[place] = _undo(mine.reshape(part.shape), leaves[place])
+    return jax.tree.unflatten(structure, leaves)
+
+
+def planned_sync(model_state: Any, num_ranks: int, platform: str) -> list[tuple[str, int]]:
+    """Lists ``(kind, bytes)`` of the collectives of ``sync_model_state``."""
+    if num_ranks == 1:
+        return []
+    leaves = jax.tree.leaves(model_state)
+    numbers = [[jax.eval_shape(_as_numbers, leaves[place]) for place in some] for some in _by_dtype(leaves).values()]
+    return [("all-reduce", wire_bytes(sum(one.size for one in some), some[0].dtype, platform)) for some in numbers]
+
+
+def _by_dtype(leaves: list[Any]) -> dict[Any, list[int]]:
+    """Places of the leaves that have elements."""
+    places: dict[Any, list[int]] = {}
+    for place, leaf in enumerate(leaves):
+        if leaf.size:
+            places.setdefault(leaf.dtype, []).append(place)
+    return places
+
+
+def _as_numbers(leaf: jax.Array) -> jax.Array:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(leaf)
+    return leaf.astype(jnp.uint8) if leaf.dtype == jnp.bool_ else leaf
+
+
+def _undo(numbers: jax.Array, leaf: jax.Array) -> jax.Array:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(leaf))
+    return numbers.astype(leaf.dtype)

@@ -1,0 +1,265 @@
+"""Models with state beside their parameters: what ranks agree on, what is sent for it, and what training gives."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxddp
+from jaxddp.checkpoint import Checkpoints
+from jaxddp.compiled.schedule import read_schedule
+
+NUM_RANKS, WIDTH, EXAMPLES = 4, 6, 72
+STRATEGIES = {
+    "naive": jaxddp.naive(),
+    "flat": jaxddp.flat(),
+    "overlapped": jaxddp.overlapped(),
+    "bucketed": jaxddp.bucketed(1e-4),
+    "zero1": jaxddp.zero1(1e-4),
+    "zero2": jaxddp.zero2(1e-4),
+    "zero3": jaxddp.zero3(min_shard_elements=0),
+}
+every_strategy = pytest.mark.parametrize("name", STRATEGIES)
+
+
+class Net(nn.Module):
+    """Linear layers with batch normalisation between them, over the examples of a rank or of all."""
+
+    axis_name: str | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        # A bias before a normalisation has gradients of rounding errors, which Adam would blow up.
+        x = nn.Dense(WIDTH, use_bias=False, param_dtype=x.dtype)(x)
+        x = nn.BatchNorm(use_running_average=False, axis_name=self.axis_name, param_dtype=x.dtype, momentum=0.9)(x)
+        return nn.Dense(1, param_dtype=x.dtype)(jnp.tanh(x))
+
+
+def loss_of(module):
+    def loss_fn(params, stats, batch):
+        out, new = module.apply({"params": params, "batch_stats": stats}, batch["x"], mutable=["batch_stats"])
+        return jnp.mean((out - batch["y"]) ** 2), new["batch_stats"]
+
+    return loss_fn
+
+
+RANKS_OWN = loss_of(Net())
+
+
+def batches(num=3):
+    rng = np.random.default_rng(0)
+    return [{"x": rng.normal(2.0, 3.0, (EXAMPLES, WIDTH)), "y": rng.normal(size=(EXAMPLES, 1))} for _ in range(num)]
+
+
+def variables():
+    found = Net().init(jax.random.key(0), jnp.ones((2, WIDTH)))
+    found = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), found)
+    return found["params"], found["batch_stats"]
+
+
+@pytest.fixture(autouse=True)
+def double():
+    with jax.enable_x64(True):
+        yield
+
+
+def trainer_of(loss_fn, strategy, num_ranks=NUM_RANKS, **options):
+    tx = optax.adamw(1e-2)
+    return jaxddp.Trainer(loss_fn, tx, strategy, jaxddp.data_mesh(num_ranks), has_state=True, **options)
+
+
+def train(trainer, some=None):
+    params, stats = variables()
+    state = trainer.init(params, model_state=stats)
+    for batch in batches() if some is None else some:
+        state, _ = trainer.step(state, batch)
+    return state
+
+
+@functools.cache
+def on_one_device(loss_fn, num_parts, num_microbatches=1, how="mean"):
+    """Trains on whole batches, of which each part is normalised by itself, one after the other."""
+    params, stats = variables()
+    tx = optax.adamw(1e-2)
+    opt_state = tx.init(params)
+
+    @jax.jit
+    def step(params, stats, opt_state, batch):
+        def loss(params):
+            losses, after = [], []
+            parts = {name: jnp.split(leaf, num_parts) for name, leaf in batch.items()}
+            for rank in range(num_parts):
+                mine = stats
+                pieces = {name: jnp.split(leaf[rank], num_microbatches) for name, leaf in parts.items()}
+                for index in range(num_microbatches):
+                    one, mine = loss_fn(params, mine, {name: leaf[index] for name, leaf in pieces.items()})
+                    losses.append(one)
+                after.append(mine)
+            new = after[0] if how == "first" else jax.tree.map(lambda *leaves: sum(leaves) / num_parts, *after)
+            return sum(losses) / len(losses), new
+
+        grads, new = jax.grad(loss, has_aux=True)(params)
+        updates, opt = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), new, opt
+
+    for batch in batches():
+        params, stats, opt_state = step(params, stats, opt_state, batch)
+    return params, stats
+
+
+def assert_same(ours, theirs):
+    # Float64, sums in another order.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12), ours, theirs)
+
+
+def assert_counted_apart(trainer, calls_collectives):
+    """The collectives of the strategy, of the model's state, and those that the loss function calls."""
+    params, stats = variables()
+    state, batch = trainer.abstract_state(params, stats), batches()[0]
+    schedule = read_schedule(trainer.compile(state, batch))
+    found = schedule.collectives()
+    assert schedule.gradient_collectives() == sorted(trainer.planned(state, batch))
+    assert [(c.kind, c.num_bytes) for c in found if c.is_model_state] == trainer.planned_sync(state)
+    assert trainer.planned_sync(state) == [("all-reduce", 2 * WIDTH * 8)]
+    others = [c for c in found if not (c.is_gradients or c.is_model_state or c.is_metrics)]
+    assert bool(others) == calls_collectives
+
+
+def assert_trained_as(trainer, state, params, stats):
+    assert_same(trainer.params(state), params)
+    assert_same(trainer.model_state(state), stats)
+    for leaf in jax.tree.leaves(state.model_state):
+        assert len({np.asarray(one.data).tobytes() for one in leaf.addressable_shards}) == 1  # ranks hold the same
+
+
+@every_strategy
+def test_each_rank_normalises_its_examples_and_ranks_average_their_statistics(name):
+    loss_fn = RANKS_OWN
+    trainer = trainer_of(loss_fn, STRATEGIES[name])
+    assert_trained_as(trainer, train(trainer), *on_one_device(loss_fn, NUM_RANKS))
+    assert_counted_apart(trainer, calls_collectives=False)
+
+
+@pytest.mark.parametrize("name", ["bucketed", "zero2", "zero3"])
+def test_micro_batches_take_the_state_of_the_one_before(name):
+    loss_fn = RANKS_OWN
+    trainer = trainer_of(loss_fn, STRATEGIES[name], num_microbatches=3)
+    assert_trained_as(trainer, train(trainer), *on_one_device(loss_fn, NUM_RANKS, 3))
+
+
+def test_first_takes_rank_0s():
+    loss_fn = RANKS_OWN
+    trainer = trainer_of(loss_fn, jaxddp.bucketed(), state_sync="first")
+    assert_trained_as(trainer, train(trainer), *on_one_device(loss_fn, NUM_RANKS, how="first"))
+
+
+@every_strategy
+def test_statistics_over_the_axis_are_those_of_the_whole_batch(name):
+    trainer = trainer_of(loss_of(Net(axis_name="data")), STRATEGIES[name])
+    assert_trained_as(trainer, train(trainer), *on_one_device(RANKS_OWN, 1))
+    assert_counted_apart(trainer, calls_collectives=True)
+
+
+def mixed_state():
+    return {
+        "ema": jnp.zeros(3), "narrow": jnp.zeros((), jnp.float32), "count": jnp.zeros((), jnp.int32),
+        "seen": jnp.zeros((), bool), "key": jax.random.key(3), "empty": jnp.zeros((0,)),
+    }  # fmt: skip
+
+
+def mixed_loss(params, state, batch, key):
+    loss = jnp.mean((batch["x"] @ params["w"]) ** 2)
+    rank = jax.lax.axis_index("data")
+    new = {
+        "ema": 0.5 * state["ema"] + jnp.mean(batch["x"], axis=0)[:3],
+        "narrow": state["narrow"] + 1,
+        "count": state["count"] + 1 + rank,
+        "seen": rank == 0,
+        "key": jax.random.fold_in(state["key"], rank),
+        "empty": state["empty"],
+    }
+    return loss, (new, {"rank": jnp.float32(rank)})
+
+
+def test_leaves_of_any_dtype_with_a_key_and_aux(tmp_path):
+    trainer = trainer_of(mixed_loss, jaxddp.zero1(), has_aux=True)
+    state = trainer.init({"w": jnp.ones((WIDTH, 1))}, model_state=mixed_state())
+    batch = batches()[0]
+    assert sorted(trainer.planned_sync(state)) == sorted(
+        ("all-reduce", num_bytes) for num_bytes in (3 * 8, 4, 4, 1, 2 * 4)
+    )
+    compiled = read_schedule(trainer.compile(state, batch)).collectives()
+    assert sorted((c.kind, c.num_bytes) for c in compiled if c.is_model_state) == sorted(trainer.planned_sync(state))
+    state, metrics = trainer.step(state, batch)
+    found = trainer.model_state(state)
+    np.testing.assert_allclose(found["ema"], batch["x"].mean(0)[:3], rtol=0, atol=1e-12)
+    assert (found["count"], found["narrow"], found["seen"]) == (1, 1, True)
+    assert (jax.random.key_data(found["key"]) == jax.random.key_data(jax.random.fold_in(jax.random.key(3), 0))).all()
+    assert metrics["aux"]["rank"] == (NUM_RANKS - 1) / 2
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(trainer, state)
+    other = trainer_of(mixed_loss, jaxddp.zero3(min_shard_elements=0), num_ranks=2, has_aux=True)
+    with Checkpoints(tmp_path) as checkpoints:
+        restored, _ = checkpoints.restore(other, {"w": jnp.zeros((WIDTH, 1))}, model_state=mixed_state())
+    again = other.model_state(restored)
+    assert again["count"] == 1 and (np.asarray(again["ema"]) == np.asarray(found["ema"])).all()
+    np.testing.assert_array_equal(jax.random.key_data(again["key"]), jax.random.key_data(found["key"]))
+
+
+def test_a_skipped_step_leaves_it():
+    loss_fn = RANKS_OWN
+    trainer = trainer_of(loss_fn, jaxddp.bucketed(), nonfinite="skip")
+    good = batches()
+    bad = good[0] | {"y": np.full_like(good[0]["y"], np.inf)}
+    with_bad, without = train(trainer, [*good[:2], bad]), train(trainer, good[:2])
+    jax.tree.map(np.testing.assert_array_equal, trainer.model_state(with_bad), trainer.model_state(without))
+
+
+def test_evaluation_takes_it_and_leaves_it():
+    def loss_fn(params, state, batch):
+        return jnp.mean(batch["x"]) * params["w"] + state["offset"], {"offset": state["offset"] + 1}
+
+    trainer = trainer_of(loss_fn, jaxddp.bucketed())
+    state = trainer.init({"w": jnp.zeros(())}, model_state={"offset": jnp.ones(())})
+    assert trainer.evaluate(state, batches()[0]) == 1
+    assert trainer.model_state(state)["offset"] == 1
+
+
+@pytest.mark.parametrize(
+    ("new_state", "message"),
+    [
+        (lambda state: {"b": state["a"]}, r"new_state \(=.*'b'.*\) must have the structure of model_state \(=.*'a'"),
+        (
+            lambda state: {"a": state["a"][:1]},
+            r"new_state leaf 'a' \(=float64\[1\]\) must have shape and dtype of that",
+        ),
+        (lambda state: {"a": state["a"].astype(jnp.float32)}, r"new_state leaf 'a' \(=float32\[2\]\)"),
+    ],
+)
+def test_a_state_of_another_form_is_refused(new_state, message):
+    trainer = trainer_of(lambda params, state, batch: (jnp.sum(params["w"]), new_state(state)), jaxddp.bucketed())
+    state = trainer.init({"w": jnp.ones(2)}, model_state={"a": jnp.ones(2)})
+    with pytest.raises(ValueError, match=message):
+        trainer.step(state, {"x": np.ones(4)})
+
+
+def test_bad_input():
+    make = functools.partial(jaxddp.Trainer, lambda *args: 0.0, optax.sgd(0.1), jaxddp.naive(), jaxddp.data_mesh(2))
+    params = {"w": jnp.ones(2)}
+    with pytest.raises(ValueError, match=r"^state_sync \(='sum'\) must be one of mean, first$"):
+        make(has_state=True, state_sync="sum")
+    with pytest.raises(ValueError, match=r"^model_state \(=None\) must be given: has_state is set$"):
+        make(has_state=True).init(params)
+    with pytest.raises(ValueError, match=r"^model_state \(=dict\) needs Trainer\(has_state=True\)$"):
+        make().abstract_state(params, {"a": jnp.ones(2)})
+    with pytest.raises(ValueError, match=r"^model_state leaf 'a' \(=1.0\) must be an array$"):
+        make(has_state=True).init(params, model_state={"a": 1.0})
+    trainer = make(has_state=True, has_aux=True)
+    state = trainer.init(params, model_state={"a": jnp.ones(2)})
+    wanted = r"must return \(loss, \(new_state, aux\)\) when has_state and has_aux are set"
+    with pytest.raises(ValueError, match=wanted):
+        trainer.step(state, {"x": np.ones(4)})
