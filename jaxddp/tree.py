@@ -80,8 +80,8 @@ def check_params(params: Any, trainable: Callable[[str], bool] | None) -> None:
             )
         if _is_linen(params) and name.startswith("batch_stats.") and (trainable is None or trainable(name)):
             raise ValueError(
-                f"parameter {name!r} is a statistic of Flax Linen's, which must not be trained: give init"
-                " variables['params'], or Trainer(trainable=lambda name: name.startswith('params.'))"
+                f"parameter {name!r} is a statistic of Flax Linen's, which must not be trained: call"
+                " init(variables['params'], model_state=variables['batch_stats']) of a Trainer(has_state=True)"
             )
     if trainable is not None and not any(map(trainable, leaves)):
         raise ValueError(f"trainable must select at least one of the {len(leaves)} parameters, it selects none")

@@ -334,10 +334,10 @@ class Checkpoints:
         """
         self.wait()
         if step is None:
-            return self._newest(functools.partial(self._restore, trainer, params))
-        return self._restore(trainer, params, step)
+            return self._newest(functools.partial(self._restore, trainer, params, model_state))
+        return self._restore(trainer, params, model_state, step)
 
-    def _restore(self, trainer: Trainer, params: Any, step: int) -> tuple[TrainState, Any]:
+    def _restore(self, trainer: Trainer, params: Any, model_state: Any, step: int) -> tuple[TrainState, Any]:
         about = self._about(step)
         name = f"checkpoint of step {step} {self._where}"
         _check_model(name, about["leaves"], params)  # first, so that the trainer never sees another model
