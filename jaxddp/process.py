@@ -19,7 +19,8 @@ import jax
 from . import __version__
 from .job import Job, find_job_or, visible_gpus
 from .plugins import devices
-from .roll_call import roll_call, with_free_port
+from .roll_call import roll_call
+from .torchrun import with_free_port
 
 
 def start_process(

@@ -8,32 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 from .job import Job
 
 _RETRY_S = 0.1
 _MAX_BYTES = 65536  # of a message; a stranger may connect
-
-
-def with_free_port(job: Job, timeout_s: float) -> Job:
-    """Changes a job's port under torchrun, whose agent listens on it, to one that process 0 finds free."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ or job.launcher != "torchrun":
-        return job
-    from torch.distributed import TCPStore
-
-    store = TCPStore(job.host, job.port, timeout=timedelta(seconds=timeout_s))
-    key = f"jaxddp/coordinator/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    if job.process_id == 0:
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            store.set(key, str(probe.getsockname()[1]))
-    return job._replace(port=int(store.get(key)))
 
 
 def roll_call(job: Job, alike: Mapping[str, Any], devices: list[str], timeout_s: float) -> None:

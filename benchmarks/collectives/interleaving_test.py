@@ -39,8 +39,7 @@ def one_rank(monkeypatch):
     """Lets a process take turns that has no others to agree with."""
     said = []
     monkeypatch.setattr(interleaving.dist, "barrier", lambda: None)
-    monkeypatch.setattr(interleaving, "_agreed", lambda seconds: seconds)
-    monkeypatch.setattr(interleaving, "_of_all", lambda timed: [timed])
+    monkeypatch.setattr(interleaving, "gather", lambda value: [value])
     monkeypatch.setattr(interleaving, "agree_over_ranks", lambda said: said)
     monkeypatch.setattr(interleaving, "report", said.append)
     return said
@@ -106,7 +105,7 @@ def test_every_result_is_checked(measure):
 
 @pytest.mark.parametrize(("budget_s", "num_rounds"), [(0.0, MIN_ROUNDS), (0.25, 25), (60.0, MAX_ROUNDS)])
 def test_there_are_as_many_rounds_as_there_is_time_for(budget_s, num_rounds, measure, monkeypatch):
-    monkeypatch.setattr(interleaving, "_agreed", lambda seconds: 0.01)
+    monkeypatch.setattr(interleaving, "gather", lambda value: [0.01 if isinstance(value, float) else value])
     (timed,) = measure(RanksJob((Batch(8, ("a",)),), None, budget_s), Calls().ready)
     assert len(timed.seconds) == num_rounds
 

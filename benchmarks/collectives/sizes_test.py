@@ -8,7 +8,7 @@ import jaxddp
 from benchmarks.collectives.cases import NAMES, brought_length
 from benchmarks.collectives.forecast import Forecast, assumed_network, forecast_s
 from benchmarks.collectives.interleaving import Batch
-from benchmarks.collectives.jax_side import _function
+from benchmarks.collectives.jax_side import mapped
 from benchmarks.collectives.sizes import (
     GIB,
     HELD,
@@ -86,8 +86,7 @@ def test_what_is_counted_as_held_covers_what_xla_lays_out(num_ranks):
     for name in NAMES:
         length = num_ranks * brought_length(name, size_bytes, num_ranks)
         given = jax.ShapeDtypeStruct((length,), "float32", sharding=NamedSharding(mesh, spec))
-        mapped = jax.shard_map(_function(name, num_ranks), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-        laid_out = jax.jit(mapped).lower(given).compile().memory_analysis()
+        laid_out = jax.jit(mapped(mesh, name)).lower(given).compile().memory_analysis()
         outputs = laid_out.output_size_in_bytes + laid_out.temp_size_in_bytes
         inputs = size_bytes + size_bytes / num_ranks  # there is one of either length, whichever is at work
         assert outputs + inputs <= HELD[name] * size_bytes, name

@@ -30,7 +30,8 @@ import torch.distributed as dist
 
 import jaxddp
 from jaxddp.job import Job, find_job, visible_gpus
-from jaxddp.roll_call import meet, with_free_port
+from jaxddp.roll_call import meet
+from jaxddp.torchrun import with_free_port
 from torchref.launch import HostShare, OnMessage, RankError
 
 from .exchange import dumps, find, loads, name_of

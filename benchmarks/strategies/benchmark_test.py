@@ -116,7 +116,14 @@ def test_the_table_is_written(finished):
     assert "single-process JAX against single-process PyTorch" in output
 
 
-def silent_and_failing(ranks, setup, weights):
+@pytest.fixture
+def initial(tmp_path):
+    """A file of weights."""
+    np.savez(tmp_path / "initial.npz", **to_numpy(build("toy")[1]))
+    return str(tmp_path / "initial.npz")
+
+
+def silent_and_failing(ranks, setup, initial):
     """Keeps one peer from communicating, and another from starting; runs on each rank."""
 
     class Broken(torch_side.Peer):
@@ -127,19 +134,18 @@ def silent_and_failing(ranks, setup, weights):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_side, "Peer", Broken)
-        return torch_side.run(ranks, setup, weights)
+        return torch_side.run(ranks, setup, initial)
 
 
-def test_a_peer_that_is_wrong_is_marked_and_one_that_fails_is_a_row():
+def test_a_peer_that_is_wrong_is_marked_and_one_that_fails_is_a_row(initial):
     setup = replace(TOY, strategies=specs("DistributedDataParallel", "fully_shard"), with_baselines=False)
-    weights = to_numpy(build("toy")[1])
-    side = merge_ranks(shared_pool().run(silent_and_failing, setup.ranks, setup, weights, num_ranks=2))
+    side = merge_ranks(shared_pool().run(silent_and_failing, setup.ranks, setup, initial, num_ranks=2))
     assert [row["check"] for row in step_rows("torchref", setup, side)] == [
         "WRONG: weights differ by more than 1e-04", "not run: NotImplementedError: no such device",
     ]  # fmt: skip
 
 
-def failing_without_communication(ranks, setup, weights):
+def failing_without_communication(ranks, setup, initial):
     """Keeps a strategy from running without its communication, and a peer from starting; runs on each rank."""
 
     def refuse_silence(setup, spec, module, wire):
@@ -155,13 +161,12 @@ def failing_without_communication(ranks, setup, weights):
         wrap = torch_side.wrap
         patch.setattr(torch_side, "wrap", refuse_silence)
         patch.setattr(torch_side, "Peer", Broken)
-        return torch_side.run(ranks, setup, weights)
+        return torch_side.run(ranks, setup, initial)
 
 
-def test_what_crashes_is_a_fault_of_a_peer_too_and_of_a_step_without_communication():
+def test_what_crashes_is_a_fault_of_a_peer_too_and_of_a_step_without_communication(initial):
     setup = replace(TOY, strategies=specs("naive", "fully_shard"))
-    weights = to_numpy(build("toy")[1])
-    side = merge_ranks(shared_pool().run(failing_without_communication, setup.ranks, setup, weights, num_ranks=2))
+    side = merge_ranks(shared_pool().run(failing_without_communication, setup.ranks, setup, initial, num_ranks=2))
     naive, peer = step_rows("torchref", setup, side)
     assert naive["check"] == "FAILED: TypeError: no silence, without its communication"
     assert naive["median_ms"] > 0 and naive["exposed_ms"] is None
