@@ -169,4 +169,4 @@ def fits(this):
 
 def plain(row):
     """Without what differs from run to run."""
-    return {key: value for key, value in row.items() if key != "measured_at"}
+    return {key: value for key, value in row.items() if key not in ("measured_at", "stolen_share")}
