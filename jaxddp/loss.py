@@ -78,14 +78,18 @@ def partial_loss(loss_fn: Callable[..., Any], has_aux: bool, has_state: bool = F
         result = call(params, *([model_state] if has_state else []), batch, key)
         if not has_aux and not has_state:
             return result, (), None
-        if not _is_pair(result) or (has_aux and has_state and not _is_pair(result[1])):
-            wanted = "(loss, (new_state, aux))" if has_aux and has_state else "(loss, new_state)"
-            said = "has_state and has_aux are" if has_aux and has_state else "has_state is"
-            if not has_state:
-                wanted, said = "(loss, aux)", "has_aux is"
-            raise ValueError(f"loss_fn (={_name(loss_fn)}) must return {wanted} when {said} set")
+        has_both = has_aux and has_state
+        if not _is_pair(result) or (has_both and not _is_pair(result[1])):
+            wanted = (
+                "(loss, (new_state, aux)) when has_state and has_aux are set" if has_both
+                else "(loss, new_state) when has_state is set" if has_state
+                else "(loss, aux) when has_aux is set"
+            )  # fmt: skip
+            raise ValueError(f"loss_fn (={_name(loss_fn)}) must return {wanted}")
         loss, rest = result
-        new_state, aux = rest if has_aux and has_state else (rest, None) if has_state else ((), rest)
+        if not has_state:
+            return loss, (), rest
+        new_state, aux = rest if has_both else (rest, None)
         return loss, _like(new_state, model_state), aux
 
     def compute(

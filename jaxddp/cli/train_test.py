@@ -214,8 +214,8 @@ def test_program_in_a_pipe():
     assert re.fullmatch(r"median [\d,]+ ms \(p10 [\d,]+, p90 [\d,]+\); compiled in [\d.]+ s", summary["step time"])
 
 
-def test_interrupt_is_one_line_and_status_130_and_what_is_saved_is_whole(tmp_path):
-    arguments = f"--devices 1 --steps 1000 --batch-size 1 --checkpoint {tmp_path} --checkpoint-every 1 --resume"
+def signalled_at_its_first_step(arguments, number):
+    """Status, output and errors of a run that gets a signal once its first step is shown."""
     with subprocess.Popen(
         [*TRAIN, *arguments.split()], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -224,11 +224,17 @@ def test_interrupt_is_one_line_and_status_130_and_what_is_saved_is_whole(tmp_pat
             for line in process.stdout:
                 if line.startswith("step"):
                     break
-            process.send_signal(signal.SIGINT)
-            output, error = process.communicate(timeout=60)
+            process.send_signal(number)
+            output, error = process.communicate(timeout=120)
         finally:
             process.kill()
-    assert process.returncode == 130
+    return process.returncode, output, error
+
+
+def test_interrupt_is_one_line_and_status_130_and_what_is_saved_is_whole(tmp_path):
+    arguments = f"--devices 1 --steps 1000 --batch-size 1 --checkpoint {tmp_path} --checkpoint-every 1 --resume"
+    status, output, error = signalled_at_its_first_step(arguments, signal.SIGINT)
+    assert status == 130
     assert re.fullmatch(r"interrupted after \d+ of 1000 steps\n", error)
     assert "throughput" not in output
     loss_fn, params = build("byte")
@@ -263,19 +269,9 @@ def test_what_ends_a_run_has_a_status_and_a_line(monkeypatch, capsys, error, sta
 def test_a_signal_ends_a_run_of_any_processes_once_it_is_saved(tmp_path, num_processes, number):
     arguments = f"--steps 100000 --batch-size 2 --model byte_shallow --checkpoint {tmp_path}/ck --log-dir {tmp_path}"
     arguments += f" --processes {num_processes}" if num_processes > 1 else " --devices 1"
-    with subprocess.Popen(
-        [*TRAIN, *arguments.split()], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if line.startswith("step"):
-                    break
-            process.send_signal(number)
-            output, _ = process.communicate(timeout=120)
-        finally:
-            process.kill()
-    assert process.returncode == 128 + number
+    status, output, error = signalled_at_its_first_step(arguments, number)
+    output += error
+    assert status == 128 + number
     steps = re.findall(rf"ended by {signal.Signals(number).name} after (\d+) of 100000 steps", output)
     assert len(steps) == num_processes and len(set(steps)) == 1
     assert [path.name for path in (tmp_path / "ck").iterdir()] == steps[:1]

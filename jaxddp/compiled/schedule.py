@@ -149,7 +149,7 @@ class Schedule:
         return [operation.starts for operation in _walk(self.operations) if operation.starts]
 
     def gradient_collectives(self) -> list[tuple[str, int]]:
-        """Sorted ``(kind, bytes)`` of all collectives except those of loss and metrics."""
+        """Sorted ``(kind, bytes)`` of the strategy's collectives: ``Collective.is_gradients``."""
         return sorted((c.kind, c.num_bytes) for c in self.collectives() if c.is_gradients)
 
     def work(self) -> Work:

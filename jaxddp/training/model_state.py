@@ -8,9 +8,9 @@ at the end of the step the ranks agree:
 | floating               | sum over ranks of x_r, / N | x_0                                       |
 | others: counts, keys   | x_0                      | x_0                                         |
 
-It is one all-reduce for each dtype, beside those of the gradients. The mean of running variances is that of the ranks'
-batches, not the variance of the global batch: for that, let the loss function average over the axis
-(``flax.linen.BatchNorm(axis_name="data")``).
+It is one all-reduce for each dtype, beside those of the gradients; 16-bit floats are summed in float32. The mean of
+running variances is that of the ranks' batches, not the variance of the global batch: for that, let the loss function
+average over the axis (``flax.linen.BatchNorm(axis_name="data")``).
 """
 
 from __future__ import annotations
@@ -79,7 +79,11 @@ def _by_dtype(leaves: list[Any]) -> dict[Any, list[int]]:
 def _as_numbers(leaf: jax.Array) -> jax.Array:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(leaf)
-    return leaf.astype(jnp.uint8) if leaf.dtype == jnp.bool_ else leaf
+    if leaf.dtype == jnp.bool_:
+        return leaf.astype(jnp.uint8)
+    # A sum over ranks of 16-bit numbers could overflow.
+    is_narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
+    return leaf.astype(jnp.float32) if is_narrow else leaf
 
 
 def _undo(numbers: jax.Array, leaf: jax.Array) -> jax.Array:

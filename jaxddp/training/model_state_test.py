@@ -166,7 +166,7 @@ def test_statistics_over_the_axis_are_those_of_the_whole_batch(name):
 
 def mixed_state():
     return {
-        "ema": jnp.zeros(3), "narrow": jnp.zeros((), jnp.float32), "count": jnp.zeros((), jnp.int32),
+        "ema": jnp.zeros(3), "narrow": jnp.zeros((), jnp.float16), "count": jnp.zeros((), jnp.int32),
         "seen": jnp.zeros((), bool), "key": jax.random.key(3), "empty": jnp.zeros((0,)),
     }  # fmt: skip
 
@@ -176,7 +176,7 @@ def mixed_loss(params, state, batch, key):
     rank = jax.lax.axis_index("data")
     new = {
         "ema": 0.5 * state["ema"] + jnp.mean(batch["x"], axis=0)[:3],
-        "narrow": state["narrow"] + 1,
+        "narrow": state["narrow"] + 3e4,  # four of them are more than float16 holds
         "count": state["count"] + 1 + rank,
         "seen": rank == 0,
         "key": jax.random.fold_in(state["key"], rank),
@@ -197,7 +197,7 @@ def test_leaves_of_any_dtype_with_a_key_and_aux(tmp_path):
     state, metrics = trainer.step(state, batch)
     found = trainer.model_state(state)
     np.testing.assert_allclose(found["ema"], batch["x"].mean(0)[:3], rtol=0, atol=1e-12)
-    assert (found["count"], found["narrow"], found["seen"]) == (1, 1, True)
+    assert (found["count"], found["narrow"], found["seen"]) == (1, np.float16(3e4), True)
     assert (jax.random.key_data(found["key"]) == jax.random.key_data(jax.random.fold_in(jax.random.key(3), 0))).all()
     assert metrics["aux"]["rank"] == (NUM_RANKS - 1) / 2
     with Checkpoints(tmp_path) as checkpoints:

@@ -250,7 +250,8 @@ class Trainer:
     def evaluate(self, state: TrainState, batch: Any) -> Any:
         """Gives the global mean loss of a batch, without gradients.
 
-        ``loss_fn`` gets no key: the default of its own, such as ``key=None``, says what it does then.
+        ``loss_fn`` gets no key: the default of its own, such as ``key=None``, says what it does then. The
+        model state that it returns with ``has_state`` is dropped.
 
         Args:
             state: Kept as it is.
@@ -313,7 +314,10 @@ class Trainer:
         return self._programs.plan(state, batch)
 
     def planned(self, state: TrainState, batch: Any) -> list[tuple[str, int]]:
-        """Lists ``(kind, bytes)`` of the collectives that one step should have, without those of its metrics."""
+        """Lists ``(kind, bytes)`` of the collectives that one step should have for gradients and parameters.
+
+        Those of metrics, of the model state (``planned_sync``) and of the loss function itself are left out.
+        """
         return self._programs.planned(state, batch)
 
     def planned_sync(self, state: TrainState) -> list[tuple[str, int]]:
@@ -402,6 +406,7 @@ class Trainer:
             "num_microbatches": self.num_microbatches,
             "max_grad_norm": self._arguments["max_grad_norm"],
             "nonfinite": self._nonfinite,
+            "max_skips": self._max_skips,
             "state_sync": self._arguments["state_sync"],
             "grad_dtype": str(self._arguments["grad_dtype"]),
         }
