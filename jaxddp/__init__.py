@@ -86,6 +86,7 @@ _MODULES = {
     "clip_by_global_norm": ".zero.clipping",
     "shard_optimizer": ".zero.shard_optimizer",
     "sharded_specs": ".zero.shard_optimizer",
+    "NonFiniteError": ".training.train",
     "Trainer": ".training.train",
     "TrainState": ".training.train",
     "compile_options": ".training.xla",

@@ -72,7 +72,7 @@ def partial_loss(loss_fn: Callable[..., Any], has_aux: bool, has_state: bool = F
     Returns:
         The loss function, to be differentiated in ``total``; its model state is ``()`` without ``has_state``.
     """
-    call = _with_key(loss_fn, 2 + has_state)
+    call = _with_key(loss_fn, has_state)
 
     def outputs(params: Any, model_state: Any, batch: Any, key: jax.Array | None) -> tuple[Any, Any, Any]:
         result = call(params, *([model_state] if has_state else []), batch, key)
@@ -227,11 +227,13 @@ def _wide(value: Any) -> jax.Array:
     return jnp.asarray(value, jnp.promote_types(jnp.result_type(value), jnp.float32))
 
 
-def _with_key(loss_fn: Callable[..., Any], num_inputs: int) -> Callable[..., Any]:
+def _with_key(loss_fn: Callable[..., Any], has_state: bool) -> Callable[..., Any]:
     """Adapts a loss function to ``(*inputs, key)``; it gets ``key`` by position or by name if it takes one.
 
-    Called with None, it gets no key: the default of its own counts.
+    Called with None, to evaluate, it gets no key: the default of its own counts. One with a model state must take one
+    then: without, its BatchNorm would normalise by the statistics of whatever examples a rank evaluates.
     """
+    num_inputs = 2 + has_state
     try:
         parameters = list(inspect.signature(loss_fn).parameters.values())
     except (TypeError, ValueError):
@@ -242,7 +244,16 @@ def _with_key(loss_fn: Callable[..., Any], num_inputs: int) -> Callable[..., Any
     is_bound = isinstance(loss_fn, functools.partial) and "key" in loss_fn.keywords
     taken = by_name or [p for p in after if p.name == "key" or p.default is p.empty]
     if not taken or is_bound:
-        return lambda *inputs_and_key: loss_fn(*inputs_and_key[:-1])
+
+        def without_key(*inputs_and_key: Any) -> Any:
+            if has_state and inputs_and_key[-1] is None:
+                raise ValueError(
+                    f"evaluate tells loss_fn (={_name(loss_fn)}) by key=None that it does not train: with has_state, "
+                    "give it a parameter key=None, and use the running statistics where it is None"
+                )
+            return loss_fn(*inputs_and_key[:-1])
+
+        return without_key
 
     def call(*inputs_and_key: Any) -> Any:
         *inputs, key = inputs_and_key

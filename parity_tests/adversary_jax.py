@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -99,6 +100,8 @@ class Case:
     max_grad_norm: float | None
     dtype: str
     compression: str
+    state_sync: str | None  # of a model state, None without one
+    bad_step: int | None  # has a NaN in one example, and is to be skipped
 
     def __str__(self) -> str:
         """One line, from which the case can be drawn again."""
@@ -109,6 +112,8 @@ class Case:
             *(["key"] if self.keyed else []), *([f"frozen {self.frozen}"] if self.frozen else []),
             *([f"max_grad_norm {self.max_grad_norm}"] if self.max_grad_norm else []),
             *([self.compression] if self.compression != "none" else []),
+            *([f"state by {self.state_sync}"] if self.state_sync else []),
+            *([f"NaN in step {self.bad_step}"] if self.bad_step is not None else []),
         ]  # fmt: skip
         terms = " + ".join(f"{term}{places}" for term, places in self.terms)
         return (
@@ -152,6 +157,8 @@ def draw(seed: int) -> Case:
         max_grad_norm=one_of((None, None, None, 0.05)),
         dtype=dtype,
         compression=one_of(("bf16", "fp16")) if narrow else "none",
+        state_sync=one_of((None, None, "mean", "first")),
+        bad_step=one_of((None, None, None, 0, 1)),
     )  # fmt: skip
 
 
@@ -178,6 +185,13 @@ class _Run:
             self._array((FEATURES, max(math.prod(shape), 1))) / (1 + math.prod(shape)) ** 0.5 for shape in case.shapes
         ]
         self.batches = [self._batch() for _ in range(NUM_STEPS)]
+        if case.bad_step is not None:
+            examples = self.batches[case.bad_step]["x"]
+            examples[int(self.rng.integers(len(examples)))] = np.nan
+        self.model_state: Any = ()
+        if case.state_sync:
+            zero = np.zeros((), case.dtype)
+            self.model_state = {"mean": np.zeros(FEATURES, case.dtype), "each": zero, "count": np.int32(0)}
 
     def _array(self, shape: tuple[int, ...]) -> np.ndarray:
         return np.asarray(self.rng.normal(size=shape), self.case.dtype)
@@ -195,8 +209,8 @@ class _Run:
     def trainable(self, name: str) -> bool:
         return self.names.index(name) not in self.case.frozen
 
-    def loss_fn(self, params: Any, batch: Any, draw: Any) -> Any:
-        """The loss of one rank's micro-batch, whose noise is ``draw``."""
+    def loss_fn(self, params: Any, state: Any, batch: Any, draw: Any) -> tuple[Any, Any, Any]:
+        """The loss of one rank's micro-batch, whose noise is ``draw``; then its aux values and the next model state."""
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(params)]
         each = jnp.zeros(batch["x"].shape[:1], batch["x"].dtype)
         alike = jnp.zeros((), each.dtype)
@@ -205,6 +219,14 @@ class _Run:
             each, alike = each + of_examples, alike + of_none
         if draw is not None:
             each = each * (1 + 0.1 * draw)
+        if self.case.state_sync:
+            each = each * (1 + 0.1 * jnp.tanh(jnp.sum(state["mean"]) + state["each"] + state["count"]))
+            share = batch["mask"] / jnp.sum(batch["mask"]) if self.case.weighted else jnp.ones_like(each) / each.size
+            state = {
+                "mean": 0.5 * state["mean"] + share @ batch["x"],  # NaN where no example counts
+                "each": 0.5 * state["each"] + share @ each,
+                "count": state["count"] + 1 + _rank_here(),
+            }
         aux: dict[str, Any] = {"square": jnp.mean(each**2)}
         if self.case.weighted:
             weight = jnp.sum(batch["mask"])
@@ -212,7 +234,7 @@ class _Run:
             aux = {"square": jaxddp.Weighted(jnp.sum(each**2), jnp.asarray(each.size))}
         else:
             loss = jnp.mean(each) + alike
-        return loss, aux
+        return loss, aux, state
 
     def check(self) -> str | None:
         case = self.case
@@ -224,25 +246,33 @@ class _Run:
             options = options | {"compression": compression.make_compression(case.compression)}
         parts = case.num_ranks * case.num_microbatches
 
-        def on_rank(params: Any, batch: Any, *key: jax.Array) -> Any:
+        def on_rank(params: Any, state: Any, batch: Any, *key: jax.Array) -> Any:
             noise = jax.random.uniform(key[0], (), batch["x"].dtype) if key else None
-            loss, aux = self.loss_fn(params, batch, noise)
+            loss, aux, state = self.loss_fn(params, state, batch, noise)
             if key:  # so that the reference hears which noise it was
                 slots = jnp.zeros(parts, batch["x"].dtype).at[batch["slot"][0]].set(noise)
                 aux = aux | {"noise": jaxddp.Weighted(slots, jnp.asarray(1))}
-            return (loss, aux) if case.has_aux or key else loss
+            has_aux = case.has_aux or case.keyed
+            if case.state_sync:
+                return loss, ((state, aux) if has_aux else state)
+            return (loss, aux) if has_aux else loss
 
-        def keyed(params: Any, batch: Any, key: jax.Array) -> Any:
-            return on_rank(params, batch, key)
-
+        forms: dict[tuple[bool, bool], Callable[..., Any]] = {
+            (False, False): lambda params, batch: on_rank(params, (), batch),
+            (False, True): lambda params, batch, key: on_rank(params, (), batch, key),
+            (True, False): lambda params, state, batch: on_rank(params, state, batch),
+            (True, True): lambda params, state, batch, key: on_rank(params, state, batch, key),
+        }
         trainer = jaxddp.Trainer(
-            keyed if case.keyed else lambda params, batch: on_rank(params, batch), optimizer,
+            forms[case.state_sync is not None, case.keyed], optimizer,
             jaxddp.make_strategy(name, **options), jaxddp.data_mesh(case.num_ranks),
             num_microbatches=case.num_microbatches, trainable=self.trainable if case.frozen else None,
             has_aux=case.has_aux or case.keyed, max_grad_norm=case.max_grad_norm,
+            has_state=case.state_sync is not None, state_sync=case.state_sync or "mean",
+            nonfinite="ignore" if case.bad_step is None else "skip",
         )  # fmt: skip
         try:
-            state = trainer.init(self.params)
+            state = trainer.init(self.params, model_state=self.model_state or None)
         except ValueError as error:
             is_allowed = case.optimizer in OTHERS and name in ("zero1", "zero2", "zero3")
             if is_allowed and any(reason in str(error) for reason in REFUSALS):
@@ -251,12 +281,18 @@ class _Run:
         if wrong := self._bytes(trainer, state):
             return wrong
         planned = sorted(trainer.planned(state, self.batches[0]))
-        compiled = sorted(jaxddp.gradient_collectives(trainer.compile(state, self.batches[0])))
+        schedule = jaxddp.read_schedule(trainer.compile(state, self.batches[0]))
+        compiled = schedule.gradient_collectives()
+        synced = sorted((one.kind, one.num_bytes) for one in schedule.collectives() if one.is_model_state)
         reference = _Reference(self, optimizer)
         for step, batch in enumerate(self.batches):
             state, metrics = trainer.step(state, batch)
             noise = np.asarray(metrics["aux"]["noise"]) * parts if case.keyed else None
-            loss, aux = reference.step(batch, noise)
+            loss, aux, skipped = reference.step(batch, noise)
+            if int(metrics.get("skipped", 0)) != skipped:
+                return f"step {step} was {'not ' * bool(skipped)}skipped"
+            if skipped:
+                continue
             if not _close(metrics["loss"], loss, self.atol):
                 return f"loss of step {step} is {float(metrics['loss'])!r}, not {float(loss)!r}"
             if case.has_aux and not _close(metrics["aux"]["square"], aux, self.atol):
@@ -271,6 +307,13 @@ class _Run:
         furthest = max(_distance(a, b) for a, b in zip(found, right, strict=True))
         if not furthest <= self.atol:
             return f"weights are {furthest:.1e} off"
+        if case.state_sync:
+            found, right = (jax.tree.leaves(tree) for tree in (trainer.model_state(state), reference.model_state))
+            furthest = max(_distance(a, b) for a, b in zip(found, right, strict=True))
+            if not furthest <= self.atol:
+                return f"the model state is {furthest:.1e} off"
+            if synced != sorted(trainer.planned_sync(state)):
+                return f"planned {trainer.planned_sync(state)} for the model state, compiled {synced}"
         if planned != compiled:
             return f"planned {planned}, compiled {compiled}"
         return None
@@ -306,17 +349,22 @@ class _Reference:
         self.trained = [i for i in range(len(leaves)) if i not in run.case.frozen]
         self.optimizer = optax.with_extra_args_support(optimizer)
         self.opt_state = self.optimizer.init(self._split(self.params))
+        self.model_state = jax.tree.map(jnp.asarray, run.model_state)
         self._update = jax.jit(self._step)
 
-    def step(self, batch: Any, noise: Any) -> tuple[Any, Any]:
-        self.params, self.opt_state, loss, aux = self._update(self.params, self.opt_state, batch, noise)
-        return loss, aux
+    def step(self, batch: Any, noise: Any) -> tuple[Any, Any, bool]:
+        """Takes a step, or leaves it out as it should be; then the loss, the aux value and whether it did."""
+        *new, loss, aux, is_finite = self._update(self.params, self.opt_state, self.model_state, batch, noise)
+        skipped = self.run.case.bad_step is not None and not is_finite
+        if not skipped:
+            self.params, self.opt_state, self.model_state = new
+        return loss, aux, skipped
 
     def _split(self, params: Any) -> Any:
         leaves = [leaf if i in self.trained else None for i, leaf in enumerate(jax.tree.leaves(params))]
         return jax.tree.unflatten(self.structure, leaves)
 
-    def _step(self, params: Any, opt_state: Any, batch: Any, noise: Any) -> Any:
+    def _step(self, params: Any, opt_state: Any, model_state: Any, batch: Any, noise: Any) -> Any:
         case = self.run.case
         parts = case.num_ranks * case.num_microbatches
         rows = batch["x"].shape[0] // parts
@@ -326,23 +374,35 @@ class _Reference:
             for i, leaf in zip(self.trained, jax.tree.leaves(trained), strict=True):
                 leaves[i] = leaf
             whole = jax.tree.unflatten(self.structure, leaves)
-            totals, weights, squares, counts = [], [], [], []
+            totals, weights, squares, counts, states = [], [], [], [], []
             for part in range(parts):
+                if part % case.num_microbatches == 0:
+                    states.append(model_state)
                 some = {key: value[part * rows : (part + 1) * rows] for key, value in batch.items()}
                 token = _rank.set(part // case.num_microbatches)
                 try:
-                    loss, aux = self.run.loss_fn(whole, some, None if noise is None else noise[part])
+                    draw = None if noise is None else noise[part]
+                    loss, aux, state = self.run.loss_fn(whole, states[-1], some, draw)
                 finally:
                     _rank.reset(token)
+                state = lax.stop_gradient(state)  # it is no path from a micro-batch to the gradients of the next
+                if case.weighted:
+                    state = jax.tree.map(partial(jnp.where, loss.weight == 0), states[-1], state)
+                states[-1] = state
                 square = aux["square"]
                 totals.append(loss.total if case.weighted else loss)
                 weights.append(loss.weight if case.weighted else 1.0)
                 squares.append(square.total if case.weighted else square)
                 counts.append(square.weight if case.weighted else 1)
-            return sum(totals) / sum(weights), sum(squares) / sum(counts)
+            return sum(totals) / sum(weights), (sum(squares) / sum(counts), states)
 
         trained = self._split(params)
-        (loss, aux), grads = jax.value_and_grad(mean_loss, has_aux=True)(trained)
+        (loss, (aux, states)), grads = jax.value_and_grad(mean_loss, has_aux=True)(trained)
+        model_state = states[0]
+        if case.state_sync == "mean":
+            model_state = {name: sum(state[name] for state in states) / len(states) for name in ("mean", "each")}
+            model_state["count"] = states[0]["count"]
+        is_finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves((loss, grads, model_state))]).all()
         if case.max_grad_norm is not None:
             norm = jnp.sqrt(sum(jnp.sum(grad**2) for grad in jax.tree.leaves(grads)))
             scale = jnp.minimum(1.0, jnp.asarray(case.max_grad_norm) / norm)
@@ -350,7 +410,7 @@ class _Reference:
         updates, opt_state = self.optimizer.update(grads, opt_state, trained, value=loss)
         updated = iter(jax.tree.leaves(optax.apply_updates(trained, updates)))
         leaves = [next(updated) if i in self.trained else leaf for i, leaf in enumerate(jax.tree.leaves(params))]
-        return jax.tree.unflatten(self.structure, leaves), opt_state, loss, aux
+        return jax.tree.unflatten(self.structure, leaves), opt_state, model_state, loss, aux, is_finite
 
 
 def _rank_here() -> Any:

@@ -11,6 +11,10 @@ at the end of the step the ranks agree:
 It is one all-reduce for each dtype, beside those of the gradients; 16-bit floats are summed in float32. The mean of
 running variances is that of the ranks' batches, not the variance of the global batch: for that, let the loss function
 average over the axis (``flax.linen.BatchNorm(axis_name="data")``).
+
+A micro-batch of weight 0 (``Weighted``) leaves the state as it was: statistics of no examples are often 0 / 0. PRNG
+keys are folded with the rank when a step begins, or all ranks would draw the same dropout mask from them; rank 0 takes
+them as they are, so that its keys go on as those of a single process.
 """
 
 from __future__ import annotations
@@ -26,6 +30,30 @@ from ..scopes import MODEL_STATE_SCOPE
 from ..strategy import wire_bytes
 
 STATE_SYNC = ("mean", "first")
+
+
+def fold_keys(model_state: Any, axis: str) -> Any:
+    """Gives every rank but 0 PRNG keys of its own."""
+    rank = lax.axis_index(axis)
+
+    def folded(leaf: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return leaf
+        own = jax.vmap(lambda key: jax.random.fold_in(key, rank))(leaf.reshape(-1)).reshape(leaf.shape)
+        return jnp.where(rank == 0, leaf, own)
+
+    return jax.tree.map(folded, model_state)
+
+
+def became_nonfinite(new: Any, old: Any) -> jax.Array:
+    """Whether a floating leaf has a NaN or an infinity where it had none; a running minimum may start at infinity."""
+    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+    lost = [
+        (jnp.isfinite(before) & ~jnp.isfinite(after)).any()
+        for after, before in pairs
+        if jnp.issubdtype(after.dtype, jnp.floating)
+    ]
+    return jnp.stack(lost).any() if lost else jnp.bool_(False)
 
 
 def sync_model_state(model_state: Any, axis: str, num_ranks: int, how: str) -> Any:

@@ -179,7 +179,7 @@ def mixed_loss(params, state, batch, key):
         "narrow": state["narrow"] + 3e4,  # four of them are more than float16 holds
         "count": state["count"] + 1 + rank,
         "seen": rank == 0,
-        "key": jax.random.fold_in(state["key"], rank),
+        "key": jax.random.fold_in(state["key"], 7),
         "empty": state["empty"],
     }
     return loss, (new, {"rank": jnp.float32(rank)})
@@ -198,7 +198,7 @@ def test_leaves_of_any_dtype_with_a_key_and_aux(tmp_path):
     found = trainer.model_state(state)
     np.testing.assert_allclose(found["ema"], batch["x"].mean(0)[:3], rtol=0, atol=1e-12)
     assert (found["count"], found["narrow"], found["seen"]) == (1, np.float16(3e4), True)
-    assert (jax.random.key_data(found["key"]) == jax.random.key_data(jax.random.fold_in(jax.random.key(3), 0))).all()
+    assert (jax.random.key_data(found["key"]) == jax.random.key_data(jax.random.fold_in(jax.random.key(3), 7))).all()
     assert metrics["aux"]["rank"] == (NUM_RANKS - 1) / 2
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(trainer, state)
@@ -219,14 +219,55 @@ def test_a_skipped_step_leaves_it():
     jax.tree.map(np.testing.assert_array_equal, trainer.model_state(with_bad), trainer.model_state(without))
 
 
-def test_evaluation_takes_it_and_leaves_it():
+def test_a_micro_batch_without_examples_that_count_leaves_it():
     def loss_fn(params, state, batch):
-        return jnp.mean(batch["x"]) * params["w"] + state["offset"], {"offset": state["offset"] + 1}
+        mask = batch["mask"]
+        mean = jnp.sum(batch["x"] * mask) / jnp.sum(mask)
+        total = jnp.sum((batch["x"] * params["w"]) ** 2 * mask)
+        return jaxddp.Weighted(total, jnp.sum(mask)), {"mean": 0.5 * state["mean"] + 0.5 * mean}
+
+    trainer = trainer_of(loss_fn, jaxddp.bucketed(), num_ranks=2, num_microbatches=2, nonfinite="raise")
+    state = trainer.init({"w": jnp.ones(())}, model_state={"mean": jnp.ones(())})
+    batch = {"x": np.arange(1.0, 9.0), "mask": np.array([1.0, 1, 0, 0, 0, 0, 0, 0])}  # one of rank 0's two counts
+    state, _ = trainer.step(state, batch)
+    assert trainer.model_state(state)["mean"] == ((0.5 + 0.5 * 1.5) + 1.0) / 2
+
+
+def test_ranks_draw_from_keys_of_their_own_and_the_first_as_one_process():
+    def loss_fn(params, state, batch):
+        key, use = jax.random.split(state["key"])
+        drawn = jnp.zeros(NUM_RANKS).at[jax.lax.axis_index("data")].set(jax.random.uniform(use))
+        return jnp.sum(params["w"]), ({"key": key}, drawn)
+
+    trainer = trainer_of(loss_fn, jaxddp.bucketed(), has_aux=True)
+    key = jax.random.key(5)
+    state = trainer.init({"w": jnp.ones(2)}, model_state={"key": key})
+    for _ in range(2):
+        state, metrics = trainer.step(state, {"x": np.ones(NUM_RANKS)})
+        key, use = jax.random.split(key)
+        drawn = metrics["aux"] * NUM_RANKS
+        assert len(np.unique(drawn)) == NUM_RANKS
+        np.testing.assert_allclose(drawn[0], jax.random.uniform(use))
+    found = trainer.model_state(state)["key"]
+    np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(key))
+
+
+def test_evaluation_takes_it_and_leaves_it():
+    def loss_fn(params, state, batch, key=None):
+        offset = state["offset"] if key is None else jnp.nan
+        return jnp.mean(batch["x"]) * params["w"] + offset, {"offset": state["offset"] + 1}
 
     trainer = trainer_of(loss_fn, jaxddp.bucketed())
     state = trainer.init({"w": jnp.zeros(())}, model_state={"offset": jnp.ones(())})
     assert trainer.evaluate(state, batches()[0]) == 1
     assert trainer.model_state(state)["offset"] == 1
+
+
+def test_evaluation_must_know_that_it_is_none():
+    trainer = trainer_of(RANKS_OWN, jaxddp.bucketed())  # normalises by the examples at hand
+    params, stats = variables()
+    with pytest.raises(ValueError, match=r"^evaluate tells loss_fn \(=loss_fn\) by key=None that it does not train: "):
+        trainer.evaluate(trainer.init(params, model_state=stats), batches()[0])
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,46 @@ def test_an_error_names_the_leaves(strategy):
     )
 
 
+def with_state(nonfinite, **options):
+    """A trainer whose model state, and nothing else, is NaN as soon as the batch has a zero."""
+
+    def loss_fn(params, state, batch):
+        new = {"scale": state["scale"] * batch[0, 0] / batch[0, 0], "least": jnp.minimum(state["least"], batch.min())}
+        return jnp.mean((batch @ params["w"]) ** 2), new
+
+    trainer = jaxddp.Trainer(
+        loss_fn, optax.sgd(0.1), jaxddp.zero1(), jaxddp.data_mesh(2), has_state=True, nonfinite=nonfinite, **options
+    )
+    state = trainer.init({"w": jnp.ones(3)}, model_state={"scale": jnp.ones(()), "least": jnp.full((), jnp.inf)})
+    return trainer, state
+
+
+def test_a_model_state_that_no_longer_is_finite_counts_too():
+    good, bad = np.ones((4, 3), np.float32), np.eye(4, 3, 1, dtype=np.float32)
+    trainer, state = with_state("skip")
+    state, metrics = trainer.step(state, good)  # an infinity of before is no reason
+    assert int(metrics["skipped"]) == 0 and set(metrics) == {"loss", "grad_norm", "skipped"}
+    before = bits(state.params, state.opt_state, state.model_state)
+    state, metrics = trainer.step(state, bad)
+    assert int(metrics["skipped"]) == 1 and np.isfinite(metrics["loss"])
+    assert bits(state.params, state.opt_state, state.model_state) == before
+    trainer, state = with_state("raise")
+    with pytest.raises(
+        jaxddp.NonFiniteError, match=r", and model state, of step 1 must be finite; .*model_state.scale"
+    ):
+        trainer.step(state, bad)
+
+
+def test_an_error_holds_the_state():
+    trainer, state = with_state("skip", max_skips=0)
+    state, _ = trainer.step(state, np.ones((4, 3), np.float32))
+    before = bits(state.params, state.opt_state, state.model_state)
+    with pytest.raises(FloatingPointError) as raised:
+        trainer.step(state, np.full((4, 3), np.nan, np.float32))
+    assert bits(raised.value.state.params, raised.value.state.opt_state, raised.value.state.model_state) == before
+    trainer.step(raised.value.state, np.ones((4, 3), np.float32))  # goes on
+
+
 def test_bad_input():
     with pytest.raises(ValueError, match=r"^nonfinite \(='stop'\) must be one of ignore, raise, skip$"):
         make(jaxddp.naive(), nonfinite="stop")

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -39,7 +40,9 @@ from ..strategy import Strategy
 from ..tree import merge, named_leaves, path_name, split
 from ..zero.clipping import on_shards
 from ..zero.stage1 import gather_params, local_shards
-from .model_state import sync_model_state
+from .model_state import became_nonfinite, fold_keys, sync_model_state
+
+NONFINITE_STATE = "nonfinite_state"  # metric: whether the step put a NaN or an infinity into the model state
 
 
 class TrainState(NamedTuple):
@@ -66,7 +69,7 @@ class RankStep:
     trainable: Callable[[str], bool] | None
     max_grad_norm: float | None
     grad_dtype: Any
-    skips_nonfinite: bool = False
+    nonfinite: str = "ignore"
     state_sync: str = "mean"
     cuts: Mapping[str, Cut] = field(default_factory=dict)  # of the parameters that the loss takes as shards, by name
 
@@ -87,7 +90,8 @@ class RankStep:
         """
         key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), lax.axis_index(self.axis))
         trainable, frozen = split(state.params, self.trainable)
-        (total, parts, token), model_state = self.accumulate(plan, trainable, frozen, state.model_state, batch, key)
+        model_state = fold_keys(state.model_state, self.axis)
+        (total, parts, token), model_state = self.accumulate(plan, trainable, frozen, model_state, batch, key)
         grads, parts, metrics, memory = self.reduce(plan, total, parts, token, state.memory)
         model_state = sync_model_state(model_state, self.axis, self.num_ranks, self.state_sync)
         with jax.named_scope(OPTIMIZER_SCOPE):
@@ -97,8 +101,11 @@ class RankStep:
             conditions = []
             if parts.loss.weight is not None:  # with no weight at all, weight decay and momentum must not move anything
                 conditions.append(parts.loss.weight != 0)
-            if self.skips_nonfinite:  # loss and norm are sums over ranks: all ranks decide alike
-                conditions.append(jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"]))
+            if self.nonfinite != "ignore" and jax.tree.leaves(model_state):
+                metrics[NONFINITE_STATE] = became_nonfinite(model_state, state.model_state)
+            if self.nonfinite == "skip":  # loss, norm and model state are equal on all ranks: all decide alike
+                is_finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+                conditions.append(is_finite & ~metrics.get(NONFINITE_STATE, jnp.bool_(False)))
                 metrics["skipped"] = 1 - conditions[-1].astype(jnp.int32)
             if conditions:
                 updates = jnp.stack(conditions).all()
@@ -125,7 +132,10 @@ class RankStep:
             params, token = (trainable, frozen), jnp.int32(0)
             if self.cuts:  # or XLA would gather every unit once, before the loop, and hold all of them (ordering.py)
                 params, token = order_token(params, index)
-            grads, (parts, model_state) = self._grads(*params, model_state, microbatch, jax.random.fold_in(key, index))
+            before = model_state
+            grads, (parts, model_state) = self._grads(*params, before, microbatch, jax.random.fold_in(key, index))
+            if parts.loss.weight is not None:  # statistics of no examples
+                model_state = jax.tree.map(partial(jnp.where, parts.loss.weight == 0), before, model_state)
             if reduces_each:
                 # Two buckets in flight save memory: one arrives while the next one fills.
                 grads, _ = start_reduction(

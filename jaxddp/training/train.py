@@ -30,11 +30,25 @@ from .model_state import STATE_SYNC, planned_sync
 from .placement import describe, from_first_process, full_arrays, place, place_by_rank, whole
 from .programs import Programs, StepFunction
 from .state_layout import StateLayout
-from .step import RankStep
+from .step import NONFINITE_STATE, RankStep
 from .step import TrainState as TrainState
 from .validation import abstract, as_arrays, check_alive, check_batch, signature
 
 NONFINITE = ("ignore", "raise", "skip")
+
+
+class NonFiniteError(FloatingPointError):
+    """A step met NaN or infinity, and the trainer's ``nonfinite`` does not go on.
+
+    Attributes:
+        state: The state after the step, in place of the one that was donated: with ``"skip"`` as it was before the
+            skipped steps, with ``"raise"`` updated by numbers that are not finite.
+    """
+
+    def __init__(self, message: str, state: TrainState) -> None:
+        """Keeps the state."""
+        super().__init__(message)
+        self.state = state
 
 
 class Trainer:
@@ -91,12 +105,13 @@ class Trainer:
                 averaged as the loss is.
             max_grad_norm: Clips the global norm of the averaged gradient to this value.
             grad_dtype: Dtype in which gradients are accumulated and summed over ranks; each parameter's own if None.
-            nonfinite: What ``step`` does if the loss or the norm of the averaged gradient is NaN or infinite. Both are
-                the same on all ranks, so all do it in the same step. ``"ignore"``: nothing. ``"raise"``: raises, after
-                the update. ``"skip"``: leaves parameters, optimizer state and compression state as they were, bit for
-                bit, and only counts the step. The collectives are the same; ``"raise"`` and ``"skip"`` wait for
-                each step, and ``"skip"`` updates nothing before the norm is known, as clipping does.
-            max_skips: Steps in a row that ``"skip"`` may skip.
+            nonfinite: What ``step`` does if the loss or the norm of the averaged gradient is NaN or infinite, or an
+                element of the model state no longer is finite. They are the same on all ranks, so all do it in the
+                same step. ``"ignore"``: nothing. ``"raise"``: raises, after the update. ``"skip"``: leaves parameters,
+                optimizer, compression and model state as they were, bit for bit, and only counts the step. The
+                collectives are the same; ``"raise"`` and ``"skip"`` wait for each step, and ``"skip"`` updates nothing
+                before the norm is known, as clipping does.
+            max_skips: Steps of this trainer in a row that ``"skip"`` may skip.
             has_state: Whether the model has state beside the parameters, such as BatchNorm's running statistics, which
                 is given to ``init``. It is not optimized, and each micro-batch takes the state of the one before it.
             state_sync: How ranks agree on it at the end of a step. ``"mean"``: floating leaves are averaged over
@@ -150,7 +165,7 @@ class Trainer:
             trainable=trainable,
             max_grad_norm=max_grad_norm,
             grad_dtype=grad_dtype,
-            skips_nonfinite=nonfinite == "skip",
+            nonfinite=nonfinite,
             state_sync=state_sync,
         )
         self._replicated = NamedSharding(mesh, PartitionSpec())
@@ -230,8 +245,9 @@ class Trainer:
             if the step was, else 0.
 
         Raises:
-            FloatingPointError: If loss or gradient are not finite and ``nonfinite="raise"``, which names the leaves of
-                the state that no longer are; or ``nonfinite="skip"`` after ``max_skips`` skipped steps in a row.
+            NonFiniteError: If loss, gradient or model state are not finite and ``nonfinite="raise"``, which names the
+                leaves of the state that no longer are; or ``nonfinite="skip"`` after ``max_skips`` skipped steps in a
+                row. It is a ``FloatingPointError`` and holds the state.
             ValueError: If the batch cannot be split over ranks and micro-batches, the loss is not a scalar, the mesh is
                 a target's, or processes have batches of other shapes or other plans.
         """
@@ -250,8 +266,9 @@ class Trainer:
     def evaluate(self, state: TrainState, batch: Any) -> Any:
         """Gives the global mean loss of a batch, without gradients.
 
-        ``loss_fn`` gets no key: the default of its own, such as ``key=None``, says what it does then. The
-        model state that it returns with ``has_state`` is dropped.
+        ``loss_fn`` gets no key: the default of its own, such as ``key=None``, says what it does then. With
+        ``has_state`` it must take one, and where it is None normalise by the running statistics; the model state that
+        it returns is dropped.
 
         Args:
             state: Kept as it is.
@@ -261,7 +278,8 @@ class Trainer:
             A scalar; with ``has_aux`` the scalar and the aux values, averaged as in ``step``.
 
         Raises:
-            ValueError: If the batch cannot be split over ranks, the mesh is a target's, or ``loss_fn`` needs a key.
+            ValueError: If the batch cannot be split over ranks, the mesh is a target's, ``loss_fn`` needs a key, or
+                takes none with ``has_state``.
         """
         self._check_devices("evaluate", "compile")
         check_alive(state)
@@ -375,17 +393,19 @@ class Trainer:
     def _check_finite(self, state: TrainState, metrics: dict[str, Any]) -> None:
         """Applies ``nonfinite`` to a step that was taken."""
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
-        if math.isfinite(loss) and math.isfinite(norm):
+        state_is_finite = not metrics.pop(NONFINITE_STATE, False)
+        if math.isfinite(loss) and math.isfinite(norm) and state_is_finite:
             self._num_skips = 0
             return
-        found = f"loss (={loss}) and gradient norm (={norm}) of step {int(state.step)} must be finite"
+        found = f"loss (={loss}) and gradient norm (={norm}){', and model_state,' * (not state_is_finite)} of step "
+        found += f"{int(state.step)} must be finite"
         if self._nonfinite == "raise":
             names = self._nonfinite_leaves(state)
             more = f" and {len(names) - 3} more" * (len(names) > 3)
-            raise FloatingPointError(f"{found}; no longer are in the state: {', '.join(names[:3]) or 'none'}{more}")
+            raise NonFiniteError(f"{found}; no longer are in the state: {', '.join(names[:3]) or 'none'}{more}", state)
         self._num_skips += 1
         if self._num_skips > self._max_skips:
-            raise FloatingPointError(f"{found}: skipped {self._max_skips} steps before it, max_skips in a row")
+            raise NonFiniteError(f"{found}: skipped {self._max_skips} steps before it, max_skips in a row", state)
 
     def _nonfinite_leaves(self, state: TrainState) -> list[str]:
         leaves = named_leaves(state._replace(memory=()))
