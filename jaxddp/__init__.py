@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from .strategy import plan_gradients as plan_gradients
     from .strategy import sync_gradients as sync_gradients
     from .training.allocator import keep_freed_memory as keep_freed_memory
+    from .training.replicas import ReplicaError as ReplicaError
+    from .training.train import NonFiniteError as NonFiniteError
     from .training.train import Trainer as Trainer
     from .training.train import TrainState as TrainState
     from .training.xla import compile_options as compile_options
@@ -87,6 +89,7 @@ _MODULES = {
     "shard_optimizer": ".zero.shard_optimizer",
     "sharded_specs": ".zero.shard_optimizer",
     "NonFiniteError": ".training.train",
+    "ReplicaError": ".training.replicas",
     "Trainer": ".training.train",
     "TrainState": ".training.train",
     "compile_options": ".training.xla",

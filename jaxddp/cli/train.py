@@ -47,6 +47,10 @@ def add_parser(commands: Any) -> None:
     _add(parser, "--nonfinite", str, "if loss or gradient become NaN or infinite: raise ends the run with status 3; "
         "stop does so too, and saves the state before; skip goes on without the update", metavar="POLICY")  # fmt: skip
     _add(parser, "--max-skips", int, "steps in a row that --nonfinite skip may skip")
+    _add(parser, "--check-replicas-every", int, "steps between checks that ranks hold the same, bit for bit; before "
+         "each checkpoint too")  # fmt: skip
+    _add(parser, "--replicas", str, "if they do not: stop ends the run with status 4; restore goes on from the newest "
+         "checkpoint", metavar="POLICY")  # fmt: skip
     parser.set_defaults(run=run)
 
 
@@ -91,11 +95,16 @@ def run(arguments: argparse.Namespace) -> int | None:
         return launch(["-m", "jaxddp", *sys.argv[1:]], arguments.processes)
     with ended_by_interrupts():
         import_jax()  # late, so that the help needs no JAX
+        from ..training.replicas import ReplicaError
         from .train_loop import train
 
     if options.checkpoint is not None:
         logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs errors that it also raises
-    show(train, options, arguments.log_dir)
+    try:
+        show(train, options, arguments.log_dir)
+    except ReplicaError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 4
     return None
 
 

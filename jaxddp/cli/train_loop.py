@@ -32,7 +32,9 @@ from ..training.agreement import check_alike
 from ..training.allocator import keep_freed_memory
 from ..training.clock import stopwatch, summarize
 from ..training.data import Batch, Corpus
+from ..training.replicas import ReplicaError
 from ..training.train import Trainer, TrainState
+from ..training.validation import abstract
 from .interrupts import Signalled, noted_signals
 from .train_options import DEFAULT_SIMULATED_DEVICES, TrainOptions
 from .train_report import StepReport, TrainSummary, is_due
@@ -58,6 +60,7 @@ def train(
         ValueError: If the options do not fit together, the data or the machine.
         OSError: If the data cannot be read, or a checkpoint cannot be written.
         FloatingPointError: If training met numbers that are not finite, and ``nonfinite`` does not skip them.
+        ReplicaError: If ranks differ in what each has in full, and ``replicas`` does not restore a checkpoint.
         Signalled: After one of ``SIGNALS``, once the step is finished and saved.
     """
     keep_freed_memory()
@@ -91,9 +94,10 @@ def train(
         started = _start(trainer, params, options, corpus, checkpoints, say)
         if started is None:
             return None
-        state, num_earlier_batches = started
-        del params, started  # the state holds copies
-        num_earlier_steps = int(state.step)
+        state, num_batches = started
+        params = abstract(params)  # the state holds copies
+        del started
+        step = num_earlier_steps = int(state.step)
 
         batch = jax.eval_shape(lambda: corpus.batch(0, options.batch_size, seed=options.seed))  # of all ranks
         planned = trainer.planned(state, batch)
@@ -105,12 +109,15 @@ def train(
         tokens_per_step = options.batch_size * config.context
         losses, step_seconds, skipped = [], [], []
         validation_loss: float | None = None
+        restored: int | None = None  # step of the checkpoint, if ranks came to differ after it
         signals = stack.enter_context(noted_signals(is_in_job=num_processes > 1))
-        for num_batches, step in enumerate(range(num_earlier_steps + 1, options.steps + 1), num_earlier_batches):
+        while step < options.steps:
+            step += 1
             batch = corpus.batch(
                 num_batches, options.batch_size, seed=options.seed, rank=process, num_ranks=num_processes
             )
             (state, metrics), seconds = stopwatch(trainer.step, state, batch)
+            num_batches += 1
             losses.append(float(metrics["loss"]))
             step_seconds.append(seconds)
             skipped.append(bool(metrics.get("skipped", False)))
@@ -120,8 +127,22 @@ def train(
                     checkpoints.wait()  # raises
                 signal.raise_signal(signal.SIGTERM)  # so that all processes get to the next save, which raises
             is_last = gives_up or (step < options.steps and _is_signalled(signals, step))
-            if checkpoints is not None and (is_last or is_due(step, options.checkpoint_every, options.steps)):
-                checkpoints.save(trainer, state, data_position=_position(options, corpus, num_batches + 1))
+            is_saved = is_last or is_due(step, options.checkpoint_every, options.steps)
+            if is_saved or is_due(step, options.check_replicas_every, options.steps):
+                try:
+                    trainer.check_replicas(state)
+                except ReplicaError as error:
+                    if options.replicas == "stop" or checkpoints is None:
+                        raise
+                    newest = checkpoints.latest_step()
+                    if newest in (None, restored):  # it is no accident a second time
+                        raise
+                    state, saved = checkpoints.restore(trainer, params)
+                    step, num_batches, restored = int(state.step), saved["examples"] // options.batch_size, newest
+                    say(f"{error}; restored step {step}")
+                    continue
+            if checkpoints is not None and is_saved:
+                checkpoints.save(trainer, state, data_position=_position(options, corpus, num_batches))
             is_validated = not is_last and is_due(step, options.eval_every, options.steps)
             validation_loss = _mean_loss(trainer, state, held_out) if is_validated else None
             tokens_per_s = tokens_per_step / summarize(step_seconds[-20:]).median_ms * 1e3

@@ -24,6 +24,7 @@ from jaxddp.cli.train_loop import train
 from jaxddp.cli.train_options import TrainOptions
 from jaxddp.cli.train_report import StepReport
 from jaxddp.models import SIZES, TransformerConfig, cross_entropy
+from jaxddp.training.replicas_test import flip
 
 # 12 tensors: 9 of the block, embedding, last norm and head.
 SMALL = TransformerConfig(vocab=256, context=16, width=16, num_layers=1, num_heads=2, hidden=32)
@@ -383,6 +384,55 @@ def test_only_so_many_steps_in_a_row_are_skipped(diverges):
 def test_a_validation_that_is_not_finite_ends_the_run(bigram, text):
     with pytest.raises(FloatingPointError, match=r"^validation loss \(=nan\) after step 1 must be finite$"):
         train(bigram(data=text, steps=1, learning_rate=1e302))
+
+
+# Replicas that differ
+
+
+@pytest.fixture
+def faulty(monkeypatch):
+    """Makes memory fail: after so many calls of ``step`` a bit of a weight of rank 1 is another, that often."""
+
+    def break_after(call, times=1):
+        step, calls = jaxddp.Trainer.step, []
+
+        def flipping(trainer, state, batch):
+            state, metrics = step(trainer, state, batch)
+            calls.append(batch)
+            if call <= len(calls) < call + times:
+                state = state._replace(params=state.params | {"head": flip(state.params["head"], 1, 20)})
+            return state, metrics
+
+        monkeypatch.setattr(jaxddp.Trainer, "step", flipping)
+
+    return break_after
+
+
+def test_ranks_that_differ_end_the_run_and_are_not_saved(bigram, text, tmp_path, faulty):
+    faulty(5)
+    with pytest.raises(jaxddp.ReplicaError, match=r"^params\.head of .* after step 6:"):
+        train(bigram(data=text, steps=9, checkpoint=str(tmp_path), checkpoint_every=3))
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.steps() == [3]
+
+
+def test_a_run_that_restores_ends_as_one_without_a_fault(bigram, text, tmp_path, faulty):
+    options = partial(bigram, data=text, steps=9, checkpoint_every=3, check_replicas_every=1, replicas="restore")
+    whole = train(options(checkpoint=str(tmp_path / "whole")))
+    faulty(5)
+    lines: list[str] = []
+    restored = train(options(checkpoint=str(tmp_path / "restored")), say=lines.append)
+    assert any("after step 5" in line and line.endswith("; restored step 3") for line in lines)
+    assert restored.last_loss == whole.last_loss
+    ours, theirs = (saved_params(tmp_path / name, 9) for name in ("restored", "whole"))
+    assert all(ours[name].tobytes() == theirs[name].tobytes() for name in theirs)
+
+
+def test_a_fault_that_comes_back_ends_the_run(bigram, text, tmp_path, faulty):
+    faulty(5, times=10)
+    with pytest.raises(jaxddp.ReplicaError, match=r"^params\.head of rank.* after step 4"):
+        train(bigram(data=text, steps=9, checkpoint=str(tmp_path), checkpoint_every=3, check_replicas_every=1,
+                     replicas="restore"))  # fmt: skip
 
 
 # Disks and signals

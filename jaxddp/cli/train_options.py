@@ -12,6 +12,7 @@ DEFAULT_SIMULATED_DEVICES = 4
 OPTIMIZERS = ("adamw", "adam", "sgd")
 NUM_BYTE_VALUES = 256
 NONFINITE = ("raise", "skip", "stop")
+REPLICAS = ("stop", "restore")
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class TrainOptions:
     allow_changes: bool = False
     nonfinite: str = "raise"
     max_skips: int = 10
+    check_replicas_every: int = 100
+    replicas: str = "stop"
 
     def __post_init__(self) -> None:
         """Checks what can be checked before anything is loaded."""
@@ -53,13 +56,21 @@ class TrainOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} (={value}) must be a positive integer")
-        for name, does in (("eval_every", "evaluates"), ("checkpoint_every", "saves")):
+        for name, rarely in (
+            ("eval_every", "evaluates at the end only"),
+            ("checkpoint_every", "saves at the end only"),
+            ("check_replicas_every", "checks before saving only"),
+        ):
             if (value := getattr(self, name)) < 0:
-                raise ValueError(f"{name} (={value}) must not be negative; 0 {does} at the end only")
+                raise ValueError(f"{name} (={value}) must not be negative; 0 {rarely}")
         if self.max_skips < 0:
             raise ValueError(f"max_skips (={self.max_skips}) must not be negative")
         if self.nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite (={self.nonfinite!r}) must be one of {', '.join(NONFINITE)}")
+        if self.replicas not in REPLICAS:
+            raise ValueError(f"replicas (={self.replicas!r}) must be one of {', '.join(REPLICAS)}")
+        if self.replicas == "restore" and self.checkpoint is None:
+            raise ValueError(f"replicas (={self.replicas!r}) must come with checkpoint, the folder to restore from")
         for name in ("data", "checkpoint"):
             if getattr(self, name) == "":
                 raise ValueError(f"{name} (='') must name a path: an empty one would be the current folder")

@@ -65,6 +65,9 @@ BAD_INPUT = {
     "train --data=": "data (='') must name a path",
     "train --checkpoint=": "checkpoint (='') must name a path",
     "train --nonfinite ignore": "nonfinite (='ignore') must be one of raise, skip, stop",
+    "train --replicas ignore": "replicas (='ignore') must be one of stop, restore",
+    "train --replicas restore": "replicas (='restore') must come with checkpoint, the folder to restore from",
+    "train --check-replicas-every -1": "check_replicas_every (=-1) must not be negative; 0 checks before saving only",
     "train --max-skips -1": "max_skips (=-1) must not be negative",
     "train --allow-changes": "allow_changes (=True) must come with resume",
     "train --keep 0": "keep (=0) must be a positive integer",
@@ -169,6 +172,8 @@ def test_every_option_is_on_the_command_line_with_its_default(monkeypatch):
         "allow_changes": True,
         "nonfinite": "skip",
         "max_skips": 3,
+        "check_replicas_every": 5,
+        "replicas": "restore",
     }
     assert set(everything) == {field.name for field in fields(TrainOptions)}
     switches = ("simulate", "resume", "allow_changes")

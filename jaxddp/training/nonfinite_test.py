@@ -127,7 +127,7 @@ def test_a_model_state_that_no_longer_is_finite_counts_too():
     assert bits(state.params, state.opt_state, state.model_state) == before
     trainer, state = with_state("raise")
     with pytest.raises(
-        jaxddp.NonFiniteError, match=r", and model state, of step 1 must be finite; .*model_state.scale"
+        jaxddp.NonFiniteError, match=r", and model_state, of step 1 must be finite; .*model_state.scale"
     ):
         trainer.step(state, bad)
 

@@ -29,6 +29,7 @@ from .agreement import agreement, check_alike
 from .model_state import STATE_SYNC, planned_sync
 from .placement import describe, from_first_process, full_arrays, place, place_by_rank, whole
 from .programs import Programs, StepFunction
+from .replicas import check_replicas
 from .state_layout import StateLayout
 from .step import NONFINITE_STATE, RankStep
 from .step import TrainState as TrainState
@@ -85,6 +86,7 @@ class Trainer:
         max_skips: int = 10,
         has_state: bool = False,
         state_sync: str = "mean",
+        check_replicas_every: int = 0,
     ) -> None:
         """Describes a training run; compiles nothing yet.
 
@@ -116,6 +118,8 @@ class Trainer:
                 is given to ``init``. It is not optimized, and each micro-batch takes the state of the one before it.
             state_sync: How ranks agree on it at the end of a step. ``"mean"``: floating leaves are averaged over
                 ranks; ``"first"``: those of rank 0 count, as DDP's buffers do. Other leaves are rank 0's.
+            check_replicas_every: Steps between two calls of ``check_replicas`` by ``step``, which waits for that step;
+                0 makes none.
 
         Raises:
             ValueError: If the mesh is not one-dimensional or has no devices, or a number is out of range.
@@ -132,6 +136,7 @@ class Trainer:
             "max_skips": max_skips,
             "has_state": has_state,
             "state_sync": state_sync,
+            "check_replicas_every": check_replicas_every,
         }
         if len(mesh.axis_names) != 1:
             raise ValueError(f"mesh axes (={mesh.axis_names}) must be one: make the mesh with jaxddp.data_mesh")
@@ -145,12 +150,14 @@ class Trainer:
             raise ValueError(f"max_grad_norm (={max_grad_norm!r}) must be positive or None")
         if nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite (={nonfinite!r}) must be one of {', '.join(NONFINITE)}")
-        if isinstance(max_skips, bool) or not isinstance(max_skips, int) or max_skips < 0:
-            raise ValueError(f"max_skips (={max_skips!r}) must be a non-negative integer")
+        for name, number in (("max_skips", max_skips), ("check_replicas_every", check_replicas_every)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+                raise ValueError(f"{name} (={number!r}) must be a non-negative integer")
         if state_sync not in STATE_SYNC:
             raise ValueError(f"state_sync (={state_sync!r}) must be one of {', '.join(STATE_SYNC)}")
         self._has_state = has_state
         self._nonfinite, self._max_skips, self._num_skips = nonfinite, max_skips, 0
+        self._check_replicas_every, self._num_steps = check_replicas_every, 0
         self.strategy = strategy
         self.mesh = mesh
         self.num_ranks = int(mesh.size)
@@ -248,6 +255,7 @@ class Trainer:
             NonFiniteError: If loss, gradient or model state are not finite and ``nonfinite="raise"``, which names the
                 leaves of the state that no longer are; or ``nonfinite="skip"`` after ``max_skips`` skipped steps in a
                 row. It is a ``FloatingPointError`` and holds the state.
+            ReplicaError: As ``check_replicas``, every ``check_replicas_every`` steps.
             ValueError: If the batch cannot be split over ranks and micro-batches, the loss is not a scalar, the mesh is
                 a target's, or processes have batches of other shapes or other plans.
         """
@@ -261,7 +269,25 @@ class Trainer:
             jax.block_until_ready(result)
         if self._nonfinite != "ignore":
             self._check_finite(*result)
+        self._num_steps += 1
+        if self._check_replicas_every and self._num_steps % self._check_replicas_every == 0:
+            self.check_replicas(result[0])
         return result
+
+    def check_replicas(self, state: TrainState) -> None:
+        """Checks that ranks hold the same, bit for bit, of what each of them has in full.
+
+        That is all of the state under the strategies without shards; the parameters under zero1 and zero2; small
+        parameters under zero3; counters, keys and the model state under all. It takes a pass over them and one
+        all-gather of 4 bytes a leaf, in a program of its own.
+
+        Raises:
+            ReplicaError: If they differ; it names the leaf, the ranks and by how much.
+        """
+        self._check_devices("check_replicas", "compile")
+        check_alive(state)
+        if self.num_ranks > 1:
+            check_replicas(state, self._programs.layout(state).specs(self._rank_step.axis), self.mesh)
 
     def evaluate(self, state: TrainState, batch: Any) -> Any:
         """Gives the global mean loss of a batch, without gradients.
@@ -428,6 +454,7 @@ class Trainer:
             "nonfinite": self._nonfinite,
             "max_skips": self._max_skips,
             "state_sync": self._arguments["state_sync"],
+            "check_replicas_every": self._check_replicas_every,
             "grad_dtype": str(self._arguments["grad_dtype"]),
         }
 

@@ -1,0 +1,94 @@
+"""Replicas that differ between ranks are found, whatever holds them; replicas of sound training are not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxddp
+from jaxddp.communication.compression import fp16
+from jaxddp.training.replicas import _checksum
+
+NUM_RANKS = 4
+STRATEGIES = {
+    **{name: factory() for name, factory in jaxddp.STRATEGIES.items()},
+    "zero3, sharded": jaxddp.zero3(min_shard_elements=0),
+    "fp16": jaxddp.bucketed(compression=fp16),
+}
+
+
+def loss_fn(params, model_state, batch):
+    hidden = jnp.tanh(batch @ params["up"])
+    return jnp.mean((hidden @ params["down"]) ** 2), {"mean": 0.9 * model_state["mean"] + hidden.mean(0)}
+
+
+def train(strategy, num_steps=3, **options):
+    trainer = jaxddp.Trainer(
+        loss_fn, optax.adamw(0.1), strategy, jaxddp.data_mesh(NUM_RANKS), has_state=True, **options
+    )
+    rng = np.random.default_rng(0)
+    params = {"up": rng.normal(size=(3, 7)).astype("f"), "down": rng.normal(size=(7, 1)).astype("f")}
+    state = trainer.init(params, model_state={"mean": jnp.zeros(7)})
+    for _ in range(num_steps):
+        state, _ = trainer.step(state, rng.normal(size=(8, 3)).astype("f"))
+    return trainer, state
+
+
+def flip(leaf, rank, bit, element=0):
+    """Flips one bit of one element on one rank."""
+    shards = [np.array(shard.data) for shard in leaf.addressable_shards]
+    shards[rank].reshape(-1).view(np.uint32)[element] ^= np.uint32(1) << bit
+    arrays = [jax.device_put(data, shard.device) for data, shard in zip(shards, leaf.addressable_shards, strict=True)]
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, arrays)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_sound_training_passes(name):
+    train(STRATEGIES[name], check_replicas_every=1)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("bit", [0, 31])
+def test_one_bit_is_found_in_whatever_every_rank_holds(name, bit):
+    trainer, state = train(STRATEGIES[name], num_steps=1)
+    leaves, structure = jax.tree.flatten(state)
+    for place, path in enumerate(jaxddp.named_leaves(state)):
+        if path == "key":  # its numbers cannot be reached here
+            continue
+        changed = [flip(leaf, 2, bit) if at == place else leaf for at, leaf in enumerate(leaves)]
+        if not leaves[place].is_fully_replicated:
+            trainer.check_replicas(jax.tree.unflatten(structure, changed))  # a shard has no replica
+            continue
+        with pytest.raises(jaxddp.ReplicaError, match=rf"^{path} of rank 2 differs by up to ") as raised:
+            trainer.check_replicas(jax.tree.unflatten(structure, changed))
+        assert (raised.value.leaf, raised.value.ranks, raised.value.num_leaves) == (path, [2], 1)
+
+
+def test_a_step_checks_when_it_is_due_and_says_by_how_much():
+    trainer, state = train(jaxddp.bucketed(), check_replicas_every=2)
+    weights = flip(state.params["up"], 1, 22, element=5)  # the highest bit of the mantissa
+    by = np.abs(np.asarray(weights.addressable_shards[1].data) - np.asarray(state.params["up"])).max()
+    state = state._replace(params=state.params | {"up": weights})
+    with pytest.raises(jaxddp.ReplicaError, match=r"^params\.up of rank 1 differs by up to .* after step 3") as raised:
+        trainer.check_replicas(state)
+    np.testing.assert_allclose(raised.value.difference, by)
+    with pytest.raises(jaxddp.ReplicaError, match=r"of rank 1 differs .* after step 4:"):
+        trainer.step(state, np.ones((8, 3), "f"))
+
+
+def test_wide_and_narrow_leaves_are_compared_by_all_their_bits():
+    with jax.enable_x64(True):
+        for dtype in (np.float64, np.int64, np.float16, np.int8, np.bool_, np.complex64):
+            array = np.zeros(5, dtype)
+            before = int(_checksum(jnp.asarray(array)))
+            for byte in range(array.dtype.itemsize if dtype is not np.bool_ else 1):
+                changed = array.copy()
+                changed.view(np.uint8)[3 * array.dtype.itemsize + byte] ^= 1
+                assert int(_checksum(jnp.asarray(changed))) != before, (dtype, byte)
+    assert int(_checksum(jax.random.key(1))) != int(_checksum(jax.random.key(2)))
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match=r"^check_replicas_every \(=-1\) must be a non-negative integer$"):
+        train(jaxddp.naive(), check_replicas_every=-1)
