@@ -98,6 +98,7 @@ _MODULES = {
     "gradient_collectives": ".compiled.schedule",
     "read_schedule": ".compiled.schedule",
     "tune_buckets": ".simulation.tuning",
+    "flax": ".flax",
     "targets": ".targets",
 }
 

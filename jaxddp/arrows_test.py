@@ -18,7 +18,7 @@ FLOORS = (
     ("compiled", "targets"),
     ("planning",),
     ("communication", "ddp", "zero", "training", "models", "checkpoint", "strategy", "registry", "mesh", "plugins",
-     "tree", "loss", "scopes", "plain", "network", "sizes", "job", "environment",
+     "tree", "loss", "flax", "scopes", "plain", "network", "sizes", "job", "environment",
      "roll_call", "process", "torchrun"),
 )  # fmt: skip
 FLOOR = {folder: len(FLOORS) - floor for floor, folders in enumerate(FLOORS) for folder in folders}

@@ -326,6 +326,12 @@ class Trainer:
         check_alive(state)
         return full_arrays(state.model_state, whole(state.model_state), self.mesh)
 
+    def update_module(self, state: TrainState, model: Any) -> None:
+        """Writes parameters and model state to the NNX model that ``jaxddp.flax.from_nnx`` took apart."""
+        from flax import nnx  # late: losses need no Flax
+
+        nnx.update(model, self.params(state), self.model_state(state))
+
     def compile(self, state: TrainState, batch: Any) -> jax.stages.Compiled:
         """Compiles the step for these shapes, or gives the program that ``step`` already runs for them.
 

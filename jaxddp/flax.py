@@ -1,0 +1,110 @@
+"""Flax models as loss functions for a trainer: their parameters, their state, and keys that differ by rank and step.
+
+    loss_fn, params, model_state = jaxddp.flax.from_nnx(model, loss)
+    trainer = jaxddp.Trainer(loss_fn, optimizer, strategy, mesh, has_state=True)
+    state = trainer.init(params, model_state=model_state)
+
+``Trainer.evaluate`` gives no key: then the model is in evaluation mode, with its running statistics and no dropout.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import jax
+from flax import nnx
+
+
+def from_nnx(model: nnx.Module, loss: Callable[[Any, Any], Any], *, has_aux: bool = False) -> tuple[Any, Any, Any]:
+    """Takes an NNX model apart.
+
+    Args:
+        model: The model, which stays as it is; ``Trainer.update_module`` writes back what was trained.
+        loss: ``(model, batch)`` to the mean loss over the batch's examples or to ``Weighted``; with ``has_aux`` to
+            ``(loss, aux)``. It may change the model's state, as BatchNorm does. Every random stream of the model has a
+            key of its own for each rank, step and micro-batch.
+        has_aux: As of the trainer.
+
+    Returns:
+        ``(loss_fn, params, model_state)``; the model state is all but parameters and random streams.
+
+    Example:
+        >>> import jax.numpy as jnp, optax, jaxddp
+        >>> model = nnx.Sequential(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.BatchNorm(4, rngs=nnx.Rngs(1)))
+        >>> def loss(model, batch):
+        ...     return jnp.mean(model(batch["x"]) ** 2)
+        >>> loss_fn, params, model_state = from_nnx(model, loss)
+        >>> trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), jaxddp.zero1(), jaxddp.data_mesh(4), has_state=True)
+        >>> state = trainer.init(params, model_state=model_state)
+        >>> state, metrics = trainer.step(state, {"x": jnp.arange(24.0).reshape(8, 3)})
+        >>> trainer.update_module(state, model)
+    """
+    parts: Any = nnx.split(model, nnx.Param, nnx.RngState, ...)  # its types know three parts at most
+    graph, params, streams, model_state = parts
+    names = sorted({node.tag for _, node in nnx.iter_graph(model) if isinstance(node, nnx.RngStream)})
+
+    def loss_fn(params: Any, model_state: Any, batch: Any, key: jax.Array | None = None) -> Any:
+        # Without a copy it would share its random streams with the model, which JAX refuses to change in a trace.
+        merged = nnx.merge(graph, params, streams, model_state, copy=True)
+        if key is None:
+            merged.eval()
+        else:
+            nnx.reseed(merged, **cast(Any, _keys(key, names)))
+        result = loss(merged, batch)
+        new_state = nnx.state(merged, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
+        return (result[0], (new_state, result[1])) if has_aux else (result, new_state)
+
+    return loss_fn, params, model_state
+
+
+def from_linen(
+    module: Any,
+    variables: Mapping[str, Any],
+    loss: Callable[[Callable[..., Any], Any, bool], Any],
+    *,
+    rngs: Sequence[str] = ("dropout",),
+    has_aux: bool = False,
+) -> tuple[Any, Any, Any]:
+    """Makes a loss function of a Linen module.
+
+    Args:
+        module: A ``flax.linen.Module``.
+        variables: From ``module.init``.
+        loss: ``(apply, batch, is_training)`` to the mean loss over the batch's examples or to ``Weighted``; with
+            ``has_aux`` to ``(loss, aux)``. ``apply`` takes the module's own arguments; give it those that tell training
+            from evaluation, such as ``deterministic=not is_training``.
+        rngs: The module's random streams in training.
+        has_aux: As of the trainer.
+
+    Returns:
+        ``(loss_fn, params, model_state)``; the model state is all collections but ``params``.
+
+    Raises:
+        ValueError: If ``variables`` has no ``params``.
+    """
+    if "params" not in variables:
+        raise ValueError(f"variables (={sorted(variables)}) must be those of module.init, with 'params'")
+    others = {name: collection for name, collection in variables.items() if name != "params"}
+
+    def loss_fn(params: Any, model_state: Any, batch: Any, key: jax.Array | None = None) -> Any:
+        is_training = key is not None
+        held = dict(model_state)
+
+        def apply(*args: Any, **kwargs: Any) -> Any:
+            keys = _keys(key, rngs) if key is not None else None
+            if not is_training:
+                return module.apply({"params": params, **held}, *args, **kwargs)
+            outputs, new = module.apply({"params": params, **held}, *args, rngs=keys, mutable=list(held), **kwargs)
+            held.update(new)
+            return outputs
+
+        result = loss(apply, batch, is_training)
+        return (result[0], (held, result[1])) if has_aux else (result, held)
+
+    return loss_fn, variables["params"], others
+
+
+def _keys(key: jax.Array, names: Sequence[str]) -> dict[str, jax.Array]:
+    return {name: jax.random.fold_in(key, zlib.crc32(name.encode())) for name in names}

@@ -1,0 +1,131 @@
+"""Flax models: the same training as on one device, dropout by rank and step, evaluation without it."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxddp
+from jaxddp.flax import from_linen, from_nnx
+
+WIDTH, NUM_RANKS = 6, 4
+
+
+class NnxNet(nnx.Module):
+    def __init__(self, rate):
+        rngs = nnx.Rngs(params=0, dropout=1)
+        types = {"dtype": jnp.float64, "param_dtype": jnp.float64}
+        self.first = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs, **types)
+        # Over the ranks, so that the training is that of one device.
+        self.norm = nnx.BatchNorm(WIDTH, axis_name="data", rngs=rngs, **types)
+        self.norm.mean = nnx.BatchStat(jnp.zeros(WIDTH, jnp.float64))  # float32 whatever its dtypes are
+        self.norm.var = nnx.BatchStat(jnp.ones(WIDTH, jnp.float64))
+        self.dropout = nnx.Dropout(rate, rngs=rngs)
+        self.last = nnx.Linear(WIDTH, 1, rngs=rngs, **types)
+
+    def __call__(self, x):
+        return self.last(self.dropout(jnp.tanh(self.norm(self.first(x)))))
+
+
+class LinenNet(nn.Module):
+    rate: float
+
+    @nn.compact
+    def __call__(self, x, is_training):
+        types = {"dtype": jnp.float64, "param_dtype": jnp.float64}
+        x = nn.Dense(WIDTH, use_bias=False, **types)(x)
+        x = nn.BatchNorm(use_running_average=not is_training, axis_name="data", **types)(x)
+        return nn.Dense(1, **types)(nn.Dropout(self.rate, deterministic=not is_training)(jnp.tanh(x)))
+
+
+def of_nnx(rate):
+    return from_nnx(NnxNet(rate), lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2))
+
+
+def of_linen(rate):
+    module = LinenNet(rate)
+    variables = module.init(jax.random.key(0), jnp.ones((2, WIDTH)), False)
+
+    def loss(apply, batch, is_training):
+        return jnp.mean((apply(batch["x"], is_training) - batch["y"]) ** 2)
+
+    # Its statistics begin in float32, whatever its dtypes are.
+    return from_linen(module, jax.tree.map(lambda leaf: leaf.astype(jnp.float64), variables), loss)
+
+
+both = pytest.mark.parametrize("make", [of_nnx, of_linen])
+
+
+@pytest.fixture(autouse=True)
+def double():
+    with jax.enable_x64(True):
+        yield
+
+
+def batch():
+    rng = np.random.default_rng(0)
+    return {"x": rng.normal(size=(24, WIDTH)), "y": rng.normal(size=(24, 1))}
+
+
+def trainer_of(loss_fn, strategy, num_ranks):
+    return jaxddp.Trainer(loss_fn, optax.adamw(1e-2), strategy, jaxddp.data_mesh(num_ranks), has_state=True)
+
+
+@both
+@pytest.mark.parametrize("strategy", [jaxddp.bucketed(), jaxddp.zero3(min_shard_elements=0)], ids=["bucketed", "zero3"])
+def test_ranks_train_as_one_device(make, strategy):
+    loss_fn, params, model_state = make(0.0)
+    found = []
+    for num_ranks in (1, NUM_RANKS):
+        trainer = trainer_of(loss_fn, strategy, num_ranks)
+        state = trainer.init(params, model_state=model_state)
+        for _ in range(3):
+            state, _ = trainer.step(state, batch())
+        found.append((trainer.params(state), trainer.model_state(state), trainer.evaluate(state, batch())))
+    # Float64, sums in another order.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12), *found)
+    moved = jax.tree.map(lambda old, new: bool(jnp.any(old != new)), model_state, found[0][1])
+    assert all(jax.tree.leaves(moved))
+
+
+@both
+def test_dropout_differs_by_rank_and_step_and_evaluation_has_none(make):
+    loss_fn, params, model_state = make(0.5)
+    _, _, without = make(0.0)
+    assert jax.tree.structure(without) == jax.tree.structure(model_state)
+    same = {name: np.tile(leaf[:6], (NUM_RANKS, 1)) for name, leaf in batch().items()}  # the same rows on every rank
+
+    def losses(params, model_state, batch, key=None):
+        loss, new = loss_fn(params, model_state, batch, key)
+        mine = loss * jax.nn.one_hot(jax.lax.axis_index("data"), NUM_RANKS) * NUM_RANKS
+        return loss, (new, mine)
+
+    trainer = jaxddp.Trainer(
+        losses, optax.sgd(0.0), jaxddp.bucketed(), jaxddp.data_mesh(NUM_RANKS), has_state=True, has_aux=True
+    )
+    state = trainer.init(params, model_state=model_state)
+    seen = []
+    for _ in range(2):
+        state, metrics = trainer.step(state, same)
+        seen += metrics["aux"].tolist()
+    assert len(set(seen)) == 2 * NUM_RANKS
+    loss, each = trainer.evaluate(state, same)
+    assert len(set(each.tolist())) == 1 and float(each[0]) == pytest.approx(float(loss), rel=1e-12)
+
+
+def test_a_trained_model_is_written_back():
+    model = NnxNet(0.0)
+    loss_fn, params, model_state = of_nnx(0.0)
+    trainer = trainer_of(loss_fn, jaxddp.zero2(), NUM_RANKS)
+    state, _ = trainer.step(trainer.init(params, model_state=model_state), batch())
+    trainer.update_module(state, model)
+    np.testing.assert_array_equal(model.last.kernel[...], trainer.params(state)["last"]["kernel"][...])
+    np.testing.assert_array_equal(model.norm.mean[...], trainer.model_state(state)["norm"]["mean"][...])
+
+
+def test_variables_without_params_are_refused():
+    with pytest.raises(ValueError, match=r"^variables \(=\['kernel'\]\) must be those of module.init, with 'params'$"):
+        from_linen(LinenNet(0.0), {"kernel": 0}, lambda apply, batch, is_training: 0.0)
