@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxddp
@@ -117,3 +118,52 @@ def test_a_plan_may_meet_gradients_that_were_constant_when_it_was_made(check_vma
     expected = grad_fn(params, batch, 1)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected)
     assert len({shard.data.tobytes() for shard in found["b"].addressable_shards}) == 1
+
+
+def on_two_axes(function):
+    """Maps over 4 x 2 ranks: examples are split over the first axis, columns of the weights over the second."""
+    mesh = jax.make_mesh((NUM_RANKS, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    specs = (P(None, "model"), P("data")), P(None, "model")
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=specs[0], out_specs=specs[1]))
+
+
+def square(params, x):
+    return jnp.mean((x @ params["w"]) ** 2)
+
+
+@pytest.mark.parametrize("kind", ["sync_gradients", "shard_optimizer"])
+def test_a_gradient_that_varies_over_another_axis_only_is_refused(kind):
+    params = {"w": jnp.arange(6.0).reshape(3, 2)}
+    x = jnp.arange(24.0).reshape(8, 3) / 10
+    plan = jaxddp.plan_gradients(jaxddp.bucketed(), jax.grad(square), {"w": params["w"][:, :1]}, x[:2])
+    optimizer = jaxddp.shard_optimizer(optax.sgd(1.0), "data")
+
+    def means(local, params, x):
+        grads = jax.grad(square)(local, x)
+        if kind == "sync_gradients":
+            return jaxddp.sync_gradients(grads, plan, "data")
+        return jax.tree.map(jnp.negative, optimizer.update(grads, optimizer.init(params), params)[0])
+
+    with pytest.raises(ValueError, match=r"gradient of 'w' does not vary over 'data'.*jax\.lax\.pcast"):
+        on_two_axes(lambda params, x: means(params, params, x))(params, x)
+    found = on_two_axes(lambda params, x: means(mark(params), params, x))(params, x)
+    np.testing.assert_allclose(found["w"], 2 * jax.grad(square)(params, x)["w"], rtol=1e-5)  # a mean of half as many
+
+
+def test_a_leaf_that_was_constant_in_the_plan_is_refused_too_where_autodiff_has_summed_it():
+    def with_bias(params, batch, uses_bias):
+        return loss_fn(params, batch) + uses_bias * jnp.mean(batch["x"]) * jnp.sum(params["b"])
+
+    params, batch = inputs()
+    params["b"] = jnp.ones(3)
+    grad_fn = jax.grad(with_bias)
+    plan = jaxddp.plan_gradients(
+        jaxddp.bucketed(), lambda *args: grad_fn(*args, 0) | {"b": jnp.zeros(3)}, params, rank_batch(batch)
+    )
+
+    def mean_gradients(params, batch):
+        local = mark({"w": params["w"]}) | {"b": params["b"]}
+        return jaxddp.sync_gradients(grad_fn(local, batch, 1), plan, "data")
+
+    with pytest.raises(ValueError, match=r"gradient of 'b' does not vary over 'data'"):
+        on_ranks(mean_gradients)(params, batch)

@@ -154,12 +154,13 @@ def start_reduction(
         raise ValueError(f"plan names {missing[0]!r}, which grads does not hold: plan and grads must be of one model")
     if (unknown := sorted(set(ready) - planned - set(plan.constants))) and num_ranks > 1:
         raise ValueError(f"grads holds {unknown[0]!r}, which plan does not name: plan and grads must be of one model")
-    checks_vma = _is_varying(lax.axis_index(axis))
-    for name in plan.names if checks_vma else ():
-        if not _is_varying(ready[name]):
+    axes = {axis} if isinstance(axis, str) else set(axis)
+    checks_vma = axes <= _varying(lax.axis_index(axis))
+    for name, grad in ready.items() if checks_vma else ():
+        if grad.size and not axes <= _varying(grad):
             raise ValueError(
-                f"the gradient of {name!r} is summed over {axis!r} already, and would be {num_ranks} times too large:"
-                f" differentiate in jax.lax.pcast(params, {axis!r}, to='varying'), leaf by leaf"
+                f"the gradient of {name!r} does not vary over {axis!r}: autodiff has summed it, it would be {num_ranks}"
+                f" times too large; differentiate in jax.lax.pcast(params, {axis!r}, to='varying'), leaf by leaf"
             )
 
     with jax.named_scope(SYNC_SCOPE):
@@ -185,7 +186,7 @@ def start_reduction(
             total, changed = compression.reduce(bucket, buffer, axis, state, reduce, denominator)
             totals.append(total)
             state = {**state, **changed} if changed else state
-            if not _is_varying(token):  # under check_vma, on jax 0.10, the results must not depend on it
+            if not _varying(token):  # under check_vma, on jax 0.10, the results must not depend on it
                 all_packed += token
         if plan.after_backward:
             totals = lax.optimization_barrier(totals)
@@ -229,6 +230,7 @@ def sum_of_squares(arrays: Iterable[jax.Array]) -> jax.Array:
     return sum(squares, start=jnp.zeros(()))
 
 
-def _is_varying(x: jax.Array) -> bool:
+def _varying(x: jax.Array) -> Collection[str]:
+    """The mesh axes over which an array may vary; none where ``check_vma`` is off."""
     kind = jax.typeof(x)
-    return bool(kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma)
+    return kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma
