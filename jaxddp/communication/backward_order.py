@@ -14,8 +14,8 @@ from jax.extend import core
 
 # Operations that wrap a program, which is followed. A loop is one operation: its results are ready when it ends.
 TRANSPARENT = {"jit", "pjit", "shard_map", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
-# Operations without inputs or effects that may give every rank another value.
-_HOST_VALUES = {"pure_callback", "ffi_call"}
+# Operations without inputs or effects that may give every rank another value: the host's, or the device's own.
+_OWN_VALUES = {"pure_callback", "ffi_call", "rng_uniform", "pallas_call"}
 
 
 def finishing_times(program: core.ClosedJaxpr, cost: Callable[[Any], float] | None = None) -> list[float | None]:
@@ -27,7 +27,7 @@ def finishing_times(program: core.ClosedJaxpr, cost: Callable[[Any], float] | No
 
     Returns:
         For each output the end of the operation that computes it; None if it is constant, because it depends on no
-        input, nor on the rank or the host.
+        input, nor on the rank, the device or the host.
     """
     clock = 0.0
     ready: dict[Any, float | None] = {}
@@ -64,8 +64,8 @@ def matmul_flops(equation: Any) -> float:
 
 
 def _may_differ_by_rank(equation: Any) -> bool:
-    """Whether an operation of constants, or one in its loop or branch, reads the rank or the host."""
+    """Whether an operation of constants, or one in its loop or branch, may give each rank another value."""
     # Reading the rank, collectives and io_callback are effects, which loops and branches inherit.
-    if equation.effects or equation.primitive.name in _HOST_VALUES:
+    if equation.effects or equation.primitive.name in _OWN_VALUES:
         return True
     return any(_may_differ_by_rank(inner) for jaxpr in core.jaxprs_in_params(equation.params) for inner in jaxpr.eqns)

@@ -66,6 +66,21 @@ def test_the_gradient_is_summed_over_ranks(form, strategy):
     np.testing.assert_allclose(trainer.params(state)["w"], -each.mean(0), rtol=1e-6)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_each_device_draws_random_numbers_of_its_own(strategy):
+    def loss_fn(params, batch):
+        return jnp.sum(lax.rng_uniform(0.0, 1.0, (3,)) * params["w"]) + jnp.mean((batch["x"] * params["v"]) ** 2)
+
+    made = jaxddp.make_strategy(strategy, **STRATEGIES[strategy])
+    trainer = jaxddp.Trainer(loss_fn, optax.sgd(1.0), made, jaxddp.data_mesh(NUM_RANKS))
+    state = trainer.init({"w": jnp.zeros(3), "v": jnp.ones(3)})
+    batch = {"x": jnp.ones((4, 3))}
+    assert "w" in trainer.plan(state, batch).names or strategy == "zero3"
+    state, _ = trainer.step(state, batch)
+    if strategy != "zero3":
+        assert len({shard.data.tobytes() for shard in state.params["w"].addressable_shards}) == 1
+
+
 @pytest.mark.parametrize("kind", ["pure_callback", "io_callback"])
 def test_a_callback_may_give_each_rank_another_number(kind):
     calls = iter(range(100))
