@@ -192,46 +192,65 @@ def _like(new_state: Any, model_state: Any) -> Any:
 
 
 def _check_aux(aux_fn: Callable[..., Any], aux: Any, args: tuple[Any, Any, Any, Any]) -> None:
-    """Refuses aux values that must not be averaged: counts, and what has an entry for each example."""
-    leaves = jax.tree_util.tree_leaves_with_path(aux, is_leaf=lambda leaf: isinstance(leaf, Weighted))
-    rows = {leaf.shape[0] for leaf in jax.tree.leaves(args[2])}
-    for place, (path, leaf) in enumerate(leaves):
-        if isinstance(leaf, Weighted):
-            continue
-        if jnp.issubdtype(jnp.result_type(leaf), jnp.integer):
+    """Refuses aux values that must not be averaged: counts, and what has entries for single examples."""
+    leaves = _aux_leaves(aux)
+    for path, leaf in leaves.items():
+        if not isinstance(leaf, Weighted) and jnp.issubdtype(jnp.result_type(leaf), jnp.integer):
             raise ValueError(
                 f"aux leaf {path_name(path)!r} (={jnp.result_type(leaf)}) would be averaged over ranks, as a count must"
                 " not be: return jaxddp.Weighted(count, number of examples), or a float for a mean"
             )
-        if jnp.ndim(leaf) and leaf.shape[0] in rows and _grows(aux_fn, place, leaf.shape[0], args):
+    rows, shapes = jax.tree.leaves(args[2])[0].shape[0], _aux_shapes(aux)
+    if len(shapes) < rows and not any(map(any, shapes.values())):
+        return
+    others = [_with_rows(aux_fn, other, args) for other in (2, 2 * rows) if other != rows]
+    others = [other for other in others if other is not None]
+    rule = "and ranks would average those of different ones: return"
+    for other in others:
+        for path in shapes | other:
+            if shapes.get(path) != other.get(path):
+                raise ValueError(
+                    f"aux leaf {path_name(path)!r} (={(shapes | other)[path][0]}) has an entry for each example, {rule}"
+                    " a mean, or jaxddp.Weighted(sum, number of examples)"
+                )
+    for path, leaf in leaves.items() if not others and rows > 1 else ():
+        if not isinstance(leaf, Weighted) and any(dim and dim % rows == 0 for dim in jnp.shape(leaf)):
             raise ValueError(
-                f"aux leaf {path_name(path)!r} (={list(leaf.shape)}) has one entry for each example, and ranks would"
-                " average those of different ones: return a mean, or jaxddp.Weighted(sum, number of examples)"
+                f"aux leaf {path_name(path)!r} (={shapes[path][0]}) may have an entry for each of {rows} examples, the"
+                f" only number that loss_fn takes, {rule} jaxddp.Weighted(value, 1) if it has none"
             )
 
 
-def _grows(aux_fn: Callable[..., Any], place: int, rows: int, args: tuple[Any, Any, Any, Any]) -> bool:
-    """Whether a leaf is as long as the batch for any batch, as far as the function can be traced for another one."""
+def _aux_leaves(aux: Any) -> dict[Any, Any]:
+    return dict(jax.tree_util.tree_leaves_with_path(aux, is_leaf=lambda leaf: isinstance(leaf, Weighted)))
+
+
+def _aux_shapes(aux: Any) -> dict[Any, list[list[int]]]:
+    return {path: [list(jnp.shape(one)) for one in jax.tree.leaves(leaf)] for path, leaf in _aux_leaves(aux).items()}
+
+
+def _with_rows(aux_fn: Callable[..., Any], rows: int, args: tuple[Any, Any, Any, Any]) -> Any:
+    """Shapes of the aux values for another number of examples; None if the function cannot be traced for it."""
     params, model_state, batch, key = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), args)
-    batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((2 * leaf.shape[0], *leaf.shape[1:]), leaf.dtype), batch)
+    batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), batch)
     try:
-        aux = jax.eval_shape(aux_fn, params, model_state, batch, key)
-    except Exception:  # it takes no other number of examples
-        return False
-    leaves = jax.tree.leaves(aux, is_leaf=lambda leaf: isinstance(leaf, Weighted))
-    return leaves[place].shape[:1] == (2 * rows,)
+        return _aux_shapes(jax.eval_shape(aux_fn, params, model_state, batch, key))
+    except Exception:  # it takes no such number of examples
+        return None
 
 
 def _wide(value: Any) -> jax.Array:
     """Converts to float32 or wider: 16-bit sums could overflow, and counts are exact up to 2^24."""
-    return jnp.asarray(value, jnp.promote_types(jnp.result_type(value), jnp.float32))
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.asarray(value, jnp.promote_types(jnp.result_type(value), jnp.float32))
 
 
 def _with_key(loss_fn: Callable[..., Any], has_state: bool) -> Callable[..., Any]:
     """Adapts a loss function to ``(*inputs, key)``; it gets ``key`` by position or by name if it takes one.
 
-    Called with None, to evaluate, it gets no key: the default of its own counts. One with a model state must take one
-    then: without, its BatchNorm would normalise by the statistics of whatever examples a rank evaluates.
+    A key that ``functools.partial`` has set stays. Called with None, to evaluate, it gets no key: the default of its own
+    counts. One with a model state must take one then: without, its BatchNorm would normalise by the statistics of
+    whatever examples a rank evaluates.
     """
     num_inputs = 2 + has_state
     try:
@@ -241,9 +260,8 @@ def _with_key(loss_fn: Callable[..., Any], has_state: bool) -> Callable[..., Any
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     by_name = [p for p in parameters if p.name == "key" and p.kind is p.KEYWORD_ONLY]
     after = positional[num_inputs : num_inputs + 1]
-    is_bound = isinstance(loss_fn, functools.partial) and "key" in loss_fn.keywords
     taken = by_name or [p for p in after if p.name == "key" or p.default is p.empty]
-    if not taken or is_bound:
+    if not taken or "key" in _bound_names(loss_fn):
 
         def without_key(*inputs_and_key: Any) -> Any:
             if has_state and inputs_and_key[-1] is None:
@@ -267,6 +285,15 @@ def _with_key(loss_fn: Callable[..., Any], has_state: bool) -> Callable[..., Any
         return loss_fn(*inputs)
 
     return call
+
+
+def _bound_names(function: Any) -> set[str]:
+    """Arguments that ``functools.partial`` has set, also inside of ``jax.jit``, ``jax.checkpoint`` and decorators."""
+    names: set[str] = set()
+    while (is_partial := isinstance(function, functools.partial)) or hasattr(function, "__wrapped__"):
+        names |= set(function.keywords if is_partial else ())
+        function = function.func if is_partial else function.__wrapped__
+    return names
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -6,7 +6,8 @@ A leaf's name is its path, joined by dots: ``params["layers"][0]["attention"]["q
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -65,11 +66,18 @@ def check_params(params: Any, trainable: Callable[[str], bool] | None) -> None:
 
     Raises:
         ValueError: If the tree has no arrays, a leaf is not an array, nothing is trainable, or something trainable is
-            not of a floating dtype or is one of Flax Linen's batch statistics.
+            not of a floating dtype or is state of a Flax model, such as statistics.
     """
     leaves = named_leaves(params)
     if not leaves:
         raise ValueError(f"params (={params!r}) must hold at least one array")
+    for name, kind in _statistics(params).items():
+        if trainable is None or trainable(name):
+            raise ValueError(
+                f"parameter {name!r} is {kind}, which must not be trained: give init the parameters alone, as"
+                " nnx.split(model, nnx.Param, ...) or variables['params'] has them, and the statistics as"
+                " model_state=... of a Trainer(has_state=True)"
+            )
     for name, leaf in leaves.items():
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             raise ValueError(f"params leaf {name!r} (={leaf!r}) must be an array")
@@ -78,17 +86,24 @@ def check_params(params: Any, trainable: Callable[[str], bool] | None) -> None:
                 f"parameter {name!r} has dtype {leaf.dtype}: what is trained must be of a floating dtype; "
                 "leave it out with Trainer(trainable=...)"
             )
-        if _is_linen(params) and name.startswith("batch_stats.") and (trainable is None or trainable(name)):
-            raise ValueError(
-                f"parameter {name!r} is a statistic of Flax Linen's, which must not be trained: call"
-                " init(variables['params'], model_state=variables['batch_stats']) of a Trainer(has_state=True)"
-            )
     if trainable is not None and not any(map(trainable, leaves)):
         raise ValueError(f"trainable must select at least one of the {len(leaves)} parameters, it selects none")
 
 
-def _is_linen(params: Any) -> bool:
-    return isinstance(params, Mapping) and {"params", "batch_stats"} <= set(params)
+def _statistics(params: Any) -> dict[str, str]:
+    """What Flax does not call parameters, by name: Linen's collection of statistics, and NNX's kinds of variables."""
+    nnx: Any = sys.modules.get("flax.nnx")  # a tree that holds its variables has loaded it
+    kinds = (nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState) if nnx else ()
+    found = {}
+    for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda node: isinstance(node, kinds)):
+        if isinstance(node, kinds):
+            kind = f"a {type(node).__name__} of Flax NNX's"
+        elif any(jax.tree_util.keystr((key,), simple=True) == "batch_stats" for key in path[:-1]):
+            kind = "a statistic of Flax Linen's"
+        else:
+            continue
+        found |= {path_name((*path, *rest)): kind for rest, _ in jax.tree_util.tree_leaves_with_path(node)}
+    return found
 
 
 def split(params: Any, trainable: Callable[[str], bool] | None) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""Settings and uses at the edge: strict promotion, a frozen PRNG key, copies of a trainer, Linen's variables."""
+"""Settings and uses at the edge: strict promotion, a frozen PRNG key, copies of a trainer, Flax's state, bound keys."""
 
 import copy
 import functools
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jaxddp
 
@@ -28,11 +29,15 @@ def weighted(params, batch):
     return jaxddp.Weighted(jnp.sum((batch["x"] @ params["w"]) ** 2), jnp.sum(batch["mask"]))
 
 
+def counted(params, batch):
+    return jaxddp.Weighted(jnp.sum((batch["x"] @ params["w"]) ** 2), jnp.sum(batch["mask"] > 0))
+
+
 BATCH = {"x": jnp.arange(24.0).reshape(8, 3) / 24, "mask": jnp.ones(8)}
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])
-@pytest.mark.parametrize("loss", [loss_fn, weighted])
+@pytest.mark.parametrize("loss", [loss_fn, weighted, counted])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_strict_promotion(name, loss, num_microbatches):
     params = {"w": jnp.ones((3, 2))}
@@ -69,21 +74,68 @@ def test_a_copy_of_a_used_trainer(name):
     assert jnp.isfinite(metrics["loss"]) and not (twin.params(state)["w"] == expected["w"]).all()
 
 
-def test_linen_variables_are_refused_where_statistics_would_be_trained():
-    variables = {"params": {"w": jnp.ones((3, 2))}, "batch_stats": {"mean": jnp.zeros(2)}}
-    with pytest.raises(ValueError, match=r"'batch_stats\.mean'.*has_state="):
-        make(lambda params, batch: 0.0, "bucketed").init(variables)
-    make(lambda params, batch: 0.0, "bucketed", trainable=lambda name: name.startswith("params.")).init(variables)
+VARIABLES = {"params": {"w": jnp.ones((3, 2))}, "batch_stats": {"mean": jnp.zeros(2)}}
 
 
-def test_a_key_that_is_bound_stays():
-    def keyed(params, batch, key=None):
-        return jnp.sum(jax.random.normal(key, (3,))[:, None] * params["w"])
+@pytest.mark.parametrize(
+    ("params", "name"),
+    [(VARIABLES, ""), ({"gen": VARIABLES, "w": jnp.ones(2)}, "gen."), (({"w": jnp.ones(2)}, VARIABLES), "1.")],
+    ids=["top", "nested", "tuple"],
+)
+def test_linen_variables_are_refused_where_statistics_would_be_trained(params, name):
+    with pytest.raises(ValueError, match=rf"'{name}batch_stats\.mean' is a statistic of Flax Linen's.*has_state="):
+        make(lambda params, batch: 0.0, "bucketed").init(params)
+    make(lambda params, batch: 0.0, "bucketed", trainable=lambda name: "batch_stats" not in name).init(params)
 
-    trainer = make(functools.partial(keyed, key=jax.random.key(5)), "bucketed")
+
+class Own(nnx.Variable):
+    pass
+
+
+@pytest.mark.parametrize("kind", [nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngKey])
+def test_nnx_state_is_refused_where_more_than_parameters_would_be_trained(kind):
+    state = nnx.State({"w": nnx.Param(jnp.ones(3)), "own": Own(jnp.ones(3)), "x": nnx.State({"y": kind(jnp.ones(3))})})
+    refusal = rf"'x\.y' is a {kind.__name__} of Flax NNX's.*nnx\.split\(model, nnx\.Param, \.\.\.\).*has_state="
+    with pytest.raises(ValueError, match=refusal):
+        make(lambda params, batch: 0.0, "bucketed").init(state)
+    make(lambda params, batch: 0.0, "bucketed", trainable=lambda name: name != "x.y").init(state)
+    make(lambda params, batch: 0.0, "bucketed").init(nnx.State({"w": state["w"], "own": state["own"]}))
+
+
+def through(function):
+    return functools.wraps(function)(lambda *args, **named: function(*args, **named))
+
+
+WRAPPERS = {
+    "plain": lambda f: f,
+    "jit": jax.jit,
+    "remat": jax.checkpoint,
+    "wraps": through,
+    "set": functools.partial,
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_key_that_is_bound_stays(wrapper):
+    def keyed(params, batch, key=None, scale=1):
+        return scale * jnp.sum(jax.random.normal(key, (3,))[:, None] * params["w"])
+
+    bound = functools.partial(WRAPPERS[wrapper](functools.partial(keyed, key=jax.random.key(5))), scale=2)
+    trainer = make(bound, "bucketed")
     params = {"w": jnp.ones((3, 2))}
-    expected = keyed(params, None, jax.random.key(5))
+    expected = keyed(params, None, jax.random.key(5), 2)
     state = trainer.init(params)
     np.testing.assert_allclose(trainer.evaluate(state, BATCH), expected, rtol=1e-6)
     _, metrics = trainer.step(state, BATCH)
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_key_that_is_not_bound_is_given(wrapper):
+    def keyed(params, batch, scale, key):
+        return scale * jnp.sum(jax.random.normal(key, (3,))[:, None] * params["w"])
+
+    trainer = make(WRAPPERS[wrapper](functools.partial(keyed, scale=2)), "bucketed")
+    state, first = trainer.step(trainer.init({"w": jnp.ones((3, 2))}), BATCH)
+    _, second = trainer.step(state, BATCH)
+    assert first["loss"] != second["loss"]

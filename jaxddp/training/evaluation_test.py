@@ -1,5 +1,7 @@
 """What ``evaluate`` and aux values mean where a mean over ranks would be wrong."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,15 +53,43 @@ def test_evaluate_gives_aux_as_well():
     np.testing.assert_allclose([loss, aux["square"]], [expected, expected_aux["square"]], rtol=1e-6)
 
 
+PER_EXAMPLE = {
+    "rows": lambda each: each[:, 0],
+    "flat": lambda each: each.reshape(-1),
+    "columns": lambda each: each.T,
+    "first": lambda each: each[:3],
+    "list": list,
+    "total": lambda each: jaxddp.Weighted(each[:, 0], len(each)),
+    "weight": lambda each: jaxddp.Weighted(each.sum(), each[:, 0] * 0 + 1),
+}
+
+
 @pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_per_example_aux_is_refused(num_microbatches):
+@pytest.mark.parametrize("kind", PER_EXAMPLE)
+def test_per_example_aux_is_refused(kind, num_microbatches):
     def loss_fn(params, batch):
-        out = batch["x"] @ params["w"]
-        return jnp.mean(out), {"of_each": out}
+        out = batch["x"] * params["w"]
+        return jnp.mean(out), {"mean": jnp.mean(out), "of_each": PER_EXAMPLE[kind](out)}
 
     one = trainer(loss_fn, has_aux=True, num_microbatches=num_microbatches)
-    with pytest.raises(ValueError, match=r"aux leaf 'of_each' .*one entry for each example"):
+    with pytest.raises(ValueError, match=r"aux leaf 'of_each.* has an entry for each example"):
+        one.step(one.init(PARAMS), batch(16))
+
+
+def test_aux_is_refused_where_it_cannot_be_traced_for_another_number_of_examples():
+    def loss_fn(params, batch, is_mean=False):
+        out = (batch["x"] @ params["w"]).reshape(2, 2)
+        each = out.reshape(-1)
+        return jnp.mean(out), {"of_each": jaxddp.Weighted(each, 1) if is_mean else each, "three": jnp.ones(3)}
+
+    one = trainer(loss_fn, has_aux=True)
+    with pytest.raises(
+        ValueError, match=r"'of_each' \(=\[4\]\) may have an entry for each of 4 .*Weighted\(value, 1\)"
+    ):
         one.step(one.init(PARAMS), batch())
+    other = trainer(functools.partial(loss_fn, is_mean=True), has_aux=True)
+    _, metrics = other.step(other.init(PARAMS), batch())
+    np.testing.assert_allclose(metrics["aux"]["of_each"], np.mean((batch()["x"].sum(1)).reshape(2, 4), 0))
 
 
 def test_aux_that_is_only_as_long_as_the_batch_is_averaged():
