@@ -88,3 +88,17 @@ def test_zero2_with_a_bucket_that_no_example_touches(num_microbatches, accumulat
     strategy = jaxddp.zero2(1e-6, accumulate=accumulate)
     trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), strategy, jaxddp.data_mesh(2), num_microbatches=num_microbatches)
     compare(trainer, {"w": jnp.ones((6, 2)), "r": jnp.ones((5, 3))}, {"x": jnp.ones((16, 6))})
+
+
+def test_a_plan_of_another_loss_is_refused_where_it_would_send_less():
+    def make(loss_fn):
+        return jaxddp.Trainer(loss_fn, optax.sgd(0.1), jaxddp.bucketed(), jaxddp.data_mesh(2))
+
+    with_bias = make(lambda params, batch: jnp.mean((batch["x"] @ params["w"] + params["b"]) ** 2))
+    without = make(lambda params, batch: jnp.mean((batch["x"] @ params["w"]) ** 2))
+    params, batch = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}, {"x": jnp.ones((4, 3))}
+    state = without.init(params)
+    assert without.plan(state, batch).constants == ("b",)
+    with pytest.raises(ValueError, match="plan takes the gradient of 'b' as constant, and it is not"):
+        with_bias.step_function(state, batch, without.plan(state, batch))
+    without.step_function(state, batch, with_bias.plan(state, batch))

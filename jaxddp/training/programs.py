@@ -160,12 +160,18 @@ class Programs:
     def init_opt_state(self, layout: StateLayout, params: Any) -> Any:
         """Makes the optimizer's state of step 0; each rank makes its own part."""
         specs = layout.specs(self._rank_step.axis)
-        init = shard_map(self._rank_step.init, mesh=self._mesh, in_specs=(specs.params,), out_specs=specs.opt_state)
+        init = shard_map(
+            self._on_rank(layout).init, mesh=self._mesh, in_specs=(specs.params,), out_specs=specs.opt_state
+        )
         return jax.jit(init, out_shardings=jax.tree.map(partial(NamedSharding, self._mesh), specs.opt_state))(params)
 
     def step_function(self, state: TrainState, batch: Any, plan: BucketPlan | None = None) -> StepFunction:
         """Gives the training step as a function to compile, with the given plan or its own."""
-        plan = self.plan(state, batch) if plan is None else plan
+        if plan is None or plan.buckets:  # a plan without buckets is meant to send nothing
+            own = self.plan(state, batch)
+            plan = own if plan is None else plan
+            if unsent := sorted(set(plan.constants) - set(own.constants)):
+                raise ValueError(f"plan takes the gradient of {unsent[0]!r} as constant, and it is not: plan this step")
         model = self._model(state)
         return self._over_mesh(partial(model.rank_step.train, plan), model, state, batch, donates_state=True)
 

@@ -75,7 +75,9 @@ class RankStep:
 
     def init(self, params: Any) -> Any:
         """Makes the optimizer state of what this rank updates."""
-        return self.optimizer.init(self._updated_here(split(params, self.trainable)[0]))
+        trainable = split(params, self.trainable)[0]
+        with self._on_shards(trainable):
+            return self.optimizer.init(self._updated_here(trainable))
 
     def train(self, plan: BucketPlan, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Takes one step.
@@ -208,14 +210,7 @@ class RankStep:
 
     def update(self, grads: Any, params: Any, opt_state: Any, loss: jax.Array, full: Any) -> tuple[Any, Any]:
         """Gives the updated parameters and optimizer state: of this rank's shards of ``full``, or of all of it."""
-        shards: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self.strategy.shards_optimizer_state:
-            cuts = {
-                name: self.cuts.get(name) if self.strategy.shards_params else Cut(leaf.shape, self.num_ranks)
-                for name, leaf in named_leaves(full).items()
-            }
-            shards = on_shards(self.axis, cuts, full)
-        with shards:
+        with self._on_shards(full):
             updates, opt_state = self.optimizer.update(grads, opt_state, params, value=loss)
         return optax.apply_updates(params, updates), opt_state
 
@@ -270,6 +265,16 @@ class RankStep:
         with jax.named_scope(METRICS_SCOPE):
             flat = all_reduce(flat, self.axis)
         return unravel(flat)
+
+    def _on_shards(self, params: Any) -> contextlib.AbstractContextManager[None]:
+        """Where the optimizer is called: it may ask for norms over the ranks' shards of ``params``."""
+        if not self.strategy.shards_optimizer_state:
+            return contextlib.nullcontext()
+        cuts = {
+            name: self.cuts.get(name) if self.strategy.shards_params else Cut(leaf.shape, self.num_ranks)
+            for name, leaf in named_leaves(params).items()
+        }
+        return on_shards(self.axis, cuts)
 
     def _updated_here(self, params: Any) -> Any:
         """The parameters that this rank updates, or its shards of them."""

@@ -21,10 +21,12 @@ from ..communication.collectives import all_reduce
 from ..communication.reduction import sum_of_squares
 from ..communication.sharding import Cut
 from ..scopes import METRICS_SCOPE
-from ..tree import named_leaves, path_name
-from .elementwise import GLOBAL_NORM
+from ..tree import named_leaves
 
-_shards: ContextVar[tuple[str, Mapping[str, Cut | None], Any] | None] = ContextVar("jaxddp_shards", default=None)
+GLOBAL_NORM = "jaxddp_global_norm"  # by which the element-wise check knows the one sum over elements that is allowed
+
+_shards: ContextVar[tuple[str, Mapping[str, Cut | None]] | None] = ContextVar("jaxddp_shards", default=None)
+_full: ContextVar[Mapping[str, tuple[int, ...]] | None] = ContextVar("jaxddp_full", default=None)
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
@@ -68,31 +70,27 @@ def global_norm(tree: Any) -> jax.Array:
     """The Euclidean norm of all elements of a tree, over all ranks if its leaves are shards.
 
     Args:
-        tree: Arrays under the names of the parameters; some may be missing.
+        tree: Arrays under the names of parameters of their shapes; some may be missing.
 
     Returns:
         A scalar, summed at least in float32.
 
     Raises:
-        ValueError: If the leaves are shards and one does not have the name of a parameter, or may have another's, in a
-            list of fewer entries.
+        ValueError: If the optimizer is to be sharded, and a leaf has not the name of a parameter of its shape.
     """
-    over = _shards.get()
-    rule = "updates in shards must keep the names of parameters"
-    if over is not None:
-        lengths = _lengths(over[2])
-        for name, length in _lengths(tree).items():
-            if lengths.get(name) != length:
-                raise ValueError(f"{rule}, and a list of {lengths.get(name)} has {length} entries: clip the whole tree")
+    over, shapes = _shards.get(), _full.get()
+    leaves = named_leaves(tree)
+    for name, leaf in leaves.items() if shapes is not None else ():
+        if shapes.get(name) != leaf.shape:  # a shard of it would be taken for one of another parameter
+            found = f"{name!r} is " + (f"{leaf.shape} for {shapes[name]}" if name in shapes else "none")
+            raise ValueError(f"updates in shards must keep the names of parameters, and {found}: clip the whole tree")
 
     def jaxddp_global_norm(leaves: dict[str, jax.Array]) -> jax.Array:
         if over is None:
             return jnp.sqrt(sum_of_squares(leaves.values()))
-        axis, cuts, _ = over
+        axis, cuts = over
         shards, replicated = [], []
         for name, leaf in leaves.items():
-            if name not in cuts:
-                raise ValueError(f"{rule}, and {name!r} is none: clip the whole tree")
             cut = cuts[name]
             if cut is None:
                 replicated.append(leaf)
@@ -103,31 +101,29 @@ def global_norm(tree: Any) -> jax.Array:
         return jnp.sqrt(total + sum_of_squares(replicated))
 
     assert jaxddp_global_norm.__name__ == GLOBAL_NORM
-    return jax.jit(jaxddp_global_norm)(named_leaves(tree))
+    return jax.jit(jaxddp_global_norm)(leaves)
 
 
 @contextlib.contextmanager
-def on_shards(axis: str, cuts: Mapping[str, Cut | None], params: Any) -> Iterator[None]:
+def on_shards(axis: str, cuts: Mapping[str, Cut | None]) -> Iterator[None]:
     """Makes ``global_norm`` sum over ranks inside the block.
 
     Args:
         axis: Name of the mesh axis over which updates are sharded.
         cuts: How each parameter is cut, by name; None if its update is replicated.
-        params: A tree of the parameters' structure.
     """
-    token = _shards.set((axis, cuts, params))
+    token = _shards.set((axis, cuts))
     try:
         yield
     finally:
         _shards.reset(token)
 
 
-def _lengths(tree: Any, path: tuple[Any, ...] = ()) -> dict[str, int]:
-    """Lengths of the lists and tuples in a tree, by name; an entry that holds no leaf counts."""
-    children = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: node is not tree)
-    if not children or not children[0][0]:  # without entries, or a leaf
-        return {}
-    found = {path_name(path): len(children)} if isinstance(children[0][0][0], jax.tree_util.SequenceKey) else {}
-    for key, child in children:
-        found |= _lengths(child, path + key)
-    return found
+@contextlib.contextmanager
+def on_full(params: Any) -> Iterator[None]:
+    """Makes ``global_norm`` refuse, inside the block, what it could not find again among shards of these parameters."""
+    token = _full.set({name: leaf.shape for name, leaf in named_leaves(params).items()})
+    try:
+        yield
+    finally:
+        _full.reset(token)

@@ -38,8 +38,8 @@ from jax.extend import core
 from ..communication.backward_order import TRANSPARENT
 from ..communication.buckets import chunk_elements
 from ..tree import named_leaves, path_name
+from .clipping import GLOBAL_NORM, on_full
 
-GLOBAL_NORM = "jaxddp_global_norm"  # the one sum over elements that is allowed: ``clipping`` takes it over ranks
 _PROBE_ELEMENTS = 1009  # size of the first made-up shard
 _WRAPPERS = TRANSPARENT - {"shard_map"}  # whose shapes differ inside
 _RESHAPES = frozenset(("broadcast_in_dim", "reshape", "slice", "squeeze"))  # the identity if the shape stays the same
@@ -135,7 +135,8 @@ def check_elementwise(
     params = _abstract(params)
     shards = _flat(params, lambda leaf: chunk_elements(leaf.size, 2)) if shard_shapes is None else shard_shapes
     state, expressions = sharded_state(optimizer, params), _Expressions()
-    whole = _computations(optimizer, params, state, extra_args, expressions)
+    with on_full(params):
+        whole = _computations(optimizer, params, state, extra_args, expressions)
     with _blaming_shapes():
         cut = _computations(optimizer, shards, state, extra_args, expressions)
         for (label, computation), (_, on_shard) in zip(whole, cut, strict=True):

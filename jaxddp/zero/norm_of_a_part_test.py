@@ -1,4 +1,4 @@
-"""The norm of a part of a list: its leaves have other places than the parameters, so it is refused on shards."""
+"""Norms of parts of a tree: a leaf that is not under the name of a parameter of its shape is refused on shards."""
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +36,19 @@ def params_of():
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=["zero1", "zero3"])
-def test_a_part_of_a_list_is_refused(strategy):
+@pytest.mark.parametrize(
+    ("params", "part"),
+    [
+        (params_of, lambda updates: updates[1:]),
+        (lambda: [jnp.ones(2), jnp.ones(5)], lambda updates: updates[::-1]),
+        (lambda: {"a": jnp.ones(3), "b": jnp.ones(4)}, lambda updates: {"a": updates["b"], "b": updates["a"]}),
+        (lambda: {"a": jnp.ones((3, 4))}, lambda updates: {"a": updates["a"].T}),
+    ],
+    ids=["part", "reversed", "swapped", "transposed"],
+)
+def test_a_leaf_in_the_place_of_another_shape_is_refused(strategy, params, part):
     with pytest.raises(ValueError, match="updates in shards must keep the names of parameters.*whole tree"):
-        train(strategy, clip_a_part(lambda updates: updates[1:]), params_of())
+        train(strategy, clip_a_part(part), params())
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=["zero1", "zero3"])
@@ -48,11 +58,22 @@ def test_a_part_of_a_list_is_refused(strategy):
         (params_of, lambda updates: updates),
         (params_of, lambda updates: [updates[0], None, updates[2]]),
         (params_of, lambda updates: [optax.MaskedNode(), updates[1], updates[2]]),
+        (lambda: [params_of()[0] + i for i in range(3)], lambda updates: updates[:0:-1]),
         (lambda: dict(zip("abc", params_of(), strict=True)), lambda updates: {"b": updates["b"], "c": updates["c"]}),
     ],
-    ids=["whole", "None", "masked", "by key"],
+    ids=["whole", "None", "masked", "of one shape", "by key"],
 )
 def test_what_keeps_its_place_is_clipped_as_the_whole(strategy, params, part):
     found = train(strategy, clip_a_part(part), params())
     expected = train(jaxddp.naive(), clip_a_part(part), params())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=["zero1", "zero3"])
+def test_the_state_may_begin_with_a_norm(strategy):
+    def update(updates, norm, params=None):
+        return jax.tree.map(lambda leaf: leaf / norm, updates), norm
+
+    optimizer = optax.chain(optax.GradientTransformation(clipping.global_norm, update), optax.sgd(0.1))
+    found, expected = train(strategy, optimizer, params_of()), train(jaxddp.naive(), optimizer, params_of())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)

@@ -68,10 +68,14 @@ def shard_optimizer(
     optimizer = optax.with_extra_args_support(optimizer)
     plan_buckets([], bucket_mb)  # refuses a bad cap now, not at the first update
 
+    def cuts(tree: Any) -> dict[str, Cut]:
+        return {name: Cut(leaf.shape, lax.axis_size(axis)) for name, leaf in named_leaves(tree).items()}
+
     def init(params: Any) -> Any:
         shards = local_shards(params, axis)
         check_elementwise(optimizer, params, shards)
-        return optimizer.init(shards)
+        with on_shards(axis, cuts(params)):
+            return optimizer.init(shards)
 
     def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         num_ranks = lax.axis_size(axis)
@@ -84,8 +88,7 @@ def shard_optimizer(
             lambda mean, grad: mean.reshape(Cut(grad.shape, num_ranks).shard_shape), like(grads, means), grads
         )
         param_shards = None if params is None else local_shards(params, axis)
-        cuts = {name: Cut(leaf.shape, num_ranks) for name, leaf in named_leaves(grads).items()}
-        with on_shards(axis, cuts, grads):
+        with on_shards(axis, cuts(grads)):
             updates, state = optimizer.update(grad_shards, state, param_shards, **extra_args)
         return gather_params(updates, grads, plan, axis), state
 
