@@ -24,7 +24,8 @@ from .. import __version__
 from ..communication.buckets import BucketPlan
 from ..loss import partial_loss
 from ..strategy import GradientTrace, Strategy
-from ..tree import check_params, named_leaves
+from ..tree import check_params, named_leaves, split
+from ..zero.elementwise import describe_update
 from .agreement import agreement, check_alike
 from .model_state import STATE_SYNC, planned_sync
 from .placement import describe, from_first_process, full_arrays, place, place_by_rank, whole
@@ -104,7 +105,7 @@ class Trainer:
             trainable: Predicate on a parameter's dotted path. Other parameters get no gradient, no optimizer state
                 and no communication.
             has_aux: Whether ``loss_fn`` returns auxiliary values as well; they come back in ``metrics["aux"]``,
-                averaged as the loss is.
+                averaged as the loss is; counts, and leaves with entries for single examples, are refused.
             max_grad_norm: Clips the global norm of the averaged gradient to this value.
             grad_dtype: Dtype in which gradients are accumulated and summed over ranks; each parameter's own if None.
             nonfinite: What ``step`` does if the loss or the norm of the averaged gradient is NaN or infinite, or an
@@ -200,7 +201,7 @@ class Trainer:
         Raises:
             ValueError: If there are no arrays, a trainable one is not of a floating dtype, the optimizer is not
                 element-wise where its state is sharded, the mesh is a target's, processes differ in versions,
-                options, strategy or parameters by name, shape or dtype, or ``model_state`` is missing with
+                options, strategy, optimizer or parameters by name, shape or dtype, or ``model_state`` is missing with
                 ``has_state`` or given without.
         """
         self._check_devices("init", "abstract_state")
@@ -211,6 +212,7 @@ class Trainer:
             held = {"parameter": describe(params), "model_state leaf": describe(model_state)}
             shapes = {f"{kind} {name!r}": text for kind, one in held.items() for name, text in one.items()}
             check_alike(self._fingerprint() | shapes)
+            check_alike({"optimizer": self._describe_update(params)})
             params, model_state, seed = from_first_process((params, model_state, seed))
         layout = self._programs.describe(params)
         params = place(params, layout.params, self.mesh)
@@ -453,16 +455,25 @@ class Trainer:
             "jaxddp": __version__,
             "jax": jax.__version__,
             "strategy": self.strategy.name,
+            "precision": repr(self.strategy.precision),
             "compression": self.strategy.compression.name,
             "num_ranks": self.num_ranks,
             "num_microbatches": self.num_microbatches,
             "max_grad_norm": self._arguments["max_grad_norm"],
             "nonfinite": self._nonfinite,
             "max_skips": self._max_skips,
+            "has_aux": self._arguments["has_aux"],
             "state_sync": self._arguments["state_sync"],
             "check_replicas_every": self._check_replicas_every,
             "grad_dtype": str(self._arguments["grad_dtype"]),
         }
+
+    def _describe_update(self, params: Any) -> str:
+        step = self._rank_step
+        try:
+            return describe_update(step.optimizer, split(params, step.trainable)[0], [(step.axis, step.num_ranks)])
+        except Exception as error:  # the other processes wait for this one
+            return type(error).__name__
 
     def _describe(self, held: Any, num_microbatches: int, state: TrainState | None) -> dict[str, str]:
         """This process's batch and, if there is a state to train, the plan of the step."""

@@ -25,7 +25,12 @@ if process_id and kind == "strategy":
     strategy = jaxddp.zero1()
 if process_id and kind == "plan":
     strategy = jaxddp.bucketed(bucket_mb=1e-6)
-trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), strategy, jaxddp.data_mesh())
+rate = 0.2 if process_id and kind == "rate" else 0.1
+optimizer = optax.chain(
+    optax.masked(optax.add_decayed_weights(0.1), lambda params: {name: name == "w" for name in params}),
+    optax.inject_hyperparams(optax.sgd)(optax.linear_schedule(rate, 0.0, 9), momentum=0.9),
+)
+trainer = jaxddp.Trainer(loss_fn, optimizer, strategy, jaxddp.data_mesh())
 params = {"w": np.ones((3, 2 + process_id if kind == "shape" else 2), "f4"), "b": np.zeros((2,), "f4")}
 if kind == "name" and process_id:
     params |= {"v": params["w"]}
@@ -52,6 +57,7 @@ REFUSED = {
     "strategy": "strategy (='zero1' in process 1) must be 'bucketed', as in process 0",
     "name": "parameter 'v' (='[3, 2] float32' in process 1) must be 'absent', as in process 0",
     "shape": "parameter 'w' (='[3, 3] float32' in process 1) must be '[3, 2] float32', as in process 0",
+    "rate": r"optimizer (='checksum \w+' in process 1) must be 'checksum \w+', as in process 0",
     "rows": "batch (='number 1, x [8, 3] float32' in process 1) must be 'number 1, x [4, 3] float32', as in process 0",
     "plan": r"plan (='2 buckets, checksum \w+' in process 1) must be '1 buckets, checksum \w+', as in process 0",
 }

@@ -24,6 +24,8 @@ from __future__ import annotations
 import enum
 import itertools
 import math
+import re
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -144,6 +146,35 @@ def check_elementwise(
                 raise ValueError(f"{label} is another computation there; decide by path, or by ndim > 1")
 
 
+def describe_update(optimizer: optax.GradientTransformationExtraArgs, params: Any, axis_env: list[Any]) -> str:
+    """Describes what an optimizer computes, its numbers included, as text that all processes can compare.
+
+    Args:
+        optimizer: The optimizer; traced, not run.
+        params: The full trainable parameters: a tree of arrays or ``jax.ShapeDtypeStruct``.
+        axis_env: Names and sizes of the mesh axes whose ranks call it.
+
+    Returns:
+        A checksum of ``init`` and ``update``.
+
+    Example:
+        >>> texts = {describe_update(optax.with_extra_args_support(optax.sgd(lr)), jnp.ones(3), []) for lr in (1, 2, 2)}
+        >>> len(texts)
+        2
+    """
+    params, value = _abstract(params), jax.ShapeDtypeStruct((), jnp.float32)
+    first, state = jax.make_jaxpr(optimizer.init, axis_env=axis_env, return_shape=True)(params)
+    update = jax.make_jaxpr(
+        lambda grads, state, params, value: optimizer.update(grads, state, params, value=value), axis_env=axis_env
+    )(params, state, params, value)
+    expressions, outputs = _Expressions(), []
+    for program in (first, update):
+        inputs = [_Value(_Kind.UNIFORM, expressions.number("input", place)) for place in range(len(program.in_avals))]
+        outputs.append([value.number for value in expressions.follow(program, inputs)])
+    text = re.sub(r"0x[0-9a-f]+", "", f"{expressions} {outputs}")  # functions are printed with their addresses
+    return f"checksum {zlib.crc32(text.encode()):08x}"
+
+
 class _Kind(enum.Enum):
     UNIFORM, ALIGNED, POSITIONAL, MIXED = range(4)
 
@@ -162,6 +193,9 @@ class _Expressions:
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
+
+    def __repr__(self) -> str:
+        return repr(list(self._numbers))
 
     def number(self, *expression: Any) -> int:
         return self._numbers.setdefault(expression, len(self._numbers))

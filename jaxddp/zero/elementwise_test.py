@@ -9,8 +9,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from optax import contrib
 
+import jaxddp
 from jaxddp.tree import named_leaves, path_name
-from jaxddp.zero.elementwise import StateLeaf, check_elementwise, sharded_state
+from jaxddp.zero.elementwise import StateLeaf, check_elementwise, describe_update, sharded_state
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
@@ -350,3 +351,48 @@ def test_a_flax_state():
     assert mirrors == [None, "bias", "kernel", "bias", "kernel"]
     with pytest.raises(ValueError, match="its update of 'bias' depends on a sum over elements"):
         check_elementwise(optax.lamb(0.1), params)
+
+
+def noisy(scale):
+    def update(updates, state, params=None):
+        del params
+        by_host = jax.pure_callback(lambda: np.float32(scale), jax.ShapeDtypeStruct((), np.float32))
+        return jax.tree.map(lambda leaf: leaf * by_host * jax.lax.axis_index("data"), updates), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+UNLIKE = {
+    "sgd": lambda: optax.sgd(0.1),
+    "another rate": lambda: optax.sgd(0.10000001),
+    "schedule": lambda: optax.sgd(optax.linear_schedule(0.1, 0.0, 9)),
+    "longer schedule": lambda: optax.sgd(optax.linear_schedule(0.1, 0.0, 10)),
+    "rate as state": lambda: optax.inject_hyperparams(optax.sgd)(0.1),
+    "another rate as state": lambda: optax.inject_hyperparams(optax.sgd)(0.2),
+    "adam": lambda: optax.adam(0.1),
+    "another eps": lambda: optax.adam(0.1, eps=1e-7),
+    "bf16 moments": lambda: optax.adam(0.1, mu_dtype=jnp.bfloat16),
+    "decay": lambda: optax.adamw(0.1),
+    "mask": lambda: optax.adamw(0.1, mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)),
+    "rates by index": lambda: optax.sgd(lambda count: jnp.asarray(np.linspace(0.1, 0.0, 9))[count]),
+    "other rates by index": lambda: optax.sgd(lambda count: jnp.asarray(np.linspace(0.1, 0.01, 9))[count]),
+    "micro-steps": lambda: optax.MultiSteps(optax.adam(0.1), 4).gradient_transformation(),
+    "more micro-steps": lambda: optax.MultiSteps(optax.adam(0.1), 5).gradient_transformation(),
+    "clipping": lambda: optax.chain(jaxddp.clip_by_global_norm(1.0), optax.sgd(0.1)),
+    "other clipping": lambda: optax.chain(jaxddp.clip_by_global_norm(2.0), optax.sgd(0.1)),
+    "plateau": lambda: optax.chain(optax.sgd(0.1), contrib.reduce_on_plateau(patience=3)),
+    "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, 3), optax.sgd(0.1)),
+    "another seed": lambda: optax.chain(optax.add_noise(0.1, 0.5, 4), optax.sgd(0.1)),
+    "rank and host": lambda: noisy(1),
+}
+
+
+def test_optimizers_are_described_alike_only_if_they_compute_alike():
+    params = {"w": jnp.ones((3, 4)), "b": jnp.ones(4)}
+
+    def describe(make):
+        return describe_update(optax.with_extra_args_support(make()), params, [("data", 4)])
+
+    described = {name: describe(make) for name, make in UNLIKE.items()}
+    assert len(set(described.values())) == len(described), described
+    assert described == {name: describe(make) for name, make in UNLIKE.items()}
