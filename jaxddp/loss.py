@@ -248,8 +248,8 @@ def _wide(value: Any) -> jax.Array:
 def _with_key(loss_fn: Callable[..., Any], has_state: bool) -> Callable[..., Any]:
     """Adapts a loss function to ``(*inputs, key)``; it gets ``key`` by position or by name if it takes one.
 
-    A key that ``functools.partial`` has set stays. Called with None, to evaluate, it gets no key: the default of its own
-    counts. One with a model state must take one then: without, its BatchNorm would normalise by the statistics of
+    A key that ``functools.partial`` has set stays. Called with None, to evaluate, it gets no key: the default of its
+    own counts. One with a model state must take one then: without, its BatchNorm would normalise by the statistics of
     whatever examples a rank evaluates.
     """
     num_inputs = 2 + has_state

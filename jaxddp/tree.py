@@ -74,9 +74,9 @@ def check_params(params: Any, trainable: Callable[[str], bool] | None) -> None:
     for name, kind in _statistics(params).items():
         if trainable is None or trainable(name):
             raise ValueError(
-                f"parameter {name!r} is {kind}, which must not be trained: give init the parameters alone, as"
-                " nnx.split(model, nnx.Param, ...) or variables['params'] has them, and the statistics as"
-                " model_state=... of a Trainer(has_state=True)"
+                f"parameter {name!r} is {kind}, which must not be trained: give it as model_state=... to init of a"
+                " Trainer(has_state=True); jaxddp.flax.from_nnx and from_linen, or nnx.split(model, nnx.Param, ...),"
+                " take parameters and state apart"
             )
     for name, leaf in leaves.items():
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
