@@ -94,7 +94,7 @@ def _statistics(params: Any) -> dict[str, str]:
     """What Flax does not call parameters, by name: Linen's collection of statistics, and NNX's kinds of variables."""
     nnx: Any = sys.modules.get("flax.nnx")  # a tree that holds its variables has loaded it
     kinds = (nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState) if nnx else ()
-    found = {}
+    found: dict[str, str] = {}
     for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda node: isinstance(node, kinds)):
         if isinstance(node, kinds):
             kind = f"a {type(node).__name__} of Flax NNX's"

@@ -230,7 +230,7 @@ def sum_of_squares(arrays: Iterable[jax.Array]) -> jax.Array:
     return sum(squares, start=jnp.zeros(()))
 
 
-def _varying(x: jax.Array) -> Collection[str]:
+def _varying(x: jax.Array) -> frozenset[str]:
     """The mesh axes over which an array may vary; none where ``check_vma`` is off."""
     kind = jax.typeof(x)
-    return kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma
+    return frozenset(kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma)

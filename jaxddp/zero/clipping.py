@@ -80,8 +80,8 @@ def global_norm(tree: Any) -> jax.Array:
     """
     over, shapes = _shards.get(), _full.get()
     leaves = named_leaves(tree)
-    for name, leaf in leaves.items() if shapes is not None else ():
-        if shapes.get(name) != leaf.shape:  # a shard of it would be taken for one of another parameter
+    for name, leaf in leaves.items():
+        if shapes is not None and shapes.get(name) != leaf.shape:  # its shard would be taken for another
             found = f"{name!r} is " + (f"{leaf.shape} for {shapes[name]}" if name in shapes else "none")
             raise ValueError(f"updates in shards must keep the names of parameters, and {found}: clip the whole tree")
 
