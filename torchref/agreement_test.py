@@ -74,7 +74,48 @@ def message_of_other_wrappers(change):
     return ""
 
 
+def message_of_optimizers(name, change):
+    is_other = dist.get_rank() == 1
+    module = model()
+    classes = {"class": [torch.optim.SGD, torch.optim.Adagrad]}.get(change, [torch.optim.SGD] * 2)
+    options = {
+        "class": {"lr": 0.1},
+        "lr": {"lr": 0.1 * (1 + is_other)},
+        "tensor": {"lr": torch.tensor(0.5 if is_other else 0.25)},
+        "momentum": {"lr": 0.1, "momentum": 0.5 * is_other},
+        "groups": {"lr": 0.1},
+    }[change]
+    groups = [{"params": list(layer.parameters())} for layer in (module[0], module[2])]
+    groups[is_other]["lr"] = 0.2
+    params = groups if change == "groups" else list(module.parameters())
+    try:
+        if name == "sharded optimizer":
+            torchref.ShardedOptimizer(params, classes[is_other], **options).step()
+        else:
+            cls = {"zero1": torchref.ZeRO1, "zero2": torchref.ZeRO2}[name]
+            cls(module, optimizer_cls=classes[is_other], params=params, **options)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+OPTIMIZERS = {
+    "class": "optimizer (='Adagrad' in rank 1) must be 'SGD', as in rank 0",
+    "lr": "lr of group 0 (=0.2 in rank 1) must be 0.1, as in rank 0",
+    "tensor": "lr of group 0 (=0.5 in rank 1) must be 0.25, as in rank 0",
+    "momentum": "momentum of group 0 (=0.5 in rank 1) must be 0.0, as in rank 0",
+    "groups": "lr of group 0 (=0.1 in rank 1) must be 0.2, as in rank 0",
+}
+
+
 # Tests
+
+
+@pytest.mark.parametrize("change", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["zero1", "zero2", "sharded optimizer"])
+def test_optimizers_that_differ_are_refused(ranks, name, change):
+    for message in ranks.run(message_of_optimizers, name, change, num_ranks=2):
+        assert message == OPTIMIZERS[change]
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
-from torchref.late_parameters_test import model, wrap, wrappers
+from torchref.late_parameters_test import WRAPPERS, model, wrap, wrappers
 
 NUM_RANKS = 2
 
@@ -113,6 +114,80 @@ def finish_forgotten(name, no_sync, clear):
     return ""
 
 
+def finish_forgotten_past_version_counters(name, clear, start):
+    """What a fused optimizer and ``data`` change raises no version; returns the message, and how far the ranks are."""
+    net = wrap(name, model())
+    parameters, x = list(net.parameters()), rows(dist.get_rank())
+    tx = torch.optim.AdamW(parameters, lr=0.1, fused=True)
+    try:
+        for _ in range(3):
+            if start:
+                net.on_train_batch_start()
+            loss(net, x).backward()
+            if clear == "fused":
+                tx.step()
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    if clear != "fused":
+                        parameter.data -= 0.1 * parameter.grad.data
+                    if clear == "zeros":
+                        parameter.grad.data.zero_()
+                    else:
+                        parameter.grad = None
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def finish_after_the_step(name, kind):
+    net = wrap(name, model())
+    parameters = list(net.parameters())
+    tx = torch.optim.AdamW(parameters, lr=0.1, fused=True)
+    loss(net, rows(dist.get_rank())).backward()
+    before = [parameter.tolist() for parameter in parameters]
+    try:
+        if kind == "fused":
+            tx.step()
+        else:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.data -= 0.1 * parameter.grad
+        net.finish_gradient_synchronization()
+    except RuntimeError as error:
+        return str(error), before == [parameter.tolist() for parameter in parameters]
+    return "", False
+
+
+def other_changes_between_passes(name):
+    """Weights may be changed where no backward is under way, and loaded after one that was discarded."""
+    net = wrap(name, model())
+    tx, x = optimizer_of(name, net), rows(dist.get_rank())
+    before = {key: tensor.clone() for key, tensor in net.state_dict().items() if key != "_extra_state"}
+    for parameter in net.parameters():
+        parameter.data.mul_(2)
+    loss(net, x + 5)  # a look
+    loss(net, x + 5).backward()
+    net.zero_grad()
+    for key, tensor in net.state_dict(keep_vars=True).items():
+        if key != "_extra_state":
+            tensor.data.copy_(before[key])
+    loss(net, x).backward()
+    net.finish_gradient_synchronization()
+    tx.step()
+    return weights(name, net)
+
+
+def recomputed_twice_in_a_backward(name):
+    """A forward that checkpointing repeats in the backward is no new pass."""
+    net = wrap(name, model())
+    tx, x = optimizer_of(name, net), rows(dist.get_rank())
+    halves = [checkpoint(net, x[:1], use_reentrant=False), checkpoint(net, x[1:], use_reentrant=False)]
+    sum(half.square().sum() for half in halves).backward()
+    net.finish_gradient_synchronization()
+    tx.step()
+    return weights(name, net)
+
+
 def cleared_before_finish(name, clear):
     net = wrap(name, model())
     tx = optimizer_of(name, net)
@@ -178,6 +253,37 @@ def test_finish_twice_is_refused(ranks, name):
 def test_finish_forgotten_is_refused_at_the_next_forward_at_the_latest(ranks, name, no_sync, clear):
     for message in ranks.run(finish_forgotten, name, no_sync, clear, num_ranks=NUM_RANKS):
         assert "call finish_gradient_synchronization" in message
+
+
+# ZeRO-2 frees local gradients as soon as they are reduced: nothing can step on them.
+keeping_gradients = pytest.mark.parametrize("name", [name for name in WRAPPERS if not name.startswith("zero2")])
+
+
+@pytest.mark.parametrize(
+    ("clear", "start"), [("fused", False), ("none", False), ("none", True), ("zeros", False), ("zeros", True)]
+)
+@keeping_gradients
+def test_finish_forgotten_is_refused_where_no_version_counter_shows_it(ranks, name, clear, start):
+    for message in ranks.run(finish_forgotten_past_version_counters, name, clear, start, num_ranks=NUM_RANKS):
+        assert "call finish_gradient_synchronization" in message or "was computed twice" in message
+
+
+@pytest.mark.parametrize("kind", ["fused", "data"])
+@keeping_gradients
+def test_finish_after_the_step_is_refused(ranks, name, kind):
+    for message, is_unchanged in ranks.run(finish_after_the_step, name, kind, num_ranks=NUM_RANKS):
+        assert "call finish_gradient_synchronization" in message
+        assert is_unchanged == (kind == "fused")
+
+
+@wrappers
+def test_weights_may_be_changed_between_passes(ranks, name):
+    assert_close(ranks.run(other_changes_between_passes, name, num_ranks=NUM_RANKS), expected(0))
+
+
+@wrappers
+def test_a_forward_that_is_recomputed_in_the_backward_is_no_new_pass(ranks, name):
+    assert_close(ranks.run(recomputed_twice_in_a_backward, name, num_ranks=NUM_RANKS), expected(0))
 
 
 @wrappers

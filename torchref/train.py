@@ -91,7 +91,7 @@ class Trainer:
                 options = {"num_microbatches": self.num_microbatches, "max_grad_norm": self.max_grad_norm}
                 check_alike(options, self._parallel.process_group)
                 self._agreed = True
-            self._parallel.on_train_batch_start()
+            self._parallel.discard_pass()
         self.net.zero_grad(set_to_none=True)
         parts = []
         rows = _num_rows(batch)

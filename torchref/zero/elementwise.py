@@ -34,8 +34,8 @@ def check_elementwise(
 
     Raises:
         ValueError: If an update depends on more than its element, such as on a norm or the parameter's shape; if a step
-            raises, for instance because the optimizer needs a closure, matrices or sparse gradients; or if ``step`` is
-            not torch's own and the class does not set ``elementwise = True``.
+            raises, for instance because the optimizer needs a closure, matrices or sparse gradients; or if the step is
+            not torch's own, or has hooks, and ``elementwise = True`` is not set.
 
     Example:
         >>> check_elementwise(torch.optim.AdamW, {"lr": 0.1})
@@ -50,7 +50,7 @@ def check_elementwise(
     probe = optimizer_cls([nn.Parameter(torch.zeros(4, 6, device=device))], **moving)  # bad options raise its own error
     try:
         differs = _differs(optimizer_cls, moving, device)
-        if not _is_torchs(probe):
+        if not type(probe).__module__.startswith("torch.optim.") or own_parts(probe):
             differs = differs or _differs_elsewhere(optimizer_cls, options if options.get("lr") else moving, device)
     except Exception as error:  # an optimizer may raise anything
         raise ValueError(
@@ -61,15 +61,41 @@ def check_elementwise(
         raise ValueError(
             f"optimizer (={name}) must be element-wise to be sharded: its steps differ on the whole and on its parts"
         )
-    if not type(probe).step.__module__.startswith("torch.optim.") and not getattr(probe, "elementwise", False):
+    if own_parts(probe) and not getattr(probe, "elementwise", False):
         raise ValueError(
             f"optimizer (={name}) must be element-wise to be sharded: its step is its own, and no trial shows that of"
             " every step; if each element is updated by itself, say so by elementwise = True in the class"
         )
 
 
-def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer).__module__.startswith("torch.optim.")
+def own_parts(optimizer: torch.optim.Optimizer) -> set[Any]:
+    """Lists what a step does beside torch's own: hooks, and methods that the class or the instance replaces.
+
+    Example:
+        >>> own_parts(torch.optim.SGD([torch.zeros(2)]))
+        set()
+    """
+    classes = itertools.takewhile(lambda one: not one.__module__.startswith("torch.optim."), type(optimizer).__mro__)
+    base = next(one for one in type(optimizer).__mro__ if one.__module__.startswith("torch.optim."))
+    methods = [
+        _unwrapped(value)
+        for one in (optimizer, *classes)
+        for name, value in vars(one).items()
+        if hasattr(base, name) and (name == "step" or (name[0] == "_" and name[:2] != "__"))
+    ]
+    hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+    return {*hooks, *(one for one in methods if not _is_torchs(one))}
+
+
+def _unwrapped(method: Any) -> Any:
+    """What torch has wrapped: ``step`` of subclasses, and of instances that a schedule drives."""
+    while _is_torchs(method) and hasattr(method, "__wrapped__"):
+        method = method.__wrapped__
+    return method
+
+
+def _is_torchs(method: Any) -> bool:
+    return getattr(method, "__globals__", {}).get("__name__", "").startswith("torch.optim.")  # wraps() keeps it
 
 
 def _differs_elsewhere(

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+ADVICE = "call clip_grad_norm_ of the wrapper, or do what else is to be done, before step() of the wrapper"
+
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
 
@@ -78,3 +80,51 @@ def mark_state_dicts(optimizer: torch.optim.Optimizer, group: dist.ProcessGroup 
     """
     optimizer.register_state_dict_post_hook(lambda _, state_dict: {**state_dict, **rank_marks(group)})
     optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: check_marks(state_dict, group))
+
+
+def guard_step(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Makes an optimizer over shards step through its wrapper only, which puts ``grad_versions`` into what is returned.
+
+    Global hooks, which run before, must not change the gradients: they see this rank's shards alone.
+    """
+    allowed: list[Any] = []
+
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not allowed:
+            raise RuntimeError(
+                "optimizer.step() alone, as a GradScaler calls it, updates this rank's shards and no parameter: call"
+                " step() of the wrapper"
+            )
+        if allowed != [grad_versions(optimizer)]:
+            raise RuntimeError(f"a hook of all optimizers changed this rank's shards of the gradients: {ADVICE}")
+
+    optimizer.register_step_pre_hook(check)
+    return allowed
+
+
+def grad_versions(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
+    """Which tensors the gradients are, and how often they were changed in place."""
+    grads = [one.grad for group in optimizer.param_groups for one in group["params"]]
+    return [(id(grad), grad._version) for grad in grads if grad is not None]
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str] | None = None) -> dict[str, Any]:
+    """Describes what must be alike on every rank: the class, the groups and their options.
+
+    Args:
+        optimizer: The optimizer.
+        names: Of its parameters, by id; not described if None.
+
+    Example:
+        >>> describe_optimizer(torch.optim.SGD([torch.zeros(2)], lr=0.1))["lr of group 0"]
+        0.1
+    """
+    alike: dict[str, Any] = {"optimizer": type(optimizer).__name__}
+    for index, group in enumerate(optimizer.param_groups):
+        if names is not None:
+            alike[f"parameters of group {index}"] = ", ".join(names[id(one)] for one in group["params"])
+        for name, option in group.items():
+            value = option.tolist() if isinstance(option, torch.Tensor) else option
+            if name != "params" and isinstance(value, (bool, int, float, str, tuple, list)):
+                alike[f"{name} of group {index}"] = value
+    return alike

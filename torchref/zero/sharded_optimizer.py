@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from ..agreement import check_alike
 from ..communication.collectives import broadcast
-from .optimizers import as_groups, as_list, check_marks, rank_marks
+from .optimizers import as_groups, as_list, check_marks, describe_optimizer, rank_marks
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -108,7 +108,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         The closure recomputes the gradients and returns the loss, which is returned; it is called once on every rank.
 
         Raises:
-            ValueError: If the ranks list different parameters.
+            ValueError: If the ranks list different parameters, or differ in the optimizer's class or options.
         """
         if not self._agreed:
             self._check_agreement()
@@ -179,12 +179,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _check_agreement(self) -> None:
         """Ranks that list different parameters would broadcast one into another."""
+        self._give_options()
         names = {f"names of group {i}": group.get("param_names") for i, group in enumerate(self.param_groups)}
         owned = {
             f"parameter {i}": f"{[*p.shape]} {p.dtype} of rank {owner}"
             for i, (p, owner) in enumerate(self._owner.items())
         }
-        check_alike(names | owned, self.process_group)
+        check_alike(names | owned | describe_optimizer(self.local), self.process_group)
         self._agreed = True
 
     def _local_group(self, group: dict[str, Any]) -> dict[str, Any]:

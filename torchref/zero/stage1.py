@@ -45,13 +45,14 @@ from jaxddp.communication.buckets import (
     plan_buckets,
 )
 
+from ..agreement import check_alike
 from ..communication.collectives import all_gather
 from ..communication.compression import Compression, check_stateless, none
 from ..communication.reduction import REDUCE_SCATTER, InFlight
 from ..communication.sharding import local_shard, pack_chunks, pack_local_shards, split_chunks, unpack_chunks
 from ..strategy import DataParallel, register, resolve_bucket_mb
-from .elementwise import check_elementwise
-from .optimizers import Params, as_groups, mark_state_dicts
+from .elementwise import check_elementwise, own_parts
+from .optimizers import ADVICE, Params, as_groups, describe_optimizer, grad_versions, guard_step, mark_state_dicts
 
 
 @register("zero1")
@@ -81,6 +82,7 @@ class ZeRO1(DataParallel):
         process_group: dist.ProcessGroup | None = None,
         order: Sequence[str] | None = None,
         compression: Compression = none,
+        broadcast_buffers: bool = True,
         bucket_size_mb: BucketMb = "default",
         **kwargs: Any,
     ) -> None:
@@ -96,13 +98,15 @@ class ZeRO1(DataParallel):
             process_group: As ``DataParallel`` takes it.
             order: As ``DataParallel`` takes it.
             compression: Gradient compression; must be stateless. Parameters are gathered uncompressed.
+            broadcast_buffers: As ``DataParallel`` takes it.
             bucket_size_mb: Older name of ``bucket_mb``.
             **kwargs: For ``optimizer_cls``.
 
         Raises:
             TypeError: If ``params`` or a group of it is a set.
-            ValueError: If the optimizer is not element-wise, the compression has state, ``params`` holds a tensor that
-                is no parameter of the module, a cap or the rule is out of range, or as ``DataParallel``.
+            ValueError: If the optimizer is not element-wise, its class, groups or options differ by rank, the
+                compression has state, ``params`` holds a tensor that is no parameter of the module, a cap or the rule
+                is out of range, or as ``DataParallel``.
         """
 
         def make_plan(tensors: Sequence[TensorSpec]) -> BucketPlan:
@@ -113,12 +117,23 @@ class ZeRO1(DataParallel):
         groups = None if params is None else as_groups(params)
         check_stateless(compression, "where gradients are sharded: use none, bf16 or fp16, or a strategy of ddp/")
         check_elementwise(optimizer_cls, kwargs, next(module.parameters(), torch.empty(0)).device)
-        super().__init__(module, make_plan, process_group=process_group, order=order, compression=compression)
+        super().__init__(
+            module,
+            make_plan,
+            process_group=process_group,
+            order=order,
+            compression=compression,
+            broadcast_buffers=broadcast_buffers,
+        )
         self._rank = dist.get_rank(process_group)
         self._shards = {name: nn.Parameter(self._local_shard(parameter)) for name, parameter in self._trained.items()}
         self.optimizer = optimizer_cls(self._shard_groups(groups), **kwargs)
+        if self.num_ranks > 1:
+            names = {id(shard): name for name, shard in self._shards.items()}
+            check_alike(describe_optimizer(self.optimizer, names), process_group)
         mark_state_dicts(self.optimizer, process_group)
-        self._may_step = _guard_step(self.optimizer)
+        self._may_step = guard_step(self.optimizer)
+        self._made_with = own_parts(self.optimizer)
         self._sums: list[torch.Tensor | None] = [None] * len(self.plan.buckets)
         self._in_flight: InFlight[tuple[int, torch.Tensor]] = InFlight()
 
@@ -126,17 +141,25 @@ class ZeRO1(DataParallel):
         """Updates this rank's shards, and gathers those of all ranks into the module.
 
         Raises:
-            RuntimeError: If there are no averaged gradients.
+            RuntimeError: If there are no averaged gradients, a backward has followed them, or the optimizer has got
+                hooks or another ``step``.
         """
         if all(shard.grad is None for shard in self._shards.values()):
             raise RuntimeError("step needs averaged gradients: call finish_gradient_synchronization after the backward")
+        self._check_finished()
+        self._has_optimizer = True
+        if own_parts(self.optimizer) != self._made_with:
+            raise RuntimeError(
+                f"optimizer (={type(self.optimizer).__name__}) got hooks or another step after wrapping, which see this"
+                f" rank's shards alone: {ADVICE}"
+            )
         for name, shard in self._shards.items():
             shard.data = self._local_shard(self._trained[name])  # other weights may have been loaded into the module
-        self._may_step[0] = True
+        self._may_step.append(grad_versions(self.optimizer))
         try:
             self.optimizer.step()
         finally:
-            self._may_step[0] = False
+            self._may_step.clear()
         self._gather()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -164,7 +187,8 @@ class ZeRO1(DataParallel):
         new = super().__deepcopy__(memo)
         assert isinstance(new, ZeRO1)
         mark_state_dicts(new.optimizer, new.process_group)
-        new._may_step = _guard_step(new.optimizer)
+        new._may_step = guard_step(new.optimizer)
+        new._made_with = own_parts(new.optimizer)
         return new
 
     @torch.no_grad()
@@ -240,18 +264,3 @@ class ZeRO1(DataParallel):
                 raise ValueError("params must be parameters of the module, or groups of them; one is not")
             found.append({**group, "params": [shard_of[key] for key in ids if key not in frozen]})
         return found
-
-
-def _guard_step(optimizer: torch.optim.Optimizer) -> list[bool]:
-    """Makes an optimizer over shards refuse to step past its wrapper, while what is returned holds False."""
-    may_step = [False]
-
-    def check(*_: Any) -> None:
-        if not may_step[0]:
-            raise RuntimeError(
-                "optimizer.step() alone, as a GradScaler calls it, updates this rank's shards and no parameter: call"
-                " step() of the wrapper"
-            )
-
-    optimizer.register_step_pre_hook(check)
-    return may_step

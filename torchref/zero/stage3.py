@@ -44,7 +44,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from jaxddp.communication.buckets import BucketMb, Rule, plan_buckets
 
@@ -95,6 +94,7 @@ class FSDP(Replicated):
         process_group: dist.ProcessGroup | None = None,
         order: Sequence[str] | None = None,
         compression: Compression = none,
+        broadcast_buffers: bool = True,
     ) -> None:
         """Wraps a module.
 
@@ -109,6 +109,7 @@ class FSDP(Replicated):
             process_group: As ``DataParallel`` takes it.
             order: As ``DataParallel`` takes it, of the replicated parameters.
             compression: ``none``, or ``noop`` for a step without communication; use the dtypes to send less.
+            broadcast_buffers: As ``DataParallel`` takes it.
 
         Raises:
             ValueError: If there is no parameter to shard, a unit shares one with a module that is no unit, a unit keeps
@@ -141,6 +142,7 @@ class FSDP(Replicated):
             process_group=process_group,
             order=order,
             compression=compression,
+            broadcast_buffers=broadcast_buffers,
             sharded={name for name, parameter in module.named_parameters() if id(parameter) in ids},
             shard=shard,
         )
@@ -191,9 +193,10 @@ class FSDP(Replicated):
         remove_hooks_with(self, [handle for unit in self._units.values() for handle in unit.handles])
         shards = [(name, self._trained[name]) for name in self._trained.keys() & self._sharded]
         remove_hooks_with(self, [shard.register_hook(partial(_refuse_direct, name)) for name, shard in shards])
-        if self.num_ranks > 1:
-            ids = frozenset(id(shard) for _, shard in shards)
-            remove_hooks_with(self, [register_optimizer_step_pre_hook(partial(_refuse_scaler, ids))])
+
+    def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        super()._check_step(optimizer)
+        _refuse_scaler({id(self._trained[name]) for name in self._trained.keys() & self._sharded}, optimizer)
 
     def _finish_reductions(self, denominator: float) -> None:
         accumulate(self._in_flight.wait(), self.num_ranks)
@@ -239,7 +242,7 @@ def _refuse_direct(name: str, grad: torch.Tensor | None) -> None:
         )
 
 
-def _refuse_scaler(shards: frozenset[int], optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _refuse_scaler(shards: set[int], optimizer: torch.optim.Optimizer) -> None:
     """Refuses a step on shards that a scaler takes because this rank's gradients are finite."""
     scaler, state = _calling_scaler(optimizer)
     if scaler is None or not any(id(one) in shards for group in optimizer.param_groups for one in group["params"]):
