@@ -1,4 +1,4 @@
-"""Steps past the wrapper, such as a ``GradScaler``'s, and buffers that a forward changes."""
+"""Steps past the wrapper, such as a ``GradScaler``'s, and steps that were changed."""
 
 import functools
 
@@ -10,7 +10,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import torchref
-from torchref.late_parameters_test import model, wrap, wrappers
+from torchref.late_parameters_test import model, wrap
 
 # On the ranks
 
@@ -113,20 +113,6 @@ def step_of_a_scheduled_optimizer(name):
     return {key: parameter.tolist() for key, parameter in net.module.named_parameters()}
 
 
-def buffers_after_two_steps(name):
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    net = wrap(name, module)
-    tx = torch.optim.SGD(net.parameters(), lr=0.1) if name in PLAIN else net
-    for step in range(2):
-        net.zero_grad()
-        x = torch.linspace(0, 1, 12).reshape(4, 3) * (dist.get_rank() + 1) + step
-        net(x).square().sum().backward()
-        net.finish_gradient_synchronization()
-        tx.step()
-    return {key: buffer.tolist() for key, buffer in module.named_buffers()}
-
-
 def steps_of_a_scaler(kind, fused=False, unscales=False):
     """Two steps, of which the first overflows on rank 1's shard alone; their weights, or why they are refused."""
     net = torchref.FSDP(nn.Sequential(nn.Linear(1, 2, bias=False)))
@@ -151,8 +137,6 @@ def steps_of_a_scaler(kind, fused=False, unscales=False):
             return ""
     return [net.gather_full_params()["0.weight"].flatten().tolist(), scaler.get_scale()]
 
-
-PLAIN = ("naive", "flat", "overlapped", "bucketed", "zero3")
 
 # Tests
 
@@ -210,9 +194,3 @@ def test_a_sharded_scaler_skips_on_all_ranks(ranks, fused):
 def test_a_disabled_scaler_steps(ranks):
     for weights, _ in ranks.run(steps_of_a_scaler, "disabled", num_ranks=2):
         torch.testing.assert_close(weights, [0.8, 0.8])
-
-
-@wrappers
-def test_buffers_stay_equal(ranks, name):
-    first, second = ranks.run(buffers_after_two_steps, name, num_ranks=2)
-    assert first == second
