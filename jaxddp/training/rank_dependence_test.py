@@ -38,6 +38,13 @@ def from_a_collective(rank):
     return lax.psum_scatter(each, "data") / NUM_RANKS
 
 
+def from_a_neighbour(rank):
+    del rank
+    each = jnp.stack([noise(r, 0) + noise(r, 1) for r in range(NUM_RANKS)])
+    # Rank 0 sends to rank 1 the sum of both, and gets nothing.
+    return lax.ppermute(each.sum(0), "data", [(0, 1)])
+
+
 def rank():
     return lax.axis_index("data")
 
@@ -48,6 +55,7 @@ FORMS = {
     "while": in_a_while_loop,
     "cond": in_a_branch,
     "collective": from_a_collective,
+    "neighbour": from_a_neighbour,
 }
 STRATEGIES = {"naive": {}, "bucketed": {}, "zero1": {}, "zero2": {}, "zero3": {"min_shard_elements": 0}}
 
