@@ -6,6 +6,7 @@ A leaf's name is its path, joined by dots: ``params["layers"][0]["attention"]["q
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -98,7 +99,7 @@ def _statistics(params: Any) -> dict[str, str]:
     for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda node: isinstance(node, kinds)):
         if isinstance(node, kinds):
             kind = f"a {type(node).__name__} of Flax NNX's"
-        elif any(jax.tree_util.keystr((key,), simple=True) == "batch_stats" for key in path[:-1]):
+        elif "batch_stats" in re.split(r"\W+", path_name(path))[:-1]:  # also of a flattened dictionary
             kind = "a statistic of Flax Linen's"
         else:
             continue

@@ -65,7 +65,7 @@ def matmul_flops(equation: Any) -> float:
 
 def _may_differ_by_rank(equation: Any) -> bool:
     """Whether an operation of constants, or one in its loop or branch, may give each rank another value."""
-    # Reading the rank, most collectives and io_callback are effects, which loops and branches inherit; ppermute is none.
+    # Reading the rank, io_callback and all collectives but ppermute are effects, which loops and branches inherit.
     if equation.effects or "axis_name" in equation.params or equation.primitive.name in _OWN_VALUES:
         return True
     return any(_may_differ_by_rank(inner) for jaxpr in core.jaxprs_in_params(equation.params) for inner in jaxpr.eqns)

@@ -160,7 +160,8 @@ def start_reduction(
         if grad.size and not axes <= _varying(grad):
             raise ValueError(
                 f"the gradient of {name!r} does not vary over {axis!r}: autodiff has summed it, it would be {num_ranks}"
-                f" times too large; differentiate in jax.lax.pcast(params, {axis!r}, to='varying'), leaf by leaf"
+                f" times too large; differentiate in jax.lax.pcast(params, {axis!r}, to='varying'), leaf by leaf;"
+                " pcast what is constant"
             )
 
     with jax.named_scope(SYNC_SCOPE):

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.traverse_util import flatten_dict
 
 import jaxddp
 
@@ -79,11 +81,17 @@ VARIABLES = {"params": {"w": jnp.ones((3, 2))}, "batch_stats": {"mean": jnp.zero
 
 @pytest.mark.parametrize(
     ("params", "name"),
-    [(VARIABLES, ""), ({"gen": VARIABLES, "w": jnp.ones(2)}, "gen."), (({"w": jnp.ones(2)}, VARIABLES), "1.")],
-    ids=["top", "nested", "tuple"],
+    [
+        (VARIABLES, "batch_stats.mean"),
+        ({"gen": VARIABLES, "w": jnp.ones(2)}, "gen.batch_stats.mean"),
+        (({"w": jnp.ones(2)}, VARIABLES), "1.batch_stats.mean"),
+        (flatten_dict(VARIABLES, sep="/"), "batch_stats/mean"),
+        (flatten_dict(VARIABLES), "('batch_stats', 'mean')"),
+    ],
+    ids=["top", "nested", "tuple", "joined", "flat"],
 )
 def test_linen_variables_are_refused_where_statistics_would_be_trained(params, name):
-    with pytest.raises(ValueError, match=rf"'{name}batch_stats\.mean' is a statistic of Flax Linen's.*has_state="):
+    with pytest.raises(ValueError, match=rf"{re.escape(repr(name))} is a statistic of Flax Linen's.*has_state="):
         make(lambda params, batch: 0.0, "bucketed").init(params)
     make(lambda params, batch: 0.0, "bucketed", trainable=lambda name: "batch_stats" not in name).init(params)
 

@@ -514,9 +514,10 @@ def _warn_of_narrow(params: Any, trainable: Callable[[str], bool] | None, master
     for name, leaf in named_leaves(params).items():
         dtype = jnp.dtype(master_dtype or leaf.dtype) if trainable is None or trainable(name) else jnp.dtype("float32")
         if dtype.itemsize < 4:
+            overflow = "sums of gradients above 65504 are infinite, " if dtype.name == "float16" else ""
             warnings.warn(
-                f"parameter {name!r} is {dtype.name}: updates below its last place are lost, and training stalls; give"
-                " init float32 parameters and cast them in loss_fn, or use zero3(master_dtype=jnp.float32)",
+                f"parameter {name!r} is {dtype.name}: {overflow}updates below its last place are lost, and training"
+                " stalls; give init float32 parameters, cast in loss_fn, or use zero3(master_dtype=jnp.float32)",
                 stacklevel=3,
             )
             return
