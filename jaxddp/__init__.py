@@ -7,6 +7,7 @@
     training models checkpoint        the trainer, models to train, checkpoints and weights
     mesh.py tree.py loss.py           ranks; names of leaves; what a loss function returns
     job.py roll_call.py process.py    the launcher's job; whether all of it is there; joining it (under torchrun.py too)
+    watchdog.py                       the end of all processes of a job when one is lost
     scopes.py plugins.py              name scopes in compiled programs; which plugins JAX starts
     network.py sizes.py               how long a collective takes; sizes of the transformer: no framework
     planning                          cost formulas and chips, for a cluster that is not here; needs no framework

@@ -19,7 +19,7 @@ FLOORS = (
     ("planning",),
     ("communication", "ddp", "zero", "training", "models", "checkpoint", "strategy", "registry", "mesh", "plugins",
      "tree", "loss", "flax", "scopes", "plain", "network", "sizes", "job", "environment",
-     "roll_call", "process", "torchrun"),
+     "roll_call", "watchdog", "process", "torchrun"),
 )  # fmt: skip
 FLOOR = {folder: len(FLOORS) - floor for floor, folders in enumerate(FLOORS) for folder in folders}
 

@@ -5,6 +5,7 @@
 | finds the job                               | ``find_job``, or the arguments      | the same                         |
 | finds the coordinator's port under torchrun | takes a free one, tells it          | read it from the agent's store   |
 | calls the roll                              | waits for all and compares          | say that they are there          |
+| watches (``watchdog.py``)                   | all others                          | process 0                        |
 | joins                                       | runs the coordinator, then connects | connect                          |
 """
 
@@ -19,8 +20,9 @@ import jax
 from . import __version__
 from .job import Job, find_job_or, visible_gpus
 from .plugins import devices
-from .roll_call import roll_call
+from .roll_call import meet
 from .torchrun import with_free_port
+from .watchdog import watch
 
 
 def start_process(
@@ -29,6 +31,7 @@ def start_process(
     process_id: int | None = None,
     *,
     timeout_s: float = 300,
+    stuck_s: float = 600,
 ) -> Job | None:
     """Joins this process to its job and starts JAX; call it before anything else uses JAX.
 
@@ -37,13 +40,16 @@ def start_process(
     ``data_mesh()`` spans them all. On CPU the processes communicate over Gloo, on GPUs over NCCL. A process alone on
     its host uses all of the host's GPUs, else the one of its local rank. Process 0 prints what was found.
 
-    The process leaves the job with ``jax.distributed.shutdown``, or when it exits.
+    The process leaves the job with ``jax.distributed.shutdown``, or when it exits. When another process is killed,
+    fails or no longer answers, this one prints a line about it and ends with status 5 rather than wait in a collective.
 
     Args:
         coordinator_address: ``host:port`` of process 0, for a job described by hand.
         num_processes: Number of processes of the job.
         process_id: This process's number, from 0.
         timeout_s: Seconds to wait for the other processes.
+        stuck_s: Seconds that a process may be silent, or the others wait in a ``Trainer.step`` that it has not begun,
+            as while one alone evaluates or saves.
 
     Returns:
         The job; None outside any, and where JAX found it.
@@ -59,7 +65,7 @@ def start_process(
     local_devices = job.local_devices(len(visible_gpus()))
     if job.num_processes > 1:
         job = with_free_port(job, timeout_s)
-        _join(job, local_devices, timeout_s)
+        _join(job, local_devices, timeout_s, stuck_s)
     devices()  # in all processes: they exchange what they have
     if job.process_id == 0 and coordinator_address is None:
         local = jax.local_devices()
@@ -91,9 +97,9 @@ def local_rows(batch: Any) -> Any:
     return jax.tree.map(rows, batch)
 
 
-def _join(job: Job, local_devices: list[int], timeout_s: float) -> None:
+def _join(job: Job, local_devices: list[int], timeout_s: float, stuck_s: float) -> None:
     versions = {"jaxddp": __version__, "jax": jax.__version__}
-    roll_call(job, versions, visible_gpus(local_devices), timeout_s)
+    watch(job, meet(job, versions, visible_gpus(local_devices), timeout_s), stuck_s)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if any(os.environ.get(name) for name in ("grpc_proxy", "https_proxy", "http_proxy")):
         # gRPC would ask the proxy for the coordinator, and abort the process.

@@ -169,7 +169,7 @@ def _parsed(line: str) -> dict[str, Any]:
 def _read_line(connection: socket.socket) -> str:
     line = b""
     while not line.endswith(b"\n"):
-        part = connection.recv(4096)
+        part = connection.recv(1)  # what follows the line is for whoever gets the connection
         if not part or len(line) > _MAX_BYTES:
             raise ConnectionError("the connection ended within a message")
         line += part

@@ -25,6 +25,7 @@ from ..communication.buckets import BucketPlan
 from ..loss import partial_loss
 from ..strategy import GradientTrace, Strategy
 from ..tree import check_params, named_leaves, split
+from ..watchdog import begin_step, wait_for_end
 from ..zero.elementwise import describe_update
 from .agreement import agreement, check_alike
 from .model_state import STATE_SYNC, planned_sync
@@ -265,7 +266,13 @@ class Trainer:
         check_alive(state)
         state = as_arrays(state)
         batch = self._place(batch, self.num_microbatches, state)
-        result = self._programs.step(state, batch)(state, batch)
+        program = self._programs.step(state, batch)
+        begin_step()
+        try:
+            result = program(state, batch)
+        except Exception:
+            wait_for_end()
+            raise
         if self._programs.platform == "cpu":
             # With more simulated devices than cores, steps that run ahead time out in XLA's rendezvous and abort.
             jax.block_until_ready(result)

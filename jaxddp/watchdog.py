@@ -1,0 +1,213 @@
+"""Ends a job of several processes when one of them is lost: the others would wait for it in a collective.
+
+A thread in each process keeps the connection of the roll call to process 0, and sends a beat with the number of the
+step that its process has begun. Process 0 judges, and tells all; the others judge process 0.
+
+| what happens to a process                                 | how it is noticed                    | after       |
+|-----------------------------------------------------------|--------------------------------------|-------------|
+| it is killed, its host goes down                          | its connection ends                  | at once     |
+| an exception ends it                                      | it says so                           | ``GRACE_S`` |
+| it ends while others have begun a later step              | it says so                           | ``GRACE_S`` |
+| it is stopped, or its network is cut                      | no beat                              | ``stuck_s`` |
+| it sleeps or spins while others have begun a later step   | no process begins another step       | ``stuck_s`` |
+
+Then every process prints one line and ends with status 5; after ``stuck_s`` also the stacks of its threads. The thread
+needs no collective and nothing of XLA's, whose own heartbeat takes a minute and a half and aborts. What began a step is
+``begin_step``, which ``Trainer.step`` calls. No framework is imported.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import json
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from .job import Job
+
+STATUS = 5  # of a process that another one's loss ends
+GRACE_S = 5.0  # in which processes may fail by themselves, with words of their own
+_BEAT_S = 0.5
+_LAST_WORDS_S = 1.0  # in which whoever started the processes may end them, and name the one that was lost
+
+
+class _Process:
+    """What is known of a process."""
+
+    def __init__(self, connection: socket.socket | None) -> None:
+        self.connection = connection
+        self.unread = b""
+        self.heard = self.moved = time.monotonic()  # when it last said something, and began a step
+        self.step = 0  # it has begun
+        self.failed: str | None = None
+        self.has_left = self.is_gone = False
+        self.since: float | None = None  # when it failed or left
+
+    def hear(self, said: Mapping[str, Any], now: float) -> None:
+        self.heard = now
+        if (step := int(said.get("step", self.step))) != self.step:
+            self.step, self.moved = step, now
+        self.failed = said.get("failed", self.failed)
+        self.has_left = said.get("left", self.has_left)
+        if self.since is None and (self.has_left or self.failed):
+            self.since = now
+
+
+class Watchdog:
+    """This process's thread, and what it knows of the others."""
+
+    def __init__(self, job: Job, connections: Mapping[int, socket.socket], stuck_s: float) -> None:
+        """Starts the thread.
+
+        Args:
+            job: The job.
+            connections: In process 0 to each other process, in the others to process 0; they become the thread's.
+            stuck_s: Seconds without a beat, or with processes waiting in a step that another has not begun.
+        """
+        self._number, self._stuck_s = job.process_id, stuck_s
+        self._mine = _Process(None)
+        self._others = {number: _Process(connection) for number, connection in connections.items()}
+        self._last_beat, self._is_ending = 0.0, threading.Event()
+        self._ended: tuple[str, bool] | None = None  # the reason, and whether stacks are wanted
+        for connection in connections.values():
+            connection.setblocking(False)
+        self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
+        atexit.register(self._leave)
+        threading.Thread(target=self._watch, name="jaxddp watchdog", daemon=True).start()
+
+    def begin_step(self) -> None:
+        """Counts a step that this process begins."""
+        self._mine.hear({"step": self._mine.step + 1}, now := time.monotonic())
+        if now - self._last_beat > _BEAT_S / 10:
+            self._beat(now)
+
+    def wait_for_end(self) -> None:
+        """Called after an error: if it came of another process's loss, the thread ends this process with a line."""
+        if self._is_ending.wait(2 * _BEAT_S):
+            time.sleep(60)
+
+    def _watch(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for other in self._others.values():
+                selector.register(other.connection, selectors.EVENT_READ, other)
+            while True:
+                if selector.get_map():
+                    for key, _ in selector.select(_BEAT_S):
+                        if not self._read(key.data):
+                            selector.unregister(key.fileobj)
+                else:
+                    time.sleep(_BEAT_S)
+                now = time.monotonic()
+                self._mine.heard = now
+                if now - self._last_beat >= _BEAT_S:
+                    self._beat(now)
+                if fault := self._ended or self._fault(now):
+                    self._end(*fault)
+
+    def _beat(self, now: float) -> None:
+        self._last_beat = now
+        self._tell({"step": self._mine.step, "failed": self._mine.failed, "left": self._mine.has_left})
+
+    def _read(self, other: _Process) -> bool:
+        """Reads what a process says; False once its connection has ended."""
+        assert other.connection is not None
+        try:
+            data = other.connection.recv(65536)
+        except BlockingIOError:
+            return True
+        except OSError:
+            data = b""
+        if not data:
+            other.is_gone = True
+            return False
+        *lines, other.unread = (other.unread + data).split(b"\n")
+        for line in lines:
+            said = json.loads(line)
+            if "end" in said:
+                self._ended = said["end"], said["stacks"]
+            other.hear(said, time.monotonic())
+        return True
+
+    def _tell(self, said: dict[str, Any]) -> None:
+        for other in self._others.values():
+            if other.connection is not None and not other.is_gone:
+                with contextlib.suppress(OSError):  # a stopped process reads nothing
+                    other.connection.send(json.dumps(said).encode() + b"\n")
+
+    def _fault(self, now: float) -> tuple[str, bool] | None:
+        """What is wrong, and whether the stacks of all processes show more of it."""
+        for number, other in self._others.items():
+            if other.is_gone and not other.has_left:
+                return f"process {number} is gone, {_last_step(other)}", False
+            if not other.is_gone and now - other.heard > self._stuck_s:
+                return f"process {number} has not answered for {self._stuck_s:g} s, {_last_step(other)}", True
+        if self._number != 0:
+            return None
+        everyone = dict(sorted({**self._others, 0: self._mine}.items()))
+        newest = max(one.step for one in everyone.values())
+        for number, one in everyone.items():
+            if one.since is not None and now - one.since > GRACE_S:
+                if one.failed:
+                    return f"process {number} failed, {_last_step(one)}: {one.failed}", False
+                if one.step < newest:
+                    return f"process {number} has ended, {_last_step(one)}, and others began step {newest}", False
+        behind = [number for number, one in everyone.items() if one.step < newest and one.since is None]
+        if behind and now - max(one.moved for one in everyone.values()) > self._stuck_s:
+            numbers = ", ".join(map(str, behind))
+            return f"process {numbers} did not begin step {newest} within {self._stuck_s:g} s of the others", True
+        return None
+
+    def _end(self, reason: str, shows_stacks: bool) -> None:
+        self._is_ending.set()
+        self._tell({"end": reason, "stacks": shows_stacks})
+        print(f"jaxddp: {reason}: process {self._number} ends", file=sys.stderr, flush=True)
+        if shows_stacks:
+            faulthandler.dump_traceback(sys.stderr)
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+        time.sleep(_LAST_WORDS_S * (2 if self._number == 0 else 1))  # JAX aborts processes that lose process 0
+        os._exit(STATUS)
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self._mine.hear({"failed": f"{kind.__name__}: {' '.join(str(error).split())[:300]}"}, now := time.monotonic())
+        self._beat(now)
+        self.wait_for_end()
+        self._excepthook(kind, error, trace)
+
+    def _leave(self) -> None:
+        self._mine.hear({"left": True}, now := time.monotonic())
+        self._beat(now)
+
+
+def _last_step(process: _Process) -> str:
+    return f"its last step {process.step}"
+
+
+_watchdog: Watchdog | None = None
+
+
+def watch(job: Job, connections: Mapping[int, socket.socket], stuck_s: float) -> None:
+    """Starts to watch the processes of a job; arguments are those of ``Watchdog``."""
+    global _watchdog
+    _watchdog = Watchdog(job, connections, stuck_s)
+
+
+def begin_step() -> None:
+    """Counts a training step of this process, which takes all processes of its job; nothing outside of one."""
+    if _watchdog is not None:
+        _watchdog.begin_step()
+
+
+def wait_for_end() -> None:
+    """Called after an error of a collective, which is no more than a consequence if another process is gone."""
+    if _watchdog is not None:
+        _watchdog.wait_for_end()

@@ -1,0 +1,117 @@
+"""Processes of a job in which one is lost, for real: the others end soon, with one line that names it."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxddp.watchdog import STATUS
+
+NUM_PROCESSES, FAULTY, STEP = 3, 1, 3
+STUCK_S = 4.0
+
+SCRIPT = f"""
+import os, signal, sys, time
+import jax, jax.numpy as jnp, numpy as np, optax
+jax.config.update("jax_num_cpu_devices", 1)
+import jaxddp
+port, process, fault, faulty = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+jaxddp.start_process(f"127.0.0.1:{{port}}", {NUM_PROCESSES}, process, stuck_s={STUCK_S})
+loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), jaxddp.bucketed(), jaxddp.data_mesh())
+state = trainer.init({{"w": jnp.ones((2, 1))}})
+for step in range(1, 2000):
+    if step == {STEP} + 1 and fault == "all end":
+        break
+    if step == {STEP} + 1 and process == faulty:
+        print("faulty at", time.time(), flush=True)
+        if fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if fault == "sleeps":
+            time.sleep(1000)
+        if fault == "raises":
+            raise LookupError("out of luck")
+        sys.exit(0)
+    state, metrics = trainer.step(state, np.ones((2, 2), np.float32))
+    time.sleep(0.1)  # so that the others hear of each step
+time.sleep(process)
+"""
+
+
+def run(tmp_path, fault, faulty=FAULTY):
+    """Gives statuses, outputs, and by when after the fault each of the others had ended, in seconds."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script, str(port), str(process), fault, str(faulty)],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for process in range(NUM_PROCESSES)
+    ]  # fmt: skip
+    try:
+        ends: dict[int, float] = {}
+        deadline = time.monotonic() + 100
+        others = [process for process in range(NUM_PROCESSES) if fault == "all end" or process != faulty]
+        while len(ends) < len(others) and time.monotonic() < deadline:
+            ends |= {
+                other: time.time() for other in others if other not in ends and processes[other].poll() is not None
+            }
+            time.sleep(0.05)
+        assert len(ends) == len(others), f"processes {set(others) - set(ends)} hang"
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.kill(process.pid, signal.SIGKILL)  # a stopped one as well
+    outputs = [process.communicate()[0] for process in processes]
+    since = re.search(r"faulty at ([\d.]+)", outputs[faulty])
+    seconds = max(ends.values()) - float(since[1]) if since else 0.0
+    return [process.returncode for process in processes], outputs, seconds
+
+
+@pytest.mark.parametrize(
+    ("fault", "faulty", "reason", "within_s"),
+    [
+        ("killed", 1, "process 1 is gone, its last step 3", 15),
+        ("sleeps", 2, f"process 2 did not begin step 4 within {STUCK_S:g} s of the others", STUCK_S + 15),
+        pytest.param("killed", 0, "process 0 is gone, its last step 3", 15, marks=pytest.mark.full),
+        pytest.param("stopped", 1, f"process 1 has not answered for {STUCK_S:g} s, its last step 3", STUCK_S + 15,
+                     marks=pytest.mark.full),
+        pytest.param("stopped", 0, f"process 0 has not answered for {STUCK_S:g} s, its last step 3", STUCK_S + 15,
+                     marks=pytest.mark.full),
+        pytest.param("sleeps", 0, f"process 0 did not begin step 4 within {STUCK_S:g} s of the others", STUCK_S + 15,
+                     marks=pytest.mark.full),
+        pytest.param("raises", 1, "process 1 failed, its last step 3: LookupError: out of luck", 15,
+                     marks=pytest.mark.full),
+        pytest.param("raises", 0, "process 0 failed, its last step 3: LookupError: out of luck", 15,
+                     marks=pytest.mark.full),
+        pytest.param("exits", 1, "process 1 has ended, its last step 3, and others began step 4", 15,
+                     marks=pytest.mark.full),
+    ],
+)  # fmt: skip
+def test_the_others_end_and_name_it(tmp_path, fault, faulty, reason, within_s):
+    statuses, outputs, seconds = run(tmp_path, fault, faulty)
+    assert seconds < within_s
+    for process in range(NUM_PROCESSES):
+        if process != faulty:
+            assert statuses[process] == STATUS, outputs[process]
+            assert f"jaxddp: {reason}: process {process} ends\n" in outputs[process], outputs[process]
+            assert "Traceback" not in outputs[process]
+    if fault == "sleeps":  # the log of the one that sleeps shows where
+        assert re.search(r'File ".*script.py", line \d+ in <module>', outputs[faulty])
+
+
+def test_processes_that_end_together_end_well(tmp_path):
+    statuses, outputs, _ = run(tmp_path, "all end")
+    assert statuses == [0] * NUM_PROCESSES, outputs
+    assert not any("jaxddp: process" in output for output in outputs)
