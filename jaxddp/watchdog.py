@@ -174,8 +174,9 @@ class Watchdog:
             faulthandler.dump_traceback(sys.stderr)
         with contextlib.suppress(Exception):
             sys.stdout.flush()
-        time.sleep(_LAST_WORDS_S * (2 if self._number == 0 else 1))  # JAX aborts processes that lose process 0
-        os._exit(STATUS)
+        if not any(number == 0 and other.is_gone for number, other in self._others.items()):
+            time.sleep(_LAST_WORDS_S * (2 if self._number == 0 else 1))
+        os._exit(STATUS)  # at once without process 0: XLA aborts processes that miss it
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._mine.hear({"failed": f"{kind.__name__}: {' '.join(str(error).split())[:300]}"}, now := time.monotonic())

@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ..watchdog import STATUS as LOST_ANOTHER
 from .interrupts import noted_signals
 
 _POLL_S = 0.1
@@ -48,6 +49,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--log-dir", default="runs/launch", metavar="DIR", help="folder for the ranks' logs (default: %(default)s)"
     )
+    add_max_restarts(parser)
     parser.add_argument("script", help="a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     parser.set_defaults(run=run)
@@ -61,37 +63,57 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if not Path(arguments.script).is_file():
         raise ValueError(f"script (={arguments.script!r}) must be a file")
-    return launch([arguments.script, *arguments.arguments], arguments.ranks, arguments.log_dir)
+    command = [arguments.script, *arguments.arguments]
+    return launch(command, arguments.ranks, arguments.log_dir, arguments.max_restarts)
 
 
-def launch(command: Sequence[str], num_processes: int, log_dir: str | None = None) -> int:
+def add_max_restarts(parser: argparse.ArgumentParser) -> None:
+    """Adds the option ``--max-restarts``."""
+    parser.add_argument(
+        "--max-restarts", type=int, default=0, metavar="K", help="start all processes again when one fails, at most K "
+        "times; for programs that go on from their checkpoints (default: %(default)s)",
+    )  # fmt: skip
+
+
+def launch(command: Sequence[str], num_processes: int, log_dir: str | None = None, max_restarts: int = 0) -> int:
     """Runs ``python command`` as the processes of a job.
 
     Args:
         command: A script or ``-m module``, and its arguments.
         num_processes: How many.
         log_dir: Folder for a log of each process, of which process 0 alone is shown; if None all are shown.
+        max_restarts: How often all processes are started again after one has failed, but not after a signal.
 
     Returns:
         0, or the exit status of a process that failed.
 
     Raises:
-        ValueError: If ``num_processes`` is not positive.
+        ValueError: If ``num_processes`` is not positive, or ``max_restarts`` negative.
     """
     if num_processes < 1:
         raise ValueError(f"num_processes (={num_processes}) must be a positive integer")
+    if max_restarts < 0:
+        raise ValueError(f"max_restarts (={max_restarts}) must not be negative")
     if find_spec("torch") is None:
-        return _launch_alone(command, num_processes, log_dir)
+        for restart in range(max_restarts):
+            status, signals = _launch_alone(command, num_processes, log_dir, restart)
+            if status == 0 or signals:
+                return status
+            print(f"restart {restart + 1} of {max_restarts}, after status {status}", file=sys.stderr)
+        return _launch_alone(command, num_processes, log_dir, max_restarts)[0]
     logs = [] if log_dir is None else [f"--log-dir={log_dir}", "--redirects=3", "--tee=0:3"]
-    torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={num_processes}"]
+    torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={num_processes}", f"--max-restarts={max_restarts}"]
     here = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
     # torchrun would set it to 1 and say so in five lines.
     environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_processes)), **os.environ}
     process = subprocess.Popen(_ended_with_parent([*torchrun, *here, *logs, *command]), env=environment)
-    return _wait([process])
+    return _wait([process])[0]
 
 
-def _launch_alone(command: Sequence[str], num_processes: int, log_dir: str | None) -> int:
+def _launch_alone(
+    command: Sequence[str], num_processes: int, log_dir: str | None, restart: int
+) -> tuple[int, list[int]]:
+    """Runs the processes once; gives the exit status, and the signals that were passed on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -101,6 +123,7 @@ def _launch_alone(command: Sequence[str], num_processes: int, log_dir: str | Non
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_processes, "LOCAL_WORLD_SIZE": num_processes}
         environment = os.environ | {name: str(value) for name, value in place.items()}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        environment["TORCHELASTIC_RESTART_COUNT"] = str(restart)
         process = subprocess.Popen(
             _ended_with_parent(["-u", *command]),
             env=environment,
@@ -110,28 +133,33 @@ def _launch_alone(command: Sequence[str], num_processes: int, log_dir: str | Non
         processes.append(process)
         if log_dir is not None:
             log = Path(log_dir, f"rank-{rank}.log")
-            readers.append(threading.Thread(target=_write_log, args=(process, log, rank == 0), daemon=True))
+            readers.append(
+                threading.Thread(target=_write_log, args=(process, log, rank == 0, restart > 0), daemon=True)
+            )
             readers[-1].start()
-    status = _wait(processes)
+    ended = _wait(processes)
     for reader in readers:
         reader.join(_GRACE_S)
-    return status
+    return ended
 
 
-def _write_log(process: subprocess.Popen, path: Path, is_shown: bool) -> None:
+def _write_log(process: subprocess.Popen, path: Path, is_shown: bool, appends: bool) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     assert process.stdout is not None
-    with path.open("wb", buffering=0) as log, process.stdout as lines:
+    with path.open("ab" if appends else "wb", buffering=0) as log, process.stdout as lines:
         for line in lines:
             log.write(line)
             if is_shown:
                 os.write(1, line)
 
 
-def _wait(processes: list[subprocess.Popen]) -> int:
+def _wait(processes: list[subprocess.Popen]) -> tuple[int, list[int]]:
     """Waits for all processes; after the first failure, and however this ends, ends the others.
 
     Signals of schedulers are passed on to the ranks, which end by themselves.
+
+    Returns:
+        The exit status, and the signals.
     """
     with noted_signals(is_in_job=False) as signals:
         failed, num_passed_on = None, 0
@@ -142,7 +170,9 @@ def _wait(processes: list[subprocess.Popen]) -> int:
                         with contextlib.suppress(ProcessLookupError):
                             os.kill(pid, number)
                     num_passed_on += 1
-                if failed := next((process for process in processes if process.returncode), None):
+                # First one that fails by itself, not for the loss of another.
+                all_failed = sorted((p for p in processes if p.returncode), key=lambda p: p.returncode == LOST_ANOTHER)
+                if failed := next(iter(all_failed), None):
                     rank = processes.index(failed)
                     if len(processes) > 1 and not signals:
                         print(f"rank {rank} ended with status {failed.returncode}: ending the others", file=sys.stderr)
@@ -152,7 +182,8 @@ def _wait(processes: list[subprocess.Popen]) -> int:
             _end(processes)
     status = max(abs(process.returncode) for process in processes if failed is None or process is failed)
     # torchrun's own status is 1 whatever its ranks' is.
-    return 128 + signals[0] if signals and status in (1, signals[0], 128 + signals[0]) else status
+    is_theirs = bool(signals) and status in (1, signals[0], 128 + signals[0])
+    return 128 + signals[0] if is_theirs else status, signals
 
 
 def _ranks_of(process: subprocess.Popen) -> list[int]:

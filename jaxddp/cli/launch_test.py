@@ -52,6 +52,29 @@ def test_a_process_that_fails_ends_the_others_and_gives_its_status(script, capfd
     assert "rank 1 ended with status 3: ending the others" in capfd.readouterr().err
 
 
+RESTARTED = """
+import os, sys
+print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], "of rank", os.environ["RANK"])
+is_last = os.environ["TORCHELASTIC_RESTART_COUNT"] == sys.argv[1]
+sys.exit(0 if is_last or os.environ["RANK"] == "0" else 3)
+"""
+
+
+@pytest.mark.parametrize("has_torch", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_all_are_started_again_as_often_as_asked(script, tmp_path, monkeypatch, capfd, has_torch):
+    if has_torch:
+        monkeypatch.setattr(command, "find_spec", find_spec)
+    path = tmp_path / "restarted.py"
+    path.write_text(RESTARTED)
+    assert launch([str(path), "2"], 2, str(tmp_path / "logs"), max_restarts=2) == 0
+    assert "attempt 2 of rank 0" in capfd.readouterr().out
+    assert launch([str(path), "2"], 2, str(tmp_path / "logs"), max_restarts=1) == (1 if has_torch else 3)
+    if not has_torch:
+        log = (tmp_path / "logs" / "rank-1.log").read_text()
+        assert log == "attempt 0 of rank 1\nattempt 1 of rank 1\n"
+        assert "restart 1 of 1, after status 3" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("has_torch", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_signal_reaches_every_process_and_the_status_is_its_own(script, tmp_path, monkeypatch, has_torch):
     if has_torch:

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from ..job import Job, find_job
 from .interrupts import Signalled, ended_by_interrupts
-from .launch import launch
+from .launch import add_max_restarts, launch
 from .quiet import import_jax
 from .train_options import DEFAULT_SIMULATED_DEVICES, TrainOptions
 from .train_report import TrainSummary
@@ -35,6 +35,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--processes", type=int, metavar="N", help="start N processes on this machine, which share the devices"
     )
+    add_max_restarts(parser)
+    _add(parser, "--stuck-s", float, "in a job of several processes: seconds without an answer of one, or in which the "
+         "others wait for it in a step, before all end with status 5", metavar="S")  # fmt: skip
     parser.add_argument("--simulate", action="store_true", help="simulate devices on the CPU even with accelerators")
     _add(parser, "--checkpoint", str, "folder for checkpoints; the last step is always saved", "none is saved", "DIR")
     _add(parser, "--checkpoint-every", int, "steps between checkpoints; 0: at the end only")
@@ -92,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int | None:
     options = TrainOptions(**{field.name: getattr(arguments, field.name) for field in fields(TrainOptions)})
 
     if arguments.processes is not None and find_job() is None:  # the processes get the same command
-        return launch(["-m", "jaxddp", *sys.argv[1:]], arguments.processes)
+        return launch(["-m", "jaxddp", *sys.argv[1:]], arguments.processes, max_restarts=arguments.max_restarts)
     with ended_by_interrupts():
         import_jax()  # late, so that the help needs no JAX
         from ..training.replicas import ReplicaError

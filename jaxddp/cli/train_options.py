@@ -49,6 +49,7 @@ class TrainOptions:
     max_skips: int = 10
     check_replicas_every: int = 100
     replicas: str = "stop"
+    stuck_s: float = 600.0
 
     def __post_init__(self) -> None:
         """Checks what can be checked before anything is loaded."""
@@ -67,6 +68,8 @@ class TrainOptions:
             raise ValueError(f"max_skips (={self.max_skips}) must not be negative")
         if self.nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite (={self.nonfinite!r}) must be one of {', '.join(NONFINITE)}")
+        if not 0 < self.stuck_s < math.inf:
+            raise ValueError(f"stuck_s (={self.stuck_s}) must be a positive finite number")
         if self.replicas not in REPLICAS:
             raise ValueError(f"replicas (={self.replicas!r}) must be one of {', '.join(REPLICAS)}")
         if self.replicas == "restore" and self.checkpoint is None:
