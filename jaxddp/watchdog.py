@@ -98,6 +98,7 @@ class Watchdog:
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector:
             for other in self._others.values():
+                assert other.connection is not None
                 selector.register(other.connection, selectors.EVENT_READ, other)
             while True:
                 if selector.get_map():

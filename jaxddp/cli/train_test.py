@@ -1,14 +1,18 @@
 import argparse
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 import types
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 import pytest
 
@@ -282,6 +286,47 @@ def test_a_signal_ends_a_run_of_any_processes_once_it_is_saved(tmp_path, num_pro
     steps = re.findall(rf"ended by {signal.Signals(number).name} after (\d+) of 100000 steps", output)
     assert len(steps) == num_processes and len(set(steps)) == 1
     assert [path.name for path in (tmp_path / "ck").iterdir()] == steps[:1]
+
+
+def ranks_of(folder):
+    """Process ids by rank, of the processes of a job that have this folder in their command."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if str(folder).encode() in (path / "cmdline").read_bytes():
+                variables = dict(one.partition(b"=")[::2] for one in (path / "environ").read_bytes().split(b"\0"))
+                if b"RANK" in variables:
+                    found[int(variables[b"RANK"])] = int(path.name)
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_run_that_loses_a_process_is_started_again_and_ends_as_one_that_did_not(tmp_path, number):
+    arguments = (
+        "--processes 2 --model byte_shallow --steps 16 --batch-size 2 --checkpoint-every 4 --eval-batches 1 --resume "
+        "--max-restarts 1 --stuck-s 10 --checkpoint"
+    ).split()
+    assert subprocess.run([*TRAIN, *arguments, tmp_path / "whole"], timeout=250, check=False).returncode == 0
+    lost = tmp_path / "lost"
+    with subprocess.Popen([*TRAIN, *arguments, lost], stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 200
+        while not (lost / "4").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(ranks_of(lost)[1], number)
+        _, error = process.communicate(timeout=250)
+    assert process.returncode == 0, error
+    assert re.search(r"jaxddp: process 1 (is gone|has not answered for 10 s), its last step \d+: process 0 ends", error)
+    assert not ranks_of(lost)
+    loss_fn, params = build("byte_shallow")
+    trainer = jaxddp.Trainer(loss_fn, optax.adamw(1e-3, weight_decay=0.01), jaxddp.bucketed(), jaxddp.data_mesh(1))
+    restored = []
+    for name in ("whole", "lost"):
+        with Checkpoints(tmp_path / name) as checkpoints:
+            state, _ = checkpoints.restore(trainer, params)
+        assert int(state.step) == 16
+        restored.append(trainer.params(state))
+    jax.tree.map(np.testing.assert_array_equal, *restored)
 
 
 def test_a_folder_that_cannot_be_written_ends_the_run_with_one_line():
