@@ -20,6 +20,7 @@ from torch import nn
 from .communication.collectives import record
 from .launch import RankPool, launch
 from .zero import ZeRO1
+from .zero.gradients import SpentGradient
 
 NUM_RANKS = 2
 
@@ -71,7 +72,7 @@ def _on_rank() -> list[Holding]:
         with record() as issued:
             phase()
         states = net.optimizer.state.values()
-        grads = [parameter.grad for parameter in [*net.parameters(), *_shards(net)] if parameter.grad is not None]
+        grads = [parameter.grad for parameter in [*net.parameters(), *_shards(net)]]
         holdings.append(
             Holding(
                 name,
@@ -79,7 +80,7 @@ def _on_rank() -> list[Holding]:
                 _num_elements(net.parameters()),
                 _num_elements(state["exp_avg"] for state in states),
                 _num_elements(state["exp_avg_sq"] for state in states),
-                _num_elements(grads),
+                _num_elements(grad for grad in grads if not isinstance(grad, (SpentGradient, type(None)))),
                 ", ".join(dict.fromkeys(one.kind for one in issued)),
             )
         )

@@ -8,6 +8,7 @@ would. The results must agree.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -29,8 +30,16 @@ def check_elementwise(
     optimizer_cls: Callable[..., torch.optim.Optimizer],
     options: Mapping[str, Any],
     device: torch.device | str = "cpu",
+    *,
+    is_declared: bool = False,
 ) -> None:
     """Refuses an optimizer that would update shards differently from full parameters.
+
+    Args:
+        optimizer_cls: Makes it.
+        options: For ``optimizer_cls``.
+        device: Where to try it.
+        is_declared: Whether a step of its own is accepted if no trial finds a difference.
 
     Raises:
         ValueError: If an update depends on more than its element, such as on a norm or the parameter's shape; if a step
@@ -61,11 +70,26 @@ def check_elementwise(
         raise ValueError(
             f"optimizer (={name}) must be element-wise to be sharded: its steps differ on the whole and on its parts"
         )
-    if own_parts(probe) and not getattr(probe, "elementwise", False):
+    if own_parts(probe) and not (is_declared or getattr(probe, "elementwise", False)):
         raise ValueError(
             f"optimizer (={name}) must be element-wise to be sharded: its step is its own, and no trial shows that of"
             " every step; if each element is updated by itself, say so by elementwise = True in the class"
         )
+
+
+def try_elementwise(optimizer: torch.optim.Optimizer, device: torch.device | str = "cpu") -> None:
+    """Refuses an optimizer that a trial finds to update shards differently, if another can be made from its options.
+
+    Raises:
+        ValueError: As ``check_elementwise``, but a step of its own need not be declared.
+    """
+    accepted = inspect.signature(type(optimizer)).parameters
+    options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+    try:
+        type(optimizer)([nn.Parameter(torch.zeros(1, device=device))], **options)
+    except Exception:  # it was made in another way
+        return
+    check_elementwise(type(optimizer), options, device, is_declared=True)
 
 
 def own_parts(optimizer: torch.optim.Optimizer) -> set[Any]:

@@ -23,6 +23,7 @@ from ..communication.collectives import all_gather
 from ..communication.compression import Compression
 from ..communication.reduction import REDUCE_SCATTER, InFlight
 from ..communication.sharding import local_shard, pack_chunks, pack_local_shards, split_chunks, unpack_chunks
+from .gradients import ShardGradient
 
 Arrival = tuple[Bucket, dict[str, nn.Parameter], torch.Tensor]  # bucket, its shards by name, this rank's row of the sum
 
@@ -237,11 +238,13 @@ def take_finished(shard: Any) -> None:
     shard._finished = None
 
 
-def put_back(shard: Any) -> None:
+def put_back(shard: Any, num_ranks: int) -> None:
     """Adds the mean that ``take_finished`` set aside to the new one."""
     aside = getattr(shard, "_aside", None)
     if aside is not None:
         shard.grad.add_(aside)
+    if num_ranks > 1:
+        shard.grad = shard.grad.as_subclass(ShardGradient)
     shard._aside, shard._finished = None, shard.grad
 
 

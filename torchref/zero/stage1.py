@@ -52,6 +52,7 @@ from ..communication.reduction import REDUCE_SCATTER, InFlight
 from ..communication.sharding import local_shard, pack_chunks, pack_local_shards, split_chunks, unpack_chunks
 from ..strategy import DataParallel, register, resolve_bucket_mb
 from .elementwise import check_elementwise, own_parts
+from .gradients import ShardGradient, SpentGradient, spent_gradient
 from .optimizers import ADVICE, Params, as_groups, describe_optimizer, grad_versions, guard_step, mark_state_dicts
 
 
@@ -60,9 +61,10 @@ class ZeRO1(DataParallel):
     """One reduce-scatter per bucket as it fills, one all-gather per bucket as its parameters are updated.
 
     It owns the optimizer: after ``finish_gradient_synchronization`` call ``step`` and ``zero_grad`` of the wrapper.
-    Until the synchronisation the module's gradients are this rank's local ones. Afterwards they are None, and the
-    averaged ones belong to the shards in ``optimizer.param_groups``. So clip with ``clip_grad_norm_`` of the wrapper:
-    ``torch.nn.utils.clip_grad_norm_`` over ``parameters()`` finds no gradient and clips nothing.
+    Until the synchronisation the module's gradients are this rank's local ones. Afterwards ``SpentGradient`` stands in
+    their place up to the next forward or ``zero_grad``, and the averaged ones belong to the shards in
+    ``optimizer.param_groups``. So clip with ``clip_grad_norm_`` of the wrapper: ``torch.nn.utils.clip_grad_norm_`` is
+    refused.
 
     Attributes:
         optimizer: The optimizer over this rank's shards, one ``[c]`` for each parameter. A schedule drives it. Its
@@ -134,6 +136,7 @@ class ZeRO1(DataParallel):
         mark_state_dicts(self.optimizer, process_group)
         self._may_step = guard_step(self.optimizer)
         self._made_with = own_parts(self.optimizer)
+        self._spent = {name: spent_gradient(parameter) for name, parameter in self._trained.items()}
         self._sums: list[torch.Tensor | None] = [None] * len(self.plan.buckets)
         self._in_flight: InFlight[tuple[int, torch.Tensor]] = InFlight()
 
@@ -164,6 +167,7 @@ class ZeRO1(DataParallel):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the module and of this rank's shards."""
+        self._clear_spent()
         super().zero_grad(set_to_none)
         self._sums = [None] * len(self.plan.buckets)
         for shard in self._shards.values():
@@ -190,6 +194,25 @@ class ZeRO1(DataParallel):
         new._may_step = guard_step(new.optimizer)
         new._made_with = own_parts(new.optimizer)
         return new
+
+    def _check_last_pass(self) -> None:
+        self._clear_spent()
+        super()._check_last_pass()
+
+    def _on_arrival(self, name: str) -> None:
+        if not self._has_begun:
+            self._clear_spent()
+        super()._on_arrival(name)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> ZeRO1:
+        self._clear_spent()  # which nothing casts or moves
+        super()._apply(*args, **kwargs)
+        return self
+
+    def _clear_spent(self) -> None:
+        for parameter in self._trained.values():
+            if isinstance(parameter.grad, SpentGradient):
+                parameter.grad = None
 
     @torch.no_grad()
     def _gather(self) -> None:
@@ -231,21 +254,22 @@ class ZeRO1(DataParallel):
                 self._add_grad(name, grad)
         for name in self._trained.keys() - self._bucket_of.keys():
             self._add_grad(name, self._local_shard(self._grad(name)).div_(denominator))
-        for parameter in self._trained.values():
-            parameter.grad = None  # frees the local gradients
+        for name, parameter in self._trained.items():
+            parameter.grad = self._spent[name]  # frees the local gradients
         self._sums = [None] * len(self.plan.buckets)
 
     def _add_grad(self, name: str, grad: torch.Tensor) -> None:
         """Adds to what earlier synchronisations have left, as autograd does."""
         before = self._shards[name].grad
-        self._shards[name].grad = grad if before is None else before.add_(grad)
+        total = grad if before is None else before.add_(grad)
+        self._shards[name].grad = total.as_subclass(ShardGradient) if self.num_ranks > 1 else total
 
     def _drop_reductions(self) -> None:
         self._in_flight.forget()
         self._sums = [None] * len(self.plan.buckets)
 
     def _gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        return [], [shard.grad for shard in self._shards.values() if shard.grad is not None]
+        return [], [one.grad.as_subclass(torch.Tensor) for one in self._shards.values() if one.grad is not None]
 
     def _local_shard(self, tensor: torch.Tensor) -> torch.Tensor:
         return local_shard(tensor.detach(), self.num_ranks, self._rank)

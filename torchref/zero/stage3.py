@@ -35,6 +35,7 @@ References:
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -52,9 +53,12 @@ from ..communication.reduction import REDUCE_SCATTER
 from ..hooks import check_not_sharded, remove_hooks_with
 from ..replicated import Replicated
 from ..strategy import register
+from .elementwise import try_elementwise
 from .gather import Arrivals, Shards, accumulate, put_back, take_finished
 from .optimizers import check_marks, rank_marks
 from .units import Unit
+
+_tried: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 @register("zero3")
@@ -62,10 +66,10 @@ class FSDP(Replicated):
     """Shards the parameters of some modules, which are full only while they are used.
 
     ``parameters()`` are the shards, flat and in the parameters' own dtype, and the replicated parameters. Make the
-    optimizer over them after wrapping. It must be element-wise on shards; choose its groups by name, because all shards
-    have one dimension. Every backward reduces the shards' gradients, even under ``no_sync``; the replicated ones are
-    accumulated. Clip with ``clip_grad_norm_`` of the wrapper: ``torch.nn.utils.clip_grad_norm_`` would compute the norm
-    of each rank's shards alone.
+    optimizer over them after wrapping. It must be element-wise on shards, and is refused at its first step if a trial
+    finds that it is not; choose its groups by name, because all shards have one dimension. Every backward reduces the
+    shards' gradients, even under ``no_sync``; the replicated ones are accumulated. Clip with ``clip_grad_norm_`` of the
+    wrapper: ``torch.nn.utils.clip_grad_norm_`` would compute the norm of this rank's shards alone, and is refused.
 
     All ranks must use the same units in the same order. A parameter may be used only within its own module's forward:
     elsewhere it is a flat shard, so a parent that reads ``child.weight`` usually fails with an error about sizes. Two
@@ -196,7 +200,12 @@ class FSDP(Replicated):
 
     def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
         super()._check_step(optimizer)
-        _refuse_scaler({id(self._trained[name]) for name in self._trained.keys() & self._sharded}, optimizer)
+        shards = {id(self._trained[name]): self._trained[name] for name in self._trained.keys() & self._sharded}
+        if any(id(one) in shards for group in optimizer.param_groups for one in group["params"]):
+            _refuse_scaler(optimizer)
+            if optimizer not in _tried:
+                try_elementwise(optimizer, next(iter(shards.values())).device)
+                _tried.add(optimizer)
 
     def _finish_reductions(self, denominator: float) -> None:
         accumulate(self._in_flight.wait(), self.num_ranks)
@@ -206,7 +215,7 @@ class FSDP(Replicated):
             take_finished(shard)
         super()._finish_reductions(denominator)
         for shard in shards:
-            put_back(shard)
+            put_back(shard, self.num_ranks)
         self._in_flight.forget()
 
     def _drop_reductions(self) -> None:
@@ -228,7 +237,7 @@ class FSDP(Replicated):
                 unit.shards.drop()
 
     def _gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        grads = {name: p.grad for name, p in self._trained.items() if p.grad is not None}
+        grads = {name: p.grad.as_subclass(torch.Tensor) for name, p in self._trained.items() if p.grad is not None}
         replicated = [grad for name, grad in grads.items() if name not in self._sharded]
         return replicated, [grad for name, grad in grads.items() if name in self._sharded]
 
@@ -242,10 +251,10 @@ def _refuse_direct(name: str, grad: torch.Tensor | None) -> None:
         )
 
 
-def _refuse_scaler(shards: set[int], optimizer: torch.optim.Optimizer) -> None:
+def _refuse_scaler(optimizer: torch.optim.Optimizer) -> None:
     """Refuses a step on shards that a scaler takes because this rank's gradients are finite."""
     scaler, state = _calling_scaler(optimizer)
-    if scaler is None or not any(id(one) in shards for group in optimizer.param_groups for one in group["params"]):
+    if scaler is None:
         return
     if type(scaler).unscale_ is GradScaler.unscale_ or state["stage"] is OptState.READY:  # not unscaled by its own
         raise RuntimeError(

@@ -1,0 +1,65 @@
+"""Gradients that are shards, or have become shards: what would take them for whole gradients is refused.
+
+``torch.nn.utils.clip_grad_norm_`` would compute the norm of one rank's shards, or find no gradient and clip nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_NORMS = {
+    torch._foreach_norm,
+    torch.linalg.vector_norm,
+    torch.linalg.norm,
+    torch.norm,
+    torch.Tensor.norm,
+}
+
+
+class ShardGradient(torch.Tensor):
+    """The mean gradient of a shard. Only its norm is refused; results are plain tensors."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls a function of torch with it.
+
+        Raises:
+            RuntimeError: If it is a norm.
+        """
+        if func in _NORMS:
+            raise RuntimeError(
+                "this would be the norm of this rank's shards alone: call clip_grad_norm_ or grad_norm of the wrapper"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class SpentGradient(torch.Tensor):
+    """Stands where a full gradient was until it was averaged into shards. Autograd adds to it as to a zero."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuses functions of torch.
+
+        Raises:
+            RuntimeError: Unless it is printed.
+        """
+        if func is torch.Tensor.__repr__:
+            return "SpentGradient()"
+        raise RuntimeError(
+            "this gradient was averaged into the ranks' shards: call clip_grad_norm_ or grad_norm of the wrapper, or"
+            " zero_grad() before other uses"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SpentGradient:
+        """There is nothing to copy."""
+        return self
+
+
+def spent_gradient(parameter: torch.Tensor) -> SpentGradient:
+    """A stand-in for the gradient of a parameter, of its shape and without elements."""
+    indices = torch.empty(parameter.dim(), 0, dtype=torch.int64, device=parameter.device)
+    empty = torch.sparse_coo_tensor(indices, parameter.new_empty(0), parameter.shape, check_invariants=True)
+    return torch.Tensor._make_subclass(SpentGradient, empty)

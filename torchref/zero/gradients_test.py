@@ -1,0 +1,128 @@
+"""torch's own clipping, and optimizers over FSDP's shards: right, or refused in one line."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchref
+from torchref.late_parameters_test import model, wrap, wrappers
+from torchref.passes_test import loss, optimizer_of, rows, weights
+
+NUM_RANKS = 2
+MAX_NORM = 1.0
+
+
+def clipped_by_torch():
+    """One step on one process, with the gradient clipped as torch does."""
+    module = model()
+    (sum(loss(module, rows(rank)) for rank in range(NUM_RANKS)) / NUM_RANKS).backward()
+    torch.nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM)
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    return {key: parameter.tolist() for key, parameter in module.named_parameters()}
+
+
+# On the ranks
+
+
+def clipped(name, over):
+    net = wrap(name, model())
+    tx = optimizer_of(name, net)
+    parameters = list(net.parameters())
+    loss(net, rows(dist.get_rank())).backward()
+    net.finish_gradient_synchronization()
+    if over == "shards":
+        parameters = [one for group in net.optimizer.param_groups for one in group["params"]]
+    try:
+        torch.nn.utils.clip_grad_norm_(parameters, MAX_NORM)
+    except RuntimeError as error:
+        return str(error)
+    tx.step()
+    return weights(name, net)
+
+
+def two_graphs_of_one_forward(name):
+    """A second backward that no forward of the wrapper precedes adds to what the first has left."""
+    net = wrap(name, model())
+    tx, x = optimizer_of(name, net), rows(dist.get_rank())
+    first, second = loss(net, x), loss(net, x + 1)
+    for one in (first, second):
+        one.backward()
+        net.finish_gradient_synchronization()
+    tx.step()
+    tx.zero_grad(set_to_none=False)
+    return weights(name, net)
+
+
+def step_over_shards(optimizer_cls):
+    net = torchref.FSDP(model())
+    tx = optimizer_cls(net.parameters(), lr=0.01)
+    try:
+        for _ in range(2):
+            tx.zero_grad()
+            loss(net, rows(dist.get_rank())).backward()
+            net.finish_gradient_synchronization()
+            tx.step()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+class Lion(torch.optim.Optimizer):
+    """Element-wise, without a word of it."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(torch.sign(parameter.grad), alpha=self.param_groups[0]["lr"])
+
+
+class Normed(Lion):
+    """Divides by the norm."""
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad / parameter.grad.square().sum().sqrt(), alpha=self.param_groups[0]["lr"])
+
+
+# Tests
+
+
+@wrappers
+def test_torchs_clipping_is_right_or_refused(ranks, name):
+    for found in ranks.run(clipped, name, "parameters", num_ranks=NUM_RANKS):
+        if name.startswith("zero"):
+            assert "call clip_grad_norm_ or grad_norm of the wrapper" in found and "\n" not in found
+            continue
+        for key, right in clipped_by_torch().items():
+            torch.testing.assert_close(torch.tensor(found[key]), torch.tensor(right), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2"])
+def test_torchs_clipping_of_shards_is_refused(ranks, name):
+    for message in ranks.run(clipped, name, "shards", num_ranks=NUM_RANKS):
+        assert message.startswith("this would be the norm of this rank's shards alone: call clip_grad_norm_")
+
+
+@pytest.mark.parametrize("name", ["naive", "bucketed", "zero1", "zero2 full", "zero3"])
+def test_a_backward_without_a_forward_adds_up(ranks, name):
+    module = model()
+    (sum(loss(module, rows(rank, i)) for rank in range(NUM_RANKS) for i in range(2)) / NUM_RANKS).backward()
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    for found in ranks.run(two_graphs_of_one_forward, name, num_ranks=NUM_RANKS):
+        for key, parameter in module.named_parameters():
+            torch.testing.assert_close(torch.tensor(found[key]), parameter.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, torch.optim.LBFGS, Normed])
+def test_an_optimizer_over_fsdps_shards_that_is_not_element_wise_is_refused(ranks, optimizer):
+    for message in ranks.run(step_over_shards, optimizer, num_ranks=2):
+        assert "must be element-wise to be sharded" in message and "\n" not in message
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.NAdam, Lion])
+def test_an_optimizer_over_fsdps_shards_that_is_element_wise_steps(ranks, optimizer):
+    assert ranks.run(step_over_shards, optimizer, num_ranks=2) == ["", ""]
