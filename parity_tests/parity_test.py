@@ -1,11 +1,13 @@
 """Every case of the table: jaxddp, torchref and one process of each framework end with the same weights."""
 
+import itertools
+
 import pytest
 
 import jaxddp.checkpoint.interop
 
 from . import jax_side, torch_side
-from .cases import AXES, STRATEGIES, Case, pairwise_selection, tolerance, whole_product
+from .cases import AXES, NUM_RANKS, STRATEGIES, TINY_STRATEGIES, Case, pairwise_selection, tolerance, whole_product
 from .inputs import largest_difference
 
 
@@ -32,28 +34,44 @@ def check(case: Case, ranks, differences):
         assert difference <= atol, f"{pair}: {difference:.2e} > {atol:.0e} ({reason})"
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_strategy_once(strategy, ranks, differences):
-    check(Case(strategy, "adamw", 2, "toy", "float64"), ranks, differences)
+SELECTION = pairwise_selection()
+# Of each strategy a case that is quick: a toy, on few ranks but not on one.
+QUICK = {
+    min(
+        (case for case in SELECTION if case.strategy == strategy),
+        key=lambda case: (case.model == "tiny", case.num_ranks == 1, case.num_ranks),
+    )
+    for strategy in STRATEGIES
+}
 
 
-@pytest.mark.parametrize("case", pairwise_selection(), ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.id, marks=pytest.mark.smoke if case in QUICK else []) for case in SELECTION],
+)
 def test_same_weights(case, ranks, differences):
     check(case, ranks, differences)
 
 
+def pytest_generate_tests(metafunc):
+    """The whole product, unless the command line leaves it out: 10,000 tests take seconds to collect."""
+    if "case_of_product" in metafunc.fixturenames:
+        cases = [] if "not full" in metafunc.config.option.markexpr else whole_product()
+        metafunc.parametrize("case_of_product", cases, ids=lambda case: case.id)
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("case", whole_product(), ids=lambda case: case.id)
-def test_same_weights_in_the_whole_product(case, ranks, differences):
-    check(case, ranks, differences)
+def test_same_weights_in_the_whole_product(case_of_product, ranks, differences):
+    check(case_of_product, ranks, differences)
+
+
+# What the selection leaves out of the pairs of an axis and the transformer.
+WITHOUT_TINY = {"strategy": {*STRATEGIES} - {*TINY_STRATEGIES}, "num_ranks": {*NUM_RANKS} - {2}}
 
 
 def test_the_selection_covers_every_pair_of_values():
-    cases = pairwise_selection()
-    assert len(cases) <= 250
-    names = list(AXES)
-    for first in range(len(names)):
-        for second in range(first + 1, len(names)):
-            met = {(case[first], case[second]) for case in cases}
-            assert met >= {(a, b) for a in AXES[names[first]] for b in AXES[names[second]]}
+    assert len(SELECTION) <= 100
+    for first, second in itertools.combinations(AXES, 2):
+        met = {(getattr(case, first), getattr(case, second)) for case in SELECTION}
+        left_out = {(value, "tiny") for value in WITHOUT_TINY.get(first, ())} if second == "model" else set()
+        assert met >= {*itertools.product(AXES[first], AXES[second])} - left_out
