@@ -74,6 +74,7 @@ def run(start, launcher, folder, *arguments):
     return rows
 
 
+@pytest.mark.full
 @pytest.mark.mpi
 def test_collectives_run_on_all_hosts(start, tmp_path):
     sizes = ["--sizes-mb", "0.01", "--steps", "5"]

@@ -28,6 +28,17 @@ STRATEGIES = {
 strategies = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
 
 
+def quick_for(*names):
+    """The strategies, all but the named ones behind the mark ``full``."""
+    return pytest.mark.parametrize(
+        "strategy",
+        [
+            pytest.param(strategy, id=name, marks=[] if name in names else pytest.mark.full)
+            for name, strategy in STRATEGIES.items()
+        ],
+    )
+
+
 @pytest.fixture(scope="module")
 def model():
     loss_fn, params = build("tiny")
@@ -51,8 +62,16 @@ def assert_holds_what_was_planned(strategy, compiled, planned):
 
 
 @strategies
-@pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_the_trainers_program_is_the_plan(model, strategy, num_microbatches):
+def test_the_trainers_program_is_the_plan(model, strategy):
+    assert_the_program_is_the_plan(model, strategy, 1)
+
+
+@quick_for("naive", "bucketed")
+def test_with_micro_batches_too(model, strategy):
+    assert_the_program_is_the_plan(model, strategy, 2)
+
+
+def assert_the_program_is_the_plan(model, strategy, num_microbatches):
     loss_fn, params, batch = model
     mesh = jaxddp.data_mesh(NUM_RANKS)
     trainer = jaxddp.Trainer(loss_fn, optax.adamw(1e-3), strategy, mesh, num_microbatches=num_microbatches)
@@ -120,8 +139,16 @@ def assert_equal_gradients(ours, full):
 
 
 @strategies
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_sync_gradients_in_a_users_own_shard_map(model, full_gradient, strategy, check_vma):
+def test_sync_gradients_in_a_users_own_shard_map(model, full_gradient, strategy):
+    assert_synchronized(model, full_gradient, strategy, check_vma=True)
+
+
+@quick_for("naive", "bucketed")
+def test_sync_gradients_in_a_shard_map_that_checks_nothing(model, full_gradient, strategy):
+    assert_synchronized(model, full_gradient, strategy, check_vma=False)
+
+
+def assert_synchronized(model, full_gradient, strategy, check_vma):
     run, plan, args = own_shard_map(*model, strategy, check_vma=check_vma)
     compiled = jax.jit(run).lower(*args).compile(jaxddp.compile_options(strategy, "cpu"))
     assert_holds_what_was_planned(strategy, compiled, planned_collectives(strategy, plan, NUM_RANKS))
@@ -131,7 +158,7 @@ def test_sync_gradients_in_a_users_own_shard_map(model, full_gradient, strategy,
     assert_equal_gradients(gradient, full_gradient)
 
 
-@strategies
+@quick_for("flat", "bucketed")
 def test_sync_gradients_in_pmap(model, full_gradient, strategy):
     loss_fn, params, batch = model
     by_rank = jax.tree.map(lambda leaf: leaf.reshape(NUM_RANKS, -1, *leaf.shape[1:]), batch)

@@ -134,7 +134,7 @@ def under_each_launcher(*quick):
     return pytest.mark.parametrize("framework, launcher", marked, indirect=["launcher"])
 
 
-@under_each_launcher(("jaxddp", "SLURM"), ("torchref", "Open MPI"))
+@under_each_launcher(("torchref", "Open MPI"))
 def test_a_script_trains_in_its_job(framework, launcher, tmp_path):
     name, variables = launcher
     with jax.enable_x64(True):
@@ -181,7 +181,7 @@ def alone(tmp_path_factory):
     return path, [report.loss for report in reports] + [summary.validation_loss]
 
 
-@under_each_launcher(("torchref", "two agents"))
+@under_each_launcher()
 def test_train_prints_the_losses_of_one_device(framework, launcher, alone, tmp_path):
     name, variables = launcher
     path, losses = alone

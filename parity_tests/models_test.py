@@ -63,7 +63,14 @@ def test_sizes_are_the_same():
     assert ours == theirs
 
 
-@pytest.mark.parametrize("name", jaxddp.models.SIZES)
+def every_size(quick):
+    """All sizes, those larger than the quick one behind the mark ``full``."""
+    most = jaxddp.models.SIZES[quick].num_params
+    sizes = jaxddp.models.SIZES.items()
+    return [pytest.param(name, marks=pytest.mark.full if size.num_params > most else []) for name, size in sizes]
+
+
+@pytest.mark.parametrize("name", every_size(quick="lm_9m"))
 def test_parameters_have_the_same_names_and_shapes_at_every_size(name):
     module = torchref.models.abstract(name)
     arrays = {key: jax.ShapeDtypeStruct(tuple(p.shape), np.float32) for key, p in module.named_parameters()}

@@ -30,7 +30,7 @@ def late_report():
 
 def report_now_and_then(num_reports, sleeper=None):
     for index in range(num_reports):
-        time.sleep(0.8)
+        time.sleep(0.5)
         if dist.get_rank() == index % 2:  # one of them is enough
             report(index)
     if dist.get_rank() == sleeper:
@@ -66,10 +66,10 @@ def test_report_outside_of_a_rank_does_nothing():
 
 
 def test_each_report_restarts_the_timeout(ranks):
-    assert ranks.run(report_now_and_then, 5, num_ranks=2, timeout_s=3.0) == [5, 5]
+    assert ranks.run(report_now_and_then, 5, num_ranks=2, timeout_s=2.0) == [5, 5]
     started_s = time.monotonic()
-    with pytest.raises(RankError, match=r"^rank 1 of 2 did not finish or report within timeout_s \(=3.0\)$"):
-        ranks.run(report_now_and_then, 2, 1, num_ranks=2, timeout_s=3.0)
+    with pytest.raises(RankError, match=r"^rank 1 of 2 did not finish or report within timeout_s \(=2.0\)$"):
+        ranks.run(report_now_and_then, 2, 1, num_ranks=2, timeout_s=2.0)
     assert time.monotonic() - started_s < 20
 
 

@@ -74,13 +74,21 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("start", "num_ranks", "num_busy", "how"),
     [
-        ("run(2, 2, hold_the_lock=True)", 2, 2, signal.SIGKILL),  # ended by the kernel alone
+        # Ended by the kernel alone.
+        pytest.param("run(2, 2, hold_the_lock=True)", 2, 2, signal.SIGKILL, id="killed"),
         # From a thread the kernel's help is not available, only the end of the pipe.
-        ("thread = threading.Thread(target=run, args=[1, 1]); thread.start(); thread.join()", 1, 1, signal.SIGKILL),
-        ("run(2, 1)", 2, 1, signal.SIGINT),
-        ("run(1, 0)", 1, 0, None),  # the parent ends by itself, with a pool left open
+        pytest.param(
+            "thread = threading.Thread(target=run, args=[1, 1]); thread.start(); thread.join()",
+            1,
+            1,
+            signal.SIGKILL,
+            id="killed with a pool in a thread",
+            marks=pytest.mark.full,
+        ),
+        pytest.param("run(2, 1)", 2, 1, signal.SIGINT, id="interrupted"),
+        # The parent ends by itself, with a pool left open.
+        pytest.param("run(1, 0)", 1, 0, None, id="left open", marks=pytest.mark.full),
     ],
-    ids=["killed", "killed with a pool in a thread", "interrupted", "left open"],
 )
 def test_no_rank_outlives_its_parent(tmp_path, start, num_ranks, num_busy, how):
     process = run_script(tmp_path, f"{PARENT}    {start}\n")
@@ -107,6 +115,7 @@ def test_no_rank_outlives_its_parent(tmp_path, start, num_ranks, num_busy, how):
         process.communicate()
 
 
+@pytest.mark.full
 def test_a_script_without_a_main_guard_gets_a_hint(tmp_path):
     process = run_script(tmp_path, "import os\nfrom torchref.launch import launch\nlaunch(os.getpid, num_ranks=1)\n")
     _, err = process.communicate(timeout=60)

@@ -79,12 +79,13 @@ def fail(ranks, rank, how):
     dist.barrier()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("rank", "how", "why"),
     [
         (1, "raises", "RuntimeError: out of luck"),
-        pytest.param(0, "raises", "RuntimeError: out of luck", marks=pytest.mark.full),
-        pytest.param(1, "dies", r"killed by signal 9 \(SIGKILL\)", marks=pytest.mark.full),
+        (0, "raises", "RuntimeError: out of luck"),
+        (1, "dies", r"killed by signal 9 \(SIGKILL\)"),
     ],
 )
 def test_a_rank_that_fails_is_named_with_its_host_and_ends_the_others(hosts, rank, how, why):

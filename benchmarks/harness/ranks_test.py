@@ -22,7 +22,9 @@ def total(of, start):
     return mesh.size, jax.process_count(), float(jax.jit(add)(x)[0])
 
 
-@pytest.mark.parametrize(("kind", "num_processes"), [("simulated", 1), ("processes", 2)])
+@pytest.mark.parametrize(
+    ("kind", "num_processes"), [("simulated", 1), pytest.param("processes", 2, marks=pytest.mark.full)]
+)
 def test_jax_runs_on_ranks_of_a_kind(kind, num_processes):
     assert Ranks(2, kind).run_jax(total, 5.0) == [(2, num_processes, 11.0)] * num_processes
 
@@ -32,6 +34,7 @@ def manners(of):
     return len(os.sched_getaffinity(0)), os.environ.get("MALLOC_ARENA_MAX"), os.environ.get("NPROC")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="processes are kept to cores on Linux alone")
 def test_a_rank_of_either_framework_has_a_core_and_keeps_its_memory(monkeypatch):
     for name in ("MALLOC_ARENA_MAX", "NPROC"):

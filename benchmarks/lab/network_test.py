@@ -79,6 +79,7 @@ def interfaces():
     return subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.full
 @pytest.mark.lab
 def test_an_all_reduce_takes_as_long_as_the_rate_says_in_both_frameworks():
     before = interfaces(), socket.gethostname(), os.readlink("/proc/self/ns/net")

@@ -91,6 +91,7 @@ def test_targets_grow_to_the_largest():
         beyond_of(Options(target="z80:4"), specs)
 
 
+@pytest.mark.full
 def test_simulated_rows_say_so(monkeypatch):
     monkeypatch.setitem(SIZES, "micro", TransformerConfig(8, 4, width=4, num_layers=1, num_heads=1, hidden=4))
     monkeypatch.setattr(simulation, "MODES", ("weak",))

@@ -56,6 +56,7 @@ def shares():
     return jax_side.gradient_shares(TOY)
 
 
+@pytest.mark.full
 def test_shares_are_traced_without_a_device():
     code = (
         "from benchmarks.strategies.benchmark_test import TOY\n"

@@ -23,7 +23,7 @@ def trainer_and_state(step=0):
     return trainer, state._replace(step=jnp.int32(step))
 
 
-@pytest.mark.parametrize("end", ["", "raise SystemExit(3)", "raise KeyError"])
+@pytest.mark.parametrize("end", ["", pytest.param("raise SystemExit(3)", marks=pytest.mark.full), "raise KeyError"])
 def test_a_script_that_just_ends_keeps_its_last_checkpoint(tmp_path, end):
     script = f"""
         import jax.numpy as jnp, optax, jaxddp

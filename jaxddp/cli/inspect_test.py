@@ -17,7 +17,7 @@ from jaxddp.planning.chips import CHIPS
 from jaxddp.registry import STRATEGIES
 
 INSPECT = [sys.executable, "-m", "jaxddp", "inspect"]
-SHAPES = "--layers 2 --width 32 --heads 2 --hidden 64 --vocab 128 --context 16"
+SHAPES = "--layers 1 --width 32 --heads 2 --hidden 64 --vocab 128 --context 16"
 CUSTOM = f"--model custom {SHAPES} --batch-per-device 4"
 KEYS = (
     "strategy target devices network_gb_per_s planned compiled bytes_started_after_backward first_start_fraction "
@@ -45,8 +45,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def printed(folder):
-    """What is printed for a small model under every strategy; its files are in the folder."""
-    result = inspect(f"{CUSTOM} --compare auto naive overlapped --json --dump-hlo own.hlo --out pictures", folder)
+    """What is printed for a small model in several buckets, with two others; its files are in the folder."""
+    options = "--bucket-mb 0.03 --compare auto naive --json --dump-hlo own.hlo --out pictures"
+    result = inspect(f"{CUSTOM} {options}", folder)
     assert (result.returncode, result.stderr) == (0, "")
     return result.stdout
 
@@ -55,7 +56,7 @@ def test_json_is_one_object_with_every_key(printed):
     assert printed.count("\n") == 1
     found = json.loads(printed)
     all_found = [found, *found["compare"]]
-    assert [each["strategy"] for each in all_found] == ["bucketed", "auto", "naive", "overlapped"]
+    assert [each["strategy"] for each in all_found] == ["bucketed", "auto", "naive"]
     for each in all_found:
         assert set(each) >= set(KEYS)
         assert (each["target"], each["devices"], each["network_gb_per_s"]) == ("h100:8", 8, 450.0)
@@ -64,21 +65,21 @@ def test_json_is_one_object_with_every_key(printed):
         planned = sorted((collective["kind"], collective["bytes"]) for collective in each["planned"])
         assert each["step_ms"] == pytest.approx(each["compute_ms"] + each["exposed_ms"], rel=1e-12)  # by definition
         if each["strategy"] == "auto":
-            assert sum(num_bytes for _, num_bytes in compiled) == 115_328 + 4  # the loss travels with the gradients
+            assert sum(num_bytes for _, num_bytes in compiled) == 74_112 + 4  # the loss travels with the gradients
             assert (planned, each["as_planned"]) == ([], None)
         else:
-            assert sum(num_bytes for _, num_bytes in compiled) == 115_328
+            assert sum(num_bytes for _, num_bytes in compiled) == 74_112
             assert planned == compiled and each["as_planned"] is True
     assert len({each["lower_bound_ms"] for each in all_found}) == 1
     late = {each["strategy"]: each["bytes_started_after_backward"] for each in all_found}
-    assert late["naive"] == 115_328 > late["overlapped"]
+    assert late["naive"] == 74_112 > late["bucketed"]
 
 
 def test_pictures_and_trace_are_written(printed, folder):
     files = {path.name: path.read_bytes() for path in Path(folder, "pictures").iterdir()}
     assert set(files) == {"timeline.png", "timeline.svg", "trace.json"}
     assert files["timeline.png"].startswith(b"\x89PNG") and b"<svg" in files["timeline.svg"]
-    for strategy in ("bucketed", "auto", "naive", "overlapped"):
+    for strategy in ("bucketed", "auto", "naive"):
         assert strategy.encode() in files["timeline.svg"]
     assert json.loads(files["trace.json"])["traceEvents"]
 
@@ -103,8 +104,10 @@ def test_several_hosts_take_the_given_network_between_them(folder, printed, caps
     assert speeds == [CHIPS["h100"].link_gb_per_s, CHIPS["h100"].host_link_gb_per_s, 5.0, 50.0]
     comm_ms = {arguments: each["comm_ms"] for arguments, each in found.items()}
     assert comm_ms["h100:8"] < comm_ms["h100:2x4"] < comm_ms["h100:2x4 --network-gb-per-s 5"]
-    # Two calls, the bucket and the metrics, of 15 us each; 1e-12 for the rounding of sums.
-    assert comm_ms["h100:2x4"] - comm_ms["h100:2x4 --latency-us 0"] == pytest.approx(0.03, rel=1e-12)
+    # Calls for the buckets and for the metrics, of 15 us each; 1e-12 for the rounding of sums.
+    num_calls = len(json.loads(printed)["planned"]) + 1
+    assert num_calls > 3
+    assert comm_ms["h100:2x4"] - comm_ms["h100:2x4 --latency-us 0"] == pytest.approx(0.015 * num_calls, rel=1e-12)
     assert found["h100:2x4"]["notes"] == []
     assert main(["inspect", "--hlo", dump, "--json", "--target", "h100:2x8"]) == 0
     assert json.loads(capsys.readouterr().out)["notes"] == [
@@ -112,6 +115,7 @@ def test_several_hosts_take_the_given_network_between_them(folder, printed, caps
     ]
 
 
+@pytest.mark.full
 def test_a_tpu_with_caps_chosen_for_its_network(folder):
     result = inspect("--model tiny --target v5p:8 --bucket-mb auto --json", folder)
     assert (result.returncode, result.stderr) == (0, "")

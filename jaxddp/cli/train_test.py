@@ -204,7 +204,8 @@ def test_help_is_quick_and_lists_every_strategy_model_and_optimizer():
 
 
 def test_program_in_a_pipe():
-    arguments = "--strategy bucketed --devices 2 --steps 6 --batch-size 4 --eval-every 3 --eval-batches 1"
+    arguments = "--model byte_shallow --strategy bucketed --devices 2 --steps 6"
+    arguments += " --batch-size 4 --eval-every 3 --eval-batches 1"
     environment = {**os.environ, "FORCE_COLOR": "1"}
     result = subprocess.run(
         [*TRAIN, *arguments.split()], capture_output=True, text=True, timeout=300, env=environment, check=False
@@ -212,13 +213,19 @@ def test_program_in_a_pipe():
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     assert "\x1b" not in result.stdout and "\r" not in result.stdout
-    lines = result.stdout.splitlines()
-    assert lines[0] == f"byte (4,327,680 parameters) on 2 simulated CPU devices on {os.cpu_count()} cores, bucketed"
+    lines, num_params = result.stdout.splitlines(), SIZES["byte_shallow"].num_params
+    assert (
+        lines[0]
+        == f"byte_shallow ({num_params:,} parameters) on 2 simulated CPU devices on {os.cpu_count()} cores, bucketed"
+    )
     losses = [float(loss) for loss in re.findall(r"^step \d/6  loss ([\d.]+)  [\d,]+ tokens/s", result.stdout, re.M)]
     assert len(losses) == 6 and losses[0] > 5 and min(losses[1:]) < losses[0] - 1
     assert result.stdout.count("validation") == 3
     summary = dict(re.findall(r"^(\w+(?: time)?)  +(.*)$", "\n".join(lines[-10:]), re.M))
-    assert summary["collectives"] == "planned 2 all-reduces, 16.5 MiB per step; compiled: the same"
+    assert (
+        summary["collectives"]
+        == f"planned 2 all-reduces, {4 * num_params / 2**20:.1f} MiB per step; compiled: the same"
+    )
     assert summary["loss"] == f"{losses[0]:.3f} nats at step 1, {losses[-1]:.3f} at step 6"
     nats, bits = map(float, re.findall(r"([\d.]+) (?:nats|bits)", summary["validation"]))
     assert bits == pytest.approx(nats * 1.442695, abs=2e-3)
@@ -243,12 +250,15 @@ def signalled_at_its_first_step(arguments, number):
 
 
 def test_interrupt_is_one_line_and_status_130_and_what_is_saved_is_whole(tmp_path):
-    arguments = f"--devices 1 --steps 1000 --batch-size 1 --checkpoint {tmp_path} --checkpoint-every 1 --resume"
+    model = "byte_shallow"
+    arguments = (
+        f"--model {model} --devices 1 --steps 1000 --batch-size 1 --checkpoint {tmp_path} --checkpoint-every 1 --resume"
+    )
     status, output, error = signalled_at_its_first_step(arguments, signal.SIGINT)
     assert status == 130
     assert re.fullmatch(r"interrupted after \d+ of 1000 steps\n", error)
     assert "throughput" not in output
-    loss_fn, params = build("byte")
+    loss_fn, params = build(model)
     trainer = jaxddp.Trainer(loss_fn, optax.adamw(1e-3, weight_decay=0.01), jaxddp.zero1(), jaxddp.data_mesh(2))
     with Checkpoints(tmp_path) as checkpoints:
         state, position = checkpoints.restore(trainer, params)

@@ -49,7 +49,12 @@ def attention_by_loops(x, num_heads, query, key, value, output):
     return mixed @ output
 
 
-LARGE = ("xl", "xxl")  # tracing their initialisation takes longest; their formula is that of the others
+LARGE = (
+    "medium",
+    "large",
+    "xl",
+    "2.7b",
+)  # tracing their initialisation takes longest; their formula is that of the others
 
 
 @pytest.mark.parametrize(

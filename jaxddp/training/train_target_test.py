@@ -4,24 +4,23 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
 import jaxddp
 from jaxddp import targets
 from jaxddp.models import abstract, build
-from jaxddp.sizes import SIZES
+
+BUCKETED = jaxddp.bucketed(0.0005)  # two buckets
 
 
-def make(mesh, strategy=None, **options):
-    loss_fn, params = abstract("tiny")
-    return jaxddp.Trainer(loss_fn, optax.adamw(1e-3), strategy or jaxddp.bucketed(0.02), mesh, **options), params
+def make(mesh, strategy=BUCKETED, **options):
+    loss_fn, params = abstract("toy")
+    return jaxddp.Trainer(loss_fn, optax.adamw(1e-3), strategy, mesh, **options), params
 
 
 def batch_of(num_examples):
-    tokens = jax.ShapeDtypeStruct((num_examples, SIZES["tiny"].context), jnp.int32)
-    return {"tokens": tokens, "targets": tokens}
+    return {name: jax.ShapeDtypeStruct((num_examples, width), jnp.float32) for name, width in (("x", 10), ("y", 5))}
 
 
 def compile_on(spec):
@@ -45,11 +44,11 @@ def test_planned_is_compiled_and_the_state_is_updated_in_place(compiled, spec):
     assert len(planned) > 1
     assert sorted(found) == sorted(planned)
     memory = program.memory_analysis()
-    params_bytes = sum(4 * leaf.size for leaf in jax.tree.leaves(abstract("tiny")[1]))
+    params_bytes = sum(4 * leaf.size for leaf in jax.tree.leaves(abstract("toy")[1]))
     assert memory.alias_size_in_bytes >= 3 * params_bytes  # with the two moments of Adam
 
 
-@pytest.mark.parametrize("strategy", [jaxddp.naive(), jaxddp.flat(), jaxddp.overlapped(), jaxddp.bucketed(0.02)])
+@pytest.mark.parametrize("strategy", [jaxddp.naive(), jaxddp.flat(), jaxddp.overlapped(), BUCKETED])
 def test_the_plan_is_that_of_as_many_devices(strategy):
     there, params = make(targets.mesh("h100:8"), strategy)
     here, _ = make(jaxddp.data_mesh(8), strategy)
@@ -58,8 +57,8 @@ def test_the_plan_is_that_of_as_many_devices(strategy):
 
 
 def test_an_abstract_state_is_that_of_init():
-    loss_fn, params = build("tiny")
-    frozen = {"trainable": lambda name: "embedding" not in name}
+    loss_fn, params = build("toy")
+    frozen = {"trainable": lambda name: "up" not in name}
     trainer = jaxddp.Trainer(loss_fn, optax.adamw(1e-3), jaxddp.flat(), jaxddp.data_mesh(2), **frozen)
     state = trainer.init(params)
     described = trainer.abstract_state(params)
@@ -81,4 +80,4 @@ def test_what_needs_devices_is_refused():
         with pytest.raises(ValueError, match=rf"^{name} needs devices, and 'h100:2x8' is not here: use compile$"):
             method(state, batch)
     with pytest.raises(ValueError, match=r"batch \(=15 examples\) must be divisible by num_ranks x num_microbatches"):
-        trainer.compile(state, {"tokens": np.zeros((15, 8), np.int32)})
+        trainer.compile(state, batch_of(15))

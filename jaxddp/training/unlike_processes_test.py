@@ -1,5 +1,6 @@
 """Processes that are given other parameters, strategies or batches: each refuses them in one line."""
 
+import json
 import re
 import subprocess
 import sys
@@ -10,31 +11,31 @@ import pytest
 from jaxddp.mesh_test import free_port, run_workers
 
 WORKER = """
-import sys, time
+import json, sys, time
 import jax.numpy as jnp, numpy as np, optax
 import jaxddp
 
-address, process_id, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+address, process_id, kinds = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 jaxddp.start_process(address, 2, process_id)
 
 def loss_fn(params, batch):
     return jnp.mean((batch["x"] @ params["w"] + params["b"][0]) ** 2)
 
-strategy = jaxddp.bucketed()
-if process_id and kind == "strategy":
-    strategy = jaxddp.zero1()
-if process_id and kind == "plan":
-    strategy = jaxddp.bucketed(bucket_mb=1e-6)
-rate = 0.2 if process_id and kind == "rate" else 0.1
-optimizer = optax.chain(
-    optax.masked(optax.add_decayed_weights(0.1), lambda params: {name: name == "w" for name in params}),
-    optax.inject_hyperparams(optax.sgd)(optax.linear_schedule(rate, 0.0, 9), momentum=0.9),
-)
-trainer = jaxddp.Trainer(loss_fn, optimizer, strategy, jaxddp.data_mesh())
-params = {"w": np.ones((3, 2 + process_id if kind == "shape" else 2), "f4"), "b": np.zeros((2,), "f4")}
-if kind == "name" and process_id:
-    params |= {"v": params["w"]}
-try:
+def run(kind):
+    strategy = jaxddp.bucketed()
+    if process_id and kind == "strategy":
+        strategy = jaxddp.zero1()
+    if process_id and kind == "plan":
+        strategy = jaxddp.bucketed(bucket_mb=1e-6)
+    rate = 0.2 if process_id and kind == "rate" else 0.1
+    optimizer = optax.chain(
+        optax.masked(optax.add_decayed_weights(0.1), lambda params: {name: name == "w" for name in params}),
+        optax.inject_hyperparams(optax.sgd)(optax.linear_schedule(rate, 0.0, 9), momentum=0.9),
+    )
+    trainer = jaxddp.Trainer(loss_fn, optimizer, strategy, jaxddp.data_mesh())
+    params = {"w": np.ones((3, 2 + process_id if kind == "shape" else 2), "f4"), "b": np.zeros((2,), "f4")}
+    if kind == "name" and process_id:
+        params |= {"v": params["w"]}
     state = trainer.init(params)
     rows = 4 + 4 * process_id if kind == "rows" else 4
     state, metrics = trainer.step(state, {"x": np.ones((rows, 3), "f4")})
@@ -42,14 +43,20 @@ try:
         rows = 7 if process_id == int(kind) else 4
         state, metrics = trainer.step(state, {"x": np.ones((rows, 3), "f4")})
     if kind == "short":
-        time.sleep(3 * process_id)
+        time.sleep(2 * process_id)
         state, _ = trainer.step(state, {"x": np.ones((2, 3), "f4")})
         trainer.evaluate(state, {"x": np.ones((1, 3), "f4")})
-    print("loss", float(metrics["loss"]))
-except ValueError as error:
-    if kind in ("0", "1"):
-        raise
-    print(error)
+    return f"loss {float(metrics['loss'])}"
+
+ends = []
+for kind in kinds.split():
+    try:
+        ends.append(run(kind))
+    except ValueError as error:
+        if kind in ("0", "1"):
+            raise
+        ends.append(str(error))
+print(json.dumps(ends))
 """
 
 
@@ -63,14 +70,23 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("kind", [*REFUSED, "none", "short"])
-def test_they_are_refused(kind):
+KINDS = (*REFUSED, "none", "short")
+
+
+@pytest.fixture(scope="module")
+def ends():
+    """How each kind ended, in each of two processes that ran one after the other."""
+    return [dict(zip(KINDS, json.loads(line), strict=True)) for line in run_workers(WORKER, 2, " ".join(KINDS))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_they_are_refused(kind, ends):
     expected = REFUSED.get(kind, "loss 9.0").replace("(", r"\(").replace(")", r"\)")
-    for output in run_workers(WORKER, 2, kind):
-        assert re.fullmatch(expected.replace("[", r"\[").replace("]", r"\]"), output)
+    for of_process in ends:
+        assert re.fullmatch(expected.replace("[", r"\[").replace("]", r"\]"), of_process[kind])
 
 
-@pytest.mark.parametrize("other", [0, 1])
+@pytest.mark.parametrize("other", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_batch_that_changes_in_one_process_ends_all_within_seconds(other):
     command, address = [sys.executable, "-c", WORKER], f"127.0.0.1:{free_port()}"
     processes = [

@@ -21,8 +21,9 @@ MIB = 2**20
 WIDTH, HIDDEN, VOCAB, CONTEXT, SEQUENCES, NUM_RANKS = 512, 2048, 512, 64, 64, 8
 TOKENS = SEQUENCES * CONTEXT // NUM_RANKS
 LAYER = {"norm": (WIDTH,), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
-FEW, MANY = 4, 16
 KINDS = ("loop", "scan")
+# A scan compiles as fast with many layers, and its growth is that of a layer only over many.
+FEW, MANY = 4, {"loop": 10, "scan": 16}
 
 
 class Step(NamedTuple):
@@ -80,7 +81,7 @@ def steps():
         tokens = jax.ShapeDtypeStruct((SEQUENCES, CONTEXT), jnp.int32)
         batch = {"tokens": tokens, "targets": tokens}
         pending = {}
-        for num_layers in (FEW, MANY):
+        for num_layers in (FEW, MANY[kind]):
             strategy = jaxddp.zero3(min_shard_elements=0)
             trainer = jaxddp.Trainer(make_loss(kind), optax.adam(1e-3), strategy, targets.mesh(f"h100:{NUM_RANKS}"))
             state = trainer.abstract_state(make_params(kind, num_layers))
@@ -97,7 +98,8 @@ def steps():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_adds_activations_and_gradient_shards(steps, kind):
-    growth = (steps(kind)[MANY].temporaries - steps(kind)[FEW].temporaries) / (MANY - FEW)
+    many = MANY[kind]
+    growth = (steps(kind)[many].temporaries - steps(kind)[FEW].temporaries) / (many - FEW)
     leaves = [jax.ShapeDtypeStruct(shape, jnp.float32).size for shape in LAYER.values()]
     # Inputs and results of its products, and the shards of its gradients.
     formula = 4 * TOKENS * (WIDTH + HIDDEN) + 4 * sum(-(-leaf // NUM_RANKS) for leaf in leaves)
@@ -109,8 +111,7 @@ def test_a_layer_adds_activations_and_gradient_shards(steps, kind):
     assert formula + whole_parameters > 2 * (formula + slack)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_layers", [FEW, MANY])
+@pytest.mark.parametrize(("kind", "num_layers"), [(kind, number) for kind in KINDS for number in (FEW, MANY[kind])])
 def test_units_are_gathered_once_forward_and_once_backward(steps, kind, num_layers):
     """2 U - 1 in a loop, where the last unit keeps its own, less the embedding, whose backward needs no parameters.
 

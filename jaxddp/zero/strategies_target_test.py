@@ -1,5 +1,7 @@
 """What stages 1 and 2 compile to on 8 H100s and 8 TPU v5p that are not here."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -34,30 +36,40 @@ STEPS = {
 }
 
 
+# By default: one of each stage.
+QUICK = ("bucketed", "zero1", "zero2, 4 micro-batches")
+
+
 @pytest.fixture(scope="module")
 def steps():
-    """Of each: what was planned, and the schedule of the program, all compiled two at a time."""
-    trainers = {
-        name: jaxddp.Trainer(loss_fn, optax.adamw(1e-3), strategy, targets.mesh(spec), num_microbatches=num)
-        for name, (strategy, spec, num) in STEPS.items()
-    }
-    states = {name: trainer.abstract_state(PARAMS) for name, trainer in trainers.items()}
-    pending = {name: targets.start_compile(trainer, states[name], BATCH) for name, trainer in trainers.items()}
-    planned = {name: trainer.planned(states[name], BATCH) for name, trainer in trainers.items()}
-    return {name: (planned[name], read_schedule(pending[name].result())) for name in trainers}
+    """Of a name: what was planned, and the schedule of the program, compiled when the first test asks for it."""
+
+    @functools.cache
+    def compiled(name):
+        strategy, spec, num = STEPS[name]
+        trainer = jaxddp.Trainer(loss_fn, optax.adamw(1e-3), strategy, targets.mesh(spec), num_microbatches=num)
+        state = trainer.abstract_state(PARAMS)
+        pending = targets.start_compile(trainer, state, BATCH)
+        return trainer.planned(state, BATCH), read_schedule(pending.result())
+
+    return compiled
 
 
-@pytest.mark.parametrize("name", [name for name in STEPS if "h100:8" in STEPS[name]])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.full) for name in STEPS if "h100:8" in STEPS[name]],
+)
 def test_compiled_is_planned_on_gpus(steps, name):
-    planned, schedule = steps[name]
+    planned, schedule = steps(name)
     assert schedule.gradient_collectives() == sorted(planned)
     kinds = {collective.kind for collective in schedule.collectives() if not collective.is_metrics}
     assert kinds == ({"all-reduce"} if name == "bucketed" else {"reduce-scatter", "all-gather"})
     assert all(c.is_async for c in schedule.collectives() if not c.is_metrics)
 
 
+@pytest.mark.full
 def test_all_reduces_that_tpus_put_for_reduce_scatters_are_reported(steps):
-    planned, schedule = steps["zero1 on TPUs"]
+    planned, schedule = steps("zero1 on TPUs")
     compiled = schedule.gradient_collectives()
     gathers = [one for one in sorted(planned) if one[0] == "all-gather"]
     assert [one for one in compiled if one[0] == "all-gather"] == gathers
@@ -67,21 +79,29 @@ def test_all_reduces_that_tpus_put_for_reduce_scatters_are_reported(steps):
 
 def test_a_step_costs_no_more_than_with_all_reduces(steps):
     chip, network = targets.target("h100:8").chip, Network(50)
-    seconds = {name: simulate(steps[name][1], chip, network).step_s for name in ("bucketed", "zero1", "zero2")}
-    assert seconds["zero1"] == seconds["zero2"] <= 1.01 * seconds["bucketed"]
+    bucketed, zero1 = (simulate(steps(name)[1], chip, network).step_s for name in ("bucketed", "zero1"))
+    assert zero1 <= 1.01 * bucketed
 
 
+@pytest.mark.full
 def test_stage_1_and_2_are_one_program_without_micro_batches(steps):
-    one, two = (steps[name][1] for name in ("zero1", "zero2"))
+    one, two = (steps(name)[1] for name in ("zero1", "zero2"))
     assert [operation.name for operation in one.operations] == [operation.name for operation in two.operations]
+    chip, network = targets.target("h100:8").chip, Network(50)
+    assert simulate(one, chip, network).step_s == simulate(two, chip, network).step_s
 
 
 def test_no_whole_gradient_outlives_its_bucket(steps):
-    shards, full = (steps[f"zero2, 4 micro-batches{mode}"][1].memory.temporaries for mode in ("", ", full"))
+    shards = steps("zero2, 4 micro-batches")[1].memory.temporaries
     gradients = NUM_LAYERS * 4 * MIB
     activations = NUM_LAYERS * (1024 // 8 // 4) * WIDTH * 4
-    assert full > gradients
     # The shards, three buckets (one fills, two are in flight or being unpacked) as whole gradient and as buffer, and as
     # much again in slack for what the compiler holds between.
     assert shards < gradients / 8 + 2 * 3 * 4 * MIB + activations + 4 * MIB
-    assert shards < full
+
+
+@pytest.mark.full
+def test_whole_gradients_take_more(steps):
+    shards, whole = (steps(f"zero2, 4 micro-batches{mode}")[1].memory.temporaries for mode in ("", ", full"))
+    assert whole > NUM_LAYERS * 4 * MIB
+    assert shards < whole
