@@ -13,11 +13,14 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..communication.buckets import dtype_bytes
+
+_T = TypeVar("_T")
 
 _HEADER = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{\s*$")
 _NAME = re.compile(r"^\s*(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = ")
@@ -134,6 +137,34 @@ class Module:
                 yield from self.within(inner)
 
 
+class HLOError(ValueError):
+    """A text is not a compiled program that can be read."""
+
+
+def one_line_errors(read: Callable[[Any], _T]) -> Callable[[Any], _T]:
+    """Decorates a reader of a compiled program: what it does not find in a damaged text is an ``HLOError`` as well."""
+
+    @functools.wraps(read)
+    def checked(compiled: Any) -> _T:
+        if not isinstance(compiled, str) and not hasattr(compiled, "as_text"):
+            raise HLOError(
+                f"compiled (={type(compiled).__name__}) must be a compiled program, jax.jit(f).lower(...).compile(),"
+                " or its text"
+            )
+        try:
+            return read(compiled)
+        except HLOError:
+            raise
+        except (LookupError, ArithmeticError, RuntimeError, ValueError) as error:
+            where = traceback.extract_tb(error.__traceback__)[-1].name
+            found = f"{type(error).__name__} ({' '.join(str(error).split())[:80]}) in {where}"
+            raise HLOError(
+                f"the HLO module cannot be read: {found}; it is damaged, or of a compiler that prints it otherwise"
+            ) from error
+
+    return checked
+
+
 def parse_module(compiled: Any) -> Module:
     r"""Parses a scheduled program.
 
@@ -150,12 +181,12 @@ def parse_module(compiled: Any) -> Module:
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     if not text.startswith("HloModule"):
-        raise ValueError(f"text (={text[:40]!r}...) must be a compiled HLO module, as Compiled.as_text() gives it")
+        raise HLOError(f"text (={text[:40]!r}...) must be a compiled HLO module, as Compiled.as_text() gives it")
     header, *lines = text.split("\n")  # not splitlines(): names may hold other separators
     if not text.rstrip().rpartition("\n")[2].startswith("}"):
-        raise ValueError(_CUT_OFF)
+        raise HLOError(_CUT_OFF)
     if "is_scheduled=true" not in header:
-        raise ValueError("the HLO module is not scheduled: compile it first, lowered.compile().as_text()")
+        raise HLOError("the HLO module is not scheduled: compile it first, lowered.compile().as_text()")
     computations: dict[str, Computation] = {}
     entry, current = "", None
     for number, line in enumerate(lines, 2):
@@ -164,19 +195,17 @@ def parse_module(compiled: Any) -> Module:
         elif current is not None:
             if instruction := _parse_instruction(line):
                 if unknown := next((name for name in instruction.called if name not in computations), None):
-                    raise ValueError(f"line {number} of the HLO module calls {unknown!r}, which must stand above it")
+                    raise HLOError(f"line {number} of the HLO module calls {unknown!r}, which must stand above it")
                 current[instruction.name] = instruction
             elif line.strip():
-                raise ValueError(f"line {number} of the HLO module (={line.strip()[:60]!r}...) is no instruction")
+                raise HLOError(f"line {number} of the HLO module (={line.strip()[:60]!r}...) is no instruction")
         elif found := _HEADER.match(line):
             if found["name"] in computations:
-                raise ValueError(
-                    f"line {number} of the HLO module begins {found['name']!r} again: it must be one module"
-                )
+                raise HLOError(f"line {number} of the HLO module begins {found['name']!r} again: it must be one module")
             current = computations[found["name"]] = {}
             entry = found["name"] if found["entry"] else entry
     if not entry or current is not None:
-        raise ValueError(_CUT_OFF)
+        raise HLOError(_CUT_OFF)
     for name, computation in computations.items():
         _check(name, computation)
     return Module(header, entry, computations)
@@ -213,10 +242,10 @@ def root_of(computation: Computation) -> Instruction:
 
 def _check(name: str, computation: Computation) -> None:
     if sum(instruction.is_root for instruction in computation.values()) != 1:
-        raise ValueError(f"computation {name!r} of the HLO module must have one root")
+        raise HLOError(f"computation {name!r} of the HLO module must have one root")
     for instruction in computation.values():
         if unknown := next((operand for operand in instruction.operands if operand not in computation), None):
-            raise ValueError(f"instruction {instruction.name!r} of {name!r} needs {unknown!r}, which is not there")
+            raise HLOError(f"instruction {instruction.name!r} of {name!r} needs {unknown!r}, which is not there")
 
 
 def _parse_instruction(line: str) -> Instruction | None:

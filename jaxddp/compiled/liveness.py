@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..scopes import SYNC_SCOPE
-from .hlo import Computation, Instruction, Module, arrays_of, parse_module, parts_of, root_of
+from .hlo import Computation, Instruction, Module, arrays_of, one_line_errors, parse_module, parts_of, root_of
 from .schedule import Operation, OperationReader, Schedule
 
 BUFFER_KINDS = ("activations", "gradients", "buckets", "updates")
@@ -90,13 +90,14 @@ class Liveness:
         return self.alive(max(chosen, key=totals.__getitem__)) if chosen else dict.fromkeys(BUFFER_KINDS, 0)
 
 
+@one_line_errors
 def read_liveness(compiled: Any) -> Liveness:
     """Reads the lifetimes of a compiled program's arrays.
 
     ``compiled`` is a ``jax.stages.Compiled``, a ``TargetProgram``, or the text of one.
 
     Raises:
-        ValueError: If the text is not a scheduled HLO module, or is truncated.
+        HLOError: A ValueError, if the text is not a scheduled HLO module, or is damaged.
     """
     module = parse_module(compiled)
     return _Reader(module).read(module.computations[module.entry])

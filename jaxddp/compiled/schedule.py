@@ -22,7 +22,7 @@ import numpy as np
 
 from ..communication.buckets import MIB
 from ..scopes import LOSS_SCOPE, METRICS_SCOPE, MODEL_STATE_SCOPE, OPTIMIZER_SCOPE, SYNC_SCOPE
-from .hlo import Computation, Instruction, Module, parse_module
+from .hlo import Computation, Instruction, Module, one_line_errors, parse_module
 from .work import Work, WorkCounter, trip_count
 
 COLLECTIVE_KINDS = (
@@ -178,13 +178,14 @@ class Schedule:
         return Overlap(first, in_flight, late, total)
 
 
+@one_line_errors
 def read_schedule(compiled: Any) -> Schedule:
     """Reads a compiled program.
 
     ``compiled`` is a ``jax.stages.Compiled``, a ``TargetProgram``, or the text of one.
 
     Raises:
-        ValueError: If the text is not a scheduled HLO module, or is truncated.
+        HLOError: A ValueError, if the text is not a scheduled HLO module, or is damaged.
     """
     module = parse_module(compiled)
     reader = OperationReader(module)

@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .hlo import Array, Computation, Instruction, Module, arrays_of, parts_of, root_of
+from .hlo import Array, Computation, HLOError, Instruction, Module, arrays_of, parts_of, root_of
 
 _FREE = frozenset(
     "parameter constant bitcast tuple get-tuple-element after-all opt-barrier partition-id replica-id domain "
@@ -291,11 +291,11 @@ def _convolution_flops(convolution: Instruction, computation: Computation) -> fl
     Gradient calls print the window and dims of the forward convolution.
 
     Raises:
-        ValueError: If the dims are not printed.
+        HLOError: If the dims are not printed.
     """
     labels = re.match(r"(\w+)_(\w+)->(\w+)", convolution.attribute("dim_labels"))
     if not labels:
-        raise ValueError(f"convolution {convolution.name} must print its dim_labels")
+        raise HLOError(f"convolution {convolution.name} must print its dim_labels")
     of_images, of_kernels, of_output = labels.groups()
     images, kernels, output = (
         _operand(convolution, 0, computation),
@@ -346,7 +346,8 @@ def _window_pairs(window: str, place: int, size_in: int, size_out: int, size_win
     common = math.gcd(stride, base)
     period = base // common
     pairs = 0
-    for offset in range(size_window):
+    first_that_meets = max(0, -((size_out - 1) * stride - low) // dilation)
+    for offset in range(first_that_meets, min(size_window, ((size_in - 1) * base + low) // dilation + 1)):
         shift = offset * dilation - low
         if shift % common:
             continue
