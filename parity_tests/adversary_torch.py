@@ -1,16 +1,19 @@
 """Random lives of torchref's wrappers, against one process: every rank ends with the right weights, or is refused.
 
 A life is a sequence of operations on a wrapped module. The reference, on the same rank, has the whole batch of each
-pass and adds up what torch would: gradients of passes, divided by a synchronisation, used by a step, cleared.
+pass and adds up what torch would: gradients of passes, divided by a synchronisation, used by a step, cleared. It keeps
+the buffers of each rank, which are rank 0's after a synchronisation.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 import torchref
@@ -27,20 +30,24 @@ WRAPPERS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-    "adamw": (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.1}),
+    # Before a batch norm gradients of biases are rounding errors, which the default eps would make steps of.
+    "adamw": (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.1, "eps": 1e-3}),
+    "fused adamw": (torch.optim.AdamW, {"lr": 0.05, "eps": 1e-3, "fused": True}),
 }
 # What may come beside passes, synchronisations and steps in their order, and how often.
 EVENTS = (
     *("drop", "failure", "look", "evaluate", "freeze", "unfreeze", "extra finish", "step too early"),
-    *("clear", "clear by optimizer"),
+    *("clip", "clip by torch", "hook", "stray", "clear", "clear by optimizer"),
 )
+MAX_NORM = 0.5
 ATOL = 1e-12
 
 
 def draw(seed: int) -> tuple[str, str, int, list[str]]:
     """Draws a wrapper, an optimizer, a number of ranks and a sequence of operations."""
     rng = np.random.default_rng(seed)
-    wrapper, optimizer = str(rng.choice(list(WRAPPERS))), str(rng.choice(list(OPTIMIZERS)))
+    wrapper = str(rng.choice(list(WRAPPERS)))
+    optimizer = str(rng.choice([*OPTIMIZERS, *(() if wrapper.startswith(("zero1", "zero2")) else ("by hand",))]))
     life: list[str] = []
     for _ in range(int(rng.integers(2, 5))):
         life.append(str(rng.choice(["clear", "clear by optimizer"], p=[0.7, 0.3])))
@@ -51,7 +58,7 @@ def draw(seed: int) -> tuple[str, str, int, list[str]]:
         life.insert(int(rng.integers(len(life) + 1)), str(rng.choice(EVENTS)))
     num_ranks = int(rng.choice([1, 2, 2, 3]))
     if num_ranks == 1:  # whose gradients need no other's: no step is too early
-        life = [operation for operation in life if operation != "step too early"]
+        life = [operation for operation in life if operation not in ("step too early", "stray")]
     return wrapper, optimizer, num_ranks, life
 
 
@@ -106,6 +113,42 @@ class _Model(nn.Module):
         return self.down(torch.tanh(self.norm(self.up(x))))
 
 
+class _Buffers(_Model):
+    """With running statistics, with and without a counter, and a buffer that rows of one rank may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stats = nn.BatchNorm1d(5)
+        self.mean: torch.Tensor
+        self.var: torch.Tensor
+        self.num_large: torch.Tensor
+        self.register_buffer("mean", torch.zeros(5))
+        self.register_buffer("var", torch.ones(5))
+        self.register_buffer("num_large", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.max() > 1.5:
+            self.num_large = self.num_large + 1
+        hidden = F.batch_norm(self.stats(self.norm(self.up(x))), self.mean, self.var, training=self.training)
+        return self.down(torch.tanh(hidden) * (1 + 0.1 * self.num_large))
+
+
+class _ByHand:
+    """Steps by ``data``, which raises no version counter."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+
+    def step(self) -> None:
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.data -= 0.1 * parameter.grad.data
+
+    def zero_grad(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+
 class _Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -122,20 +165,25 @@ class _Run:
     def __init__(self, seed: int, name: str, optimizer: str, num_ranks: int) -> None:
         self.rng, self.num_ranks, self.rank = np.random.default_rng((seed, 1)), num_ranks, dist.get_rank()
         torch.manual_seed(seed)
-        self.reference = _Model().double()
-        module = _Model().double()
+        model = _Buffers if self.rng.integers(2) else _Model
+        self.reference: Any = model().double()
+        module = model().double()
         module.load_state_dict(self.reference.state_dict())
-        cls, options = OPTIMIZERS[optimizer]
-        wrapper, wrapper_options = WRAPPERS[name]
-        owns = name.startswith("zero") and name != "zero3"
-        options = {**options, "foreach": False}
-        wrapper_options = {**wrapper_options, "optimizer_cls": cls, **options} if owns else wrapper_options
-        self.net = wrapper(module, **wrapper_options)
-        self.optimizer = self.net if owns else cls(self.net.parameters(), **options)
-        self.reference_optimizer = cls(self.reference.parameters(), **options)
-        self.pending: list[
-            Any
-        ] = []  # of passes that no synchronisation has followed: the batch, whether up was trained
+        self.buffers = [self._buffers_of(self.reference)] * num_ranks
+        wrapper, options = WRAPPERS[name]
+        self.optimizer: Any
+        self.reference_optimizer: Any
+        if optimizer == "by hand":
+            self.net = wrapper(module, **options)
+            self.optimizer, self.reference_optimizer = _ByHand(self.net.parameters()), _ByHand(self._parameters())
+        else:
+            cls, given = OPTIMIZERS[optimizer]
+            owns = name.startswith(("zero1", "zero2"))
+            given = given if "fused" in given else {**given, "foreach": False}
+            self.net = wrapper(module, **options, **({"optimizer_cls": cls, **given} if owns else {}))
+            self.optimizer = self.net if owns else cls(self.net.parameters(), **given)
+            self.reference_optimizer = cls(self._parameters(), **given)
+        self.pending: list[Any] = []  # gradients of passes that no synchronisation has followed
         self.has_strayed = False  # by a step on gradients of this rank alone, to be refused at the next forward
 
     def do(self, operation: str) -> None:
@@ -143,15 +191,34 @@ class _Run:
         getattr(self, "_" + operation.replace(" ", "_"))()
 
     def difference(self) -> str | None:
-        """Compares the weights."""
+        """Compares the weights and the buffers."""
         if self.has_strayed:
             return None
         found, right = self.net.gather_full_params(), dict(self.reference.named_parameters())
+        right |= self.buffers[self.rank]
+        found |= dict(self.net.module.named_buffers())
         furthest = max(float((found[name] - right[name]).detach().abs().max()) for name in right)
         return None if furthest <= ATOL else f"weights are {furthest:.1e} off"
 
+    def _parameters(self) -> list[nn.Parameter]:
+        return list(self.reference.parameters())
+
+    def _buffers_of(self, module: nn.Module) -> dict[str, torch.Tensor]:
+        return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
     def _rows(self) -> list[torch.Tensor]:
-        return [torch.from_numpy(self.rng.normal(size=(2, 3))) for _ in range(self.num_ranks)]
+        return [torch.from_numpy(self.rng.normal(size=(4, 3))) for _ in range(self.num_ranks)]
+
+    def _reference_loss(self, rows: list[torch.Tensor]) -> torch.Tensor:
+        """The mean over ranks, each with its own buffers, which the forward changes."""
+        losses = []
+        for rank, x in enumerate(rows):
+            for name, buffer in self.buffers[rank].items():
+                parent, _, last = name.rpartition(".")
+                setattr(self.reference.get_submodule(parent), last, buffer.clone())
+            losses.append(self.reference(x).square().sum())
+            self.buffers[rank] = self._buffers_of(self.reference)
+        return torch.stack(losses).mean()
 
     def _pass(self) -> None:
         rows = self._rows()
@@ -159,7 +226,10 @@ class _Run:
         if self.has_strayed:
             raise AssertionError("a step on gradients of one rank was not refused at the next forward")
         loss.backward()
-        self.pending.append((rows, self.net.module.up.weight.requires_grad))
+        trained = [one for one in self._parameters() if one.requires_grad]
+        self.pending.append(
+            list(zip(trained, torch.autograd.grad(self._reference_loss(rows), trained, allow_unused=True), strict=True))
+        )
 
     def _quiet_pass(self) -> None:
         with self.net.no_sync():
@@ -167,23 +237,27 @@ class _Run:
 
     def _finish(self) -> None:
         self.net.finish_gradient_synchronization()
-        is_trained = self.reference.up.weight.requires_grad
-        for rows, was_trained in self.pending:
-            self.reference.up.requires_grad_(was_trained)
-            total: Any = sum(self.reference(x).square().sum() for x in rows)
-            (total / self.num_ranks).backward()
-        self.pending = []
-        self.reference.up.requires_grad_(is_trained)
-        for parameter in self.reference.parameters():
+        self._take_pending()
+        self.buffers = [self.buffers[0]] * self.num_ranks
+        for parameter in self._parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
+    def _take_pending(self) -> None:
+        for parameter, grad in (pair for one in self.pending for pair in one):
+            if grad is not None:
+                parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+        self.pending = []
+
     def _step(self) -> None:
+        had_gradients = any(parameter.grad is not None for parameter in self.net.parameters())
         self.optimizer.step()
-        if self.pending:
-            self.has_strayed = True
-        else:
+        if not self.pending:
             self.reference_optimizer.step()
+        elif isinstance(self.optimizer, _ByHand):
+            self.has_strayed = had_gradients
+        else:
+            raise AssertionError("an optimizer's step on gradients of one rank was not refused")
 
     def _clear(self) -> None:
         self.net.zero_grad()
@@ -199,16 +273,28 @@ class _Run:
         self._pass()
         self._clear_by_optimizer()
 
+    def _stray(self) -> None:
+        """A step by hand on local gradients, where there are any, which the next forward is to refuse."""
+        self._pass()
+        local = [one for one in self.net.module.parameters() if one.grad is not None]
+        _ByHand(local).step()
+        self.has_strayed = bool(local)
+        _ByHand(local).zero_grad()
+        self._pass()
+
     def _failure(self) -> None:
-        x = self._rows()[self.rank].requires_grad_()
+        rows = self._rows()
         try:
-            self.net(_Fails.apply(x)).sum().backward()
+            self.net(_Fails.apply(rows[self.rank].clone().requires_grad_())).sum().backward()
         except ZeroDivisionError:
             pass
+        self._reference_loss(rows)
         self._clear()
 
     def _look(self) -> None:
-        self.net(self._rows()[self.rank])
+        rows = self._rows()
+        self.net(rows[self.rank])
+        self._reference_loss(rows)
 
     def _evaluate(self) -> None:
         with torch.no_grad():
@@ -220,9 +306,39 @@ class _Run:
     def _unfreeze(self) -> None:
         self.net.module.up.requires_grad_(True)
 
+    def _clip(self) -> None:
+        self.net.clip_grad_norm_(MAX_NORM)
+        self._clip_reference(0.0)
+
+    def _clip_by_torch(self) -> None:
+        """Of what is there: right, or refused."""
+        nn.utils.clip_grad_norm_(self.net.parameters(), MAX_NORM)
+        self._clip_reference(1e-6)
+
+    def _clip_reference(self, epsilon: float) -> None:
+        if self.pending and self.num_ranks > 1:
+            raise AssertionError("clipping of gradients of one rank was not refused")
+        self._take_pending()
+        grads = [one.grad for one in self._parameters() if one.grad is not None]
+        if grads:
+            norm = torch.cat([grad.flatten() for grad in grads]).norm()
+            for grad in grads:
+                grad.mul_(min(1.0, MAX_NORM / (float(norm) + epsilon)))
+
+    def _hook(self) -> None:
+        """Clips before each step from now on; of an optimizer over shards that is refused at the step."""
+        if isinstance(self.optimizer, _ByHand):
+            return
+        for optimizer in (getattr(self.optimizer, "optimizer", self.optimizer), self.reference_optimizer):
+            optimizer.register_step_pre_hook(_clip_all)
+
     def _extra_finish(self) -> None:
         self._finish()
 
     def _step_too_early(self) -> None:
         self._pass()
         self._step()
+
+
+def _clip_all(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    nn.utils.clip_grad_norm_([one for group in optimizer.param_groups for one in group["params"]], MAX_NORM)

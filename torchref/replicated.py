@@ -87,7 +87,7 @@ class Replicated(DataParallel):
         self._started = []
 
     def _gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        return [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None], []
+        return [one.grad.as_subclass(torch.Tensor) for one in self.module.parameters() if one.grad is not None], []
 
     def _new_buffer(self, bucket: Bucket) -> torch.Tensor | None:
         """The buffer of a bucket; None for a bucket of one tensor, whose gradient is the buffer."""

@@ -33,6 +33,7 @@ from .communication.buffers import check_dense, tensor_spec
 from .communication.collectives import broadcast
 from .communication.compression import Compression, none
 from .communication.low_rank import Memory
+from .gradients import PartialGradient
 from .hooks import check_not_sharded, remove_hooks_with
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
@@ -223,8 +224,9 @@ class DataParallel(nn.Module, abc.ABC):
         """Computes the global norm of the gradients; call it on every rank, after the synchronisation.
 
         Raises:
-            RuntimeError: If there are no gradients.
+            RuntimeError: If there are no gradients, or they are not synchronised.
         """
+        self._check_finished()
         replicated, shards = self._gradients()
         if not replicated and not shards:
             raise RuntimeError("there are no gradients: call finish_gradient_synchronization after the backward")
@@ -350,8 +352,8 @@ class DataParallel(nn.Module, abc.ABC):
     def _check_finished(self) -> None:
         if self._has_begun and self.num_ranks > 1 and not self._is_cleared():
             raise RuntimeError(
-                "a step would use gradients of this rank alone: call finish_gradient_synchronization after the backward"
-                " and before the step, or zero_grad() to discard them"
+                "gradients are of this rank alone: call finish_gradient_synchronization after the backward, before"
+                " clipping and the step, or zero_grad() to discard them"
             )
 
     def _is_cleared(self) -> bool:
@@ -360,6 +362,9 @@ class DataParallel(nn.Module, abc.ABC):
 
     def _on_arrival(self, name: str) -> None:
         self._has_begun = True
+        grad = self._trained[name].grad
+        if self.num_ranks > 1 and type(grad) is torch.Tensor and grad.layout == torch.strided:
+            self._trained[name].grad = grad.as_subclass(PartialGradient)
         if name in self._bucket_of and not self.plan.after_backward:
             self._on_ready(name)
 
@@ -419,7 +424,7 @@ class DataParallel(nn.Module, abc.ABC):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         check_dense(name, parameter.grad)
-        return parameter.grad
+        return parameter.grad.as_subclass(torch.Tensor)
 
 
 STRATEGIES: dict[str, type[DataParallel]] = {}

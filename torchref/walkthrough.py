@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import nn
 
 from .communication.collectives import record
+from .gradients import SpentGradient
 from .launch import RankPool, launch
 from .zero import ZeRO1
-from .zero.gradients import SpentGradient
 
 NUM_RANKS = 2
 

@@ -23,7 +23,7 @@ from ..communication.collectives import all_gather
 from ..communication.compression import Compression
 from ..communication.reduction import REDUCE_SCATTER, InFlight
 from ..communication.sharding import local_shard, pack_chunks, pack_local_shards, split_chunks, unpack_chunks
-from .gradients import ShardGradient
+from ..gradients import PartialGradient
 
 Arrival = tuple[Bucket, dict[str, nn.Parameter], torch.Tensor]  # bucket, its shards by name, this rank's row of the sum
 
@@ -225,6 +225,8 @@ def accumulate(arrived: list[Arrival], num_ranks: int) -> None:
         for name, grad in split_chunks(bucket, row, num_ranks).items():
             shard: Any = shards[name]
             master = grad.to(shard.dtype)
+            if num_ranks > 1:
+                master = master.as_subclass(PartialGradient)
             take_finished(shard)
             shard.grad = master if shard.grad is None else shard.grad.add_(master)
 
@@ -244,7 +246,7 @@ def put_back(shard: Any, num_ranks: int) -> None:
     if aside is not None:
         shard.grad.add_(aside)
     if num_ranks > 1:
-        shard.grad = shard.grad.as_subclass(ShardGradient)
+        shard.grad = shard.grad.as_subclass(PartialGradient)
     shard._aside, shard._finished = None, shard.grad
 
 

@@ -50,9 +50,9 @@ from ..communication.collectives import all_gather
 from ..communication.compression import Compression, check_stateless, none
 from ..communication.reduction import REDUCE_SCATTER, InFlight
 from ..communication.sharding import local_shard, pack_chunks, pack_local_shards, split_chunks, unpack_chunks
+from ..gradients import PartialGradient, SpentGradient, spent_gradient
 from ..strategy import DataParallel, register, resolve_bucket_mb
 from .elementwise import check_elementwise, own_parts
-from .gradients import ShardGradient, SpentGradient, spent_gradient
 from .optimizers import ADVICE, Params, as_groups, describe_optimizer, grad_versions, guard_step, mark_state_dicts
 
 
@@ -209,6 +209,11 @@ class ZeRO1(DataParallel):
         super()._apply(*args, **kwargs)
         return self
 
+    def _grad(self, name: str) -> torch.Tensor:
+        if isinstance(self._trained[name].grad, SpentGradient):
+            self._trained[name].grad = None
+        return super()._grad(name)
+
     def _clear_spent(self) -> None:
         for parameter in self._trained.values():
             if isinstance(parameter.grad, SpentGradient):
@@ -262,7 +267,7 @@ class ZeRO1(DataParallel):
         """Adds to what earlier synchronisations have left, as autograd does."""
         before = self._shards[name].grad
         total = grad if before is None else before.add_(grad)
-        self._shards[name].grad = total.as_subclass(ShardGradient) if self.num_ranks > 1 else total
+        self._shards[name].grad = total.as_subclass(PartialGradient) if self.num_ranks > 1 else total
 
     def _drop_reductions(self) -> None:
         self._in_flight.forget()

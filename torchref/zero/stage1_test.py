@@ -7,7 +7,7 @@ from torch import nn
 
 import torchref
 from torchref.communication.sharding import local_shard
-from torchref.zero.gradients import SpentGradient
+from torchref.gradients import SpentGradient
 
 
 def mlp(seed=0):

@@ -85,7 +85,7 @@ class ZeRO2(ZeRO1):
     def _start_reduction(self, index: int) -> None:
         super()._start_reduction(index)
         for tensor in self.plan.buckets[index].tensors:
-            self._trained[tensor.name].grad = None
+            self._trained[tensor.name].grad = self._spent[tensor.name]
 
     def _is_cleared(self) -> bool:
         return False  # a gradient is freed as soon as its bucket is packed: zero_grad() of the wrapper drops a pass

@@ -7,6 +7,7 @@ from torch import nn
 
 import torchref
 from torchref.communication.collectives import record
+from torchref.gradients import SpentGradient
 
 
 class Branches(nn.Module):
@@ -30,7 +31,7 @@ def wrap(module, accumulate="shards"):
 
 
 def num_gradients(net):
-    return sum(parameter.grad is not None for parameter in net.parameters())
+    return sum(not isinstance(parameter.grad, (SpentGradient, type(None))) for parameter in net.parameters())
 
 
 # On the ranks

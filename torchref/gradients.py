@@ -1,6 +1,6 @@
-"""Gradients that are shards, or have become shards: what would take them for whole gradients is refused.
+"""Gradients of one rank, its shards, or what has become shards: what would take them for averages is refused.
 
-``torch.nn.utils.clip_grad_norm_`` would compute the norm of one rank's shards, or find no gradient and clip nothing.
+``torch.nn.utils.clip_grad_norm_`` would compute the norm of one rank's, or find no gradient and clip nothing.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _NORMS = {
 }
 
 
-class ShardGradient(torch.Tensor):
-    """The mean gradient of a shard. Only its norm is refused; results are plain tensors."""
+class PartialGradient(torch.Tensor):
+    """A gradient of one rank alone, or of a shard. Only its norm is refused; results are plain tensors."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -30,14 +30,15 @@ class ShardGradient(torch.Tensor):
         """
         if func in _NORMS:
             raise RuntimeError(
-                "this would be the norm of this rank's shards alone: call clip_grad_norm_ or grad_norm of the wrapper"
+                "this would be the norm of this rank's part of the gradients: call clip_grad_norm_ or grad_norm of the"
+                " wrapper after finish_gradient_synchronization"
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
 
 class SpentGradient(torch.Tensor):
-    """Stands where a full gradient was until it was averaged into shards. Autograd adds to it as to a zero."""
+    """Stands where a full gradient was until it was reduced into shards. Autograd adds to it as to a zero."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -49,8 +50,8 @@ class SpentGradient(torch.Tensor):
         if func is torch.Tensor.__repr__:
             return "SpentGradient()"
         raise RuntimeError(
-            "this gradient was averaged into the ranks' shards: call clip_grad_norm_ or grad_norm of the wrapper, or"
-            " zero_grad() before other uses"
+            "this gradient was reduced into the ranks' shards: call clip_grad_norm_ or grad_norm of the wrapper after"
+            " finish_gradient_synchronization, or zero_grad() before other uses"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SpentGradient:

@@ -40,6 +40,19 @@ def clipped(name, over):
     return weights(name, net)
 
 
+def clipped_too_early(name, by):
+    net = wrap(name, model())
+    loss(net, rows(dist.get_rank())).backward()
+    try:
+        if by == "torch":
+            torch.nn.utils.clip_grad_norm_(net.parameters(), MAX_NORM)
+        else:
+            net.clip_grad_norm_(MAX_NORM)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def two_graphs_of_one_forward(name):
     """A second backward that no forward of the wrapper precedes adds to what the first has left."""
     net = wrap(name, model())
@@ -101,10 +114,17 @@ def test_torchs_clipping_is_right_or_refused(ranks, name):
             torch.testing.assert_close(torch.tensor(found[key]), torch.tensor(right), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("by", ["torch", "wrapper"])
+@wrappers
+def test_clipping_before_the_synchronisation_is_refused(ranks, name, by):
+    for message in ranks.run(clipped_too_early, name, by, num_ranks=NUM_RANKS):
+        assert "finish_gradient_synchronization" in message and "\n" not in message
+
+
 @pytest.mark.parametrize("name", ["zero1", "zero2"])
 def test_torchs_clipping_of_shards_is_refused(ranks, name):
     for message in ranks.run(clipped, name, "shards", num_ranks=NUM_RANKS):
-        assert message.startswith("this would be the norm of this rank's shards alone: call clip_grad_norm_")
+        assert message.startswith("this would be the norm of this rank's part of the gradients: call clip_grad_norm_")
 
 
 @pytest.mark.parametrize("name", ["naive", "bucketed", "zero1", "zero2 full", "zero3"])
