@@ -82,8 +82,6 @@ OPTIMIZERS = ("sgd", "momentum", "adamw", "adamw_masked")
 NUM_RANKS = (1, 2, 3, 4, 8)
 MODELS = ("toy", "toy_tied", "toy_frozen", "toy_unused", "tiny")
 DTYPES = ("float64", "float32")
-TINY_STRATEGIES = ("naive", "bucketed(1KiB)", "zero1(1KiB)", "zero2(1KiB)", "zero3(200)")  # in the selection
-
 AXES: Mapping[str, Sequence[Any]] = {
     "strategy": tuple(STRATEGIES),
     "optimizer": OPTIMIZERS,
@@ -93,6 +91,17 @@ AXES: Mapping[str, Sequence[Any]] = {
     "num_microbatches": (1, 3),
     "max_grad_norm": (None, MAX_GRAD_NORM),
 }
+
+
+# Pairs of values that are not in the selection: the transformer and eight ranks take long. Both meet one strategy of
+# each family, and the transformer meets two ranks.
+OF_EACH_FAMILY = ("naive", "bucketed(1KiB)", "zero1(1KiB)", "zero2(1KiB)", "zero3(200)")
+LEFT_OUT = {
+    (("strategy", strategy), other)
+    for strategy in STRATEGIES
+    if strategy not in OF_EACH_FAMILY
+    for other in (("num_ranks", 8), ("model", "tiny"))
+} | {(("num_ranks", num_ranks), ("model", "tiny")) for num_ranks in NUM_RANKS if num_ranks != 2}
 
 
 def tolerance(case: Case) -> tuple[float, str]:
@@ -113,16 +122,12 @@ def whole_product() -> list[Case]:
 
 
 def pairwise_selection() -> list[Case]:
-    """A small selection in which every value of every axis meets every value of every other.
+    """A small selection in which every value of every axis meets every value of every other, but for ``LEFT_OUT``.
 
-    Greedy: next comes the case with most pairs that are not covered yet. The transformer takes long: it runs on two
-    ranks, under one strategy of each family, and meets no other number of ranks and no other strategy.
+    Greedy: next comes the case with most pairs that are not covered yet.
     """
-    candidates = {
-        case: set(itertools.combinations(enumerate(case), 2))
-        for case in whole_product()
-        if case.model != "tiny" or (case.num_ranks == 2 and case.strategy in TINY_STRATEGIES)
-    }
+    candidates = {case: set(itertools.combinations(zip(AXES, case, strict=True), 2)) for case in whole_product()}
+    candidates = {case: shown for case, shown in candidates.items() if LEFT_OUT.isdisjoint(shown)}
     pairs = set().union(*candidates.values())
     chosen: list[Case] = []
     while pairs:

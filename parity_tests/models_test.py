@@ -26,7 +26,9 @@ def numpy_batch(name, seed=0):
     return {"x": rng.normal(size=(6, 10)), "y": rng.normal(size=(6, 10 if name == "toy_tied" else 5))}
 
 
-@pytest.mark.parametrize("name", ["toy", "toy_tied", "toy_frozen", "toy_unused", "tiny", "byte"])
+@pytest.mark.parametrize(
+    "name", ["toy", "toy_tied", "toy_frozen", "toy_unused", "tiny", pytest.param("byte", marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("direction", ["to torch", "to jax"])
 def test_same_weights_give_same_loss_and_gradients(name, direction):
     with jax.enable_x64(True):

@@ -196,7 +196,10 @@ def test_a_rank_killed_from_outside_is_noticed_and_replaced(ranks):
     assert after[0] != between[0] and after[1] == between[1]
 
 
-@pytest.mark.parametrize(("sleepers", "num_ranks", "names"), [([0, 2], 3, "ranks 0, 2"), ([0], 1, "rank 0")])
+@pytest.mark.parametrize(
+    ("sleepers", "num_ranks", "names"),
+    [([0, 2], 3, "ranks 0, 2"), pytest.param([0], 1, "rank 0", marks=pytest.mark.full)],
+)
 def test_a_timeout_names_the_ranks_that_did_not_finish_and_ends_them(ranks, sleepers, num_ranks, names):
     pids = ranks.run(process_id, num_ranks=num_ranks)
     message = rf"^{names} of {num_ranks} did not finish or report within timeout_s \(=1.0\)$"

@@ -23,6 +23,8 @@ from jaxddp.models import build
 from jaxddp.training import clock
 from torchref.launch import shared_pool
 
+pytestmark = pytest.mark.full  # strategies/benchmark_test.py trains under both frameworks, JAX in one process
+
 
 @pytest.fixture(scope="module")
 def on_processes():
@@ -56,7 +58,6 @@ def shares():
     return jax_side.gradient_shares(TOY)
 
 
-@pytest.mark.full
 def test_shares_are_traced_without_a_device():
     code = (
         "from benchmarks.strategies.benchmark_test import TOY\n"

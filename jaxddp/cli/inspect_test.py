@@ -45,8 +45,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def printed(folder):
-    """What is printed for a small model in several buckets, with two others; its files are in the folder."""
-    options = "--bucket-mb 0.03 --compare auto naive --json --dump-hlo own.hlo --out pictures"
+    """What is printed for a small model in several buckets, and left to XLA; its files are in the folder."""
+    options = "--bucket-mb 0.03 --compare auto --json --dump-hlo own.hlo --out pictures"
     result = inspect(f"{CUSTOM} {options}", folder)
     assert (result.returncode, result.stderr) == (0, "")
     return result.stdout
@@ -56,7 +56,7 @@ def test_json_is_one_object_with_every_key(printed):
     assert printed.count("\n") == 1
     found = json.loads(printed)
     all_found = [found, *found["compare"]]
-    assert [each["strategy"] for each in all_found] == ["bucketed", "auto", "naive"]
+    assert [each["strategy"] for each in all_found] == ["bucketed", "auto"]
     for each in all_found:
         assert set(each) >= set(KEYS)
         assert (each["target"], each["devices"], each["network_gb_per_s"]) == ("h100:8", 8, 450.0)
@@ -72,14 +72,14 @@ def test_json_is_one_object_with_every_key(printed):
             assert planned == compiled and each["as_planned"] is True
     assert len({each["lower_bound_ms"] for each in all_found}) == 1
     late = {each["strategy"]: each["bytes_started_after_backward"] for each in all_found}
-    assert late["naive"] == 74_112 > late["bucketed"]
+    assert 0 < late["bucketed"] < 74_112
 
 
 def test_pictures_and_trace_are_written(printed, folder):
     files = {path.name: path.read_bytes() for path in Path(folder, "pictures").iterdir()}
     assert set(files) == {"timeline.png", "timeline.svg", "trace.json"}
     assert files["timeline.png"].startswith(b"\x89PNG") and b"<svg" in files["timeline.svg"]
-    for strategy in ("bucketed", "auto", "naive"):
+    for strategy in ("bucketed", "auto"):
         assert strategy.encode() in files["timeline.svg"]
     assert json.loads(files["trace.json"])["traceEvents"]
 

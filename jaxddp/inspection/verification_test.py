@@ -1,5 +1,6 @@
 """Plans beside real compilations for GPUs and TPUs that are not here: the formulas hold to the byte."""
 
+import functools
 from collections import Counter
 from dataclasses import replace
 
@@ -32,19 +33,33 @@ JOBS = {
     "padded, mixed": job("h100:8", ODD, fsdp=8, per_parameter=MIXED),
     "stage 1": job("h100:8", ODD, fsdp=8, stage=1),
 }
-EVEN = ("shards", "grid", "grid of TPUs")
+LONG = ("grid of TPUs", "stage 1")
+
+
+def jobs(*names):
+    """A parameter, the long ones behind the mark ``full``."""
+    return [pytest.param(name, marks=pytest.mark.full if name in LONG else []) for name in names]
+
+
+EVEN = jobs("shards", "grid", "grid of TPUs")
 
 
 @pytest.fixture(scope="module")
 def compiled():
-    """Plan, step and program of each, as many compiled at a time as there are CPUs."""
-    started = {name: (plan(each), start_planned_step(plan(each), "bfloat16")) for name, each in JOBS.items()}
-    return {name: (planned, step, step.pending.result()) for name, (planned, step) in started.items()}
+    """Of a name: plan, step and program, compiled when the first test asks for it."""
+
+    @functools.cache
+    def of(name):
+        planned = plan(JOBS[name])
+        step = start_planned_step(planned, "bfloat16")
+        return planned, step, step.pending.result()
+
+    return of
 
 
 @pytest.fixture(scope="module")
 def verified(compiled):
-    return {name: compare(*found) for name, found in compiled.items()}
+    return functools.cache(lambda name: compare(*compiled(name)))
 
 
 def rows_of(verification):
@@ -53,17 +68,17 @@ def rows_of(verification):
 
 @pytest.mark.parametrize("name", EVEN)
 def test_the_state_is_the_formulas_to_the_byte(verified, name):
-    rows, ranks = rows_of(verified[name]), JOBS[name].fsdp * JOBS[name].tp
+    rows, ranks = rows_of(verified(name)), JOBS[name].fsdp * JOBS[name].tp
     assert rows["parameters"].compiled == rows["parameters"].planned == 4 * WIDE.num_params / ranks
     assert rows["optimizer state"].planned == 8 * WIDE.num_params / ranks
     assert rows["optimizer state"].difference == COUNT_BYTES
     assert (rows["parameters"].check, rows["optimizer state"].check) == ("ok", "ok: +4, a count of steps")
-    assert verified[name].holds and verified[name].notes == ()
+    assert verified(name).holds and verified(name).notes == ()
 
 
 @pytest.mark.parametrize("name", EVEN)
 def test_traffic_is_the_formulas_to_the_byte(verified, name):
-    rows, one = rows_of(verified[name]), JOBS[name]
+    rows, one = rows_of(verified(name)), JOBS[name]
     steps, ring = one.accumulation_steps or 1, (one.fsdp - 1) / one.fsdp
     assert rows["parameters gathered"].compiled == 2 * steps * 2 * WIDE.num_params / one.tp * ring
     assert rows["gradients summed"].compiled == steps * 2 * WIDE.num_params / one.tp * ring
@@ -71,7 +86,7 @@ def test_traffic_is_the_formulas_to_the_byte(verified, name):
         assert rows[label].difference == pytest.approx(0, abs=0.5)  # rounding of the formula
     assert rows["sent in all"].check == "1.000 times"
     kinds = Counter()
-    for (kind, _, ranks), count in verified[name].collectives.items():
+    for (kind, _, ranks), count in verified(name).collectives.items():
         kinds[kind, ranks] += count
     units = LAYERS * steps
     # A unit's matrices together, or one by one.
@@ -82,23 +97,24 @@ def test_traffic_is_the_formulas_to_the_byte(verified, name):
         assert rows["products summed over tp"].compiled == 2 * 2 * LAYERS * 256 * 512 / one.fsdp
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", jobs(*JOBS))
 def test_what_fits_by_formula_fits_when_compiled(verified, name):
-    rows = rows_of(verified[name])
+    rows = rows_of(verified(name))
     assert rows["peak"].holds and rows["peak"].check.startswith("ok: fits in ")
     assert rows["within the step"].holds is None and rows["within the step"].check.endswith(" times")
     inside = sum(rows[label].compiled for label in ("parameters", "optimizer state", "batch, step and key"))
     assert rows["peak"].compiled == inside + rows["within the step"].compiled
 
 
+@pytest.mark.full
 def test_tiles_are_told(verified):
-    assert "fill tiles" in rows_of(verified["grid of TPUs"])["batch, step and key"].check
-    assert rows_of(verified["grid"])["batch, step and key"].check == "not in the plan"
+    assert "fill tiles" in rows_of(verified("grid of TPUs"))["batch, step and key"].check
+    assert rows_of(verified("grid"))["batch, step and key"].check == "not in the plan"
 
 
 def test_padding_is_the_whole_difference(verified):
     """133 x 101 elements are 8 x 1679.125: each rank holds 1680 of each of 6 matrices."""
-    rows = rows_of(verified["padded, mixed"])
+    rows = rows_of(verified("padded, mixed"))
     assert rows["parameters"].planned == 2 * ODD.num_params / 8
     assert rows["parameters"].compiled == 2 * 6 * 1680
     assert rows["optimizer state"].compiled == 12 * 6 * 1680 + COUNT_BYTES
@@ -106,22 +122,23 @@ def test_padding_is_the_whole_difference(verified):
     assert rows["optimizer state"].check == f"ok: +63, {padding}; +4, a count of steps"
     assert rows["gradients summed"].compiled == 2 * 6 * 1680 * 7
     assert rows["gradients summed"].check == f"ok: 1.001 times, 3 reduce-scatter: {padding}"
-    assert verified["padded, mixed"].holds
+    assert verified("padded, mixed").holds
 
 
+@pytest.mark.full
 def test_whole_parameters_travel_in_their_own_dtype(verified):
     """Gradients have the 2 bytes an element of the plan's dtype, and float32 replicas 4."""
-    rows = rows_of(verified["stage 1"])
+    rows = rows_of(verified("stage 1"))
     assert rows["parameters gathered"].planned == 4 * ODD.num_params * 7 / 8
     assert rows["parameters gathered"].compiled == 4 * 6 * 1680 * 7
-    assert rows["parameters gathered"].holds and rows["gradients summed"].holds and verified["stage 1"].holds
+    assert rows["parameters gathered"].holds and rows["gradients summed"].holds and verified("stage 1").holds
 
 
 @pytest.mark.parametrize("name", ["parameters", "optimizer_state"])
 @pytest.mark.parametrize("off", [-1, 1])
 @pytest.mark.parametrize("case", ["grid", "padded, mixed"])
 def test_a_formula_off_by_a_byte_is_marked(compiled, case, off, name):
-    planned, step, program = compiled[case]
+    planned, step, program = compiled(case)
     wrong = replace(planned, bytes_per_device={**planned.bytes_per_device, name: planned.bytes_per_device[name] + off})
     found = compare(wrong, step, program)
     assert rows_of(found)[name.replace("_", " ")].check == f"NOT AS PLANNED: {-off:+} bytes unaccounted for"
@@ -129,7 +146,7 @@ def test_a_formula_off_by_a_byte_is_marked(compiled, case, off, name):
 
 
 def test_traffic_far_from_the_formula_is_marked_although_the_step_plans_it(compiled, monkeypatch):
-    planned, step, program = compiled["padded, mixed"]
+    planned, step, program = compiled("padded, mixed")
     assert compare(planned, step, program).holds
     formula = plan_verification.sent_bytes
     monkeypatch.setattr(plan_verification, "sent_bytes", lambda *args: formula(*args) / 2)
@@ -139,7 +156,7 @@ def test_traffic_far_from_the_formula_is_marked_although_the_step_plans_it(compi
 
 def test_traffic_that_no_formula_has_is_marked(compiled):
     """A plan of half as many tokens, or of one micro-batch."""
-    planned, step, program = compiled["grid"]
+    planned, step, program = compiled("grid")
     fewer = compare(replace(planned, tokens=256), step, program)
     assert rows_of(fewer)["products summed over tp"].check == "NOT AS PLANNED: 2.000 times, 12 all-reduce"
     once = compare(replace(planned, accumulation_steps=1), step, program)
@@ -149,7 +166,7 @@ def test_traffic_that_no_formula_has_is_marked(compiled):
 
 
 def test_a_peak_on_the_other_side_of_the_memory_is_marked(compiled):
-    planned, step, program = compiled["grid"]
+    planned, step, program = compiled("grid")
     between = (planned.total_bytes + program.memory_analysis().peak_memory_in_bytes) / 2
     small = replace(planned, job=replace(planned.job, cluster=replace(planned.job.cluster, memory_bytes=between)))
     check = rows_of(compare(small, step, program))["peak"].check

@@ -62,11 +62,14 @@ MERGED = [
 RESCHEDULED = Case(GPU, "bucketed", LARGE, left_out=SCHEDULER)
 
 full = pytest.mark.full
-every_strategy = pytest.mark.parametrize("name", REPLICATED)
-# By default, one that waits and one that does not.
-on_tpus = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("naive", "bucketed") else full) for name in REPLICATED]
-)
+
+
+def some_in_full(names, quick):
+    """All names, the others than the quick ones behind the mark ``full``."""
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in quick else full) for name in names])
+
+
+on_tpus = some_in_full(REPLICATED, quick=("bucketed",))
 waiting_strategies = pytest.mark.parametrize("name", WAITING)
 early_strategies = pytest.mark.parametrize("name", EARLY)
 every_speed = pytest.mark.parametrize("gb_per_s", SPEEDS_GB_PER_S)
@@ -130,7 +133,7 @@ def of_gpu(name):
     return Case(GPU, name, LARGE if name == "bucketed" else TINY)
 
 
-@every_strategy
+@some_in_full(REPLICATED, quick=("naive", "overlapped", "bucketed"))
 def test_compiled_is_planned_on_gpus(steps, name):
     assert_as_planned(steps(of_gpu(name)), name)
 
@@ -141,7 +144,7 @@ def test_compiled_is_planned_on_tpus(steps, name):
 
 
 @pytest.mark.parametrize("spec", [GPU, pytest.param(TPU, marks=full)])
-@waiting_strategies
+@some_in_full(WAITING, quick=("naive",))
 def test_naive_and_flat_start_nothing_before_the_backwards_end(steps, spec, name):
     planned, schedule = steps(Case(spec, name))
     total = sum(num_bytes for _, num_bytes in planned)
@@ -166,7 +169,7 @@ def test_naive_and_flat_expose_all_of_it_on_gpus(steps, name, gb_per_s):
     assert simulation.communication_s == pytest.approx(seconds_by_formula([*planned, *metrics], gb_per_s), rel=1e-9)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "bucketed" else full) for name in EARLY])
+@some_in_full(EARLY, quick=("bucketed",))
 def test_the_others_are_in_flight_during_the_backward_on_gpus(steps, name):
     overlap = steps(Case(GPU, name, LARGE)).schedule.overlap()
     # The head's gradient comes first, after its own 18 % of the backward; the embedding's, 27 % of the bytes, last.
@@ -202,7 +205,7 @@ def test_tpus_wait_for_every_collective_where_it_stands(steps, name, gb_per_s):
     assert simulation.communication_s == pytest.approx(simulation.exposed_s, rel=1e-9)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "bucketed" else full) for name in EARLY])
+@some_in_full(EARLY, quick=("bucketed",))
 def test_the_others_stand_within_the_backward_on_tpus(steps, name):
     overlap = steps(Case(TPU, name)).schedule.overlap()
     assert overlap.first_start_fraction < 0.25  # seen: 0.15

@@ -75,7 +75,7 @@ KINDS = (*REFUSED, "none", "short")
 
 @pytest.fixture(scope="module")
 def ends():
-    """How each kind ended, in each of two processes that ran one after the other."""
+    """How each kind ended in either of two processes, which ran them one after the other."""
     return [dict(zip(KINDS, json.loads(line), strict=True)) for line in run_workers(WORKER, 2, " ".join(KINDS))]
 
 
