@@ -37,7 +37,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 # What may come beside passes, synchronisations and steps in their order, and how often.
 EVENTS = (
     *("drop", "failure", "look", "evaluate", "freeze", "unfreeze", "extra finish", "step too early"),
-    *("clip", "clip by torch", "hook", "stray", "clear", "clear by optimizer"),
+    *("clip", "clip by torch", "scale", "hook", "stray", "quiet pass", "clear", "clear by optimizer"),
 )
 MAX_NORM = 0.5
 ATOL = 1e-12
@@ -75,7 +75,7 @@ def check_on_rank(seed: int) -> str | None:
         What is wrong, in one line; None if the weights are right, or it was refused where it may be.
     """
     name, optimizer, num_ranks, life = draw(seed)
-    is_plain = not set(life) & set(EVENTS[:-2]) and _is_in_order(life)
+    is_plain = not set(life) & set(EVENTS[:-3]) and _is_in_order(life)
     run = _Run(seed, name, optimizer, num_ranks)
     try:
         for operation in life:
@@ -324,6 +324,16 @@ class _Run:
             norm = torch.cat([grad.flatten() for grad in grads]).norm()
             for grad in grads:
                 grad.mul_(min(1.0, MAX_NORM / (float(norm) + epsilon)))
+
+    def _scale(self) -> None:
+        """Halves what is there: right, or refused where it is on its way already."""
+        for parameter in self.net.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+        self.pending = [[(one, grad if grad is None else grad / 2) for one, grad in pairs] for pairs in self.pending]
+        for parameter in self._parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad / 2
 
     def _hook(self) -> None:
         """Clips before each step from now on; of an optimizer over shards that is refused at the step."""

@@ -188,6 +188,39 @@ def recomputed_twice_in_a_backward(name):
     return weights(name, net)
 
 
+def quiet_pass_last(name):
+    net = wrap(name, model())
+    tx = optimizer_of(name, net)
+    loss(net, rows(dist.get_rank())).backward()
+    try:
+        with net.no_sync():
+            loss(net, rows(dist.get_rank(), 1)).backward()
+        net.finish_gradient_synchronization()
+    except RuntimeError as error:
+        return str(error)
+    tx.step()
+    return weights(name, net)
+
+
+def changed_before_finish(name, change):
+    net = wrap(name, model())
+    tx = optimizer_of(name, net)
+    loss(net, rows(dist.get_rank())).backward()
+    try:
+        for parameter in list(net.parameters())[:2]:
+            if change == "in place":
+                parameter.grad.mul_(0)
+            elif change == "replaced":
+                parameter.grad = parameter.grad * 0
+            else:
+                parameter.grad = None
+        net.finish_gradient_synchronization()
+    except RuntimeError as error:
+        return str(error)
+    tx.step()
+    return weights(name, net)
+
+
 def cleared_before_finish(name, clear):
     net = wrap(name, model())
     tx = optimizer_of(name, net)
@@ -274,6 +307,27 @@ def test_finish_after_the_step_is_refused(ranks, name, kind):
     for message, is_unchanged in ranks.run(finish_after_the_step, name, kind, num_ranks=NUM_RANKS):
         assert "call finish_gradient_synchronization" in message
         assert is_unchanged == (kind == "fused")
+
+
+@wrappers
+def test_a_quiet_pass_after_the_last_is_right_or_refused(ranks, name):
+    for found in ranks.run(quiet_pass_last, name, num_ranks=NUM_RANKS):
+        if name in ("naive", "flat", "zero3"):
+            assert_close([found], expected(0, 1))
+        else:
+            assert "was computed twice" in found
+
+
+@pytest.mark.parametrize("change", ["in place", "replaced", "cleared"])
+@keeping_gradients
+def test_a_gradient_changed_before_finish_is_right_or_refused(ranks, name, change):
+    module = model()
+    right = expected(0) | {key: tensor.tolist() for key, tensor in list(module.named_parameters())[:2]}
+    for found in ranks.run(changed_before_finish, name, change, num_ranks=NUM_RANKS):
+        if name in ("naive", "flat", "zero3"):
+            assert_close([found], right)
+        else:
+            assert "was changed while it was reduced" in found or "this gradient was reduced into" in found
 
 
 @wrappers

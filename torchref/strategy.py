@@ -199,12 +199,19 @@ class DataParallel(nn.Module, abc.ABC):
         Raises:
             ValueError: If a parameter was replaced, frozen, cast, added or made trainable after wrapping, or a buffer
                 resized, cast, added or removed.
-            RuntimeError: If no pass has followed the last synchronisation.
+            RuntimeError: If no pass has followed the last synchronisation, or a gradient was changed that is being
+                reduced already.
         """
         self._check_unchanged()
         self._check_no_stray_step(by_content=not self._has_optimizer)
         if self._has_begun and self._is_cleared():
             self.discard_pass()  # or what was reduced would come back
+        for name, (grad, version) in self._sent.items():
+            if self._trained[name].grad is not grad or grad._version != version:
+                raise RuntimeError(
+                    f"the gradient of {name!r} was changed while it was reduced: change gradients after"
+                    " finish_gradient_synchronization, or drop all of them by zero_grad() of the wrapper"
+                )
         if self._is_finished and not self._has_begun:
             raise RuntimeError(
                 "finish_gradient_synchronization was called again without a backward: call it once after the backward,"
@@ -293,6 +300,7 @@ class DataParallel(nn.Module, abc.ABC):
         self._has_begun = False  # a backward that is not synchronised yet
         self._num_missing = [len(bucket.tensors) for bucket in self.plan.buckets]
         self._ready: set[str] = set()
+        self._sent: dict[str, tuple[torch.Tensor, int]] = {}  # gradients as they were reduced, and their versions
         self._num_started = 0
 
     def _add_hooks(self) -> None:
@@ -369,7 +377,7 @@ class DataParallel(nn.Module, abc.ABC):
             self._on_ready(name)
 
     def _on_ready(self, name: str) -> None:
-        if self._sync:
+        if self._sync or name in self._ready:
             self._count(name)
 
     @torch.no_grad()
@@ -416,6 +424,10 @@ class DataParallel(nn.Module, abc.ABC):
 
     def _start_next(self) -> None:
         self._start_reduction(self._num_started)
+        for tensor in self.plan.buckets[self._num_started].tensors:
+            grad = self._trained[tensor.name].grad
+            if isinstance(grad, PartialGradient):
+                self._sent[tensor.name] = grad, grad._version
         self._num_started += 1
 
     def _grad(self, name: str) -> torch.Tensor:

@@ -111,6 +111,10 @@ def second_backward(name):
     message = "the gradient of '.*' was computed twice: call finish_gradient_synchronization after each"
     with pytest.raises(RuntimeError, match=message):
         net(torch.ones(1, 10)).sum().backward()
+    with pytest.raises(RuntimeError, match="the gradient of '.*' was changed while it was reduced"):
+        net.finish_gradient_synchronization()  # the second has added to it
+    net.zero_grad()
+    net(torch.ones(1, 10)).sum().backward()
     net.finish_gradient_synchronization()
 
 
