@@ -149,14 +149,14 @@ class Watchdog:
         for number, other in self._others.items():
             if other.is_gone and not other.has_left:
                 return f"process {number} is gone, {_last_step(other)}", False
-            if not other.is_gone and now - other.heard > self._stuck_s:
+            if not other.is_gone and other.since is None and now - other.heard > self._stuck_s:
                 return f"process {number} has not answered for {self._stuck_s:g} s, {_last_step(other)}", True
         if self._number != 0:
             return None
         everyone = dict(sorted({**self._others, 0: self._mine}.items()))
         newest = max(one.step for one in everyone.values())
         for number, one in everyone.items():
-            if one.since is not None and now - one.since > GRACE_S:
+            if one.since is not None and (one.is_gone or now - one.since > GRACE_S):
                 if one.failed:
                     return f"process {number} failed, {_last_step(one)}: {one.failed}", False
                 if one.step < newest:
@@ -170,9 +170,10 @@ class Watchdog:
     def _end(self, reason: str, shows_stacks: bool) -> None:
         self._is_ending.set()
         self._tell({"end": reason, "stacks": shows_stacks})
-        print(f"jaxddp: {reason}: process {self._number} ends", file=sys.stderr, flush=True)
+        stderr = sys.__stderr__ or sys.stderr  # torch's excepthook replaces the other for as long as it runs
+        print(f"jaxddp: {reason}: process {self._number} ends", file=stderr, flush=True)
         if shows_stacks:
-            faulthandler.dump_traceback(sys.stderr)
+            faulthandler.dump_traceback(stderr)
         with contextlib.suppress(Exception):
             sys.stdout.flush()
         if not any(number == 0 and other.is_gone for number, other in self._others.items()):

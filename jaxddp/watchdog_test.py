@@ -15,16 +15,7 @@ from jaxddp.watchdog import STATUS
 NUM_PROCESSES, FAULTY, STEP = 3, 1, 3
 STUCK_S = 4.0
 
-SCRIPT = f"""
-import os, signal, sys, time
-import jax, jax.numpy as jnp, numpy as np, optax
-jax.config.update("jax_num_cpu_devices", 1)
-import jaxddp
-port, process, fault, faulty = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-jaxddp.start_process(f"127.0.0.1:{{port}}", {NUM_PROCESSES}, process, stuck_s={STUCK_S})
-loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
-trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), jaxddp.bucketed(), jaxddp.data_mesh())
-state = trainer.init({{"w": jnp.ones((2, 1))}})
+LOOP = f"""
 for step in range(1, 2000):
     if step == {STEP} + 1 and fault == "all end":
         break
@@ -39,16 +30,35 @@ for step in range(1, 2000):
         if fault == "raises":
             raise LookupError("out of luck")
         sys.exit(0)
-    state, metrics = trainer.step(state, np.ones((2, 2), np.float32))
+    train()
     time.sleep(0.1)  # so that the others hear of each step
 time.sleep(process)
 """
 
+START = """
+import os, signal, sys, time
+port, process, fault, faulty = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+"""
 
-def run(tmp_path, fault, faulty=FAULTY):
+SCRIPT = f"""{START}
+import jax, jax.numpy as jnp, numpy as np, optax
+jax.config.update("jax_num_cpu_devices", 1)
+import jaxddp
+jaxddp.start_process(f"127.0.0.1:{{port}}", {NUM_PROCESSES}, process, stuck_s={STUCK_S})
+loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), jaxddp.bucketed(), jaxddp.data_mesh())
+state = trainer.init({{"w": jnp.ones((2, 1))}})
+
+def train():
+    global state
+    state, _ = trainer.step(state, np.ones((2, 2), np.float32))
+{LOOP}"""
+
+
+def run(tmp_path, fault, faulty=FAULTY, program=SCRIPT):
     """Gives statuses, outputs, and by when after the fault each of the others had ended, in seconds."""
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(program)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -79,6 +89,18 @@ def run(tmp_path, fault, faulty=FAULTY):
     return [process.returncode for process in processes], outputs, seconds
 
 
+def check(tmp_path, fault, faulty, reason, within_s, program=SCRIPT):
+    statuses, outputs, seconds = run(tmp_path, fault, faulty, program)
+    assert seconds < within_s
+    for process in range(NUM_PROCESSES):
+        if process != faulty:
+            assert statuses[process] == STATUS, outputs[process]
+            assert f"jaxddp: {reason}: process {process} ends\n" in outputs[process], outputs[process]
+            assert "Traceback" not in outputs[process]
+    if fault == "sleeps":  # the log of the one that sleeps shows where
+        assert re.search(r'File ".*script.py", line \d+ in <module>', outputs[faulty])
+
+
 @pytest.mark.parametrize(
     ("fault", "faulty", "reason", "within_s"),
     [
@@ -100,15 +122,7 @@ def run(tmp_path, fault, faulty=FAULTY):
     ],
 )  # fmt: skip
 def test_the_others_end_and_name_it(tmp_path, fault, faulty, reason, within_s):
-    statuses, outputs, seconds = run(tmp_path, fault, faulty)
-    assert seconds < within_s
-    for process in range(NUM_PROCESSES):
-        if process != faulty:
-            assert statuses[process] == STATUS, outputs[process]
-            assert f"jaxddp: {reason}: process {process} ends\n" in outputs[process], outputs[process]
-            assert "Traceback" not in outputs[process]
-    if fault == "sleeps":  # the log of the one that sleeps shows where
-        assert re.search(r'File ".*script.py", line \d+ in <module>', outputs[faulty])
+    check(tmp_path, fault, faulty, reason, within_s)
 
 
 def test_processes_that_end_together_end_well(tmp_path):

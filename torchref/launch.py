@@ -48,7 +48,9 @@ import torch
 import torch.distributed as dist
 
 from jaxddp.job import Job, find_job_or, visible_gpus
-from jaxddp.roll_call import roll_call
+from jaxddp.roll_call import meet
+from jaxddp.torchrun import with_free_port
+from jaxddp.watchdog import watch
 
 OnMessage = Callable[[int, Any], None]  # (rank, message)
 Prepare = Callable[[int], None]  # (rank)
@@ -319,11 +321,13 @@ def init_from_env(
     process_id: int | None = None,
     *,
     timeout_s: float = 300,
+    stuck_s: float = 600,
 ) -> torch.device:
     """Joins this process to the process group of its job; twin of ``jaxddp.start_process``.
 
     Without arguments the job is that of the launcher, torchrun, SLURM or Open MPI; outside any, a group of one process.
-    Rank 0 prints one line about what was found.
+    Rank 0 prints one line about what was found. When another rank is killed, fails or no longer answers, this one
+    prints a line about it and ends with status 5.
 
     Args:
         backend: ``"gloo"`` or ``"nccl"``; None takes NCCL if there are CUDA devices.
@@ -331,6 +335,8 @@ def init_from_env(
         num_processes: Number of ranks.
         process_id: This process's rank, from 0.
         timeout_s: Seconds to wait for the other ranks.
+        stuck_s: Seconds that a rank may be silent, or the others wait in a ``finish_gradient_synchronization`` that it
+            has not begun, as while one alone evaluates or saves.
 
     Returns:
         This rank's device: with NCCL its GPU, by its number on the host.
@@ -352,9 +358,10 @@ def init_from_env(
     if job.num_hosts == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if not has_agent and job.num_processes > 1:
+    if job.num_processes > 1:
         gpus = visible_gpus([index]) if backend == "nccl" else []
-        roll_call(job, {"torch": torch.__version__}, gpus, timeout_s)
+        place = with_free_port(job, timeout_s) if has_agent else job
+        watch(job, meet(place, {"torch": torch.__version__}, gpus, timeout_s), stuck_s)
     store = _store_of(job, has_agent, timedelta(seconds=timeout_s))
     dist.init_process_group(backend, store=store, rank=job.process_id, world_size=job.num_processes, device_id=device)
     if job.process_id == 0:

@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from jaxddp import __version__
 from jaxddp.communication.buckets import BucketMb, BucketPlan, TensorSpec
+from jaxddp.watchdog import begin_step
 
 from .agreement import check_alike
 from .clipping import clip_to_norm_, global_norm, sharded_norm
@@ -217,6 +218,7 @@ class DataParallel(nn.Module, abc.ABC):
                 "finish_gradient_synchronization was called again without a backward: call it once after the backward,"
                 " or zero_grad() before gradients of your own"
             )
+        begin_step()
         denominator = self.num_ranks if denominator is None else denominator
         if self._waits_for_divisor:
             self._divisor = denominator

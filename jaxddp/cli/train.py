@@ -36,8 +36,6 @@ def add_parser(commands: Any) -> None:
         "--processes", type=int, metavar="N", help="start N processes on this machine, which share the devices"
     )
     add_max_restarts(parser)
-    _add(parser, "--stuck-s", float, "in a job of several processes: seconds without an answer of one, or in which the "
-         "others wait for it in a step, before all end with status 5", metavar="S")  # fmt: skip
     parser.add_argument("--simulate", action="store_true", help="simulate devices on the CPU even with accelerators")
     _add(parser, "--checkpoint", str, "folder for checkpoints; the last step is always saved", "none is saved", "DIR")
     _add(parser, "--checkpoint-every", int, "steps between checkpoints; 0: at the end only")
@@ -59,6 +57,8 @@ def add_parser(commands: Any) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options that ``torchref`` has as well."""
+    _add(parser, "--stuck-s", float, "in a job of several processes: seconds without an answer of one, or in which the "
+         "others wait for it in a step, before all end with status 5", metavar="S")  # fmt: skip
     _add(parser, "--strategy", str, "one of STRATEGIES", metavar="NAME")
     _add(parser, "--bucket-mb", float, "bucket cap in MiB (2^20 bytes)", "25 after a first bucket of 1", "MIB")
     _add(parser, "--compression", str, "gradient compression: none; bf16 or fp16, except under zero3; powersgd:RANK "

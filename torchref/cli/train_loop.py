@@ -153,7 +153,7 @@ def _start_ranks(options: TrainOptions) -> torch.device:
     num_ranks = 1 if job is None else job.num_processes
     if options.devices not in (None, num_ranks):
         raise ValueError(f"devices (={options.devices}) must be the job's processes (={num_ranks}), a rank each")
-    return init_from_env("gloo" if options.simulate else None)
+    return init_from_env("gloo" if options.simulate else None, stuck_s=options.stuck_s)
 
 
 def _load_weights(path: str) -> dict[str, np.ndarray]:
