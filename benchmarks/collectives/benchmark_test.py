@@ -39,6 +39,9 @@ SETUP = CollectivesSetup(PARTS, NAMES, SIZES, num_rounds=5, budget_s=1.0)
 BACKENDS = ("XLA in-process", "XLA over Gloo", "Gloo")
 
 
+of_the_run = pytest.mark.full  # it takes half a minute; CI runs it beside the test command
+
+
 class Measured(NamedTuple):
     """A run of the benchmark, what it printed, and what its ranks' processes printed."""
 
@@ -72,6 +75,7 @@ def measured(tmp_path_factory):
     return Measured(holds, this.rows, folder, this.console.file.getvalue(), by_ranks.read_text())
 
 
+@of_the_run
 def test_every_backend_has_a_row_for_each_collective_and_size(measured):
     timed = [row for row in measured.rows if "median_ms" in row]
     assert measured.holds and {row["check"] for row in timed} == {"ok"}
@@ -99,6 +103,7 @@ def run_from(rows, folder, monkeypatch):
     return Measured(holds, this.rows, folder, this.console.file.getvalue(), "")
 
 
+@of_the_run
 def test_what_was_not_run_is_a_row_that_says_why(measured):
     missing = [row for row in measured.rows if row["check"].startswith("not run")]
     assert Counter(row["backend"] for row in missing) == {"NCCL": 1} | dict.fromkeys(BACKENDS, len(SIZES))
@@ -108,6 +113,7 @@ def test_what_was_not_run_is_a_row_that_says_why(measured):
     assert "NCCL, 2 ranks: not run: no GPU" in measured.printed
 
 
+@of_the_run
 def test_fits_are_networks(measured):
     fits = [row for row in measured.rows if "num_sizes" in row]
     assert Counter(row["backend"] for row in fits) == dict.fromkeys(BACKENDS, len(NAMES) - 1)
@@ -116,6 +122,7 @@ def test_fits_are_networks(measured):
         assert network_of(measured.rows, row["framework"], 2, row["kind"]).gb_per_s == row["bus_gb_per_s"]
 
 
+@of_the_run
 def test_the_folder_holds_the_table_with_its_notes(measured):
     folder, printed = measured.folder, measured.printed
     table = (folder / "table.md").read_text()
@@ -127,11 +134,13 @@ def test_the_folder_holds_the_table_with_its_notes(measured):
     assert "about" in printed and f"written to {folder}: table.md" in printed
 
 
+@of_the_run
 def test_ranks_print_nothing(measured):
     """Gloo would say who is connected."""
     assert measured.by_ranks == ""
 
 
+@of_the_run
 def test_a_run_that_was_stopped_goes_on_without_measuring_again(measured, tmp_path, monkeypatch):
     for name in ("run_jax", "run_torch"):
         monkeypatch.setattr(Ranks, name, lambda *_, **__: pytest.fail("measured again"))
@@ -142,6 +151,7 @@ def test_a_run_that_was_stopped_goes_on_without_measuring_again(measured, tmp_pa
         run_from([row for row in measured.rows if row["backend"] != "Gloo"], tmp_path, monkeypatch)
 
 
+@of_the_run
 def test_a_part_that_fails_is_said_and_the_others_go_on(measured, tmp_path, monkeypatch):
     def fail(*_, **__):
         raise RankError("rank 1 of 2 failed: OSError: no network")
@@ -153,12 +163,14 @@ def test_a_part_that_fails_is_said_and_the_others_go_on(measured, tmp_path, monk
     assert said in again.printed and f"| {said.split(': ', 1)[1]} |" in (tmp_path / "table.md").read_text()
 
 
+@of_the_run
 def test_kernels_are_explained_where_there_are_any(measured):
     assert not any(said.startswith("kernel: ") for said in section(measured.rows).notes)
     on_gpu = next(row for row in measured.rows if "kernel" in row) | {"kernel": "TRITON_ONE_SHOT"}
     assert any(said.startswith("kernel: ") for said in section([on_gpu]).notes)
 
 
+@of_the_run
 def test_a_wrong_result_is_marked_everywhere(measured, tmp_path, monkeypatch):
     rows = [row | {"check": "WRONG: 7 values"} if row.get("asked_bytes") == MIB // 4 else row for row in measured.rows]
     again = run_from(rows, tmp_path, monkeypatch)

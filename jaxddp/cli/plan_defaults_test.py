@@ -24,9 +24,8 @@ def test_updated_parameters_are_gathered_in_their_own_dtype(stage, capsys):
     assert found["traffic_bytes_per_step"]["zero1"] == (2 + 4) * found["params"] * 7 / 8
 
 
-@pytest.mark.parametrize(
-    ("model", "stage"), [("tiny", 1), *(pytest.param("small", stage, marks=pytest.mark.full) for stage in (1, 2))]
-)
+@pytest.mark.full  # plan_test.py verifies a plan of feed-forward layers
+@pytest.mark.parametrize(("model", "stage"), [("tiny", 1), ("small", 1), ("small", 2)])
 def test_a_transformer_holds_on_gpus(model, stage, capsys):
     assert main(f"plan --model {model} --target h100:8 --stage {stage} --verify --json".split()) == 0
     rows = json.loads(capsys.readouterr().out)["verify"]["rows"]
