@@ -194,8 +194,11 @@ def test_integer_gradients_sum_bit_for_bit(strategy):
 def test_what_the_plan_leaves_out_is_equal_on_all_ranks_and_not_sent():
     plan = jaxddp.plan_buckets([jaxddp.TensorSpec("sent", (2,), "float32")])
     plan = dataclasses.replace(plan, constants=("constant",))
+    constant = jnp.full(3, 5.0)
     run = jax.jit(jax.shard_map(
-        lambda x: jaxddp.sync_gradients({"constant": jnp.full(3, 5.0), "sent": x[0]}, plan, "data"),
+        lambda x: jaxddp.sync_gradients(
+            {"constant": jax.lax.pcast(constant, "data", to="varying"), "sent": x[0]}, plan, "data"
+        ),
         mesh=jaxddp.data_mesh(NUM_RANKS), in_specs=PartitionSpec("data"), out_specs=PartitionSpec(),
     ))  # fmt: skip
     x = jnp.arange(8.0).reshape(NUM_RANKS, 2)
