@@ -7,13 +7,17 @@ sharded. ``compile_options`` keeps XLA from merging the planned collectives agai
 
 from __future__ import annotations
 
+import re
+import zlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax import lax
 from jax.extend import core
+from jax.interpreters import partial_eval
 
 from .communication.backward_order import finishing_times, matmul_flops
 from .communication.buckets import Bucket, BucketPlan, TensorSpec, bucket_width, dtype_bytes, plan_buckets
@@ -177,12 +181,14 @@ class GradientTrace(NamedTuple):
         constants: The others, such as the zeros of an unused parameter.
         program: The trace.
         outputs: Index of each of ``tensors`` among the trace's outputs.
+        constant_outputs: Those of ``constants``.
     """
 
     tensors: tuple[TensorSpec, ...]
     constants: tuple[TensorSpec, ...]
     program: core.ClosedJaxpr
     outputs: tuple[int, ...]
+    constant_outputs: tuple[int, ...]
 
     @property
     def flops_before(self) -> tuple[float, ...]:
@@ -209,16 +215,43 @@ def trace_gradients(
     """
     program, result = jax.make_jaxpr(grad_fn, return_shape=True)(*args)
     specs = list(tensor_specs(named_leaves(result[0] if has_aux else result)).values())
-    ready, constants = {}, []
+    ready: dict[int, float] = {}
+    constants: dict[int, TensorSpec] = {}
     for output, (spec, time) in enumerate(zip(specs, finishing_times(program), strict=not has_aux)):
         if spec.name in reduced:
             continue
         if time is None or spec.num_elements == 0:
-            constants.append(spec)
+            constants[output] = spec
         else:
             ready[output] = time
     outputs = tuple(sorted(reversed(ready), key=ready.__getitem__))  # the last comes first where times are equal
-    return GradientTrace(tuple(map(specs.__getitem__, outputs)), tuple(constants), program, outputs)
+    tensors = tuple(map(specs.__getitem__, outputs))
+    return GradientTrace(tensors, tuple(constants.values()), program, outputs, tuple(constants))
+
+
+def describe_results(trace: GradientTrace) -> str:
+    """Describes what processes must agree on in a backward pass, beside the plan, which does not see it.
+
+    Results of other shapes would make them wait for each other. A constant gradient is not sent, so ranks would differ
+    where processes compute it from constants of their own.
+
+    Args:
+        trace: Of one rank, with its metrics.
+
+    Returns:
+        A checksum of the shapes of the results, and of the program of the constant gradients.
+    """
+    shapes = list(map(str, trace.program.out_avals))
+    is_constant = [output in trace.constant_outputs for output in range(len(shapes))]
+    gradients, _ = partial_eval.dce_jaxpr(trace.program.jaxpr, is_constant)
+    read = {str(atom) for equation in gradients.eqns for atom in equation.invars}
+    held = [pair for pair in zip(gradients.constvars, trace.program.consts, strict=True) if str(pair[0]) in read]
+    text = f"{shapes} {gradients.replace(constvars=[var for var, _ in held])}"
+    checksum = zlib.crc32(re.sub(r"0x[0-9a-f]+", "", text).encode())  # functions are printed with their addresses
+    for _, value in held:
+        is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+        checksum = zlib.crc32(np.asarray(jax.random.key_data(value) if is_key else value).tobytes(), checksum)
+    return f"checksum {checksum:08x}"
 
 
 def planned_collectives(

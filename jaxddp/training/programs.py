@@ -18,7 +18,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, Part
 
 from ..communication.buckets import BucketPlan
 from ..mesh import platform_of
-from ..strategy import GradientTrace, plan_trace, planned_collectives, trace_gradients
+from ..strategy import GradientTrace, describe_results, plan_trace, planned_collectives, trace_gradients
 from ..tree import named_leaves
 from ..zero.stage3 import loss_on_shards
 from ..zero.traced import TracedCollectives, traced_collectives
@@ -81,6 +81,7 @@ class Programs:
         self._layouts: dict[Any, StateLayout] = {}  # by full parameters
         self._models: dict[Any, _Model] = {}  # by parameters as a state holds them
         self._plans: dict[Any, BucketPlan] = {}
+        self._results: dict[Any, str] = {}
         self._units: dict[Any, TracedCollectives] = {}
         self._programs: dict[Any, Any] = {}
 
@@ -135,9 +136,17 @@ class Programs:
         state, batch = abstract((state, batch))
         key = signature(state.params, state.model_state, batch)
         if key not in self._plans:
-            plan = plan_trace(self._rank_step.strategy, self.trace(state, batch))
+            trace = self.trace(state, batch)
+            plan = plan_trace(self._rank_step.strategy, trace)
+            self._results[key] = describe_results(trace) if jax.process_count() > 1 else ""
             self._plans[key] = plan if self._rank_step.num_ranks > 1 else replace(plan, buckets=(), gathers=())
         return self._plans[key]
+
+    def describe_results(self, state: TrainState, batch: Any) -> str:
+        """Describes what processes must agree on in the step beside its plan."""
+        state, batch = abstract((state, batch))
+        self.plan(state, batch)
+        return self._results[signature(state.params, state.model_state, batch)]
 
     def planned(self, state: TrainState, batch: Any) -> list[tuple[str, int]]:
         """Lists ``(kind, bytes)`` of the collectives that one step should have, without those of its metrics."""

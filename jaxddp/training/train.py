@@ -498,6 +498,7 @@ class Trainer:
                 check_batch(batch, self.num_ranks, num_microbatches)
                 plan = self.plan(state, batch)
                 said["plan"] = f"{len(plan.buckets)} buckets, checksum {zlib.crc32(repr(plan).encode()):08x}"
+                said["results and constant gradients"] = self._programs.describe_results(state, batch)
         return said
 
     def _place(self, batch: Any, num_microbatches: int, state: TrainState | None = None) -> Any:

@@ -18,10 +18,12 @@ import jaxddp
 address, process_id, kinds = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 jaxddp.start_process(address, 2, process_id)
 
-def loss_fn(params, batch):
-    return jnp.mean((batch["x"] @ params["w"] + params["b"][0]) ** 2)
-
 def run(kind):
+    def loss_fn(params, batch):
+        last = np.array([1, 2 + process_id if kind == "constant" else 2], "f4")
+        loss = jnp.mean((batch["x"] @ params["w"] + params["b"][0]) ** 2) + jnp.sum(params["c"] * last)
+        return jaxddp.Weighted(loss * 4, 4) if process_id and kind == "weighted" else loss
+
     strategy = jaxddp.bucketed()
     if process_id and kind == "strategy":
         strategy = jaxddp.zero1()
@@ -34,6 +36,7 @@ def run(kind):
     )
     trainer = jaxddp.Trainer(loss_fn, optimizer, strategy, jaxddp.data_mesh())
     params = {"w": np.ones((3, 2 + process_id if kind == "shape" else 2), "f4"), "b": np.zeros((2,), "f4")}
+    params["c"] = np.zeros((2,), "f4")
     if kind == "name" and process_id:
         params |= {"v": params["w"]}
     state = trainer.init(params)
@@ -66,6 +69,10 @@ REFUSED = {
     "shape": "parameter 'w' (='[3, 3] float32' in process 1) must be '[3, 2] float32', as in process 0",
     "rate": r"optimizer (='checksum \w+' in process 1) must be 'checksum \w+', as in process 0",
     "rows": "batch (='number 1, x [8, 3] float32' in process 1) must be 'number 1, x [4, 3] float32', as in process 0",
+    **dict.fromkeys(
+        ("constant", "weighted"),
+        r"results and constant gradients (='checksum \w+' in process 1) must be 'checksum \w+', as in process 0",
+    ),
     "plan": r"plan (='2 buckets, checksum \w+' in process 1) must be '1 buckets, checksum \w+', as in process 0",
 }
 
