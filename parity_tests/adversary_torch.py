@@ -252,6 +252,8 @@ class _Run:
     def _step(self) -> None:
         had_gradients = any(parameter.grad is not None for parameter in self.net.parameters())
         self.optimizer.step()
+        if self.num_ranks == 1 and self.optimizer is not self.net:  # no synchronisation is needed
+            self._take_pending()
         if not self.pending:
             self.reference_optimizer.step()
         elif isinstance(self.optimizer, _ByHand):
@@ -302,9 +304,11 @@ class _Run:
 
     def _freeze(self) -> None:
         self.net.module.up.requires_grad_(False)
+        self.reference.up.requires_grad_(False)
 
     def _unfreeze(self) -> None:
         self.net.module.up.requires_grad_(True)
+        self.reference.up.requires_grad_(True)
 
     def _clip(self) -> None:
         self.net.clip_grad_norm_(MAX_NORM)

@@ -360,7 +360,7 @@ class DataParallel(nn.Module, abc.ABC):
             self._check_finished()
 
     def _check_finished(self) -> None:
-        if self._has_begun and self.num_ranks > 1 and not self._is_cleared():
+        if self._has_begun and (self.num_ranks > 1 or self.owns_optimizer) and not self._is_cleared():
             raise RuntimeError(
                 "gradients are of this rank alone: call finish_gradient_synchronization after the backward, before"
                 " clipping and the step, or zero_grad() to discard them"

@@ -35,6 +35,7 @@ from torch import nn
 
 from jaxddp.communication.buckets import BucketMb
 
+from ..gradients import PartialGradient
 from ..strategy import register
 from .stage1 import ZeRO1
 
@@ -74,6 +75,9 @@ class ZeRO2(ZeRO1):
         return self._planned_reductions() * num_earlier + super()._planned_collectives(num_microbatches)
 
     def _on_ready(self, name: str) -> None:
+        grad = self._trained[name].grad
+        if self.reduces_each_microbatch and isinstance(grad, PartialGradient):
+            self._sent[name] = grad, grad._version  # a change would miss what earlier micro-batches have added
         if self._sync or not self.reduces_each_microbatch or self._waits_for_divisor:
             super()._on_ready(name)
             return
@@ -86,6 +90,7 @@ class ZeRO2(ZeRO1):
         super()._start_reduction(index)
         for tensor in self.plan.buckets[index].tensors:
             self._trained[tensor.name].grad = self._spent[tensor.name]
+            self._sent.pop(tensor.name, None)
 
     def _is_cleared(self) -> bool:
         return False  # a gradient is freed as soon as its bucket is packed: zero_grad() of the wrapper drops a pass
