@@ -20,6 +20,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .arguments import is_number
+
 GB = 1e9
 DEFAULT_LATENCY_US = 15.0
 
@@ -62,9 +64,9 @@ class Network:
         """Checks the numbers."""
         for name in ("gb_per_s", "host_gb_per_s"):
             speed = getattr(self, name)
-            if speed is not None and not 0 < speed < math.inf:
+            if (speed is not None or name == "gb_per_s") and not (is_number(speed) and 0 < speed < math.inf):
                 raise ValueError(f"network {name} (={speed}) must be a positive finite number of 10^9 bytes per second")
-        if not 0 <= self.latency_us < math.inf:
+        if not is_number(self.latency_us) or not 0 <= self.latency_us < math.inf:
             raise ValueError(f"latency_us (={self.latency_us}) must be a finite number of microseconds, 0 or more")
 
     def latency_s(self, kind: str) -> float:

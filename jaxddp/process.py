@@ -89,6 +89,8 @@ def local_rows(batch: Any) -> Any:
     index, count = jax.process_index(), jax.process_count()
 
     def rows(leaf: Any) -> Any:
+        if not hasattr(leaf, "__len__"):
+            raise ValueError(f"batch leaf (={leaf!r}) must be an array whose dimension 0 counts examples")
         if len(leaf) % count:
             raise ValueError(f"batch (={len(leaf)} examples) must be divisible by the number of processes (={count})")
         size = len(leaf) // count

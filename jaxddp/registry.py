@@ -23,7 +23,7 @@ def make_strategy(name: str, **options: Any) -> Strategy:
     Raises:
         ValueError: If there is no strategy of that name.
     """
-    if name not in STRATEGIES:
+    if not isinstance(name, str) or name not in STRATEGIES:
         raise ValueError(f"unknown strategy {name!r}: one of {', '.join(STRATEGIES)}")
     return STRATEGIES[name](**options)
 

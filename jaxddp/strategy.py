@@ -7,6 +7,7 @@ sharded. ``compile_options`` keeps XLA from merging the planned collectives agai
 
 from __future__ import annotations
 
+import functools
 import re
 import zlib
 from collections.abc import Callable, Collection, Sequence
@@ -19,6 +20,7 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import partial_eval
 
+from .arguments import check_function, check_kind
 from .communication.backward_order import finishing_times, matmul_flops
 from .communication.buckets import Bucket, BucketPlan, TensorSpec, bucket_width, dtype_bytes, plan_buckets
 from .communication.collectives import all_reduce
@@ -82,8 +84,15 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {}  # read it from registry.py,
 
 def register(factory: Callable[..., Strategy]) -> Callable[..., Strategy]:
     """Adds a factory to ``STRATEGIES`` under its own name; a decorator."""
-    STRATEGIES[factory.__name__] = factory
-    return factory
+
+    @functools.wraps(factory)
+    def checked(*args: Any, **options: Any) -> Strategy:
+        wanted = "a compression, such as jaxddp.compression.bf16 or make_compression('bf16')"
+        check_kind("compression", options.get("compression", none), Compression, wanted)
+        return factory(*args, **options)
+
+    STRATEGIES[factory.__name__] = checked
+    return checked
 
 
 def sync_gradients(
@@ -153,6 +162,8 @@ def plan_gradients(strategy: Strategy, grad_fn: Callable[..., Any], *args: Any) 
         >>> plan.names, plan.constants
         (('b', 'a'), ('unused',))
     """
+    check_kind("strategy", strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
+    check_function("grad_fn", grad_fn)
     return plan_trace(strategy, trace_gradients(grad_fn, *args))
 
 

@@ -60,6 +60,14 @@ def tensor_specs(leaves: dict[str, Any]) -> dict[str, TensorSpec]:
     return {name: TensorSpec(name, tuple(leaf.shape), str(leaf.dtype)) for name, leaf in leaves.items()}
 
 
+def is_floating(dtype: Any) -> bool:
+    """Whether something is a floating dtype, or the name of one."""
+    try:
+        return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
+    except (TypeError, ValueError):
+        return False
+
+
 def check_params(params: Any, trainable: Callable[[str], bool] | None) -> None:
     """Checks that a tree of parameters can be trained.
 

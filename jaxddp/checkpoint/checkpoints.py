@@ -54,6 +54,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax._src import distributed  # the store has no public name
 
+from ..arguments import check_kind
 from ..training.state_layout import Leaf
 from ..training.train import Trainer, TrainState
 from ..training.validation import check_alive
@@ -147,6 +148,7 @@ class Checkpoints:
         """
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise ValueError(f"keep (={keep!r}) must be a positive integer")
+        check_kind("directory", directory, (str, os.PathLike), "a path")
         if not os.fspath(directory):
             raise ValueError("directory (='') must name a folder")
         self.directory = Path(directory).absolute()

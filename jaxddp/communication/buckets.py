@@ -18,6 +18,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
+from ..arguments import check_kind
+
 MIB = 2**20
 DEFAULT_BUCKET_MB = 25.0
 DEFAULT_FIRST_BUCKET_MB = 1.0
@@ -197,7 +199,9 @@ def bucket_width(bucket: Bucket, num_ranks: int) -> int:
 def _checked(tensors: Iterable[TensorSpec]) -> list[TensorSpec]:
     """Leaves out tensors without elements, and refuses a name that occurs twice."""
     checked: dict[str, TensorSpec] = {}
+    check_kind("tensors", tensors, Iterable, "a sequence of TensorSpec")
     for tensor in tensors:
+        check_kind("tensor", tensor, TensorSpec, "a TensorSpec")
         if tensor.name in checked:
             raise ValueError(f"tensor name (={tensor.name!r}) must occur once in a plan")
         if tensor.num_elements > 0:
@@ -210,7 +214,8 @@ def _caps_bytes(bucket_mb: BucketMb) -> list[float]:
         return [math.inf]
     if bucket_mb == "default":
         return [DEFAULT_FIRST_BUCKET_MB * MIB, DEFAULT_BUCKET_MB * MIB]
-    caps = list(cast(Sequence[float], bucket_mb)) if isinstance(bucket_mb, Sequence) else [bucket_mb]
+    is_list = isinstance(bucket_mb, Sequence) and not isinstance(bucket_mb, bytes)
+    caps = list(cast(Sequence[float], bucket_mb)) if is_list else [bucket_mb]
     if not caps or not all(_is_positive_number(cap) for cap in caps):
         raise ValueError(f"bucket_mb (={bucket_mb!r}) must be a positive number of MiB, a list of them, or None")
     return [cap * MIB for cap in caps]

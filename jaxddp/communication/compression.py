@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
+from ..arguments import check_kind
 from .buckets import Bucket, TensorSpec
 from .buffers import pack, unpack
 from .low_rank import factor_buckets, first_memory, is_worth_it, sum_by_factors
@@ -148,6 +149,7 @@ def make_compression(name: str) -> Compression:
         >>> make_compression("powersgd:4").name
         'powersgd:4'
     """
+    check_kind("compression", name, str, "the name of a compression")
     simple = {one.name: one for one in (none, noop, bf16, fp16)}
     if name in simple:
         return simple[name]

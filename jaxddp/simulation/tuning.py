@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arguments import check_kind
 from ..communication.buckets import DEFAULT_BUCKET_MB, BucketMb, BucketPlan, Rule, TensorSpec, plan_buckets
 from ..compiled.schedule import Collective, Operation, Schedule, read_schedule
 from ..compiled.work import Work
@@ -40,6 +41,7 @@ def tune_buckets(trainer: Trainer, params_or_state: Any, batch: Any) -> Trainer:
     Raises:
         ValueError: If the strategy is another, or the devices are of no known chip.
     """
+    check_kind("trainer", trainer, Trainer, "a Trainer")
     strategy, untuned = trainer.strategy, trainer.strategy.plan
     if not isinstance(untuned, Untuned):
         raise ValueError(f"strategy (={strategy.name!r}) must be bucketed('auto', network=...) to be tuned")

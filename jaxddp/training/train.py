@@ -21,10 +21,11 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .. import __version__
+from ..arguments import check_function, check_kind, check_optimizer, is_number
 from ..communication.buckets import BucketPlan
 from ..loss import partial_loss
 from ..strategy import GradientTrace, Strategy
-from ..tree import check_params, named_leaves, split
+from ..tree import check_params, is_floating, named_leaves, split
 from ..watchdog import begin_step, wait_for_end
 from ..zero.elementwise import describe_update
 from .agreement import agreement, check_alike
@@ -35,7 +36,7 @@ from .replicas import check_replicas
 from .state_layout import StateLayout
 from .step import NONFINITE_STATE, RankStep
 from .step import TrainState as TrainState
-from .validation import abstract, as_arrays, check_alive, check_batch, signature
+from .validation import abstract, as_arrays, check_alive, check_batch, check_state, signature
 
 NONFINITE = ("ignore", "raise", "skip")
 
@@ -140,15 +141,21 @@ class Trainer:
             "state_sync": state_sync,
             "check_replicas_every": check_replicas_every,
         }
+        check_function("loss_fn", loss_fn)
+        check_optimizer(optimizer)
+        check_kind("strategy", strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
+        check_kind("mesh", mesh, (Mesh, AbstractMesh), "a mesh, such as jaxddp.data_mesh()")
+        if trainable is not None:
+            check_function("trainable", trainable, "a function of a parameter's name, or None")
         if len(mesh.axis_names) != 1:
             raise ValueError(f"mesh axes (={mesh.axis_names}) must be one: make the mesh with jaxddp.data_mesh")
         if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
             raise ValueError(f"num_microbatches (={num_microbatches!r}) must be a positive integer")
         if not all(kind == AxisType.Auto for kind in mesh.axis_types):
             raise ValueError(f"mesh axis types (={mesh.axis_types}) must be Auto: make the mesh with jaxddp.data_mesh")
-        if grad_dtype is not None and not jnp.issubdtype(grad_dtype, jnp.floating):
+        if grad_dtype is not None and not is_floating(grad_dtype):
             raise ValueError(f"grad_dtype (={grad_dtype!r}) must be a floating dtype or None")
-        if max_grad_norm is not None and not max_grad_norm > 0:
+        if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm > 0):
             raise ValueError(f"max_grad_norm (={max_grad_norm!r}) must be positive or None")
         if nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite (={nonfinite!r}) must be one of {', '.join(NONFINITE)}")
@@ -207,6 +214,8 @@ class Trainer:
         """
         self._check_devices("init", "abstract_state")
         check_params(params, self._rank_step.trainable)
+        if not is_number(seed) or int(seed) != seed:
+            raise ValueError(f"seed (={seed!r}) must be an integer")
         model_state = self._checked_model_state(model_state)
         _warn_of_narrow(params, self._rank_step.trainable, self.strategy.precision.master_dtype)
         if jax.process_count() > 1:
@@ -355,6 +364,7 @@ class Trainer:
             ValueError: If the batch cannot be split over ranks and micro-batches, or a target's compiler is missing or
                 refuses.
         """
+        check_state(state)
         check_batch(batch, self.num_ranks, self.num_microbatches)
         return self._programs.step(state, batch)
 
@@ -370,6 +380,7 @@ class Trainer:
         Returns:
             Which gradients are communicated together.
         """
+        check_state(state)
         return self._programs.plan(state, batch)
 
     def planned(self, state: TrainState, batch: Any) -> list[tuple[str, int]]:
@@ -377,6 +388,7 @@ class Trainer:
 
         Those of metrics, of the model state (``planned_sync``) and of the loss function itself are left out.
         """
+        check_state(state)
         return self._programs.planned(state, batch)
 
     def planned_sync(self, state: TrainState) -> list[tuple[str, int]]:

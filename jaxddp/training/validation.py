@@ -8,18 +8,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..arguments import check_kind
 from ..tree import named_leaves
 from .step import TrainState
 
 _shape_and_dtype = operator.attrgetter("shape", "dtype")
 
 
+def check_state(state: TrainState) -> None:
+    """Refuses what is no state of a trainer.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    check_kind("state", state, TrainState, "a TrainState, as Trainer.init or abstract_state gives it")
+
+
 def check_alive(state: TrainState) -> None:
     """Refuses a state that was donated to an earlier step: JAX 0.10 aborts the process when it runs on such arrays.
 
     Raises:
-        ValueError: If it was donated.
+        ValueError: If it was donated, or is no state.
     """
+    check_state(state)
     if isinstance(state.step, jax.Array) and state.step.is_deleted():
         raise ValueError(f"state (={type(state).__name__}) was donated to an earlier step: use the one it returned")
 

@@ -24,6 +24,7 @@ import re
 import jax
 import jaxlib.version
 
+from ..arguments import check_kind
 from ..network import Network
 from ..strategy import Strategy
 
@@ -54,6 +55,7 @@ def compile_options(strategy: Strategy, platform: str) -> dict[str, str | int | 
         >>> jaxddp.compile_options(jaxddp.bucketed(25), "gpu")["xla_gpu_all_reduce_combine_threshold_bytes"]
         0
     """
+    check_kind("strategy", strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
     if platform == "cpu":
         passes = ["cpu-all-reduce-combiner", "cse_barrier_expander"]
         return {_DISABLE: _with_disabled_passes_of_environment(passes)}

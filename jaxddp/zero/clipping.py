@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from ..arguments import is_number
 from ..communication.collectives import all_reduce
 from ..communication.reduction import sum_of_squares
 from ..communication.sharding import Cut
@@ -50,7 +51,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
         >>> [round(float(update), 6) for update in updates["w"]]
         [0.6, 0.8]
     """
-    if not max_norm > 0:
+    if not is_number(max_norm) or not max_norm > 0:
         raise ValueError(f"max_norm (={max_norm!r}) must be positive")
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:

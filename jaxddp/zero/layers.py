@@ -36,6 +36,7 @@ import jax
 from jax import lax
 from jax.extend import core
 
+from ..arguments import check_function
 from .gather import Gather, Shard
 from .interpreter import CALLS, CHECKPOINT, bind, called_program, interpret, num_consts_and_carry
 from .ordering import UnitOrder
@@ -69,6 +70,7 @@ def layer(fn: Callable[..., Any]) -> Callable[..., Any]:
         ...         x = dense(one, x)
         ...     return jnp.mean((x - batch["y"]) ** 2)
     """
+    check_function("fn", fn)
 
     @functools.wraps(fn)
     def unit(*args: Any, **kwargs: Any) -> Any:

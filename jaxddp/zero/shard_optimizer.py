@@ -12,6 +12,7 @@ import jax
 import optax
 from jax import lax
 
+from ..arguments import check_kind, check_optimizer
 from ..communication.buckets import BucketMb, BucketPlan, plan_buckets
 from ..communication.compression import none
 from ..communication.reduction import REDUCE_SCATTER, finish_reduction, start_reduction
@@ -65,6 +66,8 @@ def shard_optimizer(
         >>> state[0].mu["w"].shape, state[0].mu["w"].addressable_shards[0].data.shape
         ((8,), (2,))
     """
+    check_optimizer(optimizer)
+    check_kind("axis", axis, str, "the name of a mesh axis")
     optimizer = optax.with_extra_args_support(optimizer)
     plan_buckets([], bucket_mb)  # refuses a bad cap now, not at the first update
 

@@ -46,7 +46,7 @@ from ..communication.compression import Compression, none
 from ..communication.sharding import Cut
 from ..loss import PartialLoss
 from ..strategy import Precision, Strategy, register
-from ..tree import path_name
+from ..tree import is_floating, path_name
 from .gather import Gather, Shard
 from .layers import run, trace_marked
 
@@ -87,7 +87,7 @@ def zero3(
         raise ValueError(f"min_shard_elements (={min_shard_elements!r}) must be an integer of at least 0")
     precision = Precision(master_dtype, compute_dtype, gather_dtype, reduce_dtype)
     for name, dtype in precision._asdict().items():
-        if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        if dtype is not None and not is_floating(dtype):
             raise ValueError(f"{name} (={dtype!r}) must be a floating dtype or None")
     if compression.name not in ("none", "noop"):
         raise ValueError(f"compression (={compression.name!r}) must be none or noop at stage 3: use reduce_dtype")

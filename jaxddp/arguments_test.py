@@ -1,0 +1,101 @@
+"""Wrong arguments of public functions: one line, which names the argument, and never a traceback of something else."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxddp
+from jaxddp.checkpoint import Checkpoints
+from jaxddp.communication.compression import make_compression
+
+THINGS = (None, "x", 1.5, -1, True, [], {}, object(), float("nan"), b"3", np.float32(2), jax.jit, np.zeros(2))
+PARAMS, BATCH = {"w": jnp.ones((3, 1))}, {"x": np.ones((8, 3), "f")}
+
+
+def loss_fn(params, batch):
+    return jnp.mean((batch["x"] @ params["w"]) ** 2)
+
+
+def trainer(**changed):
+    usual = {
+        "loss_fn": loss_fn, "optimizer": optax.sgd(0.1), "strategy": jaxddp.bucketed(), "mesh": jaxddp.data_mesh(2)
+    }  # fmt: skip
+    return jaxddp.Trainer(**usual | changed)
+
+
+def trained(**changed):
+    one = trainer(**changed)
+    return one.step(one.init(PARAMS), BATCH)
+
+
+def of_state(method, *args):
+    return lambda value: getattr(trainer(), method)(value, *args)
+
+
+# Functions of one argument, and which of THINGS each may take; "array" and "empty" name some.
+FUNCTIONS = {
+    "loss_fn": (lambda value: trainer(loss_fn=value), {jax.jit}),
+    "optimizer": (lambda value: trainer(optimizer=value), set()),
+    "strategy": (lambda value: trainer(strategy=value), set()),
+    "mesh": (lambda value: trainer(mesh=value), set()),
+    "trainable": (lambda value: trainer(trainable=value), {None, jax.jit}),
+    "num_microbatches": (lambda value: trainer(num_microbatches=value), set()),
+    "max_grad_norm": (lambda value: trainer(max_grad_norm=value), {None, 1.5, np.float32(2)}),
+    "grad_dtype": (lambda value: trainer(grad_dtype=value), {None, np.float32(2)}),
+    "nonfinite": (lambda value: trainer(nonfinite=value), set()),
+    "state_sync": (lambda value: trainer(state_sync=value), set()),
+    "params": (lambda value: trainer().init(value), {np.float32(2), "array"}),
+    "seed": (lambda value: trainer().init(PARAMS, seed=value), {-1, np.float32(2)}),
+    "step of a state": (of_state("step", BATCH), set()),
+    "evaluate of a state": (of_state("evaluate", BATCH), set()),
+    "compile of a state": (of_state("compile", BATCH), set()),
+    "plan of a state": (of_state("plan", BATCH), set()),
+    "planned of a state": (of_state("planned", BATCH), set()),
+    "params of a state": (of_state("params"), set()),
+    "check_replicas of a state": (of_state("check_replicas"), set()),
+    "step of a batch": (lambda value: trainer().step(trainer().init(PARAMS), value), {"array"}),
+    "a leaf of a batch": (lambda value: trainer().step(trainer().init(PARAMS), {"x": value}), {"array"}),
+    "bucketed": (jaxddp.bucketed, {None, 1.5, np.float32(2)}),
+    "compression": (lambda value: jaxddp.zero1(compression=value), set()),
+    "accumulate": (lambda value: jaxddp.zero2(accumulate=value), set()),
+    "min_shard_elements": (lambda value: jaxddp.zero3(min_shard_elements=value), set()),
+    "compute_dtype": (lambda value: jaxddp.zero3(compute_dtype=value), {None, np.float32(2)}),
+    "make_strategy": (jaxddp.make_strategy, set()),
+    "make_compression": (make_compression, set()),
+    "layer": (jaxddp.layer, {jax.jit}),
+    "clip_by_global_norm": (jaxddp.clip_by_global_norm, {1.5, np.float32(2)}),
+    "shard_optimizer": (lambda value: jaxddp.shard_optimizer(value, "data"), set()),
+    "axis": (lambda value: jaxddp.shard_optimizer(optax.sgd(0.1), value), {"x"}),
+    "plan_gradients": (lambda value: jaxddp.plan_gradients(value, jax.grad(loss_fn), PARAMS, BATCH), set()),
+    "compile_options": (lambda value: jaxddp.compile_options(value, "gpu"), set()),
+    "plan_buckets": (jaxddp.plan_buckets, {"empty"}),
+    "tune_buckets": (lambda value: jaxddp.tune_buckets(value, PARAMS, BATCH), set()),
+    "read_schedule": (jaxddp.read_schedule, set()),
+    "Network": (jaxddp.Network, {1.5, np.float32(2)}),
+    "a directory": (Checkpoints, {"x"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_wrong_argument_is_one_line(name):
+    function, allowed = FUNCTIONS[name]
+    for value in THINGS:
+        kind = "array" if isinstance(value, np.ndarray) else "empty" if isinstance(value, (list, dict)) else value
+        if any(type(kind) is type(one) and kind == one for one in allowed):
+            continue
+        with pytest.raises(ValueError, match=r"^[^\n]{10,400}$") as raised:
+            function(value)
+        assert type(raised.value).__module__.startswith(("builtins", "jaxddp")), f"{value!r}: {raised.value!r}"
+
+
+def test_the_most_likely_ones_are_told_what_to_write():
+    with pytest.raises(ValueError, match=r"^strategy \(=<function bucketed .*\) must be a strategy, such as"):
+        trainer(strategy=jaxddp.bucketed)
+    with pytest.raises(ValueError, match=r"^strategy \(='bucketed'\) must be a strategy, such as jaxddp.bucketed\(\)$"):
+        trainer(strategy="bucketed")
+    with pytest.raises(ValueError, match=r"^optimizer \(=<function adam .*\) must be an optax transformation, such as"):
+        trainer(optimizer=optax.adam)
+    with pytest.raises(ValueError, match=r"^compression \(='bf16'\) must be a compression, such as"):
+        jaxddp.bucketed(compression="bf16")
