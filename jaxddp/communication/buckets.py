@@ -214,8 +214,9 @@ def _caps_bytes(bucket_mb: BucketMb) -> list[float]:
         return [math.inf]
     if bucket_mb == "default":
         return [DEFAULT_FIRST_BUCKET_MB * MIB, DEFAULT_BUCKET_MB * MIB]
-    is_list = isinstance(bucket_mb, Sequence) and not isinstance(bucket_mb, bytes)
-    caps = list(cast(Sequence[float], bucket_mb)) if is_list else [bucket_mb]
+    caps: list[float] = [cast(float, bucket_mb)]
+    if isinstance(bucket_mb, Sequence) and not isinstance(bucket_mb, bytes):
+        caps = list(cast(Sequence[float], bucket_mb))
     if not caps or not all(_is_positive_number(cap) for cap in caps):
         raise ValueError(f"bucket_mb (={bucket_mb!r}) must be a positive number of MiB, a list of them, or None")
     return [cap * MIB for cap in caps]

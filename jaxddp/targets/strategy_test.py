@@ -133,7 +133,7 @@ def of_gpu(name):
     return Case(GPU, name, LARGE if name == "bucketed" else TINY)
 
 
-@some_in_full(REPLICATED, quick=("naive", "bucketed"))
+@pytest.mark.parametrize("name", REPLICATED)
 def test_compiled_is_planned_on_gpus(steps, name):
     assert_as_planned(steps(of_gpu(name)), name)
 
