@@ -45,7 +45,7 @@ class _Process:
 
     def __init__(self, connection: socket.socket | None) -> None:
         self.connection = connection
-        self.unread = b""
+        self.unread = self.unsent = b""
         self.heard = self.moved = time.monotonic()  # when it last said something, and began a step
         self.step = 0  # it has begun
         self.failed: str | None = None
@@ -77,6 +77,7 @@ class Watchdog:
         self._mine = _Process(None)
         self._others = {number: _Process(connection) for number, connection in connections.items()}
         self._last_beat, self._is_ending = 0.0, threading.Event()
+        self._lock, self._pid = threading.Lock(), os.getpid()
         self._ended: tuple[str, bool] | None = None  # the reason, and whether stacks are wanted
         for connection in connections.values():
             connection.setblocking(False)
@@ -92,7 +93,7 @@ class Watchdog:
 
     def wait_for_end(self) -> None:
         """Called after an error: if it came of another process's loss, the thread ends this process with a line."""
-        if self._is_ending.wait(2 * _BEAT_S):
+        if os.getpid() == self._pid and self._is_ending.wait(2 * _BEAT_S):
             time.sleep(60)
 
     def _watch(self) -> None:
@@ -139,10 +140,16 @@ class Watchdog:
         return True
 
     def _tell(self, said: dict[str, Any]) -> None:
-        for other in self._others.values():
-            if other.connection is not None and not other.is_gone:
+        if os.getpid() != self._pid:  # a child that was forked
+            return
+        with self._lock:  # steps are told by the main thread
+            for other in self._others.values():
+                if other.connection is None or other.is_gone:
+                    continue
+                if not other.unsent or said.keys() & {"end"} or said.get("failed") or said.get("left"):
+                    other.unsent += json.dumps(said).encode() + b"\n"
                 with contextlib.suppress(OSError):  # a stopped process reads nothing
-                    other.connection.send(json.dumps(said).encode() + b"\n")
+                    other.unsent = other.unsent[other.connection.send(other.unsent) :]
 
     def _fault(self, now: float) -> tuple[str, bool] | None:
         """What is wrong, and whether the stacks of all processes show more of it."""

@@ -165,6 +165,9 @@ class Trainer:
         if state_sync not in STATE_SYNC:
             raise ValueError(f"state_sync (={state_sync!r}) must be one of {', '.join(STATE_SYNC)}")
         self._has_state = has_state
+        # In a job, a trainer may be of the process's own devices.
+        is_here = isinstance(mesh, Mesh)
+        self._spans_job = is_here and len({one.process_index for one in mesh.devices.flat}) == jax.process_count()
         self._nonfinite, self._max_skips, self._num_skips = nonfinite, max_skips, 0
         self._check_replicas_every, self._num_steps = check_replicas_every, 0
         self.strategy = strategy
@@ -276,7 +279,8 @@ class Trainer:
         state = as_arrays(state)
         batch = self._place(batch, self.num_microbatches, state)
         program = self._programs.step(state, batch)
-        begin_step()
+        if self._spans_job:
+            begin_step()
         try:
             result = program(state, batch)
         except Exception:
