@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -21,7 +22,8 @@ def from_nnx(model: nnx.Module, loss: Callable[[Any, Any], Any], *, has_aux: boo
     """Takes an NNX model apart.
 
     Args:
-        model: The model, which stays as it is; ``Trainer.update_module`` writes back what was trained.
+        model: The model; one that was put into evaluation mode trains in it. It stays as it is;
+            ``Trainer.update_module`` writes back what was trained.
         loss: ``(model, batch)`` to the mean loss over the batch's examples or to ``Weighted``; with ``has_aux`` to
             ``(loss, aux)``. It may change the model's state, as BatchNorm does. Every random stream of the model has a
             key of its own for each rank, step and micro-batch.
@@ -90,12 +92,12 @@ def from_linen(
 
     def loss_fn(params: Any, model_state: Any, batch: Any, key: jax.Array | None = None) -> Any:
         is_training = key is not None
-        held = dict(model_state)
+        held, calls = dict(model_state), itertools.count()
 
         def apply(*args: Any, **kwargs: Any) -> Any:
-            keys = _keys(key, rngs) if key is not None else None
-            if not is_training:
+            if key is None:
                 return module.apply({"params": params, **held}, *args, **kwargs)
+            keys = _keys(jax.random.fold_in(key, next(calls)), rngs)  # each call draws masks of its own
             outputs, new = module.apply({"params": params, **held}, *args, rngs=keys, mutable=list(held), **kwargs)
             held.update(new)
             return outputs

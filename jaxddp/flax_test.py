@@ -116,6 +116,20 @@ def test_dropout_differs_by_rank_and_step_and_evaluation_has_none(make):
     assert len(set(each.tolist())) == 1 and float(each[0]) == pytest.approx(float(loss), rel=1e-12)
 
 
+def test_each_call_of_a_linen_module_draws_a_mask_of_its_own():
+    module = LinenNet(0.5)
+    variables = module.init(jax.random.key(0), jnp.ones((2, WIDTH)), False)
+    variables = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), variables)
+
+    def loss(apply, batch, is_training):
+        return jnp.mean((apply(batch["x"], is_training) - apply(batch["x"], is_training)) ** 2)
+
+    loss_fn, params, model_state = from_linen(module, variables, loss)
+    trainer = trainer_of(loss_fn, jaxddp.bucketed(), NUM_RANKS)
+    _, metrics = trainer.step(trainer.init(params, model_state=model_state), batch())
+    assert metrics["loss"] > 1e-3
+
+
 def test_a_trained_model_is_written_back():
     model = NnxNet(0.0)
     loss_fn, params, model_state = of_nnx(0.0)

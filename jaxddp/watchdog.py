@@ -5,15 +5,16 @@ step that its process has begun. Process 0 judges, and tells all; the others jud
 
 | what happens to a process                                 | how it is noticed                    | after       |
 |-----------------------------------------------------------|--------------------------------------|-------------|
-| it is killed, its host goes down                          | its connection ends                  | at once     |
+| it is killed                                              | its connection ends                  | at once     |
 | an exception ends it                                      | it says so                           | ``GRACE_S`` |
 | it ends while others have begun a later step              | it says so                           | ``GRACE_S`` |
-| it is stopped, or its network is cut                      | no beat                              | ``stuck_s`` |
+| it is stopped, its host goes down, its network is cut     | no beat                              | ``stuck_s`` |
 | it sleeps or spins while others have begun a later step   | no process begins another step       | ``stuck_s`` |
 
-Then every process prints one line and ends with status 5; after ``stuck_s`` also the stacks of its threads. The thread
-needs no collective and nothing of XLA's, whose own heartbeat takes a minute and a half and aborts. What began a step is
-``begin_step``, which ``Trainer.step`` calls. No framework is imported.
+Then every process that is in a step prints one line and ends with status 5, after ``stuck_s`` also the stacks of its
+threads. A process outside of a step may be saving: it is let finish, and ends when it begins another step, or after
+``stuck_s``. The thread needs no collective and nothing of XLA's, whose own heartbeat takes a minute and a half and
+aborts. No framework is imported.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -56,8 +57,8 @@ class _Process:
         self.heard = now
         if (step := int(said.get("step", self.step))) != self.step:
             self.step, self.moved = step, now
-        self.failed = said.get("failed", self.failed)
-        self.has_left = said.get("left", self.has_left)
+        self.failed = self.failed or said.get("failed")  # for good, whatever a beat that was made before says
+        self.has_left = self.has_left or said.get("left", False)
         if self.since is None and (self.has_left or self.failed):
             self.since = now
 
@@ -78,23 +79,34 @@ class Watchdog:
         self._others = {number: _Process(connection) for number, connection in connections.items()}
         self._last_beat, self._is_ending = 0.0, threading.Event()
         self._lock, self._pid = threading.Lock(), os.getpid()
-        self._ended: tuple[str, bool] | None = None  # the reason, and whether stacks are wanted
+        self._fault: tuple[str, bool] | None = None  # the reason, and whether stacks are wanted
+        self._faulty_since = 0.0
+        self._is_in_step, self._is_done = False, lambda: True  # the latter of what the last step started
         for connection in connections.values():
             connection.setblocking(False)
         self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
         atexit.register(self._leave)
+        os.register_at_fork(after_in_child=self._forget)
         threading.Thread(target=self._watch, name="jaxddp watchdog", daemon=True).start()
 
     def begin_step(self) -> None:
         """Counts a step that this process begins."""
+        self._is_in_step = True
         self._mine.hear({"step": self._mine.step + 1}, now := time.monotonic())
-        if now - self._last_beat > _BEAT_S / 10:
+        if now - self._last_beat > _BEAT_S / 10 * max(1, len(self._others) / 32):
             self._beat(now)
+
+    def end_step(self, is_done: Callable[[], bool] = lambda: True) -> None:
+        """Notes that the call of a step has returned; ``is_done`` tells whether what it started is done as well."""
+        self._is_done, self._is_in_step = is_done, False
 
     def wait_for_end(self) -> None:
         """Called after an error: if it came of another process's loss, the thread ends this process with a line."""
-        if os.getpid() == self._pid and self._is_ending.wait(2 * _BEAT_S):
+        if os.getpid() != self._pid:
+            return
+        if self._is_ending.wait(2 * _BEAT_S):
             time.sleep(60)
+        self._is_in_step = False
 
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -109,11 +121,18 @@ class Watchdog:
                 else:
                     time.sleep(_BEAT_S)
                 now = time.monotonic()
+                if now - self._mine.heard > 8 * _BEAT_S:  # this process itself was stopped, and perhaps all were
+                    for one in (self._mine, *self._others.values()):
+                        one.heard = one.moved = now
                 self._mine.heard = now
                 if now - self._last_beat >= _BEAT_S:
                     self._beat(now)
-                if fault := self._ended or self._fault(now):
-                    self._end(*fault)
+                if self._fault is None and (fault := self._judge(now)):
+                    self._fault, self._faulty_since = fault, now
+                    self._tell({"end": fault[0], "stacks": fault[1]})
+                is_waiting = self._is_in_step or not self._is_done() or now - self._faulty_since > self._stuck_s
+                if self._fault is not None and (is_waiting or self._fault[1]):
+                    self._end(*self._fault)
 
     def _beat(self, now: float) -> None:
         self._last_beat = now
@@ -133,10 +152,10 @@ class Watchdog:
             return False
         *lines, other.unread = (other.unread + data).split(b"\n")
         for line in lines:
-            said = json.loads(line)
-            if "end" in said:
-                self._ended = said["end"], said["stacks"]
-            other.hear(said, time.monotonic())
+            said, now = json.loads(line), time.monotonic()
+            if "end" in said and self._fault is None:
+                self._fault, self._faulty_since = (said["end"], said["stacks"]), now
+            other.hear(said, now)
         return True
 
     def _tell(self, said: dict[str, Any]) -> None:
@@ -151,7 +170,7 @@ class Watchdog:
                 with contextlib.suppress(OSError):  # a stopped process reads nothing
                     other.unsent = other.unsent[other.connection.send(other.unsent) :]
 
-    def _fault(self, now: float) -> tuple[str, bool] | None:
+    def _judge(self, now: float) -> tuple[str, bool] | None:
         """What is wrong, and whether the stacks of all processes show more of it."""
         for number, other in self._others.items():
             if other.is_gone and not other.has_left:
@@ -176,26 +195,38 @@ class Watchdog:
 
     def _end(self, reason: str, shows_stacks: bool) -> None:
         self._is_ending.set()
-        self._tell({"end": reason, "stacks": shows_stacks})
-        stderr = sys.__stderr__ or sys.stderr  # torch's excepthook replaces the other for as long as it runs
-        print(f"jaxddp: {reason}: process {self._number} ends", file=stderr, flush=True)
-        if shows_stacks:
-            faulthandler.dump_traceback(stderr)
-        with contextlib.suppress(Exception):
+        last = threading.Timer(4 * _LAST_WORDS_S, os._exit, (STATUS,))  # a stream may block
+        last.daemon = True
+        last.start()
+        try:
+            stderr = sys.__stderr__ or sys.stderr  # torch's excepthook replaces the other for as long as it runs
+            print(f"jaxddp: {reason}: process {self._number} ends", file=stderr, flush=True)
+            if shows_stacks:
+                faulthandler.dump_traceback(stderr)
             sys.stdout.flush()
-        if not any(number == 0 and other.is_gone for number, other in self._others.items()):
-            time.sleep(_LAST_WORDS_S * (2 if self._number == 0 else 1))
-        os._exit(STATUS)  # at once without process 0: XLA aborts processes that miss it
+            if not any(number == 0 and other.is_gone for number, other in self._others.items()):
+                time.sleep(_LAST_WORDS_S * (2 if self._number == 0 else 1))
+        finally:
+            os._exit(STATUS)  # at once without process 0: XLA aborts processes that miss it
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self._mine.hear({"failed": f"{kind.__name__}: {' '.join(str(error).split())[:300]}"}, now := time.monotonic())
-        self._beat(now)
-        self.wait_for_end()
+        if os.getpid() == self._pid and not issubclass(kind, KeyboardInterrupt):
+            words = " ".join(f"{kind.__name__}: {error}".split())[:300].rstrip(": ")
+            self._mine.hear({"failed": words}, now := time.monotonic())
+            self._beat(now)
+            self.wait_for_end()
         self._excepthook(kind, error, trace)
 
     def _leave(self) -> None:
-        self._mine.hear({"left": True}, now := time.monotonic())
+        failed = "it ended within a step" if self._is_in_step else None
+        self._mine.hear({"left": True, "failed": failed}, now := time.monotonic())
         self._beat(now)
+
+    def _forget(self) -> None:
+        """Closes the connections in a child that was forked: they would outlive this process."""
+        for other in self._others.values():
+            if other.connection is not None:
+                other.connection.close()
 
 
 def _last_step(process: _Process) -> str:
@@ -215,6 +246,16 @@ def begin_step() -> None:
     """Counts a training step of this process, which takes all processes of its job; nothing outside of one."""
     if _watchdog is not None:
         _watchdog.begin_step()
+
+
+def end_step(is_done: Callable[[], bool] = lambda: True) -> None:
+    """Notes that a training step has returned.
+
+    Args:
+        is_done: Whether what it started is done as well: a device may still wait for the others.
+    """
+    if _watchdog is not None:
+        _watchdog.end_step(is_done)
 
 
 def wait_for_end() -> None:

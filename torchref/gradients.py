@@ -45,10 +45,12 @@ class SpentGradient(torch.Tensor):
         """Refuses functions of torch.
 
         Raises:
-            RuntimeError: Unless it is printed.
+            RuntimeError: Unless it is printed, or asked for its storage.
         """
         if func is torch.Tensor.__repr__:
             return "SpentGradient()"
+        if func is torch.Tensor.untyped_storage:  # for whoever counts what tensors hold
+            return torch.UntypedStorage(0)
         raise RuntimeError(
             "this gradient was reduced into the ranks' shards: call clip_grad_norm_ or grad_norm of the wrapper after"
             " finish_gradient_synchronization, or zero_grad() before other uses"

@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from jaxddp import __version__
 from jaxddp.communication.buckets import BucketMb, BucketPlan, TensorSpec
-from jaxddp.watchdog import begin_step
+from jaxddp.watchdog import begin_step, end_step
 
 from .agreement import check_alike
 from .clipping import clip_to_norm_, global_norm, sharded_norm
@@ -135,7 +135,8 @@ class DataParallel(nn.Module, abc.ABC):
         self._specs = {name: tensor_spec(name, p) for name, p in self._trained.items()}
         self._buffer_specs = [tensor_spec(name, buffer) for name, buffer in module.named_buffers()]
         self._broadcasts_buffers = broadcast_buffers and self.num_ranks > 1 and compression.sends
-        self._weights: _Weights | None = None  # at the last forward
+        self._weights: _Weights | None = None  # at the last backward
+        self._begins_pass = False
         self._has_optimizer = False  # one has stepped
         self._divisor: float | None = None  # of the last synchronisation, an estimate for the next
         self._is_finished = False  # synchronised, and no forward since
@@ -218,7 +219,9 @@ class DataParallel(nn.Module, abc.ABC):
                 "finish_gradient_synchronization was called again without a backward: call it once after the backward,"
                 " or zero_grad() before gradients of your own"
             )
-        begin_step()
+        spans_job = self.num_ranks == dist.get_world_size()
+        if spans_job:
+            begin_step()
         denominator = self.num_ranks if denominator is None else denominator
         if self._waits_for_divisor:
             self._divisor = denominator
@@ -228,6 +231,8 @@ class DataParallel(nn.Module, abc.ABC):
         self._broadcast_buffers()
         self._expect_gradients()
         self._is_finished = True
+        if spans_job:
+            end_step()
 
     def grad_norm(self) -> torch.Tensor:
         """Computes the global norm of the gradients; call it on every rank, after the synchronisation.
@@ -333,9 +338,12 @@ class DataParallel(nn.Module, abc.ABC):
         self._check_no_stray_step()
         if self._has_begun and self._is_cleared():
             self.discard_pass()
-        if self.num_ranks > 1 and not self._has_begun:
-            self._weights = _Weights(self._trained.values())
+        self._begins_pass = self.num_ranks > 1
         self._is_finished = False
+
+    def _note_weights(self) -> None:
+        """Notes what the weights are, to see whether they change before the synchronisation."""
+        self._begins_pass, self._weights = False, _Weights(self._trained.values())
 
     def _check_no_stray_step(self, *, by_content: bool = True) -> None:
         """Refuses weights that have changed since the last forward, if its backward was not finished.
@@ -372,6 +380,8 @@ class DataParallel(nn.Module, abc.ABC):
 
     def _on_arrival(self, name: str) -> None:
         self._has_begun = True
+        if self._begins_pass:  # not before: a forward may change weights, as one that limits their norm does
+            self._note_weights()
         grad = self._trained[name].grad
         if self.num_ranks > 1 and type(grad) is torch.Tensor and grad.layout == torch.strided:
             self._trained[name].grad = grad.as_subclass(PartialGradient)
@@ -559,9 +569,9 @@ class _Weights:
     def _now_checksums(self) -> Sequence[torch.Tensor]:
         weights = [parameter.detach() for parameter in self._parameters]
         weights = [torch.view_as_real(one) if one.is_complex() else one for one in weights]
-        if all(one.is_cuda for one in weights):
-            norms = torch._foreach_norm(weights, dtype=torch.float64)
-            return [norm.view(torch.int64) for norm in norms]  # bits, as NaN is not equal to itself
+        if len({one.device for one in weights}) == 1 and weights[0].is_cuda:
+            norms = torch.stack(torch._foreach_norm(weights, dtype=torch.float64))  # one tensor: compared at once
+            return [norms.view(torch.int64)]  # bits, as NaN is not equal to itself
         # On a CPU, norms depend on the number of threads; sums of the bits as integers do not.
         bits = [one.view(_INTEGERS[one.element_size()]) for one in weights]
         return [one.sum(dtype=one.dtype) for one in bits]

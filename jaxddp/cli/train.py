@@ -94,6 +94,10 @@ def run(arguments: argparse.Namespace) -> int | None:
     """
     options = TrainOptions(**{field.name: getattr(arguments, field.name) for field in fields(TrainOptions)})
 
+    if arguments.max_restarts and arguments.processes is None:
+        raise ValueError(f"max_restarts (={arguments.max_restarts}) must come with processes")
+    if arguments.max_restarts and options.checkpoint is not None and not options.resume:
+        raise ValueError(f"max_restarts (={arguments.max_restarts}) must come with resume where there is a checkpoint")
     if arguments.processes is not None and find_job() is None:  # the processes get the same command
         return launch(["-m", "jaxddp", *sys.argv[1:]], arguments.processes, max_restarts=arguments.max_restarts)
     with ended_by_interrupts():

@@ -139,6 +139,8 @@ def train(
                         raise
                     state, saved = checkpoints.restore(trainer, params)
                     step, num_batches, restored = int(state.step), saved["examples"] // options.batch_size, newest
+                    for of_steps in (losses, step_seconds, skipped):
+                        del of_steps[step - num_earlier_steps :]
                     say(f"{error}; restored step {step}")
                     continue
             if checkpoints is not None and is_saved:

@@ -103,7 +103,7 @@ def held_bytes(layout: StateLayout) -> DeviceBytes:
 
     Example:
         >>> import jax.numpy as jnp, jaxddp, optax
-        >>> trainer = jaxddp.Trainer(None, optax.adam(0.1), jaxddp.zero1(), jaxddp.data_mesh(4))
+        >>> trainer = jaxddp.Trainer(lambda params, batch: 0.0, optax.adam(0.1), jaxddp.zero1(), jaxddp.data_mesh(4))
         >>> state = trainer.abstract_state({"w": jnp.zeros((2, 5))})
         >>> held_bytes(trainer.layout(state))  # 10 floats in full; 3 of 12 of each moment, and a counter
         DeviceBytes(parameters=40, optimizer_state=28, others=0, ...

@@ -4,10 +4,11 @@ Every rank computes its replicas by the same program from the same sums. A flipp
 them and training goes on, since gradients are averaged, while the replicas drift apart. Checked is what
 ``state_layout.py`` lists as full; a shard has no replica.
 
-    checksum_r = sum over words i of (2 i + 1) * word_i   mod 2^32        of each leaf on rank r
+    checksum_r = sum over words i of (2 i + 1) * mix(word_i)   mod 2^32        of each leaf on rank r
 
-The factor is odd, so whatever changes a single word changes the sum. The program has one collective, an all-gather of
-``[num_leaves]`` words; the step's program stays as it is planned.
+``mix`` is a bijection that spreads each bit over the word, and the factor is odd: whatever changes a single word
+changes the sum, and flips of the same bit in many words do not cancel. The program has one collective, an all-gather
+of ``[num_leaves]`` words; the step's program stays as it is planned.
 """
 
 from __future__ import annotations
@@ -32,21 +33,30 @@ class ReplicaError(RuntimeError):
     """Ranks hold different values of what should be the same.
 
     Attributes:
+        state: The state after the step, where ``Trainer.step`` found it; else None.
         leaf: Name of the first such leaf, such as ``"params.w"``.
         ranks: Those that do not hold what most ranks hold.
         num_leaves: How many leaves differ.
         difference: Largest absolute difference of an element of the first.
     """
 
-    def __init__(self, leaf: str, ranks: list[int], num_leaves: int, difference: float, step: int) -> None:
-        """Makes the message."""
-        of_ranks = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{', ...' * (len(ranks) > 8)}"
-        more = f", as do {num_leaves - 1} more leaves" * (num_leaves > 1)
-        super().__init__(
-            f"{leaf} of {of_ranks} differs by up to {difference:.3g} from what most ranks hold after step {step}{more}:"
-            " a device or its memory may be faulty"
-        )
+    def __init__(
+        self, message: str, leaf: str = "", ranks: tuple[int, ...] = (), num_leaves: int = 0, difference: float = 0.0
+    ) -> None:
+        """Keeps what was found."""
+        super().__init__(message)
         self.leaf, self.ranks, self.num_leaves, self.difference = leaf, ranks, num_leaves, difference
+        self.state: TrainState | None = None
+
+
+def _error(leaf: str, ranks: tuple[int, ...], num_leaves: int, difference: float, step: int) -> ReplicaError:
+    of_ranks = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{', ...' * (len(ranks) > 8)}"
+    more = f", as do {num_leaves - 1} more leaves" * (num_leaves > 1)
+    message = (
+        f"{leaf} of {of_ranks} differs by up to {difference:.3g} from what most ranks hold after step {step}{more}:"
+        " a device or its memory may be faulty"
+    )
+    return ReplicaError(message, leaf, ranks, num_leaves, difference)
 
 
 def check_replicas(state: TrainState, specs: Any, mesh: Mesh | AbstractMesh) -> None:
@@ -70,7 +80,7 @@ def check_replicas(state: TrainState, specs: Any, mesh: Mesh | AbstractMesh) -> 
     name, leaf = list(leaves.items())[differing[0]]
     differences = _differences(leaf, of_ranks.index(most), mesh)
     ranks = [rank for rank, found in enumerate(of_ranks) if found != most]
-    raise ReplicaError(name, ranks, len(differing), float(np.max(differences)), int(state.step))
+    raise _error(name, tuple(ranks), len(differing), float(np.max(differences)), int(state.step))
 
 
 def _replicated(state: TrainState, specs: Any) -> dict[str, jax.Array]:
@@ -108,6 +118,8 @@ def _differences(leaf: jax.Array, rank: int, mesh: Mesh | AbstractMesh) -> jax.A
 
 def _checksum(leaf: jax.Array) -> jax.Array:
     words = _words(leaf)
+    words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)  # as in MurmurHash3
+    words = words ^ (words >> 13)
     return jnp.sum(words * (2 * lax.iota(jnp.uint32, words.size) + 1), dtype=jnp.uint32)
 
 

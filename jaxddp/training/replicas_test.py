@@ -1,5 +1,7 @@
 """Replicas that differ between ranks are found, whatever holds them; replicas of sound training are not."""
 
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,7 +64,18 @@ def test_one_bit_is_found_in_whatever_every_rank_holds(name, bit):
             continue
         with pytest.raises(jaxddp.ReplicaError, match=rf"^{path} of rank 2 differs by up to ") as raised:
             trainer.check_replicas(jax.tree.unflatten(structure, changed))
-        assert (raised.value.leaf, raised.value.ranks, raised.value.num_leaves) == (path, [2], 1)
+        assert (raised.value.leaf, raised.value.ranks, raised.value.num_leaves) == (path, (2,), 1)
+
+
+@pytest.mark.parametrize("bit", [30, 31])
+def test_the_same_bit_of_several_elements_is_found(bit):
+    trainer, state = train(jaxddp.naive(), num_steps=1)
+    weights = state.params["up"]
+    for element in (3, 8, 11, 20):
+        weights = flip(weights, 2, bit, element)
+    with pytest.raises(jaxddp.ReplicaError, match=r"^params\.up of rank 2 ") as raised:
+        trainer.check_replicas(state._replace(params=state.params | {"up": weights}))
+    assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
 
 
 def test_a_step_checks_when_it_is_due_and_says_by_how_much():
@@ -73,8 +86,9 @@ def test_a_step_checks_when_it_is_due_and_says_by_how_much():
     with pytest.raises(jaxddp.ReplicaError, match=r"^params\.up of rank 1 differs by up to .* after step 3") as raised:
         trainer.check_replicas(state)
     np.testing.assert_allclose(raised.value.difference, by)
-    with pytest.raises(jaxddp.ReplicaError, match=r"of rank 1 differs .* after step 4:"):
+    with pytest.raises(jaxddp.ReplicaError, match=r"of rank 1 differs .* after step 4:") as raised:
         trainer.step(state, np.ones((8, 3), "f"))
+    assert int(raised.value.state.step) == 4  # in place of the one that was donated
 
 
 def test_wide_and_narrow_leaves_are_compared_by_all_their_bits():

@@ -26,13 +26,13 @@ from ..communication.buckets import BucketPlan
 from ..loss import partial_loss
 from ..strategy import GradientTrace, Strategy
 from ..tree import check_params, is_floating, named_leaves, split
-from ..watchdog import begin_step, wait_for_end
+from ..watchdog import begin_step, end_step, wait_for_end
 from ..zero.elementwise import describe_update
 from .agreement import agreement, check_alike
 from .model_state import STATE_SYNC, planned_sync
 from .placement import describe, from_first_process, full_arrays, place, place_by_rank, whole
 from .programs import Programs, StepFunction
-from .replicas import check_replicas
+from .replicas import ReplicaError, check_replicas
 from .state_layout import StateLayout
 from .step import NONFINITE_STATE, RankStep
 from .step import TrainState as TrainState
@@ -49,7 +49,7 @@ class NonFiniteError(FloatingPointError):
             skipped steps, with ``"raise"`` updated by numbers that are not finite.
     """
 
-    def __init__(self, message: str, state: TrainState) -> None:
+    def __init__(self, message: str, state: TrainState | None = None) -> None:
         """Keeps the state."""
         super().__init__(message)
         self.state = state
@@ -283,17 +283,24 @@ class Trainer:
             begin_step()
         try:
             result = program(state, batch)
+            if self._programs.platform == "cpu":
+                # With more simulated devices than cores, steps that run ahead time out in XLA's rendezvous and abort.
+                jax.block_until_ready(result)
         except Exception:
             wait_for_end()
             raise
-        if self._programs.platform == "cpu":
-            # With more simulated devices than cores, steps that run ahead time out in XLA's rendezvous and abort.
-            jax.block_until_ready(result)
+        if self._spans_job:
+            loss = result[1]["loss"]
+            end_step(lambda: loss.is_deleted() or loss.is_ready())
         if self._nonfinite != "ignore":
             self._check_finite(*result)
         self._num_steps += 1
         if self._check_replicas_every and self._num_steps % self._check_replicas_every == 0:
-            self.check_replicas(result[0])
+            try:
+                self.check_replicas(result[0])
+            except ReplicaError as error:
+                error.state = result[0]
+                raise
         return result
 
     def check_replicas(self, state: TrainState) -> None:

@@ -164,6 +164,7 @@ class ZeRO1(DataParallel):
         finally:
             self._may_step.clear()
         self._gather()
+        self._clear_spent()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the module and of this rank's shards."""

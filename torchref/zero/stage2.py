@@ -100,3 +100,4 @@ class ZeRO2(ZeRO1):
         self._start_all()
         self._accumulate(self._in_flight.wait())
         self._expect_gradients()
+        self._has_begun = True

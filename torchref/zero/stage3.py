@@ -231,6 +231,11 @@ class FSDP(Replicated):
     def _has_begun(self, value: bool) -> None:
         self._begun = value
 
+    def _check_last_pass(self) -> None:
+        super()._check_last_pass()
+        if self._begins_pass and not self._has_begun:  # no forward may change shards
+            self._note_weights()
+
     def _drop_units(self) -> None:
         for unit in self._units.values():
             if unit.shards is not None:
