@@ -14,12 +14,18 @@ from jaxddp.watchdog import STATUS
 
 NUM_PROCESSES, FAULTY, STEP = 3, 1, 3
 STUCK_S = 4.0
+SAVING_S = 3.0
 
 LOOP = f"""
 for step in range(1, 2000):
-    if step == {STEP} + 1 and fault == "all end":
+    if step == {STEP} + 1 and fault in ("all end", "raises at the end") or step == 80:
         break
-    if step == {STEP} + 1 and process == faulty:
+    if step == {STEP} + 1 and process == faulty and fault == "forks":
+        if os.fork() == 0:
+            jaxddp.watchdog._watchdog._leave()  # what a child that ends runs of its parent's
+            os._exit(0)
+        print("faulty at", time.time(), flush=True)
+    elif step == {STEP} + 1 and process == faulty and fault != "raises at the end":
         print("faulty at", time.time(), flush=True)
         if fault == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -32,6 +38,12 @@ for step in range(1, 2000):
         sys.exit(0)
     train()
     time.sleep(0.1)  # so that the others hear of each step
+if fault == "raises at the end":
+    print("faulty at", time.time(), flush=True)
+    if process == faulty:
+        raise LookupError("out of luck")
+    time.sleep({SAVING_S})
+    print("saved", flush=True)
 time.sleep(process)
 """
 
@@ -43,7 +55,7 @@ port, process, fault, faulty = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], 
 SCRIPT = f"""{START}
 import jax, jax.numpy as jnp, numpy as np, optax
 jax.config.update("jax_num_cpu_devices", 1)
-import jaxddp
+import jaxddp, jaxddp.watchdog
 jaxddp.start_process(f"127.0.0.1:{{port}}", {NUM_PROCESSES}, process, stuck_s={STUCK_S})
 loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
 trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), jaxddp.bucketed(), jaxddp.data_mesh())
@@ -129,3 +141,18 @@ def test_processes_that_end_together_end_well(tmp_path):
     statuses, outputs, _ = run(tmp_path, "all end")
     assert statuses == [0] * NUM_PROCESSES, outputs
     assert not any("jaxddp: process" in output for output in outputs)
+
+
+@pytest.mark.full
+def test_a_process_that_saves_while_another_one_fails_is_let_finish(tmp_path):
+    statuses, outputs, _ = run(tmp_path, "raises at the end")
+    for process in {*range(NUM_PROCESSES)} - {FAULTY}:
+        assert "saved" in outputs[process], outputs[process]
+    assert statuses[FAULTY] not in (0, STATUS)
+
+
+@pytest.mark.full
+def test_a_forked_child_that_ends_is_no_process_of_the_job(tmp_path):
+    statuses, outputs, _ = run(tmp_path, "forks")
+    assert not any("jaxddp: process" in output for output in outputs), outputs
+    assert statuses[0] == 0
