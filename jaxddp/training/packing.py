@@ -50,7 +50,7 @@ def shard_map(
         # check_vma would make users mark the carries of their own loops as varying.
         if len(arrays) <= FEW:
             return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*args)
-        ins = _groups(arrays, _specs(in_specs, args), axis, mesh.size)
+        ins = _groups(arrays, leaf_specs(in_specs, args), axis, mesh.size)
         # out_specs are needed before the results are traced: results are returned by kind of spec, one list for each.
         kinds = [PartitionSpec(), PartitionSpec(axis), *jax.tree.leaves(out_specs, is_leaf=_is_spec)]
         kinds = list(dict.fromkeys(kinds))
@@ -59,7 +59,7 @@ def shard_map(
         def on_rank(packs: list[jax.Array]) -> list[list[jax.Array]]:
             result = function(*jax.tree.unflatten(structure, _unpack(packs, ins)))
             parts, result_structure = jax.tree.flatten(jax.tree.map(jnp.asarray, result))
-            outs = _groups(parts, _specs(out_specs, result), axis, 1)
+            outs = _groups(parts, leaf_specs(out_specs, result), axis, 1)
             traced[:] = [result_structure, outs]
             packed = _pack(parts, outs, 1)
             return [[pack for pack, group in zip(packed, outs, strict=True) if group.spec == spec] for spec in kinds]
@@ -143,7 +143,8 @@ def _unpack(packs: Sequence[jax.Array], groups: Sequence[_Group]) -> list[jax.Ar
     return [arrays[place] for place in range(len(arrays))]
 
 
-def _specs(prefix: Any, tree: Any) -> list[PartitionSpec]:
+def leaf_specs(prefix: Any, tree: Any) -> list[PartitionSpec]:
+    """Gives the ``PartitionSpec`` of each leaf, from a prefix of the tree."""
     return jax.tree.leaves(jax.tree.broadcast(prefix, tree, is_leaf=_is_spec), is_leaf=_is_spec)
 
 

@@ -25,7 +25,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ..communication.collectives import all_gather, all_reduce
 from ..tree import named_leaves
-from .packing import shard_map
+from .packing import leaf_specs, shard_map
 from .step import TrainState
 
 
@@ -84,9 +84,7 @@ def check_replicas(state: TrainState, specs: Any, mesh: Mesh | AbstractMesh) -> 
 
 
 def _replicated(state: TrainState, specs: Any) -> dict[str, jax.Array]:
-    is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
-    of_leaves = jax.tree.leaves(jax.tree.broadcast(specs, state, is_leaf=is_spec), is_leaf=is_spec)
-    named = zip(named_leaves(state).items(), of_leaves, strict=True)
+    named = zip(named_leaves(state).items(), leaf_specs(specs, state), strict=True)
     return {name: leaf for (name, leaf), spec in named if not any(spec) and leaf.size}
 
 
