@@ -18,7 +18,7 @@ FLOORS = (
     ("compiled", "targets"),
     ("planning",),
     ("communication", "ddp", "zero", "training", "models", "checkpoint", "strategy", "registry", "mesh", "plugins",
-     "tree", "arguments", "loss", "flax", "scopes", "plain", "network", "sizes", "job", "environment",
+     "tree", "arguments", "stderr", "loss", "flax", "scopes", "plain", "network", "sizes", "job", "environment",
      "roll_call", "watchdog", "process", "torchrun"),
 )  # fmt: skip
 FLOOR = {folder: len(FLOORS) - floor for floor, folders in enumerate(FLOORS) for folder in folders}
@@ -101,5 +101,5 @@ def test_the_twin_imports_only_what_needs_no_framework():
         f"jaxddp.cli.{name}" for name in ("interrupts", "launch", "parser", "train", "train_options", "train_report")
     }
     data = {"jaxddp.training.clock", "jaxddp.training.data"}
-    core = {"communication.buckets", "job", "roll_call", "sizes", "torchrun", "watchdog"}
+    core = {"communication.buckets", "job", "roll_call", "sizes", "stderr", "torchrun", "watchdog"}
     assert ours - {"jaxddp", "jaxddp.training"} == cli | data | {f"jaxddp.{name}" for name in core}

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import Any
 
 import jax
@@ -21,6 +20,7 @@ from . import __version__
 from .job import Job, find_job_or, visible_gpus
 from .plugins import devices
 from .roll_call import meet
+from .stderr import print_line
 from .torchrun import with_free_port
 from .watchdog import watch
 
@@ -70,7 +70,7 @@ def start_process(
     if job.process_id == 0 and coordinator_address is None:
         local = jax.local_devices()
         kind = "CPU device" if local[0].platform == "cpu" else local[0].device_kind
-        print(f"jaxddp: {job.describe(f'{len(local)} x {kind}')}", file=sys.stderr, flush=True)
+        print_line(f"jaxddp: {job.describe(f'{len(local)} x {kind}')}")
     return job
 
 

@@ -34,6 +34,7 @@ from types import TracebackType
 from typing import Any
 
 from .job import Job
+from .stderr import print_line
 
 STATUS = 5  # of a process that another one's loss ends
 GRACE_S = 5.0  # in which processes may fail by themselves, with words of their own
@@ -200,7 +201,7 @@ class Watchdog:
         last.start()
         try:
             stderr = sys.__stderr__ or sys.stderr  # torch's excepthook replaces the other for as long as it runs
-            print(f"jaxddp: {reason}: process {self._number} ends", file=stderr, flush=True)
+            print_line(f"jaxddp: {reason}: process {self._number} ends", stderr)
             if shows_stacks:
                 faulthandler.dump_traceback(stderr)
             sys.stdout.flush()

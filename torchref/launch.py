@@ -49,6 +49,7 @@ import torch.distributed as dist
 
 from jaxddp.job import Job, find_job_or, visible_gpus
 from jaxddp.roll_call import meet
+from jaxddp.stderr import print_line
 from jaxddp.torchrun import with_free_port
 from jaxddp.watchdog import watch
 
@@ -366,7 +367,7 @@ def init_from_env(
     dist.init_process_group(backend, store=store, rank=job.process_id, world_size=job.num_processes, device_id=device)
     if job.process_id == 0:
         kind = torch.cuda.get_device_name(device) if backend == "nccl" else "CPU device"
-        print(f"torchref: {job.describe(f'1 x {kind}')}", file=sys.stderr, flush=True)
+        print_line(f"torchref: {job.describe(f'1 x {kind}')}")
     return device or torch.device("cpu")
 
 

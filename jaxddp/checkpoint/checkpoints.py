@@ -37,7 +37,6 @@ import os
 import re
 import shutil
 import socket
-import sys
 import threading
 import time
 import warnings
@@ -55,6 +54,7 @@ import orbax.checkpoint as ocp
 from jax._src import distributed  # the store has no public name
 
 from ..arguments import check_kind
+from ..stderr import print_line
 from ..training.state_layout import Leaf
 from ..training.train import Trainer, TrainState
 from ..training.validation import check_alive
@@ -669,7 +669,7 @@ def _finish_all() -> None:
         try:
             one.wait()
         except Exception as error:  # the interpreter is ending: nobody could catch it, and other folders must finish
-            print(error, file=sys.stderr)
+            print_line(str(error))
 
 
 # Before concurrent.futures refuses new work, without which no write ends: atexit would be too late.

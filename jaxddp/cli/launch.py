@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ..stderr import print_line
 from ..watchdog import STATUS as LOST_ANOTHER
 from .interrupts import noted_signals
 
@@ -99,7 +100,7 @@ def launch(command: Sequence[str], num_processes: int, log_dir: str | None = Non
             status, signals = _launch_alone(command, num_processes, log_dir, restart)
             if status == 0 or signals:
                 return status
-            print(f"restart {restart + 1} of {max_restarts}, after status {status}", file=sys.stderr)
+            print_line(f"restart {restart + 1} of {max_restarts}, after status {status}")
         return _launch_alone(command, num_processes, log_dir, max_restarts)[0]
     logs = [] if log_dir is None else [f"--log-dir={log_dir}", "--redirects=3", "--tee=0:3"]
     torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={num_processes}", f"--max-restarts={max_restarts}"]
@@ -175,7 +176,7 @@ def _wait(processes: list[subprocess.Popen]) -> tuple[int, list[int]]:
                 if failed := next(iter(all_failed), None):
                     rank = processes.index(failed)
                     if len(processes) > 1 and not signals:
-                        print(f"rank {rank} ended with status {failed.returncode}: ending the others", file=sys.stderr)
+                        print_line(f"rank {rank} ended with status {failed.returncode}: ending the others")
                     break
                 time.sleep(_POLL_S)
         finally:

@@ -16,6 +16,7 @@ from signal import Signals
 from typing import Any, NoReturn
 
 from .. import __version__
+from ..stderr import print_line
 from .interrupts import Signalled, kept_interrupts
 
 
@@ -43,16 +44,16 @@ def run_command(package: str, description: str, modules: Iterable[Any], argument
         with kept_interrupts():
             status = parsed.run(parsed)
     except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print_line(f"error: {' '.join(str(error).split())}")
         return 2
     except FloatingPointError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_line(f"error: {error}")
         return 3
     except Signalled as signalled:
-        print(f"ended by {Signals(signalled.number).name} {signalled}", file=sys.stderr)
+        print_line(f"ended by {Signals(signalled.number).name} {signalled}")
         return 128 + signalled.number
     except KeyboardInterrupt as interrupt:
-        print(f"interrupted{' ' + str(interrupt) if str(interrupt) else ''}", file=sys.stderr)
+        print_line(f"interrupted{' ' + str(interrupt) if str(interrupt) else ''}")
         return 130
     return status or 0
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..job import Job, find_job
+from ..stderr import print_line
 from .interrupts import Signalled, ended_by_interrupts
 from .launch import add_max_restarts, launch
 from .quiet import import_jax
@@ -110,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int | None:
     try:
         show(train, options, arguments.log_dir)
     except ReplicaError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_line(f"error: {error}")
         return 4
     return None
 

@@ -17,7 +17,6 @@ import functools
 import itertools
 import json
 import os
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,6 +25,7 @@ import jax
 from jax._src import distributed  # the store has no public name
 
 from ..roll_call import disagreement
+from ..stderr import print_line
 
 _TIMEOUT_S = 3600  # for a process that neither comes nor goes on
 _POLL_S = 1.0
@@ -93,7 +93,7 @@ class Agreement:
             for number in self._answered:
                 if (left := self._get(f"jaxddp/batch/{number}/left")) is not None:
                     line = f"jaxddp: process {self._process} ended: {left}"
-                    print(line, file=sys.stderr, flush=True)
+                    print_line(line)
                     jax.distributed.shutdown()  # for which the other process waits
                     os._exit(1)  # the main thread waits for the other process in a collective
 

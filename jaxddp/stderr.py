@@ -1,0 +1,18 @@
+"""Lines to standard error, which all processes of a job may share. No framework is imported."""
+
+from __future__ import annotations
+
+import sys
+from typing import TextIO
+
+
+def print_line(line: str, stream: TextIO | None = None) -> None:
+    """Prints a line in one write: ``print`` makes two where Python is unbuffered, and another process's come between.
+
+    Args:
+        line: Without its end.
+        stream: Where to; standard error if None.
+    """
+    stream = stream or sys.stderr
+    stream.write(f"{line}\n")
+    stream.flush()
