@@ -57,7 +57,7 @@ def draw(seed: int) -> tuple[str, str, int, list[str]]:
     for _ in range(int(rng.integers(0, 3))):
         life.insert(int(rng.integers(len(life) + 1)), str(rng.choice(EVENTS)))
     num_ranks = int(rng.choice([1, 2, 2, 3]))
-    if num_ranks == 1:  # whose gradients need no other's: no step is too early
+    if num_ranks == 1 and wrapper != "zero3":  # whose gradients need no other's: no step is too early
         life = [operation for operation in life if operation not in ("step too early", "stray")]
     return wrapper, optimizer, num_ranks, life
 
@@ -171,6 +171,7 @@ class _Run:
         module.load_state_dict(self.reference.state_dict())
         self.buffers = [self._buffers_of(self.reference)] * num_ranks
         wrapper, options = WRAPPERS[name]
+        self.is_sharded = name == "zero3"  # finishes its gradients on one rank, too
         self.optimizer: Any
         self.reference_optimizer: Any
         if optimizer == "by hand":
@@ -252,7 +253,7 @@ class _Run:
     def _step(self) -> None:
         had_gradients = any(parameter.grad is not None for parameter in self.net.parameters())
         self.optimizer.step()
-        if self.num_ranks == 1 and self.optimizer is not self.net:  # no synchronisation is needed
+        if self.num_ranks == 1 and self.optimizer is not self.net and not self.is_sharded:  # none is needed
             self._take_pending()
         if not self.pending:
             self.reference_optimizer.step()

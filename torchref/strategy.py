@@ -316,7 +316,7 @@ class DataParallel(nn.Module, abc.ABC):
         this = weakref.ref(self)
         hooked = [(self._trained[name], _ready_hook(this, name)) for name in self._trained.keys() - self._sharded]
         remove_hooks_with(self, [parameter.register_post_accumulate_grad_hook(hook) for parameter, hook in hooked])
-        if self.num_ranks > 1:
+        if self._must_finish:
             remove_hooks_with(self, [register_optimizer_step_pre_hook(_step_hook(this))])
 
     def _check_unchanged(self) -> None:
@@ -338,7 +338,7 @@ class DataParallel(nn.Module, abc.ABC):
         self._check_no_stray_step()
         if self._has_begun and self._is_cleared():
             self.discard_pass()
-        self._begins_pass = self.num_ranks > 1
+        self._begins_pass = self._must_finish
         self._is_finished = False
 
     def _note_weights(self) -> None:
@@ -368,11 +368,16 @@ class DataParallel(nn.Module, abc.ABC):
             self._check_finished()
 
     def _check_finished(self) -> None:
-        if self._has_begun and (self.num_ranks > 1 or self.owns_optimizer) and not self._is_cleared():
+        if self._has_begun and self._must_finish and not self._is_cleared():
             raise RuntimeError(
                 "gradients are of this rank alone: call finish_gradient_synchronization after the backward, before"
                 " clipping and the step, or zero_grad() to discard them"
             )
+
+    @property
+    def _must_finish(self) -> bool:
+        """Whether gradients are not whole before ``finish_gradient_synchronization``: on one rank most are."""
+        return self.num_ranks > 1 or self.owns_optimizer or bool(self._sharded)
 
     def _is_cleared(self) -> bool:
         """Whether the gradients of a backward that was not finished were set to None, as optimizers do."""

@@ -202,7 +202,8 @@ class FSDP(Replicated):
         super()._check_step(optimizer)
         shards = {id(self._trained[name]): self._trained[name] for name in self._trained.keys() & self._sharded}
         if any(id(one) in shards for group in optimizer.param_groups for one in group["params"]):
-            _refuse_scaler(optimizer)
+            if self.num_ranks > 1:
+                _refuse_scaler(optimizer)
             if optimizer not in _tried:
                 try_elementwise(optimizer, next(iter(shards.values())).device)
                 _tried.add(optimizer)

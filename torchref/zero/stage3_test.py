@@ -187,3 +187,23 @@ def test_a_layer_that_is_used_without_being_called_is_replicated(ranks):
 
 def test_bad_input(ranks):
     ranks.run(bad_input, num_ranks=2)
+
+
+def step_of_one_rank(then, finishes):
+    """A pass on one rank, finished or not, another one, and a step."""
+    torch.manual_seed(0)
+    net = torchref.FSDP(nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net(torch.ones(2, 3)).sum().backward()
+    if finishes:
+        net.finish_gradient_synchronization()
+    if then == "quiet pass":
+        with net.no_sync():
+            net(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"^gradients are of this rank alone: call finish_grad"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("then", "finishes"), [("quiet pass", True), ("nothing", False)])
+def test_one_rank_too_must_finish_its_gradients(ranks, then, finishes):
+    ranks.run(step_of_one_rank, then, finishes, num_ranks=1)
