@@ -5,7 +5,8 @@
     ddp zero                          the strategies
     communication                     collectives, packed buffers, compression, reductions
     training models checkpoint        the trainer, models to train, checkpoints and weights
-    mesh.py tree.py loss.py           ranks; names of leaves; what a loss function returns
+    mesh.py tree.py                   ranks; names of leaves
+    loss.py metrics.py                what a loss function returns, and what is measured of examples
     job.py roll_call.py process.py    the launcher's job; whether all of it is there; joining it (under torchrun.py too)
     watchdog.py                       the end of all processes of a job when one is lost
     scopes.py plugins.py              name scopes in compiled programs; which plugins JAX starts
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from .loss import Weighted as Weighted
     from .mesh import data_mesh as data_mesh
     from .mesh import simulate_devices as simulate_devices
+    from .metrics import Mean as Mean
+    from .metrics import PerExample as PerExample
+    from .metrics import Sum as Sum
     from .network import Network as Network
     from .process import local_rows as local_rows
     from .process import start_process as start_process
@@ -72,6 +76,9 @@ _MODULES = {
     "start_process": ".process",
     "named_leaves": ".tree",
     "Weighted": ".loss",
+    "Mean": ".metrics",
+    "Sum": ".metrics",
+    "PerExample": ".metrics",
     "compression": ".communication.compression",
     "STRATEGIES": ".registry",
     "make_strategy": ".registry",

@@ -50,6 +50,7 @@ FUNCTIONS = {
     "seed": (lambda value: trainer().init(PARAMS, seed=value), {-1, np.float32(2)}),
     "step of a state": (of_state("step", BATCH), set()),
     "evaluate of a state": (of_state("evaluate", BATCH), set()),
+    "eval_fn": (lambda value: trainer().evaluate(trainer().init(PARAMS), BATCH, value), {None, jax.jit}),
     "compile of a state": (of_state("compile", BATCH), set()),
     "plan of a state": (of_state("plan", BATCH), set()),
     "planned of a state": (of_state("planned", BATCH), set()),

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .metrics import Part, is_marker, map_parts, part_of, wide
 from .tree import path_name
 
 
@@ -40,18 +41,11 @@ class Weighted(NamedTuple):
     weight: jax.Array
 
 
-class Part(NamedTuple):
-    """A summand: a total and its weight, None if every summand counts alike."""
-
-    total: jax.Array
-    weight: jax.Array | None
-
-
 class Parts(NamedTuple):
     """What one micro-batch on one rank contributes to the metrics; the sum of two is that of both together."""
 
     loss: Part  # scalars
-    aux: Any  # tree of Part
+    aux: Any  # tree of Part, Sum and PerExample
 
 
 PartialLoss = Callable[[Any, Any, Any, jax.Array | None], tuple[jax.Array, tuple[Parts, Any]]]
@@ -64,9 +58,10 @@ def partial_loss(loss_fn: Callable[..., Any], has_aux: bool, has_state: bool = F
     Args:
         loss_fn: ``(params, batch)`` or ``(params, batch, key)``, to a scalar mean or ``Weighted``; with ``has_aux``
             to ``(loss, aux)``; with ``has_state`` see ``Trainer``.
-        has_aux: Whether it returns auxiliary values. Each leaf is averaged over ranks and micro-batches with the
-            loss's weights; a leaf that is ``Weighted`` with its own. A count, or a leaf with an entry for each example,
-            has no mean and is refused when the loss is traced.
+        has_aux: Whether it returns auxiliary values. A floating scalar is averaged over ranks and micro-batches with
+            the loss's weights; a leaf that is ``Weighted`` with its own; ``Mean``, ``Sum`` and ``PerExample`` mark
+            values of examples. Others, and a ``Weighted`` with an entry for each example, are refused when the loss
+            is traced.
         has_state: Whether it takes a model state and returns the next one.
 
     Returns:
@@ -101,15 +96,19 @@ def partial_loss(loss_fn: Callable[..., Any], has_aux: bool, has_state: bool = F
             return total, (Parts(loss, None), new_state)
         _check_aux(lambda *args: outputs(*args)[2], aux, (params, model_state, batch, key))
 
-        def aux_part(leaf: Any) -> Part:
-            if isinstance(leaf, Weighted):
-                return Part(_wide(leaf.total), _wide(leaf.weight))
-            if loss.weight is None:
-                return Part(_wide(leaf), None)
-            # With weight 0 a mean is often 0 / 0, and the NaN must not reach the sum.
-            return Part(jnp.where(loss.weight == 0, 0, _wide(leaf) * loss.weight), loss.weight)
+        num_examples = _num_examples(batch)
 
-        of_aux = jax.tree.map(aux_part, aux, is_leaf=lambda leaf: isinstance(leaf, Weighted))
+        def aux_part(path: Any, leaf: Any) -> Any:
+            if is_marker(leaf):
+                return part_of(f"aux leaf {path_name(path)!r}", leaf, num_examples)
+            if isinstance(leaf, Weighted):
+                return Part(wide(leaf.total), wide(leaf.weight))
+            if loss.weight is None:
+                return Part(wide(leaf), None)
+            # With weight 0 a mean is often 0 / 0, and the NaN must not reach the sum.
+            return Part(jnp.where(loss.weight == 0, 0, wide(leaf) * loss.weight), loss.weight)
+
+        of_aux = jax.tree_util.tree_map_with_path(aux_part, aux, is_leaf=_is_aux_leaf)
         return total, (Parts(loss, of_aux), new_state)
 
     return compute
@@ -126,10 +125,10 @@ def divide(parts: Parts, num_parts: int) -> tuple[jax.Array, Any]:
         The loss and the aux tree; 0 where the weight is 0.
     """
 
-    def mean(part: Part) -> jax.Array:
-        return part.total / denominator(part, num_parts)
+    def result(part: Any) -> jax.Array:
+        return part.total / denominator(part, num_parts) if isinstance(part, Part) else part.values
 
-    return mean(parts.loss), jax.tree.map(mean, parts.aux, is_leaf=lambda leaf: isinstance(leaf, Part))
+    return result(parts.loss), map_parts(result, parts.aux)
 
 
 def denominator(part: Part, num_parts: int) -> jax.Array | int:
@@ -150,7 +149,7 @@ def _as_part(loss_fn: Callable[..., Any], loss: Any) -> tuple[jax.Array, Part]:
     total = jnp.asarray(values[0])
     if not jnp.issubdtype(total.dtype, jnp.floating):
         raise ValueError(f"loss_fn (={_name(loss_fn)}) returned dtype {total.dtype}: the loss must be floating")
-    return total, Part(_wide(total), _without_derivative(_wide(loss.weight)) if isinstance(loss, Weighted) else None)
+    return total, Part(wide(total), _without_derivative(wide(loss.weight)) if isinstance(loss, Weighted) else None)
 
 
 @jax.custom_jvp
@@ -193,36 +192,45 @@ def _like(new_state: Any, model_state: Any) -> Any:
 
 def _check_aux(aux_fn: Callable[..., Any], aux: Any, args: tuple[Any, Any, Any, Any]) -> None:
     """Refuses aux values that must not be averaged: counts, and what has entries for single examples."""
-    leaves = _aux_leaves(aux)
-    for path, leaf in leaves.items():
-        if not isinstance(leaf, Weighted) and jnp.issubdtype(jnp.result_type(leaf), jnp.integer):
+    marks = "jaxddp.Mean, Sum or PerExample"
+    for path, leaf in _aux_leaves(aux).items():
+        if isinstance(leaf, Weighted):
+            continue
+        if jnp.shape(leaf):
+            raise ValueError(
+                f"aux leaf {path_name(path)!r} (={[*jnp.shape(leaf)]}) must be marked: as {marks} if it has an entry"
+                " for each example, else as jaxddp.Weighted(value, 1), which is averaged over ranks"
+            )
+        if jnp.issubdtype(jnp.result_type(leaf), jnp.integer):
             raise ValueError(
                 f"aux leaf {path_name(path)!r} (={jnp.result_type(leaf)}) would be averaged over ranks, as a count must"
-                " not be: return jaxddp.Weighted(count, number of examples), or a float for a mean"
+                f" not be: return {marks} of the examples' values, jaxddp.Weighted(count, number of examples), or a"
+                " float for a mean"
             )
-    rows, shapes = jax.tree.leaves(args[2])[0].shape[0], _aux_shapes(aux)
+    rows, shapes = _num_examples(args[2]), _aux_shapes(aux)
     if len(shapes) < rows and not any(map(any, shapes.values())):
         return
-    others = [_with_rows(aux_fn, other, args) for other in (2, 2 * rows) if other != rows]
-    others = [other for other in others if other is not None]
-    rule = "and ranks would average those of different ones: return"
-    for other in others:
-        for path in shapes | other:
+    for other in [_with_rows(aux_fn, other, args) for other in (2, 2 * rows) if other != rows]:
+        for path in shapes | other if other is not None else ():
             if shapes.get(path) != other.get(path):
                 raise ValueError(
-                    f"aux leaf {path_name(path)!r} (={(shapes | other)[path][0]}) has an entry for each example, {rule}"
-                    " a mean, or jaxddp.Weighted(sum, number of examples)"
+                    f"aux leaf {path_name(path)!r} (={(shapes | other)[path][0]}) has an entry for each example, and"
+                    f" ranks would average those of different ones: return {marks} of an array, or jaxddp.Weighted of"
+                    " sums"
                 )
-    for path, leaf in leaves.items() if not others and rows > 1 else ():
-        if not isinstance(leaf, Weighted) and any(dim and dim % rows == 0 for dim in jnp.shape(leaf)):
-            raise ValueError(
-                f"aux leaf {path_name(path)!r} (={shapes[path][0]}) may have an entry for each of {rows} examples, the"
-                f" only number that loss_fn takes, {rule} jaxddp.Weighted(value, 1) if it has none"
-            )
+
+
+def _num_examples(batch: Any) -> int:
+    return jax.tree.leaves(batch)[0].shape[0]
+
+
+def _is_aux_leaf(leaf: Any) -> bool:
+    return isinstance(leaf, Weighted) or is_marker(leaf)
 
 
 def _aux_leaves(aux: Any) -> dict[Any, Any]:
-    return dict(jax.tree_util.tree_leaves_with_path(aux, is_leaf=lambda leaf: isinstance(leaf, Weighted)))
+    leaves = jax.tree_util.tree_leaves_with_path(aux, is_leaf=_is_aux_leaf)
+    return {path: leaf for path, leaf in leaves if not is_marker(leaf)}
 
 
 def _aux_shapes(aux: Any) -> dict[Any, list[list[int]]]:
@@ -237,12 +245,6 @@ def _with_rows(aux_fn: Callable[..., Any], rows: int, args: tuple[Any, Any, Any,
         return _aux_shapes(jax.eval_shape(aux_fn, params, model_state, batch, key))
     except Exception:  # it takes no such number of examples
         return None
-
-
-def _wide(value: Any) -> jax.Array:
-    """Converts to float32 or wider: 16-bit sums could overflow, and counts are exact up to 2^24."""
-    with jax.numpy_dtype_promotion("standard"):
-        return jnp.asarray(value, jnp.promote_types(jnp.result_type(value), jnp.float32))
 
 
 def _with_key(loss_fn: Callable[..., Any], has_state: bool) -> Callable[..., Any]:

@@ -236,8 +236,7 @@ def test_a_micro_batch_without_examples_that_count_leaves_it():
 def test_ranks_draw_from_keys_of_their_own_and_the_first_as_one_process():
     def loss_fn(params, state, batch):
         key, use = jax.random.split(state["key"])
-        drawn = jnp.zeros(NUM_RANKS).at[jax.lax.axis_index("data")].set(jax.random.uniform(use))
-        return jnp.sum(params["w"]), ({"key": key}, drawn)
+        return jnp.sum(params["w"]), ({"key": key}, jaxddp.PerExample(jax.random.uniform(use, (1,))))
 
     trainer = trainer_of(loss_fn, jaxddp.bucketed(), has_aux=True)
     key = jax.random.key(5)
@@ -245,9 +244,9 @@ def test_ranks_draw_from_keys_of_their_own_and_the_first_as_one_process():
     for _ in range(2):
         state, metrics = trainer.step(state, {"x": np.ones(NUM_RANKS)})
         key, use = jax.random.split(key)
-        drawn = metrics["aux"] * NUM_RANKS
+        drawn = metrics["aux"]
         assert len(np.unique(drawn)) == NUM_RANKS
-        np.testing.assert_allclose(drawn[0], jax.random.uniform(use))
+        np.testing.assert_allclose(drawn[0], jax.random.uniform(use, (1,))[0])
     found = trainer.model_state(state)["key"]
     np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(key))
 

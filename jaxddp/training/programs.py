@@ -17,7 +17,9 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ..communication.buckets import BucketPlan
+from ..communication.sharding import Cut
 from ..mesh import platform_of
+from ..metrics import Measure
 from ..strategy import GradientTrace, describe_results, plan_trace, planned_collectives, trace_gradients
 from ..tree import named_leaves
 from ..zero.stage3 import loss_on_shards
@@ -192,12 +194,17 @@ class Programs:
             self._programs[key] = self._compile(function, args, **options)
         return self._programs[key]
 
-    def evaluate(self, state: TrainState, batch: Any) -> Any:
-        """Gives the compiled evaluation for these shapes."""
-        key = "evaluate", signature(state, batch)
+    def evaluate(self, state: TrainState, batch: Any, measure: Measure | None = None) -> Any:
+        """Gives the compiled evaluation for these shapes: of the loss, or of a measure, whose batch is its inputs."""
+        key = "evaluate", measure, signature(state, batch)
         if key not in self._programs:
             model = self._model(state)
-            function, args, options = self._over_mesh(model.rank_step.evaluate, model, state, batch)
+            on_rank = model.rank_step.evaluate
+            if measure is not None:
+                on_rank = partial(
+                    model.rank_step.measure, self._of_held(measure, model.layout, dict(model.rank_step.cuts))
+                )
+            function, args, options = self._over_mesh(on_rank, model, state, batch)
             self._programs[key] = self._compile(function, args, **options)
         return self._programs[key]
 
@@ -211,16 +218,19 @@ class Programs:
 
     def _on_rank(self, layout: StateLayout) -> RankStep:
         """The rank's step whose loss takes parameters as the state holds them."""
+        cuts = {name: leaf.cut for name, leaf in named_leaves(layout.params).items() if leaf.cut is not None}
+        return replace(self._rank_step, loss=self._of_held(self._rank_step.loss, layout, cuts), cuts=cuts)
+
+    def _of_held(self, function: Callable[..., Any], layout: StateLayout, cuts: dict[str, Cut]) -> Callable[..., Any]:
+        """Turns a function of full parameters into one of parameters as the state holds them."""
         step, strategy = self._rank_step, self._rank_step.strategy
         if not strategy.shards_params:
-            return step
-        cuts = {name: leaf.cut for name, leaf in named_leaves(layout.params).items() if leaf.cut is not None}
+            return function
         precision = strategy.precision._replace(reduce_dtype=strategy.precision.reduce_dtype or step.grad_dtype)
         sends = strategy.compression.sends and step.num_ranks > 1
-        loss = loss_on_shards(
-            step.loss, layout.whole(), cuts, step.axis, precision, trainable=step.trainable, sends=sends
+        return loss_on_shards(
+            function, layout.whole(), cuts, step.axis, precision, trainable=step.trainable, sends=sends
         )
-        return replace(step, loss=loss, cuts=cuts)
 
     def _over_mesh(
         self, on_rank: Callable[..., Any], model: _Model, state: Any, batch: Any, *, donates_state: bool = False

@@ -30,11 +30,12 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from ..communication.buckets import BucketPlan
-from ..communication.collectives import all_reduce
+from ..communication.collectives import all_gather, all_reduce
 from ..communication.ordering import order_token
 from ..communication.reduction import REDUCE_SCATTER, Reduction, finish_reduction, start_reduction
 from ..communication.sharding import Cut
 from ..loss import PartialLoss, Parts, denominator, divide
+from ..metrics import PerExample, map_per_example
 from ..scopes import LOSS_SCOPE, METRICS_SCOPE, OPTIMIZER_SCOPE
 from ..strategy import Strategy
 from ..tree import merge, named_leaves, path_name, split
@@ -136,6 +137,10 @@ class RankStep:
                 params, token = order_token(params, index)
             before = model_state
             grads, (parts, model_state) = self._grads(*params, before, microbatch, jax.random.fold_in(key, index))
+            if num > 1:  # a sum over micro-batches then joins the values of examples
+                parts = map_per_example(
+                    lambda each: jnp.zeros((num, *each.shape), each.dtype).at[index].set(each), parts
+                )
             if parts.loss.weight is not None:  # statistics of no examples
                 model_state = jax.tree.map(partial(jnp.where, parts.loss.weight == 0), before, model_state)
             if reduces_each:
@@ -167,7 +172,9 @@ class RankStep:
         if reduces_each or self.cuts:  # XLA inlines a one-iteration loop and would reduce only once
             summed = lax.optimization_barrier(summed)
         found, model_state = microbatch_grads(model_state, last, num - 1)
-        return jax.tree.map(jnp.add, summed, found), model_state
+        grads, parts, token = jax.tree.map(jnp.add, summed, found)
+        parts = map_per_example(lambda each: each.reshape(-1, *each.shape[2:]), parts)
+        return (grads, parts, token), model_state
 
     def reduce(
         self, plan: BucketPlan, total: Any, parts: Parts, token: jax.Array, memory: Any
@@ -226,6 +233,10 @@ class RankStep:
         loss, aux = divide(self._sum_parts(parts), self.num_ranks)
         return loss if parts.aux is None else (loss, aux)
 
+    def measure(self, measure: Callable[..., Any], state: TrainState, inputs: tuple[Any, jax.Array]) -> dict[str, Any]:
+        """Gives what a ``Measure`` does of the examples of all ranks, equal on every rank."""
+        return self._sum_parts(measure(state.params, state.model_state, inputs))
+
     def first_grads(self, state: TrainState, batch: Any) -> tuple[Any, tuple[Parts, Any]]:
         """Gives what ``_grads`` does of the first micro-batch; traced for the order in which gradients are ready."""
         trainable, frozen = split(state.params, self.trainable)
@@ -257,14 +268,25 @@ class RankStep:
             return 1
         return denominator(self._sum_parts(Parts(parts.loss, None)).loss, self.num_ranks)
 
-    def _sum_parts(self, parts: Parts) -> Parts:
-        """Sums metrics over ranks, in one all-reduce."""
+    def _sum_parts(self, parts: Any) -> Any:
+        """Sums metrics over ranks, in one all-reduce and one for each integer dtype, and joins values of examples."""
         if self.num_ranks == 1:
             return parts
-        flat, unravel = ravel_pytree(parts)
-        with jax.named_scope(METRICS_SCOPE):
-            flat = all_reduce(flat, self.axis)
-        return unravel(flat)
+        leaves, structure = jax.tree.flatten(parts, is_leaf=lambda leaf: isinstance(leaf, PerExample))
+        places: dict[Any, list[int]] = {}
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, PerExample):
+                with jax.named_scope(METRICS_SCOPE):
+                    leaves[place] = PerExample(all_gather(leaf.values, self.axis))
+            else:
+                places.setdefault(leaf.dtype if jnp.issubdtype(leaf.dtype, jnp.integer) else "float", []).append(place)
+        for alike in places.values():
+            flat, unravel = ravel_pytree([leaves[place] for place in alike])
+            with jax.named_scope(METRICS_SCOPE):
+                flat = all_reduce(flat, self.axis)
+            for place, total in zip(alike, unravel(flat), strict=True):
+                leaves[place] = total
+        return jax.tree.unflatten(structure, leaves)
 
     def _on_shards(self, params: Any) -> contextlib.AbstractContextManager[None]:
         """Where the optimizer is called: it may ask for norms over the ranks' shards of ``params``."""

@@ -24,11 +24,13 @@ from .. import __version__
 from ..arguments import check_function, check_kind, check_optimizer, is_number
 from ..communication.buckets import BucketPlan
 from ..loss import partial_loss
+from ..metrics import Measure
 from ..strategy import GradientTrace, Strategy
 from ..tree import check_params, is_floating, named_leaves, split
 from ..watchdog import begin_step, end_step, wait_for_end
 from ..zero.elementwise import describe_update
 from .agreement import agreement, check_alike
+from .evaluation import evaluate_batches
 from .model_state import STATE_SYNC, planned_sync
 from .placement import describe, from_first_process, full_arrays, place, place_by_rank, whole
 from .programs import Programs, StepFunction
@@ -36,7 +38,7 @@ from .replicas import ReplicaError, check_replicas
 from .state_layout import StateLayout
 from .step import NONFINITE_STATE, RankStep
 from .step import TrainState as TrainState
-from .validation import abstract, as_arrays, check_alive, check_batch, check_state, signature
+from .validation import abstract, as_arrays, check_alive, check_batch, check_state, is_global, signature
 
 NONFINITE = ("ignore", "raise", "skip")
 
@@ -106,8 +108,9 @@ class Trainer:
                 and reduced once, unless the strategy reduces those of each.
             trainable: Predicate on a parameter's dotted path. Other parameters get no gradient, no optimizer state
                 and no communication.
-            has_aux: Whether ``loss_fn`` returns auxiliary values as well; they come back in ``metrics["aux"]``,
-                averaged as the loss is; counts, and leaves with entries for single examples, are refused.
+            has_aux: Whether ``loss_fn`` returns auxiliary values as well; they come back in ``metrics["aux"]``.
+                Floating scalars are averaged as the loss is, ``Weighted`` by its own weight, and values of examples are
+                ``Mean``, ``Sum`` or ``PerExample``; anything else is refused.
             max_grad_norm: Clips the global norm of the averaged gradient to this value.
             grad_dtype: Dtype in which gradients are accumulated and summed over ranks; each parameter's own if None.
             nonfinite: What ``step`` does if the loss or the norm of the averaged gradient is NaN or infinite, or an
@@ -318,29 +321,46 @@ class Trainer:
         if self.num_ranks > 1:
             check_replicas(state, self._programs.layout(state).specs(self._rank_step.axis), self.mesh)
 
-    def evaluate(self, state: TrainState, batch: Any) -> Any:
-        """Gives the global mean loss of a batch, without gradients.
+    def evaluate(self, state: TrainState, batches: Any, eval_fn: Callable[..., Any] | None = None) -> Any:
+        """Gives the mean loss of a batch, or what ``eval_fn`` measures of one or several, without gradients.
 
-        ``loss_fn`` gets no key: the default of its own, such as ``key=None``, says what it does then. With
+        A loss function gets no key here: the default of its own, such as ``key=None``, says what it does then. With
         ``has_state`` it must take one, and where it is None normalise by the running statistics; the model state that
         it returns is dropped.
 
         Args:
             state: Kept as it is.
-            batch: As for ``step``; micro-batches do not matter.
+            batches: A batch as for ``step``; micro-batches do not matter. With ``eval_fn`` it may be of any length,
+                or a list of batches (of trees: a list of arrays is one batch), or any other iterable of them, such as
+                a generator. Batches are padded to the length of the longest before them, whose program they run.
+                In a job each process gives its own examples, and may have fewer of them, or fewer batches.
+            eval_fn: ``(params, batch)``, or ``(params, model_state, batch)`` with ``has_state``, to a dict of
+                ``Mean``, ``Sum`` and ``PerExample``. It gets a part of the batch, and must measure each example by
+                itself. Give the same function each time: another one is compiled again.
 
         Returns:
-            A scalar; with ``has_aux`` the scalar and the aux values, averaged as in ``step``.
+            Without ``eval_fn`` a scalar; with ``has_aux`` the scalar and the aux values, as in ``step``. With it a dict
+            on the host, over all examples of all batches and processes: means and sums in float64 (of integers in
+            int64), and values of single examples in the order of the batches and, within one, of the processes. A
+            batch takes one all-reduce, one more for each integer dtype, and an all-gather for each ``PerExample``.
 
         Raises:
-            ValueError: If the batch cannot be split over ranks, the mesh is a target's, ``loss_fn`` needs a key, or
-                takes none with ``has_state``.
+            ValueError: If the batch of a loss cannot be split over ranks, the mesh is a target's, ``loss_fn`` needs a
+                key, or takes none with ``has_state``; there are no examples; ``eval_fn`` returns anything else.
         """
         self._check_devices("evaluate", "compile")
         check_alive(state)
+        if eval_fn is None:
+            return self._evaluate(state, batches)
+        check_function("eval_fn", eval_fn)
+        assert isinstance(self.mesh, Mesh)
+        measure = Measure(eval_fn, self._has_state)
+        return evaluate_batches(lambda *inputs: self._evaluate(state, inputs, measure), batches, self.mesh)
+
+    def _evaluate(self, state: TrainState, batch: Any, measure: Measure | None = None) -> Any:
         batch = self._place(batch, 1)
-        loss = self._programs.evaluate(state, batch)(state, batch)
-        return jax.block_until_ready(loss) if self._programs.platform == "cpu" else loss
+        result = self._programs.evaluate(state, batch, measure)(state, batch)
+        return jax.block_until_ready(result) if self._programs.platform == "cpu" else result
 
     def params(self, state: TrainState) -> Any:
         """Gives a copy of the full parameters, as the tree that ``init`` was given; later steps do not change it.
@@ -512,7 +532,7 @@ class Trainer:
             count = jax.process_count()
             batch = jax.tree.map(
                 lambda leaf: jax.ShapeDtypeStruct(
-                    leaf.shape if _is_global(leaf) else (*(rows * count for rows in leaf.shape[:1]), *leaf.shape[1:]),
+                    leaf.shape if is_global(leaf) else (*(rows * count for rows in leaf.shape[:1]), *leaf.shape[1:]),
                     leaf.dtype,
                 ),
                 held,
@@ -526,18 +546,14 @@ class Trainer:
 
     def _place(self, batch: Any, num_microbatches: int, state: TrainState | None = None) -> Any:
         if jax.process_count() > 1:
-            held = jax.tree.map(lambda leaf: leaf if _is_global(leaf) else np.asarray(leaf), batch)
+            held = jax.tree.map(lambda leaf: leaf if is_global(leaf) else np.asarray(leaf), batch)
             # With another number of examples in each process, the mean over ranks would be one of unlike means.
             key = signature(held), state is None
             agreement().check(key, lambda: self._describe(held, num_microbatches, state), self._agreed)
             make = partial(jax.make_array_from_process_local_data, self._by_rank)
-            batch = jax.tree.map(lambda leaf: leaf if _is_global(leaf) else make(leaf), held)
+            batch = jax.tree.map(lambda leaf: leaf if is_global(leaf) else make(leaf), held)
         check_batch(batch, self.num_ranks, num_microbatches)
         return jax.device_put(batch, self._by_rank)
-
-
-def _is_global(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
 
 
 def _warn_of_narrow(params: Any, trainable: Callable[[str], bool] | None, master_dtype: Any) -> None:

@@ -53,6 +53,20 @@ def check_batch(batch: Any, num_ranks: int, num_microbatches: int) -> None:
     Raises:
         ValueError: If leaves are no arrays or differ in length, or the length cannot be divided.
     """
+    length = count_examples(batch)
+    if length % (num_ranks * num_microbatches) or length == 0:
+        raise ValueError(
+            f"batch (={length} examples) must be divisible by num_ranks x num_microbatches "
+            f"(={num_ranks} x {num_microbatches})"
+        )
+
+
+def count_examples(batch: Any) -> int:
+    """Counts the examples of a batch, which may be none.
+
+    Raises:
+        ValueError: If leaves are no arrays or differ in length.
+    """
     leaves = named_leaves(batch)
     if not leaves:
         raise ValueError(f"batch (={batch!r}) must hold at least one array")
@@ -63,12 +77,12 @@ def check_batch(batch: Any, num_ranks: int, num_microbatches: int) -> None:
         lengths[name] = leaf.shape[0]
     if len(set(lengths.values())) != 1:
         raise ValueError(f"batch leaves must agree in length, they have {lengths}")
-    length = next(iter(lengths.values()))
-    if length % (num_ranks * num_microbatches) or length == 0:
-        raise ValueError(
-            f"batch (={length} examples) must be divisible by num_ranks x num_microbatches "
-            f"(={num_ranks} x {num_microbatches})"
-        )
+    return next(iter(lengths.values()))
+
+
+def is_global(leaf: Any) -> bool:
+    """Whether an array is one over several processes."""
+    return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
 
 
 def abstract(tree: Any) -> Any:

@@ -1,0 +1,151 @@
+"""Values of examples, and whether they are averaged, summed or kept: what ``eval_fn`` and ``aux`` are made of.
+
+| marker               | values     | result, over all examples of all ranks |
+|----------------------|------------|----------------------------------------|
+| ``Mean(values)``     | ``[n, ...]`` | ``[...]``, sum / number of examples    |
+| ``Sum(values)``      | ``[n, ...]`` | ``[...]``                              |
+| ``PerExample(values)`` | ``[n, ...]`` | ``[all, ...]``, in the order of the examples |
+
+Each rank and micro-batch computes ``n`` of the examples. Their parts can be added up, and are divided once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .tree import path_name
+
+
+class Mean(NamedTuple):
+    """Values to be averaged over examples.
+
+    Attributes:
+        values: ``[examples, ...]``.
+
+    Example:
+        >>> def eval_fn(params, batch):
+        ...     guess = (batch["x"] @ params["w"]).argmax(-1)
+        ...     return {"accuracy": Mean(guess == batch["y"]), "guess": PerExample(guess)}
+    """
+
+    values: Any
+
+
+class Sum(NamedTuple):
+    """Values to be summed over examples; integers stay integers.
+
+    Attributes:
+        values: ``[examples, ...]``.
+    """
+
+    values: Any
+
+
+class PerExample(NamedTuple):
+    """Values to be kept, one for each example.
+
+    Attributes:
+        values: ``[examples, ...]``.
+    """
+
+    values: Any
+
+
+class Part(NamedTuple):
+    """A summand: a total and its weight, None if every summand counts alike."""
+
+    total: jax.Array
+    weight: jax.Array | None
+
+
+def is_marker(leaf: Any) -> bool:
+    """Whether a leaf is marked."""
+    return isinstance(leaf, (Mean, Sum, PerExample))
+
+
+def map_parts(function: Callable[..., Any], *trees: Any) -> Any:
+    """Maps the contributions in trees, each a ``Part``, a ``Sum`` or a ``PerExample``."""
+    return jax.tree.map(function, *trees, is_leaf=lambda leaf: isinstance(leaf, (Part, Sum, PerExample)))
+
+
+def map_per_example(function: Callable[[jax.Array], jax.Array], parts: Any) -> Any:
+    """Maps the values that are kept for each example; the rest of the tree stays."""
+    return map_parts(lambda part: PerExample(function(part.values)) if isinstance(part, PerExample) else part, parts)
+
+
+def part_of(name: str, marker: Mean | Sum | PerExample, num_examples: int, is_real: Any = None) -> Any:
+    """Gives what this rank's examples contribute.
+
+    Args:
+        name: Of the leaf, for errors.
+        marker: Its values.
+        num_examples: At hand.
+        is_real: bool[num_examples]: those that count; all if None.
+
+    Returns:
+        A ``Part``, ``Sum`` of the sum, or ``PerExample``; the first two can be added up.
+
+    Raises:
+        ValueError: If the values are not one for each example.
+    """
+    if getattr(marker.values, "shape", ())[:1] != (num_examples,):
+        kind = f"{type(marker).__name__} of {_kind(marker.values)}"
+        raise ValueError(f"{name} (={kind}) must have the {num_examples} examples at hand as dimension 0 of an array")
+    values = jnp.asarray(marker.values)
+    if isinstance(marker, PerExample):
+        return PerExample(values)
+    if isinstance(marker, Mean) or jnp.issubdtype(values.dtype, jnp.inexact):
+        values = wide(values)
+    if is_real is not None:
+        values = jnp.where(is_real.reshape(-1, *[1] * (values.ndim - 1)), values, jnp.zeros_like(values))
+    total = values.sum(0)
+    if isinstance(marker, Sum):
+        return Sum(total)
+    return Part(total, jnp.asarray(num_examples if is_real is None else is_real.sum(), total.dtype))
+
+
+@dataclass(frozen=True)
+class Measure:
+    """An evaluation of examples, for use on each rank.
+
+    Attributes:
+        eval_fn: ``(params, batch)``, or ``(params, model_state, batch)`` with ``has_state``, to a dict of markers.
+        has_state: Whether it takes a model state.
+    """
+
+    eval_fn: Callable[..., Any]
+    has_state: bool
+
+    def __call__(self, params: Any, model_state: Any, inputs: tuple[Any, jax.Array]) -> dict[str, Any]:
+        """Gives the parts of the examples of ``(batch, is_real)``, as ``part_of`` does."""
+        batch, is_real = inputs
+        found = self.eval_fn(params, *([model_state] if self.has_state else []), batch)
+        name = getattr(self.eval_fn, "__name__", repr(self.eval_fn))
+        if not isinstance(found, dict):
+            raise ValueError(
+                f"eval_fn (={name}) must return a dict of jaxddp.Mean, Sum or PerExample, not {_kind(found)}"
+            )
+
+        def part(path: Any, leaf: Any) -> Any:
+            where = f"eval_fn (={name}): {path_name(path)!r}"
+            if not is_marker(leaf):
+                raise ValueError(f"{where} (={_kind(leaf)}) must be marked as jaxddp.Mean, Sum or PerExample")
+            return part_of(where, leaf, len(is_real), is_real)
+
+        return jax.tree_util.tree_map_with_path(part, found, is_leaf=is_marker)
+
+
+def wide(value: Any) -> jax.Array:
+    """Converts to float32 or wider: 16-bit sums could overflow, and counts are exact up to 2^24."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.asarray(value, jnp.promote_types(jnp.result_type(value), jnp.float32))
+
+
+def _kind(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return type(value).__name__ if shape is None else f"array of {[*shape]}"

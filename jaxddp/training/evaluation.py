@@ -1,0 +1,139 @@
+"""Evaluation of any number of examples: ranks get equally many rows, of which those that pad do not count.
+
+In a job each process gives rows of its own. With ``n[p]`` rows in the batch of process p, which has ``r[p]`` ranks:
+
+    rows of a rank           R = max over p of ceil(n[p] / r[p]), and at least that of earlier batches
+    rank j of process p      its rows j R ... (j + 1) R - 1 as far as there are any, then padding
+
+So all processes run the same program. They exchange ``n[p]`` before each batch; one that has no more gives padding. The
+host adds up the sums of the batches in float64, and divides once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ..metrics import PerExample, Sum, map_parts
+from .validation import check_batch, count_examples, is_global
+
+Run = Callable[[Any, np.ndarray], dict[str, Any]]
+"""``(batch, is_real)`` of this process's ranks ``->`` the parts of all ranks, as ``metrics.Measure`` gives them."""
+
+
+def evaluate_batches(run: Run, batches: Any, mesh: Mesh) -> dict[str, Any]:
+    """Evaluates a batch, or an iterable of them.
+
+    Returns:
+        The results: NumPy arrays and numbers.
+
+    Raises:
+        ValueError: If there are no examples, or a process has no batch.
+    """
+    return map_parts(_result, functools.reduce(functools.partial(map_parts, _add), _parts(run, batches, mesh)))
+
+
+def _parts(run: Run, batches: Any, mesh: Mesh) -> Iterator[dict[str, Any]]:
+    """Gives the parts of each batch, on the host."""
+    before, num_examples = None, 0
+    for batch, is_real, is_real_of_all in _padded(batches, mesh):
+        num_examples += is_real_of_all.sum()
+        found = run(batch, is_real), is_real_of_all
+        if before is not None:  # read while the devices compute
+            yield _on_host(*before)
+        before = found
+    if before is None or not num_examples:
+        raise ValueError("batches hold no examples: there must be at least one")
+    yield _on_host(*before)
+
+
+def _padded(batches: Any, mesh: Mesh) -> Iterator[tuple[Any, np.ndarray, np.ndarray]]:
+    """Gives batches of this process's ranks until no process has more; which of the rows are real; which of all are."""
+    processes = [device.process_index for device in mesh.devices.flat]
+    place = np.array([processes[:rank].count(process) for rank, process in enumerate(processes)])
+    num_ranks = np.array(list(map(processes.count, processes)))  # of the process of each rank
+    num_local = processes.count(jax.process_index())
+    most: dict[Any, int] = {}  # rows of a rank, by the shapes of an example
+    iterator, end, last = _each(batches), object(), None
+    while True:
+        batch = next(iterator, end)
+        num_rows = -1 if batch is end else _count_local(batch, mesh.size, num_local)
+        rows = _of_ranks(num_rows, num_local, mesh) if len(set(processes)) > 1 else np.full(mesh.size, num_rows)
+        if rows.max() < 0:
+            return
+        if not most and rows.min() < 0:
+            process = processes[rows.argmin()]
+            raise ValueError(f"process {process} has no batch: each must have one, which may hold no examples")
+        last = jax.tree.map(lambda leaf: leaf[:0], last) if batch is end else batch
+        rows, leaves = rows.clip(0), jax.tree.leaves(last)
+        size = int(np.ceil(rows / num_ranks).max())
+        if not any(map(is_global, leaves)):
+            key = tuple((tuple(leaf.shape[1:]), str(leaf.dtype)) for leaf in leaves)
+            size = most[key] = max(size, most.get(key, 1))
+        is_real = np.arange(size) < (rows - place * size)[:, None]
+        pad = functools.partial(_pad, size * num_local)
+        yield jax.tree.map(pad, last), np.arange(size * num_local) < max(num_rows, 0), is_real.reshape(-1)
+
+
+def _each(batches: Any) -> Iterator[Any]:
+    """Tells a batch, which is a tree of arrays, from an iterable of batches; a list of trees is one."""
+    if isinstance(batches, list):
+        is_batch = any(hasattr(one, "shape") for one in batches)
+    else:
+        is_leaf = jax.tree_util.all_leaves([batches])
+        is_batch = not is_leaf or hasattr(batches, "shape") or not isinstance(batches, Iterable)
+    return iter([batches] if is_batch else batches)
+
+
+def _count_local(batch: Any, num_ranks: int, num_local: int) -> int:
+    """Counts this process's examples."""
+    if any(map(is_global, jax.tree.leaves(batch))):
+        check_batch(batch, num_ranks, 1)
+        return count_examples(batch) // num_ranks * num_local
+    return count_examples(batch)
+
+
+def _of_ranks(number: int, num_local: int, mesh: Mesh) -> np.ndarray:
+    """Gives every process the number of each rank's process."""
+    by_rank = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    mine = jax.make_array_from_process_local_data(by_rank, np.full(num_local, number, np.int32))
+    return np.asarray(multihost_utils.process_allgather(mine, tiled=True))
+
+
+def _pad(size: int, leaf: Any) -> Any:
+    if is_global(leaf) or len(leaf) == size:
+        return leaf
+    padded = np.zeros((size, *leaf.shape[1:]), leaf.dtype)
+    padded[: len(leaf)] = leaf
+    return padded
+
+
+def _on_host(parts: dict[str, Any], is_real: np.ndarray) -> dict[str, Any]:
+    wide = {"i": np.int64, "u": np.uint64}
+
+    def host(part: Any) -> Any:
+        if isinstance(part, PerExample):
+            return PerExample([np.asarray(part.values)[is_real]])
+        return jax.tree.map(
+            lambda sum: np.asarray(sum, np.promote_types(sum.dtype, wide.get(sum.dtype.kind, np.float64))), part
+        )
+
+    return map_parts(host, parts)
+
+
+def _add(one: Any, other: Any) -> Any:
+    if isinstance(one, PerExample):
+        return PerExample(one.values + other.values)
+    return jax.tree.map(np.add, one, other)
+
+
+def _result(part: Any) -> Any:
+    if isinstance(part, PerExample):
+        return np.concatenate(part.values)
+    return part.values[()] if isinstance(part, Sum) else part.total / part.weight
