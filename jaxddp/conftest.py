@@ -1,10 +1,17 @@
 """Eight simulated devices for every test and example of this package, and faster compilation.
 
-Tests and the processes that they start see no GPU, unless they are marked ``gpu``.
+Tests and the processes that they start see no GPU, unless they are marked ``gpu``. A run of tests fails if it leaves
+processes, listening ports, network namespaces, shared memory or temporary folders behind.
 """
 
+import contextlib
 import os
+import shutil
 import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
 
 _PINNED = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 _GIVEN = {name: os.environ.get(name) for name in _PINNED}
@@ -63,3 +70,116 @@ def optimized():
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
+
+
+# What a run of tests leaves behind
+
+_SESSION = "JAXDDP_TEST_SESSION"  # in the environment of every process of a run, whoever its parent becomes
+_ENDING_S = 5.0  # for what is still ending
+_FOLDERS = ("jaxddp-*", "torchref-*", "torchelastic_*")
+
+
+def pytest_configure(config):
+    if not config.pluginmanager.has_plugin("leftovers"):  # several packages have this hook
+        config.pluginmanager.register(Leftovers(config), "leftovers")
+
+
+class Leftovers:
+    """Looks for what tests left, at the end of a run; the processes of xdist look at their own ports."""
+
+    def __init__(self, config):
+        self.is_worker, self.found = hasattr(config, "workerinput"), []
+        if self.is_worker:
+            return
+        self.namespaces, self.shared_memory = _names("/run/netns"), _names("/dev/shm")
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # what pytest keeps stays where it was
+        self.folder = Path(tempfile.mkdtemp(prefix="tests-of-jaxddp-"))
+        os.environ |= {_SESSION: str(os.getpid()), "TMPDIR": str(self.folder)}
+        tempfile.tempdir = None  # is read again
+
+    @pytest.hookimpl(trylast=True)  # after xdist's processes have ended
+    def pytest_sessionfinish(self, session):
+        launch = sys.modules.get("torchref.launch")
+        if launch is not None and launch.shared_pool.cache_info().currsize:
+            launch.shared_pool().close()  # it would end with the interpreter
+        deadline = time.monotonic() + _ENDING_S
+        while (found := self.look()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        if self.is_worker:
+            session.config.workeroutput["leftovers"] = found
+            return
+        self.found += found
+        if self.found and session.exitstatus in (0, 5):
+            session.exitstatus = 1
+        for pid in _processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node):
+        self.found += getattr(node, "workeroutput", {}).get("leftovers", [])
+
+    def pytest_terminal_summary(self, terminalreporter):
+        if self.found:
+            terminalreporter.write_line(f"ERROR: tests left behind: {'; '.join(self.found)}", red=True)
+
+    def look(self):
+        ports = [f"listening port {port}" for port in _listening_ports()]
+        if self.is_worker:
+            return ports
+        folders = [path.name for pattern in _FOLDERS for path in self.folder.glob(pattern)]
+        namespaces = [name for name in _names("/run/netns") - self.namespaces if _is_abandoned(name)]
+        shared_memory = _names("/dev/shm") - self.shared_memory
+        shared_memory -= _mapped(shared_memory) if shared_memory else set()
+        return [
+            *ports,
+            *(f"process {pid} ({command})" for pid, command in _processes().items()),
+            *(f"temporary folder {name}" for name in folders),
+            *(f"network namespace {name}" for name in namespaces),
+            *(f"/dev/shm/{name}" for name in shared_memory),
+        ]
+
+
+def _names(folder):
+    return set(os.listdir(folder)) if os.path.isdir(folder) else set()
+
+
+def _read(path):
+    with contextlib.suppress(OSError):  # a process that has ended
+        return path.read_bytes()
+    return b""
+
+
+def _processes():
+    """Commands of the processes of this run, by process id, without this one and multiprocessing's tracker in it."""
+    this, variable, found = os.getpid(), f"{_SESSION}={os.environ[_SESSION]}".encode(), {}
+    for path in Path("/proc").glob("[0-9]*"):
+        if variable not in _read(path / "environ").split(b"\0"):
+            parent = _read(path / "stat").rpartition(b")")[2].split()[:2]
+            if parent[:1] == [b"Z"] or parent[1:] != [str(this).encode()]:  # a child that was forked has no variables
+                continue
+        command = _read(path / "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
+        if command and int(path.name) != this and "multiprocessing.resource_tracker" not in command:
+            found[int(path.name)] = " ".join(command.split())[:200]
+    return found
+
+
+def _listening_ports():
+    """TCP ports at which this process listens."""
+    mine = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+    tables = [_read(Path("/proc/self/net", name)).decode() for name in ("tcp", "tcp6")]
+    rows = [row.split() for table in tables for row in table.splitlines()]
+    return sorted(int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine)
+
+
+def _is_abandoned(namespace):
+    """Whether a namespace is one of a lab's whose process has ended: labs of other runs have theirs."""
+    prefix, _, rest = namespace.partition(".")
+    return prefix == "jaxddp-lab" and not os.path.exists(f"/proc/{rest.partition('.')[0]}")
+
+
+def _mapped(names):
+    """Files of /dev/shm that a process has mapped, of another run, as none of this one is left."""
+    maps = b"".join(_read(path) for path in Path("/proc").glob("[0-9]*/maps"))
+    return {name for name in names if f"/dev/shm/{name}".encode() in maps}

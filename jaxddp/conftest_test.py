@@ -1,10 +1,15 @@
-"""Which devices tests see: none of this machine's, unless they are marked ``gpu``, which run in one process."""
+"""Which devices tests see: none of this machine's, unless they are marked ``gpu``, which run in one process.
+
+And what is said of tests that leave something behind.
+"""
 
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 NAMES = ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_PREALLOCATE")
@@ -32,11 +37,15 @@ def seen(folder, *options):
         (folder / name).write_text(TEST)
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "1,2", "PYTHONPATH": str(ROOT)}
     environment = {name: value for name, value in environment.items() if name not in (NAMES[0], NAMES[2])}
-    command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder)]
-    command += ["-p", "jaxddp.conftest", "-p", "no:cacheprovider", "-q", *options, "a_test.py", "b_test.py"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    done = run(folder, environment, *options, "a_test.py", "b_test.py")
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line) for line in (folder / "seen.jsonl").read_text().splitlines()]
+
+
+def run(folder, environment, *arguments):
+    command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder)]
+    command += ["-p", "jaxddp.conftest", "-p", "no:cacheprovider", "-q", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
 
 
 def test_tests_see_no_gpus(tmp_path):
@@ -47,3 +56,34 @@ def test_tests_of_gpus_see_them_and_run_in_one_process(tmp_path):
     found = seen(tmp_path, "-m", "gpu")  # and the settings' -n 2
     assert [environment for environment, _ in found] == [["-", "1,2", "false"]] * 2
     assert len({process for _, process in found}) == 1
+
+
+LEAVES = """
+import os, socket, subprocess, sys, tempfile
+
+def test_leaves():
+    code = "import time; time.sleep(300)"
+    starter = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {code!r}])"
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    subprocess.run([sys.executable, "-c", starter], start_new_session=True, **quiet)
+    tempfile.mkdtemp(prefix="torchref-")
+    globals()["kept"] = socket.create_server(("127.0.0.1", 0))
+    with open("/dev/shm/" + os.environ["NAME_IN_SHM"], "w"):
+        pass
+"""
+
+
+@pytest.mark.parametrize("workers", [pytest.param("0", marks=pytest.mark.full), "1"])
+def test_a_run_that_leaves_something_behind_fails(tmp_path, workers):
+    (tmp_path / "leaves_test.py").write_text(LEAVES)
+    in_shm = Path(f"/dev/shm/jaxddp-test-{os.getpid()}-{workers}")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "NAME_IN_SHM": in_shm.name}
+    try:
+        done = run(tmp_path, environment, "-n", workers, "leaves_test.py")
+    finally:
+        in_shm.unlink(missing_ok=True)
+    assert done.returncode == 1
+    (line,) = [line for line in done.stdout.splitlines() if "left behind" in line]
+    for left in ("listening port ", "time.sleep(300)", "temporary folder torchref-", str(in_shm)):
+        assert left in line
+    assert "1 passed" in done.stdout

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxddp.conftest import pytest_cmdline_main as pytest_cmdline_main  # and simulated devices
+from jaxddp.conftest import pytest_configure as pytest_configure
 from jaxddp.conftest import pytest_runtest_protocol as pytest_runtest_protocol
 from torchref.conftest import ranks as ranks
 

@@ -1,6 +1,6 @@
 import pytest
 
-import jaxddp.conftest  # noqa: F401  no GPUs, and Ctrl-C
+from jaxddp.conftest import pytest_configure as pytest_configure  # and no GPUs, and Ctrl-C
 from torchref.launch import RankPool, shared_pool
 
 
