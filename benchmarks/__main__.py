@@ -107,7 +107,12 @@ def _stopped(path: str) -> tuple[str, Options, Path]:
     folder = Path(path)
     if not (folder / _OPTIONS).is_file():
         raise ValueError(f"resume (={path}) must be the folder of a run, with its {_OPTIONS}")
-    given = json.loads((folder / _OPTIONS).read_text())
+    try:
+        given = json.loads((folder / _OPTIONS).read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{folder / _OPTIONS} is damaged: {error}") from error
+    if not isinstance(given, dict) or given.get("benchmark") not in list(BENCHMARKS):
+        raise ValueError(f"{folder / _OPTIONS} is damaged: it names no benchmark")
     return given["benchmark"], read_options(given), folder
 
 

@@ -5,6 +5,7 @@ processes, listening ports, network namespaces, shared memory or temporary folde
 """
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -183,3 +184,33 @@ def _mapped(names):
     """Files of /dev/shm that a process has mapped, of another run, as none of this one is left."""
     maps = b"".join(_read(path) for path in Path("/proc").glob("[0-9]*/maps"))
     return {name for name in names if f"/dev/shm/{name}".encode() in maps}
+
+
+# Damaged files
+
+
+def fuzz_seeds(name):
+    """Seeds for as many seconds as the variable JAXDDP_FUZZ_S says, a minute without it; shows their number."""
+    first, end = 1000, time.monotonic() + float(os.environ.get("JAXDDP_FUZZ_S", "60"))
+    seeds = itertools.takewhile(lambda _: time.monotonic() < end, itertools.count(first))
+    last = first
+    for last in seeds:  # noqa: B007
+        yield last
+    print(f"{name}: {last - first + 1} tried")
+
+
+@contextlib.contextmanager
+def soon(name, longest_s, hangs_s=30):
+    """Fails if what is done within takes longer, in time of processors, as others may be busy; or if it hangs."""
+
+    def fail(*_):
+        raise AssertionError(f"{name} hangs")
+
+    before, start = signal.signal(signal.SIGALRM, fail), time.process_time()
+    signal.alarm(hangs_s)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert time.process_time() - start < longest_s, f"{name} takes long"

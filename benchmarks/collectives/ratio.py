@@ -6,15 +6,13 @@ includes noise between rounds, but not changes of the machine between the two.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from ..harness.ratios import compare
+from ..harness.values import Row, check, number, text
 from ..report.published import figures
-
-Row = Mapping[str, Any]
 
 # XLA against torch over the same kind of link, and NCCL against Gloo as in the assignment report.
 PAIRS = (
@@ -24,11 +22,12 @@ PAIRS = (
 
 def ratios(rows: Iterable[Row], pair: tuple[str, str], num_ranks: int) -> list[Row]:
     """Compares all-reduces of a pair of backends at every size at which both are right: the first over the second."""
-    times: dict[str, dict[int, Sequence[float]]] = {backend: {} for backend in pair}
+    times: dict[str, dict[float, Sequence[float]]] = {backend: {} for backend in pair}
     for row in rows:
-        is_all_reduce = (row["collective"], row["num_ranks"]) == ("all_reduce", num_ranks)
-        if row["check"] == "ok" and "rounds_ms" in row and is_all_reduce:
-            times.setdefault(row["backend"], {})[row["asked_bytes"]] = row["rounds_ms"]
+        asked_bytes, rounds_ms = number(row, "asked_bytes"), _rounds_ms(row)
+        is_all_reduce = (row.get("collective"), row.get("num_ranks")) == ("all_reduce", num_ranks)
+        if check(row) == "ok" and asked_bytes and rounds_ms and is_all_reduce:
+            times.setdefault(text(row, "backend"), {})[asked_bytes] = rounds_ms
     ours, theirs = (times[backend] for backend in pair)
     compared = {size: compare("", theirs[size], ours[size], 1.0, paired=False) for size in ours.keys() & theirs.keys()}
     return [_row(size, one.ratio, one.low, one.high) for size, one in sorted(compared.items())]
@@ -45,5 +44,12 @@ def report_ratios(pair: tuple[str, str], num_ranks: int) -> list[Row]:
     return found
 
 
-def _row(size_bytes: int, ratio: float, low: float, high: float) -> Row:
+def _rounds_ms(row: Row) -> list[float]:
+    """A row's times by round; empty if they are missing or not all times."""
+    rounds = row.get("rounds_ms")
+    times = [number({"ms": one}, "ms") or 0.0 for one in rounds] if isinstance(rounds, list) else []
+    return times if all(time > 0 for time in times) else []
+
+
+def _row(size_bytes: float, ratio: float, low: float, high: float) -> Row:
     return {"size_bytes": size_bytes, "ratio": ratio, "low": low, "high": high, "check": ""}

@@ -30,7 +30,12 @@ class Options:
     profile: bool = False
 
     def __post_init__(self) -> None:
-        """Checks what does not depend on the benchmark: raises ValueError if a number is not positive."""
+        """Checks what does not depend on the benchmark: raises ValueError for wrong types and numbers."""
+        for field in fields(self):  # those of a stopped run come from a file
+            if not _is_of(getattr(self, field.name), str(field.type)):
+                raise ValueError(f"{field.name} (={getattr(self, field.name)!r:.60}) must be of type {field.type}")
+        if self.on not in (None, *KINDS):
+            raise ValueError(f"on (={self.on!r}) must be one of {', '.join(KINDS)}")
         for name in ("ranks", "steps", "batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -39,6 +44,15 @@ class Options:
             for value in getattr(self, name) or ():
                 if not 0 < value < float("inf"):
                     raise ValueError(f"{name} (={value:g}) must be a positive number of MiB")
+
+
+def _is_of(value: Any, kind: str) -> bool:
+    """Whether a value is of a type of `Options`, given as it is written there."""
+    if kind.endswith(" | None"):
+        return value is None or _is_of(value, kind.removesuffix(" | None"))
+    if kind.startswith("tuple["):
+        return isinstance(value, tuple) and all(_is_of(one, kind[6:].partition(",")[0]) for one in value)
+    return type(value).__name__ in ({"int", "float"} if kind == "float" else {kind})
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +91,7 @@ def read_options(parsed: argparse.Namespace | dict[str, Any]) -> Options:
     """Makes options from a parser's result, or from an earlier ``dataclasses.asdict``.
 
     Raises:
-        ValueError: If a number is not positive.
+        ValueError: If one is of another type, or a number is not positive.
     """
     given = parsed if isinstance(parsed, dict) else vars(parsed)
 

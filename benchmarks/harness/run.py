@@ -116,13 +116,19 @@ def holds(rows: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """Reads a file of rows, and the numbers, from 1, of its lines that are no JSON object."""
+    """Reads a file of rows, and the numbers, from 1, of its lines that are no JSON object.
+
+    Raises:
+        ValueError: If it is no regular file: a named pipe would be waited for, a device read without end.
+    """
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{str(path)!r} must be a file of rows, it is a folder, pipe or device")
     rows, broken = [], []
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):  # the latter of deep nesting
             row = None
         if isinstance(row, dict):
             rows.append(row)

@@ -64,7 +64,8 @@ from .host_state import is_key, places_of, to_host, to_ranks
 FORMAT = 1
 """Of the checkpoints that this version writes; it reads all up to it."""
 
-_UNREADABLE = (ValueError, LookupError, TypeError, FileNotFoundError)  # seen from Orbax on damaged files
+_UNREADABLE = (ValueError, LookupError, TypeError, FileNotFoundError, RecursionError)  # seen on damaged files
+_MOST_METADATA_BYTES = 2**28
 _ANSWER_S = 1200  # for process 0 to begin or finish a save
 
 _OWNERS = {"params": ("parameter", "model"), "opt_state": ("optimizer state", "optimizer")}
@@ -386,15 +387,15 @@ class Checkpoints:
         if step not in steps:
             raise ValueError(f"no checkpoint of step {step} {self._where}: there are {', '.join(map(str, steps))}")
         try:
-            about = json.loads((self._path(step) / "about" / "metadata").read_bytes())
+            about = _metadata(self._path(step))
             written = about["format"]
-        except (*_UNREADABLE, OSError, RecursionError) as error:
+        except (*_UNREADABLE, OSError) as error:
             raise self._damage(step) from error
         if isinstance(written, int) and written > FORMAT:
             raise ValueError(
                 f"checkpoint of step {step} {self._where} has format {written}, newer than {FORMAT}: update jaxddp"
             )
-        if about.pop("crc32", None) != _checksum(about):
+        if about.pop("crc32", None) != _checksum(about) or not _is_description(about):
             raise self._damage(step)
         if about["step"] != step:
             raise ValueError(
@@ -559,10 +560,44 @@ def _steps_in(directory: Path) -> set[int]:
 def _is_ours(checkpoint: Path) -> bool:
     """Whether a folder holds what this program writes, which alone it removes."""
     try:
-        about = json.loads((checkpoint / "about" / "metadata").read_bytes())
-        return about.keys() >= {"format", "step", "leaves", "crc32"}
+        return _metadata(checkpoint).keys() >= {"format", "step", "leaves", "crc32"}
     except (OSError, ValueError, AttributeError, RecursionError):
         return False
+
+
+def _metadata(checkpoint: Path) -> Any:
+    """Reads the description of a checkpoint.
+
+    Raises:
+        ValueError: If it is no JSON, or there is something else than files and folders, which could be read for ever.
+        RecursionError: If it is nested deeply.
+        OSError: If it cannot be read.
+    """
+    if not all(path.is_file() or path.is_dir() for path in checkpoint.rglob("*")):
+        raise ValueError("no file and no folder")
+    path = checkpoint / "about" / "metadata"
+    if path.stat().st_size > _MOST_METADATA_BYTES:
+        raise ValueError("too large")
+    return json.loads(path.read_bytes())
+
+
+def _is_description(about: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint is described as ``save`` does it."""
+
+    def is_row(row: Any) -> bool:
+        if not isinstance(row, dict) or not isinstance(row.get("shape"), list):
+            return False
+        if not all(type(size) is int and size >= 0 for size in row["shape"]) or type(row.get("crc32")) is not int:
+            return False
+        if "impl" in row:
+            return isinstance(row["impl"], str)
+        try:
+            return isinstance(row.get("dtype"), str) and jnp.dtype(row["dtype"]) is not None
+        except TypeError:
+            return False
+
+    leaves = about.get("leaves")
+    return about.keys() >= {"step", "data_position"} and isinstance(leaves, dict) and all(map(is_row, leaves.values()))
 
 
 def _set_aside(checkpoint: Path) -> None:
