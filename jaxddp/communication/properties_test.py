@@ -1,0 +1,180 @@
+"""Any tensors, caps and numbers of ranks: plans hold every tensor once, and what is packed or cut comes back.
+
+Ranks are the rows of an array, and most of it runs on NumPy in place of ``jax.numpy``: a new shape is a new program.
+"""
+
+import types
+from contextlib import ExitStack
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
+
+import jaxddp
+from jaxddp.communication import buffers, sharding
+from jaxddp.communication.buckets import MIB, TensorSpec, bucket_width, plan_buckets, plan_per_tensor
+from jaxddp.training import packing
+
+FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=60)
+FLOATS = ("float32", "float64", "bfloat16", "float16")
+DTYPES = (*FLOATS, "int8", "int32", "uint8", "bool", "complex64")
+RULES = st.sampled_from(["before", "torch"])
+NUM_RANKS = st.integers(1, 9)
+SHAPES = st.lists(st.integers(0, 5) | st.sampled_from([7, 13]), max_size=4).map(tuple)
+
+
+def tensors_of(dtypes=DTYPES, shapes=SHAPES, max_size=12):
+    """Lists of TensorSpec with names of their own."""
+    kinds = st.lists(st.tuples(shapes, st.sampled_from(dtypes)), max_size=max_size)
+    return kinds.map(lambda found: [TensorSpec(f"t{index}", *kind) for index, kind in enumerate(found)])
+
+
+BYTES = st.integers(1, 4000).map(lambda num_bytes: num_bytes / MIB)
+CAPS = st.none() | st.just("default") | BYTES | st.lists(BYTES, min_size=1, max_size=4)
+
+
+def values_of(tensors):
+    """Small whole numbers, no two tensors alike."""
+    found = {}
+    for index, tensor in enumerate(tensors):
+        found[tensor.name] = (np.arange(tensor.num_elements) % 7 + index % 5).reshape(tensor.shape)
+    return {tensor.name: found[tensor.name].astype(jnp.dtype(tensor.dtype)) for tensor in tensors}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, array in found.items():
+        assert array.dtype == expected[name].dtype and array.shape == expected[name].shape
+        np.testing.assert_array_equal(array, expected[name])
+
+
+def numpy_for(*modules):
+    """Lets modules compute with NumPy."""
+    names = ("concatenate", "pad", "split", "where", "arange")
+    numpy = types.SimpleNamespace(**{name: getattr(np, name) for name in names}, issubdtype=jnp.issubdtype)
+    patches = ExitStack()
+    for module in modules:
+        patches.enter_context(mock.patch.object(module, "jnp", numpy))
+    return patches
+
+
+@FIXED
+@given(tensors_of(shapes=SHAPES | st.just((31, 33))), CAPS, RULES)
+def test_a_plan_holds_every_tensor_once_within_the_caps(tensors, bucket_mb, rule):
+    plan = plan_buckets(tensors, bucket_mb, rule=rule)
+    place = {tensor.name: index for index, tensor in enumerate(tensors)}
+    assert sorted(plan.names) == sorted(tensor.name for tensor in tensors if tensor.num_elements)
+    assert plan.num_bytes == sum(tensor.num_bytes for tensor in tensors)
+    last = [place[bucket.tensors[-1].name] for bucket in plan.buckets]
+    assert last == sorted(last)
+    if bucket_mb is None or bucket_mb == "default":
+        caps = [np.inf] if bucket_mb is None else [1.0, 25.0]
+    else:
+        caps = bucket_mb if isinstance(bucket_mb, list) else [bucket_mb]
+    for dtype in {tensor.dtype for tensor in tensors}:
+        of_dtype = [bucket for bucket in plan.buckets if bucket.dtype == dtype]
+        names = [tensor.name for bucket in of_dtype for tensor in bucket.tensors]
+        assert names == [tensor.name for tensor in tensors if tensor.dtype == dtype and tensor.num_elements]
+        for number, bucket in enumerate(of_dtype):
+            cap = caps[min(number, len(caps) - 1)] * MIB
+            assert all(tensor.dtype == dtype for tensor in bucket.tensors)
+            following = 0 if bucket is of_dtype[-1] else of_dtype[number + 1].tensors[0].num_bytes
+            if rule == "before":
+                assert bucket.num_bytes <= cap or len(bucket.tensors) == 1
+                assert bucket.num_bytes + following > cap or bucket is of_dtype[-1]
+            else:
+                assert bucket.num_bytes - bucket.tensors[-1].num_bytes < cap
+                assert bucket.num_bytes >= cap or bucket is of_dtype[-1]
+    assert sorted(plan_per_tensor(tensors).names) == sorted(plan.names)
+
+
+@FIXED
+@given(tensors_of(), CAPS, RULES)
+def test_packed_tensors_come_back(tensors, bucket_mb, rule):
+    values, found = values_of(tensors), {}
+    with numpy_for(buffers):
+        for bucket in plan_buckets(tensors, bucket_mb, rule=rule).buckets:
+            packed = buffers.pack(bucket, values)
+            assert packed.size == bucket.num_elements and packed.dtype == bucket.dtype
+            found |= buffers.unpack(bucket, packed)
+    assert_same(found, {tensor.name: values[tensor.name] for tensor in tensors if tensor.num_elements})
+
+
+@FIXED
+@given(tensors_of(), CAPS, NUM_RANKS)
+def test_scattered_and_gathered_tensors_come_back(tensors, bucket_mb, num_ranks):
+    values, found = values_of(tensors), {}
+    with numpy_for(sharding):
+        for bucket in plan_buckets(tensors, bucket_mb).buckets:
+            rows = sharding.pack_chunks(bucket, values, num_ranks)
+            assert rows.shape == (num_ranks, bucket_width(bucket, num_ranks)) and rows.dtype == bucket.dtype
+            of_ranks = [sharding.split_chunks(bucket, row, num_ranks) for row in rows]  # as ranks hold them
+            gathered = np.stack([sharding.pack_local_shards(bucket, chunks) for chunks in of_ranks])
+            found |= sharding.unpack_chunks(bucket, gathered)
+    assert_same(found, {tensor.name: values[tensor.name] for tensor in tensors if tensor.num_elements})
+
+
+@FIXED
+@given(SHAPES, st.sampled_from(DTYPES), NUM_RANKS, st.booleans())
+def test_a_cut_tensor_comes_back(shape, dtype, num_ranks, by_row):
+    cut = sharding.Cut(shape, num_ranks, by_row=by_row and len(shape) > 0)
+    (tensor,) = values_of([TensorSpec("t", shape, dtype)]).values()
+    with numpy_for(sharding):
+        chunks, laid_out = cut.to_chunks(tensor), cut.to_global(tensor)
+        shards = [chunk.reshape(cut.shard_shape) for chunk in chunks]
+        assert_same({"chunks": cut.from_chunks(chunks), "global": cut.from_global(laid_out)},
+                    {"chunks": tensor, "global": tensor})  # fmt: skip
+        assert laid_out.shape == cut.global_shape
+        np.testing.assert_array_equal(np.concatenate(shards, axis=-1), laid_out)
+        for rank, shard in enumerate(shards):
+            np.testing.assert_array_equal(cut.without_padding(shard, rank), shard)  # it is zeros
+        kept = [cut.without_padding(np.ones(cut.shard_shape), rank).sum() for rank in range(num_ranks)]
+    assert sum(kept) == tensor.size
+    padding = num_ranks * cut.shard_shape[-1] - cut.row_elements
+    assert 0 <= padding < num_ranks or cut.row_elements == 0
+
+
+@FIXED
+@given(tensors_of(), st.lists(st.booleans(), min_size=12, max_size=12), NUM_RANKS, st.integers(1, 5))
+def test_arrays_that_go_into_a_shard_map_packed_come_out(tensors, are_sharded, num_ranks, pack):
+    arrays, specs = [], []
+    for tensor, is_sharded in zip(values_of(tensors).values(), are_sharded, strict=False):
+        cut = sharding.Cut(tensor.shape, num_ranks)
+        with numpy_for(sharding):
+            arrays.append(cut.to_global(tensor) if is_sharded else tensor)
+        specs.append(cut.spec("data") if is_sharded else PartitionSpec())
+    with numpy_for(packing), mock.patch.object(packing, "PACK", pack):
+        groups = packing._groups(arrays, specs, "data", num_ranks)
+        assert sorted(place for group in groups for place in group.places) == list(range(len(arrays)))
+        found = packing._unpack(packing._pack(arrays, groups, num_ranks), groups)
+    for one, array in zip(found, arrays, strict=True):
+        # A pack of shards has a row for each rank, here all of them.
+        np.testing.assert_array_equal(one.reshape(-1), array.reshape(-1))
+
+
+TREES = st.recursive(
+    st.tuples(SHAPES.filter(lambda shape: 0 not in shape), st.sampled_from(["float32", "bfloat16", "float16"])),
+    lambda inner: st.lists(inner, min_size=1, max_size=3) | st.dictionaries(st.sampled_from("abcd"), inner, min_size=1),
+    max_leaves=6,
+)
+
+
+@settings(FIXED, max_examples=4)
+@given(st.dictionaries(st.sampled_from("wxyz"), TREES, min_size=1), st.sampled_from(sorted(jaxddp.STRATEGIES)),
+       st.integers(1, 8))  # fmt: skip
+def test_parameters_of_any_tree_come_back_from_a_trainer(tree, strategy, num_ranks):
+    def leaf(kind):
+        shape, dtype = kind
+        return np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(jnp.dtype(dtype))
+
+    params = jax.tree.map(leaf, tree, is_leaf=lambda node: isinstance(node, tuple))
+    trainer = jaxddp.Trainer(lambda p, batch: jnp.mean(batch), optax.sgd(0.1), jaxddp.STRATEGIES[strategy](),
+                             jaxddp.data_mesh(num_ranks))  # fmt: skip
+    found = trainer.params(trainer.init(params))
+    assert jax.tree.structure(found) == jax.tree.structure(params)
+    jax.tree.map(np.testing.assert_array_equal, found, params)

@@ -1,0 +1,72 @@
+"""Twin of jaxddp's properties_test.py: what is packed or cut comes back, whatever the tensors, caps and ranks."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxddp.communication.buckets import bucket_width, plan_buckets
+from jaxddp.communication.properties_test import CAPS, DTYPES, FIXED, NUM_RANKS, RULES, tensors_of
+from torchref.communication import buffers, sharding
+
+
+def values_of(tensors):
+    """Small whole numbers, no two tensors alike."""
+    return {
+        tensor.name: (torch.arange(tensor.num_elements) % 7 + index % 5)
+        .reshape(tensor.shape)
+        .to(getattr(torch, tensor.dtype))
+        for index, tensor in enumerate(tensors)
+    }
+
+
+def assert_same(found, values):
+    expected = {name: tensor for name, tensor in values.items() if tensor.numel()}
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name])
+
+
+def transposed(values, are_transposed):
+    """The same values, some of them in tensors that are not contiguous."""
+    return {
+        name: tensor.transpose(0, -1).contiguous().transpose(0, -1) if is_transposed and tensor.dim() > 1 else tensor
+        for (name, tensor), is_transposed in zip(values.items(), are_transposed, strict=False)
+    }
+
+
+@FIXED
+@given(tensors_of(), CAPS, RULES, st.booleans(), st.lists(st.booleans(), min_size=12, max_size=12))
+def test_packed_tensors_come_back(tensors, bucket_mb, rule, into_buffer, are_transposed):
+    values, found = transposed(values_of(tensors), are_transposed), {}
+    for bucket in plan_buckets(tensors, bucket_mb, rule=rule).buckets:
+        out = torch.empty(bucket.num_elements, dtype=getattr(torch, bucket.dtype)) if into_buffer else None
+        packed = buffers.pack(bucket, values, out)
+        assert packed.numel() == bucket.num_elements
+        found |= buffers.unpack(bucket, packed)
+    assert_same(found, values)
+
+
+@FIXED
+@given(tensors_of(), CAPS, NUM_RANKS, st.booleans(), st.lists(st.booleans(), min_size=12, max_size=12))
+def test_scattered_and_gathered_tensors_come_back(tensors, bucket_mb, num_ranks, into_buffers, are_transposed):
+    values, found = transposed(values_of(tensors), are_transposed), {}
+    for bucket in plan_buckets(tensors, bucket_mb).buckets:
+        shape = num_ranks, bucket_width(bucket, num_ranks)
+        full = torch.full(shape, 3).to(getattr(torch, bucket.dtype)) if into_buffers else None
+        rows = sharding.pack_chunks(bucket, values, num_ranks, full)
+        assert tuple(rows.shape) == shape
+        for rank, row in enumerate(rows):
+            for name, chunk in sharding.split_chunks(bucket, row, num_ranks).items():
+                assert torch.equal(chunk, sharding.local_shard(values[name], num_ranks, rank))
+        of_ranks = [sharding.split_chunks(bucket, row, num_ranks) for row in rows]  # as ranks hold them
+        gathered = torch.stack([sharding.pack_local_shards(bucket, chunks) for chunks in of_ranks])
+        out = {tensor.name: torch.empty_like(values[tensor.name]) for tensor in bucket.tensors}
+        found |= sharding.unpack_chunks(bucket, gathered, out if into_buffers else None)
+    assert_same(found, values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sizes_of_dtypes_are_torchs(dtype):
+    spec = buffers.tensor_spec("t", torch.zeros(3, dtype=getattr(torch, dtype)))
+    assert (spec.dtype, spec.num_bytes) == (dtype, 3 * getattr(torch, dtype).itemsize)
