@@ -96,6 +96,7 @@ class Leftovers:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # what pytest keeps stays where it was
         self.folder = Path(tempfile.mkdtemp(prefix="tests-of-jaxddp-"))
         os.environ |= {_SESSION: str(os.getpid()), "TMPDIR": str(self.folder)}
+        os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(self.folder / "hypothesis")
         tempfile.tempdir = None  # is read again
 
     @pytest.hookimpl(trylast=True)  # after xdist's processes have ended

@@ -34,7 +34,7 @@ def tensors_of(dtypes=DTYPES, shapes=SHAPES, max_size=12):
     return kinds.map(lambda found: [TensorSpec(f"t{index}", *kind) for index, kind in enumerate(found)])
 
 
-BYTES = st.integers(1, 4000).map(lambda num_bytes: num_bytes / MIB)
+BYTES = (st.integers(1, 4000) | st.sampled_from([4, 8, 12, 20, 40])).map(lambda num_bytes: num_bytes / MIB)
 CAPS = st.none() | st.just("default") | BYTES | st.lists(BYTES, min_size=1, max_size=4)
 
 
