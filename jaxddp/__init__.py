@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from .strategy import plan_gradients as plan_gradients
     from .strategy import sync_gradients as sync_gradients
     from .training.allocator import keep_freed_memory as keep_freed_memory
+    from .training.own_loop import jit as jit
+    from .training.own_loop import value_and_grad as value_and_grad
     from .training.replicas import ReplicaError as ReplicaError
     from .training.train import NonFiniteError as NonFiniteError
     from .training.train import Trainer as Trainer
@@ -101,6 +103,8 @@ _MODULES = {
     "Trainer": ".training.train",
     "TrainState": ".training.train",
     "compile_options": ".training.xla",
+    "jit": ".training.own_loop",
+    "value_and_grad": ".training.own_loop",
     "configure": ".training.xla",
     "keep_freed_memory": ".training.allocator",
     "gradient_collectives": ".compiled.schedule",

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jax.extend import core
 
 # Operations that wrap a program, which is followed. A loop is one operation: its results are ready when it ends.
@@ -50,6 +51,9 @@ def finishing_times(program: core.ClosedJaxpr, cost: Callable[[Any], float] | No
             ready.update(zip(equation.outvars, times, strict=True))
         return list(map(time_of, jaxpr.outvars))
 
+    # What the function closes over in an outer trace, such as a rank's key in shard_map, is an input as well.
+    consts = zip(program.jaxpr.constvars, program.consts, strict=True)
+    ready.update({var: 0.0 for var, const in consts if isinstance(const, jax.core.Tracer)})
     return run(program.jaxpr, [0.0] * len(program.jaxpr.invars))
 
 

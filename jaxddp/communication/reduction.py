@@ -155,9 +155,9 @@ def start_reduction(
     if (unknown := sorted(set(ready) - planned - set(plan.constants))) and num_ranks > 1:
         raise ValueError(f"grads holds {unknown[0]!r}, which plan does not name: plan and grads must be of one model")
     axes = {axis} if isinstance(axis, str) else set(axis)
-    checks_vma = axes <= _varying(lax.axis_index(axis))
+    checks_vma = axes <= varying(lax.axis_index(axis))
     for name, grad in ready.items() if checks_vma else ():
-        if grad.size and not axes <= _varying(grad):
+        if grad.size and not axes <= varying(grad):
             raise ValueError(
                 f"the gradient of {name!r} does not vary over {axis!r}: autodiff has summed it, it would be {num_ranks}"
                 f" times too large; differentiate in jax.lax.pcast(params, {axis!r}, to='varying'), leaf by leaf;"
@@ -187,7 +187,7 @@ def start_reduction(
             total, changed = compression.reduce(bucket, buffer, axis, state, reduce, denominator)
             totals.append(total)
             state = {**state, **changed} if changed else state
-            if not _varying(token):  # under check_vma, on jax 0.10, the results must not depend on it
+            if not varying(token):  # under check_vma, on jax 0.10, the results must not depend on it
                 all_packed += token
         if plan.after_backward:
             totals = lax.optimization_barrier(totals)
@@ -231,7 +231,12 @@ def sum_of_squares(arrays: Iterable[jax.Array]) -> jax.Array:
     return sum(squares, start=jnp.zeros(()))
 
 
-def _varying(x: jax.Array) -> frozenset[str]:
+def as_varying(tree: Any, axis: str) -> Any:
+    """Declares arrays different on the ranks of an axis, so that autodiff does not sum their gradients over it."""
+    return jax.tree.map(lambda leaf: leaf if axis in varying(leaf) else lax.pcast(leaf, axis, to="varying"), tree)
+
+
+def varying(x: jax.Array) -> frozenset[str]:
     """The mesh axes over which an array may vary; none where ``check_vma`` is off."""
     kind = jax.typeof(x)
     return frozenset(kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma)

@@ -32,7 +32,7 @@ from jax.flatten_util import ravel_pytree
 from ..communication.buckets import BucketPlan
 from ..communication.collectives import all_gather, all_reduce
 from ..communication.ordering import order_token
-from ..communication.reduction import REDUCE_SCATTER, Reduction, finish_reduction, start_reduction
+from ..communication.reduction import REDUCE_SCATTER, Reduction, as_varying, finish_reduction, start_reduction
 from ..communication.sharding import Cut
 from ..loss import PartialLoss, Parts, denominator, divide
 from ..metrics import PerExample, map_per_example
@@ -136,7 +136,7 @@ class RankStep:
             if self.cuts:  # or XLA would gather every unit once, before the loop, and hold all of them (ordering.py)
                 params, token = order_token(params, index)
             before = model_state
-            grads, (parts, model_state) = self._grads(*params, before, microbatch, jax.random.fold_in(key, index))
+            grads, (parts, model_state) = self.local_grads(*params, before, microbatch, jax.random.fold_in(key, index))
             if num > 1:  # a sum over micro-batches then joins the values of examples
                 parts = map_per_example(
                     lambda each: jnp.zeros((num, *each.shape), each.dtype).at[index].set(each), parts
@@ -185,7 +185,7 @@ class RankStep:
             What this rank keeps of each mean gradient, by name; the summed parts of the metrics; the metrics; and the
             next state of the compression.
         """
-        parts = self._sum_parts(parts)
+        parts = self.sum_parts(parts)
         num_parts = self.num_ranks * self.num_microbatches
         loss, aux = divide(parts, num_parts)
         divisor = denominator(parts.loss, num_parts)
@@ -230,28 +230,28 @@ class RankStep:
     def evaluate(self, state: TrainState, batch: Any) -> Any:
         """Gives the global mean loss of a batch and the aux values, if there are any, equal on every rank."""
         _, (parts, _) = self.loss(state.params, state.model_state, batch, None)
-        loss, aux = divide(self._sum_parts(parts), self.num_ranks)
+        loss, aux = divide(self.sum_parts(parts), self.num_ranks)
         return loss if parts.aux is None else (loss, aux)
 
     def measure(self, measure: Callable[..., Any], state: TrainState, inputs: tuple[Any, jax.Array]) -> dict[str, Any]:
         """Gives what a ``Measure`` does of the examples of all ranks, equal on every rank."""
-        return self._sum_parts(measure(state.params, state.model_state, inputs))
+        return self.sum_parts(measure(state.params, state.model_state, inputs))
 
     def first_grads(self, state: TrainState, batch: Any) -> tuple[Any, tuple[Parts, Any]]:
-        """Gives what ``_grads`` does of the first micro-batch; traced for the order in which gradients are ready."""
+        """Gives ``local_grads`` of the first micro-batch; traced for the order in which gradients are ready."""
         trainable, frozen = split(state.params, self.trainable)
         microbatch = jax.tree.map(lambda leaf: leaf[: leaf.shape[0] // self.num_microbatches], batch)
-        return self._grads(trainable, frozen, state.model_state, microbatch, state.key)
+        return self.local_grads(trainable, frozen, state.model_state, microbatch, state.key)
 
-    def _grads(
-        self, trainable: Any, frozen: Any, model_state: Any, batch: Any, key: jax.Array
+    def local_grads(
+        self, trainable: Any, frozen: Any, model_state: Any, batch: Any, key: jax.Array | None
     ) -> tuple[Any, tuple[Parts, Any]]:
         """This rank's gradients, metrics and model state of a micro-batch.
 
         Gradients of ``cuts`` are shards summed over ranks.
         """
         # Parameters that vary over ranks get local gradients. If they were known to be equal, AD would add all-reduces.
-        trainable = lax.pcast(trainable, self.axis, to="varying")
+        trainable = as_varying(trainable, self.axis)
 
         def loss(trainable: Any) -> tuple[jax.Array, tuple[Parts, Any]]:
             return self.loss(merge(trainable, frozen), model_state, batch, key)
@@ -266,9 +266,9 @@ class RankStep:
         """Makes a mean of the sum over ranks of one micro-batch, which a compression may need to stay in range."""
         if not self.strategy.compression.needs_denominator:
             return 1
-        return denominator(self._sum_parts(Parts(parts.loss, None)).loss, self.num_ranks)
+        return denominator(self.sum_parts(Parts(parts.loss, None)).loss, self.num_ranks)
 
-    def _sum_parts(self, parts: Any) -> Any:
+    def sum_parts(self, parts: Any) -> Any:
         """Sums metrics over ranks, in one all-reduce and one for each integer dtype, and joins values of examples."""
         if self.num_ranks == 1:
             return parts
@@ -277,7 +277,7 @@ class RankStep:
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, PerExample):
                 with jax.named_scope(METRICS_SCOPE):
-                    leaves[place] = PerExample(all_gather(leaf.values, self.axis))
+                    leaves[place] = PerExample(all_gather(leaf.values, self.axis, equal=True))
             else:
                 places.setdefault(leaf.dtype if jnp.issubdtype(leaf.dtype, jnp.integer) else "float", []).append(place)
         for alike in places.values():

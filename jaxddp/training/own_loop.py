@@ -1,0 +1,134 @@
+"""For a loop of one's own, inside ``jax.shard_map``: mean gradients as planned, and a ``jit`` that keeps the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import optax
+from jax import lax
+
+from ..arguments import check_function, check_kind
+from ..communication.collectives import broadcast
+from ..communication.compression import check_stateless
+from ..communication.reduction import varying
+from ..loss import denominator, divide, partial_loss
+from ..strategy import Strategy, plan_trace, sync_gradients, trace_gradients
+from ..tree import split
+from .step import RankStep
+from .xla import compile_options
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any], strategy: Strategy, axis: str = "data", *, has_aux: bool = False
+) -> Callable[..., Any]:
+    """Gives the loss and its gradient, averaged over the ranks of an axis.
+
+    Call the function inside ``jax.shard_map``, with ``check_vma`` or without, and compile with ``jaxddp.jit``: XLA
+    merges the collectives otherwise. Nothing is summed over other axes of the mesh but what autodiff sums.
+
+    ======== ============================= ========================================
+    tensor   on each rank of the axis      returned, equal on all ranks of the axis
+    ======== ============================= ========================================
+    params   ``[shape]``, equal on all     gradient ``[shape]``
+    batch    ``[n, ...]``, its own         loss ``[]``
+    ======== ============================= ========================================
+
+    Args:
+        loss_fn: ``(params, batch, ...)`` to the mean loss over this rank's examples, or to ``Weighted``; with
+            ``has_aux`` to ``(loss, aux)``. Give it a key that differs by rank to draw noise that does.
+        strategy: One that does not shard: ``naive``, ``flat``, ``overlapped`` or ``bucketed``.
+        axis: Name of the mesh axis.
+        has_aux: Whether the loss function returns auxiliary values, of the kinds that ``Trainer`` takes.
+
+    Returns:
+        ``(params, batch, ...) -> (loss, gradients)``, with ``has_aux`` ``((loss, aux), gradients)``; further arguments
+        are the loss function's.
+
+    Raises:
+        ValueError: If the strategy shards, or its compression has state; where the function is called, if the axis is
+            not bound, or the loss is not a scalar.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jax.sharding import PartitionSpec as P
+        >>> import jaxddp
+        >>> def loss_fn(params, batch):
+        ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+        >>> strategy = jaxddp.bucketed(25)
+        >>> def step(params, batch):
+        ...     loss, grads = jaxddp.value_and_grad(loss_fn, strategy)(params, batch)
+        ...     return loss, jax.tree.map(lambda param, grad: param - 0.1 * grad, params, grads)
+        >>> specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+        >>> run = jaxddp.jit(jax.shard_map(step, mesh=jaxddp.data_mesh(4), **specs), strategy)
+        >>> loss, params = run({"w": jnp.zeros((3, 1))}, {"x": jnp.ones((8, 3)), "y": jnp.ones((8, 1))})
+        >>> float(loss)
+        1.0
+    """
+    check_function("loss_fn", loss_fn)
+    check_kind("strategy", strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
+    check_kind("axis", axis, str, "the name of a mesh axis")
+    check_stateless(strategy.compression, "in value_and_grad: use a Trainer, which carries its state from step to step")
+    if strategy.shards_optimizer_state:
+        raise ValueError(
+            f"strategy (={strategy.name!r}) must not shard in value_and_grad: use a Trainer, or give the gradients of"
+            " jax.grad, which are this rank's, to jaxddp.shard_optimizer(optimizer, axis)"
+        )
+
+    def on_rank(params: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            num_ranks = lax.axis_size(axis)
+        except NameError as error:
+            raise ValueError(f"axis (={axis!r}) must be bound: call this inside jax.shard_map over it") from error
+
+        def loss(params: Any, batch: Any) -> Any:
+            return loss_fn(params, batch, *args, **kwargs)
+
+        loss.__name__ = getattr(loss_fn, "__name__", repr(loss_fn))
+        step = RankStep(
+            partial_loss(loss, has_aux), optax.with_extra_args_support(optax.identity()), strategy, axis, num_ranks,
+            num_microbatches=1, trainable=None, max_grad_norm=None, grad_dtype=None,
+        )  # fmt: skip
+
+        def local_grads(params: Any, batch: Any) -> Any:
+            return step.local_grads(*split(params, None), (), batch, None)
+
+        plan = plan_trace(strategy, trace_gradients(local_grads, params, batch, has_aux=True))
+        plan = plan if num_ranks > 1 else replace(plan, buckets=())
+        local, (parts, _) = local_grads(params, batch)
+        parts = step.sum_parts(parts)
+        value, aux = divide(parts, num_ranks)
+        grads = sync_gradients(
+            local, plan, axis, denominator=denominator(parts.loss, num_ranks), compression=strategy.compression
+        )
+        result = (value, aux) if has_aux else value, grads
+        if num_ranks > 1:
+            return result
+        # Nothing was sent; check_vma takes only the result of a collective as equal on all ranks.
+        return jax.tree.map(lambda leaf: broadcast(leaf, axis) if axis in varying(leaf) else leaf, result)
+
+    return on_rank
+
+
+def jit(function: Callable[..., Any], strategy: Strategy, *, platform: str | None = None, **options: Any) -> Any:
+    """Compiles as ``jax.jit`` does, with the options that keep the plan of a strategy.
+
+    Args:
+        function: Around ``jax.shard_map``.
+        strategy: Whose plan it carries out.
+        platform: Of the devices, as for ``compile_options``; that of JAX's default device if None.
+        **options: Those of ``jax.jit``; ``compiler_options`` are added to the strategy's.
+
+    Returns:
+        What ``jax.jit`` returns.
+
+    Raises:
+        ValueError: If the strategy is none, or the platform is unknown.
+    """
+    check_function("function", function)
+    check_kind("strategy", strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
+    compiler_options = compile_options(strategy, platform or jax.default_backend())
+    compiler_options |= options.pop("compiler_options", None) or {}
+    return jax.jit(function, compiler_options=compiler_options, **options)
