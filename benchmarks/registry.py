@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from .harness.options import Options
 
 _MACHINE = ("quick", "ranks", "on", "hosts", "rate_mbit", "steps")
-_TRAINING = (*_MACHINE, "batch_size", "model", "data")
+_TRAINING = (*_MACHINE, "batch_size", "model", "data", "dtype")
 _EVERY = tuple(field.name for field in fields(Options))
 
 

@@ -15,11 +15,18 @@ from typing import Any
 import numpy as np
 
 from ..harness.options import Options
-from ..harness.ranks import chosen_ranks
 from ..harness.ratios import compare
 from ..harness.run import NotRun, Run, holds
 from ..report.section import show
-from ..strategies.benchmark import BATCH_SIZE, NUM_RANKS, NUM_WARMUP, QUICK_MODEL, check_memory, make_setup
+from ..strategies.benchmark import (
+    BATCH_SIZE,
+    GPU_QUICK,
+    GPU_STEPS,
+    QUICK_MODEL,
+    check_memory,
+    is_on_gpus,
+    make_sized_setup,
+)  # fmt: skip
 from ..training.frameworks import FRAMEWORKS, measure_both
 from ..training.jax_side import gradient_shares
 from ..training.measure import (
@@ -48,20 +55,20 @@ ALONE = "one alone sends nothing"
 def describe(options: Options) -> tuple[TrainingSetup, str]:
     """Describes the sweep.
 
-    Defaults (short form): 8 caps (3), 2 ranks, 12 rounds (4), a batch of 8 (4), the model lm_9m (byte_shallow).
+    Defaults (short form): 8 caps (3), 2 ranks, 12 rounds (4), a batch of 8 (4), the model lm_9m (byte_shallow); on
+    GPUs all of them, 30 rounds (12), 16 sequences for each, the model seed_xl.
 
     Raises:
         ValueError: If one rank is asked for, the model is unknown or the batch cannot be split.
     """
     caps = options.bucket_mb or (QUICK_CAPS_MB if options.quick else CAPS_MB)
-    num_steps = options.steps or (NUM_QUICK if options.quick else NUM_STEPS)
-    batch_size = options.batch_size or (QUICK_BATCH_SIZE if options.quick else BATCH_SIZE)
     if options.ranks == 1:
         raise ValueError(f"ranks (=1) must be at least 2: {ALONE}")
-    ranks = chosen_ranks(options.ranks, NUM_RANKS, options.on, batch_size=batch_size)
-    model = options.model or (QUICK_MODEL if options.quick else MODEL)
-    num_warmup = 1 if options.quick else NUM_WARMUP
-    setup, described = make_setup(model, ranks, num_steps, batch_size, data=options.data, num_warmup=num_warmup)
+    num_steps, num_quick = (GPU_STEPS, GPU_QUICK) if is_on_gpus(options) else (NUM_STEPS, NUM_QUICK)
+    setup, described = make_sized_setup(
+        options, QUICK_MODEL if options.quick else MODEL, QUICK_BATCH_SIZE if options.quick else BATCH_SIZE,
+        options.steps or (num_quick if options.quick else num_steps),
+    )  # fmt: skip
     specs = tuple(StrategySpec("bucketed", cap) for cap in sorted(set(caps)))
     swept = ", ".join(f"{spec.bucket_mb:g}" for spec in specs)
     setup = replace(setup, strategies=specs, with_schedules=True)

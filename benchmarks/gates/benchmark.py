@@ -57,7 +57,9 @@ def describe(options: Options) -> tuple[TrainingSetup, str]:
     batch_size = options.batch_size or BATCH_SIZE
     ranks = chosen_ranks(options.ranks, NUM_RANKS, options.on, batch_size=batch_size)
     model = options.model or MODEL
-    setup, described = make_setup(model, ranks, num_steps, batch_size, data=options.data, num_warmup=NUM_WARMUP)
+    setup, described = make_setup(
+        model, ranks, num_steps, batch_size, data=options.data, num_warmup=NUM_WARMUP, dtype=options.dtype or "f32"
+    )
     setup = replace(setup, strategies=STRATEGIES["jaxddp"], with_baselines=False)
     check_memory(setup)
     return setup, described

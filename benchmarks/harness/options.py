@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from ..training.arithmetic import DTYPES
 from .ranks import KINDS
 
 
@@ -23,6 +24,7 @@ class Options:
     batch_size: int | None = None
     model: str | None = None
     data: str | None = None
+    dtype: str | None = None
     target: str | None = None
     strategies: tuple[str, ...] | None = None
     bucket_mb: tuple[float, ...] | None = None
@@ -72,6 +74,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, metavar="N", help="timed rounds")
     parser.add_argument("--batch-size", type=int, metavar="N", help="sequences of the global batch")
     parser.add_argument("--model", metavar="NAME", help="what is trained")
+    parser.add_argument(
+        "--dtype", choices=DTYPES,
+        help="the arithmetic of both frameworks: float32 (default), its matrix products in TF32, or all in bfloat16",
+    )  # fmt: skip
     parser.add_argument(
         "--data", metavar="PATH",
         help="text for a model of bytes, a file or folder (default: the Python standard library's sources)",

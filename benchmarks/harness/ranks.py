@@ -33,6 +33,7 @@ from jaxddp.training import allocator
 from torchref.launch import HostShare, OnMessage, Prepare, launch
 
 from ..lab.network import Host, enter_host, open_lab
+from ..training.arithmetic import OVERRIDES
 from . import cores
 from .exchange import gather
 from .free_memory import PROCESS_BYTES, free_bytes
@@ -127,7 +128,7 @@ class Ranks:
             import jax
 
             os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs room on them as well
-            jax.config.update("jax_default_matmul_precision", "highest")  # as torch has it
+            jax.config.update("jax_default_matmul_precision", "highest")  # or it is TF32
         if self.kind in _OF_PROCESSES or self.per_host:
             import jax
             from jax.experimental import multihost_utils
@@ -165,7 +166,8 @@ class Ranks:
         first = share.first_rank if share else 0
         backend = "nccl" if self.kind == "gpus" and not in_jax else "gloo"
         prepare: Prepare = partial(_prepare, self, in_jax, first)
-        environment = {} if self.kind == "gpus" else dict(allocator.ENVIRONMENT)
+        # XLA's collectives have streams of the highest priority as well.
+        environment = {"TORCH_NCCL_HIGH_PRIORITY": "1"} if self.kind == "gpus" else dict(allocator.ENVIRONMENT)
         if in_jax and self.kind in _OF_PROCESSES:
             environment |= cores.environment(self.num_on_host if self.is_process_per_host else 1)
         with _with_environment(environment):
@@ -296,14 +298,21 @@ def _without_jax(of_torch: int) -> str:
 
 @contextlib.contextmanager
 def _with_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Gives variables to the processes that are started meanwhile; what the user has set of them stays."""
-    new = {name: value for name, value in variables.items() if name not in os.environ}
+    """Gives variables to the processes that are started meanwhile, and keeps ``OVERRIDES`` from them.
+
+    What the user has set of the others stays.
+    """
+    before = dict(os.environ)
+    new = {name: value for name, value in variables.items() if name not in before}
     os.environ.update(new)
+    for name in OVERRIDES:
+        os.environ.pop(name, None)
     try:
         yield
     finally:
         for name in new:
             os.environ.pop(name, None)
+        os.environ.update({name: before[name] for name in OVERRIDES if name in before})
 
 
 @contextlib.contextmanager

@@ -77,7 +77,9 @@ def describe(options: Options) -> tuple[ScalingJob, str]:
         modes.setdefault((count, batch_size // most * count), []).append("weak")
     num_steps = options.steps or (NUM_QUICK if options.quick else NUM_STEPS)
     setups = [
-        make_setup(model, ranks_of_machine(count, options.on), num_steps, size, data=options.data)[0]
+        make_setup(
+            model, ranks_of_machine(count, options.on), num_steps, size, data=options.data, dtype=options.dtype or "f32"
+        )[0]
         for count, size in modes
     ]
     specs = tuple(spec_of(name, model) for name in names)

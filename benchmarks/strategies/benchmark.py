@@ -21,6 +21,7 @@ from ..harness.run import Run, holds
 from ..harness.values import Row
 from ..report.section import Section, show
 from ..traces import parts as traces
+from ..training.arithmetic import check_dtype, param_bytes
 from ..training.frameworks import FRAMEWORKS, measure_both
 from ..training.measure import PEERS, StrategySpec, TrainingSetup
 from .section import section
@@ -35,33 +36,64 @@ NAMES = (*OURS, *(name for names in PEERS.values() for name in names))
 # no bound on weights, and losses and norms of all rounds were seen within 2e-5 of single-process training's.
 TOLERANCE = 1e-3
 NUM_WARMUP, NUM_STEPS, NUM_QUICK, BATCH_SIZE, NUM_RANKS = 2, 10, 4, 8, 2
-_BUCKETED_PEERS = ("DistributedDataParallel", "ZeroRedundancyOptimizer")
+# What fills a GPU; rounds are short there.
+GPU_MODEL, GPU_BATCH_SIZE, GPU_STEPS, GPU_QUICK = "seed_xl", 16, 30, 12
+_BUCKETED_PEERS = ("DistributedDataParallel", "torch.compile", "ZeroRedundancyOptimizer")
 
 
-def describe(options: Options, names: Sequence[str] = NAMES) -> tuple[TrainingSetup, str]:
+def describe(options: Options, names: Sequence[str] | None = None) -> tuple[TrainingSetup, str]:
     """Describes the comparison.
 
     Args:
-        options: Ranks (2), steps (10, or 4 in the short form), the batch size (8), a model (byte, or
-            byte_shallow), text for it (the standard library's sources), and strategies.
-        names: Strategies and peers if the options name none.
+        options: Ranks (2, or all GPUs), steps (10, or 4 in the short form; on GPUs 30 or 12), the batch size (8, or 16
+            for each GPU), a model (byte, or byte_shallow in the short form; seed_xl on GPUs), text for a model of bytes
+            (the standard library's sources), the arithmetic (f32), and strategies.
+        names: Strategies and peers if the options name none; if None all, but torch.compile on GPUs alone, since it
+            compiles for minutes on CPUs.
 
     Raises:
         ValueError: If a name is unknown, the data does not serve, the batch cannot be split, or what is trained side by
             side does not fit into memory.
     """
-    model = options.model or default_model(options)
-    names = tuple(dict.fromkeys(options.strategies or names))
-    for name in names:
+    for name in options.strategies or ():
         if name not in NAMES:
             raise ValueError(f"unknown strategy {name!r}: one of {', '.join(NAMES)}")
-    num_steps = options.steps or (NUM_QUICK if options.quick else NUM_STEPS)
-    num_warmup, batch_size = 1 if options.quick else NUM_WARMUP, options.batch_size or BATCH_SIZE
-    ranks = chosen_ranks(options.ranks, NUM_RANKS, options.on, batch_size=batch_size)
-    setup, described = make_setup(model, ranks, num_steps, batch_size, data=options.data, num_warmup=num_warmup)
-    setup = replace(setup, strategies=tuple(spec_of(name, model) for name in names), with_traces=options.profile)
+    num_steps, num_quick = (GPU_STEPS, GPU_QUICK) if (on_gpus := is_on_gpus(options)) else (NUM_STEPS, NUM_QUICK)
+    setup, described = make_sized_setup(
+        options, default_model(options), BATCH_SIZE, options.steps or (num_quick if options.quick else num_steps)
+    )
+    names = names or [name for name in NAMES if on_gpus or name != "torch.compile"]
+    names = tuple(dict.fromkeys(options.strategies or names))
+    specs = tuple(spec_of(name, setup.model) for name in names)
+    setup = replace(setup, strategies=specs, with_traces=options.profile)
     check_memory(setup)
     return setup, f"{described}; {', '.join(names)}"
+
+
+def is_on_gpus(options: Options) -> bool:
+    """Whether ranks are GPUs by the options."""
+    return chosen_ranks(options.ranks, NUM_RANKS, options.on).kind == "gpus"
+
+
+def make_sized_setup(options: Options, model: str, batch_size: int, num_steps: int) -> tuple[TrainingSetup, str]:
+    """Makes a setup of what the options ask for, and where they do not, of what fills the ranks.
+
+    Args:
+        options: Of the command line.
+        model: Trained on CPUs; on GPUs it is ``GPU_MODEL``.
+        batch_size: Sequences of the global batch on CPUs; a GPU has ``GPU_BATCH_SIZE``.
+        num_steps: Timed rounds.
+
+    Raises:
+        ValueError: As ``make_setup`` and ``chosen_ranks``.
+    """
+    ranks = chosen_ranks(options.ranks, NUM_RANKS, options.on, batch_size=options.batch_size or 0)
+    if ranks.kind == "gpus":
+        model, batch_size = GPU_MODEL, GPU_BATCH_SIZE * ranks.num
+    return make_setup(
+        options.model or model, ranks, num_steps, options.batch_size or batch_size, data=options.data,
+        num_warmup=1 if options.quick and ranks.kind != "gpus" else NUM_WARMUP, dtype=options.dtype or "f32",
+    )  # fmt: skip
 
 
 def default_model(options: Options) -> str:
@@ -76,7 +108,14 @@ def spec_of(name: str, model: str) -> StrategySpec:
 
 
 def make_setup(
-    model: str, ranks: Ranks, num_steps: int, batch_size: int, *, data: str | None = None, num_warmup: int = NUM_WARMUP
+    model: str,
+    ranks: Ranks,
+    num_steps: int,
+    batch_size: int,
+    *,
+    data: str | None = None,
+    num_warmup: int = NUM_WARMUP,
+    dtype: str = "f32",
 ) -> tuple[TrainingSetup, str]:
     """Makes a setup without strategies: bytes of text for the model of bytes, random tokens for others.
 
@@ -87,13 +126,16 @@ def make_setup(
         batch_size: Sequences of the global batch.
         data: File or folder of text.
         num_warmup: Rounds that are not timed.
+        dtype: The arithmetic.
 
     Raises:
-        ValueError: If the model is unknown, the data does not serve, or the batch cannot be split.
+        ValueError: If the model is unknown, the data does not serve, the batch cannot be split, or ranks of the kind
+            cannot compute so.
     """
     if model not in SIZES:
         raise ValueError(f"unknown model {model!r}: one of {', '.join(SIZES)}")
     check_batch_size(batch_size, ranks.num)
+    check_dtype(dtype, ranks.kind)
     vocab, context = SIZES[model].vocab, SIZES[model].context
     if data is not None and vocab != 256:
         raise ValueError(f"data (={data}) must come with a model of bytes, such as {MODEL!r}, not {model!r}")
@@ -101,11 +143,12 @@ def make_setup(
     source: Corpus | RandomTokens = Corpus(data, context=context) if reads_text else RandomTokens(vocab, context)
     batches = tuple(source.batch(step, batch_size) for step in range(num_warmup + num_steps))
     setup = TrainingSetup(
-        model, (), ranks, batches, num_warmup, tolerance=TOLERANCE if reads_text else None, must_learn=reads_text
-    )
+        model, (), ranks, batches, num_warmup, tolerance=TOLERANCE if reads_text and dtype == "f32" else None,
+        must_learn=reads_text, dtype=dtype,
+    )  # fmt: skip
     described = (
         f"{model} language model on {source.source}: {num_warmup} + {num_steps} steps of {batch_size} x {context}"
-        f" tokens, AdamW, {ranks.in_words}"
+        f" tokens, {dtype}, AdamW, {ranks.in_words}"
     )
     return setup, described
 
@@ -114,7 +157,7 @@ def check_memory(setup: TrainingSetup) -> None:
     """Raises ValueError, in a line, if the training runs that a setup keeps side by side would not fit into memory."""
     num_runs = 1 + max(len(setup.of(framework)) for framework in PEERS) * (1 + setup.with_baselines)
     # Parameters and AdamW's two moments of each; the gradients of one.
-    needed = SIZES[setup.model].num_params * 4 * (3 * num_runs + 1)
+    needed = SIZES[setup.model].num_params * param_bytes(setup.dtype) * (3 * num_runs + 1)
     if setup.ranks.kind != "gpus":
         needed = setup.ranks.num_on_host * (needed + PROCESS_BYTES)
     if needed > (free := free_bytes(setup.ranks.kind)):

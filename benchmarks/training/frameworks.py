@@ -21,7 +21,7 @@ from ..harness.values import short, signed
 from ..report.steps import BETWEEN
 from . import jax_side, torch_side
 from .measure import SideResult, TrainingSetup, largest_difference, merge_ranks
-from .steps import METRIC_TOLERANCE, label, step_rows
+from .steps import label, metric_tolerance, step_rows
 
 FRAMEWORKS = ("jaxddp", "torchref")
 MEASURED = ("torchref", "jaxddp")  # in this order: torch compiles nothing, so its rows come first
@@ -103,8 +103,8 @@ def _comparison(
     check = "ok"
     if setup.tolerance is not None and not weights <= setup.tolerance:
         check = f"WRONG: weights differ by more than {setup.tolerance:.0e}"
-    elif not apart <= METRIC_TOLERANCE:
-        check = f"WRONG: the loss differs by more than {METRIC_TOLERANCE:.0%}"
+    elif not apart <= (bound := metric_tolerance(setup.dtype)):
+        check = f"WRONG: the loss differs by more than {bound:.0%}"
     return {
         "framework": " and ".join(FRAMEWORKS),
         "strategy": "single-process training",

@@ -25,8 +25,9 @@ from jaxddp.tree import named_leaves
 from torchref.launch import report
 
 from ..harness.ranks import Ranks
+from .arithmetic import set_in_jax
 from .interleaving import Attempts, Variant, agree_over_ranks, interleave
-from .jax_variants import Jit, Planned, probes, rows_of_process
+from .jax_variants import Jit, Planned, place, probes, rows_of_process
 from .measure import Measured, SideResult, StrategySpec, TrainingSetup, largest_difference, ranks_in_words
 
 
@@ -35,7 +36,8 @@ def run(ranks: Ranks, setup: TrainingSetup) -> SideResult:
     mesh = ranks.mesh()
     loss_fn, params = build(setup.model, seed=setup.seed)
     optimizer = optax.adamw(setup.learning_rate, weight_decay=0.01)
-    rows = [rows_of_process(batch) for batch in setup.batches]
+    params = set_in_jax(setup.dtype, setup.ranks.kind, params)
+    rows = [place(rows_of_process(batch), mesh) for batch in setup.batches]  # before the clock starts
 
     attempt = Attempts(agree_over_ranks)
     names = dict(zip(named_leaves(params), torch_names(params), strict=True))
@@ -66,7 +68,7 @@ def run(ranks: Ranks, setup: TrainingSetup) -> SideResult:
         alone = Mesh(np.array(jax.local_devices()[:1]), (DATA_AXIS,))
         reference = Planned(jaxddp.Trainer(loss_fn, optimizer, jaxddp.naive(), alone), params, setup.batches)
         expected = [reference.step(index) for index in range(len(setup.batches))]
-        trained = to_numpy(reference.params())
+        trained = _in_float32(reference.params())
         del reference
         for label, pending in compiling.items():
             attempt(label, pending.result)
@@ -82,7 +84,7 @@ def run(ranks: Ranks, setup: TrainingSetup) -> SideResult:
         if spec.label in times:
             one, (metrics, seconds) = attempt.made[spec.label], times[spec.label]
             baseline = times.get(spec.without_communication[0], ([], []))[1]
-            difference = largest_difference(to_numpy(one.params()), trained)
+            difference = largest_difference(_in_float32(one.params()), trained)
             measured[spec.label] = Measured(
                 one.planned, one.compiled, metrics, expected, difference, seconds, baseline, one.buckets,
                 one.schedule if dist.get_rank() == 0 else None,
@@ -96,12 +98,16 @@ def run(ranks: Ranks, setup: TrainingSetup) -> SideResult:
         device=mesh.devices.flat[0].device_kind,
         versions={name: __import__(name).__version__ for name in ("jax", "jaxlib", "flax", "optax")}
         | ranks.cuda_libraries(),
-        weights=to_numpy(params) if dist.get_rank() == 0 else {},
+        weights=_in_float32(params) if dist.get_rank() == 0 else {},
         trained=trained if dist.get_rank() == 0 else {},
         measured=measured,
         failed=attempt.failed | failed,
         probes={variant.label: times[variant.label][1] for variant in timed},
     )
+
+
+def _in_float32(params: Any) -> dict[str, np.ndarray]:
+    return {name: array.astype(np.float32) for name, array in to_numpy(params).items()}
 
 
 def initial_weights(ranks: Ranks, setup: TrainingSetup) -> dict[str, np.ndarray]:

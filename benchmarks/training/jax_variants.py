@@ -35,13 +35,13 @@ class Planned:
         schedule: What was compiled.
     """
 
-    def __init__(self, trainer: jaxddp.Trainer, params: Any, batches: Sequence[Batch]) -> None:
+    def __init__(self, trainer: jaxddp.Trainer, params: Any, batches: Sequence[Any]) -> None:
         """Starts the run.
 
         Args:
             trainer: With the strategy.
             params: Initial weights, copied.
-            batches: This process's rows of the batch of each round.
+            batches: Of each round, on the mesh; of single-process training, where the trainer places them.
         """
         self._trainer, self._batches, self.state = trainer, batches, trainer.init(params)
         self.planned: list[tuple[str, int]] | None = None
@@ -89,16 +89,16 @@ class Jit:
         optimizer: optax.GradientTransformation,
         mesh: Mesh,
         params: Any,
-        batches: Sequence[Batch],
+        batches: Sequence[Any],
     ) -> None:
         """Starts the run; arguments as for `Planned` and its trainer."""
-        self._by_rank = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        by_rank = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         replicated = NamedSharding(mesh, PartitionSpec())
         trainer = jaxddp.Trainer(loss_fn, optimizer, jaxddp.naive(), mesh)
         self._trainer, self._batches = trainer, batches
         self._jitted = jax.jit(
             auto_step(loss_fn, optimizer),
-            in_shardings=(replicated, self._by_rank),
+            in_shardings=(replicated, by_rank),
             out_shardings=replicated,
             donate_argnums=0,
         )
@@ -121,8 +121,7 @@ class Jit:
 
     def step(self, index: int) -> StepMetrics:
         """Takes the step of a round."""
-        batch = _place(self._batches[index], self._by_rank)
-        self.state, metrics = jax.block_until_ready(self._program(self.state, batch))
+        self.state, metrics = jax.block_until_ready(self._program(self.state, self._batches[index]))
         return StepMetrics(float(metrics["loss"]), float(metrics["grad_norm"]))
 
 
@@ -134,7 +133,7 @@ def rows_of_process(batch: Batch) -> Batch:
 
 
 def probes(
-    setup: TrainingSetup, loss_fn: Callable[..., Any], params: Any, mesh: Mesh, batches: Sequence[Batch]
+    setup: TrainingSetup, loss_fn: Callable[..., Any], params: Any, mesh: Mesh, batches: Sequence[Any]
 ) -> list[Variant]:
     """Makes probes of the components of a step: forward and backward alone, all-reduces alone, and both at once.
 
@@ -143,7 +142,7 @@ def probes(
         loss_fn: ``(params, batch)`` to the mean loss.
         params: Of which the gradients are taken.
         mesh: Of the ranks.
-        batches: This process's rows of the batch of each round.
+        batches: Of each round, on the mesh.
     """
     by_rank, axis = NamedSharding(mesh, PartitionSpec(mesh.axis_names)), PartitionSpec(mesh.axis_names)
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -160,7 +159,7 @@ def probes(
     held = jax.jit(lambda tree: tree, out_shardings=replicated)(jax.tree.map(np.asarray, params))
 
     def forward_backward(index: int) -> None:
-        jax.block_until_ready(gradients(held, _place(batches[index], by_rank)))
+        jax.block_until_ready(gradients(held, batches[index]))
 
     def sums_of_buffers(buffers: Any) -> Any:
         return jax.lax.psum(buffers, mesh.axis_names[0])
@@ -187,12 +186,14 @@ def probes(
     beside = zeros_of(setup.probe_bytes[-2])
 
     def at_once(index: int) -> None:
-        jax.block_until_ready(both(held, _place(batches[index], by_rank), beside))
+        jax.block_until_ready(both(held, batches[index], beside))
 
     return [*variants, Variant(AT_ONCE, at_once)]
 
 
-def _place(batch: Batch, by_rank: NamedSharding) -> Any:
+def place(batch: Batch, mesh: Mesh) -> Any:
+    """Puts this process's rows of a batch onto its ranks."""
+    by_rank = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     if jax.process_count() == 1:
         return jax.device_put(batch, by_rank)
     return jax.tree.map(lambda array: jax.make_array_from_process_local_data(by_rank, array), batch)

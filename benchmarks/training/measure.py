@@ -21,7 +21,7 @@ from ..harness.ranks import THREADS, Ranks
 # What each framework does by itself.
 PEERS = {
     "jaxddp": ("jit",),
-    "torchref": ("DistributedDataParallel", "ZeroRedundancyOptimizer", "fully_shard"),
+    "torchref": ("DistributedDataParallel", "torch.compile", "ZeroRedundancyOptimizer", "fully_shard"),
 }
 FORWARD_BACKWARD = "forward and backward"
 AT_ONCE = "forward and backward beside all-reduces"
@@ -56,6 +56,7 @@ class TrainingSetup:
         num_warmup: Rounds that are not timed.
         tolerance: How far weights may be from single-process training; None to go by losses and gradient norms alone.
         must_learn: Whether the loss has to fall; random tokens teach nothing.
+        dtype: The arithmetic, one of ``DTYPES``.
         learning_rate: Of AdamW, with weight decay 0.01.
         with_baselines: Whether each strategy also runs with its communication removed.
         probe_bytes: Sizes of all-reduces that are timed as well; if there are any, so are forward and backward alone,
@@ -71,6 +72,7 @@ class TrainingSetup:
     num_warmup: int = 2
     tolerance: float | None = None
     must_learn: bool = False
+    dtype: str = "f32"
     learning_rate: float = 1e-3
     with_baselines: bool = True
     probe_bytes: tuple[int, ...] = ()

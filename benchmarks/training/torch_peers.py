@@ -3,6 +3,7 @@
 | name                      | what it is                                                  | without communication      |
 |---------------------------|-------------------------------------------------------------|----------------------------|
 | `DistributedDataParallel` | all-reduces of buckets                                      | a hook that sends nothing  |
+| `torch.compile`           | the same, compiled: its graph is cut where buckets end      | not run: compiled twice    |
 | `ZeroRedundancyOptimizer` | the same, and an optimizer whose state is sharded by tensor | not run: it has no hook    |
 | `fully_shard`             | FSDP2: a layer is a unit, the rest is another               | not run: it has no hook    |
 
@@ -11,6 +12,7 @@ They do not sum the loss over ranks, as the strategies of this project do.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -24,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchref.models import loss_fn
 
 from .measure import PEERS, StepMetrics, StrategySpec, TrainingSetup
-from .torch_variants import TorchBatch, adamw
+from .torch_variants import TorchBatch, adamw, in_float32
 
 
 def is_peer(spec: StrategySpec) -> bool:
@@ -58,18 +60,26 @@ class Peer:
         self._batches = batches
         self.planned = self.issued = None
         self.buckets: list[list[tuple[str, int]]] = []
+        self._replicas: DistributedDataParallel | None = None
         if spec.name == "fully_shard":
             from torch.distributed.fsdp import fully_shard
 
             for layer in getattr(module, "layers", ()):
                 fully_shard(layer)
             fully_shard(module)  # in place
-            self._net = module
+            self._net: Any = module
         else:
             # The cheaper of its two ways to hold gradients.
-            self._net = DistributedDataParallel(module, bucket_cap_mb=spec.bucket_mb, gradient_as_bucket_view=True)
+            self._replicas = DistributedDataParallel(module, bucket_cap_mb=spec.bucket_mb, gradient_as_bucket_view=True)
             if not sends:
-                self._net.register_comm_hook(None, noop_hook)
+                self._replicas.register_comm_hook(None, noop_hook)
+            self._net = self._replicas
+            if spec.name == "torch.compile":
+                import torch._inductor.config as inductor
+
+                torch._logging.set_logs(all=logging.ERROR)
+                inductor.compile_threads = 1  # in this process: workers could outlive it
+                self._net = torch.compile(self._replicas)
         if spec.name == "ZeroRedundancyOptimizer":
             from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of its own past when it is imported
 
@@ -81,8 +91,8 @@ class Peer:
 
     def weights(self) -> dict[str, np.ndarray]:
         """Copies of the whole parameters; every rank must ask."""
-        module = self._net.module if isinstance(self._net, DistributedDataParallel) else self._net
-        return {name: _whole(parameter.detach()).cpu().numpy() for name, parameter in module.named_parameters()}
+        module = self._replicas.module if self._replicas else self._net
+        return in_float32({name: _whole(parameter.detach()) for name, parameter in module.named_parameters()})
 
     def step(self, index: int) -> StepMetrics:
         """Takes the step of a round; the loss is this rank's."""

@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 
 from torchref.communication import compression
-from torchref.interop import from_numpy, to_numpy
+from torchref.interop import from_numpy
 from torchref.launch import report
 from torchref.models import build
 from torchref.train import local_rows
 
 from ..harness.exchange import group_device
 from ..harness.ranks import Ranks
+from .arithmetic import set_in_torch
 from .interleaving import Attempts, Variant, agree_over_ranks, interleave
 from .measure import Measured, SideResult, StepMetrics, StrategySpec, TrainingSetup, largest_difference, ranks_in_words
 from .torch_peers import Peer, is_peer
@@ -30,13 +31,14 @@ def run(ranks: Ranks, setup: TrainingSetup, initial: str) -> SideResult:
     weights = dict(np.load(initial)) if rank == 0 else {}
     start = build(setup.model)
     start = (from_numpy(weights, start) if rank == 0 else start).to(device)
+    start = set_in_torch(setup.dtype, start)
     for tensor in start.state_dict().values():
         dist.broadcast(tensor, 0)
 
     report(("doing", "single-process training"))
     reference = Planned(setup, copy.deepcopy(start), batches)
     expected = [reference.step(index) for index in range(len(batches))]
-    trained = to_numpy(reference.module)
+    trained = reference.weights()
     del reference
 
     rows = [local_rows(batch, rank, num_ranks) for batch in batches]

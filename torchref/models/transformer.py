@@ -2,8 +2,8 @@
 
 One block computes ``x += attention(norm(x)); x += feed_forward(norm(x))``. A model of ``L`` blocks has ``9 L + 3``
 parameters, registered in forward order, each of them a separate tensor. Nothing here communicates. The parameters'
-dtype is the compute dtype. The RoPE tables are computed in float64 and rounded to it once; they are neither parameters
-nor buffers, so ``state_dict`` holds the parameters only.
+dtype is the compute dtype. The RoPE tables are computed in float64 and rounded to it, once for each length; they are
+neither parameters nor buffers, so ``state_dict`` holds the parameters only.
 
 References:
     Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
@@ -141,6 +141,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList([Block(config) for _ in range(config.num_layers)])
         self.norm = _rms_norm(config.width)
         self.head = _linear(config.width, config.vocab)
+        self._tables: dict[tuple[int, torch.dtype, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Maps token ids ``[batch, length]`` to logits of the next token, ``[batch, length, vocab]``.
@@ -150,7 +151,15 @@ class Transformer(nn.Module):
         """
         self.config.check_length(tokens.shape[1])
         x = self.embedding(tokens)
-        tables = rotary_tables(tokens.shape[1], self.config.head_size, x.dtype, x.device)
+        tables = self._tables_for(x)
         for layer in self.layers:
             x = layer(x, tables)
         return self.head(self.norm(x))
+
+    def _tables_for(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        key = (x.shape[1], x.dtype, x.device)
+        if (tables := self._tables.get(key)) is None:
+            tables = rotary_tables(x.shape[1], self.config.head_size, x.dtype, x.device)
+            if not torch.is_inference_mode_enabled():  # its tensors cannot be used in training
+                self._tables[key] = tables
+        return tables

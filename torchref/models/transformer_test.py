@@ -147,3 +147,15 @@ def test_config_refuses_invalid_sizes(change, message):
 def test_a_sequence_longer_than_the_context_is_refused():
     with pytest.raises(ValueError, match=r"^sequence length \(=17\) must be at most context \(=16\)$"):
         Transformer(SIZES["tiny"])(torch.zeros(1, 17, dtype=torch.int64))
+
+
+def test_tables_are_made_once_a_length_and_never_kept_from_inference_mode():
+    model, tokens = Transformer(SIZES["tiny"]), torch.zeros(2, 8, dtype=torch.int64)
+    with torch.inference_mode():
+        model(tokens)
+    model(tokens).sum().backward()  # tables of inference mode would raise
+    (made,) = model._tables.values()
+    model(tokens)
+    assert [tables is made for tables in model._tables.values()] == [True]
+    model(tokens[:, :4])
+    assert len(model._tables) == 2 and len(model.state_dict()) == 9 * 2 + 3
