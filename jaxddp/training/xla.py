@@ -4,6 +4,7 @@ By default XLA merges all gradient all-reduces of a step into one (CPU, TPU) or 
 so every strategy would be the same program. Each backend has a pass that does it and a way to stop that pass for one
 program; from jaxlib 0.10 to 0.12 they are the same. On CPU the optimization barriers, by which naive and flat wait for
 the backward and equal buckets stay apart, are dropped before scheduling unless the pass that drops them is stopped too.
+Then a third is, which makes one kernel of a small loop, and aborts the process if a barrier of the loss is in it.
 
     platform  pass that merges                                     stopped by
     CPU       cpu-all-reduce-combiner                              xla_disable_hlo_passes
@@ -57,7 +58,7 @@ def compile_options(strategy: Strategy, platform: str) -> dict[str, str | int | 
     """
     check_kind("strategy", strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
     if platform == "cpu":
-        passes = ["cpu-all-reduce-combiner", "cse_barrier_expander"]
+        passes = ["cpu-all-reduce-combiner", "cse_barrier_expander", "small-while-loop-hoisting"]
         return {_DISABLE: _with_disabled_passes_of_environment(passes)}
     if platform in ("gpu", "cuda"):
         return {

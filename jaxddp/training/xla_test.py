@@ -10,13 +10,32 @@ import jaxddp
 def test_on_cpu_reductions_stay_apart_and_barriers_stay():
     for factory in jaxddp.STRATEGIES.values():
         passes = jaxddp.compile_options(factory(), "cpu")["xla_disable_hlo_passes"].split(",")
-        assert passes == ["cpu-all-reduce-combiner", "cse_barrier_expander"]
+        assert passes == ["cpu-all-reduce-combiner", "cse_barrier_expander", "small-while-loop-hoisting"]
+
+
+def test_a_small_loop_with_barriers_compiles_on_cpu():
+    """In a process of its own, which XLA would abort."""
+    program = """
+import jax, jax.numpy as jnp, jaxddp
+
+def loss_fn(params, batch):
+    def layer(x, _):
+        return jax.checkpoint(lambda x: jnp.sin(params["w"] * x) + params["b"])(x), None
+    return jnp.mean(jax.lax.scan(layer, batch, None, length=3)[0])
+
+mesh = jaxddp.data_mesh(1)
+mapped = jax.shard_map(jax.grad(loss_fn), mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+options = jaxddp.compile_options(jaxddp.bucketed(), "cpu")
+print(jax.jit(mapped, compiler_options=options)({"w": jnp.ones(3), "b": jnp.zeros(3)}, jnp.ones((2, 3)))["w"].shape)
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (result.stdout, result.returncode) == ("(3,)\n", 0), result.stderr[-300:]
 
 
 def test_passes_that_the_environment_disables_stay_disabled(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_foo=1 --xla_disable_hlo_passes=mine,yours --xla_bar=2")
     assert jaxddp.compile_options(jaxddp.overlapped(), "cpu") == {
-        "xla_disable_hlo_passes": "mine,yours,cpu-all-reduce-combiner,cse_barrier_expander"
+        "xla_disable_hlo_passes": "mine,yours,cpu-all-reduce-combiner,cse_barrier_expander,small-while-loop-hoisting"
     }
     assert jaxddp.compile_options(jaxddp.overlapped(), "tpu") == {
         "xla_disable_hlo_passes": "mine,yours,all-reduce-combiner"
