@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import re
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -167,12 +167,13 @@ def plan_gradients(strategy: Strategy, grad_fn: Callable[..., Any], *args: Any) 
     return plan_trace(strategy, trace_gradients(grad_fn, *args))
 
 
-def plan_trace(strategy: Strategy, trace: GradientTrace) -> BucketPlan:
+def plan_trace(strategy: Strategy, trace: GradientTrace, param_dtypes: Mapping[str, str] | None = None) -> BucketPlan:
     """Plans the communication of the gradients of a traced backward pass.
 
     Args:
         strategy: How gradients are communicated.
         trace: Of the backward pass on one rank.
+        param_dtypes: In which updated parameters are gathered, by name; None: those of their gradients.
 
     Returns:
         The plan.
@@ -181,7 +182,11 @@ def plan_trace(strategy: Strategy, trace: GradientTrace) -> BucketPlan:
     if strategy.reduce is ALL_REDUCE:
         return plan
     # A constant gradient is not sent; its parameter is gathered, because weight decay and moments still change it.
-    return replace(plan, gathers=plan.buckets + plan_buckets(trace.constants, None).buckets)
+    buckets = plan.buckets + plan_buckets(trace.constants, None).buckets
+    if param_dtypes is not None:
+        of_params = [[tensor._replace(dtype=param_dtypes[tensor.name]) for tensor in one.tensors] for one in buckets]
+        buckets = tuple(bucket for tensors in of_params for bucket in plan_buckets(tensors, None).buckets)
+    return replace(plan, gathers=buckets)
 
 
 class GradientTrace(NamedTuple):

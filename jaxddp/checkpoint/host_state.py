@@ -10,6 +10,8 @@
     compression factor     ``[N, shape]``              ``[shape]``, that of any rank
     =====================  ==========================  ===============================================
 
+Copies in a compute dtype stay on the ranks: restoring casts the parameters again.
+
 Names are those of the state, such as ``params.head.kernel``, ``opt_state.0.mu.head.kernel``, ``step`` or ``key``.
 """
 
@@ -53,7 +55,7 @@ def to_host(trainer: Trainer, state: TrainState) -> Iterator[tuple[str, np.ndarr
     """
     replicated = NamedSharding(_mesh(trainer), PartitionSpec())
     cuts = {name: where.cut for name, where in named_leaves(places_of(trainer, state)).items()}
-    for name, leaf in named_leaves(state._replace(memory=())).items():
+    for name, leaf in named_leaves(state._replace(memory=(), copies=())).items():
         yield name, _to_host(leaf, cuts[name])
     merge = jax.jit(lambda one: merge_memory({"": one})[""], out_shardings=replicated)
     for name, one in dict(state.memory).items():
@@ -99,7 +101,8 @@ def to_ranks(
     memory = jax.tree_util.tree_map_with_path(partial(_compression_state, arrays), first)
     by_rank = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     split = jax.jit(lambda one: split_memory({"": one}, trainer.num_ranks)[""], out_shardings=by_rank)
-    return like(places, placed)._replace(memory=jax.tree.map(split, memory, is_leaf=_is_memory))
+    memory = jax.tree.map(split, memory, is_leaf=_is_memory)
+    return trainer.cast_copies(like(places, placed)._replace(memory=memory))
 
 
 def is_key(leaf: Any) -> bool:

@@ -15,6 +15,7 @@ References:
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -35,8 +36,8 @@ class DeviceBytes:
     """Bytes on one device.
 
     Attributes:
-        parameters: Parameters, or this device's shards of them.
-        optimizer_state: Optimizer state, with its counters.
+        parameters: Parameters as the loss takes them: this device's shards, or copies in a compute dtype.
+        optimizer_state: Optimizer state, with its counters, and the masters of such copies.
         others: Step number, RNG key, and state of a compression.
         batch: This device's examples.
         padding: What the compiler's layout adds to arguments, such as a TPU's tiles.
@@ -108,10 +109,11 @@ def held_bytes(layout: StateLayout) -> DeviceBytes:
         >>> held_bytes(trainer.layout(state))  # 10 floats in full; 3 of 12 of each moment, and a counter
         DeviceBytes(parameters=40, optimizer_state=28, others=0, ...
     """
-    params, opt_state = (
-        sum(leaf.bytes_on_rank for leaf in jax.tree.leaves(tree)) for tree in (layout.params, layout.opt_state)
-    )
-    return DeviceBytes(params, opt_state)
+    held, copies = {"parameters": 0, "optimizer_state": 0}, named_leaves(layout.copies)
+    leaves = {"params": layout.params, "opt_state": layout.opt_state, "copies": layout.copies}
+    for name, leaf in named_leaves(leaves).items():
+        held[_component(name, copies)] += leaf.bytes_on_rank
+    return DeviceBytes(**held)
 
 
 def padding_share(layout: StateLayout) -> float:
@@ -177,23 +179,30 @@ def _arguments(compiled: Any, state: TrainState, laid_out: int) -> DeviceBytes:
     parameters = sorted((int(one.literal), one.num_bytes) for one in entry if one.opcode == "parameter")
     sizes = [num_bytes for _, num_bytes in parameters]
     # JAX drops arguments that are not read: parts of a batch, or an injected hyperparameter that a schedule sets.
-    leaves = [(name, leaf) for name, tree in state._asdict().items() for leaf in jax.tree.leaves(tree)]
-    held = dict.fromkeys(state._asdict(), 0)
+    copies = named_leaves(state.copies)
+    leaves = [(_component(name, copies), leaf) for name, leaf in named_leaves(state).items()]
+    held = {"parameters": 0, "optimizer_state": 0, "others": 0}
     given = list(sizes)
     for name, leaf in leaves:
         full = leaf.size * leaf.dtype.itemsize
         if given and (given[0] == full or (given[0] and full % given[0] == 0)):  # all of it, or a shard
             held[name] += given.pop(0)
-        elif name == "opt_state" and leaf.ndim == 0:
+        elif name == "optimizer_state" and leaf.ndim == 0:
             held[name] += full
         else:
             raise ValueError(
                 f"the program takes {len(sizes)} arguments and the state has {len(leaves)} leaves: it must be a step of"
                 " that state"
             )
-    params, opt_state = held.pop("params"), held.pop("opt_state")
-    padding = laid_out - sum(sizes)
-    return DeviceBytes(params, opt_state, sum(held.values()), batch=sum(given), padding=padding)
+    return DeviceBytes(**held, batch=sum(given), padding=laid_out - sum(sizes))
+
+
+def _component(name: str, copies: Collection[str]) -> str:
+    """What a leaf of a state counts as, by its name."""
+    field, _, leaf = name.partition(".")
+    if field == "copies" or (field == "params" and leaf not in copies):
+        return "parameters"
+    return "optimizer_state" if field in ("params", "opt_state") else "others"
 
 
 def _num_elements(leaf: Leaf) -> int:

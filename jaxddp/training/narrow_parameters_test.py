@@ -18,7 +18,7 @@ def loss_fn(params, batch):
 def test_init_warns(name, dtype):
     strategy = jaxddp.make_strategy(name)
     trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), strategy, jaxddp.data_mesh(2), grad_dtype=jnp.float32)
-    with pytest.warns(UserWarning, match=rf"parameter 'w' is {dtype}.*float32"):
+    with pytest.warns(UserWarning, match=rf"parameter 'w' is {dtype}.*float32 .*compute_dtype=jnp.{dtype}$"):
         trainer.init({"w": jnp.ones((3, 2), dtype)})
 
 
@@ -28,6 +28,9 @@ def test_masters_and_frozen_ones_are_fine():
         with_masters = jaxddp.zero3(master_dtype=jnp.float32, compute_dtype=jnp.bfloat16)
         trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), with_masters, jaxddp.data_mesh(2))
         trainer.init({"w": jnp.ones((3, 2), jnp.bfloat16)})
+        options = {"compute_dtype": jnp.bfloat16}
+        trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), jaxddp.zero1(), jaxddp.data_mesh(2), **options)
+        trainer.init({"w": jnp.ones((3, 2))})
         trainer = jaxddp.Trainer(
             loss_fn, optax.sgd(0.1), jaxddp.bucketed(), jaxddp.data_mesh(2), trainable=lambda name: name == "v"
         )

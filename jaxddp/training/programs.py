@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ..communication.buckets import BucketPlan
@@ -21,11 +22,11 @@ from ..communication.sharding import Cut
 from ..mesh import platform_of
 from ..metrics import Measure
 from ..strategy import GradientTrace, describe_results, plan_trace, planned_collectives, trace_gradients
-from ..tree import named_leaves
+from ..tree import named_leaves, path_name
 from ..zero.stage3 import loss_on_shards
 from ..zero.traced import TracedCollectives, traced_collectives
 from .packing import shard_map
-from .state_layout import StateLayout, state_layout
+from .state_layout import Leaf, StateLayout, state_layout
 from .step import RankStep, TrainState
 from .validation import abstract, signature
 from .xla import compile_options
@@ -105,7 +106,9 @@ class Programs:
         key = signature(params)
         if key not in self._layouts:
             step = self._rank_step
-            layout = state_layout(params, step.optimizer, step.strategy, step.num_ranks, step.trainable)
+            layout = state_layout(
+                params, step.optimizer, step.strategy, step.num_ranks, step.trainable, step.compute_dtype
+            )
             model = _Model(layout, self._on_rank(layout), (layout.specs(step.axis), PartitionSpec(step.axis)))
             known = self._models.setdefault(signature(layout.held().params), model)
             _check_same(known.layout, layout)
@@ -138,8 +141,8 @@ class Programs:
         state, batch = abstract((state, batch))
         key = signature(state.params, state.model_state, batch)
         if key not in self._plans:
-            trace = self.trace(state, batch)
-            plan = plan_trace(self._rank_step.strategy, trace)
+            trace, used = self.trace(state, batch), named_leaves(self._model(state).layout.used())
+            plan = plan_trace(self._rank_step.strategy, trace, {name: str(leaf.dtype) for name, leaf in used.items()})
             self._results[key] = describe_results(trace) if jax.process_count() > 1 else ""
             self._plans[key] = plan if self._rank_step.num_ranks > 1 else replace(plan, buckets=(), gathers=())
         return self._plans[key]
@@ -172,9 +175,27 @@ class Programs:
         """Makes the optimizer's state of step 0; each rank makes its own part."""
         specs = layout.specs(self._rank_step.axis)
         init = shard_map(
-            self._on_rank(layout).init, mesh=self._mesh, in_specs=(specs.params,), out_specs=specs.opt_state
+            partial(self._on_rank(layout).init, layout.whole()),
+            mesh=self._mesh,
+            in_specs=(specs.params,),
+            out_specs=specs.opt_state,
         )
         return jax.jit(init, out_shardings=jax.tree.map(partial(NamedSharding, self._mesh), specs.opt_state))(params)
+
+    def make_copies(self, layout: StateLayout, params: Any) -> Any:
+        """Casts the parameters of a state to the copies that the loss takes; gives () if it takes none."""
+        if not layout.copies:
+            return ()
+        places = named_leaves(layout.params)
+
+        def cast(params: dict[str, Any]) -> Any:
+            def copy(path: Any, leaf: Leaf) -> jax.Array:
+                array, cut = params[path_name(path)].astype(leaf.dtype), places[path_name(path)].cut
+                return jnp.copy(array) if cut is None else cut.from_global(array)
+
+            return jax.tree_util.tree_map_with_path(copy, layout.copies)
+
+        return jax.jit(cast, out_shardings=NamedSharding(self._mesh, PartitionSpec()))(named_leaves(params))
 
     def step_function(self, state: TrainState, batch: Any, plan: BucketPlan | None = None) -> StepFunction:
         """Gives the training step as a function to compile, with the given plan or its own."""
@@ -211,15 +232,18 @@ class Programs:
     def _model(self, state: TrainState) -> _Model:
         key = signature(state.params)
         if key not in self._models:
-            if self._rank_step.strategy.shards_params:
+            step = self._rank_step
+            if step.strategy.shards_params or (step.compute_dtype is not None and step.strategy.shards_optimizer_state):
                 raise ValueError("the state holds shards of a model not seen yet: call init or abstract_state first")
             self.describe(state.params)
         return self._models[key]
 
     def _on_rank(self, layout: StateLayout) -> RankStep:
         """The rank's step whose loss takes parameters as the state holds them."""
-        cuts = {name: leaf.cut for name, leaf in named_leaves(layout.params).items() if leaf.cut is not None}
-        return replace(self._rank_step, loss=self._of_held(self._rank_step.loss, layout, cuts), cuts=cuts)
+        step, leaves = self._rank_step, named_leaves(layout.params)
+        grad_dtypes = {name: step.grad_dtype or leaf.dtype for name, leaf in leaves.items()}
+        cuts = {name: leaf.cut for name, leaf in leaves.items() if leaf.cut is not None and step.strategy.shards_params}
+        return replace(step, loss=self._of_held(step.loss, layout, cuts), cuts=cuts, grad_dtypes=grad_dtypes)
 
     def _of_held(self, function: Callable[..., Any], layout: StateLayout, cuts: dict[str, Cut]) -> Callable[..., Any]:
         """Turns a function of full parameters into one of parameters as the state holds them."""

@@ -3,11 +3,16 @@
 =============== ===================== ====================== ======================
 leaf            replicated            zero1, zero2           zero3
 =============== ===================== ====================== ======================
-parameter       full                  full                   shards, small ones full
+parameter       full                  full, or shards        shards, small ones full
+copies          full                  full                   none
 optimizer state full                  shards where it mirrors a parameter, else full
 step, key       full                  full                   full
 memory          each rank its own     none                   none
 =============== ===================== ====================== ======================
+
+With a ``compute_dtype``, the parameters are the masters that the optimizer updates, and the loss takes copies in that
+dtype. Where copies are full, ZeRO 1 and 2 shard the masters; ZeRO 3 casts when it gathers. Without one there are no
+copies, and ZeRO 1 and 2 have full parameters.
 
 The shards of a leaf are one array of ``Cut.global_shape``, split over the ranks along its last dimension. The
 compression's state of a parameter is one array too, split over the ranks along its first dimension.
@@ -28,7 +33,7 @@ from jax.sharding import PartitionSpec
 
 from ..communication.sharding import Cut
 from ..strategy import Strategy
-from ..tree import named_leaves, path_name, split, tensor_specs
+from ..tree import merge, named_leaves, path_name, split, tensor_specs
 from ..zero.elementwise import check_elementwise, sharded_state
 from .step import TrainState
 from .validation import abstract
@@ -76,28 +81,36 @@ class StateLayout:
         params: A tree of ``Leaf`` like the parameters.
         opt_state: A tree of ``Leaf`` like the optimizer's state.
         memory: State of the compression before the first step, NumPy arrays ``[num_ranks, ...]``.
+        copies: A tree like the parameters, of ``Leaf`` where the loss takes a copy in the compute dtype, else None;
+            empty if it takes the parameters themselves.
     """
 
     params: Any
     opt_state: Any
     memory: Any = ()
+    copies: Any = ()
 
     def specs(self, axis: str) -> Any:
         """Gives a ``TrainState`` of the ``PartitionSpec`` of each leaf."""
         params, opt_state = jax.tree.map(lambda leaf: leaf.spec(axis), (self.params, self.opt_state))
         memory = jax.tree.map(lambda array: PartitionSpec(axis), self.memory)
         whole: Any = PartitionSpec()
-        return TrainState(whole, params, opt_state, whole, memory, whole)
+        return TrainState(whole, params, opt_state, whole, memory, whole, whole)
 
     def whole(self) -> Any:
         """Describes the full parameters."""
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self.params)
 
+    def used(self) -> Any:
+        """Describes the full parameters as the loss takes them outside of ZeRO 3: copies in place of their masters."""
+        leaves = merge(self.copies, self.params) if self.copies else self.params
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), leaves)
+
     def held(self) -> TrainState:
         """Describes a state of step 0, as it lies over the ranks."""
-        params, opt_state = jax.tree.map(lambda leaf: leaf.held, (self.params, self.opt_state))
+        params, opt_state, copies = jax.tree.map(lambda leaf: leaf.held, (self.params, self.opt_state, self.copies))
         step, key = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), jax.random.key(0)))
-        return TrainState(step, params, opt_state, key, abstract(self.memory))
+        return TrainState(step, params, opt_state, key, abstract(self.memory), copies=copies)
 
 
 def state_layout(
@@ -106,6 +119,7 @@ def state_layout(
     strategy: Strategy,
     num_ranks: int,
     trainable: Callable[[str], bool] | None = None,
+    compute_dtype: Any = None,
 ) -> StateLayout:
     """Lays a model's training state out over ranks.
 
@@ -115,6 +129,7 @@ def state_layout(
         strategy: What it shards, and how (``cut``).
         num_ranks: Number of ranks.
         trainable: Predicate on a parameter's name; None trains all.
+        compute_dtype: Of the copies that the loss takes, where parameters are not sharded; None: there are none.
 
     Returns:
         The layout.
@@ -128,11 +143,15 @@ def state_layout(
     def leaf(struct: Any, cut: Cut | None) -> Leaf:
         return Leaf(tuple(struct.shape), struct.dtype, cut)
 
+    copies: Any = ()
+    if compute_dtype is not None and not strategy.shards_params:
+        copies = jax.tree.map(lambda struct: Leaf(struct.shape, compute_dtype) if _is_float(struct) else None, params)
+
     if not strategy.shards_optimizer_state:
         whole, state = jax.tree.map(
             lambda struct: leaf(struct, None), (params, jax.eval_shape(optimizer.init, trained))
         )
-        return StateLayout(whole, state, _first_memory(trained, strategy, num_ranks))
+        return StateLayout(whole, state, _first_memory(trained, strategy, num_ranks), copies)
 
     def cut(path: Any, struct: Any) -> Leaf:
         name = path_name(path)
@@ -148,8 +167,9 @@ def state_layout(
         lambda mirror: Leaf(tuple(mirror.shape), mirror.dtype, None if mirror.param is None else cuts[mirror.param]),
         sharded_state(optimizer, trained),
     )
-    between_steps = updated if strategy.shards_params else jax.tree.map(lambda struct: leaf(struct, None), params)
-    return StateLayout(between_steps, opt_state)
+    if not strategy.shards_params:  # only a leaf with a full copy may be a shard itself
+        updated = jax.tree.map(lambda place: place if copies and _is_float(place) else leaf(place, None), updated)
+    return StateLayout(updated, opt_state, copies=copies)
 
 
 def _first_memory(trained: Any, strategy: Strategy, num_ranks: int) -> Any:
@@ -164,5 +184,8 @@ def _first_memory(trained: Any, strategy: Strategy, num_ranks: int) -> Any:
 
 
 def _as_master(dtype: Any, struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    is_cast = dtype is not None and jnp.issubdtype(struct.dtype, jnp.floating)
-    return jax.ShapeDtypeStruct(struct.shape, dtype) if is_cast else struct
+    return jax.ShapeDtypeStruct(struct.shape, dtype) if dtype is not None and _is_float(struct) else struct
+
+
+def _is_float(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.floating)

@@ -3,16 +3,18 @@
 on each rank                                                    shape
 ------------------------------------------------------------    -------------------------------------------
 params, optimizer state                                         full, equal on all ranks, or this rank's shards
+copies of params in the compute dtype                           full, equal on all ranks; none without one
 model state                                                     full, equal on all ranks
 batch                                                           [global_batch / num_ranks, ...]
 compression state                                               [1, ...], this rank's
 
-accumulate    grads  = sum over micro-batches of d total / d params
+accumulate    grads  = sum over micro-batches of d total / d params           d copies, where the loss takes those
 reduce        grads  = sum over ranks of grads / sum of weights               this rank's shards under ZeRO
 clip          grads *= min(1, max_grad_norm / norm)
 model state   mean over ranks, or that of rank 0                              model_state.py
 update        params, optimizer state = optimizer(grads)                      this rank's shards under ZeRO
 gather        params = all-gather of the ranks' shards                        ZeRO 1 and 2
+              copies = the same of the shards in the compute dtype            there params stay shards
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ class TrainState(NamedTuple):
     key: jax.Array  # shape=(), a typed PRNG key
     memory: Any = ()  # state of the compression, by parameter: each rank's own, [num_ranks, ...]
     model_state: Any = ()  # what ``loss_fn`` returns besides the loss and takes again, equal on all ranks
+    copies: Any = ()  # floating params in the compute dtype, full, as the loss takes them; None in place of the others
 
 
 @dataclass(frozen=True)
@@ -70,15 +73,21 @@ class RankStep:
     trainable: Callable[[str], bool] | None
     max_grad_norm: float | None
     grad_dtype: Any
+    compute_dtype: Any = None
     nonfinite: str = "ignore"
     state_sync: str = "mean"
     cuts: Mapping[str, Cut] = field(default_factory=dict)  # of the parameters that the loss takes as shards, by name
+    grad_dtypes: Mapping[str, Any] = field(default_factory=dict)  # of sums of gradients, by name; their own if missing
 
-    def init(self, params: Any) -> Any:
-        """Makes the optimizer state of what this rank updates."""
-        trainable = split(params, self.trainable)[0]
-        with self._on_shards(trainable):
-            return self.optimizer.init(self._updated_here(trainable))
+    def init(self, full: Any, params: Any) -> Any:
+        """Makes the optimizer state of what this rank updates.
+
+        Args:
+            full: Describes the full parameters.
+            params: This rank's.
+        """
+        with self._on_shards(full):
+            return self.optimizer.init(self._updated_here(split(params, self.trainable)[0]))
 
     def train(self, plan: BucketPlan, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Takes one step.
@@ -92,13 +101,14 @@ class RankStep:
             The next state, and the metrics, equal on every rank.
         """
         key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), lax.axis_index(self.axis))
-        trainable, frozen = split(state.params, self.trainable)
+        trainable, frozen = split(self.used(state), self.trainable)
+        masters, fixed = split(state.params, self.trainable)
         model_state = fold_keys(state.model_state, self.axis)
         (total, parts, token), model_state = self.accumulate(plan, trainable, frozen, model_state, batch, key)
         grads, parts, metrics, memory = self.reduce(plan, total, parts, token, state.memory)
         model_state = sync_model_state(model_state, self.axis, self.num_ranks, self.state_sync)
         with jax.named_scope(OPTIMIZER_SCOPE):
-            params = self._updated_here(trainable)
+            params = self._updated_here(masters)
             grads = self.clip(grads, params, metrics["grad_norm"])
             new = *self.update(grads, params, state.opt_state, metrics["loss"], trainable), memory, model_state
             conditions = []
@@ -115,8 +125,15 @@ class RankStep:
                 old = params, state.opt_state, state.memory, state.model_state
                 new = jax.tree.map(lambda new, old: jnp.where(updates, new, old), new, old)
         updated, opt_state, memory, model_state = new
-        params = merge(self.gather(plan, updated, trainable), frozen)
-        return TrainState(state.step + 1, params, opt_state, state.key, memory, model_state), metrics
+        gathered, copies = self.gather(plan, updated, trainable), ()
+        if state.copies:
+            gathered, copies = updated, merge(gathered, split(state.copies, self.trainable)[1])
+        params = merge(gathered, fixed)
+        return TrainState(state.step + 1, params, opt_state, state.key, memory, model_state, copies), metrics
+
+    def used(self, state: TrainState) -> Any:
+        """Gives what the loss takes: copies in the compute dtype, where there are any, in place of parameters."""
+        return merge(state.copies, state.params) if state.copies else state.params
 
     def accumulate(
         self, plan: BucketPlan, trainable: Any, frozen: Any, model_state: Any, batch: Any, key: jax.Array
@@ -222,24 +239,28 @@ class RankStep:
         return optax.apply_updates(params, updates), opt_state
 
     def gather(self, plan: BucketPlan, updated: Any, trainable: Any) -> Any:
-        """Gives the full parameters, where ranks updated shards of full ones; else the updated ones as they are."""
+        """Gives what the loss takes next: updated parameters in the dtypes of ``trainable``, full if these are.
+
+        The cast comes before the gather, so that copies are gathered in the compute dtype.
+        """
+        updated = jax.tree.map(lambda new, old: new.astype(old.dtype), updated, trainable)
         if self.strategy.reduce is not REDUCE_SCATTER:
             return updated
         return gather_params(updated, trainable, plan, self.axis, sends=self.strategy.compression.sends)
 
     def evaluate(self, state: TrainState, batch: Any) -> Any:
         """Gives the global mean loss of a batch and the aux values, if there are any, equal on every rank."""
-        _, (parts, _) = self.loss(state.params, state.model_state, batch, None)
+        _, (parts, _) = self.loss(self.used(state), state.model_state, batch, None)
         loss, aux = divide(self.sum_parts(parts), self.num_ranks)
         return loss if parts.aux is None else (loss, aux)
 
     def measure(self, measure: Callable[..., Any], state: TrainState, inputs: tuple[Any, jax.Array]) -> dict[str, Any]:
         """Gives what a ``Measure`` does of the examples of all ranks, equal on every rank."""
-        return self.sum_parts(measure(state.params, state.model_state, inputs))
+        return self.sum_parts(measure(self.used(state), state.model_state, inputs))
 
     def first_grads(self, state: TrainState, batch: Any) -> tuple[Any, tuple[Parts, Any]]:
         """Gives ``local_grads`` of the first micro-batch; traced for the order in which gradients are ready."""
-        trainable, frozen = split(state.params, self.trainable)
+        trainable, frozen = split(self.used(state), self.trainable)
         microbatch = jax.tree.map(lambda leaf: leaf[: leaf.shape[0] // self.num_microbatches], batch)
         return self.local_grads(trainable, frozen, state.model_state, microbatch, state.key)
 
@@ -258,9 +279,11 @@ class RankStep:
 
         with jax.named_scope(LOSS_SCOPE):
             grads, others = jax.grad(loss, has_aux=True)(trainable)
-        if self.grad_dtype is not None:
-            grads = jax.tree.map(lambda grad: grad.astype(self.grad_dtype), grads)
-        return grads, others
+
+        def cast(path: Any, grad: jax.Array) -> jax.Array:
+            return grad.astype(self.grad_dtypes.get(path_name(path), grad.dtype))
+
+        return jax.tree_util.tree_map_with_path(cast, grads), others
 
     def _divisor_of_one(self, parts: Parts) -> jax.Array | int:
         """Makes a mean of the sum over ranks of one micro-batch, which a compression may need to stay in range."""
@@ -299,5 +322,6 @@ class RankStep:
         return on_shards(self.axis, cuts)
 
     def _updated_here(self, params: Any) -> Any:
-        """The parameters that this rank updates, or its shards of them."""
-        return local_shards(params, self.axis) if self.strategy.reduce is REDUCE_SCATTER else params
+        """What this rank updates: the parameters as it holds them, or its shards of full ones."""
+        holds_full = self.strategy.reduce is REDUCE_SCATTER and self.compute_dtype is None
+        return local_shards(params, self.axis) if holds_full else params

@@ -87,6 +87,7 @@ class Trainer:
         has_aux: bool = False,
         max_grad_norm: float | None = None,
         grad_dtype: Any = None,
+        compute_dtype: Any = None,
         nonfinite: str = "ignore",
         max_skips: int = 10,
         has_state: bool = False,
@@ -113,6 +114,10 @@ class Trainer:
                 ``Mean``, ``Sum`` or ``PerExample``; anything else is refused.
             max_grad_norm: Clips the global norm of the averaged gradient to this value.
             grad_dtype: Dtype in which gradients are accumulated and summed over ranks; each parameter's own if None.
+            compute_dtype: Dtype of the floating parameters that ``loss_fn`` gets, and in which ZeRO gathers them. The
+                optimizer updates masters of the dtypes given to ``init``, which ZeRO shards and ``params`` and
+                checkpoints hold. Gradients come in this dtype and are cast to ``grad_dtype``, the master's if None,
+                before they are added up. Batch and model state are not cast. None: no masters.
             nonfinite: What ``step`` does if the loss or the norm of the averaged gradient is NaN or infinite, or an
                 element of the model state no longer is finite. They are the same on all ranks, so all do it in the
                 same step. ``"ignore"``: nothing. ``"raise"``: raises, after the update. ``"skip"``: leaves parameters,
@@ -138,6 +143,7 @@ class Trainer:
             "has_aux": has_aux,
             "max_grad_norm": max_grad_norm,
             "grad_dtype": grad_dtype,
+            "compute_dtype": compute_dtype,
             "nonfinite": nonfinite,
             "max_skips": max_skips,
             "has_state": has_state,
@@ -156,8 +162,9 @@ class Trainer:
             raise ValueError(f"num_microbatches (={num_microbatches!r}) must be a positive integer")
         if not all(kind == AxisType.Auto for kind in mesh.axis_types):
             raise ValueError(f"mesh axis types (={mesh.axis_types}) must be Auto: make the mesh with jaxddp.data_mesh")
-        if grad_dtype is not None and not is_floating(grad_dtype):
-            raise ValueError(f"grad_dtype (={grad_dtype!r}) must be a floating dtype or None")
+        for name, dtype in (("grad_dtype", grad_dtype), ("compute_dtype", compute_dtype)):
+            if dtype is not None and not is_floating(dtype):
+                raise ValueError(f"{name} (={dtype!r}) must be a floating dtype or None")
         if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm > 0):
             raise ValueError(f"max_grad_norm (={max_grad_norm!r}) must be positive or None")
         if nonfinite not in NONFINITE:
@@ -180,13 +187,14 @@ class Trainer:
         self._rank_step = RankStep(
             partial_loss(loss_fn, has_aux, has_state),
             optax.with_extra_args_support(optimizer),
-            strategy,
+            _with_compute_dtype(strategy, compute_dtype),
             axis=str(mesh.axis_names[0]),
             num_ranks=self.num_ranks,
             num_microbatches=num_microbatches,
             trainable=trainable,
             max_grad_norm=max_grad_norm,
             grad_dtype=grad_dtype,
+            compute_dtype=None if compute_dtype is None else jnp.dtype(compute_dtype),
             nonfinite=nonfinite,
             state_sync=state_sync,
         )
@@ -236,7 +244,8 @@ class Trainer:
         seed = int(seed)
         step, key = jax.jit(lambda: (jnp.zeros((), jnp.int32), jax.random.key(seed)), out_shardings=self._replicated)()
         model_state = place(model_state, whole(model_state), self.mesh)
-        return TrainState(step, params, opt_state, key, place_by_rank(layout.memory, self.mesh), model_state)
+        memory, copies = place_by_rank(layout.memory, self.mesh), self._programs.make_copies(layout, params)
+        return TrainState(step, params, opt_state, key, memory, model_state, copies)
 
     def abstract_state(self, params: Any, model_state: Any = None) -> TrainState:
         """Describes the state of step 0 without making it, for ``plan``, ``planned`` and ``compile``.
@@ -255,6 +264,10 @@ class Trainer:
         check_params(params, self._rank_step.trainable)
         model_state = self._checked_model_state(model_state)
         return self._programs.describe(params).held()._replace(model_state=abstract(model_state))
+
+    def cast_copies(self, state: TrainState) -> TrainState:
+        """Casts the copies in the ``compute_dtype`` again, after the parameters of a state were replaced."""
+        return state._replace(copies=self._programs.make_copies(self._programs.layout(state), state.params))
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Takes one training step.
@@ -365,6 +378,7 @@ class Trainer:
     def params(self, state: TrainState) -> Any:
         """Gives a copy of the full parameters, as the tree that ``init`` was given; later steps do not change it.
 
+        With a ``compute_dtype`` they are the masters.
         Every device gets all of them; ``checkpoint.host_state.host_params`` puts them on the host instead.
         """
         check_alive(state)
@@ -492,7 +506,7 @@ class Trainer:
             raise NonFiniteError(f"{found}: skipped {self._max_skips} steps before it, max_skips in a row", state)
 
     def _nonfinite_leaves(self, state: TrainState) -> list[str]:
-        leaves = named_leaves(state._replace(memory=()))
+        leaves = named_leaves(state._replace(memory=(), copies=()))
         floats = {name: leaf for name, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
         check = jax.jit(lambda tree: {name: jnp.isfinite(leaf).all() for name, leaf in tree.items()},
                         out_shardings=self._replicated)  # fmt: skip
@@ -516,6 +530,7 @@ class Trainer:
             "state_sync": self._arguments["state_sync"],
             "check_replicas_every": self._check_replicas_every,
             "grad_dtype": str(self._arguments["grad_dtype"]),
+            "compute_dtype": str(self._arguments["compute_dtype"]),
         }
 
     def _describe_update(self, params: Any) -> str:
@@ -556,6 +571,16 @@ class Trainer:
         return jax.device_put(batch, self._by_rank)
 
 
+def _with_compute_dtype(strategy: Strategy, compute_dtype: Any) -> Strategy:
+    """ZeRO 3 casts when it gathers."""
+    given = strategy.precision.compute_dtype
+    if compute_dtype is None or not strategy.shards_params:
+        return strategy
+    if given is not None and jnp.dtype(given) != jnp.dtype(compute_dtype):
+        raise ValueError(f"compute_dtype (={compute_dtype!r}) must be that of the strategy (={given!r}), or left out")
+    return strategy._replace(precision=strategy.precision._replace(compute_dtype=compute_dtype))
+
+
 def _warn_of_narrow(params: Any, trainable: Callable[[str], bool] | None, master_dtype: Any) -> None:
     """Warns where updates are added to weights of 16 bits, which lose most of them."""
     for name, leaf in named_leaves(params).items():
@@ -564,7 +589,7 @@ def _warn_of_narrow(params: Any, trainable: Callable[[str], bool] | None, master
             overflow = "sums of gradients above 65504 are infinite, " if dtype.name == "float16" else ""
             warnings.warn(
                 f"parameter {name!r} is {dtype.name}: {overflow}updates below its last place are lost, and training"
-                " stalls; give init float32 parameters, cast in loss_fn, or use zero3(master_dtype=jnp.float32)",
+                f" stalls; give init float32 parameters, and Trainer compute_dtype=jnp.{dtype.name}",
                 stacklevel=3,
             )
             return

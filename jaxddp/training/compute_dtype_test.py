@@ -1,0 +1,309 @@
+"""Masters in one dtype, the loss in another: every strategy follows one recipe, and holds and sends what it says."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxddp
+from jaxddp.checkpoint.checkpoints import Checkpoints
+from jaxddp.communication.compression import bf16, powersgd
+from jaxddp.compiled.memory import DeviceBytes, held_bytes, step_memory
+from jaxddp.models import build
+
+NUM_RANKS = 4
+SHARDED = jaxddp.zero3(min_shard_elements=0)
+STRATEGIES = {name: factory() for name, factory in jaxddp.STRATEGIES.items()} | {"zero3": SHARDED}
+strategies = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+
+
+def make(loss_fn, strategy, num_ranks=NUM_RANKS, optimizer=None, compute_dtype=jnp.bfloat16, **options):
+    mesh = num_ranks if hasattr(num_ranks, "axis_names") else jaxddp.data_mesh(num_ranks)
+    optimizer = optax.adamw(1e-2) if optimizer is None else optimizer
+    return jaxddp.Trainer(loss_fn, optimizer, strategy, mesh, compute_dtype=compute_dtype, **options)
+
+
+def mlp_loss(params, batch):
+    dense = jaxddp.layer(lambda kernel, x: jnp.tanh(x @ kernel))
+    x = batch["x"].astype(params["first"].dtype)
+    for kernel in params.values():
+        x = dense(kernel, x)
+    return jnp.mean((x.astype(batch["x"].dtype) - batch["x"]) ** 2)
+
+
+SHAPES = {"first": (8, 16), "second": (16, 16), "third": (16, 8)}
+NUM_ELEMENTS = 8 * 16 + 16 * 16 + 16 * 8
+
+
+def mlp_params(dtype=np.float32):
+    rng = np.random.default_rng(0)
+    return {name: rng.normal(size=shape).astype(dtype) for name, shape in SHAPES.items()}
+
+
+def mlp_batch(step=0, rows=16):
+    return {"x": np.random.default_rng(step).normal(size=(rows, 8)).astype(np.float32)}
+
+
+def exact_loss(params, batch):
+    """Its gradient for one example, 2 x w with x a power of two, is exact in any dtype: no compiler can round it."""
+    seen.append({name: str(leaf.dtype) for name, leaf in params.items()})
+    squares = sum(jnp.sum(batch["x"][:, None] * params[name].reshape(1, -1) ** 2) for name in ("w", "b", "scale"))
+    return squares / batch["x"].size * params["table"].sum().astype(squares.dtype) + params["frozen"]
+
+
+seen = []
+
+
+def exact_params():
+    rng = np.random.default_rng(1)
+    params = {"w": rng.normal(size=(5, 3)), "b": rng.normal(size=7), "scale": rng.normal(), "frozen": rng.normal()}
+    return {**jax.tree.map(np.asarray, params), "table": np.array([3, -2])}
+
+
+def exact_batch(step, size):
+    return {"x": 2.0 ** np.random.default_rng(step).integers(-3, 4, size).astype(np.float32)}
+
+
+def recipe(params, batches, optimizer, max_grad_norm):
+    """Single-device training: cast, gradient of each example, mean in float64, clip, update of the masters."""
+    masters = {name: jnp.asarray(leaf) for name, leaf in params.items() if name not in ("table", "frozen")}
+    others = {"table": params["table"], "frozen": jnp.float32(params["frozen"])}
+    grad = jax.jit(jax.grad(lambda copies, x: exact_loss({**copies, **others}, {"x": x})))
+    opt_state = optimizer.init(masters)
+    for batch in batches:
+        copies = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), masters)
+        grads = [grad(copies, batch["x"][[row]]) for row in range(batch["x"].size)]
+        mean = jax.tree.map(lambda *each: sum(one.astype(jnp.float64) for one in each) / len(each), *grads)
+        clipped, _ = optax.clip_by_global_norm(max_grad_norm).update(mean, optax.EmptyState())
+        updates, opt_state = optimizer.update(clipped, opt_state, masters)
+        masters = optax.apply_updates(masters, updates)
+    return masters
+
+
+@pytest.mark.parametrize(
+    ("name", "num_microbatches"),
+    [("naive", 1), ("flat", 2), ("overlapped", 1), ("bucketed", 2), ("zero1", 1), ("zero2", 2), ("zero3", 2)],
+)
+def test_every_strategy_is_the_recipe_on_one_device(name, num_microbatches):
+    with jax.enable_x64(True):
+        params, optimizer = exact_params(), optax.adamw(1e-2, weight_decay=0.1)
+        batches = [exact_batch(step, NUM_RANKS * num_microbatches) for step in range(5)]
+        options = {"num_microbatches": num_microbatches, "max_grad_norm": 3.0}
+        trainer = make(
+            exact_loss, STRATEGIES[name], optimizer=optimizer, compute_dtype=jnp.float32,
+            trainable=lambda name: name not in ("table", "frozen"), **options,
+        )  # fmt: skip
+        state = trainer.init(params)
+        seen.clear()
+        for batch in batches:
+            state, metrics = trainer.step(state, batch)
+            assert float(metrics["grad_norm"]) > 3.0
+        dtypes = {"table": "int64", **dict.fromkeys(("w", "b", "scale", "frozen"), "float32")}
+        assert all(found == dtypes for found in seen)
+        trainer.check_replicas(state)
+        found, wanted = trainer.params(state), recipe(params, batches, optimizer, 3.0)
+        assert jax.tree.map(lambda leaf: leaf.dtype, found) == jax.tree.map(lambda leaf: leaf.dtype, params)
+        np.testing.assert_array_equal(found["frozen"], params["frozen"])  # not what the cast left of it
+        for name, leaf in wanted.items():
+            # Gradients are exact in float32; sums, clipping and AdamW round in float64, 5 steps of 1e-2.
+            np.testing.assert_allclose(found[name], leaf, rtol=0, atol=1e-13)
+        if state.copies:
+            for name, copy in state.copies.items():
+                if copy is not None:
+                    np.testing.assert_array_equal(copy, found[name].astype(np.float32))
+
+
+@strategies
+def test_bytes_from_step_to_step(strategy):
+    """AdamW with float32 masters: 2 + 12, 2 + 12 / N or 12 / N bytes a parameter, a count, the step and the key."""
+    trainer = make(mlp_loss, strategy)
+    state, batch = trainer.abstract_state(mlp_params()), mlp_batch()
+    stage = strategy.shards_optimizer_state + strategy.shards_gradients + strategy.shards_params
+    parameter, others = {0: (2, 12), 1: (2, 12 // NUM_RANKS), 2: (2, 12 // NUM_RANKS), 3: (1, 8 // NUM_RANKS)}[stage]
+    held = DeviceBytes(parameter * NUM_ELEMENTS, others * NUM_ELEMENTS + 4, 4 + 8)
+    program = trainer.compile(state, batch)
+    assert step_memory(program, state).after_init == held
+    assert (found := held_bytes(trainer.layout(state))).total == held.total - 12 and found.parameters == held.parameters
+    assert program.memory_analysis().argument_size_in_bytes == held.total + batch["x"].nbytes // NUM_RANKS
+    state = trainer.init(mlp_params())
+    state, _ = trainer.step(state, batch)
+    arrays = jax.tree.leaves(state._replace(step=(), key=()))
+    assert sum(leaf.addressable_shards[0].data.nbytes for leaf in arrays) == held.total - 12
+
+
+@pytest.mark.parametrize("strategy", [jaxddp.bucketed(5e-4), jaxddp.zero1(5e-4), jaxddp.zero2(5e-4), SHARDED])
+@pytest.mark.parametrize(("grad_dtype", "sum_bytes"), [(None, 4), (jnp.float16, 2)])
+def test_gathers_take_the_compute_dtype_and_sums_that_of_gradients(strategy, grad_dtype, sum_bytes):
+    """In float16: XLA's collectives for CPUs convert bfloat16 to float32."""
+    trainer = make(mlp_loss, strategy, compute_dtype=jnp.float16, grad_dtype=grad_dtype)
+    state = trainer.abstract_state(mlp_params())
+    compiled = jaxddp.gradient_collectives(trainer.compile(state, mlp_batch()))
+    assert compiled == sorted(trainer.planned(state, mlp_batch()))
+    gathered = sum(num_bytes for kind, num_bytes in compiled if kind == "all-gather")
+    summed = sum(num_bytes for kind, num_bytes in compiled if kind != "all-gather")
+    assert summed == sum_bytes * NUM_ELEMENTS
+    if strategy.shards_params:  # the second unit again for the backward; the last is kept
+        assert gathered == 2 * (NUM_ELEMENTS + 16 * 16)
+    else:
+        assert gathered == (2 * NUM_ELEMENTS if strategy.shards_optimizer_state else 0)
+
+
+def test_full_parameters_are_gathered_in_their_own_dtypes_whatever_that_of_gradients():
+    params = {name: leaf.astype(np.float16 if name == "second" else np.float32) for name, leaf in mlp_params().items()}
+    for grad_dtype in (jnp.float16, jnp.float32):
+        trainer = make(mlp_loss, jaxddp.zero1(None), compute_dtype=None, grad_dtype=grad_dtype)
+        state = trainer.abstract_state(params)
+        compiled = jaxddp.gradient_collectives(trainer.compile(state, mlp_batch()))
+        assert compiled == sorted(trainer.planned(state, mlp_batch()))
+        gathers = sorted(num_bytes for kind, num_bytes in compiled if kind == "all-gather")
+        assert gathers == [2 * 16 * 16, 4 * 2 * 8 * 16]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            state, _ = trainer.step(trainer.init(params), mlp_batch())
+        assert {name: leaf.dtype for name, leaf in state.params.items()} == {k: v.dtype for k, v in params.items()}
+
+
+def advance(trainer, state, steps):
+    for step in steps:
+        state, metrics = trainer.step(state, mlp_batch(step))
+    return state, float(metrics["loss"])
+
+
+def test_a_checkpoint_holds_masters_for_any_strategy_and_number_of_ranks(tmp_path):
+    params = mlp_params()
+    on_4, on_2 = make(mlp_loss, jaxddp.zero1()), make(mlp_loss, jaxddp.bucketed(), 2)
+    there, _ = advance(on_4, on_4.init(params), range(3))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(on_4, there)
+        leaves = checkpoints.about()["leaves"]
+        assert leaves["params.first"]["dtype"] == "float32" and not any("copies" in name for name in leaves)
+        here, _ = checkpoints.restore(on_2, params)
+        back, _ = checkpoints.restore(on_4, params)
+        wide, _ = checkpoints.restore(make(mlp_loss, SHARDED, 3, compute_dtype=None), params)
+    jax.tree.map(np.testing.assert_array_equal, here.params, on_4.params(there))
+    jax.tree.map(np.testing.assert_array_equal, here.copies, there.copies)
+    assert wide.copies == ()
+    there, loss = advance(on_4, there, range(3, 6))
+    back, loss_again = advance(on_4, back, range(3, 6))
+    jax.tree.map(np.testing.assert_array_equal, (back.params, back.copies), (there.params, there.copies))
+    here, loss_here = advance(on_2, here, range(3, 6))
+    assert loss_again == loss
+    # 3 steps of gradients that bfloat16 rounds (2^-9) over other examples together: the loss moves by far less.
+    assert loss_here == pytest.approx(loss, rel=1e-2)
+
+
+@strategies
+def test_a_skipped_step_leaves_masters_and_copies(strategy):
+    trainer = make(mlp_loss, strategy, nonfinite="skip")
+    state, _ = advance(trainer, trainer.init(mlp_params()), [0])
+    before = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state._replace(step=(), key=()))]
+    bad = mlp_batch()
+    bad["x"][5] = np.nan
+    state, metrics = trainer.step(state, bad)
+    assert int(metrics["skipped"]) == 1
+    assert [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state._replace(step=(), key=()))] == before
+
+
+@pytest.mark.parametrize("name", ["bucketed", "zero2", "zero3"])
+def test_evaluation_computes_in_the_compute_dtype_and_model_state_keeps_its_own(name):
+    found = []
+
+    def loss_fn(params, model_state, batch, key=None):
+        found.append((str(params["first"].dtype), str(model_state["mean"].dtype)))
+        loss = mlp_loss(params, batch)
+        return loss, {"mean": 0.9 * model_state["mean"] + 0.1 * loss.astype(jnp.float32)}
+
+    trainer = make(loss_fn, STRATEGIES[name], has_state=True)
+    state = trainer.init(mlp_params(), model_state={"mean": np.zeros((), np.float32)})
+    state, _ = trainer.step(state, mlp_batch())
+    loss = trainer.evaluate(state, mlp_batch())
+    assert set(found) == {("bfloat16", "float32")}
+    halves = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), trainer.params(state))
+    assert float(loss) == pytest.approx(float(mlp_loss(halves, mlp_batch())), rel=1e-2)  # sums of bfloat16
+
+
+@pytest.mark.parametrize("compression", [bf16, powersgd(1)], ids=lambda one: one.name)
+def test_compressed_sums_of_compute_gradients_train(compression):
+    losses = []
+    for compute_dtype in (jnp.bfloat16, None):
+        trainer = make(
+            mlp_loss, jaxddp.bucketed(compression=compression), compute_dtype=compute_dtype, num_microbatches=2,
+            optimizer=optax.sgd(0.1),
+        )  # fmt: skip
+        state = trainer.init(mlp_params())
+        for _ in range(5):
+            state, metrics = trainer.step(state, mlp_batch())
+        assert trainer.params(state)["first"].dtype == np.float32
+        losses.append(float(metrics["loss"]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)  # bfloat16 rounds by 2^-9
+
+
+def test_updates_that_bfloat16_would_lose_are_kept_in_the_masters():
+    """In bfloat16 1 + 2^-10 is 1, and so is 1 + 2^-8, after four such steps, by rounding to even."""
+    params = {"w": np.ones(8, np.float32)}
+    trainer = make(
+        lambda params, batch: jnp.sum(params["w"] * batch["x"][0]), jaxddp.zero1(), optimizer=optax.sgd(2**-10)
+    )
+    state = trainer.init(params)
+    for _ in range(5):
+        np.testing.assert_array_equal(state.copies["w"].astype(np.float32), 1)
+        state, _ = trainer.step(state, {"x": -np.ones((4, 8), np.float32)})
+    np.testing.assert_array_equal(trainer.params(state)["w"], 1 + 5 * 2**-10)
+    np.testing.assert_array_equal(state.copies["w"].astype(np.float32), 1 + 2**-7)
+
+
+def test_copies_follow_parameters_that_were_replaced():
+    trainer = make(mlp_loss, jaxddp.zero1())
+    state = trainer.init(mlp_params())
+    state = trainer.cast_copies(state._replace(params=jax.tree.map(lambda leaf: 2 * leaf, state.params)))
+    expected = jax.tree.map(lambda leaf: (2 * leaf).astype(jnp.bfloat16), mlp_params())
+    jax.tree.map(np.testing.assert_array_equal, state.copies, expected)
+
+
+@pytest.fixture(scope="module")
+def transformer_loss():
+    loss_fn, params = build("tiny")
+    tokens = np.random.default_rng(0).integers(0, 64, (8, 17), dtype=np.int32)
+
+    def after_10_steps(strategy, compute_dtype):
+        trainer = make(loss_fn, strategy, 2, optax.adamw(3e-3), compute_dtype, num_microbatches=2, max_grad_norm=1.0)
+        state = trainer.init(params)
+        for _ in range(10):
+            state, metrics = trainer.step(state, {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})
+        return float(metrics["loss"])
+
+    return functools.cache(after_10_steps)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "zero2" else pytest.mark.full) for name in STRATEGIES]
+)
+def test_a_transformer_in_bfloat16_trains_as_in_float32(transformer_loss, name):
+    wide = transformer_loss(STRATEGIES["bucketed"], None)
+    assert transformer_loss(STRATEGIES[name], jnp.bfloat16) == pytest.approx(wide, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda: make(mlp_loss, jaxddp.naive(), compute_dtype=jnp.int8),
+            r"compute_dtype \(=.*int8.*\) must be a floating",
+        ),
+        (
+            lambda: make(mlp_loss, jaxddp.zero3(compute_dtype=jnp.float16)),
+            r"compute_dtype \(=.*bfloat16.*\) must be that of the strategy \(=.*float16.*\), or left out",
+        ),
+        (
+            lambda: make(mlp_loss, jaxddp.zero1()).step(make(mlp_loss, jaxddp.zero1()).init(mlp_params()), mlp_batch()),
+            "shards of a model not seen yet: call init or abstract_state first",
+        ),
+    ],
+)
+def test_refusals(call, said):
+    with pytest.raises(ValueError, match=said):
+        call()
