@@ -17,8 +17,8 @@ number of ranks N.
     p[r] += optimizer(g[r], state[r], p[r])                         state[r] is on rank r alone
     p     = unpack(p[0] ... p[N-1])                                 all-gather, bucket by bucket
 
-With ``Trainer(compute_dtype=...)``, full parameters are copies in that dtype (2 Psi in bfloat16), cast before the gather,
-and p[r] are masters that rank r alone holds (4 Psi / N).
+With ``Trainer(compute_dtype=...)``, full parameters are copies in that dtype (2 Psi in bfloat16), cast before the
+gather, and p[r] are masters that rank r alone holds (4 Psi / N).
 
     calls per step: two per bucket      bytes sent per rank: 2 (N-1)/N * parameter bytes
 
