@@ -50,7 +50,8 @@ def add_parser(commands: Any) -> None:
     add("--dtype", default="bfloat16", metavar="NAME", help="dtype of matrix products, of activations and of "
         "communication (default: %(default)s)")  # fmt: skip
     add("--precision", default="fp32", choices=_PRECISIONS, help="training state with Adam, in bytes a parameter: "
-        "fp32 4 + 4 + 8, mixed 2 + 2 + 12, or with 4 more to accumulate gradients (default: %(default)s)")  # fmt: skip
+        "fp32 4 + 4 + 8, mixed 2 + 2 + 12 (at stage 3, which holds no copy of the master, 4 + 2 + 8), or with 4 more "
+        "to accumulate gradients (default: %(default)s)")  # fmt: skip
 
     hardware = parser.add_argument_group("the machine by hand", "instead of published numbers")
     hardware.add_argument("--flops-per-s", type=float, metavar="X", help="FLOP/s of a device")

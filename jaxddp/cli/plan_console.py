@@ -119,7 +119,7 @@ def as_json(plan: Plan, model: str, *, explain: bool = False) -> dict[str, Any]:
             "overlapped_axes": given.overlapped_axes,
             "ring_factors": given.ring_factors,
             "element_bytes": given.element_bytes,
-            "state_bytes_per_param": job.per_parameter._asdict(),
+            "state_bytes_per_param": job.held._asdict(),
             "flops_per_s": job.cluster.flops_per_s,
             "link_gb_per_s": job.cluster.link_gb_per_s,
             "latency_us": job.cluster.latency_us,
@@ -169,7 +169,7 @@ def _assumptions(plan: Plan) -> list[str]:
         f"r(n) = {'(n-1)/n' if given.ring_factors else '1'} of a buffer sent",
         f"{given.element_bytes:g} bytes per element sent and kept",
         "{:g} + {:g} + {:g} + {:g} bytes a parameter (value, gradient, optimizer, sum of micro-batches)".format(
-            *plan.job.per_parameter
+            *plan.job.held
         ),
     ]
 
@@ -195,7 +195,7 @@ def _memory_lines(plan: Plan) -> list[Line]:
     available = job.cluster.memory_bytes
     spare = available - plan.total_bytes
     verdict = f"yes, {_gb(spare)} to spare" if plan.fits else f"no, {_gb(-spare)} too much"
-    p, g, k, a = job.per_parameter
+    p, g, k, a = job.held
     each, e = f"{job.workload.num_params:,} parameters / {job.tp}", job.assumptions.element_bytes
 
     def shared(stage: int) -> str:

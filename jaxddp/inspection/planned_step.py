@@ -5,10 +5,10 @@
     tp = 1   ``Trainer`` with ``bucketed``, ``zero1``, ``zero2`` or ``zero3``, by the plan's stage
     tp > 1   the feed-forward model sharded over a grid of FSDP x TP devices, as plain ``jit`` with shardings
 
-Parameters are float32, or bfloat16 if the plan has 2 bytes for them. The optimizer is AdamW with float32 moments, plus
-a float32 master if the plan has 12 bytes of optimizer state. Matrix products, parameter gathers of stage 3 and gradient
-reductions use the plan's dtype. At stage 3 the feed-forward model is a stack of blocks under a scan, at other stages,
-which reduce gradients in buckets, a list of blocks.
+Parameters are float32, or bfloat16 if the plan has 2 bytes for them. The optimizer is AdamW with float32 moments.
+If the plan has 12 bytes of optimizer state, parameters are float32 masters, of which the loss takes copies of 2 bytes
+below stage 3. Matrix products, parameter gathers of stage 3 and gradient reductions use the plan's dtype. At stage 3
+the feed-forward model is a stack of blocks under a scan. Other stages reduce gradients in buckets: it is a list.
 
 On the grid, arrays are annotated with the axes ``fsdp`` (X) and ``tp`` (Y), and XLA's partitioner adds the collectives:
 
@@ -85,13 +85,6 @@ class PlannedStep(NamedTuple):
         return sum(leaf.dtype.itemsize for leaf in leaves if leaf.ndim == 0)
 
 
-class MasterState(NamedTuple):
-    """State of ``with_master``: float32 parameters, and the inner optimizer's state."""
-
-    master: Any
-    inner: Any
-
-
 def start_planned_step(plan: Plan, dtype: str, config: TransformerConfig | None = None) -> PlannedStep:
     """Starts to compile the step that a plan for a target describes.
 
@@ -109,32 +102,7 @@ def start_planned_step(plan: Plan, dtype: str, config: TransformerConfig | None 
             f"fsdp x tp (={job.fsdp} x {job.tp}) must be the {target.num_devices} devices of {target.spec!r} to be "
             "compiled, without replicas"
         )
-    optimizer = optax.adamw(_LEARNING_RATE)
-    if job.per_parameter.optimizer > 2 * jnp.dtype(jnp.float32).itemsize:
-        optimizer = with_master(optimizer)
-    return (_on_ranks if job.tp == 1 else _on_grid)(plan, dtype, config, optimizer)
-
-
-def with_master(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Updates float32 master copies of the parameters; the parameters are their rounded values.
-
-    Updates are float32 and must be added before rounding, as ``optax.apply_updates`` does.
-    """
-
-    def wide(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
-
-    def init(params: Any) -> MasterState:
-        master = wide(params)
-        return MasterState(master, inner.init(master))
-
-    def update(grads: Any, state: MasterState, params: Any) -> tuple[Any, MasterState]:
-        updates, inner_state = inner.update(wide(grads), state.inner, state.master)
-        master = optax.apply_updates(state.master, updates)
-        rounded = jax.tree.map(lambda new, old: new.astype(old.dtype), master, params)
-        return jax.tree.map(jnp.subtract, wide(rounded), wide(params)), MasterState(master, inner_state)
-
-    return optax.GradientTransformation(init, update)
+    return (_on_ranks if job.tp == 1 else _on_grid)(plan, dtype, config, optax.adamw(_LEARNING_RATE))
 
 
 def _on_ranks(plan: Plan, dtype: str, config: TransformerConfig | None, optimizer: Any) -> PlannedStep:
@@ -152,9 +120,10 @@ def _on_ranks(plan: Plan, dtype: str, config: TransformerConfig | None, optimize
         loss_fn if strategy.shards_params else lambda params, batch: loss_fn(_cast(params, dtype), batch),
         optimizer, strategy, targets.mesh(target.spec), num_microbatches=plan.num_microbatches,
         grad_dtype=None if strategy.shards_params else jnp.dtype(dtype),
+        compute_dtype=None if strategy.shards_params else _copy_dtype(plan, dtype),
     )  # fmt: skip
     state = trainer.abstract_state(params)
-    exact = state_formula(params, strategy, trainer.num_ranks, job.per_parameter)
+    exact = state_formula(params, strategy, trainer.num_ranks, job.held)
     return PlannedStep(state, exact, trainer.planned(state, batch), targets.start_compile(trainer, state, batch))
 
 
@@ -171,9 +140,12 @@ def _on_grid(plan: Plan, dtype: str, config: TransformerConfig | None, optimizer
     width = job.workload.tensors[0][1][0]
     steps = plan.num_microbatches
     batch = jax.ShapeDtypeStruct((steps, plan.tokens // steps, width), jnp.dtype(dtype))
-    state, pending = start_grid_step(target, _as_stored(stack, plan), batch, optimizer, fsdp=job.fsdp, tp=job.tp)
+    params, copies = _as_stored(stack, plan), ()
+    if job.stage < 3 and (copy_dtype := _copy_dtype(plan, dtype)):
+        copies = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, copy_dtype), params)
+    state, pending = start_grid_step(target, params, batch, optimizer, fsdp=job.fsdp, tp=job.tp, copies=copies)
     # The sizes divide evenly, so nothing is padded.
-    exact = state_bytes(job.workload.num_params // job.tp, 3, job.fsdp, job.per_parameter)
+    exact = state_bytes(job.workload.num_params // job.tp, 3, job.fsdp, job.held)
     return PlannedStep(state, exact, None, pending)
 
 
@@ -222,11 +194,12 @@ def _mean_square(y: jax.Array) -> jax.Array:
 
 
 def start_grid_step(
-    target: targets.Target, params: dict[str, Any], batch: Any, optimizer: Any, *, fsdp: int, tp: int
+    target: targets.Target, params: dict[str, Any], batch: Any, optimizer: Any, *, fsdp: int, tp: int, copies: Any = ()
 ) -> tuple[TrainState, Pending]:
     """Starts to compile the feed-forward model's step on a grid.
 
         params   stacks ``up [L, D, F]``, ``down [L, F, D]`` and optionally ``gate [L, D, F]``, as stored
+        copies   the same in the dtype that the loss takes, if params are masters of them
         batch    ``[K, B / K, D]``, in the dtype of products and gathers
 
     Returns:
@@ -244,7 +217,7 @@ def start_grid_step(
         abstract_device=targets.mesh(target.spec).abstract_device,
     )  # fmt: skip
     empty: Any = ()
-    state = TrainState(empty, params, jax.eval_shape(optimizer.init, params), empty)
+    state = TrainState(empty, params, jax.eval_shape(optimizer.init, params), empty, copies=copies)
     shardings = jax.tree_util.tree_map_with_path(lambda path, _: NamedSharding(mesh, _spec(path)), state)
     pending = start_compile_for_target(
         target, _grid_step(mesh, optimizer), (state, batch),
@@ -282,24 +255,34 @@ def _grid_step(mesh: AbstractMesh, optimizer: optax.GradientTransformation) -> C
         return loss, {name: place(grad, *_SPECS[name]) for name, grad in grads.items()}
 
     def step(state: TrainState, batch: jax.Array) -> tuple[TrainState, jax.Array]:
-        loss, grads = grads_of(state.params, batch[0])
+        weights = state.copies or state.params
+        loss, grads = grads_of(weights, batch[0])
         if len(batch) > 1:
 
             def add(total: Any, x: jax.Array) -> tuple[Any, None]:
-                return jax.tree.map(jnp.add, total, grads_of(state.params, x)), None
+                return jax.tree.map(jnp.add, total, grads_of(weights, x)), None
 
             (loss, grads), _ = lax.scan(add, (loss, grads), batch[1:])
         with jax.named_scope(OPTIMIZER_SCOPE):
+            grads = {name: grad.astype(state.params[name].dtype) for name, grad in grads.items()}
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
-        return state._replace(params=params, opt_state=opt_state), loss
+            copies = {name: params[name].astype(copy.dtype) for name, copy in dict(state.copies).items()}
+        return state._replace(params=params, opt_state=opt_state, copies=copies or ()), loss
 
     return step
 
 
 def _as_stored(params: Any, plan: Plan) -> Any:
-    dtype = jnp.float32 if plan.job.per_parameter.parameter == 4 else jnp.bfloat16
+    dtype = jnp.float32 if plan.job.per_parameter.parameter == 4 or plan.job.has_masters else jnp.bfloat16
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), params)
+
+
+def _copy_dtype(plan: Plan, dtype: str) -> Any:
+    """The dtype of copies of masters: the plan's if it has their bytes; None without masters."""
+    if not plan.job.has_masters:
+        return None
+    return jnp.dtype(dtype if jnp.dtype(dtype).itemsize == plan.job.per_parameter.parameter else jnp.bfloat16)
 
 
 def _cast(params: Any, dtype: str) -> Any:

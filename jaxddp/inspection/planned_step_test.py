@@ -14,7 +14,6 @@ from jaxddp.inspection.planned_step import (
     block,
     start_grid_step,
     start_planned_step,
-    with_master,
 )
 from jaxddp.models import SIZES
 from jaxddp.planning.cost.workload import feed_forward, transformer
@@ -62,26 +61,6 @@ def test_a_missing_compiler_is_told_first(monkeypatch):
     assert str(raised.value) == "target 'v5p:8' needs the TPU compiler and flatbuffers: pip install 'jaxddp[targets]'"
 
 
-def test_a_master_is_updated_in_float32_and_the_parameters_are_its_rounded_values():
-    rng = np.random.default_rng(0)
-    exact = {"w": jnp.asarray(rng.normal(size=(7, 5)), jnp.float32)}
-    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), exact)
-    plain = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
-    inner = optax.adamw(1e-4)  # steps that bfloat16 alone would lose
-    outer = with_master(inner)
-    state, plain_state = outer.init(params), inner.init(plain)
-    assert sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) == 12 * 35 + 4  # and a count
-    for _ in range(5):
-        grads = {"w": jnp.asarray(rng.normal(size=(7, 5)), jnp.bfloat16)}
-        updates, state = outer.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), grads)
-        updates, plain_state = inner.update(wide, plain_state, plain)
-        plain = optax.apply_updates(plain, updates)
-        assert params["w"].dtype == jnp.bfloat16
-        np.testing.assert_array_equal(params["w"], plain["w"].astype(jnp.bfloat16))
-
-
 LAYERS, WIDTH, HIDDEN, TOKENS = 3, 8, 12, 16
 
 
@@ -116,6 +95,20 @@ def test_a_step_on_a_grid_is_the_step_of_one_device():
     assert loss == pytest.approx(float(sum(loss_fn(params, x) for x in batch)), rel=1e-5)
     for name, leaf in wanted.items():
         np.testing.assert_allclose(found.params[name], leaf, rtol=1e-5, atol=1e-6)
+
+
+def test_masters_on_a_grid_keep_updates_that_their_copies_lose():
+    masters = {name: jnp.ones(leaf.shape, jnp.float32) for name, leaf in shapes().items()}
+    copies = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), masters)
+    optimizer = optax.chain(optax.scale_by_sign(), optax.scale(-(2.0**-10)))
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    step = jax.jit(_grid_step(mesh, optimizer))
+    state = TrainState((), masters, optimizer.init(masters), (), copies=copies)
+    for count in range(1, 4):
+        state, _ = step(state, jnp.ones((1, TOKENS, WIDTH), jnp.bfloat16))
+        for name, leaf in state.params.items():
+            np.testing.assert_array_equal(leaf, 1 - count * 2.0**-10)  # exact in float32
+            np.testing.assert_array_equal(state.copies[name], leaf.astype(jnp.bfloat16))
 
 
 def test_a_leaf_is_sharded_as_the_parameter_that_it_mirrors():

@@ -123,7 +123,7 @@ def compare(planned: Plan, step: PlannedStep, program: TargetProgram) -> Verific
 def _memory_rows(planned: Plan, step: PlannedStep, program: TargetProgram) -> list[Row]:
     held, memory = step_memory(program, step.state).after_init, program.memory_analysis()
     found, job = planned.bytes_per_device, planned.job
-    even = state_bytes(job.workload.num_params / job.tp, job.stage, job.fsdp, job.per_parameter)
+    even = state_bytes(job.workload.num_params / job.tp, job.stage, job.fsdp, job.held)
     rows = []
     state = (("parameters", held.parameters, 0), ("optimizer_state", held.optimizer_state, step.counter_bytes))
     for name, compiled, counters in state:
@@ -176,17 +176,15 @@ def _traffic_rows(planned: Plan, step: PlannedStep, sent: dict[str, list[Collect
         kinds = [(kind, num_bytes) for kind, num_bytes in step.collectives if (kind == "all-gather") == gathers]
         return sum(_sent_bytes(kind, num_bytes, range(job.num_data_ranks)) for kind, num_bytes in kinds)
 
-    expected_gathers, why = expected(gathers=True), _KEPT
-    if job.stage in (1, 2):
-        chunks = step.exact.optimizer_state / job.per_parameter.optimizer  # elements updated per rank
-        expected_gathers, why = (job.fsdp - 1) * job.per_parameter.parameter * chunks, _UNEVEN
     # Forward and backward each all-reduce the same number of elements per token.
     summed_bytes = 2 * element_bytes * job.workload.summed_per_token * planned.tokens / job.num_data_ranks
     gathers = [each for each in sent["data"] if each.kind == "all-gather"]
     sums = [each for each in sent["data"] if each.kind != "all-gather"]
     gathered, summed = (sent_bytes(job, name, legs._replace(**{other: 0})) for other in ("gradients", "parameters"))
     rows = [
-        _traffic_row("parameters gathered", gathered, gathers, expected_gathers, why),
+        _traffic_row(
+            "parameters gathered", gathered, gathers, expected(gathers=True), _KEPT if job.stage == 3 else _UNEVEN
+        ),
         _traffic_row("gradients summed", summed, sums, expected(gathers=False), _UNEVEN),
         _traffic_row("products summed over tp", _sent_bytes("all-reduce", summed_bytes, range(job.tp)), sent["tp"]),
         _traffic_row("other collectives", 0.0, sent[""]),

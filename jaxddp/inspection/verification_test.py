@@ -32,8 +32,11 @@ JOBS = {
     "grid of TPUs": job("v5p:8", fsdp=4, tp=2),
     "padded, mixed": job("h100:8", ODD, fsdp=8, per_parameter=MIXED),
     "stage 1": job("h100:8", ODD, fsdp=8, stage=1),
+    "stage 0, mixed": job("h100:8", ODD, fsdp=8, stage=0, per_parameter=MIXED),
+    "stage 2, mixed": job("h100:8", ODD, fsdp=8, stage=2, per_parameter=MIXED),
+    "grid, mixed": job("h100:8", fsdp=1, tp=8, stage=0, per_parameter=MIXED),
 }
-LONG = ("grid of TPUs", "stage 1")
+LONG = ("grid of TPUs", "stage 1", "stage 0, mixed", "grid, mixed")
 
 
 def jobs(*names):
@@ -115,11 +118,11 @@ def test_tiles_are_told(verified):
 def test_padding_is_the_whole_difference(verified):
     """133 x 101 elements are 8 x 1679.125: each rank holds 1680 of each of 6 matrices."""
     rows = rows_of(verified("padded, mixed"))
-    assert rows["parameters"].planned == 2 * ODD.num_params / 8
-    assert rows["parameters"].compiled == 2 * 6 * 1680
-    assert rows["optimizer state"].compiled == 12 * 6 * 1680 + COUNT_BYTES
+    assert rows["parameters"].planned == 4 * ODD.num_params / 8  # masters, of which there are no copies
+    assert rows["parameters"].compiled == 4 * 6 * 1680
+    assert rows["optimizer state"].compiled == 8 * 6 * 1680 + COUNT_BYTES
     padding = "padding, and small leaves that are not sharded"
-    assert rows["optimizer state"].check == f"ok: +63, {padding}; +4, a count of steps"
+    assert rows["optimizer state"].check == f"ok: +42, {padding}; +4, a count of steps"
     assert rows["gradients summed"].compiled == 2 * 6 * 1680 * 7
     assert rows["gradients summed"].check == f"ok: 1.001 times, 3 reduce-scatter: {padding}"
     assert verified("padded, mixed").holds
@@ -132,6 +135,25 @@ def test_whole_parameters_travel_in_their_own_dtype(verified):
     assert rows["parameters gathered"].planned == 4 * ODD.num_params * 7 / 8
     assert rows["parameters gathered"].compiled == 4 * 6 * 1680 * 7
     assert rows["parameters gathered"].holds and rows["gradients summed"].holds and verified("stage 1").holds
+
+
+def test_copies_of_2_bytes_are_whole_and_masters_shards(verified):
+    rows = rows_of(verified("stage 2, mixed"))
+    assert rows["parameters"].planned == rows["parameters"].compiled == 2 * ODD.num_params
+    assert rows["optimizer state"].planned == 12 * ODD.num_params / 8
+    assert rows["optimizer state"].compiled == 12 * 6 * 1680 + COUNT_BYTES
+    assert rows["parameters gathered"].planned == 2 * ODD.num_params * 7 / 8
+    assert rows["parameters gathered"].compiled == rows["gradients summed"].compiled == 2 * 6 * 1680 * 7
+    assert verified("stage 2, mixed").holds
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["stage 0, mixed", "grid, mixed"])
+def test_copies_and_masters_are_whole_where_nothing_is_shared(verified, name):
+    rows, held = rows_of(verified(name)), JOBS[name].workload.num_params // JOBS[name].tp
+    assert rows["parameters"].planned == rows["parameters"].compiled == 2 * held
+    assert rows["optimizer state"].planned == 12 * held == rows["optimizer state"].compiled - COUNT_BYTES
+    assert verified(name).holds
 
 
 @pytest.mark.parametrize("name", ["parameters", "optimizer_state"])

@@ -89,6 +89,19 @@ class TrainingJob:
         return self.fsdp * self.dp
 
     @property
+    def has_masters(self) -> bool:
+        """Whether K holds a float32 master beside AdamW's moments."""
+        return self.per_parameter.optimizer > memory.FP32.optimizer
+
+    @property
+    def held(self) -> memory.PerParameter:
+        """Bytes per parameter at this stage: stage 3 casts masters when it gathers them, so it holds no copies."""
+        if self.stage < 3 or not self.has_masters:
+            return self.per_parameter
+        master = memory.FP32.parameter
+        return self.per_parameter._replace(parameter=master, optimizer=self.per_parameter.optimizer - master)
+
+    @property
     def gathers(self) -> bool:
         """Whether parameters are gathered in every micro-batch."""
         return self.stage == 3 and self.fsdp > 1
@@ -292,7 +305,7 @@ def _tokens(job: TrainingJob, least: float) -> int:
 
 def _bytes_per_device(job: TrainingJob, tokens: int, steps: int, buckets: BucketChoice | None) -> dict[str, float]:
     element_bytes = job.assumptions.element_bytes
-    state = memory.state_bytes(job.workload.num_params / job.tp, job.stage, job.fsdp, job.per_parameter)
+    state = memory.state_bytes(job.workload.num_params / job.tp, job.stage, job.fsdp, job.held)
     gathered = memory.gathered_bytes(job.workload.unit_params, element_bytes, job.num_gathered_units, job.tp)
     kept = job.workload.kept_per_token, job.workload.kept_cut_per_token
     activations = memory.activation_bytes(tokens / job.num_data_ranks / steps, *kept, element_bytes, job.tp)
@@ -320,7 +333,7 @@ def _fewest_steps(job: TrainingJob, tokens: int) -> int | None:
 
 
 def _min_devices(job: TrainingJob, components: dict[str, float]) -> int | None:
-    cut, whole = memory.cut_and_whole_bytes(job.workload.num_params / job.tp, job.stage, job.per_parameter)
+    cut, whole = memory.cut_and_whole_bytes(job.workload.num_params / job.tp, job.stage, job.held)
     temporary = sum(components[name] for name in ("gathered_parameters", "gradient_buckets", "activations"))
     ranks = float(memory.least_ranks(cut, whole + temporary, job.cluster.memory_bytes))
     return int(ranks) * job.tp if math.isfinite(ranks) else None

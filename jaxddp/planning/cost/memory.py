@@ -7,6 +7,9 @@ includes the float32 master. Each stage shards one more component over N ranks:
     stage 0   p + g + a + K             stage 2   p + (g + a + K) / N
     stage 1   p + g + a + K / N         stage 3   (p + g + a + K) / N
 
+``Trainer(compute_dtype=...)`` casts masters when it gathers them at stage 3, so there it holds (4, 2, 8) instead of the
+paper's (2, 2, 12) (``TrainingJob.held``).
+
 From stage 2 on, accumulated gradients are shards only if every micro-batch is reduce-scattered. Otherwise a (or g, if
 there is no a) stays full.
 
