@@ -221,6 +221,13 @@ def test_evaluation_computes_in_the_compute_dtype_and_model_state_keeps_its_own(
     state = trainer.init(mlp_params(), model_state={"mean": np.zeros((), np.float32)})
     state, _ = trainer.step(state, mlp_batch())
     loss = trainer.evaluate(state, mlp_batch())
+
+    def eval_fn(params, model_state, batch):
+        found.append((str(params["first"].dtype), str(model_state["mean"].dtype)))
+        return {"x": jaxddp.Mean(batch["x"])}
+
+    trainer.evaluate(state, mlp_batch(), eval_fn)
+    assert len(found) > 2
     assert set(found) == {("bfloat16", "float32")}
     halves = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), trainer.params(state))
     assert float(loss) == pytest.approx(float(mlp_loss(halves, mlp_batch())), rel=1e-2)  # sums of bfloat16
