@@ -52,11 +52,11 @@ class Benchmark(NamedTuple):
 BENCHMARKS = {
     "main": Benchmark(
         "main", "a byte-level language model under every strategy in both frameworks", 2,
-        takes=(*_TRAINING, "strategies", "profile"),
+        takes=(*_TRAINING, "strategies", "in_a_row", "profile"),
     ),
     "strategies": Benchmark(
         "strategies", "the same beside what the frameworks do by themselves: jit, DDP, ZeRO, FSDP2", 5, 3,
-        (*_TRAINING, "strategies", "profile"),
+        (*_TRAINING, "strategies", "in_a_row", "profile"),
     ),
     "buckets": Benchmark(
         "buckets", "bucket sizes: measured beside predicted, in both frameworks", 6, 1,
@@ -79,7 +79,7 @@ BENCHMARKS = {
     ),
     "lab": Benchmark(
         "lab", "strategies, buckets and collectives over a slow network, made on this machine", 50, 2,
-        (*_TRAINING, "strategies", "bucket_mb", "sizes_mb", "profile"),
+        (*_TRAINING, "strategies", "bucket_mb", "sizes_mb", "in_a_row", "profile"),
     ),
     "compile": Benchmark(
         "compilation", "how long compilation takes, for up to 512 devices and 10,000 parameters", 20,

@@ -29,6 +29,7 @@ class Options:
     strategies: tuple[str, ...] | None = None
     bucket_mb: tuple[float, ...] | None = None
     sizes_mb: tuple[float, ...] | None = None
+    in_a_row: int | None = None
     profile: bool = False
 
     def __post_init__(self) -> None:
@@ -38,7 +39,7 @@ class Options:
                 raise ValueError(f"{field.name} (={getattr(self, field.name)!r:.60}) must be of type {field.type}")
         if self.on not in (None, *KINDS):
             raise ValueError(f"on (={self.on!r}) must be one of {', '.join(KINDS)}")
-        for name in ("ranks", "steps", "batch_size"):
+        for name in ("ranks", "steps", "batch_size", "in_a_row"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} (={value}) must be a positive integer")
@@ -90,6 +91,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategies", metavar="NAME", nargs="+", help="strategies to compare: STRATEGIES")
     parser.add_argument("--bucket-mb", type=float, metavar="MIB", nargs="+", help="of buckets: caps, in MiB")
     parser.add_argument("--sizes-mb", type=float, metavar="MIB", nargs="+", help="of collectives: buffers, in MiB")
+    parser.add_argument(
+        "--in-a-row", type=int, metavar="N",
+        help="of strategies: time N steps between two synchronisations as well (default: 10 on GPUs, elsewhere none)",
+    )  # fmt: skip
     parser.add_argument("--profile", action="store_true", help="of strategies: record traces of both frameworks")
 
 

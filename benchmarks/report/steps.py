@@ -89,6 +89,7 @@ STEP_COLUMNS = (
     numeric("max diff", "max_weight_difference", form=lambda value: f"{value:.1e}"),
     numeric("step", "median_ms", unit="ms"),
     Column("p10\N{EN DASH}p90", spread, "ms", span),
+    numeric("in a row", "in_a_row_ms", unit="ms"),
     Column("exposed", exposed, "ms", signed),
     Column("p10\N{EN DASH}p90", exposed_spread, "ms", lambda both: " to ".join(map(signed, both))),
     Column("exposed", exposed_share, "of the step", percent),

@@ -37,7 +37,7 @@ NAMES = (*OURS, *(name for names in PEERS.values() for name in names))
 TOLERANCE = 1e-3
 NUM_WARMUP, NUM_STEPS, NUM_QUICK, BATCH_SIZE, NUM_RANKS = 2, 10, 4, 8, 2
 # What fills a GPU; rounds are short there.
-GPU_MODEL, GPU_BATCH_SIZE, GPU_STEPS, GPU_QUICK = "seed_xl", 16, 30, 12
+GPU_MODEL, GPU_BATCH_SIZE, GPU_STEPS, GPU_QUICK, GPU_IN_A_ROW = "seed_xl", 16, 30, 12, 10
 _BUCKETED_PEERS = ("DistributedDataParallel", "torch.compile", "ZeroRedundancyOptimizer")
 
 
@@ -65,7 +65,8 @@ def describe(options: Options, names: Sequence[str] | None = None) -> tuple[Trai
     names = names or [name for name in NAMES if on_gpus or name != "torch.compile"]
     names = tuple(dict.fromkeys(options.strategies or names))
     specs = tuple(spec_of(name, setup.model) for name in names)
-    setup = replace(setup, strategies=specs, with_traces=options.profile)
+    num_in_a_row = options.in_a_row or (GPU_IN_A_ROW if on_gpus else 0)
+    setup = replace(setup, strategies=specs, num_in_a_row=num_in_a_row, with_traces=options.profile)
     check_memory(setup)
     return setup, f"{described}; {', '.join(names)}"
 

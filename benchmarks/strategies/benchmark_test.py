@@ -48,7 +48,7 @@ def refuse(*args):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """One run that was interrupted after the first framework, and resumed; its folder, output and result."""
-    folder, setup = tmp_path_factory.mktemp("run"), replace(TOY, strategies=specs(*NAMES))
+    folder, setup = tmp_path_factory.mktemp("run"), replace(TOY, strategies=specs(*NAMES), num_in_a_row=3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(frameworks, "_run_jax", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -86,7 +86,8 @@ def test_every_row_is_complete_and_stands_alone(finished):
         assert (row["num_ranks"], row["params_bytes"]) == (2, NUM_BYTES)
         assert (row["global_batch"], row["microbatch"]) == (8, 4)
         assert 0 < row["p10_ms"] <= row["median_ms"] <= row["p90_ms"]
-        assert len(row["rounds_ms"]) == 5
+        assert len(row["rounds_ms"]) == len(row["in_a_row_rounds_ms"]) == 5
+        assert 0 < min(row["in_a_row_rounds_ms"]) <= row["in_a_row_ms"] <= max(row["in_a_row_rounds_ms"])
         assert row["loss"] < row["first_loss"]
         assert row["versions"] and row["command"].startswith("python -m benchmarks")
         if row["strategy"] in ("ZeroRedundancyOptimizer", "fully_shard"):

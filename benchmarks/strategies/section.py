@@ -32,6 +32,15 @@ _NOTES = (
     " program; torchref compiles nothing, so its column lists the collectives issued; peers make plans of their own",
     "exposed, of jit: against naive without communication; some peers cannot run without their communication",
 )
+_IN_A_ROW = (
+    "in a row: a step among several between two synchronisations, of which nothing is read before the last is done;"
+    " torchref's without the loss over ranks"
+)
+_UNLIKE = (
+    "what is not the same work in the two frameworks: attention, which XLA compiles from matrix products and a softmax"
+    " and torch has as one kernel; the loss, which strategies sum over ranks and torch's peers do not; and all that XLA"
+    " and torch.compile fuse"
+)
 _TRACE_NOTE = (
     "one step of rank 0 as profiled, so there is no spread; overlap: the share of communication time during which the"
     " rank also computes (merged intervals)"
@@ -62,6 +71,8 @@ def section(rows: Sequence[Row], title: str = "Strategies beside what the framew
 
 def _notes(steps: Sequence[Row]) -> list[str]:
     notes = [how_ranks_run(steps), *_NOTES] if steps else []
+    notes += [_IN_A_ROW] if any("in_a_row_ms" in row for row in steps) else []
+    notes += [_UNLIKE] if len({text(row, "framework") for row in steps}) > 1 else []
     for row in steps[:1]:
         if (first := number(row, "first_loss")) is not None:
             bound = number(row, "tolerance")

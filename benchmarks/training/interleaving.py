@@ -6,7 +6,7 @@ moves all of them alike. What cannot be made, or fails in its first step, is lef
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,6 +18,7 @@ from .measure import StepMetrics
 
 _T = TypeVar("_T")
 
+NUM_ROUNDS_IN_A_ROW = 5
 NUM_PREVIEWED = 2  # timed rounds after which rank 0 reports its medians
 
 
@@ -79,6 +80,7 @@ def interleave(
     barrier: Callable[[], None] = lambda: None,
     wait: Callable[[Any], Any] = lambda result: None,
     agree: Callable[[str], str] = lambda said: said,
+    is_previewed: bool = True,
 ) -> tuple[dict[str, tuple[list[Any], list[float]]], dict[str, str]]:
     """Runs every variant once a round, in turn; one that fails in its first step takes part in no other.
 
@@ -89,6 +91,7 @@ def interleave(
         barrier: Called before each step, untimed, so that ranks start together.
         wait: Returns when the value that it is given is there.
         agree: As for `Attempts`.
+        is_previewed: Whether the first medians are reported.
 
     Returns:
         By label: all metrics, and the seconds of the timed rounds; and why others failed.
@@ -113,7 +116,36 @@ def interleave(
             if index >= num_warmup:
                 seconds.append(taken[1])
         report(("progress", index + 1, num_rounds))
-        if index + 1 == num_warmup + NUM_PREVIEWED < num_rounds:
+        if is_previewed and index + 1 == num_warmup + NUM_PREVIEWED < num_rounds:
             medians_ms = {label: 1e3 * median(seconds) for label, (_, seconds) in results.items() if seconds}
             report(("preview", medians_ms, NUM_PREVIEWED, num_rounds - num_warmup))
     return {label: found for label, found in results.items() if label not in first_steps.failed}, first_steps.failed
+
+
+def time_in_a_row(
+    starts: Mapping[str, Callable[[int], Any]], num_steps: int, num_batches: int, **options: Any
+) -> dict[str, list[float]]:
+    """Times steps between two synchronisations, so that the host may run ahead of the device.
+
+    Args:
+        starts: By label, what starts the step of a batch and reads nothing of it.
+        num_steps: Between two synchronisations.
+        num_batches: There are, which take turns.
+        **options: ``barrier``, ``wait`` and ``agree`` of ``interleave``.
+
+    Returns:
+        By label, the seconds of a step in each round; nothing of one that fails.
+    """
+
+    def several(start: Callable[[int], Any]) -> Callable[[int], Any]:
+        def run(index: int) -> Any:
+            for place in range(num_steps):
+                last = start((index * num_steps + place) % num_batches)
+            return last
+
+        return run
+
+    report(("doing", f"training, {num_steps} steps in a row"))
+    variants = [Variant(label, several(start)) for label, start in starts.items()]
+    times, _ = interleave(variants, 1 + NUM_ROUNDS_IN_A_ROW, 1, is_previewed=False, **options)
+    return {label: [one / num_steps for one in seconds] for label, (_, seconds) in times.items()}

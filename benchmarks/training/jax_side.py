@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ from torchref.launch import report
 
 from ..harness.ranks import Ranks
 from .arithmetic import set_in_jax
-from .interleaving import Attempts, Variant, agree_over_ranks, interleave
+from .interleaving import Attempts, Variant, agree_over_ranks, interleave, time_in_a_row
 from .jax_variants import Jit, Planned, place, probes, rows_of_process
 from .measure import Measured, SideResult, StrategySpec, TrainingSetup, largest_difference, ranks_in_words
 
@@ -89,6 +90,12 @@ def run(ranks: Ranks, setup: TrainingSetup) -> SideResult:
                 one.planned, one.compiled, metrics, expected, difference, seconds, baseline, one.buckets,
                 one.schedule if dist.get_rank() == 0 else None,
             )  # fmt: skip
+    if setup.num_in_a_row:
+        found = time_in_a_row(
+            {label: attempt.made[label].start for label in measured}, setup.num_in_a_row, len(rows),
+            barrier=dist.barrier, agree=agree_over_ranks,
+        )  # fmt: skip
+        measured = {label: replace(one, in_a_row_seconds=found.get(label, [])) for label, one in measured.items()}
     kind, words = ranks_in_words(ranks, "jaxddp")
     return SideResult(
         num_ranks=int(mesh.size),

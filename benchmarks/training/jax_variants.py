@@ -70,8 +70,13 @@ class Planned:
 
     def step(self, index: int) -> StepMetrics:
         """Takes the step of a round."""
-        self.state, metrics = self._trainer.step(self.state, self._batches[index])
+        metrics = self.start(index)
         return StepMetrics(float(metrics["loss"]), float(metrics["grad_norm"]))
+
+    def start(self, index: int) -> dict[str, jax.Array]:
+        """Starts the step of a round, and on CPUs waits for it."""
+        self.state, metrics = self._trainer.step(self.state, self._batches[index])
+        return metrics
 
 
 class Jit:
@@ -96,6 +101,7 @@ class Jit:
         replicated = NamedSharding(mesh, PartitionSpec())
         trainer = jaxddp.Trainer(loss_fn, optimizer, jaxddp.naive(), mesh)
         self._trainer, self._batches = trainer, batches
+        self._is_on_cpu = platform_of(mesh) == "cpu"
         self._jitted = jax.jit(
             auto_step(loss_fn, optimizer),
             in_shardings=(replicated, by_rank),
@@ -121,8 +127,15 @@ class Jit:
 
     def step(self, index: int) -> StepMetrics:
         """Takes the step of a round."""
-        self.state, metrics = jax.block_until_ready(self._program(self.state, self._batches[index]))
+        metrics = self.start(index)
         return StepMetrics(float(metrics["loss"]), float(metrics["grad_norm"]))
+
+    def start(self, index: int) -> dict[str, jax.Array]:
+        """Starts the step of a round, and on CPUs waits for it."""
+        self.state, metrics = self._program(self.state, self._batches[index])
+        if self._is_on_cpu:
+            jax.block_until_ready(self.state)
+        return metrics
 
 
 def rows_of_process(batch: Batch) -> Batch:

@@ -59,6 +59,7 @@ class TrainingSetup:
         dtype: The arithmetic, one of ``DTYPES``.
         learning_rate: Of AdamW, with weight decay 0.01.
         with_baselines: Whether each strategy also runs with its communication removed.
+        num_in_a_row: Steps between two synchronisations that are timed as well, after all rounds; 0 for none.
         probe_bytes: Sizes of all-reduces that are timed as well; if there are any, so are forward and backward alone,
             and beside all-reduces of the last but one.
         with_schedules: Whether compiled programs are read.
@@ -75,6 +76,7 @@ class TrainingSetup:
     dtype: str = "f32"
     learning_rate: float = 1e-3
     with_baselines: bool = True
+    num_in_a_row: int = 0
     probe_bytes: tuple[int, ...] = ()
     with_schedules: bool = False
     with_traces: bool = False
@@ -117,6 +119,7 @@ class Measured:
         seconds: One for each timed round.
         baseline_seconds: The same with the communication removed; empty if that was not run.
         buckets: Names and bytes of the tensors of each bucket, in launch order.
+        in_a_row_seconds: Of a step among several between two synchronisations; empty if that was not run.
         schedule: What the step was compiled to, a ``jaxddp.compiled.schedule.Schedule``, if that was asked for.
     """
 
@@ -129,6 +132,7 @@ class Measured:
     baseline_seconds: list[float] = field(default_factory=list)
     buckets: list[list[tuple[str, int]]] = field(default_factory=list)
     schedule: Any = None
+    in_a_row_seconds: list[float] = field(default_factory=list)
 
     @property
     def timings(self) -> Timings:
@@ -222,6 +226,7 @@ def _merge(of_ranks: Sequence[Measured]) -> Measured:
         max_weight_difference=float(np.max([one.max_weight_difference for one in of_ranks])),  # NaN is worst
         seconds=_slowest([one.seconds for one in of_ranks]),
         baseline_seconds=_slowest([one.baseline_seconds for one in of_ranks]),
+        in_a_row_seconds=_slowest([one.in_a_row_seconds for one in of_ranks]),
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxddp.training.clock import summarize
+
 from ..harness.run import FAILED, NOT_RUN
 from .arithmetic import param_bytes
 from .measure import PEERS, Measured, SideResult, StrategySpec, TrainingSetup
@@ -76,7 +78,13 @@ def _measured_fields(measured: Measured) -> dict[str, Any]:
         "exposed_share": exposed and exposed.median_ms / timings.median_ms,
         "rounds_ms": _in_ms(measured.seconds),
         "baseline_rounds_ms": _in_ms(measured.baseline_seconds),
-    }
+    } | _in_a_row(measured.in_a_row_seconds)
+
+
+def _in_a_row(seconds: Sequence[float]) -> dict[str, Any]:
+    if not seconds:
+        return {}
+    return {"in_a_row_ms": summarize(seconds).median_ms, "in_a_row_rounds_ms": _in_ms(seconds)}
 
 
 def _in_ms(seconds: Sequence[float]) -> list[float]:

@@ -96,12 +96,17 @@ class Peer:
 
     def step(self, index: int) -> StepMetrics:
         """Takes the step of a round; the loss is this rank's."""
+        loss, norm = self.start(index)
+        return StepMetrics(float(loss), float(norm))
+
+    def start(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Starts the step of a round: loss and gradient norm."""
         self._optimizer.zero_grad()
         loss = loss_fn(self._net, self._batches[index])
         loss.backward()
         norm = nn.utils.get_total_norm([p.grad for p in self._net.parameters() if p.grad is not None])
         self._optimizer.step()
-        return StepMetrics(float(loss.detach()), float(_whole(norm)))
+        return loss.detach(), _whole(norm)
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

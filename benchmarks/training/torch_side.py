@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from torchref.train import local_rows
 from ..harness.exchange import group_device
 from ..harness.ranks import Ranks
 from .arithmetic import set_in_torch
-from .interleaving import Attempts, Variant, agree_over_ranks, interleave
+from .interleaving import Attempts, Variant, agree_over_ranks, interleave, time_in_a_row
 from .measure import Measured, SideResult, StepMetrics, StrategySpec, TrainingSetup, largest_difference, ranks_in_words
 from .torch_peers import Peer, is_peer
 from .torch_variants import Planned, probes, wrap
@@ -76,6 +77,12 @@ def run(ranks: Ranks, setup: TrainingSetup, initial: str) -> SideResult:
             measured[spec.label] = Measured(
                 one.planned, one.issued, metrics, expected, difference, seconds, baseline, one.buckets
             )
+    if setup.num_in_a_row:
+        found = time_in_a_row(
+            {label: attempt.made[label].start for label in measured}, setup.num_in_a_row, len(rows),
+            barrier=dist.barrier, wait=synchronize, agree=agree_over_ranks,
+        )  # fmt: skip
+        measured = {label: replace(one, in_a_row_seconds=found.get(label, [])) for label, one in measured.items()}
     kind, words = ranks_in_words(ranks, "torchref")
     return SideResult(
         num_ranks=num_ranks,

@@ -72,6 +72,7 @@ class Planned:
         ]
         owns_optimizer = parallel is not None and parallel.owns_optimizer
         optimizer: Any = net if owns_optimizer else torch.optim.AdamW(self.module.parameters(), **adamw(setup))
+        self._parallel, self._optimizer = parallel, optimizer
         self._trainer = torchref.Trainer(loss_fn, optimizer, net)
 
     def weights(self) -> dict[str, np.ndarray]:
@@ -86,6 +87,16 @@ class Planned:
             metrics = self._trainer.step(self._batches[index])
         self.issued = [(one.kind, one.num_bytes) for one in issued]
         return StepMetrics(metrics["loss"], metrics["grad_norm"])
+
+    def start(self, index: int) -> torch.Tensor:
+        """Starts the step of a round without its loss over ranks, which the trainer reads: the gradient norm."""
+        assert self._parallel is not None
+        self._net.zero_grad(set_to_none=True)
+        loss_fn(self._net, self._batches[index]).backward()
+        self._parallel.finish_gradient_synchronization()
+        norm = self._parallel.grad_norm()
+        self._optimizer.step()
+        return norm
 
 
 def probes(setup: TrainingSetup, module: nn.Module, batches: Sequence[TorchBatch]) -> list[Variant]:
