@@ -37,6 +37,8 @@ def add_parser(commands: Any) -> None:
         "--processes", type=int, metavar="N", help="start N processes on this machine, which share the devices"
     )
     add_max_restarts(parser)
+    _add(parser, "--compute-dtype", str, "compute and gather parameters in this dtype, such as bfloat16; the optimizer "
+         "updates float32 masters", "float32, without masters", "NAME")  # fmt: skip
     parser.add_argument("--simulate", action="store_true", help="simulate devices on the CPU even with accelerators")
     _add(parser, "--checkpoint", str, "folder for checkpoints; the last step is always saved", "none is saved", "DIR")
     _add(parser, "--checkpoint-every", int, "steps between checkpoints; 0: at the end only")
@@ -45,7 +47,7 @@ def add_parser(commands: Any) -> None:
         "ranks and any strategy; from step 0 if --checkpoint holds none; ends with status 0 if all --steps are taken: "
         "one command starts and restarts a run")  # fmt: skip
     parser.add_argument("--allow-changes", action="store_true", help="with --resume: go on although learning rate, "
-        "clipping, optimizer, batch size or compression differ from the checkpoint's")  # fmt: skip
+        "clipping, optimizer, batch size, compression or compute dtype differ from the checkpoint's")  # fmt: skip
     _add(parser, "--nonfinite", str, "if loss or gradient become NaN or infinite: raise ends the run with status 3; "
         "stop does so too, and saves the state before; skip goes on without the update", metavar="POLICY")  # fmt: skip
     _add(parser, "--max-skips", int, "steps in a row that --nonfinite skip may skip")

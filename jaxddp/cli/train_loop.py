@@ -42,7 +42,7 @@ from .train_report import StepReport, TrainSummary, is_due
 if TYPE_CHECKING:
     from ..checkpoint.checkpoints import Checkpoints
 
-CHANGEABLE = ("learning_rate", "max_grad_norm", "optimizer", "batch_size", "compression")
+CHANGEABLE = ("learning_rate", "max_grad_norm", "optimizer", "batch_size", "compression", "compute_dtype")
 """Options that change what a resumed run computes, which ``allow_changes`` allows."""
 
 
@@ -82,6 +82,7 @@ def train(
         loss_fn, _make_optimizer(options), strategy, mesh,
         num_microbatches=options.microbatches, max_grad_norm=options.max_grad_norm,
         nonfinite="raise" if options.nonfinite == "raise" else "skip", max_skips=options.max_skips + 1,
+        compute_dtype=options.compute_dtype,
     )  # fmt: skip
     max_skips = options.max_skips if options.nonfinite == "skip" else 0  # counted here, so that the state can be saved
     num_params = sum(leaf.size for leaf in jax.tree.leaves(params))

@@ -134,7 +134,8 @@ def trainer_call(small, monkeypatch):
 
 
 def test_options_reach_the_trainer(trainer_call):
-    seen = trainer_call(devices=4, strategy="flat", microbatches=2, max_grad_norm=0.5)
+    seen = trainer_call(devices=4, strategy="flat", microbatches=2, max_grad_norm=0.5, compute_dtype="bfloat16")
+    assert seen["compute_dtype"] == "bfloat16"
     assert (seen["mesh"].size, seen["strategy"].name) == (4, "flat")
     assert (seen["num_microbatches"], seen["max_grad_norm"]) == (2, 0.5)
     assert trainer_call(devices=None)["mesh"].size == 4
@@ -286,6 +287,7 @@ def test_what_does_not_fit_the_checkpoint_is_refused(bigram, text, tmp_path):
         ),
         ({"max_grad_norm": 0.5}, r"^max_grad_norm \(=0.5\) must be None, as in the checkpoint of step 3"),
         ({"compression": "bf16"}, r"^compression \(=bf16\) must be none, as in the checkpoint of step 3"),
+        ({"compute_dtype": "bfloat16"}, r"^compute_dtype \(=bfloat16\) must be None, as in the checkpoint of step 3"),
         ({"batch_size": 16}, r"^batch_size \(=16\) must be 8, as in the checkpoint of step 3"),
         ({"batch_size": 16, **anyway}, r"batch_size \(=16\) must divide the examples taken \(=24\)"),
         ({"optimizer": "adam"}, r"^optimizer \(=adam\) must be sgd, as in the checkpoint of step 3"),
@@ -295,6 +297,18 @@ def test_what_does_not_fit_the_checkpoint_is_refused(bigram, text, tmp_path):
             train(run(**{"steps": 5, "resume": bool(changes), **changes}))
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.steps() == [3]
+
+
+@pytest.mark.full
+def test_a_run_in_bfloat16_has_the_loss_of_one_in_float32(small, text):
+    wide, narrow = (
+        train(small(data=text, steps=4, strategy="zero2", microbatches=2, optimizer="adamw", compute_dtype=dtype))
+        for dtype in (None, "bfloat16")
+    )
+    assert sorted(narrow.planned) == narrow.compiled
+    assert narrow.last_loss != wide.last_loss
+    assert narrow.last_loss == pytest.approx(wide.last_loss, rel=1e-2)
+    assert narrow.validation_loss == pytest.approx(wide.validation_loss, rel=1e-2)
 
 
 def test_what_changes_on_a_resume_is_said(bigram, text, tmp_path):

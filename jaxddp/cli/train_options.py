@@ -12,6 +12,7 @@ DEFAULT_SIMULATED_DEVICES = 4
 OPTIMIZERS = ("adamw", "adam", "sgd")
 NUM_BYTE_VALUES = 256
 NONFINITE = ("raise", "skip", "stop")
+COMPUTE_DTYPES = ("bfloat16", "float32")
 REPLICAS = ("stop", "restore")
 
 
@@ -32,6 +33,7 @@ class TrainOptions:
     weights: str | None = None
     bucket_mb: float | None = None
     compression: str = "none"
+    compute_dtype: str | None = None
     batch_size: int = 32
     microbatches: int = 1
     learning_rate: float = 1e-3
@@ -87,6 +89,8 @@ class TrainOptions:
             raise ValueError(f"learning_rate (={self.learning_rate}) must be a positive finite number")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm (={self.max_grad_norm}) must be positive")
+        if self.compute_dtype not in (None, *COMPUTE_DTYPES):
+            raise ValueError(f"compute_dtype (={self.compute_dtype!r}) must be one of {', '.join(COMPUTE_DTYPES)}")
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"unknown optimizer {self.optimizer!r}: one of {', '.join(OPTIMIZERS)}")
         if self.devices is not None:

@@ -162,6 +162,7 @@ def test_every_option_is_on_the_command_line_with_its_default(monkeypatch):
         "weights": "w.npz",
         "bucket_mb": 1.5,
         "compression": "bf16",
+        "compute_dtype": "bfloat16",
         "batch_size": 12,
         "microbatches": 3,
         "learning_rate": 0.5,
