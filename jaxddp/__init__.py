@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from .training.allocator import keep_freed_memory as keep_freed_memory
     from .training.own_loop import jit as jit
     from .training.own_loop import value_and_grad as value_and_grad
+    from .training.prefetch import prefetch as prefetch
     from .training.replicas import ReplicaError as ReplicaError
     from .training.train import NonFiniteError as NonFiniteError
     from .training.train import Trainer as Trainer
@@ -105,6 +106,7 @@ _MODULES = {
     "compile_options": ".training.xla",
     "jit": ".training.own_loop",
     "value_and_grad": ".training.own_loop",
+    "prefetch": ".training.prefetch",
     "configure": ".training.xla",
     "keep_freed_memory": ".training.allocator",
     "gradient_collectives": ".compiled.schedule",

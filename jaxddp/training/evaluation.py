@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..metrics import PerExample, Sum, map_parts
-from .validation import check_batch, count_examples, is_global
+from .validation import check_batch, count_examples, host_arrays, is_global
 
 Run = Callable[[Any, np.ndarray], dict[str, Any]]
 """``(batch, is_real)`` of this process's ranks ``->`` the parts of all ranks, as ``metrics.Measure`` gives them."""
@@ -59,26 +59,26 @@ def _padded(batches: Any, mesh: Mesh) -> Iterator[tuple[Any, np.ndarray, np.ndar
     place = np.array([processes[:rank].count(process) for rank, process in enumerate(processes)])
     num_ranks = np.array(list(map(processes.count, processes)))  # of the process of each rank
     num_local = processes.count(jax.process_index())
+    by_rank = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     most: dict[Any, int] = {}  # rows of a rank, by the shapes of an example
     iterator, end, last = _each(batches), object(), None
     while True:
-        batch = next(iterator, end)
+        batch = host_arrays(next(iterator, end))
         num_rows = -1 if batch is end else _count_local(batch, mesh.size, num_local)
-        rows = _of_ranks(num_rows, num_local, mesh) if len(set(processes)) > 1 else np.full(mesh.size, num_rows)
+        rows = _of_ranks(num_rows, num_local, by_rank) if len(set(processes)) > 1 else np.full(mesh.size, num_rows)
         if rows.max() < 0:
             return
         if not most and rows.min() < 0:
             process = processes[rows.argmin()]
             raise ValueError(f"process {process} has no batch: each must have one, which may hold no examples")
-        last = jax.tree.map(lambda leaf: leaf[:0], last) if batch is end else batch
-        rows, leaves = rows.clip(0), jax.tree.leaves(last)
-        size = int(np.ceil(rows / num_ranks).max())
-        if not any(map(is_global, leaves)):
-            key = tuple((tuple(leaf.shape[1:]), str(leaf.dtype)) for leaf in leaves)
-            size = most[key] = max(size, most.get(key, 1))
+        if batch is end:
+            batch = jax.tree.map(lambda leaf: np.empty((0, *leaf.shape[1:]), leaf.dtype), last)
+        last, rows = batch, rows.clip(0)
+        key = tuple((tuple(leaf.shape[1:]), str(leaf.dtype)) for leaf in jax.tree.leaves(batch))
+        size = most[key] = max(int(np.ceil(rows / num_ranks).max()), most.get(key, 1))
         is_real = np.arange(size) < (rows - place * size)[:, None]
-        pad = functools.partial(_pad, size * num_local)
-        yield jax.tree.map(pad, last), np.arange(size * num_local) < max(num_rows, 0), is_real.reshape(-1)
+        own = np.arange(size * num_local) < num_rows
+        yield jax.tree.map(functools.partial(_pad, num_rows, own.size, by_rank), batch), own, is_real.reshape(-1)
 
 
 def _each(batches: Any) -> Iterator[Any]:
@@ -99,16 +99,18 @@ def _count_local(batch: Any, num_ranks: int, num_local: int) -> int:
     return count_examples(batch)
 
 
-def _of_ranks(number: int, num_local: int, mesh: Mesh) -> np.ndarray:
+def _of_ranks(number: int, num_local: int, by_rank: NamedSharding) -> np.ndarray:
     """Gives every process the number of each rank's process."""
-    by_rank = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     mine = jax.make_array_from_process_local_data(by_rank, np.full(num_local, number, np.int32))
     return np.asarray(multihost_utils.process_allgather(mine, tiled=True))
 
 
-def _pad(size: int, leaf: Any) -> Any:
-    if is_global(leaf) or len(leaf) == size:
+def _pad(num_rows: int, size: int, by_rank: NamedSharding, leaf: Any) -> Any:
+    if num_rows == size:
         return leaf
+    if is_global(leaf):
+        shards = jax.device_put(leaf, by_rank).addressable_shards
+        leaf = np.concatenate([shard.data for shard in sorted(shards, key=lambda shard: shard.index[0].start)])
     padded = np.zeros((size, *leaf.shape[1:]), leaf.dtype)
     padded[: len(leaf)] = leaf
     return padded

@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ..tree import named_leaves
 from .state_layout import Leaf
+from .validation import is_global
 
 PIECE_BYTES = 2**25
 """Size of the pieces in which process 0 broadcasts an array."""
@@ -92,6 +93,22 @@ def _place(mesh: Mesh | AbstractMesh, array: Any, leaf: Leaf) -> jax.Array:
     held: Any = np.asarray(array, leaf.dtype)
     held = held if leaf.cut is None else leaf.cut.to_global(held)
     return jax.make_array_from_callback(held.shape, sharding, lambda index: held[index])
+
+
+def place_batch(batch: Any, sharding: NamedSharding) -> Any:
+    """Splits a batch over the ranks.
+
+    Args:
+        batch: A tree of arrays of this process's examples; arrays over all processes stay as they are.
+        sharding: ``Trainer.batch_sharding``.
+
+    Returns:
+        A tree of arrays over the mesh.
+    """
+    if jax.process_count() > 1:
+        make = partial(jax.make_array_from_process_local_data, sharding)
+        batch = jax.tree.map(lambda leaf: leaf if is_global(leaf) else make(np.asarray(leaf)), batch)
+    return jax.device_put(batch, sharding)
 
 
 def place_by_rank(tree: Any, mesh: Mesh | AbstractMesh) -> Any:

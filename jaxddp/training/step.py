@@ -111,6 +111,7 @@ class RankStep:
             params = self._updated_here(masters)
             grads = self.clip(grads, params, metrics["grad_norm"])
             new = *self.update(grads, params, state.opt_state, metrics["loss"], trainable), memory, model_state
+            metrics |= _learning_rate(new[1])
             conditions = []
             if parts.loss.weight is not None:  # with no weight at all, weight decay and momentum must not move anything
                 conditions.append(parts.loss.weight != 0)
@@ -325,3 +326,13 @@ class RankStep:
         """What this rank updates: the parameters as it holds them, or its shards of full ones."""
         holds_full = self.strategy.reduce is REDUCE_SCATTER and self.compute_dtype is None
         return local_shards(params, self.axis) if holds_full else params
+
+
+def _learning_rate(opt_state: Any) -> dict[str, Any]:
+    """The metric of an optimizer whose state has a rate, as ``optax.inject_hyperparams`` keeps it, or several."""
+    rates = {
+        path_name(path[:-2]): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state)
+        if path_name(path[-2:]) == "hyperparams.learning_rate"
+    }
+    return {"learning_rate": rates if len(rates) > 1 else next(iter(rates.values()))} if rates else {}

@@ -11,7 +11,6 @@ import math
 import warnings
 import zlib
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -32,13 +31,13 @@ from ..zero.elementwise import describe_update
 from .agreement import agreement, check_alike
 from .evaluation import evaluate_batches
 from .model_state import STATE_SYNC, planned_sync
-from .placement import describe, from_first_process, full_arrays, place, place_by_rank, whole
+from .placement import describe, from_first_process, full_arrays, place, place_batch, place_by_rank, whole
 from .programs import Programs, StepFunction
 from .replicas import ReplicaError, check_replicas
 from .state_layout import StateLayout
 from .step import NONFINITE_STATE, RankStep
 from .step import TrainState as TrainState
-from .validation import abstract, as_arrays, check_alive, check_batch, check_state, is_global, signature
+from .validation import abstract, as_arrays, check_alive, check_batch, check_state, host_arrays, is_global, signature
 
 NONFINITE = ("ignore", "raise", "skip")
 
@@ -199,9 +198,13 @@ class Trainer:
             state_sync=state_sync,
         )
         self._replicated = NamedSharding(mesh, PartitionSpec())
-        self._by_rank = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self._agreed: dict[Any, dict[str, str]] = {}  # shapes of batches that all processes have
         self._programs = Programs(self._rank_step, mesh)
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """How the arrays of a batch lie over the ranks: split along dimension 0."""
+        return NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
 
     def with_strategy(self, strategy: Strategy, mesh: Mesh | AbstractMesh | None = None) -> Trainer:
         """Gives the trainer of the same run under another strategy, on another mesh if one is given."""
@@ -275,12 +278,13 @@ class Trainer:
         Args:
             state: Donated: use the returned one from here on.
             batch: A tree of arrays whose dimension 0 counts examples, the same number in all: those of all ranks,
-                or, where several processes train together, of this process's ranks.
+                or, where several processes train together, of this process's ranks. Tensors of PyTorch will do.
 
         Returns:
             The next state, and metrics: ``"loss"``, the global mean before the update; ``"grad_norm"``, of the
             averaged gradient before clipping; ``"aux"`` with ``has_aux``; ``"skipped"`` with ``nonfinite="skip"``, 1
-            if the step was, else 0.
+            if the step was, else 0; ``"learning_rate"`` of this update if ``optax.inject_hyperparams`` keeps one in
+            the optimizer's state, of several a dict by the path of their state.
 
         Raises:
             NonFiniteError: If loss, gradient or model state are not finite and ``nonfinite="raise"``, which names the
@@ -410,6 +414,7 @@ class Trainer:
                 refuses.
         """
         check_state(state)
+        batch = host_arrays(batch)
         check_batch(batch, self.num_ranks, self.num_microbatches)
         return self._programs.step(state, batch)
 
@@ -426,7 +431,7 @@ class Trainer:
             Which gradients are communicated together.
         """
         check_state(state)
-        return self._programs.plan(state, batch)
+        return self._programs.plan(state, host_arrays(batch))
 
     def planned(self, state: TrainState, batch: Any) -> list[tuple[str, int]]:
         """Lists ``(kind, bytes)`` of the collectives that one step should have for gradients and parameters.
@@ -434,7 +439,7 @@ class Trainer:
         Those of metrics, of the model state (``planned_sync``) and of the loss function itself are left out.
         """
         check_state(state)
-        return self._programs.planned(state, batch)
+        return self._programs.planned(state, host_arrays(batch))
 
     def planned_sync(self, state: TrainState) -> list[tuple[str, int]]:
         """Lists ``(kind, bytes)`` of the collectives by which ranks agree on the model state at the end of a step."""
@@ -446,6 +451,7 @@ class Trainer:
 
     def trace(self, state: TrainState, batch: Any) -> GradientTrace:
         """Traces one rank's backward pass: the gradients in the order in which they become ready."""
+        batch = host_arrays(batch)
         check_batch(batch, self.num_ranks, self.num_microbatches)
         return self._programs.trace(state, batch)
 
@@ -463,6 +469,7 @@ class Trainer:
         Raises:
             ValueError: As ``compile``.
         """
+        batch = host_arrays(batch)
         check_batch(batch, self.num_ranks, self.num_microbatches)
         return self._programs.step_function(state, batch, plan)
 
@@ -560,15 +567,15 @@ class Trainer:
         return said
 
     def _place(self, batch: Any, num_microbatches: int, state: TrainState | None = None) -> Any:
+        batch = host_arrays(batch)
         if jax.process_count() > 1:
             held = jax.tree.map(lambda leaf: leaf if is_global(leaf) else np.asarray(leaf), batch)
             # With another number of examples in each process, the mean over ranks would be one of unlike means.
             key = signature(held), state is None
             agreement().check(key, lambda: self._describe(held, num_microbatches, state), self._agreed)
-            make = partial(jax.make_array_from_process_local_data, self._by_rank)
-            batch = jax.tree.map(lambda leaf: leaf if is_global(leaf) else make(leaf), held)
+            batch = place_batch(held, self.batch_sharding)
         check_batch(batch, self.num_ranks, num_microbatches)
-        return jax.device_put(batch, self._by_rank)
+        return jax.device_put(batch, self.batch_sharding)
 
 
 def _with_compute_dtype(strategy: Strategy, compute_dtype: Any) -> Strategy:

@@ -462,3 +462,26 @@ def test_other_bad_input():
         jaxddp.data_mesh(9)
     with pytest.raises(ValueError, match=r"num_devices \(=9\) cannot be simulated: JAX has already started with 8 cpu"):
         jaxddp.simulate_devices(9)
+
+
+RATE = optax.inject_hyperparams(optax.adam)(optax.linear_schedule(0.4, 0.0, 4))
+
+
+@pytest.mark.parametrize("strategy", [jaxddp.flat(), jaxddp.zero1(), jaxddp.zero3(min_shard_elements=0)])
+def test_the_learning_rate_of_each_step_is_a_metric(strategy):
+    trainer = make(strategy=strategy, optimizer=optax.chain(optax.clip(1.0), RATE))
+    state, rates = trainer.init(linear_params()), []
+    for _ in range(3):
+        state, metrics = trainer.step(state, regression_batch())
+        rates.append(metrics["learning_rate"])
+    np.testing.assert_allclose(rates, [0.4, 0.3, 0.2], rtol=1e-6)
+    trainer = make(strategy=strategy, optimizer=optax.adam(0.1))
+    assert "learning_rate" not in trainer.step(trainer.init(linear_params()), regression_batch())[1]
+
+
+def test_several_learning_rates_are_named():
+    optimizer = optax.partition({"a": RATE, "b": optax.inject_hyperparams(optax.sgd)(0.5)}, {"w": "a", "b": "b"})
+    trainer = make(optimizer=optimizer)
+    _, metrics = trainer.step(trainer.init(linear_params()), regression_batch())
+    rates = {name: float(rate) for name, rate in metrics["learning_rate"].items()}
+    assert rates == pytest.approx({"inner_states.a.inner_state": 0.4, "inner_states.b.inner_state": 0.5})

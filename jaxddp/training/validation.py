@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..arguments import check_kind
 from ..tree import named_leaves
@@ -78,6 +79,21 @@ def count_examples(batch: Any) -> int:
     if len(set(lengths.values())) != 1:
         raise ValueError(f"batch leaves must agree in length, they have {lengths}")
     return next(iter(lengths.values()))
+
+
+def host_arrays(batch: Any) -> Any:
+    """Turns other frameworks' arrays in a batch, such as PyTorch's tensors, into NumPy's, without a copy."""
+
+    def host_array(leaf: Any) -> Any:
+        if isinstance(leaf, (jax.Array, np.ndarray, np.generic)) or not hasattr(leaf, "__array__"):
+            return leaf
+        leaf = leaf.detach().cpu() if hasattr(leaf, "detach") else leaf
+        try:
+            return np.asarray(leaf)
+        except TypeError:  # NumPy has no bfloat16 of its own
+            return jnp.from_dlpack(leaf)
+
+    return jax.tree.map(host_array, batch)
 
 
 def is_global(leaf: Any) -> bool:
