@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .ddp import flat as flat
     from .ddp import naive as naive
     from .ddp import overlapped as overlapped
+    from .inspection.strategies import inspect as inspect
     from .loss import Weighted as Weighted
     from .mesh import data_mesh as data_mesh
     from .mesh import simulate_devices as simulate_devices
@@ -111,6 +112,7 @@ _MODULES = {
     "keep_freed_memory": ".training.allocator",
     "gradient_collectives": ".compiled.schedule",
     "read_schedule": ".compiled.schedule",
+    "inspect": ".inspection.strategies",
     "tune_buckets": ".simulation.tuning",
     "flax": ".flax",
     "targets": ".targets",

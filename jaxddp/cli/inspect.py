@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from datetime import datetime
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from .quiet import import_jax
 
+_MODEL, _BATCH_PER_DEVICE = "seed_xl", 16
 _SHAPES = ("layers", "width", "heads", "hidden", "vocab", "context")
 
 
@@ -25,7 +28,9 @@ def add_parser(commands: Any) -> None:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--model", default="seed_xl", metavar="NAME", help="a named size, or custom (default: %(default)s)")
+    add("--model", metavar="NAME", help="a named size, or custom (default: seed_xl)")
+    add("--trainer", metavar="MODULE:FUNCTION", help="your own training: the function gives (loss_fn, optimizer, "
+        "params, batch), of which shapes are enough, and if wanted a dict of Trainer's other options")  # fmt: skip
     for shape in _SHAPES:
         add(f"--{shape}", type=int, metavar="N", help=f"{shape} of --model custom")
     add("--strategy", default="bucketed", metavar="NAME", help="one of STRATEGIES, or "
@@ -38,7 +43,7 @@ def add_parser(commands: Any) -> None:
     add("--network-gb-per-s", type=float, metavar="GB", help="10^9 bytes per second that one rank can send: to other "
         "hosts if there are several, else to the others of its own (default: the published links)")  # fmt: skip
     add("--latency-us", type=float, default=15.0, metavar="US", help="microseconds per all-reduce (default: 15)")
-    add("--batch-per-device", type=int, default=16, metavar="N", help="sequences on each device (default: 16)")
+    add("--batch-per-device", type=int, metavar="N", help="sequences on each device (default: 16)")
     add("--hlo", metavar="FILE", help="read this scheduled HLO text instead of compiling a model")
     add("--dump-hlo", metavar="FILE", help="write the scheduled program of --strategy")
     add("--json", action="store_true", help="print one JSON object instead of the table; files only with --out")
@@ -60,7 +65,7 @@ def run(arguments: argparse.Namespace) -> None:
     jax.config.update("jax_platforms", "cpu")  # compiling for a target needs no accelerator
 
     from .. import targets
-    from ..inspection.strategies import inspect_dump, inspect_steps
+    from ..inspection.strategies import inspect_dump, inspect_steps, transformer_training
     from ..simulation.simulate import network_of
     from .inspect_console import as_json, show
 
@@ -72,9 +77,13 @@ def run(arguments: argparse.Namespace) -> None:
         inspections = [inspect_dump(Path(arguments.hlo).name, text, target, network)]
     else:
         strategies = list(dict.fromkeys([arguments.strategy, *arguments.compare]))
+        if arguments.trainer is not None:
+            training = _training_of(arguments.trainer)
+        else:
+            batch_per_device = arguments.batch_per_device or _BATCH_PER_DEVICE
+            training = transformer_training(_config(arguments), batch_per_device * target.num_devices)
         inspections = inspect_steps(
-            strategies, _config(arguments), target, network,
-            bucket_mb=arguments.bucket_mb, batch_per_device=arguments.batch_per_device,
+            strategies, training, target, network, bucket_mb=arguments.bucket_mb,
             say=(lambda text: None) if arguments.json else partial(print, flush=True),
         )  # fmt: skip
     if arguments.dump_hlo is not None:
@@ -84,7 +93,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps(as_json(inspections)))
     else:
-        show(inspections, arguments.model if arguments.hlo is None else arguments.hlo, folder)
+        show(inspections, arguments.hlo or arguments.trainer or arguments.model or _MODEL, folder)
 
 
 def _check_options(arguments: argparse.Namespace) -> Path | None:
@@ -94,9 +103,13 @@ def _check_options(arguments: argparse.Namespace) -> Path | None:
         if value is not None and value < 1:
             raise ValueError(f"{name} (={value}) must be a positive integer")
     if arguments.hlo is not None:
-        for name in ("compare", "bucket_mb", "dump_hlo", *_SHAPES):
+        for name in ("compare", "bucket_mb", "dump_hlo", "trainer", *_SHAPES):
             if (value := getattr(arguments, name)) not in (None, []):
                 raise ValueError(f"{name} (={value}) must be left out with --hlo, which is one program as it is")
+    if arguments.trainer is not None:
+        for name in ("model", "batch_per_device", *_SHAPES):
+            if (value := getattr(arguments, name)) is not None:
+                raise ValueError(f"{name} (={value}) must be left out with --trainer, which says what is trained")
     if arguments.dump_hlo is not None:
         dump = Path(arguments.dump_hlo)
         if dump.exists():
@@ -122,16 +135,45 @@ def _draw(folder: Path, inspections: list[Any]) -> None:
     write_trace(simulations, folder / "trace.json")
 
 
+def _training_of(spec: str) -> Any:
+    """Imports and calls what ``--trainer`` names; an error within it is its author's, and is not caught."""
+    from ..inspection.strategies import Training
+
+    module, _, function = spec.partition(":")
+    if not module or not function:
+        raise ValueError(f"trainer (={spec}) must be MODULE:FUNCTION, such as my_module:make")
+    if str(Path.cwd()) not in sys.path:  # as it is for ``python -m``
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        make = getattr(import_module(module), function)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise ValueError(f"trainer (={spec}) must name a module that can be imported from here: {error}") from error
+    except AttributeError as error:
+        raise ValueError(f"trainer (={spec}) must name a function of the module: {error}") from error
+    made = make()
+    if (
+        not isinstance(made, tuple)
+        or len(made) not in (4, 5)
+        or not isinstance(made[-1] if len(made) == 5 else {}, dict)
+    ):
+        raise ValueError(
+            f"trainer (={spec}) must give (loss_fn, optimizer, params, batch), and a dict of options if any"
+        )
+    return Training(*made)
+
+
 def _config(arguments: argparse.Namespace) -> Any:
     from ..models import SIZES, TransformerConfig
 
     given = {shape: getattr(arguments, shape) for shape in _SHAPES if getattr(arguments, shape) is not None}
-    if arguments.model != "custom":
+    if (model := arguments.model or _MODEL) != "custom":
         if given:
-            raise ValueError(f"--{next(iter(given))} must come with --model custom, not with {arguments.model!r}")
-        if arguments.model not in SIZES:
-            raise ValueError(f"unknown model {arguments.model!r}: one of custom, {', '.join(SIZES)}")
-        return SIZES[arguments.model]
+            raise ValueError(f"--{next(iter(given))} must come with --model custom, not with {model!r}")
+        if model not in SIZES:
+            raise ValueError(f"unknown model {model!r}: one of custom, {', '.join(SIZES)}")
+        return SIZES[model]
     if missing := [f"--{shape}" for shape in _SHAPES if shape not in given]:
         raise ValueError(f"--model custom needs {', '.join(missing)} as well")
     return TransformerConfig(*(given[name] for name in ("vocab", "context", "width", "layers", "heads", "hidden")))

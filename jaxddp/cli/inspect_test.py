@@ -275,3 +275,57 @@ def test_interrupt_is_one_line_and_status_130_and_leaves_no_process(tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert os.listdir(tmp_path) == []
+
+
+OWN = """
+import jax, jax.numpy as jnp, optax
+
+def make():
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
+    def loss_fn(params, batch, key):
+        hidden = batch["x"] @ params["w"] * jax.random.bernoulli(key, 0.5, (64,))
+        return jnp.mean(hidden ** 2), {}
+    return loss_fn, optax.adamw(1e-3), {"w": shape(32, 64)}, {"x": shape(8, 32)}, {"has_aux": True}
+
+def wrong():
+    return 1, 2
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "own_training.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_a_training_of_ones_own(own, capsys):
+    main("inspect --trainer own_training:make --strategy naive --compare zero1 --target h100:2 --json".split())
+    naive = json.loads(capsys.readouterr().out)
+    (zero1,) = naive["compare"]
+    num_bytes = 4 * 32 * 64
+    assert [(one["kind"], one["bytes"]) for one in naive["compiled"]] == [("all-reduce", num_bytes)]
+    assert {one["kind"] for one in zero1["compiled"]} == {"reduce-scatter", "all-gather"}
+    for each in (naive, zero1):
+        assert each["as_planned"] and each["memory"]["parameters"] == num_bytes
+        assert each["memory"]["batch"] == 4 * 8 * 32 // 2
+    assert (naive["memory"]["optimizer_state"], zero1["memory"]["optimizer_state"]) == (
+        2 * num_bytes + 4,
+        num_bytes + 4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("own_training", r"trainer \(=own_training\) must be MODULE:FUNCTION, such as my_module:make"),
+        ("no_such_module:make", r"trainer \(=no_such_module:make\) must name a module that can be imported from here"),
+        ("own_training:none", r"trainer \(=own_training:none\) must name a function of the module"),
+        ("own_training:wrong", r"trainer \(=own_training:wrong\) must give \(loss_fn, optimizer, params, batch\)"),
+        ("own_training:make --model small", r"model \(=small\) must be left out with --trainer"),
+        ("own_training:make --batch-per-device 4", r"batch_per_device \(=4\) must be left out with --trainer"),
+    ],
+)
+def test_a_training_that_is_none(options, message, own, capsys):
+    assert main(f"inspect --trainer {options} --json".split()) == 2
+    assert re.match(rf"error: {message}.*\n$", capsys.readouterr().err)

@@ -7,9 +7,11 @@ and with a bound that no schedule can beat.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from inspect import signature
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +25,14 @@ from ..models import TransformerConfig, abstract
 from ..network import Network
 from ..registry import STRATEGIES, is_bucketed, make_strategy
 from ..simulation.bound import Bound, lower_bound
-from ..simulation.simulate import Simulation, simulate
+from ..simulation.simulate import Simulation, network_of, simulate
 from ..simulation.tuning import tune_buckets
 from ..targets.compile import start_compile_for_target
 from ..targets.job import Pending
 from ..targets.program import TargetMemoryError, TargetProgram
 from ..training.jit_baseline import auto_step
 from ..training.train import Trainer, TrainState
+from ..training.validation import abstract as shapes_of
 
 AUTO = "auto"
 LEARNING_RATE = 1e-3
@@ -103,40 +106,94 @@ class Inspection:
         return max([self.schedule.num_devices, *(max(group) + 1 for group in groups)])
 
 
+class Training(NamedTuple):
+    """A training run by its shapes.
+
+    Attributes:
+        loss_fn: As ``Trainer`` takes it.
+        params: A tree of arrays or ``jax.ShapeDtypeStruct``.
+        batch: The global batch; the same.
+        options: Others of ``Trainer``.
+    """
+
+    loss_fn: Callable[..., Any]
+    optimizer: optax.GradientTransformation
+    params: Any
+    batch: Any
+    options: Mapping[str, Any] = MappingProxyType({})
+
+
+def transformer_training(config: TransformerConfig, num_sequences: int) -> Training:
+    """Describes the training of the package's transformer with AdamW on so many sequences of its full context."""
+    loss_fn, params = abstract(config)
+    tokens = jax.ShapeDtypeStruct((num_sequences, config.context), jnp.int32)
+    return Training(loss_fn, optax.adamw(LEARNING_RATE), params, {"tokens": tokens, "targets": tokens})
+
+
+def inspect(
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    params: Any,
+    batch: Any,
+    *,
+    target: str = "h100:8",
+    strategies: Sequence[str] = ("bucketed",),
+    bucket_mb: Any = None,
+    network: Network | None = None,
+    **options: Any,
+) -> list[Inspection]:
+    """Compiles training steps for a machine that is not here, reads them back and simulates them.
+
+    Args:
+        loss_fn: As ``Trainer`` takes it.
+        optimizer: Any optax transformation.
+        params: A tree of arrays or ``jax.ShapeDtypeStruct``: shapes are enough.
+        batch: The global batch of all devices; the same.
+        target: Chip and count, as ``h100:8`` or ``v5p:64``; ``h100:4x8`` is 4 hosts of 8.
+        strategies: Names in ``STRATEGIES``, or ``"auto"``: plain ``jit`` with replicated parameters.
+        bucket_mb: Bucket cap in MiB of the strategies that take one, or ``"auto"``.
+        network: How fast ranks send; the published links of the target if None.
+        **options: Others of ``Trainer``, such as ``num_microbatches``.
+
+    Returns:
+        For each strategy the planned and compiled collectives, the schedule, its simulation, and the bytes of a device.
+
+    Raises:
+        ValueError: If a strategy or the target is unknown, ``bucket_mb`` applies to none of them, ``"auto"`` comes with
+            options, the step does not fit into the target's memory, or as ``Trainer``.
+    """
+    machine = targets.target(target)
+    training = Training(loss_fn, optimizer, params, batch, options)
+    return inspect_steps(strategies, training, machine, network or network_of(machine), bucket_mb=bucket_mb)
+
+
 def inspect_steps(
     strategies: Sequence[str],
-    config: TransformerConfig,
+    training: Training,
     target: targets.Target,
     network: Network,
     *,
     bucket_mb: Any = None,
-    batch_per_device: int = 16,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Inspection]:
-    """Compiles a model's training step with AdamW under several strategies and simulates each.
-
-    ``strategies`` are names in ``STRATEGIES``, or ``"auto"``: plain ``jit`` with replicated parameters. ``bucket_mb``
-    is for those that take it; ``say`` shows progress.
-
-    Raises:
-        ValueError: If a strategy is unknown, ``bucket_mb`` is out of range or applies to none of them, or the step does
-            not fit into the target's memory.
-    """
+    """Does the work of ``inspect``; ``say`` shows progress."""
+    loss_fn, optimizer, params, batch, options = training
+    params, batch = shapes_of(params), shapes_of(batch)
     for name in strategies:
         if name != AUTO and name not in STRATEGIES:
             raise ValueError(f"unknown strategy {name!r}: one of {AUTO}, {', '.join(STRATEGIES)}")
     if bucket_mb is not None and not any(map(is_bucketed, strategies)):
         allowed = ", ".join(filter(is_bucketed, STRATEGIES))
         raise ValueError(f"bucket_mb (={bucket_mb}) must come with one of {allowed}, not {strategies[0]!r}")
-    loss_fn, params = abstract(config)
-    optimizer = optax.adamw(LEARNING_RATE)
+    if AUTO in strategies:
+        _check_auto(loss_fn, params, batch, options)
     mesh = targets.mesh(target.spec)
-    tokens = jax.ShapeDtypeStruct((batch_per_device * target.num_devices, config.context), jnp.int32)
-    batch = {"tokens": tokens, "targets": tokens}
     trainers = {
-        name: Trainer(loss_fn, optimizer, _make(name, bucket_mb, network), mesh) for name in strategies if name != AUTO
+        name: Trainer(loss_fn, optimizer, _make(name, bucket_mb, network), mesh, **options)
+        for name in strategies
+        if name != AUTO
     }
-    whole = Trainer(loss_fn, optimizer, make_strategy("naive"), mesh)
+    whole = Trainer(loss_fn, optimizer, make_strategy("naive"), mesh, **options)
     state = whole.abstract_state(params)
     states = {name: trainer.abstract_state(params) for name, trainer in trainers.items()}
     held = {name: _held(trainer, states[name]) for name, trainer in trainers.items()}
@@ -205,6 +262,19 @@ def _make(name: str, bucket_mb: Any, network: Network) -> Any:
     if not is_bucketed(name) or bucket_mb is None or (bucket_mb == AUTO and name != "bucketed"):
         return make_strategy(name)
     return make_strategy(name, bucket_mb=bucket_mb, **({"network": network} if bucket_mb == AUTO else {}))
+
+
+def _check_auto(loss_fn: Callable[..., Any], params: Any, batch: Any, options: Mapping[str, Any]) -> None:
+    """Raises ValueError for what plain ``jit`` of a loss does not do."""
+    rule = f"strategy {AUTO!r} must come with a loss of (params, batch) that is one number, and no options of Trainer"
+    if options:
+        raise ValueError(f"{rule}: {next(iter(options))} is one")
+    try:
+        signature(loss_fn).bind(params, batch)
+    except TypeError as error:
+        raise ValueError(f"{rule}: {error}") from error
+    if getattr(jax.eval_shape(loss_fn, params, batch), "shape", None) != ():
+        raise ValueError(f"{rule}: it returns another")
 
 
 def _start_auto(loss_fn: Any, optimizer: Any, target: targets.Target, state: TrainState, batch: Any) -> Any:

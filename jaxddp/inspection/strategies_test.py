@@ -5,7 +5,7 @@ import pytest
 from jaxddp import targets
 from jaxddp.cli.inspect_console import as_json
 from jaxddp.compiled.testdata import fixture_names, load_fixture
-from jaxddp.inspection.strategies import inspect_dump, inspect_steps, platform_of_text
+from jaxddp.inspection.strategies import inspect_dump, inspect_steps, platform_of_text, transformer_training
 from jaxddp.models import SIZES, TransformerConfig
 from jaxddp.network import Network
 from jaxddp.targets.program import MemoryStats, TargetMemoryError, TargetProgram
@@ -18,7 +18,7 @@ NETWORK = Network(450, host_gb_per_s=50, devices_per_host=8)
 
 
 def inspect(*strategies):
-    return inspect_steps(strategies, CONFIG, TARGET, NETWORK, bucket_mb=0.03, batch_per_device=4)
+    return inspect_steps(strategies, transformer_training(CONFIG, 4 * 16), TARGET, NETWORK, bucket_mb=0.03)
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_a_step_too_large_says_by_how_much_and_what_would_fit(needed_gb, by_the_
     monkeypatch.setattr("jaxddp.targets.start_compile_without_communication", lambda *args: Finished(program))
     monkeypatch.setattr("jaxddp.targets.start_compile", lambda *args: Finished(error if by_the_compiler else program))
     with pytest.raises(ValueError, match=f"^a step of naive needs {said}$"):
-        inspect_steps(["naive"], SIZES["2.7b"], target, Network(450))
+        inspect_steps(["naive"], transformer_training(SIZES["2.7b"], 128), target, Network(450))
 
 
 def test_what_cannot_be_is_refused():
@@ -153,8 +153,19 @@ def test_what_cannot_be_is_refused():
         ValueError,
         match=r"^unknown strategy 'fast': one of auto, naive, flat, overlapped, bucketed, zero1, zero2, zero3$",
     ):
-        inspect_steps(["fast"], CONFIG, target, NETWORK)
+        inspect_steps(["fast"], transformer_training(CONFIG, 2), target, NETWORK)
     with pytest.raises(ValueError, match=r"^bucket_mb \(=3\) must come with one of .*zero2, not 'naive'$"):
-        inspect_steps(["naive"], CONFIG, target, NETWORK, bucket_mb=3)
+        inspect_steps(["naive"], transformer_training(CONFIG, 2), target, NETWORK, bucket_mb=3)
+    training = transformer_training(CONFIG, 2)
+    rule = (
+        r"^strategy 'auto' must come with a loss of \(params, batch\) that is one number, and no options of Trainer: "
+    )
+    for changed, said in (
+        (training._replace(options={"num_microbatches": 2}), "num_microbatches is one$"),
+        (training._replace(loss_fn=lambda params, batch, key: 0.0), "missing a required argument: 'key'$"),
+        (training._replace(loss_fn=lambda params, batch: (0.0, {})), "it returns another$"),
+    ):
+        with pytest.raises(ValueError, match=rule + said):
+            inspect_steps(["auto"], changed, target, NETWORK)
     with pytest.raises(ValueError, match="^the program is one for cpu, and target 'h100:8' is a gpu$"):
         inspect_dump("name", load_fixture("cpu-naive-jax0.12"), target, NETWORK)
