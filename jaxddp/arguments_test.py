@@ -74,6 +74,7 @@ FUNCTIONS = {
     "loss_fn of value_and_grad": (lambda value: jaxddp.value_and_grad(value, jaxddp.flat()), {jax.jit}),
     "value_and_grad": (lambda value: jaxddp.value_and_grad(loss_fn, value), set()),
     "jit": (lambda value: jaxddp.jit(loss_fn, value), set()),
+    "prefetch": (lambda value: jaxddp.prefetch([], value), set()),
     "compile_options": (lambda value: jaxddp.compile_options(value, "gpu"), set()),
     "plan_buckets": (jaxddp.plan_buckets, {"empty"}),
     "tune_buckets": (lambda value: jaxddp.tune_buckets(value, PARAMS, BATCH), set()),
@@ -104,3 +105,13 @@ def test_the_most_likely_ones_are_told_what_to_write():
         trainer(optimizer=optax.adam)
     with pytest.raises(ValueError, match=r"^compression \(='bf16'\) must be a compression, such as"):
         jaxddp.bucketed(compression="bf16")
+
+
+@pytest.mark.parametrize("strategy", [jaxddp.bucketed(), jaxddp.zero1()], ids=lambda one: one.name)
+def test_a_state_of_another_optimizer_or_of_other_parameters_is_one_line(strategy):
+    one, other = trainer(strategy=strategy), trainer(strategy=strategy, optimizer=optax.adam(0.1))
+    foreign = other.init(PARAMS)._replace(params={"v": PARAMS["w"]})
+    for owner, state in ((one, other.init(PARAMS)), (other, one.init(PARAMS)), (other, foreign)):
+        for method in (owner.step, owner.evaluate, owner.plan, owner.compile):
+            with pytest.raises(ValueError, match=r"^state must hold what this trainer's optimizer keeps [^\n]*$"):
+                method(state, BATCH)

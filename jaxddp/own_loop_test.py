@@ -150,6 +150,21 @@ def test_a_gradient_that_varies_over_another_axis_only_is_refused(kind):
     np.testing.assert_allclose(found["w"], 2 * jax.grad(square)(params, x)["w"], rtol=1e-5)  # a mean of half as many
 
 
+def test_an_axis_that_is_not_bound_is_one_line():
+    params, batch = inputs()
+    plan = jaxddp.plan_gradients(jaxddp.bucketed(), jax.grad(loss_fn), params, rank_batch(batch))
+    with pytest.raises(ValueError, match=r"^axis \(='data'\) must be bound: call this inside jax\.shard_map over it$"):
+        jaxddp.sync_gradients(params, plan, "data")
+
+    def noisy(params, batch):
+        return loss_fn(params, batch) * jax.lax.axis_index("data")
+
+    with pytest.raises(ValueError, match=r"^grad_fn must not use a mesh axis here, where none is bound: call[^\n]*$"):
+        jaxddp.plan_gradients(jaxddp.bucketed(), jax.grad(noisy), params, rank_batch(batch))
+    with pytest.raises(NameError, match="misspelt"):
+        jaxddp.plan_gradients(jaxddp.bucketed(), jax.grad(lambda params: misspelt), params)  # noqa: F821
+
+
 def test_a_leaf_that_was_constant_in_the_plan_is_refused_too_where_autodiff_has_summed_it():
     def with_bias(params, batch, uses_bias):
         return loss_fn(params, batch) + uses_bias * jnp.mean(batch["x"]) * jnp.sum(params["b"])

@@ -131,7 +131,7 @@ def sync_gradients(
             has state.
     """
     check_stateless(compression, "in sync_gradients: use a Trainer, which carries its state from step to step")
-    num_ranks = lax.axis_size(axis)
+    num_ranks = axis_size(axis)
     denominator = num_ranks if denominator is None else denominator
     reduction, _ = start_reduction(grads, plan, axis, ALL_REDUCE, compression, denominator=denominator)
     if num_ranks > 1 and compression.sends:
@@ -139,6 +139,18 @@ def sync_gradients(
         constants = {name: grad for name, grad in named_leaves(grads).items() if name in reduction.unsent}
         reduction = reduction._replace(unsent={name: all_reduce(grad, axis) for name, grad in constants.items()})
     return like(grads, finish_reduction(reduction, plan, num_ranks, ALL_REDUCE, denominator).grads)
+
+
+def axis_size(axis: str) -> int:
+    """Counts the ranks of a mesh axis.
+
+    Raises:
+        ValueError: If the caller is not inside of a map over it.
+    """
+    try:
+        return lax.axis_size(axis)
+    except NameError as error:
+        raise ValueError(f"axis (={axis!r}) must be bound: call this inside jax.shard_map over it") from error
 
 
 def plan_gradients(strategy: Strategy, grad_fn: Callable[..., Any], *args: Any) -> BucketPlan:
@@ -152,6 +164,9 @@ def plan_gradients(strategy: Strategy, grad_fn: Callable[..., Any], *args: Any) 
     Returns:
         The plan, for ``sync_gradients``.
 
+    Raises:
+        ValueError: If ``grad_fn`` uses a mesh axis that is not bound.
+
     Example:
         >>> import jax.numpy as jnp
         >>> def loss_fn(params, x):
@@ -164,7 +179,16 @@ def plan_gradients(strategy: Strategy, grad_fn: Callable[..., Any], *args: Any) 
     """
     check_kind("strategy", strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
     check_function("grad_fn", grad_fn)
-    return plan_trace(strategy, trace_gradients(grad_fn, *args))
+    try:
+        trace = trace_gradients(grad_fn, *args)
+    except NameError as error:
+        if "unbound axis" not in str(error):
+            raise
+        raise ValueError(
+            "grad_fn must not use a mesh axis here, where none is bound: call plan_gradients inside jax.shard_map, or"
+            " jaxddp.value_and_grad"
+        ) from error
+    return plan_trace(strategy, trace)
 
 
 def plan_trace(strategy: Strategy, trace: GradientTrace, param_dtypes: Mapping[str, str] | None = None) -> BucketPlan:

@@ -36,7 +36,7 @@ def evaluate_batches(run: Run, batches: Any, mesh: Mesh) -> dict[str, Any]:
     Raises:
         ValueError: If there are no examples, or a process has no batch.
     """
-    return map_parts(_result, functools.reduce(functools.partial(map_parts, _add), _parts(run, batches, mesh)))
+    return map_parts(_result, functools.reduce(_add, _parts(run, batches, mesh)))
 
 
 def _parts(run: Run, batches: Any, mesh: Mesh) -> Iterator[dict[str, Any]]:
@@ -129,10 +129,17 @@ def _on_host(parts: dict[str, Any], is_real: np.ndarray) -> dict[str, Any]:
     return map_parts(host, parts)
 
 
-def _add(one: Any, other: Any) -> Any:
-    if isinstance(one, PerExample):
-        return PerExample(one.values + other.values)
-    return jax.tree.map(np.add, one, other)
+def _add(total: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    def add(one: Any, other: Any) -> Any:
+        if isinstance(one, PerExample):
+            return PerExample(one.values + other.values)
+        if one[0].shape != other[0].shape:  # NumPy might broadcast them
+            raise ValueError(f"values of examples (={[*other[0].shape]}) must have one shape, {[*one[0].shape]} before")
+        return jax.tree.map(np.add, one, other)
+
+    if total.keys() != found.keys():
+        raise ValueError(f"eval_fn must return the same names for every batch: {[*found]}, and {[*total]} before")
+    return map_parts(add, total, found)
 
 
 def _result(part: Any) -> Any:

@@ -185,6 +185,11 @@ def test_sums_over_batches_are_wider_than_those_of_one():
         (X, lambda params, x: {"a": jaxddp.Sum(x.sum())}, r"eval_fn \(=<lambda>\): 'a' \(=Sum of array of \[\]\) must "
          "have the 4 examples at hand as dimension 0 of an array"),
         (X, lambda params, x: {"a": jaxddp.Mean(x[1:])}, r"'a' \(=Mean of array of \[3, 3\]\) must have the 4"),
+        (iter([X, X[:, :1]]), lambda params, x: {"a": jaxddp.Sum(x)}, r"values of examples \(=\[1\]\) must have one "
+         r"shape, \[3\] before"),
+        ([{"a": X}, {"b": X}], lambda params, x: {name: jaxddp.Sum(one) for name, one in x.items()}, r"eval_fn must "
+         r"return the same names for every batch: \['b'\], and \['a'\] before"),
+        (X, type("Own", (), {"__hash__": None, "__call__": mean_x})(), r"eval_fn \(=Own\) must be hashable"),
         (X, lambda params, x: {"a": jaxddp.Mean(3)}, r"'a' \(=Mean of int\) must have the 4 examples"),
     ],
 )  # fmt: skip

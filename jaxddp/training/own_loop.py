@@ -8,14 +8,13 @@ from typing import Any
 
 import jax
 import optax
-from jax import lax
 
 from ..arguments import check_function, check_kind
 from ..communication.collectives import broadcast
 from ..communication.compression import check_stateless
 from ..communication.reduction import varying
 from ..loss import denominator, divide, partial_loss
-from ..strategy import Strategy, plan_trace, sync_gradients, trace_gradients
+from ..strategy import Strategy, axis_size, plan_trace, sync_gradients, trace_gradients
 from ..tree import split
 from .step import RankStep
 from .xla import compile_options
@@ -78,10 +77,7 @@ def value_and_grad(
         )
 
     def on_rank(params: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            num_ranks = lax.axis_size(axis)
-        except NameError as error:
-            raise ValueError(f"axis (={axis!r}) must be bound: call this inside jax.shard_map over it") from error
+        num_ranks = axis_size(axis)
 
         def loss(params: Any, batch: Any) -> Any:
             return loss_fn(params, batch, *args, **kwargs)

@@ -126,6 +126,7 @@ class Programs:
     def trace(self, state: TrainState, batch: Any) -> GradientTrace:
         """Traces one rank's backward pass, to see in which order the gradients become ready."""
         model = self._model(state)
+        _check_opt_state(state, model.layout)
         # JAX's own shard_map: in a pack of this package's, no gradient is ready before the whole pack is.
         first_grads = jax.shard_map(
             model.rank_step.first_grads,
@@ -220,6 +221,7 @@ class Programs:
         key = "evaluate", measure, signature(state, batch)
         if key not in self._programs:
             model = self._model(state)
+            _check_opt_state(state, model.layout)
             on_rank = model.rank_step.evaluate
             if measure is not None:
                 on_rank = partial(
@@ -273,6 +275,14 @@ class Programs:
 
 def _compile_here(function: Callable[..., Any], args: tuple[Any, Any], **options: Any) -> jax.stages.Compiled:
     return jax.jit(function, **options).lower(*args).compile()
+
+
+def _check_opt_state(state: TrainState, layout: StateLayout) -> None:
+    if len({jax.tree.structure(opt_state) for opt_state in (state.opt_state, layout.opt_state)}) > 1:
+        raise ValueError(
+            "state must hold what this trainer's optimizer keeps of the state's parameters, and holds the state of"
+            " another optimizer or of other parameters: make it with init"
+        )
 
 
 def _check_same(known: StateLayout, layout: StateLayout) -> None:

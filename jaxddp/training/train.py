@@ -370,6 +370,8 @@ class Trainer:
         if eval_fn is None:
             return self._evaluate(state, batches)
         check_function("eval_fn", eval_fn)
+        if eval_fn.__hash__ is None:
+            raise ValueError(f"eval_fn (={type(eval_fn).__name__}) must be hashable: its programs are kept")
         assert isinstance(self.mesh, Mesh)
         measure = Measure(eval_fn, self._has_state)
         return evaluate_batches(lambda *inputs: self._evaluate(state, inputs, measure), batches, self.mesh)
