@@ -45,6 +45,7 @@ FUNCTIONS = {
     "max_grad_norm": (lambda value: trainer(max_grad_norm=value), {None, 1.5, np.float32(2)}),
     "grad_dtype": (lambda value: trainer(grad_dtype=value), {None, np.float32(2)}),
     "a trainer's compute_dtype": (lambda value: trainer(compute_dtype=value), {None, np.float32(2)}),
+    "loss_scale": (lambda value: trainer(loss_scale=value, nonfinite="skip"), {None}),
     "nonfinite": (lambda value: trainer(nonfinite=value), set()),
     "state_sync": (lambda value: trainer(state_sync=value), set()),
     "params": (lambda value: trainer().init(value), {np.float32(2), "array"}),

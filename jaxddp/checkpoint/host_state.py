@@ -29,6 +29,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ..communication.low_rank import Memory, merge_memory, split_memory
 from ..communication.sharding import Cut
+from ..training.loss_scale import first_scale
 from ..training.placement import place
 from ..training.state_layout import Leaf
 from ..training.step import TrainState
@@ -40,11 +41,11 @@ from ..tree import like, named_leaves, path_name
 def places_of(trainer: Trainer, state: TrainState) -> TrainState:
     """Describes each leaf of a state on the host, and how it is sharded over the ranks."""
     layout = trainer.layout(state)
-    step, key, model_state = jax.tree.map(
-        lambda leaf: Leaf(tuple(leaf.shape), leaf.dtype), (state.step, state.key, state.model_state)
+    step, key, model_state, loss_scale = jax.tree.map(
+        lambda leaf: Leaf(tuple(leaf.shape), leaf.dtype), (state.step, state.key, state.model_state, state.loss_scale)
     )
     memory = jax.tree.map(lambda array: Leaf(array.shape[1:], array.dtype), layout.memory)
-    return TrainState(step, layout.params, layout.opt_state, key, memory, model_state)
+    return TrainState(step, layout.params, layout.opt_state, key, memory, model_state, loss_scale)
 
 
 def to_host(trainer: Trainer, state: TrainState) -> Iterator[tuple[str, np.ndarray]]:
@@ -90,13 +91,14 @@ def to_ranks(
         trainer: The trainer that gets the state.
         state: From its ``abstract_state``.
         arrays: By name, the same in every process, with dtypes no wider than the state's. Compression state that is
-            missing, or belongs to another compression, is initialized instead.
+            missing, or belongs to another compression, is initialized instead, as a missing loss scale is.
         key_impls: RNG implementation of each key, by name.
     """
     mesh = _mesh(trainer)
     first = jax.tree.map(lambda array: array[0], trainer.layout(state).memory)
     places = places_of(trainer, state)._replace(memory=())
     leaves = named_leaves(places)
+    arrays = {**jax.tree.map(np.asarray, named_leaves({"loss_scale": first_scale()})), **arrays}
     placed = {name: _to_ranks(arrays[name], where, mesh, key_impls.get(name)) for name, where in leaves.items()}
     memory = jax.tree_util.tree_map_with_path(partial(_compression_state, arrays), first)
     by_rank = NamedSharding(mesh, PartitionSpec(mesh.axis_names))

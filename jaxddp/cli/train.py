@@ -37,8 +37,8 @@ def add_parser(commands: Any) -> None:
         "--processes", type=int, metavar="N", help="start N processes on this machine, which share the devices"
     )
     add_max_restarts(parser)
-    _add(parser, "--compute-dtype", str, "compute and gather parameters in this dtype, such as bfloat16; the optimizer "
-         "updates float32 masters", "float32, without masters", "NAME")  # fmt: skip
+    _add(parser, "--compute-dtype", str, "compute and gather parameters in this dtype, and update float32 masters: "
+         "bfloat16; float16 with a dynamic loss scale and --nonfinite skip", "float32 alone", "NAME")  # fmt: skip
     parser.add_argument("--simulate", action="store_true", help="simulate devices on the CPU even with accelerators")
     _add(parser, "--checkpoint", str, "folder for checkpoints; the last step is always saved", "none is saved", "DIR")
     _add(parser, "--checkpoint-every", int, "steps between checkpoints; 0: at the end only")

@@ -82,7 +82,7 @@ def train(
         loss_fn, _make_optimizer(options), strategy, mesh,
         num_microbatches=options.microbatches, max_grad_norm=options.max_grad_norm,
         nonfinite="raise" if options.nonfinite == "raise" else "skip", max_skips=options.max_skips + 1,
-        compute_dtype=options.compute_dtype,
+        compute_dtype=options.compute_dtype, loss_scale="dynamic" if options.compute_dtype == "float16" else None,
     )  # fmt: skip
     max_skips = options.max_skips if options.nonfinite == "skip" else 0  # counted here, so that the state can be saved
     num_params = sum(leaf.size for leaf in jax.tree.leaves(params))

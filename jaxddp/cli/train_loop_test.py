@@ -135,10 +135,11 @@ def trainer_call(small, monkeypatch):
 
 def test_options_reach_the_trainer(trainer_call):
     seen = trainer_call(devices=4, strategy="flat", microbatches=2, max_grad_norm=0.5, compute_dtype="bfloat16")
-    assert seen["compute_dtype"] == "bfloat16"
+    assert (seen["compute_dtype"], seen["loss_scale"]) == ("bfloat16", None)
     assert (seen["mesh"].size, seen["strategy"].name) == (4, "flat")
     assert (seen["num_microbatches"], seen["max_grad_norm"]) == (2, 0.5)
     assert trainer_call(devices=None)["mesh"].size == 4
+    assert trainer_call(compute_dtype="float16", nonfinite="skip")["loss_scale"] == "dynamic"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ DEFAULT_SIMULATED_DEVICES = 4
 OPTIMIZERS = ("adamw", "adam", "sgd")
 NUM_BYTE_VALUES = 256
 NONFINITE = ("raise", "skip", "stop")
-COMPUTE_DTYPES = ("bfloat16", "float32")
+COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 REPLICAS = ("stop", "restore")
 
 
@@ -91,6 +91,8 @@ class TrainOptions:
             raise ValueError(f"max_grad_norm (={self.max_grad_norm}) must be positive")
         if self.compute_dtype not in (None, *COMPUTE_DTYPES):
             raise ValueError(f"compute_dtype (={self.compute_dtype!r}) must be one of {', '.join(COMPUTE_DTYPES)}")
+        if self.compute_dtype == "float16" and self.nonfinite != "skip":
+            raise ValueError(f"nonfinite (={self.nonfinite!r}) must be 'skip' in float16, which overflows now and then")
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"unknown optimizer {self.optimizer!r}: one of {', '.join(OPTIMIZERS)}")
         if self.devices is not None:

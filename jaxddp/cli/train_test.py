@@ -68,6 +68,8 @@ BAD_INPUT = {
     "train --checkpoint-every -1": "checkpoint_every (=-1) must not be negative; 0 saves at the end only",
     "train --data=": "data (='') must name a path",
     "train --checkpoint=": "checkpoint (='') must name a path",
+    "train --compute-dtype int8": "compute_dtype (='int8') must be one of bfloat16, float16, float32",
+    "train --compute-dtype float16": "nonfinite (='raise') must be 'skip' in float16, which overflows now and then",
     "train --nonfinite ignore": "nonfinite (='ignore') must be one of raise, skip, stop",
     "train --replicas ignore": "replicas (='ignore') must be one of stop, restore",
     "train --replicas restore": "replicas (='restore') must come with checkpoint, the folder to restore from",

@@ -6,7 +6,7 @@ leaf            replicated            zero1, zero2           zero3
 parameter       full                  full, or shards        shards, small ones full
 copies          full                  full                   none
 optimizer state full                  shards where it mirrors a parameter, else full
-step, key       full                  full                   full
+step, key ...   full                  full                   full
 memory          each rank its own     none                   none
 =============== ===================== ====================== ======================
 
@@ -95,7 +95,7 @@ class StateLayout:
         params, opt_state = jax.tree.map(lambda leaf: leaf.spec(axis), (self.params, self.opt_state))
         memory = jax.tree.map(lambda array: PartitionSpec(axis), self.memory)
         whole: Any = PartitionSpec()
-        return TrainState(whole, params, opt_state, whole, memory, whole, whole)
+        return TrainState(whole, params, opt_state, whole, memory, whole, whole, whole)
 
     def whole(self) -> Any:
         """Describes the full parameters."""

@@ -9,6 +9,7 @@ batch                                                           [global_batch / 
 compression state                                               [1, ...], this rank's
 
 accumulate    grads  = sum over micro-batches of d total / d params           d copies, where the loss takes those
+                                                                              d (scale * total) with a loss_scale
 reduce        grads  = sum over ranks of grads / sum of weights               this rank's shards under ZeRO
 clip          grads *= min(1, max_grad_norm / norm)
 model state   mean over ranks, or that of rank 0                              model_state.py
@@ -43,6 +44,7 @@ from ..strategy import Strategy
 from ..tree import merge, named_leaves, path_name, split
 from ..zero.clipping import on_shards
 from ..zero.stage1 import gather_params, local_shards
+from .loss_scale import next_scale
 from .model_state import became_nonfinite, fold_keys, sync_model_state
 
 NONFINITE_STATE = "nonfinite_state"  # metric: whether the step put a NaN or an infinity into the model state
@@ -57,6 +59,7 @@ class TrainState(NamedTuple):
     key: jax.Array  # shape=(), a typed PRNG key
     memory: Any = ()  # state of the compression, by parameter: each rank's own, [num_ranks, ...]
     model_state: Any = ()  # what ``loss_fn`` returns besides the loss and takes again, equal on all ranks
+    loss_scale: Any = ()  # a ``LossScale``, equal on all ranks
     copies: Any = ()  # floating params in the compute dtype, full, as the loss takes them; None in place of the others
 
 
@@ -104,8 +107,9 @@ class RankStep:
         trainable, frozen = split(self.used(state), self.trainable)
         masters, fixed = split(state.params, self.trainable)
         model_state = fold_keys(state.model_state, self.axis)
-        (total, parts, token), model_state = self.accumulate(plan, trainable, frozen, model_state, batch, key)
-        grads, parts, metrics, memory = self.reduce(plan, total, parts, token, state.memory)
+        scale = _scale(state)
+        (total, parts, token), model_state = self.accumulate(plan, trainable, frozen, model_state, batch, key, scale)
+        grads, parts, metrics, memory = self.reduce(plan, total, parts, token, state.memory, scale)
         model_state = sync_model_state(model_state, self.axis, self.num_ranks, self.state_sync)
         with jax.named_scope(OPTIMIZER_SCOPE):
             params = self._updated_here(masters)
@@ -121,6 +125,9 @@ class RankStep:
                 is_finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
                 conditions.append(is_finite & ~metrics.get(NONFINITE_STATE, jnp.bool_(False)))
                 metrics["skipped"] = 1 - conditions[-1].astype(jnp.int32)
+            loss_scale = state.loss_scale
+            if loss_scale:
+                metrics["loss_scale"], loss_scale = scale, next_scale(loss_scale, conditions[-1])
             if conditions:
                 updates = jnp.stack(conditions).all()
                 old = params, state.opt_state, state.memory, state.model_state
@@ -130,14 +137,15 @@ class RankStep:
         if state.copies:
             gathered, copies = updated, merge(gathered, split(state.copies, self.trainable)[1])
         params = merge(gathered, fixed)
-        return TrainState(state.step + 1, params, opt_state, state.key, memory, model_state, copies), metrics
+        new_state = TrainState(state.step + 1, params, opt_state, state.key, memory, model_state, loss_scale, copies)
+        return new_state, metrics
 
     def used(self, state: TrainState) -> Any:
         """Gives what the loss takes: copies in the compute dtype, where there are any, in place of parameters."""
         return merge(state.copies, state.params) if state.copies else state.params
 
     def accumulate(
-        self, plan: BucketPlan, trainable: Any, frozen: Any, model_state: Any, batch: Any, key: jax.Array
+        self, plan: BucketPlan, trainable: Any, frozen: Any, model_state: Any, batch: Any, key: jax.Array, scale: Any
     ) -> tuple[tuple[Any, Parts, jax.Array], Any]:
         """Sums gradients and metrics over the rank's micro-batches, each of which takes the model state of the last.
 
@@ -154,7 +162,9 @@ class RankStep:
             if self.cuts:  # or XLA would gather every unit once, before the loop, and hold all of them (ordering.py)
                 params, token = order_token(params, index)
             before = model_state
-            grads, (parts, model_state) = self.local_grads(*params, before, microbatch, jax.random.fold_in(key, index))
+            grads, (parts, model_state) = self.local_grads(
+                *params, before, microbatch, jax.random.fold_in(key, index), scale
+            )
             if num > 1:  # a sum over micro-batches then joins the values of examples
                 parts = map_per_example(
                     lambda each: jnp.zeros((num, *each.shape), each.dtype).at[index].set(each), parts
@@ -195,7 +205,7 @@ class RankStep:
         return (grads, parts, token), model_state
 
     def reduce(
-        self, plan: BucketPlan, total: Any, parts: Parts, token: jax.Array, memory: Any
+        self, plan: BucketPlan, total: Any, parts: Parts, token: jax.Array, memory: Any, scale: Any
     ) -> tuple[dict[str, jax.Array], Parts, dict[str, Any], Any]:
         """Sums gradients and metrics over ranks, and divides them.
 
@@ -207,6 +217,7 @@ class RankStep:
         num_parts = self.num_ranks * self.num_microbatches
         loss, aux = divide(parts, num_parts)
         divisor = denominator(parts.loss, num_parts)
+        divisor = divisor if scale is None else divisor * scale
         if not isinstance(total, Reduction):
             memory = jax.tree.map(lambda leaf: leaf[0], memory)
             total, memory = start_reduction(
@@ -263,20 +274,24 @@ class RankStep:
         """Gives ``local_grads`` of the first micro-batch; traced for the order in which gradients are ready."""
         trainable, frozen = split(self.used(state), self.trainable)
         microbatch = jax.tree.map(lambda leaf: leaf[: leaf.shape[0] // self.num_microbatches], batch)
-        return self.local_grads(trainable, frozen, state.model_state, microbatch, state.key)
+        return self.local_grads(trainable, frozen, state.model_state, microbatch, state.key, _scale(state))
 
     def local_grads(
-        self, trainable: Any, frozen: Any, model_state: Any, batch: Any, key: jax.Array | None
+        self, trainable: Any, frozen: Any, model_state: Any, batch: Any, key: jax.Array | None, scale: Any = None
     ) -> tuple[Any, tuple[Parts, Any]]:
         """This rank's gradients, metrics and model state of a micro-batch.
 
-        Gradients of ``cuts`` are shards summed over ranks.
+        Gradients of ``cuts`` are shards summed over ranks. With a ``scale``, gradients are those of the scaled loss.
         """
         # Parameters that vary over ranks get local gradients. If they were known to be equal, AD would add all-reduces.
         trainable = as_varying(trainable, self.axis)
 
         def loss(trainable: Any) -> tuple[jax.Array, tuple[Parts, Any]]:
-            return self.loss(merge(trainable, frozen), model_state, batch, key)
+            total, others = self.loss(merge(trainable, frozen), model_state, batch, key)
+            if scale is None:
+                return total, others
+            total = total.astype(jnp.promote_types(total.dtype, jnp.float32))
+            return total * scale.astype(total.dtype), others
 
         with jax.named_scope(LOSS_SCOPE):
             grads, others = jax.grad(loss, has_aux=True)(trainable)
@@ -336,3 +351,8 @@ def _learning_rate(opt_state: Any) -> dict[str, Any]:
         if path_name(path[-2:]) == "hyperparams.learning_rate"
     }
     return {"learning_rate": rates if len(rates) > 1 else next(iter(rates.values()))} if rates else {}
+
+
+def _scale(state: TrainState) -> jax.Array | None:
+    """What the loss is multiplied by, if it is."""
+    return state.loss_scale.scale if state.loss_scale else None

@@ -30,6 +30,7 @@ from ..watchdog import begin_step, end_step, wait_for_end
 from ..zero.elementwise import describe_update
 from .agreement import agreement, check_alike
 from .evaluation import evaluate_batches
+from .loss_scale import first_scale
 from .model_state import STATE_SYNC, planned_sync
 from .placement import describe, from_first_process, full_arrays, place, place_batch, place_by_rank, whole
 from .programs import Programs, StepFunction
@@ -87,6 +88,7 @@ class Trainer:
         max_grad_norm: float | None = None,
         grad_dtype: Any = None,
         compute_dtype: Any = None,
+        loss_scale: str | None = None,
         nonfinite: str = "ignore",
         max_skips: int = 10,
         has_state: bool = False,
@@ -117,6 +119,8 @@ class Trainer:
                 optimizer updates masters of the dtypes given to ``init``, which ZeRO shards and ``params`` and
                 checkpoints hold. Gradients come in this dtype and are cast to ``grad_dtype``, the master's if None,
                 before they are added up. Batch and model state are not cast. None: no masters.
+            loss_scale: ``"dynamic"`` differentiates the loss times a scale, which float16 needs for small gradients. A
+                step that is not finite halves it, 2,000 finite ones double it. Needs ``nonfinite="skip"``.
             nonfinite: What ``step`` does if the loss or the norm of the averaged gradient is NaN or infinite, or an
                 element of the model state no longer is finite. They are the same on all ranks, so all do it in the
                 same step. ``"ignore"``: nothing. ``"raise"``: raises, after the update. ``"skip"``: leaves parameters,
@@ -143,6 +147,7 @@ class Trainer:
             "max_grad_norm": max_grad_norm,
             "grad_dtype": grad_dtype,
             "compute_dtype": compute_dtype,
+            "loss_scale": loss_scale,
             "nonfinite": nonfinite,
             "max_skips": max_skips,
             "has_state": has_state,
@@ -168,12 +173,18 @@ class Trainer:
             raise ValueError(f"max_grad_norm (={max_grad_norm!r}) must be positive or None")
         if nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite (={nonfinite!r}) must be one of {', '.join(NONFINITE)}")
+        if loss_scale not in (None, "dynamic"):
+            raise ValueError(f"loss_scale (={loss_scale!r}) must be 'dynamic' or None")
+        if loss_scale is not None and nonfinite != "skip":
+            raise ValueError(
+                f"nonfinite (={nonfinite!r}) must be 'skip' with a loss_scale, which overflows to be found"
+            )
         for name, number in (("max_skips", max_skips), ("check_replicas_every", check_replicas_every)):
             if isinstance(number, bool) or not isinstance(number, int) or number < 0:
                 raise ValueError(f"{name} (={number!r}) must be a non-negative integer")
         if state_sync not in STATE_SYNC:
             raise ValueError(f"state_sync (={state_sync!r}) must be one of {', '.join(STATE_SYNC)}")
-        self._has_state = has_state
+        self._has_state, self._scales_loss = has_state, loss_scale is not None
         # In a job, a trainer may be of the process's own devices.
         is_here = isinstance(mesh, Mesh)
         self._spans_job = is_here and len({one.process_index for one in mesh.devices.flat}) == jax.process_count()
@@ -245,10 +256,14 @@ class Trainer:
         params = place(params, layout.params, self.mesh)
         opt_state = self._programs.init_opt_state(layout, params)
         seed = int(seed)
-        step, key = jax.jit(lambda: (jnp.zeros((), jnp.int32), jax.random.key(seed)), out_shardings=self._replicated)()
+
+        def first() -> tuple[jax.Array, jax.Array, Any]:
+            return jnp.zeros((), jnp.int32), jax.random.key(seed), self._first_scale()
+
+        step, key, loss_scale = jax.jit(first, out_shardings=self._replicated)()
         model_state = place(model_state, whole(model_state), self.mesh)
         memory, copies = place_by_rank(layout.memory, self.mesh), self._programs.make_copies(layout, params)
-        return TrainState(step, params, opt_state, key, memory, model_state, copies)
+        return TrainState(step, params, opt_state, key, memory, model_state, loss_scale, copies)
 
     def abstract_state(self, params: Any, model_state: Any = None) -> TrainState:
         """Describes the state of step 0 without making it, for ``plan``, ``planned`` and ``compile``.
@@ -266,7 +281,8 @@ class Trainer:
         """
         check_params(params, self._rank_step.trainable)
         model_state = self._checked_model_state(model_state)
-        return self._programs.describe(params).held()._replace(model_state=abstract(model_state))
+        loss_scale = jax.eval_shape(self._first_scale)
+        return self._programs.describe(params).held()._replace(model_state=abstract(model_state), loss_scale=loss_scale)
 
     def cast_copies(self, state: TrainState) -> TrainState:
         """Casts the copies in the ``compute_dtype`` again, after the parameters of a state were replaced."""
@@ -283,8 +299,9 @@ class Trainer:
         Returns:
             The next state, and metrics: ``"loss"``, the global mean before the update; ``"grad_norm"``, of the
             averaged gradient before clipping; ``"aux"`` with ``has_aux``; ``"skipped"`` with ``nonfinite="skip"``, 1
-            if the step was, else 0; ``"learning_rate"`` of this update if ``optax.inject_hyperparams`` keeps one in
-            the optimizer's state, of several a dict by the path of their state.
+            if the step was, else 0; ``"loss_scale"`` that it had, with one; ``"learning_rate"`` of this update if
+            ``optax.inject_hyperparams`` keeps one in the optimizer's state, of several a dict by the path of their
+            state.
 
         Raises:
             NonFiniteError: If loss, gradient or model state are not finite and ``nonfinite="raise"``, which names the
@@ -486,6 +503,9 @@ class Trainer:
             spec = self.mesh.abstract_device.device_kind
             raise ValueError(f"{method} needs devices, and {spec!r} is not here: use {instead}")
 
+    def _first_scale(self) -> Any:
+        return first_scale() if self._scales_loss else ()
+
     def _checked_model_state(self, model_state: Any) -> Any:
         if self._has_state and model_state is None:
             raise ValueError("model_state (=None) must be given: has_state is set")
@@ -540,6 +560,7 @@ class Trainer:
             "check_replicas_every": self._check_replicas_every,
             "grad_dtype": str(self._arguments["grad_dtype"]),
             "compute_dtype": str(self._arguments["compute_dtype"]),
+            "loss_scale": self._arguments["loss_scale"],
         }
 
     def _describe_update(self, params: Any) -> str:
