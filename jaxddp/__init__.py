@@ -13,6 +13,7 @@
     network.py sizes.py               how long a collective takes; sizes of the transformer: no framework
     planning                          cost formulas and chips, for a cluster that is not here; needs no framework
     compiled targets simulation       instruments: read compiled programs, compile for absent machines, simulate steps
+    parity.py                         your own training under every strategy, on one device and in PyTorch
     inspection cli walkthrough.py     steps examined with the instruments; ``python -m jaxddp``; ZeRO phase by phase
 
 A public name is loaded when it is first used, so importing this package, its planner or ``planning`` imports no JAX.
@@ -115,6 +116,7 @@ _MODULES = {
     "inspect": ".inspection.strategies",
     "tune_buckets": ".simulation.tuning",
     "flax": ".flax",
+    "parity": ".parity",
     "targets": ".targets",
 }
 

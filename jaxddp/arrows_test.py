@@ -18,7 +18,7 @@ FLOORS = (
     ("compiled", "targets"),
     ("planning",),
     ("communication", "ddp", "zero", "training", "models", "checkpoint", "strategy", "registry", "mesh", "plugins",
-     "tree", "arguments", "stderr", "loss", "metrics", "flax", "scopes", "plain", "network", "sizes", "job",
+     "tree", "arguments", "stderr", "loss", "metrics", "flax", "parity", "scopes", "plain", "network", "sizes", "job",
      "environment", "roll_call", "watchdog", "process", "torchrun"),
 )  # fmt: skip
 FLOOR = {folder: len(FLOORS) - floor for floor, folders in enumerate(FLOORS) for folder in folders}

@@ -24,7 +24,7 @@ def declared():
 
 
 def test_names_for_type_checkers_are_those_that_are_loaded():
-    modules = {"targets": ".targets", "flax": ".flax", "compression": ".communication.compression"}
+    modules = {"targets": ".targets", "flax": ".flax", "parity": ".parity", "compression": ".communication.compression"}
     assert declared() | modules == {
         name: path if name in modules else path[1:] for name, path in jaxddp._MODULES.items()
     }

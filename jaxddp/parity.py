@@ -1,0 +1,205 @@
+"""Parity of your own training: each strategy ends where one device does, step by step, and PyTorch too if asked.
+
+    def test_parity():
+        jaxddp.parity.check(loss_fn, optax.adamw(1e-3), params, batches)
+
+The reference knows no ranks: it differentiates the loss of whole batches, and updates whole parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .checkpoint.interop import to_numpy
+from .loss import Weighted
+from .mesh import data_mesh
+from .registry import STRATEGIES, make_strategy
+from .strategy import Strategy
+from .training.train import Trainer
+from .tree import named_leaves
+
+TORCH = "PyTorch"
+
+
+class Result(NamedTuple):
+    """How far a training was from that on one device.
+
+    Attributes:
+        strategy: Its name, or ``"PyTorch"``.
+        num_ranks: Of the strategy.
+        difference: The largest of any parameter after any step; None if the strategy refused.
+        step: The first step after which parameters parted, from 1; None if none did.
+        leaf: The first parameter that did.
+        refused: Why the strategy took no such training; empty if it did.
+    """
+
+    strategy: str
+    num_ranks: int
+    difference: float | None
+    step: int | None = None
+    leaf: str | None = None
+    refused: str = ""
+
+
+class ParityError(AssertionError):
+    """A training that parted from that on one device.
+
+    Attributes:
+        results: Of all trainings.
+    """
+
+    def __init__(self, results: Sequence[Result], atol: float) -> None:
+        """Describes the trainings that parted, in a table."""
+        self.results = list(results)
+        rows = [("strategy", "ranks", "parted in step", "parameter", "largest difference")]
+        rows += [
+            (one.strategy, str(one.num_ranks), str(one.step), str(one.leaf), f"{one.difference:.1e}")
+            for one in results
+            if one.step is not None
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        parted = f"{len(rows) - 1} of {len(results)} trainings differ by more than {atol:g} from one device"
+        super().__init__("\n".join([parted, *lines]))
+
+
+def check(
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    params: Any,
+    batches: Iterable[Any],
+    *,
+    strategies: str | Sequence[str | Strategy] = "all",
+    num_ranks: Sequence[int] = (1, 2, 4),
+    atol: float = 1e-12,
+    dtype: Any = jnp.float64,
+    torch: tuple[Any, Callable[..., Any], Callable[..., Any]] | None = None,
+) -> list[Result]:
+    """Trains under each strategy and on one device, and compares all parameters after every step.
+
+    Args:
+        loss_fn: ``(params, batch)`` to the mean loss, to ``Weighted``, or to one of these and aux. It takes no key:
+            ranks draw other numbers than one device does.
+        optimizer: Any optax transformation.
+        params: A tree of arrays.
+        batches: Global batches, one for each step; trees of arrays.
+        strategies: Names or strategies; ``"all"`` takes every one with its defaults, and records those that refuse.
+        num_ranks: Of which every strategy is tried; there must be as many devices (``simulate_devices``).
+        atol: Largest difference of any element. In float64 1e-12 leaves room for the order of sums alone.
+        dtype: To which parameters and batches of floats are cast; theirs if None.
+        torch: A module with its initial weights at will, its loss ``(module, batch)``, and a function of parameters to
+            its optimizer, such as ``partial(torch.optim.AdamW, lr=1e-3)``. It is trained on one process, from the same
+            weights, and compared by the names of ``checkpoint.interop``.
+
+    Returns:
+        A result of each training.
+
+    Raises:
+        ParityError: If one parts; it shows the first step and parameter of each.
+        ValueError: If there are no batches, not as many devices, or a named strategy refuses such a training.
+    """
+    with jax.enable_x64(jax.config.read("jax_enable_x64") or dtype == jnp.float64):
+        params, batches = _cast(params, dtype), [_cast(batch, dtype) for batch in batches]
+        if not batches:
+            raise ValueError("batches (=[]) must be at least one")
+        expected = _on_one_device(loss_fn, optimizer, params, batches)
+        is_all = isinstance(strategies, str) and strategies == "all"
+        chosen = list(STRATEGIES) if is_all else [strategies] if isinstance(strategies, str) else list(strategies)
+        results = []
+        for strategy in (make_strategy(one) if isinstance(one, str) else one for one in chosen):
+            for count in num_ranks:
+                mesh = data_mesh(count)
+                try:
+                    trained = _trained(loss_fn, optimizer, strategy, mesh, params, batches)
+                except ValueError as error:
+                    if not is_all:
+                        raise
+                    results.append(Result(strategy.name, count, None, refused=str(error)))
+                    continue
+                results.append(_compare(strategy.name, count, trained, [named_leaves(one) for one in expected], atol))
+        if torch is not None:
+            in_torch = _in_torch(*torch, to_numpy(params), batches)
+            results.append(_compare(TORCH, 1, in_torch, [to_numpy(one) for one in expected], atol))
+    if any(one.step is not None for one in results):
+        raise ParityError(results, atol)
+    return results
+
+
+def _cast(tree: Any, dtype: Any) -> Any:
+    def cast(leaf: Any) -> Any:
+        array = np.asarray(leaf)
+        return array.astype(dtype) if dtype is not None and jnp.issubdtype(array.dtype, jnp.floating) else array
+
+    return jax.tree.map(cast, tree)
+
+
+def _on_one_device(loss_fn: Callable[..., Any], optimizer: Any, params: Any, batches: Sequence[Any]) -> list[Any]:
+    """The parameters after each step."""
+
+    def mean(params: Any, batch: Any) -> jax.Array:
+        loss = loss_fn(params, batch)
+        loss = loss[0] if isinstance(loss, tuple) and not isinstance(loss, Weighted) else loss
+        return loss.total / loss.weight if isinstance(loss, Weighted) else loss
+
+    @jax.jit
+    def step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any]:
+        updates, opt_state = optimizer.update(jax.grad(mean)(params, batch), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    after, opt_state = [], optimizer.init(params)
+    for batch in batches:
+        params, opt_state = jax.block_until_ready(step(params, opt_state, batch))
+        after.append(jax.tree.map(np.asarray, params))
+    return after
+
+
+def _trained(
+    loss_fn: Callable[..., Any], optimizer: Any, strategy: Strategy, mesh: Any, params: Any, batches: Sequence[Any]
+) -> list[dict[str, Any]]:
+    result = jax.eval_shape(loss_fn, params, batches[0])
+    has_aux = isinstance(result, tuple) and not isinstance(result, Weighted)
+    trainer = Trainer(loss_fn, optimizer, strategy, mesh, has_aux=has_aux)
+    state, after = trainer.init(params), []
+    for batch in batches:
+        state, _ = trainer.step(state, batch)
+        after.append({name: np.asarray(leaf) for name, leaf in named_leaves(trainer.params(state)).items()})
+    return after
+
+
+def _in_torch(
+    module: Any, loss_fn: Callable[..., Any], make_optimizer: Callable[..., Any], weights: Any, batches: Sequence[Any]
+) -> list[dict[str, Any]]:
+    import copy
+
+    import torch
+
+    from torchref.interop import from_numpy, to_numpy
+
+    dtype = torch.from_numpy(next(iter(weights.values()))).dtype
+    module = from_numpy(weights, copy.deepcopy(module).to(dtype))
+    optimizer, after = make_optimizer(module.parameters()), []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss_fn(module, jax.tree.map(torch.from_numpy, batch)).backward()
+        optimizer.step()
+        after.append(to_numpy(module))
+    return after
+
+
+def _compare(name: str, num_ranks: int, trained: Sequence[Any], expected: Sequence[Any], atol: float) -> Result:
+    parted: tuple[int | None, str | None] = (None, None)
+    largest = 0.0
+    for step, (found, right) in enumerate(zip(trained, expected, strict=True), 1):
+        for leaf, array in right.items():
+            apart = np.abs(np.asarray(found[leaf], np.float64) - np.asarray(array, np.float64))
+            difference = float(np.max(apart, initial=0.0))
+            largest = float(np.maximum(largest, difference))  # NaN stays
+            if not difference <= atol and parted[0] is None:
+                parted = step, leaf
+    return Result(name, num_ranks, largest, *parted)
