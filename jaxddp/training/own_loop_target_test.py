@@ -1,0 +1,37 @@
+"""``value_and_grad`` compiled for machines that are not here: the collectives are those planned."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxddp
+from jaxddp import targets
+from jaxddp.communication.buckets import TensorSpec
+from jaxddp.strategy import planned_collectives
+from jaxddp.targets.compile import compile_for_target
+
+STRATEGIES = [jaxddp.naive(), jaxddp.flat(), jaxddp.overlapped(), jaxddp.bucketed(3e-4)]
+SHAPES = {"up": (8, 12), "down": (12, 1), "bias": (1,), "unused": (3,)}
+
+
+def loss_fn(params, x):
+    return jnp.mean((jnp.tanh(x @ params["up"]) @ params["down"] + params["bias"]) ** 2)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    ("spec", "platform"), [("h100:8", "gpu"), pytest.param("v5p:8", "tpu", marks=pytest.mark.full)]
+)
+def test_planned_is_compiled(spec, platform, strategy):
+    mesh = targets.mesh(spec)
+    args = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in SHAPES.items()}, jnp.ones((16, 8))
+    step = jax.shard_map(jaxddp.value_and_grad(loss_fn, strategy), mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    program = compile_for_target(
+        targets.target(spec), step, args, compiler_options=jaxddp.compile_options(strategy, platform),
+        in_shardings=(NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))),
+    )  # fmt: skip
+    in_order = [TensorSpec(name, SHAPES[name], "float32") for name in ("bias", "down", "up")]
+    planned = planned_collectives(strategy, strategy.plan(in_order), 8, platform)
+    assert sorted(jaxddp.gradient_collectives(program)) == sorted(planned)
