@@ -350,6 +350,48 @@ class Checkpoints:
         return to_ranks(trainer, state, self._read(about), impls), about["data_position"]
 
     @_in_turn
+    def restore_params(self, params: Any, *, fresh: Sequence[str] = (), step: int | None = None) -> Any:
+        """Restores parameters alone, for another optimizer, a model with other parts, or to evaluate.
+
+        Args:
+            params: The model's parameters, for their names, shapes and dtypes: arrays or ``jax.ShapeDtypeStruct``.
+                Dtypes may be wider than those saved, never narrower.
+            fresh: Names of leaves, or of what contains them, that are taken from ``params`` instead, such as a new
+                ``head``; the checkpoint may lack them, and what else it has is left there.
+            step: Of the checkpoint; the newest if None.
+
+        Returns:
+            A tree like ``params`` of NumPy arrays, for ``Trainer.init``.
+
+        Raises:
+            ValueError: If a name in ``fresh`` names none of ``params`` or one without values, another parameter is
+                missing in the checkpoint, has another shape or a wider dtype there, or as ``restore``.
+        """
+        self.wait()
+        read = functools.partial(self._restore_params, params, tuple(fresh))
+        return self._newest(read) if step is None else read(step)
+
+    def _restore_params(self, params: Any, fresh: tuple[str, ...], step: int) -> Any:
+        about, leaves = self._about(step), named_leaves(params)
+        kept = {name for name in leaves if any(f"{name}.".startswith(f"{one}.") for one in fresh)}
+        for one in fresh:
+            named = [name for name in kept if f"{name}.".startswith(f"{one}.")]
+            if not named or any(isinstance(leaves[name], jax.ShapeDtypeStruct) for name in named):
+                raise ValueError(f"fresh (={one!r}) must name leaves of params that have values: {', '.join(leaves)}")
+        rows = {f"params.{name}": about["leaves"].get(f"params.{name}") for name in leaves if name not in kept}
+        wanted = {name: leaves[name.partition(".")[2]] for name in rows}
+        saved = {name: row for name, row in rows.items() if row is not None}
+        checkpoint = f"checkpoint of step {step} {self._where}"
+        _check_shapes(checkpoint, "params", saved, {name.partition(".")[2]: leaf for name, leaf in wanted.items()})
+        _check_dtypes(checkpoint, saved, wanted)
+        arrays = self._read({**about, "leaves": saved})
+        restored = [
+            np.asarray(leaf) if name in kept else arrays[f"params.{name}"].astype(leaf.dtype)
+            for name, leaf in leaves.items()
+        ]
+        return jax.tree.unflatten(jax.tree.structure(params), restored)
+
+    @_in_turn
     def about(self, step: int | None = None) -> dict[str, Any]:
         """Describes a checkpoint without reading its arrays.
 
@@ -479,12 +521,12 @@ class Checkpoints:
         )
 
     def _read(self, about: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Reads all arrays of a checkpoint."""
+        """Reads the arrays of a checkpoint that ``about`` describes."""
         step, leaves = about["step"], about["leaves"]
         stored = {
             name: ocp.RestoreArgs(restore_type=np.ndarray) for name, row in leaves.items() if 0 not in row["shape"]
         }
-        args = ocp.args.PyTreeRestore(item=dict.fromkeys(stored, 0), restore_args=stored)
+        args = ocp.args.PyTreeRestore(item=dict.fromkeys(stored, 0), restore_args=stored, partial_restore=True)
         try:
             found = self._checkpointer.restore(self._path(step), args=ocp.args.Composite(state=args)).state
         except _UNREADABLE as error:
@@ -657,7 +699,10 @@ def _check_model(checkpoint: str, saved: Mapping[str, Row], params: Any) -> None
 def _check_fits(checkpoint: str, saved: Mapping[str, Row], places: TrainState) -> None:
     """Raises ValueError, naming the first leaf, if the optimizer state differs or a dtype of ``places`` is narrower."""
     _check_shapes(checkpoint, "opt_state", saved, places.opt_state)
-    wanted = named_leaves(places)
+    _check_dtypes(checkpoint, saved, named_leaves(places))
+
+
+def _check_dtypes(checkpoint: str, saved: Mapping[str, Row], wanted: Mapping[str, Any]) -> None:
     for name, row in saved.items():
         owner, _, leaf_name = name.partition(".")
         if owner not in _OWNERS or _holds(wanted[name], row):
@@ -687,7 +732,7 @@ def _check_shapes(checkpoint: str, owner: str, saved: Mapping[str, Row], wanted:
         )
 
 
-def _holds(leaf: Leaf, row: Row) -> bool:
+def _holds(leaf: Any, row: Row) -> bool:
     """Whether the dtype of a leaf represents every number of a saved dtype."""
     if str(leaf.dtype) == row["dtype"]:
         return True

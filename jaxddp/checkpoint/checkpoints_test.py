@@ -259,3 +259,53 @@ def test_what_is_owed_on_one_rank_is_paid_with_its_first_gradients(tmp_path):
         checkpoints.save(on_1, state)
         back, _ = checkpoints.restore(on_4, make_params())
         assert not any(np.any(one.error) for one in back.memory.values())
+
+
+def test_parameters_alone_start_another_training(tmp_path):
+    params = make_params()
+    with Checkpoints(tmp_path) as checkpoints:
+        trainer = make(jaxddp.zero3(min_shard_elements=8), 4)
+        state, _ = trainer.step(trainer.init(params), batch_of(0))
+        checkpoints.save(trainer, state)
+        trained = trainer.params(state)
+
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+        restored = checkpoints.restore_params(shapes)
+        assert jax.tree.all(jax.tree.map(np.array_equal, restored, trained))
+        other = make(jaxddp.bucketed(), 2, optimizer=optax.sgd(0.1))
+        state, _ = other.step(other.init(restored), batch_of(1))
+
+        # A new stack and scale; the first layer is the checkpoint's.
+        changed = {**params, "stack": {"new": jnp.ones((3, 8, 8))}, "scale": jnp.asarray(7.0)}
+        mixed = checkpoints.restore_params(changed, fresh=["stack", "scale"])
+        assert mixed["stack"]["new"].shape == (3, 8, 8) and mixed["scale"] == 7
+        assert np.array_equal(mixed["w"], trained["w"]) and mixed["empty"].shape == (0, 3)
+
+        part = checkpoints.restore_params({"w": shapes["w"]})  # the rest stays in the checkpoint
+        assert np.array_equal(part["w"], trained["w"])
+
+
+@pytest.mark.parametrize(
+    ("changed", "fresh", "message"),
+    [
+        ({}, ["head"], r"^fresh \(='head'\) must name leaves of params that have values: b, "),
+        (
+            {"w": jax.ShapeDtypeStruct((9, 9), np.float64)},
+            ["w"],
+            r"^fresh \(='w'\) must name leaves of params that have",
+        ),
+        ({"new": np.zeros(2)}, [], r"is of another model: parameter 'new' is missing there and float64 \(2,\) here$"),
+        ({"w": np.zeros((5, 9))}, ["b"], r"parameter 'w' is float64 \(5, 8\) there and float64 \(5, 9\) here$"),
+        (
+            {"w": np.zeros((5, 8), np.float32)},
+            [],
+            r"has parameter 'w' in float64, of which float32 here would lose bits",
+        ),
+    ],
+)
+def test_parameters_that_do_not_fit(tmp_path, changed, fresh, message):
+    with Checkpoints(tmp_path) as checkpoints:
+        trainer = make(jaxddp.naive(), 1)
+        checkpoints.save(trainer, trainer.init(make_params()))
+        with pytest.raises(ValueError, match=message):
+            checkpoints.restore_params({**make_params(), **changed}, fresh=fresh)
