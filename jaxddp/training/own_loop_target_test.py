@@ -12,7 +12,8 @@ from jaxddp.communication.buckets import TensorSpec
 from jaxddp.strategy import planned_collectives
 from jaxddp.targets.compile import compile_for_target
 
-STRATEGIES = [jaxddp.naive(), jaxddp.flat(), jaxddp.overlapped(), jaxddp.bucketed(3e-4)]
+STRATEGIES = [jaxddp.bucketed(3e-4), jaxddp.naive(), jaxddp.flat(), jaxddp.overlapped()]
+CASES = [(spec, strategy) for spec in ("h100:8", "v5p:8") for strategy in STRATEGIES]
 SHAPES = {"up": (8, 12), "down": (12, 1), "bias": (1,), "unused": (3,)}
 
 
@@ -20,12 +21,11 @@ def loss_fn(params, x):
     return jnp.mean((jnp.tanh(x @ params["up"]) @ params["down"] + params["bias"]) ** 2)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda one: one.name)
 @pytest.mark.parametrize(
-    ("spec", "platform"), [("h100:8", "gpu"), pytest.param("v5p:8", "tpu", marks=pytest.mark.full)]
+    ("spec", "strategy"), [CASES[0], *(pytest.param(*case, marks=pytest.mark.full) for case in CASES[1:])]
 )
-def test_planned_is_compiled(spec, platform, strategy):
-    mesh = targets.mesh(spec)
+def test_planned_is_compiled(spec, strategy):
+    mesh, platform = targets.mesh(spec), targets.target(spec).platform
     args = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in SHAPES.items()}, jnp.ones((16, 8))
     step = jax.shard_map(jaxddp.value_and_grad(loss_fn, strategy), mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
     program = compile_for_target(
