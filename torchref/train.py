@@ -4,15 +4,16 @@ on each rank                                                    shape
 ------------------------------------------------------------    -------------------------------
 parameters, optimizer state                                     replicated, or this rank's shards
 batch                                                           [global_batch / num_ranks, ...]
-micro-batches 1 ... A-1:  grads += d total / d params           under no_sync: most strategies do not communicate
-micro-batch A:            grads += d total / d params           communicated as the strategy plans
-grads = sum over ranks / sum of weights                         finish_gradient_synchronization
+micro-batches 1 ... A-1:  grads += d (scale * total) / d params under no_sync: most strategies do not communicate
+micro-batch A:            grads += d (scale * total) / d params communicated as the strategy plans
+grads = sum over ranks / (sum of weights * scale)               finish_gradient_synchronization
 parameters, state = optimizer(grads)                            of all parameters, or of this rank's shards
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -25,7 +26,9 @@ from jaxddp.roll_call import disagreement
 from .agreement import check_alike, refuse
 from .clipping import clip_to_norm_, global_norm
 from .loss import Part, as_part
+from .loss_scale import LossScale
 from .strategy import DataParallel
+from .zero.stage3 import FSDP
 
 Batch = Mapping[str, torch.Tensor]
 Loss = Callable[[Any, Any], Any]  # (net, batch) -> scalar or Weighted
@@ -49,6 +52,8 @@ class Trainer:
         *,
         num_microbatches: int = 1,
         max_grad_norm: float | None = None,
+        compute_dtype: torch.dtype | None = None,
+        loss_scale: str | None = None,
     ) -> None:
         """Describes a training run.
 
@@ -59,14 +64,27 @@ class Trainer:
             num_microbatches: Parts into which the rank's examples are split, in order. Gradients are communicated in
                 the last one, unless the strategy communicates in each.
             max_grad_norm: Clips the global norm of the averaged gradient to this value.
+            compute_dtype: ``loss_fn`` runs under ``torch.autocast`` to this dtype. Parameters, which are the masters,
+                their gradients and what is communicated keep theirs; ``FSDP`` has a ``compute_dtype`` of its own.
+            loss_scale: ``"dynamic"`` differentiates the loss times a scale, which float16 needs for small gradients. A
+                step whose loss or gradient is not finite updates nothing and halves it, on all ranks; 2,000 finite ones
+                double it.
 
         Raises:
-            ValueError: If a number is out of range.
+            ValueError: If a number is out of range, or ``compute_dtype`` is given with ``FSDP``.
         """
         if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
             raise ValueError(f"num_microbatches (={num_microbatches!r}) must be a positive integer")
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm (={max_grad_norm!r}) must be positive or None")
+        if compute_dtype is not None and not compute_dtype.is_floating_point:
+            raise ValueError(f"compute_dtype (={compute_dtype}) must be a floating-point dtype or None")
+        if compute_dtype is not None and isinstance(net, FSDP):
+            raise ValueError(f"compute_dtype (={compute_dtype}) must be given to FSDP, which gathers in it")
+        if loss_scale not in (None, "dynamic"):
+            raise ValueError(f"loss_scale (={loss_scale!r}) must be 'dynamic' or None")
+        self.compute_dtype = compute_dtype
+        self.loss_scale = None if loss_scale is None else LossScale()
         self.loss_fn = loss_fn
         self.optimizer = optimizer
         self.net = net
@@ -80,7 +98,8 @@ class Trainer:
         """Takes one training step.
 
         Returns:
-            ``"loss"``, the global mean before the update; ``"grad_norm"``, of the averaged gradient before clipping.
+            ``"loss"``, the global mean before the update; ``"grad_norm"``, of the averaged gradient before clipping;
+            ``"loss_scale"``, of this step, and ``"skipped"``, 1 if it was, else 0, with a ``loss_scale``.
 
         Raises:
             ValueError: If the batch cannot be split into micro-batches, the loss is not a scalar, ranks have other
@@ -88,12 +107,18 @@ class Trainer:
         """
         if self._parallel is not None:
             if not self._agreed:
-                options = {"num_microbatches": self.num_microbatches, "max_grad_norm": self.max_grad_norm}
+                options = {
+                    "num_microbatches": self.num_microbatches,
+                    "max_grad_norm": self.max_grad_norm,
+                    "compute_dtype": self.compute_dtype,
+                    "loss_scale": self.loss_scale and self.loss_scale.scale,
+                }
                 check_alike(options, self._parallel.process_group)
                 self._agreed = True
             self._parallel.discard_pass()
         self.net.zero_grad(set_to_none=True)
         parts = []
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
         rows = _num_rows(batch)
         if rows % self.num_microbatches or rows == 0:
             raise ValueError(
@@ -102,20 +127,29 @@ class Trainer:
             )
         for index in range(self.num_microbatches):
             with self._communicate_only_if(index == self.num_microbatches - 1):
-                part = as_part(self.loss_fn(self.net, local_rows(batch, index, self.num_microbatches)))
-                part.total.backward()
+                piece = local_rows(batch, index, self.num_microbatches)
+                with self._autocast(piece):
+                    part = as_part(self.loss_fn(self.net, piece))
+                (part.total if scale == 1 else part.total.to(_wide(part.total)) * scale).backward()
             parts.append(Part(part.total.detach(), part.weight))
         summed = self._sum_parts(parts, rows)
         num_parts = self.num_ranks * self.num_microbatches
         weight = float(num_parts if summed.weight is None else summed.weight)
         memory = self._parallel.memory if self._parallel is not None else {}
-        self._finish(weight or 1.0)
+        self._finish((weight or 1.0) * scale)
         norm = self._clip()
-        if weight != 0:
+        metrics = {"loss": float(summed.total) / (weight or 1.0), "grad_norm": float(norm)}
+        updates = weight != 0
+        if self.loss_scale is not None:  # loss and norm are equal on all ranks: all decide alike
+            is_finite = math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
+            metrics |= {"loss_scale": scale, "skipped": float(not is_finite)}
+            self.loss_scale.update(is_finite)
+            updates = updates and is_finite
+        if updates:
             self.optimizer.step()
         elif self._parallel is not None:  # no update at all: the compression's state must not change either
             self._parallel.memory = memory
-        return {"loss": float(summed.total) / (weight or 1.0), "grad_norm": float(norm)}
+        return metrics
 
     def _finish(self, denominator: float) -> None:
         if self._parallel is not None:
@@ -142,14 +176,18 @@ class Trainer:
     def _communicate_only_if(self, last: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if last or self._parallel is None else self._parallel.no_sync()
 
+    def _autocast(self, batch: Batch) -> contextlib.AbstractContextManager[Any]:
+        if self.compute_dtype is None:  # a caller may have one of its own
+            return contextlib.nullcontext()
+        return torch.autocast(next(iter(batch.values())).device.type, self.compute_dtype)
+
     def _sum_parts(self, parts: list[Part], rows: int) -> Part:
         """Sums totals and weights over micro-batches and ranks, in one all-reduce.
 
         Raises:
             ValueError: If the totals are means of unequally many rows.
         """
-        dtype = torch.promote_types(parts[0].total.dtype, torch.float32)
-        totals = torch.stack([part.total for part in parts]).to(dtype).sum()
+        totals = torch.stack([part.total for part in parts]).to(_wide(parts[0].total)).sum()
         weights = [part.weight.to(totals) for part in parts if part.weight is not None]
         sums = torch.stack([totals, torch.stack(weights).sum() if weights else torch.zeros_like(totals)])
         if self._parallel is not None and self.num_ranks > 1:
@@ -179,6 +217,10 @@ def local_rows(batch: Batch, index: int, num_parts: int) -> dict[str, torch.Tens
         raise ValueError(f"batch (={rows} examples) must be divisible by the number of parts (={num_parts})")
     size = rows // num_parts
     return {name: tensor[index * size : (index + 1) * size] for name, tensor in batch.items()}
+
+
+def _wide(total: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(total.dtype, torch.float32)
 
 
 def _num_rows(batch: Batch) -> int:
