@@ -34,7 +34,7 @@ def tensors_of(dtypes=DTYPES, shapes=SHAPES, max_size=12):
     return kinds.map(lambda found: [TensorSpec(f"t{index}", *kind) for index, kind in enumerate(found)])
 
 
-BYTES = (st.integers(1, 4000) | st.sampled_from([4, 8, 12, 20, 40])).map(lambda num_bytes: num_bytes / MIB)
+BYTES = st.sampled_from([1, 4, 8, 12, 20, 40, 300, 4092, 4100]).map(lambda num_bytes: num_bytes / MIB)
 CAPS = st.none() | st.just("default") | BYTES | st.lists(BYTES, min_size=1, max_size=4)
 
 
@@ -63,7 +63,7 @@ def numpy_for(*modules):
     return patches
 
 
-@FIXED
+@settings(FIXED, max_examples=150)
 @given(tensors_of(("float32", "int8"), st.sampled_from([(), (2,), (0,), (31, 33)])), CAPS, RULES)  # few: sums meet caps
 def test_a_plan_holds_every_tensor_once_within_the_caps(tensors, bucket_mb, rule):
     plan = plan_buckets(tensors, bucket_mb, rule=rule)
