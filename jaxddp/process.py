@@ -101,7 +101,7 @@ def local_rows(batch: Any) -> Any:
 
 def _join(job: Job, local_devices: list[int], timeout_s: float, stuck_s: float) -> None:
     versions = {"jaxddp": __version__, "jax": jax.__version__}
-    watch(job, meet(job, versions, visible_gpus(local_devices), timeout_s), stuck_s)
+    watch(job, meet(job, versions, visible_gpus(local_devices), timeout_s), stuck_s, needs_first=True)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if any(os.environ.get(name) for name in ("grpc_proxy", "https_proxy", "http_proxy")):
         # gRPC would ask the proxy for the coordinator, and abort the process.

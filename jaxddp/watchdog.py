@@ -13,8 +13,8 @@ step that its process has begun. Process 0 judges, and tells all; the others jud
 
 Then every process that is in a step prints one line and ends with status 5, after ``stuck_s`` also the stacks of its
 threads. A process outside of a step may be saving: it is let finish, and ends when it begins another step, or after
-``stuck_s``. The thread needs no collective and nothing of XLA's, whose own heartbeat takes a minute and a half and
-aborts. No framework is imported.
+``stuck_s``; at once if JAX has lost process 0, because XLA would abort it. The thread needs no collective and nothing
+of XLA's, whose own heartbeat takes a minute and a half and aborts. No framework is imported.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from .stderr import print_line
 STATUS = 5  # of a process that another one's loss ends
 GRACE_S = 5.0  # in which processes may fail by themselves, with words of their own
 _BEAT_S = 0.5
+_OTHERS_S = 8.0  # for which process 0 stays for the others
 _LAST_WORDS_S = 1.0  # in which whoever started the processes may end them, and name the one that was lost
 
 
@@ -67,15 +68,18 @@ class _Process:
 class Watchdog:
     """This process's thread, and what it knows of the others."""
 
-    def __init__(self, job: Job, connections: Mapping[int, socket.socket], stuck_s: float) -> None:
+    def __init__(
+        self, job: Job, connections: Mapping[int, socket.socket], stuck_s: float, needs_first: bool = False
+    ) -> None:
         """Starts the thread.
 
         Args:
             job: The job.
             connections: In process 0 to each other process, in the others to process 0; they become the thread's.
             stuck_s: Seconds without a beat, or with processes waiting in a step that another has not begun.
+            needs_first: Whether no process lives on without process 0, as under JAX, whose coordinator it is.
         """
-        self._number, self._stuck_s = job.process_id, stuck_s
+        self._number, self._stuck_s, self._needs_first = job.process_id, stuck_s, needs_first
         self._mine = _Process(None)
         self._others = {number: _Process(connection) for number, connection in connections.items()}
         self._last_beat, self._is_ending = 0.0, threading.Event()
@@ -105,7 +109,8 @@ class Watchdog:
         """Called after an error: if it came of another process's loss, the thread ends this process with a line."""
         if os.getpid() != self._pid:
             return
-        if self._is_ending.wait(2 * _BEAT_S):
+        self._is_in_step = True  # an update or a save may wait for the others as well
+        if self._is_ending.wait(4 * _BEAT_S):
             time.sleep(60)
         self._is_in_step = False
 
@@ -132,7 +137,8 @@ class Watchdog:
                     self._fault, self._faulty_since = fault, now
                     self._tell({"end": fault[0], "stacks": fault[1]})
                 is_waiting = self._is_in_step or not self._is_done() or now - self._faulty_since > self._stuck_s
-                if self._fault is not None and (is_waiting or self._fault[1]):
+                is_cut_off = self._needs_first and 0 in self._others and self._others[0].is_gone
+                if self._fault is not None and (is_waiting or is_cut_off or self._fault[1]):
                     self._end(*self._fault)
 
     def _beat(self, now: float) -> None:
@@ -196,7 +202,7 @@ class Watchdog:
 
     def _end(self, reason: str, shows_stacks: bool) -> None:
         self._is_ending.set()
-        last = threading.Timer(4 * _LAST_WORDS_S, os._exit, (STATUS,))  # a stream may block
+        last = threading.Timer(_OTHERS_S + 2 * _LAST_WORDS_S, os._exit, (STATUS,))  # a stream may block
         last.daemon = True
         last.start()
         try:
@@ -206,9 +212,22 @@ class Watchdog:
                 faulthandler.dump_traceback(stderr)
             sys.stdout.flush()
             if not any(number == 0 and other.is_gone for number, other in self._others.items()):
-                time.sleep(_LAST_WORDS_S * (2 if self._number == 0 else 1))
+                time.sleep(_LAST_WORDS_S)
+            if self._number == 0:
+                self._await_others()
         finally:
             os._exit(STATUS)  # at once without process 0: XLA aborts processes that miss it
+
+    def _await_others(self) -> None:
+        """Waits until the processes that answer have ended: without process 0 XLA would abort them."""
+        deadline = time.monotonic() + _OTHERS_S
+        while (now := time.monotonic()) < deadline:
+            staying = [one for one in self._others.values() if not one.is_gone and now - one.heard < 8 * _BEAT_S]
+            if not staying:
+                return
+            for other in staying:
+                self._read(other)
+            time.sleep(_BEAT_S / 10)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() == self._pid and not issubclass(kind, KeyboardInterrupt):
@@ -237,10 +256,10 @@ def _last_step(process: _Process) -> str:
 _watchdog: Watchdog | None = None
 
 
-def watch(job: Job, connections: Mapping[int, socket.socket], stuck_s: float) -> None:
+def watch(job: Job, connections: Mapping[int, socket.socket], stuck_s: float, needs_first: bool = False) -> None:
     """Starts to watch the processes of a job; arguments are those of ``Watchdog``."""
     global _watchdog
-    _watchdog = Watchdog(job, connections, stuck_s)
+    _watchdog = Watchdog(job, connections, stuck_s, needs_first)
 
 
 def begin_step() -> None:

@@ -1,0 +1,198 @@
+"""Processes of a job that are killed or stopped at random moments, as many as the variable JAXDDP_FAULTS says.
+
+All others must leave soon, each with one line that names the process and its last step; a checkpoint that was being
+written must not be in the way of the one before.
+"""
+
+import os
+import random
+import re
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxddp
+from jaxddp.checkpoint import Checkpoints
+from jaxddp.watchdog import STATUS
+
+NUM_FAULTS = int(os.environ.get("JAXDDP_FAULTS", "2"))
+NUM_PROCESSES = 3
+STUCK_S = 4.0
+LEAVE_S = 15.0
+GONE = "is gone"
+XLA_ABORTS = "Terminating process because the JAX distributed service detected fatal errors"
+SILENT = f"has not answered for {STUCK_S:g} s"
+ROOT = Path(__file__).parents[1]
+MOMENTS_S = 5.0  # after all have met: within compilation, or in any step
+WRITING = "*.orbax-checkpoint-tmp*"
+SIZE, RATE = 2**20, 1 / 64
+
+START = f"""
+import sys, time
+address, process, folder, host = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
+if host:
+    from benchmarks.lab.network import Host
+    Host(host, sys.argv[5]).enter()
+place = address, {NUM_PROCESSES}, process
+def steps():
+    print("met", flush=True)
+    for number in range(1, 10000):
+        print("step", number, flush=True)
+        yield number
+        time.sleep(0.1)  # longer than watchdogs wait between two beats that count a step
+"""
+
+JAX = f"""{START}
+import jax, jax.numpy as jnp, numpy as np, optax
+jax.config.update("jax_num_cpu_devices", 1)
+import jaxddp
+jaxddp.start_process(*place, stuck_s={STUCK_S})
+from jaxddp.checkpoint import Checkpoints
+loss_fn = lambda params, batch: jnp.mean(batch) * jnp.sum(params["w"] ** 2) / 2
+trainer = jaxddp.Trainer(loss_fn, optax.sgd({RATE}), jaxddp.zero1(), jaxddp.data_mesh())
+state = trainer.init({{"w": jnp.ones({SIZE})}})
+checkpoints = Checkpoints(folder, keep=3) if folder else None
+for _ in steps():
+    state, _ = trainer.step(state, np.ones((3, 2), np.float32))
+    if folder:
+        checkpoints.save(trainer, state)
+"""
+
+TORCH = f"""{START}
+import torch, torchref
+from torchref.launch import init_from_env
+init_from_env("gloo", *place, stuck_s={STUCK_S})
+model = torchref.ZeRO1(torch.nn.Linear(100, 100), torch.optim.SGD, lr=0.1)
+for _ in steps():
+    model.zero_grad()
+    model(torch.ones(2, 100)).square().mean().backward()
+    model.finish_gradient_synchronization()
+    model.step()
+"""
+
+
+class Job:
+    """Processes of a program, each with its output in a file, and on a host of its own if there are any."""
+
+    def __init__(self, folder, program, checkpoints=None, hosts=()):
+        folder.mkdir()
+        (folder / "script.py").write_text(program)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.logs = [folder / f"{process}.log" for process in range(NUM_PROCESSES)]
+        self.processes, self.num_aborted = [], 0
+        for process, path in enumerate(self.logs):
+            address = f"{hosts[0].address if hosts else '127.0.0.1'}:{port}"
+            command = [sys.executable, folder / "script.py", address, str(process), str(checkpoints or "")]
+            command += [hosts[process].name, hosts[process].address] if hosts else [""]
+            environment = os.environ | {"PYTHONPATH": str(ROOT)}
+            with path.open("w") as log:
+                one = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+            self.processes.append(one)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()  # a stopped one as well
+            process.wait()
+
+    def said(self, process):
+        return self.logs[process].read_text()
+
+    def wait_until_all_met(self):
+        self.wait(lambda: all("met" in self.said(each) for each in range(NUM_PROCESSES)), 120, "they do not meet")
+
+    def wait(self, is_so, seconds, what, every_s=0.02):
+        deadline = time.monotonic() + seconds
+        while not is_so():
+            assert time.monotonic() < deadline, f"{what}: {[self.said(each) for each in range(NUM_PROCESSES)]}"
+            time.sleep(every_s)
+
+
+def lose_one(job, number, faulty):
+    """Sends a signal to a process, and gives the seconds until all others have left as they should."""
+    since = time.monotonic()
+    os.kill(job.processes[faulty].pid, number)
+    how = GONE if number == signal.SIGKILL else SILENT
+    return check_others(job, faulty, how, since)
+
+
+def check_others(job, faulty, how, since):
+    others = [process for process in range(NUM_PROCESSES) if process != faulty]
+    longest_s = LEAVE_S + (how == SILENT) * STUCK_S
+    job.wait(lambda: all(job.processes[each].poll() is not None for each in others), longest_s, "others stay")
+    seconds = time.monotonic() - since
+    steps = re.findall(r"^step (\d+)$", job.said(faulty), re.M)
+    for process in others:
+        said = job.said(process)
+        if faulty == 0 and how == GONE and XLA_ABORTS in said:  # at the same moment, outside of a step
+            job.num_aborted += 1
+            assert job.processes[process].returncode in (STATUS, -signal.SIGABRT), said
+            continue
+        assert job.processes[process].returncode == STATUS, said
+        first, *rest = re.split(r"^step \d+\n|^met\n", said, flags=re.M)[-1].splitlines()
+        assert not rest or how == SILENT, said  # of a stopped one: the stacks of all threads
+        found = re.fullmatch(rf"jaxddp: process {faulty} {how}, its last step (\d+): process {process} ends", first)
+        assert found, said
+        assert int(found[1]) in (len(steps), len(steps) - 1), said
+        assert "Traceback" not in said, said
+    return seconds
+
+
+def count(name, tmp_path, program, number, *, saves=False):
+    times, num_aborted = [], 0
+    for trial in range(NUM_FAULTS):
+        rng = random.Random(f"{name} {trial}")
+        folder = tmp_path / f"{trial}-checkpoints" if saves else None
+        with Job(tmp_path / str(trial), program, folder) as job:
+            job.wait_until_all_met()
+            time.sleep(rng.uniform(0, MOMENTS_S))
+            if folder:
+                job.wait(lambda folder=folder: any(folder.glob("[0-9]*/about")), 120, "nothing is saved")
+                job.wait(lambda folder=folder: any(folder.glob(WRITING)), 60, "no save is seen", every_s=0.0005)
+            faulty = 0 if folder and rng.random() < 0.7 else rng.randrange(NUM_PROCESSES)
+            times.append(lose_one(job, number, faulty))
+            num_aborted += job.num_aborted
+        if folder:
+            check_newest(folder)
+    report(name, times, num_aborted)
+
+
+def report(name, times, num_aborted=0):
+    print(f"{name}: {len(times)} of {NUM_FAULTS}, all others had left after {statistics.median(times):.1f} s "
+          f"(median), {max(times):.1f} s (longest); {num_aborted} processes were aborted by XLA")  # fmt: skip
+
+
+def check_newest(folder):
+    trainer = jaxddp.Trainer(lambda p, b: jnp.sum(p["w"]), optax.sgd(RATE), jaxddp.naive(), jaxddp.data_mesh(1))
+    with Checkpoints(folder) as checkpoints:
+        newest = checkpoints.latest_step()
+        state, _ = checkpoints.restore(trainer, {"w": jnp.ones(SIZE)})
+    assert int(state.step) == newest
+    np.testing.assert_allclose(trainer.params(state)["w"], (1 - RATE) ** newest, rtol=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("framework", ["jaxddp", "torchref"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_at_random_moments(tmp_path, framework, number):
+    program = {"jaxddp": JAX, "torchref": TORCH}[framework]
+    count(f"{framework} {number.name}", tmp_path, program, number)
+
+
+@pytest.mark.full
+def test_during_a_save(tmp_path):
+    count("jaxddp SIGKILL during a save", tmp_path, JAX, signal.SIGKILL, saves=True)
