@@ -1,6 +1,7 @@
 """``python -m jaxddp launch``: starts a script as the processes of a job on this machine.
 
-The processes are torchrun's where torch is installed, else started here with torchrun's variables (``jaxddp.job``).
+The processes are torchrun's where torch is installed, else started here with torchrun's variables (``jaxddp.job``), as
+with ``--elastic``, because torchrun's agent replaces what is lost on its host.
 When one fails, the others are ended, and the exit status is its own.
 """
 
@@ -9,12 +10,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from .interrupts import noted_signals
 
 _POLL_S = 0.1
 _GRACE_S = 10.0  # between SIGTERM and SIGKILL
+_NOT_LOST = (0, LOST_ANOTHER, -signal.SIGTERM, 128 + signal.SIGTERM)  # the last two of those that are ended here
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _START = f"""
 import os, signal, sys
@@ -65,18 +68,39 @@ def run(arguments: argparse.Namespace) -> int:
     if not Path(arguments.script).is_file():
         raise ValueError(f"script (={arguments.script!r}) must be a file")
     command = [arguments.script, *arguments.arguments]
-    return launch(command, arguments.ranks, arguments.log_dir, arguments.max_restarts)
+    check_elastic(arguments)
+    fits = (lambda num_ranks: True) if arguments.elastic else None
+    return launch(command, arguments.ranks, arguments.log_dir, arguments.max_restarts, fits)
 
 
 def add_max_restarts(parser: argparse.ArgumentParser) -> None:
-    """Adds the option ``--max-restarts``."""
+    """Adds the options ``--max-restarts`` and ``--elastic``."""
     parser.add_argument(
         "--max-restarts", type=int, default=0, metavar="K", help="start all processes again when one fails, at most K "
         "times; for programs that go on from their checkpoints (default: %(default)s)",
     )  # fmt: skip
+    parser.add_argument(
+        "--elastic", action="store_true", help="with --max-restarts: start again without the processes that were lost"
+    )
 
 
-def launch(command: Sequence[str], num_processes: int, log_dir: str | None = None, max_restarts: int = 0) -> int:
+def check_elastic(arguments: argparse.Namespace) -> None:
+    """Refuses ``--elastic`` where nothing is started again.
+
+    Raises:
+        ValueError: If it comes without ``--max-restarts``.
+    """
+    if arguments.elastic and not arguments.max_restarts:
+        raise ValueError("elastic (=True) must come with max_restarts")
+
+
+def launch(
+    command: Sequence[str],
+    num_processes: int,
+    log_dir: str | None = None,
+    max_restarts: int = 0,
+    fits: Callable[[int], bool] | None = None,
+) -> int:
     """Runs ``python command`` as the processes of a job.
 
     Args:
@@ -84,6 +108,8 @@ def launch(command: Sequence[str], num_processes: int, log_dir: str | None = Non
         num_processes: How many.
         log_dir: Folder for a log of each process, of which process 0 alone is shown; if None all are shown.
         max_restarts: How often all processes are started again after one has failed, but not after a signal.
+        fits: Whether the program runs in a number of processes: then those that were lost are not started again, nor as
+            many others as it takes. If None as many are started as before.
 
     Returns:
         0, or the exit status of a process that failed.
@@ -95,12 +121,18 @@ def launch(command: Sequence[str], num_processes: int, log_dir: str | None = Non
         raise ValueError(f"num_processes (={num_processes}) must be a positive integer")
     if max_restarts < 0:
         raise ValueError(f"max_restarts (={max_restarts}) must not be negative")
-    if find_spec("torch") is None:
+    if find_spec("torch") is None or fits is not None:  # torchrun's agent would replace what was lost
         for restart in range(max_restarts):
-            status, signals = _launch_alone(command, num_processes, log_dir, restart)
+            status, signals, num_lost = _launch_alone(command, num_processes, log_dir, restart)
             if status == 0 or signals:
                 return status
-            print_line(f"restart {restart + 1} of {max_restarts}, after status {status}")
+            if fits is not None:
+                left = num_processes - num_lost
+                num_processes = next(filter(fits, range(left, 0, -1)), 0)
+                if num_processes == 0:
+                    print_line(f"no restart: {left} processes are left")
+                    return status
+            print_line(f"restart {restart + 1} of {max_restarts}, after status {status}, in {num_processes} processes")
         return _launch_alone(command, num_processes, log_dir, max_restarts)[0]
     logs = [] if log_dir is None else [f"--log-dir={log_dir}", "--redirects=3", "--tee=0:3"]
     torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={num_processes}", f"--max-restarts={max_restarts}"]
@@ -113,8 +145,8 @@ def launch(command: Sequence[str], num_processes: int, log_dir: str | None = Non
 
 def _launch_alone(
     command: Sequence[str], num_processes: int, log_dir: str | None, restart: int
-) -> tuple[int, list[int]]:
-    """Runs the processes once; gives the exit status, and the signals that were passed on."""
+) -> tuple[int, list[int], int]:
+    """Runs the processes once; gives the exit status, the signals that were passed on, and how many were lost."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -141,7 +173,9 @@ def _launch_alone(
     ended = _wait(processes)
     for reader in readers:
         reader.join(_GRACE_S)
-    return ended
+    lost = [process.returncode for process in processes if process.returncode not in _NOT_LOST]
+    # XLA aborts processes that miss process 0.
+    return *ended, sum(status != -signal.SIGABRT for status in lost) or len(lost)
 
 
 def _write_log(process: subprocess.Popen, path: Path, is_shown: bool, appends: bool) -> None:

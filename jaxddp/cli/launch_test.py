@@ -75,6 +75,41 @@ def test_all_are_started_again_as_often_as_asked(script, tmp_path, monkeypatch, 
         assert "restart 1 of 1, after status 3" in capfd.readouterr().err
 
 
+ELASTIC = """
+import glob, os, signal, sys, time
+attempt, rank, num_ranks = (int(os.environ[f"{name}"]) for name in ("TORCHELASTIC_RESTART_COUNT", "RANK", "WORLD_SIZE"))
+if rank == 0:
+    print("attempt", attempt, "in", num_ranks, flush=True)
+open(f"{sys.argv[2]}/{attempt}-{rank}", "w").close()
+while len(glob.glob(f"{sys.argv[2]}/{attempt}-*")) < num_ranks:
+    time.sleep(0.01)
+if sys.argv[1] == "killed" and attempt < 2 and rank == 1 - attempt:
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[1] == "all fail":
+    sys.exit(2)
+if attempt < 2:
+    time.sleep(0.3)
+    sys.exit(5)  # as watchdogs do
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "fits", "attempts", "status"),
+    [
+        ("killed", lambda num: True, [5, 4, 3], 0),
+        ("killed", lambda num: num % 2, [5, 3, 1], 0),
+        ("all fail", lambda num: True, [5], 2),
+        ("killed", lambda num: num == 5, [5], 9),
+    ],
+)
+def test_processes_that_are_lost_are_left_out(tmp_path, capfd, how, fits, attempts, status):
+    path = tmp_path / "elastic.py"
+    path.write_text(ELASTIC)
+    assert launch([str(path), how, str(tmp_path)], 5, str(tmp_path / "logs"), max_restarts=2, fits=fits) == status
+    lines = [f"attempt {attempt} in {num}" for attempt, num in enumerate(attempts)]
+    assert capfd.readouterr().out.splitlines() == lines
+
+
 @pytest.mark.parametrize("has_torch", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_signal_reaches_every_process_and_the_status_is_its_own(script, tmp_path, monkeypatch, has_torch):
     if has_torch:

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from ..job import Job, find_job
 from ..stderr import print_line
 from .interrupts import Signalled, ended_by_interrupts
-from .launch import add_max_restarts, launch
+from .launch import add_max_restarts, check_elastic, launch
 from .quiet import import_jax
 from .train_options import DEFAULT_SIMULATED_DEVICES, TrainOptions
 from .train_report import TrainSummary
@@ -101,8 +101,15 @@ def run(arguments: argparse.Namespace) -> int | None:
         raise ValueError(f"max_restarts (={arguments.max_restarts}) must come with processes")
     if arguments.max_restarts and options.checkpoint is not None and not options.resume:
         raise ValueError(f"max_restarts (={arguments.max_restarts}) must come with resume where there is a checkpoint")
+    check_elastic(arguments)
     if arguments.processes is not None and find_job() is None:  # the processes get the same command
-        return launch(["-m", "jaxddp", *sys.argv[1:]], arguments.processes, max_restarts=arguments.max_restarts)
+
+        def fits(num_processes: int) -> bool:
+            num_ranks = options.devices or num_processes
+            return num_ranks % num_processes == 0 and options.batch_size % (num_ranks * options.microbatches) == 0
+
+        command = ["-m", "jaxddp", *sys.argv[1:]]
+        return launch(command, arguments.processes, None, arguments.max_restarts, fits if arguments.elastic else None)
     with ended_by_interrupts():
         import_jax()  # late, so that the help needs no JAX
         from ..training.replicas import ReplicaError

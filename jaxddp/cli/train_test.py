@@ -70,6 +70,7 @@ BAD_INPUT = {
     "train --checkpoint=": "checkpoint (='') must name a path",
     "train --compute-dtype int8": "compute_dtype (='int8') must be one of bfloat16, float16, float32",
     "train --compute-dtype float16": "nonfinite (='raise') must be 'skip' in float16, which overflows now and then",
+    "train --elastic": "elastic (=True) must come with max_restarts",
     "train --nonfinite ignore": "nonfinite (='ignore') must be one of raise, skip, stop",
     "train --replicas ignore": "replicas (='ignore') must be one of stop, restore",
     "train --replicas restore": "replicas (='restore') must come with checkpoint, the folder to restore from",
