@@ -531,6 +531,8 @@ class Checkpoints:
             found = self._checkpointer.restore(self._path(step), args=ocp.args.Composite(state=args)).state
         except _UNREADABLE as error:
             raise self._damage(step) from error
+        if not all(isinstance(found[name], np.ndarray) for name in stored):  # what Orbax does not find stays the item's
+            raise self._damage(step)
         arrays = {name: found[name] if name in stored else np.zeros(row["shape"]) for name, row in leaves.items()}
         # Orbax does not notice changed bytes inside an array, and reads missing ones as zeros.
         if any(_checksum(arrays[name]) != leaves[name]["crc32"] for name in stored):
