@@ -322,12 +322,12 @@ def planned_collectives(
         for bucket in plan.buckets
         for elements, dtype in strategy.compression.wire_buffers(bucket, num_elements(bucket))
     ]
-    gathers = [("all-gather", wire_bytes(num_elements(bucket), bucket.dtype, platform)) for bucket in plan.gathers]
+    gathers = [("all-gather", num_elements(bucket) * dtype_bytes(bucket.dtype)) for bucket in plan.gathers]
     return reductions * (num_microbatches if strategy.reduces_each_microbatch else 1) + gathers
 
 
 def wire_bytes(num_elements: int, dtype: Any, platform: str) -> int:
-    """Counts the bytes of a buffer on the wire: XLA's collectives for CPUs convert bfloat16 to float32.
+    """Counts the bytes of a buffer that is summed: XLA's collectives for CPUs convert bfloat16 to float32.
 
     Args:
         num_elements: Of the buffer.

@@ -78,7 +78,7 @@ def reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
     return lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True)
 
 
-def all_gather(x: jax.Array, axis: str, *, equal: bool = False) -> jax.Array:
+def all_gather(x: jax.Array, axis: str, *, equal: bool = False, as_bits: bool = False) -> jax.Array:
     """Concatenates the ranks' arrays along dimension 0; every rank gets the full array.
 
     | rank | input          | output                                 |
@@ -90,6 +90,9 @@ def all_gather(x: jax.Array, axis: str, *, equal: bool = False) -> jax.Array:
     ``equal`` declares the result equal on all ranks for ``check_vma=True``, so that it may leave ``shard_map`` under
     ``P()``. Its transpose is then no longer a reduce-scatter: the gradient is one rank's.
 
+    ``as_bits`` sends bfloat16 as integers, without a derivative: XLA for CPUs would convert it to float32, which a sum
+    needs and a gather does not.
+
     Raises:
         ValueError: If ``x`` has no dimension 0.
     """
@@ -97,6 +100,9 @@ def all_gather(x: jax.Array, axis: str, *, equal: bool = False) -> jax.Array:
     _chunk_length(x.shape, 1)
     if x.size == 0:
         return jnp.concatenate([x] * num_ranks)
+    if as_bits and x.dtype == jnp.bfloat16:
+        bits = all_gather(lax.bitcast_convert_type(x, jnp.uint16), axis, equal=equal)
+        return lax.bitcast_convert_type(bits, x.dtype)
     return lax.all_gather(x, axis, axis=0, tiled=True, to="invarying" if equal else "varying")
 
 

@@ -136,10 +136,12 @@ def test_bytes_from_step_to_step(strategy):
 
 
 @pytest.mark.parametrize("strategy", [jaxddp.bucketed(5e-4), jaxddp.zero1(5e-4), jaxddp.zero2(5e-4), SHARDED])
-@pytest.mark.parametrize(("grad_dtype", "sum_bytes"), [(None, 4), (jnp.float16, 2)])
-def test_gathers_take_the_compute_dtype_and_sums_that_of_gradients(strategy, grad_dtype, sum_bytes):
-    """In float16: XLA's collectives for CPUs convert bfloat16 to float32."""
-    trainer = make(mlp_loss, strategy, compute_dtype=jnp.float16, grad_dtype=grad_dtype)
+@pytest.mark.parametrize(
+    ("dtype", "grad_dtype", "sum_bytes"),
+    [(jnp.float16, None, 4), (jnp.float16, jnp.float16, 2), (jnp.bfloat16, jnp.bfloat16, 4)],  # summed in float32 here
+)
+def test_gathers_take_the_compute_dtype_and_sums_that_of_gradients(strategy, dtype, grad_dtype, sum_bytes):
+    trainer = make(mlp_loss, strategy, compute_dtype=dtype, grad_dtype=grad_dtype)
     state = trainer.abstract_state(mlp_params())
     compiled = jaxddp.gradient_collectives(trainer.compile(state, mlp_batch()))
     assert compiled == sorted(trainer.planned(state, mlp_batch()))

@@ -78,8 +78,9 @@ class Programs:
         compiler = _compile_here if isinstance(mesh, Mesh) else _COMPILERS.get(mesh.abstract_device)
         if compiler is None:
             raise ValueError(f"mesh (={mesh}) has no devices: make it with jaxddp.data_mesh or jaxddp.targets.mesh")
-        self._rank_step, self._mesh, self._compile = rank_step, mesh, compiler
         self.platform = platform_of(mesh)
+        self._rank_step = replace(rank_step, as_bits=self.platform == "cpu")
+        self._mesh, self._compile = mesh, compiler
         self._compiler_options = compile_options(rank_step.strategy, self.platform)
         self._layouts: dict[Any, StateLayout] = {}  # by full parameters
         self._models: dict[Any, _Model] = {}  # by parameters as a state holds them
@@ -255,8 +256,9 @@ class Programs:
         precision = strategy.precision._replace(reduce_dtype=strategy.precision.reduce_dtype or step.grad_dtype)
         sends = strategy.compression.sends and step.num_ranks > 1
         return loss_on_shards(
-            function, layout.whole(), cuts, step.axis, precision, trainable=step.trainable, sends=sends
-        )
+            function, layout.whole(), cuts, step.axis, precision, trainable=step.trainable, sends=sends,
+            as_bits=step.as_bits,
+        )  # fmt: skip
 
     def _over_mesh(
         self, on_rank: Callable[..., Any], model: _Model, state: Any, batch: Any, *, donates_state: bool = False

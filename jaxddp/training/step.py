@@ -80,6 +80,7 @@ class RankStep:
     nonfinite: str = "ignore"
     state_sync: str = "mean"
     cuts: Mapping[str, Cut] = field(default_factory=dict)  # of the parameters that the loss takes as shards, by name
+    as_bits: bool = False  # how parameters are gathered, as for ``all_gather``
     grad_dtypes: Mapping[str, Any] = field(default_factory=dict)  # of sums of gradients, by name; their own if missing
 
     def init(self, full: Any, params: Any) -> Any:
@@ -258,7 +259,8 @@ class RankStep:
         updated = jax.tree.map(lambda new, old: new.astype(old.dtype), updated, trainable)
         if self.strategy.reduce is not REDUCE_SCATTER:
             return updated
-        return gather_params(updated, trainable, plan, self.axis, sends=self.strategy.compression.sends)
+        sends = self.strategy.compression.sends
+        return gather_params(updated, trainable, plan, self.axis, sends=sends, as_bits=self.as_bits)
 
     def evaluate(self, state: TrainState, batch: Any) -> Any:
         """Gives the global mean loss of a batch and the aux values, if there are any, equal on every rank."""

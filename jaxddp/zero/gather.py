@@ -53,11 +53,13 @@ class Gather:
         axis: Name of the mesh axis.
         precision: Dtypes of the all-gather and the reduce-scatter.
         sends: False for a step without communication: copies of this rank's shards replace those of the others.
+        as_bits: As for ``all_gather``.
     """
 
     axis: str
     precision: Precision
     sends: bool = True
+    as_bits: bool = False
 
     def __call__(self, shards: Sequence[Shard]) -> list[jax.Array]:
         """Gathers full parameters with one all-gather per dtype; its transpose is one reduce-scatter per dtype.
@@ -92,7 +94,8 @@ class Gather:
     def _all_gather(self, shards: list[Shard], local: list[jax.Array], dtype: Any) -> list[jax.Array]:
         with jax.named_scope(SYNC_SCOPE):
             row = jnp.concatenate([array.reshape(1, -1) for array in local], axis=1).astype(dtype)
-            buffer = all_gather(row, self.axis) if self.sends else jnp.tile(row, (shards[0].cut.num_ranks, 1))
+            tiles = (shards[0].cut.num_ranks, 1)
+            buffer = all_gather(row, self.axis, as_bits=self.as_bits) if self.sends else jnp.tile(row, tiles)
             parts = jnp.split(buffer, _ends(shards), axis=1)
             return [shard.cut.from_chunks(part).astype(shard.dtype) for shard, part in zip(shards, parts, strict=True)]
 

@@ -86,7 +86,9 @@ def local_shards(params: Any, axis: str) -> Any:
     return jax.tree.map(lambda leaf: Cut(leaf.shape, num_ranks).local_shard(leaf, rank), params)
 
 
-def gather_params(shards: Any, params: Any, plan: BucketPlan, axis: str, *, sends: bool = True) -> Any:
+def gather_params(
+    shards: Any, params: Any, plan: BucketPlan, axis: str, *, sends: bool = True, as_bits: bool = False
+) -> Any:
     """All-gathers the ranks' updated shards, bucket by bucket in the order of the plan.
 
     Args:
@@ -95,6 +97,7 @@ def gather_params(shards: Any, params: Any, plan: BucketPlan, axis: str, *, send
         plan: Its ``gathers`` are the buckets.
         axis: Name of the mesh axis.
         sends: False replaces communication by copies of this rank's shards.
+        as_bits: As for ``all_gather``.
 
     Returns:
         A tree like ``params``, equal on all ranks.
@@ -111,7 +114,9 @@ def gather_params(shards: Any, params: Any, plan: BucketPlan, axis: str, *, send
         unpacked: dict[str, jax.Array] = {}
         for bucket in plan.gathers:
             packed = pack_local_shards(bucket, local)[None]
-            buffer = all_gather(packed, axis, equal=True) if sends else jnp.tile(packed, (num_ranks, 1))
+            buffer = (
+                all_gather(packed, axis, equal=True, as_bits=as_bits) if sends else jnp.tile(packed, (num_ranks, 1))
+            )
             # Unpack each bucket when it arrives: XLA would unpack all of them after the last one.
             buffer, unpacked = lax.optimization_barrier((buffer, unpacked))
             full.update(unpacked)

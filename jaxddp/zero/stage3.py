@@ -138,6 +138,7 @@ def loss_on_shards(
     *,
     trainable: Callable[[str], bool] | None = None,
     sends: bool = True,
+    as_bits: bool = False,
 ) -> PartialLoss:
     """Turns a loss function of full parameters into one of shards.
 
@@ -149,11 +150,12 @@ def loss_on_shards(
         precision: Dtypes of parameters in the loss, of all-gathers and of reduce-scatters.
         trainable: Predicate on a parameter's name; gradients of the others are not reduced.
         sends: False for a step without communication.
+        as_bits: As for ``all_gather``.
 
     Returns:
         The same loss function, of a tree with this rank's shards in place of the parameters that are cut.
     """
-    gather = Gather(axis, precision, sends)
+    gather = Gather(axis, precision, sends, as_bits)
 
     def as_used(struct: Any) -> Any:
         dtype = precision.compute_dtype if jnp.issubdtype(struct.dtype, jnp.floating) else None
