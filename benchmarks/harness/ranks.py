@@ -46,7 +46,10 @@ _OF_PROCESSES = ("processes", "lab")
 THREADS = 1
 _COUNT_GPUS = "import jax; print(sum(device.platform == 'gpu' for device in jax.local_devices()))"
 _COUNT_TIMEOUT_S = 120.0  # a driver that hangs has no GPUs
-TIMEOUT_S = 3600.0  # without a report of any rank: a call of a slow network may take minutes, all of them many hours
+# Without a report of any rank: a call of a slow network may take many minutes, a program or a round of GPUs does not.
+_TIMEOUT_S, _GPU_TIMEOUT_S = 3600.0, 600.0
+# XLA's collectives have streams of the highest priority as well. A rank that hangs ends with what NCCL last said.
+_NCCL = {"TORCH_NCCL_HIGH_PRIORITY": "1", "NCCL_DEBUG": "WARN"}
 
 
 @dataclass(frozen=True)
@@ -166,14 +169,13 @@ class Ranks:
         first = share.first_rank if share else 0
         backend = "nccl" if self.kind == "gpus" and not in_jax else "gloo"
         prepare: Prepare = partial(_prepare, self, in_jax, first)
-        # XLA's collectives have streams of the highest priority as well.
-        environment = {"TORCH_NCCL_HIGH_PRIORITY": "1"} if self.kind == "gpus" else dict(allocator.ENVIRONMENT)
+        environment = dict(_NCCL if self.kind == "gpus" else allocator.ENVIRONMENT)
         if in_jax and self.kind in _OF_PROCESSES:
             environment |= cores.environment(self.num_on_host if self.is_process_per_host else 1)
         with _with_environment(environment):
             return launch(
                 fn, self, *args, num_ranks=num_processes, backend=backend, threads_per_rank=THREADS, prepare=prepare,
-                timeout_s=TIMEOUT_S, on_message=on_message, share=share,
+                timeout_s=_GPU_TIMEOUT_S if self.kind == "gpus" else _TIMEOUT_S, on_message=on_message, share=share,
             )  # fmt: skip
 
 

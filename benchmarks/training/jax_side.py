@@ -73,6 +73,7 @@ def run(ranks: Ranks, setup: TrainingSetup) -> SideResult:
         del reference
         for label, pending in compiling.items():
             attempt(label, pending.result)
+            report(("compiled", label))  # a sign of life
     timed = probes(setup, loss_fn, params, mesh, rows) if setup.probe_bytes else []
 
     report(("doing", "training"))
