@@ -4,10 +4,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import torch
 
 import jaxddp
 from jaxddp.communication import compression
+
+torch = pytest.importorskip("torch")
 
 RNG = np.random.default_rng(0)
 PARAMS = {
