@@ -134,7 +134,8 @@ def launch(
                     return status
             print_line(f"restart {restart + 1} of {max_restarts}, after status {status}, in {num_processes} processes")
         return _launch_alone(command, num_processes, log_dir, max_restarts)[0]
-    logs = [] if log_dir is None else [f"--log-dir={log_dir}", "--redirects=3", "--tee=0:3"]
+    # Without a folder torchrun would make one under /tmp, and leave it there.
+    logs = [f"--log-dir={os.devnull}"] if log_dir is None else [f"--log-dir={log_dir}", "--redirects=3", "--tee=0:3"]
     torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={num_processes}", f"--max-restarts={max_restarts}"]
     here = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
     # torchrun would set it to 1 and say so in five lines.
