@@ -116,7 +116,10 @@ class Leftovers:
         for pid in _processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def pytest_unconfigure(self):
+        if not self.is_worker:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node):
