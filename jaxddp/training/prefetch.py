@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import jax
+
 from ..arguments import check_kind
 from .placement import place_batch
 from .train import Trainer
@@ -38,7 +40,8 @@ def prefetch(iterator: Iterable[Any], trainer: Trainer, size: int = 2) -> Iterat
     sharding = trainer.batch_sharding
 
     def put(batch: Any) -> Any:
-        batch = host_arrays(batch)
+        # Copies: a reader may refill its arrays for the next batch, and on CPUs devices share memory with the host.
+        batch = jax.tree.map(_copied, batch, host_arrays(batch))
         is_even = count_examples(batch) % len(sharding.addressable_devices) == 0
         return place_batch(batch, sharding) if is_even else batch
 
@@ -58,3 +61,7 @@ def prefetch(iterator: Iterable[Any], trainer: Trainer, size: int = 2) -> Iterat
                 raise end
 
     return batches()
+
+
+def _copied(given: Any, leaf: Any) -> Any:
+    return leaf if isinstance(given, jax.Array) or not hasattr(leaf, "copy") else leaf.copy()

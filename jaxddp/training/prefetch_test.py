@@ -98,3 +98,20 @@ def test_what_is_refused(arguments, message):
     iterator, make, *size = arguments
     with pytest.raises(ValueError, match=f"^{message}$"):
         jaxddp.prefetch(iterator, make(), *size)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_readers_may_refill_their_arrays(dtype):
+    """On CPUs, devices share memory with NumPy and PyTorch."""
+    torch = pytest.importorskip("torch")
+    filled = {"array": np.zeros((64, 64), "f4"), "tensor": torch.zeros(64, 64, dtype=getattr(torch, dtype))}
+
+    def refilled():
+        for number in range(4):
+            filled["array"][...] = number
+            filled["tensor"][...] = number
+            yield filled
+
+    on_one = jaxddp.Trainer(lambda params, batch: 0.0, optax.sgd(0.1), jaxddp.bucketed(), jaxddp.data_mesh(1))
+    found = [{name: float(leaf.max()) for name, leaf in one.items()} for one in jaxddp.prefetch(refilled(), on_one)]
+    assert found == [{"array": number, "tensor": number} for number in range(4)]
