@@ -22,6 +22,7 @@ from .mesh import data_mesh
 from .registry import STRATEGIES, make_strategy
 from .strategy import Strategy
 from .training.train import Trainer
+from .training.validation import check_batch
 from .tree import named_leaves
 
 TORCH = "PyTorch"
@@ -102,12 +103,16 @@ def check(
 
     Raises:
         ParityError: If one parts; it shows the first step and parameter of each.
-        ValueError: If there are no batches, not as many devices, or a named strategy refuses such a training.
+        ValueError: If there are no batches, one cannot be split over the ranks, there are not as many devices, or a
+            named strategy, or every one, refuses such a training.
     """
     with jax.enable_x64(jax.config.read("jax_enable_x64") or dtype == jnp.float64):
         params, batches = _cast(params, dtype), [_cast(batch, dtype) for batch in batches]
         if not batches:
             raise ValueError("batches (=[]) must be at least one")
+        for count in num_ranks:
+            for batch in batches:
+                check_batch(batch, count, 1)
         expected = _on_one_device(loss_fn, optimizer, params, batches)
         is_all = isinstance(strategies, str) and strategies == "all"
         chosen = list(STRATEGIES) if is_all else [strategies] if isinstance(strategies, str) else list(strategies)
@@ -123,6 +128,8 @@ def check(
                     results.append(Result(strategy.name, count, None, refused=str(error)))
                     continue
                 results.append(_compare(strategy.name, count, trained, [named_leaves(one) for one in expected], atol))
+        if all(one.refused for one in results) and (results or torch is None):
+            raise ValueError(f"no strategy was compared: {results[0].refused if results else 'none was given'}")
         if torch is not None:
             in_torch = _in_torch(*torch, to_numpy(params), batches)
             results.append(_compare(TORCH, 1, in_torch, [to_numpy(one) for one in expected], atol))

@@ -91,5 +91,13 @@ def test_refusals_are_recorded_or_raised():
     assert all(one.difference is None for one in results if one.refused)
     with pytest.raises(ValueError, match="element"):
         jaxddp.parity.check(loss_fn, optax.lamb(1e-2), PARAMS, BATCHES[:1], strategies="zero1", num_ranks=[2])
+    odd = [{name: leaf[:6] for name, leaf in BATCHES[0].items()}]
+    with pytest.raises(ValueError, match=r"^batch \(=6 examples\) must be divisible by .* \(=4 x 1\)$"):
+        jaxddp.parity.check(loss_fn, optax.sgd(0.1), PARAMS, odd)
+    unmarked = lambda params, batch: (loss_fn(params, batch), batch["x"])  # noqa: E731
+    with pytest.raises(ValueError, match=r"^no strategy was compared: aux leaf .* must be marked"):
+        jaxddp.parity.check(unmarked, optax.sgd(0.1), PARAMS, BATCHES[:1], num_ranks=[2])
+    with pytest.raises(ValueError, match=r"^no strategy was compared: none was given$"):
+        jaxddp.parity.check(loss_fn, optax.sgd(0.1), PARAMS, BATCHES[:1], strategies=[])
     with pytest.raises(ValueError, match=r"^batches \(=\[\]\) must be at least one$"):
         jaxddp.parity.check(loss_fn, optax.sgd(0.1), PARAMS, [])
