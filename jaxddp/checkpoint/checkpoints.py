@@ -361,7 +361,7 @@ class Checkpoints:
             step: Of the checkpoint; the newest if None.
 
         Returns:
-            A tree like ``params`` of NumPy arrays, for ``Trainer.init``.
+            A tree like ``params`` of NumPy arrays, and JAX's PRNG keys, for ``Trainer.init``.
 
         Raises:
             ValueError: If a name in ``fresh`` names none of ``params`` or one without values, another parameter is
@@ -372,24 +372,32 @@ class Checkpoints:
         return self._newest(read) if step is None else read(step)
 
     def _restore_params(self, params: Any, fresh: tuple[str, ...], step: int) -> Any:
-        about, leaves = self._about(step), named_leaves(params)
-        kept = {name for name in leaves if any(f"{name}.".startswith(f"{one}.") for one in fresh)}
+        about, leaves = self._about(step), named_leaves({"params": params})
+        kept: set[str] = set()
         for one in fresh:
-            named = [name for name in kept if f"{name}.".startswith(f"{one}.")]
+            named = {name for name in leaves if f"{name}.".startswith(f"params.{one}.")}
             if not named or any(isinstance(leaves[name], jax.ShapeDtypeStruct) for name in named):
-                raise ValueError(f"fresh (={one!r}) must name leaves of params that have values: {', '.join(leaves)}")
-        rows = {f"params.{name}": about["leaves"].get(f"params.{name}") for name in leaves if name not in kept}
-        wanted = {name: leaves[name.partition(".")[2]] for name in rows}
-        saved = {name: row for name, row in rows.items() if row is not None}
+                names = ", ".join(named_leaves(params))
+                raise ValueError(f"fresh (={one!r}) must name leaves of params that have values: {names}")
+            kept |= named
+        wanted = jax.tree.unflatten(
+            jax.tree.structure(params), [None if name in kept else leaf for name, leaf in leaves.items()]
+        )
+        saved = {name: row for name, row in about["leaves"].items() if name in leaves and name not in kept}
         checkpoint = f"checkpoint of step {step} {self._where}"
-        _check_shapes(checkpoint, "params", saved, {name.partition(".")[2]: leaf for name, leaf in wanted.items()})
-        _check_dtypes(checkpoint, saved, wanted)
+        _check_shapes(checkpoint, "params", saved, wanted)
+        _check_dtypes(checkpoint, saved, leaves)
         arrays = self._read({**about, "leaves": saved})
-        restored = [
-            np.asarray(leaf) if name in kept else arrays[f"params.{name}"].astype(leaf.dtype)
-            for name, leaf in leaves.items()
-        ]
-        return jax.tree.unflatten(jax.tree.structure(params), restored)
+
+        def restored(name: str, leaf: Any) -> Any:
+            if name in kept:
+                return leaf if is_key(leaf) else np.asarray(leaf)
+            if is_key(leaf):
+                return jax.random.wrap_key_data(jnp.asarray(arrays[name]), impl=saved[name]["impl"])
+            return arrays[name].astype(leaf.dtype)
+
+        found = [restored(name, leaf) for name, leaf in leaves.items()]
+        return jax.tree.unflatten(jax.tree.structure(params), found)
 
     @_in_turn
     def about(self, step: int | None = None) -> dict[str, Any]:

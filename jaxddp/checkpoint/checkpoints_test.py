@@ -285,6 +285,17 @@ def test_parameters_alone_start_another_training(tmp_path):
         assert np.array_equal(part["w"], trained["w"])
 
 
+def test_keys_among_parameters_are_restored_alone(tmp_path):
+    params = {"w": np.ones((2, 3)), "key": jax.random.key(7), "other": jax.random.key(8, impl="rbg")}
+    trainer = make(jaxddp.naive(), 1, trainable=lambda name: name == "w")
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(trainer, trainer.init(params))
+        for fresh in ([], ["key"]):
+            restored = checkpoints.restore_params(params, fresh=fresh)
+            assert all(bool(jnp.all(restored[name] == params[name])) for name in params)
+            trainer.init(restored)
+
+
 @pytest.mark.parametrize(
     ("changed", "fresh", "message"),
     [
