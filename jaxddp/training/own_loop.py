@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax import lax
 
 from ..arguments import check_function, check_kind
 from ..communication.collectives import broadcast
@@ -48,7 +51,7 @@ def value_and_grad(
 
     Raises:
         ValueError: If the strategy shards, or its compression has state; where the function is called, if the axis is
-            not bound, or the loss is not a scalar.
+            not bound, the loss is not a scalar, or the results are differentiated again without ``check_vma``.
 
     Example:
         >>> import jax.numpy as jnp
@@ -100,12 +103,30 @@ def value_and_grad(
             local, plan, axis, denominator=denominator(parts.loss, num_ranks), compression=strategy.compression
         )
         result = (value, aux) if has_aux else value, grads
+        if not varying(lax.axis_index(axis)):
+            result = jax.tree.map(lambda leaf: _constant(leaf) if jnp.issubdtype(leaf, jnp.inexact) else leaf, result)
         if num_ranks > 1:
             return result
         # Nothing was sent; check_vma takes only the result of a collective as equal on all ranks.
         return jax.tree.map(lambda leaf: broadcast(leaf, axis) if axis in varying(leaf) else leaf, result)
 
     return on_rank
+
+
+@jax.custom_jvp
+def _constant(result: jax.Array) -> jax.Array:
+    """Marks what must not be differentiated: without ``check_vma``, a derivative of a sum over ranks is one rank's."""
+    return result
+
+
+@partial(_constant.defjvp, symbolic_zeros=True)
+def _check_derivative(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    if not isinstance(tangents[0], jax.custom_derivatives.SymbolicZero):
+        raise ValueError(
+            "results of value_and_grad must not be differentiated in a jax.shard_map with check_vma=False, where ranks"
+            " would get derivatives of their own: leave check_vma on"
+        )
+    return primals[0], jnp.zeros_like(primals[0])
 
 
 def jit(function: Callable[..., Any], strategy: Strategy, *, platform: str | None = None, **options: Any) -> Any:

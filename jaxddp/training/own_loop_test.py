@@ -132,6 +132,17 @@ def test_a_gradient_that_is_only_what_a_rank_closes_over_is_averaged(check_vma):
     ]  # as planned, in one bucket
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_loss_that_is_a_mean_over_ranks_already_has_the_same_gradient(check_vma):
+    strategy, params, batch = jaxddp.bucketed(), make_params(), make_batch()
+
+    def loss_fn(params, batch):
+        return jax.lax.pmean(mean_loss(params, batch), "data")
+
+    found = on_ranks(jaxddp.value_and_grad(loss_fn, strategy), strategy, check_vma=check_vma)(params, batch)
+    close(found, jax.value_and_grad(mean_loss)(params, batch))
+
+
 @by_strategy
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_on_two_axes_only_the_given_one_is_reduced(strategy, check_vma):
@@ -160,6 +171,21 @@ def test_on_two_axes_only_the_given_one_is_reduced(strategy, check_vma):
     close(grads["down"], np.concatenate([grads["down"] for _, grads in expected]))
     collectives = jaxddp.read_schedule(run.lower(params, batch).compile()).collectives()
     assert {each.group for each in collectives} == {(0, 2)}
+
+
+def test_results_are_differentiated_rightly_or_not_at_all():
+    strategy, params, batch = jaxddp.bucketed(), make_params(), make_batch()
+
+    def squares(grads):
+        return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(grads))
+
+    def step(params, batch):
+        return jax.grad(lambda params: squares(jaxddp.value_and_grad(mean_loss, strategy)(params, batch)))(params)
+
+    expected = jax.grad(lambda params: squares(jax.value_and_grad(mean_loss)(params, batch)))(params)
+    close(on_ranks(step, strategy)(params, batch), expected)
+    with pytest.raises(ValueError, match=r"^results of value_and_grad must not .* leave check_vma on"):
+        on_ranks(step, strategy, check_vma=False)(params, batch)
 
 
 def test_parameters_may_be_marked_already_and_one_rank_sends_nothing():

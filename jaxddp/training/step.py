@@ -135,7 +135,7 @@ class RankStep:
                 new = jax.tree.map(lambda new, old: jnp.where(updates, new, old), new, old)
         updated, opt_state, memory, model_state = new
         gathered, copies = self.gather(plan, updated, trainable), ()
-        if state.copies:
+        if jax.tree.leaves(state.copies):  # they may be a single array
             gathered, copies = updated, merge(gathered, split(state.copies, self.trainable)[1])
         params = merge(gathered, fixed)
         new_state = TrainState(state.step + 1, params, opt_state, state.key, memory, model_state, loss_scale, copies)
@@ -143,7 +143,7 @@ class RankStep:
 
     def used(self, state: TrainState) -> Any:
         """Gives what the loss takes: copies in the compute dtype, where there are any, in place of parameters."""
-        return merge(state.copies, state.params) if state.copies else state.params
+        return merge(state.copies, state.params) if jax.tree.leaves(state.copies) else state.params
 
     def accumulate(
         self, plan: BucketPlan, trainable: Any, frozen: Any, model_state: Any, batch: Any, key: jax.Array, scale: Any
@@ -290,6 +290,8 @@ class RankStep:
 
         def loss(trainable: Any) -> tuple[jax.Array, tuple[Parts, Any]]:
             total, others = self.loss(merge(trainable, frozen), model_state, batch, key)
+            # A mean that the loss took over ranks counts on each of them, as it does where check_vma is off.
+            total = as_varying(total, self.axis)
             if scale is None:
                 return total, others
             total = total.astype(jnp.promote_types(total.dtype, jnp.float32))
