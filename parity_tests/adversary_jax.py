@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.sharding import PartitionSpec
 
 import jaxddp
 
@@ -39,6 +40,7 @@ STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("zero3", {"min_shard_elements": 0}),
     ("zero3", {"min_shard_elements": 6}),
 )
+OWN_LOOPS = ("naive", "flat", "overlapped", "bucketed")
 REFUSALS = ("element-wise", "looks at the shapes of parameters")
 
 _rank: ContextVar[Any] = ContextVar("rank", default=None)  # in the reference; on a mesh the axis says it
@@ -102,6 +104,8 @@ class Case:
     compression: str
     state_sync: str | None  # of a model state, None without one
     bad_step: int | None  # has a NaN in one example, and is to be skipped
+    compute_dtype: str | None
+    own_loop: str  # "" without, else "check_vma" or "no check_vma": what it has besides the trainer
 
     def __str__(self) -> str:
         """One line, from which the case can be drawn again."""
@@ -114,6 +118,8 @@ class Case:
             *([self.compression] if self.compression != "none" else []),
             *([f"state by {self.state_sync}"] if self.state_sync else []),
             *([f"NaN in step {self.bad_step}"] if self.bad_step is not None else []),
+            *([f"computes in {self.compute_dtype}"] if self.compute_dtype else []),
+            *([f"own loop with {self.own_loop}"] if self.own_loop else []),
         ]  # fmt: skip
         terms = " + ".join(f"{term}{places}" for term, places in self.terms)
         return (
@@ -159,6 +165,8 @@ def draw(seed: int) -> Case:
         compression=one_of(("bf16", "fp16")) if narrow else "none",
         state_sync=one_of((None, None, "mean", "first")),
         bad_step=one_of((None, None, None, 0, 1)),
+        compute_dtype=one_of((None, None, "float32")) if dtype == "float64" else None,
+        own_loop=one_of(("", "", "check_vma", "no check_vma")) if strategy[0] in OWN_LOOPS else "",
     )  # fmt: skip
 
 
@@ -169,7 +177,15 @@ def check(case: Case) -> str | None:
         What is wrong with it, in one line; None if it is right, or refused where it may be.
     """
     with jax.enable_x64(case.dtype == "float64"):
-        return _Run(case).check()
+        wrong = _Run(case).check()
+        if wrong or not case.own_loop:
+            return wrong
+        plain = replace(
+            case, num_microbatches=1, frozen=(), keyed=False, state_sync=None, bad_step=None, max_grad_norm=None,
+            compute_dtype=None,
+        )  # fmt: skip
+        wrong = _Run(plain).check_own_loop()
+        return wrong and f"own loop: {wrong}"
 
 
 class _Run:
@@ -269,7 +285,7 @@ class _Run:
             num_microbatches=case.num_microbatches, trainable=self.trainable if case.frozen else None,
             has_aux=case.has_aux or case.keyed, max_grad_norm=case.max_grad_norm,
             has_state=case.state_sync is not None, state_sync=case.state_sync or "mean",
-            nonfinite="ignore" if case.bad_step is None else "skip",
+            nonfinite="ignore" if case.bad_step is None else "skip", compute_dtype=case.compute_dtype,
         )  # fmt: skip
         try:
             state = trainer.init(self.params, model_state=self.model_state or None)
@@ -318,10 +334,57 @@ class _Run:
             return f"planned {planned}, compiled {compiled}"
         return None
 
+    def check_own_loop(self) -> str | None:
+        """Trains by ``value_and_grad`` in a loop of its own."""
+        case, (name, options) = self.case, self.case.strategy
+        if case.compression != "none":
+            from jaxddp.communication import compression
+
+            options = options | {"compression": compression.make_compression(case.compression)}
+        strategy, mesh = jaxddp.make_strategy(name, **options), jaxddp.data_mesh(case.num_ranks)
+        optimizer = optax.with_extra_args_support(OPTIMIZERS[case.optimizer]())
+
+        def loss_fn(params: Any, batch: Any) -> Any:
+            loss, aux, _ = self.loss_fn(params, (), batch, None)
+            return (loss, aux) if case.has_aux else loss
+
+        def on_rank(params: Any, opt_state: Any, batch: Any) -> Any:
+            mean_loss_and_grad = jaxddp.value_and_grad(loss_fn, strategy, has_aux=case.has_aux)
+            result, grads = mean_loss_and_grad(params, batch)
+            loss, aux = result if case.has_aux else (result, {"square": None})
+            updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+            return optax.apply_updates(params, updates), opt_state, loss, aux["square"]
+
+        whole, split = PartitionSpec(), PartitionSpec("data")
+        step = jax.shard_map(
+            on_rank, mesh=mesh, in_specs=(whole, whole, split), out_specs=whole,
+            check_vma=case.own_loop == "check_vma",
+        )  # fmt: skip
+        params = jax.tree.map(jnp.asarray, self.params)
+        opt_state, reference = optimizer.init(params), _Reference(self, optimizer)
+        program = jaxddp.jit(step, strategy).lower(params, opt_state, self.batches[0]).compile()
+        trainer = jaxddp.Trainer(loss_fn, optimizer, strategy, mesh, has_aux=case.has_aux)
+        planned = sorted(trainer.planned(trainer.abstract_state(params), self.batches[0]))
+        if (compiled := jaxddp.read_schedule(program).gradient_collectives()) != planned:
+            return f"planned {planned}, compiled {compiled}"
+        program = jaxddp.jit(step, strategy)
+        for number, batch in enumerate(self.batches):
+            params, opt_state, loss, square = jax.block_until_ready(program(params, opt_state, batch))
+            right_loss, right_square, _ = reference.step(batch, None)
+            if not _close(loss, right_loss, self.atol):
+                return f"loss of step {number} is {float(loss)!r}, not {float(right_loss)!r}"
+            if case.has_aux and not _close(square, right_square, self.atol):
+                return f"aux of step {number} is {float(square)!r}, not {float(right_square)!r}"
+        found, right = jax.tree.leaves(params), jax.tree.leaves(reference.params)
+        furthest = max(_distance(a, b) for a, b in zip(found, right, strict=True))
+        return None if furthest <= self.atol else f"weights are {furthest:.1e} off"
+
     @property
     def atol(self) -> float:
         if self.case.compression != "none":
             return 0.2  # signs of tiny gradients may turn under Adam: only gross errors are seen
+        if self.case.compute_dtype:
+            return 1e-5  # gradients are rounded to float32, 6e-8, of which cancellation under Adam leaves more
         return 1e-12 if self.case.dtype == "float64" else 2e-3
 
     def _bytes(self, trainer: Any, state: Any) -> str | None:
@@ -373,11 +436,13 @@ class _Reference:
             leaves = jax.tree.leaves(params)
             for i, leaf in zip(self.trained, jax.tree.leaves(trained), strict=True):
                 leaves[i] = leaf
-            whole = jax.tree.unflatten(self.structure, leaves)
+            masters = jax.tree.unflatten(self.structure, leaves)
             totals, weights, squares, counts, states = [], [], [], [], []
             for part in range(parts):
                 if part % case.num_microbatches == 0:
                     states.append(model_state)
+                # A cast for each part: its gradient is rounded, and those of parts are added up as wide as masters.
+                whole = jax.tree.map(lambda leaf: leaf.astype(case.compute_dtype or leaf.dtype), masters)
                 some = {key: value[part * rows : (part + 1) * rows] for key, value in batch.items()}
                 token = _rank.set(part // case.num_microbatches)
                 try:
