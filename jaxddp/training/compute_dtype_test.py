@@ -265,12 +265,16 @@ def test_updates_that_bfloat16_would_lose_are_kept_in_the_masters():
     np.testing.assert_array_equal(state.copies["w"].astype(np.float32), 1 + 2**-7)
 
 
-def test_copies_follow_parameters_that_were_replaced():
-    trainer = make(mlp_loss, jaxddp.zero1())
+@pytest.mark.parametrize("strategy", [jaxddp.bucketed(), jaxddp.zero1(), SHARDED], ids=lambda one: one.name)
+def test_copies_follow_parameters_that_were_replaced(strategy):
+    trainer, batch = make(mlp_loss, strategy), mlp_batch()
+    doubled = jax.tree.map(lambda leaf: 2 * leaf, mlp_params())
     state = trainer.init(mlp_params())
-    state = trainer.cast_copies(state._replace(params=jax.tree.map(lambda leaf: 2 * leaf, state.params)))
-    expected = jax.tree.map(lambda leaf: (2 * leaf).astype(jnp.bfloat16), mlp_params())
-    jax.tree.map(np.testing.assert_array_equal, state.copies, expected)
+    replaced = state._replace(params=jax.tree.map(lambda leaf: 2 * leaf, state.params))
+    expected = trainer.init(doubled)
+    jax.tree.map(np.testing.assert_array_equal, trainer.cast_copies(replaced).copies, expected.copies)
+    assert trainer.evaluate(replaced, batch) == trainer.evaluate(expected, batch)
+    assert trainer.step(replaced, batch)[1]["loss"] == trainer.step(expected, batch)[1]["loss"]
 
 
 @pytest.fixture(scope="module")

@@ -128,6 +128,7 @@ class Programs:
         """Traces one rank's backward pass, to see in which order the gradients become ready."""
         model = self._model(state)
         _check_opt_state(state, model.layout)
+        state = state._replace(copies=model.layout.held().copies)  # a state whose parameters were replaced has none
         # JAX's own shard_map: in a pack of this package's, no gradient is ready before the whole pack is.
         first_grads = jax.shard_map(
             model.rank_step.first_grads,

@@ -50,9 +50,7 @@ from .model_state import became_nonfinite, fold_keys, sync_model_state
 NONFINITE_STATE = "nonfinite_state"  # metric: whether the step put a NaN or an infinity into the model state
 
 
-class TrainState(NamedTuple):
-    """What a training run carries from step to step; ``state_layout.py`` decides which leaves are shards."""
-
+class _TrainState(NamedTuple):
     step: jax.Array  # shape=(), dtype=int32: steps taken
     params: Any  # the user's tree
     opt_state: Any  # optax state of the trainable part
@@ -61,6 +59,16 @@ class TrainState(NamedTuple):
     model_state: Any = ()  # what ``loss_fn`` returns besides the loss and takes again, equal on all ranks
     loss_scale: Any = ()  # a ``LossScale``, equal on all ranks
     copies: Any = ()  # floating params in the compute dtype, full, as the loss takes them; None in place of the others
+
+
+class TrainState(_TrainState):
+    """What a training run carries from step to step; ``state_layout.py`` decides which leaves are shards."""
+
+    __slots__ = ()
+
+    def _replace(self, **changes: Any) -> TrainState:
+        """Drops the copies of parameters that are replaced; the trainer casts them again."""
+        return super()._replace(**({"copies": ()} | changes if "params" in changes else changes))
 
 
 @dataclass(frozen=True)

@@ -285,7 +285,7 @@ class Trainer:
         return self._programs.describe(params).held()._replace(model_state=abstract(model_state), loss_scale=loss_scale)
 
     def cast_copies(self, state: TrainState) -> TrainState:
-        """Casts the copies in the ``compute_dtype`` again, after the parameters of a state were replaced."""
+        """Casts the copies in the ``compute_dtype`` again, as ``step`` does after ``state._replace(params=...)``."""
         return state._replace(copies=self._programs.make_copies(self._programs.layout(state), state.params))
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
@@ -313,7 +313,7 @@ class Trainer:
         """
         self._check_devices("step", "compile")
         check_alive(state)
-        state = as_arrays(state)
+        state = self._with_copies(as_arrays(state))
         batch = self._place(batch, self.num_microbatches, state)
         program = self._programs.step(state, batch)
         if self._spans_job:
@@ -384,6 +384,7 @@ class Trainer:
         """
         self._check_devices("evaluate", "compile")
         check_alive(state)
+        state = self._with_copies(state)
         if eval_fn is None:
             return self._evaluate(state, batches)
         check_function("eval_fn", eval_fn)
@@ -502,6 +503,10 @@ class Trainer:
         if isinstance(self.mesh, AbstractMesh):
             spec = self.mesh.abstract_device.device_kind
             raise ValueError(f"{method} needs devices, and {spec!r} is not here: use {instead}")
+
+    def _with_copies(self, state: TrainState) -> TrainState:
+        has_copies = self._rank_step.compute_dtype is not None and not self.strategy.shards_params
+        return self.cast_copies(state) if has_copies and not jax.tree.leaves(state.copies) else state
 
     def _first_scale(self) -> Any:
         return first_scale() if self._scales_loss else ()
