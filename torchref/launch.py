@@ -33,6 +33,7 @@ import queue
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -152,7 +153,7 @@ class RankPool:
         self._running = threading.Lock()
         self._parent_pid = os.getpid()
         self._folder = tempfile.mkdtemp(prefix="torchref-")
-        self._remove_folder = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self._remove_folder = weakref.finalize(self, _remove, self._folder, _remove_with_parent(self._folder))
         _open_pools.add(self)
 
     def run(
@@ -595,6 +596,19 @@ def _run(task: _Task, send: Callable[[int, str, Any], None]) -> None:
     except BaseException as error:
         _flush()
         send(task.call, "failure", _describe(task.local_rank, error))
+
+
+def _remove_with_parent(folder: str) -> subprocess.Popen[bytes]:
+    """Starts a process that removes a folder when its standard input ends: when this process does, even if killed."""
+    command = ["sh", "-c", 'cat > /dev/null; rm -rf "$0"', folder]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)  # Ctrl-C does not reach it
+
+
+def _remove(folder: str, remover: subprocess.Popen[bytes]) -> None:
+    assert remover.stdin is not None
+    remover.stdin.close()
+    remover.wait()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _join_group(task: _Task) -> None:

@@ -1,4 +1,4 @@
-"""Scripts that start ranks: no rank outlives its parent, however the parent ends."""
+"""Scripts that start ranks: no rank and no folder outlives its parent, however the parent ends."""
 
 import os
 import signal
@@ -26,10 +26,17 @@ def wait_until_gone(pids, seconds=10.0):
     return not any(is_running(pid) for pid in pids)
 
 
+def wait_until_removed(folder, pattern, seconds=10.0):
+    deadline_s = time.monotonic() + seconds
+    while list(folder.glob(pattern)) and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    return not list(folder.glob(pattern))
+
+
 def run_script(tmp_path, text):
     script = tmp_path / "script.py"
     script.write_text(text)
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "TMPDIR": str(tmp_path)}
     return subprocess.Popen(
         [sys.executable, str(script)],
         env=env,
@@ -99,13 +106,14 @@ def test_no_rank_outlives_its_parent(tmp_path, start, num_ranks, num_busy, how):
         for _ in range(num_busy):
             assert next_words(process, "busy:") == []
         if how is not None:
-            assert all(is_running(pid) for pid in pids)
+            assert all(is_running(pid) for pid in pids) and len(list(tmp_path.glob("torchref-*"))) == 1
         if how == signal.SIGKILL:
             process.kill()
         elif how == signal.SIGINT:
             os.killpg(process.pid, how)  # Ctrl-C on a terminal reaches all processes
         process.wait(timeout=30)
         assert wait_until_gone(pids)
+        assert wait_until_removed(tmp_path, "torchref-*")
         # Only the parent prints it, not its ranks.
         assert process.stderr.read().count("KeyboardInterrupt") == (how == signal.SIGINT)
     finally:

@@ -230,7 +230,7 @@ def test_the_allocator_of_a_gpu_holds_the_state_and_its_rounding():
     ("changed", "message"),
     [
         ({"model": "huge"}, r"unknown model 'huge': one of tiny, byte, "),
-        ({"strategies": ["zero1", "zero4"]}, r"unknown strategy 'zero4': one of naive, "),
+        ({"strategies": ("zero1", "zero4")}, r"unknown strategy 'zero4': one of naive, "),
         ({"target": "cpu:0"}, r"target 'cpu:0' must be cpu:N for N simulated devices, 1 or more"),
         ({"target": "cpu"}, r"target 'cpu' must be cpu:N"),
         ({"target": "a1:2"}, r"target 'a1:2' is of an unknown chip 'a1'"),
@@ -238,7 +238,7 @@ def test_the_allocator_of_a_gpu_holds_the_state_and_its_rounding():
     ],
 )
 def test_bad_input(changed, message):
-    wanted = {"model": "tiny", "target": "cpu:2", "strategies": ["zero1"], "batch_size": 4}
+    wanted = {"model": "tiny", "target": "cpu:2", "strategies": ("zero1",), "batch_size": 4}
     with pytest.raises(ValueError, match=message):
         describe(Options(**wanted | changed))
 
