@@ -78,6 +78,7 @@ def optimized():
 
 _SESSION = "JAXDDP_TEST_SESSION"  # in the environment of every process of a run, whoever its parent becomes
 _ENDING_S = 5.0  # for what is still ending
+_STAY = ("multiprocessing.resource_tracker", "munged")  # the latter is the machine's, for SLURM
 _FOLDERS = ("jaxddp-*", "torchref-*", "torchelastic_*")
 
 
@@ -158,7 +159,7 @@ def _read(path):
 
 
 def _processes():
-    """Commands of the processes of this run, by process id, without this one and multiprocessing's tracker in it."""
+    """Commands of the processes of this run, by process id, without this one and what stays."""
     this, variable, found = os.getpid(), f"{_SESSION}={os.environ[_SESSION]}".encode(), {}
     for path in Path("/proc").glob("[0-9]*"):
         if variable not in _read(path / "environ").split(b"\0"):
@@ -166,7 +167,7 @@ def _processes():
             if parent[:1] == [b"Z"] or parent[1:] != [str(this).encode()]:  # a child that was forked has no variables
                 continue
         command = _read(path / "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
-        if command and int(path.name) != this and "multiprocessing.resource_tracker" not in command:
+        if command and int(path.name) != this and not any(one in command for one in _STAY):
             found[int(path.name)] = " ".join(command.split())[:200]
     return found
 

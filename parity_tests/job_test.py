@@ -77,7 +77,7 @@ def run(launcher, commands, folder, variables):
         subprocess.Popen(
             command,
             cwd=folder,
-            env=environment(folder) | variables,
+            env=environment(folder) | {"TMPDIR": str(folder)} | variables,  # torchrun leaves its folders
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

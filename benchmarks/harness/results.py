@@ -24,7 +24,7 @@ def new_run_folder(out: str | None, benchmark: str) -> Path:
 
 def counts(collectives: Sequence[tuple[str, int]]) -> str:
     """The number of collectives of each kind: AR is all-reduce, RS reduce-scatter, AG all-gather."""
-    kinds = Counter("".join(word[0].upper() for word in kind.split("-")) for kind, _ in collectives)
+    kinds = Counter("".join(word[:1].upper() for word in kind.split("-")) for kind, _ in collectives)
     return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "none"
 
 

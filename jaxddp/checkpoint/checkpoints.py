@@ -68,7 +68,8 @@ _UNREADABLE = (ValueError, LookupError, TypeError, FileNotFoundError, RecursionE
 _MOST_METADATA_BYTES = 2**28
 _ANSWER_S = 1200  # for process 0 to begin or finish a save
 
-_OWNERS = {"params": ("parameter", "model"), "opt_state": ("optimizer state", "optimizer")}
+_OWNERS = {"params": ("parameter", "model"), "opt_state": ("optimizer state", "optimizer"),
+           "model_state": ("model state", "model")}  # fmt: skip
 T = TypeVar("T")
 Row = Mapping[str, Any]
 """``shape, dtype, crc32`` of one leaf, and ``impl`` of an RNG key."""
@@ -649,7 +650,9 @@ def _is_description(about: Mapping[str, Any]) -> bool:
             return False
 
     leaves = about.get("leaves")
-    return about.keys() >= {"step", "data_position"} and isinstance(leaves, dict) and all(map(is_row, leaves.values()))
+    if not isinstance(leaves, dict) or not leaves.keys() >= {"step", "key"}:
+        return False
+    return about.keys() >= {"step", "data_position"} and all(map(is_row, leaves.values()))
 
 
 def _set_aside(checkpoint: Path) -> None:
@@ -709,18 +712,20 @@ def _check_model(checkpoint: str, saved: Mapping[str, Row], params: Any) -> None
 def _check_fits(checkpoint: str, saved: Mapping[str, Row], places: TrainState) -> None:
     """Raises ValueError, naming the first leaf, if the optimizer state differs or a dtype of ``places`` is narrower."""
     _check_shapes(checkpoint, "opt_state", saved, places.opt_state)
+    if jax.tree.leaves(places.model_state):  # one that is not asked for stays in the checkpoint
+        _check_shapes(checkpoint, "model_state", saved, places.model_state)
     _check_dtypes(checkpoint, saved, named_leaves(places))
 
 
 def _check_dtypes(checkpoint: str, saved: Mapping[str, Row], wanted: Mapping[str, Any]) -> None:
     for name, row in saved.items():
         owner, _, leaf_name = name.partition(".")
-        if owner not in _OWNERS or _holds(wanted[name], row):
+        if owner not in _OWNERS or name not in wanted or _holds(wanted[name], row):
             continue
-        remedy = "params (or a master_dtype)" if owner == "params" else "an optimizer"
+        remedies = {"params": "params (or a master_dtype)", "opt_state": "an optimizer", "model_state": "a model state"}
         raise ValueError(
             f"{checkpoint} has {_OWNERS[owner][0]} {leaf_name!r} in {row['dtype']}, of which {wanted[name].dtype} here "
-            f"would lose bits: restore with {remedy} of {row['dtype']}"
+            f"would lose bits: restore with {remedies[owner]} of {row['dtype']}"
         )
 
 

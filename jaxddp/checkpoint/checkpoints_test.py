@@ -320,3 +320,20 @@ def test_parameters_that_do_not_fit(tmp_path, changed, fresh, message):
         checkpoints.save(trainer, trainer.init(make_params()))
         with pytest.raises(ValueError, match=message):
             checkpoints.restore_params({**make_params(), **changed}, fresh=fresh)
+
+
+def test_a_model_state_that_a_checkpoint_lacks_or_has_otherwise_is_refused(tmp_path):
+    def with_state(params, model_state, batch, key=None):
+        return loss_fn(params, batch), {"count": model_state["count"] + 1}
+
+    plain, stateful = make(jaxddp.naive(), 1), make(jaxddp.naive(), 1, loss_fn=with_state, has_state=True)
+    with Checkpoints(tmp_path / "without") as checkpoints:
+        checkpoints.save(plain, plain.init(make_params()))
+        with pytest.raises(ValueError, match=r"model state 'count' is missing there and float64 \(\) here"):
+            checkpoints.restore(stateful, make_params(), model_state={"count": np.zeros(())})
+    with Checkpoints(tmp_path / "with") as checkpoints:
+        checkpoints.save(stateful, stateful.init(make_params(), model_state={"count": np.ones(2)}))
+        with pytest.raises(ValueError, match=r"model state 'count' is float64 \(2,\) there and float64 \(\) here"):
+            checkpoints.restore(stateful, make_params(), model_state={"count": np.zeros(())})
+        state, _ = checkpoints.restore(plain, make_params())  # the model without its state
+        assert jax.tree.leaves(state.model_state) == []
