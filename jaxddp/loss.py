@@ -22,6 +22,11 @@ import jax.numpy as jnp
 from .metrics import Part, is_marker, map_parts, part_of, wide
 from .tree import path_name
 
+_WEIGHT_DEPENDS = (
+    "the weight of jaxddp.Weighted must not depend on the parameters, its derivative would be lost: wrap it in"
+    " jax.lax.stop_gradient, or return the quotient as a mean"
+)
+
 
 class Weighted(NamedTuple):
     """A total and the weight it must be divided by, such as summed token losses and the number of tokens.
@@ -149,21 +154,20 @@ def _as_part(loss_fn: Callable[..., Any], loss: Any) -> tuple[jax.Array, Part]:
     total = jnp.asarray(values[0])
     if not jnp.issubdtype(total.dtype, jnp.floating):
         raise ValueError(f"loss_fn (={_name(loss_fn)}) returned dtype {total.dtype}: the loss must be floating")
-    return total, Part(wide(total), _without_derivative(wide(loss.weight)) if isinstance(loss, Weighted) else None)
+    weight = refuse_derivative(wide(loss.weight), _WEIGHT_DEPENDS) if isinstance(loss, Weighted) else None
+    return total, Part(wide(total), weight)
 
 
-@jax.custom_jvp
-def _without_derivative(weight: jax.Array) -> jax.Array:
-    return weight
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def refuse_derivative(value: jax.Array, error: str) -> jax.Array:
+    """Returns ``value``; raises ValueError with the message ``error`` where it is differentiated."""
+    return value
 
 
-@functools.partial(_without_derivative.defjvp, symbolic_zeros=True)
-def _check_derivative(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+@functools.partial(refuse_derivative.defjvp, symbolic_zeros=True)
+def _check_derivative(error: str, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     if not isinstance(tangents[0], jax.custom_derivatives.SymbolicZero):
-        raise ValueError(
-            "the weight of jaxddp.Weighted must not depend on the parameters, its derivative would be lost: wrap it in"
-            " jax.lax.stop_gradient, or return the quotient as a mean"
-        )
+        raise ValueError(error)
     return primals[0], jnp.zeros_like(primals[0])
 
 

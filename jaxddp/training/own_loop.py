@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -16,11 +15,16 @@ from ..arguments import check_function, check_kind
 from ..communication.collectives import broadcast
 from ..communication.compression import check_stateless
 from ..communication.reduction import varying
-from ..loss import denominator, divide, partial_loss
+from ..loss import denominator, divide, partial_loss, refuse_derivative
 from ..strategy import Strategy, axis_size, plan_trace, sync_gradients, trace_gradients
 from ..tree import split
 from .step import RankStep
 from .xla import compile_options
+
+_DIFFERENTIATED = (
+    "results of value_and_grad must not be differentiated in a jax.shard_map with check_vma=False, where ranks would"
+    " get derivatives of their own: leave check_vma on"
+)
 
 
 def value_and_grad(
@@ -104,29 +108,17 @@ def value_and_grad(
         )
         result = (value, aux) if has_aux else value, grads
         if not varying(lax.axis_index(axis)):
-            result = jax.tree.map(lambda leaf: _constant(leaf) if jnp.issubdtype(leaf, jnp.inexact) else leaf, result)
+            # Without check_vma, the derivative of a sum over ranks is that of one rank.
+            result = jax.tree.map(
+                lambda leaf: refuse_derivative(leaf, _DIFFERENTIATED) if jnp.issubdtype(leaf, jnp.inexact) else leaf,
+                result,
+            )
         if num_ranks > 1:
             return result
         # Nothing was sent; check_vma takes only the result of a collective as equal on all ranks.
         return jax.tree.map(lambda leaf: broadcast(leaf, axis) if axis in varying(leaf) else leaf, result)
 
     return on_rank
-
-
-@jax.custom_jvp
-def _constant(result: jax.Array) -> jax.Array:
-    """Marks what must not be differentiated: without ``check_vma``, a derivative of a sum over ranks is one rank's."""
-    return result
-
-
-@partial(_constant.defjvp, symbolic_zeros=True)
-def _check_derivative(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    if not isinstance(tangents[0], jax.custom_derivatives.SymbolicZero):
-        raise ValueError(
-            "results of value_and_grad must not be differentiated in a jax.shard_map with check_vma=False, where ranks"
-            " would get derivatives of their own: leave check_vma on"
-        )
-    return primals[0], jnp.zeros_like(primals[0])
 
 
 def jit(function: Callable[..., Any], strategy: Strategy, *, platform: str | None = None, **options: Any) -> Any:
