@@ -1,8 +1,8 @@
 """The data mesh and the ranks on it.
 
-A rank is one device of a one-dimensional mesh with axis ``"data"``. The same strategies run on three kinds of ranks:
-simulated CPU devices in one process, the accelerators of one machine, and the devices of several processes or hosts
-joined by ``jax.distributed``. This is the only file that makes a mesh of devices.
+A rank is one device of a mesh with the axis ``"data"``, or ``"replica"`` and ``"data"`` for hybrid sharding. The same
+strategies run on three kinds of ranks: simulated CPU devices in one process, the accelerators of one machine, and the
+devices of several processes or hosts joined by ``jax.distributed``. This is the only file that makes a mesh of devices.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from .plugins import devices
 
 DATA_AXIS = "data"
+REPLICA_AXIS = "replica"
 
 
 def simulate_devices(num_devices: int) -> None:
@@ -72,22 +73,26 @@ def mesh_of_machine(num_ranks: int | None, default_simulated: int) -> Mesh:
     return data_mesh(num_ranks)
 
 
-def data_mesh(num_ranks: int | None = None, *, axis: str = DATA_AXIS) -> Mesh:
-    """Builds the one-dimensional mesh that data parallelism runs on.
+def data_mesh(num_ranks: int | None = None, *, axis: str = DATA_AXIS, replicas: int = 1) -> Mesh:
+    """Builds the mesh that data parallelism runs on.
 
     Args:
         num_ranks: Number of ranks, the first of ``jax.devices()``; all of them if None.
         axis: Name of the mesh axis.
+        replicas: Groups of ranks that ZeRO shards within; each holds a replica of the state. Such as one for each host:
+            ranks that follow each other are of one group.
 
     Returns:
-        A ``Mesh`` of shape ``[num_ranks]`` with automatic sharding along ``axis``.
+        A ``Mesh`` of shape ``[num_ranks]`` with automatic sharding along ``axis``; with several replicas one of shape
+        ``[replicas, num_ranks / replicas]`` along ``("replica", axis)``.
 
     Raises:
-        ValueError: If ``num_ranks`` is not positive, more than the devices, or, with several processes, less.
+        ValueError: If ``num_ranks`` is not positive, more than the devices, or, with several processes, less; or
+            ``replicas`` does not divide it into groups of at least 2.
 
     Example:
-        >>> dict(data_mesh(4).shape)
-        {'data': 4}
+        >>> dict(data_mesh(4).shape), dict(data_mesh(8, replicas=2).shape)
+        ({'data': 4}, {'replica': 2, 'data': 4})
     """
     found = devices()
     if num_ranks is None:
@@ -104,7 +109,42 @@ def data_mesh(num_ranks: int | None = None, *, axis: str = DATA_AXIS) -> Mesh:
             f"num_ranks (={num_ranks}) must be all devices of the {jax.process_count()} processes (={len(found)}):"
             " a process without a rank would wait for the others for ever"
         )
-    return jax.make_mesh((num_ranks,), (axis,), axis_types=(AxisType.Auto,), devices=found[:num_ranks])
+    sizes = axes_of_ranks(num_ranks, axis, replicas)
+    types = (AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=found[:num_ranks])
+
+
+def axes_of_ranks(num_ranks: int, axis: str, replicas: int) -> dict[str, int]:
+    """Gives the names and sizes of the mesh axes of ``data_mesh``.
+
+    Raises:
+        ValueError: If ``replicas`` does not divide the ranks into groups of at least 2.
+    """
+    if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
+        raise ValueError(f"replicas (={replicas!r}) must be a positive integer")
+    if replicas == 1:
+        return {axis: num_ranks}
+    if num_ranks % replicas or num_ranks == replicas:
+        raise ValueError(f"replicas (={replicas}) must divide num_ranks (={num_ranks}) into groups of at least 2 ranks")
+    if axis == REPLICA_AXIS:
+        raise ValueError(f"axis (={axis!r}) must not be the name of the axis of replicas")
+    return {REPLICA_AXIS: replicas, axis: num_ranks // replicas}
+
+
+def rank_axis(mesh: Mesh | AbstractMesh) -> str | tuple[str, ...]:
+    """Gives the axis of a mesh along which ranks lie, or both axes if it has replicas.
+
+    Raises:
+        ValueError: If the mesh has other axes.
+    """
+    names = tuple(map(str, mesh.axis_names))
+    if len(names) == 1:
+        return names[0]
+    if len(names) == 2 and names[0] == REPLICA_AXIS:
+        return names
+    raise ValueError(
+        f"mesh axes (={names}) must be one, or {REPLICA_AXIS!r} and another: make the mesh with jaxddp.data_mesh"
+    )
 
 
 def platform_of(mesh: Mesh | AbstractMesh) -> str:

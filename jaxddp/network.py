@@ -73,24 +73,28 @@ class Network:
         """Latency of one call in seconds."""
         return self.latency_us * 1e-6 * (1.0 if kind == "all-reduce" else 0.5)
 
-    def transfer_s(self, kind: str, num_bytes: float, group: Sequence[int]) -> float:
-        """Seconds to transfer the bytes of one collective, without latency; 0 for a group of one.
+    def sent_bytes(self, kind: str, num_bytes: float, group: Sequence[int]) -> tuple[float, float]:
+        """Bytes that a rank sends in one collective: to ranks of its own host, and to other hosts.
 
         ``num_bytes`` is the size of the full buffer; ``group`` holds device numbers.
         """
-        if len(group) < 2:
-            return 0.0
         volume, is_scaled = _VOLUMES[kind]
 
-        def ring(count: float, size: float, speed: float) -> float:
+        def ring(count: float, size: float) -> float:
             share = (count - 1) / count if is_scaled else float(count > 1)
-            return volume * share * size / (speed * GB)
+            return volume * share * size
 
         per_host = self.devices_per_host or max(group) + 1
         on_each_host = Counter(device // per_host for device in group)
         local = max(on_each_host.values())
-        between = ring(len(on_each_host), num_bytes / local, self.host_gb_per_s or self.gb_per_s)
-        return ring(local, num_bytes, self.gb_per_s) + between
+        return ring(local, num_bytes), ring(len(on_each_host), num_bytes / local)
+
+    def transfer_s(self, kind: str, num_bytes: float, group: Sequence[int]) -> float:
+        """Seconds to transfer the bytes of one collective, without latency; 0 for a group of one."""
+        if len(group) < 2:
+            return 0.0
+        within, between = self.sent_bytes(kind, num_bytes, group)
+        return within / (self.gb_per_s * GB) + between / ((self.host_gb_per_s or self.gb_per_s) * GB)
 
     def seconds(self, kind: str, num_bytes: float, group: Sequence[int]) -> float:
         """Seconds of one collective that has the network to itself; 0 for a group of one."""

@@ -34,6 +34,13 @@ def test_what_sends_the_whole_buffer_whatever_the_number_of_ranks(kind):
         assert network.seconds(kind, S, group) == pytest.approx(10e-6 + S / 50e9, rel=1e-15, abs=0)  # as above
 
 
+def test_bytes_by_level():
+    network = Network(450, host_gb_per_s=50, devices_per_host=4)
+    assert network.sent_bytes("all-gather", 800, range(8)) == (600, 100)  # a quarter each, of which half is here
+    assert network.sent_bytes("all-reduce", 800, range(4)) == (1200, 0)
+    assert network.sent_bytes("all-reduce", 800, (1, 5)) == (0, 800)
+
+
 def test_numbers_of_a_real_model():
     """Gradients of 684 MB over 8 ranks at 50 GB/s: 1.75 x 684,395,520 / 50e9 = 23.95 ms, and 15 us."""
     seconds = Network(50).seconds("all-reduce", 684_395_520, range(8))

@@ -21,9 +21,10 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from .arguments import check_function, check_kind
+from .communication.axes import replica_axes, shard_axis
 from .communication.backward_order import finishing_times, matmul_flops
 from .communication.buckets import Bucket, BucketPlan, TensorSpec, bucket_width, dtype_bytes, plan_buckets
-from .communication.collectives import all_reduce
+from .communication.collectives import Axis, all_reduce
 from .communication.compression import Compression, check_stateless, none
 from .communication.gloo import kind_of_scatter
 from .communication.reduction import ALL_REDUCE, Reduce, finish_reduction, start_reduction
@@ -294,6 +295,20 @@ def describe_results(trace: GradientTrace) -> str:
     return f"checksum {checksum:08x}"
 
 
+class Planned(NamedTuple):
+    """A planned collective.
+
+    Attributes:
+        kind: As in a compiled program.
+        num_bytes: Of the full buffer on the wire.
+        axes: The mesh axes along which ranks take part.
+    """
+
+    kind: str
+    num_bytes: int
+    axes: tuple[str, ...]
+
+
 def planned_collectives(
     strategy: Strategy, plan: BucketPlan, num_ranks: int, platform: str = "gpu", *, num_microbatches: int = 1
 ) -> list[tuple[str, int]]:
@@ -309,20 +324,50 @@ def planned_collectives(
     Returns:
         ``(kind, bytes of the full buffer on the wire)`` in launch order.
     """
+    planned = planned_along("data", strategy, plan, num_ranks, num_ranks, platform, num_microbatches)
+    return [(one.kind, one.num_bytes) for one in planned]
+
+
+def planned_along(
+    axis: Axis,
+    strategy: Strategy,
+    plan: BucketPlan,
+    num_ranks: int,
+    num_shards: int,
+    platform: str,
+    num_microbatches: int,
+) -> list[Planned]:
+    """Lists what a plan communicates in one step, and along which mesh axes.
+
+    Args:
+        axis: Name of the mesh axis of the ranks, or of several.
+        strategy: The plan's strategy.
+        plan: The plan.
+        num_ranks: Number of ranks along all axes.
+        num_shards: Number of ranks along the shard axis.
+        platform: What it is compiled for.
+        num_microbatches: Parts of each rank's batch.
+
+    Returns:
+        The collectives in launch order.
+    """
     if num_ranks == 1 or not strategy.compression.sends:
         return []
     is_scattered = strategy.reduce is not ALL_REDUCE
     kind = kind_of_scatter(platform) if is_scattered else strategy.reduce.kind
+    shards, replicas = (shard_axis(axis),), replica_axes(axis)
 
     def num_elements(bucket: Bucket) -> int:
-        return num_ranks * bucket_width(bucket, num_ranks) if is_scattered else bucket.num_elements
+        return num_shards * bucket_width(bucket, num_shards) if is_scattered else bucket.num_elements
 
-    reductions = [
-        (kind, wire_bytes(elements, dtype, platform))
-        for bucket in plan.buckets
-        for elements, dtype in strategy.compression.wire_buffers(bucket, num_elements(bucket))
-    ]
-    gathers = [("all-gather", num_elements(bucket) * dtype_bytes(bucket.dtype)) for bucket in plan.gathers]
+    reductions = []
+    for bucket in plan.buckets:
+        for elements, dtype in strategy.compression.wire_buffers(bucket, num_elements(bucket)):
+            num_bytes = wire_bytes(elements, dtype, platform)
+            reductions.append(Planned(kind, num_bytes, shards if is_scattered else (*replicas, *shards)))
+            if is_scattered and replicas:
+                reductions.append(Planned("all-reduce", num_bytes // num_shards, replicas))
+    gathers = [Planned("all-gather", num_elements(one) * dtype_bytes(one.dtype), shards) for one in plan.gathers]
     return reductions * (num_microbatches if strategy.reduces_each_microbatch else 1) + gathers
 
 

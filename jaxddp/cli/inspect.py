@@ -43,6 +43,8 @@ def add_parser(commands: Any) -> None:
     add("--network-gb-per-s", type=float, metavar="GB", help="10^9 bytes per second that one rank can send: to other "
         "hosts if there are several, else to the others of its own (default: the published links)")  # fmt: skip
     add("--latency-us", type=float, default=15.0, metavar="US", help="microseconds per all-reduce (default: 15)")
+    add("--replicas", type=int, default=1, metavar="N", help="also compile ZeRO strategies sharded within N groups and "
+        "summed across: h100:4x8 --replicas 4 shards within a host (default: no)")  # fmt: skip
     add("--batch-per-device", type=int, metavar="N", help="sequences on each device (default: 16)")
     add("--hlo", metavar="FILE", help="read this scheduled HLO text instead of compiling a model")
     add("--dump-hlo", metavar="FILE", help="write the scheduled program of --strategy")
@@ -83,7 +85,7 @@ def run(arguments: argparse.Namespace) -> None:
             batch_per_device = arguments.batch_per_device or _BATCH_PER_DEVICE
             training = transformer_training(_config(arguments), batch_per_device * target.num_devices)
         inspections = inspect_steps(
-            strategies, training, target, network, bucket_mb=arguments.bucket_mb,
+            strategies, training, target, network, bucket_mb=arguments.bucket_mb, replicas=arguments.replicas,
             say=(lambda text: None) if arguments.json else partial(print, flush=True),
         )  # fmt: skip
     if arguments.dump_hlo is not None:

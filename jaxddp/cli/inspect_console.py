@@ -57,6 +57,10 @@ def show(inspections: list[Inspection], model: str, folder: Path | None, file: T
             f"No schedule can beat the bound, {step} ms: the greater of compute {compute} and forward {forward} "
             f"+ first gradient {gradient} + all-reduce of everything {all_reduce}."
         )
+    if first.target.num_hosts > 1:
+        sent = {each.strategy: [f"{num_bytes / MIB:.1f}" for num_bytes in each.sent_bytes] for each in inspections}
+        sums = ", ".join(f"{name} {within} + {between}" for name, (within, between) in sent.items())
+        console.print(f"A rank sends within its host + to other hosts, MiB: {sums}.")
     console.print(_LEGEND)
     console.print()
     indent = 2 + max(len(inspection.strategy) for inspection in inspections)
@@ -91,6 +95,8 @@ def _object(inspection: Inspection) -> dict[str, Any]:
         "planned": [{"kind": kind, "bytes": num_bytes} for kind, num_bytes in inspection.planned],
         "compiled": [{"kind": kind, "bytes": num_bytes} for kind, num_bytes in inspection.compiled],
         "as_planned": inspection.as_planned,
+        "sent_bytes_within_host": inspection.sent_bytes[0],
+        "sent_bytes_to_other_hosts": inspection.sent_bytes[1],
         "bytes_started_after_backward": overlap.bytes_started_after_backward,
         "bytes_in_flight_during_backward": overlap.bytes_in_flight,
         "first_start_fraction": overlap.first_start_fraction,

@@ -33,8 +33,11 @@ from jax import lax
 
 from . import gloo
 
+Axis = str | tuple[str, ...]
+"""The name of a mesh axis, or of several, whose ranks are numbered in that order."""
 
-def all_reduce(x: jax.Array, axis: str) -> jax.Array:
+
+def all_reduce(x: jax.Array, axis: Axis) -> jax.Array:
     """Sums over the ranks; every rank gets the full sum.
 
     It is a plain `lax.psum`: compile options decide whether XLA merges it with its neighbours.
@@ -78,7 +81,7 @@ def reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
     return lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True)
 
 
-def all_gather(x: jax.Array, axis: str, *, equal: bool = False, as_bits: bool = False) -> jax.Array:
+def all_gather(x: jax.Array, axis: Axis, *, equal: bool = False, as_bits: bool = False) -> jax.Array:
     """Concatenates the ranks' arrays along dimension 0; every rank gets the full array.
 
     | rank | input          | output                                 |

@@ -31,6 +31,7 @@ from jax import lax
 from ..arguments import check_kind
 from .buckets import Bucket, TensorSpec
 from .buffers import pack, unpack
+from .collectives import Axis
 from .low_rank import factor_buckets, first_memory, is_worth_it, sum_by_factors
 
 
@@ -51,7 +52,7 @@ class Compression(NamedTuple):
 
     name: str
     sends: bool
-    reduce: Callable[[Bucket, jax.Array, str, Mapping[str, Any], Any, Any], tuple[jax.Array, Mapping[str, Any]]]
+    reduce: Callable[[Bucket, jax.Array, Axis, Mapping[str, Any], Any, Any], tuple[jax.Array, Mapping[str, Any]]]
     wire_buffers: Callable[[Bucket, int], list[tuple[int, str]]]
     init_state: Callable[[TensorSpec], Any] | None = None
     needs_denominator: bool = False
@@ -73,7 +74,7 @@ noop = Compression(
 
 def _cast(name: str, dtype: str, *, divides: bool) -> Compression:
     def reduce_cast(
-        bucket: Bucket, buffer: jax.Array, axis: str, state: Mapping[str, Any], reduce: Any, denominator: Any
+        bucket: Bucket, buffer: jax.Array, axis: Axis, state: Mapping[str, Any], reduce: Any, denominator: Any
     ) -> tuple[jax.Array, Mapping[str, Any]]:
         if not divides:
             return reduce.send(buffer.astype(dtype), axis).astype(buffer.dtype), {}
@@ -117,7 +118,7 @@ def powersgd(rank: int, *, min_compression: float = 1.0) -> Compression:
         raise ValueError(f"min_compression (={min_compression!r}) must be a finite number of at least 1")
 
     def reduce_factors(
-        bucket: Bucket, buffer: jax.Array, axis: str, state: Mapping[str, Any], reduce: Any, denominator: Any
+        bucket: Bucket, buffer: jax.Array, axis: Axis, state: Mapping[str, Any], reduce: Any, denominator: Any
     ) -> tuple[jax.Array, Mapping[str, Any]]:
         totals, changed = sum_by_factors(
             unpack(bucket, buffer),

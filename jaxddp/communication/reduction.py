@@ -28,9 +28,10 @@ from jax import lax
 
 from ..scopes import SYNC_SCOPE
 from ..tree import named_leaves
+from .axes import scatter_sum, shard_axis
 from .buckets import Bucket, BucketPlan
 from .buffers import pack, unpack
-from .collectives import all_reduce, reduce_scatter
+from .collectives import Axis, all_reduce
 from .compression import Compression
 from .low_rank import apply_residual
 from .ordering import order_token
@@ -47,38 +48,38 @@ class Reduce(NamedTuple):
 
     Attributes:
         kind: Of the collective.
-        pack: ``(bucket, gradients by name, num_ranks) -> buffer``.
+        pack: ``(bucket, gradients by name, num_shards) -> buffer``.
         send: ``(buffer, axis) ->`` what this rank keeps of the sum over ranks.
         keep: ``(buffer, axis) ->`` the same part of its own buffer, without communication.
-        unpack: ``(bucket, what send returned, num_ranks) -> arrays by name``.
-        local_shard: ``(gradient, num_ranks, rank) ->`` what a rank keeps of a gradient that is equal on all ranks.
+        unpack: ``(bucket, what send returned, num_shards) -> arrays by name``.
+        local_shard: ``(gradient, num_shards, shard) ->`` what a rank keeps of a gradient that is equal on all ranks.
     """
 
     kind: str
     pack: Callable[[Bucket, Mapping[str, jax.Array], int], jax.Array]
-    send: Callable[[jax.Array, str], jax.Array]
-    keep: Callable[[jax.Array, str], jax.Array]
+    send: Callable[[jax.Array, Axis], jax.Array]
+    keep: Callable[[jax.Array, Axis], jax.Array]
     unpack: Callable[[Bucket, jax.Array, int], dict[str, jax.Array]]
     local_shard: Callable[[jax.Array, int, jax.Array], jax.Array]
 
 
 ALL_REDUCE = Reduce(
     "all-reduce",
-    pack=lambda bucket, grads, num_ranks: pack(bucket, grads),
+    pack=lambda bucket, grads, num_shards: pack(bucket, grads),
     send=all_reduce,
     keep=lambda buffer, axis: buffer,
-    unpack=lambda bucket, total, num_ranks: unpack(bucket, total),
-    local_shard=lambda grad, num_ranks, rank: grad,
+    unpack=lambda bucket, total, num_shards: unpack(bucket, total),
+    local_shard=lambda grad, num_shards, shard: grad,
 )
 
-# The buffer is [N, width]; rank r keeps row r of the sum.
+# The buffer is [N, width]; rank r of the N along the shard axis keeps row r of the sum.
 REDUCE_SCATTER = Reduce(
     "reduce-scatter",
     pack=pack_chunks,
-    send=lambda buffer, axis: reduce_scatter(buffer, axis)[0],
-    keep=lambda buffer, axis: lax.dynamic_index_in_dim(buffer, lax.axis_index(axis), keepdims=False),
+    send=lambda buffer, axis: scatter_sum(buffer, axis)[0],
+    keep=lambda buffer, axis: lax.dynamic_index_in_dim(buffer, lax.axis_index(shard_axis(axis)), keepdims=False),
     unpack=split_chunks,
-    local_shard=lambda grad, num_ranks, rank: Cut(grad.shape, num_ranks).local_shard(grad, rank),
+    local_shard=lambda grad, num_shards, shard: Cut(grad.shape, num_shards).local_shard(grad, shard),
 )
 
 
@@ -115,7 +116,7 @@ class MeanGradients(NamedTuple):
 def start_reduction(
     grads: Any,
     plan: BucketPlan,
-    axis: str,
+    axis: Axis,
     reduce: Reduce,
     compression: Compression,
     state: Any = (),
@@ -129,7 +130,7 @@ def start_reduction(
     Args:
         grads: A tree of gradients.
         plan: What to send and what is constant.
-        axis: Name of the mesh axis.
+        axis: Name of the mesh axis, or of several.
         reduce: All-reduce or reduce-scatter.
         compression: Gradient compression.
         state: This rank's state of the compression, by parameter; empty if it is stateless.
@@ -149,7 +150,7 @@ def start_reduction(
     ready = named_leaves(grads)
     shards = {name: ready.pop(name) for name in reduced if name in ready}
     planned = set(plan.names)
-    num_ranks = lax.axis_size(axis)
+    num_ranks, num_shards = lax.axis_size(axis), lax.axis_size(shard_axis(axis))
     if missing := sorted(planned - set(ready)):
         raise ValueError(f"plan names {missing[0]!r}, which grads does not hold: plan and grads must be of one model")
     if (unknown := sorted(set(ready) - planned - set(plan.constants))) and num_ranks > 1:
@@ -169,16 +170,16 @@ def start_reduction(
             ready = lax.optimization_barrier(ready)
         if num_ranks == 1 and state:
             ready, state = apply_residual(ready, state, denominator)
-        rank = lax.axis_index(axis)
+        shard = lax.axis_index(shard_axis(axis))
         unsent = {
-            name: reduce.local_shard(grad * num_ranks, num_ranks, rank)
+            name: reduce.local_shard(grad * num_ranks, num_shards, shard)
             for name, grad in ready.items()
             if name not in planned
         }
         totals: list[jax.Array] = []
         all_packed = jnp.int32(0)
         for index, bucket in enumerate(plan.buckets):
-            packed = reduce.pack(bucket, ready, num_ranks)
+            packed = reduce.pack(bucket, ready, num_shards)
             if max_in_flight is not None and index >= max_in_flight:
                 earlier = index - max_in_flight
                 packed, totals[earlier] = lax.optimization_barrier((packed, totals[earlier]))
@@ -195,11 +196,12 @@ def start_reduction(
 
 
 def finish_reduction(
-    reduction: Reduction, plan: BucketPlan, num_ranks: int, reduce: Reduce, denominator: jax.Array | float
+    reduction: Reduction, plan: BucketPlan, num_shards: int, reduce: Reduce, denominator: jax.Array | float
 ) -> MeanGradients:
     """Divides the sums over ranks, bucket by bucket as they arrive.
 
-    ``plan`` and ``reduce`` are those of ``start_reduction``; ``denominator`` divides the sums.
+    ``plan`` and ``reduce`` are those of ``start_reduction``; ``denominator`` divides the sums. ``num_shards`` counts
+    the ranks along the shard axis.
     """
 
     def divide(total: jax.Array, token: jax.Array | int = 0) -> jax.Array:
@@ -213,7 +215,7 @@ def finish_reduction(
         for bucket, total in zip(plan.buckets, reduction.totals, strict=True):
             total, squares = lax.optimization_barrier((total, squares))  # noqa: PLW2901
             buffer = divide(total, reduction.order_token)
-            mean = reduce.unpack(bucket, buffer, num_ranks)
+            mean = reduce.unpack(bucket, buffer, num_shards)
             first, *others = mean.values()
             if len(others) > 1 and buffer.size <= SMALL * len(mean):
                 others = [buffer.reshape(-1)[first.size :]]
@@ -231,9 +233,15 @@ def sum_of_squares(arrays: Iterable[jax.Array]) -> jax.Array:
     return sum(squares, start=jnp.zeros(()))
 
 
-def as_varying(tree: Any, axis: str) -> Any:
+def as_varying(tree: Any, axis: Axis) -> Any:
     """Declares arrays different on the ranks of an axis, so that autodiff does not sum their gradients over it."""
-    return jax.tree.map(lambda leaf: leaf if axis in varying(leaf) else lax.pcast(leaf, axis, to="varying"), tree)
+    axes = (axis,) if isinstance(axis, str) else axis
+
+    def declare(leaf: jax.Array) -> jax.Array:
+        missing = tuple(name for name in axes if name not in varying(leaf))
+        return lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(declare, tree)
 
 
 def varying(x: jax.Array) -> frozenset[str]:

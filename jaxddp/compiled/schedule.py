@@ -152,6 +152,10 @@ class Schedule:
         """Sorted ``(kind, bytes)`` of the strategy's collectives: ``Collective.is_gradients``."""
         return sorted((c.kind, c.num_bytes) for c in self.collectives() if c.is_gradients)
 
+    def gradient_groups(self) -> list[tuple[str, int, tuple[int, ...]]]:
+        """Sorted ``(kind, bytes, devices of the first group)`` of the strategy's collectives."""
+        return sorted((c.kind, c.num_bytes, c.group) for c in self.collectives() if c.is_gradients)
+
     def work(self) -> Work:
         """Everything that one device computes."""
         return sum((operation.total_work for operation in self.operations), Work())

@@ -79,6 +79,13 @@ class Inspection:
         return self.schedule.gradient_collectives()
 
     @property
+    def sent_bytes(self) -> tuple[float, float]:
+        """Bytes that a rank sends in the gradient collectives: to ranks of its own host, and to other hosts."""
+        gradients = [each for each in self.schedule.collectives() if each.is_gradients]
+        sent = [self.network.sent_bytes(each.kind, each.num_bytes, each.group) for each in gradients]
+        return sum(within for within, _ in sent), sum(between for _, between in sent)
+
+    @property
     def as_planned(self) -> bool | None:
         """Whether the compiled collectives are the planned ones; None if nothing was planned."""
         return None if self.bound is None or self.strategy == AUTO else sorted(self.planned) == self.compiled
@@ -140,6 +147,7 @@ def inspect(
     strategies: Sequence[str] = ("bucketed",),
     bucket_mb: Any = None,
     network: Network | None = None,
+    replicas: int = 1,
     **options: Any,
 ) -> list[Inspection]:
     """Compiles training steps for a machine that is not here, reads them back and simulates them.
@@ -153,18 +161,21 @@ def inspect(
         strategies: Names in ``STRATEGIES``, or ``"auto"``: plain ``jit`` with replicated parameters.
         bucket_mb: Bucket cap in MiB of the strategies that take one, or ``"auto"``.
         network: How fast ranks send; the published links of the target if None.
+        replicas: As for ``data_mesh``: strategies that shard are also compiled as ``"NAME hybrid"``, sharded within so
+            many groups and summed across.
         **options: Others of ``Trainer``, such as ``num_microbatches``.
 
     Returns:
         For each strategy the planned and compiled collectives, the schedule, its simulation, and the bytes of a device.
 
     Raises:
-        ValueError: If a strategy or the target is unknown, ``bucket_mb`` applies to none of them, ``"auto"`` comes with
-            options, the step does not fit into the target's memory, or as ``Trainer``.
+        ValueError: If a strategy or the target is unknown, ``bucket_mb`` or ``replicas`` applies to none of them,
+            ``"auto"`` comes with options, the step does not fit into the target's memory, or as ``Trainer``.
     """
     machine = targets.target(target)
     training = Training(loss_fn, optimizer, params, batch, options)
-    return inspect_steps(strategies, training, machine, network or network_of(machine), bucket_mb=bucket_mb)
+    network = network or network_of(machine)
+    return inspect_steps(strategies, training, machine, network, bucket_mb=bucket_mb, replicas=replicas)
 
 
 def inspect_steps(
@@ -174,6 +185,7 @@ def inspect_steps(
     network: Network,
     *,
     bucket_mb: Any = None,
+    replicas: int = 1,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Inspection]:
     """Does the work of ``inspect``; ``say`` shows progress."""
@@ -187,12 +199,18 @@ def inspect_steps(
         raise ValueError(f"bucket_mb (={bucket_mb}) must come with one of {allowed}, not {strategies[0]!r}")
     if AUTO in strategies:
         _check_auto(loss_fn, params, batch, options)
-    mesh = targets.mesh(target.spec)
-    trainers = {
-        name: Trainer(loss_fn, optimizer, _make(name, bucket_mb, network), mesh, **options)
-        for name in strategies
-        if name != AUTO
-    }
+    mesh, made = (
+        targets.mesh(target.spec),
+        {name: _make(name, bucket_mb, network) for name in strategies if name != AUTO},
+    )
+    trainers = {name: Trainer(loss_fn, optimizer, strategy, mesh, **options) for name, strategy in made.items()}
+    if replicas != 1:
+        hybrid = targets.mesh(target.spec, replicas=replicas)
+        sharded = {name: trainer for name, trainer in trainers.items() if trainer.strategy.shards_optimizer_state}
+        if not sharded:
+            raise ValueError(f"replicas (={replicas}) must come with zero1, zero2 or zero3, not {strategies[0]!r}")
+        trainers |= {f"{name} hybrid": one.with_strategy(one.strategy, hybrid) for name, one in sharded.items()}
+    strategies = [*strategies, *(name for name in trainers if name not in strategies)]
     whole = Trainer(loss_fn, optimizer, make_strategy("naive"), mesh, **options)
     state = whole.abstract_state(params)
     states = {name: trainer.abstract_state(params) for name, trainer in trainers.items()}

@@ -34,6 +34,17 @@ def test_what_is_planned_is_compiled(found):
     assert bucketed.num_devices_compiled_for == 16
 
 
+@pytest.mark.full
+def test_hybrid_sharding_stands_beside_plain_and_sends_less_to_other_hosts():
+    plain, hybrid = inspect_steps(["zero3"], transformer_training(CONFIG, 4 * 16), TARGET, NETWORK, replicas=2)
+    assert (plain.strategy, hybrid.strategy) == ("zero3", "zero3 hybrid")
+    assert plain.as_planned and hybrid.as_planned
+    assert plain.memory["optimizer_state"] < hybrid.memory["optimizer_state"] < 2.1 * plain.memory["optimizer_state"]
+    gathered = [each for each in hybrid.schedule.collectives() if each.kind == "all-gather"]
+    assert gathered and {each.group for each in gathered} == {tuple(range(8))}
+    assert hybrid.sent_bytes[1] < 0.9 * plain.sent_bytes[1]
+
+
 def test_memory_is_what_a_hand_computes(found):
     for each in found:
         assert each.memory["parameters"] == 4 * NUM_PARAMS == 74_112
@@ -156,6 +167,8 @@ def test_what_cannot_be_is_refused():
         inspect_steps(["fast"], transformer_training(CONFIG, 2), target, NETWORK)
     with pytest.raises(ValueError, match=r"^bucket_mb \(=3\) must come with one of .*zero2, not 'naive'$"):
         inspect_steps(["naive"], transformer_training(CONFIG, 2), target, NETWORK, bucket_mb=3)
+    with pytest.raises(ValueError, match=r"^replicas \(=2\) must come with zero1, zero2 or zero3, not 'naive'$"):
+        inspect_steps(["naive"], transformer_training(CONFIG, 2), target, NETWORK, replicas=2)
     training = transformer_training(CONFIG, 2)
     rule = (
         r"^strategy 'auto' must come with a loss of \(params, batch\) that is one number, and no options of Trainer: "

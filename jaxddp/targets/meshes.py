@@ -10,17 +10,17 @@ from functools import partial
 
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
-from ..mesh import DATA_AXIS
+from ..mesh import DATA_AXIS, axes_of_ranks
 from ..planning.chips import Target, chip_of, target
 from ..training.programs import register_compiler
 from .compile import compile_for_target
 
 
-def mesh(spec: str, *, axis: str = DATA_AXIS) -> AbstractMesh:
-    """Builds the one-dimensional mesh of a target, to trace, plan and compile for.
+def mesh(spec: str, *, axis: str = DATA_AXIS, replicas: int = 1) -> AbstractMesh:
+    """Builds the mesh of a target, to trace, plan and compile for; ``axis`` and ``replicas`` are as in ``data_mesh``.
 
     Raises:
-        ValueError: As ``target``.
+        ValueError: As ``target`` and ``data_mesh``.
 
     Example:
         >>> dict(mesh("h100:4x8").shape)
@@ -29,7 +29,20 @@ def mesh(spec: str, *, axis: str = DATA_AXIS) -> AbstractMesh:
     named = target(spec)
     device = AbstractDevice(device_kind=named.spec, num_cores=None, platform=named.platform)
     register_compiler(device, partial(compile_for_target, named))
-    return AbstractMesh((named.num_devices,), (axis,), axis_types=(AxisType.Auto,), abstract_device=device)
+    sizes = axes_of_ranks(named.num_devices, axis, replicas)
+    types = (AxisType.Auto,) * len(sizes)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)
+
+
+def mesh_like(mesh_of_devices: Mesh | AbstractMesh) -> AbstractMesh:
+    """Builds the mesh, of the same axes, of the target that a mesh was made for or that its devices are.
+
+    Raises:
+        ValueError: As ``target_like``.
+    """
+    device = mesh(target_like(mesh_of_devices).spec).abstract_device
+    like = mesh_of_devices
+    return AbstractMesh(like.axis_sizes, like.axis_names, axis_types=like.axis_types, abstract_device=device)
 
 
 def target_of(mesh: Mesh | AbstractMesh) -> Target | None:

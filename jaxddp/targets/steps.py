@@ -9,7 +9,7 @@ from ..strategy import Strategy
 from ..training.train import Trainer, TrainState
 from .compile import TIMEOUT_S, start_compile_for_target
 from .job import Pending
-from .meshes import mesh, target_like, target_of
+from .meshes import mesh_like, target_like, target_of
 
 
 def start_compile(trainer: Trainer, state: TrainState, batch: Any, *, timeout_s: float = TIMEOUT_S) -> Pending:
@@ -35,11 +35,11 @@ def start_compile_without_communication(trainer: Trainer, state: TrainState, bat
     Raises:
         ValueError: If the mesh's devices are of no known chip.
     """
-    target = target_like(trainer.mesh)
+    mesh = mesh_like(trainer.mesh)
     strategy = Strategy("without communication", lambda tensors: BucketPlan(()))
-    silent = trainer.with_strategy(strategy, mesh(target.spec, axis=str(trainer.mesh.axis_names[0])))
+    silent = trainer.with_strategy(strategy, mesh)
     state = silent.abstract_state(trainer.layout(state).whole())
     trace = silent.trace(state, batch)
     nothing = BucketPlan((), constants=tuple(tensor.name for tensor in (*trace.tensors, *trace.constants)))
     function, args, options = silent.step_function(state, batch, nothing)
-    return start_compile_for_target(target, function, args, **options)
+    return start_compile_for_target(target_like(mesh), function, args, **options)

@@ -25,14 +25,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..communication.collectives import all_reduce
+from ..communication.collectives import Axis, all_reduce
 from ..scopes import MODEL_STATE_SCOPE
 from ..strategy import wire_bytes
 
 STATE_SYNC = ("mean", "first")
 
 
-def fold_keys(model_state: Any, axis: str) -> Any:
+def fold_keys(model_state: Any, axis: Axis) -> Any:
     """Gives every rank but 0 PRNG keys of its own."""
     rank = lax.axis_index(axis)
 
@@ -56,13 +56,13 @@ def became_nonfinite(new: Any, old: Any) -> jax.Array:
     return jnp.stack(lost).any() if lost else jnp.bool_(False)
 
 
-def sync_model_state(model_state: Any, axis: str, num_ranks: int, how: str) -> Any:
+def sync_model_state(model_state: Any, axis: Axis, num_ranks: int, how: str) -> Any:
     """Makes the ranks' model states one.
 
     Args:
         model_state: This rank's; a tree of arrays.
-        axis: Name of the mesh axis.
-        num_ranks: Its size.
+        axis: Name of the mesh axis, or of several.
+        num_ranks: Number of ranks along them.
         how: One of ``STATE_SYNC``.
 
     Returns:

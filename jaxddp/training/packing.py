@@ -17,7 +17,8 @@ concatenated. What is left is the program of ``jax.shard_map`` (``packing_test.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -36,37 +37,36 @@ def shard_map(
 
     Args:
         function: Of each rank's parts of the arrays.
-        mesh: One-dimensional, of devices or of a target.
+        mesh: Of devices or of a target.
         in_specs: Trees of ``PartitionSpec``, prefixes of the arguments.
         out_specs: The same for the results.
 
     Returns:
         A function of arrays over all ranks, to be compiled by ``jax.jit``: packs are copies until XLA has simplified.
     """
-    (axis,) = mesh.axis_names
 
     def mapped(*args: Any) -> Any:
         arrays, structure = jax.tree.flatten(args)
         # check_vma would make users mark the carries of their own loops as varying.
         if len(arrays) <= FEW:
             return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*args)
-        ins = _groups(arrays, leaf_specs(in_specs, args), axis, mesh.size)
+        ins = _groups(arrays, leaf_specs(in_specs, args), mesh.shape)
         # out_specs are needed before the results are traced: results are returned by kind of spec, one list for each.
-        kinds = [PartitionSpec(), PartitionSpec(axis), *jax.tree.leaves(out_specs, is_leaf=_is_spec)]
-        kinds = list(dict.fromkeys(kinds))
+        specs = jax.tree.leaves(out_specs, is_leaf=_is_spec)
+        kinds = list(dict.fromkeys([PartitionSpec(), *specs, *(PartitionSpec(spec[-1]) for spec in specs if spec)]))
         traced: list[Any] = []
 
         def on_rank(packs: list[jax.Array]) -> list[list[jax.Array]]:
             result = function(*jax.tree.unflatten(structure, _unpack(packs, ins)))
             parts, result_structure = jax.tree.flatten(jax.tree.map(jnp.asarray, result))
-            outs = _groups(parts, leaf_specs(out_specs, result), axis, 1)
+            outs = _groups(parts, leaf_specs(out_specs, result), {})
             traced[:] = [result_structure, outs]
-            packed = _pack(parts, outs, 1)
+            packed = _pack(parts, outs)
             return [[pack for pack, group in zip(packed, outs, strict=True) if group.spec == spec] for spec in kinds]
 
         packs = jax.shard_map(
             on_rank, mesh=mesh, in_specs=([group.spec for group in ins],), out_specs=kinds, check_vma=False
-        )(_pack(arrays, ins, mesh.size))
+        )(_pack(arrays, ins))
         result_structure, outs = traced
         of = {spec: iter(some) for spec, some in zip(kinds, packs, strict=True)}
         return jax.tree.unflatten(result_structure, _unpack([next(of[group.spec]) for group in outs], outs))
@@ -79,19 +79,18 @@ class _Group(NamedTuple):
 
     places: list[int]  # among all
     spec: PartitionSpec  # of the pack
-    is_split: bool = False  # into rows, one for each rank
+    num_rows: int = 1  # of the pack on this side; shards have one for each rank along their axis
     shapes: Sequence[tuple[int, ...]] = ()  # of each, the length of the last dimension left open
     widths: Sequence[int] = ()  # of each in a pack
 
 
-def _groups(arrays: Sequence[Any], specs: Sequence[PartitionSpec], axis: str, num_rows: int) -> list[_Group]:
+def _groups(arrays: Sequence[Any], specs: Sequence[PartitionSpec], sizes: Mapping[Any, int]) -> list[_Group]:
     """Groups arrays that are packed together.
 
     Args:
         arrays: All arguments, or all results.
         specs: How each lies over the ranks.
-        axis: The axis of the ranks.
-        num_rows: Of a pack of shards, on this side.
+        sizes: Of the mesh axes that are divided among ranks on this side; none of them on a rank.
 
     Returns:
         Groups, which hold every place once.
@@ -106,29 +105,31 @@ def _groups(arrays: Sequence[Any], specs: Sequence[PartitionSpec], axis: str, nu
             if len(some) == 1:
                 groups.append(_Group(some, specs[some[0]]))
                 continue
-            _, is_split = kind
+            _, axis = kind
+            axes = axis if isinstance(axis, tuple) else (axis,)
+            num_rows = math.prod(sizes.get(name, 1) for name in axes)
             shapes = [arrays[place].shape and (*arrays[place].shape[:-1], -1) for place in some]
-            widths = [arrays[place].size // (num_rows if is_split else 1) for place in some]
-            groups.append(_Group(some, PartitionSpec(axis) if is_split else PartitionSpec(), is_split, shapes, widths))
+            widths = [arrays[place].size // num_rows for place in some]
+            groups.append(_Group(some, PartitionSpec(axis) if axis else PartitionSpec(), num_rows, shapes, widths))
     return groups
 
 
-def _kind(array: Any, spec: PartitionSpec) -> tuple[Any, bool] | None:
-    """What arrays of a pack share: the dtype, and whether they are shards; None for an array by itself."""
+def _kind(array: Any, spec: PartitionSpec) -> tuple[Any, Any] | None:
+    """What arrays of a pack share: the dtype, and the axis along which they are shards; None for an array by itself."""
     if array.size == 0 or jnp.issubdtype(array.dtype, jax.dtypes.extended):
         return None
     if not any(spec):
-        return array.dtype, False
+        return array.dtype, None
     is_row = array.size == array.shape[-1] and len(spec) == array.ndim and not any(spec[:-1])
-    return (array.dtype, True) if is_row else None
+    return (array.dtype, spec[-1]) if is_row else None
 
 
-def _pack(arrays: Sequence[jax.Array], groups: Sequence[_Group], num_rows: int) -> list[jax.Array]:
+def _pack(arrays: Sequence[jax.Array], groups: Sequence[_Group]) -> list[jax.Array]:
     packs = []
     for group in groups:
         some = [arrays[place] for place in group.places]
-        rows = num_rows if group.is_split else 1
-        packs.append(jnp.concatenate([array.reshape(rows, -1) for array in some], 1) if group.widths else some[0])
+        rows = [array.reshape(group.num_rows, -1) for array in some] if group.widths else some
+        packs.append(jnp.concatenate(rows, 1) if group.widths else some[0])
     return packs
 
 

@@ -50,7 +50,7 @@ def place(tree: Any, layout: Any, mesh: Mesh | AbstractMesh) -> Any:
     Args:
         tree: Full arrays, the same in every process; they stay the caller's.
         layout: A tree of ``Leaf`` like it.
-        mesh: One-dimensional.
+        mesh: Of the ranks.
 
     Returns:
         A tree of arrays over the mesh.
@@ -86,7 +86,7 @@ def _from_first_process(array: Any) -> np.ndarray:
 
 
 def _place(mesh: Mesh | AbstractMesh, array: Any, leaf: Leaf) -> jax.Array:
-    sharding = NamedSharding(mesh, leaf.spec(str(mesh.axis_names[0])))
+    sharding = NamedSharding(mesh, leaf.spec(mesh.axis_names))
     if leaf.cut is None and jax.process_count() == 1:
         # Copied first: device_put may hand on the caller's own buffer, which the first step would then donate.
         return jax.device_put(jnp.array(array, leaf.dtype, copy=True), sharding)
@@ -116,12 +116,12 @@ def place_by_rank(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
 
     Args:
         tree: NumPy arrays whose dimension 0 counts ranks.
-        mesh: One-dimensional.
+        mesh: Of the ranks.
 
     Returns:
         A tree of arrays over the mesh.
     """
-    sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
+    sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     return jax.tree.map(
         lambda array: jax.make_array_from_callback(array.shape, sharding, lambda index: array[index]), tree
     )

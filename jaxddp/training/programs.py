@@ -21,7 +21,7 @@ from ..communication.buckets import BucketPlan
 from ..communication.sharding import Cut
 from ..mesh import platform_of
 from ..metrics import Measure
-from ..strategy import GradientTrace, describe_results, plan_trace, planned_collectives, trace_gradients
+from ..strategy import GradientTrace, Planned, describe_results, plan_trace, planned_along, trace_gradients
 from ..tree import named_leaves, path_name
 from ..zero.stage3 import loss_on_shards
 from ..zero.traced import TracedCollectives, traced_collectives
@@ -70,7 +70,7 @@ class Programs:
 
         Args:
             rank_step: What each rank computes.
-            mesh: One-dimensional.
+            mesh: Of the ranks.
 
         Raises:
             ValueError: If the mesh has no devices and nothing is registered that compiles for it.
@@ -107,9 +107,8 @@ class Programs:
         key = signature(params)
         if key not in self._layouts:
             step = self._rank_step
-            layout = state_layout(
-                params, step.optimizer, step.strategy, step.num_ranks, step.trainable, step.compute_dtype
-            )
+            num_ranks = step.num_shards if step.strategy.shards_optimizer_state else step.num_ranks
+            layout = state_layout(params, step.optimizer, step.strategy, num_ranks, step.trainable, step.compute_dtype)
             model = _Model(layout, self._on_rank(layout), (layout.specs(step.axis), PartitionSpec(step.axis)))
             known = self._models.setdefault(signature(layout.held().params), model)
             _check_same(known.layout, layout)
@@ -158,11 +157,15 @@ class Programs:
 
     def planned(self, state: TrainState, batch: Any) -> list[tuple[str, int]]:
         """Lists ``(kind, bytes)`` of the collectives that one step should have, without those of its metrics."""
+        return [(one.kind, one.num_bytes) for one in self.planned_along(state, batch)]
+
+    def planned_along(self, state: TrainState, batch: Any) -> list[Planned]:
+        """Lists the same with the mesh axes along which they are."""
         model = self._model(state)
         step = model.rank_step
-        planned = planned_collectives(
-            step.strategy, self.plan(state, batch), step.num_ranks, self.platform,
-            num_microbatches=step.num_microbatches,
+        planned = planned_along(
+            step.axis, step.strategy, self.plan(state, batch), step.num_ranks, step.num_shards, self.platform,
+            step.num_microbatches,
         )  # fmt: skip
         if not step.cuts:
             return planned

@@ -2,7 +2,7 @@
 
 Every rank computes its replicas by the same program from the same sums. A flipped bit or a faulty device changes one of
 them and training goes on, since gradients are averaged, while the replicas drift apart. Checked is what
-``state_layout.py`` lists as full; a shard has no replica.
+``state_layout.py`` lists as full, and on a mesh with replicas also shards, between the ranks that hold the same one.
 
     checksum_r = sum over words i of (2 i + 1) * mix(word_i)   mod 2^32        of each leaf on rank r
 
@@ -13,6 +13,7 @@ of ``[num_leaves]`` words; the step's program stays as it is planned.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -65,53 +66,78 @@ def check_replicas(state: TrainState, specs: Any, mesh: Mesh | AbstractMesh) -> 
     Args:
         state: A training state over the mesh.
         specs: Its ``PartitionSpec`` by leaf, or a prefix of them.
-        mesh: One-dimensional.
+        mesh: Of the ranks.
 
     Raises:
         ReplicaError: If ranks differ.
     """
-    leaves = _replicated(state, specs)
-    sums = np.asarray(_all_checksums(list(leaves.values()), mesh))
-    differing = [place for place, of_ranks in enumerate(sums.T) if len(set(of_ranks)) > 1]
+    leaves = _replicated(state, specs, mesh)
+    if not leaves:
+        return
+    arrays, of_leaves = [leaf for leaf, _ in leaves.values()], [spec for _, spec in leaves.values()]
+    sums = np.asarray(_all_checksums(arrays, tuple(of_leaves), mesh))
+    found = [_most_common(column, _groups(spec, mesh)) for column, spec in zip(sums.T, of_leaves, strict=True)]
+    differing = [place for place, most in enumerate(found) if (sums[most, place] != sums[:, place]).any()]
     if not differing:
         return
-    of_ranks = sums[:, differing[0]].tolist()
-    ((most, _),) = Counter(of_ranks).most_common(1)
-    name, leaf = list(leaves.items())[differing[0]]
-    differences = _differences(leaf, of_ranks.index(most), mesh)
-    ranks = [rank for rank, found in enumerate(of_ranks) if found != most]
-    raise _error(name, tuple(ranks), len(differing), float(np.max(differences)), int(state.step))
+    first = differing[0]
+    ranks = np.flatnonzero(sums[found[first], first] != sums[:, first]).tolist()
+    differences = _differences(arrays[first], found[first], of_leaves[first], mesh)
+    raise _error(list(leaves)[first], tuple(ranks), len(differing), float(np.max(differences)), int(state.step))
 
 
-def _replicated(state: TrainState, specs: Any) -> dict[str, jax.Array]:
+def _replicated(state: TrainState, specs: Any, mesh: Mesh | AbstractMesh) -> dict[str, tuple[jax.Array, PartitionSpec]]:
     named = zip(named_leaves(state).items(), leaf_specs(specs, state), strict=True)
-    return {name: leaf for (name, leaf), spec in named if not any(spec) and leaf.size}
+    return {name: (leaf, spec) for (name, leaf), spec in named if leaf.size and _groups(spec, mesh).shape[1] > 1}
 
 
-@partial(jax.jit, static_argnames="mesh")
-def _all_checksums(leaves: list[jax.Array], mesh: Mesh | AbstractMesh) -> jax.Array:
+def _axes_along(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """The mesh axes along which ranks hold the same of a leaf."""
+    return tuple(axis for axis in mesh.axis_names if axis not in jax.tree.leaves(tuple(spec)))
+
+
+def _groups(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> np.ndarray:
+    """The ranks that hold the same of a leaf, ``[num_groups, ranks of each]``."""
+    ranks = np.arange(mesh.size).reshape(mesh.axis_sizes)
+    along = [mesh.axis_names.index(axis) for axis in _axes_along(spec, mesh)]
+    count = math.prod(mesh.axis_sizes[dim] for dim in along)
+    return np.moveaxis(ranks, along, range(ranks.ndim - len(along), ranks.ndim)).reshape(-1, count)
+
+
+def _most_common(sums: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """For each rank one that holds what most ranks of its group hold, ``[num_ranks]``."""
+    found = np.empty_like(sums, np.int32)
+    for group in groups:
+        of_group = sums[group].tolist()
+        ((most, _),) = Counter(of_group).most_common(1)
+        found[group] = group[of_group.index(most)]
+    return found
+
+
+@partial(jax.jit, static_argnames=("specs", "mesh"))
+def _all_checksums(leaves: list[jax.Array], specs: tuple[PartitionSpec, ...], mesh: Mesh | AbstractMesh) -> jax.Array:
     """Gives ``[num_ranks, num_leaves]``, uint32."""
-    (axis,) = mesh.axis_names
 
     def on_rank(leaves: list[jax.Array]) -> jax.Array:
-        return all_gather(jnp.stack([_checksum(leaf) for leaf in leaves])[None], axis)
+        return all_gather(jnp.stack([_checksum(leaf) for leaf in leaves])[None], mesh.axis_names)
 
-    return shard_map(on_rank, mesh=mesh, in_specs=(PartitionSpec(),), out_specs=PartitionSpec())(leaves)
+    return shard_map(on_rank, mesh=mesh, in_specs=([*specs],), out_specs=PartitionSpec())(leaves)
 
 
-@partial(jax.jit, static_argnames="mesh")
-def _differences(leaf: jax.Array, rank: int, mesh: Mesh | AbstractMesh) -> jax.Array:
-    """Gives ``[num_ranks]``, the largest distance of an element from that of the given rank."""
-    (axis,) = mesh.axis_names
+@partial(jax.jit, static_argnames=("spec", "mesh"))
+def _differences(leaf: jax.Array, other: np.ndarray, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> jax.Array:
+    """Gives ``[num_ranks]``, the largest distance of an element from that of the ``other`` rank of each."""
 
-    def on_rank(leaf: jax.Array, rank: jax.Array) -> jax.Array:
+    def on_rank(leaf: jax.Array, other: jax.Array) -> jax.Array:
         numbers = _numbers(leaf)
         numbers = numbers if jnp.issubdtype(numbers.dtype, jnp.floating) else numbers.astype(jnp.float32)
-        theirs = all_reduce(jnp.where(lax.axis_index(axis) == rank, numbers, jnp.zeros_like(numbers)), axis)
-        return all_gather(jnp.max(jnp.abs(numbers - theirs))[None], axis)
+        rank = lax.axis_index(mesh.axis_names)
+        sent = jnp.where(other[rank] == rank, numbers, jnp.zeros_like(numbers))
+        theirs = all_reduce(sent, _axes_along(spec, mesh))
+        return all_gather(jnp.max(jnp.abs(numbers - theirs))[None], mesh.axis_names)
 
     whole = PartitionSpec()
-    return shard_map(on_rank, mesh=mesh, in_specs=(whole, whole), out_specs=whole)(leaf, jnp.asarray(rank))
+    return shard_map(on_rank, mesh=mesh, in_specs=(spec, whole), out_specs=whole)(leaf, other)
 
 
 def _checksum(leaf: jax.Array) -> jax.Array:

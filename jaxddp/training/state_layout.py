@@ -14,7 +14,8 @@ With a ``compute_dtype``, the parameters are the masters that the optimizer upda
 dtype. Where copies are full, ZeRO 1 and 2 shard the masters; ZeRO 3 casts when it gathers. Without one there are no
 copies, and ZeRO 1 and 2 have full parameters.
 
-The shards of a leaf are one array of ``Cut.global_shape``, split over the ranks along its last dimension. The
+The shards of a leaf are one array of ``Cut.global_shape``, split over the shard axis along its last dimension; ranks
+along a replica axis hold equal shards. The
 compression's state of a parameter is one array too, split over the ranks along its first dimension.
 """
 
@@ -31,6 +32,8 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
+from ..communication.axes import shard_axis
+from ..communication.collectives import Axis
 from ..communication.sharding import Cut
 from ..strategy import Strategy
 from ..tree import merge, named_leaves, path_name, split, tensor_specs
@@ -68,9 +71,9 @@ class Leaf:
         """Bytes of one rank's part."""
         return self.on_rank.size * self.on_rank.dtype.itemsize
 
-    def spec(self, axis: str) -> PartitionSpec:
-        """How the array lies over a mesh axis, for ``shard_map`` and ``NamedSharding``."""
-        return self.cut.spec(axis) if self.cut else PartitionSpec()
+    def spec(self, axis: Axis) -> PartitionSpec:
+        """How the array lies over the ranks, for ``shard_map`` and ``NamedSharding``."""
+        return self.cut.spec(shard_axis(axis)) if self.cut else PartitionSpec()
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ class StateLayout:
     memory: Any = ()
     copies: Any = ()
 
-    def specs(self, axis: str) -> Any:
+    def specs(self, axis: Axis) -> Any:
         """Gives a ``TrainState`` of the ``PartitionSpec`` of each leaf."""
         params, opt_state = jax.tree.map(lambda leaf: leaf.spec(axis), (self.params, self.opt_state))
         memory = jax.tree.map(lambda array: PartitionSpec(axis), self.memory)
@@ -127,7 +130,7 @@ def state_layout(
         params: A tree of full arrays or ``jax.ShapeDtypeStruct``.
         optimizer: Of the trainable parameters.
         strategy: What it shards, and how (``cut``).
-        num_ranks: Number of ranks.
+        num_ranks: Number of ranks that the state is divided among, or that have a state of the compression each.
         trainable: Predicate on a parameter's name; None trains all.
         compute_dtype: Of the copies that the loss takes, where parameters are not sharded; None: there are none.
 

@@ -32,8 +32,9 @@ import optax
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
+from ..communication.axes import shard_axis
 from ..communication.buckets import BucketPlan
-from ..communication.collectives import all_gather, all_reduce
+from ..communication.collectives import Axis, all_gather, all_reduce
 from ..communication.ordering import order_token
 from ..communication.reduction import REDUCE_SCATTER, Reduction, as_varying, finish_reduction, start_reduction
 from ..communication.sharding import Cut
@@ -73,12 +74,15 @@ class TrainState(_TrainState):
 
 @dataclass(frozen=True)
 class RankStep:
-    """One rank's part of a step, for use inside ``shard_map`` over ``axis``."""
+    """One rank's part of a step, for use inside ``shard_map`` over ``axis``.
+
+    Of several axes, ZeRO shards over the last; the ``num_replicas`` ranks along the others hold equal shards.
+    """
 
     loss: PartialLoss
     optimizer: optax.GradientTransformationExtraArgs
     strategy: Strategy
-    axis: str
+    axis: Axis
     num_ranks: int
     num_microbatches: int
     trainable: Callable[[str], bool] | None
@@ -87,9 +91,15 @@ class RankStep:
     compute_dtype: Any = None
     nonfinite: str = "ignore"
     state_sync: str = "mean"
+    num_replicas: int = 1
     cuts: Mapping[str, Cut] = field(default_factory=dict)  # of the parameters that the loss takes as shards, by name
     as_bits: bool = False  # how parameters are gathered, as for ``all_gather``
     grad_dtypes: Mapping[str, Any] = field(default_factory=dict)  # of sums of gradients, by name; their own if missing
+
+    @property
+    def num_shards(self) -> int:
+        """Number of ranks that sharded state is divided among."""
+        return self.num_ranks // self.num_replicas
 
     def init(self, full: Any, params: Any) -> Any:
         """Makes the optimizer state of what this rank updates.
@@ -235,11 +245,11 @@ class RankStep:
             )  # fmt: skip
             memory = jax.tree.map(lambda leaf: leaf[None], memory)
         total = total._replace(order_token=total.order_token + token)
-        means = finish_reduction(total, plan, self.num_ranks, self.strategy.reduce, divisor)
+        means = finish_reduction(total, plan, self.num_shards, self.strategy.reduce, divisor)
         shard_squares = means.shard_squares
         if self.strategy.shards_optimizer_state and self.num_ranks > 1:
             with jax.named_scope(METRICS_SCOPE):
-                shard_squares = all_reduce(shard_squares, self.axis)
+                shard_squares = all_reduce(shard_squares, shard_axis(self.axis))
         metrics = {"loss": loss, "grad_norm": jnp.sqrt(means.replicated_squares + shard_squares)}
         return means.grads, parts, metrics if aux is None else metrics | {"aux": aux}, memory
 
@@ -268,7 +278,7 @@ class RankStep:
         if self.strategy.reduce is not REDUCE_SCATTER:
             return updated
         sends = self.strategy.compression.sends
-        return gather_params(updated, trainable, plan, self.axis, sends=sends, as_bits=self.as_bits)
+        return gather_params(updated, trainable, plan, shard_axis(self.axis), sends=sends, as_bits=self.as_bits)
 
     def evaluate(self, state: TrainState, batch: Any) -> Any:
         """Gives the global mean loss of a batch and the aux values, if there are any, equal on every rank."""
@@ -344,15 +354,15 @@ class RankStep:
         if not self.strategy.shards_optimizer_state:
             return contextlib.nullcontext()
         cuts = {
-            name: self.cuts.get(name) if self.strategy.shards_params else Cut(leaf.shape, self.num_ranks)
+            name: self.cuts.get(name) if self.strategy.shards_params else Cut(leaf.shape, self.num_shards)
             for name, leaf in named_leaves(params).items()
         }
-        return on_shards(self.axis, cuts)
+        return on_shards(shard_axis(self.axis), cuts)
 
     def _updated_here(self, params: Any) -> Any:
         """What this rank updates: the parameters as it holds them, or its shards of full ones."""
         holds_full = self.strategy.reduce is REDUCE_SCATTER and self.compute_dtype is None
-        return local_shards(params, self.axis) if holds_full else params
+        return local_shards(params, shard_axis(self.axis)) if holds_full else params
 
 
 def _learning_rate(opt_state: Any) -> dict[str, Any]:

@@ -21,8 +21,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from .. import __version__
 from ..arguments import check_function, check_kind, check_optimizer, is_number
+from ..communication.axes import shard_axis
 from ..communication.buckets import BucketPlan
 from ..loss import partial_loss
+from ..mesh import rank_axis
 from ..metrics import Measure
 from ..strategy import GradientTrace, Strategy
 from ..tree import check_params, is_floating, named_leaves, split
@@ -104,7 +106,7 @@ class Trainer:
                 ``(loss, new_state)``, with ``has_aux`` to ``(loss, (new_state, aux))``.
             optimizer: Any optax transformation; one that wants the loss's ``value`` (``reduce_on_plateau``) gets it.
             strategy: How gradients are communicated.
-            mesh: One-dimensional, as ``data_mesh`` makes it, or ``targets.mesh``: then ``plan``, ``planned`` and
+            mesh: As ``data_mesh`` makes it, or ``targets.mesh``: then ``plan``, ``planned`` and
                 ``compile`` work, with the state of ``abstract_state``, and nothing runs.
             num_microbatches: Parts into which each rank's examples are split, in order. Their gradients are added up
                 and reduced once, unless the strategy reduces those of each.
@@ -136,7 +138,7 @@ class Trainer:
                 0 makes none.
 
         Raises:
-            ValueError: If the mesh is not one-dimensional or has no devices, or a number is out of range.
+            ValueError: If the mesh has other axes than ``data_mesh`` makes or no devices, or a number is out of range.
         """
         self._arguments = {
             "loss_fn": loss_fn,
@@ -160,8 +162,7 @@ class Trainer:
         check_kind("mesh", mesh, (Mesh, AbstractMesh), "a mesh, such as jaxddp.data_mesh()")
         if trainable is not None:
             check_function("trainable", trainable, "a function of a parameter's name, or None")
-        if len(mesh.axis_names) != 1:
-            raise ValueError(f"mesh axes (={mesh.axis_names}) must be one: make the mesh with jaxddp.data_mesh")
+        axis = rank_axis(mesh)
         if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
             raise ValueError(f"num_microbatches (={num_microbatches!r}) must be a positive integer")
         if not all(kind == AxisType.Auto for kind in mesh.axis_types):
@@ -198,8 +199,9 @@ class Trainer:
             partial_loss(loss_fn, has_aux, has_state),
             optax.with_extra_args_support(optimizer),
             _with_compute_dtype(strategy, compute_dtype),
-            axis=str(mesh.axis_names[0]),
+            axis=axis,
             num_ranks=self.num_ranks,
+            num_replicas=self.num_ranks // mesh.shape[shard_axis(axis)],
             num_microbatches=num_microbatches,
             trainable=trainable,
             max_grad_norm=max_grad_norm,
@@ -461,6 +463,19 @@ class Trainer:
         check_state(state)
         return self._programs.planned(state, host_arrays(batch))
 
+    def planned_groups(self, state: TrainState, batch: Any) -> list[tuple[str, int, tuple[int, ...]]]:
+        """Lists ``(kind, bytes, devices of the first group)`` of the same collectives, by their place in the mesh."""
+        check_state(state)
+        devices = np.arange(self.mesh.size).reshape(self.mesh.axis_sizes)
+
+        def group(axes: tuple[str, ...]) -> tuple[int, ...]:
+            return tuple(devices[tuple(slice(None) if axis in axes else 0 for axis in self.mesh.axis_names)].flat)
+
+        return [
+            (one.kind, one.num_bytes, group(one.axes))
+            for one in self._programs.planned_along(state, host_arrays(batch))
+        ]
+
     def planned_sync(self, state: TrainState) -> list[tuple[str, int]]:
         """Lists ``(kind, bytes)`` of the collectives by which ranks agree on the model state at the end of a step."""
         return planned_sync(state.model_state, self.num_ranks, self._programs.platform)
@@ -556,6 +571,7 @@ class Trainer:
             "precision": repr(self.strategy.precision),
             "compression": self.strategy.compression.name,
             "num_ranks": self.num_ranks,
+            "num_replicas": self._rank_step.num_replicas,
             "num_microbatches": self.num_microbatches,
             "max_grad_norm": self._arguments["max_grad_norm"],
             "nonfinite": self._nonfinite,
@@ -571,7 +587,7 @@ class Trainer:
     def _describe_update(self, params: Any) -> str:
         step = self._rank_step
         try:
-            return describe_update(step.optimizer, split(params, step.trainable)[0], [(step.axis, step.num_ranks)])
+            return describe_update(step.optimizer, split(params, step.trainable)[0], list(self.mesh.shape.items()))
         except Exception as error:  # the other processes wait for this one
             return type(error).__name__
 

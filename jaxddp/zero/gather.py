@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..communication.collectives import all_gather, reduce_scatter
+from ..communication.axes import scatter_sum, shard_axis
+from ..communication.collectives import Axis, all_gather
 from ..communication.sharding import Cut
 from ..scopes import SYNC_SCOPE
 from ..strategy import Precision
@@ -50,13 +51,13 @@ class Gather:
     """Gathers the parameters of a unit.
 
     Attributes:
-        axis: Name of the mesh axis.
+        axis: Name of the mesh axis, or of several.
         precision: Dtypes of the all-gather and the reduce-scatter.
         sends: False for a step without communication: copies of this rank's shards replace those of the others.
         as_bits: As for ``all_gather``.
     """
 
-    axis: str
+    axis: Axis
     precision: Precision
     sends: bool = True
     as_bits: bool = False
@@ -95,7 +96,9 @@ class Gather:
         with jax.named_scope(SYNC_SCOPE):
             row = jnp.concatenate([array.reshape(1, -1) for array in local], axis=1).astype(dtype)
             tiles = (shards[0].cut.num_ranks, 1)
-            buffer = all_gather(row, self.axis, as_bits=self.as_bits) if self.sends else jnp.tile(row, tiles)
+            buffer = (
+                all_gather(row, shard_axis(self.axis), as_bits=self.as_bits) if self.sends else jnp.tile(row, tiles)
+            )
             parts = jnp.split(buffer, _ends(shards), axis=1)
             return [shard.cut.from_chunks(part).astype(shard.dtype) for shard, part in zip(shards, parts, strict=True)]
 
@@ -109,9 +112,9 @@ class Gather:
             chunks = [shards[place].cut.to_chunks(grads[place].astype(dtype)) for place in trained]
             buffer = jnp.concatenate(chunks, axis=1)
             if self.sends:
-                total = reduce_scatter(buffer, self.axis)
+                total = scatter_sum(buffer, self.axis)
             else:
-                total = lax.dynamic_slice_in_dim(buffer, lax.axis_index(self.axis), 1)
+                total = lax.dynamic_slice_in_dim(buffer, lax.axis_index(shard_axis(self.axis)), 1)
             parts = jnp.split(total[0], _ends([shards[place] for place in trained]))
             for place, part in zip(trained, parts, strict=True):
                 sums[place] = part.reshape(sums[place].shape).astype(sums[place].dtype)

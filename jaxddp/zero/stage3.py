@@ -42,6 +42,7 @@ import jax
 import jax.numpy as jnp
 
 from ..communication.buckets import BucketMb, TensorSpec, chunk_elements, plan_buckets
+from ..communication.collectives import Axis
 from ..communication.compression import Compression, none
 from ..communication.sharding import Cut
 from ..loss import PartialLoss
@@ -133,7 +134,7 @@ def loss_on_shards(
     loss: PartialLoss,
     params: Any,
     cuts: dict[str, Cut],
-    axis: str,
+    axis: Axis,
     precision: Precision,
     *,
     trainable: Callable[[str], bool] | None = None,
@@ -146,7 +147,7 @@ def loss_on_shards(
         loss: As from ``partial_loss``.
         params: The full parameters, as ``jax.ShapeDtypeStruct``.
         cuts: How parameters are cut, by name; the others are replicated.
-        axis: Name of the mesh axis.
+        axis: Name of the mesh axis, or of several.
         precision: Dtypes of parameters in the loss, of all-gathers and of reduce-scatters.
         trainable: Predicate on a parameter's name; gradients of the others are not reduced.
         sends: False for a step without communication.

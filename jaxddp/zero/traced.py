@@ -10,34 +10,35 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from ..scopes import SYNC_SCOPE
-from ..strategy import wire_bytes
+from ..strategy import Planned, wire_bytes
 
 _KINDS = {
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
     "psum_scatter": "reduce-scatter",
+    "psum": "all-reduce",  # of shards, along the replicas
     "all_to_all": "all-to-all",  # replaces a reduce-scatter over Gloo: see gloo.py
 }
 
 _VARIES, _CONSTANT, _ZERO = range(3)  # what is known of a value when the program is compiled
 _KEEP_ZERO = frozenset(
-    "add_any broadcast_in_dim concatenate convert_element_type copy pad reduce_scatter reduce_sum reshape slice split"
-    " squeeze transpose".split()
+    "add_any broadcast_in_dim concatenate convert_element_type copy pad psum reduce_scatter reduce_sum reshape slice"
+    " split squeeze transpose".split()
 )
 _NEVER_CONSTANT = frozenset("optimization_barrier pure_callback io_callback ffi_call".split())
 _CALLS = frozenset("jit pjit shard_map closed_call".split())
 
 
 class TracedCollectives(NamedTuple):
-    """``(kind, bytes of the full buffer on the wire)`` in the order of the trace; those in a scan once per round.
+    """Collectives in the order of the trace; those in a scan once per round.
 
     Attributes:
         each: Those of every micro-batch.
         once: Those of constants, which XLA takes out of the loop over micro-batches.
     """
 
-    each: list[tuple[str, int]]
-    once: list[tuple[str, int]]
+    each: list[Planned]
+    once: list[Planned]
 
 
 def traced_collectives(program: core.ClosedJaxpr, platform: str) -> TracedCollectives:
@@ -74,7 +75,9 @@ def _collect(jaxpr: Any, platform: str, inputs: Sequence[int], found: TracedColl
         if kind and SYNC_SCOPE in str(equation.source_info.name_stack) and min(operands, default=_ZERO) != _ZERO:
             full = (equation.outvars if kind == "all-gather" else equation.invars)[0].aval
             of_kind = found.once if min(operands) == _CONSTANT else found.each
-            of_kind += [(kind, wire_bytes(full.size, full.dtype, platform))] * times
+            axes = equation.params.get("axes") or equation.params["axis_name"]
+            axes = (axes,) if isinstance(axes, str) else tuple(axes)
+            of_kind += [Planned(kind, wire_bytes(full.size, full.dtype, platform), axes)] * times
         if name == "mul" and _ZERO in operands:
             result = _ZERO
         results = [result] * len(equation.outvars)
