@@ -199,13 +199,20 @@ def _wait(processes: list[subprocess.Popen]) -> tuple[int, list[int]]:
     """
     with noted_signals(is_in_job=False) as signals:
         failed, num_passed_on = None, 0
+        signalled: set[int] = set()
         try:
             while None in [process.poll() for process in processes]:
+                if signalled or len(signals) > num_passed_on:
+                    ranks = {rank for process in processes for rank in _ranks_of(process)}
+                    if signalled and not signalled & ranks:  # torchrun's agent takes that for a failure
+                        for process in processes:
+                            _kill(process)
+                        return 128 + signals[0], signals
                 for number in signals[num_passed_on:]:
-                    for pid in [rank for process in processes for rank in _ranks_of(process)]:
+                    for pid in ranks:
                         with contextlib.suppress(ProcessLookupError):
                             os.kill(pid, number)
-                    num_passed_on += 1
+                    num_passed_on, signalled = num_passed_on + 1, ranks
                 # First one that fails by itself, not for the loss of another.
                 all_failed = sorted((p for p in processes if p.returncode), key=lambda p: p.returncode == LOST_ANOTHER)
                 if failed := next(iter(all_failed), None):
@@ -222,9 +229,14 @@ def _wait(processes: list[subprocess.Popen]) -> tuple[int, list[int]]:
     return 128 + signals[0] if is_theirs else status, signals
 
 
+def _is_agent(process: subprocess.Popen) -> bool:
+    """Whether a process is torchrun's agent, which has started ranks of its own."""
+    return isinstance(process.args, list) and "torch.distributed.run" in process.args
+
+
 def _ranks_of(process: subprocess.Popen) -> list[int]:
     """The ranks that a process started, if it is torchrun's agent, which would kill them 30 s after a signal."""
-    if not isinstance(process.args, list) or "torch.distributed.run" not in process.args:
+    if not _is_agent(process):
         return [process.pid]
     with contextlib.suppress(OSError):
         lists = [path.read_text().split() for path in Path(f"/proc/{process.pid}/task").glob("*/children")]
@@ -242,8 +254,16 @@ def _end(processes: list[subprocess.Popen]) -> None:
         try:
             process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            _kill(process)
+
+
+def _kill(process: subprocess.Popen) -> None:
+    """Kills a process, and the ranks of torchrun's agent, which would outlive it."""
+    process.send_signal(signal.SIGSTOP)  # so that it starts no others
+    for pid in {*_ranks_of(process), process.pid}:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
 
 
 def _ended_with_parent(arguments: Sequence[str]) -> list[str]:
