@@ -5,5 +5,5 @@ harness/                options, ranks, runs, results, tables
 training/               a training run under several strategies, measured in both frameworks
 report/                 the page of a run
 lab/                    a slow network on one machine
-main/ strategies/ buckets/ gates/ collectives/ compilation/ memory/ scaling/ traces/ all/   the benchmarks
+main/ strategies/ buckets/ gates/ collectives/ compilation/ memory/ scaling/ traces/ soak/ all/   the benchmarks
 """

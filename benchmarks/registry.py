@@ -17,6 +17,7 @@ from .harness.options import Options
 
 _MACHINE = ("quick", "ranks", "on", "hosts", "rate_mbit", "steps")
 _TRAINING = (*_MACHINE, "batch_size", "model", "data", "dtype")
+_SOAK = ("minutes", "seed", "framework")
 _EVERY = tuple(field.name for field in fields(Options))
 
 
@@ -85,7 +86,14 @@ BENCHMARKS = {
         "compilation", "how long compilation takes, for up to 512 devices and 10,000 parameters", 20,
         takes=("steps",),
     ),
-    "all": Benchmark("all", "all but main and compile in one run; with --quick in some 10 minutes", 0),
+    "soak": Benchmark(
+        "soak", "training while ranks are killed and stopped: what faults cost, and what stays behind", 90, 6,
+        takes=("quick", "ranks", *_SOAK),
+    ),
+    "all": Benchmark(
+        "all", "all but main, compile and soak in one run; with --quick in some 10 minutes", 0,
+        takes=tuple(name for name in _EVERY if name not in _SOAK),
+    ),
 }  # fmt: skip
 
 

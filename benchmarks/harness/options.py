@@ -10,6 +10,8 @@ from typing import Any
 from ..training.arithmetic import DTYPES
 from .ranks import KINDS
 
+FRAMEWORKS = ("jax", "torch", "both")
+
 
 @dataclass(frozen=True)
 class Options:
@@ -31,12 +33,19 @@ class Options:
     sizes_mb: tuple[float, ...] | None = None
     in_a_row: int | None = None
     profile: bool = False
+    minutes: float | None = None
+    seed: int | None = None
+    framework: str | None = None
 
     def __post_init__(self) -> None:
         """Checks what does not depend on the benchmark: raises ValueError for wrong types and numbers."""
         for field in fields(self):  # those of a stopped run come from a file
             if not _is_of(getattr(self, field.name), str(field.type)):
                 raise ValueError(f"{field.name} (={getattr(self, field.name)!r:.60}) must be of type {field.type}")
+        if self.minutes is not None and not 0 < self.minutes < float("inf"):
+            raise ValueError(f"minutes (={self.minutes:g}) must be positive")
+        if self.framework not in (None, *FRAMEWORKS):
+            raise ValueError(f"framework (={self.framework!r}) must be one of {', '.join(FRAMEWORKS)}")
         if self.on not in (None, *KINDS):
             raise ValueError(f"on (={self.on!r}) must be one of {', '.join(KINDS)}")
         for name in ("ranks", "steps", "batch_size", "in_a_row"):
@@ -96,6 +105,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="of strategies: time N steps between two synchronisations as well (default: 10 on GPUs, elsewhere none)",
     )  # fmt: skip
     parser.add_argument("--profile", action="store_true", help="of strategies: record traces of both frameworks")
+    parser.add_argument("--minutes", type=float, metavar="N", help="of soak: of each framework (default: 60)")
+    parser.add_argument("--seed", type=int, metavar="N", help="of soak: of the faults (default: 0)")
+    parser.add_argument("--framework", choices=FRAMEWORKS, help="of soak: what is trained (default: jax)")
 
 
 def read_options(parsed: argparse.Namespace | dict[str, Any]) -> Options:

@@ -8,6 +8,7 @@ ranks.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 import os
@@ -144,12 +145,14 @@ def train(
                         del of_steps[step - num_earlier_steps :]
                     say(f"{error}; restored step {step}")
                     continue
+            save_s = 0.0
             if checkpoints is not None and is_saved:
-                checkpoints.save(trainer, state, data_position=_position(options, corpus, num_batches))
+                position = _position(options, corpus, num_batches)
+                save_s = stopwatch(functools.partial(checkpoints.save, data_position=position), trainer, state)[1]
             is_validated = not is_last and is_due(step, options.eval_every, options.steps)
             validation_loss = _mean_loss(trainer, state, held_out) if is_validated else None
             tokens_per_s = tokens_per_step / summarize(step_seconds[-20:]).median_ms * 1e3
-            on_step(StepReport(step, losses[-1], validation_loss, tokens_per_s))
+            on_step(StepReport(step, losses[-1], validation_loss, tokens_per_s, save_s))
             if validation_loss is not None and not math.isfinite(validation_loss):
                 raise FloatingPointError(f"validation loss (={validation_loss}) after step {step} must be finite")
             if is_last:

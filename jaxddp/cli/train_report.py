@@ -16,6 +16,7 @@ class StepReport(NamedTuple):
     loss: float  # nats per byte, of the global batch, before the update
     validation_loss: float | None  # nats per byte, after the update; None if there is no validation after this step
     tokens_per_s: float  # at the median of the last steps
+    save_s: float = 0.0  # for which a checkpoint after this step held up training
 
 
 @dataclass(frozen=True)

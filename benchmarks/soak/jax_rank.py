@@ -1,0 +1,71 @@
+"""A rank of jaxddp: the command ``python -m jaxddp train`` itself, which reports its steps."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+
+import numpy as np
+
+from jaxddp.__main__ import main as jaxddp
+from jaxddp.cli.launch import launch
+from jaxddp.cli.quiet import import_jax
+from jaxddp.cli.train_options import TrainOptions
+from jaxddp.cli.train_report import StepReport, TrainSummary
+from jaxddp.job import find_job
+from jaxddp.sizes import SIZES
+
+from .program import BATCH_SIZE, MODEL, STUCK_S, Events, parse
+
+_COMPILED = re.compile(r"compiled in ([\d.]+) s")
+
+
+def main() -> int:
+    """Trains; outside of a job starts the ranks, as ``train --processes`` does."""
+    program = parse()
+    if find_job() is None:
+        return launch(["-m", __spec__.name, sys.argv[1]], program.num_ranks, None, program.max_restarts)
+    events = Events(program)
+    import_jax()
+    from jaxddp.cli import train_loop
+
+    train = train_loop.train
+    SIZES["soak"] = MODEL
+
+    def reported(
+        options: TrainOptions, say: Callable[[str], None], on_step: Callable[[StepReport], None]
+    ) -> TrainSummary | None:
+        def say_too(text: str) -> None:
+            say(text)
+            if found := _COMPILED.fullmatch(text):
+                events.write("compiled", seconds=float(found[1]))
+
+        def on_step_too(report: StepReport) -> None:
+            on_step(report)
+            events.step(report.step, report.save_s)
+
+        return train(options, say_too, on_step_too)
+
+    setattr(train_loop, "train", reported)  # noqa: B010
+    options = {
+        "model": "soak", "steps": program.steps, "batch-size": BATCH_SIZE, "seed": program.seed, "eval-every": 0,
+        "stuck-s": STUCK_S, "checkpoint": program.checkpoint, "checkpoint-every": program.checkpoint_every,
+        "log-dir": program.log_dir,
+    }  # fmt: skip
+    return jaxddp(["train", "--resume", *(f"--{name}={value}" for name, value in options.items())])
+
+
+def weights(folder: str) -> tuple[int, dict[str, np.ndarray]]:
+    """The step and the parameters of the newest checkpoint."""
+    from jaxddp.checkpoint import Checkpoints
+    from jaxddp.checkpoint.interop import to_numpy
+    from jaxddp.models import build
+
+    with Checkpoints(folder) as checkpoints:
+        step = checkpoints.about()["step"]
+        return step, to_numpy(checkpoints.restore_params(build(MODEL)[1]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
