@@ -85,6 +85,9 @@ _FOLDERS = ("jaxddp-*", "torchref-*", "torchelastic_*")
 def pytest_configure(config):
     if not config.pluginmanager.has_plugin("leftovers"):  # several packages have this hook
         config.pluginmanager.register(Leftovers(config), "leftovers")
+        # Many tests compile the same programs. Each process has a folder of its own: files are not written at once.
+        jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp(prefix="compiled-"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
 class Leftovers:

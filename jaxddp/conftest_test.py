@@ -73,7 +73,8 @@ def test_leaves():
 """
 
 
-@pytest.mark.parametrize("workers", [pytest.param("0", marks=pytest.mark.full), "1"])
+@pytest.mark.full
+@pytest.mark.parametrize("workers", ["0", "1"])
 def test_a_run_that_leaves_something_behind_fails(tmp_path, workers):
     (tmp_path / "leaves_test.py").write_text(LEAVES)
     in_shm = Path(f"/dev/shm/jaxddp-test-{os.getpid()}-{workers}")

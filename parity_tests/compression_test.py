@@ -90,7 +90,12 @@ def train_torch(strategy, name, rank_of_factors, num_microbatches):
 
 @pytest.mark.parametrize(
     "strategy, num_ranks, num_microbatches",
-    [("naive", 2, 1), ("flat", 3, 2), ("overlapped", 2, 2), ("bucketed", 3, 1)],
+    [
+        pytest.param("naive", 2, 1, marks=pytest.mark.full),
+        ("flat", 3, 2),
+        pytest.param("overlapped", 2, 2, marks=pytest.mark.full),
+        ("bucketed", 3, 1),
+    ],
 )
 def test_powersgd_is_the_same_step_for_step(ranks, strategy, num_ranks, num_microbatches):
     ours = train_jax(strategy, jaxddp.communication.compression.powersgd(2), num_ranks, num_microbatches)

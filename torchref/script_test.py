@@ -92,7 +92,7 @@ if __name__ == "__main__":
             id="killed with a pool in a thread",
             marks=pytest.mark.full,
         ),
-        pytest.param("run(2, 1)", 2, 1, signal.SIGINT, id="interrupted"),
+        pytest.param("run(2, 1)", 2, 1, signal.SIGINT, id="interrupted", marks=pytest.mark.full),
         # The parent ends by itself, with a pool left open.
         pytest.param("run(1, 0)", 1, 0, None, id="left open", marks=pytest.mark.full),
     ],

@@ -217,6 +217,7 @@ def test_gpus_train_what_fills_them(monkeypatch):
     assert strategies.describe(Options(on="simulated"))[0].model == "byte"
 
 
+@pytest.mark.full
 def test_both_frameworks_train_in_bfloat16(tmp_path):
     setup = strategies.describe(Options(model="tiny", dtype="bf16", steps=2, quick=True, strategies=("bucketed",)))[0]
     this = run_in(tmp_path)

@@ -133,7 +133,10 @@ def of_gpu(name):
     return Case(GPU, name, LARGE if name == "bucketed" else TINY)
 
 
-@pytest.mark.parametrize("name", REPLICATED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.full if name in ("flat", "overlapped") else ()) for name in REPLICATED],
+)
 def test_compiled_is_planned_on_gpus(steps, name):
     assert_as_planned(steps(of_gpu(name)), name)
 

@@ -96,7 +96,10 @@ def steps():
     return of_kind
 
 
-@pytest.mark.parametrize("kind", KINDS)
+IN_FULL = {"scan": (), "loop": pytest.mark.full}  # which compiles for a minute
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=IN_FULL[kind]) for kind in KINDS])
 def test_a_layer_adds_activations_and_gradient_shards(steps, kind):
     many = MANY[kind]
     growth = (steps(kind)[many].temporaries - steps(kind)[FEW].temporaries) / (many - FEW)
@@ -111,7 +114,10 @@ def test_a_layer_adds_activations_and_gradient_shards(steps, kind):
     assert formula + whole_parameters > 2 * (formula + slack)
 
 
-@pytest.mark.parametrize(("kind", "num_layers"), [(kind, number) for kind in KINDS for number in (FEW, MANY[kind])])
+@pytest.mark.parametrize(
+    ("kind", "num_layers"),
+    [pytest.param(kind, number, marks=IN_FULL[kind]) for kind in KINDS for number in (FEW, MANY[kind])],
+)
 def test_units_are_gathered_once_forward_and_once_backward(steps, kind, num_layers):
     """2 U - 1 in a loop, where the last unit keeps its own, less the embedding, whose backward needs no parameters.
 
