@@ -61,6 +61,7 @@ _T = TypeVar("_T")
 
 _BACKENDS = ("gloo", "nccl")
 _START_TIMEOUT_S = 300.0
+_LAST_TENSORS_S = 0.2
 _CLOSE_TIMEOUT_S = 5.0
 _LONGEST_TIMEOUT_S = 1e7
 _OTHER_FAILURES_S = 0.1
@@ -366,6 +367,10 @@ def init_from_env(
         watch(job, meet(place, {"torch": torch.__version__}, gpus, timeout_s), stuck_s)
     store = _store_of(job, has_agent, timedelta(seconds=timeout_s))
     dist.init_process_group(backend, store=store, rank=job.process_id, world_size=job.num_processes, device_id=device)
+    if backend == "gloo":
+        # Gloo's threads may still hold tensors of the last collective, also after destroy_process_group, and dropping
+        # one needs the interpreter, which aborts the process where it has begun to end (pytorch#179291).
+        atexit.register(time.sleep, _LAST_TENSORS_S)
     if job.process_id == 0:
         kind = torch.cuda.get_device_name(device) if backend == "nccl" else "CPU device"
         print_line(f"torchref: {job.describe(f'1 x {kind}')}")
