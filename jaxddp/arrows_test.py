@@ -101,5 +101,14 @@ def test_the_twin_imports_only_what_needs_no_framework():
         f"jaxddp.cli.{name}" for name in ("interrupts", "launch", "parser", "train", "train_options", "train_report")
     }
     data = {"jaxddp.training.clock", "jaxddp.training.data"}
-    core = {"communication.buckets", "job", "roll_call", "sizes", "stderr", "torchrun", "watchdog"}
+    core = {
+        "communication.buckets",
+        "communication.owners",
+        "job",
+        "roll_call",
+        "sizes",
+        "stderr",
+        "torchrun",
+        "watchdog",
+    }
     assert ours - {"jaxddp", "jaxddp.training"} == cli | data | {f"jaxddp.{name}" for name in core}

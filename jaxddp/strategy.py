@@ -65,6 +65,7 @@ class Strategy(NamedTuple):
             the gradients are added up and reduced once.
         cut: ``(parameter, num_ranks) ->`` how it is cut into the shards that ranks update, None if it is not. Used if
             ``shards_optimizer_state``.
+        shards_leaves: Whether a rank's shard of the optimizer's state is that of whole parameters (``zero/leaves.py``).
         precision: Used if ``shards_params``.
     """
 
@@ -77,6 +78,7 @@ class Strategy(NamedTuple):
     shards_params: bool = False
     reduces_each_microbatch: bool = False
     cut: Callable[[TensorSpec, int], Cut | None] = lambda tensor, num_ranks: Cut(tensor.shape, num_ranks)
+    shards_leaves: bool = False
     precision: Precision = Precision()
 
 

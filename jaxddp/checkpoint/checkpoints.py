@@ -59,7 +59,7 @@ from ..training.state_layout import Leaf
 from ..training.train import Trainer, TrainState
 from ..training.validation import check_alive
 from ..tree import named_leaves
-from .host_state import is_key, places_of, to_host, to_ranks
+from .host_state import is_key, places_of, to_host, to_ranks, without_owned
 
 FORMAT = 1
 """Of the checkpoints that this version writes; it reads all up to it."""
@@ -274,7 +274,7 @@ class Checkpoints:
             raise FloatingPointError(
                 f"state of step {int(state.step)} must be finite to be saved: {', '.join(nonfinite[:3])}{more} are not"
             )
-        leaves, places = named_leaves(state), named_leaves(places_of(trainer, state))
+        leaves, places = named_leaves(without_owned(state)), named_leaves(places_of(trainer, state))
         about = {
             "format": FORMAT,
             "step": int(state.step),
@@ -282,7 +282,7 @@ class Checkpoints:
             "num_ranks": trainer.num_ranks,
             "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "data_position": data_position,
-            "leaves": {name: _describe(leaves[name], place, arrays[name]) for name, place in places.items()},
+            "leaves": {name: _describe(leaves.get(name, place), place, arrays[name]) for name, place in places.items()},
         }
         return ocp.args.Composite(
             state=ocp.args.PyTreeSave({name: array for name, array in arrays.items() if array.size}),
@@ -694,8 +694,8 @@ def _lock(directory: Path) -> str:
     return ""
 
 
-def _describe(leaf: jax.Array, where: Leaf, array: np.ndarray) -> Row:
-    """The row of a saved leaf: ``leaf`` over the ranks, ``where`` and ``array`` on the host."""
+def _describe(leaf: Any, where: Leaf, array: np.ndarray) -> Row:
+    """The row of a saved leaf: ``leaf`` over the ranks, if it is one there, ``where`` and ``array`` on the host."""
     row = {"shape": list(where.shape), "dtype": str(where.dtype), "crc32": _checksum(array)}
     return row | {"impl": str(jax.random.key_impl(leaf))} if is_key(leaf) else row
 

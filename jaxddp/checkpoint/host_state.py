@@ -5,6 +5,7 @@
     =====================  ==========================  ===============================================
     replicated             ``[shape]``                 ``[shape]``
     sharded                ``Cut.global_shape``        ``[shape]``
+    of one owner           in ``[N * width]``          ``[shape]``
     RNG key                ``[shape]``, of a key type  ``[shape, words]``, unsigned integers
     compression residual   ``[N, shape]``              ``[shape]``, the sum over ranks
     compression factor     ``[N, shape]``              ``[shape]``, that of any rank
@@ -30,12 +31,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from ..communication.low_rank import Memory, merge_memory, split_memory
 from ..communication.sharding import Cut
 from ..training.loss_scale import first_scale
-from ..training.placement import place
+from ..training.placement import PIECE_BYTES, place, whole
 from ..training.state_layout import Leaf
 from ..training.step import TrainState
 from ..training.train import Trainer
 from ..training.validation import check_alive
 from ..tree import like, named_leaves, path_name
+from ..zero.leaves import OwnedState
 
 
 def places_of(trainer: Trainer, state: TrainState) -> TrainState:
@@ -45,7 +47,8 @@ def places_of(trainer: Trainer, state: TrainState) -> TrainState:
         lambda leaf: Leaf(tuple(leaf.shape), leaf.dtype), (state.step, state.key, state.model_state, state.loss_scale)
     )
     memory = jax.tree.map(lambda array: Leaf(array.shape[1:], array.dtype), layout.memory)
-    return TrainState(step, layout.params, layout.opt_state, key, memory, model_state, loss_scale)
+    opt_state = layout.opt_state if layout.leaves is None else whole(layout.leaves.slots)
+    return TrainState(step, layout.params, opt_state, key, memory, model_state, loss_scale)
 
 
 def to_host(trainer: Trainer, state: TrainState) -> Iterator[tuple[str, np.ndarray]]:
@@ -56,7 +59,10 @@ def to_host(trainer: Trainer, state: TrainState) -> Iterator[tuple[str, np.ndarr
     """
     replicated = NamedSharding(_mesh(trainer), PartitionSpec())
     cuts = {name: where.cut for name, where in named_leaves(places_of(trainer, state)).items()}
-    for name, leaf in named_leaves(state._replace(memory=(), copies=())).items():
+    held = state._replace(memory=(), copies=())
+    if (owners := trainer.layout(state).leaves) is not None:
+        held = held._replace(opt_state=owners.on_host(state.opt_state, partial(_rows, trainer.num_ranks, replicated)))
+    for name, leaf in named_leaves(held).items():
         yield name, _to_host(leaf, cuts[name])
     merge = jax.jit(lambda one: merge_memory({"": one})[""], out_shardings=replicated)
     for name, one in dict(state.memory).items():
@@ -97,14 +103,31 @@ def to_ranks(
     mesh = _mesh(trainer)
     first = jax.tree.map(lambda array: array[0], trainer.layout(state).memory)
     places = places_of(trainer, state)._replace(memory=())
+    owners = trainer.layout(state).leaves
     leaves = named_leaves(places)
+    slots = {} if owners is None else named_leaves({"opt_state": owners.slots})
+    owned = {name for name, slot in slots.items() if slot.param is not None}
     arrays = {**jax.tree.map(np.asarray, named_leaves({"loss_scale": first_scale()})), **arrays}
-    placed = {name: _to_ranks(arrays[name], where, mesh, key_impls.get(name)) for name, where in leaves.items()}
+    placed = {
+        name: arrays[name] if name in owned else _to_ranks(arrays[name], where, mesh, key_impls.get(name))
+        for name, where in leaves.items()
+    }
     memory = jax.tree_util.tree_map_with_path(partial(_compression_state, arrays), first)
     by_rank = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     split = jax.jit(lambda one: split_memory({"": one}, trainer.num_ranks)[""], out_shardings=by_rank)
     memory = jax.tree.map(split, memory, is_leaf=_is_memory)
-    return trainer.cast_copies(like(places, placed)._replace(memory=memory))
+    new = like(places, placed)._replace(memory=memory)
+    if owners is not None:
+        opt_state = owners.from_host(new.opt_state)
+        buffers = place(opt_state.owned, trainer.layout(state).opt_state.owned, mesh)
+        new = new._replace(opt_state=opt_state._replace(owned=buffers))
+    return trainer.cast_copies(new)
+
+
+def without_owned(state: TrainState) -> TrainState:
+    """Gives the state without optimizer state that has owners; the rest has the names that ``to_host`` gives it."""
+    opt_state = state.opt_state
+    return state._replace(opt_state=opt_state.shared if isinstance(opt_state, OwnedState) else opt_state)
 
 
 def is_key(leaf: Any) -> bool:
@@ -122,14 +145,32 @@ def _is_memory(node: Any) -> bool:
     return isinstance(node, Memory)
 
 
-def _to_host(leaf: jax.Array, cut: Cut | None) -> np.ndarray:
+def _to_host(leaf: Any, cut: Cut | None) -> np.ndarray:
     if is_key(leaf):
         leaf = jax.random.key_data(leaf)
-    if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+    if not (isinstance(leaf, np.ndarray) or leaf.is_fully_addressable or leaf.is_fully_replicated):
         leaf = multihost_utils.process_allgather(leaf, tiled=True)
     held: Any = np.asarray(leaf)
     # A copy: on CPUs NumPy shares JAX's memory, which the next step reuses.
     return np.array(held if cut is None else cut.from_global(held), order="C")
+
+
+def _rows(num_ranks: int, replicated: NamedSharding, buffer: jax.Array) -> np.ndarray:
+    """Copies a buffer of owned state to the host; between processes in pieces, which fit every device."""
+    if buffer.is_fully_addressable:
+        return np.asarray(buffer)
+    width = buffer.size // num_ranks
+    piece = min(width, max(1, PIECE_BYTES // (num_ranks * buffer.dtype.itemsize)))
+
+    @partial(jax.jit, out_shardings=replicated)
+    def columns(buffer: jax.Array, start: int) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(buffer.reshape(num_ranks, width), start, piece, 1)
+
+    rows = np.empty((num_ranks, width), buffer.dtype)
+    for start in range(0, width, piece):
+        first = min(start, width - piece)
+        rows[:, first : first + piece] = columns(buffer, first)
+    return rows
 
 
 def _to_ranks(array: np.ndarray, where: Leaf, mesh: Mesh, key_impl: str | None) -> jax.Array:

@@ -117,9 +117,15 @@ def held_bytes(layout: StateLayout) -> DeviceBytes:
 
 
 def padding_share(layout: StateLayout) -> float:
-    """Returns the padding of all sharded leaves as a share of their size; 0 if nothing is sharded."""
+    """Returns the padding of all sharded leaves as a share of their size; 0 if nothing is sharded.
+
+    Where whole parameters have owners, it is by how much the fullest rank exceeds the average.
+    """
     cut = [leaf for leaf in jax.tree.leaves((layout.params, layout.opt_state)) if leaf.cut is not None]
     whole = sum(leaf.dtype.itemsize * _num_elements(leaf) for leaf in cut)
+    if layout.leaves is not None:
+        owned = jax.tree.leaves(layout.opt_state.owned)
+        whole += sum(layout.leaves.state_bytes) - sum(leaf.dtype.itemsize * _num_elements(leaf) for leaf in owned)
     held = sum(leaf.bytes_on_rank * leaf.cut.num_ranks for leaf in cut)
     return held / whole - 1 if whole else 0.0
 
@@ -134,7 +140,12 @@ def state_formula(params: Any, strategy: Strategy, num_ranks: int, per_parameter
         strategy: Says what is sharded, and how (``cut``).
         num_ranks: N.
         per_parameter: Bytes per parameter of the parameter, its gradient and its optimizer state.
+
+    Raises:
+        ValueError: If whole parameters have owners.
     """
+    if strategy.shards_leaves:
+        raise ValueError(f"strategy (={strategy.name}) must shard elements: held_bytes counts the state of others")
     pieces: list[int] = []
     whole: list[int] = []
     for tensor in tensor_specs(named_leaves(params)).values():

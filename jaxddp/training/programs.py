@@ -167,6 +167,9 @@ class Programs:
             step.axis, step.strategy, self.plan(state, batch), step.num_ranks, step.num_shards, self.platform,
             step.num_microbatches,
         )  # fmt: skip
+        if step.leaves is not None and planned:
+            num_swaps = 2 if step.compute_dtype is None else 3  # of gradients, and of parameters there and back
+            planned += num_swaps * [("all-to-all", num_bytes) for num_bytes in step.leaves.swapped_bytes]
         if not step.cuts:
             return planned
         # The loss function itself gathers units and scatters their gradients: read from its trace.
@@ -250,7 +253,8 @@ class Programs:
         step, leaves = self._rank_step, named_leaves(layout.params)
         grad_dtypes = {name: step.grad_dtype or leaf.dtype for name, leaf in leaves.items()}
         cuts = {name: leaf.cut for name, leaf in leaves.items() if leaf.cut is not None and step.strategy.shards_params}
-        return replace(step, loss=self._of_held(step.loss, layout, cuts), cuts=cuts, grad_dtypes=grad_dtypes)
+        loss = self._of_held(step.loss, layout, cuts)
+        return replace(step, loss=loss, cuts=cuts, grad_dtypes=grad_dtypes, leaves=layout.leaves)
 
     def _of_held(self, function: Callable[..., Any], layout: StateLayout, cuts: dict[str, Cut]) -> Callable[..., Any]:
         """Turns a function of full parameters into one of parameters as the state holds them."""

@@ -6,6 +6,7 @@ leaf            replicated            zero1, zero2           zero3
 parameter       full                  full, or shards        shards, small ones full
 copies          full                  full                   none
 optimizer state full                  shards where it mirrors a parameter, else full
+  of whole ones                       that of the parameters that the rank owns (zero/leaves.py)
 step, key ...   full                  full                   full
 memory          each rank its own     none                   none
 =============== ===================== ====================== ======================
@@ -38,6 +39,7 @@ from ..communication.sharding import Cut
 from ..strategy import Strategy
 from ..tree import merge, named_leaves, path_name, split, tensor_specs
 from ..zero.elementwise import check_elementwise, sharded_state
+from ..zero.leaves import LeafOwners, OwnedState
 from .step import TrainState
 from .validation import abstract
 
@@ -86,12 +88,14 @@ class StateLayout:
         memory: State of the compression before the first step, NumPy arrays ``[num_ranks, ...]``.
         copies: A tree like the parameters, of ``Leaf`` where the loss takes a copy in the compute dtype, else None;
             empty if it takes the parameters themselves.
+        leaves: Who owns which part of the optimizer's state, where ranks own it by whole parameters.
     """
 
     params: Any
     opt_state: Any
     memory: Any = ()
     copies: Any = ()
+    leaves: LeafOwners | None = None
 
     def specs(self, axis: Axis) -> Any:
         """Gives a ``TrainState`` of the ``PartitionSpec`` of each leaf."""
@@ -138,7 +142,8 @@ def state_layout(
         The layout.
 
     Raises:
-        ValueError: If the optimizer's state is to be cut, and the optimizer is not element-wise.
+        ValueError: If the optimizer's state is to be cut, and the optimizer is not element-wise, or does not update
+            parameters one by one where whole ones are to have owners.
     """
     params = jax.tree.map(partial(_as_master, strategy.precision.master_dtype), abstract(params))
     trained = split(params, trainable)[0]
@@ -164,15 +169,26 @@ def state_layout(
 
     updated = jax.tree_util.tree_map_with_path(cut, params)
     shards = jax.tree.map(lambda place: place.on_rank, split(updated, trainable)[0])
-    check_elementwise(optimizer, trained, shards, value=jax.ShapeDtypeStruct((), jnp.float32))
-    cuts = {path_name(path): place.cut for path, place in jax.tree_util.tree_leaves_with_path(updated)}
-    opt_state = jax.tree.map(
-        lambda mirror: Leaf(tuple(mirror.shape), mirror.dtype, None if mirror.param is None else cuts[mirror.param]),
-        sharded_state(optimizer, trained),
-    )
+    leaves = LeafOwners(optimizer, trained, num_ranks) if strategy.shards_leaves else None
+    if leaves is not None:
+        opt_state: Any = OwnedState(
+            jax.tree.map(lambda slot: leaf(slot, None) if slot.param is None else None, leaves.slots),
+            {dtype: _flat(num_ranks * width, dtype, num_ranks) for dtype, width in leaves.widths.items()},
+        )
+    else:
+        check_elementwise(optimizer, trained, shards, value=jax.ShapeDtypeStruct((), jnp.float32))
+        cuts = {path_name(path): place.cut for path, place in jax.tree_util.tree_leaves_with_path(updated)}
+        opt_state = jax.tree.map(
+            lambda mirror: leaf(mirror, None if mirror.param is None else cuts[mirror.param]),
+            sharded_state(optimizer, trained),
+        )
     if not strategy.shards_params:  # only a leaf with a full copy may be a shard itself
         updated = jax.tree.map(lambda place: place if copies and _is_float(place) else leaf(place, None), updated)
-    return StateLayout(updated, opt_state, copies=copies)
+    return StateLayout(updated, opt_state, copies=copies, leaves=leaves)
+
+
+def _flat(size: int, dtype: str, num_ranks: int) -> Leaf:
+    return Leaf((size,), jnp.dtype(dtype), Cut((size,), num_ranks))
 
 
 def _first_memory(trained: Any, strategy: Strategy, num_ranks: int) -> Any:

@@ -44,6 +44,7 @@ from ..scopes import LOSS_SCOPE, METRICS_SCOPE, OPTIMIZER_SCOPE
 from ..strategy import Strategy
 from ..tree import merge, named_leaves, path_name, split
 from ..zero.clipping import on_shards
+from ..zero.leaves import LeafOwners
 from ..zero.stage1 import gather_params, local_shards
 from .loss_scale import next_scale
 from .model_state import became_nonfinite, fold_keys, sync_model_state
@@ -94,6 +95,7 @@ class RankStep:
     num_replicas: int = 1
     cuts: Mapping[str, Cut] = field(default_factory=dict)  # of the parameters that the loss takes as shards, by name
     as_bits: bool = False  # how parameters are gathered, as for ``all_gather``
+    leaves: LeafOwners | None = None  # where whole parameters have owners
     grad_dtypes: Mapping[str, Any] = field(default_factory=dict)  # of sums of gradients, by name; their own if missing
 
     @property
@@ -108,8 +110,11 @@ class RankStep:
             full: Describes the full parameters.
             params: This rank's.
         """
+        trainable = split(params, self.trainable)[0]
+        if self.leaves is not None:
+            return self.leaves.init(trainable, self.axis, are_full=self.compute_dtype is None, as_bits=self.as_bits)
         with self._on_shards(full):
-            return self.optimizer.init(self._updated_here(split(params, self.trainable)[0]))
+            return self.optimizer.init(self._updated_here(trainable))
 
     def train(self, plan: BucketPlan, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Takes one step.
@@ -134,7 +139,7 @@ class RankStep:
             params = self._updated_here(masters)
             grads = self.clip(grads, params, metrics["grad_norm"])
             new = *self.update(grads, params, state.opt_state, metrics["loss"], trainable), memory, model_state
-            metrics |= _learning_rate(new[1])
+            metrics |= _learning_rate(new[1] if self.leaves is None else new[1].shared)
             conditions = []
             if parts.loss.weight is not None:  # with no weight at all, weight decay and momentum must not move anything
                 conditions.append(parts.loss.weight != 0)
@@ -265,6 +270,11 @@ class RankStep:
 
     def update(self, grads: Any, params: Any, opt_state: Any, loss: jax.Array, full: Any) -> tuple[Any, Any]:
         """Gives the updated parameters and optimizer state: of this rank's shards of ``full``, or of all of it."""
+        if self.leaves is not None:
+            return self.leaves.update(
+                grads, opt_state, params, loss, self.axis, full=full if self.compute_dtype is None else None,
+                sends=self.strategy.compression.sends, as_bits=self.as_bits,
+            )  # fmt: skip
         with self._on_shards(full):
             updates, opt_state = self.optimizer.update(grads, opt_state, params, value=loss)
         return optax.apply_updates(params, updates), opt_state

@@ -568,6 +568,7 @@ class Trainer:
             "jaxddp": __version__,
             "jax": jax.__version__,
             "strategy": self.strategy.name,
+            "shards_leaves": self.strategy.shards_leaves,
             "precision": repr(self.strategy.precision),
             "compression": self.strategy.compression.name,
             "num_ranks": self.num_ranks,

@@ -2,6 +2,7 @@
 
 stage1.py, stage2.py, stage3.py          the strategies: sharded optimizer state, gradients, parameters
 shard_optimizer.py                       stage 1 as an optax transformation
+leaves.py                                stages 1 and 2: owners of whole parameters
 clipping.py, elementwise.py              clipping on shards; which optimizers can run on shards
 layers.py, remat.py, gather.py           stage 3: units, what their backward keeps, gathers and scatters
 ordering.py, interpreter.py, traced.py   stage 3: prefetch limit, evaluation of jaxprs, planned collectives

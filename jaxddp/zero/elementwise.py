@@ -62,7 +62,10 @@ _CAUSES = {
     "reduce_or": "all elements together",
     "reduce_sum": "a sum over elements",
 }
-_REFUSAL = "optimizer must be element-wise to be sharded: {}; use a strategy that keeps the optimizer whole"
+_REFUSAL = (
+    "optimizer must be element-wise to be sharded: {}; use a strategy that keeps the optimizer whole, or"
+    " zero1(shard='leaves')"
+)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ References:
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -47,20 +47,31 @@ from ..tree import like, named_leaves
 
 
 @register
-def zero1(bucket_mb: BucketMb = "default", *, rule: Rule = "before", compression: Compression = none) -> Strategy:
+def zero1(
+    bucket_mb: BucketMb = "default",
+    *,
+    rule: Rule = "before",
+    shard: Literal["elements", "leaves"] = "elements",
+    compression: Compression = none,
+) -> Strategy:
     """One reduce-scatter per bucket as it fills, one all-gather per bucket as its parameters are updated.
 
     Args:
         bucket_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``; see ``plan_buckets``.
         rule: When a bucket closes; see ``plan_buckets``.
+        shard: ``"elements"``: each rank updates 1/N of every parameter, which an element-wise optimizer allows.
+            ``"leaves"``: each whole parameter belongs to one rank, for all optimizers that update them one by one; see
+            ``leaves.py``.
         compression: Gradient compression; must be stateless. Parameters are gathered uncompressed.
 
     Returns:
         The strategy.
 
     Raises:
-        ValueError: If a cap or the rule is out of range, or the compression has state.
+        ValueError: If a cap, the rule or ``shard`` is out of range, or the compression has state.
     """
+    if shard not in ("elements", "leaves"):
+        raise ValueError(f"shard (={shard!r}) must be 'elements' or 'leaves'")
     check_stateless(compression, "where gradients are sharded: use none, bf16 or fp16, or a strategy without ZeRO")
     plan_buckets([], bucket_mb, rule=rule)  # refuses a bad cap now, not at the first step
     return Strategy(
@@ -69,6 +80,7 @@ def zero1(bucket_mb: BucketMb = "default", *, rule: Rule = "before", compression
         compression,
         reduce=REDUCE_SCATTER,
         shards_optimizer_state=True,
+        shards_leaves=shard == "leaves",
     )
 
 

@@ -42,6 +42,7 @@ def zero2(
     *,
     rule: Rule = "before",
     accumulate: Literal["shards", "full"] = "shards",
+    shard: Literal["elements", "leaves"] = "elements",
     compression: Compression = none,
 ) -> Strategy:
     """``zero1`` that keeps only shards of gradients between micro-batches.
@@ -50,15 +51,16 @@ def zero2(
         bucket_mb: As for ``zero1``.
         rule: As for ``zero1``.
         accumulate: ``"shards"`` communicates in every micro-batch and saves memory; ``"full"`` communicates once.
+        shard: As for ``zero1``.
         compression: As for ``zero1``.
 
     Returns:
         The strategy.
 
     Raises:
-        ValueError: If a cap, the rule or ``accumulate`` is out of range.
+        ValueError: If a cap, the rule, ``accumulate`` or ``shard`` is out of range.
     """
     if accumulate not in ("shards", "full"):
         raise ValueError(f"accumulate (={accumulate!r}) must be 'shards' or 'full'")
-    strategy = zero1(bucket_mb, rule=rule, compression=compression)
+    strategy = zero1(bucket_mb, rule=rule, shard=shard, compression=compression)
     return strategy._replace(name="zero2", shards_gradients=True, reduces_each_microbatch=accumulate == "shards")

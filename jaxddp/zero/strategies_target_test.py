@@ -32,7 +32,9 @@ STEPS = {
     "zero2": (jaxddp.zero2(4), "h100:8", 1),
     "zero2, 4 micro-batches": (jaxddp.zero2(4), "h100:8", 4),
     "zero2, 4 micro-batches, full": (jaxddp.zero2(4, accumulate="full"), "h100:8", 4),
+    "zero1 by leaves": (jaxddp.zero1(4, shard="leaves"), "h100:8", 1),
     "zero1 on TPUs": (jaxddp.zero1(4), "v5p:8", 1),
+    "zero1 by leaves on TPUs": (jaxddp.zero1(4, shard="leaves"), "v5p:8", 1),
 }
 
 
@@ -63,16 +65,18 @@ def test_compiled_is_planned_on_gpus(steps, name):
     planned, schedule = steps(name)
     assert schedule.gradient_collectives() == sorted(planned)
     kinds = {collective.kind for collective in schedule.collectives() if not collective.is_metrics}
-    assert kinds == ({"all-reduce"} if name == "bucketed" else {"reduce-scatter", "all-gather"})
+    of_zero = {"reduce-scatter", "all-gather"} | ({"all-to-all"} if "leaves" in name else set())
+    assert kinds == ({"all-reduce"} if name == "bucketed" else of_zero)
     assert all(c.is_async for c in schedule.collectives() if not c.is_metrics)
 
 
 @pytest.mark.full
-def test_all_reduces_that_tpus_put_for_reduce_scatters_are_reported(steps):
-    planned, schedule = steps("zero1 on TPUs")
+@pytest.mark.parametrize("name", [name for name in STEPS if "v5p:8" in STEPS[name]])
+def test_all_reduces_that_tpus_put_for_reduce_scatters_are_reported(steps, name):
+    planned, schedule = steps(name)
     compiled = schedule.gradient_collectives()
-    gathers = [one for one in sorted(planned) if one[0] == "all-gather"]
-    assert [one for one in compiled if one[0] == "all-gather"] == gathers
+    others = [one for one in sorted(planned) if one[0] != "reduce-scatter"]
+    assert [one for one in compiled if one[0] in ("all-gather", "all-to-all")] == others
     sums = [num_bytes for kind, num_bytes in compiled if kind in ("all-reduce", "reduce-scatter")]
     assert sums == [num_bytes for kind, num_bytes in sorted(planned) if kind == "reduce-scatter"]
 

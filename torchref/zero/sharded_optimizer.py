@@ -27,11 +27,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from jaxddp.communication.owners import assign_owners
 
 from ..agreement import check_alike
 from ..communication.collectives import broadcast
@@ -93,8 +95,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         super().add_param_group({**param_group, "params": as_list(param_group["params"])})
         added = self.param_groups[-1]
-        for parameter in sorted(added["params"], key=lambda one: (one.requires_grad, one.nbytes), reverse=True):
-            self._assign(parameter)
+        for is_trained in (True, False):
+            self._assign([one for one in added["params"] if one.requires_grad == is_trained], is_trained)
         self._agreed = self.num_ranks == 1
         if self._local is not None:
             self._local.add_param_group(self._local_group(added))
@@ -168,14 +170,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return new
 
-    def _assign(self, parameter: torch.Tensor) -> None:
-        loads: Sequence[Any] = self._all_bytes
-        if parameter.requires_grad:
-            loads = list(zip(self._trained_bytes, self._all_bytes, strict=True))
-        owner = min(range(self.num_ranks), key=loads.__getitem__)
-        self._owner[parameter] = owner
-        self._all_bytes[owner] += parameter.nbytes
-        self._trained_bytes[owner] += parameter.nbytes if parameter.requires_grad else 0
+    def _assign(self, parameters: list[torch.Tensor], are_trained: bool) -> None:
+        held = (self._trained_bytes, self._all_bytes) if are_trained else (self._all_bytes,)
+        costs = [(one.nbytes,) * len(held) for one in parameters]
+        owners = assign_owners(costs, list(zip(*held, strict=True)))
+        for parameter, owner in zip(parameters, owners, strict=True):
+            self._owner[parameter] = owner
+            for of_ranks in held:
+                of_ranks[owner] += parameter.nbytes
 
     def _check_agreement(self) -> None:
         """Ranks that list different parameters would broadcast one into another."""

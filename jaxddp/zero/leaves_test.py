@@ -1,0 +1,225 @@
+"""Whole parameters with owners: parity of optimizers that are not element-wise, what ranks hold, what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax import contrib
+
+import jaxddp
+from jaxddp.checkpoint import Checkpoints
+from jaxddp.communication.compression import bf16, noop
+from jaxddp.compiled.memory import held_bytes, padding_share, state_formula, step_memory
+from jaxddp.models import build
+from jaxddp.zero.leaves import LeafOwners
+
+FULL = pytest.mark.full
+OPTIMIZERS = {  # each takes the clipping of its side
+    "muon, clipped": lambda clip: optax.chain(clip(0.1), contrib.muon(1e-2)),
+    "adafactor": lambda clip: optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "lamb": lambda clip: optax.inject_hyperparams(optax.lamb)(optax.linear_schedule(1e-2, 0.0, 9)),
+    "blocks": lambda clip: optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(0.1, momentum=0.9)),
+    "clipped twice": lambda clip: optax.chain(clip(0.1), optax.scale_by_adam(), clip(0.5), optax.scale(-0.1)),
+    "noise": lambda clip: optax.chain(optax.add_noise(0.01, 0.5, 1), optax.sgd(0.1)),
+    "masked": lambda clip: optax.masked(optax.lamb(1e-2), {"a": True, "b": False, "c": True, "empty": False}),
+    "every second": lambda clip: optax.MultiSteps(optax.lamb(1e-2), 2),
+    "zero_nans": lambda clip: optax.chain(optax.zero_nans(), optax.adam(1e-2)),
+    "plateau": lambda clip: optax.chain(optax.adam(1e-2), contrib.reduce_on_plateau(patience=1)),
+}
+QUICK = ("muon, clipped", "adafactor")
+
+
+def loss_fn(params, batch):
+    x = jnp.tanh(batch["x"] @ params["a"]["kernel"] + params["a"]["bias"])
+    return jnp.mean((jnp.tanh(x @ params["b"]) @ params["c"] - batch["y"]) ** 2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def inputs(dtype=np.float64):
+    rng = np.random.default_rng(0)
+    shapes = {"a": {"kernel": (6, 8), "bias": (8,)}, "b": (8, 8), "c": (8, 3), "empty": (0,)}
+    params = jax.tree.map(
+        lambda shape: rng.normal(size=shape).astype(dtype), shapes, is_leaf=lambda s: type(s) is tuple
+    )
+    return params, {"x": rng.normal(size=(24, 6)).astype(dtype), "y": rng.normal(size=(24, 3)).astype(dtype)}
+
+
+def trained_alone(optimizer, params, batch, num_steps):
+    optimizer = optax.with_extra_args_support(optimizer)
+
+    @jax.jit
+    def step(params, state):
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, state = optimizer.update(grads, state, params, value=loss)
+        return optax.apply_updates(params, updates), state
+
+    state = optimizer.init(params)
+    for _ in range(num_steps):
+        params, state = step(params, state)
+    return params
+
+
+def trainer_of(strategy, num_ranks=4, optimizer=None, **options):
+    optimizer = contrib.muon(1e-2) if optimizer is None else optimizer
+    return jaxddp.Trainer(loss_fn, optimizer, strategy, jaxddp.data_mesh(num_ranks), **options)
+
+
+def assert_close(trainer, state, params, atol=1e-12):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=atol), trainer.params(state), params)
+
+
+@pytest.mark.parametrize("num_ranks", [3, 4])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else FULL) for name in OPTIMIZERS])
+def test_weights_are_those_of_one_process(name, num_ranks):
+    params, batch = inputs()
+    expected = trained_alone(OPTIMIZERS[name](optax.clip_by_global_norm), params, batch, 5)
+    strategy = {3: jaxddp.zero1(0.0005, shard="leaves"), 4: jaxddp.zero2(shard="leaves")}[num_ranks]
+    trainer = trainer_of(
+        strategy, num_ranks, OPTIMIZERS[name](jaxddp.clip_by_global_norm), num_microbatches=num_ranks - 2
+    )
+    state = trainer.init(params)
+    planned = trainer.planned(state, batch)
+    assert jaxddp.gradient_collectives(trainer.compile(state, batch)) == sorted(planned)
+    assert [kind for kind, _ in planned].count("all-to-all") == 2
+    for _ in range(5):
+        state, metrics = trainer.step(state, batch)
+    assert_close(trainer, state, expected)
+    assert ("learning_rate" in metrics) == (name == "lamb")
+    trainer.check_replicas(state)
+
+
+def test_a_checkpoint_moves_between_ranks_and_strategies(tmp_path):
+    params, batch = inputs()
+    adam = optax.chain(optax.add_noise(0.01, 0.5, 1), optax.adam(1e-2))  # with a key and a count
+    expected = trained_alone(adam, params, batch, 3)
+    strategies = [(jaxddp.naive(), 2), (jaxddp.zero1(shard="leaves"), 4), (jaxddp.zero2(shard="leaves"), 3)]
+    for step, (strategy, num_ranks) in enumerate(strategies):
+        trainer = trainer_of(strategy, num_ranks, adam)
+        with Checkpoints(tmp_path) as checkpoints:
+            state = checkpoints.restore(trainer, params)[0] if step else trainer.init(params)
+            state, _ = trainer.step(state, batch)
+            checkpoints.save(trainer, state)
+    assert_close(trainer, state, expected)
+    trainer = trainer_of(jaxddp.zero1(), 2, optax.chain(optax.add_noise(0.01, 0.5, 1), optax.adam(1e-2)))
+    with Checkpoints(tmp_path) as checkpoints, pytest.raises(ValueError, match=r"must be element-wise"):
+        checkpoints.restore(trainer, params)
+
+
+def test_masters_in_a_compute_dtype_have_owners_too():
+    params, batch = inputs(np.float32)
+    options = {"compute_dtype": jnp.bfloat16, "max_grad_norm": 0.1, "nonfinite": "skip"}
+    trainer = trainer_of(jaxddp.zero1(shard="leaves"), **options)
+    alone = trainer_of(jaxddp.naive(), **options)
+    states = [one.init(params) for one in (trainer, alone)]
+    program = trainer.compile(states[0], batch)
+    planned = trainer.planned(states[0], batch)
+    assert jaxddp.gradient_collectives(program) == sorted(planned)
+    assert [kind for kind, _ in planned].count("all-to-all") == 3
+    for number in range(3):
+        given = batch if number else {**batch, "x": np.full_like(batch["x"], np.nan)}
+        states = [one.step(state, given)[0] for one, state in zip((trainer, alone), states, strict=True)]
+    assert_close(trainer, states[0], alone.params(states[1]), atol=2e-3)  # gradients are summed in another order
+    held = held_bytes(trainer.layout(states[0]))
+    assert step_memory(program, trainer.abstract_state(params)).after_init.optimizer_state == held.optimizer_state
+
+
+@pytest.mark.parametrize("compression", [noop, bf16], ids=lambda one: one.name)
+def test_compressions_and_frozen_parameters(compression):
+    params, batch = inputs()
+    strategy = jaxddp.zero1(shard="leaves", compression=compression)
+    trainer = trainer_of(strategy, 2, optax.lamb(1e-2), trainable=lambda name: name != "b")
+    state = trainer.init(params)
+    assert trainer.layout(state).leaves.owners.keys() == {"a.bias", "a.kernel", "c", "empty"}
+    assert jaxddp.gradient_collectives(trainer.compile(state, batch)) == sorted(trainer.planned(state, batch))
+    state, metrics = trainer.step(state, batch)
+    assert np.isfinite(metrics["loss"])
+    np.testing.assert_array_equal(trainer.params(state)["b"], params["b"])
+
+
+@pytest.mark.parametrize("make", [optax.adamw, contrib.muon, optax.sgd], ids=lambda make: make.__name__)
+def test_state_is_shared_out_evenly(make):
+    params = jax.eval_shape(lambda: build("byte")[1])
+    leaves = LeafOwners(make(1e-3), params, 4)
+    total = LeafOwners(make(1e-3), params, 1).state_bytes[0]
+    largest = max(leaf.size * leaf.dtype.itemsize * 2 for leaf in jax.tree.leaves(params))
+    assert sum(leaves.state_bytes) == total
+    assert max(leaves.state_bytes) <= total / 4 + largest
+    assert max(leaves.state_bytes) <= 1.1 * total / 4
+    assert set(leaves.owners.values()) == set(range(4))  # without any state, parameters are shared out
+
+
+def test_the_fullest_rank_is_what_is_said():
+    trainer = trainer_of(jaxddp.zero1(shard="leaves"), 4, optax.adam(1e-2))
+    params, _ = inputs()
+    layout = trainer.layout(trainer.abstract_state(params))
+    assert layout.leaves.state_bytes == [16 * 64, 16 * 48, 16 * 24, 16 * 8]
+    assert held_bytes(layout).optimizer_state == 16 * 64 + 4  # and the count
+    assert padding_share(layout) == pytest.approx(4 * 64 / 144 - 1)
+    with pytest.raises(ValueError, match=r"strategy \(=zero1\) must shard elements: held_bytes counts the state"):
+        state_formula(params, trainer.strategy, 4)
+
+
+COUPLED = {
+    "optax's clipping": (
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)),
+        "depends on 'a.bias' and 'a.kernel'",
+    ),
+    "apply_if_finite": (optax.apply_if_finite(optax.adam(0.1), 3), "state '.*' depends on"),
+    "lbfgs": (optax.scale_by_lbfgs(), "depends on"),
+    "prodigy": (contrib.prodigy(), "depends on"),
+    "a neighbour": (
+        optax.stateless(lambda updates, params: {**updates, "c": updates["c"] + params["b"][:, :3]}),
+        "update of 'c' depends on 'b'",
+    ),
+    "a loop over all": (
+        optax.stateless(
+            lambda updates, params: jax.lax.fori_loop(
+                0, 2, lambda step, given: {**given, "c": given["c"] + given["b"][:, :3]}, updates
+            )
+        ),
+        "update of 'c' depends on 'b'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_an_update_that_depends_on_another_parameter_is_refused(name):
+    optimizer, found = COUPLED[name]
+    params, _ = inputs()
+    rule = r"^optimizer must update each parameter by itself to be sharded by leaves: its .*"
+    for num_ranks in (1, 4):
+        with pytest.raises(ValueError, match=f"{rule}{found}.*; use a strategy that keeps .*clip_by_global_norm$"):
+            trainer_of(jaxddp.zero1(shard="leaves"), num_ranks, optimizer).abstract_state(params)
+
+
+def test_loops_and_branches_of_single_parameters_are_followed():
+    def scan(updates):
+        def body(carry, _):
+            return jax.tree.map(lambda x: 0.5 * x, carry), None
+
+        return jax.lax.scan(body, updates, None, length=2)[0]
+
+    def branch(updates, params):
+        return jax.lax.cond(jnp.bool_(True), scan, lambda given: given, updates)
+
+    params, _ = inputs()
+    assert len(LeafOwners(optax.stateless(branch), params, 4).owners) == 5
+
+
+def test_bad_input():
+    for factory in (jaxddp.zero1, jaxddp.zero2):
+        with pytest.raises(ValueError, match=r"^shard \(='rows'\) must be 'elements' or 'leaves'$"):
+            factory(shard="rows")
+
+    def changes(updates, state, params=None):
+        return updates, jax.tree.map(lambda m, g: m.astype(jnp.float32) + g.astype(jnp.float32), state, updates)
+
+    widening = optax.GradientTransformation(lambda params: optax.tree.zeros_like(params, dtype=jnp.bfloat16), changes)
+    with pytest.raises(ValueError, match=r"state 'a.bias' \(=bfloat16, then float32\) must keep its dtype$"):
+        LeafOwners(widening, inputs()[0], 2)
