@@ -61,7 +61,7 @@ def to_host(trainer: Trainer, state: TrainState) -> Iterator[tuple[str, np.ndarr
     cuts = {name: where.cut for name, where in named_leaves(places_of(trainer, state)).items()}
     held = state._replace(memory=(), copies=())
     if (owners := trainer.layout(state).leaves) is not None:
-        held = held._replace(opt_state=owners.on_host(state.opt_state, partial(_rows, trainer.num_ranks, replicated)))
+        held = held._replace(opt_state=owners.on_host(state.opt_state, partial(_rows, owners.num_ranks, replicated)))
     for name, leaf in named_leaves(held).items():
         yield name, _to_host(leaf, cuts[name])
     merge = jax.jit(lambda one: merge_memory({"": one})[""], out_shardings=replicated)

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from ..communication.axes import shard_axis
 from ..communication.buckets import BucketPlan
 from ..communication.sharding import Cut
 from ..mesh import platform_of
@@ -169,7 +170,8 @@ class Programs:
         )  # fmt: skip
         if step.leaves is not None and planned:
             num_swaps = 2 if step.compute_dtype is None else 3  # of gradients, and of parameters there and back
-            planned += num_swaps * [("all-to-all", num_bytes) for num_bytes in step.leaves.swapped_bytes]
+            along = (shard_axis(step.axis),)
+            planned += num_swaps * [Planned("all-to-all", size, along) for size in step.leaves.swapped_bytes]
         if not step.cuts:
             return planned
         # The loss function itself gathers units and scatters their gradients: read from its trace.

@@ -112,7 +112,8 @@ class RankStep:
         """
         trainable = split(params, self.trainable)[0]
         if self.leaves is not None:
-            return self.leaves.init(trainable, self.axis, are_full=self.compute_dtype is None, as_bits=self.as_bits)
+            are_full, along = self.compute_dtype is None, shard_axis(self.axis)
+            return self.leaves.init(trainable, along, are_full=are_full, as_bits=self.as_bits)
         with self._on_shards(full):
             return self.optimizer.init(self._updated_here(trainable))
 
@@ -272,8 +273,9 @@ class RankStep:
         """Gives the updated parameters and optimizer state: of this rank's shards of ``full``, or of all of it."""
         if self.leaves is not None:
             return self.leaves.update(
-                grads, opt_state, params, loss, self.axis, full=full if self.compute_dtype is None else None,
-                sends=self.strategy.compression.sends, as_bits=self.as_bits,
+                grads, opt_state, params, loss, shard_axis(self.axis),
+                full=full if self.compute_dtype is None else None, sends=self.strategy.compression.sends,
+                as_bits=self.as_bits,
             )  # fmt: skip
         with self._on_shards(full):
             updates, opt_state = self.optimizer.update(grads, opt_state, params, value=loss)
