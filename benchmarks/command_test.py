@@ -25,6 +25,10 @@ from benchmarks.__main__ import main
             "error: --ranks changes nothing of memory, which takes --quick,",
         ),
         (["gates", "--profile"], "error: --profile changes nothing of gates, which takes "),
+        (["gates", "--seed", "1"], "error: --seed changes nothing of gates, which takes "),
+        (["soak", "--ranks", "1"], "error: ranks (=1) must be at least 2"),
+        (["soak", "--minutes", "0"], "error: minutes (=0) must be positive"),
+        (["soak", "--seed", "-1"], "error: seed (=-1) must not be negative"),
         (
             ["--resume", "x", "--steps", "9"],
             "error: resume (=x) goes on as the run was called: nothing else can",

@@ -9,11 +9,9 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxddp.__main__ import main as jaxddp
-from jaxddp.cli.launch import launch
 from jaxddp.cli.quiet import import_jax
 from jaxddp.cli.train_options import TrainOptions
 from jaxddp.cli.train_report import StepReport, TrainSummary
-from jaxddp.job import find_job
 from jaxddp.sizes import SIZES
 
 from .program import BATCH_SIZE, MODEL, STUCK_S, Events, parse
@@ -22,10 +20,8 @@ _COMPILED = re.compile(r"compiled in ([\d.]+) s")
 
 
 def main() -> int:
-    """Trains; outside of a job starts the ranks, as ``train --processes`` does."""
+    """Trains; the exit status is that of the command."""
     program = parse()
-    if find_job() is None:
-        return launch(["-m", __spec__.name, sys.argv[1]], program.num_ranks, None, program.max_restarts)
     events = Events(program)
     import_jax()
     from jaxddp.cli import train_loop

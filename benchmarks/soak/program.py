@@ -1,4 +1,7 @@
-"""What the programs of both frameworks' ranks share: their arguments, model and events. No framework is imported."""
+"""What the programs of both frameworks' ranks share: their arguments, model and events. No framework is imported.
+
+As a program it starts the ranks, as ``python -m jaxddp train --processes`` does.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import sys
 import time
 from typing import Any
 
+from jaxddp.cli.launch import launch
 from jaxddp.sizes import TransformerConfig
 
 MODEL = TransformerConfig(vocab=256, context=64, width=128, num_layers=1, num_heads=4, hidden=512)
@@ -47,7 +51,7 @@ class Program:
         """What starts all ranks."""
         arguments = ["-m", self.module, json.dumps(dataclasses.asdict(self))]
         if self.is_watched:
-            return [sys.executable, *arguments]
+            return [sys.executable, "-m", __spec__.name, *arguments[1:]]
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.num_ranks}"]
         return [sys.executable, *torchrun, f"--max-restarts={self.max_restarts}", *arguments]
 
@@ -74,5 +78,10 @@ class Events:
 
 
 def parse() -> Program:
-    """The program that the command line describes."""
-    return Program(**json.loads(sys.argv[1]))
+    """The program that the command line's last argument describes."""
+    return Program(**json.loads(sys.argv[-1]))
+
+
+if __name__ == "__main__":
+    asked = parse()
+    sys.exit(launch(["-m", *sys.argv[1:]], asked.num_ranks, None, asked.max_restarts))

@@ -103,12 +103,12 @@ class Job:
         start, progress = self.step, (self._step, time.monotonic())
         self._training = dict(self._pids)
         while (now := time.monotonic()) < until_s:
-            if self._step is not None and self.step - start >= count:
+            if self._step is not None and self.step - start >= count and len(self._pids) == self._program.num_ranks:
                 return "steps"
             if self._step != progress[0]:
                 progress = self._step, now
             assert self.launcher is not None
-            is_lost = self.launcher.poll() is not None or (self._training and self._training != self._pids)
+            is_lost = self.launcher.poll() is not None or not self._training.items() <= self._pids.items()
             if is_lost or now - progress[1] > START_BOUND_S:
                 return "lost"
             time.sleep(_POLL_S)
@@ -155,7 +155,7 @@ class Job:
                     left = self._left()
                     by_hand = f"ranks outlived their launcher by {LEFT_BOUND_S:g} s, then killed by hand"
                     self._end_strays()
-            if ended_s is not None and self._step is not None and self._step[0] not in pids:
+            if ended_s is not None and self._step is not None and not pids & {self._step[0], *self._pids.values()}:
                 break
             if now_s > BACK_BOUND_S:
                 by_hand = f"not back after {BACK_BOUND_S:g} s"

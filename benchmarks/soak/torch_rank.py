@@ -6,7 +6,6 @@ A checkpoint is written by rank 0 beside the one before, and then takes its plac
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +14,19 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from jaxddp.cli.launch import launch
-from jaxddp.job import find_job
 from jaxddp.training.clock import stopwatch
 from jaxddp.training.data import Corpus
 from torchref import BucketedDDP
 from torchref.launch import init_from_env
 from torchref.models import build, loss_fn
 
-from .program import BATCH_SIZE, MODEL, STUCK_S, Events, Program, parse
+from .program import BATCH_SIZE, MODEL, STUCK_S, Events, parse
 
 
-def main() -> int:
-    """Trains; outside of a job starts the ranks."""
+def main() -> None:
+    """Trains."""
     program = parse()
-    if find_job() is None:
-        return launch(["-m", __spec__.name, sys.argv[1]], program.num_ranks, None, program.max_restarts)
-    _train(program, Events(program))
-    dist.destroy_process_group()
-    return 0
-
-
-def _train(program: Program, events: Events) -> None:
+    events = Events(program)
     if program.is_watched:
         init_from_env("gloo", stuck_s=STUCK_S)
     else:
@@ -67,6 +57,7 @@ def _train(program: Program, events: Events) -> None:
         is_due = step == program.steps or (program.checkpoint_every and step % program.checkpoint_every == 0)
         save_s = stopwatch(save, wait=lambda _: None)[1] if is_due and dist.get_rank() == 0 else 0.0
         events.step(step, save_s)
+    dist.destroy_process_group()
 
 
 def weights(folder: str) -> tuple[int, dict[str, np.ndarray]]:
@@ -80,4 +71,4 @@ def _path(folder: str) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,4 +1,4 @@
-"""What processes use, as Linux tells it, and whether that grows."""
+"""What processes use, as Linux tells it, and whether that grows. No framework is imported: the guard starts at once."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-
-from ..harness.values import MIB
 
 MARK = "JAXDDP_SOAK"  # in the environment of every process that a soak starts
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -33,7 +31,7 @@ def usage_of(pid: int) -> dict[str, float] | None:
         counts = [len(os.listdir(f"/proc/{pid}/{folder}")) for folder in ("fd", "task")]
     except (OSError, IndexError):
         return None
-    return dict(zip(MEASURED, (pages * _PAGE_BYTES / MIB, *counts), strict=True)) if pages else None
+    return dict(zip(MEASURED, (pages * _PAGE_BYTES / 2**20, *counts), strict=True)) if pages else None
 
 
 def marked_processes(mark: str) -> set[int]:
