@@ -131,19 +131,29 @@ def axes_of_ranks(num_ranks: int, axis: str, replicas: int) -> dict[str, int]:
     return {REPLICA_AXIS: replicas, axis: num_ranks // replicas}
 
 
-def rank_axis(mesh: Mesh | AbstractMesh) -> str | tuple[str, ...]:
+def rank_axis(mesh: Mesh | AbstractMesh, given: str | tuple[str, ...] | None = None) -> str | tuple[str, ...]:
     """Gives the axis of a mesh along which ranks lie, or both axes if it has replicas.
+
+    Args:
+        mesh: Of one axis, or of ``data_mesh``; if the axis is given, any.
+        given: What the user takes as the axis, or axes.
 
     Raises:
         ValueError: If the mesh has other axes.
     """
     names = tuple(map(str, mesh.axis_names))
+    if given is not None:
+        chosen = (given,) if isinstance(given, str) else tuple(given)
+        if not chosen or not {*chosen} <= {*names} or len({*chosen}) < len(chosen):
+            raise ValueError(f"axis (={given!r}) must be of the mesh, whose axes are {', '.join(names)}")
+        return chosen if len(chosen) > 1 else chosen[0]
     if len(names) == 1:
         return names[0]
     if len(names) == 2 and names[0] == REPLICA_AXIS:
         return names
     raise ValueError(
-        f"mesh axes (={names}) must be one, or {REPLICA_AXIS!r} and another: make the mesh with jaxddp.data_mesh"
+        f"mesh axes (={names}) must be one, or {REPLICA_AXIS!r} and another, as jaxddp.data_mesh makes them, or come"
+        " with axis= of the ranks and param_specs= for the others"
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from ..metrics import PerExample, Sum, map_parts
 from .validation import check_batch, count_examples, host_arrays, is_global
@@ -27,7 +27,7 @@ Run = Callable[[Any, np.ndarray], dict[str, Any]]
 """``(batch, is_real)`` of this process's ranks ``->`` the parts of all ranks, as ``metrics.Measure`` gives them."""
 
 
-def evaluate_batches(run: Run, batches: Any, mesh: Mesh) -> dict[str, Any]:
+def evaluate_batches(run: Run, batches: Any, by_rank: NamedSharding) -> dict[str, Any]:
     """Evaluates a batch, or an iterable of them.
 
     Returns:
@@ -36,13 +36,13 @@ def evaluate_batches(run: Run, batches: Any, mesh: Mesh) -> dict[str, Any]:
     Raises:
         ValueError: If there are no examples, or a process has no batch.
     """
-    return map_parts(_result, functools.reduce(_add, _parts(run, batches, mesh)))
+    return map_parts(_result, functools.reduce(_add, _parts(run, batches, by_rank)))
 
 
-def _parts(run: Run, batches: Any, mesh: Mesh) -> Iterator[dict[str, Any]]:
+def _parts(run: Run, batches: Any, by_rank: NamedSharding) -> Iterator[dict[str, Any]]:
     """Gives the parts of each batch, on the host."""
     before, num_examples = None, 0
-    for batch, is_real, is_real_of_all in _padded(batches, mesh):
+    for batch, is_real, is_real_of_all in _padded(batches, by_rank):
         num_examples += is_real_of_all.sum()
         found = run(batch, is_real), is_real_of_all
         if before is not None:  # read while the devices compute
@@ -53,19 +53,20 @@ def _parts(run: Run, batches: Any, mesh: Mesh) -> Iterator[dict[str, Any]]:
     yield _on_host(*before)
 
 
-def _padded(batches: Any, mesh: Mesh) -> Iterator[tuple[Any, np.ndarray, np.ndarray]]:
+def _padded(batches: Any, by_rank: NamedSharding) -> Iterator[tuple[Any, np.ndarray, np.ndarray]]:
     """Gives batches of this process's ranks until no process has more; which of the rows are real; which of all are."""
-    processes = [device.process_index for device in mesh.devices.flat]
+    placed = by_rank.devices_indices_map((by_rank.num_devices,))  # of several devices of a rank, the first counts
+    process_of = {indices[0].start or 0: device.process_index for device, indices in reversed([*placed.items()])}
+    processes = [process_of[start] for start in sorted(process_of)]
     place = np.array([processes[:rank].count(process) for rank, process in enumerate(processes)])
     num_ranks = np.array(list(map(processes.count, processes)))  # of the process of each rank
     num_local = processes.count(jax.process_index())
-    by_rank = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     most: dict[Any, int] = {}  # rows of a rank, by the shapes of an example
     iterator, end, last = _each(batches), object(), None
     while True:
         batch = host_arrays(next(iterator, end))
-        num_rows = -1 if batch is end else _count_local(batch, mesh.size, num_local)
-        rows = _of_ranks(num_rows, num_local, by_rank) if len(set(processes)) > 1 else np.full(mesh.size, num_rows)
+        num_rows = -1 if batch is end else _count_local(batch, len(processes), num_local)
+        rows = _of_ranks(num_rows, num_local, by_rank) if len(set(processes)) > 1 else np.full(len(processes), num_rows)
         if rows.max() < 0:
             return
         if not most and rows.min() < 0:
@@ -109,8 +110,8 @@ def _pad(num_rows: int, size: int, by_rank: NamedSharding, leaf: Any) -> Any:
     if num_rows == size:
         return leaf
     if is_global(leaf):
-        shards = jax.device_put(leaf, by_rank).addressable_shards
-        leaf = np.concatenate([shard.data for shard in sorted(shards, key=lambda shard: shard.index[0].start)])
+        shards = {shard.index[0].start: shard.data for shard in jax.device_put(leaf, by_rank).addressable_shards}
+        leaf = np.concatenate([shards[start] for start in sorted(shards)])
     padded = np.zeros((size, *leaf.shape[1:]), leaf.dtype)
     padded[: len(leaf)] = leaf
     return padded

@@ -26,12 +26,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from ..communication.collectives import Axis
+
 FEW = 2000  # arrays, which XLA handles in seconds
 PACK = 128  # arrays
 
 
 def shard_map(
-    function: Callable[..., Any], *, mesh: Mesh | AbstractMesh, in_specs: Any, out_specs: Any
+    function: Callable[..., Any],
+    *,
+    mesh: Mesh | AbstractMesh,
+    in_specs: Any,
+    out_specs: Any,
+    axis: Axis | None = None,
 ) -> Callable[..., Any]:
     """Maps a function over the ranks of a mesh, as ``jax.shard_map(..., check_vma=False)`` does.
 
@@ -40,16 +47,20 @@ def shard_map(
         mesh: Of devices or of a target.
         in_specs: Trees of ``PartitionSpec``, prefixes of the arguments.
         out_specs: The same for the results.
+        axis: Of the ranks, where the mesh has other axes, which are left to XLA; all of them if None. Arrays may be
+            split along the others, and are not packed.
 
     Returns:
         A function of arrays over all ranks, to be compiled by ``jax.jit``: packs are copies until XLA has simplified.
     """
+    axes = {*mesh.axis_names} if axis is None else {axis} if isinstance(axis, str) else {*axis}
 
     def mapped(*args: Any) -> Any:
         arrays, structure = jax.tree.flatten(args)
         # check_vma would make users mark the carries of their own loops as varying.
-        if len(arrays) <= FEW:
-            return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*args)
+        if len(arrays) <= FEW or len(axes) < len(mesh.axis_names):
+            options = {"in_specs": in_specs, "out_specs": out_specs, "axis_names": axes}
+            return jax.shard_map(function, mesh=mesh, check_vma=False, **options)(*args)
         ins = _groups(arrays, leaf_specs(in_specs, args), mesh.shape)
         # out_specs are needed before the results are traced: results are returned by kind of spec, one list for each.
         specs = jax.tree.leaves(out_specs, is_leaf=_is_spec)

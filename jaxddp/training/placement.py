@@ -86,7 +86,7 @@ def _from_first_process(array: Any) -> np.ndarray:
 
 
 def _place(mesh: Mesh | AbstractMesh, array: Any, leaf: Leaf) -> jax.Array:
-    sharding = NamedSharding(mesh, leaf.spec(mesh.axis_names))
+    sharding = leaf.sharding(mesh, mesh.axis_names)
     if leaf.cut is None and jax.process_count() == 1:
         # Copied first: device_put may hand on the caller's own buffer, which the first step would then donate.
         return jax.device_put(jnp.array(array, leaf.dtype, copy=True), sharding)

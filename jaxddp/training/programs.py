@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ..communication.axes import shard_axis
-from ..communication.buckets import BucketPlan
+from ..communication.buckets import BucketPlan, TensorSpec
 from ..communication.sharding import Cut
 from ..mesh import platform_of
 from ..metrics import Measure
@@ -27,7 +27,7 @@ from ..tree import named_leaves, path_name
 from ..zero.stage3 import loss_on_shards
 from ..zero.traced import TracedCollectives, traced_collectives
 from .packing import shard_map
-from .state_layout import Leaf, StateLayout, state_layout
+from .state_layout import Leaf, StateLayout, placed_specs, state_layout
 from .step import RankStep, TrainState
 from .validation import abstract, signature
 from .xla import compile_options
@@ -57,6 +57,7 @@ class _Model(NamedTuple):
     layout: StateLayout
     rank_step: RankStep  # its loss takes parameters as the state holds them
     specs: tuple[TrainState, PartitionSpec]  # of state and batch
+    shardings: tuple[TrainState, NamedSharding]  # the same over the whole mesh
 
 
 class Programs:
@@ -66,12 +67,13 @@ class Programs:
         platform: Of the mesh.
     """
 
-    def __init__(self, rank_step: RankStep, mesh: Mesh | AbstractMesh) -> None:
+    def __init__(self, rank_step: RankStep, mesh: Mesh | AbstractMesh, param_specs: Any = None) -> None:
         """Makes nothing yet.
 
         Args:
             rank_step: What each rank computes.
             mesh: Of the ranks.
+            param_specs: A ``PartitionSpec`` for each parameter along other axes of the mesh, or a prefix of that tree.
 
         Raises:
             ValueError: If the mesh has no devices and nothing is registered that compiles for it.
@@ -81,7 +83,7 @@ class Programs:
             raise ValueError(f"mesh (={mesh}) has no devices: make it with jaxddp.data_mesh or jaxddp.targets.mesh")
         self.platform = platform_of(mesh)
         self._rank_step = replace(rank_step, as_bits=self.platform == "cpu")
-        self._mesh, self._compile = mesh, compiler
+        self._mesh, self._param_specs, self._compile = mesh, param_specs, compiler
         self._compiler_options = compile_options(rank_step.strategy, self.platform)
         self._layouts: dict[Any, StateLayout] = {}  # by full parameters
         self._models: dict[Any, _Model] = {}  # by parameters as a state holds them
@@ -109,8 +111,13 @@ class Programs:
         if key not in self._layouts:
             step = self._rank_step
             num_ranks = step.num_shards if step.strategy.shards_optimizer_state else step.num_ranks
-            layout = state_layout(params, step.optimizer, step.strategy, num_ranks, step.trainable, step.compute_dtype)
-            model = _Model(layout, self._on_rank(layout), (layout.specs(step.axis), PartitionSpec(step.axis)))
+            placed = placed_specs(params, self._param_specs, self._mesh, step.other_axes)
+            layout = state_layout(
+                params, step.optimizer, step.strategy, num_ranks, step.trainable, step.compute_dtype, placed
+            )
+            specs = layout.specs(step.axis), PartitionSpec(step.axis)
+            shardings = layout.shardings(self._mesh, step.axis), NamedSharding(self._mesh, specs[1])
+            model = _Model(layout, self._on_rank(layout), specs, shardings)
             known = self._models.setdefault(signature(layout.held().params), model)
             _check_same(known.layout, layout)
             self._layouts[key] = layout
@@ -125,7 +132,10 @@ class Programs:
         return self._model(state).layout
 
     def trace(self, state: TrainState, batch: Any) -> GradientTrace:
-        """Traces one rank's backward pass, to see in which order the gradients become ready."""
+        """Traces one rank's backward pass, to see in which order the gradients become ready.
+
+        Tensors have the shapes of the blocks on a device, if other axes of the mesh split them.
+        """
         model = self._model(state)
         _check_opt_state(state, model.layout)
         state = state._replace(copies=model.layout.held().copies)  # a state whose parameters were replaced has none
@@ -135,9 +145,19 @@ class Programs:
             mesh=self._mesh,
             in_specs=model.specs,
             out_specs=PartitionSpec(),
+            axis_names={*self._mesh.axis_names} - {*self._rank_step.other_axes},
             check_vma=False,
         )
-        return trace_gradients(first_grads, state, batch, has_aux=True, reduced=model.rank_step.cuts)
+        trace = trace_gradients(first_grads, state, batch, has_aux=True, reduced=model.rank_step.cuts)
+        if not self._rank_step.other_axes:
+            return trace
+
+        def block(tensor: TensorSpec) -> TensorSpec:
+            sharding = NamedSharding(self._mesh, model.rank_step.placed[tensor.name])
+            return tensor._replace(shape=sharding.shard_shape(tensor.shape))
+
+        tensors, constants = (tuple(map(block, some)) for some in (trace.tensors, trace.constants))
+        return trace._replace(tensors=tensors, constants=constants)
 
     def plan(self, state: TrainState, batch: Any) -> BucketPlan:
         """Gives the bucket plan of the step; on one rank nothing is communicated."""
@@ -184,14 +204,16 @@ class Programs:
 
     def init_opt_state(self, layout: StateLayout, params: Any) -> Any:
         """Makes the optimizer's state of step 0; each rank makes its own part."""
-        specs = layout.specs(self._rank_step.axis)
+        axis = self._rank_step.axis
+        specs, shardings = layout.specs(axis), layout.shardings(self._mesh, axis)
         init = shard_map(
             partial(self._on_rank(layout).init, layout.whole()),
             mesh=self._mesh,
             in_specs=(specs.params,),
             out_specs=specs.opt_state,
+            axis=axis,
         )
-        return jax.jit(init, out_shardings=jax.tree.map(partial(NamedSharding, self._mesh), specs.opt_state))(params)
+        return jax.jit(init, out_shardings=shardings.opt_state)(params)
 
     def make_copies(self, layout: StateLayout, params: Any) -> Any:
         """Casts the parameters of a state to the copies that the loss takes; gives () if it takes none."""
@@ -206,7 +228,8 @@ class Programs:
 
             return jax.tree_util.tree_map_with_path(copy, layout.copies)
 
-        return jax.jit(cast, out_shardings=NamedSharding(self._mesh, PartitionSpec()))(named_leaves(params))
+        shardings = layout.shardings(self._mesh, self._rank_step.axis).copies
+        return jax.jit(cast, out_shardings=shardings)(named_leaves(params))
 
     def step_function(self, state: TrainState, batch: Any, plan: BucketPlan | None = None) -> StepFunction:
         """Gives the training step as a function to compile, with the given plan or its own."""
@@ -255,8 +278,9 @@ class Programs:
         step, leaves = self._rank_step, named_leaves(layout.params)
         grad_dtypes = {name: step.grad_dtype or leaf.dtype for name, leaf in leaves.items()}
         cuts = {name: leaf.cut for name, leaf in leaves.items() if leaf.cut is not None and step.strategy.shards_params}
+        placed = {name: leaf.placed for name, leaf in leaves.items()}
         loss = self._of_held(step.loss, layout, cuts)
-        return replace(step, loss=loss, cuts=cuts, grad_dtypes=grad_dtypes, leaves=layout.leaves)
+        return replace(step, loss=loss, cuts=cuts, grad_dtypes=grad_dtypes, leaves=layout.leaves, placed=placed)
 
     def _of_held(self, function: Callable[..., Any], layout: StateLayout, cuts: dict[str, Cut]) -> Callable[..., Any]:
         """Turns a function of full parameters into one of parameters as the state holds them."""
@@ -273,15 +297,16 @@ class Programs:
     def _over_mesh(
         self, on_rank: Callable[..., Any], model: _Model, state: Any, batch: Any, *, donates_state: bool = False
     ) -> StepFunction:
-        outs = (model.specs[0], PartitionSpec()) if donates_state else PartitionSpec()
-        in_shardings, out_shardings = jax.tree.map(partial(NamedSharding, self._mesh), (model.specs, outs))
+        whole: Any = PartitionSpec()
+        outs, replicated = (model.specs[0], whole) if donates_state else whole, NamedSharding(self._mesh, whole)
         options = {
-            "in_shardings": in_shardings,
-            "out_shardings": out_shardings,
+            "in_shardings": model.shardings,
+            "out_shardings": (model.shardings[0], replicated) if donates_state else replicated,
             "donate_argnums": (0,) if donates_state else (),
             "compiler_options": self._compiler_options,
         }
-        function = shard_map(on_rank, mesh=self._mesh, in_specs=model.specs, out_specs=outs)
+        axis = self._rank_step.axis
+        function = shard_map(on_rank, mesh=self._mesh, in_specs=model.specs, out_specs=outs, axis=axis)
         return function, abstract((state, batch)), options
 
 

@@ -60,17 +60,17 @@ def _error(leaf: str, ranks: tuple[int, ...], num_leaves: int, difference: float
     return ReplicaError(message, leaf, ranks, num_leaves, difference)
 
 
-def check_replicas(state: TrainState, specs: Any, mesh: Mesh | AbstractMesh) -> None:
+def check_replicas(state: TrainState, shardings: Any) -> None:
     """Compares what all ranks hold in full.
 
     Args:
         state: A training state over the mesh.
-        specs: Its ``PartitionSpec`` by leaf, or a prefix of them.
-        mesh: Of the ranks.
+        shardings: Its ``NamedSharding`` by leaf, or a prefix of them.
 
     Raises:
         ReplicaError: If ranks differ.
     """
+    mesh, specs = shardings.step.mesh, jax.tree.map(lambda sharding: sharding.spec, shardings)
     leaves = _replicated(state, specs, mesh)
     if not leaves:
         return

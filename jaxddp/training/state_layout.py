@@ -22,16 +22,17 @@ compression's state of a parameter is one array too, split over the ranks along 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ..communication.axes import shard_axis
 from ..communication.collectives import Axis
@@ -40,6 +41,7 @@ from ..strategy import Strategy
 from ..tree import merge, named_leaves, path_name, split, tensor_specs
 from ..zero.elementwise import check_elementwise, sharded_state
 from ..zero.leaves import LeafOwners, OwnedState
+from .packing import leaf_specs
 from .step import TrainState
 from .validation import abstract
 
@@ -52,11 +54,13 @@ class Leaf:
         shape: Of the full leaf.
         dtype: Its dtype.
         cut: How it is cut into shards; None if every rank has all of it.
+        placed: How the leaf lies along the mesh axes that are not of ranks.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     cut: Cut | None = None
+    placed: PartitionSpec = PartitionSpec()
 
     @property
     def held(self) -> jax.ShapeDtypeStruct:
@@ -74,8 +78,12 @@ class Leaf:
         return self.on_rank.size * self.on_rank.dtype.itemsize
 
     def spec(self, axis: Axis) -> PartitionSpec:
-        """How the array lies over the ranks, for ``shard_map`` and ``NamedSharding``."""
+        """How the array lies over the ranks, for ``shard_map``."""
         return self.cut.spec(shard_axis(axis)) if self.cut else PartitionSpec()
+
+    def sharding(self, mesh: Mesh | AbstractMesh, axis: Axis) -> NamedSharding:
+        """How the array lies over the mesh."""
+        return NamedSharding(mesh, self.spec(axis) if self.cut else self.placed)
 
 
 @dataclass(frozen=True)
@@ -104,6 +112,19 @@ class StateLayout:
         whole: Any = PartitionSpec()
         return TrainState(whole, params, opt_state, whole, memory, whole, whole, whole)
 
+    def shardings(self, mesh: Mesh | AbstractMesh, axis: Axis) -> Any:
+        """Gives a ``TrainState`` of the ``NamedSharding`` of each leaf, or of a prefix of them."""
+        on_ranks = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.specs(axis))
+        params, opt_state, copies = jax.tree.map(
+            lambda leaf: leaf.sharding(mesh, axis), (self.params, self.opt_state, self.copies)
+        )
+        is_placed = any(any(leaf.placed) for leaf in jax.tree.leaves(self.copies))
+        copies = copies if is_placed else on_ranks.copies  # which fits a state without copies, too
+        return TrainState(
+            on_ranks.step, params, opt_state, on_ranks.key, on_ranks.memory, on_ranks.model_state, on_ranks.loss_scale,
+            copies,
+        )  # fmt: skip
+
     def whole(self) -> Any:
         """Describes the full parameters."""
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self.params)
@@ -127,6 +148,7 @@ def state_layout(
     num_ranks: int,
     trainable: Callable[[str], bool] | None = None,
     compute_dtype: Any = None,
+    placed: Mapping[str, PartitionSpec] = MappingProxyType({}),
 ) -> StateLayout:
     """Lays a model's training state out over ranks.
 
@@ -137,6 +159,8 @@ def state_layout(
         num_ranks: Number of ranks that the state is divided among, or that have a state of the compression each.
         trainable: Predicate on a parameter's name; None trains all.
         compute_dtype: Of the copies that the loss takes, where parameters are not sharded; None: there are none.
+        placed: How parameters lie along the mesh axes that are not of ranks, by name; replicated if missing. An
+            optimizer's leaf of the shape of a parameter, whose path ends with the parameter's, lies as that does.
 
     Returns:
         The layout.
@@ -153,12 +177,26 @@ def state_layout(
 
     copies: Any = ()
     if compute_dtype is not None and not strategy.shards_params:
-        copies = jax.tree.map(lambda struct: Leaf(struct.shape, compute_dtype) if _is_float(struct) else None, params)
+        copies = jax.tree_util.tree_map_with_path(
+            lambda path, struct: (
+                Leaf(struct.shape, compute_dtype, placed=placed.get(path_name(path), PartitionSpec()))
+                if _is_float(struct)
+                else None
+            ),
+            params,
+        )
 
     if not strategy.shards_optimizer_state:
-        whole, state = jax.tree.map(
-            lambda struct: leaf(struct, None), (params, jax.eval_shape(optimizer.init, trained))
-        )
+        mirrors = {
+            name: (struct.shape, placed[name]) for name, struct in named_leaves(params).items() if name in placed
+        }
+
+        def as_placed(path: Any, struct: Any) -> Leaf:
+            name = f".{path_name(path)}"
+            specs = (spec for of, (shape, spec) in mirrors.items() if shape == struct.shape and name.endswith(f".{of}"))
+            return replace(leaf(struct, None), placed=next(specs, None) or PartitionSpec())
+
+        whole, state = jax.tree_util.tree_map_with_path(as_placed, (params, jax.eval_shape(optimizer.init, trained)))
         return StateLayout(whole, state, _first_memory(trained, strategy, num_ranks), copies)
 
     def cut(path: Any, struct: Any) -> Leaf:
@@ -189,6 +227,42 @@ def state_layout(
 
 def _flat(size: int, dtype: str, num_ranks: int) -> Leaf:
     return Leaf((size,), jnp.dtype(dtype), Cut((size,), num_ranks))
+
+
+def placed_specs(
+    params: Any, param_specs: Any, mesh: Mesh | AbstractMesh, axes: Sequence[str]
+) -> dict[str, PartitionSpec]:
+    """Gives how parameters lie along mesh axes that are not of ranks, by name; nothing without such axes.
+
+    Args:
+        params: A tree of full arrays or ``jax.ShapeDtypeStruct``.
+        param_specs: A tree of ``PartitionSpec`` like it, or a prefix.
+        mesh: Of ranks and other axes.
+        axes: The other axes.
+
+    Raises:
+        ValueError: If the trees do not fit, or a spec names another axis, or one that does not divide a dimension.
+    """
+    if not axes:
+        return {}
+    try:
+        specs = leaf_specs(param_specs, params)
+    except ValueError as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"param_specs must be a tree of PartitionSpec like params, or a prefix: {reason}") from error
+    found = {}
+    for (name, leaf), spec in zip(named_leaves(params).items(), specs, strict=True):
+        if not isinstance(spec, PartitionSpec) or not {*jax.tree.leaves(tuple(spec))} <= {*axes}:
+            raise ValueError(f"param_specs of {name!r} (={spec}) must be a PartitionSpec over {', '.join(axes)}")
+        try:
+            NamedSharding(mesh, spec).shard_shape(tuple(leaf.shape))
+        except ValueError as error:
+            sizes = ", ".join(f"{axis} {mesh.shape[axis]}" for axis in axes)
+            raise ValueError(
+                f"param_specs of {name!r} (={spec}) must divide its shape {[*leaf.shape]} by the axes' sizes: {sizes}"
+            ) from error
+        found[name] = spec
+    return found
 
 
 def _first_memory(trained: Any, strategy: Strategy, num_ranks: int) -> Any:

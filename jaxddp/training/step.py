@@ -31,12 +31,21 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.flatten_util import ravel_pytree
+from jax.sharding import PartitionSpec
 
 from ..communication.axes import shard_axis
 from ..communication.buckets import BucketPlan
 from ..communication.collectives import Axis, all_gather, all_reduce
 from ..communication.ordering import order_token
-from ..communication.reduction import REDUCE_SCATTER, Reduction, as_varying, finish_reduction, start_reduction
+from ..communication.reduction import (
+    REDUCE_SCATTER,
+    MeanGradients,
+    Reduction,
+    as_varying,
+    finish_reduction,
+    start_reduction,
+    sum_of_squares,
+)
 from ..communication.sharding import Cut
 from ..loss import PartialLoss, Parts, denominator, divide
 from ..metrics import PerExample, map_per_example
@@ -93,6 +102,8 @@ class RankStep:
     nonfinite: str = "ignore"
     state_sync: str = "mean"
     num_replicas: int = 1
+    placed: Mapping[str, PartitionSpec] = field(default_factory=dict)  # along other mesh axes, by name of the parameter
+    other_axes: tuple[str, ...] = ()  # of the mesh, which are XLA's
     cuts: Mapping[str, Cut] = field(default_factory=dict)  # of the parameters that the loss takes as shards, by name
     as_bits: bool = False  # how parameters are gathered, as for ``all_gather``
     leaves: LeafOwners | None = None  # where whole parameters have owners
@@ -243,6 +254,20 @@ class RankStep:
         loss, aux = divide(parts, num_parts)
         divisor = denominator(parts.loss, num_parts)
         divisor = divisor if scale is None else divisor * scale
+        if self.other_axes:
+            means = self._means_of_blocks(plan, total, token, divisor)
+        else:
+            means, memory = self._mean_gradients(plan, total, token, memory, divisor)
+        shard_squares = means.shard_squares
+        if self.strategy.shards_optimizer_state and self.num_ranks > 1:
+            with jax.named_scope(METRICS_SCOPE):
+                shard_squares = all_reduce(shard_squares, shard_axis(self.axis))
+        metrics = {"loss": loss, "grad_norm": jnp.sqrt(means.replicated_squares + shard_squares)}
+        return means.grads, parts, metrics if aux is None else metrics | {"aux": aux}, memory
+
+    def _mean_gradients(
+        self, plan: BucketPlan, total: Any, token: jax.Array, memory: Any, divisor: Any
+    ) -> tuple[MeanGradients, Any]:
         if not isinstance(total, Reduction):
             memory = jax.tree.map(lambda leaf: leaf[0], memory)
             total, memory = start_reduction(
@@ -251,13 +276,22 @@ class RankStep:
             )  # fmt: skip
             memory = jax.tree.map(lambda leaf: leaf[None], memory)
         total = total._replace(order_token=total.order_token + token)
-        means = finish_reduction(total, plan, self.num_shards, self.strategy.reduce, divisor)
-        shard_squares = means.shard_squares
-        if self.strategy.shards_optimizer_state and self.num_ranks > 1:
-            with jax.named_scope(METRICS_SCOPE):
-                shard_squares = all_reduce(shard_squares, shard_axis(self.axis))
-        metrics = {"loss": loss, "grad_norm": jnp.sqrt(means.replicated_squares + shard_squares)}
-        return means.grads, parts, metrics if aux is None else metrics | {"aux": aux}, memory
+        return finish_reduction(total, plan, self.num_shards, self.strategy.reduce, divisor), memory
+
+    def _means_of_blocks(self, plan: BucketPlan, total: Any, token: jax.Array, divisor: Any) -> MeanGradients:
+        """Reduces gradients that are split along other axes: each device sends its blocks, as the plan has them."""
+        grads = named_leaves(total)
+        specs = {name: self.placed[name] for name in grads}
+
+        def on_device(grads: dict[str, jax.Array], token: jax.Array, divisor: Any) -> dict[str, jax.Array]:
+            return self._mean_gradients(plan, grads, token, (), divisor)[0].grads
+
+        means = jax.shard_map(
+            on_device, in_specs=(specs, PartitionSpec(), PartitionSpec()), out_specs=specs,
+            axis_names={*self.other_axes}, check_vma=False,
+        )(grads, token, divisor)  # fmt: skip
+        with jax.named_scope(METRICS_SCOPE):
+            return MeanGradients(means, sum_of_squares(means.values()), jnp.zeros(()))
 
     def clip(self, grads: dict[str, jax.Array], params: Any, norm: jax.Array) -> Any:
         """Scales gradients to ``max_grad_norm``, and gives them the structure, shapes and dtypes of ``params``."""

@@ -23,8 +23,9 @@ from .. import __version__
 from ..arguments import check_function, check_kind, check_optimizer, is_number
 from ..communication.axes import shard_axis
 from ..communication.buckets import BucketPlan
+from ..communication.compression import check_stateless
 from ..loss import partial_loss
-from ..mesh import rank_axis
+from ..mesh import DATA_AXIS, rank_axis
 from ..metrics import Measure
 from ..strategy import GradientTrace, Strategy
 from ..tree import check_params, is_floating, named_leaves, split
@@ -96,6 +97,8 @@ class Trainer:
         has_state: bool = False,
         state_sync: str = "mean",
         check_replicas_every: int = 0,
+        axis: str | tuple[str, ...] | None = None,
+        param_specs: Any = None,
     ) -> None:
         """Describes a training run; compiles nothing yet.
 
@@ -136,6 +139,10 @@ class Trainer:
                 ranks; ``"first"``: those of rank 0 count, as DDP's buffers do. Other leaves are rank 0's.
             check_replicas_every: Steps between two calls of ``check_replicas`` by ``step``, which waits for that step;
                 0 makes none.
+            axis: Of the mesh, along which ranks lie, if the mesh has other axes: ``"data"`` if None.
+            param_specs: How parameters lie along the other axes, which are left to XLA, as for tensor parallelism: a
+                tree of ``PartitionSpec`` like the parameters, or a prefix of it. ``loss_fn`` may constrain values along
+                those axes too. For strategies that do not shard.
 
         Raises:
             ValueError: If the mesh has other axes than ``data_mesh`` makes or no devices, or a number is out of range.
@@ -155,6 +162,8 @@ class Trainer:
             "has_state": has_state,
             "state_sync": state_sync,
             "check_replicas_every": check_replicas_every,
+            "axis": axis,
+            "param_specs": param_specs,
         }
         check_function("loss_fn", loss_fn)
         check_optimizer(optimizer)
@@ -162,7 +171,18 @@ class Trainer:
         check_kind("mesh", mesh, (Mesh, AbstractMesh), "a mesh, such as jaxddp.data_mesh()")
         if trainable is not None:
             check_function("trainable", trainable, "a function of a parameter's name, or None")
-        axis = rank_axis(mesh)
+        axis = rank_axis(mesh, DATA_AXIS if axis is None and param_specs is not None else axis)
+        axes = (axis,) if isinstance(axis, str) else axis
+        other_axes = tuple(str(name) for name in mesh.axis_names if name not in axes)
+        if other_axes and param_specs is None:
+            raise ValueError(f"param_specs (=None) must be given for the other mesh axes: {', '.join(other_axes)}")
+        if other_axes and strategy.shards_optimizer_state:
+            raise ValueError(
+                f"strategy (={strategy.name!r}) must not shard with param_specs: use naive, flat, overlapped or"
+                " bucketed, whose state lies as param_specs has it, or a mesh without other axes"
+            )
+        if other_axes:
+            check_stateless(strategy.compression, "with param_specs: use none, bf16 or fp16")
         if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
             raise ValueError(f"num_microbatches (={num_microbatches!r}) must be a positive integer")
         if not all(kind == AxisType.Auto for kind in mesh.axis_types):
@@ -193,7 +213,7 @@ class Trainer:
         self._check_replicas_every, self._num_steps = check_replicas_every, 0
         self.strategy = strategy
         self.mesh = mesh
-        self.num_ranks = int(mesh.size)
+        self.num_ranks = math.prod(mesh.shape[name] for name in axes)
         self.num_microbatches = num_microbatches
         self._rank_step = RankStep(
             partial_loss(loss_fn, has_aux, has_state),
@@ -202,6 +222,7 @@ class Trainer:
             axis=axis,
             num_ranks=self.num_ranks,
             num_replicas=self.num_ranks // mesh.shape[shard_axis(axis)],
+            other_axes=other_axes,
             num_microbatches=num_microbatches,
             trainable=trainable,
             max_grad_norm=max_grad_norm,
@@ -212,12 +233,12 @@ class Trainer:
         )
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._agreed: dict[Any, dict[str, str]] = {}  # shapes of batches that all processes have
-        self._programs = Programs(self._rank_step, mesh)
+        self._programs = Programs(self._rank_step, mesh, param_specs)
 
     @property
     def batch_sharding(self) -> NamedSharding:
         """How the arrays of a batch lie over the ranks: split along dimension 0."""
-        return NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
+        return NamedSharding(self.mesh, PartitionSpec(self._rank_step.axis))
 
     def with_strategy(self, strategy: Strategy, mesh: Mesh | AbstractMesh | None = None) -> Trainer:
         """Gives the trainer of the same run under another strategy, on another mesh if one is given."""
@@ -354,8 +375,8 @@ class Trainer:
         """
         self._check_devices("check_replicas", "compile")
         check_alive(state)
-        if self.num_ranks > 1:
-            check_replicas(state, self._programs.layout(state).specs(self._rank_step.axis), self.mesh)
+        if self.mesh.size > 1:
+            check_replicas(state, self._programs.layout(state).shardings(self.mesh, self._rank_step.axis))
 
     def evaluate(self, state: TrainState, batches: Any, eval_fn: Callable[..., Any] | None = None) -> Any:
         """Gives the mean loss of a batch, or what ``eval_fn`` measures of one or several, without gradients.
@@ -394,7 +415,7 @@ class Trainer:
             raise ValueError(f"eval_fn (={type(eval_fn).__name__}) must be hashable: its programs are kept")
         assert isinstance(self.mesh, Mesh)
         measure = Measure(eval_fn, self._has_state)
-        return evaluate_batches(lambda *inputs: self._evaluate(state, inputs, measure), batches, self.mesh)
+        return evaluate_batches(lambda *inputs: self._evaluate(state, inputs, measure), batches, self.batch_sharding)
 
     def _evaluate(self, state: TrainState, batch: Any, measure: Measure | None = None) -> Any:
         batch = self._place(batch, 1)

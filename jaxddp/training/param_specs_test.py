@@ -1,0 +1,189 @@
+"""Data x tensor parallelism: axes of the mesh that are XLA's, and the training of one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxddp
+from jaxddp import targets
+from jaxddp.checkpoint import Checkpoints
+from jaxddp.communication.compression import powersgd
+from jaxddp.compiled.schedule import read_schedule
+
+SPECS = {"layers": [{"up": P(None, "model"), "bias": P("model"), "down": P("model", None)}] * 2, "head": P()}
+STRATEGIES = {
+    "naive": jaxddp.naive(),
+    "flat": jaxddp.flat(),
+    "overlapped": jaxddp.overlapped(),
+    "bucketed": jaxddp.bucketed(0.0005),
+}
+QUICK = (("naive", (2, 2)), ("flat", (2, 4)), ("bucketed", (4, 2)))  # by default: every shape
+
+
+@pytest.fixture(autouse=True)
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def grid(*shape, names=("data", "model")):
+    devices = jax.devices()[: np.prod(shape)]
+    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape), devices=devices)
+
+
+def forward(params, x):
+    for one in params["layers"]:
+        x = x + jnp.tanh(x @ one["up"] + one["bias"]) @ one["down"]
+    return x @ params["head"]
+
+
+def loss_fn(params, batch):
+    return jnp.mean((forward(params, batch["x"]) - batch["y"]) ** 2)
+
+
+def model():
+    rng = np.random.default_rng(0)
+    shapes = {"up": (7, 8), "bias": (8,), "down": (8, 7)}
+    layers = [{name: rng.normal(size=shape) / 3 for name, shape in shapes.items()} for _ in range(2)]
+    return {"layers": layers, "head": rng.normal(size=(7, 3))}
+
+
+def batches(count=4):
+    rng = np.random.default_rng(1)
+    return [{"x": rng.normal(size=(16, 7)), "y": rng.normal(size=(16, 3))} for _ in range(count)]
+
+
+def trained(trainer, state, steps):
+    for batch in steps:
+        state, metrics = trainer.step(state, batch)
+    return state, metrics
+
+
+def assert_equal(found, expected):
+    """Up to rounding in float64, over a few steps of a few sums."""
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=0, atol=1e-12), found, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        pytest.param(name, shape, marks=[] if (name, shape) in QUICK else pytest.mark.full)
+        for name in STRATEGIES
+        for shape in ((2, 2), (4, 2), (2, 4))
+    ],
+)
+def test_training_is_that_of_one_device_and_compiled_as_planned(name, shape):
+    params, optimizer = model(), optax.adamw(1e-2)
+    clipped = optax.chain(optax.clip_by_global_norm(0.5), optimizer)
+    opt_state = clipped.init(params)
+    for batch in batches():
+        updates, opt_state = clipped.update(jax.grad(loss_fn)(params, batch), opt_state, params)
+        params = optax.apply_updates(params, updates)
+
+    trainer = jaxddp.Trainer(
+        loss_fn, optimizer, STRATEGIES[name], grid(*shape), axis="data", param_specs=SPECS, max_grad_norm=0.5,
+        num_microbatches=2, check_replicas_every=2,
+    )  # fmt: skip
+    state, _ = trained(trainer, trainer.init(model()), batches())
+    assert_equal(trainer.params(state), params)
+    assert_equal(trainer.evaluate(state, batches()[0]), loss_fn(params, batches()[0]))
+
+    num_model = shape[1]
+    for tree in (state.params, state.opt_state[0].mu):  # what a device holds of [7, 8]
+        assert tree["layers"][1]["up"].addressable_shards[0].data.shape == (7, 8 // num_model)
+    compiled = read_schedule(trainer.compile(state, batches()[0])).gradient_groups()
+    assert sorted(trainer.planned_groups(state, batches()[0])) == compiled
+    assert {group for _, _, group in compiled} == {tuple(range(0, trainer.mesh.size, num_model))}
+    split = 2 * (7 * 8 + 8 + 8 * 7)
+    assert sum(num_bytes for _, num_bytes, _ in compiled) == 8 * (split // num_model + 7 * 3)
+
+
+def noisy_loss(params, model_state, batch, key):
+    x = batch["x"] * jax.random.bernoulli(key, 0.5, batch["x"].shape)
+    squares = jnp.sum((forward(params, x) - batch["y"]) ** 2, axis=1)
+    state = {"mean": 0.9 * model_state["mean"] + 0.1 * squares.mean()}
+    aux = {"mean": squares.mean(), "each": jaxddp.PerExample(squares)}
+    return jaxddp.Weighted(jnp.sum(squares * batch["mask"]), jnp.sum(batch["mask"])), (state, aux)
+
+
+@pytest.mark.parametrize("options", [{"num_microbatches": 2}, {"compute_dtype": jnp.float32}], ids=str)
+def test_keys_states_and_metrics_are_those_of_the_data_ranks_alone(options):
+    steps = [batch | {"mask": np.arange(16.0) % 5} for batch in batches(3)]
+    found = []
+    for mesh, placed in (
+        (jaxddp.data_mesh(4), {}),
+        (grid(4, 2), {"param_specs": SPECS}),
+        (grid(2, 2, 2, names=("replica", "data", "model")), {"param_specs": SPECS, "axis": ("replica", "data")}),
+    ):
+        trainer = jaxddp.Trainer(
+            noisy_loss, optax.adamw(1e-2), jaxddp.bucketed(), mesh, has_state=True, has_aux=True, **placed, **options
+        )
+        state = trainer.init(model(), model_state={"mean": jnp.zeros(())})
+        state, metrics = trained(trainer, state, steps)
+        measured = trainer.evaluate(
+            state, [{"x": np.ones((5, 7))}, {"x": np.zeros((3, 7))}],
+            lambda params, model_state, batch: {"each": jaxddp.PerExample(forward(params, batch["x"]).sum(1))},
+        )  # fmt: skip
+        found.append((trainer.params(state), trainer.model_state(state), metrics, measured))
+    for other in found[1:]:
+        # Products in float32 are rounded to 6e-8, and Adam divides by the size of gradients.
+        atol = 1e-5 if "compute_dtype" in options else 1e-12
+        jax.tree.map(lambda one, two, atol=atol: np.testing.assert_allclose(one, two, atol=atol), found[0], other)
+
+
+def test_checkpoints_are_of_no_mesh(tmp_path):
+    split = jaxddp.Trainer(loss_fn, optax.adam(1e-2), jaxddp.bucketed(), grid(2, 4), param_specs=SPECS)
+    flat = jaxddp.Trainer(loss_fn, optax.adam(1e-2), jaxddp.zero1(), jaxddp.data_mesh(4))
+    whole, _ = trained(flat, flat.init(model()), batches())
+    for number, (one, other) in enumerate(((split, flat), (flat, split))):
+        with Checkpoints(tmp_path / str(number)) as checkpoints:
+            state, _ = trained(one, one.init(model()), batches()[:2])
+            checkpoints.save(one, state)
+            state, _ = checkpoints.restore(other, model())
+        state, _ = trained(other, state, batches()[2:])
+        assert_equal(other.params(state), flat.params(whole))
+
+
+def test_optimizers_that_are_not_elementwise_see_whole_parameters():
+    found = []
+    for mesh, placed in ((jaxddp.data_mesh(2), {}), (grid(2, 2), {"param_specs": SPECS})):
+        trainer = jaxddp.Trainer(loss_fn, optax.lamb(1e-2), jaxddp.bucketed(), mesh, **placed)
+        state, _ = trained(trainer, trainer.init(model()), batches())
+        found.append(trainer.params(state))
+    assert_equal(*found)
+
+
+@pytest.mark.full
+def test_on_gpus_that_are_not_here_it_compiles_as_planned():
+    device = targets.mesh("h100:8").abstract_device
+    mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, abstract_device=device)
+    trainer = jaxddp.Trainer(loss_fn, optax.adamw(1e-2), jaxddp.bucketed(0.0005), mesh, param_specs=SPECS)
+    state, batch = trainer.abstract_state(model()), batches()[0]
+    compiled = read_schedule(trainer.compile(state, batch)).gradient_groups()
+    assert len(compiled) > 2 and sorted(trainer.planned_groups(state, batch)) == compiled
+
+
+def test_bad_input():
+    def make(strategy=STRATEGIES["naive"], **options):
+        return jaxddp.Trainer(loss_fn, optax.sgd(0.1), strategy, grid(2, 2), **options)
+
+    with pytest.raises(ValueError, match=r"^mesh axes \(=\('data', 'model'\)\) must be one, or 'replica' and another,"):
+        make()
+    with pytest.raises(ValueError, match=r"^param_specs \(=None\) must be given for the other mesh axes: model$"):
+        make(axis="data")
+    with pytest.raises(ValueError, match=r"^axis \(='dat'\) must be of the mesh, whose axes are data, model$"):
+        make(axis="dat", param_specs=SPECS)
+    with pytest.raises(ValueError, match=r"^strategy \(='zero1'\) must not shard with param_specs: use naive, flat, "):
+        make(jaxddp.zero1(), param_specs=SPECS)
+    with pytest.raises(ValueError, match=r"^compression \(='powersgd:1'\) must be stateless with param_specs: use"):
+        make(jaxddp.bucketed(compression=powersgd(1)), param_specs=SPECS)
+    with pytest.raises(ValueError, match=r"^param_specs of 'head' \(=.*'data'.*\) must be a PartitionSpec over model$"):
+        make(param_specs=SPECS | {"head": P("data")}).init(model())
+    with pytest.raises(ValueError, match=r"param_specs of 'head' \(=.*\) must divide its shape \[7, 3\] by .*model 2$"):
+        make(param_specs=SPECS | {"head": P("model")}).init(model())
+    with pytest.raises(ValueError, match=r"^param_specs must be a tree of PartitionSpec like params, or a prefix: .*$"):
+        make(param_specs={"head": P()}).init(model())
