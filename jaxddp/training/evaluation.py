@@ -55,7 +55,7 @@ def _parts(run: Run, batches: Any, by_rank: NamedSharding) -> Iterator[dict[str,
 
 def _padded(batches: Any, by_rank: NamedSharding) -> Iterator[tuple[Any, np.ndarray, np.ndarray]]:
     """Gives batches of this process's ranks until no process has more; which of the rows are real; which of all are."""
-    placed = by_rank.devices_indices_map((by_rank.num_devices,))  # of several devices of a rank, the first counts
+    placed: Any = by_rank.devices_indices_map((by_rank.num_devices,))  # of several devices of a rank, the first counts
     process_of = {indices[0].start or 0: device.process_index for device, indices in reversed([*placed.items()])}
     processes = [process_of[start] for start in sorted(process_of)]
     place = np.array([processes[:rank].count(process) for rank, process in enumerate(processes)])
