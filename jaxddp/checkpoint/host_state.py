@@ -48,7 +48,7 @@ def places_of(trainer: Trainer, state: TrainState) -> TrainState:
     )
     memory = jax.tree.map(lambda array: Leaf(array.shape[1:], array.dtype), layout.memory)
     opt_state = layout.opt_state if layout.leaves is None else whole(layout.leaves.slots)
-    return TrainState(step, layout.params, opt_state, key, memory, model_state, loss_scale)
+    return TrainState(step, layout.params, opt_state, key, memory, model_state, loss_scale, ema=layout.ema)
 
 
 def to_host(trainer: Trainer, state: TrainState) -> Iterator[tuple[str, np.ndarray]]:
@@ -97,7 +97,8 @@ def to_ranks(
         trainer: The trainer that gets the state.
         state: From its ``abstract_state``.
         arrays: By name, the same in every process, with dtypes no wider than the state's. Compression state that is
-            missing, or belongs to another compression, is initialized instead, as a missing loss scale is.
+            missing, or belongs to another compression, is initialized instead, as a missing loss scale is. A missing
+            moving average starts at the parameters.
         key_impls: RNG implementation of each key, by name.
     """
     mesh = _mesh(trainer)
@@ -107,7 +108,8 @@ def to_ranks(
     leaves = named_leaves(places)
     slots = {} if owners is None else named_leaves({"opt_state": owners.slots})
     owned = {name for name, slot in slots.items() if slot.param is not None}
-    arrays = {**jax.tree.map(np.asarray, named_leaves({"loss_scale": first_scale()})), **arrays}
+    first_ema = {name: arrays[name.replace("ema", "params", 1)] for name in leaves if name.startswith("ema")}
+    arrays = {**jax.tree.map(np.asarray, named_leaves({"loss_scale": first_scale()})), **first_ema, **arrays}
     placed = {
         name: arrays[name] if name in owned else _to_ranks(arrays[name], where, mesh, key_impls.get(name))
         for name, where in leaves.items()

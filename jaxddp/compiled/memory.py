@@ -37,7 +37,7 @@ class DeviceBytes:
 
     Attributes:
         parameters: Parameters as the loss takes them: this device's shards, or copies in a compute dtype.
-        optimizer_state: Optimizer state, with its counters, and the masters of such copies.
+        optimizer_state: Optimizer state, with its counters, the masters of such copies, and a moving average.
         others: Step number, RNG key, and state of a compression.
         batch: This device's examples.
         padding: What the compiler's layout adds to arguments, such as a TPU's tiles.
@@ -110,7 +110,7 @@ def held_bytes(layout: StateLayout) -> DeviceBytes:
         DeviceBytes(parameters=40, optimizer_state=28, others=0, ...
     """
     held, copies = {"parameters": 0, "optimizer_state": 0}, named_leaves(layout.copies)
-    leaves = {"params": layout.params, "opt_state": layout.opt_state, "copies": layout.copies}
+    leaves = {"params": layout.params, "opt_state": layout.opt_state, "copies": layout.copies, "ema": layout.ema}
     for name, leaf in named_leaves(leaves).items():
         held[_component(name, copies)] += leaf.bytes_on_rank
     return DeviceBytes(**held)
@@ -213,7 +213,7 @@ def _component(name: str, copies: Collection[str]) -> str:
     field, _, leaf = name.partition(".")
     if field == "copies" or (field == "params" and leaf not in copies):
         return "parameters"
-    return "optimizer_state" if field in ("params", "opt_state") else "others"
+    return "optimizer_state" if field in ("params", "opt_state", "ema") else "others"
 
 
 def _num_elements(leaf: Leaf) -> int:

@@ -113,8 +113,9 @@ class Programs:
             num_ranks = step.num_shards if step.strategy.shards_optimizer_state else step.num_ranks
             placed = placed_specs(params, self._param_specs, self._mesh, step.other_axes)
             layout = state_layout(
-                params, step.optimizer, step.strategy, num_ranks, step.trainable, step.compute_dtype, placed
-            )
+                params, step.optimizer, step.strategy, num_ranks, step.trainable, step.compute_dtype, placed,
+                has_ema=step.ema_decay is not None,
+            )  # fmt: skip
             specs = layout.specs(step.axis), PartitionSpec(step.axis)
             shardings = layout.shardings(self._mesh, step.axis), NamedSharding(self._mesh, specs[1])
             model = _Model(layout, self._on_rank(layout), specs, shardings)

@@ -5,6 +5,7 @@ leaf            replicated            zero1, zero2           zero3
 =============== ===================== ====================== ======================
 parameter       full                  full, or shards        shards, small ones full
 copies          full                  full                   none
+ema             full                  shards                 as the parameter
 optimizer state full                  shards where it mirrors a parameter, else full
   of whole ones                       that of the parameters that the rank owns (zero/leaves.py)
 step, key ...   full                  full                   full
@@ -96,6 +97,7 @@ class StateLayout:
         memory: State of the compression before the first step, NumPy arrays ``[num_ranks, ...]``.
         copies: A tree like the parameters, of ``Leaf`` where the loss takes a copy in the compute dtype, else None;
             empty if it takes the parameters themselves.
+        ema: A tree of ``Leaf`` like the trainable parameters, where their moving average is kept, else empty.
         leaves: Who owns which part of the optimizer's state, where ranks own it by whole parameters.
     """
 
@@ -103,26 +105,27 @@ class StateLayout:
     opt_state: Any
     memory: Any = ()
     copies: Any = ()
+    ema: Any = ()
     leaves: LeafOwners | None = None
 
     def specs(self, axis: Axis) -> Any:
         """Gives a ``TrainState`` of the ``PartitionSpec`` of each leaf."""
-        params, opt_state = jax.tree.map(lambda leaf: leaf.spec(axis), (self.params, self.opt_state))
+        params, opt_state, ema = jax.tree.map(lambda leaf: leaf.spec(axis), (self.params, self.opt_state, self.ema))
         memory = jax.tree.map(lambda array: PartitionSpec(axis), self.memory)
         whole: Any = PartitionSpec()
-        return TrainState(whole, params, opt_state, whole, memory, whole, whole, whole)
+        return TrainState(whole, params, opt_state, whole, memory, whole, whole, whole, ema)
 
     def shardings(self, mesh: Mesh | AbstractMesh, axis: Axis) -> Any:
         """Gives a ``TrainState`` of the ``NamedSharding`` of each leaf, or of a prefix of them."""
         on_ranks = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.specs(axis))
-        params, opt_state, copies = jax.tree.map(
-            lambda leaf: leaf.sharding(mesh, axis), (self.params, self.opt_state, self.copies)
+        params, opt_state, copies, ema = jax.tree.map(
+            lambda leaf: leaf.sharding(mesh, axis), (self.params, self.opt_state, self.copies, self.ema)
         )
         is_placed = any(any(leaf.placed) for leaf in jax.tree.leaves(self.copies))
         copies = copies if is_placed else on_ranks.copies  # which fits a state without copies, too
         return TrainState(
             on_ranks.step, params, opt_state, on_ranks.key, on_ranks.memory, on_ranks.model_state, on_ranks.loss_scale,
-            copies,
+            copies, ema,
         )  # fmt: skip
 
     def whole(self) -> Any:
@@ -136,9 +139,10 @@ class StateLayout:
 
     def held(self) -> TrainState:
         """Describes a state of step 0, as it lies over the ranks."""
-        params, opt_state, copies = jax.tree.map(lambda leaf: leaf.held, (self.params, self.opt_state, self.copies))
+        held = jax.tree.map(lambda leaf: leaf.held, (self.params, self.opt_state, self.copies, self.ema))
+        params, opt_state, copies, ema = held
         step, key = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), jax.random.key(0)))
-        return TrainState(step, params, opt_state, key, abstract(self.memory), copies=copies)
+        return TrainState(step, params, opt_state, key, abstract(self.memory), copies=copies, ema=ema)
 
 
 def state_layout(
@@ -149,6 +153,8 @@ def state_layout(
     trainable: Callable[[str], bool] | None = None,
     compute_dtype: Any = None,
     placed: Mapping[str, PartitionSpec] = MappingProxyType({}),
+    *,
+    has_ema: bool = False,
 ) -> StateLayout:
     """Lays a model's training state out over ranks.
 
@@ -161,6 +167,7 @@ def state_layout(
         compute_dtype: Of the copies that the loss takes, where parameters are not sharded; None: there are none.
         placed: How parameters lie along the mesh axes that are not of ranks, by name; replicated if missing. An
             optimizer's leaf of the shape of a parameter, whose path ends with the parameter's, lies as that does.
+        has_ema: Whether a moving average of the parameters is kept.
 
     Returns:
         The layout.
@@ -197,7 +204,8 @@ def state_layout(
             return replace(leaf(struct, None), placed=next(specs, None) or PartitionSpec())
 
         whole, state = jax.tree_util.tree_map_with_path(as_placed, (params, jax.eval_shape(optimizer.init, trained)))
-        return StateLayout(whole, state, _first_memory(trained, strategy, num_ranks), copies)
+        ema = split(whole, trainable)[0] if has_ema else ()
+        return StateLayout(whole, state, _first_memory(trained, strategy, num_ranks), copies, ema)
 
     def cut(path: Any, struct: Any) -> Leaf:
         name = path_name(path)
@@ -206,7 +214,8 @@ def state_layout(
         return leaf(struct, strategy.cut(tensor_specs({name: struct})[name], num_ranks))
 
     updated = jax.tree_util.tree_map_with_path(cut, params)
-    shards = jax.tree.map(lambda place: place.on_rank, split(updated, trainable)[0])
+    ema = split(updated, trainable)[0]
+    shards = jax.tree.map(lambda place: place.on_rank, ema)
     leaves = LeafOwners(optimizer, trained, num_ranks) if strategy.shards_leaves else None
     if leaves is not None:
         opt_state: Any = OwnedState(
@@ -222,7 +231,7 @@ def state_layout(
         )
     if not strategy.shards_params:  # only a leaf with a full copy may be a shard itself
         updated = jax.tree.map(lambda place: place if copies and _is_float(place) else leaf(place, None), updated)
-    return StateLayout(updated, opt_state, copies=copies, leaves=leaves)
+    return StateLayout(updated, opt_state, copies=copies, ema=ema if has_ema else (), leaves=leaves)
 
 
 def _flat(size: int, dtype: str, num_ranks: int) -> Leaf:

@@ -14,6 +14,7 @@ reduce        grads  = sum over ranks of grads / sum of weights               th
 clip          grads *= min(1, max_grad_norm / norm)
 model state   mean over ranks, or that of rank 0                              model_state.py
 update        params, optimizer state = optimizer(grads)                      this rank's shards under ZeRO
+average       ema    = ema_decay * ema + (1 - ema_decay) * params             the same
 gather        params = all-gather of the ranks' shards                        ZeRO 1 and 2
               copies = the same of the shards in the compute dtype            there params stay shards
 """
@@ -70,6 +71,7 @@ class _TrainState(NamedTuple):
     model_state: Any = ()  # what ``loss_fn`` returns besides the loss and takes again, equal on all ranks
     loss_scale: Any = ()  # a ``LossScale``, equal on all ranks
     copies: Any = ()  # floating params in the compute dtype, full, as the loss takes them; None in place of the others
+    ema: Any = ()  # moving average of the trainable params, in shards where the optimizer updates shards
 
 
 class TrainState(_TrainState):
@@ -104,6 +106,7 @@ class RankStep:
     num_replicas: int = 1
     placed: Mapping[str, PartitionSpec] = field(default_factory=dict)  # along other mesh axes, by name of the parameter
     other_axes: tuple[str, ...] = ()  # of the mesh, which are XLA's
+    ema_decay: float | None = None
     cuts: Mapping[str, Cut] = field(default_factory=dict)  # of the parameters that the loss takes as shards, by name
     as_bits: bool = False  # how parameters are gathered, as for ``all_gather``
     leaves: LeafOwners | None = None  # where whole parameters have owners
@@ -150,7 +153,11 @@ class RankStep:
         with jax.named_scope(OPTIMIZER_SCOPE):
             params = self._updated_here(masters)
             grads = self.clip(grads, params, metrics["grad_norm"])
-            new = *self.update(grads, params, state.opt_state, metrics["loss"], trainable), memory, model_state
+            updated, opt_state = self.update(grads, params, state.opt_state, metrics["loss"], trainable)
+            ema = state.ema
+            if self.ema_decay is not None:
+                ema = optax.incremental_update(updated, ema, 1 - self.ema_decay)
+            new = updated, opt_state, memory, model_state, ema
             metrics |= _learning_rate(new[1] if self.leaves is None else new[1].shared)
             conditions = []
             if parts.loss.weight is not None:  # with no weight at all, weight decay and momentum must not move anything
@@ -166,15 +173,15 @@ class RankStep:
                 metrics["loss_scale"], loss_scale = scale, next_scale(loss_scale, conditions[-1])
             if conditions:
                 updates = jnp.stack(conditions).all()
-                old = params, state.opt_state, state.memory, state.model_state
+                old = params, state.opt_state, state.memory, state.model_state, state.ema
                 new = jax.tree.map(lambda new, old: jnp.where(updates, new, old), new, old)
-        updated, opt_state, memory, model_state = new
+        updated, opt_state, memory, model_state, ema = new
         gathered, copies = self.gather(plan, updated, trainable), ()
         if jax.tree.leaves(state.copies):  # they may be a single array
             gathered, copies = updated, merge(gathered, split(state.copies, self.trainable)[1])
         params = merge(gathered, fixed)
-        new_state = TrainState(state.step + 1, params, opt_state, state.key, memory, model_state, loss_scale, copies)
-        return new_state, metrics
+        others = memory, model_state, loss_scale, copies, ema
+        return TrainState(state.step + 1, params, opt_state, state.key, *others), metrics
 
     def used(self, state: TrainState) -> Any:
         """Gives what the loss takes: copies in the compute dtype, where there are any, in place of parameters."""

@@ -28,7 +28,7 @@ from ..loss import partial_loss
 from ..mesh import DATA_AXIS, rank_axis
 from ..metrics import Measure
 from ..strategy import GradientTrace, Strategy
-from ..tree import check_params, is_floating, named_leaves, split
+from ..tree import check_params, is_floating, merge, named_leaves, split
 from ..watchdog import begin_step, end_step, wait_for_end
 from ..zero.elementwise import describe_update
 from .agreement import agreement, check_alike
@@ -41,7 +41,17 @@ from .replicas import ReplicaError, check_replicas
 from .state_layout import StateLayout
 from .step import NONFINITE_STATE, RankStep
 from .step import TrainState as TrainState
-from .validation import abstract, as_arrays, check_alive, check_batch, check_state, host_arrays, is_global, signature
+from .validation import (
+    abstract,
+    as_arrays,
+    check_alive,
+    check_batch,
+    check_state,
+    host_arrays,
+    is_global,
+    one_line_errors,
+    signature,
+)
 
 NONFINITE = ("ignore", "raise", "skip")
 
@@ -99,6 +109,7 @@ class Trainer:
         check_replicas_every: int = 0,
         axis: str | tuple[str, ...] | None = None,
         param_specs: Any = None,
+        ema_decay: float | None = None,
     ) -> None:
         """Describes a training run; compiles nothing yet.
 
@@ -143,6 +154,10 @@ class Trainer:
             param_specs: How parameters lie along the other axes, which are left to XLA, as for tensor parallelism: a
                 tree of ``PartitionSpec`` like the parameters, or a prefix of it. ``loss_fn`` may constrain values along
                 those axes too. For strategies that do not shard.
+            ema_decay: Keeps a moving average of the trainable parameters beside them, for ``params(state, "ema")``:
+                ``ema = ema_decay * ema + (1 - ema_decay) * params`` after each step that is not skipped. It starts at
+                the parameters given to ``init``, so there is no bias to correct. It has their dtype, is sharded where
+                the optimizer's state is, and is saved in checkpoints. None: keeps none.
 
         Raises:
             ValueError: If the mesh has other axes than ``data_mesh`` makes or no devices, or a number is out of range.
@@ -164,6 +179,7 @@ class Trainer:
             "check_replicas_every": check_replicas_every,
             "axis": axis,
             "param_specs": param_specs,
+            "ema_decay": ema_decay,
         }
         check_function("loss_fn", loss_fn)
         check_optimizer(optimizer)
@@ -192,6 +208,8 @@ class Trainer:
                 raise ValueError(f"{name} (={dtype!r}) must be a floating dtype or None")
         if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm > 0):
             raise ValueError(f"max_grad_norm (={max_grad_norm!r}) must be positive or None")
+        if ema_decay is not None and not (is_number(ema_decay) and 0 <= ema_decay < 1):
+            raise ValueError(f"ema_decay (={ema_decay!r}) must be at least 0 and below 1, or None")
         if nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite (={nonfinite!r}) must be one of {', '.join(NONFINITE)}")
         if loss_scale not in (None, "dynamic"):
@@ -217,7 +235,7 @@ class Trainer:
         self.num_microbatches = num_microbatches
         self._rank_step = RankStep(
             partial_loss(loss_fn, has_aux, has_state),
-            optax.with_extra_args_support(optimizer),
+            one_line_errors(optimizer),
             _with_compute_dtype(strategy, compute_dtype),
             axis=axis,
             num_ranks=self.num_ranks,
@@ -230,6 +248,7 @@ class Trainer:
             compute_dtype=None if compute_dtype is None else jnp.dtype(compute_dtype),
             nonfinite=nonfinite,
             state_sync=state_sync,
+            ema_decay=ema_decay,
         )
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._agreed: dict[Any, dict[str, str]] = {}  # shapes of batches that all processes have
@@ -276,6 +295,8 @@ class Trainer:
             check_alike({"optimizer": self._describe_update(params)})
             params, model_state, seed = from_first_process((params, model_state, seed))
         layout = self._programs.describe(params)
+        has_ema, trained = self._rank_step.ema_decay is not None, split(params, self._rank_step.trainable)[0]
+        ema = place(trained, layout.ema, self.mesh) if has_ema else ()
         params = place(params, layout.params, self.mesh)
         opt_state = self._programs.init_opt_state(layout, params)
         seed = int(seed)
@@ -286,7 +307,7 @@ class Trainer:
         step, key, loss_scale = jax.jit(first, out_shardings=self._replicated)()
         model_state = place(model_state, whole(model_state), self.mesh)
         memory, copies = place_by_rank(layout.memory, self.mesh), self._programs.make_copies(layout, params)
-        return TrainState(step, params, opt_state, key, memory, model_state, loss_scale, copies)
+        return TrainState(step, params, opt_state, key, memory, model_state, loss_scale, copies, ema)
 
     def abstract_state(self, params: Any, model_state: Any = None) -> TrainState:
         """Describes the state of step 0 without making it, for ``plan``, ``planned`` and ``compile``.
@@ -422,14 +443,30 @@ class Trainer:
         result = self._programs.evaluate(state, batch, measure)(state, batch)
         return jax.block_until_ready(result) if self._programs.platform == "cpu" else result
 
-    def params(self, state: TrainState) -> Any:
+    def params(self, state: TrainState, which: str = "params") -> Any:
         """Gives a copy of the full parameters, as the tree that ``init`` was given; later steps do not change it.
 
         With a ``compute_dtype`` they are the masters.
         Every device gets all of them; ``checkpoint.host_state.host_params`` puts them on the host instead.
+
+        Args:
+            state: Kept as it is.
+            which: ``"params"``, or ``"ema"`` for their moving average, with ``ema_decay``; what is not trained is as it
+                is.
+
+        Raises:
+            ValueError: If ``which`` is another, or there is no moving average.
         """
         check_alive(state)
-        return full_arrays(state.params, self._programs.layout(state).params, self.mesh)
+        if which not in ("params", "ema"):
+            raise ValueError(f"which (={which!r}) must be 'params' or 'ema'")
+        layout = self._programs.layout(state)
+        if which == "params":
+            return full_arrays(state.params, layout.params, self.mesh)
+        if self._rank_step.ema_decay is None:
+            raise ValueError(f"which (={which!r}) needs Trainer(ema_decay=...)")
+        held, places = (split(tree, self._rank_step.trainable)[1] for tree in (state.params, layout.params))
+        return full_arrays(merge(state.ema, held), merge(layout.ema, places), self.mesh)
 
     def model_state(self, state: TrainState) -> Any:
         """Gives a copy of the model state, as the tree that ``init`` was given."""
@@ -601,6 +638,7 @@ class Trainer:
             "has_aux": self._arguments["has_aux"],
             "state_sync": self._arguments["state_sync"],
             "check_replicas_every": self._check_replicas_every,
+            "ema_decay": self._arguments["ema_decay"],
             "grad_dtype": str(self._arguments["grad_dtype"]),
             "compute_dtype": str(self._arguments["compute_dtype"]),
             "loss_scale": self._arguments["loss_scale"],
