@@ -514,7 +514,8 @@ def _term(kind: str, leaves: list[Any], constants: list[Any], batch: Any) -> tup
         total = lax.map(lambda i: noise(_rank_here(), i), jnp.arange(2)).sum()
         return zeros, sum(total * jnp.sum(leaf) for leaf in leaves)
     if kind == "rank in a branch":
-        total = lax.cond(jnp.array(True), lambda: noise(_rank_here(), 0), lambda: jnp.zeros((), x.dtype))
+        # Both branches depend on the rank: in a shard_map that checks, JAX refuses others.
+        total = lax.cond(jnp.array(True), lambda: noise(_rank_here(), 0), lambda: 0 * noise(_rank_here(), 1))
         return zeros, sum(total * jnp.sum(leaf) for leaf in leaves)
     unit = jaxddp.layer(lambda pair, x: x + features(x, *pair)[:, None])
     hidden = x
