@@ -155,6 +155,7 @@ class RankPool:
         self._parent_pid = os.getpid()
         self._folder = tempfile.mkdtemp(prefix="torchref-")
         self._remove_folder = weakref.finalize(self, _remove, self._folder, _remove_with_parent(self._folder))
+        self.is_cancelled = False  # the call that is under way
         _open_pools.add(self)
 
     def run(
@@ -193,6 +194,7 @@ class RankPool:
         payload = _pickled(f"fn (={fn!r}) and its arguments", (fn, args))
         if not self._running.acquire(blocking=False):
             raise ValueError("this RankPool is busy with another call: every thread needs a pool of its own")
+        self.is_cancelled = False
         try:
             if self._closed:
                 raise ValueError("this RankPool is closed")
@@ -280,6 +282,8 @@ class RankPool:
                 at_s = cause.at_s and time.time() - (time.monotonic() - cause.at_s)
                 said = f"rank {first + cause.rank} of {of_all} failed: {cause.summary}\n\n{cause.details}"
                 raise RankError(said, at_s)
+            if self.is_cancelled:
+                raise RankError("the call was cancelled")
             if share:
                 share.check()
         return [results[rank] for rank in ranks]
@@ -433,6 +437,12 @@ def _pickled(name: str, value: Any) -> bytes:
 def _close_open_pools() -> None:
     for pool in list(_open_pools):
         pool.close()
+
+
+def cancel_calls() -> None:
+    """Makes calls of pools that are under way in other threads of this process raise `RankError` within a second."""
+    for pool in list(_open_pools):
+        pool.is_cancelled = True
 
 
 # One rank, seen from its parent.

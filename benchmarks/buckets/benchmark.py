@@ -24,6 +24,7 @@ from ..strategies.benchmark import (
     GPU_STEPS,
     QUICK_MODEL,
     check_memory,
+    in_turns,
     is_on_gpus,
     make_sized_setup,
 )  # fmt: skip
@@ -73,7 +74,7 @@ def describe(options: Options) -> tuple[TrainingSetup, str]:
     swept = ", ".join(f"{spec.bucket_mb:g}" for spec in specs)
     setup = replace(setup, strategies=specs, with_schedules=True)
     check_memory(setup)
-    return setup, f"{described}; buckets of {swept} MiB"
+    return in_turns(setup), f"{described}; buckets of {swept} MiB"
 
 
 def run(this: Run, setup: TrainingSetup) -> bool:

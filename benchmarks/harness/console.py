@@ -6,10 +6,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from .values import short
 
@@ -28,12 +29,18 @@ def make_console() -> Console:
 @contextmanager
 def progress_of(console: Console, title: str) -> Iterator[Callable[[int, Any], None]]:
     """Shows the messages of rank 0; yields the function that ``torchref.launch`` calls with rank and message."""
+    with progress_of_all(console, title) as shown:
+        yield shown[title]
+
+
+@contextmanager
+def progress_of_all(console: Console, *titles: str) -> Iterator[dict[str, Callable[[int, Any], None]]]:
+    """Does what ``progress_of`` does for several at once, which may be called from threads of their own."""
     title_column = TextColumn("{task.description}")
     columns = [title_column, BarColumn(), MofNCompleteColumn(), TextColumn("rounds"), TimeElapsedColumn()]
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-        task = progress.add_task(title, total=None)
 
-        def show(rank: int, message: Any) -> None:
+        def show(title: str, task: TaskID, rank: int, message: Any) -> None:
             if rank != 0:
                 return
             kind, *content = message
@@ -51,4 +58,4 @@ def progress_of(console: Console, title: str) -> Iterator[Callable[[int, Any], N
                 if not console.is_terminal and done % max(1, total // NUM_PLAIN_LINES) == 0:
                     console.print(f"{title}: {done} of {total} rounds")
 
-        yield show
+        yield {title: partial(show, title, progress.add_task(title, total=None)) for title in titles}

@@ -62,7 +62,7 @@ class Run:
             Its rows; each has a ``check``.
         """
         there = [row for row in self.rows if row.get("part") == key]
-        if there and not is_derived and not any(is_failed(row) for row in there):
+        if not is_derived and self.has(key):
             self.console.print(f"{key}: was measured before", soft_wrap=True)
             return there
         self._since = ticks()
@@ -75,6 +75,11 @@ class Run:
         made = self.put(key, rows)
         self.say(key, made)
         return made
+
+    def has(self, key: str) -> bool:
+        """Whether a part was measured before, and nothing of it failed."""
+        there = [row for row in self.rows if row.get("part") == key]
+        return bool(there) and not any(is_failed(row) for row in there)
 
     def put(self, key: str, rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Writes all rows of a part in place of its earlier ones: a part may grow while it is measured.

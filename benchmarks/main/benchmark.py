@@ -24,7 +24,8 @@ def describe(options: Options) -> tuple[TrainingSetup, str]:
     """Describes the job, as ``strategies.describe`` does."""
     model = options.model or strategies.QUICK_MODEL
     batch_size = options.batch_size or max(BATCH_SIZE, options.ranks or num_gpus())
-    return strategies.describe(replace(options, model=model, batch_size=batch_size), tuple(STRATEGIES))
+    setup, described = strategies.describe(replace(options, model=model, batch_size=batch_size), tuple(STRATEGIES))
+    return replace(setup, takes_turns=False), described  # torch compiles nothing: its rows need not wait for JAX's
 
 
 def run(this: Run, setup: TrainingSetup) -> bool:

@@ -124,7 +124,7 @@ def test_a_run_is_made_of_its_points(tmp_path, monkeypatch):
     measured = {"bucketed": Measured([], [], metrics, metrics, 0.0, [0.1, 0.2, 0.3])}
     side = SideResult(1, "simulated", "one device", "XLA in-process", "cpu", {}, weights, weights, measured)
 
-    def run_jax(this, setup, initial):
+    def run_jax(setup, initial, show):
         export_weights(initial, weights)
         return side
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from jaxddp import STRATEGIES as OURS
+from jaxddp.environment import gpus
 from jaxddp.models import SIZES
 from jaxddp.registry import is_bucketed
 from jaxddp.training.data import Corpus, RandomTokens
@@ -68,7 +69,7 @@ def describe(options: Options, names: Sequence[str] | None = None) -> tuple[Trai
     num_in_a_row = options.in_a_row or (GPU_IN_A_ROW if on_gpus else 0)
     setup = replace(setup, strategies=specs, num_in_a_row=num_in_a_row, with_traces=options.profile)
     check_memory(setup)
-    return setup, f"{described}; {', '.join(names)}"
+    return in_turns(setup), f"{described}; {', '.join(names)}"
 
 
 def is_on_gpus(options: Options) -> bool:
@@ -156,16 +157,28 @@ def make_setup(
 
 def check_memory(setup: TrainingSetup) -> None:
     """Raises ValueError, in a line, if the training runs that a setup keeps side by side would not fit into memory."""
-    num_runs = 1 + max(len(setup.of(framework)) for framework in PEERS) * (1 + setup.with_baselines)
-    # Parameters and AdamW's two moments of each; the gradients of one.
-    needed = SIZES[setup.model].num_params * param_bytes(setup.dtype) * (3 * num_runs + 1)
-    if setup.ranks.kind != "gpus":
-        needed = setup.ranks.num_on_host * (needed + PROCESS_BYTES)
+    num_runs, needed = max(_needed(setup, framework) for framework in PEERS)
     if needed > (free := free_bytes(setup.ranks.kind)):
         raise ValueError(
             f"model (={setup.model}) must fit into memory: {num_runs} training runs side by side on {setup.ranks.num}"
             f" ranks need at least {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free"
         )
+
+
+def in_turns(setup: TrainingSetup) -> TrainingSetup:
+    """Lets the frameworks of a setup take turns where both fit into memory at once, and may share a GPU."""
+    fits = sum(_needed(setup, framework)[1] for framework in PEERS) <= free_bytes(setup.ranks.kind)
+    shares = setup.ranks.kind != "gpus" or all(gpu.compute_mode == "Default" for gpu in gpus())
+    return replace(setup, takes_turns=fits and shares)
+
+
+def _needed(setup: TrainingSetup, framework: str) -> tuple[int, int]:
+    """Training runs that a framework keeps side by side, and their bytes: on a GPU, or on this host's CPUs."""
+    num_runs = 1 + len(setup.of(framework)) * (1 + setup.with_baselines)
+    # Parameters and AdamW's two moments of each; the gradients of one.
+    needed = SIZES[setup.model].num_params * param_bytes(setup.dtype) * (3 * num_runs + 1)
+    on_cpus = setup.ranks.kind != "gpus"
+    return num_runs, setup.ranks.num_on_host * (needed + PROCESS_BYTES) if on_cpus else needed
 
 
 def check_batch_size(batch_size: int, num_ranks: int) -> None:

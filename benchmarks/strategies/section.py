@@ -36,6 +36,7 @@ _IN_A_ROW = (
     "in a row: a step among several between two synchronisations, of which nothing is read before the last is done;"
     " torchref's without the loss over ranks"
 )
+_IN_TURNS = "the two frameworks took turns, a round each: what slows the machine down meanwhile slows both"
 _UNLIKE = (
     "what is not the same work in the two frameworks: attention, which XLA compiles from matrix products and a softmax"
     " and torch has as one kernel; the loss, which strategies sum over ranks and torch's peers do not; and all that XLA"
@@ -72,6 +73,7 @@ def section(rows: Sequence[Row], title: str = "Strategies beside what the framew
 def _notes(steps: Sequence[Row]) -> list[str]:
     notes = [how_ranks_run(steps), *_NOTES] if steps else []
     notes += [_IN_A_ROW] if any("in_a_row_ms" in row for row in steps) else []
+    notes += [_IN_TURNS] if any(row.get("in_turns") for row in steps) else []
     notes += [_UNLIKE] if len({text(row, "framework") for row in steps}) > 1 else []
     for row in steps[:1]:
         if (first := number(row, "first_loss")) is not None:

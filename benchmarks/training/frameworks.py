@@ -1,4 +1,4 @@
-"""Both frameworks, one after the other, in processes of their own: a part of a run for each.
+"""Both frameworks in processes of their own, one after the other or in turns: a part of a run for each.
 
 The second starts from the weights of the first, and where single-process training ends must be the same in both, so
 these weights stay in the run's folder until both are there: a run that was stopped goes on with them.
@@ -6,17 +6,22 @@ these weights stay in the run's folder until both are there: a run that was stop
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jaxddp.checkpoint.weights import export_weights, load_weights
+from torchref.launch import OnMessage, cancel_calls
 
-from ..harness.console import progress_of
+from ..harness.console import progress_of, progress_of_all
 from ..harness.ranks import Ranks
 from ..harness.run import Run, is_failed
+from ..harness.turns import Turns
 from ..harness.values import short, signed
 from ..report.steps import BETWEEN
 from . import jax_side, torch_side
@@ -41,10 +46,13 @@ def measure_both(
     parts = {one: f"{one} {name}".strip() for one in (*FRAMEWORKS, *again, BETWEEN)}
     files = {one: this.folder / f"{re.sub(r'[^a-z0-9]+', '-', part)}.npz" for one, part in parts.items()}
 
+    def side_of(framework: str, setup: TrainingSetup) -> SideResult:
+        with progress_of(this.console, framework) as show:
+            return _run(framework, setup, files[BETWEEN], show)
+
     def measure(framework: str, ranks: Ranks | None = None) -> list[dict[str, Any]]:
-        run, setup = (_run_jax if framework == "jaxddp" else _run_torch), setups[framework]
-        setup = setup if ranks is None else replace(setup, ranks=ranks)
-        side = run(this, setup, files[BETWEEN])
+        setup = setups[framework] if ranks is None else replace(setups[framework], ranks=ranks)
+        side = sides[framework]() if ranks is None and framework in sides else side_of(framework, setup)
         export_weights(files[framework], side.trained)
         rows = rows_of(framework, setup, side)
         for row in rows:
@@ -56,7 +64,11 @@ def measure_both(
 
     # A peer alone is of one framework, and leaves nothing to compare.
     chosen = [one for one in MEASURED if setups[one].of(one)]
-    rows = {one: this.part(parts[one], lambda one=one: measure(one)) for one in chosen}  # type: ignore[misc]
+    sides: dict[str, Callable[[], SideResult]] = {}
+    with contextlib.ExitStack() as stack:
+        if set(chosen) == set(FRAMEWORKS) and not any(this.has(parts[one]) for one in chosen):
+            sides = stack.enter_context(_in_turns(this, setups, files[BETWEEN]))
+        rows = {one: this.part(parts[one], lambda one=one: measure(one)) for one in chosen}  # type: ignore[misc]
     for part, ranks in again.items() if "jaxddp" in chosen else ():
         rows[part] = this.part(parts[part], lambda ranks=ranks: measure("jaxddp", ranks))  # type: ignore[misc]
     compared = this.part(parts[BETWEEN], compare) if len(chosen) == len(FRAMEWORKS) else []
@@ -76,19 +88,50 @@ def in_words(row: Mapping[str, Any]) -> str:
     return f"{row['framework']} {label(row)}: {short(row['median_ms'])} ms ({spread}){exposed}, {row['check']}"
 
 
-def _run_jax(this: Run, setup: TrainingSetup, initial: Path) -> SideResult:
-    with progress_of(this.console, "jaxddp") as show:
-        side = merge_ranks(setup.ranks.run_jax(jax_side.run, setup, on_message=show))
+@contextlib.contextmanager
+def _in_turns(
+    this: Run, setups: Mapping[str, TrainingSetup], initial: Path
+) -> Iterator[dict[str, Callable[[], SideResult]]]:
+    """Starts both frameworks at once, if their setups say so; yields what waits for the results of each."""
+    if not all(setups[one].takes_turns and not setups[one].ranks.per_host for one in FRAMEWORKS):
+        yield {}
+        return
+    num_processes = {one: setups[one].ranks.processes(one == "jaxddp")[0] for one in FRAMEWORKS}
+    with (
+        contextlib.closing(Turns(num_processes)) as turns,
+        progress_of_all(this.console, *FRAMEWORKS) as shown,
+        ThreadPoolExecutor(len(FRAMEWORKS)) as threads,
+    ):
+        found = {
+            one: threads.submit(_run, one, replace(setups[one], turns=turns.address), initial, shown[one])
+            for one in FRAMEWORKS
+        }
+        for one, side in found.items():
+            side.add_done_callback(lambda _, one=one: turns.leave(one))  # type: ignore[misc]
+        try:
+            yield {one: side.result for one, side in found.items()}
+        except BaseException:
+            while not all(side.done() for side in found.values()):  # the threads may start others meanwhile
+                cancel_calls()
+                time.sleep(0.1)
+            raise
+
+
+def _run(framework: str, setup: TrainingSetup, initial: Path, show: OnMessage) -> SideResult:
+    return (_run_jax if framework == "jaxddp" else _run_torch)(setup, initial, show)
+
+
+def _run_jax(setup: TrainingSetup, initial: Path, show: OnMessage) -> SideResult:
+    side = merge_ranks(setup.ranks.run_jax(jax_side.run, setup, on_message=show))
     if not initial.exists():  # peers of JAX alone
         export_weights(initial, side.weights)
     return side
 
 
-def _run_torch(this: Run, setup: TrainingSetup, initial: Path) -> SideResult:
+def _run_torch(setup: TrainingSetup, initial: Path, show: OnMessage) -> SideResult:
     if not initial.exists():
         export_weights(initial, Ranks(1, "simulated").run_jax(jax_side.initial_weights, setup)[0])
-    with progress_of(this.console, "torchref") as show:
-        return merge_ranks(setup.ranks.run_torch(torch_side.run, setup, str(initial.resolve()), on_message=show))
+    return merge_ranks(setup.ranks.run_torch(torch_side.run, setup, str(initial.resolve()), on_message=show))
 
 
 def _comparison(

@@ -80,6 +80,7 @@ def interleave(
     barrier: Callable[[], None] = lambda: None,
     wait: Callable[[Any], Any] = lambda result: None,
     agree: Callable[[str], str] = lambda said: said,
+    wait_for_turn: Callable[[], None] = lambda: None,
     is_previewed: bool = True,
 ) -> tuple[dict[str, tuple[list[Any], list[float]]], dict[str, str]]:
     """Runs every variant once a round, in turn; one that fails in its first step takes part in no other.
@@ -91,6 +92,7 @@ def interleave(
         barrier: Called before each step, untimed, so that ranks start together.
         wait: Returns when the value that it is given is there.
         agree: As for `Attempts`.
+        wait_for_turn: Called before each round; returns when the other framework's processes do nothing.
         is_previewed: Whether the first medians are reported.
 
     Returns:
@@ -99,6 +101,7 @@ def interleave(
     results: dict[str, tuple[list[Any], list[float]]] = {variant.label: ([], []) for variant in variants}
     first_steps = Attempts(agree)
     for index in range(num_rounds):
+        wait_for_turn()
         shift = index % len(variants)
         for variant in [*variants[shift:], *variants[:shift]]:
             if variant.label in first_steps.failed:
@@ -131,7 +134,7 @@ def time_in_a_row(
         starts: By label, what starts the step of a batch and reads nothing of it.
         num_steps: Between two synchronisations.
         num_batches: There are, which take turns.
-        **options: ``barrier``, ``wait`` and ``agree`` of ``interleave``.
+        **options: ``barrier``, ``wait``, ``agree`` and ``wait_for_turn`` of ``interleave``.
 
     Returns:
         By label, the seconds of a step in each round; nothing of one that fails.

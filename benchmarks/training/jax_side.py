@@ -26,6 +26,7 @@ from jaxddp.tree import named_leaves
 from torchref.launch import report
 
 from ..harness.ranks import Ranks
+from ..harness.turns import join
 from .arithmetic import set_in_jax
 from .interleaving import Attempts, Variant, agree_over_ranks, interleave, time_in_a_row
 from .jax_variants import Jit, Planned, place, probes, rows_of_process
@@ -34,6 +35,11 @@ from .measure import Measured, SideResult, StrategySpec, TrainingSetup, largest_
 
 def run(ranks: Ranks, setup: TrainingSetup) -> SideResult:
     """Trains under every strategy; runs in processes of its own, before JAX has started there."""
+    with join(setup.turns, "jaxddp", lambda: report(("waits",))) as wait_for_turn:
+        return _train(ranks, setup, wait_for_turn)
+
+
+def _train(ranks: Ranks, setup: TrainingSetup, wait_for_turn: Callable[[], None]) -> SideResult:
     mesh = ranks.mesh()
     loss_fn, params = build(setup.model, seed=setup.seed)
     optimizer = optax.adamw(setup.learning_rate, weight_decay=0.01)
@@ -79,7 +85,7 @@ def run(ranks: Ranks, setup: TrainingSetup) -> SideResult:
     report(("doing", "training"))
     variants = [Variant(label, one.step) for label, one in attempt.made.items()] + timed
     times, failed = interleave(
-        variants, len(rows), setup.num_warmup, barrier=dist.barrier, agree=agree_over_ranks
+        variants, len(rows), setup.num_warmup, barrier=dist.barrier, agree=agree_over_ranks, wait_for_turn=wait_for_turn
     )  # fmt: skip
     measured = {}
     for spec in setup.of("jaxddp"):
@@ -94,7 +100,7 @@ def run(ranks: Ranks, setup: TrainingSetup) -> SideResult:
     if setup.num_in_a_row:
         found = time_in_a_row(
             {label: attempt.made[label].start for label in measured}, setup.num_in_a_row, len(rows),
-            barrier=dist.barrier, agree=agree_over_ranks,
+            barrier=dist.barrier, agree=agree_over_ranks, wait_for_turn=wait_for_turn,
         )  # fmt: skip
         measured = {label: replace(one, in_a_row_seconds=found.get(label, [])) for label, one in measured.items()}
     kind, words = ranks_in_words(ranks, "jaxddp")
@@ -111,6 +117,7 @@ def run(ranks: Ranks, setup: TrainingSetup) -> SideResult:
         measured=measured,
         failed=attempt.failed | failed,
         probes={variant.label: times[variant.label][1] for variant in timed},
+        in_turns=bool(setup.turns),
     )
 
 

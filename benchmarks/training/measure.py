@@ -64,6 +64,9 @@ class TrainingSetup:
             and beside all-reduces of the last but one.
         with_schedules: Whether compiled programs are read.
         with_traces: Whether steps are recorded by the profilers as well.
+        takes_turns: Whether the frameworks run at one time, and take turns round by round, instead of one after the
+            other; ranks of a job never do.
+        turns: Where they ask for their turns; see ``harness/turns.py``.
     """
 
     model: str
@@ -80,6 +83,8 @@ class TrainingSetup:
     probe_bytes: tuple[int, ...] = ()
     with_schedules: bool = False
     with_traces: bool = False
+    takes_turns: bool = False
+    turns: str = ""
     seed: int = 0
 
     def of(self, framework: str) -> tuple[StrategySpec, ...]:
@@ -165,6 +170,7 @@ class SideResult:
         weights: Initial weights, by torch name.
         trained: Weights of single-process training after the last round, by torch name.
         failed: Why others were not, by label.
+        in_turns: Whether the other framework was measured between its rounds.
         probes: Seconds of the timed rounds, by ``FORWARD_BACKWARD``, ``AT_ONCE`` and ``all_reduce_label``.
     """
 
@@ -179,6 +185,7 @@ class SideResult:
     measured: dict[str, Measured]
     failed: dict[str, str] = field(default_factory=dict)
     probes: dict[str, list[float]] = field(default_factory=dict)
+    in_turns: bool = False
 
 
 def ranks_in_words(ranks: Ranks, framework: str) -> tuple[str, str]:

@@ -40,6 +40,7 @@ def step_rows(framework: str, setup: TrainingSetup, side: SideResult) -> list[di
         "global_batch": setup.global_batch,
         "microbatch": setup.global_batch // side.num_ranks,
         "num_timed": setup.num_timed,
+        "in_turns": side.in_turns,
         "tolerance": setup.tolerance,
         "versions": side.versions,
     }

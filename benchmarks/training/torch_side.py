@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +18,7 @@ from torchref.train import local_rows
 
 from ..harness.exchange import group_device
 from ..harness.ranks import Ranks
+from ..harness.turns import join
 from .arithmetic import set_in_torch
 from .interleaving import Attempts, Variant, agree_over_ranks, interleave, time_in_a_row
 from .measure import Measured, SideResult, StepMetrics, StrategySpec, TrainingSetup, largest_difference, ranks_in_words
@@ -26,6 +28,11 @@ from .torch_variants import Planned, probes, wrap
 
 def run(ranks: Ranks, setup: TrainingSetup, initial: str) -> SideResult:
     """Trains under every strategy, from the weights of a file of rank 0; runs on each rank, inside a process group."""
+    with join(setup.turns, "torchref", lambda: report(("waits",))) as wait_for_turn:
+        return _train(ranks, setup, initial, wait_for_turn)
+
+
+def _train(ranks: Ranks, setup: TrainingSetup, initial: str, wait_for_turn: Callable[[], None]) -> SideResult:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     device = group_device()
     batches = [{name: torch.from_numpy(array).to(device) for name, array in batch.items()} for batch in setup.batches]
@@ -64,7 +71,13 @@ def run(ranks: Ranks, setup: TrainingSetup, initial: str) -> SideResult:
     synchronize = (lambda _: torch.cuda.synchronize()) if device.type == "cuda" else (lambda _: None)
     variants = [Variant(label, one.step) for label, one in attempt.made.items()] + timed
     times, failed = interleave(
-        variants, len(batches), setup.num_warmup, barrier=dist.barrier, wait=synchronize, agree=agree_over_ranks
+        variants,
+        len(batches),
+        setup.num_warmup,
+        barrier=dist.barrier,
+        wait=synchronize,
+        agree=agree_over_ranks,
+        wait_for_turn=wait_for_turn,
     )
     measured = {}
     for spec in setup.of("torchref"):
@@ -80,7 +93,7 @@ def run(ranks: Ranks, setup: TrainingSetup, initial: str) -> SideResult:
     if setup.num_in_a_row:
         found = time_in_a_row(
             {label: attempt.made[label].start for label in measured}, setup.num_in_a_row, len(rows),
-            barrier=dist.barrier, wait=synchronize, agree=agree_over_ranks,
+            barrier=dist.barrier, wait=synchronize, agree=agree_over_ranks, wait_for_turn=wait_for_turn,
         )  # fmt: skip
         measured = {label: replace(one, in_a_row_seconds=found.get(label, [])) for label, one in measured.items()}
     kind, words = ranks_in_words(ranks, "torchref")
@@ -96,6 +109,7 @@ def run(ranks: Ranks, setup: TrainingSetup, initial: str) -> SideResult:
         measured=measured,
         failed=attempt.failed | failed,
         probes={variant.label: times[variant.label][1] for variant in timed},
+        in_turns=bool(setup.turns),
     )
 
 
