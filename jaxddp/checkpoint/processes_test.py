@@ -29,6 +29,7 @@ jaxddp.start_process(address, 2, process_id)
 
 from jax.experimental import multihost_utils
 from jaxddp.training import placement
+from jaxddp.checkpoint import host_state
 from jaxddp.checkpoint import Checkpoints
 from jaxddp.checkpoint.checkpoints_test import BATCH, batch_of, make, make_params
 from jaxddp.checkpoint.host_state import host_params
@@ -54,6 +55,10 @@ with Checkpoints(folder) as checkpoints:
     whole = make(jaxddp.bucketed())
     state, position = checkpoints.restore(whole, make_params())
     checkpoints.save(whole, step(whole, state, position), data_position=position + BATCH)
+    host_state.PIECE_BYTES = 100  # in several pieces
+    owned = make(jaxddp.zero2(shard="leaves"))
+    state, position = checkpoints.restore(owned, make_params())
+    checkpoints.save(owned, step(owned, state, position), data_position=position + BATCH)
 print(sharded.num_ranks)
 """
 
@@ -62,10 +67,10 @@ def test_processes_save_and_restore_as_one(tmp_path):
     assert run_workers(WORKER, NUM_PROCESSES, tmp_path) == ["4"] * NUM_PROCESSES
     with jax.enable_x64(True), Checkpoints(tmp_path) as checkpoints:
         trainer = trainer_of("bucketed on 3")
-        for step, strategy in ((1, "zero3"), (2, "bucketed")):
+        for step, strategy in ((1, "zero3"), (2, "bucketed"), (3, "zero2")):
             assert checkpoints.about(step)["strategy"] == strategy
             state, position = checkpoints.restore(trainer, make_params(), step=step)
             assert position == step * BATCH
             assert_close(dict_of(trainer, state), uninterrupted(step))
         state, _ = advance(trainer, state, position, 1)
-        assert_close(dict_of(trainer, state), uninterrupted(3))
+        assert_close(dict_of(trainer, state), uninterrupted(4))

@@ -63,6 +63,7 @@ for name, strategy in {
     "zero1 bf16": jaxddp.zero1(compression=compression.bf16),
     "zero1 fp16": jaxddp.zero1(compression=compression.fp16),
     "zero2": jaxddp.zero2(),
+    "zero1 by leaves": jaxddp.zero1(shard="leaves"),
     "zero3": jaxddp.zero3(min_shard_elements=1),
     "zero3 bf16": jaxddp.zero3(min_shard_elements=1, compute_dtype=jnp.bfloat16, reduce_dtype=jnp.bfloat16),
     "zero3 fp16": jaxddp.zero3(min_shard_elements=1, compute_dtype=jnp.float16, reduce_dtype=jnp.float16),

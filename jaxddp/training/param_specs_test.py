@@ -86,14 +86,15 @@ def test_training_is_that_of_one_device_and_compiled_as_planned(name, shape):
 
     trainer = jaxddp.Trainer(
         loss_fn, optimizer, STRATEGIES[name], grid(*shape), axis="data", param_specs=SPECS, max_grad_norm=0.5,
-        num_microbatches=2, check_replicas_every=2,
+        num_microbatches=2, check_replicas_every=2, ema_decay=0.0,
     )  # fmt: skip
     state, _ = trained(trainer, trainer.init(model()), batches())
     assert_equal(trainer.params(state), params)
+    assert_equal(trainer.params(state, "ema"), params)
     assert_equal(trainer.evaluate(state, batches()[0]), loss_fn(params, batches()[0]))
 
     num_model = shape[1]
-    for tree in (state.params, state.opt_state[0].mu):  # what a device holds of [7, 8]
+    for tree in (state.params, state.opt_state[0].mu, state.ema):  # what a device holds of [7, 8]
         assert tree["layers"][1]["up"].addressable_shards[0].data.shape == (7, 8 // num_model)
     compiled = read_schedule(trainer.compile(state, batches()[0])).gradient_groups()
     assert sorted(trainer.planned_groups(state, batches()[0])) == compiled
