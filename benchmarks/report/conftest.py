@@ -5,6 +5,8 @@ import math
 
 import pytest
 
+from benchmarks.soak.faults import KILL, STOP
+from benchmarks.soak.goodput import PARTS
 from jaxddp.planning.cost.bandwidth import bus_factor
 
 HOSTILE = "</script><script>alert(1)</script><img src=http://127.0.0.1/x onerror=alert(2)>"
@@ -157,6 +159,23 @@ def scaling():
     ]  # fmt: skip
 
 
+def fault(kind, side="jaxddp", back_s=10.0, **fields):
+    return row("soak", side=side, fault=kind, step=30, noticed_s=0.5, ended_s=2.0, back_s=back_s, steps_lost=4, lines=3,
+               left_behind="nothing") | fields  # fmt: skip
+
+
+def whole_soak(side="jaxddp", **fields):
+    """100 seconds with a goodput of 60 %."""
+    parts = dict(zip(PARTS, (60.0, 10.0, 0.0, 5.0, 5.0, 10.0, 10.0), strict=True))
+    return row("soak", side=side, num_ranks=2, minutes=100 / 60, num_faults=3, goodput=0.6, parts_s=parts, step=600,
+               max_weight_difference=0.0, disk="a tmpfs") | fields  # fmt: skip
+
+
+def soak():
+    used = {"lived_s": 300.0, "memory_mib": 650.0, "memory_mib_growth": 0.1, "handles": 20, "threads": 40}
+    return [fault(KILL), fault(STOP), whole_soak(), row("soak", side="jaxddp", role="rank 0", **used)]
+
+
 def in_lab(rows, link_mbit=1000.0):
     """Rows as the same benchmark writes them in a lab."""
     of_hosts = {"kind": "hosts", "link_mbit": link_mbit}
@@ -196,7 +215,7 @@ def write_full_run(folder):
         folder, main=steps() + unsound("main"), strategies=[*steps("strategies"), *traces(),
         step("strategies", "jaxddp", "jit", 210.0), step("strategies", "torchref", "DistributedDataParallel", 250.0)],
         collectives=collectives(), buckets=buckets(), memory=memory(), gates=gates(), compile=compilation(),
-        scaling=scaling(), races=[row("races", name=HOSTILE, nested={"a": [1, 2]}, **timed(3.0))],
+        scaling=scaling(), soak=soak(), races=[row("races", name=HOSTILE, nested={"a": [1, 2]}, **timed(3.0))],
     )  # fmt: skip
     link, *ran = links()
     write_run(folder, lab=ran)

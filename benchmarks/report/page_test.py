@@ -131,7 +131,7 @@ def test_what_did_not_work_out_is_said_at_the_top(page):
     text, reader = page
     top = text.split("<nav")[0]
     for words in (
-        "247 rows, of which 3 failed, wrong or missed; 1 could not be run.",
+        "251 rows, of which 3 failed, wrong or missed; 1 could not be run.",
         "main, jaxddp, naive 7 MiB, XLA in-process, 2 ranks: WRONG: weights differ by more than 1e-03",
         "main, torchref, fully_shard, Gloo, 2 ranks: FAILED: rank 1 of 2 failed: no network",
         "main, 2 ranks: not run: there is no GPU",

@@ -13,6 +13,7 @@ import time
 from collections.abc import Generator, Iterator
 from functools import partial
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ class SoakSetup:
 
     Attributes:
         minutes: By side.
-        faults: Injected in place of those that are drawn; the run ends with the last of them.
+        faults: Injected in place of those that are drawn.
+        quiet_steps: After the last fault the run ends, if the time is not over before.
     """
 
     minutes: dict[str, float]
@@ -51,6 +53,7 @@ class SoakSetup:
     seed: int
     faults: tuple[Fault, ...] = ()
     step_s: float = STEP_S
+    quiet_steps: int = ENDLESS
 
 
 def describe(options: Options) -> tuple[SoakSetup, str]:
@@ -119,7 +122,9 @@ def side_rows(this: Run, setup: SoakSetup, side: str) -> list[dict[str, Any]]:
         }  # fmt: skip
         if left and program.is_watched and whole["check"] == "ok":
             whole["check"] = f"WRONG: left behind {left}"
+    packages = ("jax", "torch") if side == "jaxddp" else ("torch",)
     common = {"side": side, "num_ranks": setup.num_ranks, "seed": setup.seed}
+    common |= {"versions": {package: version(package) for package in packages}}
     return [common | row for row in (*rows, whole, *longest_lives(job.samples))]
 
 
@@ -137,8 +142,7 @@ def _endured(job: Job, setup: SoakSetup, faulty_until_s: float, end_s: float) ->
         if not (yield from awaited(fault.after_steps, faulty_until_s)):
             break
         yield job.endure(fault)
-    if not setup.faults:
-        yield from awaited(ENDLESS, end_s)
+    yield from awaited(setup.quiet_steps, end_s)
 
 
 def _compare(program: Program, workplace: Workplace, records: Path) -> dict[str, Any]:

@@ -54,6 +54,9 @@ def main() -> int:
 
 def weights(folder: str) -> tuple[int, dict[str, np.ndarray]]:
     """The step and the parameters of the newest checkpoint."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
     from jaxddp.checkpoint import Checkpoints
     from jaxddp.checkpoint.interop import to_numpy
     from jaxddp.models import build

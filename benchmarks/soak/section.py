@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from ..harness.tables import CHECK, Column, Table, field, numeric
-from ..harness.values import NONE, Row, by, counted, is_bad, number, percent, plain, short, text
+from ..harness.values import NONE, Row, by, check, counted, is_bad, number, percent, plain, short, text
 from ..report.axis import linear
 from ..report.bars import Bar, draw_bars
 from ..report.figure import Figure, Key
@@ -16,10 +16,6 @@ from ..report.sentences import left_out
 from .goodput import PARTS, RESTART, START, USEFUL
 
 _MEDIAN_MOST = f"median {NONE} longest"
-
-
-def _tried(kinds: Row) -> str:
-    return f"{kinds['tried']}"
 
 
 def _spread(name: str) -> Column:
@@ -108,23 +104,21 @@ def section(rows: Sequence[Row]) -> Section:
     if used:
         note = "of each kind of process the one that lived longest; growth: slope over its life, without its start"
         parts.append(Table("What processes use", _USAGE, used, note))
-    parts += [Table("Each fault", _EACH, faults, is_brief=is_bad)] if faults else []
+    parts += [Table("Each fault", _EACH, faults, is_brief=lambda row: check(row) != "ok")] if faults else []
     return Section("Reliability", [*map(_in_words, wholes), left_out(rows)], parts)
 
 
 def _kind(faults: Sequence[Row]) -> dict[str, Any]:
     """The faults of a kind on a side as one row."""
-    behind = list(dict.fromkeys(text(row, "left_behind") for row in faults if text(row, "left_behind") != "nothing"))
-    checks = [text(row, "check") for row in faults]
-    odd = list(dict.fromkeys(check for check in checks if check != "ok"))
-    counts = f"{sum(check != 'ok' for check in checks)} of {len(checks)}: "
-    bad = [check for check in odd if is_bad({"check": check})]
+    behind = [text(row, "left_behind") for row in faults if text(row, "left_behind") != "nothing"]
+    odd = [check(row) for row in sorted(faults, key=is_bad, reverse=True) if check(row) != "ok"]
     lost = [value for row in faults if (value := number(row, "steps_lost")) is not None]
     return {
         "fault": text(faults[0], "fault"), "side": text(faults[0], "side"), "faults": faults, "tried": len(faults),
         "noticed": sum(number(row, "noticed_s") is not None for row in faults),
-        "steps_lost": sum(lost) / len(lost) if lost else None, "left_behind": ", ".join(behind) or "nothing",
-        "check": bad[0] if bad else counts + odd[0] if odd else "ok",
+        "steps_lost": sum(lost) / len(lost) if lost else None,
+        "left_behind": f"{behind[0]} ({len(behind)} of {len(faults)})" if behind else "nothing",
+        "check": f"{odd[0]} ({len(odd)} of {len(faults)})" if odd else "ok",
     }  # fmt: skip
 
 

@@ -1,22 +1,10 @@
 """The section on reliability."""
 
-from benchmarks.report.conftest import row
+from benchmarks.report.conftest import fault, row, whole_soak
 from benchmarks.report.figure import Figure
 from benchmarks.report.sections import is_known
 from benchmarks.soak.faults import KILL, STOP
-from benchmarks.soak.goodput import PARTS
 from benchmarks.soak.section import section
-
-
-def fault(kind, side="jaxddp", back_s=10.0, **fields):
-    return row("soak", side=side, fault=kind, step=30, noticed_s=0.5, ended_s=2.0, back_s=back_s, steps_lost=4, lines=3,
-               left_behind="nothing") | fields  # fmt: skip
-
-
-def whole(side="jaxddp", **fields):
-    parts = dict(zip(PARTS, (60.0, 10.0, 0.0, 5.0, 5.0, 10.0, 10.0), strict=True))
-    return row("soak", side=side, num_ranks=2, minutes=100 / 60, num_faults=3, goodput=0.6, parts_s=parts, step=600,
-               max_weight_difference=0.0, disk="a tmpfs") | fields  # fmt: skip
 
 
 def table(made, caption):
@@ -30,7 +18,7 @@ def cells(made, caption, index):
 
 def test_faults_by_kind():
     stuck = fault(STOP, "torchrun alone", 90.0, noticed_s=None, check="not noticed in 60 s, then killed by hand")
-    made = section([fault(KILL), fault(KILL, back_s=20.0), stuck, whole()])
+    made = section([fault(KILL), fault(KILL, back_s=20.0), stuck, whole_soak()])
     assert cells(made, "Faults by kind", 0) == {
         "fault": KILL, "side": "jaxddp", "tried": "2", "noticed": "2", "time to detect": "0.5 – 0.5",
         "all ended": "2.0 – 2.0", "time to recover": "15.0 – 20.0", "steps lost": "4.0", "left behind": "nothing",
@@ -38,17 +26,18 @@ def test_faults_by_kind():
     }  # fmt: skip
     alone = cells(made, "Faults by kind", 1)
     assert (alone["tried"], alone["noticed"], alone["time to detect"]) == ("1", "0", "–")
-    assert alone["check"] == "1 of 1: not noticed in 60 s, then killed by hand"
+    assert alone["check"] == "not noticed in 60 s, then killed by hand (1 of 1)"
 
 
 def test_what_is_wrong_with_one_is_wrong_with_its_kind():
     bad = fault(KILL, left_behind="2 processes", check="WRONG: left behind 2 processes")
     made = section([fault(KILL), bad])
-    assert cells(made, "Faults by kind", 0)["check"] == "WRONG: left behind 2 processes"
+    kind = cells(made, "Faults by kind", 0)
+    assert (kind["left behind"], kind["check"]) == ("2 processes (1 of 2)", "WRONG: left behind 2 processes (1 of 2)")
 
 
 def test_goodput_is_one_picture_and_one_sentence():
-    made = section([whole(), whole("torchrun alone", goodput=0.25, max_weight_difference=None)])
+    made = section([whole_soak(), whole_soak("torchrun alone", goodput=0.25, max_weight_difference=None)])
     (figure,) = [part for part in made.parts if isinstance(part, Figure)]
     assert "jaxddp: useful steps 60.0 %" in figure.description and "restart 15.0 %" in figure.description
     assert [key.name for key in figure.legend] == [

@@ -49,7 +49,7 @@ class Job:
         self._step: tuple[int, int] | None = None  # pid and step of rank 0's last step
         self._first_step: dict[int, int] = {}  # of each of rank 0's processes
         self._num_printed_bytes, self._launched_at = 0, time.time()
-        self._shared_memory = usage.shared_memory()
+        self._known = usage.shared_memory()  # left by others, or by an earlier fault
         os.mkfifo(program.events)
         self._pipe = os.open(program.events, os.O_RDWR)  # it never ends for want of a writer
         self._has_ended = threading.Event()
@@ -165,6 +165,7 @@ class Job:
         taken = [one["step"] for one in self.events if one["kind"] == "step" and one["pid"] in pids]
         resumed = self._first_step.get(self._step[0], 1) - 1 if self._step is not None else 0
         left = left or self._left()
+        self._end_strays()
         faults = [by_hand, f"left behind {left}" if left else "", fault.kind if fault.kind == UNEXPECTED else ""]
         check = "; ".join(filter(None, faults))
         return {
@@ -233,11 +234,12 @@ class Job:
         return usage.marked_processes(self._workplace.mark) - current
 
     def _left(self) -> str:
-        """Processes, ports, shared memory and temporary folders of runs that are over."""
+        """Processes, ports, shared memory and temporary folders of runs that are over; files are told once."""
         processes = self._strays()
-        ports, memory = usage.listening_ports(processes), usage.shared_memory() - self._shared_memory
+        ports, memory = usage.listening_ports(processes), usage.shared_memory() - self._known
         temporary = (self._workplace.folder / "tmp").iterdir()
-        old = [path.name for path in temporary if path.stat().st_mtime < self._launched_at]
+        old = {path.name for path in temporary if path.stat().st_mtime < self._launched_at} - self._known
+        self._known |= memory | old
         return ", ".join([
             *([f"{len(processes)} process{'es' * (len(processes) > 1)}"] if processes else []),
             *(f"port {port}" for port in sorted(ports)),
@@ -299,9 +301,9 @@ class Job:
     def _roles(self) -> Iterator[tuple[str, int]]:
         yield "soak itself", os.getpid()
         if (launcher := self.launcher) is not None and launcher.poll() is None:
-            yield "launcher", launcher.pid
-            for pid in usage.descendants(launcher.pid) - set(self._pids.values()):
-                yield "torchrun's agent", pid
+            agent = "torchrun's agent"
+            yield ("launcher" if self._program.is_watched else agent), launcher.pid
+            yield from ((agent, pid) for pid in usage.children(launcher.pid) if self._program.is_watched)
         yield from ((f"rank {rank}", pid) for rank, pid in list(self._pids.items()))
 
 

@@ -44,14 +44,18 @@ def marked_processes(mark: str) -> set[int]:
     return found
 
 
-def descendants(pid: int) -> set[int]:
-    """The processes that a process started, and those that they did."""
+def children(pid: int) -> set[int]:
+    """The processes that a process started."""
     found: set[int] = set()
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
-            for child in map(int, path.read_text().split()):
-                found |= {child} | descendants(child)
+            found |= set(map(int, path.read_text().split()))
     return found
+
+
+def descendants(pid: int) -> set[int]:
+    """The processes that a process started, and those that they did."""
+    return {one for child in children(pid) for one in (child, *descendants(child))}
 
 
 def listening_ports(pids: Iterable[int]) -> set[int]:
