@@ -10,6 +10,7 @@ step that its process has begun. Process 0 judges, and tells all; the others jud
 | it ends while others have begun a later step              | it says so                           | ``GRACE_S`` |
 | it is stopped, its host goes down, its network is cut     | no beat                              | ``stuck_s`` |
 | it sleeps or spins while others have begun a later step   | no process begins another step       | ``stuck_s`` |
+| all wait in one step, as on a network that crawls         | no process ends it; not in the first | ``stuck_s`` |
 
 Then every process that is in a step prints one line and ends with status 5, after ``stuck_s`` also the stacks of its
 threads. A process outside of a step may be saving: it is let finish, and ends when it begins another step, or after
@@ -50,6 +51,7 @@ class _Process:
         self.connection = connection
         self.unread = self.unsent = b""
         self.heard = self.moved = time.monotonic()  # when it last said something, and began a step
+        self.idle = self.moved  # when it last said that it is in no step
         self.step = 0  # it has begun
         self.failed: str | None = None
         self.has_left = self.is_gone = False
@@ -57,6 +59,8 @@ class _Process:
 
     def hear(self, said: Mapping[str, Any], now: float) -> None:
         self.heard = now
+        if not said.get("waits"):
+            self.idle = now
         if (step := int(said.get("step", self.step))) != self.step:
             self.step, self.moved = step, now
         self.failed = self.failed or said.get("failed")  # for good, whatever a beat that was made before says
@@ -126,24 +130,25 @@ class Watchdog:
                             selector.unregister(key.fileobj)
                 else:
                     time.sleep(_BEAT_S)
-                now = time.monotonic()
+                now, waits = time.monotonic(), self._is_in_step or not self._is_done()
                 if now - self._mine.heard > 8 * _BEAT_S:  # this process itself was stopped, and perhaps all were
                     for one in (self._mine, *self._others.values()):
                         one.heard = one.moved = now
-                self._mine.heard = now
+                self._mine.hear({"waits": waits}, now)
                 if now - self._last_beat >= _BEAT_S:
-                    self._beat(now)
+                    self._beat(now, waits)
                 if self._fault is None and (fault := self._judge(now)):
                     self._fault, self._faulty_since = fault, now
                     self._tell({"end": fault[0], "stacks": fault[1]})
-                is_waiting = self._is_in_step or not self._is_done() or now - self._faulty_since > self._stuck_s
+                is_waiting = waits or now - self._faulty_since > self._stuck_s
                 is_cut_off = self._needs_first and 0 in self._others and self._others[0].is_gone
                 if self._fault is not None and (is_waiting or is_cut_off or self._fault[1]):
                     self._end(*self._fault)
 
-    def _beat(self, now: float) -> None:
+    def _beat(self, now: float, waits: bool = False) -> None:
         self._last_beat = now
-        self._tell({"step": self._mine.step, "failed": self._mine.failed, "left": self._mine.has_left})
+        mine = self._mine
+        self._tell({"step": mine.step, "waits": waits, "failed": mine.failed, "left": mine.has_left})
 
     def _read(self, other: _Process) -> bool:
         """Reads what a process says; False once its connection has ended."""
@@ -198,6 +203,9 @@ class Watchdog:
         if behind and now - max(one.moved for one in everyone.values()) > self._stuck_s:
             numbers = ", ".join(map(str, behind))
             return f"process {numbers} did not begin step {newest} within {self._stuck_s:g} s of the others", True
+        since = max((max(one.moved, one.idle) for one in everyone.values() if one.since is None), default=now)
+        if newest > 1 and now - since > self._stuck_s:  # the first step compiles
+            return f"no process has finished step {newest} within {self._stuck_s:g} s", True
         return None
 
     def _end(self, reason: str, shows_stacks: bool) -> None:

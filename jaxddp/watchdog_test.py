@@ -25,13 +25,16 @@ for step in range(1, 2000):
             jaxddp.watchdog._watchdog._leave()  # what a child that ends runs of its parent's
             os._exit(0)
         print("faulty at", time.time(), flush=True)
-    elif step == {STEP} + 1 and process == faulty and fault != "raises at the end":
+    elif step == {STEP} + 1 and (process == faulty or fault == "all wait") and fault != "raises at the end":
         print("faulty at", time.time(), flush=True)
         if fault == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
         if fault == "sleeps":
+            time.sleep(1000)
+        if fault == "all wait":
+            jaxddp.watchdog.begin_step()
             time.sleep(1000)
         if fault == "raises":
             raise LookupError("out of luck")
@@ -118,6 +121,8 @@ def check(tmp_path, fault, faulty, reason, within_s, program=SCRIPT):
     [
         ("killed", 1, "process 1 is gone, its last step 3", 15),
         ("sleeps", 2, f"process 2 did not begin step 4 within {STUCK_S:g} s of the others", STUCK_S + 15),
+        pytest.param("all wait", 0, f"no process has finished step 4 within {STUCK_S:g} s", STUCK_S + 15,
+                     marks=pytest.mark.full),
         pytest.param("killed", 0, "process 0 is gone, its last step 3", 15, marks=pytest.mark.full),
         pytest.param("stopped", 1, f"process 1 has not answered for {STUCK_S:g} s, its last step 3", STUCK_S + 15,
                      marks=pytest.mark.full),

@@ -1,6 +1,7 @@
-"""The network to one of several hosts is cut: all processes leave, those that are left name the one that is not."""
+"""The network to one of several hosts is cut, or slowed to a crawl: all processes leave, and name what is missing."""
 
 import random
+import re
 import subprocess
 import time
 
@@ -15,6 +16,7 @@ from parity_tests.faults_test import (
     NUM_FAULTS,
     NUM_PROCESSES,
     SILENT,
+    STUCK_S,
     TORCH,
     Job,
     check_others,
@@ -39,3 +41,23 @@ def test_a_link_that_is_cut_ends_the_job(tmp_path, framework):
             assert job.processes[cut].returncode == STATUS
             assert f"jaxddp: process 0 {SILENT}" in job.said(cut)
     report(f"{framework}, a cut link", times)
+
+
+@pytest.mark.lab
+@pytest.mark.full
+@pytest.mark.parametrize("framework", ["jaxddp", "torchref"])
+def test_a_link_that_crawls_ends_the_job(tmp_path, framework):
+    """Beats may still arrive, and then nobody is behind: all wait in one step."""
+    program = {"jaxddp": JAX, "torchref": TORCH}[framework]
+    with Lab(NUM_PROCESSES, 1000) as lab, Job(tmp_path / "job", program, hosts=lab.hosts) as job:
+        job.wait_until_all_met()
+        job.wait(lambda: "step 3" in job.said(0), 60, "no third step")
+        bridge = lab.hosts[0].name.removesuffix("host0") + "bridge"
+        crawl = ["root", "tbf", "rate", "4kbit", "burst", "2kb", "latency", "1s"]
+        for namespace, interface in ((lab.hosts[1].name, "eth0"), (bridge, "port1")):
+            subprocess.run(["tc", "-n", namespace, "qdisc", "change", "dev", interface, *crawl], check=True)
+        job.wait(lambda: all(one.poll() is not None for one in job.processes), LEAVE_S + 2 * STUCK_S, "processes stay")
+        for process in range(NUM_PROCESSES):
+            assert job.processes[process].returncode == STATUS, job.said(process)
+            found = rf"jaxddp: (no process has finished step \d+ within|process \d {SILENT})"
+            assert re.search(found, job.said(process)), job.said(process)
