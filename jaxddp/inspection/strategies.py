@@ -27,6 +27,7 @@ from ..registry import STRATEGIES, is_bucketed, make_strategy
 from ..simulation.bound import Bound, lower_bound
 from ..simulation.simulate import Simulation, network_of, simulate
 from ..simulation.tuning import tune_buckets
+from ..strategy import Strategy
 from ..targets.compile import start_compile_for_target
 from ..targets.job import Pending
 from ..targets.program import TargetMemoryError, TargetProgram
@@ -144,7 +145,7 @@ def inspect(
     batch: Any,
     *,
     target: str = "h100:8",
-    strategies: Sequence[str] = ("bucketed",),
+    strategies: Sequence[str | Strategy] = ("bucketed",),
     bucket_mb: Any = None,
     network: Network | None = None,
     replicas: int = 1,
@@ -158,7 +159,8 @@ def inspect(
         params: A tree of arrays or ``jax.ShapeDtypeStruct``: shapes are enough.
         batch: The global batch of all devices; the same.
         target: Chip and count, as ``h100:8`` or ``v5p:64``; ``h100:4x8`` is 4 hosts of 8.
-        strategies: Names in ``STRATEGIES``, or ``"auto"``: plain ``jit`` with replicated parameters.
+        strategies: Names in ``STRATEGIES``; ``"auto"``, plain ``jit`` with replicated parameters; or strategies with
+            options of their own.
         bucket_mb: Bucket cap in MiB of the strategies that take one, or ``"auto"``.
         network: How fast ranks send; the published links of the target if None.
         replicas: As for ``data_mesh``: strategies that shard are also compiled as ``"NAME hybrid"``, sharded within so
@@ -179,7 +181,7 @@ def inspect(
 
 
 def inspect_steps(
-    strategies: Sequence[str],
+    strategies: Sequence[str | Strategy],
     training: Training,
     target: targets.Target,
     network: Network,
@@ -191,39 +193,42 @@ def inspect_steps(
     """Does the work of ``inspect``; ``say`` shows progress."""
     loss_fn, optimizer, params, batch, options = training
     params, batch = shapes_of(params), shapes_of(batch)
-    for name in strategies:
-        if name != AUTO and name not in STRATEGIES:
+    given, names = {_name(one): one for one in strategies}, [*map(_name, strategies)]
+    if any(given[name] != one for name, one in zip(names, strategies, strict=True)):
+        raise ValueError(f"strategies (={', '.join(names)}) must have different names")
+    for name, one in given.items():
+        if isinstance(one, str) and name != AUTO and name not in STRATEGIES:
             raise ValueError(f"unknown strategy {name!r}: one of {AUTO}, {', '.join(STRATEGIES)}")
-    if bucket_mb is not None and not any(map(is_bucketed, strategies)):
+    if bucket_mb is not None and not any(isinstance(one, str) and is_bucketed(one) for one in strategies):
         allowed = ", ".join(filter(is_bucketed, STRATEGIES))
-        raise ValueError(f"bucket_mb (={bucket_mb}) must come with one of {allowed}, not {strategies[0]!r}")
-    if AUTO in strategies:
+        raise ValueError(f"bucket_mb (={bucket_mb}) must come with one of {allowed}, not {names[0]!r}")
+    if AUTO in names:
         _check_auto(loss_fn, params, batch, options)
     mesh, made = (
         targets.mesh(target.spec),
-        {name: _make(name, bucket_mb, network) for name in strategies if name != AUTO},
+        {name: _make(one, bucket_mb, network) for name, one in given.items() if name != AUTO},
     )
     trainers = {name: Trainer(loss_fn, optimizer, strategy, mesh, **options) for name, strategy in made.items()}
     if replicas != 1:
         hybrid = targets.mesh(target.spec, replicas=replicas)
         sharded = {name: trainer for name, trainer in trainers.items() if trainer.strategy.shards_optimizer_state}
         if not sharded:
-            raise ValueError(f"replicas (={replicas}) must come with zero1, zero2 or zero3, not {strategies[0]!r}")
+            raise ValueError(f"replicas (={replicas}) must come with zero1, zero2 or zero3, not {names[0]!r}")
         trainers |= {f"{name} hybrid": one.with_strategy(one.strategy, hybrid) for name, one in sharded.items()}
-    strategies = [*strategies, *(name for name in trainers if name not in strategies)]
+    names += [name for name in trainers if name not in names]
     whole = Trainer(loss_fn, optimizer, make_strategy("naive"), mesh, **options)
     state = whole.abstract_state(params)
     states = {name: trainer.abstract_state(params) for name, trainer in trainers.items()}
     held = {name: _held(trainer, states[name]) for name, trainer in trainers.items()}
     held.setdefault(AUTO, _held(whole, state))
     what = "parameters, gradients and optimizer state alone need"
-    for name in strategies:  # before anything is compiled
+    for name in names:  # before anything is compiled
         _check_fits(what, 2 * held[name][0] + held[name][1], target.chip.memory_bytes, state, target)
-    say(f"compiling {len(strategies) + 1} programs for {target.spec}")
+    say(f"compiling {len(names) + 1} programs for {target.spec}")
     pending_alone = targets.start_compile_without_communication(whole, state, batch)
     pending = {}
     # Tuning buckets waits for a program; the others compile in the meantime.
-    for name in sorted(strategies, key=lambda name: name == "bucketed" and bucket_mb == AUTO):
+    for name in sorted(names, key=lambda name: name == "bucketed" and bucket_mb == AUTO):
         if name in trainers:
             if name == "bucketed" and bucket_mb == AUTO:
                 trainers[name] = tune_buckets(trainers[name], states[name], batch)
@@ -241,7 +246,7 @@ def inspect_steps(
     alone = read_schedule(result("one rank alone", pending_alone))
     bound = lower_bound(alone, target.chip, network, _num_bytes(state.params), target.num_devices)
     found = []
-    for name in strategies:
+    for name in names:
         program = result(name, pending[name])
         schedule = read_schedule(program)
         memory = _memory(schedule, held[name], batch, target)
@@ -276,7 +281,13 @@ def platform_of_text(text: str) -> str:
     return "gpu" if any(sign in text for sign in _GPU_SIGNS) else "cpu"
 
 
-def _make(name: str, bucket_mb: Any, network: Network) -> Any:
+def _name(strategy: str | Strategy) -> str:
+    return strategy if isinstance(strategy, str) else strategy.name + " by leaves" * strategy.shards_leaves
+
+
+def _make(name: str | Strategy, bucket_mb: Any, network: Network) -> Strategy:
+    if isinstance(name, Strategy):
+        return name
     if not is_bucketed(name) or bucket_mb is None or (bucket_mb == AUTO and name != "bucketed"):
         return make_strategy(name)
     return make_strategy(name, bucket_mb=bucket_mb, **({"network": network} if bucket_mb == AUTO else {}))

@@ -1,7 +1,9 @@
 import dataclasses
 
+import optax
 import pytest
 
+import jaxddp
 from jaxddp import targets
 from jaxddp.cli.inspect_console import as_json
 from jaxddp.compiled.testdata import fixture_names, load_fixture
@@ -32,6 +34,14 @@ def test_what_is_planned_is_compiled(found):
     assert bucketed.as_planned is True
     assert auto.planned == [] and auto.as_planned is None
     assert bucketed.num_devices_compiled_for == 16
+
+
+@pytest.mark.full
+def test_strategies_with_options_stand_beside_names():
+    training = transformer_training(CONFIG, 4 * 8)._replace(optimizer=optax.contrib.muon(1e-3))
+    naive, zero1 = inspect_steps(["naive", jaxddp.zero1(shard="leaves")], training, targets.target("h100:8"), NETWORK)
+    assert zero1.strategy == "zero1 by leaves" and zero1.as_planned
+    assert zero1.memory["optimizer_state"] < naive.memory["optimizer_state"] / 2
 
 
 @pytest.mark.full
@@ -160,6 +170,8 @@ def test_a_step_too_large_says_by_how_much_and_what_would_fit(needed_gb, by_the_
 
 def test_what_cannot_be_is_refused():
     target = targets.target("h100:8")
+    with pytest.raises(ValueError, match=r"^strategies \(=zero1, zero1\) must have different names$"):
+        inspect_steps(["zero1", jaxddp.zero1(3)], transformer_training(CONFIG, 2), target, NETWORK)
     with pytest.raises(
         ValueError,
         match=r"^unknown strategy 'fast': one of auto, naive, flat, overlapped, bucketed, zero1, zero2, zero3$",
