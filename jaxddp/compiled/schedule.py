@@ -64,7 +64,12 @@ class Collective:
 
     @property
     def is_gradients(self) -> bool:
-        """Whether it is the strategy's: not of metrics or the model's state, nor one that the loss function calls."""
+        """Whether it is the strategy's: not of metrics or the model's state, nor one that the loss function calls.
+
+        Nor one of a single device, which sends nothing and which XLA leaves where ``check_vma`` asks for it.
+        """
+        if len(self.group) == 1:
+            return False
         others = (METRICS_SCOPE, MODEL_STATE_SCOPE, LOSS_SCOPE)
         return SYNC_SCOPE in self.op_name or not any(scope in self.op_name for scope in others)
 

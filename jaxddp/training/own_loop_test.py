@@ -202,6 +202,13 @@ def test_parameters_may_be_marked_already_and_one_rank_sends_nothing():
     assert jaxddp.read_schedule(run.lower(params, batch).compile()).collectives() == []
 
 
+def test_what_xla_keeps_on_one_rank_is_no_collective_of_the_plan():
+    run = on_ranks(jaxddp.value_and_grad(mean_loss, jaxddp.bucketed()), jaxddp.bucketed(), num_ranks=1)
+    program = run.lower(make_params(), make_batch()).compile()
+    assert " all-reduce(" in program.as_text()  # of check_vma, over one device
+    assert jaxddp.read_schedule(program).gradient_collectives() == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
