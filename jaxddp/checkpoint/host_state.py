@@ -29,7 +29,6 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ..communication.low_rank import Memory, merge_memory, split_memory
-from ..communication.sharding import Cut
 from ..training.loss_scale import first_scale
 from ..training.placement import PIECE_BYTES, place, whole
 from ..training.state_layout import Leaf
@@ -58,12 +57,12 @@ def to_host(trainer: Trainer, state: TrainState) -> Iterator[tuple[str, np.ndarr
         Name and full array of a leaf; arrays share no memory with each other or the state.
     """
     replicated = NamedSharding(_mesh(trainer), PartitionSpec())
-    cuts = {name: where.cut for name, where in named_leaves(places_of(trainer, state)).items()}
+    places = named_leaves(places_of(trainer, state))
     held = state._replace(memory=(), copies=())
     if (owners := trainer.layout(state).leaves) is not None:
         held = held._replace(opt_state=owners.on_host(state.opt_state, partial(_rows, owners.num_ranks, replicated)))
     for name, leaf in named_leaves(held).items():
-        yield name, _to_host(leaf, cuts[name])
+        yield name, _to_host(leaf, places[name])
     merge = jax.jit(lambda one: merge_memory({"": one})[""], out_shardings=replicated)
     for name, one in dict(state.memory).items():
         for part, leaf in named_leaves(merge(one)).items():
@@ -85,7 +84,7 @@ def host_params(trainer: Trainer, state: TrainState) -> Any:
                [1., 1., 1.]], dtype=float32)}
     """
     check_alive(state)
-    return jax.tree.map(lambda leaf, where: _to_host(leaf, where.cut), state.params, trainer.layout(state).params)
+    return jax.tree.map(lambda leaf, where: _to_host(leaf, where), state.params, trainer.layout(state).params)
 
 
 def to_ranks(
@@ -147,14 +146,14 @@ def _is_memory(node: Any) -> bool:
     return isinstance(node, Memory)
 
 
-def _to_host(leaf: Any, cut: Cut | None) -> np.ndarray:
+def _to_host(leaf: Any, where: Leaf | None) -> np.ndarray:
     if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     if not (isinstance(leaf, np.ndarray) or leaf.is_fully_addressable or leaf.is_fully_replicated):
         leaf = multihost_utils.process_allgather(leaf, tiled=True)
     held: Any = np.asarray(leaf)
     # A copy: on CPUs NumPy shares JAX's memory, which the next step reuses.
-    return np.array(held if cut is None else cut.from_global(held), order="C")
+    return np.array(where.from_global(held) if where else held, order="C")
 
 
 def _rows(num_ranks: int, replicated: NamedSharding, buffer: jax.Array) -> np.ndarray:

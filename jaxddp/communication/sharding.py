@@ -83,6 +83,50 @@ def split_chunks(bucket: Bucket, row: jax.Array, num_ranks: int) -> dict[str, ja
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """How one tensor is split over devices along mesh axes that are not of ranks, in blocks that are cut separately.
+
+    Attributes:
+        spec: Along those axes.
+        counts: Number of blocks along each dimension.
+
+    Example:
+        >>> Blocks(PartitionSpec(None, "model"), (1, 2)).shape_of((3, 8))
+        (3, 4)
+    """
+
+    spec: PartitionSpec
+    counts: tuple[int, ...]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes, in the order of the blocks."""
+        return tuple(jax.tree.leaves(tuple(self.spec)))
+
+    @property
+    def shard_spec(self) -> PartitionSpec:
+        """How the blocks' shards lie along those axes: one after another, along the last dimension."""
+        return PartitionSpec(*(None,) * (len(self.counts) - 1), self.axes)
+
+    def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of a block of a full tensor."""
+        return tuple(size // count for size, count in zip(shape, self.counts, strict=True))
+
+    def split(self, tensor: jax.Array) -> jax.Array:
+        """Splits a full tensor, into ``[num_blocks, *block]``."""
+        dims, block = len(self.counts), self.shape_of(tensor.shape)
+        pairs = tensor.reshape([size for pair in zip(self.counts, block, strict=True) for size in pair])
+        return pairs.transpose(*range(0, 2 * dims, 2), *range(1, 2 * dims, 2)).reshape(-1, *block)
+
+    def join(self, blocks: jax.Array) -> jax.Array:
+        """Undoes ``split``."""
+        dims = len(self.counts)
+        apart = blocks.reshape(*self.counts, *blocks.shape[1:])
+        pairs = apart.transpose([dim for pair in zip(range(dims), range(dims, 2 * dims), strict=True) for dim in pair])
+        return pairs.reshape([count * size for count, size in zip(self.counts, blocks.shape[1:], strict=True)])
+
+
+@dataclass(frozen=True)
 class Cut:
     """How one tensor is cut.
 
@@ -146,7 +190,7 @@ class Cut:
         return lax.dynamic_index_in_dim(self.to_chunks(tensor), rank, keepdims=False).reshape(self.shard_shape)
 
     def without_padding(self, shard: jax.Array, rank: jax.Array | int) -> jax.Array:
-        """Zeroes the padding in a rank's shard, of ``shard_shape``."""
+        """Zeroes the padding in a rank's shard, ``[..., c]``."""
         chunk = self.shard_shape[-1]
         if self.num_ranks * chunk == self.row_elements:
             return shard

@@ -70,8 +70,8 @@ def full_arrays(tree: Any, layout: Any, mesh: Mesh | AbstractMesh) -> Any:
         A tree of full arrays, without padding.
     """
     leaves, structure = jax.tree.flatten(tree)
-    cuts = tuple(leaf.cut for leaf in jax.tree.leaves(layout))
-    full = _from_global(leaves, cuts, NamedSharding(mesh, PartitionSpec())) if leaves else []
+    places = tuple(jax.tree.leaves(layout))
+    full = _from_global(leaves, places, NamedSharding(mesh, PartitionSpec())) if leaves else []
     return jax.tree.unflatten(structure, full)
 
 
@@ -91,7 +91,7 @@ def _place(mesh: Mesh | AbstractMesh, array: Any, leaf: Leaf) -> jax.Array:
         # Copied first: device_put may hand on the caller's own buffer, which the first step would then donate.
         return jax.device_put(jnp.array(array, leaf.dtype, copy=True), sharding)
     held: Any = np.asarray(array, leaf.dtype)
-    held = held if leaf.cut is None else leaf.cut.to_global(held)
+    held = leaf.to_global(held)
     return jax.make_array_from_callback(held.shape, sharding, lambda index: held[index])
 
 
@@ -128,8 +128,8 @@ def place_by_rank(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 
 @partial(jax.jit, static_argnums=(1, 2))
-def _from_global(leaves: list[jax.Array], cuts: tuple[Any, ...], replicated: NamedSharding) -> list[jax.Array]:
+def _from_global(leaves: list[jax.Array], places: tuple[Leaf, ...], replicated: NamedSharding) -> list[jax.Array]:
     return [
-        jax.lax.with_sharding_constraint(jnp.copy(leaf) if cut is None else cut.from_global(leaf), replicated)
-        for leaf, cut in zip(leaves, cuts, strict=True)
+        jax.lax.with_sharding_constraint(place.from_global(leaf) if place.cut else jnp.copy(leaf), replicated)
+        for leaf, place in zip(leaves, places, strict=True)
     ]

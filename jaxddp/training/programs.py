@@ -27,7 +27,7 @@ from ..tree import named_leaves, path_name
 from ..zero.stage3 import loss_on_shards
 from ..zero.traced import TracedCollectives, traced_collectives
 from .packing import shard_map
-from .state_layout import Leaf, StateLayout, placed_specs, state_layout
+from .state_layout import Leaf, StateLayout, blocks_of, state_layout
 from .step import RankStep, TrainState
 from .validation import abstract, signature
 from .xla import compile_options
@@ -111,9 +111,9 @@ class Programs:
         if key not in self._layouts:
             step = self._rank_step
             num_ranks = step.num_shards if step.strategy.shards_optimizer_state else step.num_ranks
-            placed = placed_specs(params, self._param_specs, self._mesh, step.other_axes)
+            blocks = blocks_of(params, self._param_specs, self._mesh, step.other_axes)
             layout = state_layout(
-                params, step.optimizer, step.strategy, num_ranks, step.trainable, step.compute_dtype, placed,
+                params, step.optimizer, step.strategy, num_ranks, step.trainable, step.compute_dtype, blocks,
                 has_ema=step.ema_decay is not None,
             )  # fmt: skip
             specs = layout.specs(step.axis), PartitionSpec(step.axis)
@@ -150,12 +150,10 @@ class Programs:
             check_vma=False,
         )
         trace = trace_gradients(first_grads, state, batch, has_aux=True, reduced=model.rank_step.cuts)
-        if not self._rank_step.other_axes:
-            return trace
 
         def block(tensor: TensorSpec) -> TensorSpec:
-            sharding = NamedSharding(self._mesh, model.rank_step.placed[tensor.name])
-            return tensor._replace(shape=sharding.shard_shape(tensor.shape))
+            blocks = model.rank_step.blocks.get(tensor.name)
+            return tensor._replace(shape=blocks.shape_of(tensor.shape)) if blocks else tensor
 
         tensors, constants = (tuple(map(block, some)) for some in (trace.tensors, trace.constants))
         return trace._replace(tensors=tensors, constants=constants)
@@ -224,8 +222,8 @@ class Programs:
 
         def cast(params: dict[str, Any]) -> Any:
             def copy(path: Any, leaf: Leaf) -> jax.Array:
-                array, cut = params[path_name(path)].astype(leaf.dtype), places[path_name(path)].cut
-                return jnp.copy(array) if cut is None else cut.from_global(array)
+                array, place = params[path_name(path)].astype(leaf.dtype), places[path_name(path)]
+                return place.from_global(array) if place.cut else jnp.copy(array)
 
             return jax.tree_util.tree_map_with_path(copy, layout.copies)
 
@@ -279,9 +277,9 @@ class Programs:
         step, leaves = self._rank_step, named_leaves(layout.params)
         grad_dtypes = {name: step.grad_dtype or leaf.dtype for name, leaf in leaves.items()}
         cuts = {name: leaf.cut for name, leaf in leaves.items() if leaf.cut is not None and step.strategy.shards_params}
-        placed = {name: leaf.placed for name, leaf in leaves.items()}
+        blocks = {name: leaf.blocks for name, leaf in leaves.items() if leaf.blocks is not None}
         loss = self._of_held(step.loss, layout, cuts)
-        return replace(step, loss=loss, cuts=cuts, grad_dtypes=grad_dtypes, leaves=layout.leaves, placed=placed)
+        return replace(step, loss=loss, cuts=cuts, grad_dtypes=grad_dtypes, leaves=layout.leaves, blocks=blocks)
 
     def _of_held(self, function: Callable[..., Any], layout: StateLayout, cuts: dict[str, Cut]) -> Callable[..., Any]:
         """Turns a function of full parameters into one of parameters as the state holds them."""

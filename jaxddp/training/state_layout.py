@@ -23,6 +23,7 @@ compression's state of a parameter is one array too, split over the ranks along 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,7 +38,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ..communication.axes import shard_axis
 from ..communication.collectives import Axis
-from ..communication.sharding import Cut
+from ..communication.sharding import Blocks, Cut
 from ..strategy import Strategy
 from ..tree import merge, named_leaves, path_name, split, tensor_specs
 from ..zero.elementwise import check_elementwise, sharded_state
@@ -54,24 +55,24 @@ class Leaf:
     Attributes:
         shape: Of the full leaf.
         dtype: Its dtype.
-        cut: How it is cut into shards; None if every rank has all of it.
-        placed: How the leaf lies along the mesh axes that are not of ranks.
+        cut: How it, or each of its blocks, is cut into shards; None if every rank has all of it.
+        blocks: How it is split along the mesh axes that are not of ranks; None if it is not.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     cut: Cut | None = None
-    placed: PartitionSpec = PartitionSpec()
+    blocks: Blocks | None = None
 
     @property
     def held(self) -> jax.ShapeDtypeStruct:
         """The array over all ranks."""
-        return jax.ShapeDtypeStruct(self.cut.global_shape if self.cut else self.shape, self.dtype)
+        return jax.ShapeDtypeStruct(self._shape(self.cut.global_shape) if self.cut else self.shape, self.dtype)
 
     @property
     def on_rank(self) -> jax.ShapeDtypeStruct:
         """One rank's part."""
-        return jax.ShapeDtypeStruct(self.cut.shard_shape if self.cut else self.shape, self.dtype)
+        return jax.ShapeDtypeStruct(self._shape(self.cut.shard_shape) if self.cut else self.shape, self.dtype)
 
     @property
     def bytes_on_rank(self) -> int:
@@ -84,7 +85,31 @@ class Leaf:
 
     def sharding(self, mesh: Mesh | AbstractMesh, axis: Axis) -> NamedSharding:
         """How the array lies over the mesh."""
-        return NamedSharding(mesh, self.spec(axis) if self.cut else self.placed)
+        spec = self.spec(axis)
+        if self.blocks is not None:
+            spec = PartitionSpec(*spec[:-1], (*spec[-1:], *self.blocks.axes)) if self.cut else self.blocks.spec
+        return NamedSharding(mesh, spec)
+
+    def to_global(self, tensor: jax.Array) -> jax.Array:
+        """Lays a full leaf out as the array over all ranks: rank by rank, and block by block."""
+        if self.cut is None or self.blocks is None:
+            return tensor if self.cut is None else self.cut.to_global(tensor)
+        numpy = np if isinstance(tensor, np.ndarray) else jnp
+        chunks = numpy.stack([self.cut.to_chunks(block) for block in self.blocks.split(tensor)])
+        by_block = chunks.reshape(len(chunks), self.cut.num_ranks, self.cut.rows, -1)
+        return by_block.transpose(2, 1, 0, 3).reshape(self.held.shape)
+
+    def from_global(self, array: jax.Array) -> jax.Array:
+        """Undoes ``to_global``."""
+        if self.cut is None or self.blocks is None:
+            return array if self.cut is None else self.cut.from_global(array)
+        numpy = np if isinstance(array, np.ndarray) else jnp
+        by_row = array.reshape(self.cut.rows, self.cut.num_ranks, math.prod(self.blocks.counts), -1)
+        return self.blocks.join(numpy.stack([self.cut.from_chunks(one) for one in by_row.transpose(2, 1, 0, 3)]))
+
+    def _shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of all blocks' shards, from that of one's."""
+        return (*shape[:-1], shape[-1] * math.prod(self.blocks.counts)) if self.blocks else shape
 
 
 @dataclass(frozen=True)
@@ -121,7 +146,7 @@ class StateLayout:
         params, opt_state, copies, ema = jax.tree.map(
             lambda leaf: leaf.sharding(mesh, axis), (self.params, self.opt_state, self.copies, self.ema)
         )
-        is_placed = any(any(leaf.placed) for leaf in jax.tree.leaves(self.copies))
+        is_placed = any(leaf.blocks for leaf in jax.tree.leaves(self.copies))
         copies = copies if is_placed else on_ranks.copies  # which fits a state without copies, too
         return TrainState(
             on_ranks.step, params, opt_state, on_ranks.key, on_ranks.memory, on_ranks.model_state, on_ranks.loss_scale,
@@ -152,7 +177,7 @@ def state_layout(
     num_ranks: int,
     trainable: Callable[[str], bool] | None = None,
     compute_dtype: Any = None,
-    placed: Mapping[str, PartitionSpec] = MappingProxyType({}),
+    blocks: Mapping[str, Blocks] = MappingProxyType({}),
     *,
     has_ema: bool = False,
 ) -> StateLayout:
@@ -165,8 +190,8 @@ def state_layout(
         num_ranks: Number of ranks that the state is divided among, or that have a state of the compression each.
         trainable: Predicate on a parameter's name; None trains all.
         compute_dtype: Of the copies that the loss takes, where parameters are not sharded; None: there are none.
-        placed: How parameters lie along the mesh axes that are not of ranks, by name; replicated if missing. An
-            optimizer's leaf of the shape of a parameter, whose path ends with the parameter's, lies as that does.
+        blocks: How parameters are split along the mesh axes that are not of ranks, by name. An optimizer's leaf of the
+            shape of a parameter, whose path ends with the parameter's, is split as that is.
         has_ema: Whether a moving average of the parameters is kept.
 
     Returns:
@@ -179,31 +204,27 @@ def state_layout(
     params = jax.tree.map(partial(_as_master, strategy.precision.master_dtype), abstract(params))
     trained = split(params, trainable)[0]
 
-    def leaf(struct: Any, cut: Cut | None) -> Leaf:
-        return Leaf(tuple(struct.shape), struct.dtype, cut)
+    def leaf(struct: Any, cut: Cut | None, of: Blocks | None = None) -> Leaf:
+        return Leaf(tuple(struct.shape), struct.dtype, cut, of)
 
     copies: Any = ()
     if compute_dtype is not None and not strategy.shards_params:
         copies = jax.tree_util.tree_map_with_path(
             lambda path, struct: (
-                Leaf(struct.shape, compute_dtype, placed=placed.get(path_name(path), PartitionSpec()))
-                if _is_float(struct)
-                else None
+                Leaf(struct.shape, compute_dtype, blocks=blocks.get(path_name(path))) if _is_float(struct) else None
             ),
             params,
         )
 
     if not strategy.shards_optimizer_state:
-        mirrors = {
-            name: (struct.shape, placed[name]) for name, struct in named_leaves(params).items() if name in placed
-        }
+        shapes = {name: struct.shape for name, struct in named_leaves(params).items() if name in blocks}
 
-        def as_placed(path: Any, struct: Any) -> Leaf:
+        def in_blocks(path: Any, struct: Any) -> Leaf:
             name = f".{path_name(path)}"
-            specs = (spec for of, (shape, spec) in mirrors.items() if shape == struct.shape and name.endswith(f".{of}"))
-            return replace(leaf(struct, None), placed=next(specs, None) or PartitionSpec())
+            mirrored = (of for of, shape in shapes.items() if shape == struct.shape and name.endswith(f".{of}"))
+            return leaf(struct, None, blocks.get(next(mirrored, "")))
 
-        whole, state = jax.tree_util.tree_map_with_path(as_placed, (params, jax.eval_shape(optimizer.init, trained)))
+        whole, state = jax.tree_util.tree_map_with_path(in_blocks, (params, jax.eval_shape(optimizer.init, trained)))
         ema = split(whole, trainable)[0] if has_ema else ()
         return StateLayout(whole, state, _first_memory(trained, strategy, num_ranks), copies, ema)
 
@@ -211,7 +232,9 @@ def state_layout(
         name = path_name(path)
         if jnp.issubdtype(struct.dtype, jax.dtypes.extended):  # PRNG keys have no elements to deal out
             return leaf(struct, None)
-        return leaf(struct, strategy.cut(tensor_specs({name: struct})[name], num_ranks))
+        tensor, of = tensor_specs({name: struct})[name], blocks.get(name)
+        tensor = tensor._replace(shape=of.shape_of(tensor.shape)) if of else tensor
+        return leaf(struct, strategy.cut(tensor, num_ranks), of)
 
     updated = jax.tree_util.tree_map_with_path(cut, params)
     ema = split(updated, trainable)[0]
@@ -224,13 +247,19 @@ def state_layout(
         )
     else:
         check_elementwise(optimizer, trained, shards, value=jax.ShapeDtypeStruct((), jnp.float32))
-        cuts = {path_name(path): place.cut for path, place in jax.tree_util.tree_leaves_with_path(updated)}
+        places = named_leaves(updated)
         opt_state = jax.tree.map(
-            lambda mirror: leaf(mirror, None if mirror.param is None else cuts[mirror.param]),
+            lambda mirror: (
+                leaf(mirror, None)
+                if mirror.param is None
+                else leaf(mirror, places[mirror.param].cut, places[mirror.param].blocks)
+            ),
             sharded_state(optimizer, trained),
         )
     if not strategy.shards_params:  # only a leaf with a full copy may be a shard itself
-        updated = jax.tree.map(lambda place: place if copies and _is_float(place) else leaf(place, None), updated)
+        updated = jax.tree.map(
+            lambda place: place if copies and _is_float(place) else replace(place, cut=None), updated
+        )
     return StateLayout(updated, opt_state, copies=copies, ema=ema if has_ema else (), leaves=leaves)
 
 
@@ -238,10 +267,8 @@ def _flat(size: int, dtype: str, num_ranks: int) -> Leaf:
     return Leaf((size,), jnp.dtype(dtype), Cut((size,), num_ranks))
 
 
-def placed_specs(
-    params: Any, param_specs: Any, mesh: Mesh | AbstractMesh, axes: Sequence[str]
-) -> dict[str, PartitionSpec]:
-    """Gives how parameters lie along mesh axes that are not of ranks, by name; nothing without such axes.
+def blocks_of(params: Any, param_specs: Any, mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> dict[str, Blocks]:
+    """Gives how parameters are split along mesh axes that are not of ranks, by name; those that are not are left out.
 
     Args:
         params: A tree of full arrays or ``jax.ShapeDtypeStruct``.
@@ -264,13 +291,15 @@ def placed_specs(
         if not isinstance(spec, PartitionSpec) or not {*jax.tree.leaves(tuple(spec))} <= {*axes}:
             raise ValueError(f"param_specs of {name!r} (={spec}) must be a PartitionSpec over {', '.join(axes)}")
         try:
-            NamedSharding(mesh, spec).shard_shape(tuple(leaf.shape))
+            block = NamedSharding(mesh, spec).shard_shape(tuple(leaf.shape))
         except ValueError as error:
             sizes = ", ".join(f"{axis} {mesh.shape[axis]}" for axis in axes)
             raise ValueError(
                 f"param_specs of {name!r} (={spec}) must divide its shape {[*leaf.shape]} by the axes' sizes: {sizes}"
             ) from error
-        found[name] = spec
+        if any(spec):
+            shares = ([mesh.shape[axis] for axis in jax.tree.leaves(each)] for each in (*spec, *(None,) * leaf.ndim))
+            found[name] = Blocks(spec, tuple(math.prod(share) for share, _ in zip(shares, block, strict=False)))
     return found
 
 

@@ -22,7 +22,7 @@ gather        params = all-gather of the ranks' shards                        Ze
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -47,7 +47,7 @@ from ..communication.reduction import (
     start_reduction,
     sum_of_squares,
 )
-from ..communication.sharding import Cut
+from ..communication.sharding import Blocks, Cut
 from ..loss import PartialLoss, Parts, denominator, divide
 from ..metrics import PerExample, map_per_example
 from ..scopes import LOSS_SCOPE, METRICS_SCOPE, OPTIMIZER_SCOPE
@@ -104,9 +104,9 @@ class RankStep:
     nonfinite: str = "ignore"
     state_sync: str = "mean"
     num_replicas: int = 1
-    placed: Mapping[str, PartitionSpec] = field(default_factory=dict)  # along other mesh axes, by name of the parameter
     other_axes: tuple[str, ...] = ()  # of the mesh, which are XLA's
     ema_decay: float | None = None
+    blocks: Mapping[str, Blocks] = field(default_factory=dict)  # of parameters that those split, by name
     cuts: Mapping[str, Cut] = field(default_factory=dict)  # of the parameters that the loss takes as shards, by name
     as_bits: bool = False  # how parameters are gathered, as for ``all_gather``
     leaves: LeafOwners | None = None  # where whole parameters have owners
@@ -216,11 +216,9 @@ class RankStep:
                 model_state = jax.tree.map(partial(jnp.where, parts.loss.weight == 0), before, model_state)
             if reduces_each:
                 # Two buckets in flight save memory: one arrives while the next one fills.
-                grads, _ = start_reduction(
-                    grads, plan, self.axis, self.strategy.reduce, self.strategy.compression,
-                    denominator=self._divisor_of_one(parts), max_in_flight=2 if num > 1 else None, number=index,
-                    reduced=self.cuts,
-                )  # fmt: skip
+                specs = self._reduction_specs(plan, {*named_leaves(grads)} - {*plan.names})
+                start = self._on_devices(partial(self._start_microbatch, plan), specs)
+                grads = start(grads, self._divisor_of_one(parts), index)
             return (grads, parts, token), model_state
 
         if num == 1:
@@ -286,19 +284,58 @@ class RankStep:
         return finish_reduction(total, plan, self.num_shards, self.strategy.reduce, divisor), memory
 
     def _means_of_blocks(self, plan: BucketPlan, total: Any, token: jax.Array, divisor: Any) -> MeanGradients:
-        """Reduces gradients that are split along other axes: each device sends its blocks, as the plan has them."""
-        grads = named_leaves(total)
-        specs = {name: self.placed[name] for name in grads}
+        """Does the same of gradients that are split along other axes."""
+        shards = self.strategy.reduce is REDUCE_SCATTER
 
-        def on_device(grads: dict[str, jax.Array], token: jax.Array, divisor: Any) -> dict[str, jax.Array]:
-            return self._mean_gradients(plan, grads, token, (), divisor)[0].grads
+        def on_device(total: Any, token: jax.Array, divisor: Any) -> dict[str, jax.Array]:
+            means, _ = self._mean_gradients(plan, total, token, (), divisor)
+            return {name: mean.reshape(-1) if shards else mean for name, mean in means.grads.items()}
 
-        means = jax.shard_map(
-            on_device, in_specs=(specs, PartitionSpec(), PartitionSpec()), out_specs=specs,
-            axis_names={*self.other_axes}, check_vma=False,
-        )(grads, token, divisor)  # fmt: skip
+        if isinstance(total, Reduction):
+            names, specs = {*plan.names, *total.unsent}, self._reduction_specs(plan, total.unsent)
+        else:
+            names, specs = {*named_leaves(total)}, self._specs(total)
+        out_specs = {name: self._spec(name, flat=shards) for name in names}
+        means = self._on_devices(on_device, out_specs, specs)(total, token, divisor)
         with jax.named_scope(METRICS_SCOPE):
-            return MeanGradients(means, sum_of_squares(means.values()), jnp.zeros(()))
+            squares, none = sum_of_squares(means.values()), jnp.zeros(())
+        return MeanGradients(means, none, squares) if shards else MeanGradients(means, squares, none)
+
+    def _start_microbatch(self, plan: BucketPlan, grads: Any, divisor: Any, number: jax.Array | int) -> Reduction:
+        # Two buckets in flight save memory: one arrives while the next one fills.
+        return start_reduction(
+            grads, plan, self.axis, self.strategy.reduce, self.strategy.compression, denominator=divisor,
+            max_in_flight=2 if self.num_microbatches > 1 else None, number=number, reduced=self.cuts,
+        )[0]  # fmt: skip
+
+    def _on_devices(self, function: Callable[..., Any], out_specs: Any, in_specs: Any = None) -> Callable[..., Any]:
+        """Maps a function over the devices of a rank, each of which has its blocks of the first argument."""
+        if not self.other_axes:
+            return function
+
+        def mapped(tree: Any, *others: Any) -> Any:
+            specs = (self._specs(tree) if in_specs is None else in_specs, *(PartitionSpec() for _ in others))
+            return jax.shard_map(
+                function, in_specs=specs, out_specs=out_specs, axis_names={*self.other_axes}, check_vma=False
+            )(tree, *others)
+
+        return mapped
+
+    def _specs(self, params: Any, *, shards: bool = False) -> Any:
+        """How parameters, or their shards, lie along the other axes."""
+        return jax.tree_util.tree_map_with_path(lambda path, _: self._spec(path_name(path), shards=shards), params)
+
+    def _spec(self, name: str, *, shards: bool = False, flat: bool = False) -> PartitionSpec:
+        blocks = self.blocks.get(name)
+        if blocks is None:
+            return PartitionSpec()
+        return PartitionSpec(blocks.axes) if flat else blocks.shard_spec if shards else blocks.spec
+
+    def _reduction_specs(self, plan: BucketPlan, unsent: Collection[str]) -> Any:
+        """How a ``Reduction`` to shards lies along the other axes: each device has buckets of its own."""
+        totals = tuple(PartitionSpec(self.other_axes) for _ in plan.buckets)
+        specs: Any = totals, {name: self._spec(name, shards=True) for name in unsent}, PartitionSpec(), {}
+        return Reduction(*specs)
 
     def clip(self, grads: dict[str, jax.Array], params: Any, norm: jax.Array) -> Any:
         """Scales gradients to ``max_grad_norm``, and gives them the structure, shapes and dtypes of ``params``."""
@@ -330,8 +367,13 @@ class RankStep:
         updated = jax.tree.map(lambda new, old: new.astype(old.dtype), updated, trainable)
         if self.strategy.reduce is not REDUCE_SCATTER:
             return updated
-        sends = self.strategy.compression.sends
-        return gather_params(updated, trainable, plan, shard_axis(self.axis), sends=sends, as_bits=self.as_bits)
+
+        def on_device(trees: tuple[Any, Any]) -> Any:
+            sends = self.strategy.compression.sends
+            return gather_params(*trees, plan, shard_axis(self.axis), sends=sends, as_bits=self.as_bits)
+
+        specs = self._specs(trainable)
+        return self._on_devices(on_device, specs, (self._specs(trainable, shards=True), specs))((updated, trainable))
 
     def evaluate(self, state: TrainState, batch: Any) -> Any:
         """Gives the global mean loss of a batch and the aux values, if there are any, equal on every rank."""
@@ -402,12 +444,16 @@ class RankStep:
                 leaves[place] = total
         return jax.tree.unflatten(structure, leaves)
 
+    def _cut(self, name: str, shape: tuple[int, ...]) -> Cut:
+        blocks = self.blocks.get(name)
+        return Cut(blocks.shape_of(shape) if blocks else shape, self.num_shards)
+
     def _on_shards(self, params: Any) -> contextlib.AbstractContextManager[None]:
         """Where the optimizer is called: it may ask for norms over the ranks' shards of ``params``."""
         if not self.strategy.shards_optimizer_state:
             return contextlib.nullcontext()
         cuts = {
-            name: self.cuts.get(name) if self.strategy.shards_params else Cut(leaf.shape, self.num_shards)
+            name: self.cuts.get(name) if self.strategy.shards_params else self._cut(name, leaf.shape)
             for name, leaf in named_leaves(params).items()
         }
         return on_shards(shard_axis(self.axis), cuts)
@@ -415,7 +461,10 @@ class RankStep:
     def _updated_here(self, params: Any) -> Any:
         """What this rank updates: the parameters as it holds them, or its shards of full ones."""
         holds_full = self.strategy.reduce is REDUCE_SCATTER and self.compute_dtype is None
-        return local_shards(params, shard_axis(self.axis)) if holds_full else params
+        if not holds_full:
+            return params
+        cut = self._on_devices(partial(local_shards, axis=shard_axis(self.axis)), self._specs(params, shards=True))
+        return cut(params)
 
 
 def _learning_rate(opt_state: Any) -> dict[str, Any]:

@@ -153,7 +153,7 @@ class Trainer:
             axis: Of the mesh, along which ranks lie, if the mesh has other axes: ``"data"`` if None.
             param_specs: How parameters lie along the other axes, which are left to XLA, as for tensor parallelism: a
                 tree of ``PartitionSpec`` like the parameters, or a prefix of it. ``loss_fn`` may constrain values along
-                those axes too. For strategies that do not shard.
+                those axes too. Not for ``zero3``.
             ema_decay: Keeps a moving average of the trainable parameters beside them, for ``params(state, "ema")``:
                 ``ema = ema_decay * ema + (1 - ema_decay) * params`` after each step that is not skipped. It starts at
                 the parameters given to ``init``, so there is no bias to correct. It has their dtype, is sharded where
@@ -192,10 +192,10 @@ class Trainer:
         other_axes = tuple(str(name) for name in mesh.axis_names if name not in axes)
         if other_axes and param_specs is None:
             raise ValueError(f"param_specs (=None) must be given for the other mesh axes: {', '.join(other_axes)}")
-        if other_axes and strategy.shards_optimizer_state:
+        if other_axes and (strategy.shards_params or strategy.shards_leaves):
             raise ValueError(
-                f"strategy (={strategy.name!r}) must not shard with param_specs: use naive, flat, overlapped or"
-                " bucketed, whose state lies as param_specs has it, or a mesh without other axes"
+                f"strategy (={strategy.name!r}) must shard no parameters and own no whole leaves with param_specs: use"
+                " zero1 or zero2, or a mesh without other axes"
             )
         if other_axes:
             check_stateless(strategy.compression, "with param_specs: use none, bf16 or fp16")
