@@ -110,7 +110,7 @@ def to_ranks(
     first_ema = {name: arrays[name.replace("ema", "params", 1)] for name in leaves if name.startswith("ema")}
     arrays = {**jax.tree.map(np.asarray, named_leaves({"loss_scale": first_scale()})), **first_ema, **arrays}
     placed = {
-        name: arrays[name] if name in owned else _to_ranks(arrays[name], where, mesh, key_impls.get(name))
+        name: arrays[name] if name in owned else _to_ranks(arrays[name], where, trainer, key_impls.get(name))
         for name, where in leaves.items()
     }
     memory = jax.tree_util.tree_map_with_path(partial(_compression_state, arrays), first)
@@ -174,10 +174,10 @@ def _rows(num_ranks: int, replicated: NamedSharding, buffer: jax.Array) -> np.nd
     return rows
 
 
-def _to_ranks(array: np.ndarray, where: Leaf, mesh: Mesh, key_impl: str | None) -> jax.Array:
+def _to_ranks(array: np.ndarray, where: Leaf, trainer: Trainer, key_impl: str | None) -> jax.Array:
     if not is_key(where):
-        return place(array, where, mesh)
-    return jax.random.wrap_key_data(place(array, Leaf(array.shape, array.dtype), mesh), impl=key_impl)
+        return place(array, where, trainer.mesh, trainer.axis)
+    return jax.random.wrap_key_data(place(array, Leaf(array.shape, array.dtype), trainer.mesh), impl=key_impl)
 
 
 def _compression_state(arrays: Mapping[str, np.ndarray], path: Any, first: np.ndarray) -> np.ndarray:

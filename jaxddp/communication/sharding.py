@@ -108,6 +108,11 @@ class Blocks:
         """How the blocks' shards lie along those axes: one after another, along the last dimension."""
         return PartitionSpec(*(None,) * (len(self.counts) - 1), self.axes)
 
+    def of_last(self, ndim: int) -> Blocks:
+        """How a row is split: the last dimensions, if the others are not split."""
+        first = len(self.counts) - ndim
+        return Blocks(PartitionSpec(*self.spec[first:]), self.counts[first:])
+
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of a block of a full tensor."""
         return tuple(size // count for size, count in zip(shape, self.counts, strict=True))

@@ -14,6 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from ..communication.collectives import Axis
 from ..tree import named_leaves
 from .state_layout import Leaf
 from .validation import is_global
@@ -44,18 +45,19 @@ def from_first_process(tree: Any) -> Any:
     return jax.tree.map(_from_first_process, tree)
 
 
-def place(tree: Any, layout: Any, mesh: Mesh | AbstractMesh) -> Any:
+def place(tree: Any, layout: Any, mesh: Mesh | AbstractMesh, axis: Axis | None = None) -> Any:
     """Copies arrays onto the ranks; no device ever holds more of a leaf than it keeps.
 
     Args:
         tree: Full arrays, the same in every process; they stay the caller's.
         layout: A tree of ``Leaf`` like it.
         mesh: Of the ranks.
+        axis: Along which ranks lie; all axes of the mesh if None.
 
     Returns:
         A tree of arrays over the mesh.
     """
-    return jax.tree.map(partial(_place, mesh), tree, layout)
+    return jax.tree.map(partial(_place, mesh, mesh.axis_names if axis is None else axis), tree, layout)
 
 
 def full_arrays(tree: Any, layout: Any, mesh: Mesh | AbstractMesh) -> Any:
@@ -85,8 +87,8 @@ def _from_first_process(array: Any) -> np.ndarray:
     return received.view(mine.dtype).reshape(mine.shape)
 
 
-def _place(mesh: Mesh | AbstractMesh, array: Any, leaf: Leaf) -> jax.Array:
-    sharding = leaf.sharding(mesh, mesh.axis_names)
+def _place(mesh: Mesh | AbstractMesh, axis: Axis, array: Any, leaf: Leaf) -> jax.Array:
+    sharding = leaf.sharding(mesh, axis)
     if leaf.cut is None and jax.process_count() == 1:
         # Copied first: device_put may hand on the caller's own buffer, which the first step would then donate.
         return jax.device_put(jnp.array(array, leaf.dtype, copy=True), sharding)

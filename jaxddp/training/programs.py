@@ -19,7 +19,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, Part
 
 from ..communication.axes import shard_axis
 from ..communication.buckets import BucketPlan, TensorSpec
-from ..communication.sharding import Cut
+from ..communication.sharding import Blocks, Cut
 from ..mesh import platform_of
 from ..metrics import Measure
 from ..strategy import GradientTrace, Planned, describe_results, plan_trace, planned_along, trace_gradients
@@ -277,8 +277,7 @@ class Programs:
         step, leaves = self._rank_step, named_leaves(layout.params)
         grad_dtypes = {name: step.grad_dtype or leaf.dtype for name, leaf in leaves.items()}
         cuts = {name: leaf.cut for name, leaf in leaves.items() if leaf.cut is not None and step.strategy.shards_params}
-        blocks = {name: leaf.blocks for name, leaf in leaves.items() if leaf.blocks is not None}
-        loss = self._of_held(step.loss, layout, cuts)
+        loss, blocks = self._of_held(step.loss, layout, cuts), _blocks(layout)
         return replace(step, loss=loss, cuts=cuts, grad_dtypes=grad_dtypes, leaves=layout.leaves, blocks=blocks)
 
     def _of_held(self, function: Callable[..., Any], layout: StateLayout, cuts: dict[str, Cut]) -> Callable[..., Any]:
@@ -290,7 +289,7 @@ class Programs:
         sends = strategy.compression.sends and step.num_ranks > 1
         return loss_on_shards(
             function, layout.whole(), cuts, step.axis, precision, trainable=step.trainable, sends=sends,
-            as_bits=step.as_bits,
+            as_bits=step.as_bits, blocks=_blocks(layout), other_axes=step.other_axes,
         )  # fmt: skip
 
     def _over_mesh(
@@ -307,6 +306,10 @@ class Programs:
         axis = self._rank_step.axis
         function = shard_map(on_rank, mesh=self._mesh, in_specs=model.specs, out_specs=outs, axis=axis)
         return function, abstract((state, batch)), options
+
+
+def _blocks(layout: StateLayout) -> dict[str, Blocks]:
+    return {name: leaf.blocks for name, leaf in named_leaves(layout.params).items() if leaf.blocks is not None}
 
 
 def _compile_here(function: Callable[..., Any], args: tuple[Any, Any], **options: Any) -> jax.stages.Compiled:

@@ -234,7 +234,10 @@ def state_layout(
             return leaf(struct, None)
         tensor, of = tensor_specs({name: struct})[name], blocks.get(name)
         tensor = tensor._replace(shape=of.shape_of(tensor.shape)) if of else tensor
-        return leaf(struct, strategy.cut(tensor, num_ranks), of)
+        found = strategy.cut(tensor, num_ranks)
+        if found is not None and of is not None and of.counts[0] > 1:
+            found = replace(found, by_row=False)  # a device has only some of the rows
+        return leaf(struct, found, of)
 
     updated = jax.tree_util.tree_map_with_path(cut, params)
     ema = split(updated, trainable)[0]

@@ -298,8 +298,9 @@ class RankStep:
         out_specs = {name: self._spec(name, flat=shards) for name in names}
         means = self._on_devices(on_device, out_specs, specs)(total, token, divisor)
         with jax.named_scope(METRICS_SCOPE):
-            squares, none = sum_of_squares(means.values()), jnp.zeros(())
-        return MeanGradients(means, none, squares) if shards else MeanGradients(means, squares, none)
+            of_shards = [mean for name, mean in means.items() if shards or name in self.cuts]
+            others = [mean for name, mean in means.items() if not (shards or name in self.cuts)]
+            return MeanGradients(means, sum_of_squares(others), sum_of_squares(of_shards))
 
     def _start_microbatch(self, plan: BucketPlan, grads: Any, divisor: Any, number: jax.Array | int) -> Reduction:
         # Two buckets in flight save memory: one arrives while the next one fills.
@@ -329,7 +330,7 @@ class RankStep:
         blocks = self.blocks.get(name)
         if blocks is None:
             return PartitionSpec()
-        return PartitionSpec(blocks.axes) if flat else blocks.shard_spec if shards else blocks.spec
+        return PartitionSpec(blocks.axes) if flat else blocks.shard_spec if shards or name in self.cuts else blocks.spec
 
     def _reduction_specs(self, plan: BucketPlan, unsent: Collection[str]) -> Any:
         """How a ``Reduction`` to shards lies along the other axes: each device has buckets of its own."""

@@ -153,7 +153,7 @@ class Trainer:
             axis: Of the mesh, along which ranks lie, if the mesh has other axes: ``"data"`` if None.
             param_specs: How parameters lie along the other axes, which are left to XLA, as for tensor parallelism: a
                 tree of ``PartitionSpec`` like the parameters, or a prefix of it. ``loss_fn`` may constrain values along
-                those axes too. Not for ``zero3``.
+                those axes too.
             ema_decay: Keeps a moving average of the trainable parameters beside them, for ``params(state, "ema")``:
                 ``ema = ema_decay * ema + (1 - ema_decay) * params`` after each step that is not skipped. It starts at
                 the parameters given to ``init``, so there is no bias to correct. It has their dtype, is sharded where
@@ -192,11 +192,8 @@ class Trainer:
         other_axes = tuple(str(name) for name in mesh.axis_names if name not in axes)
         if other_axes and param_specs is None:
             raise ValueError(f"param_specs (=None) must be given for the other mesh axes: {', '.join(other_axes)}")
-        if other_axes and (strategy.shards_params or strategy.shards_leaves):
-            raise ValueError(
-                f"strategy (={strategy.name!r}) must shard no parameters and own no whole leaves with param_specs: use"
-                " zero1 or zero2, or a mesh without other axes"
-            )
+        if other_axes and strategy.shards_leaves:
+            raise ValueError("shard (='leaves') must be 'elements' with param_specs, which split leaves over devices")
         if other_axes:
             check_stateless(strategy.compression, "with param_specs: use none, bf16 or fp16")
         if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
@@ -230,7 +227,7 @@ class Trainer:
         self._nonfinite, self._max_skips, self._num_skips = nonfinite, max_skips, 0
         self._check_replicas_every, self._num_steps = check_replicas_every, 0
         self.strategy = strategy
-        self.mesh = mesh
+        self.mesh, self.axis = mesh, axis
         self.num_ranks = math.prod(mesh.shape[name] for name in axes)
         self.num_microbatches = num_microbatches
         self._rank_step = RankStep(
@@ -296,8 +293,8 @@ class Trainer:
             params, model_state, seed = from_first_process((params, model_state, seed))
         layout = self._programs.describe(params)
         has_ema, trained = self._rank_step.ema_decay is not None, split(params, self._rank_step.trainable)[0]
-        ema = place(trained, layout.ema, self.mesh) if has_ema else ()
-        params = place(params, layout.params, self.mesh)
+        ema = place(trained, layout.ema, self.mesh, self.axis) if has_ema else ()
+        params = place(params, layout.params, self.mesh, self.axis)
         opt_state = self._programs.init_opt_state(layout, params)
         seed = int(seed)
 
@@ -527,7 +524,8 @@ class Trainer:
         devices = np.arange(self.mesh.size).reshape(self.mesh.axis_sizes)
 
         def group(axes: tuple[str, ...]) -> tuple[int, ...]:
-            return tuple(devices[tuple(slice(None) if axis in axes else 0 for axis in self.mesh.axis_names)].flat)
+            place = tuple(slice(None) if axis in axes else 0 for axis in self.mesh.axis_names)
+            return tuple(devices[place].reshape(-1).tolist())
 
         return [
             (one.kind, one.num_bytes, group(one.axes))

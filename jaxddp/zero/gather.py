@@ -10,17 +10,18 @@ reduce-scatter's. Gradients are returned in the shards' dtype.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from ..communication.axes import scatter_sum, shard_axis
 from ..communication.collectives import Axis, all_gather
-from ..communication.sharding import Cut
+from ..communication.sharding import Blocks, Cut
 from ..scopes import SYNC_SCOPE
 from ..strategy import Precision
 
@@ -31,19 +32,34 @@ class Shard:
 
     Attributes:
         local: ``[rows, c]``, or ``[c]`` if the parameter is not cut by row.
-        cut: How the full parameter is cut.
+        cut: How the full parameter, or each of its blocks, is cut.
         dtype: Dtype of the full parameter.
         is_trained: Whether it has a gradient.
+        blocks: How other axes of the mesh split the full parameter; None if they do not. ``local`` holds the shards of
+            all blocks, ``[..., T c]``.
     """
 
     local: jax.Array
     cut: Cut
     dtype: Any
     is_trained: bool = True
+    blocks: Blocks | None = None
 
     def rows(self, local: jax.Array, shape: tuple[int, ...]) -> Shard:
         """The shard of some rows, of a given full shape; of a single row if ``local`` has one dimension."""
-        return replace(self, local=local, cut=Cut(shape, self.cut.num_ranks, by_row=local.ndim == 2))
+        blocks = self.blocks and self.blocks.of_last(len(shape))
+        block = blocks.shape_of(shape) if blocks else shape
+        return replace(self, local=local, cut=Cut(block, self.cut.num_ranks, by_row=local.ndim == 2), blocks=blocks)
+
+    @property
+    def local_spec(self) -> PartitionSpec:
+        """How ``local`` lies along the other axes."""
+        return PartitionSpec(*(None,) * (self.local.ndim - 1), self.blocks.axes) if self.blocks else PartitionSpec()
+
+    @property
+    def full_spec(self) -> PartitionSpec:
+        """How the full parameter lies along the other axes."""
+        return self.blocks.spec if self.blocks else PartitionSpec()
 
 
 @dataclass(frozen=True)
@@ -55,12 +71,14 @@ class Gather:
         precision: Dtypes of the all-gather and the reduce-scatter.
         sends: False for a step without communication: copies of this rank's shards replace those of the others.
         as_bits: As for ``all_gather``.
+        other_axes: Of the mesh, along which parameters may be split.
     """
 
     axis: Axis
     precision: Precision
     sends: bool = True
     as_bits: bool = False
+    other_axes: tuple[str, ...] = ()
 
     def __call__(self, shards: Sequence[Shard]) -> list[jax.Array]:
         """Gathers full parameters with one all-gather per dtype; its transpose is one reduce-scatter per dtype.
@@ -93,33 +111,55 @@ class Gather:
         return gather([shard.local for shard in shards])
 
     def _all_gather(self, shards: list[Shard], local: list[jax.Array], dtype: Any) -> list[jax.Array]:
-        with jax.named_scope(SYNC_SCOPE):
+        @jax.named_scope(SYNC_SCOPE)
+        def on_device(local: list[jax.Array]) -> list[jax.Array]:
             row = jnp.concatenate([array.reshape(1, -1) for array in local], axis=1).astype(dtype)
-            tiles = (shards[0].cut.num_ranks, 1)
-            buffer = (
-                all_gather(row, shard_axis(self.axis), as_bits=self.as_bits) if self.sends else jnp.tile(row, tiles)
-            )
-            parts = jnp.split(buffer, _ends(shards), axis=1)
+            if self.sends:
+                buffer = all_gather(row, shard_axis(self.axis), as_bits=self.as_bits)
+            else:
+                buffer = jnp.tile(row, (shards[0].cut.num_ranks, 1))
+            parts = jnp.split(buffer, _ends(local), axis=1)
             return [shard.cut.from_chunks(part).astype(shard.dtype) for shard, part in zip(shards, parts, strict=True)]
+
+        specs = [shard.local_spec for shard in shards], [shard.full_spec for shard in shards]
+        return self._on_devices(on_device, *specs)(local)
 
     def _reduce_scatter(self, shards: list[Shard], grads: list[jax.Array]) -> list[jax.Array]:
         sums = [jnp.zeros_like(shard.local) for shard in shards]
         trained = [place for place, shard in enumerate(shards) if shard.is_trained]
         if not trained:
             return sums
+        some = [shards[place] for place in trained]
         dtype = self.precision.reduce_dtype or shards[0].local.dtype
-        with jax.named_scope(SYNC_SCOPE):
-            chunks = [shards[place].cut.to_chunks(grads[place].astype(dtype)) for place in trained]
+
+        @jax.named_scope(SYNC_SCOPE)
+        def on_device(grads: list[jax.Array], local: list[jax.Array]) -> list[jax.Array]:
+            chunks = [shard.cut.to_chunks(grad.astype(dtype)) for shard, grad in zip(some, grads, strict=True)]
             buffer = jnp.concatenate(chunks, axis=1)
             if self.sends:
                 total = scatter_sum(buffer, self.axis)
             else:
                 total = lax.dynamic_slice_in_dim(buffer, lax.axis_index(shard_axis(self.axis)), 1)
-            parts = jnp.split(total[0], _ends([shards[place] for place in trained]))
-            for place, part in zip(trained, parts, strict=True):
-                sums[place] = part.reshape(sums[place].shape).astype(sums[place].dtype)
+            parts = jnp.split(total[0], _ends(local))
+            return [part.reshape(one.shape).astype(one.dtype) for part, one in zip(parts, local, strict=True)]
+
+        like = [shard.local_spec for shard in some]
+        found = self._on_devices(on_device, ([shard.full_spec for shard in some], like), like)(
+            [grads[place] for place in trained], [sums[place] for place in trained]
+        )
+        for place, one in zip(trained, found, strict=True):
+            sums[place] = one
         return sums
 
+    def _on_devices(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """Maps a function over the devices of a rank, each of which has blocks of its own."""
+        if not self.other_axes:
+            return function
+        in_specs = in_specs if isinstance(in_specs, tuple) else (in_specs,)
+        return jax.shard_map(
+            function, in_specs=in_specs, out_specs=out_specs, axis_names={*self.other_axes}, check_vma=False
+        )
 
-def _ends(shards: list[Shard]) -> list[int]:
-    return list(itertools.accumulate(shard.local.size for shard in shards))[:-1]
+
+def _ends(local: list[jax.Array]) -> list[int]:
+    return list(itertools.accumulate(one.size for one in local))[:-1]

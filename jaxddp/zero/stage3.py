@@ -34,8 +34,9 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -44,7 +45,7 @@ import jax.numpy as jnp
 from ..communication.buckets import BucketMb, TensorSpec, chunk_elements, plan_buckets
 from ..communication.collectives import Axis
 from ..communication.compression import Compression, none
-from ..communication.sharding import Cut
+from ..communication.sharding import Blocks, Cut
 from ..loss import PartialLoss
 from ..strategy import Precision, Strategy, register
 from ..tree import is_floating, path_name
@@ -140,6 +141,8 @@ def loss_on_shards(
     trainable: Callable[[str], bool] | None = None,
     sends: bool = True,
     as_bits: bool = False,
+    blocks: Mapping[str, Blocks] = MappingProxyType({}),
+    other_axes: tuple[str, ...] = (),
 ) -> PartialLoss:
     """Turns a loss function of full parameters into one of shards.
 
@@ -152,11 +155,13 @@ def loss_on_shards(
         trainable: Predicate on a parameter's name; gradients of the others are not reduced.
         sends: False for a step without communication.
         as_bits: As for ``all_gather``.
+        blocks: How other axes of the mesh split parameters, by name.
+        other_axes: Those axes.
 
     Returns:
         The same loss function, of a tree with this rank's shards in place of the parameters that are cut.
     """
-    gather = Gather(axis, precision, sends, as_bits)
+    gather = Gather(axis, precision, sends, as_bits, other_axes)
 
     def as_used(struct: Any) -> Any:
         dtype = precision.compute_dtype if jnp.issubdtype(struct.dtype, jnp.floating) else None
@@ -172,7 +177,7 @@ def loss_on_shards(
             if name not in cuts:
                 return array if array.dtype == struct.dtype else array.astype(struct.dtype)
             local = array.reshape(cuts[name].rows, -1) if cuts[name].by_row else array.reshape(-1)
-            return Shard(local, cuts[name], struct.dtype, trainable is None or trainable(name))
+            return Shard(local, cuts[name], struct.dtype, trainable is None or trainable(name), blocks.get(name))
 
         arguments = jax.tree_util.tree_map_with_path(argument, params, full)
         values = run(program, jax.tree.leaves((arguments, inputs)), gather)
