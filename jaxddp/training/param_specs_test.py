@@ -20,8 +20,12 @@ STRATEGIES = {
     "flat": jaxddp.flat(),
     "overlapped": jaxddp.overlapped(),
     "bucketed": jaxddp.bucketed(0.0005),
+    "zero1": jaxddp.zero1(0.0005),
+    "zero2": jaxddp.zero2(0.0005),
+    "zero3": jaxddp.zero3(min_shard_elements=10),
 }
-QUICK = (("naive", (2, 2)), ("flat", (2, 4)), ("bucketed", (4, 2)))  # by default: every shape
+QUICK = (("flat", (2, 2)), ("zero2", (2, 4)), ("zero3", (4, 2)))  # by default: every shape
+dense = jaxddp.layer(lambda one, x: x + jnp.tanh(x @ one["up"] + one["bias"]) @ one["down"])
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +41,7 @@ def grid(*shape, names=("data", "model")):
 
 def forward(params, x):
     for one in params["layers"]:
-        x = x + jnp.tanh(x @ one["up"] + one["bias"]) @ one["down"]
+        x = dense(one, x)
     return x @ params["head"]
 
 
@@ -93,14 +97,18 @@ def test_training_is_that_of_one_device_and_compiled_as_planned(name, shape):
     assert_equal(trainer.params(state, "ema"), params)
     assert_equal(trainer.evaluate(state, batches()[0]), loss_fn(params, batches()[0]))
 
-    num_model = shape[1]
-    for tree in (state.params, state.opt_state[0].mu, state.ema):  # what a device holds of [7, 8]
-        assert tree["layers"][1]["up"].addressable_shards[0].data.shape == (7, 8 // num_model)
+    num_data, num_model = shape
+    trees = state.params, state.opt_state[0].mu, state.ema
+    block = 7 * 8 // num_model
+    shard = -(-block // num_data)
+    held = {"zero1": [block, shard, shard], "zero2": [block, shard, shard], "zero3": [shard] * 3}.get(name, [block] * 3)
+    assert [tree["layers"][1]["up"].addressable_shards[0].data.size for tree in trees] == held
     compiled = read_schedule(trainer.compile(state, batches()[0])).gradient_groups()
     assert sorted(trainer.planned_groups(state, batches()[0])) == compiled
     assert {group for _, _, group in compiled} == {tuple(range(0, trainer.mesh.size, num_model))}
-    split = 2 * (7 * 8 + 8 + 8 * 7)
-    assert sum(num_bytes for _, num_bytes, _ in compiled) == 8 * (split // num_model + 7 * 3)
+    if not trainer.strategy.shards_optimizer_state:
+        split = 2 * (7 * 8 + 8 + 8 * 7)
+        assert sum(num_bytes for _, num_bytes, _ in compiled) == 8 * (split // num_model + 7 * 3)
 
 
 def noisy_loss(params, model_state, batch, key):
@@ -111,8 +119,20 @@ def noisy_loss(params, model_state, batch, key):
     return jaxddp.Weighted(jnp.sum(squares * batch["mask"]), jnp.sum(batch["mask"])), (state, aux)
 
 
-@pytest.mark.parametrize("options", [{"num_microbatches": 2}, {"compute_dtype": jnp.float32}], ids=str)
-def test_keys_states_and_metrics_are_those_of_the_data_ranks_alone(options):
+OPTIONS = {
+    "bucketed": {"num_microbatches": 2},
+    "overlapped": {"compute_dtype": jnp.float32},
+    "zero1": {"compute_dtype": jnp.float32},
+    "zero2": {"trainable": lambda name: "up" not in name},
+    "zero3": {"num_microbatches": 2},
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "zero1" else pytest.mark.full) for name in OPTIONS]
+)
+def test_keys_states_and_metrics_are_those_of_the_data_ranks_alone(name):
+    options, optimizer = OPTIONS[name], optax.chain(jaxddp.clip_by_global_norm(0.5), optax.adamw(1e-2))
     steps = [batch | {"mask": np.arange(16.0) % 5} for batch in batches(3)]
     found = []
     for mesh, placed in (
@@ -121,7 +141,7 @@ def test_keys_states_and_metrics_are_those_of_the_data_ranks_alone(options):
         (grid(2, 2, 2, names=("replica", "data", "model")), {"param_specs": SPECS, "axis": ("replica", "data")}),
     ):
         trainer = jaxddp.Trainer(
-            noisy_loss, optax.adamw(1e-2), jaxddp.bucketed(), mesh, has_state=True, has_aux=True, **placed, **options
+            noisy_loss, optimizer, STRATEGIES[name], mesh, has_state=True, has_aux=True, **placed, **options
         )
         state = trainer.init(model(), model_state={"mean": jnp.zeros(())})
         state, metrics = trained(trainer, state, steps)
@@ -136,8 +156,9 @@ def test_keys_states_and_metrics_are_those_of_the_data_ranks_alone(options):
         jax.tree.map(lambda one, two, atol=atol: np.testing.assert_allclose(one, two, atol=atol), found[0], other)
 
 
-def test_checkpoints_are_of_no_mesh(tmp_path):
-    split = jaxddp.Trainer(loss_fn, optax.adam(1e-2), jaxddp.bucketed(), grid(2, 4), param_specs=SPECS)
+@pytest.mark.parametrize("name", [pytest.param("bucketed", marks=pytest.mark.full), "zero3"])
+def test_checkpoints_are_of_no_mesh(tmp_path, name):
+    split = jaxddp.Trainer(loss_fn, optax.adam(1e-2), STRATEGIES[name], grid(2, 4), param_specs=SPECS)
     flat = jaxddp.Trainer(loss_fn, optax.adam(1e-2), jaxddp.zero1(), jaxddp.data_mesh(4))
     whole, _ = trained(flat, flat.init(model()), batches())
     for number, (one, other) in enumerate(((split, flat), (flat, split))):
@@ -158,11 +179,35 @@ def test_optimizers_that_are_not_elementwise_see_whole_parameters():
     assert_equal(*found)
 
 
+SPLITS = (P(None, None, "model"), P("model"), P(None, "more", "model"), P(None, ("model", "more")))
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_stacks_under_a_scan_may_be_split_along_any_dimension(split):
+    def scanned(params, batch):
+        x, _ = jax.lax.scan(lambda x, kernel: (unit(kernel, x), None), batch["x"], params["stack"])
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    unit = jaxddp.layer(lambda kernel, x: x + jnp.tanh(x @ kernel))
+    rng = np.random.default_rng(0)
+    params = {"stack": rng.normal(size=(4, 8, 8)) / 3}
+    steps = [{"x": rng.normal(size=(8, 8)), "y": rng.normal(size=(8, 8))} for _ in range(2)]
+    mesh = grid(2, 2, 2, names=("data", "model", "more"))
+    trainer = jaxddp.Trainer(scanned, optax.sgd(0.1), STRATEGIES["zero3"], mesh, param_specs=split)
+    state, _ = trained(trainer, trainer.init(params), steps)
+    planned = sorted(trainer.planned_groups(state, steps[0]))
+    assert planned == read_schedule(trainer.compile(state, steps[0])).gradient_groups()
+    for batch in steps:
+        params = jax.tree.map(lambda param, grad: param - 0.1 * grad, params, jax.grad(scanned)(params, batch))
+    assert_equal(trainer.params(state), params)
+
+
 @pytest.mark.full
-def test_on_gpus_that_are_not_here_it_compiles_as_planned():
+@pytest.mark.parametrize("name", ["bucketed", "zero1", "zero3"])
+def test_on_gpus_that_are_not_here_it_compiles_as_planned(name):
     device = targets.mesh("h100:8").abstract_device
     mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, abstract_device=device)
-    trainer = jaxddp.Trainer(loss_fn, optax.adamw(1e-2), jaxddp.bucketed(0.0005), mesh, param_specs=SPECS)
+    trainer = jaxddp.Trainer(loss_fn, optax.adamw(1e-2), STRATEGIES[name], mesh, param_specs=SPECS)
     state, batch = trainer.abstract_state(model()), batches()[0]
     compiled = read_schedule(trainer.compile(state, batch)).gradient_groups()
     assert len(compiled) > 2 and sorted(trainer.planned_groups(state, batch)) == compiled
@@ -178,8 +223,8 @@ def test_bad_input():
         make(axis="data")
     with pytest.raises(ValueError, match=r"^axis \(='dat'\) must be of the mesh, whose axes are data, model$"):
         make(axis="dat", param_specs=SPECS)
-    with pytest.raises(ValueError, match=r"^strategy \(='zero1'\) must not shard with param_specs: use naive, flat, "):
-        make(jaxddp.zero1(), param_specs=SPECS)
+    with pytest.raises(ValueError, match=r"^shard \(='leaves'\) must be 'elements' with param_specs, which split"):
+        make(jaxddp.zero1(shard="leaves"), param_specs=SPECS)
     with pytest.raises(ValueError, match=r"^compression \(='powersgd:1'\) must be stateless with param_specs: use"):
         make(jaxddp.bucketed(compression=powersgd(1)), param_specs=SPECS)
     with pytest.raises(ValueError, match=r"^param_specs of 'head' \(=.*'data'.*\) must be a PartitionSpec over model$"):

@@ -52,6 +52,12 @@ class Shard:
         return replace(self, local=local, cut=Cut(block, self.cut.num_ranks, by_row=local.ndim == 2), blocks=blocks)
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the full parameter."""
+        counts = self.blocks.counts if self.blocks else (1,) * len(self.cut.shape)
+        return tuple(count * size for count, size in zip(counts, self.cut.shape, strict=True))
+
+    @property
     def local_spec(self) -> PartitionSpec:
         """How ``local`` lies along the other axes."""
         return PartitionSpec(*(None,) * (self.local.ndim - 1), self.blocks.axes) if self.blocks else PartitionSpec()

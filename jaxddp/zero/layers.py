@@ -171,7 +171,7 @@ class _Rules:
 
         def body(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
             pairs = zip(xs, rows, strict=True)
-            slices = [x.rows(row, x.cut.shape[1:]) if isinstance(x, Shard) else row for x, row in pairs]
+            slices = [x.rows(row, x.shape[1:]) if isinstance(x, Shard) else row for x, row in pairs]
             results = interpret(called_program(equation), [*consts, *carry, *slices], _Rules(self.gather))
             return results[:num_carry], results[num_carry:]
 
