@@ -46,13 +46,14 @@ def test_strategies_with_options_stand_beside_names():
 
 @pytest.mark.full
 def test_hybrid_sharding_stands_beside_plain_and_sends_less_to_other_hosts():
-    plain, hybrid = inspect_steps(["zero3"], transformer_training(CONFIG, 4 * 16), TARGET, NETWORK, replicas=2)
+    config = TransformerConfig(vocab=128, context=16, width=64, num_layers=2, num_heads=2, hidden=128)
+    plain, hybrid = inspect_steps(["zero3"], transformer_training(config, 4 * 16), TARGET, NETWORK, replicas=2)
     assert (plain.strategy, hybrid.strategy) == ("zero3", "zero3 hybrid")
     assert plain.as_planned and hybrid.as_planned
     assert plain.memory["optimizer_state"] < hybrid.memory["optimizer_state"] < 2.1 * plain.memory["optimizer_state"]
     gathered = [each for each in hybrid.schedule.collectives() if each.kind == "all-gather"]
     assert gathered and {each.group for each in gathered} == {tuple(range(8))}
-    assert hybrid.sent_bytes[1] < 0.9 * plain.sent_bytes[1]
+    assert hybrid.sent_bytes[1] < 0.9 * plain.sent_bytes[1]  # layers are gathered twice, within a host
 
 
 def test_memory_is_what_a_hand_computes(found):
