@@ -9,10 +9,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from jaxddp.cli.parser import Parser
+from jaxddp.cli.interrupts import ended_by_interrupts, kept_interrupts
 
-from .harness.options import Options, add_options, read_options
-from .registry import BENCHMARKS, check_taken
+with ended_by_interrupts():
+    from jaxddp.cli.parser import Parser
+
+    from .harness.options import Options, add_options, read_options
+    from .registry import BENCHMARKS, check_taken
 
 _OPTIONS = "options.json"
 
@@ -47,19 +50,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume", metavar="DIR", help="go on with a run that was stopped, as it was called")
     parsed = parser.parse_args(arguments)
 
-    from jaxddp.cli.interrupts import kept_interrupts
-    from jaxddp.cli.quiet import import_jax
+    with ended_by_interrupts():
+        from jaxddp.cli.quiet import import_jax
 
-    import_jax()
-    from torchref.launch import RankError
+        import_jax()
+        from torchref.launch import RankError
 
-    from .harness.console import make_console
-    from .harness.job_hosts import hosts_for, job_of, serve
-    from .harness.ranks import num_gpus
-    from .harness.results import new_run_folder
-    from .harness.run import Run
-    from .lab.benchmark import lab_for, link_holds
-    from .report import PAGE, write_report
+        from .harness.console import make_console
+        from .harness.job_hosts import hosts_for, job_of, serve
+        from .harness.ranks import num_gpus
+        from .harness.results import new_run_folder
+        from .harness.run import Run
+        from .lab.benchmark import lab_for, link_holds
+        from .report import PAGE, write_report
 
     try:
         options, folder = read_options(parsed), None

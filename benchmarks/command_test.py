@@ -1,5 +1,11 @@
 """The command line: bad input is one line, exit status 2, no traceback."""
 
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 
 from benchmarks.__main__ import main
@@ -66,3 +72,15 @@ def test_a_framework_that_fails_is_a_row_and_its_traceback_a_file(capsys, tmp_pa
         assert "Traceback" in (tmp_path / f"error-{framework}.txt").read_text()
     assert "between frameworks: FAILED: one of the frameworks has no results" in printed
     assert said in (tmp_path / "table.md").read_text()
+
+
+def test_interrupt_while_modules_are_imported_is_one_line_and_status_130():
+    command = [sys.executable, "-m", "benchmarks", "strategies"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():  # torch is being imported
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    output, error = process.communicate(timeout=60)
+    assert (process.returncode, output, error) == (130, "", "interrupted\n")

@@ -40,7 +40,8 @@ def run(arguments: argparse.Namespace) -> int | None:
     here = {field.name for field in fields(TrainOptions)} & vars(arguments).keys()  # all but those of checkpoints
     options = TrainOptions(**{name: getattr(arguments, name) for name in here})
 
-    from .train_loop import check, train  # late, so that the help needs no torch
+    with ended_by_interrupts():
+        from .train_loop import check, train  # late, so that the help needs no torch
 
     if find_job() is None:
         num_gpus = 0 if options.simulate else len(visible_gpus())
