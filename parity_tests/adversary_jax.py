@@ -39,9 +39,11 @@ STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("zero2", {"accumulate": "full"}),
     ("zero3", {"min_shard_elements": 0}),
     ("zero3", {"min_shard_elements": 6}),
+    ("zero1", {"bucket_mb": 5e-5, "shard": "leaves"}),
+    ("zero2", {"shard": "leaves"}),
 )
 OWN_LOOPS = ("naive", "flat", "overlapped", "bucketed")
-REFUSALS = ("element-wise", "looks at the shapes of parameters")
+REFUSALS = ("element-wise", "looks at the shapes of parameters", "update each parameter by itself")
 
 _rank: ContextVar[Any] = ContextVar("rank", default=None)  # in the reference; on a mesh the axis says it
 
@@ -394,7 +396,7 @@ class _Run:
             planned = [leaf.bytes_on_rank for leaf in jax.tree.leaves(places)]
             if held != planned:
                 return f"a rank holds {held} bytes, not {planned}"
-        if self.case.strategy[0] in ("zero1", "zero2"):
+        if layout.leaves is None and self.case.strategy[0] in ("zero1", "zero2"):
             sizes = [math.prod(s) for i, s in enumerate(self.case.shapes) if i not in self.case.frozen]
             most = max(-(-size // self.case.num_ranks) for size in sizes)
             for leaf in jax.tree.leaves(state.opt_state):

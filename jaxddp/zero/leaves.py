@@ -462,7 +462,9 @@ class LeafOwners:
 
     def _owned_places(self, owner: int) -> list[_Label]:
         slots = enumerate(jax.tree.leaves(self.slots))
-        return [("state", place) for place, slot in slots if slot.param and self.owners[slot.param] == owner]
+        return [
+            ("state", place) for place, slot in slots if slot.param is not None and self.owners[slot.param] == owner
+        ]
 
     def _shared_places(self) -> list[_Label]:
         return [("state", place) for place, slot in enumerate(jax.tree.leaves(self.slots)) if slot.param is None]

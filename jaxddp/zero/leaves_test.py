@@ -94,6 +94,24 @@ def test_weights_are_those_of_one_process(name, num_ranks):
     trainer.check_replicas(state)
 
 
+@pytest.mark.parametrize("key", [None, ""])
+def test_a_parameter_may_be_without_a_name(key):
+    weights, batch = inputs()
+    params = weights["b"] if key is None else {key: weights["b"]}
+
+    def loss_fn(params, batch):
+        return jnp.mean((batch["x"] @ jax.tree.leaves(params)[0][:6]) ** 2)
+
+    found = []
+    for strategy in (jaxddp.naive(), jaxddp.zero1(shard="leaves")):
+        trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1, momentum=0.9), strategy, jaxddp.data_mesh(2), ema_decay=0.5)
+        state = trainer.init(params)
+        for _ in range(2):
+            state, _ = trainer.step(state, batch)
+        found.append((trainer.params(state), trainer.params(state, "ema")))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-12), *found)
+
+
 def test_a_checkpoint_moves_between_ranks_and_strategies(tmp_path):
     params, batch = inputs()
     adam = optax.chain(optax.add_noise(0.01, 0.5, 1), optax.adam(1e-2))  # with a key and a count
