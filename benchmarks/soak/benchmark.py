@@ -108,9 +108,8 @@ def side_rows(this: Run, setup: SoakSetup, side: str) -> list[dict[str, Any]]:
                 this.console.print(f"{side}: {words}", soft_wrap=True, markup=False)
             left = job.finish()
         events = sorted((event for event in job.events if not event.get("rank")), key=lambda event: event["at_s"])
-        while events[-1]["kind"] != "step":  # the end of the job itself
-            events.pop()
-        parts = account(events)
+        over = next(index for index, event in enumerate(events) if event["kind"] == "over")
+        parts = account(events[: over + 1])
         wall_s = sum(parts.values())
         lines, printed_bytes = job.num_printed
         whole = {

@@ -9,6 +9,7 @@ Every moment belongs to one part, so the parts add up to the whole. A moment's p
 | started          | start before the first step of all, restart after it                                   |
 | noticed          | detection: a fault has happened, and nobody knows                                      |
 | ended            | restart: the processes that are left end                                               |
+| over             | restart: the run ends before another step                                              |
 """
 
 from __future__ import annotations

@@ -51,6 +51,11 @@ def test_steps_that_go_on_after_it_was_noticed_are_steps():
     }  # fmt: skip
 
 
+def test_a_run_that_hangs_until_the_end_restarts_until_the_end():
+    found = parts_of([*start(0), *steps(10, 1), at(12, "noticed"), at(13, "ended"), *start(13), at(100, "over")])
+    assert found == {"start": 7, "compilation": 6, "useful steps": 1, "detection": 1, "restart": 1 + 7 + 77}
+
+
 def test_a_restart_that_fails_is_all_restart():
     failed = [at(12, "launched"), at(15, "started"), at(16, "ended")]
     found = parts_of([*start(0), *steps(10, 1), at(11, "noticed"), at(11, "ended"), *failed, *start(16)])

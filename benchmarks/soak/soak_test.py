@@ -38,13 +38,13 @@ def train():
         events.step(step, 0.0)
 
 
-def soak(folder, side, *kinds, step_s=0.05):
+def soak(folder, side, *kinds, step_s=0.05, quiet_steps=10):
     from benchmarks.harness.run import Run  # not above: torch is slow to import, and the rank needs none
     from benchmarks.soak.benchmark import SoakSetup, run
 
     faults = tuple(Fault(kind, 1, 6) for kind in kinds)
     this = Run(folder, Console(file=sys.stderr, width=150), "soak")
-    is_good = run(this, SoakSetup({side: 30.0}, 2, 0, faults, step_s, quiet_steps=10))
+    is_good = run(this, SoakSetup({side: 30.0}, 2, 0, faults, step_s, quiet_steps))
     whole = next(row for row in this.rows if "goodput" in row)
     return is_good, [row for row in this.rows if "fault" in row], whole
 
@@ -67,7 +67,7 @@ def test_a_kill_and_a_restart(tmp_path, monkeypatch):
 @pytest.mark.parametrize("side", ["jaxddp", "torchref", "torchrun alone"])
 def test_every_fault(tmp_path, side):
     kinds = [KILL, FULL_DISK, PREEMPT, LAUNCHER, *([] if side == "torchrun alone" else [STOP])]
-    is_good, faults, whole = soak(tmp_path, side, *kinds)
+    is_good, faults, whole = soak(tmp_path, side, *kinds, quiet_steps=60)
     assert is_good and [row["fault"] for row in faults] == kinds, (faults, whole)
     assert whole["max_weight_difference"] == 0
 

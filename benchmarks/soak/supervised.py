@@ -157,8 +157,11 @@ class Job:
                     self._end_strays()
             if ended_s is not None and self._step is not None and not pids & {self._step[0], *self._pids.values()}:
                 break
-            if now_s > BACK_BOUND_S:
-                by_hand = f"not back after {BACK_BOUND_S:g} s"
+            if now_s > BACK_BOUND_S and not by_hand.startswith("not back"):
+                by_hand = f"not back after {BACK_BOUND_S:g} s, then all ended by hand"
+                pids |= set(self._pids.values())
+                self._kill({launcher.pid, *usage.descendants(launcher.pid)})
+            elif now_s > 2 * BACK_BOUND_S:
                 break
             time.sleep(_POLL_S)
         back_s = time.monotonic() - since
@@ -179,6 +182,7 @@ class Job:
     def finish(self) -> str:
         """Preempts the job for good, and waits for its end; what is left behind."""
         assert self.launcher is not None
+        self._note("over")
         self.launcher.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.launcher.wait(NOTICE_BOUND_S)
@@ -259,7 +263,10 @@ class Job:
 
     def _note(self, kind: str, at_s: float | None = None) -> None:
         """Adds an event of the job's own."""
-        self._add({"at_s": time.monotonic() if at_s is None else at_s, "kind": kind})
+        event = {"at_s": time.monotonic() if at_s is None else at_s, "kind": kind}
+        self._add(event)
+        with (self._records / "events.jsonl").open("a") as record:
+            record.write(json.dumps(event) + "\n")
 
     def _add(self, event: dict[str, Any]) -> None:
         self.events.append(event)
