@@ -103,7 +103,8 @@ def test_ranks_of_torch_import_jaxddps_planner_and_no_jax(tmp_path):
     done = subprocess.run([sys.executable, script], env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     parent, rank = (line.split() for line in done.stdout.splitlines()[-2:])
-    ours = ("arguments", "communication", "communication.buckets", "job", "roll_call", "stderr", "torchrun", "watchdog")
+    ours = ("arguments", "communication", "communication.buckets", "communication.owners", "job", "roll_call", "stderr",
+            "torchrun", "watchdog")  # fmt: skip
     assert parent == rank
     assert sorted(parent) == ["jaxddp", *(f"jaxddp.{name}" for name in ours)]
 
