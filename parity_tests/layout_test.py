@@ -29,7 +29,7 @@ ONLY_IN_ONE = {
     "communication/collectives": {"Issued", "Pending", "record"},
     "communication/buffers": {"check_dense", "tensor_spec"},
     "communication/low_rank": {"apply_residual", "merge_memory", "split_memory"},
-    "communication/sharding": {"Cut", "local_shard"},
+    "communication/sharding": {"Blocks", "Cut", "local_shard"},
 }
 
 
