@@ -305,14 +305,16 @@ class LeafOwners:
         def trace(norms: Any) -> tuple[core.ClosedJaxpr, Any]:
             return jax.make_jaxpr(update, return_shape=True)(norms, params, state, params, value)
 
+        rule = "clip_by_global_norm must not be inside of a loop, a branch or jit where leaves have owners"
         try:
             traced, shapes = trace(None)
             norms = [jax.eval_shape(lambda leaves: jnp.sqrt(sum_of_squares(leaves.values())), one) for one in shapes[2]]
             if norms:
                 traced, shapes = trace(norms)
         except jax.errors.UnexpectedTracerError as error:
-            rule = "clip_by_global_norm must not be inside of a loop, a branch or jit where leaves have owners"
             raise ValueError(f"optimizer's {rule}") from error
+        if any(isinstance(const, jax.core.Tracer) for const in traced.consts):  # or it escapes as a constant
+            raise ValueError(f"optimizer's {rule}")
         inputs = [
             *(("norm", place) for place in range(len(norms))),
             *(("grad", name) for name in self.params),

@@ -216,6 +216,30 @@ def test_an_update_that_depends_on_another_parameter_is_refused(name):
             trainer_of(jaxddp.zero1(shard="leaves"), num_ranks, optimizer).abstract_state(params)
 
 
+def test_clipping_inside_of_a_branch_is_refused():
+    inner = optax.chain(jaxddp.clip_by_global_norm(0.1), optax.adam(1e-2))
+    with pytest.raises(ValueError, match=r"^optimizer's clip_by_global_norm must not be inside of a loop, a branch or"):
+        LeafOwners(optax.MultiSteps(inner, 2), inputs()[0], 2)
+
+
+@pytest.mark.parametrize("name", [None, ""])
+def test_a_parameter_without_a_name_has_an_owner(name):
+    params, batch = inputs()
+    one = params["a"]["kernel"]
+
+    def loss(params, batch):
+        return jnp.mean((batch["x"] @ (params if name is None else params[name])) ** 2)
+
+    found = []
+    for strategy in (jaxddp.naive(), jaxddp.zero1(shard="leaves")):
+        trainer = jaxddp.Trainer(loss, optax.adam(0.1), strategy, jaxddp.data_mesh(2))
+        state = trainer.init(one if name is None else {name: one})
+        for _ in range(3):
+            state, _ = trainer.step(state, batch)
+        found.append(jax.tree.leaves(trainer.params(state))[0])
+    np.testing.assert_allclose(*found, rtol=0, atol=1e-12)
+
+
 def test_loops_and_branches_of_single_parameters_are_followed():
     def scan(updates):
         def body(carry, _):
