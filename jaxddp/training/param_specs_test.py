@@ -213,6 +213,25 @@ def test_on_gpus_that_are_not_here_it_compiles_as_planned(name):
     assert len(compiled) > 2 and sorted(trainer.planned_groups(state, batch)) == compiled
 
 
+def test_names_that_end_with_another_parameters_name():
+    specs = {"w": P(None, "model"), "x": {"w": P("model", None)}, "y": {"w": P()}}
+    params = {"w": np.ones((4, 4)), "x": {"w": np.ones((4, 4))}, "y": {"w": np.ones((4, 4))}}
+    trainer = jaxddp.Trainer(loss_fn, optax.adam(0.1), jaxddp.flat(), grid(2, 2), param_specs=specs, ema_decay=0.9)
+    state = trainer.init(params)
+    for held in (state.params, *state.opt_state[0][1:], state.ema):
+        assert jax.tree.map(lambda leaf: leaf.sharding.spec, held) == specs
+
+
+def test_a_parameter_that_is_one_array():
+    trainer = jaxddp.Trainer(
+        lambda params, batch: jnp.mean((batch["x"] @ params) ** 2), optax.adam(0.1), jaxddp.flat(), grid(2, 2),
+        param_specs=P(None, "model"),
+    )  # fmt: skip
+    state, _ = trained(trainer, trainer.init(np.ones((7, 4))), batches(1))
+    moments = state.opt_state[0]
+    assert state.params.sharding.spec == moments.mu.sharding.spec == moments.nu.sharding.spec == P(None, "model")
+
+
 def test_bad_input():
     def make(strategy=STRATEGIES["naive"], **options):
         return jaxddp.Trainer(loss_fn, optax.sgd(0.1), strategy, grid(2, 2), **options)

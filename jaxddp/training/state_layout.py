@@ -217,14 +217,19 @@ def state_layout(
         )
 
     if not strategy.shards_optimizer_state:
-        shapes = {name: struct.shape for name, struct in named_leaves(params).items() if name in blocks}
+        shapes = {name: struct.shape for name, struct in named_leaves(params).items()}
 
-        def in_blocks(path: Any, struct: Any) -> Leaf:
+        def mirror(path: Any, struct: Any) -> Leaf:
             name = f".{path_name(path)}"
-            mirrored = (of for of, shape in shapes.items() if shape == struct.shape and name.endswith(f".{of}"))
-            return leaf(struct, None, blocks.get(next(mirrored, "")))
+            mirrored = [
+                of for of, shape in shapes.items() if shape == struct.shape and name.endswith(f".{of}" if of else "")
+            ]
+            return leaf(struct, None, blocks.get(max(mirrored, key=len)) if mirrored else None)
 
-        whole, state = jax.tree_util.tree_map_with_path(in_blocks, (params, jax.eval_shape(optimizer.init, trained)))
+        whole = jax.tree_util.tree_map_with_path(
+            lambda path, struct: leaf(struct, None, blocks.get(path_name(path))), params
+        )
+        state = jax.tree_util.tree_map_with_path(mirror, jax.eval_shape(optimizer.init, trained))
         ema = split(whole, trainable)[0] if has_ema else ()
         return StateLayout(whole, state, _first_memory(trained, strategy, num_ranks), copies, ema)
 
