@@ -114,7 +114,7 @@ def to_ranks(
         for name, where in leaves.items()
     }
     memory = jax.tree_util.tree_map_with_path(partial(_compression_state, arrays), first)
-    by_rank = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    by_rank = NamedSharding(mesh, PartitionSpec(trainer.axis))
     split = jax.jit(lambda one: split_memory({"": one}, trainer.num_ranks)[""], out_shardings=by_rank)
     memory = jax.tree.map(split, memory, is_leaf=_is_memory)
     new = like(places, placed)._replace(memory=memory)

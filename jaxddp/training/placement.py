@@ -113,17 +113,18 @@ def place_batch(batch: Any, sharding: NamedSharding) -> Any:
     return jax.device_put(batch, sharding)
 
 
-def place_by_rank(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
+def place_by_rank(tree: Any, mesh: Mesh | AbstractMesh, axis: Axis) -> Any:
     """Puts each rank's part of an array onto the rank.
 
     Args:
         tree: NumPy arrays whose dimension 0 counts ranks.
         mesh: Of the ranks.
+        axis: Name of the mesh axis of the ranks, or of several.
 
     Returns:
         A tree of arrays over the mesh.
     """
-    sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    sharding = NamedSharding(mesh, PartitionSpec(axis))
     return jax.tree.map(
         lambda array: jax.make_array_from_callback(array.shape, sharding, lambda index: array[index]), tree
     )

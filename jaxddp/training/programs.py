@@ -8,6 +8,7 @@ devices registers what compiles for it.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -192,14 +193,18 @@ class Programs:
             along = (shard_axis(step.axis),)
             planned += num_swaps * [Planned("all-to-all", size, along) for size in step.leaves.swapped_bytes]
         if not step.cuts:
-            return planned
+            return self._of_several(planned)
         # The loss function itself gathers units and scatters their gradients: read from its trace.
         key = signature(state.params, state.model_state, batch)
         if key not in self._units:
             trace = self.trace(*abstract((state, batch)))
             self._units[key] = traced_collectives(trace.program, self.platform)
         units = self._units[key]
-        return units.each * step.num_microbatches + units.once + planned
+        return self._of_several(units.each * step.num_microbatches + units.once + planned)
+
+    def _of_several(self, planned: list[Planned]) -> list[Planned]:
+        """Leaves out collectives along axes of one device, which XLA drops."""
+        return [one for one in planned if math.prod(self._mesh.shape[axis] for axis in one.axes) > 1]
 
     def init_opt_state(self, layout: StateLayout, params: Any) -> Any:
         """Makes the optimizer's state of step 0; each rank makes its own part."""

@@ -303,7 +303,8 @@ class Trainer:
 
         step, key, loss_scale = jax.jit(first, out_shardings=self._replicated)()
         model_state = place(model_state, whole(model_state), self.mesh)
-        memory, copies = place_by_rank(layout.memory, self.mesh), self._programs.make_copies(layout, params)
+        memory = place_by_rank(layout.memory, self.mesh, self.axis)
+        copies = self._programs.make_copies(layout, params)
         return TrainState(step, params, opt_state, key, memory, model_state, loss_scale, copies, ema)
 
     def abstract_state(self, params: Any, model_state: Any = None) -> TrainState:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
 
 import jaxddp
 from jaxddp.checkpoint import Checkpoints
@@ -154,6 +155,30 @@ def test_checkpoints_are_of_no_mesh(tmp_path):
             state, _ = checkpoints.restore(other, model())
         state, _ = trained(other, state, second)
         assert_equal(other.params(state), flat.params(whole))
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("name", ["zero2 by leaves", "zero3"])
+def test_no_collective_is_planned_along_an_axis_of_one_device(name, sizes):
+    types = (AxisType.Auto,) * 2
+    mesh = jax.make_mesh(sizes, ("replica", "data"), axis_types=types, devices=jax.devices()[:2])
+    trainer = jaxddp.Trainer(loss_fn, optax.adam(0.1), STRATEGIES[name], mesh)
+    state = trainer.init(model())
+    planned = trainer.planned(state, batches()[0])
+    assert planned
+    assert jaxddp.gradient_collectives(trainer.compile(state, batches()[0])) == sorted(planned)
+
+
+def test_axes_of_ranks_in_another_order_than_the_mesh_has_them():
+    types = (AxisType.Auto,) * 2
+    swapped = jax.make_mesh((2, 2), ("data", "replica"), axis_types=types, devices=jax.devices()[:4])
+    found = []
+    for mesh in (jaxddp.data_mesh(4), swapped):
+        axis = mesh.axis_names[::-1]
+        trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), jaxddp.flat(compression=powersgd(1)), mesh, axis=axis)
+        state, _ = trained(trainer, trainer.init(model()), batches())
+        found.append(trainer.params(state))
+    assert_equal(*found)
 
 
 def test_a_shard_that_differs_from_its_replica_is_found():
