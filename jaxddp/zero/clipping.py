@@ -96,7 +96,7 @@ def global_norm(tree: Any) -> jax.Array:
             cut = cuts[name]
             if cut is None:
                 replicated.append(leaf)
-            else:  # an optimizer may have changed the zeros of the padding
+            elif leaf.size:  # an optimizer may have changed the zeros of the padding
                 *front, chunk = cut.shard_shape
                 shards.append(cut.without_padding(leaf.reshape(*front, -1, chunk), lax.axis_index(axis)))
         with jax.named_scope(METRICS_SCOPE):

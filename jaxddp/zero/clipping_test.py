@@ -84,3 +84,16 @@ def test_a_part_of_the_tree_is_refused_on_shards():
     )
     with pytest.raises(ValueError, match=r"must keep the names of parameters, and 'w' is none: clip the whole tree"):
         trainer.compile(trainer.init(params), np.ones((4, 1), np.float32))
+
+
+def test_a_parameter_without_elements_is_clipped_with_the_others():
+    params, optimizer = (
+        {"w": jnp.ones(5), "empty": jnp.ones((0, 3))},
+        optax.chain(jaxddp.clip_by_global_norm(0.5), optax.sgd(0.1)),
+    )
+    trainer = jaxddp.Trainer(
+        lambda params, batch: jnp.sum(params["w"]) * batch.mean(), optimizer, jaxddp.zero1(), jaxddp.data_mesh(2)
+    )
+    state, _ = trainer.step(trainer.init(params), jnp.ones(2))
+    found = trainer.params(state)["w"]
+    np.testing.assert_allclose(found, 1 - 0.05 / np.sqrt(5), rtol=1e-6)
