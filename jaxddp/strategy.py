@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
@@ -140,8 +141,16 @@ def sync_gradients(
     if num_ranks > 1 and compression.sends:
         # A plan may meet other gradients than it was made for. XLA drops the reductions of those that are constant.
         constants = {name: grad for name, grad in named_leaves(grads).items() if name in reduction.unsent}
-        reduction = reduction._replace(unsent={name: all_reduce(grad, axis) for name, grad in constants.items()})
+        unsent = {name: _sum_if_not_constant(grad, axis) for name, grad in constants.items()}
+        reduction = reduction._replace(unsent=unsent)
     return like(grads, finish_reduction(reduction, plan, num_ranks, ALL_REDUCE, denominator).grads)
+
+
+def _sum_if_not_constant(grad: jax.Array, axis: str) -> jax.Array:
+    """Sums over ranks what XLA drops the sum of if it is constant, which it knows of two elements and more."""
+    if grad.size != 1:
+        return all_reduce(grad, axis)
+    return all_reduce(jnp.broadcast_to(grad.reshape(1), 2), axis)[0].reshape(grad.shape)
 
 
 def axis_size(axis: str) -> int:

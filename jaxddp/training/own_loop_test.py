@@ -202,6 +202,16 @@ def test_parameters_may_be_marked_already_and_one_rank_sends_nothing():
     assert jaxddp.read_schedule(run.lower(params, batch).compile()).collectives() == []
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (2,), (0, 3)])
+def test_a_parameter_without_a_gradient_is_not_sent(shape):
+    params = make_params() | {"unused": np.ones(shape)}
+    run = on_ranks(jaxddp.value_and_grad(mean_loss, jaxddp.flat()), jaxddp.flat())
+    program = run.lower(params, make_batch()).compile()
+    num_bytes = 8 * sum(leaf.size for name, leaf in params.items() if name != "unused")
+    assert jaxddp.read_schedule(program).gradient_collectives() == [("all-reduce", num_bytes)]
+    assert run(params, make_batch())[1]["unused"].shape == shape
+
+
 def test_what_xla_keeps_on_one_rank_is_no_collective_of_the_plan():
     run = on_ranks(jaxddp.value_and_grad(mean_loss, jaxddp.bucketed()), jaxddp.bucketed(), num_ranks=1)
     program = run.lower(make_params(), make_batch()).compile()
