@@ -149,9 +149,9 @@ def test_arrays_that_go_into_a_shard_map_packed_come_out(tensors, are_sharded, n
             arrays.append(cut.to_global(tensor) if is_sharded else tensor)
         specs.append(cut.spec("data") if is_sharded else PartitionSpec())
     with numpy_for(packing), mock.patch.object(packing, "PACK", pack):
-        groups = packing._groups(arrays, specs, "data", num_ranks)
+        groups = packing._groups(arrays, specs, {"data": num_ranks})
         assert sorted(place for group in groups for place in group.places) == list(range(len(arrays)))
-        found = packing._unpack(packing._pack(arrays, groups, num_ranks), groups)
+        found = packing._unpack(packing._pack(arrays, groups), groups)
     for one, array in zip(found, arrays, strict=True):
         # A pack of shards has a row for each rank, here all of them.
         np.testing.assert_array_equal(one.reshape(-1), array.reshape(-1))

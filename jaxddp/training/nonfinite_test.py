@@ -1,5 +1,7 @@
 """Steps whose loss or gradient is not finite: what happens to the state, on every rank."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,7 +77,9 @@ def test_skips_cost_no_collective_and_the_other_policies_no_operation():
     programs = {}
     for policy in ("ignore", "raise", "skip"):
         trainer = make(jaxddp.zero1(), nonfinite=policy)
-        programs[policy] = trainer.compile(trainer.init(make_params()), batch_of(0)).as_text()
+        text = trainer.compile(trainer.init(make_params()), batch_of(0)).as_text()
+        # Without the lines of Python, which one from the tests' cache of compiled programs has in another order.
+        programs[policy] = "\n".join(re.findall(r"^ .* = .*?(?=, metadata=|$)", text, re.MULTILINE))
     assert programs["ignore"] == programs["raise"] != programs["skip"]
     for kind in ("all-reduce(", "reduce-scatter(", "all-gather("):
         assert programs["skip"].count(kind) == programs["ignore"].count(kind)
