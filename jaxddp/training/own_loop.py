@@ -33,7 +33,9 @@ def value_and_grad(
     """Gives the loss and its gradient, averaged over the ranks of an axis.
 
     Call the function inside ``jax.shard_map``, with ``check_vma`` or without, and compile with ``jaxddp.jit``: XLA
-    merges the collectives otherwise. Nothing is summed over other axes of the mesh but what autodiff sums.
+    merges the collectives otherwise. Nothing is summed over other axes of the mesh but what autodiff sums. Gradients
+    that are constant are not planned; XLA drops the sums of those that are 0, while others, as of a loss that is linear
+    in a parameter, are sent.
 
     ======== ============================= ========================================
     tensor   on each rank of the axis      returned, equal on all ranks of the axis
