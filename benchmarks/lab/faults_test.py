@@ -10,6 +10,7 @@ import pytest
 from benchmarks.lab.network import Lab
 from jaxddp.watchdog import STATUS
 from parity_tests.faults_test import (
+    GONE,
     JAX,
     LEAVE_S,
     MOMENTS_S,
@@ -59,5 +60,6 @@ def test_a_link_that_crawls_ends_the_job(tmp_path, framework):
         job.wait(lambda: all(one.poll() is not None for one in job.processes), LEAVE_S + 2 * STUCK_S, "processes stay")
         for process in range(NUM_PROCESSES):
             assert job.processes[process].returncode == STATUS, job.said(process)
-            found = rf"jaxddp: (no process has finished step \d+ within|process \d {SILENT})"
+            # To the host that crawls, the end of process 0 may come before what it says.
+            found = rf"jaxddp: (no process has finished step \d+ within|process \d {SILENT}|process 0 {GONE})"
             assert re.search(found, job.said(process)), job.said(process)
