@@ -23,7 +23,7 @@ from jax.interpreters import partial_eval
 
 from .arguments import check_function, check_kind
 from .communication.axes import replica_axes, shard_axis
-from .communication.backward_order import finishing_times, matmul_flops
+from .communication.backward_order import finishing_times, matmul_flops, zeros
 from .communication.buckets import Bucket, BucketPlan, TensorSpec, bucket_width, dtype_bytes, plan_buckets
 from .communication.collectives import Axis, all_reduce
 from .communication.compression import Compression, check_stateless, none
@@ -249,6 +249,19 @@ class GradientTrace(NamedTuple):
         flops = [times[output] or 0.0 for output in self.outputs]
         total = max(flops, default=0.0) or 1.0
         return tuple(each / total for each in flops)
+
+    def with_constants_sent(self) -> GradientTrace:
+        """The same trace, whose constants are sent first but for those that are zeros: of them nobody needs a sum."""
+        are_zeros = zeros(self.program)
+        pairs = list(zip(self.constant_outputs, self.constants, strict=True))
+        sent = [pair for pair in pairs if pair[1].num_elements and not are_zeros[pair[0]]]
+        kept = [pair for pair in pairs if pair not in sent]
+        return self._replace(
+            tensors=(*(tensor for _, tensor in sent), *self.tensors),
+            outputs=(*(output for output, _ in sent), *self.outputs),
+            constants=tuple(tensor for _, tensor in kept),
+            constant_outputs=tuple(output for output, _ in kept),
+        )
 
 
 def trace_gradients(

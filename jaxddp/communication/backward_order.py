@@ -11,12 +11,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend import core
 
 # Operations that wrap a program, which is followed. A loop is one operation: its results are ready when it ends.
 TRANSPARENT = {"jit", "pjit", "shard_map", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
 # Operations without inputs or effects that may give every rank another value: the host's, or the device's own.
 _OWN_VALUES = {"pure_callback", "ffi_call", "rng_uniform", "pallas_call"}
+# Operations that give zeros if all, or any, of their inputs are.
+_ZERO_OF_ZEROS = {"broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "transpose", "neg", "copy", "pvary"}
+_ZERO_OF_ZEROS |= {"add", "add_any", "sub", "concatenate", "pad", "reduce_sum", "rev", "slice"}
+_ZERO_OF_A_ZERO = {"mul", "dot_general"}
 
 
 def finishing_times(program: core.ClosedJaxpr, cost: Callable[[Any], float] | None = None) -> list[float | None]:
@@ -55,6 +60,37 @@ def finishing_times(program: core.ClosedJaxpr, cost: Callable[[Any], float] | No
     consts = zip(program.jaxpr.constvars, program.consts, strict=True)
     ready.update({var: 0.0 for var, const in consts if isinstance(const, jax.core.Tracer)})
     return run(program.jaxpr, [0.0] * len(program.jaxpr.invars))
+
+
+def zeros(program: core.ClosedJaxpr) -> list[bool]:
+    """Finds which outputs of a traced program are zeros whatever its inputs are, as XLA does, which drops their sums.
+
+    Args:
+        program: What ``jax.make_jaxpr`` returns.
+
+    Returns:
+        For each output whether it is known to be zeros; others may be, by an arithmetic that is not followed.
+    """
+    known: dict[Any, bool] = {}
+
+    def is_zero(atom: Any) -> bool:
+        return not np.any(atom.val) if isinstance(atom, core.Literal) else known.get(atom, False)
+
+    def run(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
+        known.update(zip(jaxpr.invars, inputs, strict=True))
+        for equation in jaxpr.eqns:
+            found = list(map(is_zero, equation.invars))
+            name = equation.primitive.name
+            inner = list(core.jaxprs_in_params(equation.params)) if name in TRANSPARENT else []
+            if len(inner) == 1 and len(inner[0].invars) == len(found):
+                results = run(inner[0], found)
+            else:
+                is_kept = (name in _ZERO_OF_ZEROS and all(found)) or (name in _ZERO_OF_A_ZERO and any(found))
+                results = [is_kept] * len(equation.outvars)
+            known.update(zip(equation.outvars, results, strict=True))
+        return list(map(is_zero, jaxpr.outvars))
+
+    return run(program.jaxpr, [False] * len(program.jaxpr.invars))
 
 
 def matmul_flops(equation: Any) -> float:

@@ -1,7 +1,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxddp.communication.backward_order import finishing_times, matmul_flops
+from jaxddp.communication.backward_order import finishing_times, matmul_flops, zeros
 
 
 def order(loss, params, *args):
@@ -55,6 +55,15 @@ def test_a_gradient_that_depends_on_nothing_is_constant():
     assert times["unused"] is None
     assert times["linear"] is None
     assert times["used"] is not None
+
+
+def test_outputs_that_are_zeros_whatever_the_inputs_are():
+    def function(x):
+        zero = jnp.zeros((2, 3))
+        known = (zero, -zero.T, jnp.concatenate([zero, zero]) + 0.0, zero * x.sum(), jax.jit(lambda y: zero @ y)(x))
+        return *known, zero + 1, x - x, jnp.exp(zero), jnp.ones(3)
+
+    assert zeros(jax.make_jaxpr(function)(jnp.ones((3, 2)))) == 5 * [True] + 4 * [False]
 
 
 def times_of(function, *args, cost):

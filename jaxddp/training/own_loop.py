@@ -34,8 +34,7 @@ def value_and_grad(
 
     Call the function inside ``jax.shard_map``, with ``check_vma`` or without, and compile with ``jaxddp.jit``: XLA
     merges the collectives otherwise. Nothing is summed over other axes of the mesh but what autodiff sums. Gradients
-    that are constant are not planned; XLA drops the sums of those that are 0, while others, as of a loss that is linear
-    in a parameter, are sent.
+    that are zero whatever the batch is, as of an unused parameter, are not sent; all others are.
 
     ======== ============================= ========================================
     tensor   on each rank of the axis      returned, equal on all ranks of the axis
@@ -100,7 +99,9 @@ def value_and_grad(
         def local_grads(params: Any, batch: Any) -> Any:
             return step.local_grads(*split(params, None), (), batch, None)
 
-        plan = plan_trace(strategy, trace_gradients(local_grads, params, batch, has_aux=True))
+        # A constant may still be another one on each process, which no trainer has compared here: it is sent.
+        trace = trace_gradients(local_grads, params, batch, has_aux=True).with_constants_sent()
+        plan = plan_trace(strategy, trace)
         plan = plan if num_ranks > 1 else replace(plan, buckets=())
         local, (parts, _) = local_grads(params, batch)
         parts = step.sum_parts(parts)

@@ -212,6 +212,21 @@ def test_a_parameter_without_a_gradient_is_not_sent(shape):
     assert run(params, make_batch())[1]["unused"].shape == shape
 
 
+@by_strategy
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_gradient_that_is_a_constant_is_sent_as_planned(strategy, check_vma):
+    def loss_fn(params, batch):
+        return mean_loss(params, batch) + 2 * params["slope"].sum() + (params["tilt"] * np.arange(6.0)).sum()
+
+    params = make_params() | {"slope": np.ones((4, 4)), "tilt": np.ones(6)}
+    run = on_ranks(jaxddp.value_and_grad(loss_fn, strategy), strategy, check_vma=check_vma)
+    first = [TensorSpec(name, params[name].shape, "float64") for name in ("slope", "tilt", "bias", "down", "up")]
+    planned = planned_collectives(strategy, strategy.plan(first), 4, "cpu")
+    program = run.lower(params, make_batch()).compile()
+    assert jaxddp.read_schedule(program).gradient_collectives() == sorted(planned)
+    close(run(params, make_batch()), jax.value_and_grad(loss_fn)(params, make_batch()))
+
+
 def test_what_xla_keeps_on_one_rank_is_no_collective_of_the_plan():
     run = on_ranks(jaxddp.value_and_grad(mean_loss, jaxddp.bucketed()), jaxddp.bucketed(), num_ranks=1)
     program = run.lower(make_params(), make_batch()).compile()
