@@ -14,11 +14,11 @@ from jaxddp.targets.compile import compile_for_target
 
 STRATEGIES = [jaxddp.bucketed(3e-4), jaxddp.naive(), jaxddp.flat(), jaxddp.overlapped()]
 CASES = [(spec, strategy) for spec in ("h100:8", "v5p:8") for strategy in STRATEGIES]
-SHAPES = {"up": (8, 12), "down": (12, 1), "bias": (1,), "unused": (3,)}
+SHAPES = {"up": (8, 12), "down": (12, 1), "bias": (1,), "linear": (40,), "unused": (3,)}
 
 
 def loss_fn(params, x):
-    return jnp.mean((jnp.tanh(x @ params["up"]) @ params["down"] + params["bias"]) ** 2)
+    return jnp.mean((jnp.tanh(x @ params["up"]) @ params["down"] + params["bias"]) ** 2) + params["linear"].sum()
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,6 @@ def test_planned_is_compiled(spec, strategy):
         targets.target(spec), step, args, compiler_options=jaxddp.compile_options(strategy, platform),
         in_shardings=(NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))),
     )  # fmt: skip
-    in_order = [TensorSpec(name, SHAPES[name], "float32") for name in ("bias", "down", "up")]
+    in_order = [TensorSpec(name, SHAPES[name], "float32") for name in ("linear", "bias", "down", "up")]
     planned = planned_collectives(strategy, strategy.plan(in_order), 8, platform)
     assert sorted(jaxddp.gradient_collectives(program)) == sorted(planned)
