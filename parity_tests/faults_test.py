@@ -161,7 +161,7 @@ def count(name, tmp_path, program, number, *, saves=False):
             job.wait_until_all_met()
             time.sleep(rng.uniform(0, MOMENTS_S))
             if folder:
-                job.wait(lambda folder=folder: any(folder.glob("[0-9]*/about")), 120, "nothing is saved")
+                job.wait(lambda folder=folder: any(is_saved(one) for one in folder.glob("*")), 120, "nothing is saved")
                 job.wait(lambda folder=folder: any(folder.glob(WRITING)), 60, "no save is seen", every_s=0.0005)
             faulty = 0 if folder and rng.random() < 0.7 else rng.randrange(NUM_PROCESSES)
             times.append(lose_one(job, number, faulty))
@@ -169,6 +169,11 @@ def count(name, tmp_path, program, number, *, saves=False):
         if folder:
             check_newest(folder)
     report(name, times, num_aborted)
+
+
+def is_saved(folder):
+    """Whether it is a whole checkpoint: the folder of one that is being written has a longer name."""
+    return folder.name.isdigit() and (folder / "about").exists()
 
 
 def report(name, times, num_aborted=0):
