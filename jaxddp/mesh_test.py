@@ -42,9 +42,9 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def run_workers(program, num_processes, *arguments):
+def run_workers(program, num_processes, *arguments, host="127.0.0.1"):
     """Runs a program, given an address, its number and the arguments, in processes; gives the last line of each."""
-    address = f"127.0.0.1:{free_port()}"
+    address = f"{host}:{free_port()}"
     commands = [
         [sys.executable, "-c", program, address, str(index), *map(str, arguments)] for index in range(num_processes)
     ]
@@ -74,6 +74,32 @@ def test_processes_train_as_one_and_start_from_the_weights_of_process_0(monkeypa
         assert found["planned"] == found["compiled"] == [["all-reduce", 12]]
         assert found["w"] == pytest.approx(alone["w"], abs=1e-6)  # float32 sums in another order
         assert found["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+
+
+LISTENING = """
+import ipaddress, os, sys
+import jax, numpy as np, jaxddp
+from jax.experimental import multihost_utils
+jaxddp.start_process(sys.argv[1], 2, int(sys.argv[2]))
+assert multihost_utils.process_allgather(np.ones(3)).sum() == 6
+mine = {os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.lexists(entry.path)}
+found = set()
+for name in ("tcp", "tcp6"):
+    for line in open(f"/proc/net/{name}").read().splitlines()[1:]:
+        address, state, inode = (line.split()[column] for column in (1, 3, 9))
+        if state == "0A" and f"socket:[{inode}]" in mine:
+            number = bytes.fromhex(address.split(":")[0])
+            in_order = b"".join(number[start : start + 4][::-1] for start in range(0, len(number), 4))
+            address = ipaddress.ip_address(in_order)
+            found.add(str(getattr(address, "ipv4_mapped", None) or address))
+print(sorted(found))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_processes_listen_where_they_reached_each_other():
+    """The host's name stands for 127.0.0.1 or 127.0.1.1; to 127.0.0.2 Linux connects from 127.0.0.1."""
+    assert run_workers(LISTENING, 2, host="127.0.0.2") == ["['127.0.0.2']", "['127.0.0.1']"]
 
 
 def test_bad_input():

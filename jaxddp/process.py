@@ -15,11 +15,14 @@ import os
 from typing import Any
 
 import jax
+from jax._src import distributed, xla_bridge
+from jax.extend.backend import register_backend_factory
+from jaxlib import _jax
 
 from . import __version__
 from .job import Job, find_job_or, visible_gpus
 from .plugins import devices
-from .roll_call import meet
+from .roll_call import address_here, meet
 from .stderr import print_line
 from .torchrun import with_free_port
 from .watchdog import watch
@@ -101,8 +104,9 @@ def local_rows(batch: Any) -> Any:
 
 def _join(job: Job, local_devices: list[int], timeout_s: float, stuck_s: float) -> None:
     versions = {"jaxddp": __version__, "jax": jax.__version__}
-    watch(job, meet(job, versions, visible_gpus(local_devices), timeout_s), stuck_s, needs_first=True)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    connections = meet(job, versions, visible_gpus(local_devices), timeout_s)
+    watch(job, connections, stuck_s, needs_first=True)
+    _use_gloo_at(address_here(job, connections))
     if any(os.environ.get(name) for name in ("grpc_proxy", "https_proxy", "http_proxy")):
         # gRPC would ask the proxy for the coordinator, and abort the process.
         direct = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy")
@@ -116,6 +120,19 @@ def _join(job: Job, local_devices: list[int], timeout_s: float, stuck_s: float) 
         initialization_timeout=max(1, round(timeout_s)),
         coordinator_bind_address=f"{job.bind_host}:{job.port}" if job.process_id == 0 else None,
     )
+
+
+def _use_gloo_at(address: str | None) -> None:
+    """Has JAX's CPUs communicate over Gloo, which listens at the address instead of that of the host's name."""
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    if address is None:
+        return
+
+    def make_client() -> Any:
+        gloo = _jax.make_gloo_tcp_collectives(distributed_client=distributed.global_state.client, hostname=address)
+        return xla_bridge.make_cpu_client(collectives=gloo)
+
+    register_backend_factory("cpu", make_client, fail_quietly=False)
 
 
 def _join_what_jax_finds() -> None:

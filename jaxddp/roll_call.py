@@ -56,6 +56,25 @@ def meet(job: Job, alike: Mapping[str, Any], devices: list[str], timeout_s: floa
     return {0: _report(job, said, deadline, timeout_s)}
 
 
+def address_here(job: Job, connections: Mapping[int, socket.socket]) -> str | None:
+    """The address at which the other processes reach this one.
+
+    Args:
+        job: The job.
+        connections: What ``meet`` returned.
+
+    Returns:
+        The address; None if processes of this host alone have used one, and others may not reach it.
+    """
+    addresses = sorted({connection.getsockname()[0] for connection in connections.values()}, key=_is_loopback)
+    is_known = addresses and (not _is_loopback(addresses[0]) or _is_loopback(job.bind_host))
+    return addresses[0] if is_known else None
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.")
+
+
 def disagreement(said: Sequence[Mapping[str, Any]], who: str = "process", numbers: Sequence[int] | None = None) -> str:
     """Compares what processes bring.
 

@@ -33,6 +33,7 @@ import queue
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -49,7 +50,7 @@ import torch
 import torch.distributed as dist
 
 from jaxddp.job import Job, find_job_or, visible_gpus
-from jaxddp.roll_call import meet
+from jaxddp.roll_call import address_here, meet
 from jaxddp.stderr import print_line
 from jaxddp.torchrun import with_free_port
 from jaxddp.watchdog import watch
@@ -66,6 +67,7 @@ _CLOSE_TIMEOUT_S = 5.0
 _LONGEST_TIMEOUT_S = 1e7
 _OTHER_FAILURES_S = 0.1
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
 _WHILE_STARTING = (
     "It happened while the process started, which imports the main module again: a script must guard"
     ' what starts ranks with `if __name__ == "__main__":`.'
@@ -155,7 +157,7 @@ class RankPool:
         self._parent_pid = os.getpid()
         self._folder = tempfile.mkdtemp(prefix="torchref-")
         self._remove_folder = weakref.finalize(self, _remove, self._folder, _remove_with_parent(self._folder))
-        self.is_cancelled = False  # the call that is under way
+        self._is_cancelled = False  # the call that is under way
         _open_pools.add(self)
 
     def run(
@@ -194,7 +196,7 @@ class RankPool:
         payload = _pickled(f"fn (={fn!r}) and its arguments", (fn, args))
         if not self._running.acquire(blocking=False):
             raise ValueError("this RankPool is busy with another call: every thread needs a pool of its own")
-        self.is_cancelled = False
+        self._is_cancelled = False
         try:
             if self._closed:
                 raise ValueError("this RankPool is closed")
@@ -282,7 +284,7 @@ class RankPool:
                 at_s = cause.at_s and time.time() - (time.monotonic() - cause.at_s)
                 said = f"rank {first + cause.rank} of {of_all} failed: {cause.summary}\n\n{cause.details}"
                 raise RankError(said, at_s)
-            if self.is_cancelled:
+            if self._is_cancelled:
                 raise RankError("the call was cancelled")
             if share:
                 share.check()
@@ -368,7 +370,9 @@ def init_from_env(
     if job.num_processes > 1:
         gpus = visible_gpus([index]) if backend == "nccl" else []
         place = with_free_port(job, timeout_s) if has_agent else job
-        watch(job, meet(place, {"torch": torch.__version__}, gpus, timeout_s), stuck_s)
+        connections = meet(place, {"torch": torch.__version__}, gpus, timeout_s)
+        watch(job, connections, stuck_s)
+        _use_gloo_at(address_here(place, connections))
     store = _store_of(job, has_agent, timedelta(seconds=timeout_s))
     dist.init_process_group(backend, store=store, rank=job.process_id, world_size=job.num_processes, device_id=device)
     if backend == "gloo":
@@ -442,7 +446,7 @@ def _close_open_pools() -> None:
 def cancel_calls() -> None:
     """Makes calls of pools that are under way in other threads of this process raise `RankError` within a second."""
     for pool in list(_open_pools):
-        pool.is_cancelled = True
+        pool._is_cancelled = True
 
 
 # One rank, seen from its parent.
@@ -544,6 +548,20 @@ def _receive(
             if on_message is not None:
                 on_message(worker.rank, content)
     return failures
+
+
+def _use_gloo_at(address: str | None) -> None:
+    """Has Gloo listen at the interface of an address instead of that of the host's name, unless the user chose one."""
+    if sys.platform != "linux" or address is None:
+        return
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address
+                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 # Inside a rank's process.

@@ -8,7 +8,7 @@ from benchmarks.lab.network import Lab
 from parity_tests import job_test as jobs
 
 SSH = """#!/bin/sh
-# Runs a command on a host of the lab, whose name is its address: XLA's Gloo listens at that of the host's name.
+# Runs a command on a host of the lab, whose name is its address: torchrun's agents tell each other their names.
 exec ip netns exec {prefix}.$1 unshare --uts sh -c 'hostname 10.77.0.$((${{1#host}} + 1)); eval "$2"' sh "$1" "$2"
 """
 
