@@ -102,6 +102,21 @@ def test_processes_listen_where_they_reached_each_other():
     assert run_workers(LISTENING, 2, host="127.0.0.2") == ["['127.0.0.2']", "['127.0.0.1']"]
 
 
+SIGTERM_IS_CAUGHT = """
+import re, sys, jaxddp
+options = {"preemption_service": True} if sys.argv[3] == "True" else {}
+jaxddp.start_process(sys.argv[1], 2, int(sys.argv[2]), **options)
+caught = int(re.search(r"SigCgt:\\s*(\\w+)", open("/proc/self/status").read())[1], 16)
+print(bool(caught & 1 << 14))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("is_wanted", [False, True])
+def test_sigterm_ends_a_process_unless_jax_is_to_take_it(is_wanted):
+    assert run_workers(SIGTERM_IS_CAUGHT, 2, is_wanted) == 2 * [str(is_wanted)]
+
+
 def test_bad_input():
     with pytest.raises(ValueError, match=r"process_id \(=2\) must be at least 0 and below num_processes \(=2\)"):
         start_process("127.0.0.1:1", 2, 2)

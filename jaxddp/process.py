@@ -35,6 +35,7 @@ def start_process(
     *,
     timeout_s: float = 300,
     stuck_s: float = 600,
+    preemption_service: bool = False,
 ) -> Job | None:
     """Joins this process to its job and starts JAX; call it before anything else uses JAX.
 
@@ -53,6 +54,9 @@ def start_process(
         timeout_s: Seconds to wait for the other processes.
         stuck_s: Seconds that a process may be silent, or the others wait in a ``Trainer.step`` that it has not begun,
             as while one alone evaluates or saves.
+        preemption_service: Whether JAX takes SIGTERM, and tells by ``multihost_utils.reached_preemption_sync_point``
+            after which step all processes end. Else SIGTERM ends a process as it would any; JAX's service swallows it
+            if nobody asks, and adds lines of XLA's when process 0 is lost.
 
     Returns:
         The job; None outside any, and where JAX found it.
@@ -68,7 +72,7 @@ def start_process(
     local_devices = job.local_devices(len(visible_gpus()))
     if job.num_processes > 1:
         job = with_free_port(job, timeout_s)
-        _join(job, local_devices, timeout_s, stuck_s)
+        _join(job, local_devices, timeout_s, stuck_s, preemption_service)
     devices()  # in all processes: they exchange what they have
     if job.process_id == 0 and coordinator_address is None:
         local = jax.local_devices()
@@ -102,11 +106,12 @@ def local_rows(batch: Any) -> Any:
     return jax.tree.map(rows, batch)
 
 
-def _join(job: Job, local_devices: list[int], timeout_s: float, stuck_s: float) -> None:
+def _join(job: Job, local_devices: list[int], timeout_s: float, stuck_s: float, preemption_service: bool) -> None:
     versions = {"jaxddp": __version__, "jax": jax.__version__}
     connections = meet(job, versions, visible_gpus(local_devices), timeout_s)
     watch(job, connections, stuck_s, needs_first=True)
     _use_gloo_at(address_here(job, connections))
+    jax.config.update("jax_enable_preemption_service", preemption_service)
     if any(os.environ.get(name) for name in ("grpc_proxy", "https_proxy", "http_proxy")):
         # gRPC would ask the proxy for the coordinator, and abort the process.
         direct = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy")

@@ -282,7 +282,7 @@ def _start_ranks(options: TrainOptions) -> Mesh:
         if num_ranks % job.num_processes:
             raise ValueError(f"devices (={num_ranks}) must be divisible by the job's processes (={job.num_processes})")
         jax.config.update("jax_num_cpu_devices", num_ranks // job.num_processes)  # GPUs are what the launcher gave
-        start_process(stuck_s=options.stuck_s)
+        start_process(stuck_s=options.stuck_s, preemption_service=True)
         return data_mesh(options.devices)
     if options.simulate:
         num_simulated = options.devices or DEFAULT_SIMULATED_DEVICES
