@@ -8,7 +8,8 @@ The reference knows no ranks: it differentiates the loss of whole batches, and u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +24,7 @@ from .registry import STRATEGIES, make_strategy
 from .strategy import Strategy
 from .training.train import Trainer
 from .training.validation import check_batch
-from .tree import named_leaves
+from .tree import merge, named_leaves, split
 
 TORCH = "PyTorch"
 
@@ -38,6 +39,7 @@ class Result(NamedTuple):
         step: The first step after which parameters parted, from 1; None if none did.
         leaf: The first parameter that did.
         refused: Why the strategy took no such training; empty if it did.
+        params: What it ended with, by dotted name; ``"PyTorch"`` by its own names.
     """
 
     strategy: str
@@ -46,6 +48,7 @@ class Result(NamedTuple):
     step: int | None = None
     leaf: str | None = None
     refused: str = ""
+    params: Mapping[str, np.ndarray] = MappingProxyType({})
 
 
 class ParityError(AssertionError):
@@ -80,6 +83,9 @@ def check(
     num_ranks: Sequence[int] = (1, 2, 4),
     atol: float = 1e-12,
     dtype: Any = jnp.float64,
+    num_microbatches: int = 1,
+    max_grad_norm: float | None = None,
+    trainable: Callable[[str], bool] | None = None,
     torch: tuple[Any, Callable[..., Any], Callable[..., Any]] | None = None,
 ) -> list[Result]:
     """Trains under each strategy and on one device, and compares all parameters after every step.
@@ -94,6 +100,9 @@ def check(
         num_ranks: Of which every strategy is tried; there must be as many devices (``simulate_devices``).
         atol: Largest difference of any element. In float64 1e-12 leaves room for the order of sums alone.
         dtype: To which parameters and batches of floats are cast; theirs if None.
+        num_microbatches: As of ``Trainer``, also the next two. One device takes each batch whole.
+        max_grad_norm: As of ``Trainer``; one device clips as ``optax.clip_by_global_norm`` does.
+        trainable: As of ``Trainer``.
         torch: A module with its initial weights at will, its loss ``(module, batch)``, and a function of parameters to
             its optimizer, such as ``partial(torch.optim.AdamW, lr=1e-3)``. It is trained on one process, from the same
             weights, and compared by the names of ``checkpoint.interop``.
@@ -112,8 +121,9 @@ def check(
             raise ValueError("batches (=[]) must be at least one")
         for count in num_ranks:
             for batch in batches:
-                check_batch(batch, count, 1)
-        expected = _on_one_device(loss_fn, optimizer, params, batches)
+                check_batch(batch, count, num_microbatches)
+        expected = _on_one_device(loss_fn, optimizer, params, batches, max_grad_norm, trainable)
+        options = {"num_microbatches": num_microbatches, "max_grad_norm": max_grad_norm, "trainable": trainable}
         is_all = isinstance(strategies, str) and strategies == "all"
         chosen = list(STRATEGIES) if is_all else [strategies] if isinstance(strategies, str) else list(strategies)
         results = []
@@ -121,7 +131,7 @@ def check(
             for count in num_ranks:
                 mesh = data_mesh(count)
                 try:
-                    trained = _trained(loss_fn, optimizer, strategy, mesh, params, batches)
+                    trained = _trained(loss_fn, optimizer, strategy, mesh, params, batches, options)
                 except ValueError as error:
                     if not is_all:
                         raise
@@ -146,32 +156,48 @@ def _cast(tree: Any, dtype: Any) -> Any:
     return jax.tree.map(cast, tree)
 
 
-def _on_one_device(loss_fn: Callable[..., Any], optimizer: Any, params: Any, batches: Sequence[Any]) -> list[Any]:
+def _on_one_device(
+    loss_fn: Callable[..., Any],
+    optimizer: Any,
+    params: Any,
+    batches: Sequence[Any],
+    max_grad_norm: float | None,
+    trainable: Callable[[str], bool] | None,
+) -> list[Any]:
     """The parameters after each step."""
+    if max_grad_norm is not None:
+        optimizer = optax.chain(optax.clip_by_global_norm(max_grad_norm), optimizer)
+    trained, frozen = split(params, trainable)
 
-    def mean(params: Any, batch: Any) -> jax.Array:
-        loss = loss_fn(params, batch)
+    def mean(trained: Any, batch: Any) -> jax.Array:
+        loss = loss_fn(merge(trained, frozen), batch)
         loss = loss[0] if isinstance(loss, tuple) and not isinstance(loss, Weighted) else loss
         return loss.total / loss.weight if isinstance(loss, Weighted) else loss
 
     @jax.jit
-    def step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any]:
-        updates, opt_state = optimizer.update(jax.grad(mean)(params, batch), opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+    def step(trained: Any, opt_state: Any, batch: Any) -> tuple[Any, Any]:
+        updates, opt_state = optimizer.update(jax.grad(mean)(trained, batch), opt_state, trained)
+        return optax.apply_updates(trained, updates), opt_state
 
-    after, opt_state = [], optimizer.init(params)
+    after, opt_state = [], optimizer.init(trained)
     for batch in batches:
-        params, opt_state = jax.block_until_ready(step(params, opt_state, batch))
-        after.append(jax.tree.map(np.asarray, params))
+        trained, opt_state = jax.block_until_ready(step(trained, opt_state, batch))
+        after.append(jax.tree.map(np.asarray, merge(trained, frozen)))
     return after
 
 
 def _trained(
-    loss_fn: Callable[..., Any], optimizer: Any, strategy: Strategy, mesh: Any, params: Any, batches: Sequence[Any]
+    loss_fn: Callable[..., Any],
+    optimizer: Any,
+    strategy: Strategy,
+    mesh: Any,
+    params: Any,
+    batches: Sequence[Any],
+    options: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
     result = jax.eval_shape(loss_fn, params, batches[0])
     has_aux = isinstance(result, tuple) and not isinstance(result, Weighted)
-    trainer = Trainer(loss_fn, optimizer, strategy, mesh, has_aux=has_aux)
+    trainer = Trainer(loss_fn, optimizer, strategy, mesh, has_aux=has_aux, **options)
     state, after = trainer.init(params), []
     for batch in batches:
         state, _ = trainer.step(state, batch)
@@ -209,4 +235,4 @@ def _compare(name: str, num_ranks: int, trained: Sequence[Any], expected: Sequen
             largest = float(np.maximum(largest, difference))  # NaN stays
             if not difference <= atol and parted[0] is None:
                 parted = step, leaf
-    return Result(name, num_ranks, largest, *parted)
+    return Result(name, num_ranks, largest, *parted, params=trained[-1])

@@ -76,6 +76,19 @@ def test_what_parts_is_shown_with_its_first_step_and_parameter():
         jaxddp.parity.check(loss_fn, optax.sgd(0.1), PARAMS, BATCHES, strategies=[], torch=other)
 
 
+def test_options_of_the_trainer():
+    options = {"num_microbatches": 2, "max_grad_norm": 0.1, "trainable": lambda name: not name.endswith("bias")}
+    results = jaxddp.parity.check(loss_fn, optax.adamw(1e-2), PARAMS, BATCHES, num_ranks=[2], **options)
+    assert all(one.difference <= 1e-12 and not one.refused for one in results)
+    for one in results:
+        assert np.all(one.params["up.bias"] == 0) and np.all(one.params["up.kernel"] != PARAMS["up"]["kernel"])
+    unclipped = jaxddp.parity.check(loss_fn, optax.sgd(0.1), PARAMS, BATCHES, strategies=["naive"], num_ranks=[2])
+    (whole,) = jaxddp.parity.check(
+        loss_fn, optax.sgd(0.1), PARAMS, BATCHES, strategies=["naive"], num_ranks=[2], max_grad_norm=0.1
+    )
+    assert np.any(whole.params["up.kernel"] != unclipped[0].params["up.kernel"])
+
+
 def test_values_that_are_no_numbers_part():
     with pytest.raises(jaxddp.parity.ParityError, match="nan"):
         jaxddp.parity.check(

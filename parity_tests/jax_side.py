@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import optax
 
 import jaxddp
+from jaxddp import parity
 from jaxddp.checkpoint.interop import to_numpy
 from jaxddp.models import build
+from jaxddp.tree import like
 
 from .cases import LEARNING_RATES, STRATEGIES, Case
 from .inputs import Arrays, batches
@@ -49,16 +51,20 @@ def initial_params(model: str, dtype: str) -> Any:
 def make_trainer(case: Case, mesh: jax.sharding.Mesh) -> jaxddp.Trainer:
     """The case's trainer on any mesh."""
     loss_fn, _ = _build(case.model, seed=7)
+    return jaxddp.Trainer(loss_fn, OPTIMIZERS[case.optimizer](), _strategy(case), mesh, **_options(case))
+
+
+def _strategy(case: Case) -> jaxddp.Strategy:
     strategy = STRATEGIES[case.strategy]
-    return jaxddp.Trainer(
-        loss_fn,
-        OPTIMIZERS[case.optimizer](),
-        jaxddp.make_strategy(strategy.name, **strategy.jax_options),
-        mesh,
-        num_microbatches=case.num_microbatches,
-        trainable=is_trainable,
-        max_grad_norm=case.max_grad_norm,
-    )
+    return jaxddp.make_strategy(strategy.name, **strategy.jax_options)
+
+
+def _options(case: Case) -> dict[str, Any]:
+    return {
+        "num_microbatches": case.num_microbatches,
+        "max_grad_norm": case.max_grad_norm,
+        "trainable": is_trainable,
+    }
 
 
 def train(case: Case) -> Arrays:
@@ -71,24 +77,14 @@ def train(case: Case) -> Arrays:
         return to_numpy(trainer.params(state))
 
 
-@functools.cache
-def train_on_one_device(model: str, optimizer: str, dtype: str, max_grad_norm: float | None) -> Arrays:
-    """Trains on whole batches, without jaxddp; weights by torch name."""
-    with jax.enable_x64(dtype == "float64"):
-        loss_fn, _ = _build(model, seed=7)
-        tx = OPTIMIZERS[optimizer]()
-        if max_grad_norm is not None:
-            tx = optax.chain(optax.clip_by_global_norm(max_grad_norm), tx)
-        params = initial_params(model, dtype)
-        frozen = {name: params.pop(name) for name in list(params) if not is_trainable(name)}
-
-        @jax.jit
-        def step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any]:
-            grads = jax.grad(lambda params: loss_fn(params | frozen, batch))(params)
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state
-
-        opt_state = tx.init(params)
-        for batch in batches(model, dtype):
-            params, opt_state = step(params, opt_state, jax.tree.map(jnp.asarray, batch))
-        return to_numpy(params | frozen)
+def check(case: Case, atol: float) -> tuple[Arrays, float]:
+    """Trains on the case's ranks and on one device; weights by torch name, and how far the two were apart."""
+    with jax.enable_x64(case.dtype == "float64"):
+        loss_fn, _ = _build(case.model, seed=7)
+        params = initial_params(case.model, case.dtype)
+        (result,) = parity.check(
+            loss_fn, OPTIMIZERS[case.optimizer](), params, batches(case.model, case.dtype),
+            strategies=[_strategy(case)], num_ranks=[case.num_ranks], atol=atol, dtype=None, **_options(case),
+        )  # fmt: skip
+        assert result.difference is not None
+        return to_numpy(like(params, dict(result.params))), result.difference
