@@ -319,7 +319,7 @@ def test_a_quiet_pass_after_the_last_is_right_or_refused(ranks, name):
 
 
 @pytest.mark.parametrize("change", ["in place", "replaced", "cleared"])
-@keeping_gradients
+@wrappers
 def test_a_gradient_changed_before_finish_is_right_or_refused(ranks, name, change):
     module = model()
     right = expected(0) | {key: tensor.tolist() for key, tensor in list(module.named_parameters())[:2]}

@@ -206,8 +206,7 @@ class DataParallel(nn.Module, abc.ABC):
         """
         self._check_unchanged()
         self._check_no_stray_step(by_content=not self._has_optimizer)
-        if self._has_begun and self._is_cleared():
-            self.discard_pass()  # or what was reduced would come back
+        self._discard_if_cleared()
         for name, (grad, version) in self._sent.items():
             if self._trained[name].grad is not grad or grad._version != version:
                 raise RuntimeError(
@@ -336,8 +335,7 @@ class DataParallel(nn.Module, abc.ABC):
     def _check_last_pass(self) -> None:
         """Refuses an optimizer step that was not synchronised, and discards a backward whose gradients were cleared."""
         self._check_no_stray_step()
-        if self._has_begun and self._is_cleared():
-            self.discard_pass()
+        self._discard_if_cleared()
         self._begins_pass = self._must_finish
         self._is_finished = False
 
@@ -382,6 +380,11 @@ class DataParallel(nn.Module, abc.ABC):
     def _is_cleared(self) -> bool:
         """Whether the gradients of a backward that was not finished were set to None, as optimizers do."""
         return all(parameter.grad is None for parameter in self._trained.values())
+
+    def _discard_if_cleared(self) -> None:
+        """Discards a backward whose gradients were all cleared, or what was reduced of it would come back."""
+        if self._has_begun and self._is_cleared():
+            self.discard_pass()
 
     def _on_arrival(self, name: str) -> None:
         self._has_begun = True

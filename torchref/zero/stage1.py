@@ -62,9 +62,9 @@ class ZeRO1(DataParallel):
 
     It owns the optimizer: after ``finish_gradient_synchronization`` call ``step`` and ``zero_grad`` of the wrapper.
     Until the synchronisation the module's gradients are this rank's local ones. Afterwards ``SpentGradient`` stands in
-    their place up to the next forward or ``zero_grad``, and the averaged ones belong to the shards in
-    ``optimizer.param_groups``. So clip with ``clip_grad_norm_`` of the wrapper: ``torch.nn.utils.clip_grad_norm_`` is
-    refused.
+    their place up to the next backward, and the averaged ones belong to the shards in ``optimizer.param_groups``.
+    Where it is cleared, as by ``zero_grad`` of the module or of a part of it, so is the averaged one. Clip with
+    ``clip_grad_norm_`` of the wrapper: ``torch.nn.utils.clip_grad_norm_`` is refused.
 
     Attributes:
         optimizer: The optimizer over this rank's shards, one ``[c]`` for each parameter. A schedule drives it. Its
@@ -139,17 +139,24 @@ class ZeRO1(DataParallel):
         self._spent = {name: spent_gradient(parameter) for name, parameter in self._trained.items()}
         self._sums: list[torch.Tensor | None] = [None] * len(self.plan.buckets)
         self._in_flight: InFlight[tuple[int, torch.Tensor]] = InFlight()
+        self._has_spent = False  # all gradients are in shards
 
     def step(self) -> None:
         """Updates this rank's shards, and gathers those of all ranks into the module.
 
         Raises:
-            RuntimeError: If there are no averaged gradients, a backward has followed them, or the optimizer has got
-                hooks or another ``step``.
+            RuntimeError: If there are no averaged gradients, a backward has followed them, the module was given others,
+                or the optimizer has got hooks or another ``step``.
         """
+        self._check_finished()
+        self._drop_cleared()
         if all(shard.grad is None for shard in self._shards.values()):
             raise RuntimeError("step needs averaged gradients: call finish_gradient_synchronization after the backward")
-        self._check_finished()
+        if self._has_spent and not all(isinstance(p.grad, (SpentGradient, type(None))) for p in self._trained.values()):
+            raise RuntimeError(
+                "gradients were set after finish_gradient_synchronization, which the step would not use: change those"
+                " of the shards in optimizer.param_groups"
+            )
         self._has_optimizer = True
         if own_parts(self.optimizer) != self._made_with:
             raise RuntimeError(
@@ -164,15 +171,13 @@ class ZeRO1(DataParallel):
         finally:
             self._may_step.clear()
         self._gather()
-        self._clear_spent()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the module and of this rank's shards."""
-        self._clear_spent()
+        self._remove_spent()
         super().zero_grad(set_to_none)
         self._sums = [None] * len(self.plan.buckets)
-        for shard in self._shards.values():
-            shard.grad = None
+        self._clear_shards()
 
     def _planned_collectives(self, num_microbatches: int) -> list[tuple[str, int]]:
         gathers = [
@@ -196,29 +201,49 @@ class ZeRO1(DataParallel):
         new._made_with = own_parts(new.optimizer)
         return new
 
-    def _check_last_pass(self) -> None:
-        self._clear_spent()
-        super()._check_last_pass()
+    def _discard_if_cleared(self) -> None:
+        self._drop_cleared()
+        if self._has_begun and self._is_cleared():
+            self._clear_shards()  # of what earlier synchronisations have left
+        super()._discard_if_cleared()
 
     def _on_arrival(self, name: str) -> None:
-        if not self._has_begun:
-            self._clear_spent()
+        if self._has_spent:
+            self._drop_cleared(arrived=name)
+            self._remove_spent()  # autograd keeps a gradient that it need not add
+            parameter = self._trained[name]
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad.as_subclass(torch.Tensor)
         super()._on_arrival(name)
-
-    def _apply(self, *args: Any, **kwargs: Any) -> ZeRO1:
-        self._clear_spent()  # which nothing casts or moves
-        super()._apply(*args, **kwargs)
-        return self
 
     def _grad(self, name: str) -> torch.Tensor:
         if isinstance(self._trained[name].grad, SpentGradient):
             self._trained[name].grad = None
         return super()._grad(name)
 
-    def _clear_spent(self) -> None:
+    def _drop_cleared(self, arrived: str = "") -> None:
+        """Clears in shards what was cleared in the module: where no ``SpentGradient`` stands any more.
+
+        ``arrived`` has got another gradient since, of a type that tells whether one stood there.
+        """
+        for name, parameter in self._trained.items() if self._has_spent else ():
+            if isinstance(parameter.grad, PartialGradient if name == arrived else SpentGradient):
+                continue
+            self._shards[name].grad = None
+            index = self._bucket_of.get(name)
+            row = None if index is None else self._sums[index]
+            if index is not None and row is not None:
+                split_chunks(self.plan.buckets[index], row, self.num_ranks)[name].zero_()
+
+    def _remove_spent(self) -> None:
         for parameter in self._trained.values():
             if isinstance(parameter.grad, SpentGradient):
                 parameter.grad = None
+        self._has_spent = False
+
+    def _clear_shards(self) -> None:
+        for shard in self._shards.values():
+            shard.grad = None
 
     @torch.no_grad()
     def _gather(self) -> None:
@@ -262,6 +287,7 @@ class ZeRO1(DataParallel):
             self._add_grad(name, self._local_shard(self._grad(name)).div_(denominator))
         for name, parameter in self._trained.items():
             parameter.grad = self._spent[name]  # frees the local gradients
+        self._has_spent = True
         self._sums = [None] * len(self.plan.buckets)
 
     def _add_grad(self, name: str, grad: torch.Tensor) -> None:
@@ -275,6 +301,7 @@ class ZeRO1(DataParallel):
         self._sums = [None] * len(self.plan.buckets)
 
     def _gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        self._drop_cleared()
         return [], [one.grad.as_subclass(torch.Tensor) for one in self._shards.values() if one.grad is not None]
 
     def _local_shard(self, tensor: torch.Tensor) -> torch.Tensor:

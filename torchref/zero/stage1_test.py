@@ -1,5 +1,8 @@
 """Stage 1: full gradients until the synchronisation, an optimizer over shards, full parameters after the step."""
 
+import contextlib
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -128,6 +131,99 @@ def channels_last():
     return (module.weight - (alone.weight - 0.1 * alone.weight.grad)).abs().max().item()
 
 
+LIVES = {  # "part" is a layer of the module, "clear" is all of it: both by their own zero_grad, not the wrapper's
+    "before the step": "pass finish clear step pass finish step",
+    "before the step after a look": "pass finish look clear step pass finish step",
+    "in place of the wrapper's": "pass finish step clear pass finish step clear look pass finish step",
+    "after the forward": "pass finish step forward clear backward finish step forward clear backward finish step",
+    "never": "pass finish step pass finish step",
+    "part": "pass finish part step pass finish step part pass finish step",
+    "part after the forward": "pass finish step forward part backward finish step",
+    "between synchronisations": "pass finish clear pass finish step",
+    "before a synchronisation alone": "pass finish clear look finish step",
+    "before the synchronisation": "pass finish pass clear finish step",
+    "between micro-batches": "quiet clear pass finish step",
+    "part between micro-batches": "quiet quiet part pass finish step",
+    "between micro-batches after the forward": "quiet forward clear backward finish step",
+    "after micro-batches": "quiet quiet clear finish step pass finish step",
+    "between micro-batches after a synchronisation": "pass finish quiet clear quiet pass finish step",
+}
+
+
+def live(life, wrap, num_layers):
+    """Weights after a life of a wrapped module, less those of one process: steps on nothing are refused or none."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(num_layers))).double()
+    alone = copy.deepcopy(module)
+    net, tx = wrap(module), torch.optim.SGD(alone.parameters(), lr=0.1)
+    rng = torch.Generator().manual_seed(1)
+    for event in life.split():
+        if event in ("pass", "quiet", "forward"):
+            x = torch.randn(net.num_ranks, 4, 3, dtype=torch.float64, generator=rng)
+            with net.no_sync() if event == "quiet" else contextlib.nullcontext():
+                loss = net(x[dist.get_rank()]).square().sum()
+                if event != "forward":
+                    loss.backward()
+            expected = alone(x).square().sum() / net.num_ranks
+            if event != "forward":
+                expected.backward()
+        elif event == "backward":
+            loss.backward()
+            expected.backward()
+        elif event == "finish":
+            net.finish_gradient_synchronization()
+        elif event == "look":
+            net(torch.ones(1, 3, dtype=torch.float64))
+        elif event in ("clear", "part"):
+            for one in (module, alone):
+                (one if event == "clear" else one[-1]).zero_grad()
+        else:
+            with contextlib.suppress(RuntimeError):  # "step needs averaged gradients"
+                net.step()
+            tx.step()
+    return max((p - q).abs().max().item() for p, q in zip(module.parameters(), alone.parameters(), strict=True))
+
+
+def live_under_zero1(life, num_layers):
+    return live(LIVES[life], lambda module: torchref.ZeRO1(module, torch.optim.SGD, 1e-6, lr=0.1), num_layers)
+
+
+def uses_of_cleared_gradients():
+    """What a step, clipping and the norm say of gradients that the module cleared or replaced."""
+    net, messages = torchref.ZeRO1(mlp(), torch.optim.SGD, lr=0.1), []
+
+    def replace():
+        net.module[0].bias.grad = torch.ones(5, dtype=torch.float64)
+
+    for change, use in [
+        (net.module.zero_grad, net.step),
+        (net.module.zero_grad, net.grad_norm),
+        (net.module.zero_grad, lambda: net.clip_grad_norm_(1.0)),
+        (replace, net.step),
+    ]:
+        net.zero_grad()
+        backward(net)
+        net.finish_gradient_synchronization()
+        change()
+        try:
+            use()
+        except RuntimeError as error:
+            messages.append(str(error))
+    return messages
+
+
+def casts_of_the_module():
+    """Moves and casts of a module whose gradients are in shards leave them there."""
+    net = torchref.ZeRO1(mlp(), torch.optim.SGD, lr=0.1)
+    backward(net)
+    net.finish_gradient_synchronization()
+    norm = net.grad_norm()
+    net.module.cpu()
+    net.module.float().double()
+    net.to("cpu")
+    return torch.equal(norm, net.grad_norm())
+
+
 def bad_input():
     with pytest.raises(ValueError, match="params must be parameters of the module, or groups of them; one is not"):
         torchref.ZeRO1(mlp(), torch.optim.SGD, params=mlp().parameters(), lr=0.1)
@@ -155,6 +251,24 @@ def test_shards_are_views_of_the_parameters(ranks):
 
 def test_groups_and_schedules(ranks):
     assert max(ranks.run(groups_and_schedule, num_ranks=2)) <= 1e-12  # float64: the order of sums
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+@pytest.mark.parametrize("life", LIVES)
+def test_gradients_that_the_module_clears_are_cleared_in_shards(ranks, life, num_layers):
+    # float64: the order of sums
+    assert max(ranks.run(live_under_zero1, life, num_layers, num_ranks=2)) <= 1e-12
+
+
+def test_cleared_and_replaced_gradients_are_refused(ranks):
+    for cleared, *others, replaced in ranks.run(uses_of_cleared_gradients, num_ranks=2):
+        assert cleared.startswith("step needs averaged gradients")
+        assert len(others) == 2 and all(message.startswith("there are no gradients") for message in others)
+        assert replaced.startswith("gradients were set after finish_gradient_synchronization") and "\n" not in replaced
+
+
+def test_casts_of_the_module_leave_gradients_in_shards(ranks):
+    assert ranks.run(casts_of_the_module, num_ranks=2) == [True, True]
 
 
 def test_weights_loaded_after_wrapping_are_trained(ranks):

@@ -89,15 +89,13 @@ class ZeRO2(ZeRO1):
     def _start_reduction(self, index: int) -> None:
         super()._start_reduction(index)
         for tensor in self.plan.buckets[index].tensors:
-            self._trained[tensor.name].grad = self._spent[tensor.name]
-            self._sent.pop(tensor.name, None)
-
-    def _is_cleared(self) -> bool:
-        return False  # a gradient is freed as soon as its bucket is packed: zero_grad() of the wrapper drops a pass
+            spent = self._spent[tensor.name]
+            self._trained[tensor.name].grad = spent
+            self._sent[tensor.name] = spent, spent._version
 
     def _end_pass(self) -> None:
         """Accumulates the shards of a backward that another one follows."""
         self._start_all()
         self._accumulate(self._in_flight.wait())
         self._expect_gradients()
-        self._has_begun = True
+        self._has_begun = self._has_spent = True

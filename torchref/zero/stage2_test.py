@@ -8,6 +8,7 @@ from torch import nn
 import torchref
 from torchref.communication.collectives import record
 from torchref.gradients import SpentGradient
+from torchref.zero.stage1_test import LIVES, live
 
 
 class Branches(nn.Module):
@@ -99,6 +100,21 @@ def discarded():
     return all(torch.equal(a.grad, b.grad) for a, b in zip(net._shards.values(), fresh._shards.values(), strict=True))
 
 
+def live_under_zero2(life, num_layers, accumulate):
+    def wrap_one(module):
+        return torchref.ZeRO2(module, torch.optim.SGD, 1e-6, accumulate=accumulate, lr=0.1)
+
+    return live(LIVES[life], wrap_one, num_layers)
+
+
+def part_cleared_too_late():
+    net = wrap(layers())
+    net(torch.ones(1, 16)).sum().backward()
+    net.module[0].zero_grad()
+    with pytest.raises(RuntimeError, match=r"the gradient of '0.weight' was changed while it was reduced: change"):
+        net.finish_gradient_synchronization()
+
+
 def second_backward():
     net = wrap(layers())
     net(torch.ones(1, 16)).sum().backward()
@@ -134,6 +150,18 @@ def test_ranks_may_use_different_parameters(ranks, accumulate):
 
 def test_an_accumulated_backward_can_be_discarded(ranks):
     assert ranks.run(discarded, num_ranks=2) == [True, True]
+
+
+@pytest.mark.parametrize("accumulate", ["shards", "full"])
+@pytest.mark.parametrize("num_layers", [1, 3])
+@pytest.mark.parametrize("life", LIVES)
+def test_gradients_that_the_module_clears_are_cleared_in_shards(ranks, life, num_layers, accumulate):
+    # float64: the order of sums
+    assert max(ranks.run(live_under_zero2, life, num_layers, accumulate, num_ranks=2)) <= 1e-12
+
+
+def test_a_gradient_cleared_while_it_is_reduced_is_refused(ranks):
+    ranks.run(part_cleared_too_late, num_ranks=2)
 
 
 def test_two_backward_passes_without_finishing_are_refused(ranks):
