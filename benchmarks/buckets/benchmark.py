@@ -191,7 +191,7 @@ def optimum_rows(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
             continue
         best = min(timed, key=lambda row: row["median_ms"])
         predicted = min(timed, key=lambda row: row["predicted_ms"])
-        as_good = [row for row in timed if compare("", row["rounds_ms"], best["rounds_ms"], 1.0).holds]
+        as_good = [row for row in timed if compare("", row["rounds_ms"], best["rounds_ms"], 1.0).low <= 1]
         kept = (
             "framework", "backend", "device", "ranks", "kind", "num_ranks", "model", "params_bytes", "global_batch",
             "strategy", "regime", "uniform_optimum_mb", "gradient_bytes", "step_alone_ms", "forward_backward_ms",

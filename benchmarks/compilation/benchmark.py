@@ -97,7 +97,7 @@ def growth_rows(points: Sequence[Point]) -> Iterator[dict[str, Any]]:
     for clock, words in (("wall_s", "by the clock"), ("cpu_s", "CPU time")):
         ours, theirs = (point.rounds(*TRACE_AND_COMPILE, clock=clock) for point in (many, few))
         gate = compare(f"{TOGETHER}, {many.size} / {few.size} devices, {words}", ours, theirs, GROWTH_LIMIT)
-        yield asdict(gate) | {"check": "ok" if gate.holds else "MISSED"}
+        yield asdict(gate) | {"check": gate.verdict}
 
 
 def reading_rows(points: Sequence[Point]) -> Iterator[dict[str, Any]]:

@@ -1,8 +1,7 @@
 """Gates: no strategy may cost more than what it replaces, measured in the same run.
 
-A gate is a ratio of medians with a 95 % interval, see ``ratios.py``. Within a framework both sides are timed in
-interleaved rounds. Two frameworks run in different processes, so a gate across them is not judged if steal time was
-high.
+A gate is a ratio of medians with a 95 % interval, see ``ratios.py``. Both sides are timed in interleaved rounds, two
+frameworks in turns. Where they cannot be, as in a job, a gate across them is not judged if steal time was high.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from typing import Any
 
 from ..harness.options import Options
 from ..harness.ranks import chosen_ranks
-from ..harness.ratios import compare
+from ..harness.ratios import NOT_JUDGED, compare
 from ..harness.run import NOT_RUN, Run, holds
 from ..harness.steal_time import in_words
 from ..report.section import show
-from ..strategies.benchmark import BATCH_SIZE, NUM_RANKS, check_memory, make_setup
+from ..strategies.benchmark import BATCH_SIZE, NUM_RANKS, check_memory, in_turns, make_setup
 from ..training.frameworks import measure_both
 from ..training.measure import PEERS, StrategySpec, TrainingSetup
 from ..training.steps import label
@@ -62,7 +61,7 @@ def describe(options: Options) -> tuple[TrainingSetup, str]:
     )
     setup = replace(setup, strategies=STRATEGIES["jaxddp"], with_baselines=False)
     check_memory(setup)
-    return setup, described
+    return in_turns(setup), described
 
 
 def run(this: Run, setup: TrainingSetup) -> bool:
@@ -85,14 +84,13 @@ def gate_rows(measured: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]
         if one is None or other is None:
             yield {"name": name, "limit": limit, "check": f"{NOT_RUN}one of the two was not measured, or is wrong"}
             continue
-        paired = ours[0] == theirs[0]
+        paired = ours[0] == theirs[0] or all(row.get("in_turns") for row in (one, other))
         gate = compare(name, _seconds(one), _seconds(other), limit, paired=paired)
         which = {"ours": label(one), "theirs": label(other), "is_interleaved": paired}
         for side, row in (("ours", one), ("theirs", other)):
             which |= {f"{side}_{spread}_ms": row[f"{spread}_ms"] for spread in ("p10", "p90")}
         said = "" if paired else in_words(max(row.get("stolen_share", 0.0) for row in (one, other)))
-        judged = "ok" if gate.holds else "MISSED"
-        yield asdict(gate) | which | {"check": f"not judged: {said}" if said else judged}
+        yield asdict(gate) | which | {"check": f"{NOT_JUDGED}{said}" if said else gate.verdict}
 
 
 def _seconds(row: Mapping[str, Any]) -> list[float]:

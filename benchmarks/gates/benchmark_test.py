@@ -64,17 +64,30 @@ def test_frameworks_are_not_judged_where_the_host_kept_much_from_one(side):
     assert list(gate_rows(taken))[-1]["check"] == "MISSED"
 
 
-def test_a_gate_holds_if_the_lower_end_of_its_interval_does():
+def test_frameworks_that_took_turns_are_judged_in_pairs():
+    drift = np.linspace(1, 2, 20)
+    slow, fast = row("jaxddp", "flat", list(110 * drift)), row("torchref", "DistributedDataParallel", list(100 * drift))
+    (best,) = (gate for gate in gate_rows([slow, fast]) if gate["name"].startswith(BEST) and "ratio" in gate)
+    assert best["check"].startswith("not judged: interval too wide") and not best["is_interleaved"]
+    in_turns = [one | {"in_turns": True, "stolen_share": 0.4} for one in (slow, fast)]
+    (best,) = (gate for gate in gate_rows(in_turns) if gate["name"].startswith(BEST) and "ratio" in gate)
+    assert best["check"] == "MISSED" and best["is_interleaved"]
+    assert (best["low"], best["high"]) == pytest.approx((1.1, 1.1))
+
+
+def test_verdicts_take_the_ratio_and_its_interval():
     rng = np.random.default_rng(1)
     theirs = list(1 + 0.02 * rng.random(40))
     slower = compare("slower", [1.2 * time for time in theirs], theirs, 1.05)
     assert slower.ratio == pytest.approx(1.2)
     assert 1.15 < slower.low <= slower.ratio <= slower.high < 1.25
-    assert not slower.holds
-    noisy = compare("noisy", list(1.03 + 0.4 * (rng.random(40) - 0.5)), list(1 + 0.4 * (rng.random(40) - 0.5)), 1.05)
+    assert slower.verdict == "MISSED"
+    noisy = compare("noisy", list(1.03 + 0.9 * (rng.random(40) - 0.5)), list(1 + 0.9 * (rng.random(40) - 0.5)), 1.05)
     assert noisy.low < 1.05 < noisy.high
-    assert noisy.holds
-    assert compare("same", theirs, theirs, 1.0).holds
+    assert noisy.verdict == "not judged: interval too wide"
+    near = compare("near", list(1.052 + 0.1 * (rng.random(40) - 0.5)), list(1 + 0.1 * (rng.random(40) - 0.5)), 1.05)
+    assert near.low < 1.05 < near.ratio and near.verdict == "not judged: limit in interval"
+    assert compare("same", theirs, theirs, 1.0).verdict == "ok"
 
 
 def test_only_rounds_taken_together_are_resampled_together():

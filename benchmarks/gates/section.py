@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from ..harness.ratios import NOT_JUDGED, WIDEST
 from ..harness.tables import CHECK, Column, Table, field, numeric
 from ..harness.values import NONE, Row, badge, counted, ends, is_bad, is_sound, number, span, text
 from ..report.axis import linear
@@ -51,7 +52,10 @@ def section(rows: Sequence[Row]) -> Section:
 
 def gate_table(gates: Sequence[Row]) -> Table:
     """Makes a table of ratios."""
-    note = "a gate holds if the lower end of its interval is within its limit"
+    note = (
+        "a gate holds if its ratio is within its limit, and is missed if all of its interval is beyond it; it is not"
+        f" judged if the limit lies between, or the interval is wider than {WIDEST:.0%} of the limit"
+    )
     return Table("Ratios and their limits", _COLUMNS, gates, note)
 
 
@@ -75,8 +79,11 @@ def gate_sentences(gates: Sequence[Row]) -> list[str]:
     if not limited:
         return []
     missed = [row for row in limited if is_bad(row)]
-    holding = len(limited) - len(missed)
+    unjudged = [row for row in limited if text(row, "check").startswith(NOT_JUDGED)]
+    holding = len(limited) - len(missed) - len(unjudged)
     said = [f"{holding} of {counted(len(limited), 'gate')} {'holds' if holding == 1 else 'hold'}."]
+    if unjudged:
+        said.append(f"{len(unjudged)} could not be judged.")
     nearest = max(limited, key=lambda row: (interval(row) or (row["ratio"],))[0] / row["limit"])
     return [*said, *map(_in_words, missed or [nearest])]
 
@@ -94,4 +101,6 @@ def _bar(row: Row) -> Bar:
     note = f"{row['ratio']:.3f}" + (f", limit {limit:.2f}" if limit is not None else ", no limit")
     if not is_sound(row):
         note = f"{badge(row)}: {note}"
+    elif text(row, "check").startswith(NOT_JUDGED):
+        note = f"{NOT_JUDGED}{note}"
     return Bar("", text(row, "name"), note, (), interval(row), row["ratio"], limit)

@@ -19,6 +19,13 @@ def test_else_the_one_nearest_to_its_limit():
     ]
 
 
+def test_what_is_not_judged_does_not_hold():
+    first = gates()[0]
+    unjudged = first | {"check": "not judged: limit in interval", "name": "near"}
+    assert gate_sentences([first, unjudged])[:2] == ["1 of 2 gates holds.", "1 could not be judged."]
+    assert "not judged: 1.020, limit 1.05" in gate_figure([unjudged]).drawing.body
+
+
 def test_a_gate_without_a_limit_or_a_ratio():
     missing = row("gates", name="b", limit=1.05) | {"check": "not run: one of the two was not measured"}
     made = section([*gates(), missing])

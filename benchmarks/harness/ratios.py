@@ -1,8 +1,14 @@
 """Ratios of medians with 95 % intervals, and their limits.
 
-On a noisy machine a program's ratio to itself varies from 0.95 to 1.10, so a single ratio proves nothing: a gate holds
-if the lower end of its interval is within the limit. Intervals come from resampled rounds, in pairs where both programs
-were timed in the same rounds.
+On a noisy machine a program's ratio to itself varies from 0.95 to 1.10, so a single ratio proves nothing. Intervals
+come from resampled rounds, in pairs where both programs were timed in the same rounds.
+
+| ratio of medians | its 95 % interval                       | verdict        |
+|------------------|-----------------------------------------|----------------|
+| any              | all of it beyond the limit              | ``MISSED``     |
+| any              | wider than a fifth of the limit         | ``not judged`` |
+| beyond the limit | reaches it                              | ``not judged`` |
+| within the limit | anything else                           | ``ok``         |
 """
 
 from __future__ import annotations
@@ -12,7 +18,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+NOT_JUDGED = "not judged: "
 NUM_RESAMPLES = 4000
+WIDEST = 0.2  # of the limit: with a wider interval anything would pass
 
 
 @dataclass(frozen=True)
@@ -34,9 +42,13 @@ class Gate:
         return f"{self.ratio:.3f}, 95 % interval {self.low:.3f} to {self.high:.3f}, over {self.num_rounds} rounds"
 
     @property
-    def holds(self) -> bool:
-        """Whether the lower end of the interval is within the limit."""
-        return self.low <= self.limit
+    def verdict(self) -> str:
+        """``"ok"``, ``"MISSED"``, or ``"not judged: "`` and why."""
+        if self.low > self.limit:
+            return "MISSED"
+        if self.high - self.low > WIDEST * self.limit:
+            return f"{NOT_JUDGED}interval too wide"
+        return "ok" if self.ratio <= self.limit else f"{NOT_JUDGED}limit in interval"
 
 
 def compare(name: str, ours: Sequence[float], theirs: Sequence[float], limit: float, *, paired: bool = True) -> Gate:
