@@ -128,3 +128,26 @@ def describe_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str
             if name != "params" and isinstance(value, (bool, int, float, str, tuple, list)):
                 alike[f"{name} of group {index}"] = value
     return alike
+
+
+def describe_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """Describes what must be alike on every rank of the state of shards: what there is, and numbers such as a step.
+
+    Example:
+        >>> weight = torch.zeros(2, requires_grad=True)
+        >>> optimizer = torch.optim.Adam([weight])
+        >>> weight.sum().backward(), optimizer.step()
+        (None, None)
+        >>> describe_state(optimizer, {id(weight): "weight"})
+        {'state of weight': {'step': 1.0, 'exp_avg': '', 'exp_avg_sq': ''}}
+    """
+    return {
+        f"state of {names[id(parameter)]}": {
+            key: value if isinstance(value, (bool, int, float, str)) else _number(value) for key, value in state.items()
+        }
+        for parameter, state in optimizer.state.items()
+    }
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and not value.ndim else ""

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import unittest.mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torchref
+from torchref import agreement
 
 
 def mlp():
@@ -63,6 +65,41 @@ def load_state_of_another_rank(stage, saved):
         net.optimizer.load_state_dict(torch.optim.AdamW(mlp().parameters()).state_dict())
 
 
+def sharded(module, cls, **options):
+    """A ``ShardedOptimizer`` with the methods of a wrapper."""
+    net = torchref.BucketedDDP(module)
+    net.optimizer = torchref.ShardedOptimizer(module.parameters(), cls, **options)
+    net.step = net.optimizer.step
+    return net
+
+
+def steps_after_loading(stage, kind):
+    """What the step after a load is refused with."""
+    net, is_other = trained(stage), dist.get_rank() == 1
+    saved = through_a_file(net.optimizer.state_dict())
+    if kind == "by one before the first step":
+        net = stage(mlp(), torch.optim.AdamW, lr=0.1)
+    if is_other and kind == "of another step":
+        saved["state"][0]["step"] += 5
+    elif is_other and kind == "of other options":
+        saved["param_groups"][0]["lr"] = 0.2
+    try:
+        with unittest.mock.patch.object(agreement, "_LATE_S", 0.1):
+            for turn in range(2):
+                all_load = kind == "by all" or kind.startswith("of") or (kind == "by one later" and turn == 0)
+                if is_other or all_load:
+                    net.optimizer.load_state_dict(saved)
+                net.zero_grad()
+                net(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+                net.finish_gradient_synchronization()
+                net.step()
+                if not all_load:
+                    break
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def shards():
     """This rank's shards, after loading them into another module."""
     net = torchref.FSDP(mlp())
@@ -98,6 +135,33 @@ def test_optimizer_state_loads_on_its_rank_only(ranks, stage):
     assert [(saved["rank"], saved["num_ranks"]) for saved in found] == [(0, 2), (1, 2)]
     ranks.run(load_state_of_another_rank, stage, found[0], num_ranks=3)
     ranks.run(load_state_of_another_rank, stage, {**found[0], "rank": 2}, num_ranks=2)
+
+
+@pytest.mark.parametrize("kind", ["by one", "by one before the first step", "by one later"])
+@pytest.mark.parametrize("stage", [torchref.ZeRO1, torchref.ZeRO2, sharded])
+def test_state_that_one_rank_loads_is_refused_at_its_next_step(ranks, stage, kind):
+    first, second = ranks.run(steps_after_loading, stage, kind, num_ranks=2)
+    assert first == ""
+    assert second == (
+        "optimizer state was loaded on rank 1 and not on rank 0: load it on every rank before the same step"
+    )
+
+
+@pytest.mark.parametrize("stage", [torchref.ZeRO1, torchref.ZeRO2, sharded])
+def test_state_of_other_options_is_refused(ranks, stage):
+    for message in ranks.run(steps_after_loading, stage, "of other options", num_ranks=2):
+        assert message == "lr of group 0 (=0.2 in rank 1) must be 0.1, as in rank 0"
+
+
+@pytest.mark.parametrize("stage", [torchref.ZeRO1, torchref.ZeRO2])
+def test_state_of_another_step_is_refused(ranks, stage):
+    for message in ranks.run(steps_after_loading, stage, "of another step", num_ranks=2):
+        assert message.startswith("state of 0.weight (={'step': 6.0") and "must be {'step': 1.0" in message
+
+
+@pytest.mark.parametrize("stage", [torchref.ZeRO1, torchref.ZeRO2, sharded])
+def test_state_that_all_ranks_load_is_used(ranks, stage):
+    assert ranks.run(steps_after_loading, stage, "by all", num_ranks=2) == ["", ""]
 
 
 def test_shards_load_on_their_rank_only(ranks):

@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from jaxddp.communication.owners import assign_owners
 
-from ..agreement import check_alike
+from ..agreement import StateLoads, check_alike
 from ..communication.collectives import broadcast
 from .optimizers import as_groups, as_list, check_marks, describe_optimizer, rank_marks
 
@@ -75,6 +75,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._owner: dict[torch.Tensor, int] = {}
         self._trained_bytes, self._all_bytes = [0] * self.num_ranks, [0] * self.num_ranks
         self._agreed = self.num_ranks == 1
+        self._loads = StateLoads(process_group)
         self._local: torch.optim.Optimizer | None = None
         super().__init__(as_groups(params), kwargs)
         self._local = optimizer_cls([self._local_group(group) for group in self.param_groups], **kwargs)
@@ -110,7 +111,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         The closure recomputes the gradients and returns the loss, which is returned; it is called once on every rank.
 
         Raises:
-            ValueError: If the ranks list different parameters, or differ in the optimizer's class or options.
+            ValueError: If the ranks list different parameters, or differ in the optimizer's class or options, or only
+                some have loaded state.
         """
         if not self._agreed:
             self._check_agreement()
@@ -119,6 +121,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._give_options()
+        self._loads.announce(lambda: describe_optimizer(self.local))
         self.local.step()
         if self.num_ranks > 1:
             works = [
@@ -129,6 +132,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for work in works:
                 if work is not None:
                     work.wait()
+        self._loads.compare()
         return loss
 
     @property
@@ -156,11 +160,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.local.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         self._take_options()
         self.state = self.local.state
+        self._loads.note()
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for copies: torch's own, and the assignment."""
         names = ("process_group", "rank", "num_ranks", "_owner", "_trained_bytes", "_all_bytes", "_agreed", "_local")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Makes this optimizer a copy."""
+        super().__setstate__(state)
+        self._loads = StateLoads(self.process_group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedOptimizer:
         """Copies the optimizer and its parameters; a module copied along keeps sharing them."""

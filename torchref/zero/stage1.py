@@ -45,7 +45,7 @@ from jaxddp.communication.buckets import (
     plan_buckets,
 )
 
-from ..agreement import check_alike
+from ..agreement import StateLoads, check_alike
 from ..communication.collectives import all_gather
 from ..communication.compression import Compression, check_stateless, none
 from ..communication.reduction import REDUCE_SCATTER, InFlight
@@ -53,7 +53,16 @@ from ..communication.sharding import local_shard, pack_chunks, pack_local_shards
 from ..gradients import PartialGradient, SpentGradient, spent_gradient
 from ..strategy import DataParallel, register, resolve_bucket_mb
 from .elementwise import check_elementwise, own_parts
-from .optimizers import ADVICE, Params, as_groups, describe_optimizer, grad_versions, guard_step, mark_state_dicts
+from .optimizers import (
+    ADVICE,
+    Params,
+    as_groups,
+    describe_optimizer,
+    describe_state,
+    grad_versions,
+    guard_step,
+    mark_state_dicts,
+)
 
 
 @register("zero1")
@@ -133,7 +142,7 @@ class ZeRO1(DataParallel):
         if self.num_ranks > 1:
             names = {id(shard): name for name, shard in self._shards.items()}
             check_alike(describe_optimizer(self.optimizer, names), process_group)
-        mark_state_dicts(self.optimizer, process_group)
+        self._watch_state_dicts()
         self._may_step = guard_step(self.optimizer)
         self._made_with = own_parts(self.optimizer)
         self._spent = {name: spent_gradient(parameter) for name, parameter in self._trained.items()}
@@ -147,6 +156,8 @@ class ZeRO1(DataParallel):
         Raises:
             RuntimeError: If there are no averaged gradients, a backward has followed them, the module was given others,
                 or the optimizer has got hooks or another ``step``.
+            ValueError: If state was loaded since the last step, and not on all ranks or not of the same steps and
+                options.
         """
         self._check_finished()
         self._drop_cleared()
@@ -165,12 +176,14 @@ class ZeRO1(DataParallel):
             )
         for name, shard in self._shards.items():
             shard.data = self._local_shard(self._trained[name])  # other weights may have been loaded into the module
+        self._loads.announce(self._describe_loaded)
         self._may_step.append(grad_versions(self.optimizer))
         try:
             self.optimizer.step()
         finally:
             self._may_step.clear()
         self._gather()
+        self._loads.compare()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the module and of this rank's shards."""
@@ -196,10 +209,19 @@ class ZeRO1(DataParallel):
         """Copies the wrapper with its module and optimizer; see ``DataParallel``."""
         new = super().__deepcopy__(memo)
         assert isinstance(new, ZeRO1)
-        mark_state_dicts(new.optimizer, new.process_group)
+        new._watch_state_dicts()
         new._may_step = guard_step(new.optimizer)
         new._made_with = own_parts(new.optimizer)
         return new
+
+    def _watch_state_dicts(self) -> None:
+        mark_state_dicts(self.optimizer, self.process_group)
+        self._loads = StateLoads(self.process_group)
+        self.optimizer.register_load_state_dict_post_hook(self._loads.note)
+
+    def _describe_loaded(self) -> dict[str, Any]:
+        names = {id(shard): name for name, shard in self._shards.items()}
+        return describe_optimizer(self.optimizer) | describe_state(self.optimizer, names)
 
     def _discard_if_cleared(self) -> None:
         self._drop_cleared()
