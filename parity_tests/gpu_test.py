@@ -13,7 +13,7 @@ import torch
 import jaxddp
 from jaxddp import targets
 from jaxddp.checkpoint.interop import to_numpy
-from jaxddp.models import abstract
+from jaxddp.models import abstract, build
 from torchref.launch import launch
 
 from . import jax_side, torch_side
@@ -35,6 +35,18 @@ def jaxddp_on_gpus(case: Case):
     weights = jax_side.train(case)
     trainer, state, batch = larger_step(case, jaxddp.data_mesh(case.num_ranks))
     return weights, sorted(trainer.planned(state, batch)), jaxddp.gradient_collectives(trainer.compile(state, batch))
+
+
+def bucketed_on_gpus(num_ranks: int, start_early: bool, platform: str = "cuda"):
+    """Weights of the tiny language model after training with many small buckets, in a process of its own."""
+    jax.config.update("jax_platforms", platform)
+    loss_fn, params = build("tiny")
+    mesh = jaxddp.data_mesh(num_ranks)
+    trainer = jaxddp.Trainer(loss_fn, optax.adamw(1e-3), jaxddp.bucketed(1 / 1024), mesh, start_early=start_early)
+    state = trainer.init(params)
+    for batch in batches("tiny", "float32"):
+        state, _ = jax.block_until_ready(trainer.step(state, batch))
+    return to_numpy(trainer.params(state))
 
 
 def larger_step(case, mesh):
@@ -72,6 +84,14 @@ def test_what_gpus_run_compiles_for_them_as_planned(strategy, num_ranks):
 def test_as_many_gpus_are_used_as_share_the_batch(found, used, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
     assert num_gpus() == used
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("start_early", [True, False])
+def test_two_runs_on_gpus_end_with_the_same_bits(start_early):
+    """With any number of collectives in flight they queue on one stream, in the order of the plan."""
+    first, second = (launch(bucketed_on_gpus, num_gpus(), start_early, num_ranks=1)[0] for _ in range(2))
+    assert largest_difference(first, second) == 0
 
 
 @pytest.mark.gpu

@@ -124,13 +124,21 @@ def value_and_grad(
     return on_rank
 
 
-def jit(function: Callable[..., Any], strategy: Strategy, *, platform: str | None = None, **options: Any) -> Any:
+def jit(
+    function: Callable[..., Any],
+    strategy: Strategy,
+    *,
+    platform: str | None = None,
+    start_early: bool = True,
+    **options: Any,
+) -> Any:
     """Compiles as ``jax.jit`` does, with the options that keep the plan of a strategy.
 
     Args:
         function: Around ``jax.shard_map``.
         strategy: Whose plan it carries out.
         platform: Of the devices, as for ``compile_options``; that of JAX's default device if None.
+        start_early: As for ``compile_options``.
         **options: Those of ``jax.jit``; ``compiler_options`` are added to the strategy's.
 
     Returns:
@@ -141,6 +149,6 @@ def jit(function: Callable[..., Any], strategy: Strategy, *, platform: str | Non
     """
     check_function("function", function)
     check_kind("strategy", strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
-    compiler_options = compile_options(strategy, platform or jax.default_backend())
+    compiler_options = compile_options(strategy, platform or jax.default_backend(), start_early=start_early)
     compiler_options |= options.pop("compiler_options", None) or {}
     return jax.jit(function, compiler_options=compiler_options, **options)

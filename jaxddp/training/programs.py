@@ -68,13 +68,16 @@ class Programs:
         platform: Of the mesh.
     """
 
-    def __init__(self, rank_step: RankStep, mesh: Mesh | AbstractMesh, param_specs: Any = None) -> None:
+    def __init__(
+        self, rank_step: RankStep, mesh: Mesh | AbstractMesh, param_specs: Any = None, *, start_early: bool = True
+    ) -> None:
         """Makes nothing yet.
 
         Args:
             rank_step: What each rank computes.
             mesh: Of the ranks.
             param_specs: A ``PartitionSpec`` for each parameter along other axes of the mesh, or a prefix of that tree.
+            start_early: As for ``compile_options``.
 
         Raises:
             ValueError: If the mesh has no devices and nothing is registered that compiles for it.
@@ -85,7 +88,7 @@ class Programs:
         self.platform = platform_of(mesh)
         self._rank_step = replace(rank_step, as_bits=self.platform == "cpu")
         self._mesh, self._param_specs, self._compile = mesh, param_specs, compiler
-        self._compiler_options = compile_options(rank_step.strategy, self.platform)
+        self._compiler_options = compile_options(rank_step.strategy, self.platform, start_early=start_early)
         self._layouts: dict[Any, StateLayout] = {}  # by full parameters
         self._models: dict[Any, _Model] = {}  # by parameters as a state holds them
         self._plans: dict[Any, BucketPlan] = {}

@@ -110,6 +110,7 @@ class Trainer:
         axis: str | tuple[str, ...] | None = None,
         param_specs: Any = None,
         ema_decay: float | None = None,
+        start_early: bool = True,
     ) -> None:
         """Describes a training run; compiles nothing yet.
 
@@ -158,6 +159,7 @@ class Trainer:
                 ``ema = ema_decay * ema + (1 - ema_decay) * params`` after each step that is not skipped. It starts at
                 the parameters given to ``init``, so there is no bias to correct. It has their dtype, is sharded where
                 the optimizer's state is, and is saved in checkpoints. None: keeps none.
+            start_early: On GPUs, whether collectives start as early as they can, as for ``compile_options``.
 
         Raises:
             ValueError: If the mesh has other axes than ``data_mesh`` makes or no devices, or a number is out of range.
@@ -180,6 +182,7 @@ class Trainer:
             "axis": axis,
             "param_specs": param_specs,
             "ema_decay": ema_decay,
+            "start_early": start_early,
         }
         check_function("loss_fn", loss_fn)
         check_optimizer(optimizer)
@@ -249,7 +252,7 @@ class Trainer:
         )
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._agreed: dict[Any, dict[str, str]] = {}  # shapes of batches that all processes have
-        self._programs = Programs(self._rank_step, mesh, param_specs)
+        self._programs = Programs(self._rank_step, mesh, param_specs, start_early=start_early)
 
     @property
     def batch_sharding(self) -> NamedSharding:

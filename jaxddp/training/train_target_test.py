@@ -1,5 +1,6 @@
 """The trainer on meshes of targets: it plans and compiles, and what needs devices is refused."""
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -46,6 +47,21 @@ def test_planned_is_compiled_and_the_state_is_updated_in_place(compiled, spec):
     memory = program.memory_analysis()
     params_bytes = sum(4 * leaf.size for leaf in jax.tree.leaves(abstract("toy")[1]))
     assert memory.alias_size_in_bytes >= 3 * params_bytes  # with the two moments of Adam
+
+
+def operations(program):
+    """In their order, without the lines of Python."""
+    return re.findall(r"^ .* = .*?(?=, metadata=|$)", program.as_text(), re.MULTILINE)
+
+
+def test_a_schedule_left_to_xla_keeps_the_plan(compiled):
+    planned, found, early = compiled["h100:8"]
+    trainer, params = make(targets.mesh("h100:8"), start_early=False)
+    state, batch = trainer.abstract_state(params), batch_of(16)
+    program = trainer.compile(state, batch)
+    assert jaxddp.gradient_collectives(program) == sorted(found) and trainer.planned(state, batch) == planned
+    assert operations(program) != operations(early)
+    assert operations(trainer.with_strategy(BUCKETED).compile(state, batch)) == operations(program)  # it is kept
 
 
 @pytest.mark.parametrize("strategy", [jaxddp.naive(), jaxddp.flat(), jaxddp.overlapped(), BUCKETED])

@@ -36,7 +36,7 @@ _START_EARLY = {
 }
 
 
-def compile_options(strategy: Strategy, platform: str) -> dict[str, str | int | bool]:
+def compile_options(strategy: Strategy, platform: str, *, start_early: bool = True) -> dict[str, str | int | bool]:
     """Gives options that keep a strategy's plan, for ``jax.jit(f, compiler_options=...)`` or ``lowered.compile(...)``.
 
     Passes that ``XLA_FLAGS`` disables stay disabled, although a program's list replaces that of the flags.
@@ -44,6 +44,8 @@ def compile_options(strategy: Strategy, platform: str) -> dict[str, str | int | 
     Args:
         strategy: The strategy to be compiled.
         platform: ``"cpu"``, ``"gpu"``, ``"cuda"`` or ``"tpu"``, as in ``mesh.devices.flat[0].platform``.
+        start_early: Whether GPUs start every collective as early as its data allows, with any number in flight. If
+            not, XLA's scheduler decides, with its model of the target's links and one in flight; the plan stays.
 
     Returns:
         Option names and values.
@@ -66,7 +68,7 @@ def compile_options(strategy: Strategy, platform: str) -> dict[str, str | int | 
             "xla_gpu_all_gather_combine_threshold_bytes": 0,
             "xla_gpu_reduce_scatter_combine_threshold_bytes": 0,
             # Older versions refuse unknown names.
-            **(_START_EARLY if _jaxlib_version() >= (0, 10, 2) and not strategy.shards_params else {}),
+            **(_START_EARLY if start_early and _jaxlib_version() >= (0, 10, 2) and not strategy.shards_params else {}),
         }
     if platform == "tpu":
         return {_DISABLE: _with_disabled_passes_of_environment(["all-reduce-combiner"])}

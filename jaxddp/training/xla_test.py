@@ -54,6 +54,7 @@ def test_on_gpus_nothing_is_merged_and_all_starts_early(version, monkeypatch):
         "xla_gpu_experimental_collective_start_as_early_as_possible": True,
         "xla_gpu_experimental_parallel_collective_overlap_limit": 65_536,
     }
+    assert jaxddp.compile_options(jaxddp.bucketed(), "gpu", start_early=False) == THRESHOLDS
 
 
 @pytest.mark.parametrize("version", ["0.10.1", "0.10.0", "0.9.12"])
