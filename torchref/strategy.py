@@ -2,7 +2,8 @@
 
     net = make_strategy(name, module, ...)       every rank has rank 0's weights from here on
     net(x) ... loss.backward()                   a bucket's reduction starts when its last gradient is ready
-    net.finish_gradient_synchronization()        waits for all reductions and divides once
+    net.finish_gradient_synchronization()        waits for all reductions and divides once; with sync="backward", which
+                                                 the wrapper is given, the backward ends with it
     optimizer.step()                             or net.step(), if the strategy owns the optimizer
 
 ``DataParallel`` decides when a bucket is reduced: hooks on the parameters report gradients as the backward finishes
@@ -17,7 +18,7 @@ import copy
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,8 @@ from .communication.low_rank import Memory
 from .gradients import PartialGradient
 from .hooks import check_not_sharded, remove_hooks_with
 
+Sync = Literal["finish", "backward"]
+
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 _BROADCAST_BYTES = 250 * 2**20  # at a time, as DistributedDataParallel does
 
@@ -51,6 +54,7 @@ class DataParallel(nn.Module, abc.ABC):
         plan: What a backward pass communicates.
         num_ranks: Number of ranks.
         memory: This rank's state of the compression, by parameter.
+        sync: What synchronises the gradients: a call of ``finish_gradient_synchronization``, or every backward.
         owns_optimizer: Whether the strategy makes and steps the optimizer. Its constructor then takes
             ``optimizer_cls`` and the optimizer's options, it has ``step()``, and a schedule drives its ``optimizer``.
     """
@@ -67,6 +71,7 @@ class DataParallel(nn.Module, abc.ABC):
         order: Sequence[str] | None = None,
         compression: Compression = none,
         broadcast_buffers: bool = True,
+        sync: Sync = "finish",
         sharded: Collection[str] = (),
         shard: Callable[[], None] = lambda: None,
     ) -> None:
@@ -80,25 +85,30 @@ class DataParallel(nn.Module, abc.ABC):
                 reverse of their registration when None.
             compression: Of the gradients.
             broadcast_buffers: Whether buffers, such as running means, are rank 0's after each synchronisation, too.
+            sync: ``"backward"`` ends every backward outside ``no_sync`` with ``finish_gradient_synchronization()``, so
+                that none is to be called. Each rank's backward must then reach a trainable parameter.
             sharded: Names of parameters to leave out of the plan, because ``shard`` shards them.
             shard: Replaces those parameters by shards. Called after the broadcast and all checks.
 
         Raises:
             ValueError: If there is no process group yet, nothing to train, the module is wrapped or sharded already,
-                ranks have other versions, strategies, parameters, buffers or plans, or ``order`` names other
-                parameters.
+                ``sync`` is neither, ranks have other versions, strategies, parameters, buffers or plans, or ``order``
+                names other parameters.
         """
         if not dist.is_initialized():
             raise ValueError(
                 f"{type(self).__name__} needs a process group: call torch.distributed.init_process_group,"
                 " or run under torchref.launch, before wrapping a module"
             )
+        if sync not in ("finish", "backward"):
+            raise ValueError(f"sync (={sync!r}) must be 'finish' or 'backward'")
         check_not_sharded(module)
         _check_unwrapped(module)
         super().__init__()
         self.module = module
         self.process_group = process_group
         self.compression = compression
+        self.sync = sync
         self.num_ranks = dist.get_world_size(process_group)
         self.memory: dict[str, Memory] = {}
         self._sync = True
@@ -108,6 +118,7 @@ class DataParallel(nn.Module, abc.ABC):
                 "strategy": type(self).__name__,
                 "compression": compression.name,
                 "broadcast_buffers": broadcast_buffers,
+                "sync": sync,
             }
             check_alike(versions | chosen | _describe(module), process_group)
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -140,6 +151,7 @@ class DataParallel(nn.Module, abc.ABC):
         self._has_optimizer = False  # one has stepped
         self._divisor: float | None = None  # of the last synchronisation, an estimate for the next
         self._is_finished = False  # synchronised, and no forward since
+        self._last_backward = -1  # that ends with a synchronisation; autograd's number of it
         self._expect_gradients()
         self._add_hooks()
 
@@ -388,6 +400,8 @@ class DataParallel(nn.Module, abc.ABC):
 
     def _on_arrival(self, name: str) -> None:
         self._has_begun = True
+        if self.sync == "backward":
+            self._finish_with_backward()
         if self._begins_pass:  # not before: a forward may change weights, as one that limits their norm does
             self._note_weights()
         grad = self._trained[name].grad
@@ -395,6 +409,17 @@ class DataParallel(nn.Module, abc.ABC):
             self._trained[name].grad = grad.as_subclass(PartialGradient)
         if name in self._bucket_of and not self.plan.after_backward:
             self._on_ready(name)
+
+    def _finish_with_backward(self) -> None:
+        """Has the running backward end with the synchronisation, unless under ``no_sync``."""
+        backward = torch._C._current_graph_task_id()
+        if self._sync and backward != self._last_backward:
+            self._last_backward = backward
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        if self._has_begun:  # else one within it, as of a reentrant checkpoint, was the last to reach a parameter
+            self.finish_gradient_synchronization()
 
     def _on_ready(self, name: str) -> None:
         if self._sync or name in self._ready:

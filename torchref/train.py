@@ -71,7 +71,8 @@ class Trainer:
                 double it.
 
         Raises:
-            ValueError: If a number is out of range, or ``compute_dtype`` is given with ``FSDP``.
+            ValueError: If a number is out of range, ``compute_dtype`` is given with ``FSDP``, or ``net`` has
+                ``sync="backward"``.
         """
         if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
             raise ValueError(f"num_microbatches (={num_microbatches!r}) must be a positive integer")
@@ -83,6 +84,8 @@ class Trainer:
             raise ValueError(f"compute_dtype (={compute_dtype}) must be given to FSDP, which gathers in it")
         if loss_scale not in (None, "dynamic"):
             raise ValueError(f"loss_scale (={loss_scale!r}) must be 'dynamic' or None")
+        if isinstance(net, DataParallel) and net.sync != "finish":
+            raise ValueError(f"sync (={net.sync!r}) of net must be 'finish': the trainer divides by the batch's weight")
         self.compute_dtype = compute_dtype
         self.loss_scale = None if loss_scale is None else LossScale()
         self.loss_fn = loss_fn

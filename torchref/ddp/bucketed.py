@@ -41,7 +41,7 @@ class BucketedDDP(Replicated):
             bucket_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``; see ``plan_buckets``.
             rule: When a bucket closes; see ``plan_buckets``.
             bucket_size_mb: Older name of ``bucket_mb``.
-            **options: Of ``DataParallel``: ``process_group``, ``order``, ``compression``.
+            **options: Of ``DataParallel``: ``process_group``, ``order``, ``compression``, ``sync``.
 
         Raises:
             ValueError: If a cap or the rule is out of range, both names of the cap are given, or as ``DataParallel``.

@@ -9,7 +9,7 @@ added to ``shard.grad`` when it arrives.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,12 +33,14 @@ class Arrivals(InFlight[Arrival]):
 
     Attributes:
         has_begun: Whether one was added since the last synchronisation.
+        on_begin: Called when gradients of a unit are announced.
     """
 
     def __init__(self) -> None:
         """Starts empty."""
         super().__init__()
         self.has_begun = self._waits_for_end = False
+        self.on_begin: Callable[[], Any] | None = None
 
     def begin(self, num_ranks: int) -> None:
         """Announces gradients of the running backward; when it ends, their reduce-scatters are waited for."""
@@ -46,6 +48,8 @@ class Arrivals(InFlight[Arrival]):
         if not self._waits_for_end:
             self._waits_for_end = True
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(num_ranks))
+        if self.on_begin is not None:  # what it queues comes after the gradients have arrived
+            self.on_begin()
 
     def forget(self) -> None:
         """Drops all reduce-scatters in flight, and their results."""

@@ -51,7 +51,7 @@ from ..communication.compression import Compression, check_stateless, none
 from ..communication.reduction import REDUCE_SCATTER, InFlight
 from ..communication.sharding import local_shard, pack_chunks, pack_local_shards, split_chunks, unpack_chunks
 from ..gradients import PartialGradient, SpentGradient, spent_gradient
-from ..strategy import DataParallel, register, resolve_bucket_mb
+from ..strategy import DataParallel, Sync, register, resolve_bucket_mb
 from .elementwise import check_elementwise, own_parts
 from .optimizers import (
     ADVICE,
@@ -94,6 +94,7 @@ class ZeRO1(DataParallel):
         order: Sequence[str] | None = None,
         compression: Compression = none,
         broadcast_buffers: bool = True,
+        sync: Sync = "finish",
         bucket_size_mb: BucketMb = "default",
         **kwargs: Any,
     ) -> None:
@@ -110,6 +111,7 @@ class ZeRO1(DataParallel):
             order: As ``DataParallel`` takes it.
             compression: Gradient compression; must be stateless. Parameters are gathered uncompressed.
             broadcast_buffers: As ``DataParallel`` takes it.
+            sync: As ``DataParallel`` takes it.
             bucket_size_mb: Older name of ``bucket_mb``.
             **kwargs: For ``optimizer_cls``.
 
@@ -135,6 +137,7 @@ class ZeRO1(DataParallel):
             order=order,
             compression=compression,
             broadcast_buffers=broadcast_buffers,
+            sync=sync,
         )
         self._rank = dist.get_rank(process_group)
         self._shards = {name: nn.Parameter(self._local_shard(parameter)) for name, parameter in self._trained.items()}

@@ -52,7 +52,7 @@ from ..communication.compression import Compression, none
 from ..communication.reduction import REDUCE_SCATTER
 from ..hooks import check_not_sharded, remove_hooks_with
 from ..replicated import Replicated
-from ..strategy import register
+from ..strategy import Sync, register
 from .elementwise import try_elementwise
 from .gather import Arrivals, Shards, accumulate, put_back, take_finished
 from .optimizers import check_marks, rank_marks
@@ -99,6 +99,7 @@ class FSDP(Replicated):
         order: Sequence[str] | None = None,
         compression: Compression = none,
         broadcast_buffers: bool = True,
+        sync: Sync = "finish",
     ) -> None:
         """Wraps a module.
 
@@ -114,6 +115,7 @@ class FSDP(Replicated):
             order: As ``DataParallel`` takes it, of the replicated parameters.
             compression: ``none``, or ``noop`` for a step without communication; use the dtypes to send less.
             broadcast_buffers: As ``DataParallel`` takes it.
+            sync: As ``DataParallel`` takes it.
 
         Raises:
             ValueError: If there is no parameter to shard, a unit shares one with a module that is no unit, a unit keeps
@@ -131,7 +133,7 @@ class FSDP(Replicated):
         in_flight = Arrivals()
 
         def shard() -> None:
-            self._units = {}
+            self._units, self._in_flight = {}, in_flight
             cut: dict[int, nn.Parameter] = {}
             for one, params in direct.items():
                 if one in to_shard:
@@ -147,10 +149,10 @@ class FSDP(Replicated):
             order=order,
             compression=compression,
             broadcast_buffers=broadcast_buffers,
+            sync=sync,
             sharded={name for name, parameter in module.named_parameters() if id(parameter) in ids},
             shard=shard,
         )
-        self._in_flight = in_flight
 
     def get_extra_state(self) -> dict[str, int]:
         """Marks a ``state_dict`` with this rank."""
@@ -194,6 +196,9 @@ class FSDP(Replicated):
 
     def _add_hooks(self) -> None:
         super()._add_hooks()
+        if self.sync == "backward":
+            this = weakref.ref(self)
+            self._in_flight.on_begin = lambda: _finish_with_backward(this)
         remove_hooks_with(self, [handle for unit in self._units.values() for handle in unit.handles])
         shards = [(name, self._trained[name]) for name in self._trained.keys() & self._sharded]
         remove_hooks_with(self, [shard.register_hook(partial(_refuse_direct, name)) for name, shard in shards])
@@ -246,6 +251,12 @@ class FSDP(Replicated):
         grads = {name: p.grad.as_subclass(torch.Tensor) for name, p in self._trained.items() if p.grad is not None}
         replicated = [grad for name, grad in grads.items() if name not in self._sharded]
         return replicated, [grad for name, grad in grads.items() if name in self._sharded]
+
+
+def _finish_with_backward(wrapper: weakref.ref[FSDP]) -> None:
+    net = wrapper()
+    if net is not None:
+        net._finish_with_backward()
 
 
 def _refuse_direct(name: str, grad: torch.Tensor | None) -> None:

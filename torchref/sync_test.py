@@ -1,0 +1,170 @@
+"""``sync="backward"``: ``loss.backward(); optimizer.step()`` is all that a loop says, under every wrapper."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import torchref
+from torchref.communication.collectives import record
+from torchref.late_parameters_test import WRAPPERS
+from torchref.passes_test import Fails
+from torchref.strategy import planned_collectives
+
+NUM_STEPS = 4
+ADAMW = {"lr": 0.05, "weight_decay": 0.1}
+wrappers = pytest.mark.parametrize("name", [*WRAPPERS, "sharded optimizer"])
+
+
+class Model(nn.Module):
+    """Of linear layers, which FSDP shards, one of which is not used; and of a norm, which it does not."""
+
+    def __init__(self, norm=True):
+        super().__init__()
+        self.up, self.down, self.unused = nn.Linear(3, 5), nn.Linear(5, 2), nn.Linear(2, 2)
+        self.norm = nn.LayerNorm(5) if norm else nn.Identity()
+
+    def forward(self, x, fails=""):
+        hidden = self.norm(self.up(x))
+        if fails == "forward":
+            raise ZeroDivisionError
+        return self.down(Fails.apply(hidden) if fails == "backward" else torch.tanh(hidden))
+
+
+def model(norm=True):
+    torch.manual_seed(0)
+    return Model(norm).double()
+
+
+def wrap(name, module):
+    cls, options = WRAPPERS.get(name, (torchref.BucketedDDP, {}))
+    if "optimizer_cls" in options:
+        options = {**options, "optimizer_cls": torch.optim.AdamW, "bucket_mb": 1e-4, **ADAMW}
+    net = cls(module, **options, sync="backward")
+    return net, optimizer_of(name, net)
+
+
+def optimizer_of(name, net):
+    if net.owns_optimizer:
+        return net
+    if name == "sharded optimizer":
+        return torchref.ShardedOptimizer(net.parameters(), torch.optim.AdamW, **ADAMW)
+    return torch.optim.AdamW(net.parameters(), **ADAMW)
+
+
+def rows(step, part):
+    """Of all ranks, ``[num_ranks, 4, 3]``."""
+    generator = torch.Generator().manual_seed(10 * step + part)
+    return torch.randn(dist.get_world_size(), 4, 3, dtype=torch.float64, generator=generator)
+
+
+def furthest(net, alone):
+    found = net.gather_full_params()
+    return max((found[name] - parameter).abs().max().item() for name, parameter in alone.named_parameters())
+
+
+# On the ranks
+
+
+def trained(name, num_microbatches, fails, norm):
+    """How far a plain loop is from one process."""
+    net, tx = wrap(name, model(norm))
+    alone = model(norm)
+    tx_alone = torch.optim.AdamW(alone.parameters(), **ADAMW)
+    for step in range(NUM_STEPS):
+        if fails:  # on all ranks: the batch is dropped
+            with pytest.raises(ZeroDivisionError):
+                net(rows(step, 0)[dist.get_rank()], fails).sum().backward()
+        tx.zero_grad()
+        tx_alone.zero_grad()
+        for part in range(num_microbatches):
+            x = rows(step, part)
+            with net.no_sync() if part < num_microbatches - 1 else contextlib.nullcontext():
+                net(x[dist.get_rank()]).square().sum().backward()
+            (alone(x).square().sum() / net.num_ranks).backward()
+        for parameter in alone.parameters():  # as the README says of parameters that are not used
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        tx.step()
+        tx_alone.step()
+    return furthest(net, alone)
+
+
+def two_backwards(name, kind):
+    """Two synchronised backward passes before a step, which add up, or one that has others within."""
+    net, tx = wrap(name, model())
+    if kind == "copy":
+        net = copy.deepcopy(net)
+        tx = optimizer_of(name, net)
+    x, alone = rows(0, 0), model()
+    if kind == "checkpoint":
+        halves = (checkpoint(net, half.requires_grad_(), use_reentrant=True) for half in x[dist.get_rank()].chunk(2))
+        sum(half.square().sum() for half in halves).backward()
+    else:
+        for half in x[dist.get_rank()].chunk(2):
+            net(half).square().sum().backward()
+    (alone(x).square().sum() / net.num_ranks).backward()
+    for parameter in alone.unused.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    tx.step()
+    torch.optim.AdamW(alone.parameters(), **ADAMW).step()
+    return furthest(net, alone)
+
+
+def issued_and_planned(name):
+    net, tx = wrap(name, model())
+    with record() as issued:
+        net(rows(0, 0)[dist.get_rank()].requires_grad_()).square().sum().backward()
+        if tx is net:
+            tx.step()
+    with pytest.raises(RuntimeError, match="finish_gradient_synchronization was called again without a backward"):
+        net.finish_gradient_synchronization()
+    return sorted(tuple(one) for one in issued), sorted(planned_collectives(net))
+
+
+def bad_input():
+    with pytest.raises(ValueError, match=r"sync \(='step'\) must be 'finish' or 'backward'"):
+        torchref.NaiveDDP(model(), sync="step")
+    with pytest.raises(ValueError, match=r"sync \(='finish' in rank 1\) must be 'backward', as in rank 0"):
+        torchref.NaiveDDP(model(), sync="finish" if dist.get_rank() else "backward")
+    net, tx = wrap("naive", model())
+    with pytest.raises(ValueError, match=r"sync \(='backward'\) of net must be 'finish': the trainer divides by"):
+        torchref.Trainer(lambda net, batch: net(batch["x"]).mean(), tx, net)
+
+
+# Tests
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("fails", ["", "forward", "backward"])
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+@wrappers
+def test_a_plain_loop_trains_as_one_process_does(ranks, name, num_microbatches, fails, norm):
+    for difference in ranks.run(trained, name, num_microbatches, fails, norm, num_ranks=2):
+        assert difference <= 1e-12  # float64: the order of sums
+
+
+@wrappers
+def test_a_plain_loop_on_one_rank(ranks, name):
+    assert max(ranks.run(trained, name, 2, "", True, num_ranks=1)) <= 1e-12  # float64: the order of sums
+
+
+@pytest.mark.parametrize("kind", ["", "copy", "checkpoint"])
+@wrappers
+def test_backward_passes_add_up(ranks, name, kind):
+    assert max(ranks.run(two_backwards, name, kind, num_ranks=2)) <= 1e-12  # float64: the order of sums
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_backward_communicates_once(ranks, name):
+    for issued, planned in ranks.run(issued_and_planned, name, num_ranks=2):
+        for kind in ("all-gather", "all-gather", "reduce-scatter") if name == "zero3" else ():
+            planned.remove((kind, 2 * 3 * 8))  # of the unused layer, Linear(2, 2): 2 + 1 elements on each of 2 ranks
+        assert issued == planned
+
+
+def test_bad_input(ranks):
+    ranks.run(bad_input, num_ranks=2)
