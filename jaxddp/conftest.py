@@ -14,7 +14,9 @@ import tempfile
 import time
 from pathlib import Path
 
-_PINNED = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+# LLVM optimises less; XLA's operations, collectives and memory stay the same. Tests compile thousands of programs, each
+# of which runs for a moment.
+_PINNED = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}
 _GIVEN = {name: os.environ.get(name) for name in _PINNED}
 os.environ.update(_PINNED)  # before JAX is imported
 
@@ -31,9 +33,6 @@ simulate_devices(8)
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
-# LLVM optimises less; XLA's operations, collectives and memory stay the same. Tests compile thousands of programs, each
-# of which runs for a moment.
-jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist starts its processes

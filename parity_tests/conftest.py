@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from jaxddp.conftest import pytest_cmdline_main as pytest_cmdline_main  # and simulated devices
 from jaxddp.conftest import pytest_configure as pytest_configure
@@ -13,6 +14,8 @@ from jaxddp.conftest import pytest_runtest_protocol as pytest_runtest_protocol
 from torchref.conftest import ranks as ranks
 
 from .cases import Case
+
+torch.set_num_threads(1)  # two test processes share the cores, and these models are small
 
 REPORT_FOLDER = Path("runs/parity")
 PAIRS = ("jaxddp - JAX on one device", "torchref - torch on one process", "jaxddp - torchref")
