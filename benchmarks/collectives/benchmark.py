@@ -18,6 +18,7 @@ from ..harness.ranks import Ranks, num_gpus, ranks_of_machine
 from ..harness.run import Run, holds
 from ..harness.values import size
 from ..report.section import show
+from . import nccl_tests
 from .cases import NAMES, QUICK_NAMES
 from .forecast import START_S, Forecast, assumed_network, duration, forecast_s
 from .interleaving import MIN_ROUNDS, Batch
@@ -52,7 +53,7 @@ def describe(options: Options) -> tuple[CollectivesSetup, str]:
     names = QUICK_NAMES if options.quick else NAMES
     sizes = asked_sizes(options.sizes_mb, options.quick)
     budget_s = QUICK_BUDGET_S if options.quick else BUDGET_S
-    setup = CollectivesSetup(parts, names, sizes, options.steps, budget_s)
+    setup = CollectivesSetup(parts, names, sizes, options.steps, budget_s, options.in_a_row)
     there = [part for part in parts if not part.why_not]
     if options.sizes_mb:
         for part in there:
@@ -78,6 +79,10 @@ def run(this: Run, setup: CollectivesSetup) -> bool:
     for part in setup.parts:
         measure_part(this, setup, part, forecast)
         forecast.skip(part.key)
+    for num_ranks in sorted({part.ranks.num for part in setup.parts if part.ranks.kind == "gpus" and not part.why_not}):
+        if programs := nccl_tests.installed(setup.names):
+            key = f"{nccl_tests.NAME}, {num_ranks} ranks"
+            this.part(key, lambda num=num_ranks, of=programs: nccl_tests.rows(of, setup.sizes, num))  # type: ignore[misc]
     show(this, section(this.rows))
     return holds(this.rows)
 

@@ -22,6 +22,7 @@ from ..harness.exchange import gather
 from ..training.interleaving import Attempts, agree_over_ranks
 
 MIN_ROUNDS, MAX_ROUNDS = 5, 100
+MOST_IN_A_ROW_BYTES = 2**20  # larger calls take so long that what surrounds them does not count
 REPORT_EVERY_S = 10.0  # shows that a slow size makes progress, without disturbing the timing
 NUM_WARMUP = 2  # one to check a collective, one to decide on the number of rounds
 
@@ -40,11 +41,13 @@ class RanksJob:
     Attributes:
         batches: Largest first, because memory freed by large buffers serves smaller ones.
         num_rounds: Timed rounds per size; None for as many as fit into ``budget_s`` seconds.
+        in_a_row: Calls of small buffers that are also timed between two synchronisations; 0 for none.
     """
 
     batches: tuple[Batch, ...]
     num_rounds: int | None
     budget_s: float
+    in_a_row: int = 0
 
 
 @dataclass
@@ -58,6 +61,7 @@ class Timed:
         kernel: The compiler's name of the implementation; None if there is none.
         wrong: Number of wrong values in all results.
         seconds: By round.
+        in_a_row: Seconds of one call of many in a row, by round.
         failed: Why it could not be called; empty if it could.
     """
 
@@ -69,6 +73,7 @@ class Timed:
     kernel: str | None = None
     wrong: int = 0
     seconds: list[float] = field(default_factory=list)
+    in_a_row: list[float] = field(default_factory=list)
     failed: str = ""
 
 
@@ -169,6 +174,20 @@ def _interleave(calls: Sequence[Call], job: RanksJob, wait: Callable[[Any], Any]
         for call in [*calls[turn:], *calls[:turn]]:
             call.timed.seconds.append(_call(call, wait))
             progress(index, num_rounds)
+    for call in calls if job.in_a_row and calls[0].timed.asked_bytes <= MOST_IN_A_ROW_BYTES else ():
+        for index in range(1 + MIN_ROUNDS):
+            seconds = _call_in_a_row(call, job.in_a_row, wait)
+            call.timed.in_a_row += [seconds] if index else []  # the first warms up
+        progress(0, 0)
+
+
+def _call_in_a_row(call: Call, times: int, wait: Callable[[Any], Any]) -> float:
+    """Seconds of one of several calls; those in place take the result of the one before, so nothing is checked."""
+    given = call.prepare()
+    wait(given)
+    dist.barrier()
+    _, seconds = stopwatch(lambda: [call.run(given) for _ in range(times)][-1], wait=wait)
+    return seconds / times
 
 
 def _call(call: Call, wait: Callable[[Any], Any]) -> float:

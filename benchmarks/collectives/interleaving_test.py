@@ -117,3 +117,11 @@ def test_what_cannot_be_called_is_left_out_and_says_why(measure):
         ("a", 8, ""), ("b", 8, "OSError: no network"), ("c", 4, "OSError: no network"),
     ]  # fmt: skip
     assert len(timed[0].seconds) == 5 and timed[1].seconds == []
+
+
+def test_small_calls_are_timed_in_a_row_as_well(measure):
+    calls = Calls()
+    batches = (Batch(interleaving.MOST_IN_A_ROW_BYTES + 4, ("a",)), Batch(8, ("a",)))
+    large, small = measure(RanksJob(batches, 1, 1.0, in_a_row=7), calls.ready)
+    assert large.in_a_row == [] and len(small.in_a_row) == MIN_ROUNDS
+    assert calls.done[calls.done.index(8) :].count("a") == 1 + 1 + 1 + 7 * (1 + MIN_ROUNDS)

@@ -27,6 +27,7 @@ from .forecast import Forecast
 from .interleaving import Batch, Found, RanksJob, Side, Timed
 from .sizes import fitting, launches
 
+IN_A_ROW = 20  # as nccl-tests
 MAX_FAILED = 3  # sizes that the processes did not survive, after which a part is given up
 
 Row = Mapping[str, Any]
@@ -63,6 +64,8 @@ class CollectivesSetup:
         parts: Backends by number of ranks.
         sizes: Requested bytes, ascending.
         num_rounds: Timed rounds per size; None for as many as fit into ``budget_s`` seconds.
+        in_a_row: Calls of small buffers that are also timed between two synchronisations; None for 20 on GPUs, and none
+            elsewhere.
     """
 
     parts: tuple[BackendPart, ...]
@@ -70,6 +73,7 @@ class CollectivesSetup:
     sizes: tuple[int, ...]
     num_rounds: int | None
     budget_s: float
+    in_a_row: int | None = None
 
 
 def missing(
@@ -137,6 +141,9 @@ def rows_of(of_processes: Sequence[Sequence[Timed]], num_ranks: int) -> list[dic
         row |= {"algbw_gb_per_s": algbw, "busbw_gb_per_s": busbw, "kernel": first.kernel}
         row |= {"planned": first.planned, "compiled": first.found}
         row["check"] = check(first.planned, first.found, sum(one.wrong for one in of_ranks))
+        if first.in_a_row:
+            of_calls = [max(times) for times in zip(*(one.in_a_row for one in of_ranks), strict=True)]
+            row["in_a_row_us"] = summarize(of_calls).median_ms * 1e3
         row["rounds_ms"] = [float(f"{each * 1e3:.5g}") for each in seconds]
         rows.append(row)
     return rows
@@ -173,7 +180,8 @@ def _run_ranks(
     failed: dict[Batch, str] = {}
     why, queue = "", list(to_do)
     while queue:
-        job = RanksJob(queue.pop(0), setup.num_rounds, setup.budget_s)
+        in_a_row = (IN_A_ROW if part.ranks.kind == "gpus" else 0) if setup.in_a_row is None else setup.in_a_row
+        job = RanksJob(queue.pop(0), setup.num_rounds, setup.budget_s, in_a_row)
         left, ended, error = _run_job(this, part, job, forecast, keep)
         if error is None:
             continue

@@ -35,7 +35,7 @@ def _size(row: Row) -> float:
 
 
 SHOWN_SIZES = 4
-_BACKENDS = ("XLA over NCCL", "NCCL", "XLA over Gloo", "XLA in-process", "Gloo")
+_BACKENDS = ("XLA over NCCL", "NCCL", "NCCL, nccl-tests", "XLA over Gloo", "XLA in-process", "Gloo")
 _MICROSECONDS = "\N{GREEK SMALL LETTER MU}s"
 _SIZES = [4.0**power for power in range(21)]
 _COLUMNS = (
@@ -47,6 +47,7 @@ _COLUMNS = (
     numeric("call", "median_ms", unit="ms"),
     Column("p10\N{EN DASH}p90", spread, "ms", span),
     numeric("rounds", "num_rounds", form=lambda value: f"{value:.0f}"),
+    numeric("in a row", "in_a_row_us", unit=_MICROSECONDS),
     numeric("algbw", "algbw_gb_per_s", unit="GB/s"),
     numeric("busbw", "busbw_gb_per_s", unit="GB/s"),
     collectives("planned"),
@@ -103,6 +104,7 @@ def section(rows: Sequence[Row]) -> Section:
         tables.append(Table("Bandwidth of one backend over another's, all-reduce", _RATIO_COLUMNS, compared, note))
     sentences = [*_sentences(calls), *map(_in_words, _largest(compared)), left_out(rows)]
     notes = [*_NOTES, *([_KERNEL_NOTE] if any(text(row, "kernel") for row in rows) else [])]
+    notes += [_IN_A_ROW_NOTE] if any(number(row, "in_a_row_us") for row in rows) else []
     return Section("Collectives by size", sentences, [*figures, *tables], collectives_beside(rows), notes)
 
 
@@ -118,6 +120,10 @@ _NOTES = (
     " them on some backends",
     "XLA writes into new buffers; torch's all_reduce and broadcast work in place; on CPUs both keep freed memory",
     "simulated devices (XLA in-process) copy within one memory and send nothing",
+)
+_IN_A_ROW_NOTE = (
+    "in a row: a call of 20, or as many as --in-a-row says, between two synchronisations, on buffers of up to 1 MiB;"
+    " the time of nccl-tests is of 20, out of place, and its bandwidths are of that time"
 )
 _KERNEL_NOTE = "kernel: how XLA runs a collective on GPUs; DEFAULT is NCCL's, the others are XLA's own"
 _RATIO_COLUMNS = (

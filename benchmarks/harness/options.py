@@ -102,7 +102,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes-mb", type=float, metavar="MIB", nargs="+", help="of collectives: buffers, in MiB")
     parser.add_argument(
         "--in-a-row", type=int, metavar="N",
-        help="of strategies: time N steps between two synchronisations as well (default: 10 on GPUs, elsewhere none)",
+        help="of strategies and collectives: time N steps, or calls of small buffers, between two synchronisations as"
+        " well (default: 10 steps and 20 calls on GPUs, elsewhere none)",
     )  # fmt: skip
     parser.add_argument("--profile", action="store_true", help="of strategies: record traces of both frameworks")
     parser.add_argument("--minutes", type=float, metavar="N", help="of soak: of each framework (default: 60)")
