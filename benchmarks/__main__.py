@@ -14,7 +14,7 @@ from jaxddp.cli.interrupts import ended_by_interrupts, kept_interrupts
 with ended_by_interrupts():
     from jaxddp.cli.parser import Parser
 
-    from .harness.options import Options, add_options, read_options
+    from .harness.options import OPTIONS, Options, add_options, read_options
     from .registry import BENCHMARKS, check_taken
 
 _OPTIONS = "options.json"
@@ -32,10 +32,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return report(arguments[1:])
     described = "\n".join(f"  {name:12} {one.summary}" for name, one in BENCHMARKS.items())
+    asked = BENCHMARKS.get(arguments[0]) if arguments else None  # whose options --help lists
     parser = Parser(
-        prog="python -m benchmarks",
-        description=__doc__.splitlines()[0].replace("``", ""),
-        epilog=f"benchmarks:\n{described}\n\nreport RUN [RUN ...]: the page of a run, or of several compared",
+        prog=f"python -m benchmarks {arguments[0]}" if asked else "python -m benchmarks",
+        description=asked.summary if asked else __doc__.splitlines()[0].replace("``", ""),
+        epilog=None
+        if asked
+        else f"benchmarks:\n{described}\n\nreport RUN [RUN ...]: the page of a run, or of several compared",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -43,9 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nargs="?",
         choices=BENCHMARKS,
         metavar="BENCHMARK",
-        help="main when it is left out, all with --quick",
+        help=argparse.SUPPRESS if asked else "main when it is left out, all with --quick",
     )
-    add_options(parser)
+    add_options(parser, asked.takes if asked else OPTIONS)
     parser.add_argument("--out", metavar="DIR", help="folder for the results (default: a new one under runs/)")
     parser.add_argument("--resume", metavar="DIR", help="go on with a run that was stopped, as it was called")
     parsed = parser.parse_args(arguments)

@@ -1,5 +1,6 @@
 """The command line: bad input is one line, exit status 2, no traceback."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import main
+from benchmarks.registry import BENCHMARKS
 
 
 @pytest.mark.parametrize(
@@ -84,3 +86,16 @@ def test_interrupt_while_modules_are_imported_is_one_line_and_status_130():
     process.send_signal(signal.SIGINT)
     output, error = process.communicate(timeout=60)
     assert (process.returncode, output, error) == (130, "", "interrupted\n")
+
+
+def test_help_of_a_benchmark_lists_what_it_takes(capsys):
+    helps = {}
+    for arguments in (["--help"], ["collectives", "--help"], ["soak", "--help"]):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 0
+        helps[arguments[0]] = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+    assert helps["--help"] > helps["collectives"] | helps["soak"] | {"--bucket-mb"}
+    for name in ("collectives", "soak"):
+        taken = {f"--{option.replace('_', '-')}" for option in BENCHMARKS[name].takes}
+        assert helps[name] == taken | {"--help", "--out", "--resume"}

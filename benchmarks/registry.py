@@ -8,17 +8,15 @@ the page.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from .harness.options import Options
+from .harness.options import OPTIONS, Options
 
 _MACHINE = ("quick", "ranks", "on", "hosts", "rate_mbit", "steps")
 _TRAINING = (*_MACHINE, "batch_size", "model", "data", "dtype")
 _SOAK = ("minutes", "seed", "framework")
-_EVERY = tuple(field.name for field in fields(Options))
 
 
 class Benchmark(NamedTuple):
@@ -34,7 +32,7 @@ class Benchmark(NamedTuple):
     summary: str
     full_minutes: int
     quick_minutes: int = 0
-    takes: tuple[str, ...] = _EVERY
+    takes: tuple[str, ...] = OPTIONS
 
     @property
     def module(self) -> ModuleType:
@@ -92,7 +90,7 @@ BENCHMARKS = {
     ),
     "all": Benchmark(
         "all", "all but main, compile and soak in one run; with --quick in some 10 minutes", 0,
-        takes=tuple(name for name in _EVERY if name not in _SOAK),
+        takes=tuple(name for name in OPTIONS if name not in _SOAK),
     ),
 }  # fmt: skip
 
@@ -104,7 +102,7 @@ def check_taken(name: str, options: Options) -> None:
         ValueError: If one would change nothing.
     """
     takes, nothing_said = BENCHMARKS[name].takes, Options()
-    for option in _EVERY:
+    for option in OPTIONS:
         if option not in takes and getattr(options, option) != getattr(nothing_said, option):
             words = ", ".join(map(in_words, takes))
             raise ValueError(f"{in_words(option)} changes nothing of {name}, which takes {words}")

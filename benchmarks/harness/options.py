@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -58,6 +58,9 @@ class Options:
                     raise ValueError(f"{name} (={value:g}) must be a positive number of MiB")
 
 
+OPTIONS = tuple(field.name for field in fields(Options))
+
+
 def _is_of(value: Any, kind: str) -> bool:
     """Whether a value is of a type of `Options`, given as it is written there."""
     if kind.endswith(" | None"):
@@ -67,48 +70,51 @@ def _is_of(value: Any, kind: str) -> bool:
     return type(value).__name__ in ({"int", "float"} if kind == "float" else {kind})
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `Options` to a parser."""
-    parser.add_argument("--quick", action="store_true", help="the short form")
-    parser.add_argument("--ranks", type=int, metavar="N", help="ranks in each framework (default: 2)")
-    parser.add_argument(
+def add_options(parser: argparse.ArgumentParser, shown: Collection[str] = OPTIONS) -> None:
+    """Adds the arguments of `Options` to a parser, whose help lists those that are shown."""
+
+    def add(flag: str, *, help: str, **options: Any) -> None:
+        is_shown = flag.removeprefix("--").replace("-", "_") in shown
+        parser.add_argument(flag, help=help if is_shown else argparse.SUPPRESS, **options)
+
+    add("--quick", action="store_true", help="the short form")
+    add("--ranks", type=int, metavar="N", help="ranks in each framework (default: 2)")
+    add(
         "--on", choices=KINDS,
         help="what JAX's ranks are: devices of one process, processes over Gloo, GPUs, processes on hosts of a lab, or"
         " GPUs or processes on the hosts of a job that srun, torchrun or mpirun has started"
         " (default: GPUs where there are any, else simulated devices); torch's are processes",
     )  # fmt: skip
-    parser.add_argument("--hosts", type=int, metavar="N", help="of a lab: hosts, 2 to 8 (default: 2)")
-    parser.add_argument(
-        "--rate-mbit", type=float, metavar="R", help="of a lab: what a host sends and receives (default: 1000 Mbit/s)"
-    )
-    parser.add_argument("--steps", type=int, metavar="N", help="timed rounds")
-    parser.add_argument("--batch-size", type=int, metavar="N", help="sequences of the global batch")
-    parser.add_argument("--model", metavar="NAME", help="what is trained")
-    parser.add_argument(
+    add("--hosts", type=int, metavar="N", help="of a lab: hosts, 2 to 8 (default: 2)")
+    add("--rate-mbit", type=float, metavar="R", help="of a lab: what a host sends and receives (default: 1000 Mbit/s)")
+    add("--steps", type=int, metavar="N", help="timed rounds")
+    add("--batch-size", type=int, metavar="N", help="sequences of the global batch")
+    add("--model", metavar="NAME", help="what is trained")
+    add(
         "--dtype", choices=DTYPES,
         help="the arithmetic of both frameworks: float32 (default), its matrix products in TF32, or all in bfloat16",
     )  # fmt: skip
-    parser.add_argument(
+    add(
         "--data", metavar="PATH",
         help="text for a model of bytes, a file or folder (default: the Python standard library's sources)",
     )  # fmt: skip
-    parser.add_argument(
+    add(
         "--target", metavar="SPEC",
         help="of memory: a target, or cpu:N for N simulated devices (default: h100:2); of scaling: the largest to"
         " simulate (default: h100:512)",
     )  # fmt: skip
-    parser.add_argument("--strategies", metavar="NAME", nargs="+", help="strategies to compare: STRATEGIES")
-    parser.add_argument("--bucket-mb", type=float, metavar="MIB", nargs="+", help="of buckets: caps, in MiB")
-    parser.add_argument("--sizes-mb", type=float, metavar="MIB", nargs="+", help="of collectives: buffers, in MiB")
-    parser.add_argument(
+    add("--strategies", metavar="NAME", nargs="+", help="strategies to compare: STRATEGIES")
+    add("--bucket-mb", type=float, metavar="MIB", nargs="+", help="of buckets: caps, in MiB")
+    add("--sizes-mb", type=float, metavar="MIB", nargs="+", help="of collectives: buffers, in MiB")
+    add(
         "--in-a-row", type=int, metavar="N",
         help="of strategies and collectives: time N steps, or calls of small buffers, between two synchronisations as"
         " well (default: 10 steps and 20 calls on GPUs, elsewhere none)",
     )  # fmt: skip
-    parser.add_argument("--profile", action="store_true", help="of strategies: record traces of both frameworks")
-    parser.add_argument("--minutes", type=float, metavar="N", help="of soak: of each framework (default: 60)")
-    parser.add_argument("--seed", type=int, metavar="N", help="of soak: of the faults (default: 0)")
-    parser.add_argument("--framework", choices=FRAMEWORKS, help="of soak: what is trained (default: jax)")
+    add("--profile", action="store_true", help="of strategies: record traces of both frameworks")
+    add("--minutes", type=float, metavar="N", help="of soak: of each framework (default: 60)")
+    add("--seed", type=int, metavar="N", help="of soak: of the faults (default: 0)")
+    add("--framework", choices=FRAMEWORKS, help="of soak: what is trained (default: jax)")
 
 
 def read_options(parsed: argparse.Namespace | dict[str, Any]) -> Options:
