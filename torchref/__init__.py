@@ -31,3 +31,4 @@ from .zero import FSDP as FSDP
 from .zero import ShardedOptimizer as ShardedOptimizer
 from .zero import ZeRO1 as ZeRO1
 from .zero import ZeRO2 as ZeRO2
+from .zero import ZeROOptimizer as ZeROOptimizer

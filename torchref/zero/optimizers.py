@@ -53,6 +53,17 @@ def as_list(params: Any) -> list[Any]:
     return list({id(one[1] if isinstance(one, tuple) else one): one for one in listed}.values())
 
 
+def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a parameter group, without the parameters and their names."""
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def copy_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
+    """Gives an optimizer the options of another, group by group."""
+    for given, taken in zip(source.param_groups, target.param_groups, strict=True):
+        taken.update(group_options(given))
+
+
 def rank_marks(group: dist.ProcessGroup | None) -> dict[str, int]:
     """``"rank"`` and ``"num_ranks"`` of this process in a group; None for all ranks."""
     return {"rank": dist.get_rank(group), "num_ranks": dist.get_world_size(group)}

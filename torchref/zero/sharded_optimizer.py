@@ -37,7 +37,7 @@ from jaxddp.communication.owners import assign_owners
 
 from ..agreement import StateLoads, check_alike
 from ..communication.collectives import broadcast
-from .optimizers import as_groups, as_list, check_marks, describe_optimizer, rank_marks
+from .optimizers import as_groups, as_list, check_marks, copy_options, describe_optimizer, group_options, rank_marks
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -81,7 +81,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._local = optimizer_cls([self._local_group(group) for group in self.param_groups], **kwargs)
         _check_step(self._local)
         self.defaults = self._local.defaults
-        self._take_options()
+        copy_options(self.local, self)
         self.state = self._local.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -102,7 +102,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._local is not None:
             self._local.add_param_group(self._local_group(added))
             # Of this group only: the options of the others may have been changed in param_groups.
-            added.update(_options(self._local.param_groups[-1]))
+            added.update(group_options(self._local.param_groups[-1]))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -120,7 +120,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._give_options()
+        copy_options(self, self.local)
         self._loads.announce(lambda: describe_optimizer(self.local))
         self.local.step()
         if self.num_ranks > 1:
@@ -147,7 +147,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, marked with ``"rank"`` and ``"num_ranks"``; every rank must save its own."""
-        self._give_options()
+        copy_options(self, self.local)
         return {**rank_marks(self.process_group), **self.local.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -158,7 +158,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         check_marks(state_dict, self.process_group)
         self.local.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
-        self._take_options()
+        copy_options(self.local, self)
         self.state = self.local.state
         self._loads.note()
 
@@ -191,7 +191,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _check_agreement(self) -> None:
         """Ranks that list different parameters would broadcast one into another."""
-        self._give_options()
+        copy_options(self, self.local)
         names = {f"names of group {i}": group.get("param_names") for i, group in enumerate(self.param_groups)}
         owned = {
             f"parameter {i}": f"{[*p.shape]} {p.dtype} of rank {owner}"
@@ -202,19 +202,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _local_group(self, group: dict[str, Any]) -> dict[str, Any]:
         owned = [parameter for parameter in group["params"] if self._owner[parameter] == self.rank]
-        return {**_options(group), "params": owned}
-
-    def _give_options(self) -> None:
-        for mine, theirs in zip(self.param_groups, self.local.param_groups, strict=True):
-            theirs.update(_options(mine))
-
-    def _take_options(self) -> None:
-        for mine, theirs in zip(self.param_groups, self.local.param_groups, strict=True):
-            mine.update(_options(theirs))
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+        return {**group_options(group), "params": owned}
 
 
 def _check_step(optimizer: torch.optim.Optimizer) -> None:

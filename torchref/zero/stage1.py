@@ -77,7 +77,9 @@ class ZeRO1(DataParallel):
 
     Attributes:
         optimizer: The optimizer over this rank's shards, one ``[c]`` for each parameter. A schedule drives it. Its
-            ``state_dict`` is marked with this rank, and another rank refuses to load it.
+            ``state_dict`` is marked with this rank, and another rank refuses to load it: ``ZeROOptimizer`` has one that
+            any number of ranks loads.
+        params_of_groups: The module's parameters in each of the optimizer's groups, frozen ones included.
     """
 
     owns_optimizer = True
@@ -141,6 +143,9 @@ class ZeRO1(DataParallel):
         )
         self._rank = dist.get_rank(process_group)
         self._shards = {name: nn.Parameter(self._local_shard(parameter)) for name, parameter in self._trained.items()}
+        if groups is None:
+            groups = [{"params": list(module.parameters())}]
+        self.params_of_groups = [group["params"] for group in groups]
         self.optimizer = optimizer_cls(self._shard_groups(groups), **kwargs)
         if self.num_ranks > 1:
             names = {id(shard): name for name, shard in self._shards.items()}
@@ -335,12 +340,12 @@ class ZeRO1(DataParallel):
     def _num_elements(self, bucket: Bucket) -> int:
         return self.num_ranks * bucket_width(bucket, self.num_ranks)
 
-    def _shard_groups(self, groups: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    def _shard_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Parameter groups with this rank's shards in place of the parameters."""
         shard_of = {id(parameter): self._shards[name] for name, parameter in self._trained.items()}
         frozen = {id(parameter) for parameter in self.module.parameters()} - shard_of.keys()
         found = []
-        for group in [{"params": self._trained.values()}] if groups is None else groups:
+        for group in groups:
             ids = [id(one) for one in group["params"]]
             if not frozen.union(shard_of).issuperset(ids):
                 raise ValueError("params must be parameters of the module, or groups of them; one is not")
