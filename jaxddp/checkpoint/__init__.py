@@ -2,7 +2,7 @@
 
 checkpoints.py   saves and restores training states
 host_state.py    a state on the host, in full, and back on the ranks
-weights.py       weights alone, as ``.npz``
+weights.py       weights alone, as ``.npz`` or ``.safetensors``
 interop.py       Flax parameters as a PyTorch ``state_dict``, and back
 """
 

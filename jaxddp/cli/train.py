@@ -75,7 +75,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     models = "byte, byte_shallow, lm_9m, small, medium, large, xl, seed_xl or 2.7b"
     _add(parser, "--model", str, models, metavar="NAME")
     _add(parser, "--weights", str, "initial parameters, as export_weights writes them under PyTorch's names",
-         "drawn from --seed", "FILE.npz")  # fmt: skip
+         "drawn from --seed", "FILE")  # fmt: skip
     _add(parser, "--data", str, "file, or folder of text files", "the Python standard library", "PATH")
     _add(parser, "--steps", int, "training steps")
     _add(parser, "--batch-size", int, "examples per step, of all ranks together")

@@ -3,13 +3,16 @@
 import contextlib
 import os
 
+import numpy as np
 import pytest
+import safetensors.torch
+import torch
 import torch.distributed as dist
 
 from jaxddp.cli.train_options import TrainOptions
 from jaxddp.sizes import SIZES, TransformerConfig
 from torchref.__main__ import main
-from torchref.cli.train_loop import train
+from torchref.cli.train_loop import _load_weights, train
 from torchref.strategy import STRATEGIES
 
 SMALL = TransformerConfig(vocab=256, context=16, width=16, num_layers=1, num_heads=2, hidden=32)
@@ -95,3 +98,21 @@ def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def test_weights_come_from_either_format(tmp_path):
+    expected = {"a.weight": np.arange(6, dtype="float32").reshape(2, 3), "b": np.float32(2)}
+    np.savez(tmp_path / "weights.npz", **expected)
+    tensors = {name: torch.tensor(array) for name, array in expected.items()} | {"c": torch.ones(2).bfloat16()}
+    safetensors.torch.save_file(tensors, tmp_path / "weights.safetensors")
+    for path, more in (("weights.npz", {}), ("weights.safetensors", {"c": np.ones(2, "float32")})):
+        loaded = _load_weights(str(tmp_path / path))
+        assert loaded.keys() == (expected | more).keys()
+        for name, array in (expected | more).items():
+            assert loaded[name].dtype == array.dtype
+            np.testing.assert_array_equal(loaded[name], array)
+    (tmp_path / "bad.safetensors").write_bytes(b"\0" * 20)
+    with pytest.raises(
+        ValueError, match=r"^file '.*bad.safetensors' must hold weights, it is truncated or another kind"
+    ):
+        _load_weights(str(tmp_path / "bad.safetensors"))
