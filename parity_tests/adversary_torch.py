@@ -7,6 +7,7 @@ the buffers of each rank, which are rank 0's after a synchronisation.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -34,38 +35,43 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.1, "eps": 1e-3}),
     "fused adamw": (torch.optim.AdamW, {"lr": 0.05, "eps": 1e-3, "fused": True}),
 }
-# What may come beside passes, synchronisations and steps in their order, and how often.
-EVENTS = (
+CLEARS = ("clear", "clear by optimizer", "clear by module")
+# What may come beside passes, synchronisations and steps in their order, and how often; the first may be refused.
+MAY_BE_REFUSED = (
     *("drop", "failure", "look", "evaluate", "freeze", "unfreeze", "extra finish", "step too early"),
-    *("clip", "clip by torch", "scale", "hook", "stray", "quiet pass", "clear", "clear by optimizer"),
+    *("clip", "clip by torch", "scale", "hook", "stray", "clear a part"),
 )
+EVENTS = (*MAY_BE_REFUSED, "load state", "quiet pass", *CLEARS)
 MAX_NORM = 0.5
-ATOL = 1e-12
+TOLERANCE = 1e-12  # of a tensor's largest weight, if that is above 1
 
 
-def draw(seed: int) -> tuple[str, str, int, list[str]]:
-    """Draws a wrapper, an optimizer, a number of ranks and a sequence of operations."""
+def draw(seed: int) -> tuple[str, str, int, list[str], str]:
+    """Draws a wrapper, an optimizer, a number of ranks, a sequence of operations and what synchronises gradients."""
     rng = np.random.default_rng(seed)
     wrapper = str(rng.choice(list(WRAPPERS)))
     optimizer = str(rng.choice([*OPTIMIZERS, *(() if wrapper.startswith(("zero1", "zero2")) else ("by hand",))]))
     life: list[str] = []
     for _ in range(int(rng.integers(2, 5))):
-        life.append(str(rng.choice(["clear", "clear by optimizer"], p=[0.7, 0.3])))
+        life.append(str(rng.choice(CLEARS, p=[0.5, 0.25, 0.25])))
         for _ in range(int(rng.integers(0, 3))):
             life.append("quiet pass")
         life += ["pass", "finish", "step"]
     for _ in range(int(rng.integers(0, 3))):
         life.insert(int(rng.integers(len(life) + 1)), str(rng.choice(EVENTS)))
     num_ranks = int(rng.choice([1, 2, 2, 3]))
-    if num_ranks == 1 and wrapper != "zero3":  # whose gradients need no other's: no step is too early
+    sync = str(rng.choice(["finish", "backward"], p=[0.7, 0.3]))
+    if sync == "backward":
+        life = [operation for operation in life if operation != "finish"]
+    if (num_ranks == 1 and wrapper != "zero3") or sync == "backward":  # whose gradients are whole: no step is too early
         life = [operation for operation in life if operation not in ("step too early", "stray")]
-    return wrapper, optimizer, num_ranks, life
+    return wrapper, optimizer, num_ranks, life, sync
 
 
 def describe(seed: int) -> str:
     """Says a case in one line."""
-    wrapper, optimizer, num_ranks, life = draw(seed)
-    return f"torch seed {seed}: {wrapper} on {num_ranks}, {optimizer}: {', '.join(life)}"
+    wrapper, optimizer, num_ranks, life, sync = draw(seed)
+    return f"torch seed {seed}: {wrapper} on {num_ranks}, sync={sync}, {optimizer}: {', '.join(life)}"
 
 
 def check_on_rank(seed: int) -> str | None:
@@ -74,9 +80,9 @@ def check_on_rank(seed: int) -> str | None:
     Returns:
         What is wrong, in one line; None if the weights are right, or it was refused where it may be.
     """
-    name, optimizer, num_ranks, life = draw(seed)
-    is_plain = not set(life) & set(EVENTS[:-3]) and _is_in_order(life)
-    run = _Run(seed, name, optimizer, num_ranks)
+    name, optimizer, num_ranks, life, sync = draw(seed)
+    is_plain = not set(life) & set(MAY_BE_REFUSED) and _is_in_order(life, sync)
+    run = _Run(seed, name, optimizer, num_ranks, sync)
     try:
         for operation in life:
             run.do(operation)
@@ -91,8 +97,10 @@ def check_on_rank(seed: int) -> str | None:
     return None
 
 
-def _is_in_order(life: list[str]) -> bool:
-    kept = ["clear" if one == "clear by optimizer" else one for one in life]
+def _is_in_order(life: list[str], sync: str) -> bool:
+    kept = ["clear" if one in CLEARS else one for one in life if one != "load state"]
+    if sync == "backward":
+        kept = [part for one in kept for part in ((one, "finish") if one == "pass" else (one,))]
     return all(
         before in allowed
         for before, one in zip(["step", *kept], kept, strict=False)
@@ -162,7 +170,7 @@ class _Fails(torch.autograd.Function):
 class _Run:
     """A wrapped module, and its reference."""
 
-    def __init__(self, seed: int, name: str, optimizer: str, num_ranks: int) -> None:
+    def __init__(self, seed: int, name: str, optimizer: str, num_ranks: int, sync: str) -> None:
         self.rng, self.num_ranks, self.rank = np.random.default_rng((seed, 1)), num_ranks, dist.get_rank()
         torch.manual_seed(seed)
         model = _Buffers if self.rng.integers(2) else _Model
@@ -171,6 +179,7 @@ class _Run:
         module.load_state_dict(self.reference.state_dict())
         self.buffers = [self._buffers_of(self.reference)] * num_ranks
         wrapper, options = WRAPPERS[name]
+        options = {**options, "sync": sync}
         self.is_sharded = name == "zero3"  # finishes its gradients on one rank, too
         self.optimizer: Any
         self.reference_optimizer: Any
@@ -184,6 +193,7 @@ class _Run:
             self.net = wrapper(module, **options, **({"optimizer_cls": cls, **given} if owns else {}))
             self.optimizer = self.net if owns else cls(self.net.parameters(), **given)
             self.reference_optimizer = cls(self._parameters(), **given)
+        self.saved: list[Any] = []  # the optimizers' states after the first step
         self.pending: list[Any] = []  # gradients of passes that no synchronisation has followed
         self.has_strayed = False  # by a step on gradients of this rank alone, to be refused at the next forward
 
@@ -198,8 +208,11 @@ class _Run:
         found, right = self.net.gather_full_params(), dict(self.reference.named_parameters())
         right |= self.buffers[self.rank]
         found |= dict(self.net.module.named_buffers())
-        furthest = max(float((found[name] - right[name]).detach().abs().max()) for name in right)
-        return None if furthest <= ATOL else f"weights are {furthest:.1e} off"
+        furthest = max(
+            float((found[name] - right[name]).detach().abs().max() / right[name].detach().abs().max().clamp(min=1))
+            for name in right
+        )
+        return None if furthest <= TOLERANCE else f"weights are {furthest:.1e} off"
 
     def _parameters(self) -> list[nn.Parameter]:
         return list(self.reference.parameters())
@@ -221,7 +234,7 @@ class _Run:
             self.buffers[rank] = self._buffers_of(self.reference)
         return torch.stack(losses).mean()
 
-    def _pass(self) -> None:
+    def _pass(self, quiet: bool = False) -> None:
         rows = self._rows()
         loss = self.net(rows[self.rank]).square().sum()
         if self.has_strayed:
@@ -231,13 +244,18 @@ class _Run:
         self.pending.append(
             list(zip(trained, torch.autograd.grad(self._reference_loss(rows), trained, allow_unused=True), strict=True))
         )
+        if self.net.sync == "backward" and not quiet:
+            self._finish_reference()
 
     def _quiet_pass(self) -> None:
         with self.net.no_sync():
-            self._pass()
+            self._pass(quiet=True)
 
     def _finish(self) -> None:
         self.net.finish_gradient_synchronization()
+        self._finish_reference()
+
+    def _finish_reference(self) -> None:
         self._take_pending()
         self.buffers = [self.buffers[0]] * self.num_ranks
         for parameter in self._parameters():
@@ -257,20 +275,42 @@ class _Run:
             self._take_pending()
         if not self.pending:
             self.reference_optimizer.step()
+            self.saved = self.saved or [copy.deepcopy(one.state_dict()) for one in self._optimizers()]
         elif isinstance(self.optimizer, _ByHand):
             self.has_strayed = had_gradients
         else:
             raise AssertionError("an optimizer's step on gradients of one rank was not refused")
 
     def _clear(self) -> None:
-        self.net.zero_grad()
+        self._clear_by(self.net)
+
+    def _clear_by_optimizer(self) -> None:
+        self._clear_by(self.optimizer)
+
+    def _clear_by_module(self) -> None:
+        self._clear_by(self.net.module)
+
+    def _clear_by(self, one: Any) -> None:
+        one.zero_grad()
         self.reference_optimizer.zero_grad()
         self.pending = []
 
-    def _clear_by_optimizer(self) -> None:
-        self.optimizer.zero_grad()
-        self.reference_optimizer.zero_grad()
-        self.pending = []
+    def _clear_a_part(self) -> None:
+        """By the part's own zero_grad: right, or refused where a gradient is on its way already."""
+        for module in (self.net.module, self.reference):
+            module.down.zero_grad()
+        part = {id(parameter) for parameter in self.reference.down.parameters()}
+        self.pending = [[pair for pair in one if id(pair[0]) not in part] for one in self.pending]
+
+    def _optimizers(self) -> list[Any]:
+        if isinstance(self.optimizer, _ByHand):
+            return []
+        return [getattr(self.optimizer, "optimizer", self.optimizer), self.reference_optimizer]
+
+    def _load_state(self) -> None:
+        """Goes back to the optimizers' states after the first step."""
+        for optimizer, state in zip(self._optimizers(), copy.deepcopy(self.saved), strict=bool(self.saved)):
+            optimizer.load_state_dict(state)
 
     def _drop(self) -> None:
         self._pass()
@@ -328,7 +368,7 @@ class _Run:
         if grads:
             norm = torch.cat([grad.flatten() for grad in grads]).norm()
             for grad in grads:
-                grad.mul_(min(1.0, MAX_NORM / (float(norm) + epsilon)))
+                grad.mul_(min(1.0, MAX_NORM / max(float(norm) + epsilon, MAX_NORM)))
 
     def _scale(self) -> None:
         """Halves what is there: right, or refused where it is on its way already."""
@@ -342,9 +382,7 @@ class _Run:
 
     def _hook(self) -> None:
         """Clips before each step from now on; of an optimizer over shards that is refused at the step."""
-        if isinstance(self.optimizer, _ByHand):
-            return
-        for optimizer in (getattr(self.optimizer, "optimizer", self.optimizer), self.reference_optimizer):
+        for optimizer in self._optimizers():
             optimizer.register_step_pre_hook(_clip_all)
 
     def _extra_finish(self) -> None:
