@@ -219,12 +219,8 @@ class DataParallel(nn.Module, abc.ABC):
         self._check_unchanged()
         self._check_no_stray_step(by_content=not self._has_optimizer)
         self._discard_if_cleared()
-        for name, (grad, version) in self._sent.items():
-            if self._trained[name].grad is not grad or grad._version != version:
-                raise RuntimeError(
-                    f"the gradient of {name!r} was changed while it was reduced: change gradients after"
-                    " finish_gradient_synchronization, or drop all of them by zero_grad() of the wrapper"
-                )
+        for name in self._sent:
+            self._check_sent(name)
         if self._is_finished and not self._has_begun:
             raise RuntimeError(
                 "finish_gradient_synchronization was called again without a backward: call it once after the backward,"
@@ -470,10 +466,25 @@ class DataParallel(nn.Module, abc.ABC):
     def _start_next(self) -> None:
         self._start_reduction(self._num_started)
         for tensor in self.plan.buckets[self._num_started].tensors:
-            grad = self._trained[tensor.name].grad
-            if isinstance(grad, PartialGradient):
-                self._sent[tensor.name] = grad, grad._version
+            if isinstance(self._trained[tensor.name].grad, PartialGradient):
+                self._note_sent(tensor.name)
         self._num_started += 1
+
+    def _note_sent(self, name: str) -> None:
+        """Notes a gradient that must not change before the synchronisation."""
+        grad = self._trained[name].grad
+        assert grad is not None
+        self._sent[name] = grad, grad._version
+
+    def _check_sent(self, name: str, num_additions: int = 0) -> None:
+        """Refuses a change of such a gradient, but for autograd's additions to it."""
+        sent, version = self._sent.get(name, (None, 0))
+        grad = self._trained[name].grad
+        if sent is not None and (grad is not sent or sent._version != version + num_additions):
+            raise RuntimeError(
+                f"the gradient of {name!r} was changed while it was reduced: change gradients after"
+                " finish_gradient_synchronization, or drop all of them by zero_grad() of the wrapper"
+            )
 
     def _grad(self, name: str) -> torch.Tensor:
         """A parameter's gradient; zeros if it has none."""

@@ -157,6 +157,7 @@ class ZeRO1(DataParallel):
         self._sums: list[torch.Tensor | None] = [None] * len(self.plan.buckets)
         self._in_flight: InFlight[tuple[int, torch.Tensor]] = InFlight()
         self._has_spent = False  # all gradients are in shards
+        self._adds = False  # the pass adds to some of them
 
     def step(self) -> None:
         """Updates this rank's shards, and gathers those of all ranks into the module.
@@ -244,7 +245,12 @@ class ZeRO1(DataParallel):
             parameter = self._trained[name]
             assert parameter.grad is not None
             parameter.grad = parameter.grad.as_subclass(torch.Tensor)
+            self._adds = any(shard.grad is not None for shard in self._shards.values())
+        if self._adds:
+            self._check_sent(name, num_additions=1)
         super()._on_arrival(name)
+        if self._adds:  # a change, or a gradient that is cleared, would miss what is in the shard
+            self._note_sent(name)
 
     def _grad(self, name: str) -> torch.Tensor:
         if isinstance(self._trained[name].grad, SpentGradient):
@@ -272,6 +278,7 @@ class ZeRO1(DataParallel):
         self._has_spent = False
 
     def _clear_shards(self) -> None:
+        self._adds = False
         for shard in self._shards.values():
             shard.grad = None
 

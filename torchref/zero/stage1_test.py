@@ -146,6 +146,7 @@ LIVES = {  # "part" is a layer of the module, "clear" is all of it: both by thei
     "part between micro-batches": "quiet quiet part pass finish step",
     "between micro-batches after the forward": "quiet forward clear backward finish step",
     "after micro-batches": "quiet quiet clear finish step pass finish step",
+    "never with micro-batches": "pass finish quiet quiet pass finish quiet pass finish step",
     "between micro-batches after a synchronisation": "pass finish quiet clear quiet pass finish step",
 }
 
@@ -224,6 +225,14 @@ def casts_of_the_module():
     return torch.equal(norm, net.grad_norm())
 
 
+def part_cleared_under_a_synchronised_one(life):
+    try:
+        live(life, lambda module: torchref.ZeRO1(module, torch.optim.SGD, 1e-6, lr=0.1), 3)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def bad_input():
     with pytest.raises(ValueError, match="params must be parameters of the module, or groups of them; one is not"):
         torchref.ZeRO1(mlp(), torch.optim.SGD, params=mlp().parameters(), lr=0.1)
@@ -258,6 +267,20 @@ def test_groups_and_schedules(ranks):
 def test_gradients_that_the_module_clears_are_cleared_in_shards(ranks, life, num_layers):
     # float64: the order of sums
     assert max(ranks.run(live_under_zero1, life, num_layers, num_ranks=2)) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    "life",
+    [
+        "pass finish quiet part finish step",
+        "pass finish quiet part pass finish step",
+        "pass finish quiet forward part backward finish step",
+        "pass finish quiet forward clear backward finish step",
+    ],
+)
+def test_a_local_gradient_cleared_over_a_synchronised_one_is_refused(ranks, life):
+    for message in ranks.run(part_cleared_under_a_synchronised_one, life, num_ranks=2):
+        assert "was changed while it was reduced" in message
 
 
 def test_cleared_and_replaced_gradients_are_refused(ranks):

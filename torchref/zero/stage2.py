@@ -75,9 +75,8 @@ class ZeRO2(ZeRO1):
         return self._planned_reductions() * num_earlier + super()._planned_collectives(num_microbatches)
 
     def _on_ready(self, name: str) -> None:
-        grad = self._trained[name].grad
-        if self.reduces_each_microbatch and isinstance(grad, PartialGradient):
-            self._sent[name] = grad, grad._version  # a change would miss what earlier micro-batches have added
+        if self.reduces_each_microbatch and isinstance(self._trained[name].grad, PartialGradient):
+            self._note_sent(name)  # a change would miss what earlier micro-batches have added
         if self._sync or not self.reduces_each_microbatch or self._waits_for_divisor:
             super()._on_ready(name)
             return
@@ -89,9 +88,8 @@ class ZeRO2(ZeRO1):
     def _start_reduction(self, index: int) -> None:
         super()._start_reduction(index)
         for tensor in self.plan.buckets[index].tensors:
-            spent = self._spent[tensor.name]
-            self._trained[tensor.name].grad = spent
-            self._sent[tensor.name] = spent, spent._version
+            self._trained[tensor.name].grad = self._spent[tensor.name]
+            self._note_sent(tensor.name)
 
     def _end_pass(self) -> None:
         """Accumulates the shards of a backward that another one follows."""
