@@ -228,20 +228,32 @@ def accumulate(arrived: list[Arrival], num_ranks: int) -> None:
     for bucket, shards, row in arrived:
         for name, grad in split_chunks(bucket, row, num_ranks).items():
             shard: Any = shards[name]
-            master = grad.to(shard.dtype)
+            master = grad.data.to(shard.dtype)  # with a version of its own, not the bucket's
             if num_ranks > 1:
                 master = master.as_subclass(PartialGradient)
             take_finished(shard)
             shard.grad = master if shard.grad is None else shard.grad.add_(master)
+            if shard._aside is not None:
+                shard._sum = id(shard.grad), shard.grad._version
 
 
 def take_finished(shard: Any) -> None:
-    """Sets the mean that the last synchronisation left in ``shard.grad`` aside, so that it is not divided again."""
+    """Sets the mean that the last synchronisation left in ``shard.grad`` aside, so that it is not divided again.
+
+    Raises:
+        RuntimeError: If the sum was changed since, which would miss what is aside.
+    """
+    aside = getattr(shard, "_aside", None)
     if shard.grad is None:
-        shard._aside = None  # the gradient was cleared
+        aside = None  # the gradient was cleared
     elif shard.grad is getattr(shard, "_finished", None):
-        shard._aside, shard.grad = shard.grad, None
-    shard._finished = None
+        aside, shard.grad = shard.grad, None
+    elif aside is not None and shard._sum != (id(shard.grad), shard.grad._version):
+        raise RuntimeError(
+            "a gradient was changed after a backward that adds to synchronised ones: change gradients after"
+            " finish_gradient_synchronization, or drop all of them by zero_grad()"
+        )
+    shard._aside, shard._finished = aside, None
 
 
 def put_back(shard: Any, num_ranks: int) -> None:

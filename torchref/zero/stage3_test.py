@@ -1,5 +1,6 @@
 """Stage 3: which parameters are sharded, in which dtypes, and what is refused."""
 
+import contextlib
 import copy
 
 import pytest
@@ -142,7 +143,31 @@ def bad_input():
         torchref.FSDP(nn.Embedding(4, 2, max_norm=1.0))
 
 
+def changed_over_a_synchronised_gradient(change):
+    """A pass, its synchronisation, a second pass, a change, and a third."""
+    net = torchref.FSDP(tied())
+    try:
+        for turn in range(3):
+            with net.no_sync() if turn == 1 else contextlib.nullcontext():
+                backward(net)
+            if turn == 0:
+                net.finish_gradient_synchronization()
+            if turn == 1 and change:
+                for parameter in net.parameters():
+                    parameter.grad.mul_(0.5)
+        net.finish_gradient_synchronization()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 # In the test process
+
+
+def test_a_gradient_changed_over_a_synchronised_one_is_refused(ranks):
+    assert ranks.run(changed_over_a_synchronised_gradient, False, num_ranks=2) == ["", ""]
+    for message in ranks.run(changed_over_a_synchronised_gradient, True, num_ranks=2):
+        assert message.startswith("a gradient was changed after a backward that adds to synchronised ones")
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
