@@ -53,7 +53,8 @@ def draw(seed: int) -> tuple[str, str, int, list[str], str]:
     optimizer = str(rng.choice([*OPTIMIZERS, *(() if wrapper.startswith(("zero1", "zero2")) else ("by hand",))]))
     life: list[str] = []
     for _ in range(int(rng.integers(2, 5))):
-        life.append(str(rng.choice(CLEARS, p=[0.5, 0.25, 0.25])))
+        if rng.random() < 0.8:  # else gradients add up over steps
+            life.append(str(rng.choice(CLEARS, p=[0.5, 0.25, 0.25])))
         for _ in range(int(rng.integers(0, 3))):
             life.append("quiet pass")
         life += ["pass", "finish", "step"]
