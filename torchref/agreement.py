@@ -49,7 +49,8 @@ class StateLoads:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         """Every rank of the group makes its own, in the same order."""
         self._group, self._is_new, self._num_compared = group, False, 0
-        self._number = self._store().add(f"torchref/optimizers/{dist.get_rank(group)}", 1)
+        if dist.get_world_size(group) > 1:
+            self._number = self._store().add(f"torchref/optimizers/{dist.get_rank(group)}", 1)
 
     def note(self, *_: Any) -> None:
         """Notes that this rank has loaded state; a hook of ``load_state_dict``."""
@@ -88,4 +89,4 @@ class StateLoads:
 
     def _store(self) -> dist.Store:
         group: Any = self._group or dist.group.WORLD
-        return group.get_group_store()
+        return dist.distributed_c10d._world.pg_map[group][1]  # torch 2.13 has get_group_store, 2.9 may not
