@@ -1,7 +1,8 @@
 """Gates: no strategy may cost more than what it replaces, measured in the same run.
 
-A gate is a ratio of medians with a 95 % interval, see ``ratios.py``. Both sides are timed in interleaved rounds, two
-frameworks in turns. Where they cannot be, as in a job, a gate across them is not judged if steal time was high.
+A gate is a ratio with a 95 % interval, see ``ratios.py``. Both sides are timed in interleaved rounds, two frameworks in
+turns, and compared round by round. Where they cannot be, as in a job, a gate across them compares medians, and is not
+judged if steal time was high.
 """
 
 from __future__ import annotations

@@ -90,12 +90,19 @@ def test_verdicts_take_the_ratio_and_its_interval():
     assert compare("same", theirs, theirs, 1.0).verdict == "ok"
 
 
-def test_only_rounds_taken_together_are_resampled_together():
+def test_rounds_taken_together_are_compared_one_by_one():
     drift = np.linspace(1, 2, 30)
     together = compare("drift", list(1.1 * drift), list(drift), 1.0)
     assert (together.low, together.high) == pytest.approx((1.1, 1.1))
     apart = compare("drift", list(1.1 * drift), list(drift), 1.0, paired=False)
     assert apart.low < 1.05 < 1.15 < apart.high
+    # Another job slows half of the rounds: a median of resampled times falls on either side.
+    rng = np.random.default_rng(1)
+    theirs = np.repeat([1.0, 2.0], 5) * (1 + 0.02 * rng.random(10))
+    ours = np.repeat([1.02, 2.04], 5) * (1 + 0.02 * rng.random(10))
+    half = compare("half", list(ours), list(theirs), 1.05)
+    assert half.ratio == np.median(ours / theirs) and half.high - half.low < 0.03
+    assert half.verdict == "ok"
 
 
 def test_an_interval_takes_rounds():

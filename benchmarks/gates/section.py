@@ -53,7 +53,8 @@ def section(rows: Sequence[Row]) -> Section:
 def gate_table(gates: Sequence[Row]) -> Table:
     """Makes a table of ratios."""
     note = (
-        "a gate holds if its ratio is within its limit, and is missed if all of its interval is beyond it; it is not"
+        "ratio: the median of the rounds' ratios where both sides took turns, else that of the medians;"
+        " a gate holds if its ratio is within its limit, and is missed if all of its interval is beyond it; it is not"
         f" judged if the limit lies between, or the interval is wider than {WIDEST:.0%} of the limit"
     )
     return Table("Ratios and their limits", _COLUMNS, gates, note)

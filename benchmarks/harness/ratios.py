@@ -1,9 +1,10 @@
-"""Ratios of medians with 95 % intervals, and their limits.
+"""Ratios of step times with 95 % intervals, and their limits.
 
-On a noisy machine a program's ratio to itself varies from 0.95 to 1.10, so a single ratio proves nothing. Intervals
-come from resampled rounds, in pairs where both programs were timed in the same rounds.
+On a noisy machine a program's ratio to itself varies from 0.95 to 1.10, so a single ratio proves nothing. Where both
+programs were timed in the same rounds, the ratio is the median of the rounds' ratios: what slows both for some rounds
+cancels. Else it is that of the two medians. Intervals come from resampled rounds.
 
-| ratio of medians | its 95 % interval                       | verdict        |
+| ratio            | its 95 % interval                       | verdict        |
 |------------------|-----------------------------------------|----------------|
 | any              | all of it beyond the limit              | ``MISSED``     |
 | any              | wider than a fifth of the limit         | ``not judged`` |
@@ -54,15 +55,14 @@ class Gate:
 def compare(name: str, ours: Sequence[float], theirs: Sequence[float], limit: float, *, paired: bool = True) -> Gate:
     """Compares the times of two variants by round.
 
-    ``limit`` is the largest allowed ratio of their medians; ``paired`` tells whether both were timed in the same
-    rounds.
+    ``limit`` is the largest allowed ratio; ``paired`` tells whether both were timed in the same rounds.
     """
     rng = np.random.default_rng(0)
     samples = [np.asarray(ours), np.asarray(theirs)]
-    chosen = [rng.integers(0, len(times), (NUM_RESAMPLES, len(times))) for times in samples]
-    if paired:
-        chosen[1] = chosen[0]
-    resampled = [np.median(times[picks], axis=1) for times, picks in zip(samples, chosen, strict=True)]
-    low, high = np.percentile(resampled[0] / resampled[1], [2.5, 97.5]).tolist()
+    compared = [samples[0] / samples[1]] if paired else samples
+    resampled = [np.median(rng.choice(values, (NUM_RESAMPLES, len(values))), axis=1) for values in compared]
+    ratios = resampled[0] if paired else resampled[0] / resampled[1]
+    low, high = np.percentile(ratios, [2.5, 97.5]).tolist()
     median_ours, median_theirs = (float(np.median(times)) for times in samples)
-    return Gate(name, median_ours / median_theirs, low, high, limit, median_ours * 1e3, median_theirs * 1e3, len(ours))
+    ratio = float(np.median(compared[0])) if paired else median_ours / median_theirs
+    return Gate(name, ratio, low, high, limit, median_ours * 1e3, median_theirs * 1e3, len(ours))
