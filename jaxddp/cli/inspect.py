@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         strategies = list(dict.fromkeys([arguments.strategy, *arguments.compare]))
         if arguments.trainer is not None:
-            training = _training_of(arguments.trainer)
+            training = training_of(arguments.trainer)
         else:
             batch_per_device = arguments.batch_per_device or _BATCH_PER_DEVICE
             training = transformer_training(_config(arguments), batch_per_device * target.num_devices)
@@ -137,7 +137,7 @@ def _draw(folder: Path, inspections: list[Any]) -> None:
     write_trace(simulations, folder / "trace.json")
 
 
-def _training_of(spec: str) -> Any:
+def training_of(spec: str) -> Any:
     """Imports and calls what ``--trainer`` names; an error within it is its author's, and is not caught."""
     from ..inspection.strategies import Training
 

@@ -15,6 +15,8 @@ DEFAULT_TARGET, DEFAULT_FSDP, DEFAULT_TP = "v5p:64", 16, 4
 _FEED_FORWARD = ("width", "hidden", "layers")
 _TRANSFORMER = ("vocab", "heads", "context")
 _SIZES = ("vocab", "context", "width", "layers", "heads", "hidden")  # in the order of TransformerConfig
+_TRAINER_TARGET, _STAGE = "h100:8", 3
+_TAKEN_WITH_TRAINER = ("trainer", "target", "stage", "verify", "json", "default_of")
 _PRECISIONS = ("fp32", "mixed", "mixed-fp32-sums")
 
 
@@ -38,12 +40,15 @@ def add_parser(commands: Any) -> None:
             + ("; also of a named transformer" if shape == "context" else ""))  # fmt: skip
     add("--matrices", type=int, metavar="N", help="matrices of a feed-forward block, 2 or 3 (gated) (default: 2, in a "
         "transformer 3)")  # fmt: skip
+    add("--trainer", metavar="MODULE:FUNCTION", help="your own training in place of --model, at every ZeRO stage: the "
+        "function gives (loss_fn, optimizer, params, batch), of which shapes are enough, and if wanted a dict of "
+        "Trainer's other options; goes with --target, --stage, --verify and --json alone")  # fmt: skip
     add("--target", metavar="SPEC", help="chip and count: h100:8, h100:4x8 for 4 hosts of 8, v5p:64; chips are h100, "
-        f"h200, a100, b200 and v5p (default: {DEFAULT_TARGET})")  # fmt: skip
+        f"h200, a100, b200 and v5p (default: {DEFAULT_TARGET}, with --trainer {_TRAINER_TARGET})")  # fmt: skip
     add("--fsdp", type=int, metavar="N", help="ranks that share the training state (default: all that --tp leaves)")
     add("--tp", type=int, metavar="N", help="ranks that split each matrix (default: 1, in the example 4)")
-    add("--stage", type=int, default=3, metavar="N", help="what --fsdp ranks share: 0 nothing, 1 the optimizer "
-        "state, 2 also gradients, 3 also parameters (default: %(default)s)")  # fmt: skip
+    add("--stage", type=int, metavar="N", help="what --fsdp ranks share: 0 nothing, 1 the optimizer "
+        f"state, 2 also gradients, 3 also parameters (default: {_STAGE}, with --trainer all)")  # fmt: skip
     add("--tokens", type=int, metavar="N", help="tokens per step, over all devices (default: the smallest "
         "compute-bound batch)")  # fmt: skip
     add("--accumulation-steps", type=int, metavar="N", help="micro-batches per step (default: the fewest that fit)")
@@ -77,7 +82,7 @@ def add_parser(commands: Any) -> None:
         "bytes with the formulas'")  # fmt: skip
     add("--explain", action="store_true", help="print the formula of each number")
     add("--json", action="store_true", help="print one JSON object instead")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, default_of=parser.get_default)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -92,6 +97,9 @@ def run(arguments: argparse.Namespace) -> int:
     from ..planning.plan import plan  # late, so that the help needs no NumPy
     from .plan_console import as_json, show, show_verification, verification_object
 
+    if arguments.trainer is not None:
+        return _run_trainer(arguments)
+    arguments.stage = _STAGE if arguments.stage is None else arguments.stage
     found = plan(_job(arguments))
     verified = _verify(found, arguments) if arguments.verify else None
     if arguments.json:
@@ -141,11 +149,42 @@ def _job(arguments: argparse.Namespace) -> Any:
     )  # fmt: skip
 
 
-def _verify(found: Any, arguments: argparse.Namespace) -> Any:
+def _run_trainer(arguments: argparse.Namespace) -> int:
+    """Plans a training of the user's own; the exit status."""
+    from ..planning.chips import target
+    from ..planning.cost.checks import check_choice
+    from ..planning.cost.memory import STAGES
+    from .plan_console import show_stages, stages_as_json
+
+    for name, value in vars(arguments).items():
+        if name not in _TAKEN_WITH_TRAINER and value != arguments.default_of(name):
+            raise ValueError(f"{name} (={value}) must be left out with --trainer, which says what is trained")
+    if arguments.stage is not None:
+        check_choice(STAGES, stage=arguments.stage)
+    machine = target(arguments.target or _TRAINER_TARGET)
+    _import_jax_on_cpu()
+
+    from ..inspection.stages import plan_stages
+    from .inspect import training_of
+
+    stages = STAGES if arguments.stage is None else (arguments.stage,)
+    plans = plan_stages(training_of(arguments.trainer), machine, stages, compiled=arguments.verify)
+    if arguments.json:
+        print(json.dumps(stages_as_json(plans, arguments.trainer, machine), allow_nan=False))
+    else:
+        show_stages(plans, arguments.trainer, machine)
+    return 0 if all(plan.holds for plan in plans) else 1
+
+
+def _import_jax_on_cpu() -> None:
     import_jax()
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # compiling for a target needs no accelerator
+
+
+def _verify(found: Any, arguments: argparse.Namespace) -> Any:
+    _import_jax_on_cpu()
 
     from ..inspection.verification import verify
 

@@ -1,6 +1,6 @@
 """The output of ``plan``: lines of numbers with units and, on request, formulas; or one JSON object.
 
-With ``--verify`` a table of planned and compiled bytes follows.
+With ``--verify`` a table of planned and compiled bytes follows. A training of one's own has a line for each ZeRO stage.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import sys
 import textwrap
+from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from ..communication.buckets import MIB
@@ -15,11 +16,16 @@ from ..network import GB
 from ..planning.plan import BucketChoice, Plan, strategy_traffic
 
 if TYPE_CHECKING:  # imports JAX, which a plan alone does not need
+    from collections.abc import Iterable, Sequence
+
+    from ..inspection.stages import StagePlan
     from ..inspection.verification import Row, Verification
+    from ..planning.chips import Target
 
 _LABEL_WIDTH = 25
 _NUMBER_WIDTH = 20
 _WIDTH = 120
+_STAGE_WIDTH, _BYTES_WIDTH = 11, 18
 
 
 class Line(NamedTuple):
@@ -57,16 +63,71 @@ def show_verification(verification: Verification, file: TextIO | None = None) ->
     file = file or sys.stdout
     job = verification.plan.job
     print(f"\nCompiled for {job.cluster.name}, bytes of a device:\n", file=file)
-    head = (f"{name:>{_NUMBER_WIDTH}}" for name in ("planned", "compiled", "difference"))
-    print(f"{'':<{_LABEL_WIDTH}}{''.join(head)}  check", file=file)
-    for row in verification.rows:
-        numbers = (_digits(row.planned), _digits(row.compiled), _digits(row.difference, "+"))
-        cells = "".join(f"{number:>{_NUMBER_WIDTH}}" for number in numbers)
-        print(f"{row.label:<{_LABEL_WIDTH}}{cells}  {row.check}".rstrip(), file=file)
+    _show_rows(verification.rows, file)
     if verification.refusal is not None:
         print(f"Refused by the compiler: {verification.refusal}.", file=file)
     for note in verification.notes:
         print(f"Note: {note}.", file=file)
+
+
+def _show_rows(rows: Iterable[Row], file: TextIO) -> None:
+    head = (f"{name:>{_NUMBER_WIDTH}}" for name in ("planned", "compiled", "difference"))
+    print(f"{'':<{_LABEL_WIDTH}}{''.join(head)}  check", file=file)
+    for row in rows:
+        numbers = (_digits(row.planned), _digits(row.compiled), _digits(row.difference, "+"))
+        cells = "".join(f"{number:>{_NUMBER_WIDTH}}" for number in numbers)
+        print(f"{row.label:<{_LABEL_WIDTH}}{cells}  {row.check}".rstrip(), file=file)
+
+
+def show_stages(plans: Sequence[StagePlan], trainer: str, target: Target, file: TextIO | None = None) -> None:
+    """Writes a line for each stage and, where steps were compiled, a table for each; ``file`` as above."""
+    file = file or sys.stdout
+    print(f"{trainer} on {target.spec}: bytes of a device, of {target.chip.memory_bytes:,}\n", file=file)
+    names = ("parameters", "gradients", "optimizer state", "in all", "sent a step")
+    print(f"{'stage':<{_STAGE_WIDTH}}{''.join(f'{name:>{_BYTES_WIDTH}}' for name in names)}  collectives", file=file)
+    for plan in plans:
+        label = f"{plan.stage} {plan.strategy}"
+        numbers = (plan.parameters, plan.gradients, plan.optimizer_state, plan.total, plan.sent_bytes)
+        cells = "".join(f"{round(number):>{_BYTES_WIDTH},}" for number in numbers)
+        counts = Counter(kind for kind, _ in plan.collectives)
+        calls = ", ".join(f"{count:,} {kind}" for kind, count in counts.items()) or "none"
+        print(
+            f"{label:<{_STAGE_WIDTH}}{f'  refused: {plan.refused}' if plan.refused else f'{cells}  {calls}'}", file=file
+        )
+    for plan in plans:
+        if plan.rows:
+            print(f"\nStage {plan.stage}, {plan.strategy}, compiled for {target.spec}:\n", file=file)
+            _show_rows(plan.rows, file)
+        for note in plan.notes:
+            print(f"Note: {note}.", file=file)
+
+
+def stages_as_json(plans: Sequence[StagePlan], trainer: str, target: Target) -> dict[str, Any]:
+    """The stages of a training of one's own as an object for ``json.dumps``; ``verify`` is None without compilation."""
+    found: dict[str, Any] = {"trainer": trainer, "target": target.spec, "available": target.chip.memory_bytes}
+    found["stages"] = [
+        {
+            "stage": plan.stage,
+            "strategy": plan.strategy,
+            "refused": plan.refused or None,
+            "bytes_per_device": {
+                "parameters": plan.parameters,
+                "gradients": plan.gradients,
+                "optimizer_state": plan.optimizer_state,
+                "total": plan.total,
+            },
+            "sent_bytes_per_step": round(plan.sent_bytes),
+            "collectives": [
+                {"kind": kind, "bytes": num_bytes, "count": count}
+                for (kind, num_bytes), count in sorted(Counter(plan.collectives).items())
+            ],
+            "verify": {
+                "as_planned": plan.holds, "rows": [_row_object(row) for row in plan.rows], "notes": list(plan.notes)
+            } if plan.rows else None,
+        }
+        for plan in plans
+    ]  # fmt: skip
+    return found
 
 
 def verification_object(verification: Verification) -> dict[str, Any]:

@@ -9,12 +9,15 @@ from dataclasses import replace
 
 import pytest
 
+from jaxddp import targets
 from jaxddp.__main__ import main
+from jaxddp.inspection import stages
 from jaxddp.inspection import verification as plan_verification
 from jaxddp.inspection.verification import Row, Verification
 from jaxddp.models import SIZES, TransformerConfig
 from jaxddp.planning.chips import CHIPS
 from jaxddp.targets import compile as target_compile
+from jaxddp.targets.program import TargetMemoryError
 
 KEYS = (
     "fits bytes_per_device min_devices compute_bound min_tokens best_bucket_mb accumulation_steps "
@@ -117,6 +120,112 @@ def test_verify_compiles_what_was_planned(capsys):
     assert verified["notes"] == ["compiled with 64 tokens, the same number on each data rank"]
 
 
+OWN = """
+import jax, jax.numpy as jnp, optax
+
+def make(optimizer=None):
+    def loss_fn(params, batch):
+        return jnp.mean((jnp.tanh(batch @ params["up"]) @ params["down"] + params["bias"]) ** 2)
+    shapes = {"up": (64, 100), "down": (100, 8), "bias": (8,), "unused": (7,)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    batch = jax.ShapeDtypeStruct((16, 64), jnp.float32)
+    return loss_fn, optimizer or optax.adamw(1e-3), params, batch, {"num_microbatches": 2}
+
+def muon():
+    return make(optax.contrib.muon(1e-3))
+
+def odd():
+    return *make()[:3], jax.ShapeDtypeStruct((6, 64), jnp.float32)
+"""
+PARAMS, SHARDS = 4 * (6400 + 800 + 8 + 7), 4 * (3200 + 400 + 4 + 4)  # the shards of two ranks are padded
+BY_ZERO3 = 4 * (3200 + 800 + 8 + 7)  # which leaves small parameters full
+OWN_BYTES = {  # parameters, gradients, and the optimizer's moments with their counter
+    0: (PARAMS, PARAMS, 2 * PARAMS + 4),
+    1: (PARAMS, PARAMS, 2 * SHARDS + 4),
+    2: (PARAMS, SHARDS, 2 * SHARDS + 4),
+    3: (BY_ZERO3, BY_ZERO3, 2 * BY_ZERO3 + 4),
+}
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "own_training.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("own_training", None)
+
+
+def test_a_training_of_ones_own_is_planned_at_every_stage(own, capsys):
+    found = planned("--trainer own_training:make --target h100:2", capsys)
+    assert (found["trainer"], found["target"], found["available"]) == ("own_training:make", "h100:2", 80 * 10**9)
+    for stage in found["stages"]:
+        held = stage["bytes_per_device"]
+        expected = OWN_BYTES[stage["stage"]]
+        assert tuple(held[name] for name in ("parameters", "gradients", "optimizer_state")) == expected
+        assert held["total"] == sum(expected) and stage["verify"] is stage["refused"] is None
+    bucketed, zero1, *_ = found["stages"]
+    with_gradient = PARAMS - 4 * 7
+    assert bucketed["collectives"] == [{"kind": "all-reduce", "bytes": with_gradient, "count": 1}]
+    assert {one["kind"] for one in zero1["collectives"]} == {"reduce-scatter", "all-gather"}
+    # A ring of two sends half of a buffer in each direction; zero1 gathers the unused parameter too, in 2 x 4 values.
+    assert (bucketed["sent_bytes_per_step"], zero1["sent_bytes_per_step"]) == (with_gradient, with_gradient + 4 * 4)
+
+
+@pytest.mark.parametrize("stage", [1, *(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 2, 3))])
+def test_a_training_of_ones_own_is_compiled_as_planned(stage, own, capsys):
+    (found,) = planned(f"--trainer own_training:make --target h100:2 --stage {stage} --verify", capsys)["stages"]
+    parameters, _, optimizer_state = OWN_BYTES[stage]
+    rows = {row["label"]: row for row in found["verify"]["rows"]}
+    for label, num_bytes in (("parameters", parameters), ("optimizer state", optimizer_state)):
+        assert (rows[label]["planned"], rows[label]["compiled"], rows[label]["check"]) == (num_bytes, num_bytes, "ok")
+    kinds = {"all-reduce"} if stage == 0 else {"reduce-scatter", "all-gather"}
+    assert {f"{kind} buffers" for kind in kinds} <= rows.keys() and found["verify"]["as_planned"]
+    for one in {one["kind"] for one in found["collectives"]}:
+        assert rows[f"{one} buffers"]["check"].startswith("ok: ") and rows[f"{one} buffers"]["difference"] == 0
+    assert rows["peak"]["check"] == "fits in 80.00 GB" and rows["peak"]["compiled"] > parameters + optimizer_state
+
+
+def test_a_training_of_ones_own_that_is_compiled_otherwise(own, monkeypatch, capsys):
+    held = stages.held_bytes
+    monkeypatch.setattr(stages, "held_bytes", lambda layout: replace(held(layout), parameters=8))
+    monkeypatch.setattr(stages, "kind_of", lambda collective: "all-to-all")
+    assert main("plan --trainer own_training:make --target h100:2 --stage 0 --verify".split()) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"parameters 8 {PARAMS:,} +{PARAMS - 8:,} NOT AS PLANNED: +{PARAMS - 8:,} bytes unaccounted for" in printed
+    assert "-28,832 NOT AS PLANNED: 1 planned, 0 compiled" in printed
+    assert "+28,832 NOT AS PLANNED: 0 planned, 1 compiled" in printed
+
+
+def test_a_training_of_ones_own_that_the_compiler_refuses(own, monkeypatch, capsys):
+    class Pending:
+        def result(self):
+            raise TargetMemoryError("too much", "details", needed_bytes=96 * 10**9, available_bytes=95 * 10**9)
+
+    monkeypatch.setattr(targets, "start_compile", lambda *_: Pending())
+    (found,) = planned("--trainer own_training:make --target v5p:4 --stage 0 --verify", capsys)["stages"]
+    *state, peak = found["verify"]["rows"]
+    assert [row["check"] for row in state] == ["not compiled"] * 2
+    assert (peak["compiled"], peak["check"]) == (96 * 10**9, "does not fit in 95.00 GB")
+
+
+def test_stages_that_refuse_a_training_of_ones_own_say_why(own, capsys):
+    assert main("plan --trainer own_training:muon --target h100:2".split()) == 0
+    *_, bucketed, zero1, zero2, zero3 = capsys.readouterr().out.splitlines()
+    assert bucketed.startswith("0 bucketed") and bucketed.endswith("1 all-reduce")
+    for line in (zero1, zero2, zero3):
+        assert "refused: optimizer must be element-wise to be sharded" in line
+
+
+def test_a_training_of_ones_own_that_no_stage_takes(own, capsys):
+    for command, said in (
+        ("own_training:muon --stage 3", "error: optimizer must be element-wise to be sharded: "),
+        ("own_training:odd --target h100:4", "error: batch (=6 examples) must be divisible by "),
+    ):
+        assert main(["plan", "--trainer", *command.split()]) == 2
+        assert capsys.readouterr().err.startswith(said)
+
+
 def test_a_step_that_is_not_as_planned_is_the_exit_status(monkeypatch, capsys):
     row = Row("parameters", 4, 5, "NOT AS PLANNED: +1 bytes", holds=False)
     monkeypatch.setattr(plan_verification, "verify", lambda found, *_: Verification(found, (row,), Counter()))
@@ -181,6 +290,10 @@ BAD_INPUT = {
     "--host-link-gb-per-s 5": "host_link_gb_per_s (=5.0) must be left out for 'v5p:64', which is one torus",
     "--target h100:8 --tp-axes 1": "tp_axes (=1) must be left out for 'h100:8', which is no torus",
     "--fsdp-axes 0": "fsdp_axes (=0) must be a whole number, 1 or more",
+    "--trainer a:b --model small": "model (=small) must be left out with --trainer, which says what is trained",
+    "--trainer a:b --verify --tokens 7": "tokens (=7) must be left out with --trainer, which says what is trained",
+    "--trainer a:b --stage 4": "stage (=4) must be one of 0, 1, 2, 3",
+    "--trainer nowhere:make": "trainer (=nowhere:make) must name a module that can be imported from here: ",
     "--latency-us -1": "latency_us (=-1.0) must be a finite number, 0 or more",
     "--fsdp 8 --tp 4 --verify": "fsdp x tp (=8 x 4) must be the 64 devices of 'v5p:64' to be compiled, ",
     "--fsdp 16 --tp 4 --stage 1 --verify": "stage (=1) must be 3 for matrices cut by tp (=4) to be compiled",

@@ -23,10 +23,11 @@ from ..planning.plan import Plan, plan, sent_bytes, strategy_traffic
 from ..targets.program import TargetMemoryError, TargetProgram
 from .planned_step import PlannedStep, start_planned_step
 
+STRATEGY_NAMES = ("bucketed", "zero1", "zero2", "zero3")  # by ZeRO stage
+MARK = "NOT AS PLANNED"
 _ONE_GB_PER_S = Network(1.0)
 # On TPUs, a fusion around an all-reduce in which each rank computes only its part of the result.
 _SCATTERING_KERNEL = "AllReduceScatter"
-_MARK = "NOT AS PLANNED"
 _ROUNDING_BYTES = 0.5  # formulas divide
 _UNEVEN = "padding, and small leaves that are not sharded"
 _KEPT = f"{_UNEVEN}, units that are gathered once"
@@ -109,13 +110,13 @@ def compare(planned: Plan, step: PlannedStep, program: TargetProgram) -> Verific
         if each.is_gradients:
             sent[_axis(each.group, job.fsdp, job.tp)].append(each)
     notes = list(schedule.notes)
-    kinds = Counter(map(_kind, sent["data"]))
+    kinds = Counter(map(kind_of, sent["data"]))
     if job.stage and (more := kinds["all-reduce"] - Counter(kind for kind, _ in step.collectives or ())["all-reduce"]):
         notes.append(f"XLA compiles {more:,} gathers and reduce-scatters to all-reduces, which send twice as much")
     return Verification(
         planned,
         (*_memory_rows(planned, step, program), *_traffic_rows(planned, step, sent)),
-        Counter((_kind(each), each.num_bytes, len(each.group)) for each in itertools.chain(*sent.values())),
+        Counter((kind_of(each), each.num_bytes, len(each.group)) for each in itertools.chain(*sent.values())),
         notes=tuple(notes),
     )
 
@@ -128,7 +129,7 @@ def _memory_rows(planned: Plan, step: PlannedStep, program: TargetProgram) -> li
     state = (("parameters", held.parameters, 0), ("optimizer_state", held.optimizer_state, step.counter_bytes))
     for name, compiled, counters in state:
         why = {_UNEVEN: getattr(step.exact, name) - getattr(even, name), "a count of steps": counters}
-        rows.append(_state_row(name.replace("_", " "), found[name], compiled, why))
+        rows.append(state_row(name.replace("_", " "), found[name], compiled, why))
     others = memory.argument_size_in_bytes - held.parameters - held.optimizer_state
     tiles = f", {held.padding:,} of it to fill tiles" if held.padding > 0 else ""
     temporary = planned.total_bytes - found["parameters"] - found["optimizer_state"]
@@ -143,10 +144,10 @@ def _memory_rows(planned: Plan, step: PlannedStep, program: TargetProgram) -> li
     ]
 
 
-def _state_row(label: str, planned: float, compiled: float, why: dict[str, float]) -> Row:
+def state_row(label: str, planned: float, compiled: float, why: dict[str, float]) -> Row:
     """Compares state to the byte; ``why`` maps each reason for a difference from the formula to its bytes."""
     if abs(wrong := compiled - planned - sum(why.values())) > _ROUNDING_BYTES:
-        return Row(label, planned, compiled, f"{_MARK}: {wrong:+,.0f} bytes unaccounted for", holds=False)
+        return Row(label, planned, compiled, f"{MARK}: {wrong:+,.0f} bytes unaccounted for", holds=False)
     reasons = "; ".join(f"{num_bytes:+,.0f}, {reason}" for reason, num_bytes in why.items() if num_bytes)
     return Row(label, planned, compiled, f"ok: {reasons}" if reasons else "ok", holds=True)
 
@@ -154,7 +155,7 @@ def _state_row(label: str, planned: float, compiled: float, why: dict[str, float
 def _peak_row(planned: Plan, needed: float, fits: bool, available: float) -> Row:
     says = {True: "fits", False: "does not fit"}
     agree = planned.fits == fits
-    verdict = f"ok: {says[fits]}" if agree else f"{_MARK}: by formula it {says[planned.fits]}, compiled it {says[fits]}"
+    verdict = f"ok: {says[fits]}" if agree else f"{MARK}: by formula it {says[planned.fits]}, compiled it {says[fits]}"
     return Row("peak", planned.total_bytes, needed, f"{verdict} in {available / GB:.2f} GB", holds=agree)
 
 
@@ -167,14 +168,14 @@ def _refused(planned: Plan, refusal: TargetMemoryError) -> Verification:
 
 def _traffic_rows(planned: Plan, step: PlannedStep, sent: dict[str, list[Collective]]) -> list[Row]:
     job, element_bytes = planned.job, planned.job.assumptions.element_bytes
-    name = ("bucketed", "zero1", "zero2", "zero3")[job.stage]
+    name = STRATEGY_NAMES[job.stage]
     legs = strategy_traffic(name, planned.num_microbatches)
 
     def expected(*, gathers: bool) -> float | None:
         if step.collectives is None:
             return None
         kinds = [(kind, num_bytes) for kind, num_bytes in step.collectives if (kind == "all-gather") == gathers]
-        return sum(_sent_bytes(kind, num_bytes, range(job.num_data_ranks)) for kind, num_bytes in kinds)
+        return sum(sent_by_rank(kind, num_bytes, range(job.num_data_ranks)) for kind, num_bytes in kinds)
 
     # Forward and backward each all-reduce the same number of elements per token.
     summed_bytes = 2 * element_bytes * job.workload.summed_per_token * planned.tokens / job.num_data_ranks
@@ -186,7 +187,7 @@ def _traffic_rows(planned: Plan, step: PlannedStep, sent: dict[str, list[Collect
             "parameters gathered", gathered, gathers, expected(gathers=True), _KEPT if job.stage == 3 else _UNEVEN
         ),
         _traffic_row("gradients summed", summed, sums, expected(gathers=False), _UNEVEN),
-        _traffic_row("products summed over tp", _sent_bytes("all-reduce", summed_bytes, range(job.tp)), sent["tp"]),
+        _traffic_row("products summed over tp", sent_by_rank("all-reduce", summed_bytes, range(job.tp)), sent["tp"]),
         _traffic_row("other collectives", 0.0, sent[""]),
     ]
     rows = [row for row in rows if row.planned or row.compiled]
@@ -200,23 +201,24 @@ def _traffic_row(
     label: str, planned: float, found: Sequence[Collective], expected: float | None = None, why: str = ""
 ) -> Row:
     """Compares sent bytes with the formula or, where ``why`` puts that a little off, with the plan of the step."""
-    compiled = sum(_sent_bytes(_kind(each), each.num_bytes, each.group) for each in found)
-    said = " + ".join(f"{count:,} {kind}" for kind, count in Counter(map(_kind, found)).items()) or "none"
+    compiled = sum(sent_by_rank(kind_of(each), each.num_bytes, each.group) for each in found)
+    said = " + ".join(f"{count:,} {kind}" for kind, count in Counter(map(kind_of, found)).items()) or "none"
     holds = abs(compiled - planned) < _ROUNDING_BYTES
     if not holds and planned:
         said = f"{compiled / planned:.3f} times, {said}"
     is_near = planned * _EXCUSED[0] <= compiled <= planned * _EXCUSED[1]
     if not holds and is_near and expected is not None and abs(compiled - expected) < _ROUNDING_BYTES:
         said, holds = f"{said}: {why}", True
-    return Row(label, planned, compiled, f"{'ok' if holds else _MARK}: {said}", holds)
+    return Row(label, planned, compiled, f"{'ok' if holds else MARK}: {said}", holds)
 
 
-def _sent_bytes(kind: str, num_bytes: float, group: Sequence[int]) -> float:
+def sent_by_rank(kind: str, num_bytes: float, group: Sequence[int]) -> float:
     """What each device of a group sends, on a ring."""
     return _ONE_GB_PER_S.transfer_s(kind, num_bytes, group) * GB
 
 
-def _kind(collective: Collective) -> str:
+def kind_of(collective: Collective) -> str:
+    """The kind that a collective is planned as."""
     return "reduce-scatter" if _SCATTERING_KERNEL in collective.kernel else collective.kind
 
 

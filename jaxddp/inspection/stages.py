@@ -1,0 +1,168 @@
+"""What a device holds and sends in a training of one's own, by ZeRO stage; on request beside the compiled steps.
+
+No formula knows the work of any model. Shapes, optimizer and strategy fix what lives across steps, and what is sent:
+
+    stage  strategy  parameters  gradients  optimizer state
+    0      bucketed  full        full       full
+    1      zero1     full        full       shard
+    2      zero2     full        shard      shard
+    3      zero3     shard       shard      shard
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from .. import targets
+from ..compiled.memory import held_bytes, state_formula, step_memory
+from ..compiled.schedule import read_schedule
+from ..network import GB
+from ..planning.cost.memory import PerParameter
+from ..registry import make_strategy
+from ..targets.program import TargetMemoryError, TargetProgram
+from ..training.step import TrainState
+from ..training.train import Trainer
+from ..training.validation import abstract as shapes_of
+from ..training.validation import check_batch
+from ..tree import named_leaves, split
+from .strategies import Training
+from .verification import MARK, STRATEGY_NAMES, Row, kind_of, sent_by_rank, state_row
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """A training at one ZeRO stage; bytes are those of one device.
+
+    Attributes:
+        strategy: Its name, and its options are the defaults.
+        gradients: Those that outlive their bucket; they live within a step.
+        collectives: Planned ``(kind, bytes)`` of a step, of the full buffers.
+        sent_bytes: What a device sends in them, on a ring.
+        refused: Why there is no such training; empty if there is.
+        rows: Planned beside compiled bytes; empty if nothing was compiled.
+        notes: What could not be read in the program, in words.
+    """
+
+    stage: int
+    strategy: str
+    parameters: int = 0
+    gradients: int = 0
+    optimizer_state: int = 0
+    collectives: tuple[tuple[str, int], ...] = ()
+    sent_bytes: float = 0.0
+    refused: str = ""
+    rows: tuple[Row, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """Parameters, gradients and optimizer state."""
+        return self.parameters + self.gradients + self.optimizer_state
+
+    @property
+    def holds(self) -> bool:
+        """Whether the compiled step is as planned, or there is none."""
+        return all(row.holds is not False for row in self.rows)
+
+
+def plan_stages(
+    training: Training, target: targets.Target, stages: Sequence[int] = range(4), *, compiled: bool = False
+) -> list[StagePlan]:
+    """Plans a training at ZeRO stages on a target.
+
+    Args:
+        training: By its shapes, with the global batch of all devices.
+        target: Chip and count.
+        stages: Of 0 to 3.
+        compiled: Whether to compile each step for the target, and to compare.
+
+    Raises:
+        ValueError: If no stage takes this training, or a step cannot be compiled, except for lack of memory.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> def loss_fn(params, batch):
+        ...     return jnp.mean((batch @ params["w"]) ** 2)
+        >>> training = Training(loss_fn, optax.adam(0.1), {"w": jnp.zeros((8, 2))}, jnp.zeros((4, 8)))
+        >>> [plan.total for plan in plan_stages(training, targets.target("h100:2"))]  # a counter has 4 bytes
+        [260, 196, 164, 260]
+    """
+    loss_fn, optimizer, params, batch, options = training
+    params, batch, mesh = shapes_of(params), shapes_of(batch), targets.mesh(target.spec)
+    found: dict[int, StagePlan] = {}
+    pending = {}
+    for stage in stages:
+        name = STRATEGY_NAMES[stage]
+        try:
+            trainer = Trainer(loss_fn, optimizer, make_strategy(name), mesh, **options)
+            state = trainer.abstract_state(params)
+            gradients = _gradient_bytes(params, trainer, **options)
+            found[stage] = _planned(stage, trainer, state, batch, gradients)
+        except ValueError as error:
+            found[stage] = StagePlan(stage, name, refused=str(error))
+        else:
+            if compiled:
+                pending[stage] = state, targets.start_compile(trainer, state, batch)
+    if all(plan.refused for plan in found.values()):
+        raise ValueError(next(iter(found.values())).refused)
+    for stage, (state, compilation) in pending.items():
+        try:
+            found[stage] = _compared(found[stage], compilation.result(), state, target)
+        except TargetMemoryError as refusal:
+            found[stage] = replace(found[stage], rows=_refused(found[stage], refusal))
+    return list(found.values())
+
+
+def _planned(stage: int, trainer: Trainer, state: TrainState, batch: Any, gradients: int) -> StagePlan:
+    check_batch(batch, trainer.num_ranks, trainer.num_microbatches)
+    held, collectives = held_bytes(trainer.layout(state)), trainer.planned(state, batch)
+    return StagePlan(
+        stage, trainer.strategy.name, held.parameters, gradients, held.optimizer_state,
+        tuple(collectives), sum(sent_by_rank(*each, range(trainer.num_ranks)) for each in collectives),
+    )  # fmt: skip
+
+
+def _gradient_bytes(params: Any, trainer: Trainer, trainable: Any = None, grad_dtype: Any = None, **_: Any) -> int:
+    by_itemsize: dict[int, dict[str, Any]] = {}
+    for name, leaf in named_leaves(split(params, trainable)[0]).items():
+        by_itemsize.setdefault(jnp.dtype(grad_dtype or leaf.dtype).itemsize, {})[name] = leaf
+    return sum(
+        int(state_formula(leaves, trainer.strategy, trainer.num_ranks, PerParameter(0, itemsize, 0)).gradients)
+        for itemsize, leaves in by_itemsize.items()
+    )
+
+
+def _compared(plan: StagePlan, program: TargetProgram, state: TrainState, target: targets.Target) -> StagePlan:
+    schedule, held = read_schedule(program), step_memory(program, state).after_init
+    compiled = [(kind_of(each), each.num_bytes) for each in schedule.collectives() if each.is_gradients]
+    kinds = sorted({kind for kind, _ in (*plan.collectives, *compiled)})
+    rows = [
+        state_row("parameters", plan.parameters, held.parameters, {}),
+        state_row("optimizer state", plan.optimizer_state, held.optimizer_state, {}),
+        *(_collective_row(kind, plan.collectives, compiled) for kind in kinds),
+        _peak_row(program.memory_analysis().peak_memory_in_bytes, target.chip.memory_bytes),
+    ]
+    return replace(plan, rows=tuple(rows), notes=schedule.notes)
+
+
+def _collective_row(kind: str, planned: Sequence[tuple[str, int]], compiled: Sequence[tuple[str, int]]) -> Row:
+    """Compares the full buffers of a kind, each by its size."""
+    ours, theirs = (sorted(num_bytes for one, num_bytes in some if one == kind) for some in (planned, compiled))
+    said = f"ok: {len(ours):,}" if ours == theirs else f"{MARK}: {len(ours):,} planned, {len(theirs):,} compiled"
+    return Row(f"{kind} buffers", sum(ours), sum(theirs), said, ours == theirs)
+
+
+def _peak_row(peak: int, available: int) -> Row:
+    return Row("peak", None, peak, f"{'fits' if peak < available else 'does not fit'} in {available / GB:.2f} GB")
+
+
+def _refused(plan: StagePlan, refusal: TargetMemoryError) -> tuple[Row, ...]:
+    held = (("parameters", plan.parameters), ("optimizer state", plan.optimizer_state))
+    return (
+        *(Row(label, num_bytes, None, "not compiled") for label, num_bytes in held),
+        _peak_row(refusal.needed_bytes, refusal.available_bytes),
+    )
