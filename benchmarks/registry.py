@@ -63,7 +63,7 @@ BENCHMARKS = {
     ),
     "collectives": Benchmark(
         "collectives", "every collective by size, ranks and backend, with fitted latency and bandwidth",
-        20, 1, (*_MACHINE, "sizes_mb", "in_a_row"),
+        20, 1, (*_MACHINE, "sizes_mb", "nccl_tests", "in_a_row"),
     ),
     "scaling": Benchmark(
         "scaling", "strong and weak scaling, measured here and simulated up to 512 H100s", 5, 2,

@@ -9,6 +9,7 @@ two parts. Simulated devices copy within one memory and send nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ..harness.free_memory import free_bytes
@@ -45,7 +46,9 @@ def describe(options: Options) -> tuple[CollectivesSetup, str]:
     16 MiB on 2 ranks.
 
     Raises:
-        ValueError: If there are too few ranks, rounds or GPUs, or sizes given by hand do not fit.
+        ValueError: If there are too few ranks, rounds or GPUs, sizes given by hand do not fit, or a file is not of
+            nccl-tests.
+        OSError: If a file cannot be read.
     """
     if options.steps is not None and options.steps < MIN_ROUNDS:
         raise ValueError(f"steps (={options.steps}) must be at least {MIN_ROUNDS} rounds, or the spread means nothing")
@@ -53,7 +56,10 @@ def describe(options: Options) -> tuple[CollectivesSetup, str]:
     names = QUICK_NAMES if options.quick else NAMES
     sizes = asked_sizes(options.sizes_mb, options.quick)
     budget_s = QUICK_BUDGET_S if options.quick else BUDGET_S
-    setup = CollectivesSetup(parts, names, sizes, options.steps, budget_s, options.in_a_row)
+    files = options.nccl_tests or ()
+    for path in files:
+        nccl_tests.read_file(path)  # a wrong one is refused before anything is measured
+    setup = CollectivesSetup(parts, names, sizes, options.steps, budget_s, options.in_a_row, files)
     there = [part for part in parts if not part.why_not]
     if options.sizes_mb:
         for part in there:
@@ -83,6 +89,8 @@ def run(this: Run, setup: CollectivesSetup) -> bool:
         if programs := nccl_tests.installed(setup.names):
             key = f"{nccl_tests.NAME}, {num_ranks} ranks"
             this.part(key, lambda num=num_ranks, of=programs: nccl_tests.rows(of, setup.sizes, num))  # type: ignore[misc]
+    for path in setup.nccl_tests:
+        this.part(f"{nccl_tests.NAME}, {path}", partial(nccl_tests.read_file, path))
     show(this, section(this.rows))
     return holds(this.rows)
 

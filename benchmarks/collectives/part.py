@@ -66,6 +66,7 @@ class CollectivesSetup:
         num_rounds: Timed rounds per size; None for as many as fit into ``budget_s`` seconds.
         in_a_row: Calls of small buffers that are also timed between two synchronisations; None for 20 on GPUs, and none
             elsewhere.
+        nccl_tests: Files of what nccl-tests printed.
     """
 
     parts: tuple[BackendPart, ...]
@@ -74,6 +75,7 @@ class CollectivesSetup:
     num_rounds: int | None
     budget_s: float
     in_a_row: int | None = None
+    nccl_tests: tuple[str, ...] = ()
 
 
 def missing(

@@ -31,6 +31,7 @@ class Options:
     strategies: tuple[str, ...] | None = None
     bucket_mb: tuple[float, ...] | None = None
     sizes_mb: tuple[float, ...] | None = None
+    nccl_tests: tuple[str, ...] | None = None
     in_a_row: int | None = None
     profile: bool = False
     minutes: float | None = None
@@ -106,6 +107,10 @@ def add_options(parser: argparse.ArgumentParser, shown: Collection[str] = OPTION
     add("--strategies", metavar="NAME", nargs="+", help="strategies to compare: STRATEGIES")
     add("--bucket-mb", type=float, metavar="MIB", nargs="+", help="of buckets: caps, in MiB")
     add("--sizes-mb", type=float, metavar="MIB", nargs="+", help="of collectives: buffers, in MiB")
+    add(
+        "--nccl-tests", metavar="FILE", nargs="+",
+        help="of collectives: what nccl-tests printed, such as all_reduce_perf, to show beside them",
+    )  # fmt: skip
     add(
         "--in-a-row", type=int, metavar="N",
         help="of strategies and collectives: time N steps, or calls of small buffers, between two synchronisations as"
