@@ -87,7 +87,7 @@ def _write_npz(path: Path, leaves: Mapping[str, Any]) -> None:
     with zipfile.ZipFile(path, "w") as archive:
         for name, leaf in leaves.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                np.lib.format.write_array(member, _as_native(np.asarray(leaf)), allow_pickle=False)
+                np.lib.format.write_array(member, as_native(np.asarray(leaf)), allow_pickle=False)
 
 
 def _write_safetensors(path: Path, leaves: Mapping[str, Any]) -> None:
@@ -126,6 +126,7 @@ def _read(archive: zipfile.ZipFile, name: str) -> np.ndarray:
         return np.lib.format.read_array(member, allow_pickle=False)
 
 
-def _as_native(array: np.ndarray) -> np.ndarray:
+def as_native(array: np.ndarray) -> np.ndarray:
+    """Widens floats that NumPy does not have, such as bfloat16, to float32, which holds them exactly."""
     is_native = not jnp.issubdtype(array.dtype, jnp.floating) or np.issubdtype(array.dtype, np.floating)
     return array if is_native else array.astype(np.float32)

@@ -76,9 +76,10 @@ def train(
     loss_fn, params = build(options.model, seed=options.seed)
     if options.weights is not None:
         from ..checkpoint.interop import from_numpy  # late: Orbax is slow to import
-        from ..checkpoint.weights import load_weights
+        from ..checkpoint.weights import as_native, load_weights
 
-        params = from_numpy(load_weights(options.weights), params)
+        weights = {name: as_native(array) for name, array in load_weights(options.weights).items()}
+        params = from_numpy(weights, params)
     trainer = Trainer(
         loss_fn, _make_optimizer(options), strategy, mesh,
         num_microbatches=options.microbatches, max_grad_norm=options.max_grad_norm,

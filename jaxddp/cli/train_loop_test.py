@@ -18,6 +18,8 @@ import jaxddp
 from jaxddp.checkpoint import checkpoints as checkpoints_module
 from jaxddp.checkpoint.checkpoints import Checkpoints
 from jaxddp.checkpoint.host_state import to_host
+from jaxddp.checkpoint.interop import to_numpy
+from jaxddp.checkpoint.weights import export_weights
 from jaxddp.cli import train_loop
 from jaxddp.cli.interrupts import SIGNALS, Signalled
 from jaxddp.cli.train_loop import train
@@ -174,6 +176,24 @@ def test_seed_reaches_parameters_and_data(small, monkeypatch):
     with pytest.raises(Stop):
         train(small(seed=7))
     assert seeds == [7, 7]
+
+
+def test_weights_in_bfloat16_become_the_models_float32(small, tmp_path, monkeypatch):
+    _, params = train_loop.build(SMALL, seed=5)
+    rounded = {name: jnp.asarray(array, jnp.bfloat16) for name, array in to_numpy(params).items()}
+    export_weights(path := str(tmp_path / "weights.safetensors"), rounded)
+    given = []
+
+    def stop(self, params, **_):
+        given.append(params)
+        raise Stop
+
+    monkeypatch.setattr(train_loop.Trainer, "init", stop)
+    with pytest.raises(Stop):
+        train(small(weights=path))
+    for name, array in to_numpy(given[0]).items():
+        assert array.dtype == np.float32
+        np.testing.assert_array_equal(array, rounded[name].astype(jnp.float32), name)
 
 
 # Checkpoints
