@@ -70,13 +70,13 @@ def read_file(path: str) -> list[dict[str, Any]]:
     """
     text = Path(path).read_text(errors="replace")
     asked = re.search("|".join(_PROGRAMS.values()), text) or re.search("|".join(_PROGRAMS.values()), Path(path).name)
-    ranks = re.findall(r"^#\s+Rank\s+(\d+)\b.*?(?:\]\s*(.*\S))?\s*$", text, re.MULTILINE)
+    ranks = dict(re.findall(r"^#\s+Rank\s+(\d+)\b.*?(?:\]\s*(.*\S))?\s*$", text, re.MULTILINE))  # their GPUs
     if asked is None or not ranks:
         what = "the name of its program" if asked is None else "a line for each rank"
         raise ValueError(f"file {path!r} must be what nccl-tests printed, and has not {what}")
     name = next(name for name, program in _PROGRAMS.items() if program == asked[0])
-    common = _common(len(dict(ranks))) | {"collective": name, "device": ranks[0][1] or "GPU"}
-    if not (found := [_row(fields, name, len(dict(ranks))) for fields in _lines(text)]):
+    common = _common(len(ranks)) | {"collective": name, "device": next(iter(ranks.values())) or "GPU"}
+    if not (found := [_row(fields, name, len(ranks)) for fields in _lines(text)]):
         raise ValueError(f"file {path!r} must be what nccl-tests printed, and has no line of a size")
     if outside := re.search(r"Out of bounds values\s*:\s*([1-9]\d*)", text):
         common["check"] = f"WRONG: {outside[1]} values of the file"
@@ -111,7 +111,8 @@ def _lines(output: str) -> list[list[str]]:
 
 def _row(fields: Sequence[str], name: str, num_ranks: int) -> dict[str, Any]:
     num_bytes, _, dtype, _, _, time_us, _, _, wrong = fields[:9]
-    # What is printed is rounded to 0.01 GB/s, so that small sizes have none.
+    # The bandwidths that it prints are rounded to 0.01 GB/s, so that small sizes have none.
+    is_count = wrong.isdigit()  # older releases print the largest error; N/A: not checked
     algbw, busbw = rates(name, int(num_bytes), float(time_us) * 1e-6, num_ranks)
     return {
         "size_bytes": int(num_bytes),
@@ -119,7 +120,5 @@ def _row(fields: Sequence[str], name: str, num_ranks: int) -> dict[str, Any]:
         "in_a_row_us": float(time_us),
         "algbw_gb_per_s": algbw,
         "busbw_gb_per_s": busbw,
-        "check": f"WRONG: {wrong} values"
-        if wrong.isdigit() and int(wrong)
-        else "ok",  # older ones print an error, N/A is none
+        "check": f"WRONG: {wrong} values" if is_count and int(wrong) else "ok",
     }
