@@ -72,7 +72,7 @@ def partial_loss(loss_fn: Callable[..., Any], has_aux: bool, has_state: bool = F
     Returns:
         The loss function, to be differentiated in ``total``; its model state is ``()`` without ``has_state``.
     """
-    call = _with_key(loss_fn, has_state)
+    call = with_key(loss_fn, has_state)
 
     def outputs(params: Any, model_state: Any, batch: Any, key: jax.Array | None) -> tuple[Any, Any, Any]:
         result = call(params, *([model_state] if has_state else []), batch, key)
@@ -251,7 +251,7 @@ def _with_rows(aux_fn: Callable[..., Any], rows: int, args: tuple[Any, Any, Any,
         return None
 
 
-def _with_key(loss_fn: Callable[..., Any], has_state: bool) -> Callable[..., Any]:
+def with_key(loss_fn: Callable[..., Any], has_state: bool) -> Callable[..., Any]:
     """Adapts a loss function to ``(*inputs, key)``; it gets ``key`` by position or by name if it takes one.
 
     A key that ``functools.partial`` has set stays. Called with None, to evaluate, it gets no key: the default of its

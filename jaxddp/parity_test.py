@@ -4,9 +4,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jaxddp
 from jaxddp.communication import compression
+from jaxddp.flax import from_nnx
 
 torch = pytest.importorskip("torch")
 
@@ -87,6 +89,63 @@ def test_options_of_the_trainer():
         loss_fn, optax.sgd(0.1), PARAMS, BATCHES, strategies=["naive"], num_ranks=[2], max_grad_norm=0.1
     )
     assert np.any(whole.params["up.kernel"] != unclipped[0].params["up.kernel"])
+
+
+def test_torch_is_clipped_and_frozen_alike_and_an_unused_parameter_decays():
+    class Unused(Net):
+        def __init__(self):
+            super().__init__()
+            self.spare = torch.nn.Parameter(torch.ones(3))
+
+    params = {**PARAMS, "spare": np.ones(3)}
+    *_, found = jaxddp.parity.check(
+        loss_fn, optax.adamw(1e-2), params, BATCHES, strategies="zero1", num_ranks=[2],
+        max_grad_norm=0.1, trainable=lambda name: not name.endswith("bias"),
+        torch=(Unused(), torch_loss, partial(torch.optim.AdamW, lr=1e-2, weight_decay=1e-4)),
+    )  # fmt: skip
+    assert found.strategy == "PyTorch" and np.all(found.params["up.bias"] == 0) and np.all(found.params["spare"] < 1)
+
+
+class Normalised(nnx.Module):
+    def __init__(self, axis_name):
+        rngs = nnx.Rngs(0)
+        self.up, self.down = nnx.Linear(3, 5, use_bias=False, rngs=rngs), nnx.Linear(5, 2, rngs=rngs)
+        self.norm = nnx.BatchNorm(5, axis_name=axis_name, use_fast_variance=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(jnp.tanh(self.norm(self.up(x))))
+
+
+class TorchNormalised(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(3, 5, bias=False), torch.nn.Linear(5, 2)
+        self.norm = torch.nn.BatchNorm1d(5)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.norm(self.up(x))))
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_a_model_with_state(has_aux):
+    def loss(model, batch):
+        square = jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+        return (square, {"again": square}) if has_aux else square
+
+    nnx_loss, params, model_state = from_nnx(Normalised("data"), loss, has_aux=has_aux)
+    results = jaxddp.parity.check(
+        nnx_loss, optax.adamw(1e-2), params, BATCHES, strategies=["naive", "zero3"], num_ranks=[2],
+        model_state=model_state, torch=(TorchNormalised(), torch_loss, partial(torch.optim.AdamW, lr=1e-2, eps=1e-8,
+                                                                               weight_decay=1e-4)),
+    )  # fmt: skip
+    assert [one.strategy for one in results] == ["naive", "zero3", "PyTorch"]
+    assert np.all(results[0].params["model_state.norm.mean"] != 0)
+    # Statistics of each rank's own examples are others.
+    nnx_loss, params, model_state = from_nnx(Normalised(None), loss, has_aux=has_aux)
+    with pytest.raises(jaxddp.parity.ParityError):
+        jaxddp.parity.check(
+            nnx_loss, optax.sgd(0.1), params, BATCHES, strategies="naive", num_ranks=[2], model_state=model_state
+        )
 
 
 def test_values_that_are_no_numbers_part():
