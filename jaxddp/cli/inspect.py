@@ -30,7 +30,8 @@ def add_parser(commands: Any) -> None:
     add = parser.add_argument
     add("--model", metavar="NAME", help="a named size, or custom (default: seed_xl)")
     add("--trainer", metavar="MODULE:FUNCTION", help="your own training: the function gives (loss_fn, optimizer, "
-        "params, batch), of which shapes are enough, and if wanted a dict of Trainer's other options")  # fmt: skip
+        "params, batch), of which shapes are enough, and if wanted a dict of Trainer's other options, which may have a "
+        "model_state")  # fmt: skip
     for shape in _SHAPES:
         add(f"--{shape}", type=int, metavar="N", help=f"{shape} of --model custom")
     add("--strategy", default="bucketed", metavar="NAME", help="one of STRATEGIES, or "
@@ -163,7 +164,9 @@ def training_of(spec: str) -> Any:
         raise ValueError(
             f"trainer (={spec}) must give (loss_fn, optimizer, params, batch), and a dict of options if any"
         )
-    return Training(*made)
+    loss_fn, optimizer, params, batch, options = made if len(made) == 5 else (*made, {})
+    others = {name: option for name, option in options.items() if name != "model_state"}
+    return Training(loss_fn, optimizer, params, batch, others, options.get("model_state"))
 
 
 def _config(arguments: argparse.Namespace) -> Any:

@@ -297,6 +297,8 @@ def own(tmp_path, monkeypatch):
     (tmp_path / "own_training.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("own_training", None)
 
 
 def test_a_training_of_ones_own(own, capsys):

@@ -42,7 +42,8 @@ def add_parser(commands: Any) -> None:
         "transformer 3)")  # fmt: skip
     add("--trainer", metavar="MODULE:FUNCTION", help="your own training in place of --model, at every ZeRO stage: the "
         "function gives (loss_fn, optimizer, params, batch), of which shapes are enough, and if wanted a dict of "
-        "Trainer's other options; goes with --target, --stage, --verify and --json alone")  # fmt: skip
+        "Trainer's other options, which may have a model_state; goes with --target, --stage, --verify and --json "
+        "alone")  # fmt: skip
     add("--target", metavar="SPEC", help="chip and count: h100:8, h100:4x8 for 4 hosts of 8, v5p:64; chips are h100, "
         f"h200, a100, b200 and v5p (default: {DEFAULT_TARGET}, with --trainer {_TRAINER_TARGET})")  # fmt: skip
     add("--fsdp", type=int, metavar="N", help="ranks that share the training state (default: all that --tp leaves)")

@@ -134,6 +134,15 @@ def make(optimizer=None):
 def muon():
     return make(optax.contrib.muon(1e-3))
 
+def normalised():
+    def loss_fn(params, mean, batch):
+        hidden = batch @ params["up"]
+        loss = jnp.mean(((hidden - hidden.mean(0)) @ params["down"]) ** 2)
+        return loss, 0.9 * mean + 0.1 * hidden.mean(0)
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
+    params = {"up": shape(64, 100), "down": shape(100, 8)}
+    return loss_fn, optax.adamw(1e-3), params, shape(16, 64), {"has_state": True, "model_state": shape(100)}
+
 def odd():
     return *make()[:3], jax.ShapeDtypeStruct((6, 64), jnp.float32)
 """
@@ -184,6 +193,13 @@ def test_a_training_of_ones_own_is_compiled_as_planned(stage, own, capsys):
     for one in {one["kind"] for one in found["collectives"]}:
         assert rows[f"{one} buffers"]["check"].startswith("ok: ") and rows[f"{one} buffers"]["difference"] == 0
     assert rows["peak"]["check"] == "fits in 80.00 GB" and rows["peak"]["compiled"] > parameters + optimizer_state
+
+
+def test_a_model_with_state_is_compiled_as_planned(own, capsys):
+    (found,) = planned("--trainer own_training:normalised --target h100:2 --stage 1 --verify", capsys)["stages"]
+    assert found["verify"]["as_planned"] and {one["kind"] for one in found["collectives"]} == {
+        "reduce-scatter", "all-gather"
+    }  # fmt: skip
 
 
 def test_a_training_of_ones_own_that_is_compiled_otherwise(own, monkeypatch, capsys):

@@ -15,21 +15,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax.numpy as jnp
-
 from .. import targets
-from ..compiled.memory import held_bytes, state_formula, step_memory
+from ..compiled.memory import held_bytes, step_memory
 from ..compiled.schedule import read_schedule
 from ..network import GB
-from ..planning.cost.memory import PerParameter
 from ..registry import make_strategy
 from ..targets.program import TargetMemoryError, TargetProgram
 from ..training.step import TrainState
 from ..training.train import Trainer
-from ..training.validation import abstract as shapes_of
 from ..training.validation import check_batch
-from ..tree import named_leaves, split
-from .strategies import Training
+from .strategies import Training, gradient_bytes
 from .verification import MARK, STRATEGY_NAMES, Row, kind_of, sent_by_rank, state_row
 
 
@@ -91,16 +86,16 @@ def plan_stages(
         >>> [plan.total for plan in plan_stages(training, targets.target("h100:2"))]  # a counter has 4 bytes
         [260, 196, 164, 260]
     """
-    loss_fn, optimizer, params, batch, options = training
-    params, batch, mesh = shapes_of(params), shapes_of(batch), targets.mesh(target.spec)
+    loss_fn, optimizer, params, batch, options, model_state = training.shapes()
+    mesh = targets.mesh(target.spec)
     found: dict[int, StagePlan] = {}
     pending = {}
     for stage in stages:
         name = STRATEGY_NAMES[stage]
         try:
             trainer = Trainer(loss_fn, optimizer, make_strategy(name), mesh, **options)
-            state = trainer.abstract_state(params)
-            gradients = _gradient_bytes(params, trainer, **options)
+            state = trainer.abstract_state(params, model_state)
+            gradients = gradient_bytes(params, trainer, **options)
             found[stage] = _planned(stage, trainer, state, batch, gradients)
         except ValueError as error:
             found[stage] = StagePlan(stage, name, refused=str(error))
@@ -124,16 +119,6 @@ def _planned(stage: int, trainer: Trainer, state: TrainState, batch: Any, gradie
         stage, trainer.strategy.name, held.parameters, gradients, held.optimizer_state,
         tuple(collectives), sum(sent_by_rank(*each, range(trainer.num_ranks)) for each in collectives),
     )  # fmt: skip
-
-
-def _gradient_bytes(params: Any, trainer: Trainer, trainable: Any = None, grad_dtype: Any = None, **_: Any) -> int:
-    by_itemsize: dict[int, dict[str, Any]] = {}
-    for name, leaf in named_leaves(split(params, trainable)[0]).items():
-        by_itemsize.setdefault(jnp.dtype(grad_dtype or leaf.dtype).itemsize, {})[name] = leaf
-    return sum(
-        int(state_formula(leaves, trainer.strategy, trainer.num_ranks, PerParameter(0, itemsize, 0)).gradients)
-        for itemsize, leaves in by_itemsize.items()
-    )
 
 
 def _compared(plan: StagePlan, program: TargetProgram, state: TrainState, target: targets.Target) -> StagePlan:

@@ -6,6 +6,8 @@ and with a bound that no schedule can beat.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,10 +21,11 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import targets
-from ..compiled.memory import held_bytes
+from ..compiled.memory import DeviceBytes, held_bytes, state_formula
 from ..compiled.schedule import Schedule, read_schedule
 from ..models import TransformerConfig, abstract
 from ..network import Network
+from ..planning.cost.memory import PerParameter
 from ..registry import STRATEGIES, is_bucketed, make_strategy
 from ..simulation.bound import Bound, lower_bound
 from ..simulation.simulate import Simulation, network_of, simulate
@@ -34,6 +37,7 @@ from ..targets.program import TargetMemoryError, TargetProgram
 from ..training.jit_baseline import auto_step
 from ..training.train import Trainer, TrainState
 from ..training.validation import abstract as shapes_of
+from ..tree import named_leaves, split
 
 AUTO = "auto"
 LEARNING_RATE = 1e-3
@@ -122,6 +126,7 @@ class Training(NamedTuple):
         params: A tree of arrays or ``jax.ShapeDtypeStruct``.
         batch: The global batch; the same.
         options: Others of ``Trainer``.
+        model_state: The same as ``params``, with ``has_state``.
     """
 
     loss_fn: Callable[..., Any]
@@ -129,6 +134,12 @@ class Training(NamedTuple):
     params: Any
     batch: Any
     options: Mapping[str, Any] = MappingProxyType({})
+    model_state: Any = None
+
+    def shapes(self) -> Training:
+        """The same by shapes alone."""
+        params, batch, model_state = map(shapes_of, (self.params, self.batch, self.model_state))
+        return self._replace(params=params, batch=batch, model_state=model_state)
 
 
 def transformer_training(config: TransformerConfig, num_sequences: int) -> Training:
@@ -149,6 +160,7 @@ def inspect(
     bucket_mb: Any = None,
     network: Network | None = None,
     replicas: int = 1,
+    model_state: Any = None,
     **options: Any,
 ) -> list[Inspection]:
     """Compiles training steps for a machine that is not here, reads them back and simulates them.
@@ -165,6 +177,7 @@ def inspect(
         network: How fast ranks send; the published links of the target if None.
         replicas: As for ``data_mesh``: strategies that shard are also compiled as ``"NAME hybrid"``, sharded within so
             many groups and summed across.
+        model_state: With ``has_state``, as for ``Trainer.init``; shapes are enough.
         **options: Others of ``Trainer``, such as ``num_microbatches``.
 
     Returns:
@@ -175,7 +188,7 @@ def inspect(
             ``"auto"`` comes with options, the step does not fit into the target's memory, or as ``Trainer``.
     """
     machine = targets.target(target)
-    training = Training(loss_fn, optimizer, params, batch, options)
+    training = Training(loss_fn, optimizer, params, batch, options, model_state)
     network = network or network_of(machine)
     return inspect_steps(strategies, training, machine, network, bucket_mb=bucket_mb, replicas=replicas)
 
@@ -191,8 +204,7 @@ def inspect_steps(
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Inspection]:
     """Does the work of ``inspect``; ``say`` shows progress."""
-    loss_fn, optimizer, params, batch, options = training
-    params, batch = shapes_of(params), shapes_of(batch)
+    loss_fn, optimizer, params, batch, options, model_state = training.shapes()
     given, names = {_name(one): one for one in strategies}, [*map(_name, strategies)]
     if any(given[name] != one for name, one in zip(names, strategies, strict=True)):
         raise ValueError(f"strategies (={', '.join(names)}) must have different names")
@@ -217,13 +229,23 @@ def inspect_steps(
         trainers |= {f"{name} hybrid": one.with_strategy(one.strategy, hybrid) for name, one in sharded.items()}
     names += [name for name in trainers if name not in names]
     whole = Trainer(loss_fn, optimizer, make_strategy("naive"), mesh, **options)
-    state = whole.abstract_state(params)
-    states = {name: trainer.abstract_state(params) for name, trainer in trainers.items()}
-    held = {name: _held(trainer, states[name]) for name, trainer in trainers.items()}
-    held.setdefault(AUTO, _held(whole, state))
-    what = "parameters, gradients and optimizer state alone need"
+    state = whole.abstract_state(params, model_state)
+    states = {name: trainer.abstract_state(params, model_state) for name, trainer in trainers.items()}
+    held = {name: held_bytes(trainer.layout(states[name])) for name, trainer in trainers.items()}
+    alone_bytes = {name: _alone_bytes(params, trainer, held[name], options) for name, trainer in trainers.items()}
+    held.setdefault(AUTO, held_bytes(whole.layout(state)))
+    alone_bytes.setdefault(AUTO, _alone_bytes(params, whole, held[AUTO], options))
+
+    def check_fits(what: str, name: str, needed: int, available: int) -> None:
+        if needed > available:
+            of_stages = _alone_bytes_by_stage(whole, params, model_state, options)
+            raise _too_large(
+                what, needed, available, target, of_stages, needed - alone_bytes.get(name, alone_bytes[AUTO])
+            )
+
     for name in names:  # before anything is compiled
-        _check_fits(what, 2 * held[name][0] + held[name][1], target.chip.memory_bytes, state, target)
+        what = "parameters, gradients and optimizer state alone need"
+        check_fits(what, name, alone_bytes[name], target.chip.memory_bytes)
     say(f"compiling {len(names) + 1} programs for {target.spec}")
     pending_alone = targets.start_compile_without_communication(whole, state, batch)
     pending = {}
@@ -240,17 +262,21 @@ def inspect_steps(
         try:
             return of.result()
         except TargetMemoryError as error:
-            _check_fits(f"a step of {name} needs", error.needed_bytes, error.available_bytes, state, target)
+            check_fits(f"a step of {name} needs", name, error.needed_bytes, error.available_bytes)
             raise
 
     alone = read_schedule(result("one rank alone", pending_alone))
-    bound = lower_bound(alone, target.chip, network, _num_bytes(state.params), target.num_devices)
+    sent = [
+        _sent_bytes(whole, state, batch),
+        *(_sent_bytes(one, states[name], batch) for name, one in trainers.items()),
+    ]
+    bound = lower_bound(alone, target.chip, network, min(sent), target.num_devices)
     found = []
     for name in names:
         program = result(name, pending[name])
         schedule = read_schedule(program)
         memory = _memory(schedule, held[name], batch, target)
-        _check_fits(f"a step of {name} needs", memory["peak"], memory["available"], state, target)
+        check_fits(f"a step of {name} needs", name, memory["peak"], memory["available"])
         planned = trainers[name].planned(states[name], batch) if name in trainers else []
         simulation = simulate(schedule, target.chip, network)
         found.append(Inspection(name, target, network, planned, schedule, simulation, bound, memory, program.as_text()))
@@ -320,16 +346,49 @@ def _num_bytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
-def _held(trainer: Trainer, state: TrainState) -> tuple[int, int]:
-    held = held_bytes(trainer.layout(state))
-    return held.parameters, held.optimizer_state
+def gradient_bytes(params: Any, trainer: Trainer, trainable: Any = None, grad_dtype: Any = None, **_: Any) -> int:
+    """Bytes of the gradients that outlive their bucket, on a device; the last two are options of the trainer."""
+    strategy = trainer.strategy._replace(shards_leaves=False)
+    by_itemsize: dict[int, dict[str, Any]] = {}
+    for name, leaf in named_leaves(split(params, trainable)[0]).items():
+        by_itemsize.setdefault(jnp.dtype(grad_dtype or leaf.dtype).itemsize, {})[name] = leaf
+    return sum(
+        int(state_formula(leaves, strategy, trainer.num_ranks, PerParameter(0, itemsize, 0)).gradients)
+        for itemsize, leaves in by_itemsize.items()
+    )
 
 
-def _memory(schedule: Schedule, held: tuple[int, int], batch: Any, target: targets.Target) -> dict[str, int]:
+def _alone_bytes(params: Any, trainer: Trainer, held: DeviceBytes, options: Mapping[str, Any]) -> int:
+    """Bytes of parameters, gradients and optimizer state on a device."""
+    return held.parameters + held.optimizer_state + gradient_bytes(params, trainer, **options)
+
+
+def _alone_bytes_by_stage(whole: Trainer, params: Any, model_state: Any, options: Mapping[str, Any]) -> dict[int, int]:
+    """The same of the ZeRO stages that take the training."""
+    found = {}
+    for stage in (1, 2, 3):
+        trainer = whole.with_strategy(make_strategy(f"zero{stage}"))
+        with contextlib.suppress(ValueError):
+            held = held_bytes(trainer.layout(trainer.abstract_state(params, model_state)))
+            found[stage] = _alone_bytes(params, trainer, held, options)
+    return found
+
+
+def _sent_bytes(trainer: Trainer, state: TrainState, batch: Any) -> float:
+    """Bytes of the all-reduce that takes as long as what a strategy must send after the first gradient."""
+    if not trainer.strategy.compression.sends:
+        return math.inf
+    # Half of a reduction is a reduce-scatter or an all-gather; of ZeRO-3's gathers, half are the forward's.
+    gathers = 0.25 if trainer.strategy.shards_params else 0.5
+    shares = {"all-reduce": 1.0, "reduce-scatter": 0.5, "all-gather": gathers}
+    return sum(shares.get(kind, 0) * num_bytes for kind, num_bytes in trainer.planned(state, batch))
+
+
+def _memory(schedule: Schedule, held: DeviceBytes, batch: Any, target: targets.Target) -> dict[str, int]:
     assert schedule.memory is not None
     return {
-        "parameters": held[0],
-        "optimizer_state": held[1],
+        "parameters": held.parameters,
+        "optimizer_state": held.optimizer_state,
         "batch": _num_bytes(batch) // target.num_devices,
         "temporaries": schedule.memory.temporaries,
         "peak": schedule.memory.peak,
@@ -337,22 +396,27 @@ def _memory(schedule: Schedule, held: tuple[int, int], batch: Any, target: targe
     }
 
 
-def _check_fits(what: str, needed: int, available: int, state: TrainState, target: targets.Target) -> None:
-    """Raises ValueError for a step that needs more memory than a device has, and suggests a ZeRO stage."""
-    if needed <= available:
-        return
-    params, opt_state = _num_bytes(state.params), _num_bytes(state.opt_state)
-    others = (target.num_devices - 1) / target.num_devices
-    sharded = {1: opt_state, 2: opt_state + params, 3: opt_state + 2 * params}  # stage 2 adds gradients, 3 parameters
-    needed_by = {stage: needed - num_bytes * others for stage, num_bytes in sharded.items()}
+def _too_large(
+    what: str, needed: int, available: int, target: targets.Target, of_stages: Mapping[int, int], others: int
+) -> ValueError:
+    """The error of a step that needs more memory than a device has; it suggests a ZeRO stage.
+
+    ``others`` are the bytes of it that are not counted in ``of_stages``.
+    """
+    needed_by = {stage: num_bytes + others for stage, num_bytes in of_stages.items()}
     fitting = next((stage for stage, num_bytes in needed_by.items() if num_bytes <= available), None)
     excess = needed - available
     too_much = f"{excess / 1e9:.1f} GB" if excess >= 1e8 else f"{excess / 1e6:.1f} MB"
-    if fitting is None:
-        advice = f"even ZeRO-3 would need {needed_by[3] / 1e9:.1f} GB"
-    else:
+    if fitting is not None:
         advice = f"ZeRO-{fitting} would fit, with {needed_by[fitting] / 1e9:.1f} GB"
-    raise ValueError(
+    else:
+        last = max(needed_by, default=None)
+        advice = (
+            "no stage of ZeRO takes this training"
+            if last is None
+            else (f"even ZeRO-{last} would need {needed_by[last] / 1e9:.1f} GB")
+        )
+    return ValueError(
         f"{what} {needed / 1e9:.1f} GB on each device of {target.spec!r}, which has {available / 1e9:.1f} GB: "
         f"{too_much} too much; {advice}"
     )

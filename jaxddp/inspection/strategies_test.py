@@ -1,5 +1,7 @@
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import optax
 import pytest
 
@@ -7,7 +9,7 @@ import jaxddp
 from jaxddp import targets
 from jaxddp.cli.inspect_console import as_json
 from jaxddp.compiled.testdata import fixture_names, load_fixture
-from jaxddp.inspection.strategies import inspect_dump, inspect_steps, platform_of_text, transformer_training
+from jaxddp.inspection.strategies import Training, inspect_dump, inspect_steps, platform_of_text, transformer_training
 from jaxddp.models import SIZES, TransformerConfig
 from jaxddp.network import Network
 from jaxddp.targets.program import MemoryStats, TargetMemoryError, TargetProgram
@@ -76,6 +78,23 @@ def test_the_bound_is_one_and_below_every_step(found):
     assert bucketed.bound.all_reduce_s == NETWORK.seconds("all-reduce", 4 * NUM_PARAMS, range(16))
     for each in found:
         assert each.simulation.step_s > each.bound.step_s
+
+
+def test_the_bound_is_below_a_step_that_sends_less_than_the_bytes_of_the_parameters():
+    """A frozen one is not sent, and zero1 gathers half of the bytes that it sums."""
+
+    def loss_fn(params, mean, batch):
+        return jnp.mean((batch.astype(params["w"].dtype) @ params["frozen"] @ params["w"]).astype("f4") ** 2), mean + 1
+
+    params = {name: jax.ShapeDtypeStruct((512, 512), "float32") for name in ("frozen", "w")}
+    found = jaxddp.inspect(
+        loss_fn, optax.adamw(1e-3), params, jax.ShapeDtypeStruct((16, 512), "float32"), target="h100:2",
+        strategies=["bucketed", "zero1"], network=Network(0.1), compute_dtype=jnp.bfloat16,
+        trainable=lambda name: name == "w", has_state=True, model_state=jax.ShapeDtypeStruct((), "float32"),
+    )  # fmt: skip
+    assert len(found) == 2 and all(each.as_planned and each.simulation.step_s > each.bound.step_s for each in found)
+    sums, gathers = 4 * 512**2, 2 * 512**2
+    assert found[0].bound.all_reduce_s == Network(0.1).seconds("all-reduce", (sums + gathers) / 2, range(2))
 
 
 @pytest.mark.full
@@ -167,6 +186,24 @@ def test_a_step_too_large_says_by_how_much_and_what_would_fit(needed_gb, by_the_
     monkeypatch.setattr("jaxddp.targets.start_compile", lambda *args: Finished(error if by_the_compiler else program))
     with pytest.raises(ValueError, match=f"^a step of naive needs {said}$"):
         inspect_steps(["naive"], transformer_training(SIZES["2.7b"], 128), target, Network(450))
+
+
+def test_frozen_parameters_have_no_gradients(monkeypatch):
+    """45 GB of them fit in 80."""
+    shapes = {
+        "frozen": jax.ShapeDtypeStruct((150_000, 150_000), "bfloat16"),
+        "w": jax.ShapeDtypeStruct((8,), "float32"),
+    }
+    training = Training(
+        lambda params, batch: jnp.mean(batch["x"] * params["w"].sum()) * params["frozen"][0, 0].astype("float32"),
+        optax.adamw(1e-3), shapes, {"x": jax.ShapeDtypeStruct((8,), "float32")},
+        {"trainable": lambda name: name == "w"},
+    )  # fmt: skip
+    program = TargetProgram(TARGET, load_fixture("gpu-naive-jax0.10"), MemoryStats(0, 0, 0, 0, 0, 0), {})
+    monkeypatch.setattr("jaxddp.targets.start_compile_without_communication", lambda *args: Finished(program))
+    monkeypatch.setattr("jaxddp.targets.start_compile", lambda *args: Finished(program))
+    (naive,) = inspect_steps(["naive"], training, targets.target("h100:8"), NETWORK)
+    assert naive.memory["parameters"] == 45_000_000_000 + 32
 
 
 def test_what_cannot_be_is_refused():

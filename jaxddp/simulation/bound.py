@@ -38,10 +38,10 @@ class Bound:
         return max(self.compute_s, self.forward_s + self.first_gradient_s + self.all_reduce_s)
 
 
-def lower_bound(alone: Schedule, chip: Chip, network: Network, gradient_bytes: int, num_devices: int) -> Bound:
+def lower_bound(alone: Schedule, chip: Chip, network: Network, gradient_bytes: float, num_devices: int) -> Bound:
     """Computes the bound from ``alone``, one rank's step compiled for one device of the target without communication.
 
-    ``gradient_bytes`` counts all gradients as they are sent.
+    ``gradient_bytes`` counts all gradients as the strategy that sends least sends them.
     """
     seconds = {op.name: device_seconds(op.total_work, chip) for op in alone.operations}
     forward = sum(seconds[op.name] for op in alone.operations if op.phase == "forward")

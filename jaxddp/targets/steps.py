@@ -38,7 +38,8 @@ def start_compile_without_communication(trainer: Trainer, state: TrainState, bat
     mesh = mesh_like(trainer.mesh)
     strategy = Strategy("without communication", lambda tensors: BucketPlan(()))
     silent = trainer.with_strategy(strategy, mesh)
-    state = silent.abstract_state(trainer.layout(state).whole())
+    model_state = state.model_state if trainer.has_state else None
+    state = silent.abstract_state(trainer.layout(state).whole(), model_state)
     trace = silent.trace(state, batch)
     nothing = BucketPlan((), constants=tuple(tensor.name for tensor in (*trace.tensors, *trace.constants)))
     function, args, options = silent.step_function(state, batch, nothing)

@@ -223,7 +223,7 @@ class Trainer:
                 raise ValueError(f"{name} (={number!r}) must be a non-negative integer")
         if state_sync not in STATE_SYNC:
             raise ValueError(f"state_sync (={state_sync!r}) must be one of {', '.join(STATE_SYNC)}")
-        self._has_state, self._scales_loss = has_state, loss_scale is not None
+        self.has_state, self._scales_loss = has_state, loss_scale is not None
         # In a job, a trainer may be of the process's own devices.
         is_here = isinstance(mesh, Mesh)
         self._spans_job = is_here and len({one.process_index for one in mesh.devices.flat}) == jax.process_count()
@@ -436,7 +436,7 @@ class Trainer:
         if eval_fn.__hash__ is None:
             raise ValueError(f"eval_fn (={type(eval_fn).__name__}) must be hashable: its programs are kept")
         assert isinstance(self.mesh, Mesh)
-        measure = Measure(eval_fn, self._has_state)
+        measure = Measure(eval_fn, self.has_state)
         return evaluate_batches(lambda *inputs: self._evaluate(state, inputs, measure), batches, self.batch_sharding)
 
     def _evaluate(self, state: TrainState, batch: Any, measure: Measure | None = None) -> Any:
@@ -587,9 +587,9 @@ class Trainer:
         return first_scale() if self._scales_loss else ()
 
     def _checked_model_state(self, model_state: Any) -> Any:
-        if self._has_state and model_state is None:
+        if self.has_state and model_state is None:
             raise ValueError("model_state (=None) must be given: has_state is set")
-        if not self._has_state and model_state is not None:
+        if not self.has_state and model_state is not None:
             raise ValueError(f"model_state (={type(model_state).__name__}) needs Trainer(has_state=True)")
         model_state = () if model_state is None else model_state
         for name, leaf in named_leaves(model_state).items():
