@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ..communication.buckets import MIB
-from ..scopes import LOSS_SCOPE, METRICS_SCOPE, MODEL_STATE_SCOPE, OPTIMIZER_SCOPE, SYNC_SCOPE
+from ..scopes import LOSS_SCOPE, METRICS_SCOPE, MODEL_STATE_SCOPE, OPTIMIZER_SCOPE, OTHER_AXES_SCOPE, SYNC_SCOPE
 from .hlo import Computation, Instruction, Module, one_line_errors, parse_module
 from .work import Work, WorkCounter, trip_count
 
@@ -66,11 +66,12 @@ class Collective:
     def is_gradients(self) -> bool:
         """Whether it is the strategy's: not of metrics or the model's state, nor one that the loss function calls.
 
-        Nor one of a single device, which sends nothing and which XLA leaves where ``check_vma`` asks for it.
+        Nor one that XLA adds along axes that are not of ranks, nor one of a single device, which sends nothing and
+        which XLA leaves where ``check_vma`` asks for it.
         """
         if len(self.group) == 1:
             return False
-        others = (METRICS_SCOPE, MODEL_STATE_SCOPE, LOSS_SCOPE)
+        others = (METRICS_SCOPE, MODEL_STATE_SCOPE, LOSS_SCOPE, OPTIMIZER_SCOPE, OTHER_AXES_SCOPE)
         return SYNC_SCOPE in self.op_name or not any(scope in self.op_name for scope in others)
 
 

@@ -111,6 +111,32 @@ def test_training_is_that_of_one_device_and_compiled_as_planned(name, shape):
         assert sum(num_bytes for _, num_bytes, _ in compiled) == 8 * (split // num_model + 7 * 3)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "optimizer"),
+    [("bucketed", optax.contrib.muon(1e-2)), pytest.param("zero3", optax.adamw(1e-2), marks=pytest.mark.full)],
+)
+def test_what_xla_adds_along_other_axes_is_not_counted_and_the_state_stays_in_place(strategy, optimizer):
+    """A bias of features that are split, but which is not split itself, and a state of them."""
+
+    def loss_fn(params, mean, batch):
+        hidden = batch["x"] @ params["up"] + params["bias"]
+        return jnp.mean((jnp.tanh(hidden - hidden.mean(0)) @ params["down"]) ** 2), 0.9 * mean + 0.1 * hidden.mean(0)
+
+    rng = np.random.default_rng(0)
+    shapes = {"up": (7, 8), "bias": (8,), "down": (8, 6)}
+    params = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    specs = {"up": P(None, "model"), "bias": P(), "down": P(None, "model")}
+    trainer = jaxddp.Trainer(
+        loss_fn, optimizer, STRATEGIES[strategy], grid(2, 2), param_specs=specs, has_state=True, nonfinite="skip"
+    )
+    state, batch = trainer.abstract_state(params, np.zeros(8)), batches(1)[0]
+    schedule = read_schedule(trainer.compile(state, batch))
+    assert sorted(trainer.planned_groups(state, batch)) == schedule.gradient_groups()
+    found = schedule.collectives()
+    assert [(one.kind, one.num_bytes) for one in found if one.is_model_state] == trainer.planned_sync(state)
+    assert all(len(one.group) == 2 for one in found)  # those of all devices brought the state back into place
+
+
 def noisy_loss(params, model_state, batch, key):
     x = batch["x"] * jax.random.bernoulli(key, 0.5, batch["x"].shape)
     squares = jnp.sum((forward(params, x) - batch["y"]) ** 2, axis=1)

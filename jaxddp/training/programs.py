@@ -311,8 +311,13 @@ class Programs:
             "donate_argnums": (0,) if donates_state else (),
             "compiler_options": self._compiler_options,
         }
-        axis = self._rank_step.axis
-        function = shard_map(on_rank, mesh=self._mesh, in_specs=model.specs, out_specs=outs, axis=axis)
+        axis, placed = self._rank_step.axis, partial(model.rank_step.placed, shardings=model.shardings[0])
+
+        def on_devices(state: Any, batch: Any) -> Any:
+            result = on_rank(placed(state), batch)
+            return (placed(result[0]), result[1]) if donates_state else result
+
+        function = shard_map(on_devices, mesh=self._mesh, in_specs=model.specs, out_specs=outs, axis=axis)
         return function, abstract((state, batch)), options
 
 

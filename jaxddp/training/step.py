@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.flatten_util import ravel_pytree
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..communication.axes import shard_axis
 from ..communication.buckets import BucketPlan
@@ -50,7 +50,7 @@ from ..communication.reduction import (
 from ..communication.sharding import Blocks, Cut
 from ..loss import PartialLoss, Parts, denominator, divide
 from ..metrics import PerExample, map_per_example
-from ..scopes import LOSS_SCOPE, METRICS_SCOPE, OPTIMIZER_SCOPE
+from ..scopes import LOSS_SCOPE, METRICS_SCOPE, OPTIMIZER_SCOPE, OTHER_AXES_SCOPE
 from ..strategy import Strategy
 from ..tree import merge, named_leaves, path_name, split
 from ..zero.clipping import on_shards
@@ -149,7 +149,7 @@ class RankStep:
         scale = _scale(state)
         (total, parts, token), model_state = self.accumulate(plan, trainable, frozen, model_state, batch, key, scale)
         grads, parts, metrics, memory = self.reduce(plan, total, parts, token, state.memory, scale)
-        model_state = sync_model_state(model_state, self.axis, self.num_ranks, self.state_sync)
+        model_state = sync_model_state(self.placed(model_state, None), self.axis, self.num_ranks, self.state_sync)
         with jax.named_scope(OPTIMIZER_SCOPE):
             params = self._updated_here(masters)
             grads = self.clip(grads, params, metrics["grad_norm"])
@@ -316,11 +316,32 @@ class RankStep:
 
         def mapped(tree: Any, *others: Any) -> Any:
             specs = (self._specs(tree) if in_specs is None else in_specs, *(PartitionSpec() for _ in others))
-            return jax.shard_map(
-                function, in_specs=specs, out_specs=out_specs, axis_names={*self.other_axes}, check_vma=False
-            )(tree, *others)
+            with jax.named_scope(OTHER_AXES_SCOPE):  # where blocks lie otherwise before or after
+                return jax.shard_map(
+                    function, in_specs=specs, out_specs=out_specs, axis_names={*self.other_axes}, check_vma=False
+                )(tree, *others)
 
         return mapped
+
+    def placed(self, tree: Any, shardings: Any) -> Any:
+        """Places a tree along the other axes as shardings over the mesh do, a prefix of it; None is equal on them.
+
+        XLA would place the state as the loss uses it, and send it back at the end of every step.
+        """
+        if not self.other_axes:
+            return tree
+
+        def place(leaf: jax.Array, sharding: NamedSharding | None) -> jax.Array:
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+                return leaf
+            axes = () if sharding is None else sharding.spec
+            of_leaf = [(one,) if isinstance(one, str) else one or () for one in axes]
+            spec = PartitionSpec(*(tuple(axis for axis in one if axis in self.other_axes) or None for one in of_leaf))
+            with jax.named_scope(OTHER_AXES_SCOPE):
+                return lax.with_sharding_constraint(leaf, spec)
+
+        of_leaves = jax.tree.broadcast(shardings, tree, is_leaf=lambda leaf: leaf is None)
+        return jax.tree.map(place, tree, of_leaves)
 
     def _specs(self, params: Any, *, shards: bool = False) -> Any:
         """How parameters, or their shards, lie along the other axes."""
