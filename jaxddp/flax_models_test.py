@@ -5,7 +5,6 @@ the ranks' keys, one beside the other in a ``jax.vmap``.
 """
 
 import functools
-import itertools
 
 import flax.linen as nn
 import jax
@@ -225,22 +224,23 @@ def test_weights_are_those_of_one_process(kind, optimizer, strategy):
 
 
 @pytest.mark.parametrize(
-    ("kind", "strategy"),
+    ("kind", "optimizer", "strategy"),
     [
-        pytest.param(kind, strategy, id=f"{kind}-{strategy.name}", marks=pytest.mark.full if place else ())
-        for place, (kind, strategy) in enumerate(
-            itertools.product(MODELS, [jaxddp.zero1(1e-3), jaxddp.bucketed(1e-3), jaxddp.zero3(**SHARDED)])
+        pytest.param(
+            kind, optimizer, strategy, id="-".join((kind, optimizer, strategy.name)),
+            marks=() if (kind, optimizer, strategy.name) == ("nnx-resnet", "adamw", "zero1") else pytest.mark.full,
         )
+        for kind in MODELS for optimizer, strategies in STRATEGIES.items() for strategy in strategies
     ],
-)
-def test_bfloat16_with_masters_has_the_loss_of_float32(kind, strategy):
+)  # fmt: skip
+def test_bfloat16_with_masters_has_the_loss_of_float32(kind, optimizer, strategy):
     *model, (batch, *_) = make(kind, jnp.float32)
-    training = OPTIMIZERS["adamw"](1e-3), strategy
+    training = OPTIMIZERS[optimizer](1e-3), strategy
     _, expected = train(*model, [batch] * 20, *training)
     if "resnet" in kind:
         batch["x"] = batch["x"].astype(jnp.bfloat16)  # images in float32 would make the products float32
     masters, losses = train(*model, [batch] * 20, *training, compute_dtype=jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(masters)} == {jnp.dtype("float32")}
-    assert losses != expected and expected[-1] < 0.95 * expected[0]
+    assert losses != expected and expected[-1] < 0.96 * expected[0]
     # At most 0.4 % was seen, and 2 to 6 % without masters, as most updates are less than bfloat16's 8 bits resolve.
     np.testing.assert_allclose(losses, expected, rtol=0.01)
