@@ -9,6 +9,7 @@ import pytest
 import jaxddp
 from jaxddp.checkpoint import Checkpoints
 from jaxddp.communication.compression import make_compression
+from jaxddp.flax import from_nnx
 
 THINGS = (None, "x", 1.5, -1, True, [], {}, object(), float("nan"), b"3", np.float32(2), jax.jit, np.zeros(2))
 PARAMS, BATCH = {"w": jnp.ones((3, 1))}, {"x": np.ones((8, 3), "f")}
@@ -43,11 +44,13 @@ FUNCTIONS = {
     "trainable": (lambda value: trainer(trainable=value), {None, jax.jit}),
     "num_microbatches": (lambda value: trainer(num_microbatches=value), set()),
     "max_grad_norm": (lambda value: trainer(max_grad_norm=value), {None, 1.5, np.float32(2)}),
+    "param_specs": (lambda value: trainer(param_specs=value), {None}),
     "grad_dtype": (lambda value: trainer(grad_dtype=value), {None, np.float32(2)}),
     "a trainer's compute_dtype": (lambda value: trainer(compute_dtype=value), {None, np.float32(2)}),
     "loss_scale": (lambda value: trainer(loss_scale=value, nonfinite="skip"), {None}),
     "nonfinite": (lambda value: trainer(nonfinite=value), set()),
     "state_sync": (lambda value: trainer(state_sync=value), set()),
+    "model": (lambda value: from_nnx(value, loss_fn), set()),
     "params": (lambda value: trainer().init(value), {np.float32(2), "array"}),
     "seed": (lambda value: trainer().init(PARAMS, seed=value), {-1, np.float32(2)}),
     "step of a state": (of_state("step", BATCH), set()),
@@ -116,3 +119,7 @@ def test_a_state_of_another_optimizer_or_of_other_parameters_is_one_line(strateg
         for method in (owner.step, owner.evaluate, owner.plan, owner.compile):
             with pytest.raises(ValueError, match=r"^state must hold what this trainer's optimizer keeps [^\n]*$"):
                 method(state, BATCH)
+    other.step(other.init(PARAMS), BATCH)  # whose plan is kept
+    for method in (other.step, other.compile):
+        with pytest.raises(ValueError, match=r"^state must hold what this trainer's optimizer keeps [^\n]*$"):
+            method(one.init(PARAMS), BATCH)

@@ -17,6 +17,8 @@ from typing import Any, cast
 import jax
 from flax import nnx
 
+from .arguments import check_kind
+
 
 def from_nnx(model: nnx.Module, loss: Callable[[Any, Any], Any], *, has_aux: bool = False) -> tuple[Any, Any, Any]:
     """Takes an NNX model apart.
@@ -32,6 +34,9 @@ def from_nnx(model: nnx.Module, loss: Callable[[Any, Any], Any], *, has_aux: boo
     Returns:
         ``(loss_fn, params, model_state)``; the model state is all but parameters and random streams.
 
+    Raises:
+        ValueError: If the model is no ``nnx.Module``.
+
     Example:
         >>> import jax.numpy as jnp, optax, jaxddp
         >>> model = nnx.Sequential(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.BatchNorm(4, rngs=nnx.Rngs(1)))
@@ -43,6 +48,7 @@ def from_nnx(model: nnx.Module, loss: Callable[[Any, Any], Any], *, has_aux: boo
         >>> state, metrics = trainer.step(state, {"x": jnp.arange(24.0).reshape(8, 3)})
         >>> trainer.update_module(state, model)
     """
+    check_kind("model", model, nnx.Module, "an nnx.Module")
     parts: Any = nnx.split(model, nnx.Param, nnx.RngState, ...)  # its types know three parts at most
     graph, params, streams, model_state = parts
     names = sorted({node.tag for _, node in nnx.iter_graph(model) if isinstance(node, nnx.RngStream)})

@@ -156,7 +156,7 @@ def inspect(
     batch: Any,
     *,
     target: str = "h100:8",
-    strategies: Sequence[str | Strategy] = ("bucketed",),
+    strategies: str | Strategy | Sequence[str | Strategy] = ("bucketed",),
     bucket_mb: Any = None,
     network: Network | None = None,
     replicas: int = 1,
@@ -171,8 +171,8 @@ def inspect(
         params: A tree of arrays or ``jax.ShapeDtypeStruct``: shapes are enough.
         batch: The global batch of all devices; the same.
         target: Chip and count, as ``h100:8`` or ``v5p:64``; ``h100:4x8`` is 4 hosts of 8.
-        strategies: Names in ``STRATEGIES``; ``"auto"``, plain ``jit`` with replicated parameters; or strategies with
-            options of their own.
+        strategies: One or several: names in ``STRATEGIES``; ``"auto"``, plain ``jit`` with replicated parameters; or
+            strategies with options of their own.
         bucket_mb: Bucket cap in MiB of the strategies that take one, or ``"auto"``.
         network: How fast ranks send; the published links of the target if None.
         replicas: As for ``data_mesh``: strategies that shard are also compiled as ``"NAME hybrid"``, sharded within so
@@ -190,6 +190,7 @@ def inspect(
     machine = targets.target(target)
     training = Training(loss_fn, optimizer, params, batch, options, model_state)
     network = network or network_of(machine)
+    strategies = [strategies] if isinstance(strategies, (str, Strategy)) else strategies
     return inspect_steps(strategies, training, machine, network, bucket_mb=bucket_mb, replicas=replicas)
 
 

@@ -197,12 +197,11 @@ def test_frozen_parameters_have_no_gradients(monkeypatch):
     training = Training(
         lambda params, batch: jnp.mean(batch["x"] * params["w"].sum()) * params["frozen"][0, 0].astype("float32"),
         optax.adamw(1e-3), shapes, {"x": jax.ShapeDtypeStruct((8,), "float32")},
-        {"trainable": lambda name: name == "w"},
     )  # fmt: skip
     program = TargetProgram(TARGET, load_fixture("gpu-naive-jax0.10"), MemoryStats(0, 0, 0, 0, 0, 0), {})
     monkeypatch.setattr("jaxddp.targets.start_compile_without_communication", lambda *args: Finished(program))
     monkeypatch.setattr("jaxddp.targets.start_compile", lambda *args: Finished(program))
-    (naive,) = inspect_steps(["naive"], training, targets.target("h100:8"), NETWORK)
+    (naive,) = jaxddp.inspect(*training[:4], strategies="naive", trainable=lambda name: name == "w")
     assert naive.memory["parameters"] == 45_000_000_000 + 32
 
 

@@ -240,6 +240,7 @@ class Programs:
 
     def step_function(self, state: TrainState, batch: Any, plan: BucketPlan | None = None) -> StepFunction:
         """Gives the training step as a function to compile, with the given plan or its own."""
+        _check_opt_state(state, self._model(state).layout)  # again: a plan is kept for any with these parameters
         if plan is None or plan.buckets:  # a plan without buckets is meant to send nothing
             own = self.plan(state, batch)
             plan = own if plan is None else plan

@@ -195,6 +195,8 @@ class Trainer:
         other_axes = tuple(str(name) for name in mesh.axis_names if name not in axes)
         if other_axes and param_specs is None:
             raise ValueError(f"param_specs (=None) must be given for the other mesh axes: {', '.join(other_axes)}")
+        if param_specs is not None and not other_axes:
+            raise ValueError(f"param_specs must be None where the mesh has no other axes than {', '.join(axes)}")
         if other_axes and strategy.shards_leaves:
             raise ValueError("shard (='leaves') must be 'elements' with param_specs, which split leaves over devices")
         if other_axes:
