@@ -351,7 +351,9 @@ class Checkpoints:
         return to_ranks(trainer, state, self._read(about), impls), about["data_position"]
 
     @_in_turn
-    def restore_params(self, params: Any, *, fresh: Sequence[str] = (), step: int | None = None) -> Any:
+    def restore_params(
+        self, params: Any, *, fresh: Sequence[str] = (), model_state: Any = None, step: int | None = None
+    ) -> Any:
         """Restores parameters alone, for another optimizer, a model with other parts, or to evaluate.
 
         Args:
@@ -359,21 +361,27 @@ class Checkpoints:
                 Dtypes may be wider than those saved, never narrower.
             fresh: Names of leaves, or of what contains them, that are taken from ``params`` instead, such as a new
                 ``head``; the checkpoint may lack them, and what else it has is left there.
+            model_state: The model's state, which is restored too: as ``params``, with all of its leaves saved.
             step: Of the checkpoint; the newest if None.
 
         Returns:
-            A tree like ``params`` of NumPy arrays, and JAX's PRNG keys, for ``Trainer.init``.
+            A tree like ``params`` of NumPy arrays, and JAX's PRNG keys, for ``Trainer.init``; with a ``model_state``
+            that tree and one like it.
 
         Raises:
-            ValueError: If a name in ``fresh`` names none of ``params`` or one without values, another parameter is
-                missing in the checkpoint, has another shape or a wider dtype there, or as ``restore``.
+            ValueError: If a name in ``fresh`` names none of ``params`` or one without values, another leaf is missing
+                in the checkpoint, has another shape or a wider dtype there, or as ``restore``.
         """
         self.wait()
-        read = functools.partial(self._restore_params, params, tuple(fresh))
+
+        def read(step: int) -> Any:
+            found = self._restore_tree("params", params, tuple(fresh), step)
+            return found if model_state is None else (found, self._restore_tree("model_state", model_state, (), step))
+
         return self._newest(read) if step is None else read(step)
 
-    def _restore_params(self, params: Any, fresh: tuple[str, ...], step: int) -> Any:
-        about, leaves = self._about(step), named_leaves({"params": params})
+    def _restore_tree(self, owner: str, params: Any, fresh: tuple[str, ...], step: int) -> Any:
+        about, leaves = self._about(step), named_leaves({owner: params})
         kept: set[str] = set()
         for one in fresh:
             named = {name for name in leaves if f"{name}.".startswith(f"params.{one}.")}
@@ -386,7 +394,7 @@ class Checkpoints:
         )
         saved = {name: row for name, row in about["leaves"].items() if name in leaves and name not in kept}
         checkpoint = f"checkpoint of step {step} {self._where}"
-        _check_shapes(checkpoint, "params", saved, wanted)
+        _check_shapes(checkpoint, owner, saved, wanted)
         _check_dtypes(checkpoint, saved, leaves)
         arrays = self._read({**about, "leaves": saved})
 
@@ -537,7 +545,8 @@ class Checkpoints:
         }
         args = ocp.args.PyTreeRestore(item=dict.fromkeys(stored, 0), restore_args=stored, partial_restore=True)
         try:
-            found = self._checkpointer.restore(self._path(step), args=ocp.args.Composite(state=args)).state
+            items = ocp.args.Composite(state=args)
+            found = self._checkpointer.restore(self._path(step), args=items).state if stored else {}  # Orbax wants one
         except _UNREADABLE as error:
             raise self._damage(step) from error
         if not all(isinstance(found[name], np.ndarray) for name in stored):  # what Orbax does not find stays the item's

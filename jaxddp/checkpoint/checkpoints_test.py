@@ -337,3 +337,8 @@ def test_a_model_state_that_a_checkpoint_lacks_or_has_otherwise_is_refused(tmp_p
             checkpoints.restore(stateful, make_params(), model_state={"count": np.zeros(())})
         state, _ = checkpoints.restore(plain, make_params())  # the model without its state
         assert jax.tree.leaves(state.model_state) == []
+        params, model_state = checkpoints.restore_params(make_params(), model_state={"count": np.zeros(2)})
+        assert np.array_equal(model_state["count"], np.ones(2)) and params["w"].shape == (5, 8)
+        assert checkpoints.restore_params(make_params(), model_state={})[1] == {}
+        with pytest.raises(ValueError, match=r"model state 'mean' is missing there and float64 \(\) here"):
+            checkpoints.restore_params(make_params(), model_state={"mean": np.zeros(())})
