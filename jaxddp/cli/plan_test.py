@@ -137,11 +137,19 @@ def muon():
 def normalised():
     def loss_fn(params, mean, batch):
         hidden = batch @ params["up"]
-        loss = jnp.mean(((hidden - hidden.mean(0)) @ params["down"]) ** 2)
+        mean_of_all = jax.lax.pmean(hidden.mean(0), "data")
+        loss = jnp.mean(((hidden - mean_of_all) @ params["down"]) ** 2)
         return loss, 0.9 * mean + 0.1 * hidden.mean(0)
     shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
     params = {"up": shape(64, 100), "down": shape(100, 8)}
     return loss_fn, optax.adamw(1e-3), params, shape(16, 64), {"has_state": True, "model_state": shape(100)}
+
+def branching():
+    def loss_fn(params, batch):
+        either = [lambda x: jax.lax.pmean(x, "data"), lambda x: jax.lax.pmean(-x, "data")]
+        return jnp.mean(jax.lax.cond(batch.sum() > 0, *either, batch @ params["w"]) ** 2)
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
+    return loss_fn, optax.sgd(0.1), {"w": shape(64, 10)}, shape(16, 64)
 
 def odd():
     return *make()[:3], jax.ShapeDtypeStruct((6, 64), jnp.float32)
@@ -200,6 +208,16 @@ def test_a_model_with_state_is_compiled_as_planned(own, capsys):
     assert found["verify"]["as_planned"] and {one["kind"] for one in found["collectives"]} == {
         "reduce-scatter", "all-gather"
     }  # fmt: skip
+    rows = {row["label"]: (row["planned"], row["compiled"]) for row in found["verify"]["rows"]}
+    assert rows["all-reduce of the model state"] == (400, 400)
+    assert rows["all-reduce of the loss"] == (800, 800)  # forward and backward
+
+
+def test_what_a_loss_calls_may_be_compiled_otherwise(own, capsys):
+    (found,) = planned("--trainer own_training:branching --target h100:2 --stage 0 --verify", capsys)["stages"]
+    (row,) = [row for row in found["verify"]["rows"] if row["label"] == "all-reduce of the loss"]
+    assert row["planned"] > row["compiled"] and row["check"].startswith("not as traced: 4 planned, ")
+    assert row["as_planned"] is None and found["verify"]["as_planned"]
 
 
 def test_a_training_of_ones_own_that_is_compiled_otherwise(own, monkeypatch, capsys):

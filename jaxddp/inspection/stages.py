@@ -17,7 +17,7 @@ from typing import Any
 
 from .. import targets
 from ..compiled.memory import held_bytes, step_memory
-from ..compiled.schedule import read_schedule
+from ..compiled.schedule import Collective, read_schedule
 from ..network import GB
 from ..registry import make_strategy
 from ..targets.program import TargetMemoryError, TargetProgram
@@ -37,6 +37,8 @@ class StagePlan:
         gradients: Those that outlive their bucket; they live within a step.
         collectives: Planned ``(kind, bytes)`` of a step, of the full buffers.
         sent_bytes: What a device sends in them, on a ring.
+        synced: The same of the model state.
+        called: The same of the loss function's own.
         refused: Why there is no such training; empty if there is.
         rows: Planned beside compiled bytes; empty if nothing was compiled.
         notes: What could not be read in the program, in words.
@@ -49,6 +51,8 @@ class StagePlan:
     optimizer_state: int = 0
     collectives: tuple[tuple[str, int], ...] = ()
     sent_bytes: float = 0.0
+    synced: tuple[tuple[str, int], ...] = ()
+    called: tuple[tuple[str, int], ...] = ()
     refused: str = ""
     rows: tuple[Row, ...] = ()
     notes: tuple[str, ...] = ()
@@ -118,27 +122,37 @@ def _planned(stage: int, trainer: Trainer, state: TrainState, batch: Any, gradie
     return StagePlan(
         stage, trainer.strategy.name, held.parameters, gradients, held.optimizer_state,
         tuple(collectives), sum(sent_by_rank(*each, range(trainer.num_ranks)) for each in collectives),
+        tuple(trainer.planned_sync(state)), tuple(trainer.planned_loss(state, batch)),
     )  # fmt: skip
 
 
 def _compared(plan: StagePlan, program: TargetProgram, state: TrainState, target: targets.Target) -> StagePlan:
     schedule, held = read_schedule(program), step_memory(program, state).after_init
-    compiled = [(kind_of(each), each.num_bytes) for each in schedule.collectives() if each.is_gradients]
-    kinds = sorted({kind for kind, _ in (*plan.collectives, *compiled)})
+    found = schedule.collectives()
     rows = [
         state_row("parameters", plan.parameters, held.parameters, {}),
         state_row("optimizer state", plan.optimizer_state, held.optimizer_state, {}),
-        *(_collective_row(kind, plan.collectives, compiled) for kind in kinds),
+        *_collective_rows("buffers", plan.collectives, [each for each in found if each.is_gradients]),
+        *_collective_rows("of the model state", plan.synced, [each for each in found if each.is_model_state]),
+        *map(_traced, _collective_rows("of the loss", plan.called, [each for each in found if each.is_loss])),
         _peak_row(program.memory_analysis().peak_memory_in_bytes, target.chip.memory_bytes),
     ]
     return replace(plan, rows=tuple(rows), notes=schedule.notes)
 
 
-def _collective_row(kind: str, planned: Sequence[tuple[str, int]], compiled: Sequence[tuple[str, int]]) -> Row:
-    """Compares the full buffers of a kind, each by its size."""
-    ours, theirs = (sorted(num_bytes for one, num_bytes in some if one == kind) for some in (planned, compiled))
-    said = f"ok: {len(ours):,}" if ours == theirs else f"{MARK}: {len(ours):,} planned, {len(theirs):,} compiled"
-    return Row(f"{kind} buffers", sum(ours), sum(theirs), said, ours == theirs)
+def _collective_rows(what: str, planned: Sequence[tuple[str, int]], found: Sequence[Collective]) -> list[Row]:
+    """Compares the full buffers of each kind, each by its size."""
+    compiled, rows = [(kind_of(each), each.num_bytes) for each in found], []
+    for kind in sorted({kind for kind, _ in (*planned, *compiled)}):
+        ours, theirs = (sorted(num_bytes for one, num_bytes in some if one == kind) for some in (planned, compiled))
+        said = f"ok: {len(ours):,}" if ours == theirs else f"{MARK}: {len(ours):,} planned, {len(theirs):,} compiled"
+        rows.append(Row(f"{kind} {what}", sum(ours), sum(theirs), said, ours == theirs))
+    return rows
+
+
+def _traced(row: Row) -> Row:
+    """XLA may merge or rewrite what a loss function calls, which is no plan."""
+    return row if row.holds else row._replace(check=row.check.replace(MARK, "not as traced"), holds=None)
 
 
 def _peak_row(peak: int, available: int) -> Row:

@@ -205,6 +205,13 @@ class Programs:
         units = self._units[key]
         return self._of_several(units.each * step.num_microbatches + units.once + planned)
 
+    def planned_loss(self, state: TrainState, batch: Any) -> list[tuple[str, int]]:
+        """Lists ``(kind, bytes)`` of the collectives that the loss function itself calls in a step."""
+        trace = self.trace(*abstract((state, batch)))
+        found = traced_collectives(trace.program, self.platform, of_loss=True)
+        own = self._of_several(found.each * self._rank_step.num_microbatches + found.once)
+        return [(one.kind, one.num_bytes) for one in own]
+
     def _of_several(self, planned: list[Planned]) -> list[Planned]:
         """Leaves out collectives along axes of one device, which XLA drops."""
         return [one for one in planned if math.prod(self._mesh.shape[axis] for axis in one.axes) > 1]

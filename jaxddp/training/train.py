@@ -519,7 +519,8 @@ class Trainer:
     def planned(self, state: TrainState, batch: Any) -> list[tuple[str, int]]:
         """Lists ``(kind, bytes)`` of the collectives that one step should have for gradients and parameters.
 
-        Those of metrics, of the model state (``planned_sync``) and of the loss function itself are left out.
+        Those of metrics, of the model state (``planned_sync``) and of the loss function itself (``planned_loss``) are
+        left out.
         """
         check_state(state)
         return self._programs.planned(state, host_arrays(batch))
@@ -541,6 +542,15 @@ class Trainer:
     def planned_sync(self, state: TrainState) -> list[tuple[str, int]]:
         """Lists ``(kind, bytes)`` of the collectives by which ranks agree on the model state at the end of a step."""
         return planned_sync(state.model_state, self.num_ranks, self._programs.platform)
+
+    def planned_loss(self, state: TrainState, batch: Any) -> list[tuple[str, int]]:
+        """Lists ``(kind, bytes)`` of the collectives that the loss function itself calls over ranks in one step.
+
+        They are those of its trace, forward and backward, such as of BatchNorm's statistics over the axis: of a
+        ``lax.cond`` those of all branches, and those in an iteration of a ``lax.while_loop`` once.
+        """
+        check_state(state)
+        return self._programs.planned_loss(state, host_arrays(batch))
 
     def layout(self, state: TrainState) -> StateLayout:
         """Gives which leaves of a state are shards, and of what; under zero3 after ``init`` or ``abstract_state``."""

@@ -1,4 +1,4 @@
-"""Lists the collectives of zero3's units, which are in no bucket plan, from the traced loss function."""
+"""Lists the collectives that are in no bucket plan, from the traced loss function: of zero3's units, and its own."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ _KINDS = {
     "psum_scatter": "reduce-scatter",
     "psum": "all-reduce",  # of shards, along the replicas
     "all_to_all": "all-to-all",  # replaces a reduce-scatter over Gloo: see gloo.py
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "ppermute": "collective-permute",
 }
 
 _VARIES, _CONSTANT, _ZERO = range(3)  # what is known of a value when the program is compiled
@@ -41,20 +44,23 @@ class TracedCollectives(NamedTuple):
     once: list[Planned]
 
 
-def traced_collectives(program: core.ClosedJaxpr, platform: str) -> TracedCollectives:
+def traced_collectives(program: core.ClosedJaxpr, platform: str, *, of_loss: bool = False) -> TracedCollectives:
     """Lists the gathers and scatters of shards that the program's results depend on.
 
     Args:
         program: From ``jax.make_jaxpr``.
         platform: What it is compiled for.
+        of_loss: Instead those that the loss function calls itself, as BatchNorm does over an axis.
     """
     needed, _ = partial_eval.dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
     found = TracedCollectives([], [])
-    _collect(needed, platform, [_VARIES] * len(needed.invars), found, 1)
+    _collect(needed, platform, [_VARIES] * len(needed.invars), found, 1, of_loss)
     return found
 
 
-def _collect(jaxpr: Any, platform: str, inputs: Sequence[int], found: TracedCollectives, times: int) -> list[int]:
+def _collect(
+    jaxpr: Any, platform: str, inputs: Sequence[int], found: TracedCollectives, times: int, of_loss: bool
+) -> list[int]:
     """Adds a program's collectives to ``found``; returns what is known of its results.
 
     A unit's unused parameters have a gradient of zeros, and XLA drops the scatter of nothing but zeros.
@@ -72,7 +78,8 @@ def _collect(jaxpr: Any, platform: str, inputs: Sequence[int], found: TracedColl
         if result == _ZERO and name not in _KEEP_ZERO:
             result = _CONSTANT
         kind = _KINDS.get(name)
-        if kind and SYNC_SCOPE in str(equation.source_info.name_stack) and min(operands, default=_ZERO) != _ZERO:
+        is_loss = SYNC_SCOPE not in str(equation.source_info.name_stack)
+        if kind and is_loss == of_loss and min(operands, default=_ZERO) != _ZERO:
             full = (equation.outvars if kind == "all-gather" else equation.invars)[0].aval
             of_kind = found.once if min(operands) == _CONSTANT else found.each
             axes = equation.params.get("axes") or equation.params["axis_name"]
@@ -85,7 +92,7 @@ def _collect(jaxpr: Any, platform: str, inputs: Sequence[int], found: TracedColl
         for inner in core.jaxprs_in_params(equation.params):
             is_call = name in _CALLS and len(inner.invars) == len(operands)
             of_inner = _collect(
-                inner, platform, operands if is_call else [_VARIES] * len(inner.invars), found, times * rounds
+                inner, platform, operands if is_call else [_VARIES] * len(inner.invars), found, times * rounds, of_loss
             )
             results = of_inner if is_call else results
         known.update(zip(equation.outvars, results, strict=True))
