@@ -11,6 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness.options import OPTIONS, add_options
+from benchmarks.registry import BENCHMARKS
+from jaxddp.cli.parser import Parser
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 
@@ -75,6 +79,41 @@ def test_the_two_commands_stand_each_on_a_line_of_their_own():
         "python3 -m pip install -e '.[torch]' && python3 -m benchmarks",
         "python3 -m pip install -e '.[test]' && python3 -m pytest",
     ]
+
+
+def commands(page):
+    """Command lines with options, of code blocks and of prose: the package, and its arguments."""
+    fence = r"^```\w*\n(.*?)^```$"
+    text = page.read_text()
+    lines = "".join(re.findall(fence, text, re.MULTILINE | re.DOTALL)).splitlines()
+    prose = re.sub(fence, "", text, flags=re.MULTILINE | re.DOTALL)
+    lines += [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
+    found = (re.search(r"-m (jaxddp|torchref|benchmarks)((?: [^\s#&]+)+)", line) for line in lines)
+    return [(one[1], one[2].split()) for one in found if one and " --" in one[2]]
+
+
+def parser_of(package, arguments):
+    parser = Parser()
+    if package == "benchmarks":
+        parser.add_argument("benchmark", nargs="?", choices=BENCHMARKS)
+        add_options(parser, BENCHMARKS[arguments[0]].takes if arguments[0] in BENCHMARKS else OPTIONS)
+        return parser
+    modules = importlib.import_module(f"{package}.__main__").COMMANDS
+    subparsers = parser.add_subparsers(required=True)
+    for module in modules:
+        module.add_parser(subparsers)
+    return parser
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.stem)
+def test_commands_have_the_options_that_are_shown(page, capsys):
+    for package, arguments in commands(page):
+        if arguments[0] in ("--help", "report"):
+            continue
+        try:
+            parser_of(package, arguments).parse_args(arguments)
+        except SystemExit:
+            pytest.fail(f"{package} {' '.join(arguments)}: {capsys.readouterr().err}")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
