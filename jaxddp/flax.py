@@ -59,7 +59,9 @@ def from_nnx(model: nnx.Module, loss: Callable[[Any, Any], Any], *, has_aux: boo
         if key is None:
             merged.eval()
         else:
-            nnx.reseed(merged, **cast(Any, _keys(key, names)))
+            nnx.reseed(
+                merged, policy="match_shape", **cast(Any, _keys(key, names))
+            )  # a stack of layers has one a layer
         result = loss(merged, batch)
         new_state = nnx.state(merged, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
         return (result[0], (new_state, result[1])) if has_aux else (result, new_state)

@@ -115,6 +115,29 @@ def test_dropout_differs_by_rank_and_step_and_evaluation_has_none(make):
     assert len(set(each.tolist())) == 1 and float(each[0]) == pytest.approx(float(loss), rel=1e-12)
 
 
+def test_a_stack_of_nnx_layers_draws_a_mask_for_each():
+    class Stack(nnx.Module):
+        def __init__(self, rngs):
+            @nnx.split_rngs(splits=2)
+            @nnx.vmap
+            def layers(rngs):
+                return nnx.Sequential(nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
+
+            self.layers = layers(rngs)
+
+        def __call__(self, x):
+            return nnx.vmap(lambda layer, x: layer.layers[1](x), in_axes=(0, None))(self.layers, x)
+
+    def loss(model, batch):
+        first, second = model(batch["x"])
+        return jnp.mean((first - second) ** 2)
+
+    loss_fn, params, model_state = from_nnx(Stack(nnx.Rngs(params=0, dropout=1)), loss)
+    trainer = trainer_of(loss_fn, jaxddp.zero1(), NUM_RANKS)
+    state, metrics = trainer.step(trainer.init(params, model_state=model_state), batch())
+    assert metrics["loss"] > 1e-3 and trainer.evaluate(state, batch()) == 0
+
+
 def test_each_call_of_a_linen_module_draws_a_mask_of_its_own():
     module = LinenNet(0.5)
     variables = module.init(jax.random.key(0), jnp.ones((2, WIDTH)), False)
