@@ -10,13 +10,13 @@ from typing import Any
 
 import jax
 import optax
-from jax import lax
 
 from ..arguments import check_kind, check_optimizer
 from ..communication.buckets import BucketMb, BucketPlan, plan_buckets
 from ..communication.compression import none
 from ..communication.reduction import REDUCE_SCATTER, finish_reduction, start_reduction
 from ..communication.sharding import Cut
+from ..strategy import axis_size
 from ..training.state_layout import state_layout
 from ..tree import like, named_leaves, tensor_specs
 from .clipping import on_shards
@@ -72,16 +72,18 @@ def shard_optimizer(
     plan_buckets([], bucket_mb)  # refuses a bad cap now, not at the first update
 
     def cuts(tree: Any) -> dict[str, Cut]:
-        return {name: Cut(leaf.shape, lax.axis_size(axis)) for name, leaf in named_leaves(tree).items()}
+        num_ranks = axis_size(axis)
+        return {name: Cut(leaf.shape, num_ranks) for name, leaf in named_leaves(tree).items()}
 
     def init(params: Any) -> Any:
+        axis_size(axis)  # refuses one that is not bound
         shards = local_shards(params, axis)
         check_elementwise(optimizer, params, shards)
         with on_shards(axis, cuts(params)):
             return optimizer.init(shards)
 
     def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-        num_ranks = lax.axis_size(axis)
+        num_ranks = axis_size(axis)
         buckets = plan_buckets(reversed(tensor_specs(named_leaves(grads)).values()), bucket_mb).buckets
         empty = tuple(name for name, leaf in named_leaves(grads).items() if leaf.size == 0)
         plan = BucketPlan(buckets if num_ranks > 1 else (), constants=empty, gathers=buckets)

@@ -113,6 +113,15 @@ def test_in_pmap(problem):
         assert_same(jax.tree.map(lambda leaf: leaf[rank], copies), theirs)  # noqa: B023
 
 
+def test_outside_of_a_map_over_the_axis():
+    optimizer = jaxddp.shard_optimizer(optax.sgd(0.1), "data")
+    for call in (lambda: optimizer.init(jnp.ones(3)), lambda: optimizer.update(jnp.ones(3), optax.EmptyState())):
+        with pytest.raises(
+            ValueError, match=r"^axis \(='data'\) must be bound: call this inside jax.shard_map over it$"
+        ):
+            call()
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_leaves_smaller_than_the_ranks_empty_and_scalar(check_vma):
     mesh, optimizer = jaxddp.data_mesh(NUM_RANKS), optax.adam(0.1)
