@@ -35,7 +35,8 @@ def add_parser(commands: Any) -> None:
     for shape in _SHAPES:
         add(f"--{shape}", type=int, metavar="N", help=f"{shape} of --model custom")
     add("--strategy", default="bucketed", metavar="NAME", help="one of STRATEGIES, or "
-        "auto: plain jit with replicated parameters (default: %(default)s)")  # fmt: skip
+        "auto: plain jit with replicated parameters; zero1:leaves and zero2:leaves shard by whole parameters (default: "
+        "%(default)s)")  # fmt: skip
     add("--compare", nargs="+", default=[], metavar="NAME", help="more strategies, for the same table")
     add("--bucket-mb", type=_bucket_mb, metavar="MIB", help="bucket cap in MiB (2^20 bytes), or auto: chosen for the "
         "network, of bucketed alone (default: 25 after a first bucket of 1)")  # fmt: skip
@@ -79,7 +80,8 @@ def run(arguments: argparse.Namespace) -> None:
         text = Path(arguments.hlo).read_text(errors="replace")
         inspections = [inspect_dump(Path(arguments.hlo).name, text, target, network)]
     else:
-        strategies = list(dict.fromkeys([arguments.strategy, *arguments.compare]))
+        names = dict.fromkeys([arguments.strategy, *arguments.compare])
+        strategies = [_by_leaves(name) if name in ("zero1:leaves", "zero2:leaves") else name for name in names]
         if arguments.trainer is not None:
             training = training_of(arguments.trainer)
         else:
@@ -97,6 +99,12 @@ def run(arguments: argparse.Namespace) -> None:
         print(json.dumps(as_json(inspections)))
     else:
         show(inspections, arguments.hlo or arguments.trainer or arguments.model or _MODEL, folder)
+
+
+def _by_leaves(name: str) -> Any:
+    from ..registry import make_strategy
+
+    return make_strategy(name.removesuffix(":leaves"), shard="leaves")
 
 
 def _check_options(arguments: argparse.Namespace) -> Path | None:

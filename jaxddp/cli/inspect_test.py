@@ -287,6 +287,9 @@ def make():
         return jnp.mean(hidden ** 2), {}
     return loss_fn, optax.adamw(1e-3), {"w": shape(32, 64)}, {"x": shape(8, 32)}, {"has_aux": True}
 
+def muon():
+    return (lambda params, batch: jnp.mean((batch["x"] @ params["w"]) ** 2), optax.contrib.muon(1e-3), *make()[2:4])
+
 def wrong():
     return 1, 2
 """
@@ -315,6 +318,12 @@ def test_a_training_of_ones_own(own, capsys):
         2 * num_bytes + 4,
         num_bytes + 4,
     )
+
+
+def test_a_training_with_an_optimizer_of_whole_parameters(own, capsys):
+    main("inspect --trainer own_training:muon --strategy zero1:leaves --target h100:2 --json".split())
+    found = json.loads(capsys.readouterr().out)
+    assert found["strategy"] == "zero1 by leaves" and found["as_planned"]
 
 
 @pytest.mark.parametrize(

@@ -247,8 +247,17 @@ def test_stages_that_refuse_a_training_of_ones_own_say_why(own, capsys):
     assert main("plan --trainer own_training:muon --target h100:2".split()) == 0
     *_, bucketed, zero1, zero2, zero3 = capsys.readouterr().out.splitlines()
     assert bucketed.startswith("0 bucketed") and bucketed.endswith("1 all-reduce")
-    for line in (zero1, zero2, zero3):
-        assert "refused: optimizer must be element-wise to be sharded" in line
+    for line, name in ((zero1, "1 zero1 by leaves"), (zero2, "2 zero2 by leaves")):
+        assert line.startswith(name) and "2 all-to-all" in line
+    assert "refused: optimizer must be element-wise to be sharded" in zero3
+
+
+@pytest.mark.full
+def test_stages_by_leaves_are_compiled_as_planned(own, capsys):
+    (found,) = planned("--trainer own_training:muon --target h100:2 --stage 1 --verify", capsys)["stages"]
+    rows = {row["label"]: row for row in found["verify"]["rows"]}
+    assert found["verify"]["as_planned"] and rows["all-to-all buffers"]["check"].startswith("ok: ")
+    assert found["bytes_per_device"]["optimizer_state"] == rows["optimizer state"]["compiled"]
 
 
 def test_a_training_of_ones_own_that_no_stage_takes(own, capsys):

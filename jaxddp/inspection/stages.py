@@ -7,6 +7,8 @@ No formula knows the work of any model. Shapes, optimizer and strategy fix what 
     1      zero1     full        full       shard
     2      zero2     full        shard      shard
     3      zero3     shard       shard      shard
+
+Where the optimizer is not element-wise, stages 1 and 2 are those with ``shard="leaves"``.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from ..targets.program import TargetMemoryError, TargetProgram
 from ..training.step import TrainState
 from ..training.train import Trainer
 from ..training.validation import check_batch
-from .strategies import Training, gradient_bytes
+from .strategies import Training, gradient_bytes, name_of
 from .verification import MARK, STRATEGY_NAMES, Row, kind_of, sent_by_rank, state_row
 
 
@@ -33,7 +35,7 @@ class StagePlan:
     """A training at one ZeRO stage; bytes are those of one device.
 
     Attributes:
-        strategy: Its name, and its options are the defaults.
+        strategy: Its name, and its options are the defaults; with ``by leaves``, ``shard="leaves"``.
         gradients: Those that outlive their bucket; they live within a step.
         collectives: Planned ``(kind, bytes)`` of a step, of the full buffers.
         sent_bytes: What a device sends in them, on a ring.
@@ -96,16 +98,18 @@ def plan_stages(
     pending = {}
     for stage in stages:
         name = STRATEGY_NAMES[stage]
-        try:
-            trainer = Trainer(loss_fn, optimizer, make_strategy(name), mesh, **options)
-            state = trainer.abstract_state(params, model_state)
-            gradients = gradient_bytes(params, trainer, **options)
-            found[stage] = _planned(stage, trainer, state, batch, gradients)
-        except ValueError as error:
-            found[stage] = StagePlan(stage, name, refused=str(error))
-        else:
-            if compiled:
-                pending[stage] = state, targets.start_compile(trainer, state, batch)
+        for by_leaves in ({}, {"shard": "leaves"}) if stage in (1, 2) else ({},):
+            try:
+                trainer = Trainer(loss_fn, optimizer, make_strategy(name, **by_leaves), mesh, **options)
+                state = trainer.abstract_state(params, model_state)
+                gradients = gradient_bytes(params, trainer, **options)
+                found[stage] = _planned(stage, trainer, state, batch, gradients)
+            except ValueError as error:
+                found.setdefault(stage, StagePlan(stage, name, refused=str(error)))
+            else:
+                if compiled:
+                    pending[stage] = state, targets.start_compile(trainer, state, batch)
+                break
     if all(plan.refused for plan in found.values()):
         raise ValueError(next(iter(found.values())).refused)
     for stage, (state, compilation) in pending.items():
@@ -120,7 +124,7 @@ def _planned(stage: int, trainer: Trainer, state: TrainState, batch: Any, gradie
     check_batch(batch, trainer.num_ranks, trainer.num_microbatches)
     held, collectives = held_bytes(trainer.layout(state)), trainer.planned(state, batch)
     return StagePlan(
-        stage, trainer.strategy.name, held.parameters, gradients, held.optimizer_state,
+        stage, name_of(trainer.strategy), held.parameters, gradients, held.optimizer_state,
         tuple(collectives), sum(sent_by_rank(*each, range(trainer.num_ranks)) for each in collectives),
         tuple(trainer.planned_sync(state)), tuple(trainer.planned_loss(state, batch)),
     )  # fmt: skip

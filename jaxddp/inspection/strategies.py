@@ -206,7 +206,7 @@ def inspect_steps(
 ) -> list[Inspection]:
     """Does the work of ``inspect``; ``say`` shows progress."""
     loss_fn, optimizer, params, batch, options, model_state = training.shapes()
-    given, names = {_name(one): one for one in strategies}, [*map(_name, strategies)]
+    given, names = {name_of(one): one for one in strategies}, [*map(name_of, strategies)]
     if any(given[name] != one for name, one in zip(names, strategies, strict=True)):
         raise ValueError(f"strategies (={', '.join(names)}) must have different names")
     for name, one in given.items():
@@ -308,7 +308,8 @@ def platform_of_text(text: str) -> str:
     return "gpu" if any(sign in text for sign in _GPU_SIGNS) else "cpu"
 
 
-def _name(strategy: str | Strategy) -> str:
+def name_of(strategy: str | Strategy) -> str:
+    """Gives the name that a strategy has in tables."""
     return strategy if isinstance(strategy, str) else strategy.name + " by leaves" * strategy.shards_leaves
 
 
