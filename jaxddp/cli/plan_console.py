@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # imports JAX, which a plan alone does not need
 _LABEL_WIDTH = 25
 _NUMBER_WIDTH = 20
 _WIDTH = 120
-_STAGE_WIDTH, _BYTES_WIDTH = 11, 18
+_STAGE_WIDTH, _BYTES_WIDTH = 17, 17
 
 
 class Line(NamedTuple):

@@ -209,13 +209,13 @@ def test_a_model_with_state_is_compiled_as_planned(own, capsys):
         "reduce-scatter", "all-gather"
     }  # fmt: skip
     rows = {row["label"]: (row["planned"], row["compiled"]) for row in found["verify"]["rows"]}
-    assert rows["all-reduce of the model state"] == (400, 400)
-    assert rows["all-reduce of the loss"] == (800, 800)  # forward and backward
+    assert rows["all-reduce, model state"] == (400, 400)
+    assert rows["all-reduce, loss"] == (800, 800)  # forward and backward
 
 
 def test_what_a_loss_calls_may_be_compiled_otherwise(own, capsys):
     (found,) = planned("--trainer own_training:branching --target h100:2 --stage 0 --verify", capsys)["stages"]
-    (row,) = [row for row in found["verify"]["rows"] if row["label"] == "all-reduce of the loss"]
+    (row,) = [row for row in found["verify"]["rows"] if row["label"] == "all-reduce, loss"]
     assert row["planned"] > row["compiled"] and row["check"].startswith("not as traced: 4 planned, ")
     assert row["as_planned"] is None and found["verify"]["as_planned"]
 

@@ -136,9 +136,9 @@ def _compared(plan: StagePlan, program: TargetProgram, state: TrainState, target
     rows = [
         state_row("parameters", plan.parameters, held.parameters, {}),
         state_row("optimizer state", plan.optimizer_state, held.optimizer_state, {}),
-        *_collective_rows("buffers", plan.collectives, [each for each in found if each.is_gradients]),
-        *_collective_rows("of the model state", plan.synced, [each for each in found if each.is_model_state]),
-        *map(_traced, _collective_rows("of the loss", plan.called, [each for each in found if each.is_loss])),
+        *_collective_rows(" buffers", plan.collectives, [each for each in found if each.is_gradients]),
+        *_collective_rows(", model state", plan.synced, [each for each in found if each.is_model_state]),
+        *map(_traced, _collective_rows(", loss", plan.called, [each for each in found if each.is_loss])),
         _peak_row(program.memory_analysis().peak_memory_in_bytes, target.chip.memory_bytes),
     ]
     return replace(plan, rows=tuple(rows), notes=schedule.notes)
@@ -150,7 +150,7 @@ def _collective_rows(what: str, planned: Sequence[tuple[str, int]], found: Seque
     for kind in sorted({kind for kind, _ in (*planned, *compiled)}):
         ours, theirs = (sorted(num_bytes for one, num_bytes in some if one == kind) for some in (planned, compiled))
         said = f"ok: {len(ours):,}" if ours == theirs else f"{MARK}: {len(ours):,} planned, {len(theirs):,} compiled"
-        rows.append(Row(f"{kind} {what}", sum(ours), sum(theirs), said, ours == theirs))
+        rows.append(Row(f"{kind}{what}", sum(ours), sum(theirs), said, ours == theirs))
     return rows
 
 
