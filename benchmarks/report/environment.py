@@ -72,7 +72,8 @@ def _machine(row: Row) -> str:
 
 def _gpus(row: Row) -> str:
     gpus = row.get("gpus")
-    names = [f"{count} x {name}" for name, count in Counter(gpus).items()] if isinstance(gpus, list) else []
+    named = [gpu for gpu in gpus if isinstance(gpu, str)] if isinstance(gpus, list) else []
+    names = [f"{count} x {name}" for name, count in Counter(named).items()]
     return ", ".join([*names, *([f"driver {text(row, 'driver')}"] if "driver" in row else [])])
 
 

@@ -34,6 +34,10 @@ def test_gpus_driver_and_variables_are_facts_where_there_are_any():
     ]
 
 
+def test_gpus_that_are_no_names_are_left_out():
+    assert facts(RunRows("a", [row("main", gpus=[[0, 0], {}, "NVIDIA H200"])]))["GPUs"] == ["1 x NVIDIA H200"]
+
+
 def test_who_says_what_is_named_where_benchmarks_differ():
     both = RunRows("a", [row("main", device="cpu"), row("gates", device="H200"), row("gates")])
     assert facts(both)["device"] == ["cpu (main)", "H200 (gates)"]
