@@ -220,12 +220,13 @@ def _on_one_device(
     """The parameters and the model state after each step."""
     if max_grad_norm is not None:
         optimizer = optax.chain(optax.clip_by_global_norm(max_grad_norm), optimizer)
+    optimizer = optax.with_extra_args_support(optimizer)
     trained, frozen = split(params, trainable)
 
     def step(trained: Any, model_state: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, Any]:
-        grad = jax.grad(lambda trained: loss(merge(trained, frozen), model_state, batch), has_aux=True)
-        grads, model_state = grad(trained)
-        updates, opt_state = optimizer.update(grads, opt_state, trained)
+        grad = jax.value_and_grad(lambda trained: loss(merge(trained, frozen), model_state, batch), has_aux=True)
+        (value, model_state), grads = grad(trained)
+        updates, opt_state = optimizer.update(grads, opt_state, trained, value=value)
         return optax.apply_updates(trained, updates), model_state, opt_state
 
     run, after, found = jax.jit(_on_one_rank(step)), [], (trained, loss.model_state, optimizer.init(trained))

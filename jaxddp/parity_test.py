@@ -148,6 +148,11 @@ def test_a_model_with_state(has_aux):
         )
 
 
+def test_an_optimizer_that_wants_the_loss():
+    results = jaxddp.parity.check(loss_fn, optax.polyak_sgd(0.1), PARAMS, BATCHES, strategies="bucketed", num_ranks=[2])
+    assert results[0].difference <= 1e-12
+
+
 def test_values_that_are_no_numbers_part():
     with pytest.raises(jaxddp.parity.ParityError, match="nan"):
         jaxddp.parity.check(
