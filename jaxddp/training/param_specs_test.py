@@ -248,6 +248,16 @@ def test_names_that_end_with_another_parameters_name():
         assert jax.tree.map(lambda leaf: leaf.sharding.spec, held) == specs
 
 
+def test_arrays_put_into_a_state_must_lie_as_those_before():
+    trainer = jaxddp.Trainer(loss_fn, optax.adam(0.1), jaxddp.zero1(), grid(2, 2), param_specs=SPECS)
+    state, full = trainer.init(model()), model()
+    whole = trainer.params(state)  # equal on all devices
+    with pytest.raises(ValueError, match=r"^state must lie over the devices as init makes it: [^\n]*$"):
+        trainer.step(state._replace(params=whole), batches(1)[0])
+    placed = jax.device_put(full, jax.tree.map(lambda leaf: leaf.sharding, state.params))
+    trainer.step(state._replace(params=placed), batches(1)[0])
+
+
 def test_a_parameter_that_is_one_array():
     trainer = jaxddp.Trainer(
         lambda params, batch: jnp.mean((batch["x"] @ params) ** 2), optax.adam(0.1), jaxddp.flat(), grid(2, 2),

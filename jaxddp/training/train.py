@@ -370,8 +370,13 @@ class Trainer:
             if self._programs.platform == "cpu":
                 # With more simulated devices than cores, steps that run ahead time out in XLA's rendezvous and abort.
                 jax.block_until_ready(result)
-        except Exception:
+        except Exception as error:
             wait_for_end()
+            if isinstance(error, ValueError) and "input shardings that disagree" in str(error):
+                raise ValueError(
+                    "state must lie over the devices as init makes it: give arrays put into it the shardings of those"
+                    " before, by jax.device_put"
+                ) from error
             raise
         if self._spans_job:
             loss = result[1]["loss"]
