@@ -14,6 +14,7 @@ from typing import Any
 from .quiet import import_jax
 
 _MODEL, _BATCH_PER_DEVICE = "seed_xl", 16
+_DTYPES = ("f32", "bf16")
 _SHAPES = ("layers", "width", "heads", "hidden", "vocab", "context")
 
 
@@ -48,6 +49,8 @@ def add_parser(commands: Any) -> None:
     add("--replicas", type=int, default=1, metavar="N", help="also compile ZeRO strategies sharded within N groups and "
         "summed across: h100:4x8 --replicas 4 shards within a host (default: no)")  # fmt: skip
     add("--batch-per-device", type=int, metavar="N", help="sequences on each device (default: 16)")
+    add("--dtype", metavar="NAME", help="f32, or bf16: the loss takes bfloat16 copies of the parameters, which stay "
+        "float32, as do the sums of gradients (default: f32)")  # fmt: skip
     add("--hlo", metavar="FILE", help="read this scheduled HLO text instead of compiling a model")
     add("--dump-hlo", metavar="FILE", help="write the scheduled program of --strategy")
     add("--json", action="store_true", help="print one JSON object instead of the table; files only with --out")
@@ -87,6 +90,8 @@ def run(arguments: argparse.Namespace) -> None:
         else:
             batch_per_device = arguments.batch_per_device or _BATCH_PER_DEVICE
             training = transformer_training(_config(arguments), batch_per_device * target.num_devices)
+            if arguments.dtype == "bf16":
+                training = training._replace(options={"compute_dtype": jax.numpy.bfloat16})
         inspections = inspect_steps(
             strategies, training, target, network, bucket_mb=arguments.bucket_mb, replicas=arguments.replicas,
             say=(lambda text: None) if arguments.json else partial(print, flush=True),
@@ -113,12 +118,14 @@ def _check_options(arguments: argparse.Namespace) -> Path | None:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise ValueError(f"{name} (={value}) must be a positive integer")
+    if arguments.dtype not in (None, *_DTYPES):
+        raise ValueError(f"dtype (={arguments.dtype!r}) must be one of {', '.join(_DTYPES)}")
     if arguments.hlo is not None:
-        for name in ("compare", "bucket_mb", "dump_hlo", "trainer", *_SHAPES):
+        for name in ("compare", "bucket_mb", "dump_hlo", "trainer", "dtype", *_SHAPES):
             if (value := getattr(arguments, name)) not in (None, []):
                 raise ValueError(f"{name} (={value}) must be left out with --hlo, which is one program as it is")
     if arguments.trainer is not None:
-        for name in ("model", "batch_per_device", *_SHAPES):
+        for name in ("model", "batch_per_device", "dtype", *_SHAPES):
             if (value := getattr(arguments, name)) is not None:
                 raise ValueError(f"{name} (={value}) must be left out with --trainer, which says what is trained")
     if arguments.dump_hlo is not None:

@@ -94,6 +94,13 @@ def test_a_dump_is_read_back_to_the_same_step(printed, folder, capsys):
     assert theirs["strategy"] == "own.hlo" and theirs["lower_bound_ms"] is theirs["memory"] is None
 
 
+def test_bfloat16_computes_less_and_sends_the_same_float32(printed, capsys):
+    assert main(["inspect", *CUSTOM.split(), *"--bucket-mb 0.03 --dtype bf16 --json".split()]) == 0
+    whole, half = json.loads(printed), json.loads(capsys.readouterr().out)
+    assert half["as_planned"] is True and half["planned"] == whole["planned"]  # in the same order as well
+    assert half["lower_bound_ms"] != whole["lower_bound_ms"]
+
+
 def test_several_hosts_take_the_given_network_between_them(folder, printed, capsys):
     dump = str(folder / "own.hlo")
     found = {}
@@ -167,6 +174,8 @@ BAD_INPUT = {
     "--dump-hlo {full}/file": "dump_hlo (={full}/file) must not exist: nothing is overwritten",
     "--dump-hlo {full}/no/file": "dump_hlo (={full}/no/file) must be in a folder that exists",
     "--hlo {full}/file --compare auto": "compare (=['auto']) must be left out with --hlo, which is one program",
+    "--hlo {full}/file --dtype bf16": "dtype (=bf16) must be left out with --hlo",
+    "--dtype bfloat16": "dtype (='bfloat16') must be one of f32, bf16",
     "--hlo {full}/file --bucket-mb 0": "bucket_mb (=0.0) must be left out with --hlo",
     "--hlo {full}/no": "[Errno 2] No such file or directory: '{full}/no'",
     "--hlo {full}": "[Errno 21] Is a directory: '{full}'",
@@ -334,6 +343,7 @@ def test_a_training_with_an_optimizer_of_whole_parameters(own, capsys):
         ("own_training:none", r"trainer \(=own_training:none\) must name a function of the module"),
         ("own_training:wrong", r"trainer \(=own_training:wrong\) must give \(loss_fn, optimizer, params, batch\)"),
         ("own_training:make --model small", r"model \(=small\) must be left out with --trainer"),
+        ("own_training:make --dtype f32", r"dtype \(=f32\) must be left out with --trainer"),
         ("own_training:make --batch-per-device 4", r"batch_per_device \(=4\) must be left out with --trainer"),
     ],
 )

@@ -50,9 +50,11 @@ def finishing_times(program: core.ClosedJaxpr, cost: Callable[[Any], float] | No
             if len(inner) == 1 and len(inner[0].invars) == len(times):
                 times = run(inner[0], times)
             else:
-                clock += cost(equation) if cost else 1
                 is_constant = set(times) <= {None} and not _may_differ_by_rank(equation)
-                times = [None if is_constant else clock] * len(equation.outvars)
+                # Casts are fused. Traced, those of bfloat16 gradients to the masters' dtype come after the backward.
+                if equation.primitive.name != "convert_element_type" or is_constant:
+                    clock += cost(equation) if cost else 1
+                    times = [None if is_constant else clock] * len(equation.outvars)
             ready.update(zip(equation.outvars, times, strict=True))
         return list(map(time_of, jaxpr.outvars))
 

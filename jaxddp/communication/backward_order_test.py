@@ -49,6 +49,23 @@ def test_a_loop_finishes_as_a_whole():
     assert found == ["after", "loop", "before"]
 
 
+def test_a_cast_is_ready_when_its_operand_is():
+    """Casts of the parameters are transposed after the whole backward, in the order of the tree."""
+    params = {f"l{i}": jnp.ones((4, 4)) for i in range(3)}
+
+    def loss(params, x):
+        params = {name: weight.astype(jnp.bfloat16) for name, weight in params.items()}
+        for weight in params.values():
+            x = jnp.tanh(x @ weight)
+        return x.sum()
+
+    found, _ = order(loss, params, jnp.ones((2, 4), jnp.bfloat16))
+    assert found == ["l2", "l1", "l0"]
+    early = lambda a: (cast := a @ a, a @ a, cast.astype(jnp.bfloat16))  # noqa: E731
+    assert times_of(early, jnp.ones((2, 2)), cost=matmul_flops) == [16, 32, 16]
+    assert times_of(lambda a: jnp.ones(2).astype(jnp.bfloat16), jnp.ones(2), cost=None) == [None]
+
+
 def test_a_gradient_that_depends_on_nothing_is_constant():
     params = {"used": jnp.ones(3), "unused": jnp.ones(3), "linear": jnp.ones(3)}
     _, times = order(lambda params, x: (params["used"] * x).sum() + params["linear"].sum(), params, jnp.ones(3))
