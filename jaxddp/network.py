@@ -93,8 +93,13 @@ class Network:
         """Seconds to transfer the bytes of one collective, without latency; 0 for a group of one."""
         if len(group) < 2:
             return 0.0
-        within, between = self.sent_bytes(kind, num_bytes, group)
-        return within / (self.gb_per_s * GB) + between / ((self.host_gb_per_s or self.gb_per_s) * GB)
+        within, _ = self.sent_bytes(kind, num_bytes, group)
+        return within / (self.gb_per_s * GB) + self.seconds_between_hosts(kind, num_bytes, group)
+
+    def seconds_between_hosts(self, kind: str, num_bytes: float, group: Sequence[int]) -> float:
+        """The part of ``transfer_s`` in which hosts send to each other; 0 for a group on one host."""
+        _, between = self.sent_bytes(kind, num_bytes, group)
+        return between / ((self.host_gb_per_s or self.gb_per_s) * GB)
 
     def seconds(self, kind: str, num_bytes: float, group: Sequence[int]) -> float:
         """Seconds of one collective that has the network to itself; 0 for a group of one."""

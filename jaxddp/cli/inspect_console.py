@@ -53,9 +53,14 @@ def show(inspections: list[Inspection], model: str, folder: Path | None, file: T
     if bound := first.bound:
         terms = [bound.step_s, bound.compute_s, bound.forward_s, bound.first_gradient_s, bound.all_reduce_s]
         step, compute, forward, gradient, all_reduce = _in_ms(terms, digits)
+        levels = ""
+        if first.target.num_hosts > 1:
+            between = bound.between_hosts_s
+            within_ms, between_ms = _in_ms((bound.all_reduce_s - between, between), digits)
+            levels = f" ({within_ms} within hosts, calls included, and {between_ms} between them)"
         console.print(
             f"No schedule can beat the bound, {step} ms: the greater of compute {compute} and forward {forward} "
-            f"+ first gradient {gradient} + all-reduce of everything {all_reduce}."
+            f"+ first gradient {gradient} + all-reduce of everything {all_reduce}{levels}."
         )
     if first.target.num_hosts > 1:
         sent = {each.strategy: [f"{num_bytes / MIB:.1f}" for num_bytes in each.sent_bytes] for each in inspections}

@@ -84,6 +84,13 @@ def test_each_step_is_a_line_below(both):
     assert "runs/here" not in shown(both)
 
 
+def test_on_several_hosts_the_bound_has_two_levels(both):
+    bound = dataclasses.replace(both[0].bound, between_hosts_s=5e-6)
+    on_hosts = dataclasses.replace(both[0], target=targets.target("h100:4x8"), bound=bound)
+    assert "0.0170 (0.0120 within hosts, calls included, and 0.0050 between them)." in shown([on_hosts])
+    assert "within hosts" not in shown(both)
+
+
 @pytest.mark.parametrize("width", [160, 120, 100, 80])
 def test_nothing_is_cut_at_any_width(both, width, monkeypatch):
     output = shown(both, width, monkeypatch=monkeypatch)

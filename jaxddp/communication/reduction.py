@@ -20,6 +20,7 @@ Every further sum lengthens compilation: XLA's fusion walks the whole program on
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -30,9 +31,9 @@ from ..scopes import SYNC_SCOPE
 from ..tree import named_leaves
 from .axes import scatter_sum, shard_axis
 from .buckets import Bucket, BucketPlan
-from .buffers import pack, unpack
-from .collectives import Axis, all_reduce
-from .compression import Compression
+from .buffers import pack, pack_small, unpack, unpack_small
+from .collectives import MAX_JOINED, Axis, all_reduce, all_reduce_as_one, joins_arrays
+from .compression import Compression, none
 from .low_rank import apply_residual
 from .ordering import order_token
 from .sharding import Cut, pack_chunks, split_chunks
@@ -87,13 +88,14 @@ class Reduction(NamedTuple):
     """Sums over ranks, started or finished; those of several micro-batches may be added.
 
     Attributes:
-        totals: What this rank keeps of the sum, for each bucket of the plan.
+        totals: What this rank keeps of the sum, for each bucket of the plan: an array, or a tuple of
+            those that were sent in one call.
         unsent: Sums of the gradients that the plan leaves out, by name.
         order_token: A zero, available when every bucket is packed.
         shards: This rank's shards of gradients that the backward itself has summed over ranks (``zero3``), by name.
     """
 
-    totals: tuple[jax.Array, ...]
+    totals: tuple[Any, ...]
     unsent: dict[str, jax.Array]
     order_token: jax.Array
     shards: dict[str, jax.Array]
@@ -176,10 +178,16 @@ def start_reduction(
             for name, grad in ready.items()
             if name not in planned
         }
-        totals: list[jax.Array] = []
+        joins = reduce is ALL_REDUCE and joins_arrays()
+        copies_all = not joins or compression is not none or plan.after_backward
+        totals: list[Any] = []
         all_packed = jnp.int32(0)
         for index, bucket in enumerate(plan.buckets):
-            packed = reduce.pack(bucket, ready, num_shards)
+            if joins:
+                reduce = ALL_REDUCE._replace(send=partial(all_reduce_as_one, key=f"{index} {bucket.tensors[0].name}"))
+            packed: Any = reduce.pack(bucket, ready, num_shards) if copies_all else pack_small(bucket, ready)
+            if len(packed) > MAX_JOINED and not copies_all:
+                packed = pack(bucket, ready)
             if max_in_flight is not None and index >= max_in_flight:
                 earlier = index - max_in_flight
                 packed, totals[earlier] = lax.optimization_barrier((packed, totals[earlier]))
@@ -214,6 +222,11 @@ def finish_reduction(
         squares = sum_of_squares(means.values())
         for bucket, total in zip(plan.buckets, reduction.totals, strict=True):
             total, squares = lax.optimization_barrier((total, squares))  # noqa: PLW2901
+            if isinstance(total, tuple):
+                parts = tuple(divide(part, reduction.order_token) for part in total)
+                means.update(unpack_small(bucket, parts))
+                squares += sum_of_squares(parts)
+                continue
             buffer = divide(total, reduction.order_token)
             mean = reduce.unpack(bucket, buffer, num_shards)
             first, *others = mean.values()

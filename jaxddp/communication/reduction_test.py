@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxddp
+from jaxddp.communication import buffers, reduction
 from jaxddp.communication.buckets import TensorSpec, plan_buckets
 from jaxddp.communication.reduction import ALL_REDUCE, REDUCE_SCATTER, SMALL, Reduction, finish_reduction
 
@@ -45,6 +47,61 @@ def test_means_and_their_squares(reduce, sizes):
         summed, other = other, summed
     np.testing.assert_allclose(summed, expected, rtol=2e-5)  # float32: sqrt(65,537 terms) roundings of 6e-8
     assert other == 0
+
+
+def sent(grads, plan, monkeypatch, *, joins):
+    """The means over four ranks, and the shapes of what is summed, as would be asked for on GPUs or elsewhere."""
+    monkeypatch.setattr(reduction, "joins_arrays", lambda: joins)
+
+    def step(grads):
+        local = jax.tree.map(lambda grad: grad[0], grads)
+        return jax.tree.map(lambda mean: mean[None], jaxddp.sync_gradients(local, plan, "data"))
+
+    by_rank = jax.sharding.PartitionSpec("data")
+    mapped = jax.shard_map(step, mesh=jaxddp.data_mesh(NUM_RANKS), in_specs=by_rank, out_specs=by_rank)
+    program = jax.make_jaxpr(mapped)(grads).jaxpr.eqns[0].params["jaxpr"]
+    psums = [equation for equation in program.eqns if equation.primitive.name.startswith("psum")]
+    return jax.jit(mapped)(grads), [atom.aval.shape for equation in psums for atom in equation.invars]
+
+
+def test_large_tensors_are_sent_as_they_are_and_small_ones_packed_where_arrays_are_joined(monkeypatch):
+    monkeypatch.setattr(buffers, "LARGE_BYTES", 48)
+    shapes = {"a": (3, 4), "b": (2,), "c": (5, 5), "d": (3,), "e": (13,)}
+    plan = plan_buckets([TensorSpec(name, shape, "float32") for name, shape in shapes.items()], [170 / 2**20])
+    assert [len(bucket.tensors) for bucket in plan.buckets] == [4, 1]
+    values = np.random.default_rng(0)
+    grads = {name: values.integers(-9, 9, (NUM_RANKS, *shape)).astype("f") for name, shape in shapes.items()}
+    packed, operands_packed = sent(grads, plan, monkeypatch, joins=False)
+    joined, operands = sent(grads, plan, monkeypatch, joins=True)
+    assert operands_packed == [(42,), (13,)]
+    assert operands == [(3, 4), (5, 5), (5,), (13,)]
+    for name, grad in grads.items():
+        expected = np.broadcast_to(grad.mean(axis=0), grad.shape)  # exact: sums of integers, over a power of two
+        np.testing.assert_array_equal(joined[name], expected)
+        np.testing.assert_array_equal(packed[name], expected)
+
+
+def test_more_tensors_than_xla_joins_are_packed(monkeypatch):
+    monkeypatch.setattr(buffers, "LARGE_BYTES", 4)
+    monkeypatch.setattr(reduction, "MAX_JOINED", 3)
+    grads = {name: np.ones((NUM_RANKS, 2), "f") for name in "abcd"}
+    plan = plan_buckets([TensorSpec(name, (2,), "float32") for name in grads], [24 / 2**20])
+    _, operands = sent(grads, plan, monkeypatch, joins=True)
+    assert operands == [(2,)] * 4
+    _, operands = sent(
+        grads, plan_buckets(plan.buckets[0].tensors + plan.buckets[1].tensors, None), monkeypatch, joins=True
+    )
+    assert operands == [(8,)]
+
+
+def test_squares_of_what_was_joined():
+    specs = [TensorSpec("large", (512, 600), "float32"), TensorSpec("small", (7,), "float32")]
+    tensors = {spec.name: jnp.full(spec.shape, DENOMINATOR) for spec in specs}
+    plan = plan_buckets(specs, None)
+    sums = Reduction((buffers.pack_small(plan.buckets[0], tensors),), {}, jnp.int32(0), {})
+    means = finish_reduction(sums, plan, NUM_RANKS, ALL_REDUCE, DENOMINATOR)
+    assert {name: mean.shape for name, mean in means.grads.items()} == {"large": (512, 600), "small": (7,)}
+    assert means.replicated_squares == 512 * 600 + 7
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,17 @@
 
 Nothing can be sent before the first gradient exists, and everything has to be sent. Compute, forward and first gradient
 come from the same step compiled without communication, so slower compute cannot buy overlap.
+
+On H hosts of n ranks each, which send W bytes per second within their host and V to others, the all-reduce of S bytes has
+two levels, o being the latency of one call:
+
+    all-reduce = o + 2 (n-1)/n S/W + 2 (H-1)/H (S/n)/V
+
+Whatever the algorithm, each host must send 2 (H-1)/H S bytes, which its n ranks share, and that needs the sum over the
+host first: the first half of the first term, whose second half spreads the result. ZeRO's halves, and its sums over
+replicas, send the same. The levels of one collective follow each other and collectives queue on one stream, so the terms
+add up, in the bound as in the simulation. NCCL sends pieces through both levels at a time, and may come down to the
+longer term; neither side counts on that, so that their ratio judges the schedule alone.
 """
 
 from __future__ import annotations
@@ -25,12 +36,14 @@ class Bound:
         forward_s: Its forward.
         first_gradient_s: The least backward time before any gradient is finished.
         all_reduce_s: One all-reduce of all gradient bytes.
+        between_hosts_s: The part of it in which hosts send to each other; 0 on one host.
     """
 
     compute_s: float
     forward_s: float
     first_gradient_s: float
     all_reduce_s: float
+    between_hosts_s: float = 0.0
 
     @property
     def step_s(self) -> float:
@@ -45,8 +58,11 @@ def lower_bound(alone: Schedule, chip: Chip, network: Network, gradient_bytes: f
     """
     seconds = {op.name: device_seconds(op.total_work, chip) for op in alone.operations}
     forward = sum(seconds[op.name] for op in alone.operations if op.phase == "forward")
-    all_reduce = network.seconds("all-reduce", gradient_bytes, range(num_devices)) if gradient_bytes else 0.0
-    return Bound(sum(seconds.values()), forward, _first_gradient_s(alone.operations, seconds), all_reduce)
+    all_reduce = between = 0.0
+    if gradient_bytes:
+        all_reduce = network.seconds("all-reduce", gradient_bytes, range(num_devices))
+        between = network.seconds_between_hosts("all-reduce", gradient_bytes, range(num_devices))
+    return Bound(sum(seconds.values()), forward, _first_gradient_s(alone.operations, seconds), all_reduce, between)
 
 
 def _first_gradient_s(operations: tuple[Operation, ...], seconds: dict[str, float]) -> float:

@@ -23,7 +23,6 @@ from jaxddp.training import programs
 from jaxddp.training.xla import compile_options
 
 GPU, TPU = "h100:8", "v5p:8"
-SPECS = (GPU, TPU)
 LARGE, TINY = "lm_9m", "tiny"
 BUCKET_MB = {LARGE: 4, TINY: 0.005}  # 7 and 6 buckets
 BATCH_PER_DEVICE = 15  # 3 micro-batches of 5
@@ -33,8 +32,7 @@ WAITING = ("naive", "flat")
 REPLICATED = tuple(name for name in jaxddp.STRATEGIES if not name.startswith("zero"))
 EARLY = tuple(name for name in REPLICATED if name not in WAITING)
 
-# What the compile options of each target that stop the combiner, and those for the scheduler, have in their names.
-COMBINER = {GPU: "combine_threshold", TPU: "disable_hlo_passes"}
+# What the compile options for the scheduler have in their names.
 SCHEDULER = "xla_gpu_experimental"
 
 
@@ -54,11 +52,8 @@ class Step(NamedTuple):
 
 
 IN_PARTS = Case(GPU, "bucketed", LARGE, num_microbatches=3)
-MERGED = [
-    Case(spec, name, {GPU: LARGE, TPU: TINY}[spec], left_out=COMBINER[spec])
-    for spec in SPECS
-    for name in ("naive", "bucketed")
-]
+MERGED = [Case(TPU, name, left_out="disable_hlo_passes") for name in ("naive", "bucketed")]
+COPIED = Case(GPU, "bucketed", LARGE, left_out="disable_hlo_passes")
 RESCHEDULED = Case(GPU, "bucketed", LARGE, left_out=SCHEDULER)
 
 full = pytest.mark.full
@@ -233,6 +228,16 @@ def test_the_combiner_let_loose_would_break_the_plan(steps, case):
     assert planned == steps(case._replace(left_out="")).planned
     assert schedule.gradient_collectives() != sorted(planned)
     assert len(schedule.gradient_collectives()) <= 2 < len(planned)
+
+
+@pytest.mark.full
+def test_joined_all_reduces_copy_nothing_on_gpus(steps):
+    """On GPUs every bucket has a key of its own; XLA would join its tensors by a copy of the bucket there and back."""
+    planned, schedule = steps(Case(GPU, "bucketed", LARGE))
+    _, copied = steps(COPIED)
+    assert schedule.gradient_collectives() == copied.gradient_collectives() == sorted(planned)
+    num_bytes = sum(num_bytes for _, num_bytes in planned)
+    assert copied.work().num_bytes - schedule.work().num_bytes > num_bytes
 
 
 @pytest.mark.full

@@ -23,13 +23,15 @@ import os
 import re
 
 import jax
-import jaxlib.version
 
 from ..arguments import check_kind
+from ..communication.collectives import jaxlib_version
+from ..communication.reduction import ALL_REDUCE
 from ..network import Network
 from ..strategy import Strategy
 
 _DISABLE = "xla_disable_hlo_passes"
+_ANY_BYTES = 2**40
 _START_EARLY = {
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
     "xla_gpu_experimental_parallel_collective_overlap_limit": 65_536,  # more than any plan has buckets
@@ -63,12 +65,14 @@ def compile_options(strategy: Strategy, platform: str, *, start_early: bool = Tr
         passes = ["cpu-all-reduce-combiner", "cse_barrier_expander", "small-while-loop-hoisting"]
         return {_DISABLE: _with_disabled_passes_of_environment(passes)}
     if platform in ("gpu", "cuda"):
+        joins = strategy.reduce is ALL_REDUCE and not strategy.shards_params and jaxlib_version() >= (0, 10, 2)
         return {
-            "xla_gpu_all_reduce_combine_threshold_bytes": 0,
+            "xla_gpu_all_reduce_combine_threshold_bytes": _ANY_BYTES if joins else 0,
             "xla_gpu_all_gather_combine_threshold_bytes": 0,
             "xla_gpu_reduce_scatter_combine_threshold_bytes": 0,
+            **({_DISABLE: _with_disabled_passes_of_environment(["all-reduce-contiguous"])} if joins else {}),
             # Older versions refuse unknown names.
-            **(_START_EARLY if start_early and _jaxlib_version() >= (0, 10, 2) and not strategy.shards_params else {}),
+            **(_START_EARLY if start_early and jaxlib_version() >= (0, 10, 2) and not strategy.shards_params else {}),
         }
     if platform == "tpu":
         return {_DISABLE: _with_disabled_passes_of_environment(["all-reduce-combiner"])}
@@ -112,10 +116,6 @@ def configure(network: Network | float) -> None:
         f"--xla_gpu_analytical_latency_estimator_options={told}",
     ]
     os.environ["XLA_FLAGS"] = " ".join(filter(None, flags))
-
-
-def _jaxlib_version() -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", jaxlib.version.__version__)[:3])
 
 
 def _with_disabled_passes_of_environment(passes: list[str]) -> str:

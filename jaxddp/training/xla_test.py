@@ -50,11 +50,19 @@ def test_on_gpus_nothing_is_merged_and_all_starts_early(version, monkeypatch):
     monkeypatch.setattr("jaxlib.version.__version__", version)
     options = jaxddp.compile_options(jaxddp.bucketed(), "gpu")
     assert options == jaxddp.compile_options(jaxddp.bucketed(), "cuda")
-    assert options == THRESHOLDS | {
+    early = {
         "xla_gpu_experimental_collective_start_as_early_as_possible": True,
         "xla_gpu_experimental_parallel_collective_overlap_limit": 65_536,
     }
-    assert jaxddp.compile_options(jaxddp.bucketed(), "gpu", start_early=False) == THRESHOLDS
+    # All-reduces are joined, by bucket, and not copied for that.
+    joined = THRESHOLDS | {
+        "xla_gpu_all_reduce_combine_threshold_bytes": 2**40,
+        "xla_disable_hlo_passes": "all-reduce-contiguous",
+    }
+    assert options == joined | early
+    assert jaxddp.compile_options(jaxddp.bucketed(), "gpu", start_early=False) == joined
+    assert jaxddp.compile_options(jaxddp.zero1(), "gpu") == THRESHOLDS | early
+    assert jaxddp.compile_options(jaxddp.zero3(), "gpu") == THRESHOLDS
 
 
 @pytest.mark.parametrize("version", ["0.10.1", "0.10.0", "0.9.12"])
