@@ -1,6 +1,6 @@
 """Carries out a bucket plan: gradients are packed into buffers, summed over ranks, and divided.
 
-    buffer[k]  = pack(gradients of bucket k)             as soon as its last gradient is ready
+    buffer[k]  = pack(gradients of bucket k)             as soon as its last gradient is ready; on GPUs of small ones
     total[k]   = sum over ranks of buffer[k]             an all-reduce or a reduce-scatter, in flight until it is used
     mean[k]    = total[k] / denominator                  after buffer[0 ... n] and squares[k-1]
     squares[k] = squares[k-1] + sum(mean[k]^2)           norm = sqrt(squares[n])
@@ -88,8 +88,8 @@ class Reduction(NamedTuple):
     """Sums over ranks, started or finished; those of several micro-batches may be added.
 
     Attributes:
-        totals: What this rank keeps of the sum, for each bucket of the plan: an array, or a tuple of
-            those that were sent in one call.
+        totals: What this rank keeps of the sum, for each bucket of the plan: an array, or on GPUs the
+            tuple of those that one call sends.
         unsent: Sums of the gradients that the plan leaves out, by name.
         order_token: A zero, available when every bucket is packed.
         shards: This rank's shards of gradients that the backward itself has summed over ranks (``zero3``), by name.
@@ -183,7 +183,7 @@ def start_reduction(
         totals: list[Any] = []
         all_packed = jnp.int32(0)
         for index, bucket in enumerate(plan.buckets):
-            if joins:
+            if joins:  # each bucket by a key of its own, or XLA would join those that are ready at a time
                 reduce = ALL_REDUCE._replace(send=partial(all_reduce_as_one, key=f"{index} {bucket.tensors[0].name}"))
             packed: Any = reduce.pack(bucket, ready, num_shards) if copies_all else pack_small(bucket, ready)
             if len(packed) > MAX_JOINED and not copies_all:

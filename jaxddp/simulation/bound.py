@@ -5,16 +5,16 @@
 Nothing can be sent before the first gradient exists, and everything has to be sent. Compute, forward and first gradient
 come from the same step compiled without communication, so slower compute cannot buy overlap.
 
-On H hosts of n ranks each, which send W bytes per second within their host and V to others, the all-reduce of S bytes has
-two levels, o being the latency of one call:
+On H hosts of n ranks each, which send W bytes per second within their host and V to others, the all-reduce of S bytes
+has two levels, o being the latency of one call:
 
     all-reduce = o + 2 (n-1)/n S/W + 2 (H-1)/H (S/n)/V
 
 Whatever the algorithm, each host must send 2 (H-1)/H S bytes, which its n ranks share, and that needs the sum over the
 host first: the first half of the first term, whose second half spreads the result. ZeRO's halves, and its sums over
-replicas, send the same. The levels of one collective follow each other and collectives queue on one stream, so the terms
-add up, in the bound as in the simulation. NCCL sends pieces through both levels at a time, and may come down to the
-longer term; neither side counts on that, so that their ratio judges the schedule alone.
+replicas, send the same. The levels of one collective follow each other, and collectives queue on one stream, so the
+terms add up, in the bound as in the simulation. NCCL sends pieces through both levels at a time, and may come down to
+the longer term; neither side counts on that, so that their ratio judges the schedule alone.
 """
 
 from __future__ import annotations
