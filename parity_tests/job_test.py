@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -207,3 +208,42 @@ def test_processes_with_other_options_all_end_with_one_line(framework, tmp_path)
     who = "rank" if framework == "torchref" else "process"
     assert output.count(f"error: steps (=2 in {who} 1) must be 1, as in {who} 0\n") == 2
     assert "Traceback" not in output
+
+
+@pytest.mark.slurm
+@pytest.mark.full
+def test_a_job_that_is_requeued_goes_on_from_its_checkpoint(slurm, alone, tmp_path):
+    """``scontrol requeue`` sends SIGTERM: the step ends and is saved; the same job, started again, makes the others."""
+    from jaxddp.cli.train_loop import train
+
+    made = OPTIONS | {"steps": 40}
+    options = [f"--{option.replace('_', '-')}={value}" for option, value in made.items()]
+    options += [f"--weights={alone[0]}", "--strategy=zero1", "--log-dir=logs", "--checkpoint=saved", "--resume"]
+    (tmp_path / "job.sh").write_text(block("SLURM").replace("script.py", " ".join(["-m jaxddp train", *options])))
+    said, log = tmp_path / "job.out", tmp_path / "logs" / "rank-0.log"
+
+    def ask(*command):
+        variables = environment(tmp_path) | slurm
+        return subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=True).stdout
+
+    def wait_for(what):
+        end = time.monotonic() + TIMEOUT_S
+        while not what():
+            assert time.monotonic() < end, said.read_text()
+            time.sleep(0.2)
+
+    job = ask("sbatch", "--parsable", "--requeue", "--open-mode=append", f"--output={said}", "job.sh").strip()
+    try:
+        wait_for(lambda: log.exists() and re.search(r"^step +1/40 ", log.read_text(), re.M))
+        ask("scontrol", "requeue", job)
+        wait_for(lambda: "JobState=PENDING" in ask("scontrol", "show", "job", job))
+        ask("scontrol", "update", f"jobid={job}", "starttime=now")  # SLURM would wait for two minutes
+        wait_for(lambda: "JobState=COMPLETED" in ask("scontrol", "show", "job", job))
+    finally:
+        ask("scancel", job)
+    (step,) = map(int, re.findall(r"^resumed at step (\d+)", said.read_text(), re.M))
+    assert 1 <= step < 40, said.read_text()
+    *_, loss = map(float, re.findall(r"validation ([\d.]+) nats", log.read_text()))
+    undisturbed = train(TrainOptions(**made, devices=1, weights=str(alone[0])))
+    # Printed to three digits, after 40 steps of float32 sums in another order.
+    assert loss == pytest.approx(undisturbed.validation_loss, abs=2e-3)
