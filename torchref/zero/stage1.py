@@ -197,9 +197,15 @@ class ZeRO1(DataParallel):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the module and of this rank's shards."""
         self._remove_spent()
+        self._clear_shards()
         super().zero_grad(set_to_none)
         self._sums = [None] * len(self.plan.buckets)
-        self._clear_shards()
+
+    def discard_pass(self) -> None:
+        """Discards a backward pass that was never finished; what earlier ones have left in shards stays there."""
+        super().discard_pass()
+        if self._adds and not self._has_spent:
+            self._stand_in()  # for the module to clear
 
     def _planned_collectives(self, num_microbatches: int) -> list[tuple[str, int]]:
         gathers = [
@@ -271,6 +277,12 @@ class ZeRO1(DataParallel):
             if index is not None and row is not None:
                 split_chunks(self.plan.buckets[index], row, self.num_ranks)[name].zero_()
 
+    def _stand_in(self) -> None:
+        """Puts a ``SpentGradient`` where a shard has a gradient."""
+        for name, parameter in self._trained.items():
+            parameter.grad = None if self._shards[name].grad is None else self._spent[name]
+        self._has_spent = True
+
     def _remove_spent(self) -> None:
         for parameter in self._trained.values():
             if isinstance(parameter.grad, SpentGradient):
@@ -322,9 +334,7 @@ class ZeRO1(DataParallel):
                 self._add_grad(name, grad)
         for name in self._trained.keys() - self._bucket_of.keys():
             self._add_grad(name, self._local_shard(self._grad(name)).div_(denominator))
-        for name, parameter in self._trained.items():
-            parameter.grad = self._spent[name]  # frees the local gradients
-        self._has_spent = True
+        self._stand_in()  # frees the local gradients
         self._sums = [None] * len(self.plan.buckets)
 
     def _add_grad(self, name: str, grad: torch.Tensor) -> None:

@@ -148,6 +148,10 @@ LIVES = {  # "part" is a layer of the module, "clear" is all of it: both by thei
     "after micro-batches": "quiet quiet clear finish step pass finish step",
     "never with micro-batches": "pass finish quiet quiet pass finish quiet pass finish step",
     "between micro-batches after a synchronisation": "pass finish quiet clear quiet pass finish step",
+    "after a discarded pass": "pass finish lost discard clear pass finish step",
+    "part after a discarded pass": "pass finish lost discard part pass finish step",
+    "never with a discarded pass": "pass finish lost discard pass finish step",
+    "before and after a discarded pass": "pass finish pass finish clear discard pass finish step",
 }
 
 
@@ -171,6 +175,10 @@ def live(life, wrap, num_layers):
         elif event == "backward":
             loss.backward()
             expected.backward()
+        elif event == "lost":  # one that is not in the weights
+            net(torch.ones(1, 3, dtype=torch.float64)).square().sum().backward()
+        elif event == "discard":
+            net.on_train_batch_start()
         elif event == "finish":
             net.finish_gradient_synchronization()
         elif event == "look":
