@@ -26,8 +26,11 @@ TWINS = (
 # What only one framework needs.
 ONLY_IN_ONE = {
     "plain": {"layer"},
-    "communication/collectives": {"Issued", "Pending", "record"},
-    "communication/buffers": {"check_dense", "tensor_spec"},
+    "communication/collectives": {
+        *("Issued", "Pending", "record"),
+        *("all_reduce_as_one", "joins_arrays", "jaxlib_version"),  # what XLA joins, and from which version on
+    },
+    "communication/buffers": {"check_dense", "tensor_spec", "pack_small", "unpack_small"},
     "communication/low_rank": {"apply_residual", "merge_memory", "split_memory"},
     "communication/sharding": {"Blocks", "Cut", "local_shard"},
 }

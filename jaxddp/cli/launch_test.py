@@ -80,6 +80,8 @@ import glob, os, signal, sys, time
 attempt, rank, num_ranks = (int(os.environ[f"{name}"]) for name in ("TORCHELASTIC_RESTART_COUNT", "RANK", "WORLD_SIZE"))
 if rank == 0:
     print("attempt", attempt, "in", num_ranks, flush=True)
+if sys.argv[1] == "all fail":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # each fails by itself, also after the first was noticed
 open(f"{sys.argv[2]}/{attempt}-{rank}", "w").close()
 while len(glob.glob(f"{sys.argv[2]}/{attempt}-*")) < num_ranks:
     time.sleep(0.01)

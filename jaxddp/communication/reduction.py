@@ -186,7 +186,7 @@ def start_reduction(
             if joins:  # each bucket by a key of its own, or XLA would join those that are ready at a time
                 reduce = ALL_REDUCE._replace(send=partial(all_reduce_as_one, key=f"{index} {bucket.tensors[0].name}"))
             packed: Any = reduce.pack(bucket, ready, num_shards) if copies_all else pack_small(bucket, ready)
-            if len(packed) > MAX_JOINED and not copies_all:
+            if not copies_all and len(packed) > MAX_JOINED:
                 packed = pack(bucket, ready)
             if max_in_flight is not None and index >= max_in_flight:
                 earlier = index - max_in_flight

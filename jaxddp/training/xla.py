@@ -60,7 +60,7 @@ def compile_options(strategy: Strategy, platform: str, *, start_early: bool = Tr
 
     Example:
         >>> import jaxddp
-        >>> jaxddp.compile_options(jaxddp.bucketed(25), "gpu")["xla_gpu_all_reduce_combine_threshold_bytes"]
+        >>> jaxddp.compile_options(jaxddp.bucketed(25), "gpu")["xla_gpu_all_gather_combine_threshold_bytes"]
         0
     """
     check_kind("strategy", strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
