@@ -27,11 +27,12 @@ _TIMED |= {"trace and compile": (TRACE_AND_COMPILE, _WALL), "CPU": (TRACE_AND_CO
 def seconds(row: Row, parts: Sequence[str], clock: int) -> list[float]:
     """Wall-clock or CPU seconds of some parts together, by round; empty if a part is missing."""
     timed = row["seconds"] if isinstance(row.get("seconds"), dict) else {}
+    lists = [timed[part] if isinstance(timed.get(part), list | tuple) else [] for part in parts]
     found = [
-        [one[clock] for one in timed.get(part) or [] if isinstance(one, list | tuple) and len(one) == 2]
-        for part in parts
+        [number({"s": one[clock]}, "s") for one in rounds if isinstance(one, list | tuple) and len(one) == 2]
+        for rounds in lists
     ]
-    rounds = [sum(each) for each in zip(*found, strict=False) if all(isinstance(one, int | float) for one in each)]
+    rounds = [sum(each) for each in zip(*found, strict=False) if None not in each]
     return rounds if all(found) else []
 
 

@@ -1,6 +1,7 @@
 """Damaged folders of runs: a page, or one line that names the reason, and soon."""
 
 import copy
+import json
 import os
 import random
 import re
@@ -16,7 +17,8 @@ from jaxddp.conftest import fuzz_seeds, soon
 
 SOURCES = [path for path in Path(__file__).parents[1].rglob("*.py") if not path.name.endswith("_test.py")]
 FIELDS = sorted({name for path in SOURCES for name in re.findall(r'"([a-z_]{3,})"', path.read_text())})
-LONGEST_S = 1.0  # of processor time beyond that of the whole page
+LONGEST_S = 1.0  # of processor time, for files of no more than a few MB
+LONGEST_LIST = 1_000_000  # characters of JSON
 VALUES = (
     None, True, -1, 0, 3, 10**400, 0.5, 1e308, -1e-308, float("nan"), float("inf"), "", "x", "3", HOSTILE, "a" * 5000,
     "WRONG: x", "FAILED: y", "not run: z", "\ud800", "\x00", [], [[]], [1, 2], ["x"], [None], [[1, "a"]], {}, {"": {}},
@@ -51,7 +53,9 @@ def change(value, rng):
     elif rng.random() < 0.2:
         value[key] = copy.deepcopy(value[rng.choice(inner)])
     elif rng.random() < 0.2:
-        value[key] = [copy.deepcopy(value[key])] * rng.choice((0, 1, 3, 40))
+        copies = rng.choice((0, 1, 3, 40))
+        if len(json.dumps(value[key])) * copies < LONGEST_LIST:  # no copies of copies of copies
+            value[key] = [copy.deepcopy(value[key])] * copies
     else:
         value[key] = copy.deepcopy(rng.choice(VALUES))
 
