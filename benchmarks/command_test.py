@@ -21,6 +21,8 @@ from benchmarks.registry import BENCHMARKS
         (["--steps", "-1"], "error: steps (=-1) must be a positive integer"),
         (["gates", "--steps", "9"], "error: steps (=9) must be at least 10 rounds"),
         (["--data", "nowhere"], "nowhere"),
+        (["--resume", ""], "error: argument --resume: must not be empty"),
+        (["report", ""], "error: argument RUN: must not be empty"),
         (["--out", "."], "error: out (=.) must not exist, or be an empty folder"),
         (["races"], "invalid choice: 'races'"),
         (["--steps", "many"], "invalid int value: 'many'"),

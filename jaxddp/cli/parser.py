@@ -59,7 +59,7 @@ def run_command(package: str, description: str, modules: Iterable[Any], argument
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser with one-line errors, whose help lists the strategies in place of STRATEGIES."""
+    """A parser with one-line errors, whose help lists the strategies in place of STRATEGIES; no value may be empty."""
 
     def format_help(self) -> str:
         """Fills in the names of the strategies."""
@@ -67,6 +67,11 @@ class Parser(argparse.ArgumentParser):
             if "STRATEGIES" in (action.help or ""):
                 action.help = str(action.help).replace("STRATEGIES", ", ".join(_strategy_names()))
         return super().format_help()
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if value == "":  # of a shell variable that is not set; as a path it would be the current folder
+            raise argparse.ArgumentError(action, "must not be empty")
+        super()._check_value(action, value)
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with one line, without argparse's usage before it."""

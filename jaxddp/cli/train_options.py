@@ -76,9 +76,6 @@ class TrainOptions:
             raise ValueError(f"replicas (={self.replicas!r}) must be one of {', '.join(REPLICAS)}")
         if self.replicas == "restore" and self.checkpoint is None:
             raise ValueError(f"replicas (={self.replicas!r}) must come with checkpoint, the folder to restore from")
-        for name in ("data", "checkpoint"):
-            if getattr(self, name) == "":
-                raise ValueError(f"{name} (='') must name a path: an empty one would be the current folder")
         if self.allow_changes and not self.resume:
             raise ValueError(f"allow_changes (={self.allow_changes}) must come with resume")
         if self.resume and self.checkpoint is None:

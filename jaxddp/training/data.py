@@ -66,6 +66,8 @@ class Corpus:
             raise ValueError(f"context (={context!r}) must be a positive integer")
         if not 0 <= holdout < 1:
             raise ValueError(f"holdout (={holdout!r}) must be at least 0 and below 1")
+        if path == "":
+            raise ValueError("path (='') must name a file or folder")
         text, self.source = _read_standard_library() if path is None else _read(Path(path))
         num_windows = (len(text) - 1) // context
         if num_windows < 1:

@@ -214,6 +214,8 @@ def test_text_that_cannot_be_is_refused(write, tmp_path):
         Corpus(write(b"", "empty.txt"))
     with pytest.raises(ValueError, match=r"^folder '.*' must hold text files, it has none$"):
         Corpus(tmp_path)
+    with pytest.raises(ValueError, match=r"^path \(=''\) must name a file or folder$"):
+        Corpus("")  # the current folder for Path
     with pytest.raises(ValueError, match=r"^data path '/dev/null' must be a regular file or a folder$"):
         Corpus("/dev/null")
     with pytest.raises(ValueError, match=r"^text of .* \(=4 bytes\) must be longer than one context \(=4 tokens\)$"):
