@@ -28,6 +28,7 @@ while it is copied to the host; with one process no device holds more than its s
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import fcntl
 import functools
@@ -37,12 +38,12 @@ import os
 import re
 import shutil
 import socket
+import sys
 import threading
 import time
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -75,6 +76,8 @@ Row = Mapping[str, Any]
 """``shape, dtype, crc32`` of one leaf, and ``impl`` of an RNG key."""
 
 
+# Pythons that start no thread once the main thread has ended (cpython#113964): a write that goes on then would fail.
+_ENDS_WITHOUT_THREADS = (3, 12) <= sys.version_info < (3, 12, 3)
 _locks: dict[Path, Any] = {}  # of each folder: objects of this process and their threads take turns
 _unfinished: set[Checkpoints] = set()  # those that may still be writing
 _reserving: set[Checkpoints] = set()  # those that hold the lock of their folder until they are closed
@@ -106,7 +109,8 @@ def _in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
 class Checkpoints:
     """The checkpoints in one folder; a context manager that finishes the last write at its end.
 
-    Without ``with`` or ``close`` the end of the interpreter finishes it. Threads, and objects of one folder, may save
+    Without ``with`` or ``close`` the end of the interpreter finishes it; Python 3.12.0 to 3.12.2 could not, so there a
+    save returns once it is written. Threads, and objects of one folder, may save
     at the same time in one process; they take turns.
 
     Example:
@@ -233,9 +237,11 @@ class Checkpoints:
             self._writing = _Write(step, lambda: _answer(f"{key}/end"), lambda: False)
             return
         _unfinished.add(self)
-        thread = ThreadPoolExecutor(max_workers=1)
+        thread = concurrent.futures.ThreadPoolExecutor(max_workers=1)
         written = thread.submit(_on_first, f"{key}/end", functools.partial(self._write, step, items))
         thread.shutdown(wait=False)
+        if _ENDS_WITHOUT_THREADS:
+            concurrent.futures.wait([written])
         # The thread raises nothing but exceptions: Ctrl-C is the main thread's.
         raised = cast(Callable[[], Exception | None], written.exception)
         self._writing = _Write(step, raised, lambda: written.done() and written.exception() is not None)
