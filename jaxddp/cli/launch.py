@@ -38,6 +38,20 @@ if sys.platform == "linux":
         sys.exit("the launcher has ended")
 os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 """
+# Its own main would print tracebacks of failures and signals, and end with status 1 whatever a rank's is.
+_TORCHRUN = f"""
+import sys
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import parse_args, run
+try:
+    run(parse_args(sys.argv[1:]))
+except ChildFailedError as error:
+    codes = [failure.exitcode for failure in error.failures.values()]
+    sys.exit(abs(min(codes, key=lambda code: code == {LOST_ANOTHER})))
+except SignalException as error:
+    sys.exit(128 + error.sigval)
+"""
 
 
 def add_parser(commands: Any) -> None:
@@ -136,7 +150,7 @@ def launch(
         return _launch_alone(command, num_processes, log_dir, max_restarts)[0]
     # Without a folder torchrun would make one under /tmp, and leave it there.
     logs = [f"--log-dir={os.devnull}"] if log_dir is None else [f"--log-dir={log_dir}", "--redirects=3", "--tee=0:3"]
-    torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={num_processes}", f"--max-restarts={max_restarts}"]
+    torchrun = ["-c", _TORCHRUN, f"--nproc-per-node={num_processes}", f"--max-restarts={max_restarts}"]
     here = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
     # torchrun would set it to 1 and say so in five lines.
     environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_processes)), **os.environ}
@@ -224,14 +238,13 @@ def _wait(processes: list[subprocess.Popen]) -> tuple[int, list[int]]:
         finally:
             _end(processes)
     status = max(abs(process.returncode) for process in processes if failed is None or process is failed)
-    # torchrun's own status is 1 whatever its ranks' is.
-    is_theirs = bool(signals) and status in (1, signals[0], 128 + signals[0])
+    is_theirs = bool(signals) and status in (1, signals[0], 128 + signals[0])  # 1 is torchrun's own
     return 128 + signals[0] if is_theirs else status, signals
 
 
 def _is_agent(process: subprocess.Popen) -> bool:
     """Whether a process is torchrun's agent, which has started ranks of its own."""
-    return isinstance(process.args, list) and "torch.distributed.run" in process.args
+    return isinstance(process.args, list) and _TORCHRUN in process.args
 
 
 def _ranks_of(process: subprocess.Popen) -> list[int]:
