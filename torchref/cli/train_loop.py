@@ -44,7 +44,7 @@ def train(
     Raises:
         ValueError: If the options do not fit together, the data or the job.
         OSError: If the data or the weights cannot be read.
-        FloatingPointError: If the loss is not finite.
+        FloatingPointError: If the loss, the gradient or the validation loss is not finite.
     """
     config = options.config
     corpus = data.Corpus(options.data, context=config.context)
@@ -86,13 +86,16 @@ def train(
         with record() as issued:
             metrics, seconds = stopwatch(trainer.step, to_device(batch), wait=wait)
         losses.append(metrics["loss"])
-        if not math.isfinite(losses[-1]):  # the same on all ranks
-            raise FloatingPointError(f"loss (={losses[-1]}) of step {step} must be finite")
+        norm = metrics["grad_norm"]
+        if not (math.isfinite(losses[-1]) and math.isfinite(norm)):  # the same on all ranks
+            raise FloatingPointError(f"loss (={losses[-1]}) and gradient norm (={norm}) of step {step} must be finite")
         step_seconds.append(seconds)
         is_validated = is_due(step, options.eval_every, options.steps)
         validation_loss = _mean_loss(net, held_out) if is_validated else None
         tokens_per_s = tokens_per_step / summarize(step_seconds[-20:]).median_ms * 1e3
         on_step(StepReport(step, losses[-1], validation_loss, tokens_per_s))
+        if validation_loss is not None and not math.isfinite(validation_loss):
+            raise FloatingPointError(f"validation loss (={validation_loss}) after step {step} must be finite")
 
     summary = TrainSummary(
         options=options,

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from jaxddp.cli.train_options import TrainOptions
 from jaxddp.sizes import SIZES, TransformerConfig
 from torchref.__main__ import main
 from torchref.cli.train_loop import _load_weights, train
+from torchref.launch import RankError
 from torchref.strategy import STRATEGIES
 
 SMALL = TransformerConfig(vocab=256, context=16, width=16, num_layers=1, num_heads=2, hidden=32)
@@ -90,6 +92,23 @@ def test_training_lowers_the_loss_and_communicates_what_was_planned(ranks, strat
     assert summary.as_planned and summary.planned
     assert summary.num_params == SMALL.num_params and summary.params_bytes == 4 * SMALL.num_params
     assert summary.devices == "2 CPU devices of 2 processes"
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_whatever_the_loss(ranks, text, tmp_path):
+    options = {"steps": 2, "batch_size": 8, "optimizer": "sgd", "learning_rate": 1e30, "eval_every": 0}
+    message = r"FloatingPointError: loss \(=5\.\d+\) and gradient norm \(=nan\) of step 2 must be finite"
+    with pytest.raises(RankError, match=message):
+        ranks.run(run_on_rank, str(tmp_path), free_port(), options, num_ranks=2)
+
+
+def validate_nan_on_rank(*arguments):
+    with mock.patch("torchref.cli.train_loop._mean_loss", lambda net, batches: float("nan")):
+        run_on_rank(*arguments)
+
+
+def test_a_validation_that_is_not_finite_ends_the_run(ranks, text, tmp_path):
+    with pytest.raises(RankError, match=r"FloatingPointError: validation loss \(=nan\) after step 1 must be finite"):
+        ranks.run(validate_nan_on_rank, str(tmp_path), free_port(), {"steps": 1, "batch_size": 8}, num_ranks=2)
 
 
 def free_port():
