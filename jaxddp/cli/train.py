@@ -43,6 +43,8 @@ def add_parser(commands: Any) -> None:
     _add(parser, "--checkpoint", str, "folder for checkpoints; the last step is always saved", "none is saved", "DIR")
     _add(parser, "--checkpoint-every", int, "steps between checkpoints; 0: at the end only")
     _add(parser, "--keep", int, "checkpoints to keep, the newest")
+    _add(parser, "--failed-save", str, "if a checkpoint cannot be written, as on a full disk: stop ends the run with "
+         "status 2; continue says so and tries the next; the last has to be written", metavar="POLICY")  # fmt: skip
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint, with any number of "
         "ranks and any strategy; from step 0 if --checkpoint holds none; ends with status 0 if all --steps are taken: "
         "one command starts and restarts a run")  # fmt: skip

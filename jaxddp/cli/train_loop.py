@@ -13,7 +13,7 @@ import inspect
 import math
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -125,7 +125,7 @@ def train(
             step_seconds.append(seconds)
             skipped.append(bool(metrics.get("skipped", False)))
             gives_up = all(skipped[-max_skips - 1 :]) and len(skipped) > max_skips
-            if checkpoints is not None and checkpoints.has_failed:
+            if checkpoints is not None and checkpoints.has_failed and options.failed_save == "stop":
                 if num_processes == 1:
                     checkpoints.wait()  # raises
                 signal.raise_signal(signal.SIGTERM)  # so that all processes get to the next save, which raises
@@ -148,8 +148,13 @@ def train(
                     continue
             save_s = 0.0
             if checkpoints is not None and is_saved:
-                position = _position(options, corpus, num_batches)
-                save_s = stopwatch(functools.partial(checkpoints.save, data_position=position), trainer, state)[1]
+                goes_on = options.failed_save == "continue"
+                with _saying(say) if goes_on else contextlib.nullcontext():
+                    checkpoints.wait()
+                is_final = is_last or step == options.steps
+                with _saying(say) if goes_on and not is_final else contextlib.nullcontext():
+                    position = _position(options, corpus, num_batches)
+                    save_s = stopwatch(functools.partial(checkpoints.save, data_position=position), trainer, state)[1]
             is_validated = not is_last and is_due(step, options.eval_every, options.steps)
             validation_loss = _mean_loss(trainer, state, held_out) if is_validated else None
             tokens_per_s = tokens_per_step / summarize(step_seconds[-20:]).median_ms * 1e3
@@ -210,6 +215,15 @@ def _open_checkpoints(
     from ..checkpoint.checkpoints import Checkpoints  # late: Orbax is slow to import
 
     return Checkpoints(options.checkpoint, keep=options.keep, warn=say)
+
+
+@contextlib.contextmanager
+def _saying(say: Callable[[str], None]) -> Iterator[None]:
+    """Says why a checkpoint was not written, in place of raising."""
+    try:
+        yield
+    except OSError as error:
+        say(f"{error}; going on")
 
 
 def _start(

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -483,23 +484,52 @@ except ValueError as error:
 """
 
 
-def test_a_save_that_fails_ends_the_run_at_the_next_step(bigram, text, tmp_path, monkeypatch):
-    steps: list[int] = []
-    real = checkpoints_module._HostArrays._background_serialize
+@pytest.fixture
+def full_disk(monkeypatch):
+    """A disk that is full while the function it gives says so."""
+    real, is_full = checkpoints_module._HostArrays._background_serialize, [lambda: False]
 
-    async def full(self, *args):
-        if steps and steps[-1] >= 3:
+    async def write(self, *args):
+        if is_full[0]():
             raise OSError(28, "No space left on device")
         await real(self, *args)
+
+    monkeypatch.setattr(checkpoints_module._HostArrays, "_background_serialize", write)
+    return lambda function: is_full.__setitem__(0, function)
+
+
+def test_a_save_that_fails_ends_the_run_at_the_next_step(bigram, text, tmp_path, full_disk):
+    steps: list[int] = []
+    full_disk(lambda: bool(steps) and steps[-1] >= 3)
 
     def wait(report):
         steps.append(report.step)
         time.sleep(1.0)
 
-    monkeypatch.setattr(checkpoints_module._HostArrays, "_background_serialize", full)
     with pytest.raises(OSError, match=r"^checkpoint of step 4 in .* was not saved: .*No space left on device$"):
         train(bigram(data=text, steps=9, checkpoint=str(tmp_path), checkpoint_every=4), on_step=wait)
     assert steps[-1] in (4, 5)
+
+
+@pytest.mark.parametrize("full_until", [8, 100])
+def test_a_run_may_go_on_after_a_save_that_fails_but_the_last(bigram, text, tmp_path, full_disk, full_until):
+    steps: list[int] = [0]
+    said: list[str] = []
+    full_disk(lambda: 3 <= steps[-1] < full_until)
+    options = bigram(data=text, steps=10, checkpoint=str(tmp_path), checkpoint_every=2, failed_save="continue")
+
+    def wait(report):
+        steps.append(report.step)
+        time.sleep(0.3)  # the write sees the step that it began in
+
+    run = partial(train, options, on_step=wait, say=said.append)
+    with nullcontext() if full_until == 8 else pytest.raises(OSError, match="checkpoint of step 10 .* was not saved"):
+        run()
+    assert steps[-1] == 10
+    failures = [line for line in said if line.endswith("No space left on device; going on")]
+    assert [line.split(" in ")[0] for line in failures][:2] == ["checkpoint of step 4", "checkpoint of step 6"]
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.steps()[0] == 2 and (checkpoints.latest_step() == 10) == (full_until == 8)
 
 
 def test_a_second_run_on_one_folder_is_refused(bigram, text, tmp_path):

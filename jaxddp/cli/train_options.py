@@ -14,6 +14,7 @@ NUM_BYTE_VALUES = 256
 NONFINITE = ("raise", "skip", "stop")
 COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 REPLICAS = ("stop", "restore")
+FAILED_SAVES = ("stop", "continue")
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class TrainOptions:
     max_skips: int = 10
     check_replicas_every: int = 100
     replicas: str = "stop"
+    failed_save: str = "stop"
     stuck_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -74,6 +76,8 @@ class TrainOptions:
             raise ValueError(f"stuck_s (={self.stuck_s}) must be a positive finite number")
         if self.replicas not in REPLICAS:
             raise ValueError(f"replicas (={self.replicas!r}) must be one of {', '.join(REPLICAS)}")
+        if self.failed_save not in FAILED_SAVES:
+            raise ValueError(f"failed_save (={self.failed_save!r}) must be one of {', '.join(FAILED_SAVES)}")
         if self.replicas == "restore" and self.checkpoint is None:
             raise ValueError(f"replicas (={self.replicas!r}) must come with checkpoint, the folder to restore from")
         if self.allow_changes and not self.resume:

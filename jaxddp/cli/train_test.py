@@ -77,6 +77,7 @@ BAD_INPUT = {
     "train --nonfinite ignore": "nonfinite (='ignore') must be one of raise, skip, stop",
     "train --replicas ignore": "replicas (='ignore') must be one of stop, restore",
     "train --replicas restore": "replicas (='restore') must come with checkpoint, the folder to restore from",
+    "train --failed-save ignore": "failed_save (='ignore') must be one of stop, continue",
     "train --stuck-s 0": "stuck_s (=0.0) must be a positive finite number",
     "train --check-replicas-every -1": "check_replicas_every (=-1) must not be negative; 0 checks before saving only",
     "train --max-skips -1": "max_skips (=-1) must not be negative",
@@ -186,6 +187,7 @@ def test_every_option_is_on_the_command_line_with_its_default(monkeypatch):
         "max_skips": 3,
         "check_replicas_every": 5,
         "replicas": "restore",
+        "failed_save": "continue",
         "stuck_s": 20.0,
     }
     assert set(everything) == {field.name for field in fields(TrainOptions)}
