@@ -78,18 +78,28 @@ def check_elementwise(
 
 
 def try_elementwise(optimizer: torch.optim.Optimizer, device: torch.device | str = "cpu") -> None:
-    """Refuses an optimizer that a trial finds to update shards differently, if another can be made from its options.
+    """Refuses an optimizer that a trial finds to update shards differently.
+
+    The trial is of another one, made from its options. What it would not show, hooks or a step of this one alone, or
+    all of the step where no other can be made, must be declared.
 
     Raises:
-        ValueError: As ``check_elementwise``, but a step of its own need not be declared.
+        ValueError: As ``check_elementwise``, but a step of its own need not be declared if it was tried.
     """
     accepted = inspect.signature(type(optimizer)).parameters
     options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
     try:
-        type(optimizer)([nn.Parameter(torch.zeros(1, device=device))], **options)
+        tried = own_parts(type(optimizer)([nn.Parameter(torch.zeros(1, device=device))], **options))
     except Exception:  # it was made in another way
-        return
-    check_elementwise(type(optimizer), options, device, is_declared=True)
+        tried = set()
+    else:
+        check_elementwise(type(optimizer), options, device, is_declared=True)
+    if own_parts(optimizer) - tried and not getattr(optimizer, "elementwise", False):
+        raise ValueError(
+            f"optimizer (={type(optimizer).__name__}) must be element-wise to be sharded: its step, or a hook of it, is"
+            " its own, and none like it can be made to be tried; if each element is updated by itself, say so by"
+            " optimizer.elementwise = True"
+        )
 
 
 def own_parts(optimizer: torch.optim.Optimizer) -> set[Any]:

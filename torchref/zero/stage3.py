@@ -53,12 +53,12 @@ from ..communication.reduction import REDUCE_SCATTER
 from ..hooks import check_not_sharded, remove_hooks_with
 from ..replicated import Replicated
 from ..strategy import Sync, register
-from .elementwise import try_elementwise
+from .elementwise import own_parts, try_elementwise
 from .gather import Arrivals, Shards, accumulate, put_back, take_finished
 from .optimizers import check_marks, rank_marks
 from .units import Unit
 
-_tried: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_tried: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[Any]] = weakref.WeakKeyDictionary()  # with own_parts
 
 
 @register("zero3")
@@ -209,9 +209,10 @@ class FSDP(Replicated):
         if any(id(one) in shards for group in optimizer.param_groups for one in group["params"]):
             if self.num_ranks > 1:
                 _refuse_scaler(optimizer)
-            if optimizer not in _tried:
+            parts = own_parts(optimizer)
+            if _tried.get(optimizer) != parts:
                 try_elementwise(optimizer, next(iter(shards.values())).device)
-                _tried.add(optimizer)
+                _tried[optimizer] = parts
 
     def _finish_reductions(self, denominator: float) -> None:
         accumulate(self._in_flight.wait(), self.num_ranks)
