@@ -15,7 +15,8 @@ step that its process has begun. Process 0 judges, and tells all; the others jud
 Then every process that is in a step prints one line and ends with status 5, after ``stuck_s`` also the stacks of its
 threads. A process outside of a step may be saving: it is let finish, and ends when it begins another step, or after
 ``stuck_s``; at once if JAX has lost process 0, because XLA would abort it. The thread needs no collective and nothing
-of XLA's, whose own heartbeat takes a minute and a half and aborts. No framework is imported.
+of XLA's, whose own heartbeat takes a minute and a half and aborts. To a host that only a crawling network reaches,
+the end of process 0 may come before its words: there XLA may abort a process first. No framework is imported.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 import random
 import re
+import signal
 import subprocess
 import time
 
@@ -19,6 +20,7 @@ from parity_tests.faults_test import (
     SILENT,
     STUCK_S,
     TORCH,
+    XLA_ABORTS,
     Job,
     check_others,
     report,
@@ -59,7 +61,12 @@ def test_a_link_that_crawls_ends_the_job(tmp_path, framework):
             subprocess.run(["tc", "-n", namespace, "qdisc", "change", "dev", interface, *crawl], check=True)
         job.wait(lambda: all(one.poll() is not None for one in job.processes), LEAVE_S + 2 * STUCK_S, "processes stay")
         for process in range(NUM_PROCESSES):
-            assert job.processes[process].returncode == STATUS, job.said(process)
-            # To the host that crawls, the end of process 0 may come before what it says.
+            said, status = job.said(process), job.processes[process].returncode
+            # To the host that crawls, the end of process 0 may come before what it says, to the watchdog or to XLA.
+            if process == 1 and XLA_ABORTS in said:
+                assert status in (STATUS, -signal.SIGABRT), said
+                assert "Failed to send RPC to coordination service" in said, said
+                continue
+            assert status == STATUS, said
             found = rf"jaxddp: (no process has finished step \d+ within|process \d {SILENT}|process 0 {GONE})"
-            assert re.search(found, job.said(process)), job.said(process)
+            assert re.search(found, said), said
