@@ -1,7 +1,8 @@
 """The PyTorch twin of jaxddp: the same strategies over torch.distributed.
 
 plain.py                  every strategy in its shortest form: read it first
-strategy.py               the contract, the registry, and the engine that carries out a bucket plan
+strategy.py               the contract, and the engine that carries out a bucket plan
+registry.py               all strategies by name
 replicated.py, ddp/       strategies whose gradients are all-reduced
 zero/                     strategies that shard the training state
 communication/            collectives, buckets, shards, compression
@@ -12,23 +13,61 @@ launch.py                 starts ranks as processes, or joins those of ``torchru
 models/, interop.py       models to train; parameters to and from NumPy
 cli/                      ``python -m torchref``
 walkthrough.py            what two ranks hold under ZeRO, phase by phase
+
+A public name is loaded when it is first used, so importing this package imports no torch.
 """
 
-from jaxddp.communication.buckets import BucketPlan as BucketPlan
-from jaxddp.communication.buckets import TensorSpec as TensorSpec
-from jaxddp.communication.buckets import plan_buckets as plan_buckets
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-from .ddp import BucketedDDP as BucketedDDP
-from .ddp import FlatDDP as FlatDDP
-from .ddp import NaiveDDP as NaiveDDP
-from .ddp import OverlappedDDP as OverlappedDDP
-from .loss import Weighted as Weighted
-from .strategy import STRATEGIES as STRATEGIES
-from .strategy import DataParallel as DataParallel
-from .strategy import make_strategy as make_strategy
-from .train import Trainer as Trainer
-from .zero import FSDP as FSDP
-from .zero import ShardedOptimizer as ShardedOptimizer
-from .zero import ZeRO1 as ZeRO1
-from .zero import ZeRO2 as ZeRO2
-from .zero import ZeROOptimizer as ZeROOptimizer
+if TYPE_CHECKING:
+    from jaxddp.communication.buckets import BucketPlan as BucketPlan
+    from jaxddp.communication.buckets import TensorSpec as TensorSpec
+    from jaxddp.communication.buckets import plan_buckets as plan_buckets
+
+    from .ddp import BucketedDDP as BucketedDDP
+    from .ddp import FlatDDP as FlatDDP
+    from .ddp import NaiveDDP as NaiveDDP
+    from .ddp import OverlappedDDP as OverlappedDDP
+    from .loss import Weighted as Weighted
+    from .registry import STRATEGIES as STRATEGIES
+    from .registry import make_strategy as make_strategy
+    from .strategy import DataParallel as DataParallel
+    from .train import Trainer as Trainer
+    from .zero import FSDP as FSDP
+    from .zero import ShardedOptimizer as ShardedOptimizer
+    from .zero import ZeRO1 as ZeRO1
+    from .zero import ZeRO2 as ZeRO2
+    from .zero import ZeROOptimizer as ZeROOptimizer
+
+_MODULES = {
+    "BucketPlan": "jaxddp.communication.buckets",
+    "TensorSpec": "jaxddp.communication.buckets",
+    "plan_buckets": "jaxddp.communication.buckets",
+    "BucketedDDP": ".ddp",
+    "FlatDDP": ".ddp",
+    "NaiveDDP": ".ddp",
+    "OverlappedDDP": ".ddp",
+    "Weighted": ".loss",
+    "STRATEGIES": ".registry",
+    "DataParallel": ".strategy",
+    "make_strategy": ".registry",
+    "Trainer": ".train",
+    "FSDP": ".zero",
+    "ShardedOptimizer": ".zero",
+    "ZeRO1": ".zero",
+    "ZeRO2": ".zero",
+    "ZeROOptimizer": ".zero",
+}
+
+if not TYPE_CHECKING:  # type checkers would accept any name
+
+    def __getattr__(name: str) -> object:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(_MODULES[name], __name__), name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

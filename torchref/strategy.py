@@ -508,26 +508,6 @@ def register(name: str) -> Callable[[type], type]:
     return add
 
 
-def make_strategy(name: str, module: nn.Module, **options: Any) -> DataParallel:
-    """Wraps a module in a strategy by name.
-
-    Args:
-        name: A key of ``STRATEGIES``.
-        module: What to train.
-        **options: For the strategy.
-
-    Returns:
-        The wrapper.
-
-    Raises:
-        ValueError: If there is no strategy of that name.
-    """
-    if name not in STRATEGIES:
-        raise ValueError(f"unknown strategy {name!r}: one of {', '.join(STRATEGIES)}")
-    strategy: Any = STRATEGIES[name]
-    return strategy(module, **options)
-
-
 def planned_collectives(net: DataParallel, *, num_microbatches: int = 1) -> list[tuple[str, int]]:
     """Lists the collectives of one step.
 

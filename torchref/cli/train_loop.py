@@ -28,7 +28,8 @@ from ..communication.compression import make_compression
 from ..interop import from_numpy
 from ..launch import init_from_env
 from ..models import build, loss_fn
-from ..strategy import STRATEGIES, DataParallel, make_strategy, planned_collectives
+from ..registry import STRATEGIES, make_strategy
+from ..strategy import DataParallel, planned_collectives
 from ..train import Optimizer, Trainer
 
 Batch = dict[str, torch.Tensor]

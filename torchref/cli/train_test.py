@@ -15,7 +15,7 @@ from jaxddp.sizes import SIZES, TransformerConfig
 from torchref.__main__ import main
 from torchref.cli.train_loop import _load_weights, train
 from torchref.launch import RankError
-from torchref.strategy import STRATEGIES
+from torchref.registry import STRATEGIES
 
 SMALL = TransformerConfig(vocab=256, context=16, width=16, num_layers=1, num_heads=2, hidden=32)
 
