@@ -202,3 +202,54 @@ def test_at_random_moments(tmp_path, framework, number):
 @pytest.mark.full
 def test_during_a_save(tmp_path):
     count("jaxddp SIGKILL during a save", tmp_path, JAX, signal.SIGKILL, saves=True)
+
+
+COMES = """
+import os, sys
+from pathlib import Path
+Path(sys.argv[1], os.environ["RANK"]).write_text(str(os.getpid()))
+"""
+JOINS = {
+    "jaxddp": f"import jaxddp\njaxddp.start_process(stuck_s={STUCK_S})\n",
+    "torchref": f"from torchref.launch import init_from_env\ninit_from_env('gloo', stuck_s={STUCK_S})\n",
+}
+STAYS = """
+print("met", flush=True)
+import time
+time.sleep(600)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("framework", ["jaxddp", "torchref"])
+def test_before_and_after_the_roll_call_ends(tmp_path, framework):
+    """Under a launcher: without one, the others wait for a process that may yet come."""
+    script, met_first = tmp_path / "script.py", 0
+    script.write_text(COMES + JOINS[framework] + STAYS)
+    times = []
+    for trial in range(NUM_FAULTS):
+        rng, folder, faulty = random.Random(f"{framework} {trial}"), tmp_path / str(trial), trial % NUM_PROCESSES
+        folder.mkdir()
+        command = [sys.executable, "-m", "jaxddp", "launch", f"--ranks={NUM_PROCESSES}", script, folder]
+        with (folder / "log").open("w+") as log:
+            job = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"PYTHONPATH": str(ROOT)}
+            )
+            pids = []
+            try:
+                deadline = time.monotonic() + 60
+                while len(pids) < NUM_PROCESSES:
+                    assert time.monotonic() < deadline and job.poll() is None, (folder / "log").read_text()
+                    pids = [int(pid) for one in folder.glob("[0-9]") if (pid := one.read_text())]
+                    time.sleep(0.01)
+                time.sleep(rng.uniform(0, 6))  # imports take some seconds, then all meet
+                met_first += "met" in (folder / "log").read_text()
+                since = time.monotonic()
+                os.kill(int((folder / str(faulty)).read_text()), signal.SIGKILL)
+                assert job.wait(LEAVE_S + STUCK_S) == signal.SIGKILL, (folder / "log").read_text()
+                times.append(time.monotonic() - since)
+                assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()], "a rank outlives its launcher"
+            finally:
+                job.terminate()
+                job.wait(60)
+    report(f"{framework}, killed while they meet ({met_first} after the first had met)", times)
