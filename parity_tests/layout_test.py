@@ -108,8 +108,8 @@ def test_ranks_of_torch_import_jaxddps_planner_and_no_jax(tmp_path):
     parent, rank = (line.split() for line in done.stdout.splitlines()[-2:])
     ours = ("arguments", "communication", "communication.buckets", "communication.owners", "job", "roll_call", "stderr",
             "torchrun", "watchdog")  # fmt: skip
-    assert parent == rank
-    assert sorted(parent) == ["jaxddp", *(f"jaxddp.{name}" for name in ours)]
+    assert set(parent) <= set(rank)  # names of torchref are loaded when they are used
+    assert sorted(rank) == ["jaxddp", *(f"jaxddp.{name}" for name in ours)]
 
 
 def test_the_twins_commands_import_no_jax():
