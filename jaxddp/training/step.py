@@ -84,6 +84,16 @@ class TrainState(_TrainState):
         return super()._replace(**({"copies": ()} | changes if "params" in changes else changes))
 
 
+class _Carried(NamedTuple):
+    """What a rank carries over a step, if the step is taken."""
+
+    params: Any  # what this rank updates, trainable
+    opt_state: Any
+    memory: Any
+    model_state: Any
+    ema: Any
+
+
 @dataclass(frozen=True)
 class RankStep:
     """One rank's part of a step, for use inside ``shard_map`` over ``axis``.
@@ -152,36 +162,19 @@ class RankStep:
         model_state = sync_model_state(self.placed(model_state, None), self.axis, self.num_ranks, self.state_sync)
         with jax.named_scope(OPTIMIZER_SCOPE):
             params = self._updated_here(masters)
+            old = _Carried(params, state.opt_state, memory=state.memory, model_state=state.model_state, ema=state.ema)
             grads = self.clip(grads, params, metrics["grad_norm"])
-            updated, opt_state = self.update(grads, params, state.opt_state, metrics["loss"], trainable)
-            ema = state.ema
-            if self.ema_decay is not None:
-                ema = optax.incremental_update(updated, ema, 1 - self.ema_decay)
-            new = updated, opt_state, memory, model_state, ema
-            metrics |= _learning_rate(new[1] if self.leaves is None else new[1].shared)
-            conditions = []
-            if parts.loss.weight is not None:  # with no weight at all, weight decay and momentum must not move anything
-                conditions.append(parts.loss.weight != 0)
-            if self.nonfinite != "ignore" and jax.tree.leaves(model_state):
-                metrics[NONFINITE_STATE] = became_nonfinite(model_state, state.model_state)
-            if self.nonfinite == "skip":  # loss, norm and model state are equal on all ranks: all decide alike
-                is_finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
-                conditions.append(is_finite & ~metrics.get(NONFINITE_STATE, jnp.bool_(False)))
-                metrics["skipped"] = 1 - conditions[-1].astype(jnp.int32)
-            loss_scale = state.loss_scale
-            if loss_scale:
-                metrics["loss_scale"], loss_scale = scale, next_scale(loss_scale, conditions[-1])
-            if conditions:
-                updates = jnp.stack(conditions).all()
-                old = params, state.opt_state, state.memory, state.model_state, state.ema
-                new = jax.tree.map(lambda new, old: jnp.where(updates, new, old), new, old)
-        updated, opt_state, memory, model_state, ema = new
-        gathered, copies = self.gather(plan, updated, trainable), ()
+            params, opt_state = self.update(grads, params, state.opt_state, metrics["loss"], trainable)
+            new = _Carried(params, opt_state, memory, model_state, self.average(params, state.ema))
+            metrics |= _learning_rate(opt_state if self.leaves is None else opt_state.shared)
+            new, loss_scale, more = self.take_or_skip(new, old, state.loss_scale, metrics, parts.loss.weight)
+        gathered = self.gather(plan, new.params, trainable)
         if jax.tree.leaves(state.copies):  # they may be a single array
-            gathered, copies = updated, merge(gathered, split(state.copies, self.trainable)[1])
-        params = merge(gathered, fixed)
-        others = memory, model_state, loss_scale, copies, ema
-        return TrainState(state.step + 1, params, opt_state, state.key, *others), metrics
+            params, copies = merge(new.params, fixed), merge(gathered, split(state.copies, self.trainable)[1])
+        else:
+            params, copies = merge(gathered, fixed), ()
+        others = new.memory, new.model_state, loss_scale, copies, new.ema
+        return TrainState(state.step + 1, params, new.opt_state, state.key, *others), metrics | more
 
     def used(self, state: TrainState) -> Any:
         """Gives what the loss takes: copies in the compute dtype, where there are any, in place of parameters."""
@@ -380,6 +373,36 @@ class RankStep:
         with self._on_shards(full):
             updates, opt_state = self.optimizer.update(grads, opt_state, params, value=loss)
         return optax.apply_updates(params, updates), opt_state
+
+    def average(self, updated: Any, ema: Any) -> Any:
+        """Gives the next moving average of what this rank updates, if one is kept."""
+        return ema if self.ema_decay is None else optax.incremental_update(updated, ema, 1 - self.ema_decay)
+
+    def take_or_skip(
+        self, new: _Carried, old: _Carried, loss_scale: Any, metrics: Mapping[str, Any], weight: jax.Array | None
+    ) -> tuple[_Carried, Any, dict[str, Any]]:
+        """Gives what holds after the step: ``old``, bit for bit, where the step must not move anything.
+
+        That is where the whole batch has no weight, since weight decay and momentum would move parameters, and with
+        ``nonfinite="skip"`` where a number is not finite. Loss, norm and model state are equal on all ranks, so all
+        ranks decide alike.
+
+        Returns:
+            What holds, the next loss scale, and further metrics.
+        """
+        conditions, found = [] if weight is None else [weight != 0], {}
+        if self.nonfinite != "ignore" and jax.tree.leaves(new.model_state):
+            found[NONFINITE_STATE] = became_nonfinite(new.model_state, old.model_state)
+        if self.nonfinite == "skip":
+            is_finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+            conditions.append(is_finite & ~found.get(NONFINITE_STATE, jnp.bool_(False)))
+            found["skipped"] = 1 - conditions[-1].astype(jnp.int32)
+        if loss_scale:
+            found["loss_scale"], loss_scale = loss_scale.scale, next_scale(loss_scale, conditions[-1])
+        if conditions:
+            is_taken = jnp.stack(conditions).all()
+            new = jax.tree.map(lambda new, old: jnp.where(is_taken, new, old), new, old)
+        return new, loss_scale, found
 
     def gather(self, plan: BucketPlan, updated: Any, trainable: Any) -> Any:
         """Gives what the loss takes next: updated parameters in the dtypes of ``trainable``, full if these are.
