@@ -7,8 +7,7 @@
     training models checkpoint        the trainer, models to train, checkpoints and weights
     mesh.py tree.py                   ranks; names of leaves
     loss.py metrics.py                what a loss function returns, and what is measured of examples
-    job.py roll_call.py process.py    the launcher's job; whether all of it is there; joining it (under torchrun.py too)
-    watchdog.py                       the end of all processes of a job when one is lost
+    processes                         the job of a launcher: joining it, and ending it when a process is lost
     scopes.py plugins.py              name scopes in compiled programs; which plugins JAX starts
     network.py sizes.py               how long a collective takes; sizes of the transformer: no framework
     planning                          cost formulas and chips, for a cluster that is not here; needs no framework
@@ -43,8 +42,8 @@ if TYPE_CHECKING:
     from .metrics import PerExample as PerExample
     from .metrics import Sum as Sum
     from .network import Network as Network
-    from .process import local_rows as local_rows
-    from .process import start_process as start_process
+    from .processes.start import local_rows as local_rows
+    from .processes.start import start_process as start_process
     from .registry import STRATEGIES as STRATEGIES
     from .registry import make_strategy as make_strategy
     from .simulation.tuning import tune_buckets as tune_buckets
@@ -77,8 +76,8 @@ _MODULES = {
     "plan_buckets": ".communication.buckets",
     "data_mesh": ".mesh",
     "simulate_devices": ".mesh",
-    "local_rows": ".process",
-    "start_process": ".process",
+    "local_rows": ".processes.start",
+    "start_process": ".processes.start",
     "named_leaves": ".tree",
     "Weighted": ".loss",
     "Mean": ".metrics",

@@ -18,8 +18,8 @@ FLOORS = (
     ("compiled", "targets"),
     ("planning",),
     ("communication", "ddp", "zero", "training", "models", "checkpoint", "strategy", "registry", "mesh", "plugins",
-     "tree", "arguments", "stderr", "loss", "metrics", "flax", "parity", "scopes", "plain", "network", "sizes", "job",
-     "environment", "roll_call", "watchdog", "process", "torchrun"),
+     "tree", "arguments", "loss", "metrics", "flax", "parity", "scopes", "plain", "network", "sizes", "environment",
+     "processes"),
 )  # fmt: skip
 FLOOR = {folder: len(FLOORS) - floor for floor, folders in enumerate(FLOORS) for folder in folders}
 
@@ -101,14 +101,6 @@ def test_the_twin_imports_only_what_needs_no_framework():
         f"jaxddp.cli.{name}" for name in ("interrupts", "launch", "parser", "train", "train_options", "train_report")
     }
     data = {"jaxddp.training.clock", "jaxddp.training.data"}
-    core = {
-        "communication.buckets",
-        "communication.owners",
-        "job",
-        "roll_call",
-        "sizes",
-        "stderr",
-        "torchrun",
-        "watchdog",
-    }
+    core = {"communication.buckets", "communication.owners", "sizes"}
+    core |= {f"processes.{name}" for name in ("job", "roll_call", "stderr", "torchrun", "watchdog")}
     assert ours - {"jaxddp", "jaxddp.training"} == cli | data | {f"jaxddp.{name}" for name in core}

@@ -16,7 +16,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .job import visible_gpus
+from .processes.job import visible_gpus
 
 _SMI_TIMEOUT_S = 60.0  # a driver that starts all GPUs of a host first takes seconds for each
 _DRIVER = Path("/proc/driver/nvidia/version")

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from jaxddp.mesh import data_mesh, simulate_devices
-from jaxddp.process import start_process
+from jaxddp.processes.start import start_process
 
 WORKER = """
 import json, sys

@@ -22,7 +22,7 @@ import pytest
 
 import jaxddp
 from jaxddp.checkpoint import Checkpoints
-from jaxddp.watchdog import STATUS
+from jaxddp.processes.watchdog import STATUS
 
 NUM_FAULTS = int(os.environ.get("JAXDDP_FAULTS", "2"))
 NUM_PROCESSES = 3

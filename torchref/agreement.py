@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from jaxddp.roll_call import disagreement
+from jaxddp.processes.roll_call import disagreement
 
 _LATE_S = 5.0  # of a rank that a step does not wait for, because it has nothing to send
 

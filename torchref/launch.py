@@ -49,11 +49,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from jaxddp.job import Job, find_job_or, visible_gpus
-from jaxddp.roll_call import address_here, meet
-from jaxddp.stderr import print_line
-from jaxddp.torchrun import with_free_port
-from jaxddp.watchdog import watch
+from jaxddp.processes.job import Job, find_job_or, visible_gpus
+from jaxddp.processes.roll_call import address_here, meet
+from jaxddp.processes.stderr import print_line
+from jaxddp.processes.torchrun import with_free_port
+from jaxddp.processes.watchdog import watch
 
 OnMessage = Callable[[int, Any], None]  # (rank, message)
 Prepare = Callable[[int], None]  # (rank)

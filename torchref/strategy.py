@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from jaxddp import __version__
 from jaxddp.communication.buckets import BucketMb, BucketPlan, TensorSpec
-from jaxddp.watchdog import begin_step, end_step
+from jaxddp.processes.watchdog import begin_step, end_step
 
 from .agreement import check_alike
 from .clipping import clip_to_norm_, global_norm, sharded_norm

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from jaxddp.roll_call import disagreement
+from jaxddp.processes.roll_call import disagreement
 
 from .agreement import check_alike, refuse
 from .clipping import clip_to_norm_, global_norm

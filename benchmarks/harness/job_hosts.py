@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 import jaxddp
-from jaxddp.job import Job, find_job, visible_gpus
-from jaxddp.roll_call import meet
-from jaxddp.torchrun import with_free_port
+from jaxddp.processes.job import Job, find_job, visible_gpus
+from jaxddp.processes.roll_call import meet
+from jaxddp.processes.torchrun import with_free_port
 from torchref.launch import HostShare, OnMessage, RankError
 
 from .exchange import dumps, find, loads, name_of
@@ -119,7 +119,7 @@ class JobHosts:
         """Waits for the other processes.
 
         Raises:
-            ValueError: As ``jaxddp.roll_call.meet``, or if one ends at once.
+            ValueError: As ``jaxddp.processes.roll_call.meet``, or if one ends at once.
         """
         self.job, self.num_hosts = job, job.num_processes
         self._calls = 0
@@ -239,7 +239,7 @@ def serve(job: Job, num_gpus: int) -> int:
         The exit status: 0, or 1 if the first process did not end as it should.
 
     Raises:
-        ValueError: As ``jaxddp.roll_call.meet``.
+        ValueError: As ``jaxddp.processes.roll_call.meet``.
     """
     connection = _join(job)[0]
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from benchmarks.harness.job_hosts import JobHosts, job_fields, job_of, serve
 from benchmarks.harness.ranks import Ranks, chosen_ranks, ranks_of_machine
-from jaxddp.job import Job
+from jaxddp.processes.job import Job
 from torchref.launch import RankError, report
 
 HOST = socket.gethostname()

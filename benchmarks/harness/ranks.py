@@ -28,7 +28,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from jaxddp.environment import cuda_libraries
-from jaxddp.job import visible_gpus
+from jaxddp.processes.job import visible_gpus
 from jaxddp.training import allocator
 from torchref.launch import HostShare, OnMessage, Prepare, launch
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from benchmarks.lab.network import Lab
-from jaxddp.watchdog import STATUS
+from jaxddp.processes.watchdog import STATUS
 from parity_tests.faults_test import (
     GONE,
     JAX,

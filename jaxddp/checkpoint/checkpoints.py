@@ -55,7 +55,7 @@ import orbax.checkpoint as ocp
 from jax._src import distributed  # the store has no public name
 
 from ..arguments import check_kind
-from ..stderr import print_line
+from ..processes.stderr import print_line
 from ..training.state_layout import Leaf
 from ..training.train import Trainer, TrainState
 from ..training.validation import check_alive

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import __version__, environment
-from ..job import Job, find_job, visible_gpus
 from ..planning.chips import CHIPS, chip_of
+from ..processes.job import Job, find_job, visible_gpus
 
 OK, NOTE, FAIL = "ok", "note", "FAIL"
 _TIMEOUT_S = 180.0

@@ -1,7 +1,7 @@
 """``python -m jaxddp launch``: starts a script as the processes of a job on this machine.
 
-The processes are torchrun's where torch is installed, else started here with torchrun's variables (``jaxddp.job``), as
-with ``--elastic``, because torchrun's agent replaces what is lost on its host.
+The processes are torchrun's where torch is installed. Elsewhere, and with ``--elastic``, they are started here with
+torchrun's variables (``jaxddp.processes.job``): torchrun's agent would replace a rank that is lost on its own host.
 When one fails, the others are ended, and the exit status is its own.
 """
 
@@ -21,8 +21,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..stderr import print_line
-from ..watchdog import STATUS as LOST_ANOTHER
+from ..processes.stderr import print_line
+from ..processes.watchdog import STATUS as LOST_ANOTHER
 from .interrupts import noted_signals
 
 _POLL_S = 0.1

@@ -15,7 +15,7 @@ from jaxddp.cli.launch import launch
 
 SCRIPT = """
 import signal, sys, time
-from jaxddp.job import find_job
+from jaxddp.processes.job import find_job
 job = find_job()
 print("process", job.process_id, "of", job.num_processes, "at", job.host)
 if sys.argv[1:] == ["fail"]:

@@ -16,7 +16,7 @@ from signal import Signals
 from typing import Any, NoReturn
 
 from .. import __version__
-from ..stderr import print_line
+from ..processes.stderr import print_line
 from .interrupts import Signalled, kept_interrupts
 
 

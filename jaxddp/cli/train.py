@@ -11,8 +11,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..job import Job, find_job
-from ..stderr import print_line
+from ..processes.job import Job, find_job
+from ..processes.stderr import print_line
 from .interrupts import Signalled, ended_by_interrupts
 from .launch import add_max_restarts, check_elastic, launch
 from .quiet import import_jax

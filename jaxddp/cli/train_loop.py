@@ -23,10 +23,10 @@ from jax.sharding import Mesh
 
 from ..communication.compression import make_compression
 from ..compiled.schedule import gradient_collectives
-from ..job import find_job
 from ..mesh import data_mesh, mesh_of_machine, simulate_devices
 from ..models import build
-from ..process import local_rows, start_process
+from ..processes.job import find_job
+from ..processes.start import local_rows, start_process
 from ..registry import STRATEGIES, make_strategy
 from ..strategy import Strategy
 from ..training.agreement import check_alike

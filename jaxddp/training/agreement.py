@@ -24,8 +24,8 @@ from typing import Any
 import jax
 from jax._src import distributed  # the store has no public name
 
-from ..roll_call import disagreement
-from ..stderr import print_line
+from ..processes.roll_call import disagreement
+from ..processes.stderr import print_line
 
 _TIMEOUT_S = 3600  # for a process that neither comes nor goes on
 _POLL_S = 1.0

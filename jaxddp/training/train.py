@@ -27,9 +27,9 @@ from ..communication.compression import check_stateless
 from ..loss import partial_loss
 from ..mesh import DATA_AXIS, rank_axis
 from ..metrics import Measure
+from ..processes.watchdog import begin_step, end_step, wait_for_end
 from ..strategy import GradientTrace, Strategy
 from ..tree import check_params, is_floating, merge, named_leaves, split
-from ..watchdog import begin_step, end_step, wait_for_end
 from ..zero.elementwise import describe_update
 from .agreement import agreement, check_alike
 from .evaluation import evaluate_batches

@@ -11,7 +11,7 @@ from jaxddp.cli.interrupts import ended_by_interrupts
 from jaxddp.cli.launch import launch
 from jaxddp.cli.train import add_options, show
 from jaxddp.cli.train_options import DEFAULT_SIMULATED_DEVICES, TrainOptions
-from jaxddp.job import find_job, visible_gpus
+from jaxddp.processes.job import find_job, visible_gpus
 
 
 def add_parser(commands: Any) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from jaxddp.cli.train_options import TrainOptions
 from jaxddp.cli.train_report import StepReport, TrainSummary, is_due
-from jaxddp.job import find_job
+from jaxddp.processes.job import find_job
 from jaxddp.training import data
 from jaxddp.training.clock import stopwatch, summarize
 

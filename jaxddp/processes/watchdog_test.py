@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from jaxddp.watchdog import STATUS
+from jaxddp.processes.watchdog import STATUS
 
 NUM_PROCESSES, FAULTY, STEP = 3, 1, 3
 STUCK_S = 4.0
@@ -22,7 +22,7 @@ for step in range(1, 2000):
         break
     if step == {STEP} + 1 and process == faulty and fault == "forks":
         if os.fork() == 0:
-            jaxddp.watchdog._watchdog._leave()  # what a child that ends runs of its parent's
+            jaxddp.processes.watchdog._watchdog._leave()  # what a child that ends runs of its parent's
             os._exit(0)
         print("faulty at", time.time(), flush=True)
     elif step == {STEP} + 1 and (process == faulty or fault == "all wait") and fault != "raises at the end":
@@ -34,7 +34,7 @@ for step in range(1, 2000):
         if fault == "sleeps":
             time.sleep(1000)
         if fault == "all wait":
-            jaxddp.watchdog.begin_step()
+            jaxddp.processes.watchdog.begin_step()
             time.sleep(1000)
         if fault == "raises":
             raise LookupError("out of luck")
@@ -58,7 +58,7 @@ port, process, fault, faulty = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], 
 SCRIPT = f"""{START}
 import jax, jax.numpy as jnp, numpy as np, optax
 jax.config.update("jax_num_cpu_devices", 1)
-import jaxddp, jaxddp.watchdog
+import jaxddp, jaxddp.processes.watchdog
 jaxddp.start_process(f"127.0.0.1:{{port}}", {NUM_PROCESSES}, process, stuck_s={STUCK_S})
 loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
 trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), jaxddp.bucketed(), jaxddp.data_mesh())

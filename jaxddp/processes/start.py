@@ -19,9 +19,9 @@ from jax._src import distributed, xla_bridge
 from jax.extend.backend import register_backend_factory
 from jaxlib import _jax
 
-from . import __version__
+from .. import __version__
+from ..plugins import devices
 from .job import Job, find_job_or, visible_gpus
-from .plugins import devices
 from .roll_call import address_here, meet
 from .stderr import print_line
 from .torchrun import with_free_port

@@ -3,7 +3,7 @@ import sys
 
 
 def test_lines_of_unbuffered_processes_that_share_standard_error_stay_whole():
-    script = "from jaxddp.stderr import print_line\nfor _ in range(2000): print_line('x' * 50)"
+    script = "from jaxddp.processes.stderr import print_line\nfor _ in range(2000): print_line('x' * 50)"
     with subprocess.Popen(
         ["sh", "-c", '"$0" -u -c "$1" & "$0" -u -c "$1"; wait', sys.executable, script],
         stderr=subprocess.PIPE,

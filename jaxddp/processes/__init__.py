@@ -1,0 +1,11 @@
+"""The processes of a job: finding it, joining it, and ending together. ``torchref`` uses the same files.
+
+    job.py           the job that a launcher describes: torchrun, SLURM, Open MPI, or addresses by hand
+    roll_call.py     all processes say that they are there, and compare what must be alike
+    start.py         ``start_process``: joins JAX to the job
+    torchrun.py      the port, where torchrun's agent listens on the job's own
+    watchdog.py      ends all processes when one is lost
+    stderr.py        whole lines to standard error
+
+Only ``start.py`` imports JAX.
+"""
