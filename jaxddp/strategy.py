@@ -22,12 +22,12 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from .arguments import check_function, check_kind
+from .communication import gloo
 from .communication.axes import replica_axes, shard_axis
 from .communication.backward_order import finishing_times, matmul_flops, zeros
 from .communication.buckets import Bucket, BucketPlan, TensorSpec, bucket_width, dtype_bytes, plan_buckets
 from .communication.collectives import Axis, all_reduce
 from .communication.compression import Compression, check_stateless, none
-from .communication.gloo import kind_of_scatter
 from .communication.reduction import ALL_REDUCE, Reduce, finish_reduction, start_reduction
 from .communication.sharding import Cut
 from .tree import like, named_leaves, tensor_specs
@@ -378,7 +378,6 @@ def planned_along(
     if num_ranks == 1 or not strategy.compression.sends:
         return []
     is_scattered = strategy.reduce is not ALL_REDUCE
-    kind = kind_of_scatter(platform) if is_scattered else strategy.reduce.kind
     shards, replicas = (shard_axis(axis),), replica_axes(axis)
 
     def num_elements(bucket: Bucket) -> int:
@@ -388,11 +387,41 @@ def planned_along(
     for bucket in plan.buckets:
         for elements, dtype in strategy.compression.wire_buffers(bucket, num_elements(bucket)):
             num_bytes = wire_bytes(elements, dtype, platform)
-            reductions.append(Planned(kind, num_bytes, shards if is_scattered else (*replicas, *shards)))
-            if is_scattered and replicas:
+            if not is_scattered:
+                reductions.append(Planned(strategy.reduce.kind, num_bytes, (*replicas, *shards)))
+                continue
+            scatter = planned_exchange("reduce-scatter", elements, dtype, num_shards, platform)
+            reductions.append(Planned(*scatter, shards))
+            if replicas:
                 reductions.append(Planned("all-reduce", num_bytes // num_shards, replicas))
-    gathers = [Planned("all-gather", num_elements(one) * dtype_bytes(one.dtype), shards) for one in plan.gathers]
+    gathers = [
+        Planned(*planned_exchange("all-gather", num_elements(one), one.dtype, num_shards, platform), shards)
+        for one in plan.gathers
+    ]
     return reductions * (num_microbatches if strategy.reduces_each_microbatch else 1) + gathers
+
+
+def planned_exchange(kind: str, num_elements: int, dtype: Any, num_ranks: int, platform: str) -> tuple[str, int]:
+    """Says what a reduce-scatter, an all-gather or an all-to-all compiles to.
+
+    Args:
+        kind: Which of them.
+        num_elements: Of the full buffer.
+        dtype: Of the buffer.
+        num_ranks: Number of ranks that exchange.
+        platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+
+    Returns:
+        ``(kind, bytes on the wire)``.
+
+    Example:
+        >>> planned_exchange("reduce-scatter", 8, "float32", 2, "gpu")
+        ('reduce-scatter', 32)
+    """
+    compiled, width = gloo.kind_of(kind, num_ranks, platform), dtype_bytes(str(dtype))
+    if compiled == "all-reduce":
+        return compiled, gloo.swapped_bytes(num_elements // num_ranks, width)
+    return compiled, wire_bytes(num_elements, dtype, platform) if kind == "reduce-scatter" else num_elements * width
 
 
 def wire_bytes(num_elements: int, dtype: Any, platform: str) -> int:

@@ -15,8 +15,9 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 import jaxddp
-from jaxddp.communication import collectives, gloo, ring
+from jaxddp.communication import collectives, ring
 from jaxddp.mesh import DATA_AXIS, platform_of
+from jaxddp.strategy import planned_exchange
 
 from ..harness.ranks import Ranks
 from .cases import ELEMENT_BYTES, RINGS, brought_length, expected, num_wrong, options_of, plan, size_of, values
@@ -24,7 +25,6 @@ from .interleaving import Batch, Call, RanksJob, Side, Timed, measure
 
 KINDS = {
     "all_reduce": "all-reduce",
-    "all_gather": "all-gather",
     "broadcast": "all-reduce",  # XLA has no broadcast and no reduce for every backend: see communication/collectives.py
     "reduce": "all-reduce",
     "send_recv": "collective-permute",
@@ -75,7 +75,11 @@ def mapped(mesh: Mesh | AbstractMesh, name: str) -> Callable[[jax.Array], jax.Ar
 
 def planned(mesh: Mesh | AbstractMesh, name: str, size_bytes: int) -> list[tuple[str, int]]:
     """What a collective should compile to."""
-    return plan(name, KINDS | {"reduce_scatter": gloo.kind_of_scatter(platform_of(mesh))}, size_bytes, mesh.size)
+    exchange = {"reduce_scatter": "reduce-scatter", "all_gather": "all-gather"}.get(name)
+    if exchange:
+        elements = size_bytes // ELEMENT_BYTES
+        return [planned_exchange(exchange, elements, "float32", mesh.size, platform_of(mesh))]
+    return plan(name, KINDS, size_bytes, mesh.size)
 
 
 def _input(mesh: Mesh, length: int) -> jax.Array:

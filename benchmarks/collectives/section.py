@@ -114,10 +114,11 @@ _NOTES = (
     "algbw: bytes of the full buffer over the time of a call; busbw: algbw times the share of the buffer that a rank"
     " has to send: 2 (N-1)/N of an all-reduce, (N-1)/N of a reduce-scatter or all-gather, else 1; it compares with the"
     " speed of the links, whatever the number of ranks",
-    "planned and found: AR all-reduce, RS reduce-scatter, AG all-gather, ATA all-to-all (which replaces XLA's"
-    " reduce-scatter over Gloo), CP collective-permute, SR send-recv, B broadcast, R reduce; XLA's are read back from"
-    " the compiled program, torch's are those issued. jaxddp's broadcast and reduce are all-reduces, because XLA lacks"
-    " them on some backends",
+    "planned and found: AR all-reduce, RS reduce-scatter, AG all-gather, ATA all-to-all, CP collective-permute, SR"
+    " send-recv, B broadcast, R reduce; XLA's are read back from the compiled program, torch's are those issued. Over"
+    " Gloo, an all-to-all replaces XLA's reduce-scatter; between two ranks, an all-reduce of half the bytes replaces"
+    " both the reduce-scatter and the all-gather. jaxddp's broadcast and reduce are all-reduces, because XLA lacks them"
+    " on some backends",
     "XLA writes into new buffers; torch's all_reduce and broadcast work in place; on CPUs both keep freed memory",
     "simulated devices (XLA in-process) copy within one memory and send nothing",
 )

@@ -13,7 +13,8 @@ collective operation. N is the number of ranks, S the bytes of the full buffer. 
 | reduce         | [...]          | [...], 0 off root| 2 (N-1)/N S             | 1          | all-reduce         |
 | send_recv      | [...]          | [...]            | S if it sends           | 1          | collective-permute |
 
-Between processes on CPUs, `reduce_scatter` compiles to an all-to-all, for the reason in ``gloo.py``.
+Between processes on CPUs, `reduce_scatter` compiles to an all-to-all and, between two of them, both it and `all_gather`
+compile to an all-reduce of S / 2 bytes, for the reasons in ``gloo.py``.
 Arrays of length 0 are allowed: the result is empty and nothing is sent. Sums are in the dtype of ``x``. Under
 ``check_vma=True`` the results of `all_reduce` and `broadcast` are known to be equal on all ranks and may leave
 `jax.shard_map` under ``out_specs=P()``; those of the others may not, not even `all_gather`'s.
@@ -101,8 +102,11 @@ def reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
     chunk_length = _chunk_length(x.shape, num_ranks)
     if x.size == 0:
         return x[:chunk_length]
-    if gloo.kind_of_scatter(gloo.traced_platform()) == "all-to-all":
-        return gloo.scatter_by_all_to_all(x, axis)
+    match gloo.kind_of("reduce-scatter", num_ranks, gloo.traced_platform()):
+        case "all-reduce":
+            return gloo.scatter_by_swap(x, axis)
+        case "all-to-all":
+            return gloo.scatter_by_all_to_all(x, axis)
     return lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True)
 
 
@@ -131,6 +135,10 @@ def all_gather(x: jax.Array, axis: Axis, *, equal: bool = False, as_bits: bool =
     if as_bits and x.dtype == jnp.bfloat16:
         bits = all_gather(lax.bitcast_convert_type(x, jnp.uint16), axis, equal=equal)
         return lax.bitcast_convert_type(bits, x.dtype)
+    # Under check_vma, only what comes out of a collective counts as equal.
+    is_swap = gloo.kind_of("all-gather", num_ranks, gloo.traced_platform()) == "all-reduce"
+    if is_swap and not (equal and varying(lax.axis_index(axis))):
+        return gloo.gather_by_swap(x, axis)
     return lax.all_gather(x, axis, axis=0, tiled=True, to="invarying" if equal else "varying")
 
 
@@ -196,6 +204,12 @@ def send_recv(x: jax.Array, axis: str, pairs: Sequence[tuple[int, int]]) -> jax.
     """
     _check_pairs(pairs, lax.axis_size(axis))
     return lax.ppermute(x, axis, pairs)
+
+
+def varying(x: jax.Array) -> frozenset[str]:
+    """The mesh axes over which an array may vary; none where ``check_vma`` is off."""
+    kind = jax.typeof(x)
+    return frozenset(kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma)
 
 
 def _chunk_length(shape: Sequence[int], num_ranks: int) -> int:

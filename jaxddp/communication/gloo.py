@@ -1,12 +1,26 @@
-"""A reduce-scatter for processes on CPUs (Gloo), where XLA's may give wrong sums.
+"""Collectives of shards between processes on CPUs, where XLA's are wrong or slow over Gloo.
 
-Gloo's routine sends from a buffer while it writes this rank's result to the front of that buffer. If a chunk is larger
-than a socket's buffer, rank 0 may receive another rank's result as its part of the sum, without any error: one call in
-ten with two processes, chunks of 12 MiB and ranks that arrive at different times. It also times out if ranks arrive 30
-seconds apart, whatever timeout XLA was given. Seen with jaxlib 0.10.
+**Wrong.** XLA's reduce-scatter: Gloo's routine sends from a buffer while it writes this rank's result to the front of
+that buffer. If a chunk is larger than a socket's buffer, rank 0 may receive another rank's result as its part of the
+sum, without any error: one call in ten with two processes, chunks of 12 MiB and ranks that arrive at different times.
+It also times out if ranks arrive 30 seconds apart, whatever timeout XLA was given. Seen with jaxlib 0.10.
 
 An all-to-all of the chunks, summed by the receiver, sends the same bytes and is correct. On loopback it took half as
-long. Plans list the collective that is used.
+long.
+
+**Slow.** All that two processes exchange takes one connection, and Gloo sends no data before the peer has announced its
+receive there. XLA's all-to-all and collective-permute, and Gloo's all-gather, post the send first. The rank that
+arrives later knows the other's receive, so its data go out at once, and its own announcement waits behind them: the
+link's directions take turns. For D bytes each way at a rate of W:
+
+    all-to-all, collective-permute    2 D/W
+    all-gather                        1.5 D/W, because it posts two halves
+    all-reduce of D bytes             D/W, because it posts receives first
+
+Among two ranks, an exchange is therefore an all-reduce (``swap``): as integers, the sum minus a rank's own words is
+what the other has sent, bit for bit. Among more ranks a ring's neighbours have connections of their own.
+
+Plans list the collective that is used.
 
 References:
     https://github.com/jax-ml/jax/issues/40830 and https://github.com/jax-ml/jax/issues/40831
@@ -14,14 +28,34 @@ References:
 
 from __future__ import annotations
 
+import math
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+_WORD = jnp.uint32
 
-def kind_of_scatter(platform: str) -> str:
-    """The collective that implements a reduce-scatter here: ``"reduce-scatter"``, or ``"all-to-all"`` over Gloo."""
-    return "all-to-all" if platform == "cpu" and jax.distributed.is_initialized() else "reduce-scatter"
+
+def kind_of(kind: str, num_ranks: int, platform: str) -> str:
+    """The collective that implements a ``"reduce-scatter"``, an ``"all-gather"`` or an ``"all-to-all"`` here."""
+    if platform != "cpu" or not jax.distributed.is_initialized():
+        return kind
+    if num_ranks == 2:
+        return "all-reduce"  # see ``swap``
+    return "all-to-all" if kind == "reduce-scatter" else kind
+
+
+def swapped_bytes(num_elements: int, dtype_bytes: int) -> int:
+    """Bytes of the all-reduce by which two ranks swap so many elements each.
+
+    Example:
+        >>> swapped_bytes(5, 4), swapped_bytes(5, 2)
+        (20, 12)
+    """
+    return -(-num_elements * dtype_bytes // 4) * 4
 
 
 def traced_platform() -> str:
@@ -30,9 +64,77 @@ def traced_platform() -> str:
     return device.platform if device is not None else jax.default_backend()
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def swap(x: jax.Array, axis: Any) -> jax.Array:
+    """Gives each of two ranks the other's array, by an all-reduce of as many bytes.
+
+    | rank | input | words summed  | less one's own | output |
+    |------|-------|---------------|----------------|--------|
+    | 0    | x_0   | w_0 + w_1     | w_1            | x_1    |
+    | 1    | x_1   | w_0 + w_1     | w_0            | x_0    |
+
+    w are the bits as unsigned 32-bit integers, whose sums wrap around. On a ring, an all-reduce of S bytes sends
+    2 (N-1)/N S: S from each of two ranks, as an exchange does.
+    """
+    words = _words(x)
+    return _from_words(lax.psum(words, axis) - words, x)
+
+
+def _swap_forward(x: jax.Array, axis: Any) -> tuple[jax.Array, None]:
+    return swap(x, axis), None
+
+
+def _swap_backward(axis: Any, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+    return (swap(gradient, axis),)
+
+
+swap.defvjp(_swap_forward, _swap_backward)
+
+
+def scatter_by_swap(x: jax.Array, axis: str) -> jax.Array:
+    """Sums ``[2 k, ...]`` over two ranks, at least in float32; rank r gets part r, ``[k, ...]``."""
+    chunks, rank = x.reshape(2, -1, *x.shape[1:]), lax.axis_index(axis)
+    kept, sent = (lax.dynamic_index_in_dim(chunks, chunk, keepdims=False) for chunk in (rank, 1 - rank))
+    summed = _summed_dtype(x.dtype)
+    return (kept.astype(summed) + swap(sent, axis).astype(summed)).astype(x.dtype)
+
+
+def all_to_all_by_swap(x: jax.Array, axis: Any) -> jax.Array:
+    """Sends row o of ``[2, ...]`` to rank o; row r of the result is from rank r."""
+    rank = lax.axis_index(axis)
+    received = swap(lax.dynamic_index_in_dim(x, 1 - rank, keepdims=False), axis)
+    return lax.dynamic_update_index_in_dim(x, received, 1 - rank, axis=0)
+
+
+def gather_by_swap(x: jax.Array, axis: Any) -> jax.Array:
+    """Concatenates two ranks' ``[k, ...]`` to ``[2 k, ...]``."""
+    received, is_first = swap(x, axis), lax.axis_index(axis) == 0
+    return jnp.concatenate([jnp.where(is_first, x, received), jnp.where(is_first, received, x)])
+
+
 def scatter_by_all_to_all(x: jax.Array, axis: str) -> jax.Array:
     """Sums ``[N k, ...]`` over the ranks, at least in float32, in rank order; rank r gets part r, ``[k, ...]``."""
     chunks = x.reshape(lax.axis_size(axis), -1, *x.shape[1:])
     received = lax.all_to_all(chunks, axis, split_axis=0, concat_axis=0)
-    summed = jnp.promote_types(x.dtype, jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
-    return jnp.sum(received, axis=0, dtype=summed).astype(x.dtype)
+    return jnp.sum(received, axis=0, dtype=_summed_dtype(x.dtype)).astype(x.dtype)
+
+
+def _summed_dtype(dtype: Any) -> Any:
+    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+def _words(x: jax.Array) -> jax.Array:
+    """The bits of an array as ``[words]``, padded with zeros."""
+    flat = x.reshape(-1).astype(jnp.uint8) if x.dtype == jnp.bool_ else x.reshape(-1)
+    per_word = _WORD.dtype.itemsize // flat.dtype.itemsize
+    if per_word > 1:
+        flat = jnp.pad(flat, (0, -flat.size % per_word)).reshape(-1, per_word)
+    return lax.bitcast_convert_type(flat, _WORD).reshape(-1)
+
+
+def _from_words(words: jax.Array, like: jax.Array) -> jax.Array:
+    dtype = jnp.dtype(jnp.uint8) if like.dtype == jnp.bool_ else like.dtype
+    per_element = dtype.itemsize // _WORD.dtype.itemsize
+    grouped = words.reshape(-1, per_element) if per_element > 1 else words
+    flat = lax.bitcast_convert_type(grouped, dtype).reshape(-1)
+    return flat[: math.prod(like.shape)].reshape(like.shape).astype(like.dtype)

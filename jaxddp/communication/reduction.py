@@ -32,7 +32,7 @@ from ..tree import named_leaves
 from .axes import scatter_sum, shard_axis
 from .buckets import Bucket, BucketPlan
 from .buffers import pack, pack_small, unpack, unpack_small
-from .collectives import MAX_JOINED, Axis, all_reduce, all_reduce_as_one, joins_arrays
+from .collectives import MAX_JOINED, Axis, all_reduce, all_reduce_as_one, joins_arrays, varying
 from .compression import Compression, none
 from .low_rank import apply_residual
 from .ordering import order_token
@@ -255,9 +255,3 @@ def as_varying(tree: Any, axis: Axis) -> Any:
         return lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(declare, tree)
-
-
-def varying(x: jax.Array) -> frozenset[str]:
-    """The mesh axes over which an array may vary; none where ``check_vma`` is off."""
-    kind = jax.typeof(x)
-    return frozenset(kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma)

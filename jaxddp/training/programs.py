@@ -23,7 +23,15 @@ from ..communication.buckets import BucketPlan, TensorSpec
 from ..communication.sharding import Blocks, Cut
 from ..mesh import platform_of
 from ..metrics import Measure
-from ..strategy import GradientTrace, Planned, describe_results, plan_trace, planned_along, trace_gradients
+from ..strategy import (
+    GradientTrace,
+    Planned,
+    describe_results,
+    plan_trace,
+    planned_along,
+    planned_exchange,
+    trace_gradients,
+)
 from ..tree import named_leaves, path_name
 from ..zero.stage3 import loss_on_shards
 from ..zero.traced import TracedCollectives, traced_collectives
@@ -194,7 +202,9 @@ class Programs:
         if step.leaves is not None and planned:
             num_swaps = 2 if step.compute_dtype is None else 3  # of gradients, and of parameters there and back
             along = (shard_axis(step.axis),)
-            planned += num_swaps * [Planned("all-to-all", size, along) for size in step.leaves.swapped_bytes]
+            for swapped in step.leaves.swapped:
+                swap = planned_exchange("all-to-all", *swapped, step.num_shards, self.platform)
+                planned += num_swaps * [Planned(*swap, along)]
         if not step.cuts:
             return self._of_several(planned)
         # The loss function itself gathers units and scatters their gradients: read from its trace.

@@ -53,6 +53,7 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import partial_eval
 
+from ..communication import gloo
 from ..communication.backward_order import TRANSPARENT
 from ..communication.buckets import chunk_elements
 from ..communication.collectives import all_reduce
@@ -172,9 +173,9 @@ class LeafOwners:
         return held
 
     @property
-    def swapped_bytes(self) -> list[int]:
-        """Bytes of the buffer of each all-to-all of one kind, ``[N, w]`` for each dtype of parameters."""
-        return [self.num_ranks * self._width(dtype) * jnp.dtype(dtype).itemsize for dtype in self._rows]
+    def swapped(self) -> list[tuple[int, str]]:
+        """Elements and dtype of the buffer of each all-to-all of one kind, ``[N, w]`` for each dtype of parameters."""
+        return [(self.num_ranks * self._width(dtype), dtype) for dtype in self._rows]
 
     def init(self, params: Any, axis: str, *, are_full: bool, as_bits: bool = False) -> OwnedState:
         """Makes this rank's part of the optimizer's state.
@@ -568,6 +569,8 @@ def _results(equation: Any, given: list[int]) -> list[int]:
 
 def _all_to_all(rows: jax.Array, axis: str, as_bits: bool) -> jax.Array:
     """Sends row o of ``[N, w]`` to rank o; row r of the result is from rank r."""
+    if gloo.kind_of("all-to-all", rows.shape[0], gloo.traced_platform()) == "all-reduce":
+        return gloo.all_to_all_by_swap(rows, axis)
     bits = as_bits and rows.dtype == jnp.bfloat16
     sent = lax.bitcast_convert_type(rows, jnp.uint16) if bits else rows
     received = lax.all_to_all(sent, axis, split_axis=0, concat_axis=0)

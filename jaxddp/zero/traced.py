@@ -16,8 +16,8 @@ _KINDS = {
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
     "psum_scatter": "reduce-scatter",
-    "psum": "all-reduce",  # of shards, along the replicas
-    "all_to_all": "all-to-all",  # replaces a reduce-scatter over Gloo: see gloo.py
+    "psum": "all-reduce",  # of shards, along the replicas; over Gloo also what two ranks exchange: see gloo.py
+    "all_to_all": "all-to-all",  # replaces a reduce-scatter over Gloo
     "pmax": "all-reduce",
     "pmin": "all-reduce",
     "ppermute": "collective-permute",
@@ -25,11 +25,11 @@ _KINDS = {
 
 _VARIES, _CONSTANT, _ZERO = range(3)  # what is known of a value when the program is compiled
 _KEEP_ZERO = frozenset(
-    "add_any broadcast_in_dim concatenate convert_element_type copy pad psum reduce_scatter reduce_sum reshape slice"
-    " split squeeze transpose".split()
+    "add_any bitcast_convert_type broadcast_in_dim concatenate convert_element_type copy pad psum reduce_scatter"
+    " reduce_sum reshape slice split squeeze transpose".split()
 )
 _NEVER_CONSTANT = frozenset("optimization_barrier pure_callback io_callback ffi_call".split())
-_CALLS = frozenset("jit pjit shard_map closed_call".split())
+_CALLS = frozenset("jit pjit shard_map closed_call custom_vjp_call".split())
 
 
 class TracedCollectives(NamedTuple):
@@ -54,12 +54,12 @@ def traced_collectives(program: core.ClosedJaxpr, platform: str, *, of_loss: boo
     """
     needed, _ = partial_eval.dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
     found = TracedCollectives([], [])
-    _collect(needed, platform, [_VARIES] * len(needed.invars), found, 1, of_loss)
+    _collect(needed, platform, [_VARIES] * len(needed.invars), found, 1, of_loss, is_sync=False)
     return found
 
 
 def _collect(
-    jaxpr: Any, platform: str, inputs: Sequence[int], found: TracedCollectives, times: int, of_loss: bool
+    jaxpr: Any, platform: str, inputs: Sequence[int], found: TracedCollectives, times: int, of_loss: bool, is_sync: bool
 ) -> list[int]:
     """Adds a program's collectives to ``found``; returns what is known of its results.
 
@@ -75,11 +75,14 @@ def _collect(
     for equation in jaxpr.eqns:
         name, operands = equation.primitive.name, [of(atom) for atom in equation.invars]
         result = _VARIES if name in _NEVER_CONSTANT else min(operands, default=_CONSTANT)
-        if result == _ZERO and name not in _KEEP_ZERO:
+        if name == "dynamic_slice" and operands[0] == _ZERO:
+            result = _ZERO  # wherever it starts
+        elif result == _ZERO and name not in _KEEP_ZERO:
             result = _CONSTANT
         kind = _KINDS.get(name)
-        is_loss = SYNC_SCOPE not in str(equation.source_info.name_stack)
-        if kind and is_loss == of_loss and min(operands, default=_ZERO) != _ZERO:
+        # The names inside a call may lack those of its own scope.
+        in_sync = is_sync or SYNC_SCOPE in str(equation.source_info.name_stack)
+        if kind and in_sync != of_loss and min(operands, default=_ZERO) != _ZERO:
             full = (equation.outvars if kind == "all-gather" else equation.invars)[0].aval
             of_kind = found.once if min(operands) == _CONSTANT else found.each
             axes = equation.params.get("axes") or equation.params["axis_name"]
@@ -91,9 +94,8 @@ def _collect(
         rounds = equation.params["length"] if name == "scan" else 1
         for inner in core.jaxprs_in_params(equation.params):
             is_call = name in _CALLS and len(inner.invars) == len(operands)
-            of_inner = _collect(
-                inner, platform, operands if is_call else [_VARIES] * len(inner.invars), found, times * rounds, of_loss
-            )
+            given = operands if is_call else [_VARIES] * len(inner.invars)
+            of_inner = _collect(inner, platform, given, found, times * rounds, of_loss, in_sync)
             results = of_inner if is_call else results
         known.update(zip(equation.outvars, results, strict=True))
     return [of(atom) for atom in jaxpr.outvars]
