@@ -94,6 +94,32 @@ def test_default_plans_are_the_same(ranks, model):
             assert len(buckets) > 1  # or the caps would not have been compared
 
 
+def many_bytes(as_tensors):
+    """40 tensors of 7 MiB, of which an eighth, 35 MiB, is more than DDP's cap."""
+    return {f"w{index}": as_tensors(7 * 2**18) for index in range(40)}
+
+
+def large_torch_plan():
+    module = torch.nn.ParameterDict(many_bytes(torch.zeros))
+    return described(torchref.BucketedDDP(module).plan.buckets)
+
+
+def test_default_caps_grow_with_the_model_in_both(ranks):
+    params = many_bytes(lambda size: jax.ShapeDtypeStruct((size,), jnp.float32))
+
+    def grad_fn(params):
+        return jax.grad(lambda params: sum(jnp.sum(leaf**2) for leaf in params.values()))(params)
+
+    ours = described(jaxddp.plan_gradients(jaxddp.bucketed(), grad_fn, params).buckets)
+    theirs = ranks.run(large_torch_plan, num_ranks=2)[0]
+    assert [len(bucket) for bucket in ours] == [len(bucket) for bucket in theirs] == [1, 3, *[5] * 7, 1]
+    assert [len(bucket) for bucket in described(jaxddp.zero1().plan(specs_of(params)).buckets)] == [1, *[3] * 13]
+
+
+def specs_of(params):
+    return [jaxddp.TensorSpec(name, leaf.shape, "float32") for name, leaf in params.items()]
+
+
 def fsdp_plan():
     net = torchref.FSDP(torchref.models.build("tiny"))
     return described(net.plan.buckets), planned_collectives(net)

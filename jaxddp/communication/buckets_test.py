@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import jaxddp
-from jaxddp.communication.buckets import TensorSpec, plan_buckets, plan_per_tensor
+from jaxddp.communication.buckets import TensorSpec, plan_all_reduces, plan_buckets, plan_per_tensor
 from jaxddp.communication.buffers import pack, unpack
 from jaxddp.models import abstract
 from jaxddp.tree import tensor_specs
@@ -72,6 +72,21 @@ def test_counts_of_the_171m_model():
     assert [len(plan_buckets(backward, mib).buckets) for mib in (1, 10, 25, 100, 1000)] == [147, 66, 34, 7, 1]
     torchs = [plan_buckets(backward, [1, mib], rule="torch") for mib in (1, 10, 25, 100, 1000)]  # first bucket 1 MiB
     assert [len(plan.buckets) for plan in torchs] == [114, 34, 23, 7, 2]
+    default = plan_all_reduces(backward)
+    assert (default.names[0], default.buckets[-1].tensors) == ("head.kernel", (backward[-1],))  # the embedding alone
+    assert len(default.buckets) == 11 and max(bucket.num_bytes for bucket in default.buckets) <= default.num_bytes / 8
+    assert plan_all_reduces(backward, 25) == plan_buckets(backward, 25)
+    assert plan_all_reduces(backward, rule="torch") == plan_buckets(backward, [1, 25], rule="torch")
+
+
+@pytest.mark.parametrize(("num_tensors", "per_bucket"), [(25, 3), (26, 3), (28, 3), (29, 3), (32, 4), (100, 12)])
+def test_the_default_of_all_reduces_is_an_eighth_and_at_least_25_mib(num_tensors, per_bucket):
+    tensors = [TensorSpec(f"{index}", (2**21,), "float32") for index in range(num_tensors)]  # 8 MiB each
+    sizes = [len(bucket) for bucket in names(plan_all_reduces(iter(tensors)))]
+    assert sizes[:2] == [1, 3] and set(sizes[2:-1]) == {per_bucket} and 0 < sizes[-1] <= per_bucket
+    assert sum(sizes) == num_tensors
+    if num_tensors <= 25:  # 200 MiB
+        assert plan_all_reduces(tensors) == plan_buckets(tensors)
 
 
 def test_ten_thousand_tensors_plan_in_well_under_a_second():

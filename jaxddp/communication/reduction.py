@@ -1,6 +1,7 @@
 """Carries out a bucket plan: gradients are packed into buffers, summed over ranks, and divided.
 
-    buffer[k]  = pack(gradients of bucket k)             as soon as its last gradient is ready; on GPUs of small ones
+    buffer[k]  = pack(gradients of bucket k)             after buffer[k-1], as soon as its last gradient is ready; on
+                                                         GPUs of small ones
     total[k]   = sum over ranks of buffer[k]             an all-reduce or a reduce-scatter, in flight until it is used
     mean[k]    = total[k] / denominator                  after buffer[0 ... n] and squares[k-1]
     squares[k] = squares[k-1] + sum(mean[k]^2)           norm = sqrt(squares[n])
@@ -9,7 +10,7 @@
 several micro-batches may be added. All strategies use both; they differ in the plan, and in whether a bucket is
 all-reduced or reduce-scattered (``Reduce``).
 
-The dependencies of the third line are there for their order alone (``ordering.py``): a bucket divided earlier would
+The dependencies on other buckets are there for their order alone (``ordering.py``): a bucket divided earlier would
 make the backward wait for the network. XLA fuses the sum of squares with the update of the bucket's parameters, so
 buckets are updated in the order in which they arrive, while later reductions are in flight.
 
@@ -35,7 +36,6 @@ from .buffers import pack, pack_small, unpack, unpack_small
 from .collectives import MAX_JOINED, Axis, all_reduce, all_reduce_as_one, joins_arrays, varying
 from .compression import Compression, none
 from .low_rank import apply_residual
-from .ordering import order_token
 from .sharding import Cut, pack_chunks, split_chunks
 
 # Tensors share a sum of squares if a rank keeps at most this many elements of each, on average over the bucket: reading
@@ -181,7 +181,7 @@ def start_reduction(
         joins = reduce is ALL_REDUCE and joins_arrays()
         copies_all = not joins or compression is not none or plan.after_backward
         totals: list[Any] = []
-        all_packed = jnp.int32(0)
+        first_token = token = jnp.int32(number)
         for index, bucket in enumerate(plan.buckets):
             if joins:  # each bucket by a key of its own, or XLA would join those that are ready at a time
                 reduce = ALL_REDUCE._replace(send=partial(all_reduce_as_one, key=f"{index} {bucket.tensors[0].name}"))
@@ -191,15 +191,16 @@ def start_reduction(
             if max_in_flight is not None and index >= max_in_flight:
                 earlier = index - max_in_flight
                 packed, totals[earlier] = lax.optimization_barrier((packed, totals[earlier]))
-            # Each token has another number: XLA would reduce equal buckets, such as biases of parallel branches, once.
-            buffer, token = order_token(packed, index + len(plan.buckets) * number)
+            # The token passes from bucket to bucket: they are sent in the order of the plan, in which their updates
+            # wait for them, and XLA cannot reduce equal ones, such as biases of parallel branches, once.
+            buffer, token = lax.optimization_barrier((packed, token))
             total, changed = compression.reduce(bucket, buffer, axis, state, reduce, denominator)
             totals.append(total)
             state = {**state, **changed} if changed else state
-            if not varying(token):  # under check_vma, on jax 0.10, the results must not depend on it
-                all_packed += token
         if plan.after_backward:
             totals = lax.optimization_barrier(totals)
+        # Under check_vma, on jax 0.10, the token varies, and the results must not depend on it.
+        all_packed = jnp.int32(0) if varying(token) else token - first_token
     return Reduction(tuple(totals), unsent, all_packed, shards), state
 
 

@@ -1,5 +1,7 @@
 """What arrives is divided, taken apart and its squares summed, with few sums where a bucket's tensors are small."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,16 @@ import pytest
 
 import jaxddp
 from jaxddp.communication import buffers, reduction
-from jaxddp.communication.buckets import TensorSpec, plan_buckets
-from jaxddp.communication.reduction import ALL_REDUCE, REDUCE_SCATTER, SMALL, Reduction, finish_reduction
+from jaxddp.communication.buckets import TensorSpec, plan_buckets, plan_per_tensor
+from jaxddp.communication.compression import none
+from jaxddp.communication.reduction import (
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    SMALL,
+    Reduction,
+    finish_reduction,
+    start_reduction,
+)
 
 pytestmark = pytest.mark.smoke
 
@@ -92,6 +102,29 @@ def test_more_tensors_than_xla_joins_are_packed(monkeypatch):
         grads, plan_buckets(plan.buckets[0].tensors + plan.buckets[1].tensors, None), monkeypatch, joins=True
     )
     assert operands == [(8,)]
+
+
+@pytest.mark.parametrize("max_in_flight", [None, 1])
+def test_a_bucket_is_sent_after_the_ones_before_it(monkeypatch, max_in_flight):
+    """Each takes the token of the last, or XLA would send first what is ready first, and updates would wait."""
+    plan = plan_per_tensor([TensorSpec(name, (2,), "float32") for name in "abc"])
+
+    def start(grads):
+        reduction_, _ = start_reduction(grads, plan, "data", ALL_REDUCE, none, max_in_flight=max_in_flight)
+        return reduction_.totals, reduction_.order_token
+
+    by_rank, everywhere = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+    mapped = jax.shard_map(start, mesh=jaxddp.data_mesh(2), in_specs=by_rank, out_specs=everywhere, check_vma=False)
+    equations = jax.make_jaxpr(mapped)({name: jnp.ones(4) for name in "abc"}).jaxpr.eqns[0].params["jaxpr"].eqns
+    barriers = [each for each in equations if each.primitive.name == "optimization_barrier"]
+    tokens = [each for each in barriers if each.outvars[-1].aval.dtype == jnp.int32]
+    assert len(tokens) == 3
+    for earlier, later in itertools.pairwise(tokens):
+        assert later.invars[-1] is earlier.outvars[-1]
+    totals, token = mapped({name: jnp.arange(4.0) for name in "abc"})
+    assert token == 0
+    for total in totals:
+        np.testing.assert_array_equal(total, [2, 4])
 
 
 def test_squares_of_what_was_joined():

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from ..communication.buckets import BucketMb, BucketPlan, Rule, TensorSpec, plan_buckets
+from ..communication.buckets import BucketMb, BucketPlan, Rule, TensorSpec, plan_all_reduces
 from ..communication.compression import Compression, none
 from ..network import Network
 from ..strategy import Strategy, register
@@ -33,8 +33,9 @@ def bucketed(
     """One all-reduce per bucket, as the bucket fills.
 
     Args:
-        bucket_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``; see ``plan_buckets``. With
-            ``"auto"``, ``jaxddp.tune_buckets`` picks the caps by simulation.
+        bucket_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``: 1 and 25 MiB, then an eighth of
+            all gradients' bytes, and at least 25 MiB; see ``plan_all_reduces``. With ``"auto"``,
+            ``jaxddp.tune_buckets`` picks the caps by simulation.
         rule: When a bucket closes; see ``plan_buckets``.
         compression: Gradient compression.
         network: For ``"auto"``: a ``Network``, or 10^9 bytes per second that one rank can send.
@@ -47,8 +48,8 @@ def bucketed(
             raise ValueError("bucket_mb (='auto') must come with network=, in 10^9 bytes per second per rank")
         network = network if isinstance(network, Network) else Network(network)
         return Strategy("bucketed", Untuned(network, rule), compression)
-    plan_buckets([], bucket_mb, rule=rule)  # refuses a bad cap now, not at the first step
-    return Strategy("bucketed", partial(plan_buckets, bucket_mb=bucket_mb, rule=rule), compression)
+    plan_all_reduces([], bucket_mb, rule=rule)  # refuses a bad cap now, not at the first step
+    return Strategy("bucketed", partial(plan_all_reduces, bucket_mb=bucket_mb, rule=rule), compression)
 
 
 @dataclass(frozen=True)

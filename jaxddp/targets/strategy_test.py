@@ -267,7 +267,7 @@ def test_bucketed_as_it_comes_is_as_near_on_a_large_model():
     step, alone = (read_schedule(compilation.result()) for compilation in pending)
     planned = trainer.planned(state, batch)
     assert step.gradient_collectives() == sorted(planned)
-    assert_near_the_bound(step, planned, alone, latency_us=15)  # seen: 1.010, 1.023, 1.006 times
+    assert_near_the_bound(step, planned, alone, latency_us=15)  # seen: 1.010, 1.010, 1.003 times
 
 
 def assert_near_the_bound(schedule, planned, alone, latency_us):

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from jaxddp.communication.buckets import BucketMb, Rule, plan_buckets
+from jaxddp.communication.buckets import BucketMb, Rule, plan_all_reduces
 
 from ..replicated import Replicated
 from ..strategy import register, resolve_bucket_mb
@@ -38,7 +38,8 @@ class BucketedDDP(Replicated):
 
         Args:
             module: What to train.
-            bucket_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``; see ``plan_buckets``.
+            bucket_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``: 1 and 25 MiB, then an eighth
+                of all gradients' bytes, and at least 25 MiB; see ``plan_all_reduces``.
             rule: When a bucket closes; see ``plan_buckets``.
             bucket_size_mb: Older name of ``bucket_mb``.
             **options: Of ``DataParallel``: ``process_group``, ``order``, ``compression``, ``sync``.
@@ -47,4 +48,4 @@ class BucketedDDP(Replicated):
             ValueError: If a cap or the rule is out of range, both names of the cap are given, or as ``DataParallel``.
         """
         cap = resolve_bucket_mb(bucket_mb, bucket_size_mb)
-        super().__init__(module, lambda tensors: plan_buckets(tensors, cap, rule=rule), **options)
+        super().__init__(module, lambda tensors: plan_all_reduces(tensors, cap, rule=rule), **options)
