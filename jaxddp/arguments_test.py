@@ -8,6 +8,7 @@ import pytest
 
 import jaxddp
 from jaxddp.checkpoint import Checkpoints
+from jaxddp.communication.collectives import broadcast, reduce
 from jaxddp.communication.compression import make_compression
 from jaxddp.flax import from_nnx
 
@@ -109,6 +110,22 @@ def test_the_most_likely_ones_are_told_what_to_write():
         trainer(optimizer=optax.adam)
     with pytest.raises(ValueError, match=r"^compression \(='bf16'\) must be a compression, such as"):
         jaxddp.bucketed(compression="bf16")
+
+
+@pytest.mark.parametrize("root", [1.5, True, "0", None])
+@pytest.mark.parametrize("rooted", [broadcast, reduce])
+def test_a_root_must_be_an_integer(rooted, root):
+    of_rank = jax.shard_map(
+        lambda x: rooted(x, "data", root), mesh=jaxddp.data_mesh(2), in_specs=jax.P("data"), out_specs=jax.P("data")
+    )
+    with pytest.raises(ValueError, match=r"^root \(=[^\n]*\) must be an integer, the number of a rank"):
+        of_rank(jnp.ones(4))
+
+
+def test_a_constant_weight_must_not_be_negative():
+    one = trainer(loss_fn=lambda params, batch: jaxddp.Weighted(loss_fn(params, batch), -1.0))
+    with pytest.raises(ValueError, match=r"^the weight \(=-1.0\) of jaxddp.Weighted must not be negative"):
+        one.step(one.init(PARAMS), BATCH)
 
 
 @pytest.mark.parametrize("strategy", [jaxddp.bucketed(), jaxddp.zero1()], ids=lambda one: one.name)

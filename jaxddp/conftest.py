@@ -1,7 +1,7 @@
 """Eight simulated devices for every test and example of this package, and faster compilation.
 
 Tests and the processes that they start see no GPU, unless they are marked ``gpu``. A run of tests fails if it leaves
-processes, listening ports, network namespaces, shared memory or temporary folders behind.
+processes, listening ports, network namespaces, shared memory, temporary folders or the logs of jobs behind.
 """
 
 import contextlib
@@ -97,6 +97,7 @@ class Leftovers:
         if self.is_worker:
             return
         self.namespaces, self.shared_memory = _names("/run/netns"), _names("/dev/shm")
+        self.logs = _logs_of_jobs()
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # what pytest keeps stays where it was
         self.folder = Path(tempfile.mkdtemp(prefix="tests-of-jaxddp-"))
         os.environ |= {_SESSION: str(os.getpid()), "TMPDIR": str(self.folder)}
@@ -147,11 +148,17 @@ class Leftovers:
             *(f"temporary folder {name}" for name in folders),
             *(f"network namespace {name}" for name in namespaces),
             *(f"/dev/shm/{name}" for name in shared_memory),
+            *map(str, _logs_of_jobs() - self.logs),
         ]
 
 
 def _names(folder):
     return set(os.listdir(folder)) if os.path.isdir(folder) else set()
+
+
+def _logs_of_jobs():
+    """Folders that jobs without ``--log-dir`` make under the current one."""
+    return {*Path("runs").glob("job-*"), *Path("runs").glob("launch")}
 
 
 def _read(path):

@@ -70,6 +70,7 @@ def test_leaves():
     globals()["kept"] = socket.create_server(("127.0.0.1", 0))
     with open("/dev/shm/" + os.environ["NAME_IN_SHM"], "w"):
         pass
+    os.makedirs("runs/job-12345")
 """
 
 
@@ -85,6 +86,6 @@ def test_a_run_that_leaves_something_behind_fails(tmp_path, workers):
         in_shm.unlink(missing_ok=True)
     assert done.returncode == 1
     (line,) = [line for line in done.stdout.splitlines() if "left behind" in line]
-    for left in ("listening port ", "time.sleep(300)", "temporary folder torchref-", str(in_shm)):
+    for left in ("listening port ", "time.sleep(300)", "temporary folder torchref-", str(in_shm), "runs/job-12345"):
         assert left in line
     assert "1 passed" in done.stdout

@@ -151,6 +151,8 @@ def _as_part(loss_fn: Callable[..., Any], loss: Any) -> tuple[jax.Array, Part]:
                 f"loss_fn (={_name(loss_fn)}) returned {found}: the loss must be a scalar or jaxddp.Weighted of"
                 " scalars; return aux values with has_aux=True"
             )
+    if isinstance(loss, Weighted) and isinstance(loss.weight, (int, float)) and not loss.weight >= 0:
+        raise ValueError(f"the weight (={loss.weight!r}) of jaxddp.Weighted must not be negative")
     total = jnp.asarray(values[0])
     if not jnp.issubdtype(total.dtype, jnp.floating):
         raise ValueError(f"loss_fn (={_name(loss_fn)}) returned dtype {total.dtype}: the loss must be floating")

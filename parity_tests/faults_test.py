@@ -230,7 +230,16 @@ def test_before_and_after_the_roll_call_ends(tmp_path, framework):
     for trial in range(NUM_FAULTS):
         rng, folder, faulty = random.Random(f"{framework} {trial}"), tmp_path / str(trial), trial % NUM_PROCESSES
         folder.mkdir()
-        command = [sys.executable, "-m", "jaxddp", "launch", f"--ranks={NUM_PROCESSES}", script, folder]
+        command = [
+            sys.executable,
+            "-m",
+            "jaxddp",
+            "launch",
+            f"--ranks={NUM_PROCESSES}",
+            f"--log-dir={folder}/logs",
+            script,
+            folder,
+        ]
         with (folder / "log").open("w+") as log:
             job = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"PYTHONPATH": str(ROOT)}

@@ -107,7 +107,7 @@ def side_rows(this: Run, setup: SoakSetup, side: str) -> list[dict[str, Any]]:
                 words = f"{row['fault']} at step {row['step']}: back after {row['back_s']:.1f} s, {row['check']}"
                 this.console.print(f"{side}: {words}", soft_wrap=True, markup=False)
             left = job.finish()
-        events = sorted((event for event in job.events if not event.get("rank")), key=lambda event: event["at_s"])
+        events = job.events()
         over = next(index for index, event in enumerate(events) if event["kind"] == "over")
         parts = account(events[: over + 1])
         wall_s = sum(parts.values())
@@ -124,7 +124,7 @@ def side_rows(this: Run, setup: SoakSetup, side: str) -> list[dict[str, Any]]:
     packages = ("jax", "torch") if side == "jaxddp" else ("torch",)
     common = {"side": side, "num_ranks": setup.num_ranks, "seed": setup.seed}
     common |= {"versions": {package: version(package) for package in packages}}
-    return [common | row for row in (*rows, whole, *longest_lives(job.samples))]
+    return [common | row for row in (*rows, whole, *longest_lives(job.samples()))]
 
 
 def _endured(job: Job, setup: SoakSetup, faulty_until_s: float, end_s: float) -> Iterator[dict[str, Any]]:

@@ -35,19 +35,19 @@ _FILE_BYTES = 2**18
 
 
 class Job:
-    """A program's processes, and their events so far."""
+    """A program's processes. Their events and samples go to files: an hour of them takes tens of MiB of memory."""
 
     def __init__(self, program: Program, workplace: Workplace, records: Path) -> None:
         """Opens the pipe and the files of events, samples and what the launcher prints."""
         self._program, self._workplace, self._records = program, workplace, records
-        self.events: list[dict[str, Any]] = []
-        self.samples: list[dict[str, Any]] = []
         self.launcher: subprocess.Popen[bytes] | None = None
-        self._lines: list[float] = []  # when the launcher's standard error had one
+        self._num_lines = 0  # of the launcher's standard error
+        self._line_s: float | None = None  # when it had the first since the last fault
         self._pids: dict[int, int] = {}  # by rank, of those that were started last
         self._training: dict[int, int] = {}  # those whose steps are waited for
         self._step: tuple[int, int] | None = None  # pid and step of rank 0's last step
         self._first_step: dict[int, int] = {}  # of each of rank 0's processes
+        self._last_step: dict[int, int] = {}  # of each process
         self._num_printed_bytes, self._launched_at = 0, time.time()
         self._known = usage.shared_memory()  # left by others, or by an earlier fault
         os.mkfifo(program.events)
@@ -122,7 +122,8 @@ class Job:
             steps lost, and what was left behind.
         """
         assert self.launcher is not None
-        old, launcher, num_lines = self._training or dict(self._pids), self.launcher, len(self._lines)
+        old, launcher, num_lines = self._training or dict(self._pids), self.launcher, self._num_lines
+        self._line_s = None
         pids, since, step = set(old.values()), time.monotonic(), self.step
         faulty = self._inject(fault)
         others = {*pids, launcher.pid} - {faulty}
@@ -133,8 +134,8 @@ class Job:
         while True:
             now_s = time.monotonic() - since
             if noticed_s is None and not by_hand:
-                if len(self._lines) > num_lines:
-                    noticed_s = self._lines[num_lines] - since
+                if self._line_s is not None:
+                    noticed_s = self._line_s - since
                 elif not all(map(usage.is_alive, others)):
                     noticed_s = now_s
                 elif fault.kind == STOP and now_s > NOTICE_BOUND_S:
@@ -165,7 +166,7 @@ class Job:
                 break
             time.sleep(_POLL_S)
         back_s = time.monotonic() - since
-        taken = [one["step"] for one in self.events if one["kind"] == "step" and one["pid"] in pids]
+        taken = [self._last_step[pid] for pid in pids if pid in self._last_step]
         resumed = self._first_step.get(self._step[0], 1) - 1 if self._step is not None else 0
         left = left or self._left()
         self._end_strays()
@@ -174,7 +175,7 @@ class Job:
         return {
             "fault": fault.kind, "rank": fault.rank if fault.kind in (KILL, STOP) else None, "step": step,
             "noticed_s": noticed_s, "ended_s": ended_s, "back_s": back_s,
-            "steps_lost": max(0, max(taken, default=step) - resumed), "lines": len(self._lines) - num_lines,
+            "steps_lost": max(0, max(taken, default=step) - resumed), "lines": self._num_lines - num_lines,
             "left_behind": left or "nothing",
             "check": f"WRONG: {check}" if check and self._program.is_watched else check or "ok",
         }  # fmt: skip
@@ -201,7 +202,16 @@ class Job:
     @property
     def num_printed(self) -> tuple[int, int]:
         """Lines and bytes of the launcher's standard error."""
-        return len(self._lines), self._num_printed_bytes
+        return self._num_lines, self._num_printed_bytes
+
+    def events(self) -> list[dict[str, Any]]:
+        """The events of rank 0 and of the job, by time."""
+        found = (event for event in _read(self._records / "events.jsonl") if not event.get("rank"))
+        return sorted(found, key=lambda event: event["at_s"])
+
+    def samples(self) -> list[dict[str, Any]]:
+        """What the processes used."""
+        return list(_read(self._records / "samples.jsonl"))
 
     def _inject(self, fault: Fault) -> int | None:
         """Does it, and gives the process that it hits if it is a single one."""
@@ -269,10 +279,11 @@ class Job:
             record.write(json.dumps(event) + "\n")
 
     def _add(self, event: dict[str, Any]) -> None:
-        self.events.append(event)
         if event["kind"] == "started":
             self._pids[event["rank"]] = event["pid"]
-        elif event["kind"] == "step" and event["rank"] == 0:
+        elif event["kind"] == "step":
+            self._last_step[event["pid"]] = event["step"]
+        if event["kind"] == "step" and event["rank"] == 0:
             self._first_step.setdefault(event["pid"], event["step"])
             self._step = event["pid"], event["step"]
 
@@ -291,7 +302,8 @@ class Job:
         assert launcher.stderr is not None
         with (self._records / "stderr.log").open("ab", buffering=0) as record, launcher.stderr as lines:
             for line in lines:
-                self._lines.append(time.monotonic())
+                self._num_lines += 1
+                self._line_s = self._line_s or time.monotonic()
                 self._num_printed_bytes += len(line)
                 record.write(line)
 
@@ -299,11 +311,8 @@ class Job:
         with (self._records / "samples.jsonl").open("a", buffering=1) as record:
             while not self._has_ended.wait(_SAMPLE_S):
                 for role, pid in self._roles():
-                    used = usage.usage_of(pid)
-                    if used is not None:
-                        sample = {"at_s": time.monotonic(), "role": role, "pid": pid, **used}
-                        self.samples.append(sample)
-                        record.write(json.dumps(sample) + "\n")
+                    if used := usage.usage_of(pid):
+                        record.write(json.dumps({"at_s": time.monotonic(), "role": role, "pid": pid, **used}) + "\n")
 
     def _roles(self) -> Iterator[tuple[str, int]]:
         yield "soak itself", os.getpid()
@@ -312,6 +321,11 @@ class Job:
             yield ("launcher" if self._program.is_watched else agent), launcher.pid
             yield from ((agent, pid) for pid in usage.children(launcher.pid) if self._program.is_watched)
         yield from ((f"rank {rank}", pid) for rank, pid in list(self._pids.items()))
+
+
+def _read(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open() as lines:
+        yield from map(json.loads, lines)
 
 
 def until(is_so: Callable[[], bool], seconds: float) -> bool:

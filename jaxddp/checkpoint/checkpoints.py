@@ -92,7 +92,7 @@ class _DamagedError(ValueError):
 class _Write(NamedTuple):
     """A save that is being written, or was since the last ``wait``."""
 
-    step: int
+    step: int | None  # None of one that is set aside
     error: Callable[[], Exception | None]  # waits until it is written
     has_failed: Callable[[], bool]  # does not wait; known to process 0
 
@@ -205,7 +205,7 @@ class Checkpoints:
         _reserving.add(self)
 
     @_in_turn
-    def save(self, trainer: Trainer, state: TrainState, *, data_position: Any = None) -> None:
+    def save(self, trainer: Trainer, state: TrainState, *, data_position: Any = None, set_aside: bool = False) -> None:
         """Saves a state under its step: returns once it is copied, and writes in the background.
 
         Waits for an earlier save that is still being written.
@@ -214,6 +214,7 @@ class Checkpoints:
             trainer: The state's trainer.
             state: May be donated to the next step as soon as this returns.
             data_position: Where to continue in the data, as a JSON value.
+            set_aside: Writes it as ``set_aside`` leaves one: no checkpoint is removed for it, and none restores it.
 
         Raises:
             ValueError: If the state was donated, another job is writing to the folder, it has a checkpoint of this or a
@@ -227,26 +228,57 @@ class Checkpoints:
         except (TypeError, ValueError) as error:
             raise ValueError(f"data_position (={data_position!r}) must be JSON: {error}") from error
         step, key = int(state.step), f"jaxddp/checkpoint/{next(_numbers)}"
-        _on_first(f"{key}/begin", functools.partial(self._begin, step))
+        path = self._aside(step) if set_aside else self._path(step)
+        _on_first(f"{key}/begin", functools.partial(self._begin, step, path))
         try:
             items = self._items(trainer, state, data_position)
         except BaseException:
             self._unlock_folder()
             raise
         if jax.process_index():
-            self._writing = _Write(step, lambda: _answer(f"{key}/end"), lambda: False)
+            self._writing = _Write(None if set_aside else step, lambda: _answer(f"{key}/end"), lambda: False)
             return
         _unfinished.add(self)
         thread = concurrent.futures.ThreadPoolExecutor(max_workers=1)
-        written = thread.submit(_on_first, f"{key}/end", functools.partial(self._write, step, items))
+        written = thread.submit(_on_first, f"{key}/end", functools.partial(self._write, step, path, items))
         thread.shutdown(wait=False)
         if _ENDS_WITHOUT_THREADS:
             concurrent.futures.wait([written])
         # The thread raises nothing but exceptions: Ctrl-C is the main thread's.
         raised = cast(Callable[[], Exception | None], written.exception)
-        self._writing = _Write(step, raised, lambda: written.done() and written.exception() is not None)
+        has_failed = lambda: written.done() and written.exception() is not None  # noqa: E731
+        self._writing = _Write(None if set_aside else step, raised, has_failed)
 
-    def _begin(self, step: int) -> None:
+    @_in_turn
+    def set_aside(self, step: int) -> str | None:
+        """Renames the newest checkpoint to ``STEP.nonfinite`` if it is of this step and an older one is left.
+
+        For states that look sound, and make every step that follows NaN or infinite. Only the last that was set aside
+        is kept; renamed back, it can be restored. In a job all processes call it.
+
+        Returns:
+            The new name, in process 0; None if nothing was renamed.
+
+        Raises:
+            OSError: If it cannot be renamed, or the last save failed.
+        """
+        self.wait()
+        renamed: list[str] = []
+
+        def rename() -> None:
+            if len(steps := self.steps()) > 1 and steps[-1] == step:
+                self._remove_aside()
+                renamed.append(self._path(step).rename(self._aside(step)).name)
+                self._remove_renamed()
+
+        _on_first(f"jaxddp/checkpoint/{next(_numbers)}", rename)
+        return renamed[0] if renamed else None
+
+    def _remove_aside(self) -> None:
+        for earlier in filter(_is_ours, self.directory.glob("*.nonfinite")):
+            earlier.rename(earlier.with_name(f"{earlier.name}.removed"))
+
+    def _begin(self, step: int, path: Path) -> None:
         """Makes way for a save, in process 0: raises if there is none."""
         for other in [one for one in _unfinished if one.directory == self.directory]:
             other.wait()  # the host never holds two copies, and no step is written twice
@@ -254,15 +286,17 @@ class Checkpoints:
         try:
             for damaged in self._damaged:
                 if damaged >= step and self._path(damaged).exists():
-                    _set_aside(self._path(damaged))
+                    _rename_damaged(self._path(damaged))
             newest = self.latest_step()
-            if newest is not None and step <= newest:
+            if path == self._aside(step):
+                self._remove_aside()
+            elif newest is not None and step <= newest:
                 raise ValueError(
                     f"step (={step}) must be above {newest}, that of the newest checkpoint {self._where}: save into "
                     f"another folder, or remove those of step {step} and later"
                 )
-            if os.path.lexists(self._path(step)):  # Orbax would remove it
-                raise ValueError(f"{str(self._path(step))!r} is no checkpoint: save into another folder, or rename it")
+            if os.path.lexists(path):  # Orbax would remove it
+                raise ValueError(f"{str(path)!r} is no checkpoint: save into another folder, or rename it")
         except BaseException:
             self._unlock_folder()
             raise
@@ -295,26 +329,29 @@ class Checkpoints:
             about=ocp.args.JsonSave(about | {"crc32": _checksum(about)}),
         )
 
-    def _write(self, step: int, items: ocp.args.Composite) -> None:
+    def _write(self, step: int, path: Path, items: ocp.args.Composite) -> None:
         """Writes a checkpoint, then removes the oldest ones; in a thread of process 0."""
         try:
-            self._checkpointer.save(self._path(step), args=items)
+            self._checkpointer.save(path, args=items)
         except Exception as error:
-            self._remove_partial(step)  # a full disk must not stay full
+            self._remove_partial(path.name)  # a full disk must not stay full
             number = re.search(r"os_error_code='(\d+)'", str(error))  # TensorStore repeats every path
             reason = os.strerror(int(number[1])) if number else " ".join(str(error).split())
             raise OSError(f"checkpoint of step {step} {self._where} was not saved: {reason}") from error
         ours = [one for one in sorted(_steps_in(self.directory)) if _is_ours(self._path(one))]
-        for old in ours[: -self._keep]:
+        for old in ours[: -self._keep] if path == self._path(step) else ():
             self._path(old).rename(self.directory / f"{old}.removed")  # in one go: none is ever half there
+        self._remove_renamed()
+
+    def _remove_renamed(self) -> None:
         for removed in filter(_is_ours, self.directory.glob("*.removed")):  # also of a process that was killed here
             shutil.rmtree(removed / "state", ignore_errors=True)  # first, and what marks it as ours last
             shutil.rmtree(removed)
 
-    def _remove_partial(self, step: int) -> None:
+    def _remove_partial(self, name: str) -> None:
         num_without = 0
         for _ in range(50):  # Orbax may have threads left that still write
-            found = list(self.directory.glob(f"{step}.orbax-checkpoint-tmp*"))
+            found = list(self.directory.glob(f"{name}.orbax-checkpoint-tmp*"))
             num_without = 0 if found else num_without + 1
             if num_without == 3:
                 return
@@ -472,7 +509,8 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Lists the steps of the checkpoints, oldest first, including one being written."""
         found = _steps_in(self.directory)
-        return sorted(found if self._writing is None else found | {self._writing.step})
+        writing = None if self._writing is None else self._writing.step
+        return sorted(found if writing is None else found | {writing})
 
     def latest_step(self) -> int | None:
         """Returns the step of the newest checkpoint; None if there is none."""
@@ -537,6 +575,9 @@ class Checkpoints:
 
     def _path(self, step: int) -> Path:
         return self.directory / str(step)
+
+    def _aside(self, step: int) -> Path:
+        return self.directory / f"{step}.nonfinite"
 
     def _damage(self, step: int) -> _DamagedError:
         return _DamagedError(
@@ -670,7 +711,7 @@ def _is_description(about: Mapping[str, Any]) -> bool:
     return about.keys() >= {"step", "data_position"} and all(map(is_row, leaves.values()))
 
 
-def _set_aside(checkpoint: Path) -> None:
+def _rename_damaged(checkpoint: Path) -> None:
     names = itertools.chain([".damaged"], (f".damaged-{number}" for number in itertools.count(2)))
     checkpoint.rename(next(path for path in map(checkpoint.with_suffix, names) if not path.exists()))
 

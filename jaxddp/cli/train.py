@@ -42,7 +42,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--simulate", action="store_true", help="simulate devices on the CPU even with accelerators")
     _add(parser, "--checkpoint", str, "folder for checkpoints; the last step is always saved", "none is saved", "DIR")
     _add(parser, "--checkpoint-every", int, "steps between checkpoints; 0: at the end only")
-    _add(parser, "--keep", int, "checkpoints to keep, the newest")
+    _add(parser, "--keep", int, "checkpoints to keep, the newest; of 1, none is left if training cannot go on from it")
     _add(parser, "--failed-save", str, "if a checkpoint cannot be written, as on a full disk: stop ends the run with "
          "status 2; continue says so and tries the next; the last has to be written", metavar="POLICY")  # fmt: skip
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint, with any number of "
@@ -51,7 +51,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--allow-changes", action="store_true", help="with --resume: go on although learning rate, "
         "clipping, optimizer, batch size, compression or compute dtype differ from the checkpoint's")  # fmt: skip
     _add(parser, "--nonfinite", str, "if loss or gradient become NaN or infinite: raise ends the run with status 3; "
-        "stop does so too, and saves the state before; skip goes on without the update", metavar="POLICY")  # fmt: skip
+        "stop does so too, and keeps the state before as STEP.nonfinite; skip goes on without the update",
+         metavar="POLICY")  # fmt: skip
     _add(parser, "--max-skips", int, "steps in a row that --nonfinite skip may skip")
     _add(parser, "--check-replicas-every", int, "steps between checks that ranks hold the same, bit for bit; before "
          "each checkpoint too")  # fmt: skip

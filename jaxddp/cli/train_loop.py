@@ -113,24 +113,29 @@ def train(
         losses, step_seconds, skipped = [], [], []
         validation_loss: float | None = None
         restored: int | None = None  # step of the checkpoint, if ranks came to differ after it
+        saved_step = step or None  # of the newest checkpoint
+        num_skips, is_owed = 0, False  # skips in a row; whether a checkpoint is due once a step is not skipped
         signals = stack.enter_context(noted_signals(is_in_job=num_processes > 1))
         while step < options.steps:
             step += 1
             batch = corpus.batch(
                 num_batches, options.batch_size, seed=options.seed, rank=process, num_ranks=num_processes
             )
-            (state, metrics), seconds = stopwatch(trainer.step, state, batch)
+            with _set_aside_after_error(checkpoints, step - 1, say):
+                (state, metrics), seconds = stopwatch(trainer.step, state, batch)
             num_batches += 1
             losses.append(float(metrics["loss"]))
             step_seconds.append(seconds)
             skipped.append(bool(metrics.get("skipped", False)))
-            gives_up = all(skipped[-max_skips - 1 :]) and len(skipped) > max_skips
+            num_skips = num_skips + 1 if skipped[-1] else 0
+            gives_up = num_skips > max_skips
             if checkpoints is not None and checkpoints.has_failed and options.failed_save == "stop":
                 if num_processes == 1:
                     checkpoints.wait()  # raises
                 signal.raise_signal(signal.SIGTERM)  # so that all processes get to the next save, which raises
             is_last = gives_up or (step < options.steps and _is_signalled(signals, step))
-            is_saved = is_last or is_due(step, options.checkpoint_every, options.steps)
+            is_owed = is_owed or is_due(step, options.checkpoint_every, options.steps)
+            is_saved = is_last or step == options.steps or (is_owed and not num_skips)
             if is_saved or is_due(step, options.check_replicas_every, options.steps):
                 try:
                     trainer.check_replicas(state)
@@ -144,10 +149,19 @@ def train(
                     step, num_batches, restored = int(state.step), saved["examples"] // options.batch_size, newest
                     for of_steps in (losses, step_seconds, skipped):
                         del of_steps[step - num_earlier_steps :]
+                    saved_step, num_skips, is_owed = step, 0, False
                     say(f"{error}; restored step {step}")
                     continue
             save_s = 0.0
-            if checkpoints is not None and is_saved:
+            if checkpoints is not None and gives_up:
+                if saved_step == step - num_skips:
+                    _set_aside(checkpoints, saved_step, say)
+                else:
+                    position = _position(options, corpus, num_batches)
+                    checkpoints.save(trainer, state, data_position=position, set_aside=True)
+                    say(f"the state before is kept as {step}.nonfinite in {options.checkpoint}")
+            elif checkpoints is not None and is_saved:
+                saved_step, is_owed = step, False
                 goes_on = options.failed_save == "continue"
                 with _saying(say) if goes_on else contextlib.nullcontext():
                     checkpoints.wait()
@@ -160,7 +174,8 @@ def train(
             tokens_per_s = tokens_per_step / summarize(step_seconds[-20:]).median_ms * 1e3
             on_step(StepReport(step, losses[-1], validation_loss, tokens_per_s, save_s))
             if validation_loss is not None and not math.isfinite(validation_loss):
-                raise FloatingPointError(f"validation loss (={validation_loss}) after step {step} must be finite")
+                with _set_aside_after_error(checkpoints, step, say):
+                    raise FloatingPointError(f"validation loss (={validation_loss}) after step {step} must be finite")
             if is_last:
                 break
         if checkpoints is not None:
@@ -224,6 +239,23 @@ def _saying(say: Callable[[str], None]) -> Iterator[None]:
         yield
     except OSError as error:
         say(f"{error}; going on")
+
+
+@contextlib.contextmanager
+def _set_aside_after_error(checkpoints: Checkpoints | None, step: int, say: Callable[[str], None]) -> Iterator[None]:
+    """After numbers that are not finite, sets the checkpoint aside that holds the state they came from."""
+    try:
+        yield
+    except FloatingPointError:
+        if checkpoints is not None:
+            _set_aside(checkpoints, step, say)
+        raise
+
+
+def _set_aside(checkpoints: Checkpoints, step: int, say: Callable[[str], None]) -> None:
+    """Renames the checkpoint of a state after which nothing was finite, so that a resumed run takes the one before."""
+    if name := checkpoints.set_aside(step):
+        say(f"no step from the checkpoint of step {step} is finite: renamed it to {name}")
 
 
 def _start(

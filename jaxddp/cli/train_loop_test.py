@@ -24,7 +24,7 @@ from jaxddp.checkpoint.weights import export_weights
 from jaxddp.cli import train_loop
 from jaxddp.cli.interrupts import SIGNALS, Signalled
 from jaxddp.cli.train_loop import train
-from jaxddp.cli.train_options import TrainOptions
+from jaxddp.cli.train_options import NONFINITE, TrainOptions
 from jaxddp.cli.train_report import StepReport
 from jaxddp.models import SIZES, TransformerConfig, cross_entropy
 from jaxddp.training.replicas_test import flip
@@ -382,7 +382,7 @@ def test_a_checkpoint_that_another_program_saved_is_refused(bigram, text, tmp_pa
 @pytest.fixture
 def diverges(bigram, text, tmp_path):
     """A run from step 1 on, of which step 3 finds weights whose products overflow."""
-    run = partial(bigram, data=text, checkpoint=str(tmp_path), checkpoint_every=1)
+    run = partial(bigram, data=text, checkpoint=str(tmp_path))
     train(run(steps=1))
     return partial(run, steps=40, learning_rate=1e302, resume=True, allow_changes=True)
 
@@ -394,20 +394,57 @@ def saved_params(folder, step):
         return dict(to_host(trainer, checkpoints.restore(trainer, params, step=step)[0]))
 
 
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir() if path.is_dir())
+
+
 def test_numbers_that_are_not_finite_end_the_run_and_are_not_saved(diverges, tmp_path):
     with pytest.raises(FloatingPointError, match=r"of step 3 must be finite.*: params\.embedding, params\.head$"):
         train(diverges())
-    with Checkpoints(tmp_path) as checkpoints:
-        assert checkpoints.steps() == [1, 2]
-    assert all(np.isfinite(array).all() for name, array in saved_params(tmp_path, 2).items() if "params" in name)
+    assert names_in(tmp_path) == ["1"]
 
 
-def test_a_run_that_stops_saves_the_weights_before(diverges, tmp_path):
-    with pytest.raises(FloatingPointError, match=r"loss \(=(nan|inf)\) and gradient of step 3 must be finite"):
-        train(diverges(nonfinite="stop"))
-    before, after = saved_params(tmp_path, 2), saved_params(tmp_path, 3)
-    for name in ("params.embedding", "params.head"):
-        assert before[name].tobytes() == after[name].tobytes()
+@pytest.mark.parametrize("nonfinite", NONFINITE)
+def test_a_checkpoint_from_which_no_step_is_finite_is_set_aside(diverges, tmp_path, nonfinite):
+    """Step 2 is saved, as loss, gradient and weights are finite; whatever follows is not."""
+    lines: list[str] = []
+    for _ in range(2):
+        with pytest.raises(FloatingPointError):
+            train(diverges(checkpoint_every=1, nonfinite=nonfinite, max_skips=2), lines.append)
+        assert names_in(tmp_path) == ["1", "2.nonfinite"]
+    assert lines.count("no step from the checkpoint of step 2 is finite: renamed it to 2.nonfinite") == 2
+    assert sum(line.startswith("resumed at step 1, ") for line in lines) == 2
+    (tmp_path / "2.nonfinite").rename(tmp_path / "2")
+    assert np.isfinite(saved_params(tmp_path, 2)["params.head"]).all()
+
+
+def test_the_only_checkpoint_stays(diverges, tmp_path):
+    with pytest.raises(FloatingPointError):
+        train(diverges(checkpoint_every=1))
+    (tmp_path / "2.nonfinite").rename(tmp_path / "2")
+    shutil.rmtree(tmp_path / "1")
+    for _ in range(2):
+        with pytest.raises(FloatingPointError):
+            train(diverges(nonfinite="stop"))
+        assert names_in(tmp_path) == ["2"]
+
+
+@pytest.mark.parametrize("nonfinite, last", [("stop", 3), ("skip", 5)])
+def test_the_state_before_is_kept_beside_the_checkpoints_and_is_not_resumed(diverges, tmp_path, nonfinite, last):
+    lines: list[str] = []
+    for _ in range(2):
+        with pytest.raises(
+            FloatingPointError, match=rf"loss \(=(nan|inf)\) and gradient of step {last} must be finite"
+        ):
+            train(diverges(nonfinite=nonfinite, max_skips=2, keep=1), lines.append)
+        assert names_in(tmp_path) == ["1", f"{last}.nonfinite"]
+    assert sum(line.startswith("resumed at step 1, ") for line in lines) == 2
+    assert lines.count(f"the state before is kept as {last}.nonfinite in {tmp_path}") == 2
+    before = saved_params(tmp_path, 1)
+    (tmp_path / f"{last}.nonfinite").rename(tmp_path / str(last))
+    after = saved_params(tmp_path, last)
+    assert before["params.head"].tobytes() != after["params.head"].tobytes()  # of step 2, which was finite
+    assert np.isfinite(after["params.head"]).all()
 
 
 def test_only_so_many_steps_in_a_row_are_skipped(diverges):
@@ -417,9 +454,33 @@ def test_only_so_many_steps_in_a_row_are_skipped(diverges):
     assert steps[-1].step == 5
 
 
+def test_a_checkpoint_that_is_due_in_a_skipped_step_is_saved_after_the_next_that_is_not(
+    bigram, text, tmp_path, monkeypatch
+):
+    step_of, num_steps = train_loop.Trainer.step, 0
+
+    def some_skipped(trainer, state, batch):
+        nonlocal num_steps
+        state, metrics = step_of(trainer, state, batch)
+        num_steps += 1
+        return state, metrics | {"skipped": num_steps in (4, 5)}
+
+    monkeypatch.setattr(train_loop.Trainer, "step", some_skipped)
+    train(bigram(data=text, checkpoint=str(tmp_path), checkpoint_every=2, steps=9, keep=9, nonfinite="skip"))
+    assert names_in(tmp_path) == ["2", "6", "8", "9"]
+
+
 def test_a_validation_that_is_not_finite_ends_the_run(bigram, text):
     with pytest.raises(FloatingPointError, match=r"^validation loss \(=nan\) after step 1 must be finite$"):
         train(bigram(data=text, steps=1, learning_rate=1e302))
+
+
+def test_a_checkpoint_whose_validation_is_not_finite_is_set_aside(bigram, text, tmp_path):
+    run = partial(bigram, data=text, checkpoint=str(tmp_path))
+    train(run(steps=1))
+    with pytest.raises(FloatingPointError, match=r"^validation loss \(=nan\) after step 2 must be finite$"):
+        train(run(steps=2, learning_rate=1e302, resume=True, allow_changes=True))
+    assert names_in(tmp_path) == ["1", "2.nonfinite"]
 
 
 # Replicas that differ

@@ -324,7 +324,7 @@ def ranks_of(folder):
 def test_a_run_that_loses_a_process_is_started_again_and_ends_as_one_that_did_not(tmp_path, number):
     arguments = (
         "--processes 2 --model byte_shallow --steps 16 --batch-size 2 --checkpoint-every 4 --eval-batches 1 --resume "
-        "--max-restarts 1 --stuck-s 10 --checkpoint"
+        f"--max-restarts 1 --stuck-s 10 --log-dir {tmp_path}/logs --checkpoint"
     ).split()
     assert subprocess.run([*TRAIN, *arguments, tmp_path / "whole"], timeout=250, check=False).returncode == 0
     lost = tmp_path / "lost"

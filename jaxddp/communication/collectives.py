@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -221,6 +222,8 @@ def _chunk_length(shape: Sequence[int], num_ranks: int) -> int:
 
 
 def _check_root(root: int, num_ranks: int) -> None:
+    if isinstance(root, bool) or not isinstance(root, Integral):
+        raise ValueError(f"root (={root!r}) must be an integer, the number of a rank")
     if not 0 <= root < num_ranks:
         raise ValueError(f"root (={root}) must be at least 0 and below num_ranks (={num_ranks})")
 

@@ -36,6 +36,7 @@ JOBS = {
     "stage 2, mixed": job("h100:8", ODD, fsdp=8, stage=2, per_parameter=MIXED),
     "grid, mixed": job("h100:8", fsdp=1, tp=8, stage=0, per_parameter=MIXED),
 }
+JOBS["all small"] = job("h100:8", feed_forward(16, 32, LAYERS), fsdp=8)
 LONG = ("grid of TPUs", "stage 1", "stage 0, mixed", "grid, mixed")
 
 
@@ -174,6 +175,17 @@ def test_traffic_far_from_the_formula_is_marked_although_the_step_plans_it(compi
     monkeypatch.setattr(plan_verification, "sent_bytes", lambda *args: formula(*args) / 2)
     wrong = [row.label for row in compare(planned, step, program).rows if row.holds is False]
     assert wrong == ["parameters gathered", "gradients summed"]
+
+
+def test_leaves_too_small_to_be_sharded_are_judged_by_the_plan_of_the_step(compiled, verified):
+    found = verified("all small")
+    rows = rows_of(found)
+    assert found.holds and rows["parameters gathered"].compiled == 0
+    assert rows["gradients summed"].check.endswith("all leaves are too small to be sharded, whole gradients are summed")
+    planned, step, program = compiled("all small")
+    other = step._replace(collectives=[(kind, 2 * num_bytes) for kind, num_bytes in step.collectives])
+    wrong = [row.label for row in compare(planned, other, program).rows if row.holds is False]
+    assert wrong == ["gradients summed"]
 
 
 def test_traffic_that_no_formula_has_is_marked(compiled):

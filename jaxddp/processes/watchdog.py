@@ -1,7 +1,8 @@
 """Ends a job of several processes when one of them is lost: the others would wait for it in a collective.
 
 A thread in each process keeps the connection of the roll call to process 0, and sends a beat with the number of the
-step that its process has begun. Process 0 judges, and tells all; the others judge process 0.
+step that its process has begun. Process 0 judges, and tells all; the others judge process 0. What else takes all
+processes, an evaluation or a check of replicas, is counted after its step, and is a step in this table:
 
 | what happens to a process                                 | how it is noticed                    | after       |
 |-----------------------------------------------------------|--------------------------------------|-------------|
@@ -53,7 +54,7 @@ class _Process:
         self.unread = self.unsent = b""
         self.heard = self.moved = time.monotonic()  # when it last said something, and began a step
         self.idle = self.moved  # when it last said that it is in no step
-        self.step = 0  # it has begun
+        self.place = (0, 0)  # the last step that it has begun, and the last call after it
         self.failed: str | None = None
         self.has_left = self.is_gone = False
         self.since: float | None = None  # when it failed or left
@@ -62,8 +63,9 @@ class _Process:
         self.heard = now
         if not said.get("waits"):
             self.idle = now
-        if (step := int(said.get("step", self.step))) != self.step:
-            self.step, self.moved = step, now
+        step, call = said.get("place", self.place)
+        if (place := (int(step), int(call))) != self.place:
+            self.place, self.moved = place, now
         self.failed = self.failed or said.get("failed")  # for good, whatever a beat that was made before says
         self.has_left = self.has_left or said.get("left", False)
         if self.since is None and (self.has_left or self.failed):
@@ -99,10 +101,12 @@ class Watchdog:
         os.register_at_fork(after_in_child=self._forget)
         threading.Thread(target=self._watch, name="jaxddp watchdog", daemon=True).start()
 
-    def begin_step(self) -> None:
-        """Counts a step that this process begins."""
+    def begin_step(self, is_call: bool = False) -> None:
+        """Counts a step that this process begins, or a call after the last one."""
         self._is_in_step = True
-        self._mine.hear({"step": self._mine.step + 1}, now := time.monotonic())
+        step, call = self._mine.place
+        place = (step, call + 1) if is_call else (step + 1, 0)
+        self._mine.hear({"place": place}, now := time.monotonic())
         if now - self._last_beat > _BEAT_S / 10 * max(1, len(self._others) / 32):
             self._beat(now)
 
@@ -149,7 +153,7 @@ class Watchdog:
     def _beat(self, now: float, waits: bool = False) -> None:
         self._last_beat = now
         mine = self._mine
-        self._tell({"step": mine.step, "waits": waits, "failed": mine.failed, "left": mine.has_left})
+        self._tell({"place": mine.place, "waits": waits, "failed": mine.failed, "left": mine.has_left})
 
     def _read(self, other: _Process) -> bool:
         """Reads what a process says; False once its connection has ended."""
@@ -193,20 +197,23 @@ class Watchdog:
         if self._number != 0:
             return None
         everyone = dict(sorted({**self._others, 0: self._mine}.items()))
-        newest = max(one.step for one in everyone.values())
+        newest = max(one.place for one in everyone.values())
+        name = f"step {newest[0]}" if newest[1] == 0 else f"call {newest[1]} after step {newest[0]}"
         for number, one in everyone.items():
             if one.since is not None and (one.is_gone or now - one.since > GRACE_S):
                 if one.failed:
                     return f"process {number} failed, {_last_step(one)}: {one.failed}", False
-                if one.step < newest:
-                    return f"process {number} has ended, {_last_step(one)}, and others began step {newest}", False
-        behind = [number for number, one in everyone.items() if one.step < newest and one.since is None]
+                if one.place < newest:
+                    return f"process {number} has ended, {_last_step(one)}, and others began {name}", False
+        behind = [number for number, one in everyone.items() if one.place < newest and one.since is None]
         if behind and now - max(one.moved for one in everyone.values()) > self._stuck_s:
             numbers = ", ".join(map(str, behind))
-            return f"process {numbers} did not begin step {newest} within {self._stuck_s:g} s of the others", True
+            return f"process {numbers} did not begin {name} within {self._stuck_s:g} s of the others", True
         since = max((max(one.moved, one.idle) for one in everyone.values() if one.since is None), default=now)
-        if newest > 1 and now - since > self._stuck_s:  # the first step compiles
-            return f"no process has finished step {newest} within {self._stuck_s:g} s", True
+        if any(one.since is not None and (one.failed or one.place < newest) for one in everyone.values()):
+            return None  # it will be named within GRACE_S, and is what the others wait for
+        if newest > (1, 0) and now - since > self._stuck_s:  # the first step compiles
+            return f"no process has finished {name} within {self._stuck_s:g} s", True
         return None
 
     def _end(self, reason: str, shows_stacks: bool) -> None:
@@ -259,7 +266,7 @@ class Watchdog:
 
 
 def _last_step(process: _Process) -> str:
-    return f"its last step {process.step}"
+    return f"its last step {process.place[0]}"
 
 
 _watchdog: Watchdog | None = None
@@ -271,14 +278,14 @@ def watch(job: Job, connections: Mapping[int, socket.socket], stuck_s: float, ne
     _watchdog = Watchdog(job, connections, stuck_s, needs_first)
 
 
-def begin_step() -> None:
-    """Counts a training step of this process, which takes all processes of its job; nothing outside of one."""
+def begin_step(is_call: bool = False) -> None:
+    """Counts a training step of this process, or another call, that takes all processes of its job."""
     if _watchdog is not None:
-        _watchdog.begin_step()
+        _watchdog.begin_step(is_call)
 
 
 def end_step(is_done: Callable[[], bool] = lambda: True) -> None:
-    """Notes that a training step has returned.
+    """Notes that a training step, or another call, has returned.
 
     Args:
         is_done: Whether what it started is done as well: a device may still wait for the others.

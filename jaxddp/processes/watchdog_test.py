@@ -70,6 +70,17 @@ def train():
 {LOOP}"""
 
 
+EVALUATED = SCRIPT.replace(
+    "    global state\n",
+    f"""
+    global state
+    if step > {STEP}:
+        trainer.evaluate(state, np.ones((2, 2), np.float32))
+        return
+""",
+)
+
+
 def run(tmp_path, fault, faulty=FAULTY, program=SCRIPT):
     """Gives statuses, outputs, and by when after the fault each of the others had ended, in seconds."""
     script = tmp_path / "script.py"
@@ -140,6 +151,20 @@ def check(tmp_path, fault, faulty, reason, within_s, program=SCRIPT):
 )  # fmt: skip
 def test_the_others_end_and_name_it(tmp_path, fault, faulty, reason, within_s):
     check(tmp_path, fault, faulty, reason, within_s)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason", "stuck_s"),
+    [
+        ("sleeps", f"process {FAULTY} did not begin call 1 after step 3 within {STUCK_S:g} s of the others", STUCK_S),
+        pytest.param("killed", f"process {FAULTY} is gone, its last step 3", 600, marks=pytest.mark.full),
+        pytest.param("exits", f"process {FAULTY} has ended, its last step 3, and others began call 1 after step 3", 600,
+                     marks=pytest.mark.full),
+    ],
+)  # fmt: skip
+def test_an_evaluation_counts_as_a_step(tmp_path, fault, reason, stuck_s):
+    program = EVALUATED.replace(f"stuck_s={STUCK_S}", f"stuck_s={stuck_s}")
+    check(tmp_path, fault, FAULTY, reason, STUCK_S + 15, program)
 
 
 def test_processes_that_end_together_end_well(tmp_path):

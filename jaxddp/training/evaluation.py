@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -23,12 +24,13 @@ from jax.sharding import NamedSharding
 from ..metrics import PerExample, Sum, map_parts
 from .validation import check_batch, count_examples, host_arrays, is_global
 
+Watched = Callable[[], AbstractContextManager[Any]]
 Run = Callable[[Any, np.ndarray], dict[str, Any]]
 """``(batch, is_real)`` of this process's ranks ``->`` the parts of all ranks, as ``metrics.Measure`` gives them."""
 
 
-def evaluate_batches(run: Run, batches: Any, by_rank: NamedSharding) -> dict[str, Any]:
-    """Evaluates a batch, or an iterable of them.
+def evaluate_batches(run: Run, batches: Any, by_rank: NamedSharding, watched: Watched) -> dict[str, Any]:
+    """Evaluates a batch, or an iterable of them; ``watched`` is entered while all processes exchange something.
 
     Returns:
         The results: NumPy arrays and numbers.
@@ -36,13 +38,13 @@ def evaluate_batches(run: Run, batches: Any, by_rank: NamedSharding) -> dict[str
     Raises:
         ValueError: If there are no examples, or a process has no batch.
     """
-    return map_parts(_result, functools.reduce(_add, _parts(run, batches, by_rank)))
+    return map_parts(_result, functools.reduce(_add, _parts(run, batches, by_rank, watched)))
 
 
-def _parts(run: Run, batches: Any, by_rank: NamedSharding) -> Iterator[dict[str, Any]]:
+def _parts(run: Run, batches: Any, by_rank: NamedSharding, watched: Watched) -> Iterator[dict[str, Any]]:
     """Gives the parts of each batch, on the host."""
     before, num_examples = None, 0
-    for batch, is_real, is_real_of_all in _padded(batches, by_rank):
+    for batch, is_real, is_real_of_all in _padded(batches, by_rank, watched):
         num_examples += is_real_of_all.sum()
         found = run(batch, is_real), is_real_of_all
         if before is not None:  # read while the devices compute
@@ -53,7 +55,7 @@ def _parts(run: Run, batches: Any, by_rank: NamedSharding) -> Iterator[dict[str,
     yield _on_host(*before)
 
 
-def _padded(batches: Any, by_rank: NamedSharding) -> Iterator[tuple[Any, np.ndarray, np.ndarray]]:
+def _padded(batches: Any, by_rank: NamedSharding, watched: Watched) -> Iterator[tuple[Any, np.ndarray, np.ndarray]]:
     """Gives batches of this process's ranks until no process has more; which of the rows are real; which of all are."""
     placed: Any = by_rank.devices_indices_map((by_rank.num_devices,))  # of several devices of a rank, the first counts
     process_of = {indices[0].start or 0: device.process_index for device, indices in reversed([*placed.items()])}
@@ -66,7 +68,10 @@ def _padded(batches: Any, by_rank: NamedSharding) -> Iterator[tuple[Any, np.ndar
     while True:
         batch = host_arrays(next(iterator, end))
         num_rows = -1 if batch is end else _count_local(batch, len(processes), num_local)
-        rows = _of_ranks(num_rows, num_local, by_rank) if len(set(processes)) > 1 else np.full(len(processes), num_rows)
+        rows = np.full(len(processes), num_rows)
+        if len(set(processes)) > 1:
+            with watched():
+                rows = _of_ranks(num_rows, num_local, by_rank)
         if rows.max() < 0:
             return
         if not most and rows.min() < 0:

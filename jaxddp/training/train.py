@@ -10,7 +10,7 @@ import copy
 import math
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -363,24 +363,20 @@ class Trainer:
         state = self._with_copies(as_arrays(state))
         batch = self._place(batch, self.num_microbatches, state)
         program = self._programs.step(state, batch)
-        if self._spans_job:
-            begin_step()
-        try:
-            result = program(state, batch)
-            if self._programs.platform == "cpu":
-                # With more simulated devices than cores, steps that run ahead time out in XLA's rendezvous and abort.
-                jax.block_until_ready(result)
-        except Exception as error:
-            wait_for_end()
-            if isinstance(error, ValueError) and "input shardings that disagree" in str(error):
-                raise ValueError(
-                    "state must lie over the devices as init makes it: give arrays put into it the shardings of those"
-                    " before, by jax.device_put"
-                ) from error
-            raise
-        if self._spans_job:
-            loss = result[1]["loss"]
-            end_step(lambda: loss.is_deleted() or loss.is_ready())
+        with self._watched(is_call=False) as results:
+            try:
+                result = program(state, batch)
+                if self._programs.platform == "cpu":
+                    # With more simulated devices than cores, steps that run ahead abort in XLA's rendezvous.
+                    jax.block_until_ready(result)
+            except ValueError as error:
+                if "input shardings that disagree" in str(error):
+                    raise ValueError(
+                        "state must lie over the devices as init makes it: give arrays put into it the shardings of"
+                        " those before, by jax.device_put"
+                    ) from error
+                raise
+            results.append(result[1]["loss"])
         if self._nonfinite != "ignore":
             self._check_finite(*result)
         self._num_steps += 1
@@ -405,7 +401,8 @@ class Trainer:
         self._check_devices("check_replicas", "compile")
         check_alive(state)
         if self.mesh.size > 1:
-            check_replicas(state, self._programs.layout(state).shardings(self.mesh, self._rank_step.axis))
+            with self._watched():
+                check_replicas(state, self._programs.layout(state).shardings(self.mesh, self._rank_step.axis))
 
     def evaluate(self, state: TrainState, batches: Any, eval_fn: Callable[..., Any] | None = None) -> Any:
         """Gives the mean loss of a batch, or what ``eval_fn`` measures of one or several, without gradients.
@@ -444,12 +441,34 @@ class Trainer:
             raise ValueError(f"eval_fn (={type(eval_fn).__name__}) must be hashable: its programs are kept")
         assert isinstance(self.mesh, Mesh)
         measure = Measure(eval_fn, self.has_state)
-        return evaluate_batches(lambda *inputs: self._evaluate(state, inputs, measure), batches, self.batch_sharding)
+
+        def run(batch: Any, is_real: Any) -> dict[str, Any]:
+            return self._evaluate(state, (batch, is_real), measure)
+
+        return evaluate_batches(run, batches, self.batch_sharding, self._watched)
 
     def _evaluate(self, state: TrainState, batch: Any, measure: Measure | None = None) -> Any:
-        batch = self._place(batch, 1)
-        result = self._programs.evaluate(state, batch, measure)(state, batch)
-        return jax.block_until_ready(result) if self._programs.platform == "cpu" else result
+        with self._watched():  # processes may compare their batches
+            batch = self._place(batch, 1)
+        program = self._programs.evaluate(state, batch, measure)
+        with self._watched() as results:
+            result = program(state, batch)
+            results.append(jax.tree.leaves(result)[0])
+            return jax.block_until_ready(result) if self._programs.platform == "cpu" else result
+
+    @contextlib.contextmanager
+    def _watched(self, is_call: bool = True) -> Iterator[list[jax.Array]]:
+        """Tells the watchdog of a step, or of another call that takes all processes, and of a result that it adds."""
+        results: list[jax.Array] = []
+        if self._spans_job:
+            begin_step(is_call)
+        try:
+            yield results
+        except Exception:
+            wait_for_end()
+            raise
+        if self._spans_job:
+            end_step(lambda: all(one.is_deleted() or one.is_ready() for one in results))
 
     def params(self, state: TrainState, which: str = "params") -> Any:
         """Gives a copy of the full parameters, as the tree that ``init`` was given; later steps do not change it.

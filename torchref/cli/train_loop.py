@@ -21,6 +21,7 @@ from jaxddp.cli.train_report import StepReport, TrainSummary, is_due
 from jaxddp.processes.job import find_job
 from jaxddp.training import data
 from jaxddp.training.clock import stopwatch, summarize
+from jaxddp.watchdog import begin_step, end_step
 
 from ..agreement import check_alike
 from ..communication.collectives import record
@@ -85,7 +86,7 @@ def train(
     for step in range(1, options.steps + 1):
         batch = corpus.batch(step - 1, options.batch_size, seed=options.seed, rank=rank, num_ranks=num_ranks)
         with record() as issued:
-            metrics, seconds = stopwatch(trainer.step, to_device(batch), wait=wait)
+            metrics, seconds = stopwatch(_step, trainer, to_device(batch), wait=wait)
         losses.append(metrics["loss"])
         norm = metrics["grad_norm"]
         if not (math.isfinite(losses[-1]) and math.isfinite(norm)):  # the same on all ranks
@@ -142,13 +143,26 @@ def describe_devices(device: torch.device) -> str:
     return "1 CPU device" if num_ranks == 1 else f"{num_ranks} CPU devices of {num_ranks} processes"
 
 
+def _step(trainer: Trainer, batch: Batch) -> dict[str, float]:
+    try:
+        return trainer.step(batch)
+    except RuntimeError as error:
+        if "without overflow" not in str(error):
+            raise
+        # torch refuses a factor of an update that its dtype does not hold.
+        raise FloatingPointError(f"updates must be finite: {error}") from error
+
+
 @torch.no_grad()
 def _mean_loss(net: DataParallel, batches: list[Batch]) -> float | None:
     if not batches:
         return None
+    begin_step(is_call=True)
     total = torch.stack([loss_fn(net, batch) for batch in batches]).mean()
     dist.all_reduce(total)
-    return float(total) / net.num_ranks
+    mean = float(total) / net.num_ranks
+    end_step()
+    return mean
 
 
 def _start_ranks(options: TrainOptions) -> torch.device:

@@ -101,6 +101,14 @@ def test_a_gradient_that_is_not_finite_ends_the_run_whatever_the_loss(ranks, tex
         ranks.run(run_on_rank, str(tmp_path), free_port(), options, num_ranks=2)
 
 
+def test_an_update_too_large_for_its_dtype_ends_the_run(ranks, text, tmp_path):
+    options = {"steps": 2, "batch_size": 8, "optimizer": "adam", "learning_rate": 1e38, "eval_every": 0}
+    with pytest.raises(
+        RankError, match="FloatingPointError: updates must be finite: value cannot be converted to type"
+    ):
+        ranks.run(run_on_rank, str(tmp_path), free_port(), options, num_ranks=2)
+
+
 def validate_nan_on_rank(*arguments):
     with mock.patch("torchref.cli.train_loop._mean_loss", lambda net, batches: float("nan")):
         run_on_rank(*arguments)
