@@ -19,9 +19,9 @@ import torch.distributed as dist
 from jaxddp.cli.train_options import TrainOptions
 from jaxddp.cli.train_report import StepReport, TrainSummary, is_due
 from jaxddp.processes.job import find_job
+from jaxddp.processes.watchdog import begin_step, end_step
 from jaxddp.training import data
 from jaxddp.training.clock import stopwatch, summarize
-from jaxddp.watchdog import begin_step, end_step
 
 from ..agreement import check_alike
 from ..communication.collectives import record
