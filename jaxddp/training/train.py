@@ -457,9 +457,9 @@ class Trainer:
             return jax.block_until_ready(result) if self._programs.platform == "cpu" else result
 
     @contextlib.contextmanager
-    def _watched(self, is_call: bool = True) -> Iterator[list[jax.Array]]:
+    def _watched(self, is_call: bool = True) -> Iterator[list[Any]]:
         """Tells the watchdog of a step, or of another call that takes all processes, and of a result that it adds."""
-        results: list[jax.Array] = []
+        results: list[Any] = []
         if self._spans_job:
             begin_step(is_call)
         try:
