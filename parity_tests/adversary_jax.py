@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import jaxddp
-from jaxddp.communication.reduction import as_varying
+from jaxddp.communication.varying import as_varying
 from jaxddp.loss import partial_loss
 from jaxddp.strategy import plan_trace, planned_collectives, trace_gradients
 

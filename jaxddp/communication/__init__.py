@@ -3,6 +3,7 @@
 collectives.py      all-reduce, reduce-scatter, all-gather and the others, one collective operation each
 ring.py             the ring algorithms, built from sends to a neighbour
 gloo.py             collectives of shards for processes on CPUs, where XLA's may give wrong sums, or are slow
+varying.py          which arrays may differ between ranks
 buckets.py          plans the buckets; needs no framework, torchref uses it too
 buffers.py          a bucket's tensors packed into one buffer
 sharding.py         how tensors are cut into shards; a bucket's chunks packed into one buffer

@@ -38,6 +38,7 @@ from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from . import gloo
+from .varying import varying
 
 MAX_JOINED = 256  # XLA's limit
 Axis = str | tuple[str, ...]
@@ -205,12 +206,6 @@ def send_recv(x: jax.Array, axis: str, pairs: Sequence[tuple[int, int]]) -> jax.
     """
     _check_pairs(pairs, lax.axis_size(axis))
     return lax.ppermute(x, axis, pairs)
-
-
-def varying(x: jax.Array) -> frozenset[str]:
-    """The mesh axes over which an array may vary; none where ``check_vma`` is off."""
-    kind = jax.typeof(x)
-    return frozenset(kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma)
 
 
 def _chunk_length(shape: Sequence[int], num_ranks: int) -> int:

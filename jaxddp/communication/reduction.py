@@ -33,10 +33,11 @@ from ..tree import named_leaves
 from .axes import scatter_sum, shard_axis
 from .buckets import Bucket, BucketPlan
 from .buffers import pack, pack_small, unpack, unpack_small
-from .collectives import MAX_JOINED, Axis, all_reduce, all_reduce_as_one, joins_arrays, varying
+from .collectives import MAX_JOINED, Axis, all_reduce, all_reduce_as_one, joins_arrays
 from .compression import Compression, none
 from .low_rank import apply_residual
 from .sharding import Cut, pack_chunks, split_chunks
+from .varying import varying
 
 # Tensors share a sum of squares if a rank keeps at most this many elements of each, on average over the bucket: reading
 # the bucket once more then costs a GPU no more than a sum for each. At this size (64 KiB in float32) the simulated step
@@ -245,14 +246,3 @@ def sum_of_squares(arrays: Iterable[jax.Array]) -> jax.Array:
     """Sums the squares of all elements of some arrays, at least in float32."""
     squares = [jnp.sum(jnp.square(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)))) for leaf in arrays]
     return sum(squares, start=jnp.zeros(()))
-
-
-def as_varying(tree: Any, axis: Axis) -> Any:
-    """Declares arrays different on the ranks of an axis, so that autodiff does not sum their gradients over it."""
-    axes = (axis,) if isinstance(axis, str) else axis
-
-    def declare(leaf: jax.Array) -> jax.Array:
-        missing = tuple(name for name in axes if name not in varying(leaf))
-        return lax.pcast(leaf, missing, to="varying") if missing else leaf
-
-    return jax.tree.map(declare, tree)

@@ -12,8 +12,9 @@ import optax
 from jax import lax
 
 from ..arguments import check_function, check_kind
-from ..communication.collectives import broadcast, varying
+from ..communication.collectives import broadcast
 from ..communication.compression import check_stateless
+from ..communication.varying import varying
 from ..loss import denominator, divide, partial_loss, refuse_derivative
 from ..strategy import Strategy, axis_size, plan_trace, sync_gradients, trace_gradients
 from ..tree import split

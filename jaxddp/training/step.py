@@ -42,12 +42,12 @@ from ..communication.reduction import (
     REDUCE_SCATTER,
     MeanGradients,
     Reduction,
-    as_varying,
     finish_reduction,
     start_reduction,
     sum_of_squares,
 )
 from ..communication.sharding import Blocks, Cut
+from ..communication.varying import as_varying
 from ..loss import PartialLoss, Parts, denominator, divide
 from ..metrics import PerExample, map_per_example
 from ..scopes import LOSS_SCOPE, METRICS_SCOPE, OPTIMIZER_SCOPE, OTHER_AXES_SCOPE
