@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxddp.__main__ import main
@@ -94,6 +95,19 @@ def test_a_dump_is_read_back_to_the_same_step(printed, folder, capsys):
     assert theirs["strategy"] == "own.hlo" and theirs["lower_bound_ms"] is theirs["memory"] is None
 
 
+def test_bfloat16_is_of_copies_that_the_loss_takes(monkeypatch):
+    """``test_the_bound_is_below_a_step_that_sends_less_than_the_bytes_of_the_parameters`` compiles such a step."""
+    asked = []
+    monkeypatch.setattr("jaxddp.inspection.strategies.inspect_steps", lambda *args, **options: asked.append(args[1]))
+    monkeypatch.setattr("jaxddp.cli.inspect_console.as_json", lambda found: None)
+    assert main(["inspect", *CUSTOM.split(), *"--dtype bf16 --json".split()]) == 0
+    assert main(["inspect", *CUSTOM.split(), *"--dtype f32 --json".split()]) == 0
+    half, whole = asked
+    assert (half.options, whole.options) == ({"compute_dtype": jnp.bfloat16}, {})
+    assert {leaf.dtype for leaf in jax.tree.leaves(half.params)} == {jnp.dtype("float32")}
+
+
+@pytest.mark.full
 def test_bfloat16_computes_less_and_sends_the_same_float32(printed, capsys):
     assert main(["inspect", *CUSTOM.split(), *"--bucket-mb 0.03 --dtype bf16 --json".split()]) == 0
     whole, half = json.loads(printed), json.loads(capsys.readouterr().out)
