@@ -24,7 +24,7 @@ KEYS = (
     "strategy target devices network_gb_per_s planned compiled bytes_started_after_backward first_start_fraction "
     "step_ms compute_ms comm_ms exposed_ms lower_bound_ms memory"
 ).split()
-TOO_LARGE = "--model custom --layers 13 --width 8192 --heads 8 --hidden 32768 --vocab 1000 --context 128"
+TOO_LARGE = "--model custom --layers 3 --width 16384 --heads 8 --hidden 72700 --vocab 1000 --context 128"
 
 
 @pytest.fixture(autouse=True, scope="module")
