@@ -217,13 +217,15 @@ def test_gpus_train_what_fills_them(monkeypatch):
     assert strategies.describe(Options(on="simulated"))[0].model == "byte"
 
 
-def test_frameworks_take_turns(tmp_path, monkeypatch):
+def test_frameworks_take_turns(tmp_path):
     setup = replace(TOY, strategies=specs("naive"), takes_turns=True, with_baselines=False)
     this = run_in(tmp_path)
     assert strategies.run(this, setup), this.console.file.getvalue()
     assert [(row["framework"], row["in_turns"]) for row in this.rows[:2]] == [("torchref", True), ("jaxddp", True)]
 
-    # They do where both fit into memory, but not in the main job, whose first rows are torch's.
+
+def test_frameworks_take_turns_where_both_fit_into_memory(monkeypatch):
+    # But not in the main job, whose first rows are torch's.
     assert strategies.describe(Options())[0].takes_turns and buckets.describe(Options())[0].takes_turns
     assert not main_job.describe(Options())[0].takes_turns
     needed = strategies.describe(Options(model="lm_9m"))[0]
@@ -231,6 +233,7 @@ def test_frameworks_take_turns(tmp_path, monkeypatch):
     assert needed.takes_turns and not strategies.describe(Options(model="lm_9m"))[0].takes_turns
 
 
+@pytest.mark.full
 def test_a_framework_that_fails_leaves_the_turns_to_the_other(tmp_path, monkeypatch):
     setup = replace(TOY, strategies=specs("naive"), takes_turns=True, with_baselines=False)
     monkeypatch.setattr(frameworks, "_run_jax", lambda *args: (_ for _ in ()).throw(ValueError("not here")))

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxddp.__main__ import main
@@ -23,7 +24,7 @@ KEYS = (
     "strategy target devices network_gb_per_s planned compiled bytes_started_after_backward first_start_fraction "
     "step_ms compute_ms comm_ms exposed_ms lower_bound_ms memory"
 ).split()
-TOO_LARGE = "--model custom --layers 13 --width 8192 --heads 8 --hidden 32768 --vocab 1000 --context 128"
+TOO_LARGE = "--model custom --layers 3 --width 16384 --heads 8 --hidden 72700 --vocab 1000 --context 128"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -94,6 +95,19 @@ def test_a_dump_is_read_back_to_the_same_step(printed, folder, capsys):
     assert theirs["strategy"] == "own.hlo" and theirs["lower_bound_ms"] is theirs["memory"] is None
 
 
+def test_bfloat16_is_of_copies_that_the_loss_takes(monkeypatch):
+    """``test_the_bound_is_below_a_step_that_sends_less_than_the_bytes_of_the_parameters`` compiles such a step."""
+    asked = []
+    monkeypatch.setattr("jaxddp.inspection.strategies.inspect_steps", lambda *args, **options: asked.append(args[1]))
+    monkeypatch.setattr("jaxddp.cli.inspect_console.as_json", lambda found: None)
+    assert main(["inspect", *CUSTOM.split(), *"--dtype bf16 --json".split()]) == 0
+    assert main(["inspect", *CUSTOM.split(), *"--dtype f32 --json".split()]) == 0
+    half, whole = asked
+    assert (half.options, whole.options) == ({"compute_dtype": jnp.bfloat16}, {})
+    assert {leaf.dtype for leaf in jax.tree.leaves(half.params)} == {jnp.dtype("float32")}
+
+
+@pytest.mark.full
 def test_bfloat16_computes_less_and_sends_the_same_float32(printed, capsys):
     assert main(["inspect", *CUSTOM.split(), *"--bucket-mb 0.03 --dtype bf16 --json".split()]) == 0
     whole, half = json.loads(printed), json.loads(capsys.readouterr().out)
