@@ -139,6 +139,11 @@ def variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
     return {name: value for name, value in found if _VARIABLES.fullmatch(name) and not _CACHES.fullmatch(name)}
 
 
+def num_cores() -> int:
+    """Cores that this process may use: SLURM and Open MPI leave a process some of the host's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def free_memory_bytes() -> int:
     """Free memory of this machine, or of the container that it runs in."""
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -4,6 +4,7 @@ python -m parity_tests.job_script jaxddp|torchref FOLDER
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -64,4 +65,5 @@ def _train_torchref(folder: Path) -> dict:
 if __name__ == "__main__":
     framework, folder = sys.argv[1], Path(sys.argv[2])
     said = (_train_jaxddp if framework == "jaxddp" else _train_torchref)(folder)
+    said["nccl_on"] = os.environ.get("NCCL_SOCKET_IFNAME")
     Path(folder, f"process-{said['process']}.json").write_text(json.dumps(said))

@@ -146,7 +146,9 @@ def test_a_script_trains_in_its_job(framework, launcher, tmp_path):
     (tmp_path / "script.py").write_text(arguments + module)
     output = run(name, block(name), tmp_path, variables)
     found = [json.loads((tmp_path / f"process-{index}.json").read_text()) for index in range(2)]
-    assert found == [{"process": i, "processes": 2, "devices": 2, "local_devices": 1} for i in range(2)]
+    nccl_on = os.environ.get("NCCL_SOCKET_IFNAME", None if name in ON_TWO_HOSTS else "lo")
+    alike = {"processes": 2, "devices": 2, "local_devices": 1, "nccl_on": nccl_on}
+    assert found == [{"process": index} | alike for index in range(2)]
     hosts = "2 processes on 2 hosts" if name in ON_TWO_HOSTS else "2 processes on 1 host"
     line = f"{framework}: {SAID.get(name, name)}: {hosts}, 1 x CPU device a process, coordinator "
     assert output.count(line) == 1

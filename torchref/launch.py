@@ -49,7 +49,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from jaxddp.processes.job import Job, find_job_or, visible_gpus
+from jaxddp.processes.job import Job, find_job_or, gpu_addresses, keep_to_loopback
 from jaxddp.processes.roll_call import address_here, meet
 from jaxddp.processes.stderr import print_line
 from jaxddp.processes.torchrun import with_free_port
@@ -364,11 +364,10 @@ def init_from_env(
     if job is None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
         return device or torch.device("cpu")
-    if job.num_hosts == 1:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    keep_to_loopback(job)
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if job.num_processes > 1:
-        gpus = visible_gpus([index]) if backend == "nccl" else []
+        gpus = gpu_addresses([index]) if backend == "nccl" else []
         place = with_free_port(job, timeout_s) if has_agent else job
         connections = meet(place, {"torch": torch.__version__}, gpus, timeout_s)
         watch(job, connections, stuck_s)
@@ -648,6 +647,7 @@ def _join_group(task: _Task) -> None:
     # Longer than the parent's timeout, whose message is better.
     timeout = timedelta(seconds=min(task.timeout_s + 60, _LONGEST_TIMEOUT_S))
     if isinstance(task.store, str):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # all ranks are here
         store: dist.Store = dist.FileStore(task.store, task.num_ranks)
     else:
         store = dist.TCPStore(*task.store, is_master=False, timeout=timeout, wait_for_workers=False)

@@ -42,7 +42,8 @@ def process_id():
 
 
 def settings():
-    return torch.get_num_threads(), os.environ.get("GLOO_SOCKET_IFNAME"), dist.get_backend()
+    interfaces = [os.environ.get(f"{library}_SOCKET_IFNAME") for library in ("GLOO", "NCCL")]
+    return torch.get_num_threads(), interfaces, dist.get_backend()
 
 
 def double(tensor):
@@ -119,8 +120,9 @@ def test_rank_processes_stay_between_calls(ranks):
 
 def test_ranks_use_the_asked_threads_backend_and_loopback(ranks):
     loopback = os.environ.get("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else None)
-    assert ranks.run(settings, num_ranks=2) == [(1, loopback, "gloo")] * 2
-    assert launch(settings, num_ranks=1, threads_per_rank=2) == [(2, loopback, "gloo")]
+    interfaces = [loopback, os.environ.get("NCCL_SOCKET_IFNAME", "lo")]
+    assert ranks.run(settings, num_ranks=2) == [(1, interfaces, "gloo")] * 2
+    assert launch(settings, num_ranks=1, threads_per_rank=2) == [(2, interfaces, "gloo")]
 
 
 def test_prepare_is_called_once_in_each_process_before_anything_starts():

@@ -28,6 +28,7 @@ from ..strategies.benchmark import (
     is_on_gpus,
     make_sized_setup,
 )  # fmt: skip
+from ..training.device_time import NUM_STEPS as NUM_ON_DEVICE
 from ..training.frameworks import FRAMEWORKS, measure_both
 from ..training.jax_side import gradient_shares
 from ..training.measure import (
@@ -65,14 +66,14 @@ def describe(options: Options) -> tuple[TrainingSetup, str]:
     caps = options.bucket_mb or (QUICK_CAPS_MB if options.quick else CAPS_MB)
     if options.ranks == 1:
         raise ValueError(f"ranks (=1) must be at least 2: {ALONE}")
-    num_steps, num_quick = (GPU_STEPS, GPU_QUICK) if is_on_gpus(options) else (NUM_STEPS, NUM_QUICK)
+    num_steps, num_quick = (GPU_STEPS, GPU_QUICK) if (on_gpus := is_on_gpus(options)) else (NUM_STEPS, NUM_QUICK)
     setup, described = make_sized_setup(
         options, QUICK_MODEL if options.quick else MODEL, QUICK_BATCH_SIZE if options.quick else BATCH_SIZE,
         options.steps or (num_quick if options.quick else num_steps),
     )  # fmt: skip
     specs = tuple(StrategySpec("bucketed", cap) for cap in sorted(set(caps)))
     swept = ", ".join(f"{spec.bucket_mb:g}" for spec in specs)
-    setup = replace(setup, strategies=specs, with_schedules=True)
+    setup = replace(setup, strategies=specs, with_schedules=True, num_on_device=NUM_ON_DEVICE if on_gpus else 0)
     check_memory(setup)
     return in_turns(setup), f"{described}; buckets of {swept} MiB"
 

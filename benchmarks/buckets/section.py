@@ -14,7 +14,16 @@ from ..report.lines import Curve, Point, draw_curves
 from ..report.published import buckets_beside
 from ..report.section import Section
 from ..report.sentences import extremes, few_rounds, is_apart, left_out, of_group, time_of, timed
-from ..report.steps import STEP_COLUMNS, between_frameworks, group, how_ranks_run, name, step_table, without_comparison
+from ..report.steps import (
+    STEP_COLUMNS,
+    between_frameworks,
+    device_notes,
+    group,
+    how_ranks_run,
+    name,
+    step_table,
+    without_comparison,
+)
 
 _COMPUTED = (("predicted_ms", "predicted"), ("simulated_ms", "simulated"))
 _MICROSECONDS = "\N{GREEK SMALL LETTER MU}s"
@@ -95,7 +104,7 @@ def _notes(rows: Sequence[Row]) -> list[str]:
             "simulated: the compiled schedule of jaxddp, on the fitted network and a device as fast as measured; its"
             f" collectives are {how}; torchref compiles none"
         )
-    return [how_ranks_run(timed(rows)), *notes]
+    return [how_ranks_run(timed(rows)), *notes, *device_notes(timed(rows))]
 
 
 def _marks(row: Row, optima: Sequence[Row]) -> str:

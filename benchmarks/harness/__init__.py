@@ -6,4 +6,5 @@ job_hosts.py, exchange.py                 ranks on all hosts of a job; what host
 run.py, results.py                        a run and its parts; its folder and commit
 values.py, tables.py                      fields of rows; tables from one description of the columns
 ratios.py, intervals.py, steal_time.py    ratios with confidence intervals; unions of intervals; steal time
+jax_profile.py                            what JAX's profiler has recorded
 """

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 import jaxddp
-from jaxddp.processes.job import Job, find_job, visible_gpus
+from jaxddp.processes.job import Job, find_job, gpu_addresses, visible_gpus
 from jaxddp.processes.roll_call import meet
 from jaxddp.processes.torchrun import with_free_port
 from torchref.launch import HostShare, OnMessage, RankError
@@ -289,7 +289,8 @@ def _join(job: Job) -> dict[int, socket.socket]:
     """Meets all processes; has the ranks of this host communicate over the interface that leads to the coordinator."""
     alike: dict[str, Any] = {name: version(name) for name in ("jax", "torch")}
     alike |= {"jaxddp": jaxddp.__version__, "arguments": sys.argv[1:]}
-    connections = meet(with_free_port(job, _JOIN_TIMEOUT_S), alike, visible_gpus(), _JOIN_TIMEOUT_S)
+    gpus = gpu_addresses(list(range(len(visible_gpus()))))
+    connections = meet(with_free_port(job, _JOIN_TIMEOUT_S), alike, gpus, _JOIN_TIMEOUT_S)
     for connection in connections.values():
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

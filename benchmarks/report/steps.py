@@ -78,6 +78,11 @@ def exposed(row: Row) -> Any:
     return "not run" if is_timed and row.get("exposed_ms", 0) is None else number(row, "exposed_ms")
 
 
+def on_device(row: Row) -> Any:
+    """A step's time on its device in ms, or "not run" where that was tried and failed."""
+    return "not run" if text(row, "no_device_ms") else number(row, "device_ms")
+
+
 STEP_COLUMNS = (
     Column("strategy", name),
     field("framework"),
@@ -90,6 +95,7 @@ STEP_COLUMNS = (
     numeric("step", "median_ms", unit="ms"),
     Column("p10\N{EN DASH}p90", spread, "ms", span),
     numeric("in a row", "in_a_row_ms", unit="ms"),
+    Column("device", on_device, "ms"),
     Column("exposed", exposed, "ms", signed),
     Column("p10\N{EN DASH}p90", exposed_spread, "ms", lambda both: " to ".join(map(signed, both))),
     Column("exposed", exposed_share, "of the step", percent),
@@ -111,6 +117,22 @@ def how_ranks_run(rows: Sequence[Row]) -> str:
     """Ranks, backend and device of each framework."""
     of = {text(row, "framework"): ", ".join(text(row, key) for key in ("ranks", "backend", "device")) for row in rows}
     return "; ".join(f"{framework}: {words}" for framework, words in of.items())
+
+
+def device_notes(rows: Sequence[Row]) -> list[str]:
+    """What a step's time on its device is, and why rows have none."""
+    if not any("device_ms" in row for row in rows):
+        on_cpus = rows and all(text(row, "device") == "cpu" for row in rows)
+        return ["device: a step's time on its GPU; on CPUs there is none, since the host computes"] if on_cpus else []
+    notes = [
+        "device: from a step's first operation on its GPU to the last, in steps after all timed rounds; torchref's by"
+        " CUDA events and without the loss over ranks, jaxddp's by the profiler"
+    ]
+    untimed = [row for row in rows if on_device(row) == "not run"]
+    for reason, some in by(untimed, lambda row: text(row, "no_device_ms")).items():
+        of = listed(list(dict.fromkeys(f"{text(row, 'framework')} {name(row)}" for row in some)))
+        notes.append(f"device, not run: {reason} ({of})")
+    return notes
 
 
 def between_frameworks(rows: Sequence[Row]) -> list[str]:

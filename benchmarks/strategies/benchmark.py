@@ -23,6 +23,7 @@ from ..harness.values import Row
 from ..report.section import Section, show
 from ..traces import parts as traces
 from ..training.arithmetic import check_dtype, param_bytes
+from ..training.device_time import NUM_STEPS as NUM_ON_DEVICE
 from ..training.frameworks import FRAMEWORKS, measure_both
 from ..training.measure import PEERS, StrategySpec, TrainingSetup
 from .section import section
@@ -67,7 +68,10 @@ def describe(options: Options, names: Sequence[str] | None = None) -> tuple[Trai
     names = tuple(dict.fromkeys(options.strategies or names))
     specs = tuple(spec_of(name, setup.model) for name in names)
     num_in_a_row = options.in_a_row or (GPU_IN_A_ROW if on_gpus else 0)
-    setup = replace(setup, strategies=specs, num_in_a_row=num_in_a_row, with_traces=options.profile)
+    setup = replace(
+        setup, strategies=specs, num_in_a_row=num_in_a_row, num_on_device=NUM_ON_DEVICE if on_gpus else 0,
+        with_traces=options.profile,
+    )  # fmt: skip
     check_memory(setup)
     return in_turns(setup), f"{described}; {', '.join(names)}"
 

@@ -2,10 +2,13 @@
 
 import io
 import json
+import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from rich.console import Console
 
 from benchmarks.buckets import benchmark as buckets
@@ -49,6 +52,7 @@ def refuse(*args):
 def finished(tmp_path_factory):
     """One run that was interrupted after the first framework, and resumed; its folder, output and result."""
     folder, setup = tmp_path_factory.mktemp("run"), replace(TOY, strategies=specs(*NAMES), num_in_a_row=3)
+    setup = replace(setup, num_on_device=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(frameworks, "_run_jax", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -88,6 +92,7 @@ def test_every_row_is_complete_and_stands_alone(finished):
         assert 0 < row["p10_ms"] <= row["median_ms"] <= row["p90_ms"]
         assert len(row["rounds_ms"]) == len(row["in_a_row_rounds_ms"]) == 5
         assert 0 < min(row["in_a_row_rounds_ms"]) <= row["in_a_row_ms"] <= max(row["in_a_row_rounds_ms"])
+        assert row["device_ms"] is None and row["no_device_ms"]  # asked for, though there is no GPU
         assert row["loss"] < row["first_loss"]
         assert row["versions"] and row["command"].startswith("python -m benchmarks")
         if row["strategy"] in ("ZeroRedundancyOptimizer", "fully_shard"):
@@ -116,6 +121,9 @@ def test_the_table_is_written(finished):
         assert words in table
     assert "jaxddp: 2 simulated CPU devices in one process, on 2 core(s), XLA in-process" in table
     assert "single-process JAX against single-process PyTorch" in output
+    said = "- device, not run: ValueError: the profiler has recorded nothing on a device ("
+    (line,) = [line.removeprefix(said) for line in table.splitlines() if line.startswith(said)]
+    assert all(f"jaxddp {name}" in line for name in ("naive", "bucketed 0.0005 MiB", "jit")) and "torch" not in line
 
 
 @pytest.fixture
@@ -145,6 +153,38 @@ def test_a_peer_that_is_wrong_is_marked_and_one_that_fails_is_a_row(initial):
     assert [row["check"] for row in step_rows("torchref", setup, side)] == [
         "WRONG: weights differ by more than 1e-04", "not run: NotImplementedError: no such device",
     ]  # fmt: skip
+
+
+def on_a_fake_gpu(ranks, setup, initial):
+    """Runs torch's side with CUDA's events on this host's clock; the second rank's show 1 s more."""
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = time.perf_counter()
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, end):
+            return 1e3 * (end.at - self.at + dist.get_rank())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "Event", Event)
+        patch.setattr(torch.cuda, "synchronize", lambda: None)
+        return torch_side.run(ranks, setup, initial)
+
+
+def test_steps_are_timed_on_the_device_as_long_as_on_the_slowest_rank(initial):
+    names = ("zero1", "DistributedDataParallel")
+    setup = replace(TOY, strategies=specs(*names), with_baselines=False, num_on_device=3)
+    side = merge_ranks(shared_pool().run(on_a_fake_gpu, setup.ranks, setup, initial, num_ranks=2))
+    for row in step_rows("torchref", setup, side):
+        assert row["check"] == "ok" and "no_device_ms" not in row
+        assert len(row["device_rounds_ms"]) == 3 and min(row["device_rounds_ms"]) > 1000
+        assert row["device_ms"] == pytest.approx(np.median(row["device_rounds_ms"]), abs=1e-3)
 
 
 def failing_without_communication(ranks, setup, initial):

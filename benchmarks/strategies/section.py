@@ -12,6 +12,7 @@ from ..report.section import Section
 from ..report.sentences import few_rounds, left_out, timed
 from ..report.steps import (
     between_frameworks,
+    device_notes,
     group,
     how_ranks_run,
     is_step,
@@ -73,6 +74,7 @@ def section(rows: Sequence[Row], title: str = "Strategies beside what the framew
 def _notes(steps: Sequence[Row]) -> list[str]:
     notes = [how_ranks_run(steps), *_NOTES] if steps else []
     notes += [_IN_A_ROW] if any("in_a_row_ms" in row for row in steps) else []
+    notes += device_notes(steps)
     notes += [_IN_TURNS] if any(row.get("in_turns") for row in steps) else []
     notes += [_UNLIKE] if len({text(row, "framework") for row in steps}) > 1 else []
     for row in steps[:1]:

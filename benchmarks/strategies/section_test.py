@@ -88,3 +88,18 @@ def test_parts_that_failed_alone_still_make_a_section():
     section = main_section(unsound("main"))
     assert [type(part) for part in section.parts] == [Table]
     assert section.published is None
+
+
+def test_a_time_on_the_device_has_a_column_and_what_is_missing_a_reason():
+    timed = [step("strategies", "jaxddp", name, 100.0) for name in ("naive", "flat")]
+    on_gpus = [one | {"device": "NVIDIA H100 80GB HBM3", "device_ms": 90.0} for one in timed]
+    on_gpus[1] |= {"device_ms": None, "no_device_ms": "RuntimeError: no CUPTI"}
+    section = strategies_section(on_gpus)
+    (table,) = [part for part in section.parts if isinstance(part, Table)]
+    (column,) = [column for column in table.filled() if column.name == "device"]
+    assert [column.cell(row) for row in table.rows] == ["90.0", "not run"]
+    assert "device, not run: RuntimeError: no CUPTI (jaxddp flat)" in section.notes
+    section = strategies_section(timed)
+    (table,) = [part for part in section.parts if isinstance(part, Table)]
+    assert all(column.name != "device" for column in table.filled())
+    assert "device: a step's time on its GPU; on CPUs there is none, since the host computes" in section.notes

@@ -25,6 +25,7 @@ from jaxddp.zero.layers import layer
 from torchref.launch import report
 
 from ..harness.intervals import Event
+from ..harness.jax_profile import read_trace
 from ..harness.ranks import Ranks
 from ..training.jax_variants import rows_of_process
 from ..training.measure import TrainingSetup
@@ -104,13 +105,11 @@ def _split(ran: list[tuple[Operation, float, float]]) -> list[list[tuple[Operati
 
 def _events(path: Path) -> Iterator[tuple[Any, Any, str, float, float]]:
     """Device, number of the run, name, start and end of each operation of a compiled program."""
-    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-        for line in plane.lines:
-            for event in line.events:
-                said = dict(event.stats)
-                if "hlo_op" in said:
-                    device = said.get("device_ordinal", plane.name)
-                    yield device, said.get("run_id"), said["hlo_op"], event.start_ns, event.start_ns + event.duration_ns
+    for plane, _, event in read_trace(path):
+        said = dict(event.stats)
+        if "hlo_op" in said:
+            device = said.get("device_ordinal", plane)
+            yield device, said.get("run_id"), said["hlo_op"], event.start_ns, event.start_ns + event.duration_ns
 
 
 def _event(operation: Operation, start_ms: float, end_ms: float) -> Event:

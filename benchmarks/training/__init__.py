@@ -6,5 +6,6 @@ interleaving.py                      variants timed in interleaved rounds
 jax_side.py, torch_side.py           every variant of a setup
 jax_variants.py, torch_variants.py   strategies, and probes of their components
 torch_peers.py                       PyTorch's own data parallelism
+device_time.py                       steps timed on the GPU
 steps.py                             rows of steps
 """

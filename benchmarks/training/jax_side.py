@@ -28,6 +28,7 @@ from torchref.launch import report
 from ..harness.ranks import Ranks
 from ..harness.turns import join
 from .arithmetic import set_in_jax
+from .device_time import by_profiler, time_on_device, with_device_time
 from .interleaving import Attempts, Variant, agree_over_ranks, interleave, time_in_a_row
 from .jax_variants import Jit, Planned, place, probes, rows_of_process
 from .measure import Measured, SideResult, StrategySpec, TrainingSetup, largest_difference, ranks_in_words
@@ -103,6 +104,13 @@ def _train(ranks: Ranks, setup: TrainingSetup, wait_for_turn: Callable[[], None]
             barrier=dist.barrier, agree=agree_over_ranks, wait_for_turn=wait_for_turn,
         )  # fmt: skip
         measured = {label: replace(one, in_a_row_seconds=found.get(label, [])) for label, one in measured.items()}
+    if setup.num_on_device:
+        on_device, untimed = time_on_device(
+            {label: attempt.made[label].start for label in measured}, setup.num_on_device, len(rows),
+            partial(by_profiler, barrier=dist.barrier),
+            barrier=dist.barrier, agree=agree_over_ranks, wait_for_turn=wait_for_turn,
+        )  # fmt: skip
+        measured = with_device_time(measured, on_device, untimed)
     kind, words = ranks_in_words(ranks, "jaxddp")
     return SideResult(
         num_ranks=int(mesh.size),

@@ -60,6 +60,7 @@ class TrainingSetup:
         learning_rate: Of AdamW, with weight decay 0.01.
         with_baselines: Whether each strategy also runs with its communication removed.
         num_in_a_row: Steps between two synchronisations that are timed as well, after all rounds; 0 for none.
+        num_on_device: Steps that are timed on the device as well, after those; 0 for none, as on CPUs.
         probe_bytes: Sizes of all-reduces that are timed as well; if there are any, so are forward and backward alone,
             and beside all-reduces of the last but one.
         with_schedules: Whether compiled programs are read.
@@ -80,6 +81,7 @@ class TrainingSetup:
     learning_rate: float = 1e-3
     with_baselines: bool = True
     num_in_a_row: int = 0
+    num_on_device: int = 0
     probe_bytes: tuple[int, ...] = ()
     with_schedules: bool = False
     with_traces: bool = False
@@ -125,6 +127,8 @@ class Measured:
         baseline_seconds: The same with the communication removed; empty if that was not run.
         buckets: Names and bytes of the tensors of each bucket, in launch order.
         in_a_row_seconds: Of a step among several between two synchronisations; empty if that was not run.
+        device_seconds: Of a step on the device; empty if that was not run.
+        no_device_seconds: Why it was not, though it was asked for.
         schedule: What the step was compiled to, a ``jaxddp.compiled.schedule.Schedule``, if that was asked for.
     """
 
@@ -138,6 +142,8 @@ class Measured:
     buckets: list[list[tuple[str, int]]] = field(default_factory=list)
     schedule: Any = None
     in_a_row_seconds: list[float] = field(default_factory=list)
+    device_seconds: list[float] = field(default_factory=list)
+    no_device_seconds: str = ""
 
     @property
     def timings(self) -> Timings:
@@ -234,6 +240,7 @@ def _merge(of_ranks: Sequence[Measured]) -> Measured:
         seconds=_slowest([one.seconds for one in of_ranks]),
         baseline_seconds=_slowest([one.baseline_seconds for one in of_ranks]),
         in_a_row_seconds=_slowest([one.in_a_row_seconds for one in of_ranks]),
+        device_seconds=_slowest([one.device_seconds for one in of_ranks]),
     )
 
 

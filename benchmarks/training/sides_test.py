@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
@@ -15,6 +16,8 @@ from benchmarks.buckets.prediction import Shares
 from benchmarks.harness.ranks import Ranks
 from benchmarks.strategies.benchmark_test import BATCHES, NUM_BYTES, TOY, specs
 from benchmarks.training import interleaving, jax_side, torch_side
+from benchmarks.training.device_time import by_profiler
+from benchmarks.training.device_time_test import is_operation
 from benchmarks.training.frameworks import FRAMEWORKS
 from benchmarks.training.measure import FORWARD_BACKWARD, StrategySpec, merge_ranks
 from benchmarks.training.steps import step_rows
@@ -31,7 +34,7 @@ def on_processes():
     """A run of JAX on processes, with all that benchmarks ask for; its setup, and what each process found."""
     caps = (*specs("bucketed", "jit"), StrategySpec("bucketed", 1000.0))
     setup = replace(TOY, ranks=Ranks(2, "processes"), strategies=caps, with_schedules=True)
-    setup = replace(setup, probe_bytes=probe_sizes(NUM_BYTES))
+    setup = replace(setup, probe_bytes=probe_sizes(NUM_BYTES), num_on_device=2)
     sides, events = zip(*setup.ranks.run_jax(run_recorded, setup), strict=True)
     return setup, sides, events
 
@@ -49,6 +52,7 @@ def run_recorded(ranks, setup):
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interleaving, "stopwatch", stopwatch)
+        patch.setattr(jax_side, "by_profiler", partial(by_profiler, is_on_device=is_operation))
         return jax_side.run(ranks, setup), events
 
 
@@ -84,6 +88,8 @@ def test_ranks_that_are_processes_train_alike(on_processes):
     assert [(row["strategy"], row["check"]) for row in rows] == [("bucketed", "ok"), ("jit", "ok"), ("bucketed", "ok")]
     assert (rows[0]["kind"], rows[0]["backend"], rows[0]["num_ranks"]) == ("processes", "XLA over Gloo", 2)
     assert rows[0]["planned"] == rows[0]["compiled"] != []
+    for row in rows:
+        assert len(row["device_rounds_ms"]) == 2 and min(row["device_rounds_ms"]) > 0
     for label, measured in side.measured.items():
         of_ranks = [one.measured[label].seconds for one in of_processes]
         assert measured.seconds == [max(times) for times in zip(*of_ranks, strict=True)]

@@ -62,7 +62,7 @@ def step_rows(framework: str, setup: TrainingSetup, side: SideResult) -> list[di
 
 def _measured_fields(measured: Measured) -> dict[str, Any]:
     timings, exposed = measured.timings, measured.exposed
-    return {
+    fields = {
         "planned": measured.planned,
         "compiled": measured.found,
         "first_loss": measured.metrics[0].loss,
@@ -79,13 +79,22 @@ def _measured_fields(measured: Measured) -> dict[str, Any]:
         "exposed_share": exposed and exposed.median_ms / timings.median_ms,
         "rounds_ms": _in_ms(measured.seconds),
         "baseline_rounds_ms": _in_ms(measured.baseline_seconds),
-    } | _in_a_row(measured.in_a_row_seconds)
+    }
+    return fields | _in_a_row(measured.in_a_row_seconds) | _on_device(measured)
 
 
 def _in_a_row(seconds: Sequence[float]) -> dict[str, Any]:
     if not seconds:
         return {}
     return {"in_a_row_ms": summarize(seconds).median_ms, "in_a_row_rounds_ms": _in_ms(seconds)}
+
+
+def _on_device(measured: Measured) -> dict[str, Any]:
+    if measured.no_device_seconds:
+        return {"device_ms": None, "no_device_ms": measured.no_device_seconds}
+    if not (seconds := measured.device_seconds):
+        return {}
+    return {"device_ms": summarize(seconds).median_ms, "device_rounds_ms": _in_ms(seconds)}
 
 
 def _in_ms(seconds: Sequence[float]) -> list[float]:

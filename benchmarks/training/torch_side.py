@@ -20,6 +20,7 @@ from ..harness.exchange import group_device
 from ..harness.ranks import Ranks
 from ..harness.turns import join
 from .arithmetic import set_in_torch
+from .device_time import by_events, time_on_device, with_device_time
 from .interleaving import Attempts, Variant, agree_over_ranks, interleave, time_in_a_row
 from .measure import Measured, SideResult, StepMetrics, StrategySpec, TrainingSetup, largest_difference, ranks_in_words
 from .torch_peers import Peer, is_peer
@@ -96,6 +97,12 @@ def _train(ranks: Ranks, setup: TrainingSetup, initial: str, wait_for_turn: Call
             barrier=dist.barrier, wait=synchronize, agree=agree_over_ranks, wait_for_turn=wait_for_turn,
         )  # fmt: skip
         measured = {label: replace(one, in_a_row_seconds=found.get(label, [])) for label, one in measured.items()}
+    if setup.num_on_device:
+        on_device, untimed = time_on_device(
+            {label: attempt.made[label].start for label in measured}, setup.num_on_device, len(rows), by_events,
+            barrier=dist.barrier, agree=agree_over_ranks, wait_for_turn=wait_for_turn,
+        )  # fmt: skip
+        measured = with_device_time(measured, on_device, untimed)
     kind, words = ranks_in_words(ranks, "torchref")
     return SideResult(
         num_ranks=num_ranks,

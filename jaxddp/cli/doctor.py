@@ -105,6 +105,7 @@ def examine() -> Iterator[Line]:
     """Looks at the machine, one fact after the other."""
     yield Line("jaxddp", f"{__version__}, Python {sys.version.split()[0]}, {os.cpu_count()} cores")
     gpus, driver = environment.gpus(), environment.driver_version()
+    yield from _core_lines(max(1, len(gpus)))
     yield from _gpu_lines(gpus, driver)
     asked = {framework: ask(framework) for framework in _ASK}
     for framework, answer in asked.items():
@@ -129,6 +130,15 @@ def ask(framework: str) -> dict[str, Any] | str:
     if done.returncode:
         return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
     return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def _core_lines(num_gpus: int) -> Iterator[Line]:
+    """The cores that a launcher has left to this process, if they are fewer than the host's."""
+    count, here = environment.num_cores(), os.cpu_count() or 1
+    if count < here:
+        advice = "XLA compiles and batches are made on these: srun --cpus-per-task, mpirun --bind-to none"
+        is_few = count < 2 * num_gpus
+        yield Line("cores", f"{count} of {here} for this process", advice if is_few else "", NOTE if is_few else OK)
 
 
 def _gpu_lines(gpus: list[environment.Gpu], driver: str | None) -> Iterator[Line]:

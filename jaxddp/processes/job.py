@@ -17,10 +17,12 @@ from __future__ import annotations
 import os
 import re
 import socket
+import sys
 from collections.abc import Mapping
-from glob import glob
+from pathlib import Path
 from typing import NamedTuple
 
+_GPUS, _DEVICE_FILES = Path("/proc/driver/nvidia/gpus"), Path("/dev")
 _LOOPBACK = "127.0.0.1"  # of a job on one host: nothing listens to other hosts
 _FIRST_PORT, _NUM_PORTS = 61440, 4096  # above the ports that Linux gives to clients
 
@@ -36,16 +38,18 @@ class Job(NamedTuple):
     num_hosts: int
     host: str  # of the coordinator, which process 0 runs
     port: int
+    owns_visible: bool = False  # the launcher gave this process all accelerators that it sees, and others to the others
 
     def local_devices(self, num_visible: int) -> list[int]:
         """Chooses this process's accelerators among those that it sees.
 
-        All are its own if it is alone on its host, or if the launcher gave it a single one; else one, by local rank.
+        All are its own if it is alone on its host, or if the launcher gave them to it, as SLURM does with
+        --gpus-per-task, or a single one; else one, by local rank.
 
         Raises:
             ValueError: If the processes of this host are more than the devices that they share.
         """
-        if self.num_local_processes == 1 or num_visible <= 1:
+        if self.num_local_processes == 1 or num_visible <= 1 or self.owns_visible:
             return list(range(num_visible))
         if self.num_local_processes > num_visible:
             raise ValueError(
@@ -125,14 +129,53 @@ def job_at(coordinator_address: str, num_processes: int, process_id: int) -> Job
     return _checked(Job("address", num_processes, process_id, 1, 0, num_processes, host.strip("[]"), int(port)))
 
 
+def keep_to_loopback(job: Job) -> None:
+    """Has NCCL and torch's Gloo listen on loopback alone in a job on one host, unless the user chose an interface.
+
+    NCCL would take the first other interface: its processes find each other through TCP, even over NVLink.
+    """
+    if job.num_hosts == 1 and sys.platform == "linux":
+        for library in ("NCCL", "GLOO"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+
+
 def visible_gpus(indices: list[int] | None = None) -> list[str]:
     """Names the GPUs that this process sees, all or some, without starting CUDA."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        names = [str(index) for index in range(len(glob("/proc/driver/nvidia/gpus/*")))]
+        names = [str(index) for index in range(len(_gpus_here()))]
     else:
         names = [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
     return names if indices is None else [names[index] for index in indices]
+
+
+def gpu_addresses(indices: list[int]) -> list[str]:
+    """PCI addresses of some of the GPUs that this process sees; their names where the driver does not tell.
+
+    In CUDA_VISIBLE_DEVICES numbers count the GPUs that a process may open: where SLURM gives each task one by a cgroup
+    (``ConstrainDevices``), every task has a GPU 0, and each is another.
+    """
+    here = _gpus_here()
+
+    def address(name: str) -> str:
+        if name.isdigit():
+            return here[int(name)][0] if int(name) < len(here) else name
+        found = [place for place, uuid in here if uuid.startswith(name)]
+        return found[0] if len(found) == 1 else name
+
+    return [address(name) for name in visible_gpus(indices)]
+
+
+def _gpus_here() -> list[tuple[str, str]]:
+    """PCI addresses and UUIDs of the GPUs that this process may open; a container may show others as well."""
+    found = []
+    for folder in sorted(_GPUS.glob("*")):
+        said = (folder / "information").read_text() if (folder / "information").exists() else ""
+        minor, uuid = (re.search(rf"^{field}:\s*(\S+)", said, re.MULTILINE) for field in ("Device Minor", "GPU UUID"))
+        # The kernel asks the cgroup of devices here too; the file is not opened, which may start the GPU.
+        if minor is None or os.access(_DEVICE_FILES / f"nvidia{minor[1]}", os.R_OK | os.W_OK):
+            found.append((folder.name, uuid[1] if uuid else ""))
+    return found
 
 
 def _torchrun(environment: Mapping[str, str]) -> Job:
@@ -143,6 +186,7 @@ def _torchrun(environment: Mapping[str, str]) -> Job:
         found = [name for name in names if environment.get(name)]
         raise ValueError(f"{', '.join(missing)} must be set, as {', '.join(found)} is: torchrun sets all of them")
     num_processes = _number(environment, "WORLD_SIZE")
+    owns_visible = False
     if "LOCAL_RANK" in environment:
         local = _number(environment, "LOCAL_RANK")
         num_local = _number(environment, "LOCAL_WORLD_SIZE", default=local + 1)
@@ -151,6 +195,7 @@ def _torchrun(environment: Mapping[str, str]) -> Job:
         num_local = _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE")
     elif "SLURM_LOCALID" in environment:
         local, num_local = _number(environment, "SLURM_LOCALID"), _slurm_tasks_here(environment)
+        owns_visible = "SLURM_GPUS_PER_TASK" in environment
     else:
         local, num_local = 0, 1
     return _checked(
@@ -163,6 +208,7 @@ def _torchrun(environment: Mapping[str, str]) -> Job:
             num_hosts=_number(environment, "GROUP_WORLD_SIZE", default=-(-num_processes // max(num_local, 1))),
             host=environment["MASTER_ADDR"],
             port=_number(environment, "MASTER_PORT"),
+            owns_visible=owns_visible,
         )
     )
 
@@ -210,6 +256,7 @@ def _slurm(environment: Mapping[str, str]) -> Job:
             num_hosts=num_hosts,
             host=host,
             port=port,
+            owns_visible="SLURM_GPUS_PER_TASK" in environment,
         )
     )
 

@@ -1,8 +1,12 @@
 """What each launcher's variables say of the job, and what is refused."""
 
+import os
+import sys
+
 import pytest
 
-from .job import Job, find_job, find_job_or, job_at
+from . import job, roll_call
+from .job import Job, find_job, find_job_or, gpu_addresses, job_at, keep_to_loopback, visible_gpus
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2",
@@ -54,8 +58,8 @@ def test_tasks_of_each_host_may_differ():
 
 def test_ranks_set_by_hand_under_srun_take_their_place_on_the_host_from_it():
     by_hand = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    job = find_job(SLURM | by_hand)
-    assert (job.local_process_id, job.num_local_processes) == (1, 2)
+    found = find_job(SLURM | by_hand)
+    assert (found.local_process_id, found.num_local_processes) == (1, 2)
 
 
 def test_a_batch_script_is_in_no_job():
@@ -102,3 +106,61 @@ def test_an_address_comes_with_both_numbers():
         ValueError, match=r"^coordinator_address, num_processes and process_id \(=.*\) are given all or"
     ):
         find_job_or("n0:1234", 2, None)
+
+
+@pytest.mark.parametrize("extra", [{}, {name: TORCHRUN[name] for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}])
+def test_with_gpus_per_task_all_that_a_process_sees_are_its_own(extra):
+    environment = SLURM | extra | ({"RANK": "3"} if extra else {})
+    assert find_job(environment).local_devices(4) == [1]
+    found = find_job(environment | {"SLURM_GPUS_PER_TASK": "4"})
+    assert found.local_devices(4) == [0, 1, 2, 3]
+    assert found._replace(num_local_processes=4, local_process_id=3).local_devices(2) == [0, 1]
+
+
+@pytest.fixture
+def gpus(tmp_path, monkeypatch):
+    """Four GPUs as the driver lists them, of which this process may open the last three."""
+    places = [f"0000:{bus}:00.0" for bus in ("1b", "43", "52", "61")]
+    for minor, place in enumerate(places):
+        (tmp_path / "gpus" / place).mkdir(parents=True)
+        said = f"Model: \t\t NVIDIA H100 80GB HBM3\nGPU UUID: \t GPU-{minor}{minor}-x\nDevice Minor: \t {minor}\n"
+        (tmp_path / "gpus" / place / "information").write_text(said)
+        if minor:
+            (tmp_path / f"nvidia{minor}").touch()
+    monkeypatch.setattr(job, "_GPUS", tmp_path / "gpus")
+    monkeypatch.setattr(job, "_DEVICE_FILES", tmp_path)
+    return places
+
+
+def test_gpus_are_counted_and_named_among_those_that_may_be_opened(gpus, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible_gpus() == ["0", "1", "2"] and gpu_addresses([0, 2]) == [gpus[1], gpus[3]]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-11,MIG-5,7")
+    assert visible_gpus() == ["2", "GPU-11", "MIG-5", "7"]
+    assert gpu_addresses([0, 1, 2, 3]) == [gpus[3], gpus[1], "MIG-5", "7"]
+
+
+def test_two_tasks_that_each_see_a_gpu_0_of_their_own_are_not_taken_for_one(gpus, monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    taken = []
+    for minor in (1, 2, 2):  # a cgroup for each task
+        for other in range(4):
+            (tmp_path / f"nvidia{other}").unlink(missing_ok=True)
+        (tmp_path / f"nvidia{minor}").touch()
+        taken += gpu_addresses([0])
+    said = [{"process_id": place, "host": "n0", "alike": {}, "devices": [gpu]} for place, gpu in enumerate(taken)]
+    assert roll_call._disagreement(said[:2]) == ""
+    assert roll_call._disagreement(said) == f"GPU {gpus[2]} of n0 must be one process's: 1 and 2 both take it"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere loopback has another name")
+def test_a_job_on_one_host_keeps_nccl_and_gloo_on_loopback(monkeypatch):
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    keep_to_loopback(find_job(SLURM))
+    assert "NCCL_SOCKET_IFNAME" not in os.environ
+    one = find_job(OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth7"
+    keep_to_loopback(one)
+    assert (os.environ["NCCL_SOCKET_IFNAME"], os.environ["GLOO_SOCKET_IFNAME"]) == ("lo", "eth7")

@@ -21,7 +21,7 @@ from jaxlib import _jax
 
 from .. import __version__
 from ..plugins import devices
-from .job import Job, find_job_or, visible_gpus
+from .job import Job, find_job_or, gpu_addresses, keep_to_loopback, visible_gpus
 from .roll_call import address_here, meet
 from .stderr import print_line
 from .torchrun import with_free_port
@@ -108,9 +108,10 @@ def local_rows(batch: Any) -> Any:
 
 def _join(job: Job, local_devices: list[int], timeout_s: float, stuck_s: float, preemption_service: bool) -> None:
     versions = {"jaxddp": __version__, "jax": jax.__version__}
-    connections = meet(job, versions, visible_gpus(local_devices), timeout_s)
+    connections = meet(job, versions, gpu_addresses(local_devices), timeout_s)
     watch(job, connections, stuck_s, needs_first=True)
     _use_gloo_at(address_here(job, connections))
+    keep_to_loopback(job)
     jax.config.update("jax_enable_preemption_service", preemption_service)
     if any(os.environ.get(name) for name in ("grpc_proxy", "https_proxy", "http_proxy")):
         # gRPC would ask the proxy for the coordinator, and abort the process.
