@@ -342,8 +342,9 @@ def _prepare(ranks: Ranks, in_jax: bool, first: int, local_rank: int) -> None:
         kind = "processes" if ranks.kind == "simulated" and not in_jax else ranks.kind
         cores.keep_to_cores(kind, ranks.num, rank)
     if in_jax:
-        if ranks.per_host and ranks.kind == "gpus" and not ranks.is_process_per_host:
-            os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus([local_rank])[0]  # JAX would take all of the host
+        if ranks.per_host and ranks.kind == "gpus":  # JAX would take all of the host
+            own = list(range(ranks.num_on_host)) if ranks.is_process_per_host else [local_rank]
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus(own))
         prepare_jax(rank)
 
 

@@ -133,3 +133,15 @@ def test_more_ranks_than_the_machine_has_room_for(monkeypatch):
     assert chosen_ranks(None, 4) == Ranks(2, "gpus")
     with pytest.raises(ValueError, match=r"^ranks \(=3\) must be at most the number of GPUs \(=2\)$"):
         chosen_ranks(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("is_process_per_host", "local_rank", "own"), [(False, 0, "2"), (False, 2, "5"), (True, 0, "2,3,5")]
+)
+def test_jaxs_processes_of_a_job_see_the_gpus_of_their_ranks_alone(is_process_per_host, local_rank, own, monkeypatch):
+    monkeypatch.setattr(os, "environ", os.environ | {"CUDA_VISIBLE_DEVICES": "2,3,5,7"})
+    monkeypatch.setattr(ranks, "prepare_jax", lambda rank: None)
+    # Three ranks on each host, which has four GPUs: the mesh has six devices, not eight.
+    of_job = Ranks(6, "gpus", (), (3, 3), "10.0.0.1", is_process_per_host)
+    ranks._prepare(of_job, True, 3, local_rank)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == own

@@ -254,6 +254,7 @@ def test_gpus_train_what_fills_them(monkeypatch):
     assert "tf32" in described and "torch.compile" in [spec.name for spec in setup.of("torchref")]
     swept, _ = buckets.describe(Options(ranks=2, quick=True))
     assert (swept.model, swept.ranks.num, swept.global_batch, swept.num_warmup) == ("seed_xl", 2, 32, 2)
+    assert setup.num_on_device == swept.num_on_device == 5
     assert strategies.describe(Options(on="simulated"))[0].model == "byte"
 
 

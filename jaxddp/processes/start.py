@@ -142,8 +142,14 @@ def _use_gloo_at(address: str | None) -> None:
 
 
 def _join_what_jax_finds() -> None:
+    # JAX takes every Kubernetes pod for one of an indexed Job, and fails in others, such as a notebook's.
+    is_of_job = "JOB_COMPLETION_INDEX" in os.environ
+    kubernetes = None if is_of_job else os.environ.pop("KUBERNETES_SERVICE_HOST", None)
     try:
         jax.distributed.initialize()
     except ValueError as error:
         if "coordinator_address" not in str(error):  # JAX's words for no job
             raise
+    finally:
+        if kubernetes is not None:
+            os.environ["KUBERNETES_SERVICE_HOST"] = kubernetes
