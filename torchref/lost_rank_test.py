@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxddp.watchdog_test import LOOP, NUM_PROCESSES, START, STUCK_S, check, run
+from jaxddp.processes.watchdog_test import LOOP, NUM_PROCESSES, START, STUCK_S, check, run
 
 SCRIPT = f"""{START}
 import torch, torchref

@@ -12,8 +12,8 @@ numbers also keep XLA from merging operations that it can prove equal, such as t
 
 There are three uses:
 
-    communication/reduction.py   buckets are packed and divided in the order of the plan, none is divided before all are
-                                 packed, that is before the backward ends, and equal ones are each reduced
+    communication/reduction.py   buckets are divided in the order of the plan, and on GPUs packed in it; none is divided
+                                 before all are packed, that is before the backward ends; equal ones are each reduced
     training/step.py             every micro-batch gathers parameters anew, instead of all of them before the loop
     zero/ordering.py             at most two units' parameters are gathered, or wait to be scattered, at a time
 """

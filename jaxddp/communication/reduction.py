@@ -1,7 +1,7 @@
 """Carries out a bucket plan: gradients are packed into buffers, summed over ranks, and divided.
 
-    buffer[k]  = pack(gradients of bucket k)             after buffer[k-1], as soon as its last gradient is ready; on
-                                                         GPUs of small ones
+    buffer[k]  = pack(gradients of bucket k)             as soon as its last gradient is ready; on GPUs of small ones,
+                                                         and for all-reduces after buffer[k-1]
     total[k]   = sum over ranks of buffer[k]             an all-reduce or a reduce-scatter, in flight until it is used
     mean[k]    = total[k] / denominator                  after buffer[0 ... n] and squares[k-1]
     squares[k] = squares[k-1] + sum(mean[k]^2)           norm = sqrt(squares[n])
@@ -36,6 +36,7 @@ from .buffers import pack, pack_small, unpack, unpack_small
 from .collectives import MAX_JOINED, Axis, all_reduce, all_reduce_as_one, joins_arrays
 from .compression import Compression, none
 from .low_rank import apply_residual
+from .ordering import order_token
 from .sharding import Cut, pack_chunks, split_chunks
 from .varying import varying
 
@@ -182,7 +183,8 @@ def start_reduction(
         joins = reduce is ALL_REDUCE and joins_arrays()
         copies_all = not joins or compression is not none or plan.after_backward
         totals: list[Any] = []
-        first_token = token = jnp.int32(number)
+        all_packed, first_token = jnp.int32(0), jnp.int32(number)
+        token = first_token
         for index, bucket in enumerate(plan.buckets):
             if joins:  # each bucket by a key of its own, or XLA would join those that are ready at a time
                 reduce = ALL_REDUCE._replace(send=partial(all_reduce_as_one, key=f"{index} {bucket.tensors[0].name}"))
@@ -192,16 +194,21 @@ def start_reduction(
             if max_in_flight is not None and index >= max_in_flight:
                 earlier = index - max_in_flight
                 packed, totals[earlier] = lax.optimization_barrier((packed, totals[earlier]))
-            # The token passes from bucket to bucket: they are sent in the order of the plan, in which their updates
-            # wait for them, and XLA cannot reduce equal ones, such as biases of parallel branches, once.
-            buffer, token = lax.optimization_barrier((packed, token))
+            # XLA would reduce equal buckets, such as biases of parallel branches, once. A number of its own for each
+            # prevents that; so does a token that passes from bucket to bucket, which also keeps reductions in flight
+            # in the order of the plan, in which their updates wait for them. On TPUs it would delay them.
+            if joins:
+                buffer, token = lax.optimization_barrier((packed, token))
+                zero = token - first_token
+            else:
+                buffer, zero = order_token(packed, index + len(plan.buckets) * number)
+            if not varying(zero):  # under check_vma, on jax 0.10, the results must not depend on it
+                all_packed = zero if joins else all_packed + zero
             total, changed = compression.reduce(bucket, buffer, axis, state, reduce, denominator)
             totals.append(total)
             state = {**state, **changed} if changed else state
         if plan.after_backward:
             totals = lax.optimization_barrier(totals)
-        # Under check_vma, on jax 0.10, the token varies, and the results must not depend on it.
-        all_packed = jnp.int32(0) if varying(token) else token - first_token
     return Reduction(tuple(totals), unsent, all_packed, shards), state
 
 

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1]
-SHARED = {PACKAGE / name for name in ("communication/buckets.py", "network.py", "sizes.py", "job.py", "roll_call.py")}
-SHARED |= {PACKAGE / name for name in ("communication/owners.py", "arguments.py", "stderr.py")}
+SHARED = {PACKAGE / name for name in ("communication/buckets.py", "network.py", "sizes.py", "arguments.py")}
+SHARED |= {
+    PACKAGE / name
+    for name in ("communication/owners.py", "processes/job.py", "processes/roll_call.py", "processes/stderr.py")
+}
 PLANNING = {
     p for p in Path(__file__).parent.rglob("*.py") if not p.name.endswith("_test.py") and "testdata" not in p.parts
 }
