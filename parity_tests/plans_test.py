@@ -1,5 +1,6 @@
 """Both packages plan the same communication by default, and ``rule="torch"`` gives PyTorch's own buckets."""
 
+import functools
 import inspect
 
 import jax
@@ -16,6 +17,7 @@ import jaxddp.strategy
 import torchref
 import torchref.models
 from jaxddp.checkpoint.interop import torch_names
+from jaxddp.strategy import plan_trace, trace_gradients
 from torchref.communication.buffers import tensor_spec
 from torchref.strategy import planned_collectives
 
@@ -40,14 +42,15 @@ def abstract_batch(model):
     return {name: jax.ShapeDtypeStruct((6, size), jnp.float32) for name, size in (("x", 10), ("y", out_features))}
 
 
-def jax_plan(model, strategy):
-    """The plan of a strategy, and the torch name of each parameter."""
+@functools.cache
+def traced(model):
+    """The backward pass, which all strategies plan from, and the torch name of each parameter."""
     loss_fn, params = jaxddp.models.abstract(model)
     names = dict(zip(jaxddp.named_leaves(params), torch_names(params), strict=True))
     trained = {name: leaf for name, leaf in params.items() if is_trainable(name)}
     frozen = {name: leaf for name, leaf in params.items() if not is_trainable(name)}
     grad_fn = jax.grad(lambda trained, frozen, batch: loss_fn(trained | frozen, batch))
-    return jaxddp.plan_gradients(strategy, grad_fn, trained, frozen, abstract_batch(model)), names
+    return trace_gradients(grad_fn, trained, frozen, abstract_batch(model)), names
 
 
 def described(buckets, names=None):
@@ -75,7 +78,8 @@ def torch_plans(model):
 def test_default_plans_are_the_same(ranks, model):
     for name, (buckets, collectives) in ranks.run(torch_plans, model, num_ranks=NUM_RANKS)[0].items():
         strategy = jaxddp.make_strategy(name)
-        plan, names = jax_plan(model, strategy)
+        trace, names = traced(model)
+        plan = plan_trace(strategy, trace)
         ours = described(plan.buckets, names)
         if model == "toy_unused":
             # jaxddp sees in the trace that the gradient of an unused parameter is zero, and does not send it. Hooks
@@ -137,7 +141,7 @@ def test_stage_3_sends_the_same_bytes_in_other_units(ranks):
     trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), strategy, jaxddp.data_mesh(2))
     tokens = np.zeros((4, 16), np.int32)
     state, batch = trainer.init(params), {"tokens": tokens, "targets": tokens}
-    ours, names = trainer.planned(state, batch), jax_plan("tiny", strategy)[1]
+    ours, names = trainer.planned(state, batch), traced("tiny")[1]
     buckets, theirs = ranks.run(fsdp_plan, num_ranks=2)[0]
     assert buckets == described(trainer.plan(state, batch).buckets, names)
     for kind in ("all-reduce", "reduce-scatter"):

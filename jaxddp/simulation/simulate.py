@@ -1,9 +1,8 @@
 """Simulates a scheduled step on a device and a network: its time, and how much of its communication is exposed.
 
 The compute stream runs the operations in schedule order; each takes the time of its FLOPs or of its bytes, whichever
-is longer. A start queues its collective on a communication stream and returns at once; a done waits until the
-collective has ended. Collectives of one stream run one after the other; several streams share the network evenly. The
-simulation is deterministic.
+is longer. A start queues its collective on the communication stream and returns at once; a done waits until the
+collective has ended. Collectives run one after the other. The simulation is deterministic.
 
     c[i] compute before bucket i's start,  m[i] seconds of its collective:
     start[i] = max(sum of c[1 ... i], end[i-1]),   end[i] = start[i] + m[i],   step = max(compute, end[n]) + tail
@@ -16,7 +15,6 @@ References:
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, replace
 
 from ..compiled.schedule import Collective, Operation, Schedule
@@ -35,7 +33,6 @@ class Span:
         lane: ``"compute"`` or ``"communication"``.
         kind: Phase of a computation, or kind of a collective.
         num_bytes: Bytes moved in memory, or of a collective's full buffer.
-        stream: Number of the communication stream.
     """
 
     name: str
@@ -44,7 +41,6 @@ class Span:
     start_s: float
     end_s: float
     num_bytes: int
-    stream: int = 0
     op_name: str = ""
 
 
@@ -54,7 +50,7 @@ class Simulation:
 
     Attributes:
         spans: Sorted by start; gaps in the compute lane are waits for communication.
-        communication_s: Time in which at least one collective runs.
+        communication_s: Time in which a collective runs.
         exposed_s: ``step_s - compute_s``.
     """
 
@@ -120,43 +116,35 @@ def network_in_words(target: Target, network: Network) -> str:
     return f"{given}, what a GPU sends to other hosts: that is one GPU a host, {chip.name}:{target.num_devices}x1"
 
 
-def simulate(schedule: Schedule, chip: Chip, network: Network, *, num_streams: int = 1) -> Simulation:
-    """Simulates one step.
-
-    Raises:
-        ValueError: If ``num_streams`` is not positive.
-    """
-    if num_streams < 1:
-        raise ValueError(f"num_streams (={num_streams}) must be a positive integer")
-    machine = _Machine(chip, network, num_streams)
+def simulate(schedule: Schedule, chip: Chip, network: Network) -> Simulation:
+    """Simulates one step."""
+    machine = _Machine(chip, network)
     machine.run(schedule.operations)
-    machine.links.run_until_idle()
-    step_s = max(machine.now, machine.links.now)
-    spans = sorted(machine.spans + machine.links.spans, key=lambda span: (span.start_s, span.end_s, span.name))
-    busy = _union([(span.start_s, span.end_s) for span in machine.links.spans])
-    return Simulation(tuple(spans), step_s, machine.compute_s, busy, step_s - machine.compute_s)
+    step_s = max(machine.now, machine.network_free_s)
+    spans = sorted(machine.spans, key=lambda span: (span.start_s, span.end_s, span.name))
+    busy_s = sum(span.end_s - span.start_s for span in spans if span.lane == "communication")
+    return Simulation(tuple(spans), step_s, machine.compute_s, busy_s, step_s - machine.compute_s)
 
 
 class _Machine:
-    """The compute stream."""
+    """The compute stream and the communication stream."""
 
-    def __init__(self, chip: Chip, network: Network, num_streams: int) -> None:
-        self.chip = chip
-        self.links = _Links(network, num_streams)
+    def __init__(self, chip: Chip, network: Network) -> None:
+        self.chip, self.network = chip, network
         self.now = self.compute_s = 0.0
+        self.network_free_s = 0.0  # when the last collective ends
         self.spans: list[Span] = []
 
     def run(self, operations: tuple[Operation, ...]) -> None:
-        issued: dict[str, _Flow] = {}
+        end_s: dict[str, float] = {}
         for operation in operations:
             for _ in range(operation.trips if operation.body else 0):
                 self.run(operation.body)
             self._compute(operation)
             if operation.starts:
-                self.links.run_until(self.now)
-                issued[operation.name] = self.links.enqueue(operation)
-            if operation.waits_for in issued:
-                self.now = max(self.now, self.links.run_until_done(issued[operation.waits_for]))
+                end_s[operation.name] = self._communicate(operation, operation.starts)
+            if operation.waits_for in end_s:
+                self.now = max(self.now, end_s[operation.waits_for])
 
     def _compute(self, operation: Operation) -> None:
         seconds = device_seconds(operation.work, self.chip)
@@ -166,90 +154,17 @@ class _Machine:
         self.compute_s += seconds
         self.spans.append(Span(
             operation.name, "compute", operation.phase, start, self.now, int(operation.work.num_bytes),
-            op_name=operation.op_name,
+            operation.op_name,
         ))  # fmt: skip
 
-
-@dataclass
-class _Flow:
-    """A collective in progress."""
-
-    name: str
-    collective: Collective
-    latency_left_s: float
-    transfer_left_s: float  # with the network to itself
-    start_s: float = -1.0
-    end_s: float = -1.0
-
-
-class _Links:
-    """The communication streams, and the network that they share."""
-
-    def __init__(self, network: Network, num_streams: int) -> None:
-        self.network = network
-        self.queues: list[deque[_Flow]] = [deque() for _ in range(num_streams)]
-        self.now = 0.0
-        self.spans: list[Span] = []
-
-    def enqueue(self, operation: Operation) -> _Flow:
-        collective = operation.starts
-        assert collective is not None
-        latency = self.network.latency_s(collective.kind)
-        transfer = self.network.transfer_s(collective.kind, collective.num_bytes, collective.group)
-        alone = len(collective.group) < 2
-        flow = _Flow(operation.name, collective, 0.0 if alone else latency, 0.0 if alone else transfer)
-        min(self.queues, key=len).append(flow)
-        return flow
-
-    def run_until(self, time_s: float) -> None:
-        """Advances the network to a point in time."""
-        while self.now < time_s:
-            if not self._advance(time_s):
-                self.now = time_s
-
-    def run_until_done(self, flow: _Flow) -> float:
-        """Advances the network until a collective has ended; returns its end."""
-        while flow.end_s < 0:
-            advanced = self._advance(float("inf"))
-            assert advanced, "a collective that was issued must be queued"
-        return flow.end_s
-
-    def run_until_idle(self) -> None:
-        while self._advance(float("inf")):
-            pass
-
-    def _advance(self, limit_s: float) -> bool:
-        """Advances to the next event or the limit; False if nothing is queued."""
-        active = [(stream, queue[0]) for stream, queue in enumerate(self.queues) if queue]
-        if not active:
-            return False
-        for _, flow in active:
-            flow.start_s = self.now if flow.start_s < 0 else flow.start_s
-        sharing = sum(flow.latency_left_s == 0 for _, flow in active)
-        left = [flow.latency_left_s or flow.transfer_left_s * sharing for _, flow in active]
-        passed = min(min(left), limit_s - self.now)
-        ends = limit_s if passed == limit_s - self.now else self.now + passed
-        for (stream, flow), remaining in zip(active, left, strict=True):
-            finished = remaining <= passed
-            if flow.latency_left_s > 0:
-                flow.latency_left_s = 0.0 if finished else flow.latency_left_s - passed
-                finished = finished and flow.transfer_left_s == 0
-            else:
-                flow.transfer_left_s = 0.0 if finished else flow.transfer_left_s - passed / sharing
-            if finished:
-                flow.end_s = ends
-                self.queues[stream].popleft()
-                self.spans.append(Span(
-                    flow.name, "communication", flow.collective.kind, flow.start_s, ends, flow.collective.num_bytes,
-                    stream, flow.collective.op_name,
-                ))  # fmt: skip
-        self.now = ends
-        return True
-
-
-def _union(intervals: list[tuple[float, float]]) -> float:
-    total, reached = 0.0, 0.0
-    for start, end in sorted(intervals):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
+    def _communicate(self, operation: Operation, collective: Collective) -> float:
+        """Queues a collective; returns when it ends."""
+        kind, num_bytes = collective.kind, collective.num_bytes
+        start = self.network_free_s = max(self.now, self.network_free_s)
+        if len(collective.group) > 1:
+            self.network_free_s += self.network.latency_s(kind)
+            self.network_free_s += self.network.transfer_s(kind, num_bytes, collective.group)
+        self.spans.append(Span(
+            operation.name, "communication", kind, start, self.network_free_s, num_bytes, collective.op_name
+        ))  # fmt: skip
+        return self.network_free_s

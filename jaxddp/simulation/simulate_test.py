@@ -33,8 +33,8 @@ def done(name):
     return Operation(f"{name}-done", waits_for=name)
 
 
-def run(operations, latency_s=0.0, **options):
-    return simulate(Schedule(tuple(operations), 2), CHIP, make_network(latency_s), **options)
+def run(operations, latency_s=0.0):
+    return simulate(Schedule(tuple(operations), 2), CHIP, make_network(latency_s))
 
 
 def pipeline(computes_s, transfers_s, tail_s=0.0):
@@ -58,7 +58,7 @@ def test_a_step_by_hand():
 
 
 def test_the_pipeline_of_buckets_ends_when_its_closed_form_says():
-    """One stream: E_n = max over k of (sum of c_i up to k + sum of m_i from k), which is never before the compute."""
+    """E_n = max over k of (sum of c_i up to k + sum of m_i from k), which is never before the compute."""
     rng = random.Random(0)
     for _ in range(300):
         n, latency_s, tail_s = rng.randint(1, 20), rng.choice([0.0, rng.random()]), rng.random()
@@ -111,22 +111,21 @@ def test_the_trade_of_bucket_sizes(n):
     assert exposed_s(6) <= exposed_s(n)
 
 
-def random_program(rng, num_streams, depth=0):
-    """Operations with whole seconds: with one stream, also collectives and computation that take none."""
-    least = 0 if num_streams == 1 else 1
+def random_program(rng, depth=0):
+    """Operations with whole seconds, some of which take none."""
     operations, open_starts = [], []
     for i in range(rng.randint(1, 8)):
         name, choice = f"{depth}.{i}", rng.random()
-        kind, group = rng.choice(list(BYTES_FACTOR)), (PAIR if num_streams > 1 or rng.random() < 0.8 else (0,))
+        kind, group = rng.choice(list(BYTES_FACTOR)), (PAIR if rng.random() < 0.8 else (0,))
         if choice < 0.35:
             operations.append(compute(name, rng.randint(0, 5)))
         elif choice < 0.6:
-            operations.append(start(name, rng.randint(least, 6), kind, group))
+            operations.append(start(name, rng.randint(0, 6), kind, group))
             open_starts.append(name)
         elif choice < 0.75:
-            operations.append(start(name, rng.randint(least, 6), kind, group, True, rng.choice([0, 0, 2])))
+            operations.append(start(name, rng.randint(0, 6), kind, group, True, rng.choice([0, 0, 2])))
         elif choice < 0.85 and depth < 2:
-            body = random_program(rng, num_streams, depth + 1)
+            body = random_program(rng, depth + 1)
             operations.append(Operation(name, body=tuple(body), trips=rng.randint(0, 3)))
         elif open_starts:
             operations.append(done(open_starts.pop(rng.randrange(len(open_starts)))))
@@ -150,94 +149,73 @@ def unrolled(operations, latency_s, ids):
             yield "wait", op.name, names[op.waits_for]
 
 
-def tick_by_tick(operations, latency_s, num_streams):
-    """Does what the simulator claims to do, one second at a time, in whole numbers.
-
-    With up to two streams, which share the network only while both transfer, everything ends on whole seconds.
-    """
+def tick_by_tick(operations, latency_s):
+    """Does what the simulator claims to do, one second at a time, in whole numbers."""
     program = list(unrolled(operations, latency_s, iter(range(10**6))))
-    queues = [[] for _ in range(num_streams)]
-    flows, spans, ended = {}, [], set()
+    queue, flows, spans, ended = [], {}, [], set()
     time, place, busy_until, ticks_of_communication = 0, 0, 0, 0
     while True:
         progress = True
         while progress:  # all that happens at this very moment
             progress = False
-            for stream, queue in enumerate(queues):
-                if queue:
-                    flow = flows[queue[0]]
-                    flow.setdefault("began", time)
-                    if flow["latency"] == flow["halves"] == 0:
-                        spans.append((flow["name"], "communication", flow["began"], time, stream))
-                        ended.add(queue.pop(0))
-                        progress = True
+            if queue:
+                flow = flows[queue[0]]
+                flow.setdefault("began", time)
+                if flow["left"] == 0:
+                    spans.append((flow["name"], "communication", flow["began"], time))
+                    ended.add(queue.pop(0))
+                    progress = True
             if place < len(program) and time >= busy_until and not progress:
                 what, name, value = program[place]
                 if what == "compute":
                     busy_until = time + value
-                    spans += [(name, "compute", time, busy_until, 0)] if value else []
+                    spans += [(name, "compute", time, busy_until)] if value else []
                 elif what == "start":
                     number, latency, transfer = value
-                    flows[number] = {"name": name, "latency": latency, "halves": 2 * transfer}
-                    min(queues, key=len).append(number)
+                    flows[number] = {"name": name, "left": latency + transfer}
+                    queue.append(number)
                 elif value not in ended:
                     continue
                 place, progress = place + 1, True
-        heads = [flows[queue[0]] for queue in queues if queue]
-        if place == len(program) and time >= busy_until and not heads:
+        if place == len(program) and time >= busy_until and not queue:
             return time, ticks_of_communication, sorted(spans)
-        sharing = sum(flow["latency"] == 0 for flow in heads)
-        for flow in heads:
-            if flow["latency"]:
-                flow["latency"] -= 1
-            else:
-                flow["halves"] -= 2 // sharing
-                assert flow["halves"] >= 0
-        ticks_of_communication += bool(heads)
+        if queue:
+            flows[queue[0]]["left"] -= 1
+            ticks_of_communication += 1
         time += 1
 
 
-@pytest.mark.parametrize("num_streams", [1, 2])
-def test_random_programs_do_what_they_do_tick_by_tick(num_streams):
-    rng = random.Random(num_streams)
-    shared = 0
+def test_random_programs_do_what_they_do_tick_by_tick():
+    rng = random.Random(1)
     for _ in range(400):
-        operations, latency_s = random_program(rng, num_streams), rng.choice([0, 2, 4])
-        step = run(operations, latency_s, num_streams=num_streams)
-        step_s, communication_s, spans = tick_by_tick(operations, latency_s, num_streams)
-        found = sorted((s.name, s.lane, s.start_s, s.end_s, s.stream) for s in step.spans)
-        assert found == spans  # whole seconds and their halves: exact in floats
+        operations, latency_s = random_program(rng), rng.choice([0, 2, 4])
+        step = run(operations, latency_s)
+        step_s, communication_s, spans = tick_by_tick(operations, latency_s)
+        assert sorted((s.name, s.lane, s.start_s, s.end_s) for s in step.spans) == spans  # whole seconds: exact
         assert (step.step_s, step.communication_s) == (step_s, communication_s)
-        assert step.compute_s == sum(end - start for _, lane, start, end, _ in spans if lane == "compute")
-        shared += any(span[-1] for span in spans)
-    assert shared >= (100 if num_streams == 2 else 0)  # programs in which a second stream had something to do
+        assert step.compute_s == sum(end - start for _, lane, start, end in spans if lane == "compute")
 
 
-@pytest.mark.parametrize("num_streams", [1, 2, 3])
-def test_what_holds_for_every_program(num_streams):
+def test_what_holds_for_every_program():
     rng = random.Random(7)
     for _ in range(100):
-        operations, latency_s = random_program(rng, num_streams), rng.random()
-        step = run(operations, latency_s, num_streams=num_streams)
-        assert step == run(operations, latency_s, num_streams=num_streams)
+        operations, latency_s = random_program(rng), rng.random()
+        step = run(operations, latency_s)
+        assert step == run(operations, latency_s)
         assert step.step_s >= step.compute_s and step.exposed_s == step.step_s - step.compute_s
         assert step.communication_s <= step.step_s * (1 + 1e-12)  # sums of up to some hundred rounded numbers
         starts = [span.start_s for span in step.spans]
         assert starts == sorted(starts)
         assert max((span.end_s for span in step.spans), default=0.0) == step.step_s
-        lanes = [[s for s in step.spans if s.lane == "compute"]]
-        lanes += [[s for s in step.spans if s.lane != "compute" and s.stream == i] for i in range(num_streams)]
+        lanes = [[s for s in step.spans if s.lane == lane] for lane in ("compute", "communication")]
         for lane in lanes:
             assert all(first.end_s <= second.start_s for first, second in pairwise(lane))
         assert sum(map(len, lanes)) == len(step.spans)
 
 
-def test_streams_share_the_network_but_not_the_latency():
-    operations = [start("a", 4), start("b", 4), start("c", 4)]
-    assert [(s.stream, s.start_s, s.end_s) for s in run(operations, 1).spans] == [(0, 0, 5), (0, 5, 10), (0, 10, 15)]
-    both = run(operations, 1, num_streams=2)
-    assert [(s.stream, s.start_s, s.end_s) for s in both.spans] == [(0, 0, 9), (1, 0, 9), (0, 9, 14)]
-    assert run(operations, 1, num_streams=3).step_s == 13
+def test_collectives_run_one_after_the_other():
+    step = run([start("a", 4), start("b", 4), start("c", 4)], 1)
+    assert [(span.start_s, span.end_s) for span in step.spans] == [(0, 5), (5, 10), (10, 15)]
 
 
 def test_loops_repeat_what_they_communicate():
@@ -296,9 +274,3 @@ def test_an_operation_takes_as_long_as_its_flops_or_its_bytes():
     assert device_seconds(Work(half_a_second, vector_flops=66.9e12 / 4), h100) == 0.75
     assert device_seconds(Work(vector_flops=1e15, num_bytes=2.765e12), v5p) == 1  # its vector units are not published
     assert device_seconds(Work(), h100) == 0
-
-
-@pytest.mark.parametrize("num_streams", [0, -1])
-def test_streams_must_be_positive(num_streams):
-    with pytest.raises(ValueError, match=rf"^num_streams \(={num_streams}\) must be a positive integer$"):
-        run([], num_streams=num_streams)

@@ -159,13 +159,9 @@ def _draw_row(axes: Any, top: float, label: str, simulation: Simulation, digits:
     axes.broken_barh(waits, (low, high - low), **_WAIT, snap=False)
 
     low, high = (top + y for y in _COMMUNICATION_Y)
-    streams = sorted({span.stream for span in communication})
-    for index, stream in enumerate(streams):
-        height = (high - low) / len(streams)
-        for kind in dict.fromkeys(span.kind for span in communication):
-            spans = [span for span in communication if (span.kind, span.stream) == (kind, stream)]
-            pieces = [(span.start_s, span.end_s) for span in spans]
-            axes.broken_barh(_in_ms(pieces), (low + index * height, height), **_collective(kind))
+    for kind in dict.fromkeys(span.kind for span in communication):
+        pieces = [(span.start_s, span.end_s) for span in communication if span.kind == kind]
+        axes.broken_barh(_in_ms(pieces), (low, high - low), **_collective(kind))
 
     step_ms = simulation.step_s * 1e3
     axes.vlines(step_ms, top + _COMPUTE_Y[0], high, color=_INK, linewidth=1.2, clip_on=False)

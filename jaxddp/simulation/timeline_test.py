@@ -71,15 +71,6 @@ def test_what_has_ended_is_not_made_up_for_later():
     assert one_line(make_step(compute, [(9.3, 9.68)], 10), 10) == "fbbbbbbbb#"
 
 
-def test_several_streams_are_in_flight_together():
-    spans = (
-        Span("a", "communication", "all-gather", 0.0, 6.0, MIB, stream=0),
-        Span("f", "compute", "forward", 0.0, 10.0, 64),
-        Span("b", "communication", "all-gather", 2.0, 4.0, MIB, stream=1),
-    )
-    assert one_line(Simulation(spans, 10.0, 10.0, 6.0, 0.0), 10) == "FFFFFFffff"
-
-
 def test_png_has_its_size_and_its_colours(tmp_path):
     path = tmp_path / "steps.PNG"
     draw({"naive": naive()}, path)

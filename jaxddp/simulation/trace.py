@@ -1,6 +1,6 @@
 """Simulated steps as a trace file for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-Each strategy is a process, with a thread for compute and one for each communication stream. Each operation that takes
+Each strategy is a process, with a thread for compute and one for communication. Each operation that takes
 time is an event; gaps between compute events are waits.
 
 References:
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .simulate import Simulation, Span
 
-_COMPUTE_THREAD = 1
+_THREADS = {"compute": 1, "communication": 2}
 
 
 def write_trace(simulations: Mapping[str, Simulation], path: str | Path) -> None:
@@ -41,27 +41,20 @@ def write_trace(simulations: Mapping[str, Simulation], path: str | Path) -> None
 def _process_events(process: int, label: str, simulation: Simulation) -> Iterator[dict[str, Any]]:
     yield _metadata("process_name", process, 0, name=label)
     yield _metadata("process_sort_index", process, 0, sort_index=process)
-    yield _metadata("thread_name", process, _COMPUTE_THREAD, name="compute")
-    streams = sorted({span.stream for span in simulation.spans if span.lane == "communication"})
-    for stream in streams:
-        name = "communication" if len(streams) == 1 else f"communication, stream {stream}"
-        yield _metadata("thread_name", process, _thread_of(stream), name=name)
-    for thread in (_COMPUTE_THREAD, *map(_thread_of, streams)):
+    threads = {"compute": 1} | {span.lane: _THREADS[span.lane] for span in simulation.spans}
+    for lane, thread in threads.items():
+        yield _metadata("thread_name", process, thread, name=lane)
+    for thread in threads.values():
         yield _metadata("thread_sort_index", process, thread, sort_index=thread)
     for span in simulation.spans:
-        is_compute = span.lane == "compute"
-        yield _complete(span, process, _COMPUTE_THREAD if is_compute else _thread_of(span.stream))
-
-
-def _thread_of(stream: int) -> int:
-    return _COMPUTE_THREAD + 1 + stream
+        yield _complete(span, process)
 
 
 def _metadata(name: str, process: int, thread: int, /, **args: Any) -> dict[str, Any]:
     return {"name": name, "ph": "M", "pid": process, "tid": thread, "args": args}
 
 
-def _complete(span: Span, process: int, thread: int) -> dict[str, Any]:
+def _complete(span: Span, process: int) -> dict[str, Any]:
     # Perfetto drops overlapping events and rounds starts and durations separately to nanoseconds. Rounding here makes
     # each event end where the next begins.
     start_ns, end_ns = round(span.start_s * 1e9), round(span.end_s * 1e9)
@@ -73,6 +66,6 @@ def _complete(span: Span, process: int, thread: int) -> dict[str, Any]:
         "ts": start_ns / 1e3,
         "dur": (end_ns - start_ns) / 1e3,
         "pid": process,
-        "tid": thread,
+        "tid": _THREADS[span.lane],
         "args": args,
     }
