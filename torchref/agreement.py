@@ -21,15 +21,39 @@ _LATE_S = 5.0  # of a rank that a step does not wait for, because it has nothing
 
 
 def check_alike(alike: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> None:
-    """Compares entries that must be the same on all ranks; every rank calls it.
+    """Compares entries that must be the same on all ranks, JSON values or what a string tells; every rank calls it.
 
     Raises:
         ValueError: If one differs, on every rank; the line names the first such entry and the ranks.
     """
-    said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, dict(alike), group=group)  # not counted with the gradients
+    said = [json.loads(text) for text in gather_texts(json.dumps(dict(alike), default=str), group)]
     if fault := disagreement(said, "rank"):
         refuse(fault, group)
+
+
+def gather_texts(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
+    """Gathers a text of every rank of a group; every rank calls it.
+
+    torch's ``all_gather_object`` would unpickle what the network brings. Not counted with the gradients.
+
+    Returns:
+        The texts, by rank.
+    """
+    device = group_device(group)
+    written = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([len(written)], device=device), group=group)
+    padded = written.new_zeros(max(int(size) for size in sizes))
+    padded[: len(written)] = written
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    return [part[: int(size)].cpu().numpy().tobytes().decode() for part, size in zip(parts, sizes, strict=True)]
+
+
+def group_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """The device of this rank's tensors in the collectives of a group."""
+    is_on_gpu = dist.get_backend(group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else torch.device("cpu")
 
 
 def refuse(fault: str, group: dist.ProcessGroup | None = None) -> NoReturn:

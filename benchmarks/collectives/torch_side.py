@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchref.agreement import group_device
 from torchref.communication import collectives, ring
 from torchref.communication.collectives import record
 
-from ..harness.exchange import group_device
 from ..harness.ranks import Ranks
 from .cases import (
     ELEMENT_BYTES,

@@ -19,8 +19,8 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
+
+from torchref.agreement import gather_texts
 
 _PACKAGE = f"{__name__.split('.')[0]}."
 
@@ -66,21 +66,7 @@ def find(name: str) -> Any:
 
 def gather(value: Any) -> list[Any]:
     """Gathers a value of every rank of the process group; every rank must call it."""
-    device = group_device()
-    written = torch.frombuffer(bytearray(dumps(value).encode()), dtype=torch.uint8).to(device)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(written)], device=device))
-    padded = written.new_zeros(max(int(size) for size in sizes))
-    padded[: len(written)] = written
-    parts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(parts, padded)
-    texts = [part[: int(size)].cpu().numpy().tobytes().decode() for part, size in zip(parts, sizes, strict=True)]
-    return [loads(text) for text in texts]
-
-
-def group_device() -> torch.device:
-    """The device of this rank of the process group."""
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    return [loads(text) for text in gather_texts(dumps(value))]
 
 
 def _plain(value: Any) -> Any:

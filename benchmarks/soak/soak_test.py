@@ -91,9 +91,13 @@ def test_nothing_outlives_the_soak(number):
         [sys.executable, "-c", HOLDS], env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     ) as parent:  # fmt: skip
-        mark, folder = parent.stdout.readline().split()
-        assert len(marked_processes(mark)) == 2
-        parent.send_signal(number)
+        try:
+            mark, folder = parent.stdout.readline().split()
+            assert until(lambda: len(marked_processes(mark)) == 2, 10)  # one has no environment while it is started
+            parent.send_signal(number)
+            parent.wait(20)
+        finally:
+            parent.kill()
     assert until(lambda: not marked_processes(mark) and not Path(folder).exists(), 20)
     assert folder not in Path("/proc/mounts").read_text()
     assert MARK not in os.environ

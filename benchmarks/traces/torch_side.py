@@ -17,12 +17,12 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import torchref
+from torchref.agreement import group_device
 from torchref.launch import report
 from torchref.models import build, cross_entropy
 from torchref.strategy import planned_collectives
 from torchref.train import local_rows
 
-from ..harness.exchange import group_device
 from ..harness.intervals import Event
 from ..harness.ranks import Ranks
 from ..training.measure import TrainingSetup

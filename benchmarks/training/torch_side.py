@@ -10,13 +10,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from torchref.agreement import group_device
 from torchref.communication import compression
 from torchref.interop import from_numpy
 from torchref.launch import report
 from torchref.models import build
 from torchref.train import local_rows
 
-from ..harness.exchange import group_device
 from ..harness.ranks import Ranks
 from ..harness.turns import join
 from .arithmetic import set_in_torch
