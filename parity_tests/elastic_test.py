@@ -52,22 +52,18 @@ TORCH = f"""{START}
 import torch, torchref
 from torchref.launch import init_from_env
 init_from_env("gloo")
+from torchref.checkpoint import Checkpoints
 linear = torch.nn.Linear(5, 3, bias=False, dtype=torch.float64)
 linear.weight.data = torch.tensor(first.T.copy())
-step, path = 0, folder + "/newest.pt"
-if os.path.exists(path):
-    step, linear.weight.data = torch.load(path)
-model = torchref.BucketedDDP(linear)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for x, y in batches(step):
-    optimizer.zero_grad()
-    (torch.tanh(model(torch.tensor(x))) - torch.tensor(y)).square().mean().backward()
-    model.finish_gradient_synchronization()
-    optimizer.step()
-    step += 1
-    if rank == 0:
-        torch.save((step, linear.weight.data), path + ".new")
-        os.replace(path + ".new", path)
+model = torchref.ZeRO1(linear, torch.optim.Adam, lr=0.1)
+loss_fn = lambda net, batch: (torch.tanh(net(torch.tensor(batch["x"]))) - torch.tensor(batch["y"])).square().mean()
+trainer = torchref.Trainer(loss_fn, model, model)
+with Checkpoints(folder) as checkpoints:
+    step = checkpoints.restore(trainer)[0] if checkpoints.latest_step() else 0
+    for x, y in batches(step):
+        trainer.step({{"x": x, "y": y}})
+        step += 1
+        checkpoints.save(trainer, step)
 if rank == 0:
     np.save(f"{{folder}}/weights.npy", linear.weight.data.T.numpy())
 print("ended in", num_ranks)

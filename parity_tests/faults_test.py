@@ -19,8 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import torch
 
 import jaxddp
+import torchref
 from jaxddp.checkpoint import Checkpoints
 from jaxddp.processes.watchdog import STATUS
 
@@ -32,8 +34,8 @@ GONE = "is gone"
 XLA_ABORTS = "Terminating process because the JAX distributed service detected fatal errors"
 SILENT = f"has not answered for {STUCK_S:g} s"
 ROOT = Path(__file__).parents[1]
+WRITING = {"jaxddp": "*.orbax-checkpoint-tmp*", "torchref": "*.torchref-partial"}
 MOMENTS_S = 5.0  # after all have met: within compilation, or in any step
-WRITING = "*.orbax-checkpoint-tmp*"
 SIZE, RATE = 2**20, 1 / 64
 
 START = f"""
@@ -71,12 +73,16 @@ TORCH = f"""{START}
 import torch, torchref
 from torchref.launch import init_from_env
 init_from_env("gloo", *place, stuck_s={STUCK_S})
-model = torchref.ZeRO1(torch.nn.Linear(100, 100), torch.optim.SGD, lr=0.1)
-for _ in steps():
-    model.zero_grad()
-    model(torch.ones(2, 100)).square().mean().backward()
-    model.finish_gradient_synchronization()
-    model.step()
+from torchref.checkpoint import Checkpoints
+vector = torch.nn.Embedding(1, {SIZE} if folder else 100)
+vector.weight.data.fill_(1.0)
+model = torchref.ZeRO1(vector, torch.optim.SGD, lr={RATE})
+trainer = torchref.Trainer(lambda net, batch: net(batch["index"]).square().sum() / 4, model, model)
+checkpoints = Checkpoints(folder, keep=3) if folder else None
+for step in steps():
+    trainer.step({{"index": torch.zeros(2, dtype=torch.int64)}})
+    if folder:
+        checkpoints.save(trainer, step)
 """
 
 
@@ -153,8 +159,9 @@ def check_others(job, faulty, how, since):
     return seconds
 
 
-def count(name, tmp_path, program, number, *, saves=False):
-    times, num_aborted = [], 0
+def count(framework, tmp_path, number, *, saves=False):
+    program, partials = {"jaxddp": JAX, "torchref": TORCH}[framework], WRITING[framework]
+    name, times, num_aborted = f"{framework} {number.name}" + saves * " during a save", [], 0
     for trial in range(NUM_FAULTS):
         rng = random.Random(f"{name} {trial}")
         folder = tmp_path / f"{trial}-checkpoints" if saves else None
@@ -163,18 +170,18 @@ def count(name, tmp_path, program, number, *, saves=False):
             time.sleep(rng.uniform(0, MOMENTS_S))
             if folder:
                 job.wait(lambda folder=folder: any(is_saved(one) for one in folder.glob("*")), 120, "nothing is saved")
-                job.wait(lambda folder=folder: any(folder.glob(WRITING)), 60, "no save is seen", every_s=0.0005)
+                job.wait(lambda folder=folder: any(folder.glob(partials)), 60, "no save is seen", every_s=0.0005)
             faulty = 0 if folder and rng.random() < 0.7 else rng.randrange(NUM_PROCESSES)
             times.append(lose_one(job, number, faulty))
             num_aborted += job.num_aborted
         if folder:
-            check_newest(folder)
+            (check_newest if framework == "jaxddp" else check_newest_of_torch)(folder)
     report(name, times, num_aborted)
 
 
 def is_saved(folder):
-    """Whether it is a whole checkpoint: the folder of one that is being written has a longer name."""
-    return folder.name.isdigit() and (folder / "about").exists()
+    """Whether it is a whole checkpoint: the folder or file of one that is being written has another name."""
+    return folder.stem.isdigit() and (folder.suffix == ".npz" or (folder / "about").exists())
 
 
 def report(name, times, num_aborted=0):
@@ -191,17 +198,26 @@ def check_newest(folder):
     np.testing.assert_allclose(trainer.params(state)["w"], (1 - RATE) ** newest, rtol=1e-5)
 
 
+def check_newest_of_torch(folder):
+    vector = torch.nn.Embedding(1, SIZE)
+    trainer = torchref.Trainer(None, torch.optim.SGD(vector.parameters(), lr=RATE), vector)
+    checkpoints = torchref.Checkpoints(folder)
+    newest = checkpoints.latest_step()
+    assert checkpoints.restore(trainer) == (newest, None)
+    np.testing.assert_allclose(vector.weight.detach().numpy(), (1 - RATE) ** newest, rtol=1e-5)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("framework", ["jaxddp", "torchref"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_at_random_moments(tmp_path, framework, number):
-    program = {"jaxddp": JAX, "torchref": TORCH}[framework]
-    count(f"{framework} {number.name}", tmp_path, program, number)
+    count(framework, tmp_path, number)
 
 
 @pytest.mark.full
-def test_during_a_save(tmp_path):
-    count("jaxddp SIGKILL during a save", tmp_path, JAX, signal.SIGKILL, saves=True)
+@pytest.mark.parametrize("framework", ["jaxddp", "torchref"])
+def test_during_a_save(tmp_path, framework):
+    count(framework, tmp_path, signal.SIGKILL, saves=True)
 
 
 COMES = """

@@ -11,6 +11,7 @@ loss_scale.py             the scale of a loss in float16, equal on all ranks
 clipping.py, hooks.py     the global norm of shards; what a deleted wrapper leaves behind
 launch.py                 starts ranks as processes, or joins those of ``torchrun``
 models/, interop.py       models to train; parameters to and from NumPy
+checkpoint.py             checkpoints that any strategy on any number of ranks restores
 cli/                      ``python -m torchref``
 walkthrough.py            what two ranks hold under ZeRO, phase by phase
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from jaxddp.communication.buckets import TensorSpec as TensorSpec
     from jaxddp.communication.buckets import plan_buckets as plan_buckets
 
+    from .checkpoint import Checkpoints as Checkpoints
     from .ddp import BucketedDDP as BucketedDDP
     from .ddp import FlatDDP as FlatDDP
     from .ddp import NaiveDDP as NaiveDDP
@@ -44,6 +46,7 @@ _MODULES = {
     "BucketPlan": "jaxddp.communication.buckets",
     "TensorSpec": "jaxddp.communication.buckets",
     "plan_buckets": "jaxddp.communication.buckets",
+    "Checkpoints": ".checkpoint",
     "BucketedDDP": ".ddp",
     "FlatDDP": ".ddp",
     "NaiveDDP": ".ddp",

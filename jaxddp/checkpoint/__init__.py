@@ -1,9 +1,21 @@
 """Checkpoints that any strategy on any number of ranks restores, and weights for other frameworks.
 
 checkpoints.py   saves and restores training states
+folder_lock.py   one job at a time writes to a folder
 host_state.py    a state on the host, in full, and back on the ranks
 weights.py       weights alone, as ``.npz`` or ``.safetensors``
 interop.py       Flax parameters as a PyTorch ``state_dict``, and back
 """
 
-from .checkpoints import Checkpoints as Checkpoints
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .checkpoints import Checkpoints as Checkpoints
+else:  # type checkers would accept any name
+
+    def __getattr__(name: str) -> object:
+        if name != "Checkpoints":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from .checkpoints import Checkpoints  # late: ranks of torch use the lock, and import no JAX
+
+        return Checkpoints

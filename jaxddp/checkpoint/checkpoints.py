@@ -29,15 +29,12 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
-import fcntl
 import functools
 import itertools
 import json
 import os
 import re
 import shutil
-import socket
 import sys
 import threading
 import time
@@ -60,6 +57,7 @@ from ..training.state_layout import Leaf
 from ..training.train import Trainer, TrainState
 from ..training.validation import check_alive
 from ..tree import named_leaves
+from .folder_lock import lock_folder, unlock_folder
 from .host_state import is_key, places_of, to_host, to_ranks, without_owned
 
 FORMAT = 1
@@ -81,7 +79,6 @@ _ENDS_WITHOUT_THREADS = (3, 12) <= sys.version_info < (3, 12, 3)
 _locks: dict[Path, Any] = {}  # of each folder: objects of this process and their threads take turns
 _unfinished: set[Checkpoints] = set()  # those that may still be writing
 _reserving: set[Checkpoints] = set()  # those that hold the lock of their folder until they are closed
-_writer_files: dict[Path, Any] = {}  # the locked file of each folder that this process writes to
 _numbers = itertools.count()  # of saves: the same in all processes
 
 
@@ -556,18 +553,11 @@ class Checkpoints:
             self._checkpointer.close()
 
     def _lock_folder(self) -> None:
-        if holder := _lock(self.directory):
-            raise ValueError(
-                f"directory (={str(self.directory)!r}) is being written to by {holder}: let that finish, or save into "
-                "another folder"
-            )
+        lock_folder(self.directory)
 
     def _unlock_folder(self) -> None:
         if not any(one.directory == self.directory for one in _unfinished | _reserving):
-            file = _writer_files.pop(self.directory, None)
-            if file is not None:
-                Path(file.name).unlink(missing_ok=True)
-                file.close()
+            unlock_folder(self.directory)
 
     @property
     def _where(self) -> str:
@@ -720,34 +710,6 @@ def _is_finite(name: str, array: np.ndarray) -> bool:
     """Whether a leaf has no NaN or infinity; scalars of an optimizer may, such as the best loss so far."""
     is_checked = array.ndim > 0 or name.startswith("params")
     return not is_checked or not jnp.issubdtype(array.dtype, jnp.floating) or bool(np.isfinite(array).all())
-
-
-def _lock(directory: Path) -> str:
-    """Locks a folder for this process; returns who else has locked it, "" if nobody.
-
-    The system drops the lock of a process that ends.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    while directory not in _writer_files:
-        file = open(directory / ".writer", "a+b", buffering=0)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            with file:
-                file.seek(0)
-                return file.read().decode(errors="replace") or "another process"
-        except OSError:
-            pass  # a file system without locks
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), os.stat(file.name)):  # else its holder has just removed it
-                file.truncate(0)
-                try:
-                    file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
-                except OSError:  # the disk is full
-                    file.close()
-                    raise
-                _writer_files[directory] = file
-    return ""
 
 
 def _describe(leaf: Any, where: Leaf, array: np.ndarray) -> Row:

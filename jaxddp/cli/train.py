@@ -40,16 +40,8 @@ def add_parser(commands: Any) -> None:
     _add(parser, "--compute-dtype", str, "compute and gather parameters in this dtype, and update float32 masters: "
          "bfloat16; float16 with a dynamic loss scale and --nonfinite skip", "float32 alone", "NAME")  # fmt: skip
     parser.add_argument("--simulate", action="store_true", help="simulate devices on the CPU even with accelerators")
-    _add(parser, "--checkpoint", str, "folder for checkpoints; the last step is always saved", "none is saved", "DIR")
-    _add(parser, "--checkpoint-every", int, "steps between checkpoints; 0: at the end only")
-    _add(parser, "--keep", int, "checkpoints to keep, the newest; of 1, none is left if training cannot go on from it")
     _add(parser, "--failed-save", str, "if a checkpoint cannot be written, as on a full disk: stop ends the run with "
          "status 2; continue says so and tries the next; the last has to be written", metavar="POLICY")  # fmt: skip
-    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint, with any number of "
-        "ranks and any strategy; from step 0 if --checkpoint holds none; ends with status 0 if all --steps are taken: "
-        "one command starts and restarts a run")  # fmt: skip
-    parser.add_argument("--allow-changes", action="store_true", help="with --resume: go on although learning rate, "
-        "clipping, optimizer, batch size, compression or compute dtype differ from the checkpoint's")  # fmt: skip
     _add(parser, "--nonfinite", str, "if loss or gradient become NaN or infinite: raise ends the run with status 3; "
         "stop does so too, and keeps the state before as STEP.nonfinite; skip goes on without the update",
          metavar="POLICY")  # fmt: skip
@@ -90,6 +82,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _add(parser, "--seed", int, "seed of the initial parameters and of the order of the text")
     _add(parser, "--eval-every", int, "steps between validations; 0: at the end only")
     _add(parser, "--eval-batches", int, "held-out batches of each validation")
+    _add(parser, "--checkpoint", str, "folder for checkpoints; the last step is always saved", "none is saved", "DIR")
+    _add(parser, "--checkpoint-every", int, "steps between checkpoints; 0: at the end only")
+    _add(parser, "--keep", int, "checkpoints to keep, the newest; of 1, none is left if training cannot go on from it")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint, with any number of "
+        "ranks and any strategy; from step 0 if --checkpoint holds none; ends with status 0 if all --steps are taken: "
+        "one command starts and restarts a run")  # fmt: skip
+    parser.add_argument("--allow-changes", action="store_true", help="with --resume: go on although learning rate, "
+        "clipping, optimizer, batch size, compression or compute dtype differ from the checkpoint's")  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int | None:
@@ -103,9 +103,7 @@ def run(arguments: argparse.Namespace) -> int | None:
 
     if arguments.max_restarts and arguments.processes is None:
         raise ValueError(f"max_restarts (={arguments.max_restarts}) must come with processes")
-    if arguments.max_restarts and options.checkpoint is not None and not options.resume:
-        raise ValueError(f"max_restarts (={arguments.max_restarts}) must come with resume where there is a checkpoint")
-    check_elastic(arguments)
+    check_restarts(arguments, options)
     if arguments.processes is not None and find_job() is None:  # the processes get the same command
 
         def fits(num_processes: int) -> bool:
@@ -127,6 +125,17 @@ def run(arguments: argparse.Namespace) -> int | None:
         print_line(f"error: {error}")
         return 4
     return None
+
+
+def check_restarts(arguments: argparse.Namespace, options: TrainOptions) -> None:
+    """Refuses restarts that would find a checkpoint and start at step 0.
+
+    Raises:
+        ValueError: If they come without ``resume``, or ``elastic`` without them.
+    """
+    if arguments.max_restarts and options.checkpoint is not None and not options.resume:
+        raise ValueError(f"max_restarts (={arguments.max_restarts}) must come with resume where there is a checkpoint")
+    check_elastic(arguments)
 
 
 def show(train: Callable[..., TrainSummary | None], options: TrainOptions, log_dir: str | None) -> None:

@@ -37,14 +37,12 @@ from ..training.replicas import ReplicaError
 from ..training.train import Trainer, TrainState
 from ..training.validation import abstract
 from .interrupts import Signalled, noted_signals
+from .resume import check_position, check_resumes, num_batches_of, position_of, set_aside, set_aside_after_error
 from .train_options import DEFAULT_SIMULATED_DEVICES, TrainOptions
 from .train_report import StepReport, TrainSummary, is_due
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoints import Checkpoints
-
-CHANGEABLE = ("learning_rate", "max_grad_norm", "optimizer", "batch_size", "compression", "compute_dtype")
-"""Options that change what a resumed run computes, which ``allow_changes`` allows."""
 
 
 def train(
@@ -121,7 +119,7 @@ def train(
             batch = corpus.batch(
                 num_batches, options.batch_size, seed=options.seed, rank=process, num_ranks=num_processes
             )
-            with _set_aside_after_error(checkpoints, step - 1, say):
+            with set_aside_after_error(checkpoints, step - 1, say):
                 (state, metrics), seconds = stopwatch(trainer.step, state, batch)
             num_batches += 1
             losses.append(float(metrics["loss"]))
@@ -155,9 +153,9 @@ def train(
             save_s = 0.0
             if checkpoints is not None and gives_up:
                 if saved_step == step - num_skips:
-                    _set_aside(checkpoints, saved_step, say)
+                    set_aside(checkpoints, saved_step, say)
                 else:
-                    position = _position(options, corpus, num_batches)
+                    position = position_of(options, corpus, num_batches)
                     checkpoints.save(trainer, state, data_position=position, set_aside=True)
                     say(f"the state before is kept as {step}.nonfinite in {options.checkpoint}")
             elif checkpoints is not None and is_saved:
@@ -167,14 +165,14 @@ def train(
                     checkpoints.wait()
                 is_final = is_last or step == options.steps
                 with _saying(say) if goes_on and not is_final else contextlib.nullcontext():
-                    position = _position(options, corpus, num_batches)
+                    position = position_of(options, corpus, num_batches)
                     save_s = stopwatch(functools.partial(checkpoints.save, data_position=position), trainer, state)[1]
             is_validated = not is_last and is_due(step, options.eval_every, options.steps)
             validation_loss = _mean_loss(trainer, state, held_out) if is_validated else None
             tokens_per_s = tokens_per_step / summarize(step_seconds[-20:]).median_ms * 1e3
             on_step(StepReport(step, losses[-1], validation_loss, tokens_per_s, save_s))
             if validation_loss is not None and not math.isfinite(validation_loss):
-                with _set_aside_after_error(checkpoints, step, say):
+                with set_aside_after_error(checkpoints, step, say):
                     raise FloatingPointError(f"validation loss (={validation_loss}) after step {step} must be finite")
             if is_last:
                 break
@@ -241,23 +239,6 @@ def _saying(say: Callable[[str], None]) -> Iterator[None]:
         say(f"{error}; going on")
 
 
-@contextlib.contextmanager
-def _set_aside_after_error(checkpoints: Checkpoints | None, step: int, say: Callable[[str], None]) -> Iterator[None]:
-    """After numbers that are not finite, sets the checkpoint aside that holds the state they came from."""
-    try:
-        yield
-    except FloatingPointError:
-        if checkpoints is not None:
-            _set_aside(checkpoints, step, say)
-        raise
-
-
-def _set_aside(checkpoints: Checkpoints, step: int, say: Callable[[str], None]) -> None:
-    """Renames the checkpoint of a state after which nothing was finite, so that a resumed run takes the one before."""
-    if name := checkpoints.set_aside(step):
-        say(f"no step from the checkpoint of step {step} is finite: renamed it to {name}")
-
-
 def _start(
     trainer: Trainer, params: Any, options: TrainOptions, corpus: Corpus, checkpoints: Any, say: Callable[[str], None]
 ) -> tuple[TrainState, int] | None:
@@ -269,27 +250,10 @@ def _start(
         if options.resume:
             say(f"no checkpoint in {options.checkpoint} yet: starting at step 0")
         return trainer.init(params, seed=options.seed), 0
-    if not options.resume:
-        raise ValueError(f"checkpoint (={options.checkpoint!r}) holds step {taken}: resume, or choose another folder")
+    check_resumes(options, taken)
     about = checkpoints.about()  # of the newest that is not damaged
     taken = about["step"]
-    saved, here = about["data_position"], _position(options, corpus, 0)
-    if not isinstance(saved, dict) or not {"examples", "seed", "text_bytes"} <= saved.keys() <= here.keys():
-        raise ValueError(f"data_position (={saved!r}) of the checkpoint of step {taken} must be one of this program")
-    for name in ("seed", "text_bytes", "text_crc32"):
-        if here[name] != saved.get(name, here[name]):
-            raise ValueError(
-                f"{name} (={here[name]}) must be {saved[name]}, as in the checkpoint, to go on in the data"
-            )
-    for name in CHANGEABLE:
-        if here[name] == saved.get(name, here[name]):
-            continue
-        if not options.allow_changes:
-            raise ValueError(
-                f"{name} (={here[name]}) must be {saved[name]}, as in the checkpoint of step {taken}: "
-                "set allow_changes to go on with it"
-            )
-        say(f"changed at step {taken}: {name} from {saved[name]} to {here[name]}")
+    check_position(about["data_position"], position_of(options, corpus, 0), options, taken, say)
     state, saved = checkpoints.restore(trainer, params)
     if taken != int(state.step):  # its arrays are damaged
         taken = int(state.step)
@@ -297,17 +261,9 @@ def _start(
     if taken >= options.steps:
         say(f"complete: the checkpoint in {options.checkpoint} has taken {taken} of {options.steps} steps")
         return None
-    if saved["examples"] % options.batch_size:
-        raise ValueError(f"batch_size (={options.batch_size}) must divide the examples taken (={saved['examples']})")
+    num_batches = num_batches_of(saved, options)
     say(f"resumed at step {taken}, which {about['strategy']} saved on {about['num_ranks']} ranks")
-    return state, saved["examples"] // options.batch_size
-
-
-def _position(options: TrainOptions, corpus: Corpus, num_batches: int) -> dict[str, Any]:
-    """The position in the data, the number of examples taken from this order of this text, and how they were used."""
-    text = {"seed": options.seed, "text_bytes": corpus.num_bytes, "text_crc32": corpus.crc32}
-    settings = {name: getattr(options, name) for name in CHANGEABLE}
-    return {"examples": num_batches * options.batch_size, **text, **settings}
+    return state, num_batches
 
 
 def _is_signalled(signals: list[int], step: int) -> bool:

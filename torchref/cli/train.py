@@ -8,8 +8,8 @@ from dataclasses import fields
 from typing import Any
 
 from jaxddp.cli.interrupts import ended_by_interrupts
-from jaxddp.cli.launch import launch
-from jaxddp.cli.train import add_options, show
+from jaxddp.cli.launch import add_max_restarts, launch
+from jaxddp.cli.train import add_options, check_restarts, show
 from jaxddp.cli.train_options import DEFAULT_SIMULATED_DEVICES, TrainOptions
 from jaxddp.processes.job import find_job, visible_gpus
 
@@ -27,6 +27,7 @@ def add_parser(commands: Any) -> None:
     add_options(parser)
     parser.add_argument("--ranks", "--devices", "--processes", type=int, dest="devices", metavar="N", help="number of "
         f"ranks (default: those of the job, every GPU, or {DEFAULT_SIMULATED_DEVICES} processes)")  # fmt: skip
+    add_max_restarts(parser)
     parser.add_argument("--simulate", action="store_true", help="train on the CPU even with GPUs")
     parser.set_defaults(run=run)
 
@@ -36,9 +37,11 @@ def run(arguments: argparse.Namespace) -> int | None:
 
     Raises:
         KeyboardInterrupt: After an interrupt, with the number of steps taken.
+        Signalled: After another signal, likewise.
     """
-    here = {field.name for field in fields(TrainOptions)} & vars(arguments).keys()  # all but those of checkpoints
+    here = {field.name for field in fields(TrainOptions)} & vars(arguments).keys()
     options = TrainOptions(**{name: getattr(arguments, name) for name in here})
+    check_restarts(arguments, options)
 
     with ended_by_interrupts():
         from .train_loop import check, train  # late, so that the help needs no torch
@@ -48,7 +51,12 @@ def run(arguments: argparse.Namespace) -> int | None:
         num_ranks = options.devices or num_gpus or DEFAULT_SIMULATED_DEVICES
         options.check_batch_size(num_ranks)
         check(options)
-        return launch(["-m", "torchref", *sys.argv[1:]], num_ranks)  # the processes get the same command
+
+        def fits(num_processes: int) -> bool:
+            return options.batch_size % (num_processes * options.microbatches) == 0
+
+        command = ["-m", "torchref", *sys.argv[1:]]  # the processes get the same
+        return launch(command, num_ranks, None, arguments.max_restarts, fits if arguments.elastic else None)
     with ended_by_interrupts():
         show(train, options, arguments.log_dir)
     return None

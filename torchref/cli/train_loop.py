@@ -6,8 +6,11 @@ returns a summary. A step trains on ``batch_size x context`` tokens, split evenl
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import math
+import signal
 import zipfile
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +19,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from jaxddp.cli.interrupts import Signalled, noted_signals
+from jaxddp.cli.resume import check_position, check_resumes, num_batches_of, position_of, set_aside_after_error
 from jaxddp.cli.train_options import TrainOptions
 from jaxddp.cli.train_report import StepReport, TrainSummary, is_due
 from jaxddp.processes.job import find_job
@@ -23,7 +28,8 @@ from jaxddp.processes.watchdog import begin_step, end_step
 from jaxddp.training import data
 from jaxddp.training.clock import stopwatch, summarize
 
-from ..agreement import check_alike
+from ..agreement import check_alike, group_device
+from ..checkpoint import Checkpoints
 from ..communication.collectives import record
 from ..communication.compression import make_compression
 from ..interop import from_numpy
@@ -40,13 +46,17 @@ def train(
     options: TrainOptions,
     say: Callable[[str], None] = lambda text: None,
     on_step: Callable[[StepReport], None] = lambda report: None,
-) -> TrainSummary:
+) -> TrainSummary | None:
     """Trains a language model.
+
+    Returns:
+        The summary; None if a resumed run has already taken all its steps.
 
     Raises:
         ValueError: If the options do not fit together, the data or the job.
-        OSError: If the data or the weights cannot be read.
+        OSError: If the data or the weights cannot be read, or a checkpoint cannot be written.
         FloatingPointError: If the loss, the gradient or the validation loss is not finite.
+        Signalled: After one of ``SIGNALS``, once the step is finished and saved.
     """
     config = options.config
     corpus = data.Corpus(options.data, context=config.context)
@@ -83,21 +93,50 @@ def train(
     tokens_per_step = options.batch_size * config.context
     losses, step_seconds = [], []
     validation_loss: float | None = None
-    for step in range(1, options.steps + 1):
-        batch = corpus.batch(step - 1, options.batch_size, seed=options.seed, rank=rank, num_ranks=num_ranks)
-        with record() as issued:
-            metrics, seconds = stopwatch(_step, trainer, to_device(batch), wait=wait)
-        losses.append(metrics["loss"])
-        norm = metrics["grad_norm"]
-        if not (math.isfinite(losses[-1]) and math.isfinite(norm)):  # the same on all ranks
-            raise FloatingPointError(f"loss (={losses[-1]}) and gradient norm (={norm}) of step {step} must be finite")
-        step_seconds.append(seconds)
-        is_validated = is_due(step, options.eval_every, options.steps)
-        validation_loss = _mean_loss(net, held_out) if is_validated else None
-        tokens_per_s = tokens_per_step / summarize(step_seconds[-20:]).median_ms * 1e3
-        on_step(StepReport(step, losses[-1], validation_loss, tokens_per_s))
-        if validation_loss is not None and not math.isfinite(validation_loss):
-            raise FloatingPointError(f"validation loss (={validation_loss}) after step {step} must be finite")
+    with contextlib.ExitStack() as stack:
+        checkpoints = None
+        if options.checkpoint is not None:
+            checkpoints = stack.enter_context(Checkpoints(options.checkpoint, keep=options.keep, warn=say))
+        started = _start(trainer, options, corpus, checkpoints, say)
+        if started is None:
+            dist.destroy_process_group()
+            return None
+        step, num_batches = started
+        first_step = step + 1
+        signals = stack.enter_context(noted_signals(is_in_job=False))
+        while step < options.steps:
+            step += 1
+            batch = corpus.batch(num_batches, options.batch_size, seed=options.seed, rank=rank, num_ranks=num_ranks)
+            with set_aside_after_error(checkpoints, step - 1, say):
+                with record() as issued:
+                    metrics, seconds = stopwatch(_step, trainer, to_device(batch), wait=wait)
+                loss, norm = metrics["loss"], metrics["grad_norm"]
+                if not (math.isfinite(loss) and math.isfinite(norm)):  # the same on all ranks
+                    raise FloatingPointError(
+                        f"loss (={loss}) and gradient norm (={norm}) of step {step} must be finite"
+                    )
+            num_batches += 1
+            losses.append(loss)
+            step_seconds.append(seconds)
+            is_last = step < options.steps and _is_signalled(signals)
+            save_s = 0.0
+            if checkpoints is not None and (is_last or is_due(step, options.checkpoint_every, options.steps)):
+                save = functools.partial(checkpoints.save, data_position=position_of(options, corpus, num_batches))
+                save_s = stopwatch(save, trainer, step, wait=wait)[1]
+            is_validated = not is_last and is_due(step, options.eval_every, options.steps)
+            validation_loss = _mean_loss(net, held_out) if is_validated else None
+            tokens_per_s = tokens_per_step / summarize(step_seconds[-20:]).median_ms * 1e3
+            on_step(StepReport(step, loss, validation_loss, tokens_per_s, save_s))
+            if validation_loss is not None and not math.isfinite(validation_loss):
+                with set_aside_after_error(checkpoints, step, say):
+                    raise FloatingPointError(f"validation loss (={validation_loss}) after step {step} must be finite")
+            if is_last:
+                break
+        if checkpoints is not None:
+            say(f"checkpoints in {options.checkpoint}: steps {', '.join(map(str, checkpoints.steps()))}")
+    if is_last:
+        dist.destroy_process_group()
+        raise Signalled(signals[0] if signals else signal.SIGTERM)
 
     summary = TrainSummary(
         options=options,
@@ -115,6 +154,7 @@ def train(
         validation_loss=validation_loss,
         num_validation_bytes=num_ranks * sum(batch["targets"].numel() for batch in held_out),
         step_timings=summarize(step_seconds),
+        first_step=first_step,
     )
     dist.destroy_process_group()
     return summary
@@ -141,6 +181,43 @@ def describe_devices(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{num_ranks} x {torch.cuda.get_device_name(device)}"
     return "1 CPU device" if num_ranks == 1 else f"{num_ranks} CPU devices of {num_ranks} processes"
+
+
+def _start(
+    trainer: Trainer,
+    options: TrainOptions,
+    corpus: data.Corpus,
+    checkpoints: Checkpoints | None,
+    say: Callable[[str], None],
+) -> tuple[int, int] | None:
+    """Restores the newest checkpoint; gives the steps and batches before it, None if no steps are left to take."""
+    if checkpoints is None:
+        return 0, 0
+    checkpoints.reserve()
+    taken = checkpoints.latest_step()
+    if taken is None:
+        if options.resume:
+            say(f"no checkpoint in {options.checkpoint} yet: starting at step 0")
+        return 0, 0
+    check_resumes(options, taken)
+    about = checkpoints.about()  # of the newest that is not damaged
+    check_position(about["data_position"], position_of(options, corpus, 0), options, about["step"], say)
+    step, saved = checkpoints.restore(trainer)
+    if step != about["step"]:  # its tensors are damaged
+        about = checkpoints.about(step)
+    if step >= options.steps:
+        say(f"complete: the checkpoint in {options.checkpoint} has taken {step} of {options.steps} steps")
+        return None
+    num_batches = num_batches_of(saved, options)
+    say(f"resumed at step {step}, which {about['strategy']} saved on {about['num_ranks']} ranks")
+    return step, num_batches
+
+
+def _is_signalled(signals: list[int]) -> bool:
+    """Whether the run ends after this step: if any rank was told to."""
+    told = torch.tensor([len(signals)], device=group_device())
+    dist.all_reduce(told)
+    return bool(told)
 
 
 def _step(trainer: Trainer, batch: Batch) -> dict[str, float]:

@@ -2,6 +2,11 @@
 
 import contextlib
 import os
+import re
+import signal
+import subprocess
+import sys
+import time
 from unittest import mock
 
 import numpy as np
@@ -11,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from jaxddp.cli.train_options import TrainOptions
+from jaxddp.cli.train_test import ranks_of
 from jaxddp.sizes import SIZES, TransformerConfig
 from torchref.__main__ import main
 from torchref.cli.train_loop import _load_weights, train
@@ -35,7 +41,9 @@ BAD_INPUT = {
     "train --devices 2": "devices (=2) must be the job's processes (=1), a rank each",
     "train --compression zip": "unknown compression 'zip': one of none, noop, bf16, fp16, powersgd:RANK",
     "train --weights /no/where": "[Errno 2] No such file or directory: '/no/where'",
-    "train --resume": "unrecognized arguments: --resume",
+    "train --resume": "resume (=True) must come with checkpoint, the folder to go on from",
+    "train --elastic": "elastic (=True) must come with max_restarts",
+    "train --max-restarts 1 --checkpoint ck": "max_restarts (=1) must come with resume where there is a checkpoint",
 }
 
 
@@ -117,6 +125,105 @@ def validate_nan_on_rank(*arguments):
 def test_a_validation_that_is_not_finite_ends_the_run(ranks, text, tmp_path):
     with pytest.raises(RankError, match=r"FloatingPointError: validation loss \(=nan\) after step 1 must be finite"):
         ranks.run(validate_nan_on_rank, str(tmp_path), free_port(), {"steps": 1, "batch_size": 8}, num_ranks=2)
+
+
+CHECKPOINT = {"batch_size": 6, "learning_rate": 3e-2, "eval_every": 0, "max_grad_norm": 1.0}
+
+
+def newest(folder):
+    path = max((path for path in folder.glob("*.npz") if path.stem.isdecimal()), key=lambda path: int(path.stem))
+    with np.load(path, allow_pickle=False) as archive:
+        return int(path.stem), {name: archive[name] for name in archive.files if name != "about"}
+
+
+def test_a_run_goes_on_under_another_strategy_on_other_ranks(ranks, text, tmp_path):
+    def run(folder, num_ranks, **options):
+        options = CHECKPOINT | {"checkpoint": str(tmp_path / folder), "resume": True} | options
+        return ranks.run(run_on_rank, str(tmp_path), free_port(), options, num_ranks=num_ranks)[0]
+
+    run("whole", 1, strategy="flat", steps=8)
+    run("parts", 2, strategy="zero1", steps=3, checkpoint_every=2, keep=2)
+    assert sorted(path.name for path in (tmp_path / "parts").glob("*.npz")) == ["2.npz", "3.npz"]
+    summary, reports = run("parts", 3, strategy="zero3", steps=8, checkpoint_every=0)
+    assert summary.first_step == 4 and [report.step for report in reports] == [4, 5, 6, 7, 8]
+    assert run("parts", 2, strategy="zero2", steps=8) == (None, [])  # nothing is left to do
+    (step, expected), (other, found) = newest(tmp_path / "whole"), newest(tmp_path / "parts")
+    assert step == other == 8 and found.keys() == expected.keys()
+    for name in found:  # float32: the order of sums, through Adam's small moments
+        np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=2e-4 if "params" in name else 1e-2)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"resume": False}, r"checkpoint \(='.*'\) holds step 2: resume, or choose another folder"),
+        ({"learning_rate": 0.5}, r"learning_rate \(=0.5\) must be 0.03, as in the checkpoint of step 2: set allow_cha"),
+        ({"seed": 4}, r"seed \(=4\) must be 0, as in the checkpoint, to go on in the data"),
+    ],
+)
+def test_a_run_with_other_options_is_refused_on_all_ranks(ranks, text, tmp_path, options, expected):
+    first = CHECKPOINT | {"checkpoint": str(tmp_path / "ck"), "steps": 2}
+    ranks.run(run_on_rank, str(tmp_path), free_port(), first, num_ranks=2)
+    with pytest.raises(RankError, match=f"ValueError: {expected}"):
+        ranks.run(run_on_rank, str(tmp_path), free_port(), first | {"resume": True, "steps": 4} | options, num_ranks=2)
+
+
+def test_numbers_that_are_not_finite_replace_no_checkpoint(ranks, text, tmp_path):
+    options = {"batch_size": 8, "checkpoint": str(tmp_path / "ck"), "checkpoint_every": 1, "eval_every": 0}
+    ranks.run(run_on_rank, str(tmp_path), free_port(), options | {"steps": 2}, num_ranks=2)
+    more = {"resume": True, "allow_changes": True, "optimizer": "adamw", "learning_rate": 1e15, "steps": 9}
+    with pytest.raises(RankError, match=r"FloatingPointError: loss \(=.*\) and gradient norm \(=.*\) of step \d"):
+        ranks.run(run_on_rank, str(tmp_path), free_port(), options | more, num_ranks=2)
+    step, found = newest(tmp_path / "ck")
+    assert all(np.isfinite(array).all() for array in found.values())
+    assert list((tmp_path / "ck").glob("*.nonfinite.npz")) and step >= 1
+
+
+TRAIN = [sys.executable, "-m", "torchref", "train"]
+ARGUMENTS = "--ranks 2 --model byte_shallow --steps 16 --batch-size 2 --checkpoint-every 4 --eval-batches 1 --resume"
+
+
+def wait_for(path, seconds=100):
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} does not come"
+        time.sleep(0.05)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_run_that_loses_a_rank_is_started_again_and_ends_as_one_that_did_not(tmp_path, number):
+    arguments = f"{ARGUMENTS} --max-restarts 1 --stuck-s 10 --log-dir {tmp_path}/logs --checkpoint".split()
+    assert subprocess.run([*TRAIN, *arguments, tmp_path / "whole"], timeout=250, check=False).returncode == 0
+    lost = tmp_path / "lost"
+    with subprocess.Popen([*TRAIN, *arguments, lost], stderr=subprocess.PIPE, text=True) as process:
+        wait_for(lost / "4.npz")
+        os.kill(ranks_of(lost)[1], number)
+        _, error = process.communicate(timeout=250)
+    assert process.returncode == 0, error
+    noticed = r"process 1 (is gone|has not answered for 10 s), its last step \d+: process 0 ends"  # by the watchdog
+    assert re.search(rf"{noticed}|exitcode: -9\) local_rank: 1", error), error  # or by torchrun's agent
+    assert not ranks_of(lost)
+    (step, expected), (other, found) = newest(tmp_path / "whole"), newest(lost)
+    assert step == other == 16 and found.keys() == expected.keys()
+    for name in found:  # the same program on the same ranks: the same bits
+        np.testing.assert_array_equal(found[name], expected[name])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_ends_a_run_once_it_is_saved(tmp_path, number):
+    arguments = f"{ARGUMENTS} --log-dir {tmp_path}/logs --checkpoint".replace("--steps 16", "--steps 100000").split()
+    with subprocess.Popen(
+        [*TRAIN, *arguments, tmp_path / "ck"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        wait_for(tmp_path / "ck" / "4.npz")
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=100)
+    assert process.returncode == 128 + number, output
+    steps = re.findall(rf"ended by {signal.Signals(number).name} after (\d+) of 100000 steps", output)
+    assert len(steps) == 2 and len(set(steps)) == 1, output
+    assert newest(tmp_path / "ck")[0] == int(steps[0])
 
 
 def free_port():

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -174,13 +174,23 @@ class FSDP(Replicated):
             names.
         """
         full = super().gather_full_params()
+        for prefix, shards in self._named_shards():
+            full.update((f"{prefix}{name}", tensor) for name, tensor in shards.gather_masters().items())
+        return full
+
+    def full_shapes(self) -> dict[str, torch.Size]:
+        """The original shapes of the sharded parameters, by name within the module, under each of their names."""
+        specs = (
+            (f"{prefix}{name}", one) for prefix, shards in self._named_shards() for name, one in shards.specs.items()
+        )
+        return {name: torch.Size(spec.shape) for name, spec in specs}
+
+    def _named_shards(self) -> Iterator[tuple[str, Shards]]:
+        """The shards of each unit, with what comes before the parameters' names in it."""
         for prefix, module in self.module.named_modules(remove_duplicate=False):
             unit = self._units.get(module)
             if unit is not None and unit.shards is not None:
-                full.update(
-                    (f"{prefix}.{name}".lstrip("."), tensor) for name, tensor in unit.shards.gather_masters().items()
-                )
-        return full
+                yield prefix and f"{prefix}.", unit.shards
 
     def _planned_collectives(self, num_microbatches: int) -> list[tuple[str, int]]:
         """The collectives if all units run once, in order, on inputs that need a gradient."""

@@ -1,0 +1,333 @@
+"""Checkpoints of any strategy on any number of ranks: what they restore, and what is left when something fails."""
+
+import json
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import torchref
+from torchref.checkpoint import Checkpoints
+from torchref.communication.compression import make_compression
+from torchref.registry import STRATEGIES, make_strategy
+
+NUM_STEPS, SAVED_AT = 6, 3
+
+
+class Model(nn.Module):
+    """Linears, one of them tied and one frozen; uneven sizes; a scalar; a buffer that training changes."""
+
+    def __init__(self, bias=True):
+        super().__init__()
+        self.first = nn.Linear(5, 7, bias=bias, dtype=torch.float64)
+        self.norm = nn.BatchNorm1d(7, dtype=torch.float64)
+        self.last = nn.Linear(7, 5, dtype=torch.float64)
+        self.tied = nn.Linear(5, 7, bias=False, dtype=torch.float64)
+        self.tied.weight = self.first.weight
+        self.frozen = nn.Linear(7, 7, dtype=torch.float64).requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+
+    def forward(self, x):
+        hidden = self.norm(self.frozen(torch.tanh(self.first(x))))
+        return self.last(torch.tanh(hidden) * self.scale + self.tied(x))
+
+
+def trainer_of(strategy, seed=0, optimizer_cls=torch.optim.AdamW, model=Model, **options):
+    torch.manual_seed(seed)
+    module, settings = model(), {"lr": 0.02} | ({"momentum": 0.9} if optimizer_cls is torch.optim.SGD else {})
+    if STRATEGIES[strategy].owns_optimizer:
+        net = make_strategy(strategy, module, optimizer_cls=optimizer_cls, **options, **settings)
+        return torchref.Trainer(loss_fn, net, net)
+    net = make_strategy(strategy, module, **options)
+    return torchref.Trainer(loss_fn, optimizer_cls([p for p in net.parameters() if p.requires_grad], **settings), net)
+
+
+def loss_fn(net, batch):
+    return (net(batch["x"]) - batch["y"]).square().mean()
+
+
+def take_steps(trainer, first, last):
+    for step in range(first, last):
+        x, y = (torch.from_numpy(rows) for rows in np.random.default_rng(step).normal(size=(2, 6, 5)))
+        trainer.step({"x": x, "y": y})  # the same on all ranks, as BatchNorm's statistics are of a rank's rows
+
+
+def weights_of(trainer):
+    found = {name: tensor.double().numpy() for name, tensor in trainer.net.gather_full_params().items()}
+    return found | {name: buffer.double().numpy() for name, buffer in trainer.net.module.named_buffers()}
+
+
+# On the ranks
+
+
+def train_and_save(folder, strategy, options):
+    trainer = trainer_of(strategy, **options)
+    with Checkpoints(folder) as checkpoints:
+        take_steps(trainer, 0, SAVED_AT)
+        checkpoints.save(trainer, SAVED_AT, data_position={"examples": 36})
+    take_steps(trainer, SAVED_AT, NUM_STEPS)
+    return weights_of(trainer)
+
+
+def resume(folder, strategy, options):
+    trainer = trainer_of(strategy, seed=1, **options)  # other weights
+    with Checkpoints(folder) as checkpoints:
+        found = checkpoints.restore(trainer)
+    assert found == (SAVED_AT, {"examples": 36})
+    take_steps(trainer, SAVED_AT, NUM_STEPS)
+    return weights_of(trainer)
+
+
+def error_of(folder, strategy, options, function):
+    with Checkpoints(folder) as checkpoints:
+        try:
+            function(checkpoints, trainer_of(strategy, **options))
+        except (ValueError, OSError, FloatingPointError) as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def restore_one(checkpoints, trainer):
+    checkpoints.restore(trainer)
+
+
+def save_nan(checkpoints, trainer):
+    with torch.no_grad():
+        trainer.net.module.last.bias[2] = torch.nan
+    checkpoints.save(trainer, 9)
+
+
+def save_on_full_disk(checkpoints, trainer):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        checkpoints.save(trainer, 9)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def save_earlier(checkpoints, trainer):
+    checkpoints.save(trainer, SAVED_AT)
+
+
+def save_many(folder):
+    trainer = trainer_of("zero1")
+    with Checkpoints(folder, keep=2) as checkpoints:
+        for step in (1, 2, 30, 4000):
+            take_steps(trainer, step, step + 1)
+            checkpoints.save(trainer, step)
+        return checkpoints.steps(), checkpoints.set_aside(2), checkpoints.set_aside(4000), checkpoints.steps()
+
+
+def compressed(folder, is_resumed):
+    trainer = trainer_of("bucketed", seed=3 * is_resumed, compression=make_compression("powersgd:1"))
+    with Checkpoints(folder) as checkpoints:
+        if is_resumed:
+            checkpoints.restore(trainer)
+        else:
+            take_steps(trainer, 0, SAVED_AT)
+            checkpoints.save(trainer, SAVED_AT)
+    residual = sum(float(memory.error.abs().sum()) for memory in trainer.net.memory.values())
+    take_steps(trainer, SAVED_AT, NUM_STEPS)
+    return weights_of(trainer), residual
+
+
+def in_bfloat16(folder):
+    trainer = trainer_of("bucketed", model=lambda: Model().bfloat16())
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(trainer, 1)
+        other = trainer_of("zero2", seed=5, model=lambda: Model().bfloat16())
+        checkpoints.restore(other)
+    ours, theirs = weights_of(trainer), weights_of(other)
+    return max(float(np.abs(ours[name] - theirs[name]).max()) for name in ours if name != "norm.num_batches_tracked")
+
+
+# Tests
+
+PAIRS = [("bucketed", 2, "zero1", 3), ("zero1", 2, "zero3", 1), ("zero3", 3, "zero2", 2), ("zero2", 1, "naive", 2),
+         ("flat", 3, "zero3", 2), ("zero3", 2, "overlapped", 3)]  # fmt: skip
+
+
+@pytest.mark.parametrize("optimizer_cls", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize(("first", "num_ranks", "second", "num_others"), PAIRS)
+def test_a_resumed_run_ends_as_the_undisturbed_one(
+    ranks, tmp_path, first, num_ranks, second, num_others, optimizer_cls
+):
+    options = {"optimizer_cls": optimizer_cls}
+    expected = ranks.run(train_and_save, str(tmp_path), first, options, num_ranks=num_ranks)[0]
+    for found in ranks.run(resume, str(tmp_path), second, options, num_ranks=num_others):
+        assert found.keys() == expected.keys()
+        for name in expected:  # float64: only the order of sums differs
+            np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=1e-12)
+    assert np.abs(expected["first.weight"] - Model().first.weight.detach().numpy()).max() > 1e-2
+
+
+@pytest.fixture
+def saved(ranks, tmp_path):
+    ranks.run(train_and_save, str(tmp_path), "zero1", {}, num_ranks=2)
+    return tmp_path
+
+
+def test_the_file_is_an_archive_that_numpy_reads(saved):
+    assert os.listdir(saved) == [f"{SAVED_AT}.npz"]
+    with np.load(saved / f"{SAVED_AT}.npz", allow_pickle=False) as archive:
+        about = json.loads(archive["about"].tobytes())
+        assert archive["params.first.weight"].shape == archive["state.exp_avg.first.weight"].shape == (7, 5)
+        assert archive["buffers.norm.running_mean"].shape == (7,) and archive["state.step.scale"] == SAVED_AT
+    assert (about["strategy"], about["num_ranks"], about["step"]) == ("zero1", 2, SAVED_AT)
+    assert Checkpoints(saved).about()["data_position"] == {"examples": 36}
+
+
+def test_other_models_and_optimizers_are_refused(ranks, saved):
+    where = f"checkpoint of step {SAVED_AT} in '{saved}'"
+    for options, expected in (
+        (
+            {"model": OtherModel},
+            f"{where} is of another model: params.first.bias is torch.float64 (7,) there and missing here",
+        ),
+        ({"optimizer_cls": torch.optim.SGD}, f"{where} is of another optimizer: AdamW there and SGD here"),
+        ({"optimizer_cls": torch.optim.Adam}, ""),  # keeps the same state
+    ):
+        for strategy in ("zero3", "bucketed"):
+            found = ranks.run(error_of, str(saved), strategy, options, restore_one, num_ranks=2)
+            assert found == [expected and f"ValueError: {expected}"] * 2
+
+
+class OtherModel(Model):
+    def __init__(self):
+        super().__init__(bias=False)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (save_nan, "FloatingPointError: state of step 9 must be finite to be saved: params.last.bias are not"),
+        (save_earlier, f"ValueError: step (={SAVED_AT}) must be above {SAVED_AT}, that of the newest checkpoint in"),
+    ],
+)
+def test_a_refused_save_leaves_what_is_there_on_all_ranks(ranks, saved, function, expected):
+    found = ranks.run(error_of, str(saved), "bucketed", {}, function, num_ranks=2)
+    assert all(one.startswith(expected) for one in found)
+    assert Checkpoints(saved).steps() == [SAVED_AT] and os.listdir(saved) == [f"{SAVED_AT}.npz"]
+
+
+def test_a_full_disk_is_one_error_on_all_ranks_and_leaves_no_partial_file(ranks, tmp_path):
+    found = ranks.run(error_of, str(tmp_path), "bucketed", {}, save_on_full_disk, num_ranks=2)
+    assert found == [f"OSError: checkpoint of step 9 in '{tmp_path}' was not saved: File too large"] * 2
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_newest_are_kept_and_one_is_set_aside(ranks, tmp_path):
+    others = {"1.npz": b"not ours", "x.npz": b"nor this", "notes.txt": b"nor that"}
+    for name, content in others.items():
+        (tmp_path / name).write_bytes(content)
+    before, middle, renamed, after = ranks.run(save_many, str(tmp_path / "a"), num_ranks=2)[0]
+    assert (before, middle, renamed, after) == ([30, 4000], None, "4000.nonfinite.npz", [30])
+    shutil.copy(tmp_path / "a" / "30.npz", tmp_path / "30.npz")
+    (tmp_path / "31.npz").write_bytes(b"nor this one")
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        module = nn.Linear(2, 2)
+        checkpoints.save(torchref.Trainer(loss_fn, torch.optim.SGD(module.parameters(), lr=0.1), module), 40)
+    assert {one: (tmp_path / one).read_bytes() for one in others} == others
+    assert {path.name for path in tmp_path.glob("*.npz")} == {"1.npz", "x.npz", "31.npz", "40.npz"}
+
+
+def test_a_second_job_is_refused(ranks, tmp_path):
+    child = "import sys; from jaxddp.checkpoint.folder_lock import lock_folder; from pathlib import Path; "
+    child += "lock_folder(Path(sys.argv[1])); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", child, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+    ) as other:  # fmt: skip
+        other.stdout.readline()
+        found = ranks.run(error_of, str(tmp_path), "flat", {}, save_earlier, num_ranks=2)
+        other.stdin.close()
+    holder = f"process {other.pid} on {os.uname().nodename}"
+    expected = f"ValueError: directory (='{tmp_path}') is being written to by {holder}: let that finish, or save into"
+    assert found == [f"{expected} another folder"] * 2
+
+
+def test_residuals_of_powersgd_go_on(ranks, tmp_path):
+    before = ranks.run(compressed, str(tmp_path), False, num_ranks=2)
+    after = ranks.run(compressed, str(tmp_path), True, num_ranks=2)
+    for name in before[0][0]:  # the ranks' residuals are evened out: float64, the order of sums
+        np.testing.assert_allclose(after[0][0][name], before[0][0][name], rtol=0, atol=1e-12)
+    assert after[0][1] > 1e-3
+
+
+def test_bfloat16_is_kept_bit_for_bit(ranks, tmp_path):
+    assert ranks.run(in_bfloat16, str(tmp_path), num_ranks=2) == [0.0, 0.0]
+
+
+def test_no_damaged_file_is_accepted_and_an_older_one_is_taken(tmp_path):
+    """Bytes flipped, cut and repeated anywhere: what is read is what was written, or one line."""
+    torch.manual_seed(0)
+    module = nn.Linear(3, 2)
+    trainer = torchref.Trainer(loss_fn, torch.optim.SGD(module.parameters(), lr=0.1), module)
+    warnings = []
+    checkpoints = Checkpoints(tmp_path, warn=warnings.append)
+    checkpoints.save(trainer, 1)
+    checkpoints.save(trainer, 2)
+    expected, path = module.weight.detach().clone(), tmp_path / "2.npz"
+    sound, rng = path.read_bytes(), random.Random(0)
+    num_refused = 0
+    for _ in range(300):
+        data, at = bytearray(sound), rng.randrange(len(sound))
+        kind = rng.randrange(3)
+        if kind == 0:
+            data[at] ^= 1 << rng.randrange(8)
+        elif kind == 1:
+            del data[at : at + rng.randrange(1, 200)]
+        else:
+            data[at:at] = data[at : at + rng.randrange(1, 200)]
+        path.write_bytes(data)
+        with torch.no_grad():
+            module.weight.zero_()
+        try:
+            checkpoints.restore(trainer, step=2)
+        except ValueError as error:
+            assert str(error).count("\n") == 0 and f"in '{tmp_path}'" in str(error)
+            num_refused += 1
+            assert checkpoints.restore(trainer)[0] == 1
+        torch.testing.assert_close(module.weight.detach(), expected, rtol=0, atol=0)
+    assert num_refused > 100
+    assert warnings == [f"checkpoint of step 2 in '{tmp_path}' is damaged or half-written: took step 1"]
+    checkpoints.save(trainer, 2)  # the damaged file makes way, and is kept
+    assert sorted(os.listdir(tmp_path)) == [".writer", "1.npz", "2.damaged", "2.npz"][not checkpoints._is_reserved :]
+
+
+def test_a_pipe_and_a_foreign_archive_are_refused(tmp_path):
+    os.mkfifo(tmp_path / "3.npz")
+    with zipfile.ZipFile(tmp_path / "2.npz", "w") as archive:
+        archive.writestr("about.npy", b"no array")
+    checkpoints = Checkpoints(tmp_path)
+    for step in (2, 3):
+        with pytest.raises(ValueError, match=f"^checkpoint of step {step} in .* is damaged or half-written: remove it"):
+            checkpoints.about(step)
+
+
+BAD = {
+    "keep (=0) must be a positive integer": lambda folder: Checkpoints(folder, keep=0),
+    "directory (='') must name a folder": lambda folder: Checkpoints(""),
+    "directory (=3) must be a path": lambda folder: Checkpoints(3),
+    "step (=-1) must be an integer and not negative": lambda folder: Checkpoints(folder).save(None, -1),
+    "data_position (={1}) must be JSON": lambda folder: Checkpoints(folder).save(None, 1, data_position={1}),
+    "no checkpoint in": lambda folder: Checkpoints(folder).about(),
+    "no checkpoint of step 4 in": lambda folder: Checkpoints(folder).about(4),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_arguments_are_one_line(tmp_path, message):
+    with pytest.raises(ValueError) as raised:
+        BAD[message](tmp_path)
+    assert str(raised.value).startswith(message) and "\n" not in str(raised.value)
