@@ -98,9 +98,10 @@ def test_the_twin_imports_only_what_needs_no_framework():
     imported = {name for path in modules_of("torchref").values() for name in imports_of(path, modules)}
     ours = {name for name in imported if not name.startswith("torchref")}
     cli = {
-        f"jaxddp.cli.{name}" for name in ("interrupts", "launch", "parser", "train", "train_options", "train_report")
+        f"jaxddp.cli.{name}"
+        for name in ("interrupts", "launch", "parser", "resume", "train", "train_options", "train_report")
     }
     data = {"jaxddp.training.clock", "jaxddp.training.data"}
-    core = {"communication.buckets", "communication.owners", "sizes"}
+    core = {"checkpoint.folder_lock", "communication.buckets", "communication.owners", "sizes"}
     core |= {f"processes.{name}" for name in ("job", "roll_call", "stderr", "torchrun", "watchdog")}
-    assert ours - {"jaxddp", "jaxddp.training"} == cli | data | {f"jaxddp.{name}" for name in core}
+    assert ours - {"jaxddp", "jaxddp.checkpoint", "jaxddp.training"} == cli | data | {f"jaxddp.{name}" for name in core}
