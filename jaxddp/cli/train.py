@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 from ..processes.job import Job, find_job
 from ..processes.stderr import print_line
+from ..processes.watchdog import name_log
 from .interrupts import Signalled, ended_by_interrupts
 from .launch import add_max_restarts, check_elastic, launch
 from .quiet import import_jax
@@ -177,4 +178,5 @@ def _add(
 def _open_log(folder: str | None, job: Job) -> TextIO:
     path = Path(folder or f"runs/job-{job.port}", f"rank-{job.process_id}.log")
     path.parent.mkdir(parents=True, exist_ok=True)
+    name_log(str(path.absolute()))
     return path.open("a", buffering=1)

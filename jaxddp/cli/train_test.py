@@ -335,7 +335,8 @@ def test_a_run_that_loses_a_process_is_started_again_and_ends_as_one_that_did_no
         os.kill(ranks_of(lost)[1], number)
         _, error = process.communicate(timeout=250)
     assert process.returncode == 0, error
-    assert re.search(r"jaxddp: process 1 (is gone|has not answered for 10 s), its last step \d+: process 0 ends", error)
+    noticed = r"(is gone|has not answered for 10 s), its last step \d+, its log \S+/rank-1.log"
+    assert re.search(rf"jaxddp: process 1 {noticed}: process 0 ends", error)
     assert not ranks_of(lost)
     loss_fn, params = build("byte_shallow")
     trainer = jaxddp.Trainer(loss_fn, optax.adamw(1e-3, weight_decay=0.01), jaxddp.bucketed(), jaxddp.data_mesh(1))

@@ -28,11 +28,12 @@ import faulthandler
 import json
 import os
 import selectors
+import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -56,6 +57,7 @@ class _Process:
         self.idle = self.moved  # when it last said that it is in no step
         self.place = (0, 0)  # the last step that it has begun, and the last call after it
         self.failed: str | None = None
+        self.log: str | None = None  # the file that it writes to
         self.has_left = self.is_gone = False
         self.since: float | None = None  # when it failed or left
 
@@ -66,6 +68,7 @@ class _Process:
         step, call = said.get("place", self.place)
         if (place := (int(step), int(call))) != self.place:
             self.place, self.moved = place, now
+        self.log = said.get("log") or self.log
         self.failed = self.failed or said.get("failed")  # for good, whatever a beat that was made before says
         self.has_left = self.has_left or said.get("left", False)
         if self.since is None and (self.has_left or self.failed):
@@ -153,7 +156,7 @@ class Watchdog:
     def _beat(self, now: float, waits: bool = False) -> None:
         self._last_beat = now
         mine = self._mine
-        self._tell({"place": mine.place, "waits": waits, "failed": mine.failed, "left": mine.has_left})
+        self._tell({"place": mine.place, "waits": waits, "failed": mine.failed, "left": mine.has_left, "log": _log})
 
     def _read(self, other: _Process) -> bool:
         """Reads what a process says; False once its connection has ended."""
@@ -250,7 +253,8 @@ class Watchdog:
             words = " ".join(f"{kind.__name__}: {error}".split())[:300].rstrip(": ")
             self._mine.hear({"failed": words}, now := time.monotonic())
             self._beat(now)
-            self.wait_for_end()
+            with _without_sigterm():
+                self.wait_for_end()
         self._excepthook(kind, error, trace)
 
     def _leave(self) -> None:
@@ -265,11 +269,31 @@ class Watchdog:
                 other.connection.close()
 
 
+@contextlib.contextmanager
+def _without_sigterm() -> Iterator[None]:
+    """Ignores SIGTERM: a launcher that ends the others of a lost process would end this one before it has said why."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # None of a handler that is not Python's
+
+
 def _last_step(process: _Process) -> str:
-    return f"its last step {process.place[0]}"
+    return f"its last step {process.place[0]}" + (f", its log {process.log}" if process.log else "")
 
 
 _watchdog: Watchdog | None = None
+_log: str | None = None  # of this process
+
+
+def name_log(path: str) -> None:
+    """Tells the other processes where this one's log is, for the line in which they say that it is lost."""
+    global _log
+    _log = path
 
 
 def watch(job: Job, connections: Mapping[int, socket.socket], stuck_s: float, needs_first: bool = False) -> None:

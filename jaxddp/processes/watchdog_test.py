@@ -81,7 +81,7 @@ EVALUATED = SCRIPT.replace(
 )
 
 
-def run(tmp_path, fault, faulty=FAULTY, program=SCRIPT):
+def run(tmp_path, fault, faulty=FAULTY, program=SCRIPT, num_processes=NUM_PROCESSES):
     """Gives statuses, outputs, and by when after the fault each of the others had ended, in seconds."""
     script = tmp_path / "script.py"
     script.write_text(program)
@@ -93,12 +93,12 @@ def run(tmp_path, fault, faulty=FAULTY, program=SCRIPT):
             [sys.executable, script, str(port), str(process), fault, str(faulty)],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
-        for process in range(NUM_PROCESSES)
+        for process in range(num_processes)
     ]  # fmt: skip
     try:
         ends: dict[int, float] = {}
         deadline = time.monotonic() + 100
-        others = [process for process in range(NUM_PROCESSES) if fault == "all end" or process != faulty]
+        others = [process for process in range(num_processes) if fault == "all end" or process != faulty]
         while len(ends) < len(others) and time.monotonic() < deadline:
             ends |= {
                 other: time.time() for other in others if other not in ends and processes[other].poll() is not None
@@ -186,3 +186,26 @@ def test_a_forked_child_that_ends_is_no_process_of_the_job(tmp_path):
     statuses, outputs, _ = run(tmp_path, "forks")
     assert not any("jaxddp: process" in output for output in outputs), outputs
     assert statuses[0] == 0
+
+
+ENDED_BY_ITS_LAUNCHER = """
+import os, signal, sys, threading, time
+from jaxddp.processes.job import job_at
+from jaxddp.processes.roll_call import meet
+from jaxddp.processes.watchdog import watch
+process = int(sys.argv[2])
+job = job_at(f"127.0.0.1:{sys.argv[1]}", 2, process)
+watch(job, meet(job, {}, [], 30), 60)
+if process == 1:
+    time.sleep(1.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(0.5)
+threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+raise ConnectionError("the other has closed the connection")
+"""
+
+
+def test_a_launcher_that_ends_the_others_at_once_does_not_keep_them_from_saying_why(tmp_path):
+    statuses, outputs, _ = run(tmp_path, "killed", FAULTY, ENDED_BY_ITS_LAUNCHER, num_processes=2)
+    assert statuses == [STATUS, -signal.SIGKILL], outputs
+    assert outputs[0] == "jaxddp: process 1 is gone, its last step 0: process 0 ends\n"
