@@ -126,17 +126,25 @@ def launcher(request):
     return request.param, {}
 
 
-def under_each_launcher(*quick):
-    """Both frameworks under each launcher; all but the quick ones behind the mark ``full``."""
-    both = [(framework, name) for framework in ("jaxddp", "torchref") for name in LAUNCHERS]
-    marked = [
-        pytest.param(*one, marks=MARKS.get(one[1], []) + ([] if one in quick else [pytest.mark.full])) for one in both
+EACH = [(framework, name) for framework in ("jaxddp", "torchref") for name in LAUNCHERS]
+LAUNCH = "-m jaxddp launch script.py"  # in a job of these it starts no other
+SCRIPTS = [(*one, "script.py") for one in EACH] + [
+    (*one, LAUNCH) for one in EACH if one[1] in ("two agents", "SLURM", "Open MPI")
+]
+
+
+def marked(cases, *quick):
+    """Cases of a framework, a launcher and more; all but the quick ones behind the mark ``full``."""
+    return [
+        pytest.param(*case, marks=MARKS.get(case[1], []) + ([] if case in quick else [pytest.mark.full]))
+        for case in cases
     ]
-    return pytest.mark.parametrize("framework, launcher", marked, indirect=["launcher"])
 
 
-@under_each_launcher(("torchref", "Open MPI"))
-def test_a_script_trains_in_its_job(framework, launcher, tmp_path):
+@pytest.mark.parametrize(
+    "framework, launcher, command", marked(SCRIPTS, ("torchref", "Open MPI", "script.py")), indirect=["launcher"]
+)
+def test_a_script_trains_in_its_job(framework, launcher, command, tmp_path):
     name, variables = launcher
     with jax.enable_x64(True):
         initial = jaxddp.checkpoint.interop.to_numpy(jax_side.initial_params(CASE.model, CASE.dtype))
@@ -144,7 +152,7 @@ def test_a_script_trains_in_its_job(framework, launcher, tmp_path):
     arguments = f"import sys; sys.argv[1:] = {framework!r}, {str(tmp_path)!r}\n"
     module = "import runpy; runpy.run_module('parity_tests.job_script', run_name='__main__')\n"
     (tmp_path / "script.py").write_text(arguments + module)
-    output = run(name, block(name), tmp_path, variables)
+    output = run(name, block(name).replace("script.py", command), tmp_path, variables)
     found = [json.loads((tmp_path / f"process-{index}.json").read_text()) for index in range(2)]
     nccl_on = os.environ.get("NCCL_SOCKET_IFNAME", None if name in ON_TWO_HOSTS else "lo")
     alike = {"processes": 2, "devices": 2, "local_devices": 1, "nccl_on": nccl_on}
@@ -184,7 +192,7 @@ def alone(tmp_path_factory):
     return path, [report.loss for report in reports] + [summary.validation_loss]
 
 
-@under_each_launcher()
+@pytest.mark.parametrize("framework, launcher", marked(EACH), indirect=["launcher"])
 def test_train_prints_the_losses_of_one_device(framework, launcher, alone, tmp_path):
     name, variables = launcher
     path, losses = alone
