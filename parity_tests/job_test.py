@@ -64,7 +64,8 @@ def environment(folder):
     quiet = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     open_mpi = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     open_mpi["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
-    return kept | quiet | open_mpi | {"PATH": path, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    places = {"PATH": path, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}  # torchrun leaves its folders
+    return kept | quiet | open_mpi | places | {"JAX_PLATFORMS": "cpu"}
 
 
 def run(launcher, commands, folder, variables):
@@ -78,7 +79,7 @@ def run(launcher, commands, folder, variables):
         subprocess.Popen(
             command,
             cwd=folder,
-            env=environment(folder) | {"TMPDIR": str(folder)} | variables,  # torchrun leaves its folders
+            env=environment(folder) | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -109,11 +110,13 @@ def slurm(tmp_path_factory):
     if start is None or shutil.which("srun") is None:
         pytest.skip("needs SLURM: srun, and SLURM_CONF or a program slurm-nodes that starts nodes on this machine")
     folder = tmp_path_factory.mktemp("slurm")
-    started = subprocess.run([start, "start", "2", folder], capture_output=True, text=True, timeout=60)
-    if started.returncode:
-        pytest.skip(f"SLURM does not start here: {started.stderr.strip()}")
-    yield {"SLURM_CONF": str(folder / "slurm.conf")}
-    subprocess.run([start, "stop", folder], timeout=60, check=True)
+    try:
+        started = subprocess.run([start, "start", "2", folder], capture_output=True, text=True, timeout=60)
+        if started.returncode:
+            pytest.skip(f"SLURM does not start here: {started.stderr.strip()}")
+        yield {"SLURM_CONF": str(folder / "slurm.conf")}
+    finally:  # some of it may have started
+        subprocess.run([start, "stop", folder], timeout=60, check=True)
 
 
 @pytest.fixture
