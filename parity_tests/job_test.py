@@ -64,7 +64,8 @@ def environment(folder):
     quiet = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     open_mpi = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     open_mpi["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
-    return kept | quiet | open_mpi | {"PATH": path, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    places = {"PATH": path, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}  # torchrun leaves its folders
+    return kept | quiet | open_mpi | places | {"JAX_PLATFORMS": "cpu"}
 
 
 def run(launcher, commands, folder, variables):
@@ -78,7 +79,7 @@ def run(launcher, commands, folder, variables):
         subprocess.Popen(
             command,
             cwd=folder,
-            env=environment(folder) | {"TMPDIR": str(folder)} | variables,  # torchrun leaves its folders
+            env=environment(folder) | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -109,11 +110,13 @@ def slurm(tmp_path_factory):
     if start is None or shutil.which("srun") is None:
         pytest.skip("needs SLURM: srun, and SLURM_CONF or a program slurm-nodes that starts nodes on this machine")
     folder = tmp_path_factory.mktemp("slurm")
-    started = subprocess.run([start, "start", "2", folder], capture_output=True, text=True, timeout=60)
-    if started.returncode:
-        pytest.skip(f"SLURM does not start here: {started.stderr.strip()}")
-    yield {"SLURM_CONF": str(folder / "slurm.conf")}
-    subprocess.run([start, "stop", folder], timeout=60, check=True)
+    try:
+        started = subprocess.run([start, "start", "2", folder], capture_output=True, text=True, timeout=60)
+        if started.returncode:
+            pytest.skip(f"SLURM does not start here: {started.stderr.strip()}")
+        yield {"SLURM_CONF": str(folder / "slurm.conf")}
+    finally:  # some of it may have started
+        subprocess.run([start, "stop", folder], timeout=60, check=True)
 
 
 @pytest.fixture
@@ -126,17 +129,25 @@ def launcher(request):
     return request.param, {}
 
 
-def under_each_launcher(*quick):
-    """Both frameworks under each launcher; all but the quick ones behind the mark ``full``."""
-    both = [(framework, name) for framework in ("jaxddp", "torchref") for name in LAUNCHERS]
-    marked = [
-        pytest.param(*one, marks=MARKS.get(one[1], []) + ([] if one in quick else [pytest.mark.full])) for one in both
+EACH = [(framework, name) for framework in ("jaxddp", "torchref") for name in LAUNCHERS]
+LAUNCH = "-m jaxddp launch script.py"  # in a job of these it starts no other
+SCRIPTS = [(*one, "script.py") for one in EACH] + [
+    (*one, LAUNCH) for one in EACH if one[1] in ("two agents", "SLURM", "Open MPI")
+]
+
+
+def marked(cases, *quick):
+    """Cases of a framework, a launcher and more; all but the quick ones behind the mark ``full``."""
+    return [
+        pytest.param(*case, marks=MARKS.get(case[1], []) + ([] if case in quick else [pytest.mark.full]))
+        for case in cases
     ]
-    return pytest.mark.parametrize("framework, launcher", marked, indirect=["launcher"])
 
 
-@under_each_launcher(("torchref", "Open MPI"))
-def test_a_script_trains_in_its_job(framework, launcher, tmp_path):
+@pytest.mark.parametrize(
+    "framework, launcher, command", marked(SCRIPTS, ("torchref", "Open MPI", "script.py")), indirect=["launcher"]
+)
+def test_a_script_trains_in_its_job(framework, launcher, command, tmp_path):
     name, variables = launcher
     with jax.enable_x64(True):
         initial = jaxddp.checkpoint.interop.to_numpy(jax_side.initial_params(CASE.model, CASE.dtype))
@@ -144,7 +155,7 @@ def test_a_script_trains_in_its_job(framework, launcher, tmp_path):
     arguments = f"import sys; sys.argv[1:] = {framework!r}, {str(tmp_path)!r}\n"
     module = "import runpy; runpy.run_module('parity_tests.job_script', run_name='__main__')\n"
     (tmp_path / "script.py").write_text(arguments + module)
-    output = run(name, block(name), tmp_path, variables)
+    output = run(name, block(name).replace("script.py", command), tmp_path, variables)
     found = [json.loads((tmp_path / f"process-{index}.json").read_text()) for index in range(2)]
     nccl_on = os.environ.get("NCCL_SOCKET_IFNAME", None if name in ON_TWO_HOSTS else "lo")
     alike = {"processes": 2, "devices": 2, "local_devices": 1, "nccl_on": nccl_on}
@@ -184,7 +195,7 @@ def alone(tmp_path_factory):
     return path, [report.loss for report in reports] + [summary.validation_loss]
 
 
-@under_each_launcher()
+@pytest.mark.parametrize("framework, launcher", marked(EACH), indirect=["launcher"])
 def test_train_prints_the_losses_of_one_device(framework, launcher, alone, tmp_path):
     name, variables = launcher
     path, losses = alone

@@ -3,6 +3,9 @@
 The processes are torchrun's where torch is installed. Elsewhere, and with ``--elastic``, they are started here with
 torchrun's variables (``jaxddp.processes.job``): torchrun's agent would replace a rank that is lost on its own host.
 When one fails, the others are ended, and the exit status is its own.
+
+In a job of several processes, which srun, torchrun or mpirun has started, it starts none: each process becomes the
+script.
 """
 
 from __future__ import annotations
@@ -19,12 +22,14 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from ..processes.job import Job, find_job
 from ..processes.stderr import print_line
 from ..processes.watchdog import STATUS as LOST_ANOTHER
 from .interrupts import noted_signals
 
+_LOG_DIR = "runs/launch"
 _POLL_S = 0.1
 _GRACE_S = 10.0  # between SIGTERM and SIGKILL
 _NOT_LOST = (0, LOST_ANOTHER, -signal.SIGTERM, 128 + signal.SIGTERM)  # the last two of those that are ended here
@@ -60,12 +65,15 @@ def add_parser(commands: Any) -> None:
         "launch",
         help="start a script as several processes of one job",
         description="Start a script as the processes of a job on this machine. The script calls jaxddp.start_process() "
-        "or torchref.init_from_env(). Rank 0 is shown, every rank has a log.",
+        "or torchref.init_from_env(). Rank 0 is shown, every rank has a log. In a job that torchrun, srun or mpirun "
+        "has started, each process runs the script.",
         allow_abbrev=False,
     )
-    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="processes to start")
     parser.add_argument(
-        "--log-dir", default="runs/launch", metavar="DIR", help="folder for the ranks' logs (default: %(default)s)"
+        "--ranks", type=int, metavar="N", help="processes to start; not needed in a job, which has them"
+    )
+    parser.add_argument(
+        "--log-dir", metavar="DIR", help=f"folder for the ranks' logs, not used in a job (default: {_LOG_DIR})"
     )
     add_max_restarts(parser)
     parser.add_argument("script", help="a Python file")
@@ -74,17 +82,45 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Starts the processes and waits for them.
+    """Starts the processes and waits for them; in a job of several processes, becomes the script.
 
     Raises:
-        ValueError: If there is no such script, or the number of ranks is not positive.
+        ValueError: If there is no such script, or the number of ranks is not positive, not given, or not the job's.
     """
     if not Path(arguments.script).is_file():
         raise ValueError(f"script (={arguments.script!r}) must be a file")
     command = [arguments.script, *arguments.arguments]
+    job = find_job()
+    if job is not None and (job.num_processes > 1 or arguments.ranks is None):
+        _run_in_job(job, command, arguments)
     check_elastic(arguments)
+    if arguments.ranks is None:
+        raise ValueError("ranks (=None) must be given outside of a job: the number of processes to start")
     fits = (lambda num_ranks: True) if arguments.elastic else None
-    return launch(command, arguments.ranks, arguments.log_dir, arguments.max_restarts, fits)
+    log_dir = _LOG_DIR if arguments.log_dir is None else arguments.log_dir
+    return launch(command, arguments.ranks, log_dir, arguments.max_restarts, fits)
+
+
+def _run_in_job(job: Job, command: Sequence[str], arguments: argparse.Namespace) -> NoReturn:
+    """Replaces this process, which a launcher has started, by the script.
+
+    Raises:
+        ValueError: If ``--ranks``, ``--max-restarts`` or ``--elastic`` ask for another job than this one.
+    """
+    if arguments.ranks not in (None, job.num_processes):
+        raise ValueError(f"ranks (={arguments.ranks}) must be the job's processes (={job.num_processes})")
+    for name in ("max_restarts", "elastic"):
+        if value := getattr(arguments, name):
+            raise ValueError(
+                f"{name} (={value}) must not be given in a job: its launcher restarts it, as torchrun does with "
+                "--max-restarts and SLURM with --requeue"
+            )
+    if arguments.log_dir is not None and job.process_id == 0:
+        print_line(
+            f"log_dir (={arguments.log_dir!r}) is not used in a job: {job.launcher} shows what its processes print"
+        )
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, *command])
 
 
 def add_max_restarts(parser: argparse.ArgumentParser) -> None:

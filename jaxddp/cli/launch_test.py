@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -160,9 +161,86 @@ def test_ctrl_c_ends_torchruns_agent_without_a_traceback(tmp_path):
     assert "interrupted" in said and "Traceback" not in said
 
 
-def test_bad_input(tmp_path, capsys):
+JOB = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.fixture
+def in_job(monkeypatch):
+    """Makes this process number 1 of two."""
+    for name, value in JOB.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("options", [[], ["--ranks=2", "--log-dir=logs"]])
+def test_in_a_job_the_script_runs_as_this_process(script, tmp_path, options):
+    command = [
+        sys.executable,
+        "-m",
+        "jaxddp",
+        "launch",
+        *options,
+        script,
+        "sleep",
+        "--ranks=3",
+    ]  # the last is the script's
+    Path(script).write_text(f"{SCRIPT}\nimport os; print(sys.argv[1:], os.getpid()); sys.exit(3)")
+    with subprocess.Popen(command, env=os.environ | JOB, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        said, _ = process.communicate(timeout=50)
+    assert process.returncode == 3
+    assert said.splitlines() == ["process 1 of 2 at 127.0.0.1", f"['sleep', '--ranks=3'] {process.pid}"]
+    assert not (tmp_path / "logs").exists() and not (tmp_path / "runs").exists()
+
+
+def test_process_0_of_a_job_says_that_logs_are_the_launchers(script, in_job, monkeypatch, capsys):
     from jaxddp.__main__ import main
 
+    def replace(path, arguments):
+        raise OSError("this process goes on")
+
+    monkeypatch.setattr(os, "execv", replace)
+    said = []
+    for rank in "10":
+        monkeypatch.setenv("RANK", rank)
+        assert main(["launch", "--log-dir=logs", script]) == 2
+        said.append(capsys.readouterr().err)
+    line = "log_dir (='logs') is not used in a job: torchrun shows what its processes print\n"
+    assert said == ["error: this process goes on\n", f"{line}error: this process goes on\n"]
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--ranks=3"], "ranks (=3) must be the job's processes (=2)"),
+        (["--ranks=0"], "ranks (=0) must be the job's processes (=2)"),
+        (["--max-restarts=1"], "max_restarts (=1) must not be given in a job: its launcher restarts it, as torchrun"),
+        (["--elastic"], "elastic (=True) must not be given in a job: its launcher restarts it, as torchrun"),
+    ],
+)
+def test_another_job_than_the_one_that_it_is_in_is_refused(script, in_job, capsys, options, line):
+    from jaxddp.__main__ import main
+
+    assert main(["launch", *options, script]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {line}") and said.count("\n") == 1
+
+
+def test_a_job_of_one_process_can_start_one_of_several(script, tmp_path, monkeypatch, capfd):
+    from jaxddp.__main__ import main
+
+    for name, value in (JOB | {"RANK": "0", "WORLD_SIZE": "1"}).items():
+        monkeypatch.setenv(name, value)
+    assert main(["launch", "--ranks=2", f"--log-dir={tmp_path / 'logs'}", script]) == 0
+    assert capfd.readouterr().out == "process 0 of 2 at 127.0.0.1\n"
+
+
+def test_bad_input(script, tmp_path, capsys):
+    from jaxddp.__main__ import main
+
+    assert main(["launch", script]) == 2
+    assert (
+        capsys.readouterr().err
+        == "error: ranks (=None) must be given outside of a job: the number of processes to start\n"
+    )
     assert main(["launch", "--ranks", "2", str(tmp_path / "none.py")]) == 2
     assert capsys.readouterr().err.startswith("error: script (=")
     with pytest.raises(ValueError, match=r"^num_processes \(=0\) must be a positive integer$"):
