@@ -226,14 +226,15 @@ def test_processes_with_other_options_all_end_with_one_line(framework, tmp_path)
 
 @pytest.mark.slurm
 @pytest.mark.full
-def test_a_job_that_is_requeued_goes_on_from_its_checkpoint(slurm, alone, tmp_path):
+@pytest.mark.parametrize("framework", ["jaxddp", "torchref"])
+def test_a_job_that_is_requeued_goes_on_from_its_checkpoint(framework, slurm, alone, tmp_path):
     """``scontrol requeue`` sends SIGTERM: the step ends and is saved; the same job, started again, makes the others."""
     from jaxddp.cli.train_loop import train
 
     made = OPTIONS | {"steps": 40}
     options = [f"--{option.replace('_', '-')}={value}" for option, value in made.items()]
     options += [f"--weights={alone[0]}", "--strategy=zero1", "--log-dir=logs", "--checkpoint=saved", "--resume"]
-    (tmp_path / "job.sh").write_text(block("SLURM").replace("script.py", " ".join(["-m jaxddp train", *options])))
+    (tmp_path / "job.sh").write_text(block("SLURM").replace("script.py", " ".join([f"-m {framework} train", *options])))
     said, log = tmp_path / "job.out", tmp_path / "logs" / "rank-0.log"
 
     def ask(*command):
