@@ -64,7 +64,7 @@ def check_integer(name: str, value: Any, least: int = 1) -> None:
     Raises:
         ValueError: If it is refused.
     """
-    if isinstance(value, bool) or not hasattr(value, "__index__") or getattr(value, "shape", ()) or value < least:
+    if not hasattr(value, "__index__") or not is_number(value) or value < least:
         raise ValueError(f"{name} (={_short(value)}) must be an integer, {least} or more")
 
 

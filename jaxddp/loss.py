@@ -149,7 +149,7 @@ def _as_part(loss_fn: Callable[..., Any], loss: Any) -> tuple[jax.Array, Part]:
     """The total to differentiate, and what is summed for the metrics."""
     values = tuple(loss) if isinstance(loss, Weighted) else (loss,)
     for value in values:
-        found = jnp.shape(value) if hasattr(value, "shape") or isinstance(value, Number) else type(value).__name__
+        found = () if isinstance(value, Number) else getattr(value, "shape", type(value).__name__)
         if found != ():
             raise ValueError(
                 f"loss_fn (={_name(loss_fn)}) returned {found}: the loss must be a scalar or jaxddp.Weighted of"

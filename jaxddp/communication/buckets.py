@@ -263,7 +263,7 @@ def _caps_bytes(bucket_mb: BucketMb) -> list[float]:
 
 
 def _is_size(size: Any) -> bool:
-    return isinstance(size, numbers.Integral) and size >= 0
+    return isinstance(size, numbers.Integral) and int(size) >= 0
 
 
 def _is_positive_number(cap: Any) -> bool:
