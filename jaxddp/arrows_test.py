@@ -101,6 +101,6 @@ def test_the_twin_imports_only_what_needs_no_framework():
         f"jaxddp.cli.{name}" for name in ("interrupts", "launch", "parser", "train", "train_options", "train_report")
     }
     data = {"jaxddp.training.clock", "jaxddp.training.data"}
-    core = {"communication.buckets", "communication.owners", "sizes"}
+    core = {"arguments", "communication.buckets", "communication.owners", "sizes"}
     core |= {f"processes.{name}" for name in ("job", "roll_call", "stderr", "torchrun", "watchdog")}
     assert ours - {"jaxddp", "jaxddp.training"} == cli | data | {f"jaxddp.{name}" for name in core}

@@ -157,7 +157,7 @@ def _as_part(loss_fn: Callable[..., Any], loss: Any) -> tuple[jax.Array, Part]:
             )
     is_known = isinstance(loss, Weighted) and not isinstance(loss.weight, jax.core.Tracer)
     if is_known and not 0 <= loss.weight < math.inf:
-        raise ValueError(f"the weight (={loss.weight}) of jaxddp.Weighted must be a finite number, 0 or more")
+        raise ValueError(f"the weight (={loss.weight}) of jaxddp.Weighted must not be negative, NaN or infinite")
     total = jnp.asarray(values[0])
     if not jnp.issubdtype(total.dtype, jnp.floating):
         raise ValueError(f"loss_fn (={_name(loss_fn)}) returned dtype {total.dtype}: the loss must be floating")

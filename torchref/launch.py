@@ -196,7 +196,7 @@ class RankPool:
             raise ValueError(f"num_ranks (={num_ranks}) must be at most max_ranks (={self.max_ranks})")
         check_function("fn", fn)
         if not is_number(timeout_s) or not timeout_s > 0:
-            raise ValueError(f"timeout_s (={timeout_s!r}) must be a positive number")
+            raise ValueError(f"timeout_s (={timeout_s!r}) must be positive")
         if on_message is not None:
             check_function("on_message", on_message, "a function of a rank and its message, or None")
         if share is not None:

@@ -181,7 +181,7 @@ def _rows(step: int, batch_size: int, seed: int, rank: int, num_ranks: int) -> s
     check_integer("rank", rank, 0)
     check_integer("batch_size", batch_size)
     if not rank < num_ranks:
-        raise ValueError(f"rank (={rank}) must be at least 0 and below num_ranks (={num_ranks})")
+        raise ValueError(f"rank (={rank}) must be below num_ranks (={num_ranks})")
     if batch_size % num_ranks:
         raise ValueError(f"batch_size (={batch_size}) must be divisible by num_ranks (={num_ranks})")
     rows_per_rank = batch_size // num_ranks
