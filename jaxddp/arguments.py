@@ -5,6 +5,9 @@ No framework is imported.
 
 from __future__ import annotations
 
+import math
+import os
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -42,6 +45,77 @@ def check_optimizer(optimizer: Any) -> None:
     """
     if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         raise ValueError(f"optimizer (={_short(optimizer)}) must be an optax transformation, such as optax.adam(1e-3)")
+
+
+def check_flag(**flags: Any) -> None:
+    """Refuses what is no boolean, by argument name: "no" and 2 would count as True.
+
+    Raises:
+        ValueError: If one is neither True nor False.
+    """
+    for name, value in flags.items():
+        if type(value).__name__ not in ("bool", "bool_"):  # bool_ is NumPy's
+            raise ValueError(f"{name} (={_short(value)}) must be True or False")
+
+
+def check_integer(name: str, value: Any, least: int = 1) -> None:
+    """Refuses what is no integer, or one below ``least``; True is none.
+
+    Raises:
+        ValueError: If it is refused.
+    """
+    if not hasattr(value, "__index__") or not is_number(value) or value < least:
+        raise ValueError(f"{name} (={_short(value)}) must be an integer, {least} or more")
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Refuses what is no positive finite number.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    if not is_number(value) or not 0 < value < math.inf:
+        raise ValueError(f"{name} (={_short(value)}) must be a positive finite number")
+
+
+def check_axis(axis: Any) -> None:
+    """Refuses what is not the name of a mesh axis.
+
+    Raises:
+        ValueError: If it is no string, or empty.
+    """
+    if not isinstance(axis, str) or not axis:
+        raise ValueError(f"axis (={_short(axis)}) must be the name of a mesh axis")
+
+
+def check_path(name: str, path: Any, wanted: str = "the path of a file") -> None:
+    """Refuses what is no path, and an empty one, which would be the current folder.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        raise ValueError(f"{name} (={_short(path)}) must be {wanted}")
+
+
+def check_mapping(name: str, value: Any, wanted: str) -> None:
+    """Refuses what is no mapping.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    check_kind(name, value, Mapping, f"a mapping of {wanted}")
+
+
+def check_leaves(name: str, leaves: Mapping[str, Any]) -> None:
+    """Refuses leaves of a tree, by their names, that are no arrays.
+
+    Raises:
+        ValueError: If one has no shape or dtype.
+    """
+    for leaf_name, leaf in leaves.items():
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise ValueError(f"{name} leaf {leaf_name!r} (={_short(leaf)}) must be an array")
 
 
 def is_number(value: Any) -> bool:

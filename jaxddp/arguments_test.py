@@ -5,11 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jaxddp
 from jaxddp.checkpoint import Checkpoints
-from jaxddp.communication.collectives import broadcast, reduce
+from jaxddp.checkpoint.weights import export_weights
+from jaxddp.communication.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter, send_recv
 from jaxddp.communication.compression import make_compression
+from jaxddp.communication.ring import ring_all_reduce
 from jaxddp.flax import from_nnx
 
 THINGS = (None, "x", 1.5, -1, True, [], {}, object(), float("nan"), b"3", np.float32(2), jax.jit, np.zeros(2))
@@ -85,6 +88,26 @@ FUNCTIONS = {
     "tune_buckets": (lambda value: jaxddp.tune_buckets(value, PARAMS, BATCH), set()),
     "read_schedule": (jaxddp.read_schedule, set()),
     "Network": (jaxddp.Network, {1.5, np.float32(2)}),
+    "has_aux": (lambda value: trainer(has_aux=value), {True}),
+    "axis of data_mesh": (lambda value: jaxddp.data_mesh(2, axis=value), {"x"}),
+    "plan of sync_gradients": (lambda value: jaxddp.sync_gradients(PARAMS, value, "data"), set()),
+    "layout of a state": (of_state("layout"), set()),
+    "planned_sync of a state": (of_state("planned_sync"), set()),
+    "plan of a batch": (lambda value: trainer().plan(trainer().init(PARAMS), value), {"array"}),
+    "optimizer of sharded_specs": (
+        lambda value: jaxddp.sharded_specs(value, PARAMS, num_ranks=2, axis="data"), set()
+    ),
+    "num_ranks of sharded_specs": (
+        lambda value: jaxddp.sharded_specs(optax.sgd(0.1), PARAMS, num_ranks=value, axis="data"), set()
+    ),
+    "a mesh of a target": (jaxddp.targets.target_of, set()),
+    "atol": (
+        lambda value: jaxddp.parity.check(loss_fn, optax.sgd(0.1), PARAMS, [BATCH], atol=value), {1.5, np.float32(2)}
+    ),
+    "loss of from_nnx": (lambda value: from_nnx(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), value), {jax.jit}),
+    "a file of weights": (lambda value: export_weights(value, PARAMS), {"x"}),
+    "timeout_s": (lambda value: jaxddp.start_process("127.0.0.1:1", 1, 0, timeout_s=value), {1.5, np.float32(2)}),
+    "process_id": (lambda value: jaxddp.start_process("127.0.0.1:1", 1, value), set()),
     "a directory": (Checkpoints, {"x"}),
 }  # fmt: skip
 
@@ -120,6 +143,51 @@ def test_a_root_must_be_an_integer(rooted, root):
     )
     with pytest.raises(ValueError, match=r"^root \(=[^\n]*\) must be an integer, the number of a rank"):
         of_rank(jnp.ones(4))
+
+
+@pytest.mark.parametrize("collective", [all_gather, all_reduce, reduce_scatter, ring_all_reduce])
+def test_a_collective_names_its_axis_and_its_array(collective):
+    def on_ranks(function):
+        specs = {"in_specs": jax.P("data"), "out_specs": jax.P("data")}
+        jax.shard_map(function, mesh=jaxddp.data_mesh(2), **specs)(jnp.ones(4))
+
+    with pytest.raises(ValueError, match=r"^axis \(='model'\) must be bound: call this inside jax.shard_map over it"):
+        on_ranks(lambda x: collective(x, "model"))
+    with pytest.raises(ValueError, match=r"^x \(=None\) must be an array"):
+        on_ranks(lambda x: collective(None, "data"))
+
+
+@pytest.mark.parametrize("pairs", [None, "01", [0, 1], [(0, 1, 0)], [("0", 1)], [(0, True)], [(0, 0.5)]], ids=str)
+def test_pairs_are_of_integers(pairs):
+    with pytest.raises(ValueError, match=r"^pairs \(=[^\n]*\) must be [a-z ]*of integers, \(from rank, to rank\)"):
+        jax.shard_map(
+            lambda x: send_recv(x, "data", pairs), mesh=jaxddp.data_mesh(2), in_specs=jax.P("data"),
+            out_specs=jax.P("data"),
+        )(jnp.ones(4))  # fmt: skip
+
+
+@pytest.mark.parametrize("denominator", [0, -1, float("nan"), float("inf"), "2", True])
+def test_a_denominator_must_be_positive(denominator):
+    with pytest.raises(ValueError, match=r"^denominator \(=[^\n]*\) must be a positive finite number"):
+        jaxddp.sync_gradients(PARAMS, jaxddp.plan_buckets([]), "data", denominator=denominator)
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+def test_a_negative_weight_of_data_is_found_as_not_finite(nonfinite):
+    def weighted(params, batch):
+        return jaxddp.Weighted(loss_fn(params, batch), jnp.sum(batch["weight"]))
+
+    num_rows = len(BATCH["x"])
+    batch = BATCH | {"weight": np.repeat(np.float32([9, -1]), num_rows // 2)}  # of rank 1 negative, of both positive
+    one = trainer(loss_fn=weighted, nonfinite=nonfinite)
+    state = one.init(PARAMS)
+    if nonfinite == "raise":
+        with pytest.raises(jaxddp.NonFiniteError):
+            one.step(state, batch)
+        return
+    state, metrics = one.step(state, batch)
+    assert np.isnan(metrics["loss"])
+    np.testing.assert_array_equal(one.params(state)["w"], PARAMS["w"])
 
 
 def test_a_constant_weight_must_not_be_negative():

@@ -102,6 +102,6 @@ def test_the_twin_imports_only_what_needs_no_framework():
         for name in ("interrupts", "launch", "parser", "resume", "train", "train_options", "train_report")
     }
     data = {"jaxddp.training.clock", "jaxddp.training.data"}
-    core = {"checkpoint.folder_lock", "communication.buckets", "communication.owners", "sizes"}
+    core = {"arguments", "checkpoint.folder_lock", "communication.buckets", "communication.owners", "sizes"}
     core |= {f"processes.{name}" for name in ("job", "roll_call", "stderr", "torchrun", "watchdog")}
     assert ours - {"jaxddp", "jaxddp.checkpoint", "jaxddp.training"} == cli | data | {f"jaxddp.{name}" for name in core}

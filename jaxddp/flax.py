@@ -17,7 +17,7 @@ from typing import Any, cast
 import jax
 from flax import nnx
 
-from .arguments import check_kind
+from .arguments import check_flag, check_function, check_kind, check_mapping
 
 
 def from_nnx(model: nnx.Module, loss: Callable[[Any, Any], Any], *, has_aux: bool = False) -> tuple[Any, Any, Any]:
@@ -49,6 +49,8 @@ def from_nnx(model: nnx.Module, loss: Callable[[Any, Any], Any], *, has_aux: boo
         >>> trainer.update_module(state, model)
     """
     check_kind("model", model, nnx.Module, "an nnx.Module")
+    check_function("loss", loss)
+    check_flag(has_aux=has_aux)
     parts: Any = nnx.split(model, nnx.Param, nnx.RngState, ...)  # its types know three parts at most
     graph, params, streams, model_state = parts
     names = sorted({node.tag for _, node in nnx.iter_graph(model) if isinstance(node, nnx.RngStream)})
@@ -94,6 +96,12 @@ def from_linen(
     Raises:
         ValueError: If ``variables`` has no ``params``.
     """
+    check_function("module.apply", getattr(module, "apply", None), "that of a flax.linen.Module")
+    check_mapping("variables", variables, "collections, as module.init gives it")
+    check_function("loss", loss)
+    check_flag(has_aux=has_aux)
+    if not isinstance(rngs, Sequence) or not all(isinstance(name, str) for name in rngs):
+        raise ValueError(f"rngs (={rngs!r}) must be names of random streams")
     if "params" not in variables:
         raise ValueError(f"variables (={sorted(variables)}) must be those of module.init, with 'params'")
     others = {name: collection for name, collection in variables.items() if name != "params"}

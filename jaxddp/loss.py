@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
+from numbers import Number
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +36,9 @@ class Weighted(NamedTuple):
     Attributes:
         total: Sum over the examples at hand, a scalar.
         weight: Its weight, a scalar; 0 if nothing counts. It must have no derivative in the parameters, since the sum
-            of totals would lack it: wrap what has one in ``jax.lax.stop_gradient``.
+            of totals would lack it: wrap what has one in ``jax.lax.stop_gradient``. A negative weight is refused where
+            it is known when the loss is traced; of data, it makes the loss and the gradients of all ranks NaN, which
+            the trainer's ``nonfinite`` finds.
 
     Example:
         >>> def loss_fn(params, batch):
@@ -107,7 +111,7 @@ def partial_loss(loss_fn: Callable[..., Any], has_aux: bool, has_state: bool = F
             if is_marker(leaf):
                 return part_of(f"aux leaf {path_name(path)!r}", leaf, num_examples)
             if isinstance(leaf, Weighted):
-                return Part(wide(leaf.total), wide(leaf.weight))
+                return Part(wide(leaf.total), _not_negative(wide(leaf.weight)))
             if loss.weight is None:
                 return Part(wide(leaf), None)
             # With weight 0 a mean is often 0 / 0, and the NaN must not reach the sum.
@@ -145,19 +149,26 @@ def _as_part(loss_fn: Callable[..., Any], loss: Any) -> tuple[jax.Array, Part]:
     """The total to differentiate, and what is summed for the metrics."""
     values = tuple(loss) if isinstance(loss, Weighted) else (loss,)
     for value in values:
-        found = jnp.shape(value) if hasattr(value, "shape") or jnp.isscalar(value) else type(value).__name__
+        found = () if isinstance(value, Number) else getattr(value, "shape", type(value).__name__)
         if found != ():
             raise ValueError(
                 f"loss_fn (={_name(loss_fn)}) returned {found}: the loss must be a scalar or jaxddp.Weighted of"
                 " scalars; return aux values with has_aux=True"
             )
-    if isinstance(loss, Weighted) and isinstance(loss.weight, (int, float)) and not loss.weight >= 0:
-        raise ValueError(f"the weight (={loss.weight!r}) of jaxddp.Weighted must not be negative")
+    is_known = isinstance(loss, Weighted) and not isinstance(loss.weight, jax.core.Tracer)
+    if is_known and not 0 <= loss.weight < math.inf:
+        raise ValueError(f"the weight (={loss.weight}) of jaxddp.Weighted must not be negative, NaN or infinite")
     total = jnp.asarray(values[0])
     if not jnp.issubdtype(total.dtype, jnp.floating):
         raise ValueError(f"loss_fn (={_name(loss_fn)}) returned dtype {total.dtype}: the loss must be floating")
-    weight = refuse_derivative(wide(loss.weight), _WEIGHT_DEPENDS) if isinstance(loss, Weighted) else None
-    return total, Part(wide(total), weight)
+    if not isinstance(loss, Weighted):
+        return total, Part(wide(total), None)
+    return total, Part(wide(total), _not_negative(refuse_derivative(wide(loss.weight), _WEIGHT_DEPENDS)))
+
+
+def _not_negative(weight: jax.Array) -> jax.Array:
+    """NaN in place of a negative weight, which would turn the update around; the sum over ranks is NaN on all."""
+    return jnp.where(weight < 0, jnp.nan, weight)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -266,6 +277,9 @@ def with_key(loss_fn: Callable[..., Any], has_state: bool) -> Callable[..., Any]
     except (TypeError, ValueError):
         parameters = []
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if parameters and len(positional) < num_inputs and all(p.kind is not p.VAR_POSITIONAL for p in parameters):
+        wanted = "(params, model_state, batch)" if has_state else "(params, batch)"
+        raise ValueError(f"loss_fn (={_name(loss_fn)}) must be a function of {wanted}")
     by_name = [p for p in parameters if p.name == "key" and p.kind is p.KEYWORD_ONLY]
     after = positional[num_inputs : num_inputs + 1]
     taken = by_name or [p for p in after if p.name == "key" or p.default is p.empty]

@@ -12,6 +12,7 @@ import contextlib
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from .arguments import check_axis, check_kind
 from .plugins import devices
 
 DATA_AXIS = "data"
@@ -118,8 +119,9 @@ def axes_of_ranks(num_ranks: int, axis: str, replicas: int) -> dict[str, int]:
     """Gives the names and sizes of the mesh axes of ``data_mesh``.
 
     Raises:
-        ValueError: If ``replicas`` does not divide the ranks into groups of at least 2.
+        ValueError: If ``replicas`` does not divide the ranks into groups of at least 2, or ``axis`` is no name.
     """
+    check_axis(axis)
     if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
         raise ValueError(f"replicas (={replicas!r}) must be a positive integer")
     if replicas == 1:
@@ -143,7 +145,8 @@ def rank_axis(mesh: Mesh | AbstractMesh, given: str | tuple[str, ...] | None = N
     """
     names = tuple(map(str, mesh.axis_names))
     if given is not None:
-        chosen = (given,) if isinstance(given, str) else tuple(given)
+        check_kind("axis", given, (str, tuple), "the name of a mesh axis, or a tuple of names")
+        chosen = (given,) if isinstance(given, str) else given
         if not chosen or not {*chosen} <= {*names} or len({*chosen}) < len(chosen):
             raise ValueError(f"axis (={given!r}) must be of the mesh, whose axes are {', '.join(names)}")
         return chosen if len(chosen) > 1 else chosen[0]

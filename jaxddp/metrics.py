@@ -126,10 +126,9 @@ class Measure:
         batch, is_real = inputs
         found = self.eval_fn(params, *([model_state] if self.has_state else []), batch)
         name = getattr(self.eval_fn, "__name__", repr(self.eval_fn))
-        if not isinstance(found, dict):
-            raise ValueError(
-                f"eval_fn (={name}) must return a dict of jaxddp.Mean, Sum or PerExample, not {_kind(found)}"
-            )
+        if not isinstance(found, dict) or not found:
+            other = "an empty one" if isinstance(found, dict) else _kind(found)
+            raise ValueError(f"eval_fn (={name}) must return a dict of jaxddp.Mean, Sum or PerExample, not {other}")
 
         def part(path: Any, leaf: Any) -> Any:
             where = f"eval_fn (={name}): {path_name(path)!r}"

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .arguments import is_number
+from .arguments import check_integer, is_number
 
 GB = 1e9
 DEFAULT_LATENCY_US = 15.0
@@ -48,7 +48,8 @@ class Network:
         devices_per_host: Ranks per host; all of them when None.
 
     Raises:
-        ValueError: If a speed is not a positive finite number, or the latency is negative.
+        ValueError: If a speed is not a positive finite number, the latency is negative, or there are no devices per
+            host.
 
     Example:
         >>> round(Network(gb_per_s=50, latency_us=15).seconds("all-reduce", 10**9, range(8)), 6)
@@ -66,6 +67,8 @@ class Network:
             speed = getattr(self, name)
             if (speed is not None or name == "gb_per_s") and not (is_number(speed) and 0 < speed < math.inf):
                 raise ValueError(f"network {name} (={speed}) must be a positive finite number of 10^9 bytes per second")
+        if self.devices_per_host is not None:
+            check_integer("devices_per_host", self.devices_per_host)
         if not is_number(self.latency_us) or not 0 <= self.latency_us < math.inf:
             raise ValueError(f"latency_us (={self.latency_us}) must be a finite number of microseconds, 0 or more")
 

@@ -18,6 +18,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
+from .arguments import check_function, check_integer, check_kind, check_leaves, check_optimizer, is_number
 from .checkpoint.host_state import is_key
 from .checkpoint.interop import to_numpy, torch_names
 from .loss import Weighted, with_key
@@ -26,7 +27,7 @@ from .registry import STRATEGIES, make_strategy
 from .strategy import Strategy
 from .training.train import Trainer
 from .training.validation import check_batch
-from .tree import merge, named_leaves, split
+from .tree import check_params, is_floating, merge, named_leaves, split
 
 TORCH = "PyTorch"
 
@@ -121,6 +122,26 @@ def check(
         ValueError: If there are no batches, one cannot be split over the ranks, there are not as many devices, or a
             named strategy, or every one, refuses such a training.
     """
+    check_function("loss_fn", loss_fn)
+    check_optimizer(optimizer)
+    check_kind("batches", batches, Iterable, "an iterable of batches")
+    check_kind("strategies", strategies, (str, Sequence), "names or strategies, or 'all'")
+    check_kind("num_ranks", num_ranks, Sequence, "a sequence of numbers of ranks")
+    for count in num_ranks:
+        check_integer("num_ranks", count)
+    check_integer("num_microbatches", num_microbatches)
+    if not is_number(atol) or not atol >= 0:
+        raise ValueError(f"atol (={atol!r}) must be a number, 0 or more")
+    if dtype is not None and not is_floating(dtype):
+        raise ValueError(f"dtype (={dtype!r}) must be a floating dtype or None")
+    if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm > 0):
+        raise ValueError(f"max_grad_norm (={max_grad_norm!r}) must be positive or None")
+    if trainable is not None:
+        check_function("trainable", trainable, "a function of a parameter's name, or None")
+    if torch is not None and not (isinstance(torch, tuple) and len(torch) == 3 and all(map(callable, torch))):
+        raise ValueError(f"torch (={torch!r}) must be a module, its loss and a function to its optimizer")
+    check_params(params, trainable)
+    check_leaves("model_state", named_leaves(model_state))
     with jax.enable_x64(jax.config.read("jax_enable_x64") or dtype == jnp.float64):
         params, model_state = _cast(params, dtype), _cast(model_state, dtype)
         batches = [_cast(batch, dtype) for batch in batches]

@@ -8,29 +8,32 @@ sharded. ``compile_options`` keeps XLA from merging the planned collectives agai
 from __future__ import annotations
 
 import functools
+import math
 import re
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from numbers import Number
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from .arguments import check_function, check_kind
+from .arguments import check_function, check_kind, check_leaves, is_number
 from .communication import gloo
 from .communication.axes import replica_axes, shard_axis
 from .communication.backward_order import finishing_times, matmul_flops, zeros
 from .communication.buckets import Bucket, BucketPlan, TensorSpec, bucket_width, dtype_bytes, plan_buckets
-from .communication.collectives import Axis, all_reduce
+from .communication.collectives import Axis, all_reduce, axis_size
 from .communication.compression import Compression, check_stateless, none
 from .communication.reduction import ALL_REDUCE, Reduce, finish_reduction, start_reduction
 from .communication.sharding import Cut
 from .tree import like, named_leaves, tensor_specs
+
+_COMPRESSIONS = "a compression, such as jaxddp.compression.bf16 or make_compression('bf16')"
 
 
 class Precision(NamedTuple):
@@ -91,8 +94,7 @@ def register(factory: Callable[..., Strategy]) -> Callable[..., Strategy]:
 
     @functools.wraps(factory)
     def checked(*args: Any, **options: Any) -> Strategy:
-        wanted = "a compression, such as jaxddp.compression.bf16 or make_compression('bf16')"
-        check_kind("compression", options.get("compression", none), Compression, wanted)
+        check_kind("compression", options.get("compression", none), Compression, _COMPRESSIONS)
         return factory(*args, **options)
 
     STRATEGIES[factory.__name__] = checked
@@ -131,9 +133,15 @@ def sync_gradients(
         A tree like ``grads``.
 
     Raises:
-        ValueError: If the plan names a tensor that ``grads`` does not hold, or the other way round, or the compression
-            has state.
+        ValueError: If the plan names a tensor that ``grads`` does not hold, or the other way round, the compression has
+            state, or an argument is of another kind.
     """
+    check_leaves("grads", named_leaves(grads))
+    check_kind("plan", plan, BucketPlan, "a BucketPlan, as plan_gradients gives it")
+    check_kind("compression", compression, Compression, _COMPRESSIONS)
+    if denominator is not None and not isinstance(denominator, jax.Array):
+        if not is_number(denominator) or not 0 < denominator < math.inf:
+            raise ValueError(f"denominator (={denominator!r}) must be a positive finite number, an array, or None")
     check_stateless(compression, "in sync_gradients: use a Trainer, which carries its state from step to step")
     num_ranks = axis_size(axis)
     denominator = num_ranks if denominator is None else denominator
@@ -151,18 +159,6 @@ def _sum_if_not_constant(grad: jax.Array, axis: str) -> jax.Array:
     if grad.size != 1:
         return all_reduce(grad, axis)
     return all_reduce(jnp.broadcast_to(grad.reshape(1), 2), axis)[0].reshape(grad.shape)
-
-
-def axis_size(axis: str) -> int:
-    """Counts the ranks of a mesh axis.
-
-    Raises:
-        ValueError: If the caller is not inside of a map over it.
-    """
-    try:
-        return lax.axis_size(axis)
-    except NameError as error:
-        raise ValueError(f"axis (={axis!r}) must be bound: call this inside jax.shard_map over it") from error
 
 
 def plan_gradients(strategy: Strategy, grad_fn: Callable[..., Any], *args: Any) -> BucketPlan:
@@ -191,6 +187,8 @@ def plan_gradients(strategy: Strategy, grad_fn: Callable[..., Any], *args: Any) 
     """
     check_kind("strategy", strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
     check_function("grad_fn", grad_fn)
+    arrays = {name: leaf for name, leaf in named_leaves(args).items() if not isinstance(leaf, Number)}
+    check_leaves("grad_fn's argument", arrays)
     try:
         trace = trace_gradients(grad_fn, *args)
     except NameError as error:

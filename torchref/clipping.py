@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from jaxddp.arguments import is_number
+
 
 def global_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Euclidean norm of all tensors together."""
@@ -50,7 +52,7 @@ def clip_to_norm_(tensors: Sequence[torch.Tensor], norm: torch.Tensor, max_norm:
         >>> gradient
         tensor([0.6000, 0.8000])
     """
-    if not max_norm > 0:
+    if not is_number(max_norm) or not max_norm > 0:
         raise ValueError(f"max_norm (={max_norm!r}) must be positive")
     torch._foreach_mul_(list(tensors), torch.clamp(max_norm / norm, max=1.0))
 

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from jaxddp.arguments import check_kind, check_mapping
+
 
 def to_numpy(module: nn.Module) -> dict[str, np.ndarray]:
     """Copies a module's ``state_dict`` to NumPy.
@@ -25,6 +27,7 @@ def to_numpy(module: nn.Module) -> dict[str, np.ndarray]:
         >>> {name: array.shape for name, array in to_numpy(nn.Linear(3, 5)).items()}
         {'weight': (5, 3), 'bias': (5,)}
     """
+    check_kind("module", module, nn.Module, "a torch.nn.Module")
     return {name: _as_numpy(tensor).copy(order="C") for name, tensor in module.state_dict().items()}
 
 
@@ -48,6 +51,8 @@ def from_numpy(arrays: Mapping[str, Any], module: nn.Module) -> nn.Module:
         >>> module.weight.sum().item()
         15.0
     """
+    check_kind("module", module, nn.Module, "a torch.nn.Module")
+    check_mapping("arrays", arrays, "arrays by name")
     tensors = module.state_dict(keep_vars=True)
     given = {name: _as_numpy(array) for name, array in arrays.items()}
     names_of: dict[int, list[str]] = {}

@@ -49,7 +49,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from jaxddp.processes.job import Job, find_job_or, gpu_addresses, keep_to_loopback
+from jaxddp.arguments import check_function, check_kind, is_number
+from jaxddp.processes.job import Job, check_waits, find_job_or, gpu_addresses, keep_to_loopback
 from jaxddp.processes.roll_call import address_here, meet
 from jaxddp.processes.stderr import print_line
 from jaxddp.processes.torchrun import with_free_port
@@ -148,6 +149,8 @@ class RankPool:
         self.max_ranks = max_ranks
         self.backend = backend
         self.threads_per_rank = threads_per_rank
+        if prepare is not None:
+            check_function("prepare", prepare, "a function of a rank, or None")
         _pickled(f"prepare (={prepare!r})", prepare)
         self.prepare = prepare
         self._workers: dict[int, _Worker] = {}
@@ -191,8 +194,13 @@ class RankPool:
         _check_positive("num_ranks", num_ranks)
         if num_ranks > self.max_ranks:
             raise ValueError(f"num_ranks (={num_ranks}) must be at most max_ranks (={self.max_ranks})")
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s (={timeout_s}) must be positive")
+        check_function("fn", fn)
+        if not is_number(timeout_s) or not timeout_s > 0:
+            raise ValueError(f"timeout_s (={timeout_s!r}) must be positive")
+        if on_message is not None:
+            check_function("on_message", on_message, "a function of a rank and its message, or None")
+        if share is not None:
+            check_kind("share", share, HostShare, "a HostShare, or None")
         payload = _pickled(f"fn (={fn!r}) and its arguments", (fn, args))
         if not self._running.acquire(blocking=False):
             raise ValueError("this RankPool is busy with another call: every thread needs a pool of its own")
@@ -351,9 +359,10 @@ def init_from_env(
         This rank's device: with NCCL its GPU, by its number on the host.
 
     Raises:
-        ValueError: If the job is incomplete or contradicts itself, the backend is unknown, a GPU is missing, or rank 0
-            cannot be reached.
+        ValueError: If the job is incomplete or contradicts itself, a number is out of range, the backend is unknown, a
+            GPU is missing, or rank 0 cannot be reached.
     """
+    check_waits(timeout_s=timeout_s, stuck_s=stuck_s)
     job = find_job_or(coordinator_address, num_processes, process_id)
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     index = 0

@@ -21,7 +21,7 @@ class Weighted(NamedTuple):
 
     Attributes:
         total: Sum over the batch's examples, a scalar.
-        weight: Divides the total, a scalar; 0 if no example counts.
+        weight: Divides the total, a scalar, 0 or more; 0 if no example counts.
     """
 
     total: torch.Tensor

@@ -24,7 +24,7 @@ def make_strategy(name: str, module: nn.Module, **options: Any) -> DataParallel:
     Raises:
         ValueError: If there is no strategy of that name.
     """
-    if name not in STRATEGIES:
+    if not isinstance(name, str) or name not in STRATEGIES:
         raise ValueError(f"unknown strategy {name!r}: one of {', '.join(STRATEGIES)}")
     strategy: Any = STRATEGIES[name]
     return strategy(module, **options)

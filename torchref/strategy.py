@@ -26,6 +26,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from jaxddp import __version__
+from jaxddp.arguments import check_flag, check_kind, check_positive
 from jaxddp.communication.buckets import BucketMb, BucketPlan, TensorSpec
 from jaxddp.processes.watchdog import begin_step, end_step
 
@@ -100,6 +101,10 @@ class DataParallel(nn.Module, abc.ABC):
                 f"{type(self).__name__} needs a process group: call torch.distributed.init_process_group,"
                 " or run under torchref.launch, before wrapping a module"
             )
+        check_wrapped(module, compression, process_group)
+        check_flag(broadcast_buffers=broadcast_buffers)
+        if order is not None:
+            check_kind("order", order, Iterable, "the names of parameters")
         if sync not in ("finish", "backward"):
             raise ValueError(f"sync (={sync!r}) must be 'finish' or 'backward'")
         check_not_sharded(module)
@@ -128,8 +133,8 @@ class DataParallel(nn.Module, abc.ABC):
             )
         planned = [name for name in reversed(trained) if name not in sharded]
         names = planned if order is None else list(order)
-        if sorted(names) != sorted(planned):
-            wrong = sorted(set(names) ^ set(planned)) or [name for name in names if names.count(name) > 1]
+        if sorted(names, key=str) != sorted(planned):
+            wrong = sorted(set(names) ^ set(planned), key=str) or [name for name in names if names.count(name) > 1]
             raise ValueError(f"order must name each trainable parameter once; {wrong[0]!r} is not")
         specs = [tensor_spec(name, trained[name]) for name in names]
         self.plan = make_plan(specs if self.num_ranks > 1 else ())  # one rank communicates nothing
@@ -211,11 +216,13 @@ class DataParallel(nn.Module, abc.ABC):
             denominator: Divides the sums over ranks; the number of ranks when None, which gives the mean.
 
         Raises:
-            ValueError: If a parameter was replaced, frozen, cast, added or made trainable after wrapping, or a buffer
-                resized, cast, added or removed.
+            ValueError: If a parameter was replaced, frozen, cast, added or made trainable after wrapping, a buffer
+                resized, cast, added or removed, or the denominator is not positive.
             RuntimeError: If no pass has followed the last synchronisation, or a gradient was changed that is being
                 reduced already.
         """
+        if denominator is not None:
+            check_positive("denominator", denominator)
         self._check_unchanged()
         self._check_no_stray_step(by_content=not self._has_optimizer)
         self._discard_if_cleared()
@@ -496,6 +503,28 @@ class DataParallel(nn.Module, abc.ABC):
 
 
 STRATEGIES: dict[str, type[DataParallel]] = {}
+
+
+def check_wrapped(module: Any, compression: Any, process_group: Any) -> None:
+    """Refuses arguments of another kind, before a strategy reads them.
+
+    Raises:
+        ValueError: If one is.
+    """
+    check_kind("module", module, nn.Module, "a torch.nn.Module")
+    check_kind("compression", compression, Compression, "a compression, such as make_compression('bf16')")
+    if process_group is not None:
+        check_kind("process_group", process_group, dist.ProcessGroup, "a process group, or None for all ranks")
+
+
+def check_dtype(name: str, dtype: Any) -> None:
+    """Refuses what is neither a floating-point dtype of torch nor None.
+
+    Raises:
+        ValueError: If it is refused.
+    """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"{name} (={dtype!r}) must be a floating-point dtype or None")
 
 
 def register(name: str) -> Callable[[type], type]:

@@ -21,13 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from jaxddp.arguments import check_function, check_integer, check_kind, check_mapping, is_number
 from jaxddp.processes.roll_call import disagreement
 
 from .agreement import check_alike, refuse
 from .clipping import clip_to_norm_, global_norm
 from .loss import Part, as_part
 from .loss_scale import LossScale
-from .strategy import DataParallel
+from .strategy import DataParallel, check_dtype
 from .zero.stage3 import FSDP
 
 Batch = Mapping[str, torch.Tensor]
@@ -76,10 +77,14 @@ class Trainer:
         """
         if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
             raise ValueError(f"num_microbatches (={num_microbatches!r}) must be a positive integer")
-        if max_grad_norm is not None and not max_grad_norm > 0:
+        check_function("loss_fn", loss_fn)
+        check_kind("net", net, nn.Module, "a torch.nn.Module, or one in a strategy")
+        has_step = not isinstance(optimizer, type) and callable(getattr(optimizer, "step", None))
+        if not has_step:
+            raise ValueError(f"optimizer (={optimizer!r}) must be a torch optimizer, or a strategy that owns one")
+        if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm > 0):
             raise ValueError(f"max_grad_norm (={max_grad_norm!r}) must be positive or None")
-        if compute_dtype is not None and not compute_dtype.is_floating_point:
-            raise ValueError(f"compute_dtype (={compute_dtype}) must be a floating-point dtype or None")
+        check_dtype("compute_dtype", compute_dtype)
         if compute_dtype is not None and isinstance(net, FSDP):
             raise ValueError(f"compute_dtype (={compute_dtype}) must be given to FSDP, which gathers in it")
         if loss_scale not in (None, "dynamic"):
@@ -106,7 +111,7 @@ class Trainer:
 
         Raises:
             ValueError: If the batch cannot be split into micro-batches, the loss is not a scalar, ranks have other
-                options, or they have unequally many examples and the loss is no ``Weighted``.
+                options, they have unequally many examples and the loss is no ``Weighted``, or a weight is negative.
         """
         if self._parallel is not None:
             if not self._agreed:
@@ -133,11 +138,15 @@ class Trainer:
                 piece = local_rows(batch, index, self.num_microbatches)
                 with self._autocast(piece):
                     part = as_part(self.loss_fn(self.net, piece))
+                if not part.total.requires_grad:
+                    raise ValueError("loss_fn must return a loss that depends on the parameters of net")
                 (part.total if scale == 1 else part.total.to(_wide(part.total)) * scale).backward()
             parts.append(Part(part.total.detach(), part.weight))
         summed = self._sum_parts(parts, rows)
         num_parts = self.num_ranks * self.num_microbatches
         weight = float(num_parts if summed.weight is None else summed.weight)
+        if not 0 <= weight < math.inf:  # the same on all ranks, so all raise
+            raise ValueError(f"the weights of torchref.Weighted (={weight} in all) must be finite numbers, 0 or more")
         memory = self._parallel.memory if self._parallel is not None else {}
         self._finish((weight or 1.0) * scale)
         norm = self._clip()
@@ -192,7 +201,9 @@ class Trainer:
         """
         totals = torch.stack([part.total for part in parts]).to(_wide(parts[0].total)).sum()
         weights = [part.weight.to(totals) for part in parts if part.weight is not None]
-        sums = torch.stack([totals, torch.stack(weights).sum() if weights else torch.zeros_like(totals)])
+        weight = torch.stack(weights) if weights else torch.zeros_like(totals)
+        weight = torch.where(weight < 0, math.nan, weight).sum()  # a negative one is found on all ranks
+        sums = torch.stack([totals, weight])
         if self._parallel is not None and self.num_ranks > 1:
             group = self._parallel.process_group
             rows_of_rank = sums.new_zeros(self.num_ranks)
@@ -215,6 +226,10 @@ def local_rows(batch: Batch, index: int, num_parts: int) -> dict[str, torch.Tens
         >>> local_rows({"x": torch.arange(6)}, 1, 3)
         {'x': tensor([2, 3])}
     """
+    check_integer("num_parts", num_parts)
+    check_integer("index", index, 0)
+    if index >= num_parts:
+        raise ValueError(f"index (={index}) must be below num_parts (={num_parts})")
     rows = _num_rows(batch)
     if rows % num_parts or rows == 0:
         raise ValueError(f"batch (={rows} examples) must be divisible by the number of parts (={num_parts})")
@@ -227,6 +242,11 @@ def _wide(total: torch.Tensor) -> torch.dtype:
 
 
 def _num_rows(batch: Batch) -> int:
+    check_mapping("batch", batch, "tensors by name")
+    for name, tensor in batch.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0:
+            kind = type(tensor).__name__
+            raise ValueError(f"batch[{name!r}] (={kind}) must be a tensor whose dimension 0 counts examples")
     lengths = {name: len(tensor) for name, tensor in batch.items()}
     if len(set(lengths.values())) != 1:
         raise ValueError(f"batch tensors must agree in length, they have {lengths}")

@@ -1,6 +1,7 @@
 """The trainer: weighted losses, accumulation, clipping and invalid arguments."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torchref
+from torchref.communication.collectives import all_reduce
 from torchref.train import local_rows
 
 
@@ -149,3 +151,58 @@ def test_invalid_losses(result, found):
         ValueError, match=f"loss_fn returned {found}: the loss must be a scalar tensor or torchref.Weighted"
     ):
         trainer.step(batch())
+
+
+def refused(case):
+    """The message of the error of a case, on one of several ranks."""
+    net = torchref.FlatDDP(linear())
+    cases = {
+        "weight": lambda: torchref.Trainer(negative_on_one_rank, torch.optim.SGD(net.parameters(), 0.1), net).step(
+            batch()
+        ),
+        "optimizer": lambda: torchref.Trainer(mean_loss, torch.optim.SGD, net),
+        "loss_fn": lambda: torchref.Trainer("loss", torch.optim.SGD(net.parameters(), 0.1), net),
+        "net": lambda: torchref.Trainer(mean_loss, torch.optim.SGD(net.parameters(), 0.1), nn.Linear),
+        "compute_dtype": lambda: torchref.FSDP(linear(), compute_dtype="bfloat16"),
+        "module": lambda: torchref.ZeRO1(nn.Linear, torch.optim.SGD),
+        "compression": lambda: torchref.FSDP(linear(), compression="bf16"),
+        "process_group": lambda: torchref.BucketedDDP(linear(), process_group=3),
+        "broadcast_buffers": lambda: torchref.NaiveDDP(linear(), broadcast_buffers="no"),
+        "optimizer_cls": lambda: torchref.ShardedOptimizer(net.parameters(), "adam"),
+        "lr": lambda: torchref.ZeRO1(linear(), torch.optim.SGD, lr="x"),
+        "denominator": lambda: net.finish_gradient_synchronization(0),
+        "tensor": lambda: all_reduce([1.0]),
+        "group": lambda: all_reduce(torch.ones(1), 3),
+    }
+    try:
+        cases[case]()
+    except ValueError as error:
+        return str(error)
+
+
+def negative_on_one_rank(net, batch):
+    return torchref.Weighted(mean_loss(net, batch), torch.tensor((9.0, -1.0)[dist.get_rank()]))
+
+
+@pytest.mark.parametrize(
+    "case, message",
+    [
+        ("weight", r"the weights of torchref.Weighted \(=nan in all\) must be finite numbers, 0 or more"),
+        ("optimizer", r"optimizer \(=<class .*SGD'>\) must be a torch optimizer, or a strategy that owns one"),
+        ("loss_fn", r"loss_fn \(='loss'\) must be a function"),
+        ("net", r"net \(=<class .*Linear'>\) must be a torch.nn.Module, or one in a strategy"),
+        ("compute_dtype", r"compute_dtype \(='bfloat16'\) must be a floating-point dtype.*"),
+        ("module", r"module \(=<class .*Linear'>\) must be a torch.nn.Module"),
+        ("compression", r"compression \(='bf16'\) must be a compression, such as make_compression\('bf16'\)"),
+        ("process_group", r"process_group \(=3\) must be a process group, or None for all ranks"),
+        ("broadcast_buffers", r"broadcast_buffers \(='no'\) must be True or False"),
+        ("optimizer_cls", r"optimizer_cls \(='adam'\) must be a torch optimizer's class"),
+        ("lr", r"optimizer_cls \(=SGD\) must take the options \{'lr': 'x'\}: .*"),
+        ("denominator", r"denominator \(=0\) must be a positive finite number"),
+        ("tensor", r"tensor \(=list\) must be a torch.Tensor"),
+        ("group", r"group \(=3\) must be a process group, or None for all ranks"),
+    ],
+)
+def test_a_wrong_argument_is_one_line_on_all_ranks(ranks, case, message):
+    for said in ranks.run(refused, case, num_ranks=2):
+        assert re.fullmatch(message, said or "accepted"), said

@@ -26,6 +26,8 @@ import ml_dtypes
 import numpy as np
 from flax import nnx
 
+from ..arguments import check_mapping
+
 Params = Any
 
 _RENAMED = {"kernel": "weight", "embedding": "weight", "scale": "weight"}
@@ -83,6 +85,7 @@ def from_numpy(arrays: Mapping[str, Any], like: Params, *, ties: Mapping[str, st
         >>> from_numpy({"head.weight": np.ones((5, 3), np.float32)}, like)["head"]["kernel"].shape
         (3, 5)
     """
+    check_mapping("arrays", arrays, "arrays by name")
     leaves = _named_leaves(like)
     ties = _checked_ties(ties, leaves)
     given = {name: _as_numpy(array) for name, array in arrays.items()}
@@ -192,7 +195,8 @@ def _to_torch(path: tuple[str, ...], leaf: Any) -> tuple[int, ...]:
 
 def _checked_ties(ties: Mapping[str, str] | None, names: Mapping[str, Any]) -> Mapping[str, str]:
     """Raises ValueError for an alias that is a parameter, or a canonical name that is not."""
-    ties = ties or {}
+    ties = {} if ties is None else ties
+    check_mapping("ties", ties, "aliases to names")
     faults = [f"{alias!r} is a parameter of its own" for alias in ties if alias in names]
     faults += [f"{canonical!r} is not a parameter" for canonical in ties.values() if canonical not in names]
     if faults:

@@ -22,6 +22,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from ..arguments import check_leaves, check_path
 from ..tree import named_leaves
 
 SAFETENSORS = ".safetensors"
@@ -40,8 +41,8 @@ def export_weights(path: str | os.PathLike[str], params: Any) -> None:
         params: A tree of arrays, or arrays by name.
 
     Raises:
-        ValueError: If two leaves have the same name, the path is that of something else than a file, or safetensors is
-            not installed, or does not know a dtype or name.
+        ValueError: If there are no arrays, two have the same name, the path is that of something else than a file, or
+            safetensors is not installed, or does not know a dtype or name.
         OSError: If the file cannot be written.
 
     Example:
@@ -52,12 +53,17 @@ def export_weights(path: str | os.PathLike[str], params: Any) -> None:
         >>> {name: array.shape for name, array in weights.items()}
         {'head.kernel': (3, 5)}
     """
+    check_path("path", path)
+    leaves = named_leaves(params)
+    check_leaves("params", leaves)
+    if not leaves:
+        raise ValueError(f"params (={params!r}) must hold at least one array")
     path = Path(path).resolve()
     if path.exists() and not path.is_file():
         raise ValueError(f"path (={str(path)!r}) must be a regular file, it is a folder or device")
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        (_write_safetensors if path.suffix == SAFETENSORS else _write_npz)(partial, named_leaves(params))
+        (_write_safetensors if path.suffix == SAFETENSORS else _write_npz)(partial, leaves)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -73,6 +79,7 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         ValueError: If the file is truncated, or holds no weights, or safetensors is needed and not installed.
         OSError: If it cannot be read.
     """
+    check_path("path", path)
     if Path(path).suffix == SAFETENSORS:
         return _read_safetensors(path)
     try:

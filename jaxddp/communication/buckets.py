@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
-from ..arguments import check_kind
+from ..arguments import check_flag, check_kind
 
 MIB = 2**20
 DEFAULT_BUCKET_MB = 25.0
@@ -93,6 +93,14 @@ class BucketPlan:
     constants: tuple[str, ...] = ()
     gathers: tuple[Bucket, ...] = ()
 
+    def __post_init__(self) -> None:
+        """Refuses other kinds."""
+        for name, kind in (("buckets", Bucket), ("constants", str), ("gathers", Bucket)):
+            held = getattr(self, name)
+            check_kind(name, held, tuple, f"a tuple of {kind.__name__}")
+            for one in held:
+                check_kind(f"one of {name}", one, kind, f"a {kind.__name__}")
+
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all tensors, in communication order."""
@@ -137,6 +145,7 @@ def plan_buckets(
     """
     if rule not in ("before", "torch"):
         raise ValueError(f"rule (={rule!r}) must be 'before' or 'torch'")
+    check_flag(after_backward=after_backward)
     caps = _caps_bytes(bucket_mb)
     opened: dict[str, tuple[int, int]] = {}  # number of a dtype's open bucket, and the bytes in it
     buckets: dict[tuple[str, int], list[TensorSpec]] = {}  # by dtype and number
@@ -229,6 +238,10 @@ def _checked(tensors: Iterable[TensorSpec]) -> list[TensorSpec]:
     check_kind("tensors", tensors, Iterable, "a sequence of TensorSpec")
     for tensor in tensors:
         check_kind("tensor", tensor, TensorSpec, "a TensorSpec")
+        check_kind("tensor name", tensor.name, str, "a string")
+        check_kind("tensor dtype", tensor.dtype, str, "the name of a dtype")
+        if not isinstance(tensor.shape, Sequence) or not all(_is_size(size) for size in tensor.shape):
+            raise ValueError(f"tensor shape (={tensor.shape!r}) must be a tuple of integers, 0 or more")
         if tensor.name in checked:
             raise ValueError(f"tensor name (={tensor.name!r}) must occur once in a plan")
         if tensor.num_elements > 0:
@@ -247,6 +260,10 @@ def _caps_bytes(bucket_mb: BucketMb) -> list[float]:
     if not caps or not all(_is_positive_number(cap) for cap in caps):
         raise ValueError(f"bucket_mb (={bucket_mb!r}) must be a positive number of MiB, a list of them, or None")
     return [cap * MIB for cap in caps]
+
+
+def _is_size(size: Any) -> bool:
+    return isinstance(size, numbers.Integral) and int(size) >= 0
 
 
 def _is_positive_number(cap: Any) -> bool:

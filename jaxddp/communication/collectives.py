@@ -64,7 +64,11 @@ def all_reduce(x: jax.Array, axis: Axis) -> jax.Array:
         >>> mesh = data_mesh(4)
         >>> print(jax.shard_map(total, mesh=mesh, in_specs=P("data"), out_specs=P())(jnp.arange(4)))
         [6]
+
+    Raises:
+        ValueError: If ``x`` is no array, or no map binds the axis; so in all functions here.
     """
+    check_call(x, axis)
     return lax.psum(x, axis)
 
 
@@ -100,7 +104,7 @@ def reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
     Raises:
         ValueError: If dimension 0 of ``x`` is missing or not divisible by the number of ranks.
     """
-    num_ranks = lax.axis_size(axis)
+    num_ranks = check_call(x, axis)
     chunk_length = _chunk_length(x.shape, num_ranks)
     if x.size == 0:
         return x[:chunk_length]
@@ -130,7 +134,7 @@ def all_gather(x: jax.Array, axis: Axis, *, equal: bool = False, as_bits: bool =
     Raises:
         ValueError: If ``x`` has no dimension 0.
     """
-    num_ranks = lax.axis_size(axis)
+    num_ranks = check_call(x, axis)
     _chunk_length(x.shape, 1)
     if x.size == 0:
         return jnp.concatenate([x] * num_ranks)
@@ -159,7 +163,7 @@ def broadcast(x: jax.Array, axis: str, root: int = 0) -> jax.Array:
     Raises:
         ValueError: If ``root`` is no rank of the axis.
     """
-    _check_root(root, lax.axis_size(axis))
+    _check_root(root, check_call(x, axis))
     from_root = jnp.where(lax.axis_index(axis) == root, x, jnp.zeros_like(x))
     return lax.psum(from_root, axis).astype(x.dtype)
 
@@ -178,7 +182,7 @@ def reduce(x: jax.Array, axis: str, root: int = 0) -> jax.Array:
     Raises:
         ValueError: If ``root`` is no rank of the axis.
     """
-    _check_root(root, lax.axis_size(axis))
+    _check_root(root, check_call(x, axis))
     total = lax.psum(x, axis)
     return jnp.where(lax.axis_index(axis) == root, total, jnp.zeros_like(total))
 
@@ -204,8 +208,34 @@ def send_recv(x: jax.Array, axis: str, pairs: Sequence[tuple[int, int]]) -> jax.
         >>> print(jax.shard_map(shift, mesh=data_mesh(4), in_specs=spec, out_specs=spec)(jnp.arange(1, 5)))
         [0 1 2 3]
     """
-    _check_pairs(pairs, lax.axis_size(axis))
+    _check_pairs(pairs, check_call(x, axis))
     return lax.ppermute(x, axis, pairs)
+
+
+def check_call(x: Any, axis: Axis) -> int:
+    """Checks what every collective is given.
+
+    Returns:
+        The number of ranks along the axis.
+
+    Raises:
+        ValueError: If ``x`` is no array, or no map binds the axis.
+    """
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise ValueError(f"x (={x!r}) must be an array")
+    return axis_size(axis)
+
+
+def axis_size(axis: Axis) -> int:
+    """Counts the ranks of a mesh axis.
+
+    Raises:
+        ValueError: If the caller is not inside of a map over it.
+    """
+    try:
+        return lax.axis_size(axis)
+    except (NameError, TypeError, ValueError) as error:
+        raise ValueError(f"axis (={axis!r}) must be bound: call this inside jax.shard_map over it") from error
 
 
 def _chunk_length(shape: Sequence[int], num_ranks: int) -> int:
@@ -224,6 +254,11 @@ def _check_root(root: int, num_ranks: int) -> None:
 
 
 def _check_pairs(pairs: Sequence[tuple[int, int]], num_ranks: int) -> None:
+    kind = "of integers, (from rank, to rank)"
+    if not isinstance(pairs, Sequence) or not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in pairs):
+        raise ValueError(f"pairs (={pairs!r}) must be a sequence of pairs {kind}")
+    if not all(isinstance(rank, Integral) and not isinstance(rank, bool) for pair in pairs for rank in pair):
+        raise ValueError(f"pairs (={list(pairs)}) must be {kind}")
     for name, ranks in (("from", [source for source, _ in pairs]), ("to", [target for _, target in pairs])):
         if not all(0 <= rank < num_ranks for rank in ranks):
             raise ValueError(f"pairs (={list(pairs)}) must name ranks from 0 to below num_ranks (={num_ranks})")

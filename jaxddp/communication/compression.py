@@ -21,14 +21,13 @@ replicated, under ``Trainer``.
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 
-from ..arguments import check_kind
+from ..arguments import check_kind, is_number
 from .buckets import Bucket, TensorSpec
 from .buffers import pack, unpack
 from .collectives import Axis
@@ -114,7 +113,7 @@ def powersgd(rank: int, *, min_compression: float = 1.0) -> Compression:
     """
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise ValueError(f"rank (={rank!r}) must be a positive integer")
-    if not isinstance(min_compression, numbers.Real) or not 1 <= float(min_compression) < math.inf:
+    if not is_number(min_compression) or not 1 <= min_compression < math.inf:
         raise ValueError(f"min_compression (={min_compression!r}) must be a finite number of at least 1")
 
     def reduce_factors(

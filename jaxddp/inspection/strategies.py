@@ -21,6 +21,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import targets
+from ..arguments import check_kind, check_leaves
 from ..compiled.memory import DeviceBytes, held_bytes, state_formula
 from ..compiled.schedule import Schedule, read_schedule
 from ..models import TransformerConfig, abstract
@@ -205,6 +206,13 @@ def inspect_steps(
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Inspection]:
     """Does the work of ``inspect``; ``say`` shows progress."""
+    if network is not None:
+        check_kind("network", network, Network, "a jaxddp.Network")
+    for name, tree in (("params", training.params), ("batch", training.batch), ("model_state", training.model_state)):
+        check_leaves(name, named_leaves(tree))
+    check_kind("strategies", strategies, Sequence, "names or strategies")
+    for one in strategies:
+        check_kind("strategy", one, (str, Strategy), "a name or a strategy, such as jaxddp.bucketed()")
     loss_fn, optimizer, params, batch, options, model_state = training.shapes()
     given, names = {name_of(one): one for one in strategies}, [*map(name_of, strategies)]
     if any(given[name] != one for name, one in zip(names, strategies, strict=True)):

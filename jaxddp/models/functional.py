@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ..arguments import check_function, check_integer
 from ..sizes import SIZES, TransformerConfig
 from ..zero.layers import layer
 from .toy import FrozenToy, TiedToy, ToyMLP, UnusedToy
@@ -81,7 +82,7 @@ def build(
         float32 arrays, a tied parameter in them once. Cast the parameters to compute in another dtype.
 
     Raises:
-        ValueError: If the name is not known.
+        ValueError: If the name is not known, or the seed is negative.
 
     Example:
         >>> loss_fn, params = build("tiny")
@@ -90,6 +91,8 @@ def build(
         ()
     """
     make = _constructor(name_or_config)
+    check_integer("seed", seed, 0)
+    check_function("layer", layer)
     return _functional(make(nnx.Rngs(seed)), layer)
 
 

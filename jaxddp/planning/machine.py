@@ -15,8 +15,10 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import NamedTuple
 
+from ..arguments import check_kind
 from ..network import DEFAULT_LATENCY_US, GB, Network
 from .chips import Target
 from .cost.checks import check_count, check_not_negative, check_positive
@@ -74,6 +76,13 @@ class Cluster:
 
     def __post_init__(self) -> None:
         """Checks the numbers."""
+        for name in ("flops_per_s", "memory_bytes", "link_gb_per_s", "host_link_gb_per_s"):
+            check_kind(name, getattr(self, name), Real, "a number")
+        check_kind("torus", self.torus, tuple, "a tuple of sides")
+        if self.torus:
+            check_count(torus=self.torus)
+        if self.devices_per_host is not None:
+            check_count(devices_per_host=self.devices_per_host)
         check_count(num_devices=self.num_devices)
         check_positive(
             flops_per_s=self.flops_per_s, memory_bytes=self.memory_bytes, link_gb_per_s=self.link_gb_per_s,
@@ -129,6 +138,7 @@ def cluster_of(
     Raises:
         ValueError: If a number is out of range, or the chip has no published peak for the dtype.
     """
+    check_kind("target", target, Target, "a Target, as jaxddp.targets.target gives it")
     chip = target.chip
     key = chip.matmul_float32 if dtype == "float32" else dtype
     if flops_per_s is None and key not in chip.flops_per_s:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..arguments import check_kind
 from ..communication.buckets import MIB, TensorSpec, plan_buckets
 from .cost import memory, traffic
 from .cost.checks import check_choice, check_count
@@ -24,6 +25,14 @@ from .machine import Cluster
 
 # MiB, two per octave, 1 to 8192.
 _CAPS_MB = tuple(2 ** (step / 2) for step in range(27))
+
+
+_KINDS: dict[str, type] = {
+    "workload": Workload,
+    "cluster": Cluster,
+    "per_parameter": memory.PerParameter,
+    "assumptions": Assumptions,
+}
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,8 @@ class TrainingJob:
 
     def __post_init__(self) -> None:
         """Checks the numbers."""
+        for name, kind in _KINDS.items():
+            check_kind(name, getattr(self, name), kind, f"a {kind.__name__}")
         check_count(fsdp=self.fsdp, tp=self.tp, sequence_length=self.sequence_length)
         check_count(num_gathered_units=self.num_gathered_units)
         check_choice(memory.STAGES, stage=self.stage)

@@ -22,7 +22,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from ..arguments import check_integer, is_number
+
 _GPUS, _DEVICE_FILES = Path("/proc/driver/nvidia/gpus"), Path("/dev")
+_LONGEST_S = 1e9  # that a socket can wait
 _LOOPBACK = "127.0.0.1"  # of a job on one host: nothing listens to other hosts
 _FIRST_PORT, _NUM_PORTS = 61440, 4096  # above the ports that Linux gives to clients
 
@@ -117,15 +120,28 @@ def find_job_or(coordinator_address: str | None, num_processes: int | None, proc
     return find_job()
 
 
+def check_waits(**seconds: float) -> None:
+    """Refuses waits that are no positive numbers of seconds, by argument name.
+
+    Raises:
+        ValueError: If one is none, or longer than a socket can wait.
+    """
+    for name, value in seconds.items():
+        if not is_number(value) or not 0 < value < _LONGEST_S:
+            raise ValueError(f"{name} (={value!r}) must be a positive number of seconds, below {_LONGEST_S:g}")
+
+
 def job_at(coordinator_address: str, num_processes: int, process_id: int) -> Job:
     """Describes a job by hand; its process may use every device of its host.
 
     Raises:
         ValueError: If the address is not ``host:port``, or ``process_id`` is not one of the job's.
     """
-    host, _, port = coordinator_address.rpartition(":")
+    host, _, port = str(coordinator_address).rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f"coordinator_address (={coordinator_address!r}) must be host:port")
+    check_integer("num_processes", num_processes)
+    check_integer("process_id", process_id, 0)
     return _checked(Job("address", num_processes, process_id, 1, 0, num_processes, host.strip("[]"), int(port)))
 
 

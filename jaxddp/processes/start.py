@@ -20,8 +20,9 @@ from jax.extend.backend import register_backend_factory
 from jaxlib import _jax
 
 from .. import __version__
+from ..arguments import check_flag
 from ..plugins import devices
-from .job import Job, find_job_or, gpu_addresses, keep_to_loopback, visible_gpus
+from .job import Job, check_waits, find_job_or, gpu_addresses, keep_to_loopback, visible_gpus
 from .roll_call import address_here, meet
 from .stderr import print_line
 from .torchrun import with_free_port
@@ -62,9 +63,11 @@ def start_process(
         The job; None outside any, and where JAX found it.
 
     Raises:
-        ValueError: If the job is incomplete or contradicts itself, the coordinator's port is taken, or the others do
-            not come within the timeout.
+        ValueError: If the job is incomplete or contradicts itself, a number is out of range, the coordinator's port is
+            taken, or the others do not come within the timeout.
     """
+    check_waits(timeout_s=timeout_s, stuck_s=stuck_s)
+    check_flag(preemption_service=preemption_service)
     job = find_job_or(coordinator_address, num_processes, process_id)
     if job is None:
         _join_what_jax_finds()
@@ -96,7 +99,7 @@ def local_rows(batch: Any) -> Any:
     index, count = jax.process_index(), jax.process_count()
 
     def rows(leaf: Any) -> Any:
-        if not hasattr(leaf, "__len__"):
+        if not getattr(leaf, "shape", ()):
             raise ValueError(f"batch leaf (={leaf!r}) must be an array whose dimension 0 counts examples")
         if len(leaf) % count:
             raise ValueError(f"batch (={len(leaf)} examples) must be divisible by the number of processes (={count})")

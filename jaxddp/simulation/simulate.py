@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ..arguments import check_kind
 from ..compiled.schedule import Collective, Operation, Schedule
 from ..compiled.work import MatmulKind, Work
 from ..network import DEFAULT_LATENCY_US, Network
@@ -84,6 +85,7 @@ def matmul_flops_per_s(kind: MatmulKind, chip: Chip) -> float:
 
 def network_of(target: Target, gb_per_s: float | None = None, latency_us: float = DEFAULT_LATENCY_US) -> Network:
     """A target's links; a given speed replaces the slowest: between hosts if there are several."""
+    check_kind("target", target, Target, "a Target, as jaxddp.targets.target gives it")
     chip = target.chip
     if target.num_hosts == 1 or target.platform == "tpu":
         return Network(chip.link_gb_per_s if gb_per_s is None else gb_per_s, latency_us)

@@ -10,6 +10,7 @@ from functools import partial
 
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
+from ..arguments import check_kind
 from ..mesh import DATA_AXIS, axes_of_ranks
 from ..planning.chips import Target, chip_of, target
 from ..training.programs import register_compiler
@@ -51,6 +52,7 @@ def target_of(mesh: Mesh | AbstractMesh) -> Target | None:
     Raises:
         ValueError: If the mesh has neither devices nor a target.
     """
+    check_kind("mesh", mesh, (Mesh, AbstractMesh), "a mesh, such as jaxddp.data_mesh()")
     if isinstance(mesh, Mesh):
         return None
     if mesh.abstract_device is None:

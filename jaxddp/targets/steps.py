@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..arguments import check_kind
 from ..communication.buckets import BucketPlan
 from ..strategy import Strategy
 from ..training.train import Trainer, TrainState
@@ -18,6 +19,7 @@ def start_compile(trainer: Trainer, state: TrainState, batch: Any, *, timeout_s:
     Raises:
         ValueError: If the mesh has devices, or as ``Trainer.compile``.
     """
+    check_kind("trainer", trainer, Trainer, "a jaxddp.Trainer")
     if (target := target_of(trainer.mesh)) is None:
         raise ValueError(f"mesh (={trainer.mesh}) must be a target's to compile in the background: use compile")
     function, args, options = trainer.step_function(state, batch)
@@ -35,6 +37,7 @@ def start_compile_without_communication(trainer: Trainer, state: TrainState, bat
     Raises:
         ValueError: If the mesh's devices are of no known chip.
     """
+    check_kind("trainer", trainer, Trainer, "a jaxddp.Trainer")
     mesh = mesh_like(trainer.mesh)
     strategy = Strategy("without communication", lambda tensors: BucketPlan(()))
     silent = trainer.with_strategy(strategy, mesh)

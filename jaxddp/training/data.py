@@ -28,6 +28,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ..arguments import check_integer, check_path, is_number
+
 Batch = dict[str, np.ndarray]
 
 _HEAD_BYTES = 8192
@@ -64,10 +66,10 @@ class Corpus:
         """
         if isinstance(context, bool) or not isinstance(context, int) or context < 1:
             raise ValueError(f"context (={context!r}) must be a positive integer")
-        if not 0 <= holdout < 1:
+        if not is_number(holdout) or not 0 <= holdout < 1:
             raise ValueError(f"holdout (={holdout!r}) must be at least 0 and below 1")
-        if path == "":
-            raise ValueError("path (='') must name a file or folder")
+        if path is not None:
+            check_path("path", path, "that of a file or folder")
         text, self.source = _read_standard_library() if path is None else _read(Path(path))
         num_windows = (len(text) - 1) // context
         if num_windows < 1:
@@ -157,8 +159,8 @@ class RandomTokens:
         Raises:
             ValueError: If a size is not positive.
         """
-        if vocab < 1 or context < 1:
-            raise ValueError(f"vocab (={vocab}) and context (={context}) must be positive")
+        check_integer("vocab", vocab)
+        check_integer("context", context)
         self.vocab = vocab
         self.context = context
         self.source = f"random tokens of a vocabulary of {vocab:,}"
@@ -173,14 +175,15 @@ class RandomTokens:
 
 def _rows(step: int, batch_size: int, seed: int, rank: int, num_ranks: int) -> slice:
     """Checks the arguments of ``batch`` and gives the rank's rows."""
-    if step < 0:
-        raise ValueError(f"step (={step}) must not be negative")
-    if seed < 0:
-        raise ValueError(f"seed (={seed}) must not be negative")
-    if num_ranks < 1 or not 0 <= rank < num_ranks:
-        raise ValueError(f"rank (={rank}) must be at least 0 and below num_ranks (={num_ranks})")
-    if batch_size < 1 or batch_size % num_ranks:
-        raise ValueError(f"batch_size (={batch_size}) must be positive and divisible by num_ranks (={num_ranks})")
+    check_integer("step", step, 0)
+    check_integer("seed", seed, 0)
+    check_integer("num_ranks", num_ranks)
+    check_integer("rank", rank, 0)
+    check_integer("batch_size", batch_size)
+    if not rank < num_ranks:
+        raise ValueError(f"rank (={rank}) must be below num_ranks (={num_ranks})")
+    if batch_size % num_ranks:
+        raise ValueError(f"batch_size (={batch_size}) must be divisible by num_ranks (={num_ranks})")
     rows_per_rank = batch_size // num_ranks
     return slice(rank * rows_per_rank, (rank + 1) * rows_per_rank)
 

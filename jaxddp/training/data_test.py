@@ -181,13 +181,14 @@ def test_random_tokens_use_the_whole_vocabulary_and_differ_by_seed_and_step():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"step": -1}, r"^step \(=-1\) must not be negative$"),
-        ({"seed": -2}, r"^seed \(=-2\) must not be negative$"),
-        ({"num_ranks": 4}, r"^batch_size \(=6\) must be positive and divisible by num_ranks \(=4\)$"),
-        ({"batch_size": 0}, r"^batch_size \(=0\) must be positive"),
-        ({"rank": 2, "num_ranks": 2}, r"^rank \(=2\) must be at least 0 and below num_ranks \(=2\)$"),
-        ({"rank": -1}, r"^rank \(=-1\) must be at least 0"),
-        ({"num_ranks": 0}, r"below num_ranks \(=0\)$"),
+        ({"step": -1}, r"^step \(=-1\) must be an integer, 0 or more$"),
+        ({"seed": -2}, r"^seed \(=-2\) must be an integer, 0 or more$"),
+        ({"seed": 0.5}, r"^seed \(=0.5\) must be an integer, 0 or more$"),
+        ({"num_ranks": 4}, r"^batch_size \(=6\) must be divisible by num_ranks \(=4\)$"),
+        ({"batch_size": 0}, r"^batch_size \(=0\) must be an integer, 1 or more$"),
+        ({"rank": 2, "num_ranks": 2}, r"^rank \(=2\) must be below num_ranks \(=2\)$"),
+        ({"rank": -1}, r"^rank \(=-1\) must be an integer, 0 or more$"),
+        ({"num_ranks": 0}, r"^num_ranks \(=0\) must be an integer, 1 or more$"),
     ],
 )
 @pytest.mark.parametrize("kind", ["corpus", "random"])
@@ -214,7 +215,7 @@ def test_text_that_cannot_be_is_refused(write, tmp_path):
         Corpus(write(b"", "empty.txt"))
     with pytest.raises(ValueError, match=r"^folder '.*' must hold text files, it has none$"):
         Corpus(tmp_path)
-    with pytest.raises(ValueError, match=r"^path \(=''\) must name a file or folder$"):
+    with pytest.raises(ValueError, match=r"^path \(=''\) must be that of a file or folder$"):
         Corpus("")  # the current folder for Path
     with pytest.raises(ValueError, match=r"^data path '/dev/null' must be a regular file or a folder$"):
         Corpus("/dev/null")
@@ -231,7 +232,7 @@ def test_holdout_out_of_range_is_refused(holdout):
 def test_sizes_out_of_range_are_refused():
     with pytest.raises(ValueError, match=r"^context \(=0\) must be a positive integer$"):
         Corpus(context=0)
-    with pytest.raises(ValueError, match=r"^vocab \(=0\) and context \(=128\) must be positive$"):
+    with pytest.raises(ValueError, match=r"^vocab \(=0\) must be an integer, 1 or more$"):
         RandomTokens(vocab=0)
 
 

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from ..arguments import check_function, check_kind
-from ..communication.collectives import broadcast
+from ..arguments import check_axis, check_flag, check_function, check_kind
+from ..communication.collectives import axis_size, broadcast
 from ..communication.compression import check_stateless
 from ..communication.varying import varying
 from ..loss import denominator, divide, partial_loss, refuse_derivative
-from ..strategy import Strategy, axis_size, plan_trace, sync_gradients, trace_gradients
+from ..strategy import Strategy, plan_trace, sync_gradients, trace_gradients
 from ..tree import split
 from .step import RankStep
 from .xla import compile_options
@@ -76,7 +76,8 @@ def value_and_grad(
     """
     check_function("loss_fn", loss_fn)
     check_kind("strategy", strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
-    check_kind("axis", axis, str, "the name of a mesh axis")
+    check_axis(axis)
+    check_flag(has_aux=has_aux)
     check_stateless(strategy.compression, "in value_and_grad: use a Trainer, which carries its state from step to step")
     if strategy.shards_optimizer_state:
         raise ValueError(
@@ -149,6 +150,7 @@ def jit(
     """
     check_function("function", function)
     check_kind("strategy", strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
-    compiler_options = compile_options(strategy, platform or jax.default_backend(), start_early=start_early)
+    platform = jax.default_backend() if platform is None else platform
+    compiler_options = compile_options(strategy, platform, start_early=start_early)
     compiler_options |= options.pop("compiler_options", None) or {}
     return jax.jit(function, compiler_options=compiler_options, **options)

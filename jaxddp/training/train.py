@@ -20,7 +20,7 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .. import __version__
-from ..arguments import check_function, check_kind, check_optimizer, is_number
+from ..arguments import check_flag, check_function, check_kind, check_optimizer, is_number
 from ..communication.axes import shard_axis
 from ..communication.buckets import BucketPlan
 from ..communication.compression import check_stateless
@@ -190,6 +190,7 @@ class Trainer:
         check_kind("mesh", mesh, (Mesh, AbstractMesh), "a mesh, such as jaxddp.data_mesh()")
         if trainable is not None:
             check_function("trainable", trainable, "a function of a parameter's name, or None")
+        check_flag(has_aux=has_aux, has_state=has_state, start_early=start_early)
         axis = rank_axis(mesh, DATA_AXIS if axis is None and param_specs is not None else axis)
         axes = (axis,) if isinstance(axis, str) else axis
         other_axes = tuple(str(name) for name in mesh.axis_names if name not in axes)
@@ -286,8 +287,8 @@ class Trainer:
         """
         self._check_devices("init", "abstract_state")
         check_params(params, self._rank_step.trainable)
-        if not is_number(seed) or int(seed) != seed:
-            raise ValueError(f"seed (={seed!r}) must be an integer")
+        if not is_number(seed) or not abs(seed) < 2**63 or int(seed) != seed:
+            raise ValueError(f"seed (={seed!r}) must be an integer of 64 bits")
         model_state = self._checked_model_state(model_state)
         _warn_of_narrow(params, self._rank_step.trainable, self.strategy.precision.master_dtype)
         if jax.process_count() > 1:
@@ -333,6 +334,7 @@ class Trainer:
 
     def cast_copies(self, state: TrainState) -> TrainState:
         """Casts the copies in the ``compute_dtype`` again, as ``step`` does after ``state._replace(params=...)``."""
+        check_state(state)
         return state._replace(copies=self._programs.make_copies(self._programs.layout(state), state.params))
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
@@ -504,6 +506,7 @@ class Trainer:
         """Writes parameters and model state to the NNX model that ``jaxddp.flax.from_nnx`` took apart."""
         from flax import nnx  # late: losses need no Flax
 
+        check_kind("model", model, nnx.Module, "an nnx.Module")
         nnx.update(model, self.params(state), self.model_state(state))
 
     def compile(self, state: TrainState, batch: Any) -> jax.stages.Compiled:
@@ -520,10 +523,7 @@ class Trainer:
             ValueError: If the batch cannot be split over ranks and micro-batches, or a target's compiler is missing or
                 refuses.
         """
-        check_state(state)
-        batch = host_arrays(batch)
-        check_batch(batch, self.num_ranks, self.num_microbatches)
-        return self._programs.step(state, batch)
+        return self._programs.step(state, self._described(state, batch))
 
     def plan(self, state: TrainState, batch: Any) -> BucketPlan:
         """Gives the bucket plan of the step, in the order in which the traced backward finishes the gradients.
@@ -537,8 +537,7 @@ class Trainer:
         Returns:
             Which gradients are communicated together.
         """
-        check_state(state)
-        return self._programs.plan(state, host_arrays(batch))
+        return self._programs.plan(state, self._described(state, batch))
 
     def planned(self, state: TrainState, batch: Any) -> list[tuple[str, int]]:
         """Lists ``(kind, bytes)`` of the collectives that one step should have for gradients and parameters.
@@ -546,25 +545,22 @@ class Trainer:
         Those of metrics, of the model state (``planned_sync``) and of the loss function itself (``planned_loss``) are
         left out.
         """
-        check_state(state)
-        return self._programs.planned(state, host_arrays(batch))
+        return self._programs.planned(state, self._described(state, batch))
 
     def planned_groups(self, state: TrainState, batch: Any) -> list[tuple[str, int, tuple[int, ...]]]:
         """Lists ``(kind, bytes, devices of the first group)`` of the same collectives, by their place in the mesh."""
-        check_state(state)
+        batch = self._described(state, batch)
         devices = np.arange(self.mesh.size).reshape(self.mesh.axis_sizes)
 
         def group(axes: tuple[str, ...]) -> tuple[int, ...]:
             place = tuple(slice(None) if axis in axes else 0 for axis in self.mesh.axis_names)
             return tuple(devices[place].reshape(-1).tolist())
 
-        return [
-            (one.kind, one.num_bytes, group(one.axes))
-            for one in self._programs.planned_along(state, host_arrays(batch))
-        ]
+        return [(one.kind, one.num_bytes, group(one.axes)) for one in self._programs.planned_along(state, batch)]
 
     def planned_sync(self, state: TrainState) -> list[tuple[str, int]]:
         """Lists ``(kind, bytes)`` of the collectives by which ranks agree on the model state at the end of a step."""
+        check_state(state)
         return planned_sync(state.model_state, self.num_ranks, self._programs.platform)
 
     def planned_loss(self, state: TrainState, batch: Any) -> list[tuple[str, int]]:
@@ -573,18 +569,16 @@ class Trainer:
         They are those of its trace, forward and backward, such as of BatchNorm's statistics over the axis: of a
         ``lax.cond`` those of all branches, and those in an iteration of a ``lax.while_loop`` once.
         """
-        check_state(state)
-        return self._programs.planned_loss(state, host_arrays(batch))
+        return self._programs.planned_loss(state, self._described(state, batch))
 
     def layout(self, state: TrainState) -> StateLayout:
         """Gives which leaves of a state are shards, and of what; under zero3 after ``init`` or ``abstract_state``."""
+        check_state(state)
         return self._programs.layout(state)
 
     def trace(self, state: TrainState, batch: Any) -> GradientTrace:
         """Traces one rank's backward pass: the gradients in the order in which they become ready."""
-        batch = host_arrays(batch)
-        check_batch(batch, self.num_ranks, self.num_microbatches)
-        return self._programs.trace(state, batch)
+        return self._programs.trace(state, self._described(state, batch))
 
     def step_function(self, state: TrainState, batch: Any, plan: BucketPlan | None = None) -> StepFunction:
         """Gives the step before it is compiled.
@@ -600,9 +594,14 @@ class Trainer:
         Raises:
             ValueError: As ``compile``.
         """
+        return self._programs.step_function(state, self._described(state, batch), plan)
+
+    def _described(self, state: TrainState, batch: Any) -> Any:
+        """Checks what a step is planned for; the batch on the host."""
+        check_state(state)
         batch = host_arrays(batch)
         check_batch(batch, self.num_ranks, self.num_microbatches)
-        return self._programs.step_function(state, batch, plan)
+        return batch
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Trainer:
         """Copies the trainer; what it has compiled cannot change, and is shared."""
@@ -717,7 +716,10 @@ class Trainer:
             agreement().check(key, lambda: self._describe(held, num_microbatches, state), self._agreed)
             batch = place_batch(held, self.batch_sharding)
         check_batch(batch, self.num_ranks, num_microbatches)
-        return jax.device_put(batch, self.batch_sharding)
+        try:
+            return jax.device_put(batch, self.batch_sharding)
+        except TypeError as error:  # text and objects
+            raise ValueError(f"batch must hold arrays of numbers: {error}") from error
 
 
 def _with_compute_dtype(strategy: Strategy, compute_dtype: Any) -> Strategy:

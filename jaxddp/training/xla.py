@@ -27,7 +27,7 @@ import re
 
 import jax
 
-from ..arguments import check_kind
+from ..arguments import check_flag, check_kind
 from ..communication.collectives import jaxlib_version
 from ..communication.reduction import ALL_REDUCE
 from ..network import Network
@@ -64,6 +64,7 @@ def compile_options(strategy: Strategy, platform: str, *, start_early: bool = Tr
         0
     """
     check_kind("strategy", strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
+    check_flag(start_early=start_early)
     if platform == "cpu":
         passes = ["cpu-all-reduce-combiner", "cse_barrier_expander", "small-while-loop-hoisting"]
         return {_DISABLE: _with_disabled_passes_of_environment(passes)}

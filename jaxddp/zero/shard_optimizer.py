@@ -11,12 +11,12 @@ from typing import Any
 import jax
 import optax
 
-from ..arguments import check_kind, check_optimizer
+from ..arguments import check_axis, check_integer, check_leaves, check_optimizer
 from ..communication.buckets import BucketMb, BucketPlan, plan_buckets
+from ..communication.collectives import axis_size
 from ..communication.compression import none
 from ..communication.reduction import REDUCE_SCATTER, finish_reduction, start_reduction
 from ..communication.sharding import Cut
-from ..strategy import axis_size
 from ..training.state_layout import state_layout
 from ..tree import like, named_leaves, tensor_specs
 from .clipping import on_shards
@@ -67,7 +67,7 @@ def shard_optimizer(
         ((8,), (2,))
     """
     check_optimizer(optimizer)
-    check_kind("axis", axis, str, "the name of a mesh axis")
+    check_axis(axis)
     optimizer = optax.with_extra_args_support(optimizer)
     plan_buckets([], bucket_mb)  # refuses a bad cap now, not at the first update
 
@@ -113,7 +113,11 @@ def sharded_specs(optimizer: optax.GradientTransformation, params: Any, *, num_r
         A tree of ``PartitionSpec`` like the state.
 
     Raises:
-        ValueError: If the optimizer is not element-wise.
+        ValueError: If the optimizer is not element-wise, or an argument is of another kind.
     """
+    check_optimizer(optimizer)
+    check_leaves("params", named_leaves(params))
+    check_integer("num_ranks", num_ranks)
+    check_axis(axis)
     layout = state_layout(params, optax.with_extra_args_support(optimizer), zero1(), num_ranks)
     return layout.specs(axis).opt_state

@@ -52,7 +52,11 @@ def all_reduce(tensor: Tensor, group: _Group = None, async_op: bool = False) -> 
     """Sums over the ranks, in place; every rank gets the whole sum.
 
     ``x_r [...] -> x_0 + ... + x_{N-1} [...]`` on every rank. Each sends 2 (N-1)/N S bytes; bus factor 2 (N-1)/N.
+
+    Raises:
+        ValueError: If ``tensor`` is no tensor, or ``group`` no process group; so in all functions here.
     """
+    _check_call(tensor, group)
     _note("all-reduce", tensor)
     buffer = tensor.detach().contiguous()
     return _in_place(tensor, buffer, dist.all_reduce(buffer, group=group, async_op=async_op))
@@ -71,6 +75,7 @@ def reduce_scatter(tensor: Tensor, group: _Group = None, async_op: bool = False)
     Raises:
         ValueError: If dimension 0 of ``tensor`` is missing or not divisible by the number of ranks.
     """
+    _check_call(tensor, group)
     chunk_length = _chunk_length(tensor.shape, dist.get_world_size(group))
     _note("reduce-scatter", tensor)
     chunk = tensor.new_empty(chunk_length, *tensor.shape[1:])
@@ -91,6 +96,7 @@ def all_gather(tensor: Tensor, group: _Group = None, async_op: bool = False) -> 
     Raises:
         ValueError: If ``tensor`` has no dimension 0.
     """
+    _check_call(tensor, group)
     chunk_length = _chunk_length(tensor.shape, 1)
     full = tensor.new_empty(dist.get_world_size(group) * chunk_length, *tensor.shape[1:])
     _note("all-gather", full)
@@ -106,6 +112,7 @@ def broadcast(tensor: Tensor, root: int = 0, group: _Group = None, async_op: boo
     Raises:
         ValueError: If ``root`` is no rank of the group.
     """
+    _check_call(tensor, group)
     _check_root(root, dist.get_world_size(group))
     _note("broadcast", tensor)
     buffer = tensor.detach().contiguous()
@@ -124,6 +131,7 @@ def reduce(tensor: Tensor, root: int = 0, group: _Group = None, async_op: bool =
     Raises:
         ValueError: If ``root`` is no rank of the group.
     """
+    _check_call(tensor, group)
     _check_root(root, dist.get_world_size(group))
     _note("reduce", tensor)
     # The library leaves partial sums in the buffers of the other ranks, so they work on a copy of their own.
@@ -146,6 +154,7 @@ def send_recv(tensor: Tensor, pairs: _Pairs, group: _Group = None, async_op: boo
     Raises:
         ValueError: If a rank of ``pairs`` is not in the group, or one sends or is sent to more than once.
     """
+    _check_call(tensor, group)
     _check_pairs(pairs, dist.get_world_size(group))
     _note("send-recv", tensor)
     rank = dist.get_rank(group)
@@ -225,6 +234,13 @@ def record() -> Iterator[list[Issued]]:
         _recorders[:] = [other for other in _recorders if other is not issued]  # not remove(): lists may be equal
 
 
+def _check_call(tensor: Tensor, group: _Group) -> None:
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"tensor (={type(tensor).__name__}) must be a torch.Tensor")
+    if group is not None and not isinstance(group, ProcessGroup):
+        raise ValueError(f"group (={group!r}) must be a process group, or None for all ranks")
+
+
 def _note(kind: str, full: Tensor) -> None:
     for issued in _recorders:
         issued.append(Issued(kind, full.nbytes))
@@ -255,6 +271,11 @@ def _check_root(root: int, num_ranks: int) -> None:
 
 
 def _check_pairs(pairs: _Pairs, num_ranks: int) -> None:
+    kind = "of integers, (from rank, to rank)"
+    if not isinstance(pairs, Sequence) or not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in pairs):
+        raise ValueError(f"pairs (={pairs!r}) must be a sequence of pairs {kind}")
+    if not all(isinstance(rank, Integral) and not isinstance(rank, bool) for pair in pairs for rank in pair):
+        raise ValueError(f"pairs (={list(pairs)}) must be {kind}")
     for name, ranks in (("from", [source for source, _ in pairs]), ("to", [target for _, target in pairs])):
         if not all(0 <= rank < num_ranks for rank in ranks):
             raise ValueError(f"pairs (={list(pairs)}) must name ranks from 0 to below num_ranks (={num_ranks})")

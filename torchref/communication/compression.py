@@ -20,7 +20,6 @@ only those in ``ddp/``. It also needs the denominator of the sums, so its reduct
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from jaxddp.arguments import check_kind, is_number
 from jaxddp.communication.buckets import Bucket, TensorSpec
 
 from .buffers import unpack
@@ -119,7 +119,7 @@ def powersgd(rank: int, *, min_compression: float = 1.0) -> Compression:
     """
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise ValueError(f"rank (={rank!r}) must be a positive integer")
-    if not isinstance(min_compression, numbers.Real) or not 1 <= float(min_compression) < math.inf:
+    if not is_number(min_compression) or not 1 <= min_compression < math.inf:
         raise ValueError(f"min_compression (={min_compression!r}) must be a finite number of at least 1")
 
     def finish(
@@ -157,6 +157,7 @@ def make_compression(name: str) -> Compression:
         >>> make_compression("powersgd:4").name
         'powersgd:4'
     """
+    check_kind("compression", name, str, "the name of a compression")
     simple = {one.name: one for one in (none, noop, bf16, fp16)}
     if name in simple:
         return simple[name]

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
-from .collectives import _chunk_length, send_recv
+from .collectives import _check_call, _chunk_length, send_recv
 
 
 def ring_reduce_scatter(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -45,6 +45,7 @@ def ring_reduce_scatter(tensor: Tensor, group: ProcessGroup | None = None) -> Te
     Raises:
         ValueError: If dimension 0 of ``tensor`` is missing or not divisible by the number of ranks.
     """
+    _check_call(tensor, group)
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     chunks = tensor.detach().reshape(num_ranks, _chunk_length(tensor.shape, num_ranks), *tensor.shape[1:])
 
@@ -72,6 +73,7 @@ def ring_all_gather(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor
     Raises:
         ValueError: If ``tensor`` has no dimension 0.
     """
+    _check_call(tensor, group)
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     chunk_length = _chunk_length(tensor.shape, 1)
     chunk = tensor.detach()
@@ -93,6 +95,7 @@ def ring_all_reduce(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor
 
     After the first half rank r holds the complete chunk r; the second half passes the complete chunks round.
     """
+    _check_call(tensor, group)
     num_ranks = dist.get_world_size(group)
     padded = pad(tensor.detach().reshape(-1), (0, -tensor.numel() % num_ranks))
     total = ring_all_gather(ring_reduce_scatter(padded, group), group)

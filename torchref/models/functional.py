@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from jaxddp.arguments import check_integer
 from jaxddp.sizes import SIZES, TransformerConfig
 
 from .toy import FrozenToy, TiedToy, ToyMLP, UnusedToy
@@ -70,7 +71,7 @@ def build(name_or_config: str | TransformerConfig, seed: int = 0) -> nn.Module:
         A float32 module on the CPU.
 
     Raises:
-        ValueError: If the name is not known.
+        ValueError: If the name is not known, or the seed is negative.
 
     Example:
         >>> module = build("tiny")
@@ -79,6 +80,7 @@ def build(name_or_config: str | TransformerConfig, seed: int = 0) -> nn.Module:
         ()
     """
     make = _constructor(name_or_config)
+    check_integer("seed", seed, 0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make()

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .optimizers import make_optimizer
+
 _NUM_STEPS = 3  # more than one: Adam's first step is the gradient's sign, whatever its size
 _TOLERANCE = 1e-9  # of the largest movement, in float64: vectorised code may round the halves differently
 # Further trials of an optimizer that is not torch's own: its update may depend on size, scale, dtype, rate or step.
@@ -56,7 +58,7 @@ def check_elementwise(
     name = getattr(optimizer_cls, "__name__", optimizer_cls)
     # A schedule may start at 0, where nothing moves.
     moving = {**options, "lr": 1.0} if "lr" in options else dict(options)
-    probe = optimizer_cls([nn.Parameter(torch.zeros(4, 6, device=device))], **moving)  # bad options raise its own error
+    probe = make_optimizer(optimizer_cls, [nn.Parameter(torch.zeros(4, 6, device=device))], moving)
     try:
         differs = _differs(optimizer_cls, moving, device)
         if not type(probe).__module__.startswith("torch.optim.") or own_parts(probe):

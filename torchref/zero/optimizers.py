@@ -6,11 +6,13 @@ with ``"rank"`` and ``"num_ranks"``, and refused elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from jaxddp.arguments import check_function, check_kind, check_mapping
 
 ADVICE = "call clip_grad_norm_ of the wrapper, or do what else is to be done, before step() of the wrapper"
 
@@ -35,7 +37,18 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
     """
     given = as_list(params)
     groups = given if not given or isinstance(given[0], dict) else [{"params": given}]
-    return [{**group, "params": as_list(group["params"])} for group in groups]
+    return [{**group, "params": as_list(check_group(group)["params"])} for group in groups]
+
+
+def check_group(group: Any) -> dict[str, Any]:
+    """Gives a parameter group back.
+
+    Raises:
+        ValueError: If it is no dictionary with ``"params"``.
+    """
+    if not isinstance(group, dict) or "params" not in group:
+        raise ValueError(f"param_group (={group!r}) must be a dictionary with 'params'")
+    return group
 
 
 def as_list(params: Any) -> list[Any]:
@@ -49,8 +62,28 @@ def as_list(params: Any) -> list[Any]:
             f"params (={type(params).__name__}) must be a list: a set is in another order in each process, and ranks"
             " must share one"
         )
+    if not isinstance(params, Iterable) or isinstance(params, str):
+        raise ValueError(f"params (={params!r}) must be parameters, or groups of them")
     listed = [params] if isinstance(params, torch.Tensor) else list(params)
     return list({id(one[1] if isinstance(one, tuple) else one): one for one in listed}.values())
+
+
+def make_optimizer(
+    optimizer_cls: Callable[..., torch.optim.Optimizer], params: Any, options: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    """Makes an optimizer.
+
+    Raises:
+        ValueError: If it is none, or does not take the options; torch's own if one is out of range.
+    """
+    check_function("optimizer_cls", optimizer_cls, "a torch optimizer's class")
+    try:
+        optimizer = optimizer_cls(params, **options)
+    except TypeError as error:
+        name = getattr(optimizer_cls, "__name__", optimizer_cls)
+        raise ValueError(f"optimizer_cls (={name}) must take the options {dict(options)}: {error}") from error
+    check_kind("optimizer_cls(...)", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
+    return optimizer
 
 
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,6 +108,7 @@ def check_marks(state_dict: Mapping[str, Any], group: dist.ProcessGroup | None) 
     Raises:
         ValueError: If it is another rank's, or of another number of ranks.
     """
+    check_mapping("state_dict", state_dict, "what state_dict() gave")
     expected = rank_marks(group)
     found = {key: state_dict.get(key) for key in expected}
     if found != expected:

@@ -33,11 +33,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from jaxddp.arguments import check_function, check_kind
 from jaxddp.communication.owners import assign_owners
 
 from ..agreement import StateLoads, check_alike
 from ..communication.collectives import broadcast
-from .optimizers import as_groups, as_list, check_marks, copy_options, describe_optimizer, group_options, rank_marks
+from .optimizers import (
+    as_groups,
+    as_list,
+    check_group,
+    check_marks,
+    copy_options,
+    describe_optimizer,
+    group_options,
+    make_optimizer,
+    rank_marks,
+)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -65,11 +76,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             **kwargs: For ``optimizer_cls``.
 
         Raises:
-            TypeError: If parameters are in a set, which has no order, or as ``optimizer_cls``.
-            ValueError: If there is no process group yet, the optimizer's step needs a closure, or as ``optimizer_cls``.
+            TypeError: If parameters are in a set, which has no order, or are no tensors.
+            ValueError: If there is no process group yet, the optimizer's step needs a closure, it does not take the
+                options, or as ``optimizer_cls``.
         """
         if not dist.is_initialized():
             raise ValueError("ShardedOptimizer needs a process group: call torch.distributed.init_process_group first")
+        if process_group is not None:
+            check_kind("process_group", process_group, dist.ProcessGroup, "a process group, or None for all ranks")
         self.process_group = process_group
         self.rank, self.num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
         self._owner: dict[torch.Tensor, int] = {}
@@ -78,7 +92,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._loads = StateLoads(process_group)
         self._local: torch.optim.Optimizer | None = None
         super().__init__(as_groups(params), kwargs)
-        self._local = optimizer_cls([self._local_group(group) for group in self.param_groups], **kwargs)
+        self._local = make_optimizer(optimizer_cls, [self._local_group(group) for group in self.param_groups], kwargs)
         _check_step(self._local)
         self.defaults = self._local.defaults
         copy_options(self.local, self)
@@ -94,6 +108,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             TypeError: If parameters are in a set, or as torch's optimizers.
             ValueError: As torch's optimizers.
         """
+        check_group(param_group)
         super().add_param_group({**param_group, "params": as_list(param_group["params"])})
         added = self.param_groups[-1]
         for is_trained in (True, False):
@@ -118,6 +133,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._check_agreement()
         loss = None
         if closure is not None:
+            check_function("closure", closure)
             with torch.enable_grad():
                 loss = closure()
         copy_options(self, self.local)

@@ -51,7 +51,7 @@ from ..communication.compression import Compression, check_stateless, none
 from ..communication.reduction import REDUCE_SCATTER, InFlight
 from ..communication.sharding import local_shard, pack_chunks, pack_local_shards, split_chunks, unpack_chunks
 from ..gradients import PartialGradient, SpentGradient, spent_gradient
-from ..strategy import DataParallel, Sync, register, resolve_bucket_mb
+from ..strategy import DataParallel, Sync, check_wrapped, register, resolve_bucket_mb
 from .elementwise import check_elementwise, own_parts
 from .optimizers import (
     ADVICE,
@@ -61,6 +61,7 @@ from .optimizers import (
     describe_state,
     grad_versions,
     guard_step,
+    make_optimizer,
     mark_state_dicts,
 )
 
@@ -128,7 +129,9 @@ class ZeRO1(DataParallel):
             plan = plan_buckets(tensors, cap, rule=rule)
             return dataclasses.replace(plan, gathers=plan.buckets)
 
+        check_wrapped(module, compression, process_group)
         cap = resolve_bucket_mb(bucket_mb, bucket_size_mb)
+        plan_buckets([], cap, rule=rule)  # refuses a bad cap before the optimizer is tried
         groups = None if params is None else as_groups(params)
         check_stateless(compression, "where gradients are sharded: use none, bf16 or fp16, or a strategy of ddp/")
         check_elementwise(optimizer_cls, kwargs, next(module.parameters(), torch.empty(0)).device)
@@ -146,7 +149,7 @@ class ZeRO1(DataParallel):
         if groups is None:
             groups = [{"params": list(module.parameters())}]
         self.params_of_groups = [group["params"] for group in groups]
-        self.optimizer = optimizer_cls(self._shard_groups(groups), **kwargs)
+        self.optimizer = make_optimizer(optimizer_cls, self._shard_groups(groups), kwargs)
         if self.num_ranks > 1:
             names = {id(shard): name for name, shard in self._shards.items()}
             check_alike(describe_optimizer(self.optimizer, names), process_group)

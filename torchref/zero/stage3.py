@@ -52,7 +52,7 @@ from ..communication.compression import Compression, none
 from ..communication.reduction import REDUCE_SCATTER
 from ..hooks import check_not_sharded, remove_hooks_with
 from ..replicated import Replicated
-from ..strategy import Sync, register
+from ..strategy import Sync, check_dtype, check_wrapped, register
 from .elementwise import own_parts, try_elementwise
 from .gather import Arrivals, Shards, accumulate, put_back, take_finished
 from .optimizers import check_marks, rank_marks
@@ -121,9 +121,12 @@ class FSDP(Replicated):
             ValueError: If there is no parameter to shard, a unit shares one with a module that is no unit, a unit keeps
                 or changes its weights itself, a dtype is not floating-point, or as ``BucketedDDP``.
         """
+        check_wrapped(module, compression, process_group)
         for name, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype)):
-            if dtype is not None and not dtype.is_floating_point:
-                raise ValueError(f"{name} (={dtype}) must be a floating-point dtype or None")
+            check_dtype(name, dtype)
+        shard_types = (shard_types,) if isinstance(shard_types, type) else shard_types
+        if not isinstance(shard_types, tuple) or not all(isinstance(one, type) for one in shard_types):
+            raise ValueError(f"shard_types (={shard_types!r}) must be a tuple of classes of modules")
         if compression.name not in ("none", "noop"):
             raise ValueError(f"compression (={compression.name!r}) must be none or noop at stage 3: use reduce_dtype")
         direct = {one: dict(one.named_parameters(recurse=False, remove_duplicate=False)) for one in module.modules()}

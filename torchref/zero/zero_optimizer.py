@@ -10,10 +10,12 @@ So a checkpoint is independent of the number of ranks, and is that of ``torch.op
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+
+from jaxddp.arguments import check_function, check_kind, check_mapping
 
 from ..communication.collectives import all_gather
 from ..communication.sharding import local_shard
@@ -71,6 +73,7 @@ class ZeROOptimizer(torch.optim.Optimizer):
         """
         loss = None
         if closure is not None:
+            check_function("closure", closure)
             with torch.enable_grad():
                 loss = closure()
         if [group_options(group) for group in self.net.optimizer.param_groups] != self._given:
@@ -111,6 +114,9 @@ class ZeROOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: If its groups or shapes are not those of this optimizer.
         """
+        check_mapping("state_dict", state_dict, "what state_dict() gave")
+        for key, kind in (("state", Mapping), ("param_groups", list)):
+            check_kind(f"state_dict[{key!r}]", state_dict.get(key), kind, f"a {kind.__name__}")
         found, expected = (
             [len(group["params"]) for group in groups] for groups in (state_dict["param_groups"], self.param_groups)
         )

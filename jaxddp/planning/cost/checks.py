@@ -34,14 +34,14 @@ def check_count(**values: Any) -> None:
 def check_choice(options: Collection[Any], **values: Any) -> None:
     """Raises ValueError unless each value is one of the options."""
     for name, value in values.items():
-        if value not in options:
+        if isinstance(value, bool) or value not in [*options]:  # True would count as 1
             raise ValueError(f"{name} (={value!r}) must be one of {', '.join(map(str, options))}")
 
 
 def _check(values: dict[str, Any], is_good: Callable[[Any], Any], rule: str) -> None:
     for name, value in values.items():
         entries = np.asarray(value)
-        if entries.dtype.kind not in "iuf":  # text, booleans, ragged lists
+        if entries.dtype.kind not in "iuf" or not entries.size:  # text, booleans, ragged lists
             raise ValueError(f"{name} (={value!r}) {rule}")
         good = np.broadcast_to(is_good(entries), entries.shape)
         if not good.all():

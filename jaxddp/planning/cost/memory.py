@@ -27,6 +27,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from ...arguments import check_kind
 from ...communication.buckets import chunk_elements
 from .checks import check_choice, check_count, check_not_negative, check_positive
 
@@ -145,6 +146,7 @@ def exact_state_bytes(
         StateBytes(parameters=16, gradients=16, optimizer_state=32)
     """
     check_count(num_ranks=num_ranks)
+    check_kind("leaf_elements", leaf_elements, Sequence, "a sequence of numbers")
     check_not_negative(leaf_elements=[0, *leaf_elements], whole_elements=[0, *whole_elements])
     chunks = sum(chunk_elements(elements, num_ranks) for elements in leaf_elements)
     cut = _components(sum(leaf_elements), chunks, stage, per_parameter, accumulate)

@@ -76,9 +76,11 @@ def finish_s(ready_s: Any, communicate_s: Any) -> Any:
         >>> float(finish_s([1.0, 2.0, 3.0], [2.0, 0.5, 0.5]))
         4.0
     """
+    if not np.size(ready_s):
+        raise ValueError(f"ready_s (={ready_s!r}) must be a list of at least one bucket")
     check_not_negative(ready_s=ready_s, communicate_s=communicate_s)
     ready, send = np.broadcast_arrays(np.asarray(ready_s, float), np.asarray(communicate_s, float))
-    if ready.ndim == 0 or ready.shape[-1] == 0:
+    if ready.ndim == 0:
         raise ValueError(f"ready_s (={ready_s!r}) must be a list of at least one bucket")
     ready = np.maximum.accumulate(ready, axis=-1)
     return (ready + np.cumsum(send[..., ::-1], axis=-1)[..., ::-1]).max(axis=-1)
