@@ -56,6 +56,12 @@ def group_device(group: dist.ProcessGroup | None = None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else torch.device("cpu")
 
 
+def group_store(group: dist.ProcessGroup | None = None) -> dist.Store:
+    """The store of a group."""
+    found: Any = group or dist.group.WORLD
+    return dist.distributed_c10d._world.pg_map[found][1]  # torch 2.13 has get_group_store, 2.9 may not
+
+
 def refuse(fault: str, group: dist.ProcessGroup | None = None) -> NoReturn:
     """Raises an error that all ranks have found, once all have: one that ended first would fail the others."""
     with contextlib.suppress(RuntimeError):
@@ -74,7 +80,7 @@ class StateLoads:
         """Every rank of the group makes its own, in the same order."""
         self._group, self._is_new, self._num_compared = group, False, 0
         if dist.get_world_size(group) > 1:
-            self._number = self._store().add(f"torchref/optimizers/{dist.get_rank(group)}", 1)
+            self._number = group_store(self._group).add(f"torchref/optimizers/{dist.get_rank(group)}", 1)
 
     def note(self, *_: Any) -> None:
         """Notes that this rank has loaded state; a hook of ``load_state_dict``."""
@@ -83,7 +89,7 @@ class StateLoads:
     def announce(self, describe: Callable[[], Mapping[str, Any]]) -> None:
         """Tells the others, before a step, what this rank has loaded: JSON values that must be the same on all."""
         if self._is_new:
-            self._store().set(self._key(dist.get_rank(self._group)), json.dumps(describe()))
+            group_store(self._group).set(self._key(dist.get_rank(self._group)), json.dumps(describe()))
 
     def compare(self) -> None:
         """Reads, after the step, what the others have loaded.
@@ -95,7 +101,7 @@ class StateLoads:
             return
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        store, ranks = self._store(), range(dist.get_world_size(self._group))
+        store, ranks = group_store(self._group), range(dist.get_world_size(self._group))
         with contextlib.suppress(RuntimeError):
             store.wait([self._key(rank) for rank in ranks], timedelta(seconds=_LATE_S))
         missing = [rank for rank in ranks if not store.check([self._key(rank)])]
@@ -110,7 +116,3 @@ class StateLoads:
 
     def _key(self, rank: int) -> str:
         return f"torchref/loads/{self._number}/{self._num_compared}/{rank}"
-
-    def _store(self) -> dist.Store:
-        group: Any = self._group or dist.group.WORLD
-        return dist.distributed_c10d._world.pg_map[group][1]  # torch 2.13 has get_group_store, 2.9 may not

@@ -287,6 +287,10 @@ class DataParallel(nn.Module, abc.ABC):
         named = self.module.named_parameters(remove_duplicate=False)
         return {name: parameter.detach().clone() for name, parameter in named}
 
+    def local_shards(self) -> dict[str, tuple[torch.Tensor, torch.Size]]:
+        """This rank's shards that an optimizer updates, and the shapes of the whole parameters, by name."""
+        return {}
+
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
         """Copies the wrapper with its module; the copy communicates in the same process group."""
         new = type(self).__new__(type(self))

@@ -12,16 +12,20 @@ from typing import Any
 _files: dict[Path, Any] = {}  # the locked file of each folder that this process writes to
 
 
-def lock_folder(directory: Path) -> None:
+def lock_folder(directory: Path) -> bool:
     """Locks a folder for this process, and creates it if needed; the system drops the lock of a process that ends.
 
     Nothing is noticed on a file system without locks.
+
+    Returns:
+        Whether this process did not hold the lock before.
 
     Raises:
         ValueError: If another process has locked it.
         OSError: If it cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    is_new = directory not in _files
     while directory not in _files:
         file = open(directory / ".writer", "a+b", buffering=0)
         try:
@@ -45,6 +49,7 @@ def lock_folder(directory: Path) -> None:
                     file.close()
                     raise
                 _files[directory] = file
+    return is_new
 
 
 def unlock_folder(directory: Path) -> None:

@@ -156,6 +156,7 @@ class Watchdog:
     def _beat(self, now: float, waits: bool = False) -> None:
         self._last_beat = now
         mine = self._mine
+        mine.log = _log
         self._tell({"place": mine.place, "waits": waits, "failed": mine.failed, "left": mine.has_left, "log": _log})
 
     def _read(self, other: _Process) -> bool:

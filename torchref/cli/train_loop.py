@@ -195,6 +195,7 @@ def _start(
         return 0, 0
     checkpoints.reserve()
     taken = checkpoints.latest_step()
+    check_alike({f"newest checkpoint in {options.checkpoint}": taken})  # hosts may not share the folder
     if taken is None:
         if options.resume:
             say(f"no checkpoint in {options.checkpoint} yet: starting at step 0")
@@ -216,8 +217,11 @@ def _start(
 def _is_signalled(signals: list[int]) -> bool:
     """Whether the run ends after this step: if any rank was told to."""
     told = torch.tensor([len(signals)], device=group_device())
+    begin_step(is_call=True)
     dist.all_reduce(told)
-    return bool(told)
+    was_told = bool(told)
+    end_step()
+    return was_told
 
 
 def _step(trainer: Trainer, batch: Batch) -> dict[str, float]:

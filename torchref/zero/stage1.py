@@ -210,6 +210,10 @@ class ZeRO1(DataParallel):
         if self._adds and not self._has_spent:
             self._stand_in()  # for the module to clear
 
+    def local_shards(self) -> dict[str, tuple[torch.Tensor, torch.Size]]:
+        """Of all trained parameters; the module's own are whole."""
+        return {name: (shard, self._trained[name].shape) for name, shard in self._shards.items()}
+
     def _planned_collectives(self, num_microbatches: int) -> list[tuple[str, int]]:
         gathers = [
             ("all-gather", self._num_elements(bucket) * dtype_bytes(bucket.dtype)) for bucket in self.plan.gathers

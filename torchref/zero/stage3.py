@@ -181,12 +181,13 @@ class FSDP(Replicated):
             full.update((f"{prefix}{name}", tensor) for name, tensor in shards.gather_masters().items())
         return full
 
-    def full_shapes(self) -> dict[str, torch.Size]:
-        """The original shapes of the sharded parameters, by name within the module, under each of their names."""
-        specs = (
-            (f"{prefix}{name}", one) for prefix, shards in self._named_shards() for name, one in shards.specs.items()
-        )
-        return {name: torch.Size(spec.shape) for name, spec in specs}
+    def local_shards(self) -> dict[str, tuple[torch.Tensor, torch.Size]]:
+        """Of the parameters of all units, which are the module's own; a shared one under each of its names."""
+        named = [(prefix, shards, name) for prefix, shards in self._named_shards() for name in shards.specs]
+        return {
+            f"{prefix}{name}": (shards.parameters[name], torch.Size(shards.specs[name].shape))
+            for prefix, shards, name in named
+        }
 
     def _named_shards(self) -> Iterator[tuple[str, Shards]]:
         """The shards of each unit, with what comes before the parameters' names in it."""

@@ -1,5 +1,6 @@
 """Checkpoints of any strategy on any number of ranks: what they restore, and what is left when something fails."""
 
+import errno
 import json
 import os
 import random
@@ -9,10 +10,12 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import torchref
@@ -141,6 +144,52 @@ def compressed(folder, is_resumed):
     return weights_of(trainer), residual
 
 
+def error_of_place(folder, is_alone):
+    """Each rank has a folder of its own, and rank 0's alone holds a checkpoint; or positions differ."""
+    trainer = trainer_of("zero1")
+    own = Path(folder) / str(dist.get_rank())
+    with Checkpoints(own if is_alone else folder) as checkpoints:
+        try:
+            if is_alone:
+                checkpoints.restore(trainer)
+            else:
+                checkpoints.save(trainer, 1, data_position=dist.get_rank())
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def error_of_trainer(folder, kind):
+    torch.manual_seed(0)
+    module = nn.Linear(4, 4)
+    outside = nn.Parameter(torch.ones(2))
+    if kind == "ZeroRedundancyOptimizer":
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # torch warns of its own use of torch.jit
+
+        net = nn.parallel.DistributedDataParallel(module)
+        optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+    elif kind == "outside":
+        net = torchref.BucketedDDP(module)
+        optimizer = torch.optim.SGD([*net.parameters(), outside], lr=0.1)
+    else:
+        net, optimizer = module, torch.optim.SGD(module.parameters(), lr=0.1)
+    try:
+        Checkpoints(folder).save(torchref.Trainer(loss_fn, optimizer, net), 1)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def moments_of_bfloat16(folder):
+    trainers = [trainer_of("bucketed", seed=seed, model=lambda: Model().bfloat16()) for seed in (0, 1)]
+    weight = trainers[0].net.module.last.weight
+    trainers[0].optimizer.state[weight] = {"step": torch.tensor(1.0), "exp_avg": torch.full((5, 7), 1.001)}
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(trainers[0], 1)
+    checkpoints.restore(trainers[1])
+    return trainers[1].optimizer.state[trainers[1].net.module.last.weight]["exp_avg"]
+
+
 def in_bfloat16(folder):
     trainer = trainer_of("bucketed", model=lambda: Model().bfloat16())
     with Checkpoints(folder) as checkpoints:
@@ -157,7 +206,7 @@ PAIRS = [("bucketed", 2, "zero1", 3), ("zero1", 2, "zero3", 1), ("zero3", 3, "ze
          ("flat", 3, "zero3", 2), ("zero3", 2, "overlapped", 3)]  # fmt: skip
 
 
-@pytest.mark.parametrize("optimizer_cls", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("optimizer_cls", [torch.optim.AdamW, torch.optim.SGD, torch.optim.NAdam])
 @pytest.mark.parametrize(("first", "num_ranks", "second", "num_others"), PAIRS)
 def test_a_resumed_run_ends_as_the_undisturbed_one(
     ranks, tmp_path, first, num_ranks, second, num_others, optimizer_cls
@@ -235,8 +284,7 @@ def test_the_newest_are_kept_and_one_is_set_aside(ranks, tmp_path):
     shutil.copy(tmp_path / "a" / "30.npz", tmp_path / "30.npz")
     (tmp_path / "31.npz").write_bytes(b"nor this one")
     with Checkpoints(tmp_path, keep=1) as checkpoints:
-        module = nn.Linear(2, 2)
-        checkpoints.save(torchref.Trainer(loss_fn, torch.optim.SGD(module.parameters(), lr=0.1), module), 40)
+        checkpoints.save(one_process(), 40)
     assert {one: (tmp_path / one).read_bytes() for one in others} == others
     assert {path.name for path in tmp_path.glob("*.npz")} == {"1.npz", "x.npz", "31.npz", "40.npz"}
 
@@ -246,7 +294,7 @@ def test_a_second_job_is_refused(ranks, tmp_path):
     child += "lock_folder(Path(sys.argv[1])); print(flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", child, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
     ) as other:  # fmt: skip
         other.stdout.readline()
         found = ranks.run(error_of, str(tmp_path), "flat", {}, save_earlier, num_ranks=2)
@@ -268,6 +316,91 @@ def test_bfloat16_is_kept_bit_for_bit(ranks, tmp_path):
     assert ranks.run(in_bfloat16, str(tmp_path), num_ranks=2) == [0.0, 0.0]
 
 
+def test_ranks_that_see_other_checkpoints_or_positions_all_say_so(ranks, tmp_path):
+    (tmp_path / "0").mkdir()
+    ranks.run(train_and_save, str(tmp_path / "0"), "zero1", {}, num_ranks=1)
+    found = ranks.run(error_of_place, str(tmp_path), True, num_ranks=2)
+    assert found == [f"no checkpoint in '{tmp_path}/1'"] * 2
+    found = ranks.run(error_of_place, str(tmp_path / "one"), False, num_ranks=2)
+    assert found == ["data_position (='1' in rank 1) must be '0', as in rank 0"] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("ZeroRedundancyOptimizer", "optimizer (=ZeroRedundancyOptimizer) must be torch's, or that of zero1 or zero2"),
+        ("outside", "optimizer must update parameters of the module alone: others would not be saved"),
+        ("apart", "net (=Linear on 1 ranks) must train on all 2 of the job"),
+    ],
+)
+def test_state_that_would_be_lost_is_refused(ranks, tmp_path, kind, expected):
+    assert ranks.run(error_of_trainer, str(tmp_path), kind, num_ranks=2) == [expected] * 2
+    assert os.listdir(tmp_path) == []
+
+
+def test_moments_keep_their_dtype(ranks, tmp_path):
+    (moment,) = ranks.run(moments_of_bfloat16, str(tmp_path), num_ranks=1)
+    torch.testing.assert_close(moment, torch.full((5, 7), 1.001), rtol=0, atol=0)
+
+
+def one_process(module=None):
+    module = module or nn.Linear(2, 2)
+    return torchref.Trainer(loss_fn, torch.optim.SGD(module.parameters(), lr=0.1), module)
+
+
+def test_a_mask_is_no_fault_and_a_buffer_of_nan_is(tmp_path):
+    trainer = one_process()
+    trainer.net.register_buffer("mask", torch.full((2, 2), -torch.inf))
+    trainer.net.register_buffer("table", torch.zeros(3), persistent=False)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(trainer, 1)
+    trainer.net.table = torch.zeros(5)
+    assert checkpoints.restore(trainer)[0] == 1
+    trainer.net.mask[0] = torch.nan
+    with pytest.raises(FloatingPointError, match="buffers.mask are not"):
+        checkpoints.save(trainer, 2)
+
+
+def test_the_sound_checkpoint_is_kept_for_a_damaged_one(tmp_path):
+    trainer, warnings = one_process(), []
+    checkpoints = Checkpoints(tmp_path, keep=2, warn=warnings.append)
+    for step in (1, 2):
+        checkpoints.save(trainer, step)
+    content = (tmp_path / "2.npz").read_bytes()
+    (tmp_path / "2.npz").write_bytes(content[:200])
+    assert checkpoints.restore(trainer)[0] == 1 and len(warnings) == 1
+    checkpoints.save(trainer, 3)
+    assert sorted(os.listdir(tmp_path)) == ["1.npz", "2.npz", "3.npz"]
+    (tmp_path / "1.npz").unlink()
+    assert checkpoints.set_aside(3) is None  # a damaged one is no older one
+
+
+def test_a_file_that_cannot_be_read_is_not_called_damaged(tmp_path):
+    trainer = one_process()
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2):
+        checkpoints.save(trainer, step)
+    with mock.patch("zipfile.ZipFile", side_effect=OSError(errno.EIO, "Input/output error")):
+        with pytest.raises(OSError, match="Input/output error"):
+            checkpoints.restore(trainer)
+    assert checkpoints.restore(trainer)[0] == 2
+
+
+def test_no_lock_is_left_by_a_refused_save_or_another_object(tmp_path):
+    trainer = one_process()
+    first = Checkpoints(tmp_path)
+    first.save(trainer, 2)
+    with pytest.raises(ValueError, match="must be above 2"):
+        first.save(trainer, 1)
+    assert not (tmp_path / ".writer").exists()
+    first.reserve()
+    with Checkpoints(tmp_path) as second:
+        second.save(trainer, 3)
+    assert (tmp_path / ".writer").exists()
+    first.close()
+    assert not (tmp_path / ".writer").exists()
+
+
 def test_no_damaged_file_is_accepted_and_an_older_one_is_taken(tmp_path):
     """Bytes flipped, cut and repeated anywhere: what is read is what was written, or one line."""
     torch.manual_seed(0)
@@ -280,7 +413,7 @@ def test_no_damaged_file_is_accepted_and_an_older_one_is_taken(tmp_path):
     expected, path = module.weight.detach().clone(), tmp_path / "2.npz"
     sound, rng = path.read_bytes(), random.Random(0)
     num_refused = 0
-    for _ in range(300):
+    for _ in range(400):
         data, at = bytearray(sound), rng.randrange(len(sound))
         kind = rng.randrange(3)
         if kind == 0:
@@ -302,7 +435,8 @@ def test_no_damaged_file_is_accepted_and_an_older_one_is_taken(tmp_path):
     assert num_refused > 100
     assert warnings == [f"checkpoint of step 2 in '{tmp_path}' is damaged or half-written: took step 1"]
     checkpoints.save(trainer, 2)  # the damaged file makes way, and is kept
-    assert sorted(os.listdir(tmp_path)) == [".writer", "1.npz", "2.damaged", "2.npz"][not checkpoints._is_reserved :]
+    assert sorted(os.listdir(tmp_path)) == ["1.npz", "2.damaged", "2.npz"]
+    assert checkpoints.restore(trainer)[0] == 2
 
 
 def test_a_pipe_and_a_foreign_archive_are_refused(tmp_path):
@@ -321,6 +455,7 @@ BAD = {
     "directory (=3) must be a path": lambda folder: Checkpoints(3),
     "step (=-1) must be an integer and not negative": lambda folder: Checkpoints(folder).save(None, -1),
     "data_position (={1}) must be JSON": lambda folder: Checkpoints(folder).save(None, 1, data_position={1}),
+    "trainer (=3) must be a torchref.Trainer": lambda folder: Checkpoints(folder).save(3, 1),
     "no checkpoint in": lambda folder: Checkpoints(folder).about(),
     "no checkpoint of step 4 in": lambda folder: Checkpoints(folder).about(4),
 }
