@@ -28,6 +28,7 @@ ONLY_IN_ONE = {
     "plain": {"layer"},
     "communication/collectives": {
         *("Issued", "Pending", "record"),
+        "axis_size",  # torch has get_world_size
         *("all_reduce_as_one", "joins_arrays", "jaxlib_version"),  # what XLA joins, and from which version on
     },
     "communication/buffers": {"check_dense", "tensor_spec", "pack_small", "unpack_small"},

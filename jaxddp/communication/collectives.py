@@ -68,7 +68,7 @@ def all_reduce(x: jax.Array, axis: Axis) -> jax.Array:
     Raises:
         ValueError: If ``x`` is no array, or no map binds the axis; so in all functions here.
     """
-    check_call(x, axis)
+    _check_call(x, axis)
     return lax.psum(x, axis)
 
 
@@ -104,7 +104,7 @@ def reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
     Raises:
         ValueError: If dimension 0 of ``x`` is missing or not divisible by the number of ranks.
     """
-    num_ranks = check_call(x, axis)
+    num_ranks = _check_call(x, axis)
     chunk_length = _chunk_length(x.shape, num_ranks)
     if x.size == 0:
         return x[:chunk_length]
@@ -134,7 +134,7 @@ def all_gather(x: jax.Array, axis: Axis, *, equal: bool = False, as_bits: bool =
     Raises:
         ValueError: If ``x`` has no dimension 0.
     """
-    num_ranks = check_call(x, axis)
+    num_ranks = _check_call(x, axis)
     _chunk_length(x.shape, 1)
     if x.size == 0:
         return jnp.concatenate([x] * num_ranks)
@@ -163,7 +163,7 @@ def broadcast(x: jax.Array, axis: str, root: int = 0) -> jax.Array:
     Raises:
         ValueError: If ``root`` is no rank of the axis.
     """
-    _check_root(root, check_call(x, axis))
+    _check_root(root, _check_call(x, axis))
     from_root = jnp.where(lax.axis_index(axis) == root, x, jnp.zeros_like(x))
     return lax.psum(from_root, axis).astype(x.dtype)
 
@@ -182,7 +182,7 @@ def reduce(x: jax.Array, axis: str, root: int = 0) -> jax.Array:
     Raises:
         ValueError: If ``root`` is no rank of the axis.
     """
-    _check_root(root, check_call(x, axis))
+    _check_root(root, _check_call(x, axis))
     total = lax.psum(x, axis)
     return jnp.where(lax.axis_index(axis) == root, total, jnp.zeros_like(total))
 
@@ -208,11 +208,11 @@ def send_recv(x: jax.Array, axis: str, pairs: Sequence[tuple[int, int]]) -> jax.
         >>> print(jax.shard_map(shift, mesh=data_mesh(4), in_specs=spec, out_specs=spec)(jnp.arange(1, 5)))
         [0 1 2 3]
     """
-    _check_pairs(pairs, check_call(x, axis))
+    _check_pairs(pairs, _check_call(x, axis))
     return lax.ppermute(x, axis, pairs)
 
 
-def check_call(x: Any, axis: Axis) -> int:
+def _check_call(x: Any, axis: Axis) -> int:
     """Checks what every collective is given.
 
     Returns:

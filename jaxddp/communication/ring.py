@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .collectives import _chunk_length, check_call, send_recv
+from .collectives import _check_call, _chunk_length, send_recv
 
 
 def ring_reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
@@ -45,7 +45,7 @@ def ring_reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
     Raises:
         ValueError: If dimension 0 of ``x`` is missing or not divisible by the number of ranks.
     """
-    num_ranks, rank = check_call(x, axis), lax.axis_index(axis)
+    num_ranks, rank = _check_call(x, axis), lax.axis_index(axis)
     chunks = x.reshape(num_ranks, _chunk_length(x.shape, num_ranks), *x.shape[1:])
 
     def local_chunk(chunk: jax.Array) -> jax.Array:
@@ -72,7 +72,7 @@ def ring_all_gather(x: jax.Array, axis: str) -> jax.Array:
     Raises:
         ValueError: If ``x`` has no dimension 0.
     """
-    num_ranks, rank = check_call(x, axis), lax.axis_index(axis)
+    num_ranks, rank = _check_call(x, axis), lax.axis_index(axis)
     chunk_length = _chunk_length(x.shape, 1)
     chunk = x
     chunks = lax.dynamic_update_index_in_dim(jnp.zeros((num_ranks, *x.shape), x.dtype), chunk, rank, axis=0)
@@ -101,7 +101,7 @@ def ring_all_reduce(x: jax.Array, axis: str) -> jax.Array:
         >>> print(jax.jit(mapped)(jnp.arange(4)))
         [6 6 6 6]
     """
-    num_ranks = check_call(x, axis)
+    num_ranks = _check_call(x, axis)
     padded = jnp.pad(x.reshape(-1), (0, -x.size % num_ranks))
     total = ring_all_gather(ring_reduce_scatter(padded, axis), axis)
     return total[: x.size].reshape(x.shape)
