@@ -98,7 +98,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("ranks (=None) must be given outside of a job: the number of processes to start")
     fits = (lambda num_ranks: True) if arguments.elastic else None
     log_dir = _LOG_DIR if arguments.log_dir is None else arguments.log_dir
-    return launch(command, arguments.ranks, log_dir, arguments.max_restarts, fits)
+    status = launch(command, arguments.ranks, log_dir, arguments.max_restarts, fits)
+    if status:
+        print_line(f"ended with status {status}: the logs of all ranks are in {log_dir}")
+    return status
 
 
 def _run_in_job(job: Job, command: Sequence[str], arguments: argparse.Namespace) -> NoReturn:

@@ -233,6 +233,14 @@ def test_a_job_of_one_process_can_start_one_of_several(script, tmp_path, monkeyp
     assert capfd.readouterr().out == "process 0 of 2 at 127.0.0.1\n"
 
 
+def test_a_failure_names_the_folder_of_the_logs(script, tmp_path, capfd):
+    from jaxddp.__main__ import main
+
+    logs = tmp_path / "logs"
+    assert main(["launch", "--ranks=2", f"--log-dir={logs}", script, "fail"]) == 3
+    assert capfd.readouterr().err.endswith(f"ended with status 3: the logs of all ranks are in {logs}\n")
+
+
 def test_bad_input(script, tmp_path, capsys):
     from jaxddp.__main__ import main
 
