@@ -14,6 +14,7 @@ from jaxddp.communication.collectives import all_gather, all_reduce, broadcast, 
 from jaxddp.communication.compression import make_compression
 from jaxddp.communication.ring import ring_all_reduce
 from jaxddp.flax import from_nnx
+from jaxddp.planning.cost.memory import exact_state_bytes
 
 THINGS = (None, "x", 1.5, -1, True, [], {}, object(), float("nan"), b"3", np.float32(2), jax.jit, np.zeros(2))
 PARAMS, BATCH = {"w": jnp.ones((3, 1))}, {"x": np.ones((8, 3), "f")}
@@ -109,11 +110,22 @@ FUNCTIONS = {
     "timeout_s": (lambda value: jaxddp.start_process("127.0.0.1:1", 1, 0, timeout_s=value), {1.5, np.float32(2)}),
     "process_id": (lambda value: jaxddp.start_process("127.0.0.1:1", 1, value), set()),
     "a directory": (Checkpoints, {"x"}),
+    "check_finite": (lambda value: Checkpoints("here", check_finite=value), {True}),
+    "warn": (lambda value: Checkpoints("here", warn=value), {jax.jit}),
+    "trainer of a save": (lambda value: Checkpoints("here").save(value, trainer().init(PARAMS)), set()),
+    "state of a save": (lambda value: Checkpoints("here").save(trainer(), value), set()),
+    "set_aside": (
+        lambda value: Checkpoints("here").save(trainer(), trainer().init(PARAMS), set_aside=value), {True}
+    ),
+    "trainer of a restore": (lambda value: Checkpoints("here").restore(value, PARAMS), set()),
+    "fresh": (lambda value: Checkpoints("here").restore_params(PARAMS, fresh=value), set()),
+    "elements of a leaf": (lambda value: exact_state_bytes([value], 1, 2), {np.float32(2), True}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_wrong_argument_is_one_line(name):
+def test_a_wrong_argument_is_one_line(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     function, allowed = FUNCTIONS[name]
     for value in THINGS:
         kind = "array" if isinstance(value, np.ndarray) else "empty" if isinstance(value, (list, dict)) else value

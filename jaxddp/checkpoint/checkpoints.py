@@ -51,11 +51,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax._src import distributed  # the store has no public name
 
-from ..arguments import check_kind
+from ..arguments import check_flag, check_function, check_kind
 from ..processes.stderr import print_line
 from ..training.state_layout import Leaf
 from ..training.train import Trainer, TrainState
-from ..training.validation import check_alive
+from ..training.validation import check_alive, check_state
 from ..tree import named_leaves
 from .folder_lock import lock_folder, unlock_folder
 from .host_state import is_key, places_of, to_host, to_ranks, without_owned
@@ -152,6 +152,8 @@ class Checkpoints:
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise ValueError(f"keep (={keep!r}) must be a positive integer")
         check_kind("directory", directory, (str, os.PathLike), "a path")
+        check_flag(check_finite=check_finite)
+        check_function("warn", warn, "a function of a line")
         if not os.fspath(directory):
             raise ValueError("directory (='') must name a folder")
         self.directory = Path(directory).absolute()
@@ -219,6 +221,9 @@ class Checkpoints:
             FloatingPointError: If the state is not finite, with ``check_finite``.
             OSError: If the folder cannot be written, or the earlier save failed.
         """
+        check_kind("trainer", trainer, Trainer, "a jaxddp.Trainer")
+        check_flag(set_aside=set_aside)
+        check_state(state)
         check_alive(state)
         try:
             data_position = json.loads(json.dumps(data_position))
@@ -376,6 +381,7 @@ class Checkpoints:
             ValueError: If there is no such checkpoint; if it is of another model or optimizer, of wider dtypes,
                 damaged, or written by a newer version. Checkpoints are never changed.
         """
+        check_kind("trainer", trainer, Trainer, "a jaxddp.Trainer")
         self.wait()
         if step is None:
             return self._newest(functools.partial(self._restore, trainer, params, model_state))
@@ -412,6 +418,9 @@ class Checkpoints:
             ValueError: If a name in ``fresh`` names none of ``params`` or one without values, another leaf is missing
                 in the checkpoint, has another shape or a wider dtype there, or as ``restore``.
         """
+        is_sequence = isinstance(fresh, Sequence) and not isinstance(fresh, (str, bytes))
+        if not is_sequence or not all(isinstance(one, str) for one in fresh):
+            raise ValueError(f"fresh (={fresh!r}) must be a sequence of names")
         self.wait()
 
         def read(step: int) -> Any:

@@ -31,6 +31,12 @@ def check_count(**values: Any) -> None:
     _check(values, lambda value: (value >= 1) & np.isfinite(value) & (np.floor(value) == value), rule)
 
 
+def check_size(**values: Any) -> None:
+    """Raises ValueError unless all numbers are whole and not negative."""
+    rule = "must be a whole number, 0 or more"
+    _check(values, lambda value: (value >= 0) & np.isfinite(value) & (np.floor(value) == value), rule)
+
+
 def check_choice(options: Collection[Any], **values: Any) -> None:
     """Raises ValueError unless each value is one of the options."""
     for name, value in values.items():

@@ -29,7 +29,7 @@ import numpy as np
 
 from ...arguments import check_kind
 from ...communication.buckets import chunk_elements
-from .checks import check_choice, check_count, check_not_negative, check_positive
+from .checks import check_choice, check_count, check_not_negative, check_positive, check_size
 
 STAGES = (0, 1, 2, 3)
 Accumulate = Literal["shards", "full"]
@@ -147,7 +147,8 @@ def exact_state_bytes(
     """
     check_count(num_ranks=num_ranks)
     check_kind("leaf_elements", leaf_elements, Sequence, "a sequence of numbers")
-    check_not_negative(leaf_elements=[0, *leaf_elements], whole_elements=[0, *whole_elements])
+    check_kind("whole_elements", whole_elements, Sequence, "a sequence of numbers")
+    check_size(leaf_elements=[0, *leaf_elements], whole_elements=[0, *whole_elements])
     chunks = sum(chunk_elements(elements, num_ranks) for elements in leaf_elements)
     cut = _components(sum(leaf_elements), chunks, stage, per_parameter, accumulate)
     whole = _components(sum(whole_elements), sum(whole_elements), stage, per_parameter, accumulate)

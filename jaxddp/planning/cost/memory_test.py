@@ -125,7 +125,7 @@ def test_activations_of_arrays():
             lambda: state_bytes(1, 0, 1, PerParameter(4, -4, 8)),
             "per_parameter (=-4) must be a finite number, 0 or more",
         ),
-        (lambda: exact_state_bytes([3, -1], 0, 2), "leaf_elements (=-1) must be a finite number, 0 or more"),
+        (lambda: exact_state_bytes([3, -1], 0, 2), "leaf_elements (=-1) must be a whole number, 0 or more"),
         (lambda: exact_bucket_bytes([3], 2, 0), "element_bytes (=0) must be a whole number, 1 or more"),
         (lambda: gathered_bytes([3], 2, 0), "num_units (=0) must be a whole number, 1 or more"),
         (lambda: activation_bytes(-1, 1), "tokens (=-1) must be a finite number, 0 or more"),

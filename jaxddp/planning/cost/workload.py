@@ -113,7 +113,8 @@ def transformer(
     ``jaxddp.models`` k is 3 and the head is its own; a ``"tied"`` head shares the embedding.
 
     Raises:
-        ValueError: If a size is not a positive whole number, or an option is unknown.
+        ValueError: If a size is not a positive whole number, the heads do not divide the width, or an option is
+            unknown.
 
     Example:
         >>> xl = transformer(vocab=10_000, context=128, width=768, num_layers=16, num_heads=12, hidden=3200)
@@ -124,6 +125,8 @@ def transformer(
         vocab=vocab, context=context, width=width, num_layers=num_layers, num_heads=num_heads, hidden=hidden
     )  # fmt: skip
     check_choice(("own", "tied"), head=head)
+    if width % num_heads:
+        raise ValueError(f"width (={width}) must be divisible by num_heads (={num_heads})")
     mlp = feed_forward(width, hidden, num_layers, num_matrices)
     square = (width, width)
     block = (
