@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -76,7 +77,8 @@ def join_the_group_that_the_environment_describes(port):
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    device = init_from_env("gloo")
+    with mock.patch("torchref.launch.watch"):  # its thread would outlive the job
+        device = init_from_env("gloo")
     return rank_and_size(), str(device)
 
 

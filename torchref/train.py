@@ -244,7 +244,7 @@ def _wide(total: torch.Tensor) -> torch.dtype:
 def _num_rows(batch: Batch) -> int:
     check_mapping("batch", batch, "tensors by name")
     for name, tensor in batch.items():
-        if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0:
+        if not getattr(tensor, "shape", ()):  # an array of NumPy's may be the loss function's business
             kind = type(tensor).__name__
             raise ValueError(f"batch[{name!r}] (={kind}) must be a tensor whose dimension 0 counts examples")
     lengths = {name: len(tensor) for name, tensor in batch.items()}

@@ -330,20 +330,6 @@ def test_a_rank_where_nothing_counts_does_not_spoil_aux():
     assert metrics["aux"] == 1
 
 
-def test_a_loss_of_negative_weight_trains_as_its_quotient_does():
-    def negative(params, batch):
-        total, weight = masked_loss(params, batch)
-        return jaxddp.Weighted(-total, -weight)
-
-    batch = regression_batch() | {"mask": np.ones(24, np.float32)}
-    results = []
-    for loss_fn in (masked_loss, negative):
-        trainer = make(loss_fn)
-        state, _ = trainer.step(trainer.init(linear_params()), batch)
-        results.append(trainer.params(state))
-    assert_trees_close(*results, atol=1e-6)  # the same division with other signs
-
-
 def test_the_key_may_be_a_keyword():
     def loss_fn(params, batch, *, key):
         return jnp.sum(params["w"]) * 0 + jax.random.uniform(key)
