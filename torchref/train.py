@@ -13,6 +13,7 @@ parameters, state = optimizer(grads)                            of all parameter
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -24,12 +25,14 @@ from torch import nn
 from jaxddp.arguments import check_function, check_integer, check_kind, check_mapping, is_number
 from jaxddp.processes.roll_call import disagreement
 
-from .agreement import check_alike, refuse
+from .agreement import check_alike, gather_texts, refuse
 from .clipping import clip_to_norm_, global_norm
 from .loss import Part, as_part
 from .loss_scale import LossScale
 from .strategy import DataParallel, check_dtype
 from .zero.stage3 import FSDP
+
+NONFINITE = ("ignore", "raise", "skip")
 
 Batch = Mapping[str, torch.Tensor]
 Loss = Callable[[Any, Any], Any]  # (net, batch) -> scalar or Weighted
@@ -43,7 +46,11 @@ class Optimizer(Protocol):
 
 
 class Trainer:
-    """Trains a module: data-parallel if it is wrapped in a strategy, on one process otherwise."""
+    """Trains a module: data-parallel if it is wrapped in a strategy, on one process otherwise.
+
+    Attributes:
+        num_steps: Steps taken, skipped ones too; those before a checkpoint count once it is restored.
+    """
 
     def __init__(
         self,
@@ -55,6 +62,8 @@ class Trainer:
         max_grad_norm: float | None = None,
         compute_dtype: torch.dtype | None = None,
         loss_scale: str | None = None,
+        nonfinite: str = "ignore",
+        max_skips: int = 10,
     ) -> None:
         """Describes a training run.
 
@@ -70,6 +79,10 @@ class Trainer:
             loss_scale: ``"dynamic"`` differentiates the loss times a scale, which float16 needs for small gradients. A
                 step whose loss or gradient is not finite updates nothing and halves it, on all ranks; 2,000 finite ones
                 double it.
+            nonfinite: What ``step`` does if the loss or the norm of the averaged gradient is NaN or infinite; ranks
+                agree on both, so all do it in the same step. ``"ignore"``: nothing. ``"raise"``: raises before the
+                update. ``"skip"``: does not update, and raises after ``max_skips`` in a row.
+            max_skips: Steps in a row that ``"skip"`` may skip.
 
         Raises:
             ValueError: If a number is out of range, ``compute_dtype`` is given with ``FSDP``, or ``net`` has
@@ -87,6 +100,9 @@ class Trainer:
         check_dtype("compute_dtype", compute_dtype)
         if compute_dtype is not None and isinstance(net, FSDP):
             raise ValueError(f"compute_dtype (={compute_dtype}) must be given to FSDP, which gathers in it")
+        if nonfinite not in NONFINITE:
+            raise ValueError(f"nonfinite (={nonfinite!r}) must be one of {', '.join(NONFINITE)}")
+        check_integer("max_skips", max_skips, least=0)
         if loss_scale not in (None, "dynamic"):
             raise ValueError(f"loss_scale (={loss_scale!r}) must be 'dynamic' or None")
         if isinstance(net, DataParallel) and net.sync != "finish":
@@ -98,6 +114,10 @@ class Trainer:
         self.net = net
         self.num_microbatches = num_microbatches
         self.max_grad_norm = max_grad_norm
+        self.nonfinite = nonfinite
+        self.max_skips = max_skips
+        self.num_steps = 0
+        self._num_skips = 0  # in a row
         self._parallel = net if isinstance(net, DataParallel) else None
         self.num_ranks = self._parallel.num_ranks if self._parallel else 1
         self._agreed = self.num_ranks == 1
@@ -107,9 +127,12 @@ class Trainer:
 
         Returns:
             ``"loss"``, the global mean before the update; ``"grad_norm"``, of the averaged gradient before clipping;
-            ``"loss_scale"``, of this step, and ``"skipped"``, 1 if it was, else 0, with a ``loss_scale``.
+            ``"loss_scale"``, of this step, with one; ``"skipped"``, 1 if it was, else 0, with a ``loss_scale`` or
+            ``nonfinite="skip"``.
 
         Raises:
+            FloatingPointError: If loss or gradient are not finite and ``nonfinite="raise"``, or ``"skip"`` has skipped
+                ``max_skips`` steps before; it names the parameters whose gradients are not. Nothing was updated.
             ValueError: If the batch cannot be split into micro-batches, the loss is not a scalar, ranks have other
                 options, they have unequally many examples and the loss is no ``Weighted``, or a weight is negative.
         """
@@ -120,6 +143,8 @@ class Trainer:
                     "max_grad_norm": self.max_grad_norm,
                     "compute_dtype": self.compute_dtype,
                     "loss_scale": self.loss_scale and self.loss_scale.scale,
+                    "nonfinite": self.nonfinite,
+                    "max_skips": self.max_skips,
                 }
                 check_alike(options, self._parallel.process_group)
                 self._agreed = True
@@ -151,17 +176,40 @@ class Trainer:
         self._finish((weight or 1.0) * scale)
         norm = self._clip()
         metrics = {"loss": float(summed.total) / (weight or 1.0), "grad_norm": float(norm)}
-        updates = weight != 0
-        if self.loss_scale is not None:  # loss and norm are equal on all ranks: all decide alike
-            is_finite = math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
-            metrics |= {"loss_scale": scale, "skipped": float(not is_finite)}
+        is_finite = math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])  # on all ranks alike
+        if self.loss_scale is not None:
+            metrics["loss_scale"] = scale
             self.loss_scale.update(is_finite)
-            updates = updates and is_finite
-        if updates:
+        if self.loss_scale is not None or self.nonfinite == "skip":
+            metrics["skipped"] = float(not is_finite)
+        self.num_steps += 1
+        if weight != 0 and (is_finite or (self.loss_scale is None and self.nonfinite == "ignore")):
             self.optimizer.step()
         elif self._parallel is not None:  # no update at all: the compression's state must not change either
             self._parallel.memory = memory
+        self._num_skips = 0 if is_finite else self._num_skips + 1
+        if self.nonfinite == "raise" or (self.nonfinite == "skip" and self._num_skips > self.max_skips):
+            self._check_finite(is_finite, metrics)
         return metrics
+
+    def _check_finite(self, is_finite: bool, metrics: Mapping[str, float]) -> None:
+        """Raises if a step was not finite, and names the parameters whose gradients are not, on any rank."""
+        if is_finite:
+            return
+        shards = self._parallel.local_shards() if self._parallel is not None else {}
+        module = self._parallel.module if self._parallel is not None else self.net
+        held = dict(module.named_parameters()) | {name: shard for name, (shard, _) in shards.items()}
+        grads = {name: tensor.grad for name, tensor in held.items() if tensor.grad is not None}
+        names = [name for name, grad in grads.items() if not bool(grad.as_subclass(torch.Tensor).isfinite().all())]
+        if self._parallel is not None and self.num_ranks > 1:
+            told = [json.loads(text) for text in gather_texts(json.dumps(names), self._parallel.process_group)]
+            names = [name for name in held if any(name in of_rank for of_rank in told)]
+        loss, norm = metrics["loss"], metrics["grad_norm"]
+        found = f"loss (={loss}) and gradient norm (={norm}) of step {self.num_steps} must be"
+        more = f" and {len(names) - 3} more" * (len(names) > 3)
+        of = f": the gradients of {', '.join(names[:3])}{more} are not" if names else ""
+        after = f", after {self.max_skips} skipped steps" if self.nonfinite == "skip" and self.max_skips else ""
+        raise FloatingPointError(f"{found} finite{of}{after}")
 
     def _finish(self, denominator: float) -> None:
         if self._parallel is not None:

@@ -206,3 +206,62 @@ def negative_on_one_rank(net, batch):
 def test_a_wrong_argument_is_one_line_on_all_ranks(ranks, case, message):
     for said in ranks.run(refused, case, num_ranks=2):
         assert re.fullmatch(message, said or "accepted"), said
+
+
+def steps_with_nan(strategy, nonfinite, max_skips, is_nan):
+    """What each step said, and whether it changed nothing; rank 1's rows alone hold NaN, in the steps that say so."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    if torchref.STRATEGIES[strategy].owns_optimizer:
+        net = torchref.make_strategy(strategy, module, optimizer_cls=torch.optim.Adam, lr=0.1)
+        optimizer, state = net, net.optimizer.state
+    else:
+        net = torchref.make_strategy(strategy, module)
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+        state = optimizer.state
+    trainer = torchref.Trainer(
+        lambda net, batch: net(batch["x"]).square().mean(), optimizer, net, nonfinite=nonfinite, max_skips=max_skips
+    )
+
+    def held():
+        tensors = [*net.parameters(), *(value for one in state.values() for value in one.values())]
+        return [tensor.detach().clone() for tensor in tensors]
+
+    found = []
+    for step, has_nan in enumerate(is_nan):
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+        if has_nan and dist.get_rank() == 1:
+            x[2, 1] = torch.nan
+        before = held()
+        try:
+            said = trainer.step({"x": x}).get("skipped")
+        except FloatingPointError as error:
+            said = str(error)
+        after = held()
+        found.append((said, len(before) == len(after) and all(map(torch.equal, before, after))))
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["bucketed", "zero1", "zero3"])
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all_and_touches_nothing(ranks, strategy):
+    is_nan = [False, True, False, True, True, True]
+    for found in ranks.run(steps_with_nan, strategy, "skip", 2, is_nan, num_ranks=2):
+        *taken, (error, is_same) = found
+        assert taken == [(0.0, False), (1.0, True), (0.0, False), (1.0, True), (1.0, True)]
+        assert is_same and re.fullmatch(
+            r"loss \(=nan\) and gradient norm \(=nan\) of step 6 must be finite: the gradients of 0.weight, 0.bias,"
+            r" 2.weight and 1 more are not, after 2 skipped steps",
+            error,
+        )
+
+
+@pytest.mark.parametrize("strategy", ["flat", "zero2", "zero3"])
+def test_a_step_that_is_not_finite_raises_before_its_update(ranks, strategy):
+    ours, theirs = ranks.run(steps_with_nan, strategy, "raise", 10, [False, True], num_ranks=2)
+    (first, (error, is_same)) = ours
+    assert ours == theirs and first == (None, False) and is_same
+    assert error.startswith("loss (=nan) and gradient norm (=nan) of step 2 must be finite: the gradients of 0.weight")
+
+
+def test_by_default_what_is_not_finite_is_taken(ranks):
+    assert ranks.run(steps_with_nan, "bucketed", "ignore", 10, [False, True], num_ranks=2)[0] == [(None, False)] * 2

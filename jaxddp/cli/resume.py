@@ -99,3 +99,12 @@ def set_aside(checkpoints: CanSetAside, step: int, say: Callable[[str], None]) -
     """Renames the checkpoint of a state after which nothing was finite, so that a resumed run takes the one before."""
     if name := checkpoints.set_aside(step):
         say(f"no step from the checkpoint of step {step} is finite: renamed it to {name}")
+
+
+@contextlib.contextmanager
+def saying(say: Callable[[str], None]) -> Iterator[None]:
+    """Says why a checkpoint was not written, in place of raising."""
+    try:
+        yield
+    except OSError as error:
+        say(f"{error}; going on")

@@ -41,12 +41,6 @@ def add_parser(commands: Any) -> None:
     _add(parser, "--compute-dtype", str, "compute and gather parameters in this dtype, and update float32 masters: "
          "bfloat16; float16 with a dynamic loss scale and --nonfinite skip", "float32 alone", "NAME")  # fmt: skip
     parser.add_argument("--simulate", action="store_true", help="simulate devices on the CPU even with accelerators")
-    _add(parser, "--failed-save", str, "if a checkpoint cannot be written, as on a full disk: stop ends the run with "
-         "status 2; continue says so and tries the next; the last has to be written", metavar="POLICY")  # fmt: skip
-    _add(parser, "--nonfinite", str, "if loss or gradient become NaN or infinite: raise ends the run with status 3; "
-        "stop does so too, and keeps the state before as STEP.nonfinite; skip goes on without the update",
-         metavar="POLICY")  # fmt: skip
-    _add(parser, "--max-skips", int, "steps in a row that --nonfinite skip may skip")
     _add(parser, "--check-replicas-every", int, "steps between checks that ranks hold the same, bit for bit; before "
          "each checkpoint too")  # fmt: skip
     _add(parser, "--replicas", str, "if they do not: stop ends the run with status 4; restore goes on from the newest "
@@ -91,6 +85,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "one command starts and restarts a run")  # fmt: skip
     parser.add_argument("--allow-changes", action="store_true", help="with --resume: go on although learning rate, "
         "clipping, optimizer, batch size, compression or compute dtype differ from the checkpoint's")  # fmt: skip
+    _add(parser, "--failed-save", str, "if a checkpoint cannot be written, as on a full disk: stop ends the run with "
+         "status 2; continue says so and tries the next; the last has to be written", metavar="POLICY")  # fmt: skip
+    _add(parser, "--nonfinite", str, "if loss or gradient become NaN or infinite: raise ends the run with status 3; "
+        "stop does so too, and keeps the state before as STEP.nonfinite; skip goes on without the update",
+         metavar="POLICY")  # fmt: skip
+    _add(parser, "--max-skips", int, "steps in a row that --nonfinite skip may skip")
 
 
 def run(arguments: argparse.Namespace) -> int | None:

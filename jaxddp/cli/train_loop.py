@@ -13,7 +13,7 @@ import inspect
 import math
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -37,7 +37,7 @@ from ..training.replicas import ReplicaError
 from ..training.train import Trainer, TrainState
 from ..training.validation import abstract
 from .interrupts import Signalled, noted_signals
-from .resume import check_position, check_resumes, num_batches_of, position_of, set_aside, set_aside_after_error
+from .resume import check_position, check_resumes, num_batches_of, position_of, saying, set_aside, set_aside_after_error
 from .train_options import DEFAULT_SIMULATED_DEVICES, TrainOptions
 from .train_report import StepReport, TrainSummary, is_due
 
@@ -161,10 +161,10 @@ def train(
             elif checkpoints is not None and is_saved:
                 saved_step, is_owed = step, False
                 goes_on = options.failed_save == "continue"
-                with _saying(say) if goes_on else contextlib.nullcontext():
+                with saying(say) if goes_on else contextlib.nullcontext():
                     checkpoints.wait()
                 is_final = is_last or step == options.steps
-                with _saying(say) if goes_on and not is_final else contextlib.nullcontext():
+                with saying(say) if goes_on and not is_final else contextlib.nullcontext():
                     position = position_of(options, corpus, num_batches)
                     save_s = stopwatch(functools.partial(checkpoints.save, data_position=position), trainer, state)[1]
             is_validated = not is_last and is_due(step, options.eval_every, options.steps)
@@ -228,15 +228,6 @@ def _open_checkpoints(
     from ..checkpoint.checkpoints import Checkpoints  # late: Orbax is slow to import
 
     return Checkpoints(options.checkpoint, keep=options.keep, warn=say)
-
-
-@contextlib.contextmanager
-def _saying(say: Callable[[str], None]) -> Iterator[None]:
-    """Says why a checkpoint was not written, in place of raising."""
-    try:
-        yield
-    except OSError as error:
-        say(f"{error}; going on")
 
 
 def _start(

@@ -25,6 +25,7 @@ from typing import Any, NoReturn, TypeVar
 
 from torch import nn
 
+from jaxddp.arguments import check_flag
 from jaxddp.checkpoint.folder_lock import lock_folder, unlock_folder
 from jaxddp.processes.watchdog import begin_step, end_step
 
@@ -114,13 +115,14 @@ class Checkpoints:
         self._is_reserved = False
         self._unlock()
 
-    def save(self, trainer: Trainer, step: int, *, data_position: Any = None) -> None:
+    def save(self, trainer: Trainer, step: int, *, data_position: Any = None, set_aside: bool = False) -> None:
         """Saves the state of a trainer's module and optimizer; returns once it is written.
 
         Args:
             trainer: After ``step`` steps, between two of them.
             step: Above that of the newest checkpoint; the same on all ranks.
             data_position: Where to continue in the data, as a JSON value; the same on all ranks.
+            set_aside: Writes it as ``set_aside`` leaves one: no checkpoint is removed for it, and none restores it.
 
         Raises:
             ValueError: If another job is writing to the folder, it has a checkpoint of this or a later step, ranks
@@ -131,6 +133,8 @@ class Checkpoints:
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ValueError(f"step (={step!r}) must be an integer and not negative")
+
+        check_flag(set_aside=set_aside)
 
         def describe() -> tuple[RankState, str]:
             try:
@@ -143,7 +147,7 @@ class Checkpoints:
         if num_ranks() > 1:
             check_alike({"step": step, "data_position": position})
         try:
-            _on_first(lambda: self._begin(step))
+            _on_first(lambda: self._begin(step, set_aside))
             with _as_a_call():
                 whole = held.gather()
             about = {
@@ -160,7 +164,7 @@ class Checkpoints:
                 "elementwise": whole.elementwise,
                 "dtypes": {name: str(one.dtype).removeprefix("torch.") for name, one in whole.tensors.items()},
             }
-            _on_first(lambda: self._write(step, whole, about))
+            _on_first(lambda: self._write(step, whole, about, set_aside))
         finally:
             if not self._is_reserved:
                 self._unlock()
@@ -196,6 +200,7 @@ class Checkpoints:
             held.load(reader, about)
         if trainer.loss_scale is not None and about["loss_scale"] is not None:
             trainer.loss_scale = LossScale(**about["loss_scale"])
+        trainer.num_steps = about["step"]
         return about["step"], about["data_position"]
 
     def about(self, step: int | None = None) -> dict[str, Any]:
@@ -240,21 +245,26 @@ class Checkpoints:
 
         def rename() -> None:
             if len(steps := self._sound_steps()) > 1 and steps[-1] == step:
-                for earlier in filter(_is_ours, self.directory.glob("*.nonfinite.npz")):
-                    earlier.unlink()
-                renamed.append(self._path(step).rename(self.directory / f"{step}.nonfinite.npz").name)
+                self._remove_aside()
+                renamed.append(self._path(step).rename(self._aside(step)).name)
 
         _on_first(rename)
         return renamed[0] if renamed else None
 
-    def _begin(self, step: int) -> None:
+    def _remove_aside(self) -> None:
+        for earlier in filter(_is_ours, self.directory.glob("*.nonfinite.npz")):
+            earlier.unlink()
+
+    def _begin(self, step: int, set_aside: bool) -> None:
         self._lock()
         for damaged in [one for one in self._damaged if one >= step and self._path(one).exists()]:
             names = itertools.chain([f"{damaged}.damaged"], (f"{damaged}.damaged-{n}" for n in itertools.count(2)))
             free = next(path for path in map(self.directory.joinpath, names) if not path.exists())
             self._path(damaged).rename(free)
         newest = self.latest_step()
-        if newest is not None and step <= newest:
+        if set_aside:
+            self._remove_aside()
+        elif newest is not None and step <= newest:
             raise ValueError(
                 f"step (={step}) must be above {newest}, that of the newest checkpoint {self._where}: save into another"
                 f" folder, or remove those of step {step} and later"
@@ -262,17 +272,18 @@ class Checkpoints:
         for partial in self.directory.glob(f"*.{archive.PARTIAL}"):  # of a process that was killed here
             partial.unlink()
 
-    def _write(self, step: int, whole: Whole, about: dict[str, Any]) -> None:
+    def _write(self, step: int, whole: Whole, about: dict[str, Any], set_aside: bool) -> None:
         if nonfinite := [name for name, tensor in whole.tensors.items() if not is_finite(name, tensor)]:
             more = f" and {len(nonfinite) - 3} more" * (len(nonfinite) > 3)
             raise FloatingPointError(
                 f"state of step {step} must be finite to be saved: {', '.join(nonfinite[:3])}{more} are not"
             )
         try:
-            archive.write(self._path(step), about, whole.tensors.items())
+            path = self._aside(step) if set_aside else self._path(step)
+            archive.write(path, about, whole.tensors.items())
         except OSError as error:
             raise OSError(f"checkpoint of step {step} {self._where} was not saved: {error.strerror}") from error
-        for old in self._sound_steps()[: -self._keep]:
+        for old in () if set_aside else self._sound_steps()[: -self._keep]:
             self._path(old).unlink()
 
     def _sound_steps(self) -> list[int]:
@@ -324,6 +335,9 @@ class Checkpoints:
 
     def _path(self, step: int) -> Path:
         return self.directory / f"{step}.npz"
+
+    def _aside(self, step: int) -> Path:
+        return self.directory / f"{step}.nonfinite.npz"
 
     @property
     def _where(self) -> str:

@@ -20,7 +20,15 @@ import torch
 import torch.distributed as dist
 
 from jaxddp.cli.interrupts import Signalled, noted_signals
-from jaxddp.cli.resume import check_position, check_resumes, num_batches_of, position_of, set_aside_after_error
+from jaxddp.cli.resume import (
+    check_position,
+    check_resumes,
+    num_batches_of,
+    position_of,
+    saying,
+    set_aside,
+    set_aside_after_error,
+)
 from jaxddp.cli.train_options import TrainOptions
 from jaxddp.cli.train_report import StepReport, TrainSummary, is_due
 from jaxddp.processes.job import find_job
@@ -72,8 +80,10 @@ def train(
     params_bytes = sum(parameter.nbytes for parameter in module.parameters())
     net, optimizer = _wrap(options, module.to(device))
     trainer = Trainer(
-        loss_fn, optimizer, net, num_microbatches=options.microbatches, max_grad_norm=options.max_grad_norm
-    )
+        loss_fn, optimizer, net, num_microbatches=options.microbatches, max_grad_norm=options.max_grad_norm,
+        nonfinite="raise" if options.nonfinite == "raise" else "skip", max_skips=options.max_skips + 1,
+    )  # fmt: skip
+    max_skips = options.max_skips if options.nonfinite == "skip" else 0  # counted here, so that the state can be saved
     say(f"{options.model} ({num_params:,} parameters) on {describe_devices(device)}, {options.strategy}")
     say(f"text: {corpus.source}, {corpus.num_bytes:,} bytes")
 
@@ -91,7 +101,8 @@ def train(
         for batch in corpus.validation_batches(options.batch_size, options.eval_batches)
     ]
     tokens_per_step = options.batch_size * config.context
-    losses, step_seconds = [], []
+    losses, step_seconds, skipped = [], [], []
+    num_skips, is_owed = 0, False  # skips in a row; whether a checkpoint is due once a step is not skipped
     validation_loss: float | None = None
     with contextlib.ExitStack() as stack:
         checkpoints = None
@@ -103,6 +114,7 @@ def train(
             return None
         step, num_batches = started
         first_step = step + 1
+        saved_step = step or None  # of the newest checkpoint
         signals = stack.enter_context(noted_signals(is_in_job=False))
         while step < options.steps:
             step += 1
@@ -110,23 +122,30 @@ def train(
             with set_aside_after_error(checkpoints, step - 1, say):
                 with record() as issued:
                     metrics, seconds = stopwatch(_step, trainer, to_device(batch), wait=wait)
-                loss, norm = metrics["loss"], metrics["grad_norm"]
-                if not (math.isfinite(loss) and math.isfinite(norm)):  # the same on all ranks
-                    raise FloatingPointError(
-                        f"loss (={loss}) and gradient norm (={norm}) of step {step} must be finite"
-                    )
             num_batches += 1
-            losses.append(loss)
+            losses.append(metrics["loss"])
             step_seconds.append(seconds)
-            is_last = step < options.steps and _is_signalled(signals)
-            save_s = 0.0
-            if checkpoints is not None and (is_last or is_due(step, options.checkpoint_every, options.steps)):
-                save = functools.partial(checkpoints.save, data_position=position_of(options, corpus, num_batches))
-                save_s = stopwatch(save, trainer, step, wait=wait)[1]
+            skipped.append(bool(metrics.get("skipped", False)))
+            num_skips = num_skips + 1 if skipped[-1] else 0
+            gives_up = num_skips > max_skips
+            is_last = gives_up or (step < options.steps and _is_signalled(signals))
+            is_owed = is_owed or is_due(step, options.checkpoint_every, options.steps)
+            is_final, save_s = is_last or step == options.steps, 0.0
+            if checkpoints is not None and gives_up and saved_step == step - num_skips:
+                set_aside(checkpoints, saved_step, say)
+            elif checkpoints is not None and (is_final or (is_owed and not num_skips)):
+                position = position_of(options, corpus, num_batches)
+                save = functools.partial(checkpoints.save, data_position=position, set_aside=gives_up)
+                goes_on = options.failed_save == "continue" and not is_final
+                with saying(say) if goes_on else contextlib.nullcontext():
+                    save_s = stopwatch(save, trainer, step, wait=wait)[1]
+                    saved_step, is_owed = step, False
+                if gives_up:
+                    say(f"the state before is kept as {step}.nonfinite.npz in {options.checkpoint}")
             is_validated = not is_last and is_due(step, options.eval_every, options.steps)
             validation_loss = _mean_loss(net, held_out) if is_validated else None
             tokens_per_s = tokens_per_step / summarize(step_seconds[-20:]).median_ms * 1e3
-            on_step(StepReport(step, loss, validation_loss, tokens_per_s, save_s))
+            on_step(StepReport(step, losses[-1], validation_loss, tokens_per_s, save_s))
             if validation_loss is not None and not math.isfinite(validation_loss):
                 with set_aside_after_error(checkpoints, step, say):
                     raise FloatingPointError(f"validation loss (={validation_loss}) after step {step} must be finite")
@@ -136,6 +155,12 @@ def train(
             say(f"checkpoints in {options.checkpoint}: steps {', '.join(map(str, checkpoints.steps()))}")
     if is_last:
         dist.destroy_process_group()
+    if gives_up:
+        raise FloatingPointError(
+            f"loss (={losses[-1]}) and gradient of step {step} must be finite: the updates of this step and the "
+            f"{max_skips} before it were skipped"
+        )
+    if is_last:
         raise Signalled(signals[0] if signals else signal.SIGTERM)
 
     summary = TrainSummary(
@@ -155,6 +180,7 @@ def train(
         num_validation_bytes=num_ranks * sum(batch["targets"].numel() for batch in held_out),
         step_timings=summarize(step_seconds),
         first_step=first_step,
+        num_skipped=sum(skipped),
     )
     dist.destroy_process_group()
     return summary

@@ -1,6 +1,7 @@
 """The twin's command: what the console shows of a run, and what it refuses."""
 
 import contextlib
+import errno
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ from jaxddp.cli.train_options import TrainOptions
 from jaxddp.cli.train_test import ranks_of
 from jaxddp.sizes import SIZES, TransformerConfig
 from torchref.__main__ import main
+from torchref.checkpoint import archive
 from torchref.cli.train_loop import _load_weights, train
 from torchref.launch import RankError
 from torchref.registry import STRATEGIES
@@ -178,6 +180,40 @@ def test_numbers_that_are_not_finite_replace_no_checkpoint(ranks, text, tmp_path
     step, found = newest(tmp_path / "ck")
     assert all(np.isfinite(array).all() for array in found.values())
     assert list((tmp_path / "ck").glob("*.nonfinite.npz")) and step >= 1
+
+
+def test_stop_keeps_the_state_before_and_skip_counts(ranks, text, tmp_path):
+    options = {"batch_size": 8, "checkpoint": str(tmp_path / "ck"), "checkpoint_every": 5, "eval_every": 0, "steps": 9}
+    options |= {"optimizer": "sgd", "learning_rate": 1e30}  # step 1 is finite, and none that follows
+    with pytest.raises(
+        RankError, match=r"loss \(=.*\) and gradient of step 2 must be finite: the updates of this step"
+    ):
+        ranks.run(run_on_rank, str(tmp_path), free_port(), options | {"nonfinite": "stop"}, num_ranks=2)
+    assert [path.name for path in (tmp_path / "ck").glob("*.npz")] == ["2.nonfinite.npz"]
+    with pytest.raises(RankError, match="of step 5 must be finite: the updates of this step and the 3 before it were"):
+        ranks.run(run_on_rank, str(tmp_path), free_port(), options | {"nonfinite": "skip", "max_skips": 3}, num_ranks=2)
+    assert [path.name for path in (tmp_path / "ck").glob("*.npz")] == ["5.nonfinite.npz"]
+
+
+def save_but_not_step_2(path, *arguments, write=archive.write):
+    if path.name == "2.npz":
+        raise OSError(errno.ENOSPC, "No space left on device")
+    write(path, *arguments)
+
+
+def run_on_a_full_disk(*arguments):
+    with mock.patch("torchref.checkpoint.archive.write", side_effect=save_but_not_step_2):
+        return run_on_rank(*arguments)
+
+
+def test_a_failed_save_ends_the_run_or_not(ranks, text, tmp_path):
+    options = {"batch_size": 8, "checkpoint": str(tmp_path / "ck"), "checkpoint_every": 1, "eval_every": 0, "steps": 4}
+    with pytest.raises(RankError, match=r"OSError: checkpoint of step 2 in .* was not saved: No space left on device"):
+        ranks.run(run_on_a_full_disk, str(tmp_path), free_port(), options, num_ranks=2)
+    goes_on = options | {"resume": True, "failed_save": "continue"}
+    summary, _ = ranks.run(run_on_a_full_disk, str(tmp_path), free_port(), goes_on, num_ranks=2)[0]
+    assert summary.first_step == 2
+    assert sorted(path.name for path in (tmp_path / "ck").glob("*.npz")) == ["1.npz", "3.npz", "4.npz"]
 
 
 TRAIN = [sys.executable, "-m", "torchref", "train"]
