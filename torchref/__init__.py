@@ -8,6 +8,7 @@ zero/                     strategies that shard the training state
 communication/            collectives, buckets, shards, compression
 train.py, loss.py         the trainer; what a loss function returns
 loss_scale.py             the scale of a loss in float16, equal on all ranks
+replicas.py               whether ranks still hold the same
 clipping.py, hooks.py     the global norm of shards; what a deleted wrapper leaves behind
 launch.py                 starts ranks as processes, or joins those of ``torchrun``
 models/, interop.py       models to train; parameters to and from NumPy

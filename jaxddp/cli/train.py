@@ -20,6 +20,9 @@ from .quiet import import_jax
 from .train_options import DEFAULT_SIMULATED_DEVICES, TrainOptions
 from .train_report import TrainSummary
 
+REPLICAS_DIFFER = 4
+"""Exit status if ranks hold different values of the same."""
+
 
 def add_parser(commands: Any) -> None:
     """Adds the command ``train`` to argparse's subparsers."""
@@ -41,10 +44,6 @@ def add_parser(commands: Any) -> None:
     _add(parser, "--compute-dtype", str, "compute and gather parameters in this dtype, and update float32 masters: "
          "bfloat16; float16 with a dynamic loss scale and --nonfinite skip", "float32 alone", "NAME")  # fmt: skip
     parser.add_argument("--simulate", action="store_true", help="simulate devices on the CPU even with accelerators")
-    _add(parser, "--check-replicas-every", int, "steps between checks that ranks hold the same, bit for bit; before "
-         "each checkpoint too")  # fmt: skip
-    _add(parser, "--replicas", str, "if they do not: stop ends the run with status 4; restore goes on from the newest "
-         "checkpoint", metavar="POLICY")  # fmt: skip
     parser.set_defaults(run=run)
 
 
@@ -91,6 +90,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "stop does so too, and keeps the state before as STEP.nonfinite; skip goes on without the update",
          metavar="POLICY")  # fmt: skip
     _add(parser, "--max-skips", int, "steps in a row that --nonfinite skip may skip")
+    _add(parser, "--check-replicas-every", int, "steps between checks that ranks hold the same, bit for bit; before "
+         "each checkpoint too")  # fmt: skip
+    _add(parser, "--replicas", str, "if they do not: stop ends the run with status 4; restore goes on from the newest "
+         "checkpoint", metavar="POLICY")  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int | None:
@@ -124,7 +127,7 @@ def run(arguments: argparse.Namespace) -> int | None:
         show(train, options, arguments.log_dir)
     except ReplicaError as error:
         print_line(f"error: {error}")
-        return 4
+        return REPLICAS_DIFFER
     return None
 
 

@@ -142,6 +142,18 @@ class RankState(NamedTuple):
             keep(f"factor.{name}", memory.factor)
         return Whole(whole, numbers, sorted(elementwise))
 
+    def replicated(self) -> dict[str, torch.Tensor]:
+        """What every rank holds in full, by the names in a checkpoint."""
+        params = dict(self.module.named_parameters())
+        found: dict[str, torch.Tensor] = {}
+        found |= {f"params.{name}": one for name, one in params.items() if not self._is_shard(name, one)}
+        found |= {f"buffers.{name}": one for name, one in self._buffers().items()}
+        for name, updated in self.updated.items():
+            if name not in self.sharded:
+                state = self.optimizer.state.get(updated, {}).items()
+                found |= {f"state.{key}.{name}": one for key, one in state if isinstance(one, torch.Tensor)}
+        return found | {f"factor.{name}": memory.factor for name, memory in self._memory().items()}
+
     @property
     def state_has(self) -> dict[str, bool]:
         """Options of the optimizer that decide what it keeps, and whether they are on."""

@@ -44,6 +44,7 @@ from ..interop import from_numpy
 from ..launch import init_from_env
 from ..models import build, loss_fn
 from ..registry import STRATEGIES, make_strategy
+from ..replicas import ReplicaError, check_replicas
 from ..strategy import DataParallel, planned_collectives
 from ..train import Optimizer, Trainer
 
@@ -64,6 +65,7 @@ def train(
         ValueError: If the options do not fit together, the data or the job.
         OSError: If the data or the weights cannot be read, or a checkpoint cannot be written.
         FloatingPointError: If the loss, the gradient or the validation loss is not finite.
+        ReplicaError: If ranks differ in what each has in full, and ``replicas`` does not restore a checkpoint.
         Signalled: After one of ``SIGNALS``, once the step is finished and saved.
     """
     config = options.config
@@ -115,6 +117,7 @@ def train(
         step, num_batches = started
         first_step = step + 1
         saved_step = step or None  # of the newest checkpoint
+        restored: int | None = None  # step of the checkpoint, if ranks came to differ after it
         signals = stack.enter_context(noted_signals(is_in_job=False))
         while step < options.steps:
             step += 1
@@ -131,9 +134,24 @@ def train(
             is_last = gives_up or (step < options.steps and _is_signalled(signals))
             is_owed = is_owed or is_due(step, options.checkpoint_every, options.steps)
             is_final, save_s = is_last or step == options.steps, 0.0
+            is_saved = is_final or (is_owed and not num_skips)
+            if is_saved or is_due(step, options.check_replicas_every, options.steps):
+                try:
+                    check_replicas(trainer)
+                except ReplicaError as error:
+                    newest = None if checkpoints is None else checkpoints.latest_step()
+                    if options.replicas == "stop" or checkpoints is None or newest in (None, restored):
+                        raise  # it is no accident a second time
+                    step, saved = checkpoints.restore(trainer)
+                    num_batches, restored = saved["examples"] // options.batch_size, newest
+                    for of_steps in (losses, step_seconds, skipped):
+                        del of_steps[step - first_step + 1 :]
+                    saved_step, num_skips, is_owed = step, 0, False
+                    say(f"{error}; restored step {step}")
+                    continue
             if checkpoints is not None and gives_up and saved_step == step - num_skips:
                 set_aside(checkpoints, saved_step, say)
-            elif checkpoints is not None and (is_final or (is_owed and not num_skips)):
+            elif checkpoints is not None and is_saved:
                 position = position_of(options, corpus, num_batches)
                 save = functools.partial(checkpoints.save, data_position=position, set_aside=gives_up)
                 goes_on = options.failed_save == "continue" and not is_final

@@ -21,7 +21,7 @@ from jaxddp.cli.train_test import ranks_of
 from jaxddp.sizes import SIZES, TransformerConfig
 from torchref.__main__ import main
 from torchref.checkpoint import archive
-from torchref.cli.train_loop import _load_weights, train
+from torchref.cli.train_loop import _load_weights, _step, train
 from torchref.launch import RankError
 from torchref.registry import STRATEGIES
 
@@ -214,6 +214,34 @@ def test_a_failed_save_ends_the_run_or_not(ranks, text, tmp_path):
     summary, _ = ranks.run(run_on_a_full_disk, str(tmp_path), free_port(), goes_on, num_ranks=2)[0]
     assert summary.first_step == 2
     assert sorted(path.name for path in (tmp_path / "ck").glob("*.npz")) == ["1.npz", "3.npz", "4.npz"]
+
+
+def run_with_a_flipped_bit(folder, port, options, step):
+    """Flips a bit of a weight on rank 1 before a step, once."""
+    is_done = []
+
+    def take(trainer, batch, take=_step):
+        if trainer.num_steps + 1 == step and dist.get_rank() == 1 and not is_done:
+            is_done.append(True)
+            trainer.net.module.head.weight.data.view(-1)[3:4].view(torch.int32).bitwise_xor_(1 << 20)
+        return take(trainer, batch)
+
+    with mock.patch("torchref.cli.train_loop._step", take):
+        return run_on_rank(folder, port, options)
+
+
+def test_a_flipped_bit_ends_the_run_or_the_newest_checkpoint_is_restored(ranks, text, tmp_path):
+    options = {"batch_size": 8, "checkpoint": str(tmp_path / "ck"), "checkpoint_every": 4, "eval_every": 0, "steps": 8}
+    with pytest.raises(
+        RankError, match=r"ReplicaError: params\.head\.weight of rank .* differs by up to .* after step 6"
+    ):
+        options_of_one = options | {"check_replicas_every": 3}
+        ranks.run(run_with_a_flipped_bit, str(tmp_path), free_port(), options_of_one, 5, num_ranks=2)
+    assert [path.name for path in (tmp_path / "ck").glob("*.npz")] == ["4.npz"]
+    restoring = options | {"resume": True, "replicas": "restore"}
+    summary, reports = ranks.run(run_with_a_flipped_bit, str(tmp_path), free_port(), restoring, 7, num_ranks=2)[0]
+    assert [report.step for report in reports] == [5, 6, 7, 5, 6, 7, 8]
+    assert summary.last_loss == reports[-1].loss
 
 
 TRAIN = [sys.executable, "-m", "torchref", "train"]

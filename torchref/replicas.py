@@ -1,0 +1,100 @@
+"""Whether ranks still hold the same: what every rank has in full must be equal bit for bit.
+
+The twin of ``jaxddp.training.replicas``, which says why. Checked are parameters and buffers that are not sharded, and
+the optimizer's state of what each rank updates in full.
+
+    checksum_r = sum over words i of (2 i + 1) * mix(word_i)   mod 2^32        of each tensor on rank r
+
+One all-gather of ``[num_tensors]`` numbers; of a tensor that differs, one more of the tensor.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+
+from jaxddp.processes.watchdog import begin_step, end_step
+
+from .agreement import group_device
+from .checkpoint.rank_state import RankState
+from .train import Trainer
+
+_CHUNK_WORDS = 2**22  # at a time: 64-bit copies of a whole tensor could be more than there is memory for
+_MASK = 0xFFFFFFFF
+
+
+class ReplicaError(RuntimeError):
+    """Ranks hold different values of what should be the same.
+
+    Attributes:
+        name: Of the first such tensor, such as ``"params.head.weight"``.
+        ranks: Those that do not hold what most ranks hold.
+        num_tensors: How many tensors differ.
+        difference: Largest absolute difference of an element of the first.
+    """
+
+    def __init__(
+        self, message: str, name: str = "", ranks: tuple[int, ...] = (), num_tensors: int = 0, difference: float = 0.0
+    ) -> None:
+        """Keeps what was found."""
+        super().__init__(message)
+        self.name, self.ranks, self.num_tensors, self.difference = name, ranks, num_tensors, difference
+
+
+@torch.no_grad()
+def check_replicas(trainer: Trainer) -> None:
+    """Compares what all ranks hold in full; call it on every rank, between two steps.
+
+    Raises:
+        ReplicaError: If ranks differ, on every rank.
+        ValueError: If some ranks train apart from the others.
+    """
+    held = {name: tensor for name, tensor in RankState.of(trainer).replicated().items() if tensor.numel()}
+    if not dist.is_initialized() or dist.get_world_size() == 1 or not held:
+        return
+    begin_step(is_call=True)
+    mine = torch.tensor([_checksum(tensor) for tensor in held.values()], device=group_device())
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, mine)
+    sums = torch.stack(gathered).cpu()  # [num_ranks, num_tensors]
+    differing = [place for place in range(len(held)) if len(set(sums[:, place].tolist())) > 1]
+    if not differing:
+        end_step()
+        return
+    name, of_ranks = list(held)[differing[0]], sums[:, differing[0]].tolist()
+    ((most, _),) = Counter(of_ranks).most_common(1)
+    ranks = tuple(rank for rank, checksum in enumerate(of_ranks) if checksum != most)
+    theirs = held[name].to(group_device(), copy=True).contiguous()
+    dist.broadcast(theirs, src=of_ranks.index(most))
+    apart = (held[name].to(group_device()).double() - theirs.double()).abs().max().reshape(1)
+    dist.all_reduce(apart, op=dist.ReduceOp.MAX)
+    end_step()
+    said = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{', ...' * (len(ranks) > 8)}"
+    more = f", as do {len(differing) - 1} more tensors" * (len(differing) > 1)
+    message = (
+        f"{name} of {said} differs by up to {float(apart):.3g} from what most ranks hold after step"
+        f" {trainer.num_steps}{more}: a device or its memory may be faulty"
+    )
+    raise ReplicaError(message, name, ranks, len(differing), float(apart))
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    """The checksum of a tensor's bits.
+
+    Example:
+        >>> _checksum(torch.tensor([1.0, 2.0])) == _checksum(torch.tensor([2.0, 1.0]))
+        False
+    """
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().contiguous().reshape(-1)
+    flat = flat.to(torch.uint8) if flat.dtype == torch.bool else flat
+    bits = flat.view({1: torch.uint8, 2: torch.int16}.get(flat.itemsize, torch.int32))  # 8 bytes become two words
+    total = 0
+    for start in range(0, bits.numel(), _CHUNK_WORDS):
+        words = bits[start : start + _CHUNK_WORDS].long() & _MASK
+        words = ((words ^ (words >> 16)) * 0x85EBCA6B) & _MASK  # as in MurmurHash3; a product wraps, its low words hold
+        words = words ^ (words >> 13)
+        odd = 2 * torch.arange(start, start + words.numel(), device=words.device) + 1
+        total += int(((words * odd) & _MASK).sum())
+    return total & _MASK

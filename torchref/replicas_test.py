@@ -1,0 +1,90 @@
+"""Ranks that no longer hold the same: a flipped bit is found, and named on every rank."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torchref
+from torchref.replicas import ReplicaError, _checksum, check_replicas
+
+
+def trainer_of(strategy):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    if torchref.STRATEGIES[strategy].owns_optimizer:
+        net = torchref.make_strategy(strategy, module, optimizer_cls=torch.optim.Adam, lr=0.1)
+        return torchref.Trainer(loss_fn, net, net)
+    net = torchref.make_strategy(strategy, module)
+    return torchref.Trainer(loss_fn, torch.optim.Adam(net.parameters(), lr=0.1), net)
+
+
+def loss_fn(net, batch):
+    return net(batch["x"]).square().mean()
+
+
+def flipped(strategy, place, faulty):
+    """Flips the lowest bit of one element on some ranks, and gives what the check says on this one."""
+    trainer = trainer_of(strategy)
+    module = trainer.net.module
+    trainer.step({"x": torch.randn(6, 3, generator=torch.Generator().manual_seed(dist.get_rank()))})
+    check_replicas(trainer)  # they are equal so far
+    if dist.get_rank() in faulty:
+        tensor = {
+            "weight": lambda: module[2].weight,
+            "norm": lambda: module[1].weight,
+            "buffer": lambda: module[1].running_var,
+            "moment": lambda: trainer.optimizer.state[module[2].weight]["exp_avg"],
+        }[place]()
+        bits = tensor.detach().view(-1)[1:2].view(torch.int32)
+        bits ^= 1
+    try:
+        check_replicas(trainer)
+    except ReplicaError as error:
+        return str(error), error.name, error.ranks, error.num_tensors, 0 < error.difference < 1e-6
+    return None
+
+
+FLIPS = [
+    ("bucketed", "weight", "params.2.weight"),
+    ("bucketed", "moment", "state.exp_avg.2.weight"),
+    ("zero1", "weight", "params.2.weight"),
+    ("zero3", "norm", "params.1.weight"),
+    ("zero2", "buffer", "buffers.1.running_var"),
+]
+
+
+@pytest.mark.parametrize(("strategy", "place", "name"), FLIPS)
+def test_a_flipped_bit_is_named_on_every_rank(ranks, strategy, place, name):
+    for found in ranks.run(flipped, strategy, place, (1,), num_ranks=3):
+        message, *rest = found
+        assert rest == [name, (1,), 1, True]
+        assert message.startswith(f"{name} of rank 1 differs by up to ") and message.endswith(
+            "from what most ranks hold after step 1: a device or its memory may be faulty"
+        )
+
+
+def test_most_ranks_decide(ranks):
+    for found in ranks.run(flipped, "flat", "weight", (0, 2, 3), num_ranks=4):
+        assert found[2] == (1,)
+
+
+def test_ranks_that_hold_the_same_and_one_rank_alone_pass(ranks):
+    assert ranks.run(flipped, "bucketed", "weight", (), num_ranks=2) == [None, None]
+    assert ranks.run(flipped, "bucketed", "weight", (0,), num_ranks=1) == [None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64])
+def test_every_bit_of_every_dtype_counts(dtype):
+    tensor = torch.arange(6).reshape(2, 3).to(dtype)
+    changed = tensor.clone()
+    changed[1, 2] = 0
+    assert _checksum(tensor) != _checksum(changed)
+    assert _checksum(tensor.T) == _checksum(tensor.T.contiguous())
+
+
+def test_chunks_make_no_difference(monkeypatch):
+    tensor = torch.randn(1000)
+    whole = _checksum(tensor)
+    monkeypatch.setattr("torchref.replicas._CHUNK_WORDS", 7)
+    assert _checksum(tensor) == whole
