@@ -200,7 +200,7 @@ def check_newest(folder):
 
 def check_newest_of_torch(folder):
     vector = torch.nn.Embedding(1, SIZE)
-    trainer = torchref.Trainer(None, torch.optim.SGD(vector.parameters(), lr=RATE), vector)
+    trainer = torchref.Trainer(print, torch.optim.SGD(vector.parameters(), lr=RATE), vector)
     checkpoints = torchref.Checkpoints(folder)
     newest = checkpoints.latest_step()
     assert checkpoints.restore(trainer) == (newest, None)
