@@ -181,7 +181,8 @@ def count(framework, tmp_path, number, *, saves=False):
 
 def is_saved(folder):
     """Whether it is a whole checkpoint: the folder or file of one that is being written has another name."""
-    return folder.stem.isdigit() and (folder.suffix == ".npz" or (folder / "about").exists())
+    name = folder.name.removesuffix(".npz")
+    return name.isdigit() and (folder.suffix == ".npz" or (folder / "about").exists())
 
 
 def report(name, times, num_aborted=0):
