@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .loss import Weighted as Weighted
     from .registry import STRATEGIES as STRATEGIES
     from .registry import make_strategy as make_strategy
+    from .replicas import check_replicas as check_replicas
     from .strategy import DataParallel as DataParallel
     from .train import Trainer as Trainer
     from .zero import FSDP as FSDP
@@ -54,6 +55,7 @@ _MODULES = {
     "OverlappedDDP": ".ddp",
     "Weighted": ".loss",
     "STRATEGIES": ".registry",
+    "check_replicas": ".replicas",
     "DataParallel": ".strategy",
     "make_strategy": ".registry",
     "Trainer": ".train",

@@ -21,8 +21,8 @@ from .agreement import group_device
 from .checkpoint.rank_state import RankState
 from .train import Trainer
 
-_CHUNK_WORDS = 2**22  # at a time: 64-bit copies of a whole tensor could be more than there is memory for
-_MASK = 0xFFFFFFFF
+_CHUNK_WORDS = 2**22  # at a time: copies of a whole tensor could be more than there is memory for
+_FACTOR = 0x85EBCA6B - 2**32  # as in MurmurHash3
 
 
 class ReplicaError(RuntimeError):
@@ -92,9 +92,9 @@ def _checksum(tensor: torch.Tensor) -> int:
     bits = flat.view({1: torch.uint8, 2: torch.int16}.get(flat.itemsize, torch.int32))  # 8 bytes become two words
     total = 0
     for start in range(0, bits.numel(), _CHUNK_WORDS):
-        words = bits[start : start + _CHUNK_WORDS].long() & _MASK
-        words = ((words ^ (words >> 16)) * 0x85EBCA6B) & _MASK  # as in MurmurHash3; a product wraps, its low words hold
-        words = words ^ (words >> 13)
-        odd = 2 * torch.arange(start, start + words.numel(), device=words.device) + 1
-        total += int(((words * odd) & _MASK).sum())
-    return total & _MASK
+        words = bits[start : start + _CHUNK_WORDS].int()  # its products wrap, and its shifts keep the sign
+        words = (words ^ ((words >> 16) & 0xFFFF)) * _FACTOR
+        words ^= (words >> 13) & 0x7FFFF
+        words *= torch.arange(2 * start + 1, 2 * (start + words.numel()), 2, device=words.device).int()
+        total += int(words.sum())
+    return total & 0xFFFFFFFF
