@@ -15,21 +15,21 @@ import itertools
 import json
 import os
 import re
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import torch.distributed as dist
 from torch import nn
 
 from jaxddp.arguments import check_flag
 from jaxddp.checkpoint.folder_lock import lock_folder, unlock_folder
 from jaxddp.processes.watchdog import begin_step, end_step
 
-from ..agreement import check_alike, gather_texts, group_store
+from ..agreement import check_alike, gather_texts
 from ..loss_scale import LossScale
 from ..strategy import STRATEGIES
 from ..train import Trainer
@@ -37,8 +37,8 @@ from . import archive
 from .rank_state import RankState, Whole, is_finite, num_ranks, rank
 
 _ANSWER_S = 1200  # for rank 0 to write
-_POLL_S = 0.02
 _RAISED = {"ValueError": ValueError, "FloatingPointError": FloatingPointError, "OSError": OSError}
+_patient: tuple[Any, Any] | None = None  # the group of all ranks, and that of ``_patient_group``
 T = TypeVar("T")
 
 
@@ -368,36 +368,36 @@ def _as_a_call() -> Iterator[None]:
 
 
 def _on_first(function: Callable[[], None]) -> None:
-    """Runs a function in rank 0, however long it takes; all ranks raise what it raises.
-
-    The others ask the store, and not a collective, whose time-out a large file on a slow disk would exceed.
-    """
+    """Runs a function in rank 0, however long it takes; all ranks raise what it raises."""
     if num_ranks() == 1:
         function()
         return
-    store = group_store()
-    key = f"torchref/checkpoint/{store.add(f'torchref/checkpoints/{rank()}', 1)}"  # each rank counts, and all alike
+    group = _patient_group()
+    raised: BaseException | None = None
     if rank() == 0:
         begin_step(is_call=True)
         end_step()  # it does not wait for the others
-        raised: BaseException | None = None
         try:
             function()
         except BaseException as error:  # the others must not wait for a rank that was interrupted
             raised = error
-            raise
-        finally:
-            store.set(key, json.dumps(_described(raised)))
+        gather_texts(json.dumps(_described(raised)), group)
+        if raised is not None:
+            raise raised
         return
     with _as_a_call():
-        deadline = time.monotonic() + _ANSWER_S
-        while not store.check([key]):
-            if time.monotonic() > deadline:
-                raise OSError(f"rank 0 did not write within {_ANSWER_S} s")
-            time.sleep(_POLL_S)
-        answer = json.loads(store.get(key))
+        answer = json.loads(gather_texts("null", group)[0])
     if answer is not None:
         _raise(answer, 0)
+
+
+def _patient_group() -> dist.ProcessGroup:
+    """All ranks over Gloo: a large file on a slow disk would exceed the time-out of NCCL's collectives."""
+    global _patient
+    world = dist.group.WORLD
+    if _patient is None or _patient[0] is not world:
+        _patient = world, dist.new_group(backend="gloo", timeout=timedelta(seconds=_ANSWER_S))
+    return _patient[1]
 
 
 def _on_each(function: Callable[[], T]) -> T:
