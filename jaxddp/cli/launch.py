@@ -43,9 +43,18 @@ if sys.platform == "linux":
         sys.exit("the launcher has ended")
 os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 """
-# Its own main would print tracebacks of failures and signals, and end with status 1 whatever a rank's is.
+# Its own main would print tracebacks of failures and signals, and end with status 1 whatever a rank's is. Its stores
+# would listen to other hosts.
 _TORCHRUN = f"""
-import sys
+import socket, sys
+import torch.distributed
+class StoreOnLoopback(torch.distributed.TCPStore):
+    def __init__(self, host_name, port=0, *arguments, is_master=False, **options):
+        if is_master:
+            listener = socket.create_server(("127.0.0.1", port), backlog=4096)
+            port, options["master_listen_fd"] = listener.getsockname()[1], listener.detach()
+        super().__init__(host_name, port, *arguments, is_master=is_master, **options)
+torch.distributed.TCPStore = StoreOnLoopback
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run

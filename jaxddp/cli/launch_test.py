@@ -1,5 +1,6 @@
 """Processes started without torchrun: their place in the job, their logs, and the end of all when one fails."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.soak.usage import descendants
 from jaxddp.cli import launch as command
 from jaxddp.cli.launch import launch
 
@@ -159,6 +161,52 @@ def test_ctrl_c_ends_torchruns_agent_without_a_traceback(tmp_path):
         _, said = process.communicate(timeout=50)
     assert process.returncode == 130
     assert "interrupted" in said and "Traceback" not in said
+
+
+def listening_addresses(pids):
+    """Where processes listen, as the kernel writes it; 0100007F is 127.0.0.1."""
+    sockets = set()
+    for path in (path for pid in pids for path in Path(f"/proc/{pid}/fd").iterdir()):
+        with contextlib.suppress(OSError):
+            sockets.add(os.readlink(path))
+    tables = [Path("/proc/net", name).read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    rows = [row.split() for table in tables for row in table]
+    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets}
+
+
+JOINED = INTERRUPTED.replace(
+    "import os", "from torchref.launch import init_from_env\ninit_from_env('gloo')\nimport os", 1
+)
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads /proc")
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_nothing_listens_to_other_hosts(tmp_path, restarts):
+    """Neither the ranks nor torchrun's agent, whose stores would: before and after a restart."""
+    path = tmp_path / "script.py"
+    path.write_text(JOINED)
+    arguments = [sys.executable, "-m", "jaxddp", "launch", "--ranks=2", f"--log-dir={tmp_path}", "--max-restarts=1"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen([*arguments, path, tmp_path], stderr=subprocess.DEVNULL, env=environment) as process:
+        try:
+            for restart in range(restarts + 1):
+                deadline = time.monotonic() + 60
+                while len(list(tmp_path.glob("ready-*"))) < 2:
+                    assert time.monotonic() < deadline and process.poll() is None
+                    time.sleep(0.05)
+                pids = {process.pid, *descendants(process.pid)}
+                assert len(pids) >= 4 and listening_addresses(pids) == {"0100007F"}
+                for ready in tmp_path.glob("ready-*") if restart < restarts else ():
+                    ready.unlink()
+                    rank = [pid for pid in pids if f"RANK={ready.name[-1]}".encode() in variables_of(pid)][0]
+                if restart < restarts:
+                    os.kill(rank, signal.SIGKILL)
+        finally:
+            process.terminate()
+
+
+def variables_of(pid):
+    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
 JOB = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
