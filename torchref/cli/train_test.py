@@ -22,7 +22,6 @@ from jaxddp.sizes import SIZES, TransformerConfig
 from torchref.__main__ import main
 from torchref.checkpoint import archive
 from torchref.cli.train_loop import _load_weights, _step, train
-from torchref.launch import RankError
 from torchref.registry import STRATEGIES
 
 SMALL = TransformerConfig(vocab=256, context=16, width=16, num_layers=1, num_heads=2, hidden=32)
@@ -93,6 +92,22 @@ def run_on_rank(folder, port, options):
     return summary, reports
 
 
+def error_on_rank(run, *arguments):
+    """What a training raises on this rank: ranks that raise are replaced, which takes seconds."""
+    try:
+        run(*arguments)
+    except Exception as error:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def fails(ranks, folder, expected, options, *more, run=run_on_rank):
+    for said in ranks.run(error_on_rank, run, str(folder), free_port(), options, *more, num_ranks=2):
+        assert re.search(expected, said), said
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_training_lowers_the_loss_and_communicates_what_was_planned(ranks, strategy, text, tmp_path):
     options = {"strategy": strategy, "steps": 12, "batch_size": 8, "learning_rate": 3e-2, "eval_every": 6}
@@ -108,16 +123,12 @@ def test_training_lowers_the_loss_and_communicates_what_was_planned(ranks, strat
 def test_a_gradient_that_is_not_finite_ends_the_run_whatever_the_loss(ranks, text, tmp_path):
     options = {"steps": 2, "batch_size": 8, "optimizer": "sgd", "learning_rate": 1e30, "eval_every": 0}
     message = r"FloatingPointError: loss \(=5\.\d+\) and gradient norm \(=nan\) of step 2 must be finite"
-    with pytest.raises(RankError, match=message):
-        ranks.run(run_on_rank, str(tmp_path), free_port(), options, num_ranks=2)
+    fails(ranks, tmp_path, message, options)
 
 
 def test_an_update_too_large_for_its_dtype_ends_the_run(ranks, text, tmp_path):
     options = {"steps": 2, "batch_size": 8, "optimizer": "adam", "learning_rate": 1e38, "eval_every": 0}
-    with pytest.raises(
-        RankError, match="FloatingPointError: updates must be finite: value cannot be converted to type"
-    ):
-        ranks.run(run_on_rank, str(tmp_path), free_port(), options, num_ranks=2)
+    fails(ranks, tmp_path, "FloatingPointError: updates must be finite: value cannot be converted to type", options)
 
 
 def validate_nan_on_rank(*arguments):
@@ -126,8 +137,13 @@ def validate_nan_on_rank(*arguments):
 
 
 def test_a_validation_that_is_not_finite_ends_the_run(ranks, text, tmp_path):
-    with pytest.raises(RankError, match=r"FloatingPointError: validation loss \(=nan\) after step 1 must be finite"):
-        ranks.run(validate_nan_on_rank, str(tmp_path), free_port(), {"steps": 1, "batch_size": 8}, num_ranks=2)
+    fails(
+        ranks,
+        tmp_path,
+        r"FloatingPointError: validation loss \(=nan\) after step 1 must be finite",
+        {"steps": 1, "batch_size": 8},
+        run=validate_nan_on_rank,
+    )
 
 
 CHECKPOINT = {"batch_size": 6, "learning_rate": 3e-2, "eval_every": 0, "max_grad_norm": 1.0}
@@ -167,16 +183,14 @@ def test_a_run_goes_on_under_another_strategy_on_other_ranks(ranks, text, tmp_pa
 def test_a_run_with_other_options_is_refused_on_all_ranks(ranks, text, tmp_path, options, expected):
     first = CHECKPOINT | {"checkpoint": str(tmp_path / "ck"), "steps": 2}
     ranks.run(run_on_rank, str(tmp_path), free_port(), first, num_ranks=2)
-    with pytest.raises(RankError, match=f"ValueError: {expected}"):
-        ranks.run(run_on_rank, str(tmp_path), free_port(), first | {"resume": True, "steps": 4} | options, num_ranks=2)
+    fails(ranks, tmp_path, f"ValueError: {expected}", first | {"resume": True, "steps": 4} | options)
 
 
 def test_numbers_that_are_not_finite_replace_no_checkpoint(ranks, text, tmp_path):
     options = {"batch_size": 8, "checkpoint": str(tmp_path / "ck"), "checkpoint_every": 1, "eval_every": 0}
     ranks.run(run_on_rank, str(tmp_path), free_port(), options | {"steps": 2}, num_ranks=2)
     more = {"resume": True, "allow_changes": True, "optimizer": "adamw", "learning_rate": 1e15, "steps": 9}
-    with pytest.raises(RankError, match=r"FloatingPointError: loss \(=.*\) and gradient norm \(=.*\) of step \d"):
-        ranks.run(run_on_rank, str(tmp_path), free_port(), options | more, num_ranks=2)
+    fails(ranks, tmp_path, r"FloatingPointError: loss \(=.*\) and gradient norm \(=.*\) of step \d", options | more)
     step, found = newest(tmp_path / "ck")
     assert all(np.isfinite(array).all() for array in found.values())
     assert list((tmp_path / "ck").glob("*.nonfinite.npz")) and step >= 1
@@ -185,13 +199,19 @@ def test_numbers_that_are_not_finite_replace_no_checkpoint(ranks, text, tmp_path
 def test_stop_keeps_the_state_before_and_skip_counts(ranks, text, tmp_path):
     options = {"batch_size": 8, "checkpoint": str(tmp_path / "ck"), "checkpoint_every": 5, "eval_every": 0, "steps": 9}
     options |= {"optimizer": "sgd", "learning_rate": 1e30}  # step 1 is finite, and none that follows
-    with pytest.raises(
-        RankError, match=r"loss \(=.*\) and gradient of step 2 must be finite: the updates of this step"
-    ):
-        ranks.run(run_on_rank, str(tmp_path), free_port(), options | {"nonfinite": "stop"}, num_ranks=2)
+    fails(
+        ranks,
+        tmp_path,
+        r"loss \(=.*\) and gradient of step 2 must be finite: the updates of this step",
+        options | {"nonfinite": "stop"},
+    )
     assert [path.name for path in (tmp_path / "ck").glob("*.npz")] == ["2.nonfinite.npz"]
-    with pytest.raises(RankError, match="of step 5 must be finite: the updates of this step and the 3 before it were"):
-        ranks.run(run_on_rank, str(tmp_path), free_port(), options | {"nonfinite": "skip", "max_skips": 3}, num_ranks=2)
+    fails(
+        ranks,
+        tmp_path,
+        "of step 5 must be finite: the updates of this step and the 3 before it were",
+        options | {"nonfinite": "skip", "max_skips": 3},
+    )
     assert [path.name for path in (tmp_path / "ck").glob("*.npz")] == ["5.nonfinite.npz"]
 
 
@@ -208,8 +228,13 @@ def run_on_a_full_disk(*arguments):
 
 def test_a_failed_save_ends_the_run_or_not(ranks, text, tmp_path):
     options = {"batch_size": 8, "checkpoint": str(tmp_path / "ck"), "checkpoint_every": 1, "eval_every": 0, "steps": 4}
-    with pytest.raises(RankError, match=r"OSError: checkpoint of step 2 in .* was not saved: No space left on device"):
-        ranks.run(run_on_a_full_disk, str(tmp_path), free_port(), options, num_ranks=2)
+    fails(
+        ranks,
+        tmp_path,
+        r"OSError: checkpoint of step 2 in .* was not saved: No space left on device",
+        options,
+        run=run_on_a_full_disk,
+    )
     goes_on = options | {"resume": True, "failed_save": "continue"}
     summary, _ = ranks.run(run_on_a_full_disk, str(tmp_path), free_port(), goes_on, num_ranks=2)[0]
     assert summary.first_step == 2
@@ -232,11 +257,15 @@ def run_with_a_flipped_bit(folder, port, options, step):
 
 def test_a_flipped_bit_ends_the_run_or_the_newest_checkpoint_is_restored(ranks, text, tmp_path):
     options = {"batch_size": 8, "checkpoint": str(tmp_path / "ck"), "checkpoint_every": 4, "eval_every": 0, "steps": 8}
-    with pytest.raises(
-        RankError, match=r"ReplicaError: params\.head\.weight of rank .* differs by up to .* after step 6"
-    ):
-        options_of_one = options | {"check_replicas_every": 3}
-        ranks.run(run_with_a_flipped_bit, str(tmp_path), free_port(), options_of_one, 5, num_ranks=2)
+    options_of_one = options | {"check_replicas_every": 3}
+    fails(
+        ranks,
+        tmp_path,
+        r"ReplicaError: params\.head\.weight of rank .* differs by up to .* after step 6",
+        options_of_one,
+        5,
+        run=run_with_a_flipped_bit,
+    )
     assert [path.name for path in (tmp_path / "ck").glob("*.npz")] == ["4.npz"]
     restoring = options | {"resume": True, "replicas": "restore"}
     summary, reports = ranks.run(run_with_a_flipped_bit, str(tmp_path), free_port(), restoring, 7, num_ranks=2)[0]
