@@ -146,7 +146,7 @@ def train(
                     state, saved = checkpoints.restore(trainer, params)
                     step, num_batches, restored = int(state.step), saved["examples"] // options.batch_size, newest
                     for of_steps in (losses, step_seconds, skipped):
-                        del of_steps[step - num_earlier_steps :]
+                        del of_steps[max(0, step - num_earlier_steps) :]
                     saved_step, num_skips, is_owed = step, 0, False
                     say(f"{error}; restored step {step}")
                     continue

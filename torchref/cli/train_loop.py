@@ -145,7 +145,7 @@ def train(
                     step, saved = checkpoints.restore(trainer)
                     num_batches, restored = saved["examples"] // options.batch_size, newest
                     for of_steps in (losses, step_seconds, skipped):
-                        del of_steps[step - first_step + 1 :]
+                        del of_steps[max(0, step - first_step + 1) :]
                     saved_step, num_skips, is_owed = step, 0, False
                     say(f"{error}; restored step {step}")
                     continue
@@ -239,7 +239,7 @@ def _start(
         return 0, 0
     checkpoints.reserve()
     taken = checkpoints.latest_step()
-    check_alike({f"newest checkpoint in {options.checkpoint}": taken})  # hosts may not share the folder
+    check_alike({"step of the newest checkpoint": taken})  # hosts may name the folder otherwise, and must share it
     if taken is None:
         if options.resume:
             say(f"no checkpoint in {options.checkpoint} yet: starting at step 0")

@@ -186,6 +186,21 @@ def test_a_run_with_other_options_is_refused_on_all_ranks(ranks, text, tmp_path,
     fails(ranks, tmp_path, f"ValueError: {expected}", first | {"resume": True, "steps": 4} | options)
 
 
+def run_in_own_folder(folder, port, options):
+    return run_on_rank(folder, port, options | {"checkpoint": f"{options['checkpoint']}{dist.get_rank()}"})
+
+
+def test_hosts_may_name_the_folder_otherwise_and_must_share_it(ranks, text, tmp_path):
+    options = CHECKPOINT | {"checkpoint": str(tmp_path / "ck"), "steps": 2, "resume": True}
+    (tmp_path / "ck0").mkdir()
+    (tmp_path / "ck1").symlink_to(tmp_path / "ck0")
+    summary, _ = ranks.run(run_in_own_folder, str(tmp_path), free_port(), options, num_ranks=2)[1]
+    assert summary.first_step == 1 and newest(tmp_path / "ck1")[0] == 2
+    (tmp_path / "ck1").unlink()
+    expected = r"ValueError: step of the newest checkpoint \(=None in rank 1\) must be 2, as in rank 0"
+    fails(ranks, tmp_path, expected, options | {"steps": 4}, run=run_in_own_folder)
+
+
 def test_numbers_that_are_not_finite_replace_no_checkpoint(ranks, text, tmp_path):
     options = {"batch_size": 8, "checkpoint": str(tmp_path / "ck"), "checkpoint_every": 1, "eval_every": 0}
     ranks.run(run_on_rank, str(tmp_path), free_port(), options | {"steps": 2}, num_ranks=2)
