@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -77,14 +78,19 @@ def train(case: Case) -> Arrays:
         return to_numpy(trainer.params(state))
 
 
-def check(case: Case, atol: float) -> tuple[Arrays, float]:
-    """Trains on the case's ranks and on one device; weights by torch name, and how far the two were apart."""
-    with jax.enable_x64(case.dtype == "float64"):
-        loss_fn, _ = _build(case.model, seed=7)
-        params = initial_params(case.model, case.dtype)
-        (result,) = parity.check(
-            loss_fn, OPTIMIZERS[case.optimizer](), params, batches(case.model, case.dtype),
-            strategies=[_strategy(case)], num_ranks=[case.num_ranks], atol=atol, dtype=None, **_options(case),
+def check(cases: Sequence[Case], atol: float) -> list[tuple[Arrays, float]]:
+    """Trains cases that differ in their strategy alone: weights by torch name, and how far from one device's."""
+    first = cases[0]
+    with jax.enable_x64(first.dtype == "float64"):
+        loss_fn, _ = _build(first.model, seed=7)
+        params = initial_params(first.model, first.dtype)
+        results = parity.check(
+            loss_fn, OPTIMIZERS[first.optimizer](), params, batches(first.model, first.dtype),
+            strategies=[_strategy(case) for case in cases], num_ranks=[first.num_ranks], atol=atol, dtype=None,
+            **_options(first),
         )  # fmt: skip
-        assert result.difference is not None
-        return to_numpy(like(params, dict(result.params))), result.difference
+        checked = []
+        for result in results:
+            assert result.difference is not None
+            checked.append((to_numpy(like(params, dict(result.params))), result.difference))
+        return checked

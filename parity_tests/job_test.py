@@ -165,7 +165,7 @@ def test_a_script_trains_in_its_job(framework, launcher, command, tmp_path):
     assert output.count(line) == 1
 
     if framework == "jaxddp":
-        alone, _ = jax_side.check(CASE._replace(strategy="naive", num_ranks=1), 1e-12)
+        ((alone, _),) = jax_side.check([CASE._replace(strategy="naive", num_ranks=1)], 1e-12)
     else:
         alone = torch_side.train_on_one_process(CASE, initial)
     weights = dict(np.load(tmp_path / "weights.npz"))

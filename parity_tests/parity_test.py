@@ -1,6 +1,7 @@
 """Every case of the table: jaxddp, torchref and one process of each framework end with the same weights."""
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 
@@ -11,25 +12,28 @@ from .cases import AXES, LEFT_OUT, STRATEGIES, Case, pairwise_selection, toleran
 from .inputs import largest_difference
 
 
-def check(case: Case, ranks, differences):
-    with jax_side.jax.enable_x64(case.dtype == "float64"):
-        weights = jaxddp.checkpoint.interop.to_numpy(jax_side.initial_params(case.model, case.dtype))
-    atol, reason = tolerance(case)
-    ours, from_one_device = jax_side.check(case, atol)
-    theirs = torch_side.train(case, weights, ranks)
-    found = {
-        "jaxddp - JAX on one device": from_one_device,
-        "torchref - torch on one process": largest_difference(theirs, torch_side.train_on_one_process(case, weights)),
-        "jaxddp - torchref": largest_difference(ours, theirs),
-    }
-    differences.add(case, found, largest_difference(ours, weights), atol, reason)
-    for name in weights:
-        moved = largest_difference({name: ours[name]}, {name: weights[name]})
-        # An unused parameter's gradient is zero: only weight decay moves it.
-        is_fixed = "frozen" in name or ("unused" in name and not case.optimizer.startswith("adamw"))
-        assert (moved == 0) if is_fixed else (moved > 1e-4), f"{name} moved by {moved}"
-    for pair, difference in found.items():
-        assert difference <= atol, f"{pair}: {difference:.2e} > {atol:.0e} ({reason})"
+def check(cases: Sequence[Case], ranks, differences):
+    """Trains cases that differ in their strategy alone, so that one reference is right for all of them."""
+    first = cases[0]
+    with jax_side.jax.enable_x64(first.dtype == "float64"):
+        weights = jaxddp.checkpoint.interop.to_numpy(jax_side.initial_params(first.model, first.dtype))
+    atol, reason = tolerance(first)
+    in_torch = torch_side.train_on_one_process(first, weights)
+    trained = zip(cases, jax_side.check(cases, atol), torch_side.train_all(cases, weights, ranks), strict=True)
+    for case, (ours, from_one_device), theirs in trained:
+        found = {
+            "jaxddp - JAX on one device": from_one_device,
+            "torchref - torch on one process": largest_difference(theirs, in_torch),
+            "jaxddp - torchref": largest_difference(ours, theirs),
+        }
+        differences.add(case, found, largest_difference(ours, weights), atol, reason)
+        for name in weights:
+            moved = largest_difference({name: ours[name]}, {name: weights[name]})
+            # An unused parameter's gradient is zero: only weight decay moves it.
+            is_fixed = "frozen" in name or ("unused" in name and not case.optimizer.startswith("adamw"))
+            assert (moved == 0) if is_fixed else (moved > 1e-4), f"{case.id}: {name} moved by {moved}"
+        for pair, difference in found.items():
+            assert difference <= atol, f"{case.id}: {pair}: {difference:.2e} > {atol:.0e} ({reason})"
 
 
 SELECTION = pairwise_selection()
@@ -48,20 +52,22 @@ QUICK = {
     [pytest.param(case, id=case.id, marks=pytest.mark.smoke if case in QUICK else []) for case in SELECTION],
 )
 def test_same_weights(case, ranks, differences):
-    check(case, ranks, differences)
+    check([case], ranks, differences)
 
 
 def pytest_generate_tests(metafunc):
-    """The whole product, where ``-m full`` asks for it: 10,000 tests take seconds to collect."""
-    if "case_of_product" in metafunc.fixturenames:
+    """The whole product, where ``-m full`` asks for it: its tests take a second to collect."""
+    if "all_strategies" in metafunc.fixturenames:
         marks = metafunc.config.option.markexpr
-        cases = whole_product() if "full" in marks and "not full" not in marks else []
-        metafunc.parametrize("case_of_product", cases, ids=lambda case: case.id)
+        groups: dict[Case, list[Case]] = {}
+        for case in whole_product() if "full" in marks and "not full" not in marks else []:
+            groups.setdefault(case._replace(strategy="all"), []).append(case)
+        metafunc.parametrize("all_strategies", groups.values(), ids=[group.id for group in groups])
 
 
 @pytest.mark.full
-def test_same_weights_in_the_whole_product(case_of_product, ranks, differences):
-    check(case_of_product, ranks, differences)
+def test_same_weights_in_the_whole_product(all_strategies, ranks, differences):
+    check(all_strategies, ranks, differences)
 
 
 def test_the_selection_covers_every_pair_of_values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -75,11 +76,22 @@ def _set_learning_rate(optimizer: str, options: torch.optim.Optimizer, step: int
 
 def train(case: Case, weights: Arrays, ranks: RankPool) -> Arrays:
     """Trains on the case's ranks; all must end with the same bits."""
-    results = ranks.run(train_on_rank, case, weights, num_ranks=case.num_ranks)
-    for other in results[1:]:
-        for name, weight in other.items():
-            assert (weight == results[0][name]).all(), f"ranks differ in {name}"
-    return results[0]
+    return train_all([case], weights, ranks)[0]
+
+
+def train_all(cases: Sequence[Case], weights: Arrays, ranks: RankPool) -> list[Arrays]:
+    """Trains cases of as many ranks, one after the other in one process group."""
+    first, *others = ranks.run(train_all_on_rank, cases, weights, num_ranks=cases[0].num_ranks, timeout_s=900.0)
+    for other in others:
+        for case, ours, theirs in zip(cases, first, other, strict=True):
+            for name, weight in theirs.items():
+                assert (weight == ours[name]).all(), f"{case.id}: ranks differ in {name}"
+    return first
+
+
+def train_all_on_rank(cases: Sequence[Case], weights: Arrays) -> list[Arrays]:
+    """Trains each case in turn; runs in a rank process."""
+    return [train_on_rank(case, weights) for case in cases]
 
 
 _finished: dict[tuple, Arrays] = {}
