@@ -25,6 +25,8 @@ DEFAULT_BUCKET_MB = 25.0
 DEFAULT_FIRST_BUCKET_MB = 1.0
 # Cap of all-reduces from the third on: 11 calls for a large model, where DDP's caps make 34 (seed_xl) to 243 (xl).
 DEFAULT_SHARE = 1 / 8
+# Until there, of a cap to the one before: the network is not idle while the first of the large buckets fills.
+DEFAULT_GROWTH = 4
 
 BucketMb = float | Sequence[float] | Literal["default"] | None
 Rule = Literal["before", "torch"]
@@ -170,10 +172,10 @@ def plan_all_reduces(
 ) -> BucketPlan:
     """Plans the buckets of ``bucketed``: ``plan_buckets`` with a default cap that grows with the model.
 
-    The default caps are PyTorch's 1 and 25 MiB for the first two buckets, so that communication starts early and goes
-    on, and an eighth of all gradients' bytes, at least 25 MiB, for the others. Large models then send about 11 buckets,
-    and do not wait for the latency of a hundred calls. With ``rule="torch"`` the default is PyTorch's own. ZeRO keeps
-    to ``plan_buckets``: it copies its buckets, and large copies take memory.
+    The default caps are PyTorch's 1 and 25 MiB for the first two buckets, so that communication starts early, and then
+    four times the one before, so that it goes on, up to an eighth of all gradients' bytes or 25 MiB. Large models then
+    send 11 to 13 buckets, and do not wait for the latency of a hundred calls. With ``rule="torch"`` the default is
+    PyTorch's own. ZeRO keeps to ``plan_buckets``: it copies its buckets, and large copies take memory.
 
     Raises:
         ValueError: As ``plan_buckets``.
@@ -186,7 +188,9 @@ def plan_all_reduces(
     tensors = _checked(tensors)
     if bucket_mb == "default" and rule == "before":
         share_mb = sum(tensor.num_bytes for tensor in tensors) * DEFAULT_SHARE / MIB
-        bucket_mb = [DEFAULT_FIRST_BUCKET_MB, DEFAULT_BUCKET_MB, max(DEFAULT_BUCKET_MB, share_mb)]
+        bucket_mb = [DEFAULT_FIRST_BUCKET_MB, DEFAULT_BUCKET_MB]
+        while bucket_mb[-1] < share_mb:
+            bucket_mb.append(min(bucket_mb[-1] * DEFAULT_GROWTH, share_mb))
     return plan_buckets(tensors, bucket_mb, rule=rule)
 
 

@@ -89,6 +89,12 @@ def test_the_default_of_all_reduces_is_an_eighth_and_at_least_25_mib(num_tensors
         assert plan_all_reduces(tensors) == plan_buckets(tensors)
 
 
+def test_the_caps_of_all_reduces_grow_fourfold_to_an_eighth():
+    tensors = [TensorSpec(f"{index}", (2**18,), "float32") for index in range(4000)]  # 1 MiB each
+    sizes = [len(bucket) for bucket in names(plan_all_reduces(tensors))]
+    assert sizes == [1, 25, 100, 400, *[500] * 6, 474]
+
+
 def test_ten_thousand_tensors_plan_in_well_under_a_second():
     tensors = [TensorSpec(f"layers.{i}.kernel", (64, 64), "float32") for i in range(10_000)]
     start = time.perf_counter()

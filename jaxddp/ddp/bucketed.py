@@ -33,8 +33,8 @@ def bucketed(
     """One all-reduce per bucket, as the bucket fills.
 
     Args:
-        bucket_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``: 1 and 25 MiB, then an eighth of
-            all gradients' bytes, and at least 25 MiB; see ``plan_all_reduces``. With ``"auto"``,
+        bucket_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``: 1 and 25 MiB, then four times
+            as much each, up to an eighth of all gradients' bytes; see ``plan_all_reduces``. With ``"auto"``,
             ``jaxddp.tune_buckets`` picks the caps by simulation.
         rule: When a bucket closes; see ``plan_buckets``.
         compression: Gradient compression.
