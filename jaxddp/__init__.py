@@ -5,7 +5,7 @@
     ddp zero                          the strategies
     communication                     collectives, packed buffers, compression, reductions
     training models checkpoint        the trainer, models to train, checkpoints and weights
-    mesh.py tree.py                   ranks; names of leaves
+    mesh.py tree.py interpreter.py    ranks; names of leaves; evaluation of traced programs
     loss.py metrics.py                what a loss function returns, and what is measured of examples
     processes                         the job of a launcher: joining it, and ending it when a process is lost
     scopes.py plugins.py              name scopes in compiled programs; which plugins JAX starts

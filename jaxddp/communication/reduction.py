@@ -181,7 +181,7 @@ def start_reduction(
             if name not in planned
         }
         joins = reduce is ALL_REDUCE and joins_arrays()
-        copies_all = not joins or compression is not none or plan.after_backward
+        copies_all = not sends_uncopied(plan, reduce, compression)
         totals: list[Any] = []
         all_packed, first_token = jnp.int32(0), jnp.int32(number)
         token = first_token
@@ -210,6 +210,11 @@ def start_reduction(
         if plan.after_backward:
             totals = lax.optimization_barrier(totals)
     return Reduction(tuple(totals), unsent, all_packed, shards), state
+
+
+def sends_uncopied(plan: BucketPlan, reduce: Reduce, compression: Compression) -> bool:
+    """Whether large gradients are sent as they are, and not packed."""
+    return reduce is ALL_REDUCE and joins_arrays() and compression is none and not plan.after_backward
 
 
 def finish_reduction(

@@ -258,8 +258,11 @@ def test_bucketed_comes_within_5_percent_of_the_lower_bound(steps):
 
 
 @pytest.mark.full
-def test_bucketed_as_it_comes_is_as_near_on_a_large_model():
-    trainer, state, batch = trainer_and_inputs(GPU, "seed_xl", jaxddp.bucketed(), batch_per_device=16)
+@pytest.mark.parametrize("compute_dtype", [None, "bfloat16"])
+def test_bucketed_as_it_comes_is_within_2_percent_on_a_large_model(compute_dtype):
+    trainer, state, batch = trainer_and_inputs(
+        GPU, "seed_xl", jaxddp.bucketed(), batch_per_device=16, compute_dtype=compute_dtype
+    )
     pending = (
         targets.start_compile(trainer, state, batch),
         targets.start_compile_without_communication(trainer, state, batch),
@@ -267,14 +270,15 @@ def test_bucketed_as_it_comes_is_as_near_on_a_large_model():
     step, alone = (read_schedule(compilation.result()) for compilation in pending)
     planned = trainer.planned(state, batch)
     assert step.gradient_collectives() == sorted(planned)
-    assert_near_the_bound(step, planned, alone, latency_us=15)  # seen: 1.010, 1.010, 1.003 times
+    # seen: 1.010, 1.010, 1.003 times; in bfloat16 1.016, 1.010, 1.002, and 1.056 where products write bfloat16
+    assert_near_the_bound(step, planned, alone, latency_us=15, ratio=1.02)
 
 
-def assert_near_the_bound(schedule, planned, alone, latency_us):
+def assert_near_the_bound(schedule, planned, alone, latency_us, ratio=1.05):
     chip = targets.target(GPU).chip
     for gb_per_s in SPEEDS_GB_PER_S:
         network = Network(gb_per_s, latency_us)
         simulation = simulate(schedule, chip, network)
         bound = lower_bound(alone, chip, network, sum(num_bytes for _, num_bytes in planned), 8)
-        assert simulation.step_s <= 1.05 * bound.step_s
-        assert simulation.compute_s <= 1.05 * bound.compute_s
+        assert simulation.step_s <= ratio * bound.step_s
+        assert simulation.compute_s <= ratio * bound.compute_s

@@ -43,6 +43,7 @@ from ..communication.reduction import (
     MeanGradients,
     Reduction,
     finish_reduction,
+    sends_uncopied,
     start_reduction,
     sum_of_squares,
 )
@@ -58,6 +59,7 @@ from ..zero.leaves import LeafOwners
 from ..zero.stage1 import gather_params, local_shards
 from .loss_scale import next_scale
 from .model_state import became_nonfinite, fold_keys, sync_model_state
+from .wide_products import with_wide_products
 
 NONFINITE_STATE = "nonfinite_state"  # metric: whether the step put a NaN or an infinity into the model state
 
@@ -190,6 +192,10 @@ class RankStep:
             order token of the last micro-batch's backward. Then the model state.
         """
         reduces_each, num = self.strategy.reduces_each_microbatch, self.num_microbatches
+        sends_as_written = (
+            num == 1 and bool(plan.buckets) and not self.other_axes
+            and sends_uncopied(plan, self.strategy.reduce, self.strategy.compression)
+        )  # fmt: skip
 
         def microbatch_grads(
             model_state: Any, microbatch: Any, index: jax.Array | int
@@ -199,7 +205,7 @@ class RankStep:
                 params, token = order_token(params, index)
             before = model_state
             grads, (parts, model_state) = self.local_grads(
-                *params, before, microbatch, jax.random.fold_in(key, index), scale
+                *params, before, microbatch, jax.random.fold_in(key, index), scale, are_sent=sends_as_written
             )
             if num > 1:  # a sum over micro-batches then joins the values of examples
                 parts = map_per_example(
@@ -437,11 +443,20 @@ class RankStep:
         return self.local_grads(trainable, frozen, state.model_state, microbatch, state.key, _scale(state))
 
     def local_grads(
-        self, trainable: Any, frozen: Any, model_state: Any, batch: Any, key: jax.Array | None, scale: Any = None
+        self,
+        trainable: Any,
+        frozen: Any,
+        model_state: Any,
+        batch: Any,
+        key: jax.Array | None,
+        scale: Any = None,
+        *,
+        are_sent: bool = False,
     ) -> tuple[Any, tuple[Parts, Any]]:
         """This rank's gradients, metrics and model state of a micro-batch.
 
         Gradients of ``cuts`` are shards summed over ranks. With a ``scale``, gradients are those of the scaled loss.
+        ``are_sent`` says that gradients are sent as they are written, so that casting one would be a kernel of its own.
         """
         # Parameters that vary over ranks get local gradients. If they were known to be equal, AD would add all-reduces.
         trainable = as_varying(trainable, self.axis)
@@ -455,13 +470,15 @@ class RankStep:
             total = total.astype(jnp.promote_types(total.dtype, jnp.float32))
             return total * scale.astype(total.dtype), others
 
-        with jax.named_scope(LOSS_SCOPE):
-            grads, others = jax.grad(loss, has_aux=True)(trainable)
-
         def cast(path: Any, grad: jax.Array) -> jax.Array:
             return grad.astype(self.grad_dtypes.get(path_name(path), grad.dtype))
 
-        return jax.tree_util.tree_map_with_path(cast, grads), others
+        def cast_grads(trainable: Any) -> tuple[Any, tuple[Parts, Any]]:
+            with jax.named_scope(LOSS_SCOPE):
+                grads, others = jax.grad(loss, has_aux=True)(trainable)
+            return jax.tree_util.tree_map_with_path(cast, grads), others
+
+        return with_wide_products(cast_grads, trainable) if are_sent else cast_grads(trainable)
 
     def _divisor_of_one(self, parts: Parts) -> jax.Array | int:
         """Makes a mean of the sum over ranks of one micro-batch, which a compression may need to stay in range."""

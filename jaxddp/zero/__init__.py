@@ -5,7 +5,7 @@ shard_optimizer.py                       stage 1 as an optax transformation
 leaves.py                                stages 1 and 2: owners of whole parameters
 clipping.py, elementwise.py              clipping on shards; which optimizers can run on shards
 layers.py, remat.py, gather.py           stage 3: units, what their backward keeps, gathers and scatters
-ordering.py, interpreter.py, traced.py   stage 3: prefetch limit, evaluation of jaxprs, planned collectives
+ordering.py, traced.py                   stage 3: prefetch limit, planned collectives
 
 torchref has clipping.py at its top, because all of its wrappers clip: in zero/ it would be imported in a circle.
 Layers and their order are here because only stage 3 uses them.

@@ -37,8 +37,8 @@ from jax import lax
 from jax.extend import core
 
 from ..arguments import check_function
+from ..interpreter import CALLS, CHECKPOINT, bind, called_program, interpret, num_consts_and_carry
 from .gather import Gather, Shard
-from .interpreter import CALLS, CHECKPOINT, bind, called_program, interpret, num_consts_and_carry
 from .ordering import UnitOrder
 from .remat import run_unit
 

@@ -60,10 +60,10 @@ from ..communication.collectives import all_reduce
 from ..communication.owners import assign_owners
 from ..communication.reduction import sum_of_squares
 from ..communication.sharding import Cut
+from ..interpreter import called_program, num_consts_and_carry
 from ..scopes import METRICS_SCOPE, SYNC_SCOPE
 from ..tree import like, named_leaves, path_name
 from .clipping import norms_as_inputs, on_full
-from .interpreter import called_program, num_consts_and_carry
 
 _REFUSAL = (
     "optimizer must update each parameter by itself to be sharded by leaves: its {} depends on {}; use a strategy"

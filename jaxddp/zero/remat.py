@@ -22,9 +22,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
+from ..interpreter import CALLS, CHECKPOINT, bind, called_program, interpret
 from .elementwise import ELEMENTWISE
 from .gather import Gather, Shard
-from .interpreter import CALLS, CHECKPOINT, bind, called_program, interpret
 from .ordering import UnitOrder
 
 _ACTIVATION = "jaxddp.activation"
