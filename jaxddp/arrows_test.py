@@ -18,8 +18,8 @@ FLOORS = (
     ("compiled", "targets"),
     ("planning",),
     ("communication", "ddp", "zero", "training", "models", "checkpoint", "strategy", "registry", "mesh", "plugins",
-     "tree", "arguments", "loss", "metrics", "flax", "parity", "scopes", "plain", "network", "sizes", "environment",
-     "processes"),
+     "tree", "interpreter", "arguments", "loss", "metrics", "flax", "parity", "scopes", "plain", "network", "sizes",
+     "environment", "processes"),
 )  # fmt: skip
 FLOOR = {folder: len(FLOORS) - floor for floor, folders in enumerate(FLOORS) for folder in folders}
 

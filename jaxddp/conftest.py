@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 import time
+import zlib
 from pathlib import Path
 
 # LLVM optimises less; XLA's operations, collectives and memory stay the same. Tests compile thousands of programs, each
@@ -84,9 +85,21 @@ _FOLDERS = ("jaxddp-*", "torchref-*", "torchelastic_*")
 def pytest_configure(config):
     if not config.pluginmanager.has_plugin("leftovers"):  # several packages have this hook
         config.pluginmanager.register(Leftovers(config), "leftovers")
+        config.pluginmanager.register(Samples(), "samples")
         # Many tests compile the same programs. Each process has a folder of its own: files are not written at once.
         jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp(prefix="compiled-"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
+class Samples:
+    """Leaves most cases of a test with the mark ``sample`` to ``-m full``: always the same ones."""
+
+    @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
+    def pytest_collection_modifyitems(self, items):
+        for item in items:
+            mark = item.get_closest_marker("sample")
+            if mark is not None and (zlib.crc32(item.name.encode()) >> 8) % mark.args[0]:
+                item.add_marker(pytest.mark.full)
 
 
 class Leftovers:

@@ -200,10 +200,7 @@ STRATEGIES = {
         jaxddp.zero1(1e-3, shard="leaves"), jaxddp.zero2(1e-3, shard="leaves"),
     ],
 }  # fmt: skip
-QUICK = {
-    ("nnx-resnet", "adamw", "bucketed"), ("linen-resnet", "adamw", "zero3"),
-    ("nnx-transformer", "muon", "zero1"), ("linen-transformer", "muon", "zero2"),
-}  # fmt: skip
+QUICK = {("nnx-transformer", "muon", "zero1"), ("linen-resnet", "adamw", "zero3")}
 CASES = [
     pytest.param(
         kind, optimizer, strategy, id="-".join((kind, optimizer, strategy.name)),

@@ -49,6 +49,7 @@ def soak(folder, side, *kinds, step_s=0.05, quiet_steps=10):
     return is_good, [row for row in this.rows if "fault" in row], whole
 
 
+@pytest.mark.full
 def test_a_kill_and_a_restart(tmp_path, monkeypatch):
     from benchmarks.soak.benchmark import SIDES
 

@@ -99,6 +99,7 @@ def assert_same(found, expected):
 # Training goes on
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("first_steps", range(1, NUM_STEPS))
 @pytest.mark.parametrize(
     "before, after",

@@ -349,6 +349,7 @@ def test_a_run_that_loses_a_process_is_started_again_and_ends_as_one_that_did_no
     jax.tree.map(np.testing.assert_array_equal, *restored)
 
 
+@pytest.mark.full
 def test_a_folder_that_cannot_be_written_ends_the_run_with_one_line():
     arguments = "--steps 3 --devices 1 --batch-size 1 --model byte_shallow"
     command = [*TRAIN, *arguments.split(), "--checkpoint", "/proc/self/task"]

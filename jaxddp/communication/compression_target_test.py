@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 
 import jaxddp
 from jaxddp import targets
@@ -10,6 +11,7 @@ from jaxddp.communication import compression
 from jaxddp.models import abstract
 
 
+@pytest.mark.full
 def test_compiled_is_planned_on_8_gpus():
     """On CPUs every test of compression_test.py that trains asserts it."""
     loss_fn, params = abstract("toy")

@@ -153,6 +153,7 @@ def test_the_others_end_and_name_it(tmp_path, fault, faulty, reason, within_s):
     check(tmp_path, fault, faulty, reason, within_s)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "reason", "stuck_s"),
     [

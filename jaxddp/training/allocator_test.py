@@ -2,6 +2,8 @@ import platform
 import subprocess
 import sys
 
+import pytest
+
 from jaxddp.training.allocator import keep_freed_memory
 
 PROGRAM = """
@@ -28,6 +30,7 @@ def page_faults(argument):
     return int(run.stdout)
 
 
+@pytest.mark.full
 def test_steps_stop_touching_new_pages():
     if platform.libc_ver()[0] != "glibc":
         assert not keep_freed_memory()
