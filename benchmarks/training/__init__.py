@@ -2,7 +2,7 @@
 
 measure.py                           the setup, and the results
 frameworks.py                        both frameworks, one after the other
-interleaving.py                      variants timed in interleaved rounds
+interleaving.py, rounds.py           variants timed in interleaved rounds; those of a framework
 jax_side.py, torch_side.py           every variant of a setup
 jax_variants.py, torch_variants.py   strategies, and probes of their components
 torch_peers.py                       PyTorch's own data parallelism

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from torchref.launch import report
 
 from ..harness.jax_profile import Recorded, ran_on_gpu, read_trace
 from .interleaving import Attempts
-from .measure import Measured
 
 Start = Callable[[int], Any]  # starts the step of a batch, and reads nothing of it
 NUM_STEPS = 5  # on GPUs; the first is a warm-up beside them
@@ -67,16 +65,6 @@ def time_on_device(
             if index and seconds is not None:
                 found[label].append(seconds)
     return {label: seconds for label, seconds in found.items() if label not in attempt.failed}, attempt.failed
-
-
-def with_device_time(
-    measured: Mapping[str, Measured], found: Mapping[str, list[float]], failed: Mapping[str, str]
-) -> dict[str, Measured]:
-    """Adds what ``time_on_device`` has returned to what was measured before."""
-    return {
-        label: replace(one, device_seconds=found.get(label, []), no_device_seconds=failed.get(label, ""))
-        for label, one in measured.items()
-    }
 
 
 def by_events(start: Start, index: int) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,10 +27,11 @@ from torchref.launch import report
 from ..harness.ranks import Ranks
 from ..harness.turns import join
 from .arithmetic import set_in_jax
-from .device_time import by_profiler, time_on_device, with_device_time
-from .interleaving import Attempts, Variant, agree_over_ranks, interleave, time_in_a_row
-from .jax_variants import Jit, Planned, place, probes, rows_of_process
-from .measure import Measured, SideResult, StrategySpec, TrainingSetup, largest_difference, ranks_in_words
+from .device_time import by_profiler
+from .interleaving import Attempts, agree_over_ranks
+from .jax_variants import Jit, Planned, in_float32, place, probes, rows_of_process
+from .measure import SideResult, StrategySpec, TrainingSetup
+from .rounds import time_rounds
 
 
 def run(ranks: Ranks, setup: TrainingSetup) -> SideResult:
@@ -76,61 +76,22 @@ def _train(ranks: Ranks, setup: TrainingSetup, wait_for_turn: Callable[[], None]
         alone = Mesh(np.array(jax.local_devices()[:1]), (DATA_AXIS,))
         reference = Planned(jaxddp.Trainer(loss_fn, optimizer, jaxddp.naive(), alone), params, setup.batches)
         expected = [reference.step(index) for index in range(len(setup.batches))]
-        trained = _in_float32(reference.params())
+        trained = reference.weights()
         del reference
         for label, pending in compiling.items():
             attempt(label, pending.result)
             report(("compiled", label))  # a sign of life
     timed = probes(setup, loss_fn, params, mesh, rows) if setup.probe_bytes else []
 
-    report(("doing", "training"))
-    variants = [Variant(label, one.step) for label, one in attempt.made.items()] + timed
-    times, failed = interleave(
-        variants, len(rows), setup.num_warmup, barrier=dist.barrier, agree=agree_over_ranks, wait_for_turn=wait_for_turn
-    )  # fmt: skip
-    measured = {}
-    for spec in setup.of("jaxddp"):
-        if spec.label in times:
-            one, (metrics, seconds) = attempt.made[spec.label], times[spec.label]
-            baseline = times.get(spec.without_communication[0], ([], []))[1]
-            difference = largest_difference(_in_float32(one.params()), trained)
-            measured[spec.label] = Measured(
-                one.planned, one.compiled, metrics, expected, difference, seconds, baseline, one.buckets,
-                one.schedule if dist.get_rank() == 0 else None,
-            )  # fmt: skip
-    if setup.num_in_a_row:
-        found = time_in_a_row(
-            {label: attempt.made[label].start for label in measured}, setup.num_in_a_row, len(rows),
-            barrier=dist.barrier, agree=agree_over_ranks, wait_for_turn=wait_for_turn,
-        )  # fmt: skip
-        measured = {label: replace(one, in_a_row_seconds=found.get(label, [])) for label, one in measured.items()}
-    if setup.num_on_device:
-        on_device, untimed = time_on_device(
-            {label: attempt.made[label].start for label in measured}, setup.num_on_device, len(rows),
-            partial(by_profiler, barrier=dist.barrier),
-            barrier=dist.barrier, agree=agree_over_ranks, wait_for_turn=wait_for_turn,
-        )  # fmt: skip
-        measured = with_device_time(measured, on_device, untimed)
-    kind, words = ranks_in_words(ranks, "jaxddp")
-    return SideResult(
-        num_ranks=int(mesh.size),
-        kind=kind,
-        ranks=words,
-        backend=ranks.backend["jaxddp"],
+    return time_rounds(
+        "jaxddp", ranks, setup, attempt, timed, expected, trained,
+        time_step=partial(by_profiler, barrier=dist.barrier),
+        wait_for_turn=wait_for_turn,
         device=mesh.devices.flat[0].device_kind,
         versions={name: __import__(name).__version__ for name in ("jax", "jaxlib", "flax", "optax")}
         | ranks.cuda_libraries(),
-        weights=_in_float32(params) if dist.get_rank() == 0 else {},
-        trained=trained if dist.get_rank() == 0 else {},
-        measured=measured,
-        failed=attempt.failed | failed,
-        probes={variant.label: times[variant.label][1] for variant in timed},
-        in_turns=bool(setup.turns),
-    )
-
-
-def _in_float32(params: Any) -> dict[str, np.ndarray]:
-    return {name: array.astype(np.float32) for name, array in to_numpy(params).items()}
+        weights=in_float32(params) if dist.get_rank() == 0 else {},
+    )  # fmt: skip
 
 
 def initial_weights(ranks: Ranks, setup: TrainingSetup) -> dict[str, np.ndarray]:

@@ -15,6 +15,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxddp
+from jaxddp.checkpoint.interop import to_numpy
 from jaxddp.mesh import platform_of
 from jaxddp.training.data import Batch
 from jaxddp.training.jit_baseline import auto_step
@@ -28,11 +29,7 @@ class Planned:
     """A strategy's own copy of the training run.
 
     Attributes:
-        state: Of the run.
         planned: As in `Measured`, and so are the others; there once it is compiled.
-        compiled: What was found.
-        buckets: By the names of torch.
-        schedule: What was compiled.
     """
 
     def __init__(self, trainer: jaxddp.Trainer, params: Any, batches: Sequence[Any]) -> None:
@@ -43,30 +40,33 @@ class Planned:
             params: Initial weights, copied.
             batches: Of each round, on the mesh; of single-process training, where the trainer places them.
         """
-        self._trainer, self._batches, self.state = trainer, batches, trainer.init(params)
+        self._trainer, self._batches, self._state = trainer, batches, trainer.init(params)
         self.planned: list[tuple[str, int]] | None = None
-        self.compiled: list[tuple[str, int]] | None = None
+        self.found: list[tuple[str, int]] | None = None
         self.buckets: list[list[tuple[str, int]]] = []
         self.schedule: Any = None
 
     def compile(self, batch: Batch, names: dict[str, str] | None, with_schedule: bool) -> Planned:
         """Compiles the step, and reads it unless ``names``, torch's by ours, is None; returns itself."""
-        program = self._trainer.compile(self.state, batch)
+        program = self._trainer.compile(self._state, batch)
         if names is None:
             return self
-        self.planned = self._trainer.planned(self.state, batch)
-        schedule = jaxddp.read_schedule(program)
-        self.compiled = schedule.gradient_collectives()
-        self.schedule = schedule if with_schedule else None
+        self.planned = self._trainer.planned(self._state, batch)
+        self._read(program, with_schedule)
         self.buckets = [
             [(names[tensor.name], tensor.num_bytes) for tensor in bucket.tensors]
-            for bucket in self._trainer.plan(self.state, batch).buckets
+            for bucket in self._trainer.plan(self._state, batch).buckets
         ]
         return self
 
-    def params(self) -> Any:
-        """The whole parameters."""
-        return self._trainer.params(self.state)
+    def _read(self, program: Any, with_schedule: bool) -> None:
+        schedule = jaxddp.read_schedule(program)
+        self.found = schedule.gradient_collectives()
+        self.schedule = schedule if with_schedule else None
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """The whole parameters, in float32 and by the names of torch."""
+        return in_float32(self._trainer.params(self._state))
 
     def step(self, index: int) -> StepMetrics:
         """Takes the step of a round."""
@@ -75,18 +75,16 @@ class Planned:
 
     def start(self, index: int) -> dict[str, jax.Array]:
         """Starts the step of a round, and on CPUs waits for it."""
-        self.state, metrics = self._trainer.step(self.state, self._batches[index])
+        self._state, metrics = self._trainer.step(self._state, self._batches[index])
         return metrics
 
 
-class Jit:
+class Jit(Planned):
     """Data parallelism as JAX does it unasked: ``jit`` with replicated parameters and a sharded batch.
 
-    It computes the same metrics as the trainer, so that the two differ in nothing but the communication. Its attributes
-    are those of `Planned`; it plans nothing.
+    It computes the same metrics as the trainer, so that the two differ in nothing but the communication. It plans
+    nothing.
     """
-
-    planned = None
 
     def __init__(
         self,
@@ -96,11 +94,10 @@ class Jit:
         params: Any,
         batches: Sequence[Any],
     ) -> None:
-        """Starts the run; arguments as for `Planned` and its trainer."""
+        """Starts the run."""
+        super().__init__(jaxddp.Trainer(loss_fn, optimizer, jaxddp.naive(), mesh), params, batches)
         by_rank = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         replicated = NamedSharding(mesh, PartitionSpec())
-        trainer = jaxddp.Trainer(loss_fn, optimizer, jaxddp.naive(), mesh)
-        self._trainer, self._batches = trainer, batches
         self._is_on_cpu = platform_of(mesh) == "cpu"
         self._jitted = jax.jit(
             auto_step(loss_fn, optimizer),
@@ -108,34 +105,26 @@ class Jit:
             out_shardings=replicated,
             donate_argnums=0,
         )
-        self.state = trainer.init(params)._replace(memory=())
-        self.buckets: list[list[tuple[str, int]]] = []
-        self.schedule: Any = None
+        self._state = self._state._replace(memory=())
 
     def compile(self, batch: Batch, names: dict[str, str] | None, with_schedule: bool) -> Jit:
         """As that of `Planned`."""
         del names
-        self._program = self._jitted.lower(abstract(self.state), abstract(batch)).compile()
-        schedule = jaxddp.read_schedule(self._program)
-        self.compiled = schedule.gradient_collectives()
-        self.schedule = schedule if with_schedule else None
+        self._program = self._jitted.lower(abstract(self._state), abstract(batch)).compile()
+        self._read(self._program, with_schedule)
         return self
-
-    def params(self) -> Any:
-        """The whole parameters."""
-        return self._trainer.params(self.state)
-
-    def step(self, index: int) -> StepMetrics:
-        """Takes the step of a round."""
-        metrics = self.start(index)
-        return StepMetrics(float(metrics["loss"]), float(metrics["grad_norm"]))
 
     def start(self, index: int) -> dict[str, jax.Array]:
         """Starts the step of a round, and on CPUs waits for it."""
-        self.state, metrics = self._program(self.state, self._batches[index])
+        self._state, metrics = self._program(self._state, self._batches[index])
         if self._is_on_cpu:
-            jax.block_until_ready(self.state)
+            jax.block_until_ready(self._state)
         return metrics
+
+
+def in_float32(params: Any) -> dict[str, np.ndarray]:
+    """Copies parameters to NumPy, by the names of torch."""
+    return {name: array.astype(np.float32) for name, array in to_numpy(params).items()}
 
 
 def rows_of_process(batch: Batch) -> Batch:

@@ -35,15 +35,10 @@ def is_peer(spec: StrategySpec) -> bool:
 
 
 class Peer:
-    """A peer's own copy of the training run; what it plans and issues is its own affair.
-
-    Attributes:
-        planned: None, and so is what was found.
-        issued: None.
-        buckets: None are known.
-    """
+    """A peer's own copy of the training run; what it plans and issues is its own affair, and not known."""
 
     CAN_KEEP_SILENT: ClassVar[tuple[str, ...]] = ("DistributedDataParallel",)
+    planned = found = schedule = None
 
     def __init__(
         self, setup: TrainingSetup, spec: StrategySpec, module: nn.Module, batches: Sequence[TorchBatch], *, sends: bool
@@ -58,7 +53,6 @@ class Peer:
             sends: Whether it communicates; of those that can be kept from it.
         """
         self._batches = batches
-        self.planned = self.issued = None
         self.buckets: list[list[tuple[str, int]]] = []
         self._replicas: DistributedDataParallel | None = None
         if spec.name == "fully_shard":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -20,9 +19,10 @@ from torchref.train import local_rows
 from ..harness.ranks import Ranks
 from ..harness.turns import join
 from .arithmetic import set_in_torch
-from .device_time import by_events, time_on_device, with_device_time
-from .interleaving import Attempts, Variant, agree_over_ranks, interleave, time_in_a_row
-from .measure import Measured, SideResult, StepMetrics, StrategySpec, TrainingSetup, largest_difference, ranks_in_words
+from .device_time import by_events
+from .interleaving import Attempts, agree_over_ranks
+from .measure import SideResult, StepMetrics, StrategySpec, TrainingSetup
+from .rounds import time_rounds
 from .torch_peers import Peer, is_peer
 from .torch_variants import Planned, probes, wrap
 
@@ -68,56 +68,20 @@ def _train(ranks: Ranks, setup: TrainingSetup, initial: str, wait_for_turn: Call
             add(*spec.without_communication, compression.noop)
     timed = probes(setup, copy.deepcopy(start), rows) if setup.probe_bytes else []
 
-    report(("doing", "training"))
-    synchronize = (lambda _: torch.cuda.synchronize()) if device.type == "cuda" else (lambda _: None)
-    variants = [Variant(label, one.step) for label, one in attempt.made.items()] + timed
-    times, failed = interleave(
-        variants,
-        len(batches),
-        setup.num_warmup,
-        barrier=dist.barrier,
-        wait=synchronize,
-        agree=agree_over_ranks,
+    on_gpu = device.type == "cuda"
+    side = time_rounds(
+        "torchref", ranks, setup, attempt, timed, expected, trained,
+        time_step=by_events,
         wait_for_turn=wait_for_turn,
-    )
-    measured = {}
-    for spec in setup.of("torchref"):
-        if spec.label in times:
-            one, (metrics, seconds) = attempt.made[spec.label], times[spec.label]
-            if is_peer(spec):
-                metrics = _over_ranks(metrics, device)
-            baseline = times.get(spec.without_communication[0], ([], []))[1]
-            difference = largest_difference(one.weights(), trained)
-            measured[spec.label] = Measured(
-                one.planned, one.issued, metrics, expected, difference, seconds, baseline, one.buckets
-            )
-    if setup.num_in_a_row:
-        found = time_in_a_row(
-            {label: attempt.made[label].start for label in measured}, setup.num_in_a_row, len(rows),
-            barrier=dist.barrier, wait=synchronize, agree=agree_over_ranks, wait_for_turn=wait_for_turn,
-        )  # fmt: skip
-        measured = {label: replace(one, in_a_row_seconds=found.get(label, [])) for label, one in measured.items()}
-    if setup.num_on_device:
-        on_device, untimed = time_on_device(
-            {label: attempt.made[label].start for label in measured}, setup.num_on_device, len(rows), by_events,
-            barrier=dist.barrier, agree=agree_over_ranks, wait_for_turn=wait_for_turn,
-        )  # fmt: skip
-        measured = with_device_time(measured, on_device, untimed)
-    kind, words = ranks_in_words(ranks, "torchref")
-    return SideResult(
-        num_ranks=num_ranks,
-        kind=kind,
-        ranks=words,
-        backend=ranks.backend["torchref"],
-        device=torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        wait=(lambda _: torch.cuda.synchronize()) if on_gpu else (lambda _: None),
+        device=torch.cuda.get_device_name() if on_gpu else "cpu",
         versions={"torch": torch.__version__} | ranks.cuda_libraries(),
         weights=weights,
-        trained=trained if rank == 0 else {},
-        measured=measured,
-        failed=attempt.failed | failed,
-        probes={variant.label: times[variant.label][1] for variant in timed},
-        in_turns=bool(setup.turns),
-    )
+    )  # fmt: skip
+    for spec in filter(is_peer, setup.of("torchref")):
+        if (one := side.measured.get(spec.label)) is not None:
+            one.metrics = _over_ranks(one.metrics, device)
+    return side
 
 
 def _over_ranks(metrics: list[StepMetrics], device: torch.device) -> list[StepMetrics]:

@@ -47,11 +47,10 @@ class Planned:
     """A strategy's own copy of the training run; without a strategy, single-process training.
 
     Attributes:
-        module: What is trained.
-        planned: As in `Measured`, and so are the others.
-        issued: What was found in the last step.
-        buckets: By the names of torch.
+        planned: As in `Measured`, and so are the others; what is found was issued in the last step.
     """
+
+    schedule = None
 
     def __init__(self, setup: TrainingSetup, net: nn.Module, batches: Sequence[TorchBatch]) -> None:
         """Starts the run.
@@ -65,7 +64,7 @@ class Planned:
         parallel = net if isinstance(net, torchref.DataParallel) else None
         self.module = parallel.module if parallel else net
         self.planned: list[tuple[str, int]] | None = planned_collectives(parallel) if parallel else []
-        self.issued: list[tuple[str, int]] | None = []
+        self.found: list[tuple[str, int]] | None = []
         self.buckets = [
             [(tensor.name, tensor.num_bytes) for tensor in bucket.tensors]
             for bucket in (parallel.plan.buckets if parallel else ())
@@ -85,7 +84,7 @@ class Planned:
         """Takes the step of a round."""
         with record() as issued:
             metrics = self._trainer.step(self._batches[index])
-        self.issued = [(one.kind, one.num_bytes) for one in issued]
+        self.found = [(one.kind, one.num_bytes) for one in issued]
         return StepMetrics(metrics["loss"], metrics["grad_norm"])
 
     def start(self, index: int) -> torch.Tensor:
