@@ -16,7 +16,7 @@ import numpy as np
 
 from ..harness.options import Options
 from ..harness.ratios import compare
-from ..harness.run import NotRun, Run, holds
+from ..harness.run import NotRun, Run
 from ..report.section import show
 from ..strategies.benchmark import (
     BATCH_SIZE,
@@ -90,8 +90,7 @@ def run(this: Run, setup: TrainingSetup) -> bool:
         setup = replace(setup, probe_bytes=probe_sizes(found["gradient_bytes"]))
         rows = measure_both(this, dict.fromkeys(FRAMEWORKS, setup), partial(bucket_rows, shares))
         this.part(OPTIMA, lambda: optimum_rows(rows), is_derived=True)
-    show(this, section(this.rows))
-    return holds(this.rows)
+    return show(this, section(this.rows))
 
 
 def probe_sizes(num_bytes: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from ..harness.tables import CHECK, Column, Table, field, numeric
 from ..harness.values import MIB, Row, by, counted, is_sound, listed, number, plain, short, spread, text
 from ..report.axis import linear, logarithmic
 from ..report.figure import Figure
-from ..report.lines import Curve, Point, draw_curves
+from ..report.lines import Curve, Point, curve_figure
 from ..report.published import buckets_beside
 from ..report.section import Section
 from ..report.sentences import extremes, few_rounds, is_apart, left_out, of_group, time_of, timed
@@ -74,17 +74,18 @@ def section(rows: Sequence[Row]) -> Section:
     optima = [row for row in rows if number(row, "optimum_mb") is not None]
     steps = [row for row in rows if number(row, "optimum_mb") is None and "ready_shares" not in row]
     steps = [row | {"best": _marks(row, optima)} for row in without_comparison(steps)]  # type: ignore[operator]
-    figures = [figure for each, some in by(steps, group).items() if (figure := _figure(each, some, optima))]
     table = step_table("Steps by bucket size", steps, _COLUMNS)
-    tables = [replace(table, note=f"{table.note}; +-: standard deviation, from resampled rounds")]
-    if optima:
-        note = "by formula: equal buckets, where latency and the backward are all that counts"
-        tables.append(Table("The best caps", _OPTIMUM_COLUMNS, optima, note))
+    note = "by formula: equal buckets, where latency and the backward are all that counts"
+    parts = [
+        *(_figure(each, some, optima) for each, some in by(steps, group).items()),
+        replace(table, note=f"{table.note}; +-: standard deviation, from resampled rounds"),
+        Table("The best caps", _OPTIMUM_COLUMNS, optima, note),
+    ]
     sentences = [sentence for each, some in by(steps, group).items() for sentence in _sentences(each, some, optima)]
     return Section(
         "Bucket sizes",
         [*sentences, *between_frameworks(rows), few_rounds(steps), left_out(rows)],
-        [*figures, *tables],
+        parts,
         buckets_beside(steps, optima),
         _notes(steps),
     )
@@ -141,16 +142,13 @@ def _figure(each: str, rows: Sequence[Row], optima: Sequence[Row]) -> Figure | N
         points = [Point(cap_mb(row) or 0, value) for row in placed if (value := number(row, key)) is not None]
         if points:
             curves.append(Curve(words, style, points, is_dashed=True))
-    times = [value for curve in curves for point in curve.points for value in (point.y, *(point.low_high or ()))]
+    times = [value for curve in curves for value in curve.values]
     best = [value for row in _optima_of(placed, optima) if (value := number(row, "optimum_mb"))]
     x_axis = logarithmic([*(point.x for point in curves[0].points), *best], plain, _CAPS_MB)
     marked = f" The vertical line: the predicted best cap, {plain(best[0])} MiB." if best else ""
-    return Figure(
-        f"Step by bucket size: {each}",
-        of_group(each, extremes(placed, name, "step")) + marked,
-        draw_curves(curves, x_axis, linear(times, start=0.8 * min(times)), "cap of a bucket, MiB", "ms", best),
-        tuple(curve.key for curve in curves),
-    )
+    said, y_axis = of_group(each, extremes(placed, name, "step")) + marked, linear(times, start=0.8 * min(times))
+    x_means = "cap of a bucket, MiB"
+    return curve_figure(f"Step by bucket size: {each}", said, curves, x_axis, y_axis, x_means, "ms", best)
 
 
 def _sentences(each: str, rows: Sequence[Row], optima: Sequence[Row]) -> list[str]:

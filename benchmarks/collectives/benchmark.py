@@ -16,7 +16,7 @@ from ..harness.free_memory import free_bytes
 from ..harness.job_hosts import open_hosts
 from ..harness.options import Options
 from ..harness.ranks import Ranks, num_gpus, ranks_of_machine
-from ..harness.run import Run, holds
+from ..harness.run import Run
 from ..harness.values import size
 from ..report.section import show
 from . import nccl_tests
@@ -91,8 +91,7 @@ def run(this: Run, setup: CollectivesSetup) -> bool:
             this.part(key, lambda num=num_ranks, of=programs: nccl_tests.rows(of, setup.sizes, num))  # type: ignore[misc]
     for path in setup.nccl_tests:
         this.part(f"{nccl_tests.NAME}, {path}", partial(nccl_tests.read_file, path))
-    show(this, section(this.rows))
-    return holds(this.rows)
+    return show(this, section(this.rows))
 
 
 def _parts(options: Options) -> tuple[BackendPart, ...]:

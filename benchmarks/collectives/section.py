@@ -9,7 +9,7 @@ from ..harness.tables import CHECK, Column, Table, field, numeric
 from ..harness.values import Row, buffer_bytes, by, is_sound, number, percent, short, size, span, spread, text
 from ..report.axis import Axis, logarithmic
 from ..report.figure import NUM_STYLES, Figure
-from ..report.lines import Curve, Point, draw_curves
+from ..report.lines import Curve, Point, curve_figure
 from ..report.published import collectives_beside
 from ..report.section import Section
 from ..report.sentences import extremes, left_out, time_of, timed
@@ -86,26 +86,20 @@ def section(rows: Sequence[Row]) -> Section:
     styles = {each: style for style, each in enumerate(by(placed, group))}
     figures = [figure for name, some in by(placed, collective).items() for figure in _figures(name, some, styles)]
     compared = _ratio_rows(placed)
-    figures += filter(None, [_ratio_figure(compared)])
     calls, fits = sorted(calls, key=_order), sorted(fits, key=_order)
     shown = _shown_sizes(calls)
-    tables = [
+    parts = [
+        *figures,
+        _ratio_figure(compared),
         Table("Calls by collective and size", _COLUMNS, calls, group=collective,
-              is_brief=lambda row: _size(row) in shown)
+              is_brief=lambda row: _size(row) in shown),
+        Table("What the sizes of one collective have in common", _FIT_COLUMNS, fits, _FIT_NOTE),
+        Table("Bandwidth of one backend over another's, all-reduce", _RATIO_COLUMNS, compared, _RATIO_NOTE),
     ]  # fmt: skip
-    if fits:
-        note = (
-            "of a call: time = latency + bytes of the buffer / rate; rate: the algbw of a large buffer; a rank sends:"
-            " its busbw, the rate times the collective's bus factor, with the rate's interval times the same"
-        )
-        tables.append(Table("What the sizes of one collective have in common", _FIT_COLUMNS, fits, note))
-    if compared:
-        note = "the two did not run at the same time: the intervals are of rounds resampled on either side"
-        tables.append(Table("Bandwidth of one backend over another's, all-reduce", _RATIO_COLUMNS, compared, note))
     sentences = [*_sentences(calls), *map(_in_words, _largest(compared)), left_out(rows)]
-    notes = [*_NOTES, *([_KERNEL_NOTE] if any(text(row, "kernel") for row in rows) else [])]
-    notes += [_IN_A_ROW_NOTE] if any(number(row, "in_a_row_us") for row in rows) else []
-    return Section("Collectives by size", sentences, [*figures, *tables], collectives_beside(rows), notes)
+    notes = [*_NOTES, _KERNEL_NOTE if any(text(row, "kernel") for row in rows) else ""]
+    notes += [_IN_A_ROW_NOTE if any(number(row, "in_a_row_us") for row in rows) else ""]
+    return Section("Collectives by size", sentences, parts, collectives_beside(rows), notes)
 
 
 _NOTES = (
@@ -126,6 +120,11 @@ _IN_A_ROW_NOTE = (
     "in a row: a call of 20, or as many as --in-a-row says, between two synchronisations, on buffers of up to 1 MiB;"
     " the time of nccl-tests is of 20, out of place, and its bandwidths are of that time"
 )
+_FIT_NOTE = (
+    "of a call: time = latency + bytes of the buffer / rate; rate: the algbw of a large buffer; a rank sends:"
+    " its busbw, the rate times the collective's bus factor, with the rate's interval times the same"
+)
+_RATIO_NOTE = "the two did not run at the same time: the intervals are of rounds resampled on either side"
 _KERNEL_NOTE = "kernel: how XLA runs a collective on GPUs; DEFAULT is NCCL's, the others are XLA's own"
 _RATIO_COLUMNS = (
     field("backends", "pair"),
@@ -157,11 +156,11 @@ def _ratio_figure(compared: Sequence[Row]) -> Figure | None:
         points = [Point(row["size_bytes"], row["ratio"], (row["low"], row["high"])) for row in some]
         curves.append(Curve(name, style % NUM_STYLES, points, is_dashed="report" in name))
     ends = [value for row in compared for value in (row["low"], row["high"])]
-    drawing = draw_curves(
-        curves, logarithmic(map(_size, compared), size, _SIZES), logarithmic(ends), "size of the buffer", "ratio"
-    )
     said = "Above 1 the first backend is faster; whiskers: 95 % interval, of the report one standard deviation."
-    return Figure("all-reduce: bandwidth over bandwidth", said, drawing, tuple(curve.key for curve in curves))
+    x_axis = logarithmic(map(_size, compared), size, _SIZES)
+    return curve_figure(
+        "all-reduce: bandwidth over bandwidth", said, curves, x_axis, logarithmic(ends), "size of the buffer", "ratio"
+    )
 
 
 def _largest(compared: Sequence[Row]) -> list[Row]:
@@ -222,8 +221,8 @@ def _figure(
             curves.append(Curve(name, styles[name], points, is_dashed=styles[name] >= NUM_STYLES))
             first, last = curves[-1].ends
             said.append(f"{name}: {short(first.y)} {unit} at {size(first.x)}, {short(last.y)} at {size(last.x)}.")
-    drawing = draw_curves(curves, x_axis, y_axis, "size of the buffer", unit)
-    return Figure(title, f"Both axes logarithmic. {' '.join(said)}", drawing, tuple(curve.key for curve in curves))
+    said_of_all = f"Both axes logarithmic. {' '.join(said)}"
+    return curve_figure(title, said_of_all, curves, x_axis, y_axis, "size of the buffer", unit)
 
 
 def _sentences(rows: Sequence[Row]) -> list[str]:

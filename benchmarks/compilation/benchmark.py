@@ -22,7 +22,7 @@ from jaxddp.targets.compile import check_installed
 
 from ..harness.options import Options
 from ..harness.ratios import compare
-from ..harness.run import NotRun, Run, holds
+from ..harness.run import NotRun, Run
 from ..report.section import show
 from .points import CURVES, CompilationSetup, Point, measure_curve
 from .section import PARTS, TRACE_AND_COMPILE, section
@@ -67,8 +67,7 @@ def run(this: Run, setup: CompilationSetup) -> bool:
     this.part(READING, partial(reading_rows, curves["devices"]), is_derived=True)
     for name in GROUPS:
         this.part(name, partial(exponent_rows, name, curves["parameters"]), is_derived=True)
-    show(this, section(this.rows))
-    return holds(this.rows)
+    return show(this, section(this.rows))
 
 
 def curve_rows(this: Run, setup: CompilationSetup, curve: str) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from ..harness.tables import CHECK, Column, Table, field, numeric
 from ..harness.values import Row, by, is_bad, is_sound, number, short, span, text
 from ..report.axis import linear, logarithmic
 from ..report.figure import Figure
-from ..report.lines import Curve, Point, draw_curves
+from ..report.lines import Curve, Point, curve_figure
 from ..report.section import Section
 from ..report.sentences import left_out
 
@@ -80,15 +80,15 @@ def section(rows: Sequence[Row]) -> Section:
     reading = [row for row in rows if number(row, "read_s") is not None]
     points = [row for row in rows if row not in gates and row not in exponents and row not in reading]
     repeated = [row for row in points if any(least_most(row, (part,), _WALL) for part in PARTS)]
-    figures = [
-        figure for curve, some in by(points, lambda row: text(row, "curve")).items() if (figure := _figure(curve, some))
+    parts = [
+        *(_figure(curve, some) for curve, some in by(points, lambda row: text(row, "curve")).items()),
+        Table("Seconds by the clock, medians over rounds", _COLUMNS, points),
+        Table("The same, the least and the most of the rounds", _SPREADS, repeated),
+        gate_table(gates),
+        Table("How CPU time grows with the number of parameters", _EXPONENTS, exponents),
     ]
-    tables = [Table("Seconds by the clock, medians over rounds", _COLUMNS, points)]
-    tables += [Table("The same, the least and the most of the rounds", _SPREADS, repeated)] if repeated else []
-    tables += [gate_table(gates)] if gates else []
-    tables += [Table("How CPU time grows with the number of parameters", _EXPONENTS, exponents)] if exponents else []
     sentences = [*_sentences(points, exponents), *map(_reading, reading), *gate_sentences(gates), left_out(points)]
-    return Section("Compilation", sentences, [*figures, *tables], notes=list(_notes(points)))
+    return Section("Compilation", sentences, parts, notes=list(_notes(points)))
 
 
 def _notes(points: Sequence[Row]) -> Iterator[str]:
@@ -112,12 +112,12 @@ def _figure(curve: str, rows: Sequence[Row]) -> Figure | None:
         return None
     sizes = sorted({row["size"] for row in sized})
     x_axis = logarithmic(sizes, lambda value: f"{value:,.0f}", sizes)
-    values = [value for one in curves for point in one.points for value in (point.y, *(point.low_high or ()))]
+    values = [value for curve in curves for value in curve.values]
     y_axis = logarithmic(values) if curve == "parameters" else linear(values)
     means = {"devices": "devices", "parameters": "parameter tensors"}.get(curve, "size")
     said = [f"{one.name}: {short(one.ends[1].y)} s at {one.ends[1].x:,.0f} {means}." for one in curves]
-    drawing = draw_curves(curves, x_axis, y_axis, means, "CPU seconds; whiskers: all rounds")
-    return Figure(f"CPU seconds by number of {means}", " ".join(said), drawing, tuple(one.key for one in curves))
+    title, y_means = f"CPU seconds by number of {means}", "CPU seconds; whiskers: all rounds"
+    return curve_figure(title, " ".join(said), curves, x_axis, y_axis, means, y_means)
 
 
 def _sentences(points: Sequence[Row], exponents: Sequence[Row]) -> list[str]:

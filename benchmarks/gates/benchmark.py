@@ -14,7 +14,7 @@ from typing import Any
 from ..harness.options import Options
 from ..harness.ranks import chosen_ranks
 from ..harness.ratios import NOT_JUDGED, compare
-from ..harness.run import NOT_RUN, Run, holds
+from ..harness.run import NOT_RUN, Run
 from ..harness.steal_time import in_words
 from ..report.section import show
 from ..strategies.benchmark import BATCH_SIZE, NUM_RANKS, check_memory, in_turns, make_setup
@@ -69,8 +69,7 @@ def run(this: Run, setup: TrainingSetup) -> bool:
     """Runs both frameworks against their peers, prints the tables and writes the folder."""
     measured = measure_both(this, {name: replace(setup, strategies=specs) for name, specs in STRATEGIES.items()})
     this.part("gates", lambda: gate_rows(measured), is_derived=True)
-    show(this, section(this.rows))
-    return holds(this.rows)
+    return show(this, section(this.rows))
 
 
 def gate_rows(measured: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -42,12 +42,10 @@ def section(rows: Sequence[Row]) -> Section:
     """Makes the section."""
     gates = [row for row in rows if is_gate(row)]
     steps = without_comparison([row for row in rows if not is_gate(row)])
-    parts = [gate_figure(gates), gate_table(gates) if gates else None]
-    parts += [step_figure("The steps behind the ratios", steps), step_table("Steps", steps) if steps else None]
-    return Section(
-        "Gates", [*gate_sentences(gates), *between_frameworks(rows), left_out(steps)], [part for part in parts if part],
-        notes=[how_ranks_run(timed(steps))],
-    )  # fmt: skip
+    parts = [gate_figure(gates), gate_table(gates)]
+    parts += [step_figure("The steps behind the ratios", steps), step_table("Steps", steps)]
+    sentences = [*gate_sentences(gates), *between_frameworks(rows), left_out(steps)]
+    return Section("Gates", sentences, parts, notes=[how_ranks_run(timed(steps))])
 
 
 def gate_table(gates: Sequence[Row]) -> Table:

@@ -36,26 +36,19 @@ def section(rows: Sequence[Row]) -> Section:
     """Makes the section."""
     links = [row for row in rows if "asked_mbit" in row]
     others = [row for row in rows if "asked_mbit" not in row]
-    tables = []
-    if links:
-        note = (
-            "carried: TCP's payload from one host to another without other traffic, median over windows of 0.1 s or"
-            " more; headers take 4 % of the link's rate"
-        )
-        tables.append(Table("Links as measured", _LINK_COLUMNS, links, note))
-    if others:
-        tables.append(Table("What ran in the lab", (field("part"), CHECK), others))
+    note = (
+        "carried: TCP's payload from one host to another without other traffic, median over windows of 0.1 s or"
+        " more; headers take 4 % of the link's rate"
+    )
+    measured = Table("Links as measured", _LINK_COLUMNS, links, note)
+    ran = Table("What ran in the lab", (field("part"), CHECK), others)
     said = [_in_words(row) for row in links if is_sound(row)]
-    return Section("The network", [one for one in [*said, left_out(rows)] if one], tables)
+    return Section("The network", list(filter(None, [*said, left_out(rows)])), [measured, ran])
 
 
 def _in_words(row: Row) -> str:
-    rate, low_high, asked, trip = (
-        number(row, "rate_mbit"),
-        _carried(row),
-        number(row, "asked_mbit"),
-        round_trip(row),
-    )
+    rate, asked = number(row, "rate_mbit"), number(row, "asked_mbit")
+    low_high, trip = _carried(row), round_trip(row)
     if rate is None or low_high is None or asked is None:
         return ""
     words = f"{text(row, 'part')}: TCP carries {short(rate)} Mbit/s ({_PERCENTILES} {span(low_high)}) of the {asked:g}"

@@ -29,7 +29,7 @@ from jaxddp.targets.program import TargetError
 
 from ..harness.console import progress_of
 from ..harness.options import Options
-from ..harness.run import NOT_RUN, NotRun, Run, holds
+from ..harness.run import NOT_RUN, NotRun, Run
 from ..report.section import show
 from ..strategies.benchmark import QUICK_MODEL, check_batch_size
 from .report_figures import NUM_RANKS, SEQUENCES, figures
@@ -94,8 +94,7 @@ def run(this: Run, setup: MemorySetup) -> bool:
                 rows = partial(allocator_rows, setup, name, framework, ask)
                 if any(row["check"].startswith(NOT_RUN) for row in this.part(f"allocator, {framework}{name}", rows)):
                     break  # the same for every strategy
-    show(this, section(this.rows))
-    return holds(this.rows)
+    return show(this, section(this.rows))
 
 
 def compiled_rows(setup: MemorySetup, name: str) -> Iterator[dict[str, Any]]:

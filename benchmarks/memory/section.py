@@ -73,15 +73,15 @@ def section(rows: Sequence[Row]) -> Section:
     allocators = [row for row in rows if "allocator" in row]
     held_rows = [row for row in rows if row not in figures and row not in allocators]
     counted = [row for row in allocators if isinstance(row["allocator"], dict)]
-    parts: list[Figure | Table | None] = [
+    parts = [
         _figure(held_rows),
         Table("Bytes on each device by strategy and moment", _COLUMNS, held_rows, _note(rows), group=strategy),
-        Table("What the device's allocator says", _ALLOCATOR_COLUMNS, counted) if counted else None,
+        Table("What the device's allocator says", _ALLOCATOR_COLUMNS, counted),
     ]
     published = Table("Memory in the assignment report and here", _PUBLISHED_COLUMNS, figures) if figures else None
     sentences = [*_sentences(held_rows), left_out(held_rows)]
-    notes = [*_notes(held_rows), *([_ALLOCATOR_NOTE] if counted else [])]
-    return Section("Memory of a step", sentences, [part for part in parts if part], published, notes)
+    notes = [*_notes(held_rows), _ALLOCATOR_NOTE if counted else ""]
+    return Section("Memory of a step", sentences, parts, published, notes)
 
 
 _ALLOCATOR_NOTE = (

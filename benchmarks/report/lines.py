@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..harness.values import short
 from .axis import Axis
-from .figure import TICK_ROOM, Drawing, Key, axis_along, colored, line, marker, stroke, words
+from .figure import TICK_ROOM, Drawing, Figure, Key, axis_along, colored, line, marker, stroke, words
 from .markup import join, tag
 
 _TOP, _HEIGHT = 24, 220  # pixels
@@ -38,9 +38,15 @@ class Curve:
         return min(self.points, key=lambda point: point.x), max(self.points, key=lambda point: point.x)
 
     @property
-    def key(self) -> Key:
-        """Its legend entry."""
-        return Key(self.name, self.style, is_line=True, is_dashed=self.is_dashed)
+    def values(self) -> list[float]:
+        """Its values and the ends of their spreads."""
+        return [value for point in self.points for value in (point.y, *(point.low_high or ()))]
+
+
+def curve_figure(title: str, description: str, curves: Sequence[Curve], *axes: Any) -> Figure:
+    """Makes a figure of curves and its legend; arguments as for ``draw_curves``."""
+    keys = [Key(curve.name, curve.style, is_line=True, is_dashed=curve.is_dashed) for curve in curves]
+    return Figure(title, description, draw_curves(curves, *axes), tuple(keys))
 
 
 def draw_curves(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..harness.run import METRICS, Run
+from ..harness.run import METRICS, Run, holds
 from ..harness.tables import PLAIN, Table, print_table, write_markdown
 from .figure import Figure, render_figure
 from .markup import Markup, join, tag
@@ -18,20 +18,25 @@ class Section:
 
     Attributes:
         sentences: Findings, made from the rows; empty ones are left out.
+        parts: None and tables without rows are left out.
         published: The published figures beside ours, if there are any.
         notes: How the numbers were measured and what the columns mean.
     """
 
     title: str
     sentences: Sequence[str]
-    parts: Sequence[Figure | Table]
+    parts: Sequence[Figure | Table | None]
     published: Table | None = None
     notes: Sequence[str] = ()
 
+    def __post_init__(self) -> None:
+        """Leaves out empty parts."""
+        object.__setattr__(self, "parts", [part for part in self.parts if getattr(part, "rows", part)])
 
-def show(this: Run, section: Section) -> None:
-    """Prints the tables and sentences of a run and writes them to ``table.md``."""
-    tables = [part for part in (*section.parts, section.published) if isinstance(part, Table) and part.rows]
+
+def show(this: Run, section: Section) -> bool:
+    """Prints the tables and sentences of a run and writes them to ``table.md``; returns whether every check holds."""
+    tables = [part for part in (*section.parts, section.published) if isinstance(part, Table)]
     notes = [part.note for part in tables if part.note]
     said = list(dict.fromkeys(filter(None, [*section.sentences, *section.notes, *notes])))
     for table in tables:
@@ -40,6 +45,7 @@ def show(this: Run, section: Section) -> None:
         this.console.print(line.translate(PLAIN), style="dim", soft_wrap=True, markup=False)
     write_markdown(this.folder, tables, said)
     this.console.print(f"\nwritten to {this.folder}: table.md, {METRICS}", soft_wrap=True)
+    return holds(this.rows)
 
 
 def render_section(section: Section, name: str, level: int) -> Markup:

@@ -17,7 +17,7 @@ from ..harness.job_hosts import open_hosts
 from ..harness.options import Options
 from ..harness.ranks import chosen_ranks, ranks_of_machine
 from ..harness.ratios import compare
-from ..harness.run import Run, holds
+from ..harness.run import Run
 from ..report.section import show
 from ..strategies.benchmark import NAMES, check_batch_size, check_memory, default_model, make_setup, spec_of
 from ..training.frameworks import FRAMEWORKS, measure_both
@@ -105,8 +105,7 @@ def run(this: Run, job: ScalingJob) -> bool:
         rows_of = partial(scaling_rows, point.modes, this.rows)
         measure_both(this, dict.fromkeys(FRAMEWORKS, point.setup), rows_of, name=point.name)
     this.part(SIMULATED, lambda: with_efficiency(list(simulate_beyond(job.beyond, this.console)), []))
-    show(this, section(this.rows))
-    return holds(this.rows)
+    return show(this, section(this.rows))
 
 
 def scaling_rows(

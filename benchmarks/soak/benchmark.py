@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..harness.options import Options
-from ..harness.run import FAILED, Run, holds
+from ..harness.run import FAILED, Run
 from ..harness.values import listed, plain
 from ..report.section import show
 from .faults import UNEXPECTED, Fault, draw_faults
@@ -83,8 +83,7 @@ def run(this: Run, setup: SoakSetup) -> bool:
     """
     for side in setup.minutes:
         this.part(side, partial(side_rows, this, setup, side))
-    show(this, section(this.rows))
-    return holds(this.rows)
+    return show(this, section(this.rows))
 
 
 def side_rows(this: Run, setup: SoakSetup, side: str) -> list[dict[str, Any]]:

@@ -96,15 +96,14 @@ def section(rows: Sequence[Row]) -> Section:
         "time to detect: until another process or the launcher printed a line or ended; a full disk is noticed by the"
         " next save. time to recover: until the first step after the restart. steps lost are repeated"
     )
-    parts: list[Figure | Table] = []
-    if wholes:
-        parts.append(_figure(wholes))
-    parts += [Table("Faults by kind", _BY_KIND, kinds, note)] if kinds else []
-    parts += [Table("Goodput and its parts", _GOODPUT, wholes)] if wholes else []
-    if used:
-        note = "of each kind of process the one that lived longest; growth: slope over its life, without its start"
-        parts.append(Table("What processes use", _USAGE, used, note))
-    parts += [Table("Each fault", _EACH, faults, is_brief=lambda row: check(row) != "ok")] if faults else []
+    of_processes = "of each kind of process the one that lived longest; growth: slope over its life, without its start"
+    parts = [
+        _figure(wholes) if wholes else None,
+        Table("Faults by kind", _BY_KIND, kinds, note),
+        Table("Goodput and its parts", _GOODPUT, wholes),
+        Table("What processes use", _USAGE, used, of_processes),
+        Table("Each fault", _EACH, faults, is_brief=lambda row: check(row) != "ok"),
+    ]
     return Section("Reliability", [*map(_in_words, wholes), left_out(rows)], parts)
 
 

@@ -18,7 +18,7 @@ from jaxddp.training.data import Corpus, RandomTokens
 from ..harness.free_memory import PROCESS_BYTES, free_bytes
 from ..harness.options import Options
 from ..harness.ranks import Ranks, chosen_ranks
-from ..harness.run import Run, holds
+from ..harness.run import Run
 from ..harness.values import Row
 from ..report.section import Section, show
 from ..traces import parts as traces
@@ -196,5 +196,4 @@ def run(this: Run, setup: TrainingSetup, section: Callable[[Sequence[Row]], Sect
     measure_both(this, dict.fromkeys(FRAMEWORKS, setup))
     if setup.with_traces:
         traces.record(this, setup)
-    show(this, section(this.rows))
-    return holds(this.rows)
+    return show(this, section(this.rows))

@@ -57,7 +57,7 @@ def section(rows: Sequence[Row], title: str = "Strategies beside what the framew
         step_figure("One training step by strategy", [row for row in steps if is_step(row)]),
         step_table("Steps by strategy", steps),
         *trace_figures(rows),
-        Table("A step as the profilers see it", TRACE_COLUMNS, traced, _TRACE_NOTE) if traced else None,
+        Table("A step as the profilers see it", TRACE_COLUMNS, traced, _TRACE_NOTE),
     ]
     sentences = [
         *step_sentences(steps),
@@ -67,8 +67,7 @@ def section(rows: Sequence[Row], title: str = "Strategies beside what the framew
         few_rounds(steps),
         left_out(steps),
     ]
-    found = [part for part in parts if part]
-    return Section(title, list(filter(None, sentences)), found, strategies_beside(steps), _notes(timed(steps)))
+    return Section(title, list(filter(None, sentences)), parts, strategies_beside(steps), _notes(timed(steps)))
 
 
 def _notes(steps: Sequence[Row]) -> list[str]:
