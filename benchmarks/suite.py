@@ -14,11 +14,7 @@ Setups = dict[str, tuple[Any, str]]
 
 
 def describe_each(names: Sequence[str], options: Options) -> Setups:
-    """Describes benchmarks.
-
-    Raises:
-        ValueError: As they do.
-    """
+    """Describes benchmarks; raises ValueError as they do."""
     return {name: BENCHMARKS[name].module.describe(options) for name in names}
 
 

@@ -41,12 +41,9 @@ def installed(names: Sequence[str]) -> dict[str, str]:
 
 
 def rows(programs: Mapping[str, str], sizes: Sequence[int], num_gpus: int) -> Iterator[dict[str, Any]]:
-    """Runs the programs on GPUs of this host, and makes a row of each collective and size.
+    """Runs the programs on GPUs of this host, by one process, and makes a row of each collective and size.
 
-    Args:
-        programs: By collective, as ``installed`` gives them.
-        sizes: Bytes of the full buffer.
-        num_gpus: On which one process runs them.
+    ``programs`` are by collective, as ``installed`` gives them; ``sizes`` are bytes of the full buffer.
     """
     common = _common(num_gpus)
     for name, program in programs.items():

@@ -84,11 +84,7 @@ def curve_rows(this: Run, setup: CompilationSetup, curve: str) -> list[dict[str,
 
 
 def growth_rows(points: Sequence[Point]) -> Iterator[dict[str, Any]]:
-    """Compares the most devices with the fewest.
-
-    Raises:
-        NotRun: If fewer than two sizes were compiled.
-    """
+    """Compares the most devices with the fewest."""
     compiled = [point for point in points if point.has("compile")]
     if len(compiled) < 2:
         raise NotRun("fewer than two sizes were compiled")
@@ -100,11 +96,7 @@ def growth_rows(points: Sequence[Point]) -> Iterator[dict[str, Any]]:
 
 
 def reading_rows(points: Sequence[Point]) -> Iterator[dict[str, Any]]:
-    """Compares the longest time to read and simulate the model's step with its limit.
-
-    Raises:
-        NotRun: If none was compiled.
-    """
+    """Compares the longest time to read and simulate the model's step with its limit."""
     read = [point.median_s("read", "simulate") for point in points if point.has("read", "simulate")]
     if not read:
         raise NotRun("no size was compiled")
@@ -112,11 +104,7 @@ def reading_rows(points: Sequence[Point]) -> Iterator[dict[str, Any]]:
 
 
 def exponent_rows(name: str, points: Sequence[Point]) -> Iterator[dict[str, Any]]:
-    """Fits how the CPU time of a part grows with the number of parameters; only tracing and compiling has a limit.
-
-    Raises:
-        NotRun: If fewer than two sizes were timed.
-    """
+    """Fits how the CPU time of a part grows with the number of parameters; only tracing and compiling has a limit."""
     if sum(point.has(*GROUPS[name]) for point in points) < 2:
         raise NotRun("fewer than two sizes were timed")
     fit = exponent_of(name, points)

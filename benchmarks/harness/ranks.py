@@ -97,8 +97,7 @@ class Ranks:
     def run_jax(self, fn: Callable[..., _T], *args: Any, on_message: OnMessage | None = None) -> list[_T]:
         """Runs ``fn(self, *args)`` in JAX's processes; inside, ``mesh()`` gives the mesh of these ranks.
 
-        Returns:
-            One result for each process: of all ranks together, or of each.
+        Returns one result for each process: of all ranks together, or of each.
         """
         return self._launch(True, fn, args, on_message)
 

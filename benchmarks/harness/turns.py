@@ -30,11 +30,7 @@ class Turns:
     """The parent's side: gives the turn to one framework after the other."""
 
     def __init__(self, num_processes: Mapping[str, int]) -> None:
-        """Opens the socket.
-
-        Args:
-            num_processes: Of each framework.
-        """
+        """Opens the socket, for so many processes of each framework."""
         self._folder = tempfile.mkdtemp(prefix="turns-")  # which only this user may enter
         self.address = os.path.join(self._folder, "socket")
         self._expected = dict(num_processes)
@@ -112,12 +108,10 @@ class Turns:
 
 @contextmanager
 def join(address: str, framework: str, sign_of_life: Callable[[], object]) -> Iterator[Callable[[], None]]:
-    """Joins a process to the turns of its parent; call it in each process of a framework.
+    """Joins a process of a framework to the turns of its parent; call it in each process.
 
-    Args:
-        address: Of the parent's socket; empty where a framework is measured alone.
-        framework: Whose process this is.
-        sign_of_life: Called now and then while the process waits.
+    ``address`` is that of the parent's socket, empty where a framework is measured alone; ``sign_of_life`` is called
+    now and then while the process waits.
 
     Yields:
         What waits for the next turn; the one before ends with the call, the last one with the context.

@@ -66,8 +66,7 @@ def quantity_of(row: Row) -> Quantity | None:
 def compare(first: RunRows, second: RunRows) -> Section:
     """Compares a second run with the first.
 
-    Returns:
-        For each network: sentences on how many rows differ and which differ most, a figure of ratios, and a table.
+    For each network there are sentences on how many rows differ and which differ most, a figure of ratios, and a table.
     """
     ours, theirs = _by_key(first), _by_key(second)
     shared = [key for key in ours if key in theirs]

@@ -23,14 +23,7 @@ PARTS = USEFUL, REPEATED, SAVING, START, COMPILATION, DETECTION, RESTART = (
 
 
 def account(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Divides the time from the first to the last event.
-
-    Args:
-        events: Of rank 0 and of the job, by time.
-
-    Returns:
-        Seconds by part.
-    """
+    """Divides the time from the first to the last event of rank 0 and of the job: seconds by part."""
     parts = dict.fromkeys(PARTS, 0.0)
     since, newest = events[0]["at_s"], 0
     for event in events[1:]:

@@ -83,9 +83,6 @@ def longest_lives(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """For each role the process that lived longest: the median of what it used, how it grew, and whether that is flat.
 
     Growth is the slope of a least-squares line over the life, without its first minute, times its length.
-
-    Args:
-        samples: Each with `at_s`, `role`, `pid` and what is `MEASURED`.
     """
     lives: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
     for sample in samples:

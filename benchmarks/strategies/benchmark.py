@@ -84,11 +84,7 @@ def is_on_gpus(options: Options) -> bool:
 def make_sized_setup(options: Options, model: str, batch_size: int, num_steps: int) -> tuple[TrainingSetup, str]:
     """Makes a setup of what the options ask for, and where they do not, of what fills the ranks.
 
-    Args:
-        options: Of the command line.
-        model: Trained on CPUs; on GPUs it is ``GPU_MODEL``.
-        batch_size: Sequences of the global batch on CPUs; a GPU has ``GPU_BATCH_SIZE``.
-        num_steps: Timed rounds.
+    On GPUs these are ``GPU_MODEL`` and ``GPU_BATCH_SIZE`` for each, on CPUs ``model`` and ``batch_size``.
 
     Raises:
         ValueError: As ``make_setup`` and ``chosen_ranks``.
@@ -125,14 +121,7 @@ def make_setup(
 ) -> tuple[TrainingSetup, str]:
     """Makes a setup without strategies: bytes of text for the model of bytes, random tokens for others.
 
-    Args:
-        model: A size of the transformer.
-        ranks: The ranks.
-        num_steps: Timed rounds.
-        batch_size: Sequences of the global batch.
-        data: File or folder of text.
-        num_warmup: Rounds that are not timed.
-        dtype: The arithmetic.
+    ``num_steps`` are timed rounds, and ``data`` is a file or folder of text.
 
     Raises:
         ValueError: If the model is unknown, the data does not serve, the batch cannot be split, or ranks of the kind

@@ -38,16 +38,9 @@ def time_on_device(
     agree: Callable[[str], str],
     wait_for_turn: Callable[[], None],
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Times steps on the device; the variants take turns.
+    """Times steps on the device, of each variant so many after one more; the variants take turns.
 
-    Args:
-        starts: By label.
-        num_steps: That count, of each; one more comes first.
-        num_batches: There are, which take turns.
-        time_step: ``by_events``, or ``by_profiler`` with its arguments.
-        barrier: As for ``interleave``, and so are the others.
-        agree: As for `Attempts`.
-        wait_for_turn: Called before each round.
+    ``time_step`` is ``by_events``, or ``by_profiler`` with its arguments; the options are those of ``interleave``.
 
     Returns:
         By label: the seconds of each step; and why others could not be timed.
@@ -92,11 +85,7 @@ def by_profiler(
 ) -> float:
     """Seconds of a step of JAX on this process's devices, on the slowest of them.
 
-    Args:
-        start: As above.
-        index: Of the batch.
-        barrier: Called once the profiler has started, which takes longer on some ranks than on others.
-        is_on_device: Which events count.
+    ``barrier`` is called once the profiler has started, which takes longer on some ranks than on others.
 
     Raises:
         RuntimeError: If the profiler does not start; the step is taken nevertheless, since other ranks take it.

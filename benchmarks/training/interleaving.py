@@ -40,8 +40,7 @@ class Attempts:
     def __init__(self, agree: Callable[[str], str]) -> None:
         """Starts with nothing.
 
-        Args:
-            agree: Takes what went wrong here, empty if nothing did, and gives what went wrong on any rank.
+        ``agree`` takes what went wrong here, empty if nothing did, and gives what went wrong on any rank.
         """
         self.made: dict[str, Any] = {}
         self.failed: dict[str, str] = {}
@@ -87,7 +86,7 @@ def interleave(
 
     Args:
         variants: Each is stepped ``num_rounds`` times.
-        num_rounds: Rounds, warm-up included.
+        num_rounds: Warm-up included.
         num_warmup: Rounds whose times are dropped.
         barrier: Called before each step, untimed, so that ranks start together.
         wait: Returns when the value that it is given is there.
@@ -130,11 +129,7 @@ def time_in_a_row(
 ) -> dict[str, list[float]]:
     """Times steps between two synchronisations, so that the host may run ahead of the device.
 
-    Args:
-        starts: By label, what starts the step of a batch and reads nothing of it.
-        num_steps: Between two synchronisations.
-        num_batches: There are, which take turns.
-        **options: ``barrier``, ``wait``, ``agree`` and ``wait_for_turn`` of ``interleave``.
+    ``starts`` start the step of a batch and read nothing of it; ``options`` are those of ``interleave``.
 
     Returns:
         By label, the seconds of a step in each round; nothing of one that fails.

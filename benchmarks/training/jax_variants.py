@@ -33,13 +33,7 @@ class Planned:
     """
 
     def __init__(self, trainer: jaxddp.Trainer, params: Any, batches: Sequence[Any]) -> None:
-        """Starts the run.
-
-        Args:
-            trainer: With the strategy.
-            params: Initial weights, copied.
-            batches: Of each round, on the mesh; of single-process training, where the trainer places them.
-        """
+        """Starts the run with a copy of the parameters; ``batches`` are on the mesh, or placed by the trainer."""
         self._trainer, self._batches, self._state = trainer, batches, trainer.init(params)
         self.planned: list[tuple[str, int]] | None = None
         self.found: list[tuple[str, int]] | None = None
@@ -137,15 +131,7 @@ def rows_of_process(batch: Batch) -> Batch:
 def probes(
     setup: TrainingSetup, loss_fn: Callable[..., Any], params: Any, mesh: Mesh, batches: Sequence[Any]
 ) -> list[Variant]:
-    """Makes probes of the components of a step: forward and backward alone, all-reduces alone, and both at once.
-
-    Args:
-        setup: With ``probe_bytes``.
-        loss_fn: ``(params, batch)`` to the mean loss.
-        params: Of which the gradients are taken.
-        mesh: Of the ranks.
-        batches: Of each round, on the mesh.
-    """
+    """Makes probes of the components of a step: forward and backward alone, all-reduces alone, and both at once."""
     by_rank, axis = NamedSharding(mesh, PartitionSpec(mesh.axis_names)), PartitionSpec(mesh.axis_names)
     replicated = NamedSharding(mesh, PartitionSpec())
     options = jaxddp.compile_options(jaxddp.bucketed(), platform_of(mesh))

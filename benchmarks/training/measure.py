@@ -168,14 +168,10 @@ class SideResult:
     """What one framework's processes found.
 
     Attributes:
-        kind: What the ranks are, in a word.
-        ranks: How the ranks run, in words.
-        backend: What carries the collectives.
-        device: What they run on.
-        versions: Of the framework's packages.
+        kind: What the ranks are, in a word; ``ranks`` says how they run.
         weights: Initial weights, by torch name.
         trained: Weights of single-process training after the last round, by torch name.
-        failed: Why others were not, by label.
+        failed: Why others were not measured, by label.
         in_turns: Whether the other framework was measured between its rounds.
         probes: Seconds of the timed rounds, by ``FORWARD_BACKWARD``, ``AT_ONCE`` and ``all_reduce_label``.
     """

@@ -43,15 +43,7 @@ class Peer:
     def __init__(
         self, setup: TrainingSetup, spec: StrategySpec, module: nn.Module, batches: Sequence[TorchBatch], *, sends: bool
     ) -> None:
-        """Starts the run.
-
-        Args:
-            setup: What is trained.
-            spec: One of ``PEERS``, with its bucket cap.
-            module: What is trained.
-            batches: This rank's rows of the batch of each round.
-            sends: Whether it communicates; of those that can be kept from it.
-        """
+        """Starts the run on this rank's rows of each batch; some peers can be kept from sending."""
         self._batches = batches
         self.buckets: list[list[tuple[str, int]]] = []
         self._replicas: DistributedDataParallel | None = None

@@ -53,13 +53,7 @@ class Planned:
     schedule = None
 
     def __init__(self, setup: TrainingSetup, net: nn.Module, batches: Sequence[TorchBatch]) -> None:
-        """Starts the run.
-
-        Args:
-            setup: What is trained.
-            net: The module, or a strategy around it.
-            batches: This rank's rows of the batch of each round.
-        """
+        """Starts the run of a module, or of a strategy around it, on this rank's rows of each batch."""
         self._net, self._batches = net, batches
         parallel = net if isinstance(net, torchref.DataParallel) else None
         self.module = parallel.module if parallel else net
@@ -99,13 +93,7 @@ class Planned:
 
 
 def probes(setup: TrainingSetup, module: nn.Module, batches: Sequence[TorchBatch]) -> list[Variant]:
-    """Makes probes of the components of a step: forward and backward alone, all-reduces alone, and both at once.
-
-    Args:
-        setup: With ``probe_bytes``.
-        module: Of which the gradients are taken.
-        batches: This rank's rows of the batch of each round.
-    """
+    """Makes probes of the components of a step: forward and backward alone, all-reduces alone, and both at once."""
     device = next(module.parameters()).device
 
     def forward_backward(index: int) -> None:
