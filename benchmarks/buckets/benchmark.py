@@ -18,17 +18,7 @@ from ..harness.options import Options
 from ..harness.ratios import compare
 from ..harness.run import NotRun, Run
 from ..report.section import show
-from ..strategies.benchmark import (
-    BATCH_SIZE,
-    GPU_QUICK,
-    GPU_STEPS,
-    QUICK_MODEL,
-    check_memory,
-    in_turns,
-    is_on_gpus,
-    make_sized_setup,
-)  # fmt: skip
-from ..training.device_time import NUM_STEPS as NUM_ON_DEVICE
+from ..strategies.benchmark import BATCH_SIZE, QUICK_MODEL, in_turns, make_sized_setup
 from ..training.frameworks import FRAMEWORKS, measure_both
 from ..training.jax_side import gradient_shares
 from ..training.measure import (
@@ -66,16 +56,11 @@ def describe(options: Options) -> tuple[TrainingSetup, str]:
     caps = options.bucket_mb or (QUICK_CAPS_MB if options.quick else CAPS_MB)
     if options.ranks == 1:
         raise ValueError(f"ranks (=1) must be at least 2: {ALONE}")
-    num_steps, num_quick = (GPU_STEPS, GPU_QUICK) if (on_gpus := is_on_gpus(options)) else (NUM_STEPS, NUM_QUICK)
-    setup, described = make_sized_setup(
-        options, QUICK_MODEL if options.quick else MODEL, QUICK_BATCH_SIZE if options.quick else BATCH_SIZE,
-        options.steps or (num_quick if options.quick else num_steps),
-    )  # fmt: skip
+    model, batch_size = (QUICK_MODEL, QUICK_BATCH_SIZE) if options.quick else (MODEL, BATCH_SIZE)
+    setup, described = make_sized_setup(options, model, batch_size, NUM_STEPS, NUM_QUICK)
     specs = tuple(StrategySpec("bucketed", cap) for cap in sorted(set(caps)))
     swept = ", ".join(f"{spec.bucket_mb:g}" for spec in specs)
-    setup = replace(setup, strategies=specs, with_schedules=True, num_on_device=NUM_ON_DEVICE if on_gpus else 0)
-    check_memory(setup)
-    return in_turns(setup), f"{described}; buckets of {swept} MiB"
+    return in_turns(replace(setup, strategies=specs, with_schedules=True)), f"{described}; buckets of {swept} MiB"
 
 
 def run(this: Run, setup: TrainingSetup) -> bool:

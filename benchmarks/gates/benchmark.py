@@ -17,7 +17,7 @@ from ..harness.ratios import NOT_JUDGED, compare
 from ..harness.run import NOT_RUN, Run
 from ..harness.steal_time import in_words
 from ..report.section import show
-from ..strategies.benchmark import BATCH_SIZE, NUM_RANKS, check_memory, in_turns, make_setup
+from ..strategies.benchmark import BATCH_SIZE, NUM_RANKS, in_turns, make_setup
 from ..training.frameworks import measure_both
 from ..training.measure import PEERS, StrategySpec, TrainingSetup
 from ..training.steps import label
@@ -60,9 +60,7 @@ def describe(options: Options) -> tuple[TrainingSetup, str]:
     setup, described = make_setup(
         model, ranks, num_steps, batch_size, data=options.data, num_warmup=NUM_WARMUP, dtype=options.dtype or "f32"
     )
-    setup = replace(setup, strategies=STRATEGIES["jaxddp"], with_baselines=False)
-    check_memory(setup)
-    return in_turns(setup), described
+    return in_turns(replace(setup, strategies=STRATEGIES["jaxddp"], with_baselines=False)), described
 
 
 def run(this: Run, setup: TrainingSetup) -> bool:

@@ -131,7 +131,7 @@ def compiled_rows(setup: MemorySetup, name: str) -> Iterator[dict[str, Any]]:
             "check": check,
         }
     if (setup.model, setup.num_ranks, setup.batch_size) == ("seed_xl", NUM_RANKS, SEQUENCES):
-        for figure in figures({name: memory}):
+        for figure in figures(name, memory):
             yield record | {"figure": figure._asdict(), "check": f"{figure.here / figure.comparable - 1:+.1%}"}
 
 

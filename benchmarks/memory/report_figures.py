@@ -8,7 +8,6 @@ on 2 GPUs, seed_xl, 32 sequences a step, the allocator's peak of each phase. The
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from jaxddp.compiled.memory import StepMemory
@@ -20,6 +19,7 @@ MIB = 2**20
 # MiB: peaks after init, before the step and after it; optimizer state.
 BASELINE = (654.659, 4786.07, 2764.18, 1305.38)
 SHARDED = (1998.94, 6112.23, 3487.62, 711.281)
+_NAMES = ("after init", "before the step", "after the step", "optimizer state")
 
 
 class Figure(NamedTuple):
@@ -44,9 +44,32 @@ class Figure(NamedTuple):
         return self.says_mib * MIB if self.corrected is None else self.corrected
 
 
-def figures(found: Mapping[str, StepMemory]) -> list[Figure]:
-    """Compares the report's figures with compiled steps, by strategy."""
-    return _baseline(found.get("bucketed")) + _sharded(found.get("zero1"))
+def figures(strategy: str, found: StepMemory) -> list[Figure]:
+    """Compares the report's figures with the compiled step of their counterpart; none of other strategies."""
+    if strategy not in ("bucketed", "zero1"):
+        return []
+    params, state = found.after_init.parameters, found.after_init.optimizer_state
+    here = (found.after_init.total, found.before_update.total, found.after_step.total, state)
+    if strategy == "bucketed":
+        kind, says, corrected = "baseline", BASELINE, (None,) * len(_NAMES)
+        why = (
+            f"optax makes the moments at once, PyTorch in its first step: without them here {_mib(params)}",
+            "not itemised by the report; PyTorch saves what each operation needs, XLA computes the cheap again",
+            "16 bytes a parameter, and in PyTorch logits and copies of the largest tensor; XLA updates in place",
+            "they do not",
+        )
+    else:
+        left = 2 * params  # model and buckets of the variant measured before; as large as the whole optimizer state
+        kind, says = "sharded", SHARDED
+        corrected = (*(peak * MIB - left for peak in SHARDED[:3]), left / NUM_RANKS)
+        why = (
+            f"2 x {_mib(params)}, model and buckets of the variant measured before, still allocated; moments as above",
+            "the same, and activations as above",
+            "the same; here all buckets are in flight as the backward ends, and their shards lie beside them",
+            f"tensors dealt by index: both vocabulary matrices on rank 0, {dealt_by_index() / left:.4f} of it;"
+            f" leaf by leaf it is {state / left:.4f}",
+        )
+    return [Figure(f"{kind}, {name}", *one) for name, *one in zip(_NAMES, says, corrected, here, why, strict=True)]
 
 
 def dealt_by_index() -> int:
@@ -58,55 +81,6 @@ def dealt_by_index() -> int:
     """
     elements = transformer(**dataclasses.asdict(SIZES["seed_xl"])).tensor_elements
     return 8 * max(sum(elements[rank::NUM_RANKS]) for rank in range(NUM_RANKS))
-
-
-def _baseline(found: StepMemory | None) -> list[Figure]:
-    if found is None:
-        return []
-    init, before, after, state = BASELINE
-    params = found.after_init.parameters
-    return [
-        Figure(
-            "baseline, after init", init, None, found.after_init.total,
-            f"optax makes the moments at once, PyTorch in its first step: without them here {_mib(params)}",
-        ),
-        Figure(
-            "baseline, before the step", before, None, found.before_update.total,
-            "not itemised by the report; PyTorch saves what each operation needs, XLA computes the cheap again",
-        ),
-        Figure(
-            "baseline, after the step", after, None, found.after_step.total,
-            "16 bytes a parameter, and in PyTorch logits and copies of the largest tensor; XLA updates in place",
-        ),
-        Figure("baseline, optimizer state", state, None, found.after_init.optimizer_state, "they do not"),
-    ]  # fmt: skip
-
-
-def _sharded(found: StepMemory | None) -> list[Figure]:
-    if found is None:
-        return []
-    init, before, after, state = SHARDED
-    params, half = found.after_init.parameters, found.after_init.optimizer_state
-    left = 2 * params  # model and buckets of the variant measured before; as large as the whole optimizer state
-    return [
-        Figure(
-            "sharded, after init", init, init * MIB - left, found.after_init.total,
-            f"2 x {_mib(params)}, model and buckets of the variant measured before, still allocated; moments as above",
-        ),
-        Figure(
-            "sharded, before the step", before, before * MIB - left, found.before_update.total,
-            "the same, and activations as above",
-        ),
-        Figure(
-            "sharded, after the step", after, after * MIB - left, found.after_step.total,
-            "the same; here all buckets are in flight as the backward ends, and their shards lie beside them",
-        ),
-        Figure(
-            "sharded, optimizer state", state, left / NUM_RANKS, half,
-            f"tensors dealt by index: both vocabulary matrices on rank 0, {dealt_by_index() / left:.4f} of it;"
-            f" leaf by leaf it is {half / left:.4f}",
-        ),
-    ]  # fmt: skip
 
 
 def _mib(num_bytes: int) -> str:

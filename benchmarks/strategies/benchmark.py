@@ -60,42 +60,36 @@ def describe(options: Options, names: Sequence[str] | None = None) -> tuple[Trai
     for name in options.strategies or ():
         if name not in NAMES:
             raise ValueError(f"unknown strategy {name!r}: one of {', '.join(NAMES)}")
-    num_steps, num_quick = (GPU_STEPS, GPU_QUICK) if (on_gpus := is_on_gpus(options)) else (NUM_STEPS, NUM_QUICK)
-    setup, described = make_sized_setup(
-        options, default_model(options), BATCH_SIZE, options.steps or (num_quick if options.quick else num_steps)
-    )
+    setup, described = make_sized_setup(options, default_model(options), BATCH_SIZE, NUM_STEPS, NUM_QUICK)
+    on_gpus = setup.ranks.kind == "gpus"
     names = names or [name for name in NAMES if on_gpus or name != "torch.compile"]
     names = tuple(dict.fromkeys(options.strategies or names))
     specs = tuple(spec_of(name, setup.model) for name in names)
     num_in_a_row = options.in_a_row or (GPU_IN_A_ROW if on_gpus else 0)
-    setup = replace(
-        setup, strategies=specs, num_in_a_row=num_in_a_row, num_on_device=NUM_ON_DEVICE if on_gpus else 0,
-        with_traces=options.profile,
-    )  # fmt: skip
-    check_memory(setup)
+    setup = replace(setup, strategies=specs, num_in_a_row=num_in_a_row, with_traces=options.profile)
     return in_turns(setup), f"{described}; {', '.join(names)}"
 
 
-def is_on_gpus(options: Options) -> bool:
-    """Whether ranks are GPUs by the options."""
-    return chosen_ranks(options.ranks, NUM_RANKS, options.on).kind == "gpus"
-
-
-def make_sized_setup(options: Options, model: str, batch_size: int, num_steps: int) -> tuple[TrainingSetup, str]:
+def make_sized_setup(
+    options: Options, model: str, batch_size: int, num_steps: int, num_quick: int
+) -> tuple[TrainingSetup, str]:
     """Makes a setup of what the options ask for, and where they do not, of what fills the ranks.
 
-    On GPUs these are ``GPU_MODEL`` and ``GPU_BATCH_SIZE`` for each, on CPUs ``model`` and ``batch_size``.
+    On GPUs these are the ``GPU_`` values, with a batch of so many for each; on CPUs those that are given, of which
+    ``num_quick`` are the steps of the short form.
 
     Raises:
         ValueError: As ``make_setup`` and ``chosen_ranks``.
     """
     ranks = chosen_ranks(options.ranks, NUM_RANKS, options.on, batch_size=options.batch_size or 0)
-    if ranks.kind == "gpus":
-        model, batch_size = GPU_MODEL, GPU_BATCH_SIZE * ranks.num
-    return make_setup(
-        options.model or model, ranks, num_steps, options.batch_size or batch_size, data=options.data,
-        num_warmup=1 if options.quick and ranks.kind != "gpus" else NUM_WARMUP, dtype=options.dtype or "f32",
+    if on_gpus := ranks.kind == "gpus":
+        model, batch_size, num_steps, num_quick = GPU_MODEL, GPU_BATCH_SIZE * ranks.num, GPU_STEPS, GPU_QUICK
+    setup, described = make_setup(
+        options.model or model, ranks, options.steps or (num_quick if options.quick else num_steps),
+        options.batch_size or batch_size, data=options.data, dtype=options.dtype or "f32",
+        num_warmup=1 if options.quick and not on_gpus else NUM_WARMUP,
     )  # fmt: skip
+    return replace(setup, num_on_device=NUM_ON_DEVICE if on_gpus else 0), described
 
 
 def default_model(options: Options) -> str:
@@ -159,7 +153,12 @@ def check_memory(setup: TrainingSetup) -> None:
 
 
 def in_turns(setup: TrainingSetup) -> TrainingSetup:
-    """Lets the frameworks of a setup take turns where both fit into memory at once, and may share a GPU."""
+    """Lets the frameworks of a setup take turns where both fit into memory at once, and may share a GPU.
+
+    Raises:
+        ValueError: As ``check_memory``.
+    """
+    check_memory(setup)
     fits = sum(_needed(setup, framework)[1] for framework in PEERS) <= free_bytes(setup.ranks.kind)
     shares = setup.ranks.kind != "gpus" or all(gpu.compute_mode == "Default" for gpu in gpus())
     return replace(setup, takes_turns=fits and shares)
