@@ -17,6 +17,7 @@ import numpy as np
 from ..harness.options import Options
 from ..harness.ratios import compare
 from ..harness.run import NotRun, Run
+from ..harness.values import MIB
 from ..report.section import show
 from ..strategies.benchmark import BATCH_SIZE, QUICK_MODEL, in_turns, make_sized_setup
 from ..training.frameworks import FRAMEWORKS, measure_both
@@ -34,7 +35,6 @@ from ..training.steps import step_rows
 from .prediction import Costs, Prediction, Shares, backward_s, fit_costs, judge, predict, regime, simulated, uniform
 from .section import section
 
-MIB = 2**20
 MODEL = "lm_9m"
 CAPS_MB, QUICK_CAPS_MB = (1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 1000.0), (1.0, 5.0, 1000.0)
 NUM_STEPS, NUM_QUICK, QUICK_BATCH_SIZE = 12, 4, 4

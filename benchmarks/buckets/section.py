@@ -10,7 +10,7 @@ from ..harness.tables import CHECK, Column, Table, field, numeric
 from ..harness.values import MIB, Row, by, counted, is_sound, listed, number, plain, short, spread, text
 from ..report.axis import linear, logarithmic
 from ..report.figure import Figure
-from ..report.lines import Curve, Point, curve_figure
+from ..report.lines import Curve, Point, curve_figure, values_of
 from ..report.published import buckets_beside
 from ..report.section import Section
 from ..report.sentences import extremes, few_rounds, is_apart, left_out, of_group, time_of, timed
@@ -142,7 +142,7 @@ def _figure(each: str, rows: Sequence[Row], optima: Sequence[Row]) -> Figure | N
         points = [Point(cap_mb(row) or 0, value) for row in placed if (value := number(row, key)) is not None]
         if points:
             curves.append(Curve(words, style, points, is_dashed=True))
-    times = [value for curve in curves for value in curve.values]
+    times = values_of(curves)
     best = [value for row in _optima_of(placed, optima) if (value := number(row, "optimum_mb"))]
     x_axis = logarithmic([*(point.x for point in curves[0].points), *best], plain, _CAPS_MB)
     marked = f" The vertical line: the predicted best cap, {plain(best[0])} MiB." if best else ""

@@ -104,17 +104,12 @@ def _parts(options: Options) -> tuple[BackendPart, ...]:
         ranks_of_machine(2, "gpus")  # raises if there are none
         if options.ranks is not None and options.ranks > found_gpus:
             raise ValueError(f"ranks (={options.ranks}) must be at most the number of GPUs (={found_gpus})")
-    parts: dict[BackendPart, None] = {}
     backends = _of_kind(options.on) if options.on else BACKENDS
     counts = (options.ranks,) if options.ranks else (2,) if options.quick else RANKS
-    for num_ranks in counts:
-        for framework, kind in backends:
-            parts[_part(framework, kind, num_ranks, found_gpus)] = None
+    wanted = [(backend, num_ranks) for num_ranks in counts for backend in backends]
     if counts is RANKS and found_gpus > max(RANKS):  # on CPUs, more ranks would only share the cores
-        for framework, kind in backends:
-            if kind == "gpus":
-                parts[_part(framework, kind, found_gpus, found_gpus)] = None
-    return tuple(parts)
+        wanted += [(backend, found_gpus) for backend in backends if backend[1] == "gpus"]
+    return tuple(dict.fromkeys(_part(*backend, num_ranks, found_gpus) for backend, num_ranks in wanted))
 
 
 def _parts_of_job(options: Options) -> tuple[BackendPart, ...]:
@@ -142,9 +137,8 @@ def _of_kind(kind: str) -> tuple[tuple[str, str], ...]:
 
 def _part(framework: str, kind: str, num_ranks: int, found_gpus: int) -> BackendPart:
     if kind == "gpus" and found_gpus < 2:
-        return BackendPart(
-            framework, Ranks(num_ranks, kind), "one GPU, and ranks need one each" if found_gpus else "no GPU"
-        )
+        why_not = "one GPU, and ranks need one each" if found_gpus else "no GPU"
+        return BackendPart(framework, Ranks(num_ranks, kind), why_not)
     return BackendPart(framework, ranks_of_machine(num_ranks, kind))
 
 

@@ -8,7 +8,7 @@ they include model error as well as noise.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,8 @@ import numpy as np
 from jaxddp.network import Network
 from jaxddp.planning.cost.bandwidth import fit_sweep
 
+from ..harness.values import Row, by
 from .cases import rates
-
-Row = Mapping[str, Any]
 
 MIN_SIZES = 3
 POOR_ERROR = 0.5  # of a measured time; with a larger error, the two numbers do not describe the sweep
@@ -29,10 +28,8 @@ _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.22
 
 def fit_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Fits each collective of a backend that has at least three right sizes; an upper end of None is unbounded."""
-    by_name: dict[str, list[Row]] = {}
-    for row in rows:
-        if row["check"] == "ok" and "median_ms" in row:
-            by_name.setdefault(row["collective"], []).append(row)
+    right = [row for row in rows if row["check"] == "ok" and "median_ms" in row]
+    by_name = by(right, lambda row: row["collective"])
     return [_fit(name, of_name) for name, of_name in by_name.items() if len(of_name) >= MIN_SIZES]
 
 

@@ -18,17 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from ..harness.run import FAILED
-from .cases import rates, size_of
+from .cases import PRIMITIVES, rates, size_of
 
 NAME = "nccl-tests"
-_PROGRAMS = {
-    "all_reduce": "all_reduce_perf",
-    "reduce_scatter": "reduce_scatter_perf",
-    "all_gather": "all_gather_perf",
-    "broadcast": "broadcast_perf",
-    "reduce": "reduce_perf",
-    "send_recv": "sendrecv_perf",
-}
+_PROGRAMS = {name: f"{name.replace('send_recv', 'sendrecv')}_perf" for name in PRIMITIVES}
 _DTYPES = {"float": "float32", "half": "float16", "double": "float64"}
 _TIMEOUT_S = 300.0
 _NUM_FIELDS = 13

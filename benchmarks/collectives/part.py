@@ -7,7 +7,7 @@ missing sizes. If the processes do not survive a batch, it is left out and new p
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from ..harness.cores import num_cores
 from ..harness.free_memory import free_bytes
 from ..harness.ranks import THREADS, Ranks
 from ..harness.run import FAILED, NOT_RUN, Run, is_failed
-from ..harness.values import size
+from ..harness.values import Row, size
 from . import jax_side, torch_side
 from .cases import NAMES, check, rates
 from .fit import fit_rows
@@ -29,8 +29,6 @@ from .sizes import fitting, launches
 
 IN_A_ROW = 20  # as nccl-tests
 MAX_FAILED = 3  # sizes that the processes did not survive, after which a part is given up
-
-Row = Mapping[str, Any]
 
 
 class BackendPart(NamedTuple):
@@ -151,10 +149,10 @@ def rows_of(of_processes: Sequence[Sequence[Timed]], num_ranks: int) -> list[dic
     return rows
 
 
-def in_order(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def in_order(rows: Iterable[Row]) -> list[Row]:
     """Sorts the rows of one backend: those not run first, then by collective and size."""
 
-    def place(row: Mapping[str, Any]) -> tuple[bool, int, int]:
+    def place(row: Row) -> tuple[bool, int, int]:
         return not row["check"].startswith(NOT_RUN), NAMES.index(row["collective"]), row["asked_bytes"]
 
     return sorted(rows, key=place)

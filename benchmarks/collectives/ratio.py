@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from ..harness.ratios import compare
-from ..harness.values import Row, check, number, text
+from ..harness.values import Row, check, number, rounds_ms, text
 from ..report.published import figures
 
 # XLA against torch over the same kind of link, and NCCL against Gloo as in the assignment report.
@@ -24,10 +24,10 @@ def ratios(rows: Iterable[Row], pair: tuple[str, str], num_ranks: int) -> list[R
     """Compares all-reduces of a pair of backends at every size at which both are right: the first over the second."""
     times: dict[str, dict[float, Sequence[float]]] = {backend: {} for backend in pair}
     for row in rows:
-        asked_bytes, rounds_ms = number(row, "asked_bytes"), _rounds_ms(row)
+        asked_bytes, times_ms = number(row, "asked_bytes"), rounds_ms(row)
         is_all_reduce = (row.get("collective"), row.get("num_ranks")) == ("all_reduce", num_ranks)
-        if check(row) == "ok" and asked_bytes and rounds_ms and is_all_reduce:
-            times.setdefault(text(row, "backend"), {})[asked_bytes] = rounds_ms
+        if check(row) == "ok" and asked_bytes and times_ms and is_all_reduce:
+            times.setdefault(text(row, "backend"), {})[asked_bytes] = times_ms
     ours, theirs = (times[backend] for backend in pair)
     compared = {size: compare("", theirs[size], ours[size], 1.0, paired=False) for size in ours.keys() & theirs.keys()}
     return [_row(size, one.ratio, one.low, one.high) for size, one in sorted(compared.items())]
@@ -42,13 +42,6 @@ def report_ratios(pair: tuple[str, str], num_ranks: int) -> list[Row]:
         error = value * np.hypot(ours["std_ms"] / ours["mean_ms"], theirs["std_ms"] / theirs["mean_ms"])
         found.append(_row(ours["size_bytes"], value, value - error, value + error))
     return found
-
-
-def _rounds_ms(row: Row) -> list[float]:
-    """A row's times by round; empty if they are missing or not all times."""
-    rounds = row.get("rounds_ms")
-    times = [number({"ms": one}, "ms") or 0.0 for one in rounds] if isinstance(rounds, list) else []
-    return times if all(time > 0 for time in times) else []
 
 
 def _row(size_bytes: float, ratio: float, low: float, high: float) -> Row:

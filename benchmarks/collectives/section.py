@@ -7,9 +7,9 @@ from functools import partial
 
 from ..harness.tables import CHECK, Column, Table, field, numeric
 from ..harness.values import Row, buffer_bytes, by, is_sound, number, percent, short, size, span, spread, text
-from ..report.axis import Axis, logarithmic
+from ..report.axis import logarithmic
 from ..report.figure import NUM_STYLES, Figure
-from ..report.lines import Curve, Point, curve_figure
+from ..report.lines import Curve, Point, curve_figure, values_of
 from ..report.published import collectives_beside
 from ..report.section import Section
 from ..report.sentences import extremes, left_out, time_of, timed
@@ -84,7 +84,11 @@ def section(rows: Sequence[Row]) -> Section:
     fits = [row for row in rows if is_fit(row)]
     placed = [row for row in calls if is_sound(row) and number(row, "median_ms") and _size(row)]
     styles = {each: style for style, each in enumerate(by(placed, group))}
-    figures = [figure for name, some in by(placed, collective).items() for figure in _figures(name, some, styles)]
+    figures = [
+        _figure(f"{name}: {what}", some, styles, key, unit)
+        for name, some in by(placed, collective).items()
+        for what, key, unit in (("time of a call", "median_ms", "ms"), ("bus bandwidth", "busbw_gb_per_s", "GB/s"))
+    ]
     compared = _ratio_rows(placed)
     calls, fits = sorted(calls, key=_order), sorted(fits, key=_order)
     shown = _shown_sizes(calls)
@@ -155,12 +159,10 @@ def _ratio_figure(compared: Sequence[Row]) -> Figure | None:
     for style, (name, some) in enumerate(named.items()):
         points = [Point(row["size_bytes"], row["ratio"], (row["low"], row["high"])) for row in some]
         curves.append(Curve(name, style % NUM_STYLES, points, is_dashed="report" in name))
-    ends = [value for row in compared for value in (row["low"], row["high"])]
     said = "Above 1 the first backend is faster; whiskers: 95 % interval, of the report one standard deviation."
-    x_axis = logarithmic(map(_size, compared), size, _SIZES)
-    return curve_figure(
-        "all-reduce: bandwidth over bandwidth", said, curves, x_axis, logarithmic(ends), "size of the buffer", "ratio"
-    )
+    x_axis, y_axis = logarithmic(map(_size, compared), size, _SIZES), logarithmic(values_of(curves))
+    title = "all-reduce: bandwidth over bandwidth"
+    return curve_figure(title, said, curves, x_axis, y_axis, "size of the buffer", "ratio")
 
 
 def _largest(compared: Sequence[Row]) -> list[Row]:
@@ -195,20 +197,7 @@ def _order(row: Row) -> tuple[int, float, float, int]:
     )
 
 
-def _figures(name: str, rows: Sequence[Row], styles: dict[str, int]) -> list[Figure]:
-    x_axis = logarithmic(map(_size, rows), size, _SIZES)
-    times = [value for row in rows for value in (row["median_ms"], *(spread(row) or ()))]
-    figures = [_figure(f"{name}: time of a call", rows, styles, x_axis, logarithmic(times), "median_ms", "ms")]
-    reached = [value for row in rows if (value := number(row, "busbw_gb_per_s"))]
-    if reached:
-        title = f"{name}: bus bandwidth"
-        figures.append(_figure(title, rows, styles, x_axis, logarithmic(reached), "busbw_gb_per_s", "GB/s"))
-    return figures
-
-
-def _figure(
-    title: str, rows: Sequence[Row], styles: dict[str, int], x_axis: Axis, y_axis: Axis, key: str, unit: str
-) -> Figure:
+def _figure(title: str, rows: Sequence[Row], styles: dict[str, int], key: str, unit: str) -> Figure | None:
     curves, said = [], []
     for name, some in by(rows, group).items():
         points = [
@@ -221,6 +210,9 @@ def _figure(
             curves.append(Curve(name, styles[name], points, is_dashed=styles[name] >= NUM_STYLES))
             first, last = curves[-1].ends
             said.append(f"{name}: {short(first.y)} {unit} at {size(first.x)}, {short(last.y)} at {size(last.x)}.")
+    if not curves:
+        return None
+    x_axis, y_axis = logarithmic(map(_size, rows), size, _SIZES), logarithmic(values_of(curves))
     said_of_all = f"Both axes logarithmic. {' '.join(said)}"
     return curve_figure(title, said_of_all, curves, x_axis, y_axis, "size of the buffer", unit)
 

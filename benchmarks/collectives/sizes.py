@@ -27,8 +27,8 @@ HELD = {
     "ring_reduce_scatter": 6.0,
     "ring_all_gather": 9.5,
     "ring_all_reduce": 9.0,
+    (TOGETHER := "together"): 12.5,  # while several collectives take turns: more fragmentation
 }
-HELD_TOGETHER = 12.5  # while several collectives take turns: more fragmentation
 SPARE_SHARE = 0.05  # of free memory, left unused
 
 
@@ -48,12 +48,8 @@ def asked_sizes(sizes_mb: Sequence[float] | None, quick: bool) -> tuple[int, ...
 
 def needed_bytes(name: str, asked_bytes: int, ranks: Ranks) -> int:
     """Memory that a collective needs: of all its ranks together or, on GPUs, of each."""
-    return _needed_bytes(HELD[name], asked_bytes, ranks)
-
-
-def _needed_bytes(buffers: float, asked_bytes: int, ranks: Ranks) -> int:
     is_even = asked_bytes % (ELEMENT_BYTES * ranks.num) == 0  # otherwise inputs of two lengths are held
-    held = math.ceil((buffers + (not is_even)) * asked_bytes)
+    held = math.ceil((HELD[name] + (not is_even)) * asked_bytes)
     if ranks.kind == "gpus":
         return held
     return ranks.num_on_host * held + (1 if ranks.kind == "simulated" else ranks.num_on_host) * PROCESS_BYTES
@@ -73,7 +69,7 @@ def fitting(
     for asked in sorted(sizes, reverse=True):
         needed = {name: needed_bytes(name, asked, ranks) for name in names}
         fit = tuple(name for name in names if needed[name] <= free)
-        if _needed_bytes(HELD_TOGETHER, asked, ranks) <= free:
+        if needed_bytes(TOGETHER, asked, ranks) <= free:
             batches.append(Batch(asked, fit))
         else:
             batches += [Batch(asked, (name,)) for name in fit]

@@ -11,7 +11,7 @@ from ..harness.tables import CHECK, Column, Table, field, numeric
 from ..harness.values import Row, by, is_bad, is_sound, number, short, span, text
 from ..report.axis import linear, logarithmic
 from ..report.figure import Figure
-from ..report.lines import Curve, Point, curve_figure
+from ..report.lines import Curve, Point, curve_figure, values_of
 from ..report.section import Section
 from ..report.sentences import left_out
 
@@ -112,7 +112,7 @@ def _figure(curve: str, rows: Sequence[Row]) -> Figure | None:
         return None
     sizes = sorted({row["size"] for row in sized})
     x_axis = logarithmic(sizes, lambda value: f"{value:,.0f}", sizes)
-    values = [value for curve in curves for value in curve.values]
+    values = values_of(curves)
     y_axis = logarithmic(values) if curve == "parameters" else linear(values)
     means = {"devices": "devices", "parameters": "parameter tensors"}.get(curve, "size")
     said = [f"{one.name}: {short(one.ends[1].y)} s at {one.ends[1].x:,.0f} {means}." for one in curves]

@@ -38,11 +38,6 @@ class Gate:
     num_rounds: int
 
     @property
-    def in_words(self) -> str:
-        """The ratio with its interval."""
-        return f"{self.ratio:.3f}, 95 % interval {self.low:.3f} to {self.high:.3f}, over {self.num_rounds} rounds"
-
-    @property
     def verdict(self) -> str:
         """``"ok"``, ``"MISSED"``, or ``"not judged: "`` and why."""
         if self.low > self.limit:

@@ -54,6 +54,13 @@ def spread(row: Row) -> tuple[float, float] | None:
     return ends(row, "p10_ms", "p90_ms")
 
 
+def rounds_ms(row: Row) -> list[float]:
+    """The times of a row's rounds; empty if they are missing, or one of them is no time."""
+    times = row.get("rounds_ms")
+    found = [number({"ms": time}, "ms") or 0.0 for time in times] if isinstance(times, list) else []
+    return found if all(time > 0 for time in found) else []
+
+
 def buffer_bytes(row: Row) -> float | None:
     """The requested size of a row's buffer; the actual size may be a little larger, to be divisible."""
     asked = number(row, "asked_bytes")

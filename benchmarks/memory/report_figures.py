@@ -14,8 +14,9 @@ from jaxddp.compiled.memory import StepMemory
 from jaxddp.models import SIZES
 from jaxddp.planning.cost.workload import transformer
 
+from ..harness.values import MIB
+
 NUM_RANKS, SEQUENCES = 2, 32
-MIB = 2**20
 # MiB: peaks after init, before the step and after it; optimizer state.
 BASELINE = (654.659, 4786.07, 2764.18, 1305.38)
 SHARDED = (1998.94, 6112.23, 3487.62, 711.281)

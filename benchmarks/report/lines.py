@@ -37,10 +37,10 @@ class Curve:
         """Its points with the smallest and the largest x."""
         return min(self.points, key=lambda point: point.x), max(self.points, key=lambda point: point.x)
 
-    @property
-    def values(self) -> list[float]:
-        """Its values and the ends of their spreads."""
-        return [value for point in self.points for value in (point.y, *(point.low_high or ()))]
+
+def values_of(curves: Sequence[Curve]) -> list[float]:
+    """The values of curves and the ends of their spreads."""
+    return [value for curve in curves for point in curve.points for value in (point.y, *(point.low_high or ()))]
 
 
 def curve_figure(title: str, description: str, curves: Sequence[Curve], *axes: Any) -> Figure:

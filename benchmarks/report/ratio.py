@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..harness.ratios import compare
-from ..harness.values import Row, number, short, spread
+from ..harness.values import Row, number, rounds_ms, short, spread
 
 _OF_ONE_PART = ("benchmark", "part", "measured_at")
 
@@ -46,7 +46,7 @@ def ratio_of(one: Row, other: Row) -> Ratio | None:
         >>> ratio_of({"median_ms": 9.0, "rounds_ms": [9.0] * 5}, {"median_ms": 10.0, "rounds_ms": [10.0] * 5})
         Ratio(value=0.9, low=0.9, high=0.9, is_of_rounds=True)
     """
-    ours, theirs = _rounds(one), _rounds(other)
+    ours, theirs = rounds_ms(one), rounds_ms(other)
     if len(ours) > 1 and len(theirs) > 1:
         # Rows of one part were timed in the same rounds, those of different parts in different processes.
         is_paired = len(ours) == len(theirs) and all(one.get(key) == other.get(key) for key in _OF_ONE_PART)
@@ -67,10 +67,3 @@ def _spread(row: Row) -> tuple[float, float, float]:
     """Median, 10th and 90th percentile of a row's time; missing ones are 0."""
     low, high = spread(row) or (0.0, 0.0)
     return number(row, "median_ms") or 0.0, low, high
-
-
-def _rounds(row: Row) -> list[float]:
-    """The times of a row's rounds; empty if one of them is no time."""
-    times = row.get("rounds_ms")
-    found = [number({"ms": time}, "ms") or 0.0 for time in times] if isinstance(times, list) else []
-    return found if all(time > 0 for time in found) else []

@@ -10,7 +10,7 @@ from ..harness.tables import CHECK, Column, Table, numeric
 from ..harness.values import NONE, Row, by, counted, ends, is_sound, number, percent, plain, span, spread, text
 from ..report.axis import linear, logarithmic
 from ..report.figure import Figure
-from ..report.lines import Curve, Point, curve_figure
+from ..report.lines import Curve, Point, curve_figure, values_of
 from ..report.section import Section
 from ..report.sentences import left_out
 from ..report.steps import STEP_COLUMNS, without_comparison
@@ -83,7 +83,7 @@ def _figure(mode: str, rows: Sequence[Row]) -> Figure:
         for name, some in by(rows, _curve_name).items()
     ]
     x_axis = logarithmic([row["num_ranks"] for row in rows], plain, _RANKS)
-    y_axis = linear([1.0, *(value for curve in curves for value in curve.values)], percent)
+    y_axis = linear([1.0, *values_of(curves)], percent)
     last = [(curve.name, curve.ends[1]) for curve in curves]
     said = [f"{name}: {_with_interval(end.y, end.low_high)} at {plain(end.x)} ranks." for name, end in last]
     return curve_figure(f"Efficiency, {mode} scaling", " ".join(said), curves, x_axis, y_axis, "ranks", "efficiency")
