@@ -43,10 +43,6 @@ class Benchmark(NamedTuple):
         """Makes its section of the page."""
         return import_module(f"benchmarks.{self.folder}.section").section(rows)
 
-    def minutes(self, quick: bool) -> int:
-        """Roughly how long it takes."""
-        return self.quick_minutes if quick else self.full_minutes
-
 
 BENCHMARKS = {
     "main": Benchmark(

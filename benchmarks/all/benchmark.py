@@ -22,7 +22,8 @@ def describe(options: Options) -> tuple[tuple[Options, Setups], str]:
         ValueError: As they do.
     """
     names = [name for name in NAMES if not (options.quick and name in NOT_QUICK)]
-    minutes = sum(BENCHMARKS[name].minutes(options.quick) for name in (*names, "lab"))
+    chosen = [BENCHMARKS[name] for name in (*names, "lab")]
+    minutes = sum(one.quick_minutes if options.quick else one.full_minutes for one in chosen)
     line = f"{', '.join(names)}, lab: about {minutes} minutes on two cores"
     return (options, describe_each(names, options)), line
 

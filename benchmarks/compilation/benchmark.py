@@ -23,9 +23,10 @@ from jaxddp.targets.compile import check_installed
 from ..harness.options import Options
 from ..harness.ratios import compare
 from ..harness.run import NotRun, Run
+from ..harness.values import Row
 from ..report.section import show
-from .points import CURVES, CompilationSetup, Point, measure_curve
-from .section import PARTS, TRACE_AND_COMPILE, section
+from .points import CURVES, CompilationSetup, measure_curve
+from .section import CPU, PARTS, TRACE_AND_COMPILE, WALL, middle, seconds, section
 
 GROWTH_LIMIT = 1.2  # of tracing and compiling, most devices over fewest
 READ_LIMIT_S = 5.0  # to read and simulate the model's step
@@ -61,8 +62,7 @@ def run(this: Run, setup: CompilationSetup) -> bool:
     """
     for curve in CURVES:
         this.part(curve, partial(curve_rows, this, setup, curve))
-    points = [Point.of(row) for row in this.rows if "curve" in row]
-    curves = {curve: [point for point in points if point.curve == curve] for curve in CURVES}
+    curves = {curve: [row for row in this.rows if row.get("curve") == curve] for curve in CURVES}
     this.part(GROWTH, partial(growth_rows, curves["devices"]), is_derived=True)
     this.part(READING, partial(reading_rows, curves["devices"]), is_derived=True)
     for name in GROUPS:
@@ -83,29 +83,29 @@ def curve_rows(this: Run, setup: CompilationSetup, curve: str) -> list[dict[str,
     return [asdict(point) | record for point in points]
 
 
-def growth_rows(points: Sequence[Point]) -> Iterator[dict[str, Any]]:
+def growth_rows(points: Sequence[Row]) -> Iterator[dict[str, Any]]:
     """Compares the most devices with the fewest."""
-    compiled = [point for point in points if point.has("compile")]
+    compiled = [row for row in points if "compile" in row["seconds"]]
     if len(compiled) < 2:
         raise NotRun("fewer than two sizes were compiled")
     few, many = compiled[0], compiled[-1]
-    for clock, words in (("wall_s", "by the clock"), ("cpu_s", "CPU time")):
-        ours, theirs = (point.rounds(*TRACE_AND_COMPILE, clock=clock) for point in (many, few))
-        gate = compare(f"{TOGETHER}, {many.size} / {few.size} devices, {words}", ours, theirs, GROWTH_LIMIT)
+    for clock, words in ((WALL, "by the clock"), (CPU, "CPU time")):
+        ours, theirs = (seconds(row, TRACE_AND_COMPILE, clock) for row in (many, few))
+        gate = compare(f"{TOGETHER}, {many['size']} / {few['size']} devices, {words}", ours, theirs, GROWTH_LIMIT)
         yield asdict(gate) | {"check": gate.verdict}
 
 
-def reading_rows(points: Sequence[Point]) -> Iterator[dict[str, Any]]:
+def reading_rows(points: Sequence[Row]) -> Iterator[dict[str, Any]]:
     """Compares the longest time to read and simulate the model's step with its limit."""
-    read = [point.median_s("read", "simulate") for point in points if point.has("read", "simulate")]
+    read = [read_s for row in points if (read_s := middle(row, ("read", "simulate"), WALL)) is not None]
     if not read:
         raise NotRun("no size was compiled")
     yield {"read_s": max(read), "limit_s": READ_LIMIT_S, "check": "ok" if max(read) < READ_LIMIT_S else "MISSED"}
 
 
-def exponent_rows(name: str, points: Sequence[Point]) -> Iterator[dict[str, Any]]:
+def exponent_rows(name: str, points: Sequence[Row]) -> Iterator[dict[str, Any]]:
     """Fits how the CPU time of a part grows with the number of parameters; only tracing and compiling has a limit."""
-    if sum(point.has(*GROUPS[name]) for point in points) < 2:
+    if sum(middle(row, GROUPS[name], CPU) is not None for row in points) < 2:
         raise NotRun("fewer than two sizes were timed")
     fit = exponent_of(name, points)
     check = "no limit" if name != TOGETHER else "ok" if fit.last <= LINEAR else "MISSED"
@@ -136,11 +136,9 @@ def fit_exponent(sizes: Sequence[float], seconds: Sequence[float]) -> Exponent:
     return Exponent(round(float(fitted), 3), round(float(last), 3))
 
 
-def exponent_of(name: str, points: Sequence[Point]) -> Exponent:
+def exponent_of(name: str, points: Sequence[Row]) -> Exponent:
     """Fits the CPU time of a group of parts."""
-    parts = GROUPS[name]
     # A child's CPU time is counted in ticks; less than one counts as one.
     tick_s = 1 / os.sysconf("SC_CLK_TCK")
-    timed = [point for point in points if point.has(*parts)]
-    seconds = [point.median_s(*parts, clock="cpu_s") or tick_s for point in timed]
-    return fit_exponent([point.size for point in timed], seconds)
+    found = {row["size"]: cpu_s for row in points if (cpu_s := middle(row, GROUPS[name], CPU)) is not None}
+    return fit_exponent(list(found), [cpu_s or tick_s for cpu_s in found.values()])

@@ -1,5 +1,6 @@
 """The compile benchmark from end to end, on the tiny model, and its arithmetic on constructed times."""
 
+import dataclasses
 import io
 import json
 import re
@@ -13,8 +14,8 @@ from rich.console import Console
 from benchmarks.compilation import benchmark
 from benchmarks.compilation import points as measurements
 from benchmarks.compilation.benchmark import GROUPS, exponent_of, fit_exponent, run
-from benchmarks.compilation.points import CompilationSetup, Point, Seconds, polynomials
-from benchmarks.compilation.section import PARTS
+from benchmarks.compilation.points import CompilationSetup, Point, polynomials
+from benchmarks.compilation.section import CPU, PARTS, WALL, middle, seconds
 from benchmarks.harness.run import Run
 from jaxddp.targets.program import TargetError
 
@@ -93,18 +94,15 @@ def test_what_does_not_grow_hides_the_exponent_at_the_small_end_alone():
 
 def test_parts_are_summed_within_a_round_before_the_median():
     times = {"trace": [1.0, 5.0, 2.0], "plan": [0.0] * 3, "export": [4.0, 1.0, 3.0], "compile": [0.0] * 3}
-    point = Point("parameters", 10, "h100:8")
-    point.seconds = {part: [Seconds(wall, 2 * wall) for wall in walls] for part, walls in times.items()}
-    assert point.rounds("trace", "export") == [5.0, 6.0, 5.0]
-    assert point.median_s("trace", "export") == 5.0
-    assert point.median_s("trace", "export", clock="cpu_s") == 10.0
+    row = {"seconds": {part: [(wall, 2 * wall) for wall in walls] for part, walls in times.items()}}
+    assert seconds(row, ("trace", "export"), WALL) == [5.0, 6.0, 5.0]
+    assert middle(row, ("trace", "export"), WALL) == 5.0
+    assert middle(row, ("trace", "export"), CPU) == 10.0
 
 
 def test_what_no_tick_was_counted_for_can_be_fitted():
-    points = [Point("parameters", size, "h100:8") for size in (10, 100)]
-    for point in points:
-        point.seconds = {part: [Seconds(0.0, 0.0)] for part in PARTS}
-    assert {exponent_of(name, points) for name in GROUPS} == {(0.0, 0.0)}
+    rows = [{"size": size, "seconds": {part: [(0.0, 0.0)] for part in PARTS}} for size in (10, 100)]
+    assert {exponent_of(name, rows) for name in GROUPS} == {(0.0, 0.0)}
 
 
 def test_every_parameter_has_a_gradient_of_its_own():
@@ -163,7 +161,11 @@ def test_a_curve_that_fails_leaves_the_other_and_is_measured_again(finished, tmp
             raise TargetError("no program today")
         return found[curve]
 
-    found = {curve: [Point.of(row) for row in rows if row.get("curve") == curve] for curve in measurements.CURVES}
+    fields = [field.name for field in dataclasses.fields(Point)]
+    found = {
+        curve: [Point(*map(row.get, fields)) for row in rows if row.get("curve") == curve]
+        for curve in measurements.CURVES
+    }
     console, setup = (
         Console(file=io.StringIO(), width=200),
         CompilationSetup(2, "tiny", devices=(8, 16), parameters=(10, 30)),

@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
@@ -31,7 +30,8 @@ from rich.console import Console
 import jaxddp
 from jaxddp import targets
 from jaxddp.compiled.schedule import read_schedule
-from jaxddp.models import SIZES, abstract
+from jaxddp.inspection.strategies import transformer_training
+from jaxddp.models import SIZES
 from jaxddp.network import Network
 from jaxddp.simulation.simulate import simulate
 from jaxddp.targets.compile import compile_for_target
@@ -86,31 +86,6 @@ class Point:
     check: str = "ok"
     seconds: dict[str, list[Seconds]] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, row: Mapping[str, Any]) -> Point:
-        """Makes a point from its row."""
-        seconds = {part: [Seconds(*one) for one in rounds] for part, rounds in row["seconds"].items()}
-        return cls(row["curve"], row["size"], row["target"], row["planned"], row["check"], seconds)
-
-    def has(self, *parts: str) -> bool:
-        """Whether parts were timed."""
-        return all(part in self.seconds for part in parts)
-
-    def rounds(self, *parts: str, clock: str = "wall_s") -> list[float]:
-        """Seconds of some parts together, by round."""
-        return np.sum([[getattr(one, clock) for one in self.seconds[part]] for part in parts], axis=0).tolist()
-
-    def median_s(self, *parts: str, clock: str = "wall_s") -> float:
-        """The median of ``rounds``."""
-        return float(np.median(self.rounds(*parts, clock=clock)))
-
-
-def points_of(setup: CompilationSetup, curve: str) -> list[Point]:
-    """The sizes of a curve, not yet timed."""
-    if curve == "devices":
-        return [Point(curve, size, targets.target(f"h100:{size}").spec) for size in setup.devices]
-    return [Point(curve, size, "h100:8") for size in setup.parameters]
-
 
 def measure_curve(console: Console, setup: CompilationSetup, curve: str) -> list[Point]:
     """Times all sizes of a curve in interleaved rounds.
@@ -118,7 +93,10 @@ def measure_curve(console: Console, setup: CompilationSetup, curve: str) -> list
     Raises:
         ValueError: If not even the smallest program can be compiled.
     """
-    points = points_of(setup, curve)
+    if curve == "devices":
+        points = [Point(curve, size, targets.target(f"h100:{size}").spec) for size in setup.devices]
+    else:
+        points = [Point(curve, size, "h100:8") for size in setup.parameters]
     turns = [
         point
         for index in range(setup.num_rounds)
@@ -189,11 +167,10 @@ def _measure_parts(
 
 
 def _of_devices(point: Point, setup: CompilationSetup) -> tuple[jaxddp.Trainer, Any, Any]:
-    loss_fn, params = abstract(setup.model)
-    shape = (SEQUENCES_PER_DEVICE * point.size, SIZES[setup.model].context)
-    tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
-    trainer = jaxddp.Trainer(loss_fn, optax.adamw(1e-3), jaxddp.bucketed(), targets.mesh(point.target))
-    return trainer, params, {"tokens": tokens, "targets": tokens}
+    training = transformer_training(SIZES[setup.model], SEQUENCES_PER_DEVICE * point.size)
+    mesh = targets.mesh(point.target)
+    trainer = jaxddp.Trainer(training.loss_fn, training.optimizer, jaxddp.bucketed(), mesh)
+    return trainer, training.params, training.batch
 
 
 def _of_parameters(point: Point, setup: CompilationSetup) -> tuple[jaxddp.Trainer, Any, Any]:

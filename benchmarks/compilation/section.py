@@ -18,10 +18,10 @@ from ..report.sentences import left_out
 PARTS = ("trace", "plan", "export", "start", "compile", "read", "simulate")
 TRACE_AND_COMPILE = ("trace", "plan", "export", "compile")
 _DRAWN = ("trace", "export", "compile", "read", "simulate")
-_WALL, _CPU = 0, 1
+WALL, CPU = 0, 1
 # Columns by heading: parts and clock.
-_TIMED: dict[str, tuple[tuple[str, ...], int]] = {part: ((part,), _WALL) for part in PARTS}
-_TIMED |= {"trace and compile": (TRACE_AND_COMPILE, _WALL), "CPU": (TRACE_AND_COMPILE, _CPU)}
+_TIMED: dict[str, tuple[tuple[str, ...], int]] = {part: ((part,), WALL) for part in PARTS}
+_TIMED |= {"trace and compile": (TRACE_AND_COMPILE, WALL), "CPU": (TRACE_AND_COMPILE, CPU)}
 
 
 def seconds(row: Row, parts: Sequence[str], clock: int) -> list[float]:
@@ -59,7 +59,7 @@ _COLUMNS = (
 _SPREADS = (
     _CURVE,
     numeric("size", "size", form=lambda value: f"{value:,.0f}"),
-    Column("rounds", lambda row: max(len(seconds(row, (part,), _WALL)) for part in PARTS), form=str),
+    Column("rounds", lambda row: max(len(seconds(row, (part,), WALL)) for part in PARTS), form=str),
     *(
         Column(name, partial(least_most, parts=parts, clock=clock), "s", span)
         for name, (parts, clock) in _TIMED.items()
@@ -79,7 +79,7 @@ def section(rows: Sequence[Row]) -> Section:
     exponents = [row for row in rows if number(row, "fitted") is not None]
     reading = [row for row in rows if number(row, "read_s") is not None]
     points = [row for row in rows if row not in gates and row not in exponents and row not in reading]
-    repeated = [row for row in points if any(least_most(row, (part,), _WALL) for part in PARTS)]
+    repeated = [row for row in points if any(least_most(row, (part,), WALL) for part in PARTS)]
     parts = [
         *(_figure(curve, some) for curve, some in by(points, lambda row: text(row, "curve")).items()),
         Table("Seconds by the clock, medians over rounds", _COLUMNS, points),
@@ -102,7 +102,7 @@ def _figure(curve: str, rows: Sequence[Row]) -> Figure | None:
     sized = [row for row in rows if is_sound(row) and number(row, "size")]
     curves = []
     for style, part in enumerate(_DRAWN):
-        timed = [(row["size"], seconds(row, (part,), _CPU)) for row in sized]
+        timed = [(row["size"], seconds(row, (part,), CPU)) for row in sized]
         points = [
             Point(size, median(some), (min(some), max(some))) for size, some in timed if some and median(some) > 0
         ]
@@ -124,7 +124,7 @@ def _sentences(points: Sequence[Row], exponents: Sequence[Row]) -> list[str]:
     said = []
     for curve, some in by([row for row in points if is_sound(row)], lambda row: text(row, "curve")).items():
         timed = sorted(
-            (row["size"], value) for row in some if number(row, "size") and (value := middle(row, ("compile",), _WALL))
+            (row["size"], value) for row in some if number(row, "size") and (value := middle(row, ("compile",), WALL))
         )
         if len(timed) > 1:
             (few, first), (many, last) = timed[0], timed[-1]

@@ -27,12 +27,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
+
 from jaxddp.environment import cuda_libraries
 from jaxddp.processes.job import visible_gpus
 from jaxddp.training import allocator
 from torchref.launch import HostShare, OnMessage, Prepare, launch
 
-from ..lab.network import Host, enter_host, open_lab
+from ..lab.network import Host, open_lab
 from ..training.arithmetic import OVERRIDES
 from . import cores
 from .exchange import gather
@@ -139,7 +142,7 @@ class Ranks:
                 jax.config.update("jax_platforms", "cpu")
                 jax.config.update("jax_num_cpu_devices", self.per_host[0] if self.is_process_per_host else 1)
             host = self.coordinator or (self.hosts[0].address if self.hosts else "127.0.0.1")
-            jaxddp.start_process(_agreed_address(host), sum(self.processes(True)), _rank())
+            jaxddp.start_process(_agreed_address(host), sum(self.processes(True)), dist.get_rank())
             mesh = jaxddp.data_mesh()
             with _without_output():  # in its first collective XLA's Gloo prints who is connected
                 multihost_utils.sync_global_devices("connected")
@@ -275,8 +278,6 @@ def num_gpus() -> int:
 
 def _counted_gpus() -> tuple[int, int]:
     """GPUs that torch finds, which it does without starting any, and that JAX finds, which is only asked then."""
-    import torch
-
     of_torch = torch.cuda.device_count()
     return of_torch, count_jax_gpus() if of_torch else 0
 
@@ -334,7 +335,7 @@ def _prepare(ranks: Ranks, in_jax: bool, first: int, local_rank: int) -> None:
     """What comes first in a rank's process: its host, its cores or its GPU, and JAX."""
     rank = first + local_rank
     if ranks.hosts:
-        enter_host(ranks.hosts, rank)
+        ranks.hosts[rank].enter()
     if in_jax and ranks.is_process_per_host:
         cores.keep_to_cores("simulated" if ranks.kind == "processes" else ranks.kind, ranks.num_on_host, rank)
     else:
@@ -354,16 +355,10 @@ def prepare_jax(rank: int) -> None:
     import_jax()
 
 
-def _rank() -> int:
-    import torch.distributed as dist
-
-    return dist.get_rank()
-
-
 def _agreed_address(host: str) -> str:
     """A free port of rank 0's host, which all ranks of the process group get to know."""
     port = 0
-    if _rank() == 0:
+    if dist.get_rank() == 0:
         with socket.socket() as listener:
             listener.bind((host, 0))
             port = listener.getsockname()[1]

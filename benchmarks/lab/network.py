@@ -20,7 +20,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -78,7 +78,8 @@ class Host:
 
         def check(call: str, result: int) -> None:
             if result:
-                raise ValueError(f"{call} is refused here, so no process can run on a host of a lab: {_last_error()}")
+                why = os.strerror(ctypes.get_errno())
+                raise ValueError(f"{call} is refused here, so no process can run on a host of a lab: {why}")
 
         with open(_NAMESPACES / self.name) as namespace:
             check("setns", libc.setns(namespace.fileno(), _CLONE_NEWNET))
@@ -178,11 +179,6 @@ def network() -> dict[str, float]:
     return {"link_mbit": _open[-1].rate_mbit} if _open else {}
 
 
-def enter_host(hosts: Sequence[Host], rank: int) -> None:
-    """Moves this process to the host of its rank; ``torchref.launch`` calls it in the process of a rank."""
-    hosts[rank].enter()
-
-
 def check_rights() -> None:
     """Raises ValueError if this is not Linux, a command is missing, or the process has not the rights."""
     if sys.platform != "linux":
@@ -227,7 +223,3 @@ def _run(*command: str) -> None:
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[0]
         raise ValueError(f"no lab can be made here: {' '.join(command)}: {reason}")
-
-
-def _last_error() -> str:
-    return os.strerror(ctypes.get_errno())

@@ -42,6 +42,7 @@ def draw_bars(bars: Sequence[Bar], axis: Axis, meaning: str) -> Drawing:
     drawn: list[Markup] = []
     y = 0
     has_two_lines = any(len(bar.label) + len(bar.note) > _SHARED_LINE for bar in bars)
+    at = "soft" if has_two_lines else "end"
     for group, members in by(bars, lambda bar: bar.group).items():
         if group:
             drawn.append(words(cut(group, _LINE), 0, y + 17, "heading"))
@@ -49,13 +50,10 @@ def draw_bars(bars: Sequence[Bar], axis: Axis, meaning: str) -> Drawing:
         for bar in members:
             drawn.append(words(cut(bar.label, _LINE), 0, y + 13, "label"))
             y += _NOTE_ROW * has_two_lines
-            drawn.append(words(cut(bar.note, _LINE), 0 if has_two_lines else 1, y + 13, f"label{_AT[has_two_lines]}"))
+            drawn.append(words(cut(bar.note, _LINE), 0 if has_two_lines else 1, y + 13, f"label {at}"))
             drawn += _bar(bar, axis, y)
             y += _ROW
     return Drawing(join(axis_along(axis, 0, y, meaning), *drawn), y + TICK_ROOM, is_wide=True)
-
-
-_AT = {True: " soft", False: " end"}
 
 
 def _bar(bar: Bar, axis: Axis, y: float) -> list[Markup]:

@@ -175,17 +175,8 @@ def _figure(first: RunRows, second: RunRows, network: str, lines: Sequence[Row])
     for line in sorted(compared, key=lambda line: line["seen"] == SAME)[:_MOST_BARS]:
         low_high = line["low"], line["high"]
         ends += [line["ratio"], *low_high]
-        bars.append(
-            Bar(
-                text(line, "benchmark"),
-                in_words(line),
-                f"{line['ratio']:.3f} {line['seen']}",
-                (),
-                low_high,
-                line["ratio"],
-                1.0,
-            )
-        )
+        note = f"{line['ratio']:.3f} {line['seen']}"
+        bars.append(Bar(text(line, "benchmark"), in_words(line), note, (), low_high, line["ratio"], 1.0))
     if not bars:
         return None
     order = [experiment.benchmark for experiment in first.experiments]

@@ -76,19 +76,13 @@ def describe(options: Options) -> tuple[ScalingJob, str]:
         modes.setdefault((count, batch_size), []).append("strong")
         modes.setdefault((count, batch_size // most * count), []).append("weak")
     num_steps = options.steps or (NUM_QUICK if options.quick else NUM_STEPS)
-    setups = [
-        make_setup(
-            model, ranks_of_machine(count, options.on), num_steps, size, data=options.data, dtype=options.dtype or "f32"
-        )[0]
-        for count, size in modes
-    ]
-    specs = tuple(spec_of(name, model) for name in names)
-    points = [
-        Point(replace(setup, strategies=specs, with_baselines=False), tuple(its_modes))
-        for setup, its_modes in zip(setups, modes.values(), strict=True)
-    ]
-    for point in points:
-        check_memory(point.setup)
+    points = []
+    for (count, size), its_modes in modes.items():
+        ranks, dtype = ranks_of_machine(count, options.on), options.dtype or "f32"
+        setup, _ = make_setup(model, ranks, num_steps, size, data=options.data, dtype=dtype)
+        specs = tuple(spec_of(name, model) for name in names)
+        points.append(Point(replace(setup, strategies=specs, with_baselines=False), tuple(its_modes)))
+        check_memory(points[-1].setup)
     beyond = beyond_of(options, [spec for spec in specs if spec.name not in sum(PEERS.values(), ())])
     described = (
         f"{model}, {', '.join(names)}, {', '.join(map(str, counts))} ranks: strong scaling at a batch of {batch_size},"

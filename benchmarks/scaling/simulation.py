@@ -6,14 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import optax
 from rich.console import Console
 
 import jaxddp
 from jaxddp import targets
-from jaxddp.models import SIZES, abstract
+from jaxddp.inspection.strategies import transformer_training
+from jaxddp.models import SIZES
 from jaxddp.simulation.simulate import network_of, simulate
 from jaxddp.targets.compile import check_installed
 from jaxddp.targets.program import TargetError
@@ -91,13 +89,11 @@ def simulate_beyond(beyond: Beyond, console: Console) -> Iterator[dict[str, Any]
 
 def _start(beyond: Beyond, spec: StrategySpec, mode: str, target: targets.Target) -> tuple[Any, list[tuple[str, int]]]:
     """Starts a compilation; returns it with the planned collectives."""
-    loss_fn, params = abstract(beyond.model)
+    training = transformer_training(SIZES[beyond.model], beyond.batch_size(mode, target.num_devices))
     options = {} if spec.bucket_mb is None else {"bucket_mb": spec.bucket_mb}
-    strategy = jaxddp.make_strategy(spec.name, **options)
-    trainer = jaxddp.Trainer(loss_fn, optax.adamw(1e-3), strategy, targets.mesh(target.spec))
-    size = beyond.batch_size(mode, target.num_devices)
-    tokens = jax.ShapeDtypeStruct((size, SIZES[beyond.model].context), jnp.int32)
-    state, batch = trainer.abstract_state(params), {"tokens": tokens, "targets": tokens}
+    strategy, mesh = jaxddp.make_strategy(spec.name, **options), targets.mesh(target.spec)
+    trainer = jaxddp.Trainer(training.loss_fn, training.optimizer, strategy, mesh)
+    state, batch = trainer.abstract_state(training.params), training.batch
     return targets.start_compile(trainer, state, batch), trainer.planned(state, batch)
 
 

@@ -110,10 +110,10 @@ def side_rows(this: Run, setup: SoakSetup, side: str) -> list[dict[str, Any]]:
         over = next(index for index, event in enumerate(events) if event["kind"] == "over")
         parts = account(events[: over + 1])
         wall_s = sum(parts.values())
-        lines, printed_bytes = job.num_printed
         whole = {
             "minutes": wall_s / 60, "num_faults": len(rows), "goodput": parts[USEFUL] / wall_s, "parts_s": parts,
-            "lines": lines, "printed_bytes": printed_bytes, "log_bytes": _log_bytes(records),
+            "lines": job.num_lines, "printed_bytes": job.num_printed_bytes,
+            "log_bytes": sum(path.stat().st_size for path in records.glob("rank-*.log")),
             "left_behind": left or "nothing",
             "disk": "a tmpfs" if workplace.has_disk else "RLIMIT_FSIZE",
             **_compare(program, workplace, records),
@@ -165,7 +165,3 @@ def _compare(program: Program, workplace: Workplace, records: Path) -> dict[str,
     difference = max(float(np.abs(found[name] - array).max()) for name, array in expected.items())
     check = "ok" if difference == 0 else "WRONG: other weights than those of an undisturbed run"
     return {"step": step, "max_weight_difference": difference, "check": check}
-
-
-def _log_bytes(records: Path) -> int:
-    return sum(path.stat().st_size for path in records.glob("rank-*.log"))

@@ -41,14 +41,14 @@ class Job:
         """Opens the pipe and the files of events, samples and what the launcher prints."""
         self._program, self._workplace, self._records = program, workplace, records
         self.launcher: subprocess.Popen[bytes] | None = None
-        self._num_lines = 0  # of the launcher's standard error
+        self.num_lines = 0  # of the launcher's standard error
         self._line_s: float | None = None  # when it had the first since the last fault
         self._pids: dict[int, int] = {}  # by rank, of those that were started last
         self._training: dict[int, int] = {}  # those whose steps are waited for
         self._step: tuple[int, int] | None = None  # pid and step of rank 0's last step
         self._first_step: dict[int, int] = {}  # of each of rank 0's processes
         self._last_step: dict[int, int] = {}  # of each process
-        self._num_printed_bytes, self._launched_at = 0, time.time()
+        self.num_printed_bytes, self._launched_at = 0, time.time()
         self._known = usage.shared_memory()  # left by others, or by an earlier fault
         os.mkfifo(program.events)
         self._pipe = os.open(program.events, os.O_RDWR)  # it never ends for want of a writer
@@ -122,7 +122,7 @@ class Job:
             steps lost, and what was left behind.
         """
         assert self.launcher is not None
-        old, launcher, num_lines = self._training or dict(self._pids), self.launcher, self._num_lines
+        old, launcher, num_lines = self._training or dict(self._pids), self.launcher, self.num_lines
         self._line_s = None
         pids, since, step = set(old.values()), time.monotonic(), self.step
         faulty = self._inject(fault)
@@ -146,7 +146,7 @@ class Job:
             if ended_s is None and not any(map(usage.is_alive, pids)):
                 ended_s = now_s
                 self._note("ended")
-                self._clear_disk()
+                (self._workplace.folder / "disk" / "filler").unlink(missing_ok=True)
             if launcher.poll() is not None:
                 launcher_ended_s = launcher_ended_s or now_s
                 if ended_s is not None:  # as a scheduler would
@@ -175,7 +175,7 @@ class Job:
         return {
             "fault": fault.kind, "rank": fault.rank if fault.kind in (KILL, STOP) else None, "step": step,
             "noticed_s": noticed_s, "ended_s": ended_s, "back_s": back_s,
-            "steps_lost": max(0, max(taken, default=step) - resumed), "lines": self._num_lines - num_lines,
+            "steps_lost": max(0, max(taken, default=step) - resumed), "lines": self.num_lines - num_lines,
             "left_behind": left or "nothing",
             "check": f"WRONG: {check}" if check and self._program.is_watched else check or "ok",
         }  # fmt: skip
@@ -198,11 +198,6 @@ class Job:
             return self.launcher.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
             raise OSError(f"training did not end within {timeout_s:g} s") from error
-
-    @property
-    def num_printed(self) -> tuple[int, int]:
-        """Lines and bytes of the launcher's standard error."""
-        return self._num_lines, self._num_printed_bytes
 
     def events(self) -> list[dict[str, Any]]:
         """The events of rank 0 and of the job, by time."""
@@ -237,9 +232,6 @@ class Job:
         with (disk / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
             while True:
                 file.write(bytes(2**16))
-
-    def _clear_disk(self) -> None:
-        (self._workplace.folder / "disk" / "filler").unlink(missing_ok=True)
 
     def _strays(self) -> set[int]:
         """Processes that the soak started, without the launcher that runs and those that it started."""
@@ -302,9 +294,9 @@ class Job:
         assert launcher.stderr is not None
         with (self._records / "stderr.log").open("ab", buffering=0) as record, launcher.stderr as lines:
             for line in lines:
-                self._num_lines += 1
+                self.num_lines += 1
                 self._line_s = self._line_s or time.monotonic()
-                self._num_printed_bytes += len(line)
+                self.num_printed_bytes += len(line)
                 record.write(line)
 
     def _sample(self) -> None:

@@ -21,7 +21,9 @@ MEMORY_SHARE, NUM_HANDLES, NUM_THREADS = 0.05, 2.0, 2.0
 
 def is_alive(pid: int) -> bool:
     """Whether a process runs or is stopped; one that has ended and was not waited for is not."""
-    return _state(pid) not in ("", "Z", "X")
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
 
 
 def usage_of(pid: int) -> dict[str, float] | None:
@@ -111,9 +113,3 @@ def _growth(life: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _length_s(life: Sequence[Mapping[str, Any]]) -> float:
     return life[-1]["at_s"] - life[0]["at_s"]
-
-
-def _state(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return ""
