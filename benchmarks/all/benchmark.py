@@ -16,11 +16,7 @@ NOT_QUICK = ("gates",)
 
 
 def describe(options: Options) -> tuple[tuple[Options, Setups], str]:
-    """Describes the benchmarks that are run, with an estimate of the minutes.
-
-    Raises:
-        ValueError: As they do.
-    """
+    """Describes the benchmarks that are run, as they do, with an estimate of the minutes."""
     names = [name for name in NAMES if not (options.quick and name in NOT_QUICK)]
     chosen = [BENCHMARKS[name] for name in (*names, "lab")]
     minutes = sum(one.quick_minutes if options.quick else one.full_minutes for one in chosen)

@@ -64,11 +64,7 @@ def describe(options: Options) -> tuple[TrainingSetup, str]:
 
 
 def run(this: Run, setup: TrainingSetup) -> bool:
-    """Sweeps in both frameworks, prints the table and writes the folder.
-
-    Returns:
-        Whether every result is right; a wrong prediction is no failure.
-    """
+    """Sweeps in both frameworks, prints the table and writes the folder; a wrong prediction is no failure."""
     (found,) = this.part(SHARES if setup.ranks.num > 1 else "sweep", lambda: [_share_row(setup)])
     if "ready_shares" in found:
         shares = Shares(found["forward_share"], found["ready_shares"])

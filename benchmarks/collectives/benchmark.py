@@ -76,11 +76,7 @@ def describe(options: Options) -> tuple[CollectivesSetup, str]:
 
 
 def run(this: Run, setup: CollectivesSetup) -> bool:
-    """Measures every part, prints the tables and writes the folder.
-
-    Returns:
-        Whether every result is right, and every program issues the planned collectives.
-    """
+    """Measures every part, prints the tables and writes the folder."""
     forecast = Forecast(_forecast(setup, [part for part in setup.parts if not part.why_not], this.rows))
     for part in setup.parts:
         measure_part(this, setup, part, forecast)

@@ -66,8 +66,7 @@ class Forecast:
 class Follower:
     """Handles the messages of a part's ranks: the start of a batch, and its rounds if they take long.
 
-    Attributes:
-        under_way: The batch that rank 0 is measuring, if any; ``rounds`` are those done and the total, as last shown.
+    ``under_way`` is the batch that rank 0 is measuring; ``rounds`` are those done and the total, as last shown.
     """
 
     forecast: Forecast

@@ -93,14 +93,7 @@ class Found(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A collective that is ready to be called.
-
-    Attributes:
-        prepare: Returns its input, untimed.
-        run: Computes its result.
-        num_wrong: Counts the wrong values of a result.
-        timed: Records the findings.
-    """
+    """A collective that is ready to be called: ``prepare`` makes its input, untimed; ``timed`` takes findings."""
 
     prepare: Callable[[], Any]
     run: Callable[[Any], Any]

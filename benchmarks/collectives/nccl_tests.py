@@ -74,10 +74,7 @@ def read_file(path: str) -> list[dict[str, Any]]:
 
 
 def read(output: str, name: str, num_ranks: int) -> dict[str, Any]:
-    """Reads the line of the one size that a program was asked for.
-
-    Raises:
-        ValueError: If there is no such line.
+    """Reads the line of the one size that a program was asked for; raises ValueError if there is none.
 
     Example:
         >>> line = "  1048576  262144  float  sum  -1  29.97  34.99  61.23  0  29.89  35.08  61.39  0"

@@ -32,12 +32,7 @@ MAX_FAILED = 3  # sizes that the processes did not survive, after which a part i
 
 
 class BackendPart(NamedTuple):
-    """A backend with a number of ranks.
-
-    Attributes:
-        framework: ``"jaxddp"`` or ``"torchref"``.
-        why_not: Why it cannot be measured here; empty if it can.
-    """
+    """A backend of a framework with a number of ranks; ``why_not`` is empty if it can be measured here."""
 
     framework: str
     ranks: Ranks

@@ -55,11 +55,7 @@ def describe(options: Options) -> tuple[CompilationSetup, str]:
 
 
 def run(this: Run, setup: CompilationSetup) -> bool:
-    """Times both curves, prints the table and writes the folder.
-
-    Returns:
-        Whether every program is as planned, and growth and reading time are within their limits.
-    """
+    """Times both curves, prints the table and writes the folder; growth and reading time have limits."""
     for curve in CURVES:
         this.part(curve, partial(curve_rows, this, setup, curve))
     curves = {curve: [row for row in this.rows if row.get("curve") == curve] for curve in CURVES}
@@ -71,11 +67,7 @@ def run(this: Run, setup: CompilationSetup) -> bool:
 
 
 def curve_rows(this: Run, setup: CompilationSetup, curve: str) -> list[dict[str, Any]]:
-    """Times a curve: a row per size, with wall-clock and CPU seconds by round and part, and the machine's load.
-
-    Raises:
-        ValueError: If not even the smallest program can be compiled.
-    """
+    """Times a curve: a row per size, with wall-clock and CPU seconds by round and part, and the machine's load."""
     before = os.getloadavg()[0]
     points = measure_curve(this.console, setup, curve)
     versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "python": platform.python_version()}

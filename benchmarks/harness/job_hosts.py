@@ -76,11 +76,7 @@ def job_of(benchmark: str, on: str | None, resume: str | None) -> Job | None:
 
 @contextlib.contextmanager
 def hosts_for(on: str | None, job: Job | None, num_gpus: Callable[[], int]) -> Iterator[None]:
-    """Keeps the hosts of a job together if a benchmark is to run on them.
-
-    Raises:
-        ValueError: As `JobHosts`, or if there is no job.
-    """
+    """Keeps the hosts of a job together if a benchmark is to run on them; raises ValueError as `JobHosts`."""
     if on != "job":
         yield
     elif job is None:
@@ -91,11 +87,7 @@ def hosts_for(on: str | None, job: Job | None, num_gpus: Callable[[], int]) -> I
 
 
 def open_hosts() -> JobHosts:
-    """Returns the hosts of the job that this process runs a benchmark in.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Returns the hosts of the job that this process runs a benchmark in; raises ValueError if there is none."""
     if not _open:
         raise ValueError("ranks of kind 'job' run on the hosts of a job, and this process is in none")
     return _open[-1]
@@ -107,13 +99,7 @@ def job_fields() -> dict[str, str]:
 
 
 class JobHosts:
-    """The hosts of a job, seen by its first process; a context manager.
-
-    Attributes:
-        job: The job.
-        num_hosts: Its processes, each of which has the ranks of a host.
-        num_gpus: GPUs that each of them has at least.
-    """
+    """The hosts of a job, each with ``num_gpus`` at least, seen by its first process; a context manager."""
 
     def __init__(self, job: Job, num_gpus: int) -> None:
         """Waits for the other processes.

@@ -67,11 +67,7 @@ def link_holds(options: Options, folder: Path, console: Console) -> bool:
 
 
 def describe(options: Options) -> tuple[Setups, str]:
-    """Describes the benchmarks that are run.
-
-    Raises:
-        ValueError: As they do.
-    """
+    """Describes the benchmarks that are run, as they do."""
     setups, lab = describe_each(QUICK_NAMES if options.quick else NAMES, options), open_lab()
     return setups, f"{len(lab.hosts)} hosts, links of {lab.rate_mbit:g} Mbit/s each way: {', '.join(setups)}"
 

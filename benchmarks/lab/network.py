@@ -60,11 +60,7 @@ class Host:
             del os.environ[name]  # no host can reach a proxy, and JAX would use it for its coordinator
 
     def call(self, function: Callable[[], _T]) -> _T:
-        """Calls a function in a thread on this host; sockets that it opens stay on the host.
-
-        Raises:
-            ValueError: As ``enter``.
-        """
+        """Calls a function in a thread on this host; sockets that it opens stay on the host."""
 
         def run() -> _T:
             self._move_thread()
@@ -164,11 +160,7 @@ class Lab:
 
 
 def open_lab() -> Lab:
-    """Returns the lab that this process has open, the last one if there are several.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Returns the lab that this process has open, the last of several; raises ValueError if there is none."""
     if not _open:
         raise ValueError("ranks of kind 'lab' run on the hosts of a Lab, and none is open")
     return _open[-1]

@@ -79,11 +79,7 @@ def describe(options: Options) -> tuple[MemorySetup, str]:
 
 
 def run(this: Run, setup: MemorySetup) -> bool:
-    """Reads every variant, prints the tables and writes the folder.
-
-    Returns:
-        Whether the compiled state matches its formula to the byte, and nothing failed.
-    """
+    """Reads every variant, prints the tables and writes the folder; compiled state must be as by its formula."""
     with progress_of(this.console, "memory") as progress:
         for name in setup.strategies:
             progress(0, ("doing", f"compiling {name} for {setup.target}"))
@@ -102,10 +98,6 @@ def compiled_rows(setup: MemorySetup, name: str) -> Iterator[dict[str, Any]]:
 
     Yields:
         A row for each moment, and for each figure of the report.
-
-    Raises:
-        NotRun: If the target's compiler is not installed.
-        ValueError: If the step cannot be compiled.
     """
     if not setup.is_here:
         try:

@@ -49,14 +49,7 @@ class Beyond:
 
 
 def beyond_of(options: Options, specs: Sequence[StrategySpec]) -> Beyond:
-    """Decides what to simulate.
-
-    Returns:
-        Targets of one chip, from 8 devices on.
-
-    Raises:
-        ValueError: If there is no such target.
-    """
+    """Decides what to simulate: targets of one chip, from 8 devices on; raises ValueError if there are none."""
     largest = targets.target(options.target or (QUICK_TARGET if options.quick else TARGET))
     counts, count = [], FIRST
     while count < largest.num_devices:
@@ -69,11 +62,7 @@ def beyond_of(options: Options, specs: Sequence[StrategySpec]) -> Beyond:
 
 
 def simulate_beyond(beyond: Beyond, console: Console) -> Iterator[dict[str, Any]]:
-    """Compiles and simulates.
-
-    Raises:
-        NotRun: If the target's compiler is not installed.
-    """
+    """Compiles and simulates; raises NotRun if the target's compiler is not installed."""
     try:
         check_installed(beyond.targets[0])
     except TargetError as error:

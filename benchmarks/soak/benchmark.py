@@ -77,9 +77,7 @@ def describe(options: Options) -> tuple[SoakSetup, str]:
 def run(this: Run, setup: SoakSetup) -> bool:
     """Runs each side, prints the tables and writes the folder.
 
-    Returns:
-        Whether all faults were survived as they should be, nothing was left behind, nothing grew, and all weights are
-        those of an undisturbed run.
+    All faults must be survived, nothing may be left behind or grow, and weights must be those of an undisturbed run.
     """
     for side in setup.minutes:
         this.part(side, partial(side_rows, this, setup, side))

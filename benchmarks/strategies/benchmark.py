@@ -155,8 +155,7 @@ def check_memory(setup: TrainingSetup) -> None:
 def in_turns(setup: TrainingSetup) -> TrainingSetup:
     """Lets the frameworks of a setup take turns where both fit into memory at once, and may share a GPU.
 
-    Raises:
-        ValueError: As ``check_memory``.
+    Raises ValueError if the setup would not fit at all.
     """
     check_memory(setup)
     fits = sum(_needed(setup, framework)[1] for framework in PEERS) <= free_bytes(setup.ranks.kind)

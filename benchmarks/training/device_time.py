@@ -114,11 +114,7 @@ def by_profiler(
 
 
 def longest_span(events: Iterable[Recorded]) -> float:
-    """Seconds from the first event of a device to the end of its last, on the device where that is longest.
-
-    Raises:
-        ValueError: If there are no events.
-    """
+    """Seconds from the first event of a device to the end of its last, on the device where that is longest."""
     spans: dict[str, tuple[float, float]] = {}
     for plane, _, event in events:
         begin, end = event.start_ns, event.start_ns + event.duration_ns

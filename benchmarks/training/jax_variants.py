@@ -26,11 +26,7 @@ from .measure import AT_ONCE, FORWARD_BACKWARD, NUM_PROBED, StepMetrics, Trainin
 
 
 class Planned:
-    """A strategy's own copy of the training run.
-
-    Attributes:
-        planned: As in `Measured`, and so are the others; there once it is compiled.
-    """
+    """A strategy's own copy of the training run; what `Measured` says of it is there once it is compiled."""
 
     def __init__(self, trainer: jaxddp.Trainer, params: Any, batches: Sequence[Any]) -> None:
         """Starts the run with a copy of the parameters; ``batches`` are on the mesh, or placed by the trainer."""

@@ -46,8 +46,7 @@ def wrap(setup: TrainingSetup, spec: StrategySpec, module: nn.Module, wire: comp
 class Planned:
     """A strategy's own copy of the training run; without a strategy, single-process training.
 
-    Attributes:
-        planned: As in `Measured`, and so are the others; what is found was issued in the last step.
+    Attributes are those of `Measured`; what is found was issued in the last step.
     """
 
     schedule = None
