@@ -12,7 +12,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from .harness.options import OPTIONS, Options
+from .harness.options import OPTIONS, Options, flag
 
 _MACHINE = ("quick", "ranks", "on", "hosts", "rate_mbit", "steps")
 _TRAINING = (*_MACHINE, "batch_size", "model", "data", "dtype")
@@ -100,10 +100,5 @@ def check_taken(name: str, options: Options) -> None:
     takes, nothing_said = BENCHMARKS[name].takes, Options()
     for option in OPTIONS:
         if option not in takes and getattr(options, option) != getattr(nothing_said, option):
-            words = ", ".join(map(in_words, takes))
-            raise ValueError(f"{in_words(option)} changes nothing of {name}, which takes {words}")
-
-
-def in_words(option: str) -> str:
-    """An option as the command line has it."""
-    return f"--{option.replace('_', '-')}"
+            words = ", ".join(map(flag, takes))
+            raise ValueError(f"{flag(option)} changes nothing of {name}, which takes {words}")

@@ -17,10 +17,10 @@ from ..harness.ratios import NOT_JUDGED, compare
 from ..harness.run import NOT_RUN, Run
 from ..harness.steal_time import in_words
 from ..report.section import show
+from ..report.steps import name as label
 from ..strategies.benchmark import BATCH_SIZE, NUM_RANKS, in_turns, make_setup
 from ..training.frameworks import measure_both
 from ..training.measure import PEERS, StrategySpec, TrainingSetup
-from ..training.steps import label
 from .section import section
 
 MODEL, NUM_ROUNDS, MIN_ROUNDS, NUM_WARMUP = "lm_9m", 20, 10, 3

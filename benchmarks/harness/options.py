@@ -4,45 +4,72 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..training.arithmetic import DTYPES
 from .ranks import KINDS
 
 FRAMEWORKS = ("jax", "torch", "both")
+_TYPES = {"int": {"type": int}, "float": {"type": float}}
+
+
+def _option(
+    help: str, metavar: str | None = None, *, default: Any = None, choices: Collection[str] | None = None
+) -> Any:
+    return field(default=default, metadata={"help": help, "metavar": metavar, "choices": choices})
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options that were given; None where the benchmark decides."""
+    """The options that were given, as the command line describes them; None where the benchmark decides."""
 
-    quick: bool = False
-    ranks: int | None = None
-    on: str | None = None
-    hosts: int | None = None
-    rate_mbit: float | None = None
-    steps: int | None = None
-    batch_size: int | None = None
-    model: str | None = None
-    data: str | None = None
-    dtype: str | None = None
-    target: str | None = None
-    strategies: tuple[str, ...] | None = None
-    bucket_mb: tuple[float, ...] | None = None
-    sizes_mb: tuple[float, ...] | None = None
-    nccl_tests: tuple[str, ...] | None = None
-    in_a_row: int | None = None
-    profile: bool = False
-    minutes: float | None = None
-    seed: int | None = None
-    framework: str | None = None
+    quick: bool = _option("the short form", default=False)
+    ranks: int | None = _option("ranks in each framework (default: 2)", "N")
+    on: str | None = _option(
+        "what JAX's ranks are: devices of one process, processes over Gloo, GPUs, processes on hosts of a lab, or"
+        " GPUs or processes on the hosts of a job that srun, torchrun or mpirun has started"
+        " (default: GPUs where there are any, else simulated devices); torch's are processes",
+        choices=KINDS,
+    )
+    hosts: int | None = _option("of a lab: hosts, 2 to 8 (default: 2)", "N")
+    rate_mbit: float | None = _option("of a lab: what a host sends and receives (default: 1000 Mbit/s)", "R")
+    steps: int | None = _option("timed rounds", "N")
+    batch_size: int | None = _option("sequences of the global batch", "N")
+    model: str | None = _option("what is trained", "NAME")
+    dtype: str | None = _option(
+        "the arithmetic of both frameworks: float32 (default), its matrix products in TF32, or all in bfloat16",
+        choices=DTYPES,
+    )
+    data: str | None = _option(
+        "text for a model of bytes, a file or folder (default: the Python standard library's sources)", "PATH"
+    )
+    target: str | None = _option(
+        "of memory: a target, or cpu:N for N simulated devices (default: h100:2); of scaling: the largest to"
+        " simulate (default: h100:512)",
+        "SPEC",
+    )
+    strategies: tuple[str, ...] | None = _option("strategies to compare: STRATEGIES", "NAME")
+    bucket_mb: tuple[float, ...] | None = _option("of buckets: caps, in MiB", "MIB")
+    sizes_mb: tuple[float, ...] | None = _option("of collectives: buffers, in MiB", "MIB")
+    nccl_tests: tuple[str, ...] | None = _option(
+        "of collectives: what nccl-tests printed, such as all_reduce_perf, to show beside them", "FILE"
+    )
+    in_a_row: int | None = _option(
+        "of strategies and collectives: time N steps, or calls of small buffers, between two synchronisations as"
+        " well (default: 10 steps and 20 calls on GPUs, elsewhere none)",
+        "N",
+    )
+    profile: bool = _option("of strategies: record traces of both frameworks", default=False)
+    minutes: float | None = _option("of soak: of each framework (default: 60)", "N")
+    seed: int | None = _option("of soak: of the faults (default: 0)", "N")
+    framework: str | None = _option("of soak: what is trained (default: jax)", choices=FRAMEWORKS)
 
     def __post_init__(self) -> None:
         """Checks what does not depend on the benchmark: raises ValueError for wrong types and numbers."""
-        for field in fields(self):  # those of a stopped run come from a file
-            if not _is_of(getattr(self, field.name), str(field.type)):
-                raise ValueError(f"{field.name} (={getattr(self, field.name)!r:.60}) must be of type {field.type}")
+        for one in fields(self):  # those of a stopped run come from a file
+            if not _is_of(getattr(self, one.name), str(one.type)):
+                raise ValueError(f"{one.name} (={getattr(self, one.name)!r:.60}) must be of type {one.type}")
         if self.minutes is not None and not 0 < self.minutes < float("inf"):
             raise ValueError(f"minutes (={self.minutes:g}) must be positive")
         if self.framework not in (None, *FRAMEWORKS):
@@ -59,7 +86,7 @@ class Options:
                     raise ValueError(f"{name} (={value:g}) must be a positive number of MiB")
 
 
-OPTIONS = tuple(field.name for field in fields(Options))
+OPTIONS = tuple(one.name for one in fields(Options))
 
 
 def _is_of(value: Any, kind: str) -> bool:
@@ -73,53 +100,20 @@ def _is_of(value: Any, kind: str) -> bool:
 
 def add_options(parser: argparse.ArgumentParser, shown: Collection[str] = OPTIONS) -> None:
     """Adds the arguments of `Options` to a parser, whose help lists those that are shown."""
+    for one in fields(Options):
+        kind, how = str(one.type).removesuffix(" | None"), dict(one.metadata)
+        if one.name not in shown:
+            how["help"] = argparse.SUPPRESS
+        if kind == "bool":
+            how = {"action": "store_true", "help": how["help"]}
+        elif kind.startswith("tuple["):
+            how["nargs"], kind = "+", kind[6:].partition(",")[0]
+        parser.add_argument(flag(one.name), **_TYPES.get(kind, {}), **how)
 
-    def add(flag: str, *, help: str, **options: Any) -> None:
-        is_shown = flag.removeprefix("--").replace("-", "_") in shown
-        parser.add_argument(flag, help=help if is_shown else argparse.SUPPRESS, **options)
 
-    add("--quick", action="store_true", help="the short form")
-    add("--ranks", type=int, metavar="N", help="ranks in each framework (default: 2)")
-    add(
-        "--on", choices=KINDS,
-        help="what JAX's ranks are: devices of one process, processes over Gloo, GPUs, processes on hosts of a lab, or"
-        " GPUs or processes on the hosts of a job that srun, torchrun or mpirun has started"
-        " (default: GPUs where there are any, else simulated devices); torch's are processes",
-    )  # fmt: skip
-    add("--hosts", type=int, metavar="N", help="of a lab: hosts, 2 to 8 (default: 2)")
-    add("--rate-mbit", type=float, metavar="R", help="of a lab: what a host sends and receives (default: 1000 Mbit/s)")
-    add("--steps", type=int, metavar="N", help="timed rounds")
-    add("--batch-size", type=int, metavar="N", help="sequences of the global batch")
-    add("--model", metavar="NAME", help="what is trained")
-    add(
-        "--dtype", choices=DTYPES,
-        help="the arithmetic of both frameworks: float32 (default), its matrix products in TF32, or all in bfloat16",
-    )  # fmt: skip
-    add(
-        "--data", metavar="PATH",
-        help="text for a model of bytes, a file or folder (default: the Python standard library's sources)",
-    )  # fmt: skip
-    add(
-        "--target", metavar="SPEC",
-        help="of memory: a target, or cpu:N for N simulated devices (default: h100:2); of scaling: the largest to"
-        " simulate (default: h100:512)",
-    )  # fmt: skip
-    add("--strategies", metavar="NAME", nargs="+", help="strategies to compare: STRATEGIES")
-    add("--bucket-mb", type=float, metavar="MIB", nargs="+", help="of buckets: caps, in MiB")
-    add("--sizes-mb", type=float, metavar="MIB", nargs="+", help="of collectives: buffers, in MiB")
-    add(
-        "--nccl-tests", metavar="FILE", nargs="+",
-        help="of collectives: what nccl-tests printed, such as all_reduce_perf, to show beside them",
-    )  # fmt: skip
-    add(
-        "--in-a-row", type=int, metavar="N",
-        help="of strategies and collectives: time N steps, or calls of small buffers, between two synchronisations as"
-        " well (default: 10 steps and 20 calls on GPUs, elsewhere none)",
-    )  # fmt: skip
-    add("--profile", action="store_true", help="of strategies: record traces of both frameworks")
-    add("--minutes", type=float, metavar="N", help="of soak: of each framework (default: 60)")
-    add("--seed", type=int, metavar="N", help="of soak: of the faults (default: 0)")
-    add("--framework", choices=FRAMEWORKS, help="of soak: what is trained (default: jax)")
+def flag(option: str) -> str:
+    """An option as the command line has it."""
+    return f"--{option.replace('_', '-')}"
 
 
 def read_options(parsed: argparse.Namespace | dict[str, Any]) -> Options:
@@ -133,4 +127,4 @@ def read_options(parsed: argparse.Namespace | dict[str, Any]) -> Options:
     def plain(value: Any) -> Any:
         return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
 
-    return Options(**{field.name: plain(given[field.name]) for field in fields(Options) if field.name in given})
+    return Options(**{name: plain(given[name]) for name in OPTIONS if name in given})

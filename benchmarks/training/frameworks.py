@@ -24,9 +24,10 @@ from ..harness.run import Run, is_failed
 from ..harness.turns import Turns
 from ..harness.values import short, signed
 from ..report.steps import BETWEEN
+from ..report.steps import name as label
 from . import jax_side, torch_side
 from .measure import SideResult, TrainingSetup, largest_difference, merge_ranks
-from .steps import label, metric_tolerance, step_rows
+from .steps import metric_tolerance, step_rows
 
 FRAMEWORKS = ("jaxddp", "torchref")
 MEASURED = ("torchref", "jaxddp")  # in this order: torch compiles nothing, so its rows come first

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jaxddp.training.clock import summarize
 
 from ..harness.run import FAILED, NOT_RUN
 from .arithmetic import param_bytes
-from .measure import PEERS, Measured, SideResult, StrategySpec, TrainingSetup
+from .measure import PEERS, Measured, SideResult, TrainingSetup
 
 # A wrong divisor is wrong by a factor of the number of ranks at least; what weights apart by rounding do to losses and
 # norms over some 20 steps was seen to be under 0.1 %.
@@ -117,8 +117,3 @@ def check(measured: Measured, setup: TrainingSetup) -> str:
 def metric_tolerance(dtype: str) -> float:
     """How far losses and gradient norms may be apart, relative to their values."""
     return _BF16_METRIC_TOLERANCE if dtype == "bf16" else METRIC_TOLERANCE
-
-
-def label(row: Mapping[str, Any]) -> str:
-    """A row's strategy, with its bucket cap; of a part that failed as a whole its name."""
-    return StrategySpec(row.get("strategy") or row["part"], row.get("bucket_mb")).label
