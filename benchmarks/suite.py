@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from .harness.options import Options
@@ -20,13 +21,15 @@ def describe_each(names: Sequence[str], options: Options) -> Setups:
 
 def run_each(this: Run, setups: Setups) -> None:
     """Runs benchmarks; each is a row that tells whether all its checks hold."""
-    for name, (setup, line) in setups.items():
+    for name, described in setups.items():
+        run_one(this, name, partial(run_described, name, described))
 
-        def measure(inner: Run, name: str = name, setup: Any = setup, line: str = line) -> bool:
-            this.console.print(f"\n{name}: {line}", soft_wrap=True, markup=False)
-            return BENCHMARKS[name].module.run(inner, setup)
 
-        run_one(this, name, measure)
+def run_described(name: str, described: tuple[Any, str], this: Run) -> bool:
+    """Says what a benchmark will do, and runs it."""
+    setup, line = described
+    this.console.print(f"\n{name}: {line}", soft_wrap=True, markup=False)
+    return BENCHMARKS[name].module.run(this, setup)
 
 
 def run_one(this: Run, name: str, measure: Callable[[Run], bool]) -> None:

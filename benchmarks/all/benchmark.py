@@ -9,7 +9,7 @@ from ..harness.options import Options
 from ..harness.run import NotRun, Run
 from ..lab.benchmark import lab_for, link_holds
 from ..registry import BENCHMARKS
-from ..suite import Setups, describe_each, finish, run_each, run_one
+from ..suite import Setups, describe_each, finish, run_described, run_each, run_one
 
 NAMES = ("strategies", "buckets", "collectives", "scaling", "memory", "gates")
 NOT_QUICK = ("gates",)
@@ -37,9 +37,7 @@ def run(this: Run, setup: tuple[Options, Setups]) -> bool:
             except ValueError as reason:
                 raise NotRun(str(reason)) from reason
             as_asked = link_holds(given, inner.folder, this.console)
-            within, line = BENCHMARKS["lab"].module.describe(given)
-            this.console.print(f"\nlab: {line}", soft_wrap=True, markup=False)
-            return BENCHMARKS["lab"].module.run(inner, within) and as_asked
+            return run_described("lab", BENCHMARKS["lab"].module.describe(given), inner) and as_asked
 
     run_one(this, "lab", on_a_lab)
     return finish(this, [])

@@ -60,7 +60,6 @@ class Timed:
         found: Those of the compiled program or, where nothing is compiled, those issued.
         kernel: The compiler's name of the implementation; None if there is none.
         wrong: Number of wrong values in all results.
-        seconds: By round.
         in_a_row: Seconds of one call of many in a row, by round.
         failed: Why it could not be called; empty if it could.
     """

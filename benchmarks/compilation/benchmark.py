@@ -11,10 +11,9 @@ import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
-import jax
-import jaxlib
 import numpy as np
 
 from jaxddp.planning.chips import target
@@ -70,7 +69,7 @@ def curve_rows(this: Run, setup: CompilationSetup, curve: str) -> list[dict[str,
     """Times a curve: a row per size, with wall-clock and CPU seconds by round and part, and the machine's load."""
     before = os.getloadavg()[0]
     points = measure_curve(this.console, setup, curve)
-    versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "python": platform.python_version()}
+    versions = {"jax": version("jax"), "jaxlib": version("jaxlib"), "python": platform.python_version()}
     record = {"versions": versions, "load": [before, os.getloadavg()[0]]}
     return [asdict(point) | record for point in points]
 

@@ -11,7 +11,7 @@ from ..training.arithmetic import DTYPES
 from .ranks import KINDS
 
 FRAMEWORKS = ("jax", "torch", "both")
-_TYPES = {"int": {"type": int}, "float": {"type": float}}
+_TYPES: dict[str, type] = {"int": int, "float": float, "str": str}
 
 
 def _option(
@@ -107,8 +107,10 @@ def add_options(parser: argparse.ArgumentParser, shown: Collection[str] = OPTION
         if kind == "bool":
             how = {"action": "store_true", "help": how["help"]}
         elif kind.startswith("tuple["):
-            how["nargs"], kind = "+", kind[6:].partition(",")[0]
-        parser.add_argument(flag(one.name), **_TYPES.get(kind, {}), **how)
+            how |= {"nargs": "+", "type": _TYPES[kind[6:].partition(",")[0]]}
+        else:
+            how["type"] = _TYPES[kind]
+        parser.add_argument(flag(one.name), **how)
 
 
 def flag(option: str) -> str:

@@ -182,13 +182,9 @@ class Ranks:
 
 
 def chosen_ranks(num_ranks: int | None, default: int, kind: str | None = None, *, batch_size: int = 0) -> Ranks:
-    """Decides how the ranks run that were asked for.
+    """Decides how the ranks run that were asked for, or else ``default`` ranks or as many GPUs as can share the batch.
 
-    Args:
-        num_ranks: Their number, if it was said.
-        default: Their number if it was not, and they are no GPUs: of those as many as can share the batch.
-        kind: As for ``ranks_of_machine``.
-        batch_size: Of the global batch; 0 if anything will do.
+    ``kind`` is as for ``ranks_of_machine``; ``batch_size`` is that of the global batch, 0 if anything will do.
 
     Raises:
         ValueError: As ``ranks_of_machine``, and if there are not as many GPUs as were asked for.

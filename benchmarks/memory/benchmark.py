@@ -13,10 +13,10 @@ import dataclasses
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import jax
-import jaxlib
 
 from jaxddp import STRATEGIES, make_strategy, targets
 from jaxddp.communication.reduction import REDUCE_SCATTER, Reduce
@@ -190,5 +190,5 @@ def _gradients(state: StateBytes, reduce: Reduce, leaf_elements: Sequence[int], 
 
 
 def _record(setup: MemorySetup) -> dict[str, Any]:
-    versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "python": platform.python_version()}
+    versions = {"jax": version("jax"), "jaxlib": version("jaxlib"), "python": platform.python_version()}
     return dataclasses.asdict(setup) | {"dtype": "float32", "versions": versions}

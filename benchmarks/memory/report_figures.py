@@ -8,6 +8,7 @@ on 2 GPUs, seed_xl, 32 sequences a step, the allocator's peak of each phase. The
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxddp.compiled.memory import StepMemory
@@ -51,8 +52,9 @@ def figures(strategy: str, found: StepMemory) -> list[Figure]:
         return []
     params, state = found.after_init.parameters, found.after_init.optimizer_state
     here = (found.after_init.total, found.before_update.total, found.after_step.total, state)
+    corrected: Sequence[float | None] = [None] * len(_NAMES)
     if strategy == "bucketed":
-        kind, says, corrected = "baseline", BASELINE, (None,) * len(_NAMES)
+        kind, says = "baseline", BASELINE
         why = (
             f"optax makes the moments at once, PyTorch in its first step: without them here {_mib(params)}",
             "not itemised by the report; PyTorch saves what each operation needs, XLA computes the cheap again",
@@ -62,7 +64,7 @@ def figures(strategy: str, found: StepMemory) -> list[Figure]:
     else:
         left = 2 * params  # model and buckets of the variant measured before; as large as the whole optimizer state
         kind, says = "sharded", SHARDED
-        corrected = (*(peak * MIB - left for peak in SHARDED[:3]), left / NUM_RANKS)
+        corrected = [*(peak * MIB - left for peak in SHARDED[:3]), left / NUM_RANKS]
         why = (
             f"2 x {_mib(params)}, model and buckets of the variant measured before, still allocated; moments as above",
             "the same, and activations as above",
@@ -70,7 +72,8 @@ def figures(strategy: str, found: StepMemory) -> list[Figure]:
             f"tensors dealt by index: both vocabulary matrices on rank 0, {dealt_by_index() / left:.4f} of it;"
             f" leaf by leaf it is {state / left:.4f}",
         )
-    return [Figure(f"{kind}, {name}", *one) for name, *one in zip(_NAMES, says, corrected, here, why, strict=True)]
+    of_each = zip(_NAMES, says, corrected, here, why, strict=True)
+    return [Figure(f"{kind}, {name}", mib, right, ours, reason) for name, mib, right, ours, reason in of_each]
 
 
 def dealt_by_index() -> int:

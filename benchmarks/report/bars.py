@@ -23,9 +23,7 @@ class Bar:
         group: Heading that it shares with other bars; none if empty.
         note: Its number in words, at the right.
         segments: Style, length and meaning of each; none if only the note is shown.
-        low_high: Interval drawn over the bar.
-        point: Value marked within the interval.
-        limit: Value marked as a limit.
+        low_high: Interval drawn over the bar, with a mark at ``point``.
     """
 
     group: str

@@ -9,7 +9,7 @@ waits for them, so a product is taken to last until that begins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def run(ranks: Ranks, setup: TrainingSetup, names: tuple[str, ...], folder: str)
     """
     mesh = ranks.mesh()
     rows = [rows_of_process(batch) for batch in setup.batches]
-    loss_fn, params = build(setup.model, seed=setup.seed, layer=lambda unit: layer(_in_scope(unit)))
+    loss_fn, params = build(setup.model, seed=setup.seed, layer=lambda unit: layer(jax.named_scope(MODEL_SCOPE)(unit)))
     found = {}
     for name in names:
         report(("doing", f"tracing {name}"))
@@ -121,14 +121,6 @@ def _event(operation: Operation, start_ms: float, end_ms: float) -> Event:
 def _phase(operation: Operation) -> str:
     in_loss = "jvp(" in operation.op_name and f"{MODEL_SCOPE})" not in operation.op_name
     return "loss" if operation.phase == "forward" and in_loss else operation.phase
-
-
-def _in_scope(unit: Callable[..., Any]) -> Callable[..., Any]:
-    def scoped(*args: Any) -> Any:
-        with jax.named_scope(MODEL_SCOPE):
-            return unit(*args)
-
-    return scoped
 
 
 def _all(operations: tuple[Operation, ...]) -> Iterator[Operation]:

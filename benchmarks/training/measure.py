@@ -53,10 +53,8 @@ class TrainingSetup:
     Attributes:
         model: A name that both packages' ``models.build`` know.
         batches: Global batches, one for each round; warm-up rounds come first and are not timed.
-        num_warmup: Rounds that are not timed.
         tolerance: How far weights may be from single-process training; None to go by losses and gradient norms alone.
         must_learn: Whether the loss has to fall; random tokens teach nothing.
-        dtype: The arithmetic, one of ``DTYPES``.
         learning_rate: Of AdamW, with weight decay 0.01.
         with_baselines: Whether each strategy also runs with its communication removed.
         num_in_a_row: Steps between two synchronisations that are timed as well, after all rounds; 0 for none.
@@ -64,7 +62,6 @@ class TrainingSetup:
         probe_bytes: Sizes of all-reduces that are timed as well; if there are any, so are forward and backward alone,
             and beside all-reduces of the last but one.
         with_schedules: Whether compiled programs are read.
-        with_traces: Whether steps are recorded by the profilers as well.
         takes_turns: Whether the frameworks run at one time, and take turns round by round, instead of one after the
             other; ranks of a job never do.
         turns: Where they ask for their turns; see ``harness/turns.py``.

@@ -62,7 +62,7 @@ def step_rows(framework: str, setup: TrainingSetup, side: SideResult) -> list[di
 
 def _measured_fields(measured: Measured) -> dict[str, Any]:
     timings, exposed = measured.timings, measured.exposed
-    fields = {
+    fields: dict[str, Any] = {
         "planned": measured.planned,
         "compiled": measured.found,
         "first_loss": measured.metrics[0].loss,
@@ -70,9 +70,7 @@ def _measured_fields(measured: Measured) -> dict[str, Any]:
         "reference_loss": measured.reference[-1].loss,
         "max_weight_difference": measured.max_weight_difference,
         "max_metric_difference": measured.max_metric_difference,
-        "median_ms": timings.median_ms,
-        "p10_ms": timings.p10_ms,
-        "p90_ms": timings.p90_ms,
+        **timings._asdict(),
         "exposed_ms": exposed and exposed.median_ms,
         "exposed_p10_ms": exposed and exposed.p10_ms,
         "exposed_p90_ms": exposed and exposed.p90_ms,
@@ -80,21 +78,12 @@ def _measured_fields(measured: Measured) -> dict[str, Any]:
         "rounds_ms": _in_ms(measured.seconds),
         "baseline_rounds_ms": _in_ms(measured.baseline_seconds),
     }
-    return fields | _in_a_row(measured.in_a_row_seconds) | _on_device(measured)
-
-
-def _in_a_row(seconds: Sequence[float]) -> dict[str, Any]:
-    if not seconds:
-        return {}
-    return {"in_a_row_ms": summarize(seconds).median_ms, "in_a_row_rounds_ms": _in_ms(seconds)}
-
-
-def _on_device(measured: Measured) -> dict[str, Any]:
+    for name, seconds in (("in_a_row", measured.in_a_row_seconds), ("device", measured.device_seconds)):
+        if seconds:
+            fields |= {f"{name}_ms": summarize(seconds).median_ms, f"{name}_rounds_ms": _in_ms(seconds)}
     if measured.no_device_seconds:
-        return {"device_ms": None, "no_device_ms": measured.no_device_seconds}
-    if not (seconds := measured.device_seconds):
-        return {}
-    return {"device_ms": summarize(seconds).median_ms, "device_rounds_ms": _in_ms(seconds)}
+        fields |= {"device_ms": None, "no_device_ms": measured.no_device_seconds}
+    return fields
 
 
 def _in_ms(seconds: Sequence[float]) -> list[float]:

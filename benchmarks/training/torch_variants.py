@@ -55,7 +55,7 @@ class Planned:
         """Starts the run of a module, or of a strategy around it, on this rank's rows of each batch."""
         self._net, self._batches = net, batches
         parallel = net if isinstance(net, torchref.DataParallel) else None
-        self.module = parallel.module if parallel else net
+        self._module = parallel.module if parallel else net
         self.planned: list[tuple[str, int]] | None = planned_collectives(parallel) if parallel else []
         self.found: list[tuple[str, int]] | None = []
         self.buckets = [
@@ -63,15 +63,13 @@ class Planned:
             for bucket in (parallel.plan.buckets if parallel else ())
         ]
         owns_optimizer = parallel is not None and parallel.owns_optimizer
-        optimizer: Any = net if owns_optimizer else torch.optim.AdamW(self.module.parameters(), **adamw(setup))
+        optimizer: Any = net if owns_optimizer else torch.optim.AdamW(self._module.parameters(), **adamw(setup))
         self._parallel, self._optimizer = parallel, optimizer
         self._trainer = torchref.Trainer(loss_fn, optimizer, net)
 
     def weights(self) -> dict[str, np.ndarray]:
         """Copies of the whole parameters, in float32; every rank must ask."""
-        if isinstance(self._net, torchref.DataParallel):
-            return in_float32(self._net.gather_full_params())
-        return in_float32(self.module.state_dict())
+        return in_float32(self._parallel.gather_full_params() if self._parallel else self._module.state_dict())
 
     def step(self, index: int) -> StepMetrics:
         """Takes the step of a round."""
