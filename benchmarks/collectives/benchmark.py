@@ -100,7 +100,9 @@ def _parts(options: Options) -> tuple[BackendPart, ...]:
         ranks_of_machine(2, "gpus")  # raises if there are none
         if options.ranks is not None and options.ranks > found_gpus:
             raise ValueError(f"ranks (={options.ranks}) must be at most the number of GPUs (={found_gpus})")
-    backends = _of_kind(options.on) if options.on else BACKENDS
+    backends: Sequence[tuple[str, str]] = BACKENDS
+    if options.on:  # torch's ranks are always processes
+        backends = (("jaxddp", options.on), ("torchref", options.on.replace("simulated", "processes")))
     counts = (options.ranks,) if options.ranks else (2,) if options.quick else RANKS
     wanted = [(backend, num_ranks) for num_ranks in counts for backend in backends]
     if counts is RANKS and found_gpus > max(RANKS):  # on CPUs, more ranks would only share the cores
@@ -123,12 +125,6 @@ def _parts_of_job(options: Options) -> tuple[BackendPart, ...]:
         for framework in ("jaxddp", "torchref")
         for layout in (ranks.layouts() if framework == "jaxddp" else [ranks])
     )
-
-
-def _of_kind(kind: str) -> tuple[tuple[str, str], ...]:
-    # The counterpart of simulated devices: torch's ranks are always processes.
-    of_torch = "processes" if kind == "simulated" else kind
-    return ("jaxddp", kind), ("torchref", of_torch)
 
 
 def _part(framework: str, kind: str, num_ranks: int, found_gpus: int) -> BackendPart:

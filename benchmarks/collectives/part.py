@@ -180,7 +180,8 @@ def _run_ranks(
         left, ended, error = _run_job(this, part, job, forecast, keep)
         if error is None:
             continue
-        why = this.keep_error(f"{part.key}, {_in_words(ended or job.batches[0])}", error)
+        asked_bytes, names = ended or job.batches[0]
+        why = this.keep_error(f"{part.key}, {size(asked_bytes)} of {', '.join(names)}", error)
         queue = [some for some in (tuple(one for one in left if one != ended), *queue) if some]
         failed |= {} if ended is None else {ended: why}
         began = ended is not None or len(left) < len(job.batches)
@@ -214,7 +215,3 @@ def _run_job(
         finally:
             follow.close()
     return left, None, None
-
-
-def _in_words(batch: Batch) -> str:
-    return f"{size(batch.asked_bytes)} of {', '.join(batch.names)}"

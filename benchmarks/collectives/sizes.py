@@ -33,11 +33,7 @@ SPARE_SHARE = 0.05  # of free memory, left unused
 
 
 def asked_sizes(sizes_mb: Sequence[float] | None, quick: bool) -> tuple[int, ...]:
-    """Chooses the sizes to measure.
-
-    Raises:
-        ValueError: If a size is below 1 KiB.
-    """
+    """Chooses the sizes to measure; raises ValueError if one is below 1 KiB."""
     if not sizes_mb:
         return QUICK_SIZES if quick else SIZES
     for size_mb in sizes_mb:

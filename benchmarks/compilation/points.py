@@ -73,7 +73,6 @@ class Point:
     """One size of one curve.
 
     Attributes:
-        curve: ``"devices"`` or ``"parameters"``.
         planned: Number of collectives in the plan.
         check: ``"ok"``, or what is wrong.
         seconds: Of each part, by round; nothing for the parts after a failure.

@@ -76,7 +76,11 @@ def job_of(benchmark: str, on: str | None, resume: str | None) -> Job | None:
 
 @contextlib.contextmanager
 def hosts_for(on: str | None, job: Job | None, num_gpus: Callable[[], int]) -> Iterator[None]:
-    """Keeps the hosts of a job together if a benchmark is to run on them; raises ValueError as `JobHosts`."""
+    """Keeps the hosts of a job together if a benchmark is to run on them.
+
+    Raises:
+        ValueError: As `JobHosts`, or if there is no job.
+    """
     if on != "job":
         yield
     elif job is None:
@@ -148,10 +152,7 @@ class JobHosts:
     def run(
         self, ranks: Ranks, in_jax: bool, fn: Callable[..., Any], args: tuple[Any, ...], on_message: OnMessage | None
     ) -> list[Any]:
-        """Runs ``fn(ranks, *args)`` in processes on the hosts of the ranks.
-
-        Returns:
-            The results of all processes, by rank.
+        """Runs ``fn(ranks, *args)`` in processes on the hosts of the ranks, and returns all results by rank.
 
         Raises:
             RankError: If a process fails anywhere, or a host is gone.

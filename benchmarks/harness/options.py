@@ -70,12 +70,10 @@ class Options:
         for one in fields(self):  # those of a stopped run come from a file
             if not _is_of(getattr(self, one.name), str(one.type)):
                 raise ValueError(f"{one.name} (={getattr(self, one.name)!r:.60}) must be of type {one.type}")
+            if (choices := one.metadata["choices"]) and getattr(self, one.name) not in (None, *choices):
+                raise ValueError(f"{one.name} (={getattr(self, one.name)!r}) must be one of {', '.join(choices)}")
         if self.minutes is not None and not 0 < self.minutes < float("inf"):
             raise ValueError(f"minutes (={self.minutes:g}) must be positive")
-        if self.framework not in (None, *FRAMEWORKS):
-            raise ValueError(f"framework (={self.framework!r}) must be one of {', '.join(FRAMEWORKS)}")
-        if self.on not in (None, *KINDS):
-            raise ValueError(f"on (={self.on!r}) must be one of {', '.join(KINDS)}")
         for name in ("ranks", "steps", "batch_size", "in_a_row"):
             value = getattr(self, name)
             if value is not None and value < 1:

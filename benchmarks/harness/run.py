@@ -61,10 +61,9 @@ class Run:
         Returns:
             Its rows; each has a ``check``.
         """
-        there = [row for row in self.rows if row.get("part") == key]
         if not is_derived and self.has(key):
             self.console.print(f"{key}: was measured before", soft_wrap=True)
-            return there
+            return [row for row in self.rows if row.get("part") == key]
         self._since = ticks()
         try:
             rows = list(measure())

@@ -86,12 +86,7 @@ class Host:
 
 
 class Lab:
-    """Hosts and the links between them; a context manager.
-
-    Attributes:
-        rate_mbit: Rate of every link each way, in Mbit/s.
-        hosts: They exist while the lab is open.
-    """
+    """Hosts, which exist while it is open, and the links between them, of ``rate_mbit`` each way; a context manager."""
 
     def __init__(self, num_hosts: int, rate_mbit: float) -> None:
         """Plans a lab of 2 to 8 hosts; makes nothing yet.

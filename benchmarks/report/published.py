@@ -87,7 +87,7 @@ def buckets_beside(rows: Sequence[Row], optima: Sequence[Row]) -> Table | None:
     lines: list[Row] = []
     for one in report["rows"]:
         cap, ratio = one["bucket_mb"], f"{one['step_ms'] / best_ms:.3f}"
-        here = _by_framework(timed(rows), partial(_to_best, cap=cap), key=_cap)
+        here = _by_framework(timed(rows), partial(_to_best, cap=cap), key=lambda row: number(row, "bucket_mb"))
         lines.append(_line(f"step with {cap:g} MB / best", ratio, ratio, here, one["why"]))
     found = [
         f"{text(row, 'framework')} {plain(value)} MiB".strip()
@@ -137,10 +137,6 @@ def _share(of: dict[Any, Row], strategy: str) -> str:
 
 def _ratio(of: dict[Any, Row], strategy: str, peer: str) -> str:
     return f"{of[strategy]['median_ms'] / of[peer]['median_ms']:.2f}" if strategy in of and peer in of else ""
-
-
-def _cap(row: Row) -> Any:
-    return number(row, "bucket_mb")
 
 
 def _to_best(of: dict[Any, Row], cap: float) -> str:

@@ -154,7 +154,7 @@ def step_figure(title: str, rows: Sequence[Row]) -> Figure | None:
     if not timed(rows):
         return None
     tops = [max(number(row, "median_ms") or 0, (spread(row) or (0, 0))[1]) for row in timed(rows)]
-    styles = [_style(row) for row in timed(rows)]
+    styles = [_WHOLE if number(row, "exposed_ms") is None else _COMPUTE for row in timed(rows)]
     legend = [
         Key("step without communication", _COMPUTE), Key("exposed communication", _EXPOSED),
         Key("step, not split", _WHOLE),
@@ -200,10 +200,6 @@ def in_words(row: Row) -> str:
 def _all(rows: Sequence[Row]) -> str:
     times = [f"{name(row)} {time_of(row)}" for row in timed(rows)]
     return f"{listed(times)}." if times else ""
-
-
-def _style(row: Row) -> int:
-    return _WHOLE if number(row, "exposed_ms") is None else _COMPUTE
 
 
 def _bar(row: Row) -> Bar:

@@ -19,7 +19,7 @@ from ..harness.ranks import chosen_ranks, ranks_of_machine
 from ..harness.ratios import compare
 from ..harness.run import Run
 from ..report.section import show
-from ..strategies.benchmark import NAMES, check_batch_size, check_memory, default_model, make_setup, spec_of
+from ..strategies.benchmark import check_batch_size, check_memory, default_model, make_setup, spec_of
 from ..training.frameworks import FRAMEWORKS, measure_both
 from ..training.measure import PEERS, SideResult, TrainingSetup
 from ..training.steps import step_rows
@@ -64,9 +64,6 @@ def describe(options: Options) -> tuple[ScalingJob, str]:
     most = chosen_ranks(options.ranks, default, options.on, batch_size=batch_size).num
     check_batch_size(batch_size, most)
     model, names = options.model or default_model(options), options.strategies or ("bucketed",)
-    for name in names:
-        if name not in NAMES:
-            raise ValueError(f"unknown strategy {name!r}: one of {', '.join(NAMES)}")
     counts = [2**power for power in range(most.bit_length()) if 2**power < most] + [most]
     if options.on == "job":
         num_hosts = open_hosts().num_hosts

@@ -26,12 +26,9 @@ _LONGEST_S = 30.0
 
 
 class Workplace(NamedTuple):
-    """Where a soak works.
+    """A temporary folder where a soak works, and the mark in the environment of its processes.
 
-    Attributes:
-        mark: In the environment of its processes.
-        folder: Temporary.
-        has_disk: Whether ``folder / "disk"`` is a file system of its own, which can be filled.
+    ``has_disk`` tells whether ``folder / "disk"`` is a file system of its own, which can be filled.
     """
 
     mark: str

@@ -57,9 +57,6 @@ def describe(options: Options, names: Sequence[str] | None = None) -> tuple[Trai
         ValueError: If a name is unknown, the data does not serve, the batch cannot be split, or what is trained side by
             side does not fit into memory.
     """
-    for name in options.strategies or ():
-        if name not in NAMES:
-            raise ValueError(f"unknown strategy {name!r}: one of {', '.join(NAMES)}")
     setup, described = make_sized_setup(options, default_model(options), BATCH_SIZE, NUM_STEPS, NUM_QUICK)
     on_gpus = setup.ranks.kind == "gpus"
     names = names or [name for name in NAMES if on_gpus or name != "torch.compile"]
@@ -98,7 +95,13 @@ def default_model(options: Options) -> str:
 
 
 def spec_of(name: str, model: str) -> StrategySpec:
-    """A strategy or peer with DDP's bucket cap, or a smaller one where that would hold all gradients of the model."""
+    """A strategy or peer with DDP's bucket cap, or a smaller one where that would hold all gradients of the model.
+
+    Raises:
+        ValueError: If the name is unknown.
+    """
+    if name not in NAMES:
+        raise ValueError(f"unknown strategy {name!r}: one of {', '.join(NAMES)}")
     cap = DDP_CAP_MB if SIZES[model].num_params * 4 > DDP_CAP_MB * 2**20 else SMALL_CAP_MB
     return StrategySpec(name, cap if is_bucketed(name) or name in _BUCKETED_PEERS else None)
 

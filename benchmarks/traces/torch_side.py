@@ -35,10 +35,9 @@ NUM_STEPS = 3  # the second one is read
 
 
 def run(ranks: Ranks, setup: TrainingSetup, names: tuple[str, ...], folder: str) -> dict[str, tuple[list[Event], int]]:
-    """Records steps of strategies; runs on each rank, inside a process group.
+    """Records steps; runs on each rank, inside a process group.
 
-    Returns:
-        By strategy, this rank's events of a step, and the number of planned collectives.
+    Returns, by strategy, this rank's events of a step, and the number of planned collectives.
     """
     del ranks
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints when it starts and stops

@@ -47,13 +47,13 @@ def measure_both(
     parts = {one: f"{one} {name}".strip() for one in (*FRAMEWORKS, *again, BETWEEN)}
     files = {one: this.folder / f"{re.sub(r'[^a-z0-9]+', '-', part)}.npz" for one, part in parts.items()}
 
-    def side_of(framework: str, setup: TrainingSetup) -> SideResult:
-        with progress_of(this.console, framework) as show:
-            return _run(framework, setup, files[BETWEEN], show)
-
     def measure(framework: str, ranks: Ranks | None = None) -> list[dict[str, Any]]:
         setup = setups[framework] if ranks is None else replace(setups[framework], ranks=ranks)
-        side = sides[framework]() if ranks is None and framework in sides else side_of(framework, setup)
+        if ranks is None and framework in sides:
+            side = sides[framework]()
+        else:
+            with progress_of(this.console, framework) as show:
+                side = _run(framework, setup, files[BETWEEN], show)
         export_weights(files[framework], side.trained)
         rows = rows_of(framework, setup, side)
         for row in rows:
