@@ -87,6 +87,7 @@ def _train(ranks: Ranks, setup: TrainingSetup, wait_for_turn: Callable[[], None]
         "jaxddp", ranks, setup, attempt, timed, expected, trained,
         time_step=partial(by_profiler, barrier=dist.barrier),
         wait_for_turn=wait_for_turn,
+        wait=jax.block_until_ready,
         device=mesh.devices.flat[0].device_kind,
         versions={name: __import__(name).__version__ for name in ("jax", "jaxlib", "flax", "optax")}
         | ranks.cuda_libraries(),

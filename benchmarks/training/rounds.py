@@ -27,7 +27,7 @@ def time_rounds(
     *,
     time_step: Callable[[Start, int], float],
     wait_for_turn: Callable[[], None],
-    wait: Callable[[Any], Any] = lambda result: None,
+    wait: Callable[[Any], Any],
     **described: Any,
 ) -> SideResult:
     """Times the variants that could be made, and probes in the same rounds; every rank must call it.

@@ -45,6 +45,8 @@ def run_recorded(ranks, setup):
 
     def stopwatch(*args, **options):
         events.append("step")
+        if options["wait"] is not jax.block_until_ready:  # on GPUs a step is only enqueued when its call returns
+            events.append("not waited for")
         return clock.stopwatch(*args, **options)
 
     jax.monitoring.register_event_duration_secs_listener(
@@ -78,6 +80,7 @@ def test_nothing_compiles_from_the_first_timed_step_on(on_processes):
     for events in of_processes:
         steps = [place for place, event in enumerate(events) if event == "step"]
         first_timed = steps[len(steps) // len(setup.batches) * setup.num_warmup]
+        assert "not waited for" not in events
         assert "compiled" in events[: steps[0]] and "compiled" not in events[first_timed : steps[-1]]
 
 
