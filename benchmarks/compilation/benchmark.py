@@ -66,7 +66,7 @@ def run(this: Run, setup: CompilationSetup) -> bool:
 
 
 def curve_rows(this: Run, setup: CompilationSetup, curve: str) -> list[dict[str, Any]]:
-    """Times a curve: a row per size, with wall-clock and CPU seconds by round and part, and the machine's load."""
+    """Times a curve: a row per size, with seconds by round and part; raises ValueError if not even one compiles."""
     before = os.getloadavg()[0]
     points = measure_curve(this.console, setup, curve)
     versions = {"jax": version("jax"), "jaxlib": version("jaxlib"), "python": platform.python_version()}

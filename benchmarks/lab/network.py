@@ -60,7 +60,7 @@ class Host:
             del os.environ[name]  # no host can reach a proxy, and JAX would use it for its coordinator
 
     def call(self, function: Callable[[], _T]) -> _T:
-        """Calls a function in a thread on this host; sockets that it opens stay on the host."""
+        """Calls a function in a thread on this host, where its sockets stay; raises ValueError as ``enter``."""
 
         def run() -> _T:
             self._move_thread()

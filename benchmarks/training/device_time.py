@@ -114,7 +114,7 @@ def by_profiler(
 
 
 def longest_span(events: Iterable[Recorded]) -> float:
-    """Seconds from the first event of a device to the end of its last, on the device where that is longest."""
+    """Seconds from a device's first event to the end of its last, the longest of all; raises ValueError without any."""
     spans: dict[str, tuple[float, float]] = {}
     for plane, _, event in events:
         begin, end = event.start_ns, event.start_ns + event.duration_ns
