@@ -97,11 +97,11 @@ def test_the_twin_imports_only_what_needs_no_framework():
     modules = modules_of("torchref") | modules_of("jaxddp")
     imported = {name for path in modules_of("torchref").values() for name in imports_of(path, modules)}
     ours = {name for name in imported if not name.startswith("torchref")}
-    cli = {
-        f"jaxddp.cli.{name}"
-        for name in ("interrupts", "launch", "parser", "resume", "train", "train_options", "train_report")
-    }
+    cli = {"interrupts", "launch", "parser", "resume", "train", "train_options", "train_report", "train_run"}
     data = {"jaxddp.training.clock", "jaxddp.training.data"}
     core = {"arguments", "checkpoint.folder_lock", "communication.buckets", "communication.owners", "sizes"}
-    core |= {f"processes.{name}" for name in ("job", "roll_call", "stderr", "torchrun", "watchdog")}
-    assert ours - {"jaxddp", "jaxddp.checkpoint", "jaxddp.training"} == cli | data | {f"jaxddp.{name}" for name in core}
+    core |= {f"processes.{name}" for name in ("job", "replicas", "roll_call", "stderr", "torchrun", "watchdog")}
+    assert ours - {"jaxddp", "jaxddp.checkpoint", "jaxddp.training"} == data | {
+        *(f"jaxddp.cli.{name}" for name in cli),
+        *(f"jaxddp.{name}" for name in core),
+    }

@@ -15,6 +15,7 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 
+from jaxddp.processes.replicas import ReplicasDifferError, describe_difference
 from jaxddp.processes.watchdog import begin_step, end_step
 
 from .agreement import group_device
@@ -25,7 +26,7 @@ _CHUNK_WORDS = 2**22  # at a time: copies of a whole tensor could be more than t
 _FACTOR = 0x85EBCA6B - 2**32  # as in MurmurHash3
 
 
-class ReplicaError(RuntimeError):
+class ReplicaError(ReplicasDifferError):
     """Ranks hold different values of what should be the same.
 
     Attributes:
@@ -71,12 +72,7 @@ def check_replicas(trainer: Trainer) -> None:
     apart = (held[name].to(group_device()).double() - theirs.double()).abs().max().reshape(1)
     dist.all_reduce(apart, op=dist.ReduceOp.MAX)
     end_step()
-    said = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{', ...' * (len(ranks) > 8)}"
-    more = f", as do {len(differing) - 1} more tensors" * (len(differing) > 1)
-    message = (
-        f"{name} of {said} differs by up to {float(apart):.3g} from what most ranks hold after step"
-        f" {trainer.num_steps}{more}: a device or its memory may be faulty"
-    )
+    message = describe_difference(name, ranks, len(differing) - 1, "tensors", float(apart), trainer.num_steps)
     raise ReplicaError(message, name, ranks, len(differing), float(apart))
 
 

@@ -16,6 +16,7 @@ from signal import Signals
 from typing import Any, NoReturn
 
 from .. import __version__
+from ..processes.replicas import ReplicasDifferError
 from ..processes.stderr import print_line
 from .interrupts import Signalled, kept_interrupts
 
@@ -49,6 +50,9 @@ def run_command(package: str, description: str, modules: Iterable[Any], argument
     except FloatingPointError as error:
         print_line(f"error: {error}")
         return 3
+    except ReplicasDifferError as error:
+        print_line(f"error: {error}")
+        return 4
     except Signalled as signalled:
         print_line(f"ended by {Signals(signalled.number).name} {signalled}")
         return 128 + signalled.number

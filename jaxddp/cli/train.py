@@ -12,16 +12,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..processes.job import Job, find_job
-from ..processes.stderr import print_line
 from ..processes.watchdog import name_log
 from .interrupts import Signalled, ended_by_interrupts
 from .launch import add_max_restarts, check_elastic, launch
 from .quiet import import_jax
 from .train_options import DEFAULT_SIMULATED_DEVICES, TrainOptions
 from .train_report import TrainSummary
-
-REPLICAS_DIFFER = 4
-"""Exit status if ranks hold different values of the same."""
 
 
 def add_parser(commands: Any) -> None:
@@ -118,16 +114,11 @@ def run(arguments: argparse.Namespace) -> int | None:
         return launch(command, arguments.processes, None, arguments.max_restarts, fits if arguments.elastic else None)
     with ended_by_interrupts():
         import_jax()  # late, so that the help needs no JAX
-        from ..training.replicas import ReplicaError
         from .train_loop import train
 
     if options.checkpoint is not None:
         logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs errors that it also raises
-    try:
-        show(train, options, arguments.log_dir)
-    except ReplicaError as error:
-        print_line(f"error: {error}")
-        return REPLICAS_DIFFER
+    show(train, options, arguments.log_dir)
     return None
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import math
 import os
 import signal
 from collections.abc import Callable
@@ -31,15 +30,14 @@ from ..registry import STRATEGIES, make_strategy
 from ..strategy import Strategy
 from ..training.agreement import check_alike
 from ..training.allocator import keep_freed_memory
-from ..training.clock import stopwatch, summarize
+from ..training.clock import stopwatch
 from ..training.data import Batch, Corpus
-from ..training.replicas import ReplicaError
-from ..training.train import Trainer, TrainState
+from ..training.train import Trainer
 from ..training.validation import abstract
-from .interrupts import Signalled, noted_signals
-from .resume import check_position, check_resumes, num_batches_of, position_of, saying, set_aside, set_aside_after_error
+from .interrupts import noted_signals
 from .train_options import DEFAULT_SIMULATED_DEVICES, TrainOptions
-from .train_report import StepReport, TrainSummary, is_due
+from .train_report import StepReport, TrainSummary
+from .train_run import TrainRun
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoints import Checkpoints
@@ -67,7 +65,6 @@ def train(
     config = options.config
     corpus = Corpus(options.data, context=config.context)
     mesh = _start_ranks(options)
-    process, num_processes = jax.process_index(), jax.process_count()  # a process reads its own rows of a batch
     options.check_batch_size(int(mesh.size))
     check_alike(options.fingerprint() | {"text_bytes": corpus.num_bytes, "text_crc32": corpus.crc32})
 
@@ -84,128 +81,82 @@ def train(
         nonfinite="raise" if options.nonfinite == "raise" else "skip", max_skips=options.max_skips + 1,
         compute_dtype=options.compute_dtype, loss_scale="dynamic" if options.compute_dtype == "float16" else None,
     )  # fmt: skip
-    max_skips = options.max_skips if options.nonfinite == "skip" else 0  # counted here, so that the state can be saved
     num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
     params_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     say(f"{options.model} ({num_params:,} parameters) on {describe_devices(mesh)}, {strategy.name}")
     say(f"text: {corpus.source}, {corpus.num_bytes:,} bytes")
 
-    with contextlib.ExitStack() as stack:
-        checkpoints = stack.enter_context(_open_checkpoints(options, say))
-        started = _start(trainer, params, options, corpus, checkpoints, say)
-        if started is None:
+    held_out = [local_rows(b) for b in corpus.validation_batches(options.batch_size, options.eval_batches)]
+    with _open_checkpoints(options, say) as checkpoints:
+        run = _Run(options, corpus, trainer, held_out, checkpoints, say, jax.process_index(), jax.process_count())
+        if checkpoints is not None:
+            checkpoints.reserve()
+        run.params = abstract(params)
+        if not run.resume():
             return None
-        state, num_batches = started
-        params = abstract(params)  # the state holds copies
-        del started
-        step = num_earlier_steps = int(state.step)
+        if run.state is None:
+            run.state = trainer.init(params, seed=options.seed)
+        del params  # the state holds copies
 
         batch = jax.eval_shape(lambda: corpus.batch(0, options.batch_size, seed=options.seed))  # of all ranks
-        planned = trainer.planned(state, batch)
-        program, compile_s = stopwatch(trainer.compile, state, batch)
+        planned = trainer.planned(run.state, batch)
+        program, compile_s = stopwatch(trainer.compile, run.state, batch)
         compiled = gradient_collectives(program)
         say(f"compiled in {compile_s:.1f} s")
-
-        held_out = [local_rows(b) for b in corpus.validation_batches(options.batch_size, options.eval_batches)]
-        tokens_per_step = options.batch_size * config.context
-        losses, step_seconds, skipped = [], [], []
-        validation_loss: float | None = None
-        restored: int | None = None  # step of the checkpoint, if ranks came to differ after it
-        saved_step = step or None  # of the newest checkpoint
-        num_skips, is_owed = 0, False  # skips in a row; whether a checkpoint is due once a step is not skipped
-        signals = stack.enter_context(noted_signals(is_in_job=num_processes > 1))
-        while step < options.steps:
-            step += 1
-            batch = corpus.batch(
-                num_batches, options.batch_size, seed=options.seed, rank=process, num_ranks=num_processes
-            )
-            with set_aside_after_error(checkpoints, step - 1, say):
-                (state, metrics), seconds = stopwatch(trainer.step, state, batch)
-            num_batches += 1
-            losses.append(float(metrics["loss"]))
-            step_seconds.append(seconds)
-            skipped.append(bool(metrics.get("skipped", False)))
-            num_skips = num_skips + 1 if skipped[-1] else 0
-            gives_up = num_skips > max_skips
-            if checkpoints is not None and checkpoints.has_failed and options.failed_save == "stop":
-                if num_processes == 1:
-                    checkpoints.wait()  # raises
-                signal.raise_signal(signal.SIGTERM)  # so that all processes get to the next save, which raises
-            is_last = gives_up or (step < options.steps and _is_signalled(signals, step))
-            is_owed = is_owed or is_due(step, options.checkpoint_every, options.steps)
-            is_saved = is_last or step == options.steps or (is_owed and not num_skips)
-            if is_saved or is_due(step, options.check_replicas_every, options.steps):
-                try:
-                    trainer.check_replicas(state)
-                except ReplicaError as error:
-                    if options.replicas == "stop" or checkpoints is None:
-                        raise
-                    newest = checkpoints.latest_step()
-                    if newest in (None, restored):  # it is no accident a second time
-                        raise
-                    state, saved = checkpoints.restore(trainer, params)
-                    step, num_batches, restored = int(state.step), saved["examples"] // options.batch_size, newest
-                    for of_steps in (losses, step_seconds, skipped):
-                        del of_steps[max(0, step - num_earlier_steps) :]
-                    saved_step, num_skips, is_owed = step, 0, False
-                    say(f"{error}; restored step {step}")
-                    continue
-            save_s = 0.0
-            if checkpoints is not None and gives_up:
-                if saved_step == step - num_skips:
-                    set_aside(checkpoints, saved_step, say)
-                else:
-                    position = position_of(options, corpus, num_batches)
-                    checkpoints.save(trainer, state, data_position=position, set_aside=True)
-                    say(f"the state before is kept as {step}.nonfinite in {options.checkpoint}")
-            elif checkpoints is not None and is_saved:
-                saved_step, is_owed = step, False
-                goes_on = options.failed_save == "continue"
-                with saying(say) if goes_on else contextlib.nullcontext():
-                    checkpoints.wait()
-                is_final = is_last or step == options.steps
-                with saying(say) if goes_on and not is_final else contextlib.nullcontext():
-                    position = position_of(options, corpus, num_batches)
-                    save_s = stopwatch(functools.partial(checkpoints.save, data_position=position), trainer, state)[1]
-            is_validated = not is_last and is_due(step, options.eval_every, options.steps)
-            validation_loss = _mean_loss(trainer, state, held_out) if is_validated else None
-            tokens_per_s = tokens_per_step / summarize(step_seconds[-20:]).median_ms * 1e3
-            on_step(StepReport(step, losses[-1], validation_loss, tokens_per_s, save_s))
-            if validation_loss is not None and not math.isfinite(validation_loss):
-                with set_aside_after_error(checkpoints, step, say):
-                    raise FloatingPointError(f"validation loss (={validation_loss}) after step {step} must be finite")
-            if is_last:
-                break
-        if checkpoints is not None:
-            checkpoints.wait()
-            say(f"checkpoints in {options.checkpoint}: steps {', '.join(map(str, checkpoints.steps()))}")
-    if gives_up:
-        raise FloatingPointError(
-            f"loss (={losses[-1]}) and gradient of step {step} must be finite: the updates of this step and the "
-            f"{max_skips} before it were skipped"
-        )
-    if is_last:
-        raise Signalled(signals[0] if signals else signal.SIGTERM)
-
-    return TrainSummary(
-        options=options,
+        with noted_signals(is_in_job=run.num_processes > 1) as run.signals:
+            run.take_steps(on_step)
+    if run.error is not None:
+        raise run.error
+    return run.summary(
         num_params=num_params,
         params_bytes=params_bytes,
-        source=corpus.source,
-        num_bytes=corpus.num_bytes,
         devices=describe_devices(mesh),
-        context=config.context,
         planned=planned,
         compiled=compiled,
         compile_s=compile_s,
-        first_loss=losses[0],
-        last_loss=losses[-1],
-        validation_loss=validation_loss,
-        num_validation_bytes=num_processes * sum(batch["targets"].size for batch in held_out),
-        step_timings=summarize(step_seconds),
-        first_step=num_earlier_steps + 1,
-        num_skipped=sum(skipped),
+        num_validation_bytes=run.num_processes * sum(batch["targets"].size for batch in held_out),
     )
+
+
+class _Run(TrainRun):
+    """A run with a trainer of this package."""
+
+    params: Any = None  # their shapes
+    state: Any = None
+
+    def _take_step(self, batch: Batch) -> tuple[dict[str, Any], float]:
+        (self.state, metrics), seconds = stopwatch(self.trainer.step, self.state, batch)
+        if self.checkpoints is not None and self.checkpoints.has_failed and self.options.failed_save == "stop":
+            if self.num_processes == 1:
+                self.checkpoints.wait()  # raises
+            signal.raise_signal(signal.SIGTERM)  # so that all processes get to the next save, which raises
+        return metrics, seconds
+
+    def _is_signalled(self) -> bool:
+        if self.num_processes > 1:
+            return multihost_utils.reached_preemption_sync_point(self.step)
+        return bool(self.signals)
+
+    def _check_replicas(self) -> None:
+        self.trainer.check_replicas(self.state)
+
+    def _restore(self) -> tuple[int, Any]:
+        self.state, saved = self.checkpoints.restore(self.trainer, self.params)
+        return int(self.state.step), saved
+
+    def _wait_for_save(self) -> None:
+        self.checkpoints.wait()
+
+    def _save(self, position: Any, set_aside: bool) -> float:
+        save = functools.partial(self.checkpoints.save, data_position=position, set_aside=set_aside)
+        _, seconds = stopwatch(save, self.trainer, self.state)
+        if set_aside:
+            self.say(f"the state before is kept as {self.step}.nonfinite in {self.options.checkpoint}")
+        return seconds
+
+    def _mean_loss(self) -> float | None:
+        losses = [float(self.trainer.evaluate(self.state, batch)) for batch in self.held_out]
+        return sum(losses) / len(losses) if losses else None
 
 
 def describe_devices(mesh: Mesh) -> str:
@@ -228,45 +179,6 @@ def _open_checkpoints(
     from ..checkpoint.checkpoints import Checkpoints  # late: Orbax is slow to import
 
     return Checkpoints(options.checkpoint, keep=options.keep, warn=say)
-
-
-def _start(
-    trainer: Trainer, params: Any, options: TrainOptions, corpus: Corpus, checkpoints: Any, say: Callable[[str], None]
-) -> tuple[TrainState, int] | None:
-    """Makes the initial state and counts the batches before it; None if no steps are left to take."""
-    if checkpoints is not None:
-        checkpoints.reserve()
-    taken = None if checkpoints is None else checkpoints.latest_step()
-    if checkpoints is None or taken is None:
-        if options.resume:
-            say(f"no checkpoint in {options.checkpoint} yet: starting at step 0")
-        return trainer.init(params, seed=options.seed), 0
-    check_resumes(options, taken)
-    about = checkpoints.about()  # of the newest that is not damaged
-    taken = about["step"]
-    check_position(about["data_position"], position_of(options, corpus, 0), options, taken, say)
-    state, saved = checkpoints.restore(trainer, params)
-    if taken != int(state.step):  # its arrays are damaged
-        taken = int(state.step)
-        about = checkpoints.about(taken)
-    if taken >= options.steps:
-        say(f"complete: the checkpoint in {options.checkpoint} has taken {taken} of {options.steps} steps")
-        return None
-    num_batches = num_batches_of(saved, options)
-    say(f"resumed at step {taken}, which {about['strategy']} saved on {about['num_ranks']} ranks")
-    return state, num_batches
-
-
-def _is_signalled(signals: list[int], step: int) -> bool:
-    """Whether the run ends after this step: all processes of a job agree on one."""
-    if jax.process_count() > 1:
-        return multihost_utils.reached_preemption_sync_point(step)
-    return bool(signals)
-
-
-def _mean_loss(trainer: Trainer, state: TrainState, batches: list[Batch]) -> float | None:
-    losses = [float(trainer.evaluate(state, batch)) for batch in batches]
-    return sum(losses) / len(losses) if losses else None
 
 
 def _start_ranks(options: TrainOptions) -> Mesh:

@@ -25,12 +25,13 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ..communication.collectives import all_gather, all_reduce
+from ..processes.replicas import ReplicasDifferError, describe_difference
 from ..tree import named_leaves
 from .packing import leaf_specs, shard_map
 from .step import TrainState
 
 
-class ReplicaError(RuntimeError):
+class ReplicaError(ReplicasDifferError):
     """Ranks hold different values of what should be the same.
 
     Attributes:
@@ -48,16 +49,6 @@ class ReplicaError(RuntimeError):
         super().__init__(message)
         self.leaf, self.ranks, self.num_leaves, self.difference = leaf, ranks, num_leaves, difference
         self.state: TrainState | None = None
-
-
-def _error(leaf: str, ranks: tuple[int, ...], num_leaves: int, difference: float, step: int) -> ReplicaError:
-    of_ranks = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{', ...' * (len(ranks) > 8)}"
-    more = f", as do {num_leaves - 1} more leaves" * (num_leaves > 1)
-    message = (
-        f"{leaf} of {of_ranks} differs by up to {difference:.3g} from what most ranks hold after step {step}{more}:"
-        " a device or its memory may be faulty"
-    )
-    return ReplicaError(message, leaf, ranks, num_leaves, difference)
 
 
 def check_replicas(state: TrainState, shardings: Any) -> None:
@@ -83,7 +74,9 @@ def check_replicas(state: TrainState, shardings: Any) -> None:
     first = differing[0]
     ranks = np.flatnonzero(sums[found[first], first] != sums[:, first]).tolist()
     differences = _differences(arrays[first], found[first], of_leaves[first], mesh)
-    raise _error(list(leaves)[first], tuple(ranks), len(differing), float(np.max(differences)), int(state.step))
+    leaf, difference = list(leaves)[first], float(np.max(differences))
+    message = describe_difference(leaf, ranks, len(differing) - 1, "leaves", difference, int(state.step))
+    raise ReplicaError(message, leaf, tuple(ranks), len(differing), difference)
 
 
 def _replicated(state: TrainState, specs: Any, mesh: Mesh | AbstractMesh) -> dict[str, tuple[jax.Array, PartitionSpec]]:

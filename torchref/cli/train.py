@@ -9,10 +9,9 @@ from typing import Any
 
 from jaxddp.cli.interrupts import ended_by_interrupts
 from jaxddp.cli.launch import add_max_restarts, launch
-from jaxddp.cli.train import REPLICAS_DIFFER, add_options, check_restarts, show
+from jaxddp.cli.train import add_options, check_restarts, show
 from jaxddp.cli.train_options import DEFAULT_SIMULATED_DEVICES, TrainOptions
 from jaxddp.processes.job import find_job, visible_gpus
-from jaxddp.processes.stderr import print_line
 
 
 def add_parser(commands: Any) -> None:
@@ -45,7 +44,6 @@ def run(arguments: argparse.Namespace) -> int | None:
     check_restarts(arguments, options)
 
     with ended_by_interrupts():
-        from ..replicas import ReplicaError
         from .train_loop import check, train  # late, so that the help needs no torch
 
     if find_job() is None:
@@ -59,10 +57,6 @@ def run(arguments: argparse.Namespace) -> int | None:
 
         command = ["-m", "torchref", *sys.argv[1:]]  # the processes get the same
         return launch(command, num_ranks, None, arguments.max_restarts, fits if arguments.elastic else None)
-    try:
-        with ended_by_interrupts():
-            show(train, options, arguments.log_dir)
-    except ReplicaError as error:
-        print_line(f"error: {error}")
-        return REPLICAS_DIFFER
+    with ended_by_interrupts():
+        show(train, options, arguments.log_dir)
     return None

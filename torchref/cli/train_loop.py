@@ -9,42 +9,32 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import math
-import signal
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from jaxddp.cli.interrupts import Signalled, noted_signals
-from jaxddp.cli.resume import (
-    check_position,
-    check_resumes,
-    num_batches_of,
-    position_of,
-    saying,
-    set_aside,
-    set_aside_after_error,
-)
+from jaxddp.cli.interrupts import noted_signals
 from jaxddp.cli.train_options import TrainOptions
-from jaxddp.cli.train_report import StepReport, TrainSummary, is_due
+from jaxddp.cli.train_report import StepReport, TrainSummary
+from jaxddp.cli.train_run import TrainRun
 from jaxddp.processes.job import find_job
 from jaxddp.processes.watchdog import begin_step, end_step
 from jaxddp.training import data
-from jaxddp.training.clock import stopwatch, summarize
+from jaxddp.training.clock import stopwatch
 
 from ..agreement import check_alike, group_device
 from ..checkpoint import Checkpoints
-from ..communication.collectives import record
+from ..communication.collectives import Issued, record
 from ..communication.compression import make_compression
 from ..interop import from_numpy
 from ..launch import init_from_env
 from ..models import build, loss_fn
 from ..registry import STRATEGIES, make_strategy
-from ..replicas import ReplicaError, check_replicas
+from ..replicas import check_replicas
 from ..strategy import DataParallel, planned_collectives
 from ..train import Optimizer, Trainer
 
@@ -85,123 +75,75 @@ def train(
         loss_fn, optimizer, net, num_microbatches=options.microbatches, max_grad_norm=options.max_grad_norm,
         nonfinite="raise" if options.nonfinite == "raise" else "skip", max_skips=options.max_skips + 1,
     )  # fmt: skip
-    max_skips = options.max_skips if options.nonfinite == "skip" else 0  # counted here, so that the state can be saved
     say(f"{options.model} ({num_params:,} parameters) on {describe_devices(device)}, {options.strategy}")
     say(f"text: {corpus.source}, {corpus.num_bytes:,} bytes")
-
-    def to_device(batch: data.Batch) -> Batch:
-        return {name: torch.from_numpy(array).to(device) for name, array in batch.items()}
-
-    def wait(_: Any) -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
 
     size = options.batch_size // num_ranks
     mine = slice(rank * size, (rank + 1) * size)
     held_out = [
-        to_device({name: array[mine] for name, array in batch.items()})
+        _to_device({name: array[mine] for name, array in batch.items()})
         for batch in corpus.validation_batches(options.batch_size, options.eval_batches)
     ]
-    tokens_per_step = options.batch_size * config.context
-    losses, step_seconds, skipped = [], [], []
-    num_skips, is_owed = 0, False  # skips in a row; whether a checkpoint is due once a step is not skipped
-    validation_loss: float | None = None
-    with contextlib.ExitStack() as stack:
-        checkpoints = None
-        if options.checkpoint is not None:
-            checkpoints = stack.enter_context(Checkpoints(options.checkpoint, keep=options.keep, warn=say))
-        started = _start(trainer, options, corpus, checkpoints, say)
-        if started is None:
+    opened = Checkpoints(options.checkpoint, keep=options.keep, warn=say) if options.checkpoint is not None else None
+    with opened or contextlib.nullcontext() as checkpoints:
+        if checkpoints is not None:
+            checkpoints.reserve()
+            # Hosts may name the folder otherwise, and must share it.
+            check_alike({"step of the newest checkpoint": checkpoints.latest_step()})
+        run = _Run(options, corpus, trainer, held_out, checkpoints, say, rank, num_ranks)
+        if not run.resume():
             dist.destroy_process_group()
             return None
-        step, num_batches = started
-        first_step = step + 1
-        saved_step = step or None  # of the newest checkpoint
-        restored: int | None = None  # step of the checkpoint, if ranks came to differ after it
-        signals = stack.enter_context(noted_signals(is_in_job=False))
-        while step < options.steps:
-            step += 1
-            batch = corpus.batch(num_batches, options.batch_size, seed=options.seed, rank=rank, num_ranks=num_ranks)
-            with set_aside_after_error(checkpoints, step - 1, say):
-                with record() as issued:
-                    metrics, seconds = stopwatch(_step, trainer, to_device(batch), wait=wait)
-            num_batches += 1
-            losses.append(metrics["loss"])
-            step_seconds.append(seconds)
-            skipped.append(bool(metrics.get("skipped", False)))
-            num_skips = num_skips + 1 if skipped[-1] else 0
-            gives_up = num_skips > max_skips
-            is_last = gives_up or (step < options.steps and _is_signalled(signals))
-            is_owed = is_owed or is_due(step, options.checkpoint_every, options.steps)
-            is_final, save_s = is_last or step == options.steps, 0.0
-            is_saved = is_final or (is_owed and not num_skips)
-            if is_saved or is_due(step, options.check_replicas_every, options.steps):
-                try:
-                    check_replicas(trainer)
-                except ReplicaError as error:
-                    newest = None if checkpoints is None else checkpoints.latest_step()
-                    if options.replicas == "stop" or checkpoints is None or newest in (None, restored):
-                        raise  # it is no accident a second time
-                    step, saved = checkpoints.restore(trainer)
-                    num_batches, restored = saved["examples"] // options.batch_size, newest
-                    for of_steps in (losses, step_seconds, skipped):
-                        del of_steps[max(0, step - first_step + 1) :]
-                    saved_step, num_skips, is_owed = step, 0, False
-                    say(f"{error}; restored step {step}")
-                    continue
-            if checkpoints is not None and gives_up and saved_step == step - num_skips:
-                set_aside(checkpoints, saved_step, say)
-            elif checkpoints is not None and is_saved:
-                position = position_of(options, corpus, num_batches)
-                save = functools.partial(checkpoints.save, data_position=position, set_aside=gives_up)
-                goes_on = options.failed_save == "continue" and not is_final
-                with saying(say) if goes_on else contextlib.nullcontext():
-                    save_s = stopwatch(save, trainer, step, wait=wait)[1]
-                    saved_step, is_owed = step, False
-                if gives_up:
-                    say(f"the state before is kept as {step}.nonfinite.npz in {options.checkpoint}")
-            is_validated = not is_last and is_due(step, options.eval_every, options.steps)
-            validation_loss = _mean_loss(net, held_out) if is_validated else None
-            tokens_per_s = tokens_per_step / summarize(step_seconds[-20:]).median_ms * 1e3
-            on_step(StepReport(step, losses[-1], validation_loss, tokens_per_s, save_s))
-            if validation_loss is not None and not math.isfinite(validation_loss):
-                with set_aside_after_error(checkpoints, step, say):
-                    raise FloatingPointError(f"validation loss (={validation_loss}) after step {step} must be finite")
-            if is_last:
-                break
-        if checkpoints is not None:
-            say(f"checkpoints in {options.checkpoint}: steps {', '.join(map(str, checkpoints.steps()))}")
-    if is_last:
+        with noted_signals(is_in_job=False) as run.signals:
+            run.take_steps(on_step)
+    if run.error is not None:
         dist.destroy_process_group()
-    if gives_up:
-        raise FloatingPointError(
-            f"loss (={losses[-1]}) and gradient of step {step} must be finite: the updates of this step and the "
-            f"{max_skips} before it were skipped"
-        )
-    if is_last:
-        raise Signalled(signals[0] if signals else signal.SIGTERM)
-
-    summary = TrainSummary(
-        options=options,
+        raise run.error
+    summary = run.summary(
         num_params=num_params,
         params_bytes=params_bytes,
-        source=corpus.source,
-        num_bytes=corpus.num_bytes,
         devices=describe_devices(device),
-        context=config.context,
         planned=planned_collectives(net, num_microbatches=options.microbatches),
-        compiled=[(one.kind, one.num_bytes) for one in issued],
+        compiled=[(one.kind, one.num_bytes) for one in run.issued],
         compile_s=None,
-        first_loss=losses[0],
-        last_loss=losses[-1],
-        validation_loss=validation_loss,
         num_validation_bytes=num_ranks * sum(batch["targets"].numel() for batch in held_out),
-        step_timings=summarize(step_seconds),
-        first_step=first_step,
-        num_skipped=sum(skipped),
     )
     dist.destroy_process_group()
     return summary
+
+
+class _Run(TrainRun):
+    """A run with a trainer of this package."""
+
+    issued: Sequence[Issued] = ()  # collectives of the last step
+
+    def _take_step(self, batch: data.Batch) -> tuple[dict[str, float], float]:
+        with record() as self.issued:
+            return stopwatch(_step, self.trainer, _to_device(batch), wait=_wait)
+
+    def _is_signalled(self) -> bool:
+        told = torch.tensor([len(self.signals)], device=group_device())
+        begin_step(is_call=True)
+        dist.all_reduce(told)
+        was_told = bool(told)
+        end_step()
+        return was_told
+
+    def _check_replicas(self) -> None:
+        check_replicas(self.trainer)
+
+    def _restore(self) -> tuple[int, Any]:
+        return self.checkpoints.restore(self.trainer)
+
+    def _save(self, position: Any, set_aside: bool) -> float:
+        save = functools.partial(self.checkpoints.save, data_position=position, set_aside=set_aside)
+        _, seconds = stopwatch(save, self.trainer, self.step, wait=_wait)
+        if set_aside:
+            self.say(f"the state before is kept as {self.step}.nonfinite.npz in {self.options.checkpoint}")
+        return seconds
+
+    def _mean_loss(self) -> float | None:
+        return _mean_loss(self.trainer.net, self.held_out)
 
 
 def check(options: TrainOptions) -> None:
@@ -227,45 +169,13 @@ def describe_devices(device: torch.device) -> str:
     return "1 CPU device" if num_ranks == 1 else f"{num_ranks} CPU devices of {num_ranks} processes"
 
 
-def _start(
-    trainer: Trainer,
-    options: TrainOptions,
-    corpus: data.Corpus,
-    checkpoints: Checkpoints | None,
-    say: Callable[[str], None],
-) -> tuple[int, int] | None:
-    """Restores the newest checkpoint; gives the steps and batches before it, None if no steps are left to take."""
-    if checkpoints is None:
-        return 0, 0
-    checkpoints.reserve()
-    taken = checkpoints.latest_step()
-    check_alike({"step of the newest checkpoint": taken})  # hosts may name the folder otherwise, and must share it
-    if taken is None:
-        if options.resume:
-            say(f"no checkpoint in {options.checkpoint} yet: starting at step 0")
-        return 0, 0
-    check_resumes(options, taken)
-    about = checkpoints.about()  # of the newest that is not damaged
-    check_position(about["data_position"], position_of(options, corpus, 0), options, about["step"], say)
-    step, saved = checkpoints.restore(trainer)
-    if step != about["step"]:  # its tensors are damaged
-        about = checkpoints.about(step)
-    if step >= options.steps:
-        say(f"complete: the checkpoint in {options.checkpoint} has taken {step} of {options.steps} steps")
-        return None
-    num_batches = num_batches_of(saved, options)
-    say(f"resumed at step {step}, which {about['strategy']} saved on {about['num_ranks']} ranks")
-    return step, num_batches
+def _to_device(batch: data.Batch) -> Batch:
+    return {name: torch.from_numpy(array).to(group_device()) for name, array in batch.items()}
 
 
-def _is_signalled(signals: list[int]) -> bool:
-    """Whether the run ends after this step: if any rank was told to."""
-    told = torch.tensor([len(signals)], device=group_device())
-    begin_step(is_call=True)
-    dist.all_reduce(told)
-    was_told = bool(told)
-    end_step()
-    return was_told
+def _wait(_: Any) -> None:
+    if group_device().type == "cuda":
+        torch.cuda.synchronize()
 
 
 def _step(trainer: Trainer, batch: Batch) -> dict[str, float]:
