@@ -99,7 +99,14 @@ def test_the_twin_imports_only_what_needs_no_framework():
     ours = {name for name in imported if not name.startswith("torchref")}
     cli = {"interrupts", "launch", "parser", "resume", "train", "train_options", "train_report", "train_run"}
     data = {"jaxddp.training.clock", "jaxddp.training.data"}
-    core = {"arguments", "checkpoint.folder_lock", "communication.buckets", "communication.owners", "sizes"}
+    core = {
+        "arguments",
+        "checkpoint.folder",
+        "checkpoint.folder_lock",
+        "communication.buckets",
+        "communication.owners",
+        "sizes",
+    }
     core |= {f"processes.{name}" for name in ("job", "replicas", "roll_call", "stderr", "torchrun", "watchdog")}
     assert ours - {"jaxddp", "jaxddp.checkpoint", "jaxddp.training"} == data | {
         *(f"jaxddp.cli.{name}" for name in cli),

@@ -1,6 +1,7 @@
 """Checkpoints that any strategy on any number of ranks restores, and weights for other frameworks.
 
 checkpoints.py   saves and restores training states
+folder.py        which checkpoints of a folder are restored, passed over or set aside
 folder_lock.py   one job at a time writes to a folder
 host_state.py    a state on the host, in full, and back on the ranks
 weights.py       weights alone, as ``.npz`` or ``.safetensors``

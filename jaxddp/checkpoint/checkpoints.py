@@ -43,7 +43,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +57,7 @@ from ..training.state_layout import Leaf
 from ..training.train import Trainer, TrainState
 from ..training.validation import check_alive, check_state
 from ..tree import named_leaves
+from .folder import CheckpointFolder, refuse_nonfinite
 from .folder_lock import lock_folder, unlock_folder
 from .host_state import is_key, places_of, to_host, to_ranks, without_owned
 
@@ -69,7 +70,6 @@ _ANSWER_S = 1200  # for process 0 to begin or finish a save
 
 _OWNERS = {"params": ("parameter", "model"), "opt_state": ("optimizer state", "optimizer"),
            "model_state": ("model state", "model")}  # fmt: skip
-T = TypeVar("T")
 Row = Mapping[str, Any]
 """``shape, dtype, crc32`` of one leaf, and ``impl`` of an RNG key."""
 
@@ -80,10 +80,6 @@ _locks: dict[Path, Any] = {}  # of each folder: objects of this process and thei
 _unfinished: set[Checkpoints] = set()  # those that may still be writing
 _reserving: set[Checkpoints] = set()  # those that hold the lock of their folder until they are closed
 _numbers = itertools.count()  # of saves: the same in all processes
-
-
-class _DamagedError(ValueError):
-    """A checkpoint whose files are not those that were written."""
 
 
 class _Write(NamedTuple):
@@ -103,7 +99,7 @@ def _in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
     return one_at_a_time
 
 
-class Checkpoints:
+class Checkpoints(CheckpointFolder):
     """The checkpoints in one folder; a context manager that finishes the last write at its end.
 
     Without ``with`` or ``close`` the end of the interpreter finishes it; Python 3.12.0 to 3.12.2 could not, so there a
@@ -149,18 +145,10 @@ class Checkpoints:
             ValueError: If ``keep`` is not positive, or the folder is a file or "".
             OSError: If it cannot be created.
         """
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            raise ValueError(f"keep (={keep!r}) must be a positive integer")
-        check_kind("directory", directory, (str, os.PathLike), "a path")
         check_flag(check_finite=check_finite)
         check_function("warn", warn, "a function of a line")
-        if not os.fspath(directory):
-            raise ValueError("directory (='') must name a folder")
-        self.directory = Path(directory).absolute()
-        if self.directory.exists() and not self.directory.is_dir():
-            raise ValueError(f"directory (={str(self.directory)!r}) must be a folder, it is a file")
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._keep, self._check_finite, self._warn = keep, check_finite, warn
+        super().__init__(directory, keep, warn)
+        self._check_finite = check_finite
         handlers = ocp.type_handlers
         # Only NumPy arrays are written, but Orbax warns about a registry without JAX's.
         registry = handlers.create_type_handler_registry(
@@ -181,16 +169,7 @@ class Checkpoints:
             multiprocessing_options=alone,
         )
         self._writing: _Write | None = None
-        self._damaged: set[int] = set()
         self._lock = _locks.setdefault(self.directory, threading.RLock())
-
-    def __enter__(self) -> Checkpoints:
-        """Returns itself."""
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Finishes writing, and closes."""
-        self.close()
 
     @_in_turn
     def reserve(self) -> None:
@@ -200,7 +179,7 @@ class Checkpoints:
             ValueError: If another job has locked it.
             OSError: If it cannot be written.
         """
-        _on_first(f"jaxddp/checkpoint/{next(_numbers)}", self._lock_folder)
+        self._on_first(self._lock_folder)
         _reserving.add(self)
 
     @_in_turn
@@ -230,7 +209,7 @@ class Checkpoints:
         except (TypeError, ValueError) as error:
             raise ValueError(f"data_position (={data_position!r}) must be JSON: {error}") from error
         step, key = int(state.step), f"jaxddp/checkpoint/{next(_numbers)}"
-        path = self._aside(step) if set_aside else self._path(step)
+        path = self.aside_path(step) if set_aside else self._path(step)
         _on_first(f"{key}/begin", functools.partial(self._begin, step, path))
         try:
             items = self._items(trainer, state, data_position)
@@ -253,32 +232,17 @@ class Checkpoints:
 
     @_in_turn
     def set_aside(self, step: int) -> str | None:
-        """Renames the newest checkpoint to ``STEP.nonfinite`` if it is of this step and an older one is left.
-
-        For states that look sound, and make every step that follows NaN or infinite. Only the last that was set aside
-        is kept; renamed back, it can be restored. In a job all processes call it.
-
-        Returns:
-            The new name, in process 0; None if nothing was renamed.
-
-        Raises:
-            OSError: If it cannot be renamed, or the last save failed.
-        """
+        """As ``CheckpointFolder.set_aside``, once the last save is written."""
         self.wait()
-        renamed: list[str] = []
+        return super().set_aside(step)
 
-        def rename() -> None:
-            if len(steps := self.steps()) > 1 and steps[-1] == step:
-                self._remove_aside()
-                renamed.append(self._path(step).rename(self._aside(step)).name)
-                self._remove_renamed()
-
-        _on_first(f"jaxddp/checkpoint/{next(_numbers)}", rename)
-        return renamed[0] if renamed else None
+    def _on_first(self, function: Callable[[], None]) -> None:
+        _on_first(f"jaxddp/checkpoint/{next(_numbers)}", function)
 
     def _remove_aside(self) -> None:
         for earlier in filter(_is_ours, self.directory.glob("*.nonfinite")):
             earlier.rename(earlier.with_name(f"{earlier.name}.removed"))
+        self._remove_renamed()
 
     def _begin(self, step: int, path: Path) -> None:
         """Makes way for a save, in process 0: raises if there is none."""
@@ -286,17 +250,7 @@ class Checkpoints:
             other.wait()  # the host never holds two copies, and no step is written twice
         self._lock_folder()
         try:
-            for damaged in self._damaged:
-                if damaged >= step and self._path(damaged).exists():
-                    _rename_damaged(self._path(damaged))
-            newest = self.latest_step()
-            if path == self._aside(step):
-                self._remove_aside()
-            elif newest is not None and step <= newest:
-                raise ValueError(
-                    f"step (={step}) must be above {newest}, that of the newest checkpoint {self._where}: save into "
-                    f"another folder, or remove those of step {step} and later"
-                )
+            self._make_way(step, path == self.aside_path(step))
             if os.path.lexists(path):  # Orbax would remove it
                 raise ValueError(f"{str(path)!r} is no checkpoint: save into another folder, or rename it")
         except BaseException:
@@ -311,11 +265,7 @@ class Checkpoints:
             if self._check_finite and not _is_finite(name, array):
                 nonfinite.append(name)
             arrays[name] = array if is_writer else np.zeros(1)
-        if nonfinite:
-            more = f" and {len(nonfinite) - 3} more" * (len(nonfinite) > 3)
-            raise FloatingPointError(
-                f"state of step {int(state.step)} must be finite to be saved: {', '.join(nonfinite[:3])}{more} are not"
-            )
+        refuse_nonfinite(int(state.step), nonfinite)
         leaves, places = named_leaves(without_owned(state)), named_leaves(places_of(trainer, state))
         about = {
             "format": FORMAT,
@@ -339,7 +289,7 @@ class Checkpoints:
             self._remove_partial(path.name)  # a full disk must not stay full
             number = re.search(r"os_error_code='(\d+)'", str(error))  # TensorStore repeats every path
             reason = os.strerror(int(number[1])) if number else " ".join(str(error).split())
-            raise OSError(f"checkpoint of step {step} {self._where} was not saved: {reason}") from error
+            raise OSError(f"{self._name(step)} was not saved: {reason}") from error
         ours = [one for one in sorted(_steps_in(self.directory)) if _is_ours(self._path(one))]
         for old in ours[: -self._keep] if path == self._path(step) else ():
             self._path(old).rename(self.directory / f"{old}.removed")  # in one go: none is ever half there
@@ -389,7 +339,7 @@ class Checkpoints:
 
     def _restore(self, trainer: Trainer, params: Any, model_state: Any, step: int) -> tuple[TrainState, Any]:
         about = self._about(step)
-        name = f"checkpoint of step {step} {self._where}"
+        name = self._name(step)
         _check_model(name, about["leaves"], params)  # first, so that the trainer never sees another model
         state = trainer.abstract_state(params, model_state)
         _check_fits(name, about["leaves"], places_of(trainer, state))
@@ -442,7 +392,7 @@ class Checkpoints:
             jax.tree.structure(params), [None if name in kept else leaf for name, leaf in leaves.items()]
         )
         saved = {name: row for name, row in about["leaves"].items() if name in leaves and name not in kept}
-        checkpoint = f"checkpoint of step {step} {self._where}"
+        checkpoint = self._name(step)
         _check_shapes(checkpoint, owner, saved, wanted)
         _check_dtypes(checkpoint, saved, leaves)
         arrays = self._read({**about, "leaves": saved})
@@ -474,41 +424,21 @@ class Checkpoints:
         self.wait()
         return self._newest(self._about) if step is None else self._about(step)
 
-    def _newest(self, read: Callable[[int], T]) -> T:
-        """Reads the newest checkpoint, an older one where it is damaged."""
-        damaged = []
-        for step in reversed(self.steps()):
-            try:
-                found = read(step)
-            except _DamagedError as error:
-                damaged.append((step, error))
-                continue
-            for newer, _ in damaged:
-                if newer not in self._damaged:
-                    self._warn(f"checkpoint of step {newer} {self._where} is damaged or half-written: took step {step}")
-            self._damaged.update(newer for newer, _ in damaged)
-            return found
-        raise damaged[0][1] if damaged else ValueError(f"no checkpoint in {str(self.directory)!r}")
-
     def _about(self, step: int) -> dict[str, Any]:
         steps = self.steps()
         if step not in steps:
-            raise ValueError(f"no checkpoint of step {step} {self._where}: there are {', '.join(map(str, steps))}")
+            raise ValueError(f"no {self._name(step)}: there are {', '.join(map(str, steps))}")
         try:
             about = _metadata(self._path(step))
             written = about["format"]
         except (*_UNREADABLE, OSError) as error:
             raise self._damage(step) from error
         if isinstance(written, int) and written > FORMAT:
-            raise ValueError(
-                f"checkpoint of step {step} {self._where} has format {written}, newer than {FORMAT}: update jaxddp"
-            )
+            raise ValueError(f"{self._name(step)} has format {written}, newer than {FORMAT}: update jaxddp")
         if about.pop("crc32", None) != _checksum(about) or not _is_description(about):
             raise self._damage(step)
         if about["step"] != step:
-            raise ValueError(
-                f"checkpoint of step {step} {self._where} is that of step {about['step']}: remove or rename its folder"
-            )
+            raise ValueError(f"{self._name(step)} is that of step {about['step']}: remove or rename its folder")
         return about
 
     @_in_turn
@@ -517,10 +447,6 @@ class Checkpoints:
         found = _steps_in(self.directory)
         writing = None if self._writing is None else self._writing.step
         return sorted(found if writing is None else found | {writing})
-
-    def latest_step(self) -> int | None:
-        """Returns the step of the newest checkpoint; None if there is none."""
-        return max(self.steps(), default=None)
 
     @property
     def has_failed(self) -> bool:
@@ -567,21 +493,6 @@ class Checkpoints:
     def _unlock_folder(self) -> None:
         if not any(one.directory == self.directory for one in _unfinished | _reserving):
             unlock_folder(self.directory)
-
-    @property
-    def _where(self) -> str:
-        return f"in {str(self.directory)!r}"
-
-    def _path(self, step: int) -> Path:
-        return self.directory / str(step)
-
-    def _aside(self, step: int) -> Path:
-        return self.directory / f"{step}.nonfinite"
-
-    def _damage(self, step: int) -> _DamagedError:
-        return _DamagedError(
-            f"checkpoint of step {step} {self._where} is damaged or half-written: remove it to go on from an older one"
-        )
 
     def _read(self, about: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Reads the arrays of a checkpoint that ``about`` describes."""
@@ -708,11 +619,6 @@ def _is_description(about: Mapping[str, Any]) -> bool:
     if not isinstance(leaves, dict) or not leaves.keys() >= {"step", "key"}:
         return False
     return about.keys() >= {"step", "data_position"} and all(map(is_row, leaves.values()))
-
-
-def _rename_damaged(checkpoint: Path) -> None:
-    names = itertools.chain([".damaged"], (f".damaged-{number}" for number in itertools.count(2)))
-    checkpoint.rename(next(path for path in map(checkpoint.with_suffix, names) if not path.exists()))
 
 
 def _is_finite(name: str, array: np.ndarray) -> bool:

@@ -149,10 +149,7 @@ class _Run(TrainRun):
 
     def _save(self, position: Any, set_aside: bool) -> float:
         save = functools.partial(self.checkpoints.save, data_position=position, set_aside=set_aside)
-        _, seconds = stopwatch(save, self.trainer, self.state)
-        if set_aside:
-            self.say(f"the state before is kept as {self.step}.nonfinite in {self.options.checkpoint}")
-        return seconds
+        return stopwatch(save, self.trainer, self.state)[1]
 
     def _mean_loss(self) -> float | None:
         losses = [float(self.trainer.evaluate(self.state, batch)) for batch in self.held_out]

@@ -169,6 +169,9 @@ class TrainRun(abc.ABC):
                 with self._saying_if(goes_on and not is_final):
                     save_s = self._save(position_of(options, self.corpus, self._num_batches), gives_up)
                     saved_step, is_owed = self.step, False
+                if gives_up:
+                    aside = checkpoints.aside_path(self.step).name
+                    self.say(f"the state before is kept as {aside} in {options.checkpoint}")
             is_validated = not is_last and is_due(self.step, options.eval_every, options.steps)
             self._validation_loss = loss = self._mean_loss() if is_validated else None
             tokens_per_s = options.batch_size * self.corpus.context / summarize(self._seconds[-20:]).median_ms * 1e3

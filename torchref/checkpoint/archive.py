@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from jaxddp.checkpoint.folder import DamagedError
+
 FORMAT = 1
 """Of the checkpoints that this version writes; it reads all up to it."""
 
@@ -29,10 +31,6 @@ _KINDS = {
     "format": int, "step": int, "strategy": str, "num_ranks": int, "optimizer": str, "state_has": dict, "numbers": dict,
     "elementwise": list, "dtypes": dict,
 }  # fmt: skip
-
-
-class DamagedError(ValueError):
-    """A file is not the one that was written."""
 
 
 def write(path: Path, about: Mapping[str, Any], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -11,7 +11,6 @@ beside its shards, and a rank that restores reads one tensor at a time.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -26,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from jaxddp.arguments import check_flag
+from jaxddp.checkpoint.folder import CheckpointFolder, DamagedError, refuse_nonfinite
 from jaxddp.checkpoint.folder_lock import lock_folder, unlock_folder
 from jaxddp.processes.watchdog import begin_step, end_step
 
@@ -42,7 +42,7 @@ _patient: tuple[Any, Any] | None = None  # the group of all ranks, and that of `
 T = TypeVar("T")
 
 
-class Checkpoints:
+class Checkpoints(CheckpointFolder):
     """The checkpoints in one folder; a context manager that lets others save there at its end.
 
     All ranks call ``reserve``, ``save``, ``restore`` and ``set_aside``, and all raise the same.
@@ -58,6 +58,8 @@ class Checkpoints:
         ...     checkpoints.restore(trainer)
         (1, 4)
     """
+
+    suffix = ".npz"
 
     def __init__(
         self,
@@ -78,27 +80,8 @@ class Checkpoints:
             ValueError: If ``keep`` is not positive, or the folder is a file or "".
             OSError: If it cannot be created.
         """
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            raise ValueError(f"keep (={keep!r}) must be a positive integer")
-        if not isinstance(directory, (str, os.PathLike)):
-            raise ValueError(f"directory (={directory!r}) must be a path")
-        if not os.fspath(directory):
-            raise ValueError("directory (='') must name a folder")
-        self.directory = Path(directory).absolute()
-        if self.directory.exists() and not self.directory.is_dir():
-            raise ValueError(f"directory (={str(self.directory)!r}) must be a folder, it is a file")
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._keep, self._warn = keep, warn
+        super().__init__(directory, keep, warn)
         self._is_reserved = self._has_lock = False
-        self._damaged: set[int] = set()
-
-    def __enter__(self) -> Checkpoints:
-        """Returns itself."""
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Lets others save into the folder."""
-        self.close()
 
     def reserve(self) -> None:
         """Locks the folder until ``close``, so that no other job saves there, not only during each save.
@@ -190,7 +173,7 @@ class Checkpoints:
             held = RankState.of(trainer)
             about = self._newest(self._checked) if step is None else self._checked(step)
             with archive.Reader(self._path(about["step"]), about) as reader:
-                held.check_fits(reader, about, f"checkpoint of step {about['step']} {self._where}")
+                held.check_fits(reader, about, self._name(about["step"]))
             return held, about
 
         held, about = _on_each(check)
@@ -225,31 +208,8 @@ class Checkpoints:
             int(path.stem) for path in self.directory.glob("*.npz") if re.fullmatch("0|[1-9][0-9]*", path.stem)
         )
 
-    def latest_step(self) -> int | None:
-        """Returns the step of the newest checkpoint; None if there is none."""
-        return max(self.steps(), default=None)
-
-    def set_aside(self, step: int) -> str | None:
-        """Renames the newest checkpoint to ``STEP.nonfinite.npz`` if it is of this step and an older one is left.
-
-        For states that look sound, and make every step that follows NaN or infinite. Only the last that was set aside
-        is kept; renamed back, it can be restored.
-
-        Returns:
-            The new name, in rank 0; None if nothing was renamed.
-
-        Raises:
-            OSError: If it cannot be renamed.
-        """
-        renamed: list[str] = []
-
-        def rename() -> None:
-            if len(steps := self._sound_steps()) > 1 and steps[-1] == step:
-                self._remove_aside()
-                renamed.append(self._path(step).rename(self._aside(step)).name)
-
-        _on_first(rename)
-        return renamed[0] if renamed else None
+    def _on_first(self, function: Callable[[], None]) -> None:
+        _on_first(function)
 
     def _remove_aside(self) -> None:
         for earlier in filter(_is_ours, self.directory.glob("*.nonfinite.npz")):
@@ -257,32 +217,17 @@ class Checkpoints:
 
     def _begin(self, step: int, set_aside: bool) -> None:
         self._lock()
-        for damaged in [one for one in self._damaged if one >= step and self._path(one).exists()]:
-            names = itertools.chain([f"{damaged}.damaged"], (f"{damaged}.damaged-{n}" for n in itertools.count(2)))
-            free = next(path for path in map(self.directory.joinpath, names) if not path.exists())
-            self._path(damaged).rename(free)
-        newest = self.latest_step()
-        if set_aside:
-            self._remove_aside()
-        elif newest is not None and step <= newest:
-            raise ValueError(
-                f"step (={step}) must be above {newest}, that of the newest checkpoint {self._where}: save into another"
-                f" folder, or remove those of step {step} and later"
-            )
+        self._make_way(step, set_aside)
         for partial in self.directory.glob(f"*.{archive.PARTIAL}"):  # of a process that was killed here
             partial.unlink()
 
     def _write(self, step: int, whole: Whole, about: dict[str, Any], set_aside: bool) -> None:
-        if nonfinite := [name for name, tensor in whole.tensors.items() if not is_finite(name, tensor)]:
-            more = f" and {len(nonfinite) - 3} more" * (len(nonfinite) > 3)
-            raise FloatingPointError(
-                f"state of step {step} must be finite to be saved: {', '.join(nonfinite[:3])}{more} are not"
-            )
+        refuse_nonfinite(step, [name for name, tensor in whole.tensors.items() if not is_finite(name, tensor)])
         try:
-            path = self._aside(step) if set_aside else self._path(step)
+            path = self.aside_path(step) if set_aside else self._path(step)
             archive.write(path, about, whole.tensors.items())
         except OSError as error:
-            raise OSError(f"checkpoint of step {step} {self._where} was not saved: {error.strerror}") from error
+            raise OSError(f"{self._name(step)} was not saved: {error.strerror}") from error
         for old in () if set_aside else self._sound_steps()[: -self._keep]:
             self._path(old).unlink()
 
@@ -290,35 +235,17 @@ class Checkpoints:
         """The steps of the checkpoints that this program wrote and has not found damaged: only these are removed."""
         return [step for step in self.steps() if step not in self._damaged and _is_ours(self._path(step))]
 
-    def _newest(self, read: Callable[[int], T]) -> T:
-        """Reads the newest checkpoint, an older one where it is damaged."""
-        damaged: list[tuple[int, archive.DamagedError]] = []
-        for step in reversed(self.steps()):
-            try:
-                found = read(step)
-            except archive.DamagedError as error:
-                damaged.append((step, error))
-                continue
-            for newer, _ in damaged:
-                if newer not in self._damaged:
-                    self._warn(f"checkpoint of step {newer} {self._where} is damaged or half-written: took step {step}")
-            self._damaged.update(newer for newer, _ in damaged)
-            return found
-        raise damaged[0][1] if damaged else ValueError(f"no checkpoint in {str(self.directory)!r}")
-
     def _checked(self, step: int) -> dict[str, Any]:
         return self._about(step, with_tensors=True)
 
     def _about(self, step: int, with_tensors: bool = False) -> dict[str, Any]:
-        name = f"checkpoint of step {step} {self._where}"
+        name = self._name(step)
         if step not in (steps := self.steps()):
             raise ValueError(f"no {name}: there are {', '.join(map(str, steps))}")
         try:
             about = archive.check(self._path(step), with_tensors=with_tensors)
-        except archive.DamagedError as error:
-            raise archive.DamagedError(
-                f"{name} is damaged or half-written: remove it to go on from an older one"
-            ) from error
+        except DamagedError as error:
+            raise self._damage(step) from error
         if about["format"] > archive.FORMAT:
             raise ValueError(f"{name} has format {about['format']}, newer than {archive.FORMAT}: update torchref")
         if about["step"] != step:
@@ -333,16 +260,6 @@ class Checkpoints:
             self._has_lock = False
             unlock_folder(self.directory)
 
-    def _path(self, step: int) -> Path:
-        return self.directory / f"{step}.npz"
-
-    def _aside(self, step: int) -> Path:
-        return self.directory / f"{step}.nonfinite.npz"
-
-    @property
-    def _where(self) -> str:
-        return f"in {str(self.directory)!r}"
-
 
 def _name_of(net: nn.Module) -> str:
     """The name of a wrapper's strategy; the class of another module."""
@@ -353,7 +270,7 @@ def _is_ours(path: Path) -> bool:
     """Whether this program wrote a file."""
     try:
         return bool(archive.check(path, with_tensors=False))
-    except (archive.DamagedError, OSError):
+    except (DamagedError, OSError):
         return False
 
 

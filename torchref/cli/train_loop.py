@@ -137,10 +137,7 @@ class _Run(TrainRun):
 
     def _save(self, position: Any, set_aside: bool) -> float:
         save = functools.partial(self.checkpoints.save, data_position=position, set_aside=set_aside)
-        _, seconds = stopwatch(save, self.trainer, self.step, wait=_wait)
-        if set_aside:
-            self.say(f"the state before is kept as {self.step}.nonfinite.npz in {self.options.checkpoint}")
-        return seconds
+        return stopwatch(save, self.trainer, self.step, wait=_wait)[1]
 
     def _mean_loss(self) -> float | None:
         return _mean_loss(self.trainer.net, self.held_out)
