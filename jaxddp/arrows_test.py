@@ -97,16 +97,10 @@ def test_the_twin_imports_only_what_needs_no_framework():
     modules = modules_of("torchref") | modules_of("jaxddp")
     imported = {name for path in modules_of("torchref").values() for name in imports_of(path, modules)}
     ours = {name for name in imported if not name.startswith("torchref")}
-    cli = {"interrupts", "launch", "parser", "resume", "train", "train_options", "train_report", "train_run"}
+    cli = {"interrupts", "launch", "parser", "train", "train_options", "train_report", "train_run"}
     data = {"jaxddp.training.clock", "jaxddp.training.data"}
-    core = {
-        "arguments",
-        "checkpoint.folder",
-        "checkpoint.folder_lock",
-        "communication.buckets",
-        "communication.owners",
-        "sizes",
-    }
+    core = {"arguments", "communication.buckets", "communication.owners", "sizes"}
+    core |= {"checkpoint.folder", "checkpoint.folder_lock", "checkpoint.weights"}
     core |= {f"processes.{name}" for name in ("job", "replicas", "roll_call", "stderr", "torchrun", "watchdog")}
     assert ours - {"jaxddp", "jaxddp.checkpoint", "jaxddp.training"} == data | {
         *(f"jaxddp.cli.{name}" for name in cli),

@@ -19,11 +19,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from ..arguments import check_leaves, check_path
-from ..tree import named_leaves
 
 SAFETENSORS = ".safetensors"
 _DTYPES = {
@@ -48,11 +47,13 @@ def export_weights(path: str | os.PathLike[str], params: Any) -> None:
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     export_weights(f"{folder}/weights.npz", {"head": {"kernel": jnp.ones((3, 5))}})
+        ...     export_weights(f"{folder}/weights.npz", {"head": {"kernel": np.ones((3, 5))}})
         ...     weights = load_weights(f"{folder}/weights.npz")
         >>> {name: array.shape for name, array in weights.items()}
         {'head.kernel': (3, 5)}
     """
+    from ..tree import named_leaves  # late: torchref reads weights, and imports no JAX
+
     check_path("path", path)
     leaves = named_leaves(params)
     check_leaves("params", leaves)
@@ -112,7 +113,7 @@ def _read_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     safetensors = _import_safetensors()
     try:
         found = safetensors.deserialize(Path(path).read_bytes())
-        dtypes = {name: jnp.dtype(_DTYPES[tensor["dtype"]]) for name, tensor in found}
+        dtypes = {name: np.dtype(_DTYPES[tensor["dtype"]]) for name, tensor in found}
     except (safetensors.SafetensorError, KeyError) as error:
         raise ValueError(f"file {str(path)!r} must hold weights, it is truncated or another kind: {error}") from error
     return {name: np.frombuffer(one["data"], dtypes[name]).reshape(one["shape"]).copy() for name, one in found}
@@ -135,5 +136,8 @@ def _read(archive: zipfile.ZipFile, name: str) -> np.ndarray:
 
 def as_native(array: np.ndarray) -> np.ndarray:
     """Widens floats that NumPy does not have, such as bfloat16, to float32, which holds them exactly."""
-    is_native = not jnp.issubdtype(array.dtype, jnp.floating) or np.issubdtype(array.dtype, np.floating)
-    return array if is_native else array.astype(np.float32)
+    try:
+        ml_dtypes.finfo(array.dtype)
+    except ValueError:  # of no float
+        return array
+    return array if np.issubdtype(array.dtype, np.floating) else array.astype(np.float32)

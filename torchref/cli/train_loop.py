@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import zipfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from jaxddp.checkpoint.weights import as_native, load_weights
 from jaxddp.cli.interrupts import noted_signals
 from jaxddp.cli.train_options import TrainOptions
 from jaxddp.cli.train_report import StepReport, TrainSummary
@@ -207,26 +207,7 @@ def _start_ranks(options: TrainOptions) -> torch.device:
 
 
 def _load_weights(path: str) -> dict[str, np.ndarray]:
-    try:
-        if path.endswith(".safetensors"):
-            return _load_safetensors(path)
-        with np.load(path) as weights:
-            return dict(weights)
-    except (zipfile.BadZipFile, ValueError, EOFError) as error:
-        raise ValueError(f"file {path!r} must hold weights, it is truncated or another kind: {error}") from error
-
-
-def _load_safetensors(path: str) -> dict[str, np.ndarray]:
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise ValueError("the package safetensors is not installed: pip install 'jaxddp[safetensors]'") from error
-    try:
-        tensors = safetensors.torch.load_file(path)
-    except safetensors.SafetensorError as error:
-        raise ValueError(str(error)) from error
-    # NumPy has no bfloat16; float32 holds it exactly.
-    return {name: (one.float() if one.dtype == torch.bfloat16 else one).numpy() for name, one in tensors.items()}
+    return {name: as_native(array) for name, array in load_weights(path).items()}
 
 
 def _wrap(options: TrainOptions, module: torch.nn.Module) -> tuple[DataParallel, Optimizer]:
