@@ -12,9 +12,12 @@ DEFAULT_SIMULATED_DEVICES = 4
 OPTIMIZERS = ("adamw", "adam", "sgd")
 NUM_BYTE_VALUES = 256
 NONFINITE = ("raise", "skip", "stop")
-COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
-REPLICAS = ("stop", "restore")
-FAILED_SAVES = ("stop", "continue")
+_CHOICES = {
+    "nonfinite": NONFINITE,
+    "replicas": ("stop", "restore"),
+    "failed_save": ("stop", "continue"),
+    "compute_dtype": ("bfloat16", "float16", "float32"),
+}
 
 
 @dataclass(frozen=True)
@@ -70,14 +73,11 @@ class TrainOptions:
                 raise ValueError(f"{name} (={value}) must not be negative; 0 {rarely}")
         if self.max_skips < 0:
             raise ValueError(f"max_skips (={self.max_skips}) must not be negative")
-        if self.nonfinite not in NONFINITE:
-            raise ValueError(f"nonfinite (={self.nonfinite!r}) must be one of {', '.join(NONFINITE)}")
+        for name, choices in _CHOICES.items():
+            if (value := getattr(self, name)) is not None and value not in choices:
+                raise ValueError(f"{name} (={value!r}) must be one of {', '.join(choices)}")
         if not 0 < self.stuck_s < math.inf:
             raise ValueError(f"stuck_s (={self.stuck_s}) must be a positive finite number")
-        if self.replicas not in REPLICAS:
-            raise ValueError(f"replicas (={self.replicas!r}) must be one of {', '.join(REPLICAS)}")
-        if self.failed_save not in FAILED_SAVES:
-            raise ValueError(f"failed_save (={self.failed_save!r}) must be one of {', '.join(FAILED_SAVES)}")
         if self.replicas == "restore" and self.checkpoint is None:
             raise ValueError(f"replicas (={self.replicas!r}) must come with checkpoint, the folder to restore from")
         if self.allow_changes and not self.resume:
@@ -90,8 +90,6 @@ class TrainOptions:
             raise ValueError(f"learning_rate (={self.learning_rate}) must be a positive finite number")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm (={self.max_grad_norm}) must be positive")
-        if self.compute_dtype not in (None, *COMPUTE_DTYPES):
-            raise ValueError(f"compute_dtype (={self.compute_dtype!r}) must be one of {', '.join(COMPUTE_DTYPES)}")
         if self.compute_dtype == "float16" and self.nonfinite != "skip":
             raise ValueError(f"nonfinite (={self.nonfinite!r}) must be 'skip' in float16, which overflows now and then")
         if self.optimizer not in OPTIMIZERS:
