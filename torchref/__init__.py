@@ -44,27 +44,18 @@ if TYPE_CHECKING:
     from .zero import ZeRO2 as ZeRO2
     from .zero import ZeROOptimizer as ZeROOptimizer
 
-_MODULES = {
-    "BucketPlan": "jaxddp.communication.buckets",
-    "TensorSpec": "jaxddp.communication.buckets",
-    "plan_buckets": "jaxddp.communication.buckets",
-    "Checkpoints": ".checkpoint",
-    "BucketedDDP": ".ddp",
-    "FlatDDP": ".ddp",
-    "NaiveDDP": ".ddp",
-    "OverlappedDDP": ".ddp",
-    "Weighted": ".loss",
-    "STRATEGIES": ".registry",
-    "check_replicas": ".replicas",
-    "DataParallel": ".strategy",
-    "make_strategy": ".registry",
-    "Trainer": ".train",
-    "FSDP": ".zero",
-    "ShardedOptimizer": ".zero",
-    "ZeRO1": ".zero",
-    "ZeRO2": ".zero",
-    "ZeROOptimizer": ".zero",
+_NAMES = {
+    "jaxddp.communication.buckets": ("BucketPlan", "TensorSpec", "plan_buckets"),
+    ".checkpoint": ("Checkpoints",),
+    ".ddp": ("BucketedDDP", "FlatDDP", "NaiveDDP", "OverlappedDDP"),
+    ".loss": ("Weighted",),
+    ".registry": ("STRATEGIES", "make_strategy"),
+    ".replicas": ("check_replicas",),
+    ".strategy": ("DataParallel",),
+    ".train": ("Trainer",),
+    ".zero": ("FSDP", "ShardedOptimizer", "ZeRO1", "ZeRO2", "ZeROOptimizer"),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 if not TYPE_CHECKING:  # type checkers would accept any name
 
