@@ -1,13 +1,22 @@
-"""All strategies by name: importing this module imports those of ``ddp/`` and ``zero/``."""
+"""All strategies by name."""
 
 from typing import Any
 
 from torch import nn
 
-from . import ddp as ddp
-from . import zero
-from .strategy import STRATEGIES as STRATEGIES
+from .ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from .strategy import DataParallel
+from .zero import FSDP, ZeRO1, ZeRO2
+
+STRATEGIES: dict[str, type[DataParallel]] = {
+    "naive": NaiveDDP,
+    "flat": FlatDDP,
+    "overlapped": OverlappedDDP,
+    "bucketed": BucketedDDP,
+    "zero1": ZeRO1,
+    "zero2": ZeRO2,
+    "zero3": FSDP,
+}
 
 
 def make_strategy(name: str, module: nn.Module, **options: Any) -> DataParallel:
@@ -28,13 +37,3 @@ def make_strategy(name: str, module: nn.Module, **options: Any) -> DataParallel:
         raise ValueError(f"unknown strategy {name!r}: one of {', '.join(STRATEGIES)}")
     strategy: Any = STRATEGIES[name]
     return strategy(module, **options)
-
-
-def _sort() -> None:
-    """Puts the stages of ZeRO last, whichever folder was imported first."""
-    found = sorted(STRATEGIES.items(), key=lambda one: one[1].__module__.startswith(f"{zero.__name__}."))
-    STRATEGIES.clear()
-    STRATEGIES.update(found)
-
-
-_sort()

@@ -31,7 +31,7 @@ from jaxddp.processes.watchdog import begin_step, end_step
 
 from ..agreement import check_alike, gather_texts
 from ..loss_scale import LossScale
-from ..strategy import STRATEGIES
+from ..registry import STRATEGIES
 from ..train import Trainer
 from . import archive
 from .rank_state import RankState, Whole, is_finite, num_ranks, rank

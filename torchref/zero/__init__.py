@@ -10,10 +10,8 @@ clipping.py is at the top, because all wrappers clip: here it would be imported 
 zero/, where its layers and their order are as well; modules and hooks replace those here.
 """
 
-# isort: skip_file
-# STRATEGIES lists the stages in the order of these imports.
+from .sharded_optimizer import ShardedOptimizer as ShardedOptimizer
 from .stage1 import ZeRO1 as ZeRO1
 from .stage2 import ZeRO2 as ZeRO2
 from .stage3 import FSDP as FSDP
-from .sharded_optimizer import ShardedOptimizer as ShardedOptimizer
 from .zero_optimizer import ZeROOptimizer as ZeROOptimizer
