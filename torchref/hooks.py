@@ -7,7 +7,8 @@ deep copy of it, is refused when it is wrapped again: shards of shards would sil
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +19,19 @@ _RECORD = "_full_shapes"  # in the module's own dict: deep copies include it, st
 
 def remove_hooks_with(wrapper: nn.Module, handles: Sequence[RemovableHandle]) -> None:
     """Removes hooks when a wrapper is deleted."""
-    weakref.finalize(wrapper, _remove, handles)
+    for handle in handles:
+        weakref.finalize(wrapper, handle.remove)
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Makes a hook of a method: one that referenced its wrapper would keep model and buckets alive after both."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(*args: Any) -> None:
+        if (alive := reference()) is not None:
+            alive(*args)
+
+    return hook
 
 
 def record_full_shapes(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
@@ -51,8 +64,3 @@ def check_not_sharded(module: nn.Module) -> None:
                     f" (={list(shape)}), not a shard made by FSDP: wrap a new module, loaded with what"
                     " gather_full_params() returned before the FSDP was deleted"
                 )
-
-
-def _remove(handles: Sequence[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()

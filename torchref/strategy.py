@@ -18,6 +18,7 @@ import copy
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -37,7 +38,7 @@ from .communication.collectives import broadcast
 from .communication.compression import Compression, none
 from .communication.low_rank import Memory
 from .gradients import PartialGradient
-from .hooks import check_not_sharded, remove_hooks_with
+from .hooks import check_not_sharded, remove_hooks_with, weakly
 
 Sync = Literal["finish", "backward"]
 
@@ -330,12 +331,11 @@ class DataParallel(nn.Module, abc.ABC):
 
     def _add_hooks(self) -> None:
         _live.add(self)
-        # Weak: a hook that references its wrapper would keep model and buckets alive after both are dropped.
-        this = weakref.ref(self)
-        hooked = [(self._trained[name], _ready_hook(this, name)) for name in self._trained.keys() - self._sharded]
-        remove_hooks_with(self, [parameter.register_post_accumulate_grad_hook(hook) for parameter, hook in hooked])
+        for name in self._trained.keys() - self._sharded:
+            hook = partial(weakly(self._on_arrival), name)
+            remove_hooks_with(self, [self._trained[name].register_post_accumulate_grad_hook(hook)])
         if self._must_finish:
-            remove_hooks_with(self, [register_optimizer_step_pre_hook(_step_hook(this))])
+            remove_hooks_with(self, [register_optimizer_step_pre_hook(weakly(self._check_step))])
 
     def _check_unchanged(self) -> None:
         now = dict(self.module.named_parameters())
@@ -374,7 +374,7 @@ class DataParallel(nn.Module, abc.ABC):
                 " call finish_gradient_synchronization before the optimizer's step, or zero_grad() before other changes"
             )
 
-    def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Refuses an optimizer's step on gradients of this rank alone, also one that raises no version."""
         if self._has_optimizer and not self._has_begun:
             return
@@ -405,7 +405,7 @@ class DataParallel(nn.Module, abc.ABC):
         if self._has_begun and self._is_cleared():
             self.discard_pass()
 
-    def _on_arrival(self, name: str) -> None:
+    def _on_arrival(self, name: str, *_: Any) -> None:  # torch passes the parameter, not its gradient
         self._has_begun = True
         if self.sync == "backward":
             self._finish_with_backward()
@@ -569,25 +569,6 @@ def _check_unwrapped(module: nn.Module) -> None:
                     f"parameter {name!r} is already wrapped by a {type(other).__name__}: delete that first, or both"
                     " would sum its gradient"
                 )
-
-
-def _ready_hook(wrapper: weakref.ref[DataParallel], name: str) -> Callable[[torch.Tensor], None]:
-    def hook(parameter: torch.Tensor) -> None:
-        del parameter  # torch passes the parameter, not its gradient
-        net = wrapper()
-        if net is not None:
-            net._on_arrival(name)
-
-    return hook
-
-
-def _step_hook(wrapper: weakref.ref[DataParallel]) -> Callable[..., None]:
-    def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        net = wrapper()
-        if net is not None:
-            net._check_step(optimizer)
-
-    return hook
 
 
 class _Weights:

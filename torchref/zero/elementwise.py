@@ -62,7 +62,11 @@ def check_elementwise(
     try:
         differs = _differs(optimizer_cls, moving, device)
         if not type(probe).__module__.startswith("torch.optim.") or own_parts(probe):
-            differs = differs or _differs_elsewhere(optimizer_cls, options if options.get("lr") else moving, device)
+            given = options if options.get("lr") else moving
+            tried = itertools.product(_SHAPES, _SCALES, (torch.float64, torch.float32))
+            differs = differs or any(
+                _differs(optimizer_cls, given, device, *one, num_steps=_MORE_STEPS) for one in tried
+            )
     except Exception as error:  # an optimizer may raise anything
         raise ValueError(
             f"optimizer (={name}) must be element-wise to be sharded: on a matrix and its parts it raises"
@@ -132,13 +136,6 @@ def _unwrapped(method: Any) -> Any:
 
 def _is_torchs(method: Any) -> bool:
     return getattr(method, "__globals__", {}).get("__name__", "").startswith("torch.optim.")  # wraps() keeps it
-
-
-def _differs_elsewhere(
-    optimizer_cls: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any], device: torch.device | str
-) -> bool:
-    tried = itertools.product(_SHAPES, _SCALES, (torch.float64, torch.float32))
-    return any(_differs(optimizer_cls, options, device, *one, num_steps=_MORE_STEPS) for one in tried)
 
 
 def _differs(

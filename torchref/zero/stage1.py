@@ -250,7 +250,7 @@ class ZeRO1(DataParallel):
             self._clear_shards()  # of what earlier synchronisations have left
         super()._discard_if_cleared()
 
-    def _on_arrival(self, name: str) -> None:
+    def _on_arrival(self, name: str, *_: Any) -> None:
         if self._has_spent:
             self._drop_cleared(arrived=name)
             self._remove_spent()  # autograd keeps a gradient that it need not add

@@ -50,7 +50,7 @@ from jaxddp.communication.buckets import BucketMb, Rule, plan_buckets
 
 from ..communication.compression import Compression, none
 from ..communication.reduction import REDUCE_SCATTER
-from ..hooks import check_not_sharded, remove_hooks_with
+from ..hooks import check_not_sharded, remove_hooks_with, weakly
 from ..replicated import Replicated
 from ..strategy import Sync, check_dtype, check_wrapped
 from .elementwise import own_parts, try_elementwise
@@ -210,13 +210,12 @@ class FSDP(Replicated):
     def _add_hooks(self) -> None:
         super()._add_hooks()
         if self.sync == "backward":
-            this = weakref.ref(self)
-            self._in_flight.on_begin = lambda: _finish_with_backward(this)
+            self._in_flight.on_begin = weakly(self._finish_with_backward)
         remove_hooks_with(self, [handle for unit in self._units.values() for handle in unit.handles])
         shards = [(name, self._trained[name]) for name in self._trained.keys() & self._sharded]
         remove_hooks_with(self, [shard.register_hook(partial(_refuse_direct, name)) for name, shard in shards])
 
-    def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         super()._check_step(optimizer)
         shards = {id(self._trained[name]): self._trained[name] for name in self._trained.keys() & self._sharded}
         if any(id(one) in shards for group in optimizer.param_groups for one in group["params"]):
@@ -265,12 +264,6 @@ class FSDP(Replicated):
         grads = {name: p.grad.as_subclass(torch.Tensor) for name, p in self._trained.items() if p.grad is not None}
         replicated = [grad for name, grad in grads.items() if name not in self._sharded]
         return replicated, [grad for name, grad in grads.items() if name in self._sharded]
-
-
-def _finish_with_backward(wrapper: weakref.ref[FSDP]) -> None:
-    net = wrapper()
-    if net is not None:
-        net._finish_with_backward()
 
 
 def _refuse_direct(name: str, grad: torch.Tensor | None) -> None:
