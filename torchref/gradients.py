@@ -82,7 +82,6 @@ class SpentGradient(torch.Tensor):
         return args[0].clone().as_subclass(PartialGradient)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SpentGradient:
-        """There is nothing to copy."""
         return self
 
 

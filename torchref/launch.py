@@ -85,7 +85,6 @@ class RankError(RuntimeError):
     """
 
     def __init__(self, message: str, at_s: float = 0.0) -> None:
-        """Keeps the message."""
         super().__init__(message)
         self.at_s = at_s
 
@@ -230,11 +229,9 @@ class RankPool:
         self._remove_folder()
 
     def __enter__(self) -> RankPool:
-        """Returns the pool."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Closes the pool."""
         self.close()
 
     def _run(

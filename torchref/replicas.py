@@ -39,7 +39,6 @@ class ReplicaError(ReplicasDifferError):
     def __init__(
         self, message: str, name: str = "", ranks: tuple[int, ...] = (), num_tensors: int = 0, difference: float = 0.0
     ) -> None:
-        """Keeps what was found."""
         super().__init__(message)
         self.name, self.ranks, self.num_tensors, self.difference = name, ranks, num_tensors, difference
 

@@ -47,11 +47,9 @@ class CheckpointFolder:
         self._damaged: set[int] = set()
 
     def __enter__(self: Self) -> Self:
-        """Returns itself."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Closes it."""
         self.close()
 
     def close(self) -> None:

@@ -81,7 +81,6 @@ class Signalled(Exception):
     """
 
     def __init__(self, number: int, text: str = "") -> None:
-        """Keeps the number, and how far the run came."""
         super().__init__(text)
         self.number = number
 

@@ -59,7 +59,6 @@ class TrainOptions:
     stuck_s: float = 600.0
 
     def __post_init__(self) -> None:
-        """Checks what can be checked before anything is loaded."""
         for name in ("devices", "steps", "batch_size", "microbatches", "eval_batches", "keep"):
             value = getattr(self, name)
             if value is not None and value < 1:

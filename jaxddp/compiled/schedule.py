@@ -232,7 +232,6 @@ class OperationReader:
     """Converts instructions of a module to operations."""
 
     def __init__(self, module: Module) -> None:
-        """Reads the module's header."""
         self.module = module
         self.counter = WorkCounter(module)
         counts = [re.search(rf"{key}=(\d+)", module.header) for key in ("num_partitions", "replica_count")]

@@ -78,7 +78,6 @@ class Work:
         return sum(self.matmul_flops.values()) + self.vector_flops
 
     def __add__(self, other: Work) -> Work:
-        """Adds work done in sequence."""
         matmul = Counter(dict(self.matmul_flops))
         matmul.update(other.matmul_flops)
         return Work(dict(matmul), self.vector_flops + other.vector_flops, self.num_bytes + other.num_bytes)
@@ -93,7 +92,6 @@ class WorkCounter:
     """Counts the work of a module's instructions; ``notes`` says in words what could not be counted."""
 
     def __init__(self, module: Module) -> None:
-        """Prepares to count; nothing is read yet."""
         self.notes: list[str] = []
         self._module = module
         self._totals: dict[int, Work] = {}

@@ -75,7 +75,6 @@ class Cluster:
     tp_axes: int | None = None
 
     def __post_init__(self) -> None:
-        """Checks the numbers."""
         for name in ("flops_per_s", "memory_bytes", "link_gb_per_s", "host_link_gb_per_s"):
             check_kind(name, getattr(self, name), Real, "a number")
         check_kind("torus", self.torus, tuple, "a tuple of sides")

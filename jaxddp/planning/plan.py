@@ -66,7 +66,6 @@ class TrainingJob:
     num_gathered_units: int = 2
 
     def __post_init__(self) -> None:
-        """Checks the numbers."""
         for name, kind in _KINDS.items():
             check_kind(name, getattr(self, name), kind, f"a {kind.__name__}")
         check_count(fsdp=self.fsdp, tp=self.tp, sequence_length=self.sequence_length)

@@ -30,7 +30,6 @@ class TargetProgram:
     """A program compiled for devices that are not here: it can be read like ``jax.stages.Compiled``, but cannot run."""
 
     def __init__(self, target: Target, text: str, memory: MemoryStats, cost: dict[str, float]) -> None:
-        """Holds the compiler's output."""
         self.target = target
         self._text, self._memory, self._cost = text, memory, cost
 
@@ -55,7 +54,6 @@ class TargetProgram:
         raise ValueError(f"this program is compiled for {self.target.spec!r}, which is not here: it cannot run")
 
     def __repr__(self) -> str:
-        """Names the target."""
         return f"TargetProgram(target={self.target.spec!r})"
 
 
@@ -67,7 +65,6 @@ class TargetError(ValueError):
     """
 
     def __init__(self, message: str, details: str = "") -> None:
-        """Takes the line and the compiler's output."""
         super().__init__(message)
         self.details = details
 
@@ -81,7 +78,6 @@ class TargetMemoryError(TargetError):
     """
 
     def __init__(self, message: str, details: str, needed_bytes: int, available_bytes: int) -> None:
-        """Takes the line, the compiler's output, and the two sizes."""
         super().__init__(message, details)
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes

@@ -102,15 +102,12 @@ class Reader:
     """Reads the tensors of a checkpoint that ``check`` has passed, one at a time; a context manager."""
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
-        """Opens the file."""
         self._archive, self._dtypes = zipfile.ZipFile(path), about["dtypes"]
 
     def __enter__(self) -> Reader:
-        """Returns itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Closes the file."""
         self._archive.close()
 
     def names(self, kind: str) -> list[str]:

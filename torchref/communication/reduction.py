@@ -54,7 +54,6 @@ class InFlight(Generic[_T]):
     """Collectives in flight, oldest first. At most two, because their buffers must stay allocated."""
 
     def __init__(self) -> None:
-        """Starts empty."""
         self._queue: deque[tuple[Any, _T, torch.Tensor]] = deque()
 
     def add(self, work: Any, arrival: _T, buffer: torch.Tensor) -> list[_T]:

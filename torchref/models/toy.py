@@ -31,7 +31,6 @@ class ToyMLP(nn.Module):
     """
 
     def __init__(self, in_features: int, hidden: int, out_features: int):
-        """Draws the initial values."""
         super().__init__()
         self.up = _linear(in_features, hidden)
         self.norm = nn.LayerNorm(hidden, eps=1e-5)
@@ -54,7 +53,6 @@ class TiedToy(nn.Module):
     """
 
     def __init__(self, in_features: int, hidden: int):
-        """Draws the initial values."""
         super().__init__()
         self.tied = nn.Parameter(torch.randn(in_features, hidden) * in_features**-0.5)
         self.norm = nn.LayerNorm(hidden, eps=1e-5)
@@ -72,7 +70,6 @@ class FrozenToy(nn.Module):
     """
 
     def __init__(self, in_features: int, hidden: int, out_features: int):
-        """Draws the initial values."""
         super().__init__()
         self.frozen = _linear(in_features, hidden).requires_grad_(False)
         self.norm = nn.LayerNorm(hidden, eps=1e-5)
@@ -91,7 +88,6 @@ class UnusedToy(nn.Module):
     """
 
     def __init__(self, in_features: int, hidden: int, out_features: int):
-        """Draws the initial values."""
         super().__init__()
         self.up = _linear(in_features, hidden)
         self.unused = _linear(hidden, hidden)

@@ -67,7 +67,6 @@ class Attention(nn.Module):
     """Causal self-attention over ``num_heads`` heads with rotary positions."""
 
     def __init__(self, config: TransformerConfig):
-        """Draws the initial values."""
         super().__init__()
         self.num_heads = config.num_heads
         self.query = _linear(config.width, config.width)
@@ -90,7 +89,6 @@ class FeedForward(nn.Module):
     """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
 
     def __init__(self, config: TransformerConfig):
-        """Draws the initial values."""
         super().__init__()
         self.gate = _linear(config.width, config.hidden)
         self.up = _linear(config.width, config.hidden)
@@ -105,7 +103,6 @@ class Block(nn.Module):
     """One layer: attention and feed-forward, each applied to a normalised input and added to the residual stream."""
 
     def __init__(self, config: TransformerConfig):
-        """Draws the initial values."""
         super().__init__()
         self.attention_norm = _rms_norm(config.width)
         self.attention = Attention(config)
@@ -128,7 +125,6 @@ class Transformer(nn.Module):
     """
 
     def __init__(self, config: TransformerConfig):
-        """Draws the initial values."""
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab, config.width)

@@ -37,7 +37,6 @@ class Arrivals(InFlight[Arrival]):
     """
 
     def __init__(self) -> None:
-        """Starts empty."""
         super().__init__()
         self.has_begun = self._waits_for_end = False
         self.on_begin: Callable[[], Any] | None = None

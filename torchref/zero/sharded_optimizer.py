@@ -184,7 +184,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Makes this optimizer a copy."""
         super().__setstate__(state)
         self._loads = StateLoads(self.process_group)
 

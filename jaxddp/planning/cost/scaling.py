@@ -81,7 +81,6 @@ class DeviceRates:
     dp_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
-        """Checks the numbers."""
         check_positive(**{name: value for name, value in vars(self).items() if value is not None})
 
 
@@ -105,7 +104,6 @@ class Assumptions:
     element_bytes: float = 2
 
     def __post_init__(self) -> None:
-        """Checks the options."""
         check_choice(_MULTIPLES, passes=self.passes)
         check_positive(element_bytes=self.element_bytes)
 
