@@ -24,12 +24,7 @@ def global_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def sharded_norm(
     shards: Sequence[torch.Tensor], replicated: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Euclidean norm of sharded and replicated tensors together.
-
-    Args:
-        shards: This rank's; at least one.
-        replicated: Equal on every rank.
-        group: The ranks; None for all.
+    """Euclidean norm of this rank's shards, at least one, and of what is equal on every rank, together.
 
     Returns:
         The norm, the same on every rank, at least in float32.

@@ -20,15 +20,7 @@ STRATEGIES: dict[str, type[DataParallel]] = {
 
 
 def make_strategy(name: str, module: nn.Module, **options: Any) -> DataParallel:
-    """Wraps a module in a strategy by name.
-
-    Args:
-        name: A key of ``STRATEGIES``.
-        module: What to train.
-        **options: For the strategy.
-
-    Returns:
-        The wrapper.
+    """Wraps a module in a strategy by its name in ``STRATEGIES``; the options are the strategy's.
 
     Raises:
         ValueError: If there is no strategy of that name.

@@ -262,13 +262,7 @@ class DataParallel(nn.Module, abc.ABC):
         return sharded_norm(shards, replicated, self.process_group) if shards else global_norm(replicated)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scales the gradients to a global norm of at most ``max_norm``, without an epsilon.
-
-        Args:
-            max_norm: Upper bound of the norm.
-
-        Returns:
-            The norm before clipping.
+        """Scales the gradients to a global norm of at most ``max_norm``, without an epsilon; returns that before.
 
         Raises:
             ValueError: If ``max_norm`` is not positive.
@@ -529,24 +523,12 @@ def check_dtype(name: str, dtype: Any) -> None:
 
 
 def planned_collectives(net: DataParallel, *, num_microbatches: int = 1) -> list[tuple[str, int]]:
-    """Lists the collectives of one step.
-
-    Args:
-        net: The wrapped module.
-        num_microbatches: Micro-batches per step.
-
-    Returns:
-        ``(kind, bytes of the full buffer)`` in the order in which they start.
-    """
+    """Lists the collectives of one step: ``(kind, bytes of the full buffer)`` in the order in which they start."""
     return net._planned_collectives(num_microbatches) if net.compression.sends else []
 
 
 def resolve_bucket_mb(bucket_mb: BucketMb, bucket_size_mb: BucketMb) -> BucketMb:
     """Returns the bucket cap that was given under either of its two names.
-
-    Args:
-        bucket_mb: The option.
-        bucket_size_mb: Its older name.
 
     Raises:
         ValueError: If both are given.

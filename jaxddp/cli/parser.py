@@ -22,13 +22,7 @@ from .interrupts import Signalled, kept_interrupts
 
 
 def run_command(package: str, description: str, modules: Iterable[Any], arguments: Sequence[str] | None) -> int:
-    """Runs a command of ``python -m package``.
-
-    Args:
-        package: Its name.
-        description: For the help.
-        modules: The commands.
-        arguments: Those of the command line if None.
+    """Runs one of the commands of ``python -m package``; ``arguments`` are those of the command line if None.
 
     Returns:
         The exit status: 0, 1 if a compiled program differs from its plan, 2 after bad input, 3 if training met numbers

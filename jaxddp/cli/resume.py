@@ -27,12 +27,7 @@ def check_position(
 ) -> None:
     """Compares the position that a checkpoint holds with that of these options and this text; says what changes.
 
-    Args:
-        saved: The checkpoint's, of any version of this program.
-        here: ``position_of`` these options.
-        options: Whether changes are allowed.
-        taken: The checkpoint's step.
-        say: Gets a line for each change.
+    ``saved`` is that of the checkpoint of step ``taken``, by any version of this program.
 
     Raises:
         ValueError: If it is another program's, of another text or seed, or of other options that are not to change.

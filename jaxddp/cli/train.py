@@ -93,12 +93,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int | None:
-    """Trains as the options ask for, and shows it; in a job of several processes, process 0 shows it.
-
-    Raises:
-        KeyboardInterrupt: After an interrupt, with the number of steps taken.
-        Signalled: After another signal, likewise.
-    """
+    """Trains as the options ask for, and shows it; raises as ``show``."""
     options = TrainOptions(**{field.name: getattr(arguments, field.name) for field in fields(TrainOptions)})
 
     if arguments.max_restarts and arguments.processes is None:

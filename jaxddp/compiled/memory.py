@@ -135,11 +135,8 @@ def state_formula(params: Any, strategy: Strategy, num_ranks: int, per_parameter
 
     Optimizer scalars such as a step count are not included.
 
-    Args:
-        params: The model: full arrays or ``jax.ShapeDtypeStruct``, all trainable.
-        strategy: Says what is sharded, and how (``cut``).
-        num_ranks: N.
-        per_parameter: Bytes per parameter of the parameter, its gradient and its optimizer state.
+    ``params`` are full arrays or ``jax.ShapeDtypeStruct``, all trainable; the strategy says what is sharded, and how
+    (``cut``).
 
     Raises:
         ValueError: If whole parameters have owners.

@@ -73,13 +73,9 @@ class StagePlan:
 def plan_stages(
     training: Training, target: targets.Target, stages: Sequence[int] = range(4), *, compiled: bool = False
 ) -> list[StagePlan]:
-    """Plans a training at ZeRO stages on a target.
+    """Plans a training at ZeRO stages on a target, by its shapes, with the global batch of all devices.
 
-    Args:
-        training: By its shapes, with the global batch of all devices.
-        target: Chip and count.
-        stages: Of 0 to 3.
-        compiled: Whether to compile each step for the target, and to compare.
+    With ``compiled`` each step is compiled for the target, and compared.
 
     Raises:
         ValueError: If no stage takes this training, or a step cannot be compiled, except for lack of memory.

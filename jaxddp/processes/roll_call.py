@@ -57,14 +57,9 @@ def meet(job: Job, alike: Mapping[str, Any], devices: list[str], timeout_s: floa
 
 
 def address_here(job: Job, connections: Mapping[int, socket.socket]) -> str | None:
-    """The address at which the other processes reach this one.
+    """The address at which the other processes reach this one, by the connections of ``meet``.
 
-    Args:
-        job: The job.
-        connections: What ``meet`` returned.
-
-    Returns:
-        The address; None if processes of this host alone have used one, and others may not reach it.
+    None if processes of this host alone have used one, and others may not reach it.
     """
     addresses = sorted({connection.getsockname()[0] for connection in connections.values()}, key=_is_loopback)
     is_known = addresses and (not _is_loopback(addresses[0]) or _is_loopback(job.bind_host))

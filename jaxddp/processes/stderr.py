@@ -9,9 +9,7 @@ from typing import TextIO
 def print_line(line: str, stream: TextIO | None = None) -> None:
     """Prints a line in one write: ``print`` makes two where Python is unbuffered, and another process's come between.
 
-    Args:
-        line: Without its end.
-        stream: Where to; standard error if None.
+    ``line`` is without its end; ``stream`` is standard error if None.
     """
     stream = stream or sys.stderr
     stream.write(f"{line}\n")

@@ -114,7 +114,7 @@ class Watchdog:
             self._beat(now)
 
     def end_step(self, is_done: Callable[[], bool] = lambda: True) -> None:
-        """Notes that the call of a step has returned; ``is_done`` tells whether what it started is done as well."""
+        """Notes that a step has returned; ``is_done`` tells whether a device still waits in it for the others."""
         self._is_done, self._is_in_step = is_done, False
 
     def wait_for_end(self) -> None:
@@ -310,11 +310,7 @@ def begin_step(is_call: bool = False) -> None:
 
 
 def end_step(is_done: Callable[[], bool] = lambda: True) -> None:
-    """Notes that a training step, or another call, has returned.
-
-    Args:
-        is_done: Whether what it started is done as well: a device may still wait for the others.
-    """
+    """Notes that a training step, or another call, has returned; arguments are those of ``Watchdog.end_step``."""
     if _watchdog is not None:
         _watchdog.end_step(is_done)
 

@@ -36,10 +36,7 @@ _KINDS = {
 def write(path: Path, about: Mapping[str, Any], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Writes a checkpoint under another name, and renames it when it is on the disk.
 
-    Args:
-        path: Of the file.
-        about: Its description, JSON.
-        tensors: By name, on the host.
+    ``about`` is its description, JSON; the tensors are by name, on the host.
 
     Raises:
         OSError: If it cannot be written; no partial file is left.

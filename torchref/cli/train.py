@@ -33,12 +33,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int | None:
-    """Trains as the options ask for, and shows it; outside a job it starts the processes of one.
-
-    Raises:
-        KeyboardInterrupt: After an interrupt, with the number of steps taken.
-        Signalled: After another signal, likewise.
-    """
+    """Trains as the options ask for, and shows it; outside a job it starts the processes of one."""
     here = {field.name for field in fields(TrainOptions)} & vars(arguments).keys()
     options = TrainOptions(**{name: getattr(arguments, name) for name in here})
     check_restarts(arguments, options)

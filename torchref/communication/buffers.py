@@ -16,11 +16,8 @@ from jaxddp.communication.buckets import Bucket, TensorSpec
 def pack(bucket: Bucket, tensors: Mapping[str, torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
     """Concatenates the tensors of a bucket.
 
-    Args:
-        bucket: The bucket.
-        tensors: Tensors by name, at least those of the bucket.
-        out: Buffer of ``[bucket.num_elements]`` to write into; a tensor that is already in its place there is not
-            copied.
+    ``tensors`` are by name, at least those of the bucket. ``out`` is a buffer of ``[bucket.num_elements]`` to write
+    into; a tensor that is already in its place there is not copied.
 
     Returns:
         A buffer of shape ``[bucket.num_elements]``; a bucket of one tensor gives that tensor, uncopied.

@@ -170,9 +170,7 @@ def make_compression(name: str) -> Compression:
 def check_stateless(compression: Compression, where: str) -> None:
     """Refuses a compression with state where nothing carries the state from step to step.
 
-    Args:
-        compression: Of the gradients.
-        where: The place, and what to do instead; ends the message.
+    ``where`` is the place, and what to do instead; it ends the message.
 
     Raises:
         ValueError: If it has state.

@@ -85,7 +85,7 @@ class Shards:
             cut: Shards made so far, by the id of the full parameter; updated here. Modules may share a parameter.
             group: The ranks.
             compression: Of the gradients.
-            in_flight: The reduce-scatters in flight, of all units.
+            in_flight: The reduce-scatters of all units.
             compute_dtype: Floating-point parameters are gathered in this dtype; in their own if None.
             reduce_dtype: Gradients are summed in this dtype; in their shard's if None.
         """
@@ -102,10 +102,7 @@ class Shards:
         self._gathered: tuple[tuple[int, ...], dict[str, torch.Tensor]] | None = None
 
     def gather(self, plan: BucketPlan | None = None) -> dict[str, torch.Tensor]:
-        """All-gathers the shards, bucket by bucket.
-
-        Args:
-            plan: Buckets and dtypes of the all-gathers; those of the compute dtype if None.
+        """All-gathers the shards, in the buckets of a plan; those of the compute dtype if None.
 
         Returns:
             Full tensors by name, without padding.
@@ -128,9 +125,6 @@ class Shards:
     def gather_again(self, versions: tuple[int, ...]) -> dict[str, torch.Tensor]:
         """All-gathers the shards for the backward; the result is kept until the unit's gradients are reduced.
 
-        Args:
-            versions: ``versions`` at the forward.
-
         Raises:
             RuntimeError: If a shard has changed since the forward.
         """
@@ -147,11 +141,7 @@ class Shards:
         return self.gather(self._plan(list(self.specs), None))
 
     def scatter(self, grads: dict[str, torch.Tensor | None]) -> None:
-        """Starts the reduce-scatters of the unit's gradients, and frees the gathered parameters.
-
-        Args:
-            grads: Full gradients by name; None for a parameter that was not used.
-        """
+        """Starts the reduce-scatters of full gradients, None if not used, and frees the gathered parameters."""
         self.drop()
         some = next((grad for grad in grads.values() if grad is not None), None)
         if some is None:

@@ -20,13 +20,9 @@ Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
 
 def as_groups(params: Any) -> list[dict[str, Any]]:
-    """Lists parameter groups.
+    """Lists parameter groups, whose ``"params"`` are lists.
 
-    Args:
-        params: As torch's optimizers take them: parameters, named or not, or groups of them with options.
-
-    Returns:
-        Groups, whose ``"params"`` are lists.
+    ``params`` are as torch's optimizers take them: parameters, named or not, or groups of them with options.
 
     Raises:
         TypeError: If ``params`` or a group is a set.
@@ -156,9 +152,7 @@ def grad_versions(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
 def describe_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str] | None = None) -> dict[str, Any]:
     """Describes what must be alike on every rank: the class, the groups and their options.
 
-    Args:
-        optimizer: The optimizer.
-        names: Of its parameters, by id; not described if None.
+    ``names`` are those of the parameters, by id; they are not described if None.
 
     Example:
         >>> describe_optimizer(torch.optim.SGD([torch.zeros(2)], lr=0.1))["lr of group 0"]

@@ -64,8 +64,7 @@ class ZeROOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps the wrapper.
 
-        Args:
-            closure: Computes gradients, synchronises them, and returns the loss, which is returned.
+        The closure computes gradients, synchronises them, and returns the loss, which is returned.
 
         Raises:
             RuntimeError: If options of ``net.optimizer`` were changed, or as ``step`` of the wrapper.

@@ -78,13 +78,9 @@ def bus_factor(kind: str, num_ranks: Any) -> Any:
 
 
 def bandwidths(kind: str, num_bytes: Any, seconds: Any, num_ranks: Any) -> tuple[Any, Any]:
-    """Converts a measured time to ``(algbw, busbw)`` in bytes per second.
+    """Converts the time of one call to ``(algbw, busbw)`` in bytes per second.
 
-    Args:
-        kind: As for ``bus_factor``.
-        num_bytes: S, the whole of what the ranks have parts of.
-        seconds: Time of one call.
-        num_ranks: n.
+    ``num_bytes`` is S, the whole of what the ranks have parts of; the others are as for ``bus_factor``.
 
     Raises:
         ValueError: As ``bus_factor``, or if the bytes are negative or the time is not positive.

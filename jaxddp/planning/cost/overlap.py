@@ -116,14 +116,9 @@ def bucket_times_s(
 
 
 def uniform_tail_s(compute_s: Any, num_bytes: Any, num_buckets: Any, bytes_per_s: Any, latency_s: Any) -> Any:
-    """Computes T(n) for equal buckets; every argument may be an array.
+    """Computes T(n) for equal buckets from C, s, n, w and o; every argument may be an array.
 
-    Args:
-        compute_s: C, seconds of the whole backward.
-        num_bytes: s, bytes of all gradients.
-        num_buckets: n, 1 or more; need not be whole.
-        bytes_per_s: w.
-        latency_s: o.
+    C is that of the whole backward, s are the bytes of all gradients; n need not be whole.
 
     Raises:
         ValueError: If a number is out of range.
@@ -135,13 +130,7 @@ def uniform_tail_s(compute_s: Any, num_bytes: Any, num_buckets: Any, bytes_per_s
 
 
 def uniform_optimum(compute_s: float, num_bytes: float, bytes_per_s: float, latency_s: float) -> Optimum:
-    """Computes the best number of equal buckets, at least one, in either regime.
-
-    Args:
-        compute_s: C.
-        num_bytes: s.
-        bytes_per_s: w.
-        latency_s: o.
+    """Computes the best number of equal buckets, at least one, in either regime; from C, s, w and o.
 
     Raises:
         ValueError: If a number is not positive: without latency or compute there is no finite optimum.
