@@ -129,12 +129,12 @@ class Module:
         """Yields the computations that an instruction calls."""
         return (self.computations[name] for name in instruction.called)
 
-    def within(self, instruction: Instruction) -> Iterator[Instruction]:
-        """Yields an instruction and everything nested inside it."""
-        yield instruction
-        for computation in self.called(instruction):
-            for inner in computation.values():
-                yield from self.within(inner)
+    def within(self, instruction: Instruction, computation: Computation) -> Iterator[tuple[Instruction, Computation]]:
+        """Yields an instruction of a computation and everything nested inside it, each with its computation."""
+        yield instruction, computation
+        for called in self.called(instruction):
+            for inner in called.values():
+                yield from self.within(inner, called)
 
 
 class HLOError(ValueError):

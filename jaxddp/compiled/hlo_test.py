@@ -61,7 +61,11 @@ def test_operands_and_shapes_of_collectives(name):
     groups = gather.attribute("replica_groups")
     assert groups == ("{0,1,2,3,4,5,6,7}" if name.endswith("0.10") else "mesh['data'=8] {'data'}")
     sums = [line for line in lines if line.opcode.startswith(("reduce-scatter", "all-reduce")) and line.called]
-    assert [inner.opcode for line in sums for inner in module.within(line)][1:] == ["parameter", "parameter", "add"]
+    assert [inner.opcode for line in sums for inner, _ in module.within(line, {})][1:] == [
+        "parameter",
+        "parameter",
+        "add",
+    ]
 
 
 def test_an_instruction_is_taken_apart():
@@ -124,7 +128,7 @@ def test_asynchronous_wrappers():
     )
     lines = module.computations["main"]
     assert lines["s"].called == ("wrapped",)
-    assert [inner.name for inner in module.within(lines["s"])] == ["s", "p", "r", "a", "b", "sum"]
+    assert [inner.name for inner, _ in module.within(lines["s"], lines)] == ["s", "p", "r", "a", "b", "sum"]
     assert module.computations["wrapped"]["r"].attribute("replica_groups") == "[1,8]<=[8]"
     assert parts_of(lines["s"].shape) == ("(f32[8]{0})", "f32[1]{0}", "u32[]")
 

@@ -173,19 +173,23 @@ class Schedule:
 
     def backward_end(self) -> int:
         """Position after the backward's last arithmetic; 0 without a backward."""
-        return max((place + 1 for place, op in enumerate(self.operations) if _is_backward_arithmetic(op)), default=0)
+        backward = (
+            place for place, op in enumerate(self.operations, 1) if op.phase == "backward" and op.total_work.flops
+        )
+        return max(backward, default=0)
 
     def overlap(self) -> Overlap:
         """Measures how the gradient collectives overlap the backward."""
         issued = np.cumsum([0.0] + [op.total_work.flops if op.phase == "backward" else 0.0 for op in self.operations])
         end = self.backward_end()
         done = {op.waits_for: place for place, op in enumerate(self.operations) if op.waits_for}
-        placed = enumerate(self.operations)
-        gradients = [(place, op, [c for c in _collectives_of(op) if c.is_gradients]) for place, op in placed]
-        starts = [(place, op, found) for place, op, found in gradients if found]
+        of_operations = [
+            (place, op, Schedule((op,)).gradient_collectives()) for place, op in enumerate(self.operations)
+        ]
+        starts = [(place, op, found) for place, op, found in of_operations if found]
         late = in_flight = total = 0
         for place, op, found in starts:
-            num_bytes = sum(c.num_bytes for c in found)
+            num_bytes = sum(size for _, size in found)
             total += num_bytes
             late += num_bytes if place >= end else 0
             in_flight += num_bytes if issued[done.get(op.name, place)] > issued[place + 1] else 0
@@ -252,10 +256,12 @@ class OperationReader:
         common: dict[str, Any] = {
             "name": name, "phase": phase, "op_name": instruction.op_name, "operands": instruction.operands,
         }  # fmt: skip
-        if opcode in ("while", "call") and any(_kind(inner) for inner in self.module.within(instruction)):
+        if opcode in ("while", "call") and any(
+            _kind(inner) for inner, _ in self.module.within(instruction, computation)
+        ):
             trips = trip_count(self.module, instruction) if opcode == "while" else 1
             if trips is None:
-                self._note(f"loop {name}: trip count unknown, its collectives are counted once")
+                self.counter.note(f"loop {name}: trip count unknown, its collectives are counted once")
             bodies = [self.read(called) for called in self.module.called(instruction)]
             return Operation(**common, body=sum(bodies, ()), trips=1 if trips is None else trips)
         if collective is None and opcode.endswith("-done") and (start := self._started_by(instruction, computation)):
@@ -279,13 +285,13 @@ class OperationReader:
             return None
         inner, where = instruction, computation
         if not _kind(instruction):
-            within = _with_computation(self.module, instruction, computation)
+            within = self.module.within(instruction, computation)
             found = [(other, called) for other, called in within if _kind(other)]
             if not found:
                 return None
             if len(found) > 1:
                 named = f"{instruction.opcode} {instruction.name}"
-                self._note(f"{named}: holds {len(found)} collectives, only the first is counted")
+                self.counter.note(f"{named}: holds {len(found)} collectives, only the first is counted")
             inner, where = found[0]
         kind = _kind(inner)
         is_async = instruction.opcode.endswith("-start") and instruction.config("is_sync") != "true"
@@ -315,12 +321,8 @@ class OperationReader:
         if pairs := re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", instruction.attributes):
             return tuple(int(device) for device in pairs.groups())
         if printed and not printed.startswith("{}"):
-            self._note(f"collective {instruction.name}: group not understood, all devices are assumed")
+            self.counter.note(f"collective {instruction.name}: group not understood, all devices are assumed")
         return tuple(range(self.num_devices))
-
-    def _note(self, text: str) -> None:
-        if text not in self.counter.notes:
-            self.counter.notes.append(text)
 
     def _phases(self, computation: Computation, collectives: dict[str, Collective | None]) -> dict[str, str]:
         scopes = {name: self._phase_by_scope(inner, computation) for name, inner in computation.items()}
@@ -345,7 +347,7 @@ class OperationReader:
     def _phase_by_scope(self, instruction: Instruction, computation: Computation) -> str:
         """The phase of most of an instruction's arithmetic, by its scopes; empty if they imply none."""
         flops = {"backward": 0.0, "optimizer": 0.0}
-        for inner, where in _with_computation(self.module, instruction, computation):
+        for inner, where in self.module.within(instruction, computation):
             if inner.opcode in ("fusion", "while", "call", "conditional") or _kind(inner):
                 continue
             if phase := _phase_of_scope(inner.op_name):
@@ -361,15 +363,6 @@ def _phase_of_scope(op_name: str) -> str:
     if "transpose(" in op_name and SYNC_SCOPE not in op_name and METRICS_SCOPE not in op_name:
         return "backward"
     return ""
-
-
-def _with_computation(
-    module: Module, instruction: Instruction, computation: Computation
-) -> Iterator[tuple[Instruction, Computation]]:
-    yield instruction, computation
-    for called in module.called(instruction):
-        for inner in called.values():
-            yield from _with_computation(module, inner, called)
 
 
 def _kind(instruction: Instruction) -> str:
@@ -393,19 +386,11 @@ def _full_bytes(kind: str, instruction: Instruction, computation: Computation) -
     return sum(computation[name].num_bytes for name in sent if name in computation)
 
 
-def _collectives_of(operation: Operation) -> list[Collective]:
-    return [inner.starts for inner in _walk((operation,)) if inner.starts]
-
-
 def _walk(operations: tuple[Operation, ...]) -> Iterator[Operation]:
     for operation in operations:
         yield operation
         for _ in range(operation.trips if operation.body else 0):
             yield from _walk(operation.body)
-
-
-def _is_backward_arithmetic(operation: Operation) -> bool:
-    return operation.phase == "backward" and operation.total_work.flops > 0
 
 
 def _memory(compiled: Any) -> CompiledMemory:

@@ -122,7 +122,7 @@ class WorkCounter:
     def _loop(self, loop: Instruction) -> Work:
         trips = trip_count(self._module, loop)
         if trips is None:
-            self._note(f"loop {loop.name}: trip count unknown, counted once")
+            self.note(f"loop {loop.name}: trip count unknown, counted once")
         once = sum((self.total(inner) for inner in self._module.called(loop)), Work())
         return once.times(1 if trips is None else trips)
 
@@ -132,7 +132,7 @@ class WorkCounter:
         if opcode in _FREE or opcode in _MOVEMENT:
             return Work()
         if opcode == "dot":
-            return Work({_matmul_kind(instruction, computation): _dot_flops(instruction, computation)})
+            return Work({_matmul_kind(instruction, computation): _matmul_flops(instruction, computation)})
         if opcode == "convolution":
             return Work({_matmul_kind(instruction, computation): _convolution_flops(instruction, computation)})
         if opcode == "custom-call":
@@ -140,7 +140,7 @@ class WorkCounter:
         if opcode == "fusion":
             return sum((self._used(called) for called in self._module.called(instruction)), Work())
         if opcode in _UNCOUNTED:
-            self._note(f"{opcode} {instruction.name}: its FLOPs are not counted, only its bytes are")
+            self.note(f"{opcode} {instruction.name}: its FLOPs are not counted, only its bytes are")
             return Work()
         if opcode == "scatter":
             return Work(vector_flops=float(computation[instruction.operands[-1]].arrays[0].num_elements))
@@ -158,11 +158,11 @@ class WorkCounter:
     def _custom_call(self, call: Instruction, computation: Computation) -> Work:
         target = call.attribute("custom_call_target").strip('"')
         if target.startswith(_MATMUL_CALLS):
-            return Work({_matmul_kind(call, computation): _matmul_call_flops(call, computation)})
+            return Work({_matmul_kind(call, computation): _matmul_flops(call, computation)})
         if target.startswith(_CONVOLUTION_CALLS):
             return Work({_matmul_kind(call, computation): _convolution_flops(call, computation)})
         if target not in _CALLS_WITHOUT_WORK:
-            self._note(f"custom call {target}: its FLOPs are unknown, only its bytes are counted")
+            self.note(f"custom call {target}: its FLOPs are unknown, only its bytes are counted")
         return Work()
 
     def _bytes(self, instruction: Instruction, computation: Computation) -> float:
@@ -201,7 +201,8 @@ class WorkCounter:
             shares[name] += used[parameters[index]]
         return total + sum(min(1.0, share) * _memory_bytes(computation[name].shape) for name, share in shares.items())
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Adds a note, once."""
         if text not in self.notes:
             self.notes.append(text)
 
@@ -244,7 +245,7 @@ def _is_in_place(instruction: Instruction, fused: Computation) -> bool:
     """Whether an instruction of a fused computation updates part of a fusion operand."""
     if instruction.opcode not in _UPDATES:
         return False
-    changed = fused[_through_bitcasts(instruction.operands[0], fused)]
+    changed = fused[_origin(instruction.operands[0], fused, through=("bitcast",))]
     return changed.opcode == "parameter" or _is_in_place(changed, fused)
 
 
@@ -252,13 +253,7 @@ def _results(computation: Computation) -> list[Instruction]:
     """The results of a computation: the parts of its root if that is a tuple, seen through bitcasts."""
     root = root_of(computation)
     names = root.operands if root.opcode == "tuple" else (root.name,)
-    return [computation[_through_bitcasts(name, computation)] for name in names]
-
-
-def _through_bitcasts(name: str, computation: Computation) -> str:
-    while computation[name].opcode == "bitcast":
-        name = computation[name].operands[0]
-    return name
+    return [computation[_origin(name, computation, through=("bitcast",))] for name in names]
 
 
 def _matmul_kind(instruction: Instruction, computation: Computation) -> MatmulKind:
@@ -270,17 +265,14 @@ def _matmul_kind(instruction: Instruction, computation: Computation) -> MatmulKi
     return MatmulKind(_operand(instruction, 0, computation).dtype, precision)
 
 
-def _dot_flops(dot: Instruction, computation: Computation) -> float:
-    left = _operand(dot, 0, computation)
-    return _matmul_flops(dot, left, dot.integers("lhs_contracting_dims"))
-
-
-def _matmul_call_flops(call: Instruction, computation: Computation) -> float:
-    """FLOPs of a library matmul call; contracts the last dim of the left factor unless the call says otherwise."""
-    left = _operand(call, 0, computation)
-    found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', call.attributes)
-    dims = tuple(map(int, re.findall(r"\d+", found.group(1)))) if found else (len(left.dims) - 1,)
-    return _matmul_flops(call, left, dims)
+def _matmul_flops(product: Instruction, computation: Computation) -> float:
+    """FLOPs of a product; a library call contracts the last dim of the left factor unless it says otherwise."""
+    left = _operand(product, 0, computation)
+    dims = product.integers("lhs_contracting_dims")
+    if product.opcode != "dot":
+        found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', product.attributes)
+        dims = tuple(map(int, re.findall(r"\d+", found.group(1)))) if found else (len(left.dims) - 1,)
+    return 2.0 * _result(product).num_elements * math.prod(left.dims[dim] for dim in dims)
 
 
 def _convolution_flops(convolution: Instruction, computation: Computation) -> float:
@@ -295,11 +287,8 @@ def _convolution_flops(convolution: Instruction, computation: Computation) -> fl
     if not labels:
         raise HLOError(f"convolution {convolution.name} must print its dim_labels")
     of_images, of_kernels, of_output = labels.groups()
-    images, kernels, output = (
-        _operand(convolution, 0, computation),
-        _operand(convolution, 1, computation),
-        _result(convolution),
-    )
+    images, kernels = (_operand(convolution, place, computation) for place in (0, 1))
+    output = _result(convolution)
     if "BackwardInput" in convolution.attribute("custom_call_target"):
         images, output = output, images
     elif "BackwardFilter" in convolution.attribute("custom_call_target"):
@@ -315,10 +304,6 @@ def _convolution_flops(convolution: Instruction, computation: Computation) -> fl
     features_in = kernels.dims[of_kernels.index("i")]  # per feature group
     outside = output.dims[of_output.index("b")] * output.dims[of_output.index("f")]
     return 2.0 * outside * features_in * pairs
-
-
-def _matmul_flops(product: Instruction, left: Array, contracted: tuple[int, ...]) -> float:
-    return 2.0 * _result(product).num_elements * math.prod(left.dims[dim] for dim in contracted)
 
 
 def _operand(instruction: Instruction, position: int, computation: Computation) -> Array:
@@ -388,9 +373,9 @@ def _place_in_state(name: str, computation: Computation) -> int | None:
     return instruction.integers("index")[0]
 
 
-def _origin(name: str, computation: Computation) -> str:
-    """The instruction of which this one is a copy."""
-    while computation[name].opcode in ("copy", "bitcast"):
+def _origin(name: str, computation: Computation, through: tuple[str, ...] = ("copy", "bitcast")) -> str:
+    """The instruction of which this one is a copy, or a bitcast."""
+    while computation[name].opcode in through:
         name = computation[name].operands[0]
     return name
 
