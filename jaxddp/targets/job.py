@@ -33,8 +33,8 @@ class Pending:
     ) -> None:
         """Starts the compilation as soon as a CPU is free."""
         self._job = _Job(target, pickle.dumps(request), environment, timeout_s)
-        self._end = weakref.finalize(self, self._job.cancel)
-        self._job.start()
+        self._end = weakref.finalize(self, self._job.kill, "was cancelled")
+        self._job.thread.start()
 
     def cancel(self) -> None:
         """Ends it; can be called again."""
@@ -64,22 +64,16 @@ class _Job:
         self._why_killed = ""
         self._lock = threading.Lock()
         self._outcome: TargetProgram | TargetError | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def cancel(self) -> None:
-        self._kill("was cancelled")
+        self.thread = threading.Thread(target=self._run, daemon=True)
 
     def result(self) -> TargetProgram:
-        self._thread.join()
+        self.thread.join()
         assert self._outcome is not None
         if isinstance(self._outcome, TargetError):
             raise self._outcome
         return self._outcome
 
-    def _kill(self, why: str) -> None:
+    def kill(self, why: str) -> None:
         with self._lock:
             self._why_killed = self._why_killed or why
             if self._process is not None:
@@ -104,7 +98,7 @@ class _Job:
             )
             self._process = process
         assert process.stdin is not None and process.stdout is not None
-        timer = threading.Timer(self._timeout_s, self._kill, (f"took longer than timeout_s (={self._timeout_s})",))
+        timer = threading.Timer(self._timeout_s, self.kill, (f"took longer than timeout_s (={self._timeout_s})",))
         timer.daemon = True
         timer.start()
         try:
