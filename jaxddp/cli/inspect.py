@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from .quiet import import_jax
+from .quiet import import_jax_on_cpu
 
 _MODEL, _BATCH_PER_DEVICE = "seed_xl", 16
 _DTYPES = ("f32", "bf16")
@@ -67,10 +67,8 @@ def run(arguments: argparse.Namespace) -> None:
         ValueError: If the options do not fit together, or the step does not fit the target.
         OSError: If a file cannot be read or written.
     """
-    import_jax()  # late, so that the help needs no JAX
-    import jax
-
-    jax.config.update("jax_platforms", "cpu")  # compiling for a target needs no accelerator
+    import_jax_on_cpu()  # late, so that the help needs no JAX
+    from jax.numpy import bfloat16
 
     from .. import targets
     from ..inspection.strategies import inspect_dump, inspect_steps, transformer_training
@@ -92,7 +90,7 @@ def run(arguments: argparse.Namespace) -> None:
             batch_per_device = arguments.batch_per_device or _BATCH_PER_DEVICE
             training = transformer_training(_config(arguments), batch_per_device * target.num_devices)
             if arguments.dtype == "bf16":
-                training = training._replace(options={"compute_dtype": jax.numpy.bfloat16})
+                training = training._replace(options={"compute_dtype": bfloat16})
         inspections = inspect_steps(
             strategies, training, target, network, bucket_mb=arguments.bucket_mb, replicas=arguments.replicas,
             say=(lambda text: None) if arguments.json else partial(print, flush=True),

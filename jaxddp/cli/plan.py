@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, replace
 from typing import Any
 
-from .quiet import import_jax
+from .quiet import import_jax_on_cpu
 
 XXL = "xxl"
 CUSTOM = "custom"
@@ -163,7 +163,7 @@ def _run_trainer(arguments: argparse.Namespace) -> int:
     if arguments.stage is not None:
         check_choice(STAGES, stage=arguments.stage)
     machine = target(arguments.target or _TRAINER_TARGET)
-    _import_jax_on_cpu()
+    import_jax_on_cpu()
 
     from ..inspection.stages import plan_stages
     from .inspect import training_of
@@ -177,15 +177,8 @@ def _run_trainer(arguments: argparse.Namespace) -> int:
     return 0 if all(plan.holds for plan in plans) else 1
 
 
-def _import_jax_on_cpu() -> None:
-    import_jax()
-    import jax
-
-    jax.config.update("jax_platforms", "cpu")  # compiling for a target needs no accelerator
-
-
 def _verify(found: Any, arguments: argparse.Namespace) -> Any:
-    _import_jax_on_cpu()
+    import_jax_on_cpu()
 
     from ..inspection.verification import verify
 

@@ -29,6 +29,14 @@ def import_jax() -> None:
         plugins.disable_plugins(plugins.superseded_plugins() if plugins.has_device_files() else plugins.cuda_plugins())
 
 
+def import_jax_on_cpu() -> None:
+    """Imports JAX to compile for targets, which needs no accelerator."""
+    import_jax()
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+
+
 @contextlib.contextmanager
 def _without_plugin_lines() -> Iterator[None]:
     """Holds back standard error, then prints all but the CUDA plugin's lines."""

@@ -98,11 +98,11 @@ def find_job(environment: Mapping[str, str] | None = None) -> Job | None:
     """
     environment = os.environ if environment is None else environment
     if "RANK" in environment or "WORLD_SIZE" in environment:
-        return _torchrun(environment)
+        return _checked(_torchrun(environment))
     if "OMPI_COMM_WORLD_RANK" in environment:
-        return _open_mpi(environment)
+        return _checked(_open_mpi(environment))
     if "SLURM_STEP_NODELIST" in environment and "SLURM_PROCID" in environment:  # a batch script has no step
-        return _slurm(environment)
+        return _checked(_slurm(environment))
     return None
 
 
@@ -214,18 +214,16 @@ def _torchrun(environment: Mapping[str, str]) -> Job:
         owns_visible = "SLURM_GPUS_PER_TASK" in environment
     else:
         local, num_local = 0, 1
-    return _checked(
-        Job(
-            launcher="torchrun",
-            num_processes=num_processes,
-            process_id=_number(environment, "RANK"),
-            num_local_processes=num_local,
-            local_process_id=local,
-            num_hosts=_number(environment, "GROUP_WORLD_SIZE", default=-(-num_processes // max(num_local, 1))),
-            host=environment["MASTER_ADDR"],
-            port=_number(environment, "MASTER_PORT"),
-            owns_visible=owns_visible,
-        )
+    return Job(
+        launcher="torchrun",
+        num_processes=num_processes,
+        process_id=_number(environment, "RANK"),
+        num_local_processes=num_local,
+        local_process_id=local,
+        num_hosts=_number(environment, "GROUP_WORLD_SIZE", default=-(-num_processes // max(num_local, 1))),
+        host=environment["MASTER_ADDR"],
+        port=_number(environment, "MASTER_PORT"),
+        owns_visible=owns_visible,
     )
 
 
@@ -239,17 +237,15 @@ def _open_mpi(environment: Mapping[str, str]) -> Job:
         host=_LOOPBACK if num_local == num_processes else uri and uri[2],
         number=int(uri[1]) // 4096 if uri else os.getppid(),  # mpirun is the parent of all on one host
     )
-    return _checked(
-        Job(
-            launcher="Open MPI",
-            num_processes=num_processes,
-            process_id=_number(environment, "OMPI_COMM_WORLD_RANK"),
-            num_local_processes=num_local,
-            local_process_id=_number(environment, "OMPI_COMM_WORLD_LOCAL_RANK"),
-            num_hosts=-(-num_processes // max(num_local, 1)),
-            host=host,
-            port=port,
-        )
+    return Job(
+        launcher="Open MPI",
+        num_processes=num_processes,
+        process_id=_number(environment, "OMPI_COMM_WORLD_RANK"),
+        num_local_processes=num_local,
+        local_process_id=_number(environment, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        num_hosts=-(-num_processes // max(num_local, 1)),
+        host=host,
+        port=port,
     )
 
 
@@ -262,18 +258,16 @@ def _slurm(environment: Mapping[str, str]) -> Job:
         host=_LOOPBACK if num_hosts == 1 else first and "".join(filter(None, first.groups())),
         number=_number(environment, "SLURM_JOB_ID") * 16 + _number(environment, "SLURM_STEP_ID"),
     )
-    return _checked(
-        Job(
-            launcher="SLURM",
-            num_processes=num_processes,
-            process_id=_number(environment, "SLURM_PROCID"),
-            num_local_processes=_slurm_tasks_here(environment),
-            local_process_id=_number(environment, "SLURM_LOCALID"),
-            num_hosts=num_hosts,
-            host=host,
-            port=port,
-            owns_visible="SLURM_GPUS_PER_TASK" in environment,
-        )
+    return Job(
+        launcher="SLURM",
+        num_processes=num_processes,
+        process_id=_number(environment, "SLURM_PROCID"),
+        num_local_processes=_slurm_tasks_here(environment),
+        local_process_id=_number(environment, "SLURM_LOCALID"),
+        num_hosts=num_hosts,
+        host=host,
+        port=port,
+        owns_visible="SLURM_GPUS_PER_TASK" in environment,
     )
 
 
