@@ -225,10 +225,8 @@ def inspect_steps(
         raise ValueError(f"bucket_mb (={bucket_mb}) must come with one of {allowed}, not {names[0]!r}")
     if AUTO in names:
         _check_auto(loss_fn, params, batch, options)
-    mesh, made = (
-        targets.mesh(target.spec),
-        {name: _make(one, bucket_mb, network) for name, one in given.items() if name != AUTO},
-    )
+    mesh = targets.mesh(target.spec)
+    made = {name: _make(one, bucket_mb, network) for name, one in given.items() if name != AUTO}
     trainers = {name: Trainer(loss_fn, optimizer, strategy, mesh, **options) for name, strategy in made.items()}
     if replicas != 1:
         hybrid = targets.mesh(target.spec, replicas=replicas)
@@ -275,11 +273,9 @@ def inspect_steps(
             raise
 
     alone = read_schedule(result("one rank alone", pending_alone))
-    sent = [
-        _sent_bytes(whole, state, batch),
-        *(_sent_bytes(one, states[name], batch) for name, one in trainers.items()),
-    ]
-    bound = lower_bound(alone, target.chip, network, min(sent), target.num_devices)
+    sent = [_sent_bytes(one, states[name], batch) for name, one in trainers.items()]
+    least = min([_sent_bytes(whole, state, batch), *sent])
+    bound = lower_bound(alone, target.chip, network, least, target.num_devices)
     found = []
     for name in names:
         program = result(name, pending[name])
@@ -419,13 +415,10 @@ def _too_large(
     too_much = f"{excess / 1e9:.1f} GB" if excess >= 1e8 else f"{excess / 1e6:.1f} MB"
     if fitting is not None:
         advice = f"ZeRO-{fitting} would fit, with {needed_by[fitting] / 1e9:.1f} GB"
+    elif needed_by:
+        advice = f"even ZeRO-{max(needed_by)} would need {needed_by[max(needed_by)] / 1e9:.1f} GB"
     else:
-        last = max(needed_by, default=None)
-        advice = (
-            "no stage of ZeRO takes this training"
-            if last is None
-            else (f"even ZeRO-{last} would need {needed_by[last] / 1e9:.1f} GB")
-        )
+        advice = "no stage of ZeRO takes this training"
     return ValueError(
         f"{what} {needed / 1e9:.1f} GB on each device of {target.spec!r}, which has {available / 1e9:.1f} GB: "
         f"{too_much} too much; {advice}"

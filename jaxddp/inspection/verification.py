@@ -184,19 +184,11 @@ def _traffic_rows(planned: Plan, step: PlannedStep, sent: dict[str, list[Collect
     sums = [each for each in sent["data"] if each.kind != "all-gather"]
     gathered, summed = (sent_bytes(job, name, legs._replace(**{other: 0})) for other in ("gradients", "parameters"))
     planned_kinds = {kind for kind, _ in step.collectives or ()}
+    kept = _KEPT if job.stage == 3 else _UNEVEN
     small = _ALL_SMALL if job.stage == 3 and planned_kinds == {"all-reduce"} else ""
     rows = [
-        _traffic_row(
-            "parameters gathered",
-            gathered,
-            gathers,
-            expected(gathers=True),
-            small or (_KEPT if job.stage == 3 else _UNEVEN),
-            is_formulas=not small,
-        ),
-        _traffic_row(
-            "gradients summed", summed, sums, expected(gathers=False), small or _UNEVEN, is_formulas=not small
-        ),
+        _traffic_row("parameters gathered", gathered, gathers, expected(gathers=True), small or kept, not small),
+        _traffic_row("gradients summed", summed, sums, expected(gathers=False), small or _UNEVEN, not small),
         _traffic_row("products summed over tp", sent_by_rank("all-reduce", summed_bytes, range(job.tp)), sent["tp"]),
         _traffic_row("other collectives", 0.0, sent[""]),
     ]
@@ -225,12 +217,8 @@ def _traffic_row(
     if not holds and planned:
         said = f"{compiled / planned:.3f} times, {said}"
     is_near = planned * _EXCUSED[0] <= compiled <= planned * _EXCUSED[1]
-    if (
-        not holds
-        and (is_near or not is_formulas)
-        and expected is not None
-        and abs(compiled - expected) < _ROUNDING_BYTES
-    ):
+    is_as_planned = expected is not None and abs(compiled - expected) < _ROUNDING_BYTES
+    if not holds and is_as_planned and (is_near or not is_formulas):
         said, holds = f"{said}: {why}", True
     return Row(label, planned, compiled, f"{'ok' if holds else MARK}: {said}", holds)
 

@@ -236,7 +236,8 @@ def target(spec: str) -> Target:
         if hosts is not None:
             raise ValueError(f"target {spec!r} must give the chips of the slice alone, such as '{name}:8'")
         if devices not in _V5P_TOPOLOGIES:
-            raise ValueError(f"target {spec!r} makes no torus: {name} comes in {_listed(_V5P_TOPOLOGIES)} chips")
+            *others, last = map(str, _V5P_TOPOLOGIES)
+            raise ValueError(f"target {spec!r} makes no torus: {name} comes in {', '.join(others)} or {last} chips")
         return Target(chip, devices // whole, whole)
     if hosts is not None:
         if not (1 <= devices <= whole and int(hosts) >= 1):
@@ -247,8 +248,3 @@ def target(spec: str) -> Target:
     if devices == 0 or devices % whole:
         raise ValueError(f"target {spec!r} must have 1 to {whole} devices, a multiple of {whole}, or hosts x devices")
     return Target(chip, devices // whole, whole)
-
-
-def _listed(counts: Mapping[int, str]) -> str:
-    *others, last = map(str, counts)
-    return f"{', '.join(others)} or {last}"

@@ -77,16 +77,13 @@ class Cluster:
     def __post_init__(self) -> None:
         for name in ("flops_per_s", "memory_bytes", "link_gb_per_s", "host_link_gb_per_s"):
             check_kind(name, getattr(self, name), Real, "a number")
+            check_positive(**{name: getattr(self, name)})
         check_kind("torus", self.torus, tuple, "a tuple of sides")
         if self.torus:
             check_count(torus=self.torus)
         if self.devices_per_host is not None:
             check_count(devices_per_host=self.devices_per_host)
         check_count(num_devices=self.num_devices)
-        check_positive(
-            flops_per_s=self.flops_per_s, memory_bytes=self.memory_bytes, link_gb_per_s=self.link_gb_per_s,
-            host_link_gb_per_s=self.host_link_gb_per_s,
-        )  # fmt: skip
         check_not_negative(latency_us=self.latency_us)
         for name in ("fsdp_axes", "tp_axes"):
             if (axes := getattr(self, name)) is None:

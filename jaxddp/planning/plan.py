@@ -224,7 +224,7 @@ def plan(job: TrainingJob) -> Plan:
         times=times(job.workload, rates, tokens / (steps or 1), *job.ranks, job.assumptions),
         best_split=best_split(job.workload, job.cluster.rates, job.cluster.num_devices, job.assumptions),
         buckets=buckets,
-        traffic_bytes={name: _sent_bytes(job, name, steps or 1) for name in traffic.STRATEGIES},
+        traffic_bytes={name: sent_bytes(job, name, strategy_traffic(name, steps or 1)) for name in traffic.STRATEGIES},
     )
 
 
@@ -347,7 +347,3 @@ def _min_devices(job: TrainingJob, components: dict[str, float]) -> int | None:
     temporary = sum(components[name] for name in ("gathered_parameters", "gradient_buckets", "activations"))
     ranks = float(memory.least_ranks(cut, whole + temporary, job.cluster.memory_bytes))
     return int(ranks) * job.tp if math.isfinite(ranks) else None
-
-
-def _sent_bytes(job: TrainingJob, strategy: str, num_microbatches: int) -> float:
-    return sent_bytes(job, strategy, strategy_traffic(strategy, num_microbatches))
