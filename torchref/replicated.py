@@ -39,11 +39,6 @@ class Replicated(DataParallel):
     def __init__(
         self, module: nn.Module, make_plan: Callable[[Sequence[TensorSpec]], BucketPlan], **options: Any
     ) -> None:
-        """Wraps a module.
-
-        Raises:
-            ValueError: As ``DataParallel``.
-        """
         super().__init__(module, make_plan, **options)
         self._bucket_buffers = [self._new_buffer(bucket) for bucket in self.plan.buckets]
         self._started: list[tuple[torch.Tensor, Any]] = []  # the total and the handle of each bucket

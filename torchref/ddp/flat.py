@@ -22,9 +22,4 @@ class FlatDDP(Replicated):
     """One all-reduce of everything, after the whole backward."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
-        """Wraps a module.
-
-        Raises:
-            ValueError: As ``DataParallel``.
-        """
         super().__init__(module, lambda tensors: plan_buckets(tensors, None, after_backward=True), **options)

@@ -22,9 +22,4 @@ class NaiveDDP(Replicated):
     """One all-reduce per parameter, after the whole backward."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
-        """Wraps a module.
-
-        Raises:
-            ValueError: As ``DataParallel``.
-        """
         super().__init__(module, lambda tensors: plan_per_tensor(tensors, after_backward=True), **options)

@@ -22,9 +22,4 @@ class OverlappedDDP(Replicated):
     """One all-reduce per parameter, as its gradient becomes ready."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
-        """Wraps a module.
-
-        Raises:
-            ValueError: As ``DataParallel``.
-        """
         super().__init__(module, plan_per_tensor, **options)

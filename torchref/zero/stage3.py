@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -52,7 +52,7 @@ from ..communication.compression import Compression, none
 from ..communication.reduction import REDUCE_SCATTER
 from ..hooks import check_not_sharded, remove_hooks_with, weakly
 from ..replicated import Replicated
-from ..strategy import Sync, check_dtype, check_wrapped
+from ..strategy import check_dtype, check_wrapped
 from .elementwise import own_parts, try_elementwise
 from .gather import Arrivals, Shards, accumulate, put_back, take_finished
 from .optimizers import check_marks, rank_marks
@@ -95,10 +95,8 @@ class FSDP(Replicated):
         bucket_mb: BucketMb = "default",
         rule: Rule = "before",
         process_group: dist.ProcessGroup | None = None,
-        order: Sequence[str] | None = None,
         compression: Compression = none,
-        broadcast_buffers: bool = True,
-        sync: Sync = "finish",
+        **options: Any,
     ) -> None:
         """Wraps a module.
 
@@ -111,10 +109,8 @@ class FSDP(Replicated):
             bucket_mb: Cap of the buckets of replicated gradients; see ``plan_buckets``.
             rule: When these buckets close; see ``plan_buckets``.
             process_group: As ``DataParallel`` takes it.
-            order: As ``DataParallel`` takes it, of the replicated parameters.
             compression: ``none``, or ``noop`` for a step without communication; use the dtypes to send less.
-            broadcast_buffers: As ``DataParallel`` takes it.
-            sync: As ``DataParallel`` takes it.
+            **options: Of ``DataParallel``: ``order``, of the replicated parameters, ``broadcast_buffers``, ``sync``.
 
         Raises:
             ValueError: If there is no parameter to shard, a unit shares one with a module that is no unit, a unit keeps
@@ -148,12 +144,10 @@ class FSDP(Replicated):
             module,
             lambda tensors: plan_buckets(tensors, bucket_mb, rule=rule),
             process_group=process_group,
-            order=order,
             compression=compression,
-            broadcast_buffers=broadcast_buffers,
-            sync=sync,
             sharded={name for name, parameter in module.named_parameters() if id(parameter) in ids},
             shard=shard,
+            **options,
         )
 
     def get_extra_state(self) -> dict[str, int]:
