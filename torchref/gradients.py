@@ -32,11 +32,6 @@ class PartialGradient(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls a function of torch with it.
-
-        Raises:
-            RuntimeError: If it is a norm.
-        """
         if func in _NORMS:
             raise RuntimeError(
                 "this would be the norm of this rank's part of the gradients: call clip_grad_norm_ or grad_norm of the"

@@ -159,7 +159,8 @@ class Trainer:
                 f" (={self.num_ranks} x {self.num_microbatches})"
             )
         for index in range(self.num_microbatches):
-            with self._communicate_only_if(index == self.num_microbatches - 1):
+            is_last = index == self.num_microbatches - 1
+            with contextlib.nullcontext() if is_last or self._parallel is None else self._parallel.no_sync():
                 piece = local_rows(batch, index, self.num_microbatches)
                 with self._autocast(piece):
                     part = as_part(self.loss_fn(self.net, piece))
@@ -232,9 +233,6 @@ class Trainer:
         if self.max_grad_norm is not None:
             clip_to_norm_(grads, norm, self.max_grad_norm)
         return norm
-
-    def _communicate_only_if(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if last or self._parallel is None else self._parallel.no_sync()
 
     def _autocast(self, batch: Batch) -> contextlib.AbstractContextManager[Any]:
         if self.compute_dtype is None:  # a caller may have one of its own

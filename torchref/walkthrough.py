@@ -72,7 +72,9 @@ def _on_rank() -> list[Holding]:
         with record() as issued:
             phase()
         states = net.optimizer.state.values()
-        grads = [parameter.grad for parameter in [*net.parameters(), *_shards(net)]]
+        grads = [
+            parameter.grad for parameter in [*net.parameters(), *(shard for shard, _ in net.local_shards().values())]
+        ]
         holdings.append(
             Holding(
                 name,
@@ -85,10 +87,6 @@ def _on_rank() -> list[Holding]:
             )
         )
     return holdings
-
-
-def _shards(net: ZeRO1) -> list[torch.Tensor]:
-    return [shard for group in net.optimizer.param_groups for shard in group["params"]]
 
 
 def _num_elements(tensors: Iterable[torch.Tensor]) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 from .quiet import import_jax_on_cpu
 
 _MODEL, _BATCH_PER_DEVICE = "seed_xl", 16
+_BY_LEAVES = ("zero1:leaves", "zero2:leaves")
 _DTYPES = ("f32", "bf16")
 _SHAPES = ("layers", "width", "heads", "hidden", "vocab", "context")
 
@@ -72,6 +73,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     from .. import targets
     from ..inspection.strategies import inspect_dump, inspect_steps, transformer_training
+    from ..registry import make_strategy
     from ..simulation.simulate import network_of
     from .inspect_console import as_json, show
 
@@ -83,7 +85,10 @@ def run(arguments: argparse.Namespace) -> None:
         inspections = [inspect_dump(Path(arguments.hlo).name, text, target, network)]
     else:
         names = dict.fromkeys([arguments.strategy, *arguments.compare])
-        strategies = [_by_leaves(name) if name in ("zero1:leaves", "zero2:leaves") else name for name in names]
+        strategies = [
+            make_strategy(name.removesuffix(":leaves"), shard="leaves") if name in _BY_LEAVES else name
+            for name in names
+        ]
         if arguments.trainer is not None:
             training = training_of(arguments.trainer)
         else:
@@ -103,12 +108,6 @@ def run(arguments: argparse.Namespace) -> None:
         print(json.dumps(as_json(inspections)))
     else:
         show(inspections, arguments.hlo or arguments.trainer or arguments.model or _MODEL, folder)
-
-
-def _by_leaves(name: str) -> Any:
-    from ..registry import make_strategy
-
-    return make_strategy(name.removesuffix(":leaves"), shard="leaves")
 
 
 def _check_options(arguments: argparse.Namespace) -> Path | None:

@@ -290,14 +290,9 @@ def _wait(processes: list[subprocess.Popen]) -> tuple[int, list[int]]:
     return 128 + signals[0] if is_theirs else status, signals
 
 
-def _is_agent(process: subprocess.Popen) -> bool:
-    """Whether a process is torchrun's agent, which has started ranks of its own."""
-    return isinstance(process.args, list) and _TORCHRUN in process.args
-
-
 def _ranks_of(process: subprocess.Popen) -> list[int]:
     """The ranks that a process started, if it is torchrun's agent, which would kill them 30 s after a signal."""
-    if not _is_agent(process):
+    if not isinstance(process.args, list) or _TORCHRUN not in process.args:
         return [process.pid]
     with contextlib.suppress(OSError):
         lists = [path.read_text().split() for path in Path(f"/proc/{process.pid}/task").glob("*/children")]

@@ -38,19 +38,14 @@ class TrainConsole:
         self._task = self._progress.add_task("compiling", total=None, status="")
 
     def __enter__(self) -> TrainConsole:
-        """Starts the progress bar, if the output is a terminal."""
         self._progress.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Removes the progress bar."""
         self._progress.stop()
 
-    def say(self, text: str) -> None:
+    def say(self, text: str | Text, only_log: bool = False) -> None:
         """Writes a permanent line."""
-        self._print(text)
-
-    def _print(self, text: str | Text, only_log: bool = False) -> None:
         for console in filter(None, (None if only_log else self._console, self._log)):
             console.print(text, soft_wrap=True)
 
@@ -67,7 +62,7 @@ class TrainConsole:
             line = f"{step}  {status}"
             if report.validation_loss is not None:
                 line += f"  validation {_nats_and_bits(report.validation_loss)}"
-            self._print(line, only_log=self._is_live and report.validation_loss is None)  # there the bar shows it
+            self.say(line, only_log=self._is_live and report.validation_loss is None)  # there the bar shows it
 
     def show(self, summary: TrainSummary) -> None:
         """Writes the summary of a finished run."""
@@ -101,7 +96,7 @@ class TrainConsole:
             ("throughput", f"{summary.tokens_per_s:,.0f} tokens/s ({options.batch_size} x {summary.context} per step)"),
         ]
         for name, value in rows:
-            self._print(Text(f"{name:<12} ").append_text(Text.assemble(value)))
+            self.say(Text(f"{name:<12} ").append_text(Text.assemble(value)))
 
 
 def _nats_and_bits(loss: float) -> str:

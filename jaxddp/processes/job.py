@@ -78,13 +78,7 @@ class Job(NamedTuple):
 
 
 def find_job(environment: Mapping[str, str] | None = None) -> Job | None:
-    """Finds the job that the environment describes.
-
-    Args:
-        environment: Environment variables; ``os.environ`` if None.
-
-    Returns:
-        The job; None if no launcher started this process.
+    """Finds the job that environment variables describe, ``os.environ`` if None; None if no launcher has set them.
 
     Raises:
         ValueError: If a launcher's variables are incomplete, are not numbers, or contradict each other.

@@ -81,13 +81,10 @@ class Watchdog:
     def __init__(
         self, job: Job, connections: Mapping[int, socket.socket], stuck_s: float, needs_first: bool = False
     ) -> None:
-        """Starts the thread.
+        """Starts the thread, whose the connections of ``meet`` become.
 
-        Args:
-            job: The job.
-            connections: In process 0 to each other process, in the others to process 0; they become the thread's.
-            stuck_s: Seconds without a beat, or with processes waiting in a step that another has not begun.
-            needs_first: Whether no process lives on without process 0, as under JAX, whose coordinator it is.
+        ``stuck_s`` are seconds without a beat, or with processes waiting in a step that another has not begun. With
+        ``needs_first`` no process lives on without process 0, as under JAX, whose coordinator it is.
         """
         self._number, self._stuck_s, self._needs_first = job.process_id, stuck_s, needs_first
         self._mine = _Process(None)

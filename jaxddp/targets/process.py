@@ -57,11 +57,6 @@ def compile_request(request: dict[str, Any]) -> dict[str, Any]:
     return {"text": compiled.as_text(), "memory": sizes, "cost": compiled.cost_analysis() or {}}
 
 
-def _read_request(pipe: BinaryIO) -> dict[str, Any]:
-    length = int.from_bytes(pipe.read(8), "big")
-    return pickle.loads(pipe.read(length))
-
-
 def _end_with(pipe: BinaryIO) -> None:
     pipe.read(1)
     os._exit(1)
@@ -71,7 +66,8 @@ def _main() -> None:
     # Keeps the compilers' output out of the answer.
     answer_to = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    request = _read_request(sys.stdin.buffer)
+    length = int.from_bytes(sys.stdin.buffer.read(8), "big")
+    request = pickle.loads(sys.stdin.buffer.read(length))
     threading.Thread(target=_end_with, args=(sys.stdin.buffer,), daemon=True).start()
     try:
         answer: tuple[str, Any] = ("compiled", compile_request(request))

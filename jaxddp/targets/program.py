@@ -27,7 +27,7 @@ class MemoryStats(NamedTuple):
 
 
 class TargetProgram:
-    """A program compiled for devices that are not here: it can be read like ``jax.stages.Compiled``, but cannot run."""
+    """A program compiled for devices that are not here: read like ``jax.stages.Compiled``, it raises when called."""
 
     def __init__(self, target: Target, text: str, memory: MemoryStats, cost: dict[str, float]) -> None:
         self.target = target
@@ -46,11 +46,7 @@ class TargetProgram:
         return self._cost
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuses to run.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Refuses to run: a ValueError."""
         raise ValueError(f"this program is compiled for {self.target.spec!r}, which is not here: it cannot run")
 
     def __repr__(self) -> str:

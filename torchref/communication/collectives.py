@@ -179,15 +179,9 @@ def send_recv(tensor: Tensor, pairs: _Pairs, group: _Group = None, async_op: boo
 
 
 class Pending(Work):
-    """Several handles as one, and what is left to do on this rank once all are done."""
+    """Several handles as one; the first ``wait`` then calls ``finish``."""
 
     def __init__(self, works: Sequence[Work], finish: Callable[[], object] | None = None) -> None:
-        """Waits for nothing yet.
-
-        Args:
-            works: The handles.
-            finish: Called by the first ``wait``, after them.
-        """
         super().__init__()
         self._works = works
         self._finish = finish

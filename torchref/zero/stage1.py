@@ -152,9 +152,7 @@ class ZeRO1(DataParallel):
         if self.num_ranks > 1:
             names = {id(shard): name for name, shard in self._shards.items()}
             check_alike(describe_optimizer(self.optimizer, names), process_group)
-        self._watch_state_dicts()
-        self._may_step = guard_step(self.optimizer)
-        self._made_with = own_parts(self.optimizer)
+        self._watch_optimizer()
         self._spent = {name: spent_gradient(parameter) for name, parameter in self._trained.items()}
         self._sums: list[torch.Tensor | None] = [None] * len(self.plan.buckets)
         self._in_flight: InFlight[tuple[int, torch.Tensor]] = InFlight()
@@ -230,15 +228,15 @@ class ZeRO1(DataParallel):
         """Copies the wrapper with its module and optimizer; see ``DataParallel``."""
         new = super().__deepcopy__(memo)
         assert isinstance(new, ZeRO1)
-        new._watch_state_dicts()
-        new._may_step = guard_step(new.optimizer)
-        new._made_with = own_parts(new.optimizer)
+        new._watch_optimizer()
         return new
 
-    def _watch_state_dicts(self) -> None:
+    def _watch_optimizer(self) -> None:
         mark_state_dicts(self.optimizer, self.process_group)
         self._loads = StateLoads(self.process_group)
         self.optimizer.register_load_state_dict_post_hook(self._loads.note)
+        self._may_step = guard_step(self.optimizer)
+        self._made_with = own_parts(self.optimizer)
 
     def _describe_loaded(self) -> dict[str, Any]:
         names = {id(shard): name for name, shard in self._shards.items()}
