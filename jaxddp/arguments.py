@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 
@@ -116,6 +117,49 @@ def check_leaves(name: str, leaves: Mapping[str, Any]) -> None:
     for leaf_name, leaf in leaves.items():
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             raise ValueError(f"{name} leaf {leaf_name!r} (={_short(leaf)}) must be an array")
+
+
+def check_root(root: int, num_ranks: int) -> None:
+    """Refuses what is not the number of a rank.
+
+    Raises:
+        ValueError: If it is no integer, or out of range.
+    """
+    if isinstance(root, bool) or not isinstance(root, Integral):
+        raise ValueError(f"root (={root!r}) must be an integer, the number of a rank")
+    if not 0 <= root < num_ranks:
+        raise ValueError(f"root (={root}) must be at least 0 and below num_ranks (={num_ranks})")
+
+
+def check_pairs(pairs: Sequence[tuple[int, int]], num_ranks: int) -> None:
+    """Refuses what are no pairs of ranks to send along.
+
+    Raises:
+        ValueError: If one is no pair of ranks, or a rank sends or is sent to more than once.
+    """
+    kind = "of integers, (from rank, to rank)"
+    if not isinstance(pairs, Sequence) or not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in pairs):
+        raise ValueError(f"pairs (={pairs!r}) must be a sequence of pairs {kind}")
+    if not all(isinstance(rank, Integral) and not isinstance(rank, bool) for pair in pairs for rank in pair):
+        raise ValueError(f"pairs (={list(pairs)}) must be {kind}")
+    for name, ranks in (("from", [source for source, _ in pairs]), ("to", [target for _, target in pairs])):
+        if not all(0 <= rank < num_ranks for rank in ranks):
+            raise ValueError(f"pairs (={list(pairs)}) must name ranks from 0 to below num_ranks (={num_ranks})")
+        if len(set(ranks)) < len(ranks):
+            raise ValueError(f"pairs (={list(pairs)}) must send at most once {name} each rank")
+
+
+def length_of_chunk(shape: Sequence[int], num_ranks: int) -> int:
+    """The length of the equal parts of dimension 0, one a rank.
+
+    Raises:
+        ValueError: If it is missing, or not divisible by the number of ranks.
+    """
+    if not shape:
+        raise ValueError(f"shape (={tuple(shape)}) must have a dimension 0 to cut or join along")
+    if shape[0] % num_ranks:
+        raise ValueError(f"dimension 0 (={shape[0]}) must be divisible by num_ranks (={num_ranks})")
+    return shape[0] // num_ranks
 
 
 def is_number(value: Any) -> bool:

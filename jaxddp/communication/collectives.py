@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any
 
 import jax
@@ -37,6 +36,7 @@ import jaxlib.version
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
+from ..arguments import check_pairs, check_root, length_of_chunk
 from . import gloo
 from .varying import varying
 
@@ -105,7 +105,7 @@ def reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
         ValueError: If dimension 0 of ``x`` is missing or not divisible by the number of ranks.
     """
     num_ranks = _check_call(x, axis)
-    chunk_length = _chunk_length(x.shape, num_ranks)
+    chunk_length = length_of_chunk(x.shape, num_ranks)
     if x.size == 0:
         return x[:chunk_length]
     match gloo.kind_of("reduce-scatter", num_ranks, gloo.traced_platform()):
@@ -135,7 +135,7 @@ def all_gather(x: jax.Array, axis: Axis, *, equal: bool = False, as_bits: bool =
         ValueError: If ``x`` has no dimension 0.
     """
     num_ranks = _check_call(x, axis)
-    _chunk_length(x.shape, 1)
+    length_of_chunk(x.shape, 1)
     if x.size == 0:
         return jnp.concatenate([x] * num_ranks)
     if as_bits and x.dtype == jnp.bfloat16:
@@ -163,7 +163,7 @@ def broadcast(x: jax.Array, axis: str, root: int = 0) -> jax.Array:
     Raises:
         ValueError: If ``root`` is no rank of the axis.
     """
-    _check_root(root, _check_call(x, axis))
+    check_root(root, _check_call(x, axis))
     from_root = jnp.where(lax.axis_index(axis) == root, x, jnp.zeros_like(x))
     return lax.psum(from_root, axis).astype(x.dtype)
 
@@ -182,7 +182,7 @@ def reduce(x: jax.Array, axis: str, root: int = 0) -> jax.Array:
     Raises:
         ValueError: If ``root`` is no rank of the axis.
     """
-    _check_root(root, _check_call(x, axis))
+    check_root(root, _check_call(x, axis))
     total = lax.psum(x, axis)
     return jnp.where(lax.axis_index(axis) == root, total, jnp.zeros_like(total))
 
@@ -208,7 +208,7 @@ def send_recv(x: jax.Array, axis: str, pairs: Sequence[tuple[int, int]]) -> jax.
         >>> print(jax.shard_map(shift, mesh=data_mesh(4), in_specs=spec, out_specs=spec)(jnp.arange(1, 5)))
         [0 1 2 3]
     """
-    _check_pairs(pairs, _check_call(x, axis))
+    check_pairs(pairs, _check_call(x, axis))
     return lax.ppermute(x, axis, pairs)
 
 
@@ -236,31 +236,3 @@ def axis_size(axis: Axis) -> int:
         return lax.axis_size(axis)
     except (NameError, TypeError, ValueError) as error:
         raise ValueError(f"axis (={axis!r}) must be bound: call this inside jax.shard_map over it") from error
-
-
-def _chunk_length(shape: Sequence[int], num_ranks: int) -> int:
-    if not shape:
-        raise ValueError(f"shape (={tuple(shape)}) must have a dimension 0 to cut or join along")
-    if shape[0] % num_ranks:
-        raise ValueError(f"dimension 0 (={shape[0]}) must be divisible by num_ranks (={num_ranks})")
-    return shape[0] // num_ranks
-
-
-def _check_root(root: int, num_ranks: int) -> None:
-    if isinstance(root, bool) or not isinstance(root, Integral):
-        raise ValueError(f"root (={root!r}) must be an integer, the number of a rank")
-    if not 0 <= root < num_ranks:
-        raise ValueError(f"root (={root}) must be at least 0 and below num_ranks (={num_ranks})")
-
-
-def _check_pairs(pairs: Sequence[tuple[int, int]], num_ranks: int) -> None:
-    kind = "of integers, (from rank, to rank)"
-    if not isinstance(pairs, Sequence) or not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in pairs):
-        raise ValueError(f"pairs (={pairs!r}) must be a sequence of pairs {kind}")
-    if not all(isinstance(rank, Integral) and not isinstance(rank, bool) for pair in pairs for rank in pair):
-        raise ValueError(f"pairs (={list(pairs)}) must be {kind}")
-    for name, ranks in (("from", [source for source, _ in pairs]), ("to", [target for _, target in pairs])):
-        if not all(0 <= rank < num_ranks for rank in ranks):
-            raise ValueError(f"pairs (={list(pairs)}) must name ranks from 0 to below num_ranks (={num_ranks})")
-        if len(set(ranks)) < len(ranks):
-            raise ValueError(f"pairs (={list(pairs)}) must send at most once {name} each rank")

@@ -26,7 +26,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .collectives import _check_call, _chunk_length, send_recv
+from ..arguments import length_of_chunk
+from .collectives import _check_call, send_recv
 
 
 def ring_reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
@@ -46,7 +47,7 @@ def ring_reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
         ValueError: If dimension 0 of ``x`` is missing or not divisible by the number of ranks.
     """
     num_ranks, rank = _check_call(x, axis), lax.axis_index(axis)
-    chunks = x.reshape(num_ranks, _chunk_length(x.shape, num_ranks), *x.shape[1:])
+    chunks = x.reshape(num_ranks, length_of_chunk(x.shape, num_ranks), *x.shape[1:])
 
     def local_chunk(chunk: jax.Array) -> jax.Array:
         return lax.dynamic_index_in_dim(chunks, chunk % num_ranks, keepdims=False)
@@ -73,7 +74,7 @@ def ring_all_gather(x: jax.Array, axis: str) -> jax.Array:
         ValueError: If ``x`` has no dimension 0.
     """
     num_ranks, rank = _check_call(x, axis), lax.axis_index(axis)
-    chunk_length = _chunk_length(x.shape, 1)
+    chunk_length = length_of_chunk(x.shape, 1)
     chunk = x
     chunks = lax.dynamic_update_index_in_dim(jnp.zeros((num_ranks, *x.shape), x.dtype), chunk, rank, axis=0)
     for step in range(1, num_ranks):

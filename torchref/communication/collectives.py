@@ -31,13 +31,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from numbers import Integral
 from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
+
+from jaxddp.arguments import check_pairs, check_root, length_of_chunk
 
 _Group: TypeAlias = ProcessGroup | None
 _Pairs: TypeAlias = Sequence[tuple[int, int]]
@@ -76,7 +77,7 @@ def reduce_scatter(tensor: Tensor, group: _Group = None, async_op: bool = False)
         ValueError: If dimension 0 of ``tensor`` is missing or not divisible by the number of ranks.
     """
     _check_call(tensor, group)
-    chunk_length = _chunk_length(tensor.shape, dist.get_world_size(group))
+    chunk_length = length_of_chunk(tensor.shape, dist.get_world_size(group))
     _note("reduce-scatter", tensor)
     chunk = tensor.new_empty(chunk_length, *tensor.shape[1:])
     work = _dist_reduce_scatter(chunk, tensor.detach().contiguous(), group=group, async_op=async_op)
@@ -97,7 +98,7 @@ def all_gather(tensor: Tensor, group: _Group = None, async_op: bool = False) -> 
         ValueError: If ``tensor`` has no dimension 0.
     """
     _check_call(tensor, group)
-    chunk_length = _chunk_length(tensor.shape, 1)
+    chunk_length = length_of_chunk(tensor.shape, 1)
     full = tensor.new_empty(dist.get_world_size(group) * chunk_length, *tensor.shape[1:])
     _note("all-gather", full)
     work = _dist_all_gather(full, tensor.detach().contiguous(), group=group, async_op=async_op)
@@ -113,7 +114,7 @@ def broadcast(tensor: Tensor, root: int = 0, group: _Group = None, async_op: boo
         ValueError: If ``root`` is no rank of the group.
     """
     _check_call(tensor, group)
-    _check_root(root, dist.get_world_size(group))
+    check_root(root, dist.get_world_size(group))
     _note("broadcast", tensor)
     buffer = tensor.detach().contiguous()
     return _in_place(tensor, buffer, dist.broadcast(buffer, group_src=root, group=group, async_op=async_op))
@@ -132,7 +133,7 @@ def reduce(tensor: Tensor, root: int = 0, group: _Group = None, async_op: bool =
         ValueError: If ``root`` is no rank of the group.
     """
     _check_call(tensor, group)
-    _check_root(root, dist.get_world_size(group))
+    check_root(root, dist.get_world_size(group))
     _note("reduce", tensor)
     # The library leaves partial sums in the buffers of the other ranks, so they work on a copy of their own.
     buffer = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -155,7 +156,7 @@ def send_recv(tensor: Tensor, pairs: _Pairs, group: _Group = None, async_op: boo
         ValueError: If a rank of ``pairs`` is not in the group, or one sends or is sent to more than once.
     """
     _check_call(tensor, group)
-    _check_pairs(pairs, dist.get_world_size(group))
+    check_pairs(pairs, dist.get_world_size(group))
     _note("send-recv", tensor)
     rank = dist.get_rank(group)
     sent = tensor.detach().contiguous()
@@ -247,31 +248,3 @@ def _in_place(tensor: Tensor, buffer: Tensor, work: Work | None) -> Work | None:
         return Pending([work], lambda: tensor.detach().copy_(buffer))
     tensor.detach().copy_(buffer)
     return None
-
-
-def _chunk_length(shape: Sequence[int], num_ranks: int) -> int:
-    if not shape:
-        raise ValueError(f"shape (={tuple(shape)}) must have a dimension 0 to cut or join along")
-    if shape[0] % num_ranks:
-        raise ValueError(f"dimension 0 (={shape[0]}) must be divisible by num_ranks (={num_ranks})")
-    return shape[0] // num_ranks
-
-
-def _check_root(root: int, num_ranks: int) -> None:
-    if isinstance(root, bool) or not isinstance(root, Integral):
-        raise ValueError(f"root (={root!r}) must be an integer, the number of a rank")
-    if not 0 <= root < num_ranks:
-        raise ValueError(f"root (={root}) must be at least 0 and below num_ranks (={num_ranks})")
-
-
-def _check_pairs(pairs: _Pairs, num_ranks: int) -> None:
-    kind = "of integers, (from rank, to rank)"
-    if not isinstance(pairs, Sequence) or not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in pairs):
-        raise ValueError(f"pairs (={pairs!r}) must be a sequence of pairs {kind}")
-    if not all(isinstance(rank, Integral) and not isinstance(rank, bool) for pair in pairs for rank in pair):
-        raise ValueError(f"pairs (={list(pairs)}) must be {kind}")
-    for name, ranks in (("from", [source for source, _ in pairs]), ("to", [target for _, target in pairs])):
-        if not all(0 <= rank < num_ranks for rank in ranks):
-            raise ValueError(f"pairs (={list(pairs)}) must name ranks from 0 to below num_ranks (={num_ranks})")
-        if len(set(ranks)) < len(ranks):
-            raise ValueError(f"pairs (={list(pairs)}) must send at most once {name} each rank")

@@ -26,7 +26,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
-from .collectives import _check_call, _chunk_length, send_recv
+from jaxddp.arguments import length_of_chunk
+
+from .collectives import _check_call, send_recv
 
 
 def ring_reduce_scatter(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -47,7 +49,7 @@ def ring_reduce_scatter(tensor: Tensor, group: ProcessGroup | None = None) -> Te
     """
     _check_call(tensor, group)
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    chunks = tensor.detach().reshape(num_ranks, _chunk_length(tensor.shape, num_ranks), *tensor.shape[1:])
+    chunks = tensor.detach().reshape(num_ranks, length_of_chunk(tensor.shape, num_ranks), *tensor.shape[1:])
 
     def local_chunk(chunk: int) -> Tensor:
         return chunks[chunk % num_ranks]
@@ -75,7 +77,7 @@ def ring_all_gather(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor
     """
     _check_call(tensor, group)
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    chunk_length = _chunk_length(tensor.shape, 1)
+    chunk_length = length_of_chunk(tensor.shape, 1)
     chunk = tensor.detach()
     chunks = tensor.new_zeros(num_ranks, *tensor.shape)
     chunks[rank] = chunk
