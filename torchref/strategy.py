@@ -357,11 +357,7 @@ class DataParallel(nn.Module, abc.ABC):
         self._begins_pass, self._weights = False, _Weights(self._trained.values())
 
     def _check_no_stray_step(self, *, by_content: bool = True) -> None:
-        """Refuses weights that have changed since the last forward, if its backward was not finished.
-
-        Args:
-            by_content: Whether to find changes that raise no version, too.
-        """
+        """Refuses weights that have changed since the last forward, if its backward was not finished."""
         if self._has_begun and self._weights is not None and self._weights.have_changed(by_content):
             raise RuntimeError(
                 "parameters were changed after a backward that was never finished, by gradients of this rank alone:"

@@ -240,11 +240,7 @@ class Trainer:
         return torch.autocast(next(iter(batch.values())).device.type, self.compute_dtype)
 
     def _sum_parts(self, parts: list[Part], rows: int) -> Part:
-        """Sums totals and weights over micro-batches and ranks, in one all-reduce.
-
-        Raises:
-            ValueError: If the totals are means of unequally many rows.
-        """
+        """Sums totals and weights over micro-batches and ranks, in one all-reduce."""
         totals = torch.stack([part.total for part in parts]).to(_wide(parts[0].total)).sum()
         weights = [part.weight.to(totals) for part in parts if part.weight is not None]
         weight = torch.stack(weights) if weights else torch.zeros_like(totals)

@@ -72,9 +72,8 @@ def _on_rank() -> list[Holding]:
         with record() as issued:
             phase()
         states = net.optimizer.state.values()
-        grads = [
-            parameter.grad for parameter in [*net.parameters(), *(shard for shard, _ in net.local_shards().values())]
-        ]
+        shards = (shard for shard, _ in net.local_shards().values())
+        grads = [parameter.grad for parameter in (*net.parameters(), *shards)]
         holdings.append(
             Holding(
                 name,

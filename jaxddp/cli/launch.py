@@ -114,11 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run_in_job(job: Job, command: Sequence[str], arguments: argparse.Namespace) -> NoReturn:
-    """Replaces this process, which a launcher has started, by the script.
-
-    Raises:
-        ValueError: If ``--ranks``, ``--max-restarts`` or ``--elastic`` ask for another job than this one.
-    """
+    """Replaces this process, which a launcher has started, by the script."""
     if arguments.ranks not in (None, job.num_processes):
         raise ValueError(f"ranks (={arguments.ranks}) must be the job's processes (={job.num_processes})")
     for name in ("max_restarts", "elastic"):

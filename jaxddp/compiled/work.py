@@ -279,9 +279,6 @@ def _convolution_flops(convolution: Instruction, computation: Computation) -> fl
     """FLOPs of a ``convolution``, or of a library call: forward, or the gradient of its images or kernels.
 
     Gradient calls print the window and dims of the forward convolution.
-
-    Raises:
-        HLOError: If the dims are not printed.
     """
     labels = re.match(r"(\w+)_(\w+)->(\w+)", convolution.attribute("dim_labels"))
     if not labels:

@@ -168,11 +168,6 @@ def _report(job: Job, said: dict[str, Any], deadline: float, timeout_s: float) -
 
 
 def _parsed(line: str) -> dict[str, Any]:
-    """A process's message.
-
-    Raises:
-        ValueError: If it is not one.
-    """
     said = json.loads(line)
     kinds = {"process_id": int, "host": str, "alike": dict, "devices": list}
     if not isinstance(said, dict) or any(type(said.get(name)) is not kind for name, kind in kinds.items()):
