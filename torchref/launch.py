@@ -208,7 +208,8 @@ class RankPool:
             if self._closed:
                 raise ValueError("this RankPool is closed")
             try:
-                return self._run(payload, num_ranks, timeout_s, on_message, share)
+                self._num_calls += 1
+                return self._run(payload, _Call(self._num_calls, num_ranks, timeout_s, on_message, share))
             except BaseException:
                 self._end([worker for worker in self._workers.values() if worker.rank < num_ranks])
                 raise
@@ -234,46 +235,31 @@ class RankPool:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _run(
-        self,
-        payload: bytes,
-        num_ranks: int,
-        timeout_s: float,
-        on_message: OnMessage | None,
-        share: HostShare | None,
-    ) -> list[Any]:
+    def _run(self, payload: bytes, call: _Call) -> list[Any]:
+        num_ranks, share = call.num_ranks, call.share
         self._end([worker for worker in self._workers.values() if not worker.process.is_alive()])
         missing = [rank for rank in range(num_ranks) if rank not in self._workers]
         for rank in missing:
             self._workers[rank] = _Worker(rank, self.threads_per_rank, self.prepare)
-        self._collect(missing, num_ranks, 0, _START_TIMEOUT_S, None, share)
+        self._collect(missing, call._replace(number=0, timeout_s=_START_TIMEOUT_S))
 
-        self._num_calls += 1
-        call = self._num_calls
-        store = share.store if share else os.path.join(self._folder, str(call))
+        store = share.store if share else os.path.join(self._folder, str(call.number))
         first, of_all = (share.first_rank, share.num_ranks) if share else (0, num_ranks)
         for rank in range(num_ranks):
-            task = _Task(call, first + rank, rank, of_all, self.backend, store, timeout_s, payload)
+            task = _Task(call.number, first + rank, rank, of_all, self.backend, store, call.timeout_s, payload)
             self._workers[rank].send(task)
-        results = self._collect(range(num_ranks), num_ranks, call, timeout_s, on_message, share)
+        results = self._collect(range(num_ranks), call)
         if share:
             share.finish(results)
         for rank in range(num_ranks):  # no rank leaves the group while another may still need it
             self._workers[rank].send(None)
         return results
 
-    def _collect(
-        self,
-        ranks: Sequence[int],
-        num_ranks: int,
-        call: int,
-        timeout_s: float,
-        on_message: OnMessage | None,
-        share: HostShare | None,
-    ) -> list[Any]:
+    def _collect(self, ranks: Sequence[int], call: _Call) -> list[Any]:
         """Waits for the results of a call from some of its ranks."""
+        share, timeout_s = call.share, call.timeout_s
         began_s, first = time.monotonic(), share.first_rank if share else 0
-        of_all = f"{share.num_ranks} on {share.host}" if share else str(num_ranks)
+        of_all = f"{share.num_ranks} on {share.host}" if share else str(call.num_ranks)
         results: dict[int, Any] = {}
         while waiting := [self._workers[rank] for rank in ranks if rank not in results]:
             heard_s = max(self._workers[rank].heard_s for rank in ranks)
@@ -284,7 +270,7 @@ class RankPool:
             sources = [source for worker in waiting for source in (worker.pipe, worker.process.sentinel)]
             # Not for long: processes forked by a dead rank can keep both of its sources open.
             connection.wait(sources, min(remaining_s, 0.5))
-            cause = _first_failure(waiting, call, results, on_message)
+            cause = _first_failure(waiting, call, results)
             if cause is not None:
                 at_s = cause.at_s and time.time() - (time.monotonic() - cause.at_s)
                 said = f"rank {first + cause.rank} of {of_all} failed: {cause.summary}\n\n{cause.details}"
@@ -454,6 +440,16 @@ def cancel_calls() -> None:
         pool._is_cancelled = True
 
 
+class _Call(NamedTuple):
+    """A call of a pool, and how long to wait for its ranks."""
+
+    number: int
+    num_ranks: int
+    timeout_s: float
+    on_message: OnMessage | None
+    share: HostShare | None
+
+
 # One rank, seen from its parent.
 
 
@@ -524,34 +520,30 @@ class _Worker:
         return f"killed by signal {-code} ({signal.Signals(-code).name})"
 
 
-def _first_failure(
-    workers: Sequence[_Worker], call: int, results: dict[int, Any], on_message: OnMessage | None
-) -> _Failure | None:
+def _first_failure(workers: Sequence[_Worker], call: _Call, results: dict[int, Any]) -> _Failure | None:
     """Receives from ranks without a result yet; adds results to ``results``, and returns the earliest failure."""
-    failures = _receive(workers, call, results, on_message)
+    failures = _receive(workers, call, results)
     if not failures:
         return None
     # One failure often causes others, which may arrive first: the earliest is the cause.
     time.sleep(_OTHER_FAILURES_S)
     heard = results.keys() | {failure.rank for failure in failures}
-    failures += _receive([worker for worker in workers if worker.rank not in heard], call, results, on_message)
+    failures += _receive([worker for worker in workers if worker.rank not in heard], call, results)
     return min(failures, key=lambda failure: failure.at_s)
 
 
-def _receive(
-    workers: Sequence[_Worker], call: int, results: dict[int, Any], on_message: OnMessage | None
-) -> list[_Failure]:
+def _receive(workers: Sequence[_Worker], call: _Call, results: dict[int, Any]) -> list[_Failure]:
     failures = []
     for worker in workers:
-        for kind, content in worker.receive(call):
+        for kind, content in worker.receive(call.number):
             if kind == "result":
                 results[worker.rank] = content
                 break  # a later death concerns the next call
             if kind == "failure":
                 failures.append(content)
                 break
-            if on_message is not None:
-                on_message(worker.rank, content)
+            if call.on_message is not None:
+                call.on_message(worker.rank, content)
     return failures
 
 
