@@ -32,12 +32,9 @@ def check_alike(alike: Mapping[str, Any], group: dist.ProcessGroup | None = None
 
 
 def gather_texts(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
-    """Gathers a text of every rank of a group; every rank calls it.
+    """Gathers a text of every rank of a group, by rank; every rank calls it.
 
     torch's ``all_gather_object`` would unpickle what the network brings. Not counted with the gradients.
-
-    Returns:
-        The texts, by rank.
     """
     device = group_device(group)
     written = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)

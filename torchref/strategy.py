@@ -274,11 +274,7 @@ class DataParallel(nn.Module, abc.ABC):
         return norm
 
     def gather_full_params(self) -> dict[str, torch.Tensor]:
-        """Copies all parameters at full size; call it on every rank.
-
-        Returns:
-            Copies by name within the module; a shared parameter under each of its names.
-        """
+        """Copies all parameters in full, by name, a shared one under each of its names; call it on every rank."""
         named = self.module.named_parameters(remove_duplicate=False)
         return {name: parameter.detach().clone() for name, parameter in named}
 

@@ -16,7 +16,7 @@ import contextlib
 import json
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -189,14 +189,13 @@ class Trainer:
         elif self._parallel is not None:  # no update at all: the compression's state must not change either
             self._parallel.memory = memory
         self._num_skips = 0 if is_finite else self._num_skips + 1
-        if self.nonfinite == "raise" or (self.nonfinite == "skip" and self._num_skips > self.max_skips):
-            self._check_finite(is_finite, metrics)
+        gives_up = self.nonfinite == "raise" or (self.nonfinite == "skip" and self._num_skips > self.max_skips)
+        if gives_up and not is_finite:
+            self._raise_nonfinite(metrics)
         return metrics
 
-    def _check_finite(self, is_finite: bool, metrics: Mapping[str, float]) -> None:
-        """Raises if a step was not finite, and names the parameters whose gradients are not, on any rank."""
-        if is_finite:
-            return
+    def _raise_nonfinite(self, metrics: Mapping[str, float]) -> NoReturn:
+        """Names the parameters whose gradients are not finite, on any rank."""
         shards = self._parallel.local_shards() if self._parallel is not None else {}
         module = self._parallel.module if self._parallel is not None else self.net
         held = dict(module.named_parameters()) | {name: shard for name, (shard, _) in shards.items()}

@@ -38,11 +38,7 @@ class Holding(NamedTuple):
 
 
 def walk(pool: RankPool | None = None) -> list[Holding]:
-    """Takes two steps with ``ZeRO1`` and Adam, and records the second: the first creates the moments.
-
-    Returns:
-        What each rank holds, phase by phase.
-    """
+    """Takes two steps with ``ZeRO1`` and Adam: what each rank holds in the second, as the first makes the moments."""
     found = pool.run(_on_rank, num_ranks=NUM_RANKS) if pool else launch(_on_rank, num_ranks=NUM_RANKS)
     return [holding for of_phase in zip(*found, strict=True) for holding in of_phase]
 

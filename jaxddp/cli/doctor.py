@@ -237,8 +237,7 @@ def _job_lines() -> Iterator[Line]:
     if job is None:
         here = [name for name in ("srun", "mpirun", "torchrun") if shutil.which(name)]
         yield Line("job", f"none, one process; installed: {', '.join(here) or 'no launcher'}")
-        _, line = _try_port("127.0.0.1", 0)
-        yield line
+        yield _try_port("127.0.0.1", 0)
         return
     yield Line("job", job.describe(f"GPUs {chosen}" if chosen else "no GPU"))
     yield from _port_lines(job)
@@ -254,17 +253,17 @@ def _port_lines(job: Job) -> Iterator[Line]:
         advice = "other hosts cannot reach it: set MASTER_ADDR"
         yield Line("port", f"{job.host} is {address} here", advice, FAIL)
     elif job.process_id == 0 and job.launcher != "torchrun":  # whose agent listens there already
-        is_free, line = _try_port(job.bind_host, job.port)
-        yield line if is_free else line._replace(advice="set MASTER_PORT to a free one")
+        line = _try_port(job.bind_host, job.port)
+        yield line if line.status == OK else line._replace(advice="set MASTER_PORT to a free one")
 
 
-def _try_port(host: str, port: int) -> tuple[bool, Line]:
+def _try_port(host: str, port: int) -> Line:
     with socket.socket() as probe:
         try:
             probe.bind((host, port))
         except OSError as error:
-            return False, Line("port", f"{host}:{port}: {error.strerror}", "nothing can listen there", FAIL)
-    return True, Line("port", f"{host}:{port or 'any'} can be listened on")
+            return Line("port", f"{host}:{port}: {error.strerror}", "nothing can listen there", FAIL)
+    return Line("port", f"{host}:{port or 'any'} can be listened on")
 
 
 def _interface_lines() -> Iterator[Line]:

@@ -169,15 +169,12 @@ def training_of(spec: str) -> Any:
     except AttributeError as error:
         raise ValueError(f"trainer (={spec}) must name a function of the module: {error}") from error
     made = make()
-    if (
-        not isinstance(made, tuple)
-        or len(made) not in (4, 5)
-        or not isinstance(made[-1] if len(made) == 5 else {}, dict)
-    ):
+    has_options = isinstance(made, tuple) and len(made) == 5 and isinstance(made[4], dict)
+    if not has_options and not (isinstance(made, tuple) and len(made) == 4):
         raise ValueError(
             f"trainer (={spec}) must give (loss_fn, optimizer, params, batch), and a dict of options if any"
         )
-    loss_fn, optimizer, params, batch, options = made if len(made) == 5 else (*made, {})
+    loss_fn, optimizer, params, batch, options = made if has_options else (*made, {})
     others = {name: option for name, option in options.items() if name != "model_state"}
     return Training(loss_fn, optimizer, params, batch, others, options.get("model_state"))
 

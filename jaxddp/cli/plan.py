@@ -87,10 +87,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plans what the options ask for, and prints it.
-
-    Returns:
-        The exit status: 1 if the compiled step is not as planned.
+    """Plans what the options ask for, and prints it; returns 1 if the compiled step is not as planned, else 0.
 
     Raises:
         ValueError: If the options do not fit together, or a number is out of range.

@@ -268,12 +268,11 @@ def _parse_instruction(line: str) -> Instruction | None:
     )  # fmt: skip
 
 
-def _operand_names(literal: str) -> Iterator[str]:
+def _operand_names(literal: str) -> list[str]:
     if "%" in literal:
-        yield from re.findall(r"%([\w.\-]+)", literal)
-        return
+        return re.findall(r"%([\w.\-]+)", literal)
     # Without percent signs, perhaps with shapes: the name is the last word.
-    yield from (operand.split()[-1] for operand in _split(literal))
+    return [operand.split()[-1] for operand in _split(literal)]
 
 
 def _split(listed: str) -> Iterator[str]:

@@ -47,7 +47,10 @@ class Holding(NamedTuple):
 
 def walk(mesh: Mesh | None = None) -> list[Holding]:
     """Takes one step of ``zero1`` and Adam on two ranks, by default simulated ones: what each holds, phase by phase."""
-    return [holding for holdings, _ in _phases(mesh or _simulated()) for holding in holdings]
+    if mesh is None:
+        simulate_devices(NUM_RANKS)
+        mesh = data_mesh(NUM_RANKS)
+    return [holding for holdings, _ in _phases(mesh) for holding in holdings]
 
 
 def main() -> None:
@@ -138,11 +141,6 @@ def _linear() -> dict[str, jax.Array]:
 
 def _loss(params: Any, x: jax.Array) -> jax.Array:
     return jnp.sum((x @ params["kernel"] + params["bias"]) ** 2)
-
-
-def _simulated() -> Mesh:
-    simulate_devices(NUM_RANKS)
-    return data_mesh(NUM_RANKS)
 
 
 if __name__ == "__main__":

@@ -19,17 +19,8 @@ _RETRY_S = 0.1
 _MAX_BYTES = 65536  # of a message; a stranger may connect
 
 
-def roll_call(job: Job, alike: Mapping[str, Any], devices: list[str], timeout_s: float) -> None:
-    """Waits for all processes of a job, and compares what they bring; every process calls it.
-
-    The arguments and errors are those of ``meet``.
-    """
-    for connection in meet(job, alike, devices, timeout_s).values():
-        connection.close()
-
-
 def meet(job: Job, alike: Mapping[str, Any], devices: list[str], timeout_s: float) -> dict[int, socket.socket]:
-    """Calls the roll, and keeps the connections; every process calls it.
+    """Waits for all processes of a job, and compares what they bring; every process calls it.
 
     Args:
         job: The job, with this process's place in it.

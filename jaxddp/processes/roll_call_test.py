@@ -7,7 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from .job import Job
-from .roll_call import roll_call
+from .roll_call import meet
+
+
+def roll_call(*arguments):
+    for connection in meet(*arguments).values():
+        connection.close()
 
 
 def free_port():

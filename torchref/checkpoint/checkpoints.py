@@ -11,6 +11,7 @@ beside its shards, and a rank that restores reads one tensor at a time.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -171,7 +172,8 @@ class Checkpoints(CheckpointFolder):
 
         def check() -> tuple[RankState, dict[str, Any]]:
             held = RankState.of(trainer)
-            about = self._newest(self._checked) if step is None else self._checked(step)
+            read = functools.partial(self._about, with_tensors=True)
+            about = self._newest(read) if step is None else read(step)
             with archive.Reader(self._path(about["step"]), about) as reader:
                 held.check_fits(reader, about, self._name(about["step"]))
             return held, about
@@ -234,9 +236,6 @@ class Checkpoints(CheckpointFolder):
     def _sound_steps(self) -> list[int]:
         """The steps of the checkpoints that this program wrote and has not found damaged: only these are removed."""
         return [step for step in self.steps() if step not in self._damaged and _is_ours(self._path(step))]
-
-    def _checked(self, step: int) -> dict[str, Any]:
-        return self._about(step, with_tensors=True)
 
     def _about(self, step: int, with_tensors: bool = False) -> dict[str, Any]:
         name = self._name(step)

@@ -163,12 +163,7 @@ class FSDP(Replicated):
         check_marks(state, self.process_group)
 
     def gather_full_params(self) -> dict[str, torch.Tensor]:
-        """Gathers all parameters; call it on every rank.
-
-        Returns:
-            Copies by name within the module, in the original shapes and dtypes; a shared parameter under each of its
-            names.
-        """
+        """As in ``DataParallel``, in the original shapes and dtypes."""
         full = super().gather_full_params()
         for prefix, shards in self._named_shards():
             full.update((f"{prefix}{name}", tensor) for name, tensor in shards.gather_masters().items())
