@@ -493,11 +493,7 @@ class DataParallel(nn.Module, abc.ABC):
 
 
 def check_wrapped(module: Any, compression: Any, process_group: Any) -> None:
-    """Refuses arguments of another kind, before a strategy reads them.
-
-    Raises:
-        ValueError: If one is.
-    """
+    """Refuses arguments of another kind by a ValueError, before a strategy reads them."""
     check_kind("module", module, nn.Module, "a torch.nn.Module")
     check_kind("compression", compression, Compression, "a compression, such as make_compression('bf16')")
     if process_group is not None:
@@ -505,11 +501,7 @@ def check_wrapped(module: Any, compression: Any, process_group: Any) -> None:
 
 
 def check_dtype(name: str, dtype: Any) -> None:
-    """Refuses what is neither a floating-point dtype of torch nor None.
-
-    Raises:
-        ValueError: If it is refused.
-    """
+    """Refuses what is neither a floating-point dtype of torch nor None, by a ValueError."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"{name} (={dtype!r}) must be a floating-point dtype or None")
 

@@ -143,11 +143,7 @@ def add_max_restarts(parser: argparse.ArgumentParser) -> None:
 
 
 def check_elastic(arguments: argparse.Namespace) -> None:
-    """Refuses ``--elastic`` where nothing is started again.
-
-    Raises:
-        ValueError: If it comes without ``--max-restarts``.
-    """
+    """Refuses ``--elastic`` without ``--max-restarts``, where nothing is started again, by a ValueError."""
     if arguments.elastic and not arguments.max_restarts:
         raise ValueError("elastic (=True) must come with max_restarts")
 
@@ -159,7 +155,7 @@ def launch(
     max_restarts: int = 0,
     fits: Callable[[int], bool] | None = None,
 ) -> int:
-    """Runs ``python command`` as the processes of a job.
+    """Runs ``python command`` as the processes of a job; returns 0, or the exit status of one that failed.
 
     Args:
         command: A script or ``-m module``, and its arguments.
@@ -168,9 +164,6 @@ def launch(
         max_restarts: How often all processes are started again after one has failed, but not after a signal.
         fits: Whether the program runs in a number of processes: then those that were lost are not started again, nor as
             many others as it takes. If None as many are started as before.
-
-    Returns:
-        0, or the exit status of a process that failed.
 
     Raises:
         ValueError: If ``num_processes`` is not positive, or ``max_restarts`` negative.

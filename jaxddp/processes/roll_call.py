@@ -62,12 +62,9 @@ def _is_loopback(address: str) -> bool:
 
 
 def disagreement(said: Sequence[Mapping[str, Any]], who: str = "process", numbers: Sequence[int] | None = None) -> str:
-    """Compares what processes bring.
+    """Compares what processes, or what ``who`` calls them, bring: entries that must be the same in all; JSON values.
 
-    Args:
-        said: By process, entries that must be the same in all; JSON values.
-        who: What a process is called.
-        numbers: Of the processes; from 0 if None.
+    ``numbers`` are those of the processes, from 0 if None.
 
     Returns:
         One line about the first entry that differs, which names all processes that differ from the first; empty if

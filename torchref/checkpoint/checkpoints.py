@@ -91,7 +91,7 @@ class Checkpoints(CheckpointFolder):
             ValueError: If another job has locked it.
             OSError: If it cannot be written.
         """
-        _on_first(self._lock)
+        self._on_first(self._lock)
         self._is_reserved = True
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class Checkpoints(CheckpointFolder):
         if num_ranks() > 1:
             check_alike({"step": step, "data_position": position})
         try:
-            _on_first(lambda: self._begin(step, set_aside))
+            self._on_first(lambda: self._begin(step, set_aside))
             with _as_a_call():
                 whole = held.gather()
             about = {
@@ -148,7 +148,7 @@ class Checkpoints(CheckpointFolder):
                 "elementwise": whole.elementwise,
                 "dtypes": {name: str(one.dtype).removeprefix("torch.") for name, one in whole.tensors.items()},
             }
-            _on_first(lambda: self._write(step, whole, about, set_aside))
+            self._on_first(lambda: self._write(step, whole, about, set_aside))
         finally:
             if not self._is_reserved:
                 self._unlock()
@@ -211,7 +211,27 @@ class Checkpoints(CheckpointFolder):
         )
 
     def _on_first(self, function: Callable[[], None]) -> None:
-        _on_first(function)
+        """Runs a function in rank 0, however long it takes; all ranks raise what it raises."""
+        if num_ranks() == 1:
+            function()
+            return
+        group = _patient_group()
+        raised: BaseException | None = None
+        if rank() == 0:
+            begin_step(is_call=True)
+            end_step()  # it does not wait for the others
+            try:
+                function()
+            except BaseException as error:  # the others must not wait for a rank that was interrupted
+                raised = error
+            gather_texts(json.dumps(_described(raised)), group)
+            if raised is not None:
+                raise raised
+            return
+        with _as_a_call():
+            answer = json.loads(gather_texts("null", group)[0])
+        if answer is not None:
+            _raise(answer, 0)
 
     def _remove_aside(self) -> None:
         for earlier in filter(_is_ours, self.directory.glob("*.nonfinite.npz")):
@@ -281,30 +301,6 @@ def _as_a_call() -> Iterator[None]:
         yield
     finally:
         end_step()
-
-
-def _on_first(function: Callable[[], None]) -> None:
-    """Runs a function in rank 0, however long it takes; all ranks raise what it raises."""
-    if num_ranks() == 1:
-        function()
-        return
-    group = _patient_group()
-    raised: BaseException | None = None
-    if rank() == 0:
-        begin_step(is_call=True)
-        end_step()  # it does not wait for the others
-        try:
-            function()
-        except BaseException as error:  # the others must not wait for a rank that was interrupted
-            raised = error
-        gather_texts(json.dumps(_described(raised)), group)
-        if raised is not None:
-            raise raised
-        return
-    with _as_a_call():
-        answer = json.loads(gather_texts("null", group)[0])
-    if answer is not None:
-        _raise(answer, 0)
 
 
 def _patient_group() -> dist.ProcessGroup:

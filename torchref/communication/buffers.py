@@ -54,10 +54,6 @@ def tensor_spec(name: str, tensor: torch.Tensor) -> TensorSpec:
 
 
 def check_dense(name: str, grad: torch.Tensor) -> None:
-    """Refuses gradients that cannot be packed into a buffer.
-
-    Raises:
-        ValueError: If the gradient is not a dense tensor.
-    """
+    """Refuses gradients that cannot be packed into a buffer, those that are not dense, by a ValueError."""
     if grad.layout != torch.strided:
         raise ValueError(f"the gradient of {name!r} has layout {grad.layout}: only dense gradients are supported")

@@ -37,11 +37,7 @@ def check_elementwise(
 ) -> None:
     """Refuses an optimizer that would update shards differently from full parameters.
 
-    Args:
-        optimizer_cls: Makes it.
-        options: For ``optimizer_cls``.
-        device: Where to try it.
-        is_declared: Whether a step of its own is accepted if no trial finds a difference.
+    With ``is_declared`` a step of its own is accepted if no trial on the device finds a difference.
 
     Raises:
         ValueError: If an update depends on more than its element, such as on a norm or the parameter's shape; if a step

@@ -78,16 +78,11 @@ class Shards:
         compute_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
     ) -> None:
-        """Cuts this rank's shards.
+        """Cuts this rank's shards of full parameters, by name within the module.
 
-        Args:
-            params: Full parameters by name within the module.
-            cut: Shards made so far, by the id of the full parameter; updated here. Modules may share a parameter.
-            group: The ranks.
-            compression: Of the gradients.
-            in_flight: The reduce-scatters of all units.
-            compute_dtype: Floating-point parameters are gathered in this dtype; in their own if None.
-            reduce_dtype: Gradients are summed in this dtype; in their shard's if None.
+        ``cut`` has the shards made so far, by the id of the full parameter, and is updated: modules may share one.
+        ``in_flight`` are the reduce-scatters of all units. Floating-point parameters are gathered in ``compute_dtype``,
+        and gradients summed in ``reduce_dtype``; in their own, and their shard's, if None.
         """
         self.num_ranks = dist.get_world_size(group)
         self._group, self._compression, self._in_flight = group, compression, in_flight

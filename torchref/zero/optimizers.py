@@ -37,11 +37,7 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
 
 
 def check_group(group: Any) -> dict[str, Any]:
-    """Gives a parameter group back.
-
-    Raises:
-        ValueError: If it is no dictionary with ``"params"``.
-    """
+    """Gives a parameter group back; refuses what is no dictionary with ``"params"`` by a ValueError."""
     if not isinstance(group, dict) or "params" not in group:
         raise ValueError(f"param_group (={group!r}) must be a dictionary with 'params'")
     return group
@@ -99,11 +95,7 @@ def rank_marks(group: dist.ProcessGroup | None) -> dict[str, int]:
 
 
 def check_marks(state_dict: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
-    """Refuses a state dict of another rank.
-
-    Raises:
-        ValueError: If it is another rank's, or of another number of ranks.
-    """
+    """Refuses a state dict of another rank, or of another number of ranks, by a ValueError."""
     check_mapping("state_dict", state_dict, "what state_dict() gave")
     expected = rank_marks(group)
     found = {key: state_dict.get(key) for key in expected}

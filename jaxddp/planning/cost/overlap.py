@@ -91,12 +91,8 @@ def bucket_times_s(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Computes when each real bucket is ready and how long it takes to send; whole tensors make sizes uneven.
 
-    Args:
-        buckets: Indices of the tensors of each bucket, in launch order.
-        tensor_bytes: Bytes of each tensor's gradient.
-        tensor_ready_s: When each tensor's gradient is ready.
-        bytes_per_s: w.
-        latency_s: o.
+    ``buckets`` are the indices of the tensors of each, in launch order; the gradient of a tensor has ``tensor_bytes``
+    and is ready at ``tensor_ready_s``. The others are w and o.
 
     Returns:
         ``(ready_s, communicate_s)``, each ``[buckets]``, for ``finish_s``.
