@@ -89,9 +89,8 @@ class Signalled(Exception):
 def noted_signals(is_in_job: bool) -> Iterator[list[int]]:
     """Notes ``SIGNALS`` of the main thread instead of ending the process; signals that are ignored stay so.
 
-    Args:
-        is_in_job: Whether several processes train together. JAX then notes SIGTERM for all of them
-            (``multihost_utils.reached_preemption_sync_point``), and the other signals are passed on to it.
+    Where several processes train together (``is_in_job``), JAX notes SIGTERM for all of them
+    (``multihost_utils.reached_preemption_sync_point``), and the other signals are passed on to it.
 
     Yields:
         The numbers of the signals that came.

@@ -212,10 +212,7 @@ class Target:
 
 
 def target(spec: str) -> Target:
-    """Parses a target spec.
-
-    Args:
-        spec: ``chip:devices`` or, on GPUs, ``chip:hosts x devices``, such as ``"h100:8"``, ``"h100:4x8"``, ``"v5p:8"``.
+    """Parses a target spec: ``"chip:devices"``, as ``"v5p:8"``, or on GPUs also ``"chip:hosts x devices"``.
 
     Raises:
         ValueError: If the chip is unknown, or machines do not come in that size.

@@ -22,11 +22,8 @@ _MAX_BYTES = 65536  # of a message; a stranger may connect
 def meet(job: Job, alike: Mapping[str, Any], devices: list[str], timeout_s: float) -> dict[int, socket.socket]:
     """Waits for all processes of a job, and compares what they bring; every process calls it.
 
-    Args:
-        job: The job, with this process's place in it.
-        alike: What must be the same in all processes, such as versions; JSON values.
-        devices: Names of the GPUs that this process takes on its host; no other process may take one of them.
-        timeout_s: Seconds to wait.
+    ``alike`` must be the same in all processes, such as versions; JSON values. ``devices`` are the names of the GPUs
+    that this process takes on its host; no other process may take one of them.
 
     Returns:
         In process 0 a connection to each other process, by its number; in the others that to process 0.

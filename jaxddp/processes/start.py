@@ -87,11 +87,7 @@ def start_process(
 def local_rows(batch: Any) -> Any:
     """Selects this process's rows of a batch that every process holds whole.
 
-    Args:
-        batch: A tree of arrays ``[global batch, ...]``.
-
-    Returns:
-        The same of ``[global batch / processes, ...]``, what ``Trainer.step`` takes from each process.
+    Of arrays ``[global batch, ...]`` it gives the ``[global batch / processes, ...]`` that ``Trainer.step`` takes.
 
     Raises:
         ValueError: If a leaf's rows cannot be split evenly.

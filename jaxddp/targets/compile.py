@@ -49,16 +49,9 @@ def start_compile_for_target(
 ) -> Pending:
     """Traces a function here and starts to compile it for a target; at most one compilation runs for each CPU.
 
-    Args:
-        target: What to compile for.
-        function: Of ``args``, over the target's mesh.
-        args: Trees of arrays or ``jax.ShapeDtypeStruct``.
-        in_shardings: Of ``args``, over ``targets.mesh``; as for ``jax.jit``.
-        out_shardings: Of the results, likewise; the compiler's choice when None.
-        donate_argnums: Which of ``args`` give their memory to the results.
-        compiler_options: Of this program, as for ``jax.jit``.
-        xla_flags: Added to ``XLA_FLAGS`` in the process that compiles.
-        timeout_s: Seconds that the compilation may take once it has started.
+    ``args`` are trees of arrays or ``jax.ShapeDtypeStruct``; shardings are over ``targets.mesh``, those of the results
+    the compiler's choice when None. These, donated arguments and compiler options are as for ``jax.jit``. ``xla_flags``
+    are added to ``XLA_FLAGS`` in the process that compiles; ``timeout_s`` counts once the compilation has started.
 
     Raises:
         TargetError: If the compiler for this target is not installed, or the shardings are of another mesh.
