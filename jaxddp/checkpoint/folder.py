@@ -10,12 +10,11 @@ import itertools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import ClassVar, Self, TypeVar
 
 from ..arguments import check_kind
 
 T = TypeVar("T")
-Self = TypeVar("Self", bound="CheckpointFolder")
 
 
 class DamagedError(ValueError):
@@ -46,7 +45,7 @@ class CheckpointFolder:
         self._keep, self._warn = keep, warn
         self._damaged: set[int] = set()
 
-    def __enter__(self: Self) -> Self:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -74,7 +74,7 @@ def ended_by_interrupts() -> Iterator[None]:
 
 
 class Signalled(Exception):
-    """A run ended because of a signal, after it saved what it had.
+    """A run ended because of a signal, after it saved what it had; the text says how far it came.
 
     Attributes:
         number: Of the signal.
