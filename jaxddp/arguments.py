@@ -66,7 +66,8 @@ def check_integer(name: str, value: Any, least: int = 1) -> None:
         ValueError: If it is refused.
     """
     if not hasattr(value, "__index__") or not is_number(value) or value < least:
-        raise ValueError(f"{name} (={_short(value)}) must be an integer, {least} or more")
+        wanted = {0: "a non-negative integer", 1: "a positive integer"}.get(least, f"an integer, {least} or more")
+        raise ValueError(f"{name} (={_short(value)}) must be {wanted}")
 
 
 def check_positive(name: str, value: Any) -> None:

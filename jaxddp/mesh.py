@@ -12,7 +12,7 @@ import contextlib
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from .arguments import check_axis, check_kind
+from .arguments import check_axis, check_integer, check_kind
 from .plugins import devices
 
 DATA_AXIS = "data"
@@ -35,10 +35,9 @@ def simulate_devices(num_devices: int) -> None:
         >>> len(jax.devices()) >= 4
         True
     """
-    if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:
-        raise ValueError(f"num_devices (={num_devices!r}) must be a positive integer")
+    check_integer("num_devices", num_devices)
     try:
-        jax.config.update("jax_num_cpu_devices", num_devices)
+        jax.config.update("jax_num_cpu_devices", int(num_devices))
         jax.config.update("jax_platforms", "cpu")
     except RuntimeError as error:
         if jax.default_backend() == "cpu" and jax.device_count() >= num_devices:
@@ -98,8 +97,7 @@ def data_mesh(num_ranks: int | None = None, *, axis: str = DATA_AXIS, replicas: 
     found = devices()
     if num_ranks is None:
         num_ranks = len(found)
-    if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
-        raise ValueError(f"num_ranks (={num_ranks!r}) must be a positive integer")
+    check_integer("num_ranks", num_ranks)
     if num_ranks > len(found):
         raise ValueError(
             f"num_ranks (={num_ranks}) must be at most the number of devices (={len(found)} {found[0].platform});"
@@ -122,8 +120,7 @@ def axes_of_ranks(num_ranks: int, axis: str, replicas: int) -> dict[str, int]:
         ValueError: If ``replicas`` does not divide the ranks into groups of at least 2, or ``axis`` is no name.
     """
     check_axis(axis)
-    if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
-        raise ValueError(f"replicas (={replicas!r}) must be a positive integer")
+    check_integer("replicas", replicas)
     if replicas == 1:
         return {axis: num_ranks}
     if num_ranks % replicas or num_ranks == replicas:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from .arguments import check_integer
+
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
@@ -34,9 +36,7 @@ class TransformerConfig:
     def __post_init__(self) -> None:
         """Checks the sizes."""
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{field.name} (={value!r}) must be a positive integer")
+            check_integer(field.name, getattr(self, field.name))
         if self.width % self.num_heads:
             raise ValueError(f"width (={self.width}) must be divisible by num_heads (={self.num_heads})")
         if self.head_size % 2:

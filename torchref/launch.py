@@ -49,7 +49,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from jaxddp.arguments import check_function, check_kind, is_number
+from jaxddp.arguments import check_function, check_integer, check_kind, is_number
 from jaxddp.processes.job import Job, check_waits, find_job_or, gpu_addresses, keep_to_loopback
 from jaxddp.processes.roll_call import address_here, meet
 from jaxddp.processes.stderr import print_line
@@ -144,7 +144,7 @@ class RankPool:
                 ``prepare`` does not pickle.
         """
         _check_ranks("max_ranks", max_ranks, backend)
-        _check_positive("threads_per_rank", threads_per_rank)
+        check_integer("threads_per_rank", threads_per_rank)
         self.max_ranks = max_ranks
         self.backend = backend
         self.threads_per_rank = threads_per_rank
@@ -190,7 +190,7 @@ class RankPool:
             ValueError: If a number is out of range, ``fn`` or ``args`` do not pickle, or the pool is closed or busy.
         """
         num_ranks = self.max_ranks if num_ranks is None else num_ranks
-        _check_positive("num_ranks", num_ranks)
+        check_integer("num_ranks", num_ranks)
         if num_ranks > self.max_ranks:
             raise ValueError(f"num_ranks (={num_ranks}) must be at most max_ranks (={self.max_ranks})")
         check_function("fn", fn)
@@ -398,13 +398,8 @@ def shared_pool() -> RankPool:
     return RankPool(8)
 
 
-def _check_positive(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} (={value!r}) must be a positive integer")
-
-
 def _check_ranks(name: str, num_ranks: int, backend: str) -> None:
-    _check_positive(name, num_ranks)
+    check_integer(name, num_ranks)
     if backend not in _BACKENDS:
         raise ValueError(f"unknown backend {backend!r}: one of {', '.join(_BACKENDS)}")
     num_devices = torch.cuda.device_count() if backend == "nccl" else num_ranks

@@ -88,8 +88,7 @@ class Trainer:
             ValueError: If a number is out of range, ``compute_dtype`` is given with ``FSDP``, or ``net`` has
                 ``sync="backward"``.
         """
-        if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
-            raise ValueError(f"num_microbatches (={num_microbatches!r}) must be a positive integer")
+        check_integer("num_microbatches", num_microbatches)
         check_function("loss_fn", loss_fn)
         check_kind("net", net, nn.Module, "a torch.nn.Module, or one in a strategy")
         has_step = not isinstance(optimizer, type) and callable(getattr(optimizer, "step", None))

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
-from ..arguments import check_kind, is_number
+from ..arguments import check_integer, check_kind, is_number
 from .buckets import Bucket, TensorSpec
 from .buffers import pack, unpack
 from .collectives import Axis
@@ -111,8 +111,7 @@ def powersgd(rank: int, *, min_compression: float = 1.0) -> Compression:
     Raises:
         ValueError: If a number is out of range.
     """
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise ValueError(f"rank (={rank!r}) must be a positive integer")
+    check_integer("rank", rank)
     if not is_number(min_compression) or not 1 <= min_compression < math.inf:
         raise ValueError(f"min_compression (={min_compression!r}) must be a finite number of at least 1")
 

@@ -64,8 +64,7 @@ class Corpus:
         Raises:
             ValueError: If there is nothing at ``path``, no text or too little of it, or a number is out of range.
         """
-        if isinstance(context, bool) or not isinstance(context, int) or context < 1:
-            raise ValueError(f"context (={context!r}) must be a positive integer")
+        check_integer("context", context)
         if not is_number(holdout) or not 0 <= holdout < 1:
             raise ValueError(f"holdout (={holdout!r}) must be at least 0 and below 1")
         if path is not None:

@@ -181,14 +181,14 @@ def test_random_tokens_use_the_whole_vocabulary_and_differ_by_seed_and_step():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"step": -1}, r"^step \(=-1\) must be an integer, 0 or more$"),
-        ({"seed": -2}, r"^seed \(=-2\) must be an integer, 0 or more$"),
-        ({"seed": 0.5}, r"^seed \(=0.5\) must be an integer, 0 or more$"),
+        ({"step": -1}, r"^step \(=-1\) must be a non-negative integer$"),
+        ({"seed": -2}, r"^seed \(=-2\) must be a non-negative integer$"),
+        ({"seed": 0.5}, r"^seed \(=0.5\) must be a non-negative integer$"),
         ({"num_ranks": 4}, r"^batch_size \(=6\) must be divisible by num_ranks \(=4\)$"),
-        ({"batch_size": 0}, r"^batch_size \(=0\) must be an integer, 1 or more$"),
+        ({"batch_size": 0}, r"^batch_size \(=0\) must be a positive integer$"),
         ({"rank": 2, "num_ranks": 2}, r"^rank \(=2\) must be below num_ranks \(=2\)$"),
-        ({"rank": -1}, r"^rank \(=-1\) must be an integer, 0 or more$"),
-        ({"num_ranks": 0}, r"^num_ranks \(=0\) must be an integer, 1 or more$"),
+        ({"rank": -1}, r"^rank \(=-1\) must be a non-negative integer$"),
+        ({"num_ranks": 0}, r"^num_ranks \(=0\) must be a positive integer$"),
     ],
 )
 @pytest.mark.parametrize("kind", ["corpus", "random"])
@@ -232,7 +232,7 @@ def test_holdout_out_of_range_is_refused(holdout):
 def test_sizes_out_of_range_are_refused():
     with pytest.raises(ValueError, match=r"^context \(=0\) must be a positive integer$"):
         Corpus(context=0)
-    with pytest.raises(ValueError, match=r"^vocab \(=0\) must be an integer, 1 or more$"):
+    with pytest.raises(ValueError, match=r"^vocab \(=0\) must be a positive integer$"):
         RandomTokens(vocab=0)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from ..arguments import check_kind
+from ..arguments import check_integer, check_kind
 from .placement import place_batch
 from .train import Trainer
 from .validation import count_examples, host_arrays
@@ -34,8 +34,7 @@ def prefetch(iterator: Iterable[Any], trainer: Trainer, size: int = 2) -> Iterat
     """
     check_kind("iterator", iterator, Iterable, "an iterable of batches")
     check_kind("trainer", trainer, Trainer, "a jaxddp.Trainer")
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"size (={size!r}) must be a positive integer")
+    check_integer("size", size)
     trainer._check_devices("prefetch", "compile")
     sharding = trainer.batch_sharding
 

@@ -20,7 +20,7 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .. import __version__
-from ..arguments import check_flag, check_function, check_kind, check_optimizer, is_number
+from ..arguments import check_flag, check_function, check_integer, check_kind, check_optimizer, is_number
 from ..communication.axes import shard_axis
 from ..communication.buckets import BucketPlan
 from ..communication.compression import check_stateless
@@ -202,8 +202,7 @@ class Trainer:
             raise ValueError("shard (='leaves') must be 'elements' with param_specs, which split leaves over devices")
         if other_axes:
             check_stateless(strategy.compression, "with param_specs: use none, bf16 or fp16")
-        if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
-            raise ValueError(f"num_microbatches (={num_microbatches!r}) must be a positive integer")
+        check_integer("num_microbatches", num_microbatches)
         if not all(kind == AxisType.Auto for kind in mesh.axis_types):
             raise ValueError(f"mesh axis types (={mesh.axis_types}) must be Auto: make the mesh with jaxddp.data_mesh")
         for name, dtype in (("grad_dtype", grad_dtype), ("compute_dtype", compute_dtype)):
@@ -222,8 +221,7 @@ class Trainer:
                 f"nonfinite (={nonfinite!r}) must be 'skip' with a loss_scale, which overflows to be found"
             )
         for name, number in (("max_skips", max_skips), ("check_replicas_every", check_replicas_every)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-                raise ValueError(f"{name} (={number!r}) must be a non-negative integer")
+            check_integer(name, number, least=0)
         if state_sync not in STATE_SYNC:
             raise ValueError(f"state_sync (={state_sync!r}) must be one of {', '.join(STATE_SYNC)}")
         self.has_state, self._scales_loss = has_state, loss_scale is not None

@@ -42,6 +42,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..arguments import check_integer
 from ..communication.buckets import BucketMb, TensorSpec, chunk_elements, plan_buckets
 from ..communication.collectives import Axis
 from ..communication.compression import Compression, none
@@ -85,8 +86,7 @@ def zero3(
     Raises:
         ValueError: If a number is out of range, a dtype is not floating, or the compression is another one.
     """
-    if isinstance(min_shard_elements, bool) or not isinstance(min_shard_elements, int) or min_shard_elements < 0:
-        raise ValueError(f"min_shard_elements (={min_shard_elements!r}) must be an integer of at least 0")
+    check_integer("min_shard_elements", min_shard_elements, least=0)
     precision = Precision(master_dtype, compute_dtype, gather_dtype, reduce_dtype)
     for name, dtype in precision._asdict().items():
         if dtype is not None and not is_floating(dtype):

@@ -25,7 +25,7 @@ from typing import Any, NoReturn, TypeVar
 import torch.distributed as dist
 from torch import nn
 
-from jaxddp.arguments import check_flag
+from jaxddp.arguments import check_flag, check_integer
 from jaxddp.checkpoint.folder import CheckpointFolder, DamagedError, refuse_nonfinite
 from jaxddp.checkpoint.folder_lock import lock_folder, unlock_folder
 from jaxddp.processes.watchdog import begin_step, end_step
@@ -115,8 +115,7 @@ class Checkpoints(CheckpointFolder):
             FloatingPointError: If a parameter or the optimizer's state is not finite, or a buffer holds NaN.
             OSError: If the file cannot be written; older checkpoints stay.
         """
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise ValueError(f"step (={step!r}) must be an integer and not negative")
+        check_integer("step", step, least=0)
 
         check_flag(set_aside=set_aside)
 

@@ -454,7 +454,7 @@ BAD = {
     "keep (=0) must be a positive integer": lambda folder: Checkpoints(folder, keep=0),
     "directory (='') must name a folder": lambda folder: Checkpoints(""),
     "directory (=3) must be a path": lambda folder: Checkpoints(3),
-    "step (=-1) must be an integer and not negative": lambda folder: Checkpoints(folder).save(None, -1),
+    "step (=-1) must be a non-negative integer": lambda folder: Checkpoints(folder).save(None, -1),
     "data_position (={1}) must be JSON": lambda folder: Checkpoints(folder).save(None, 1, data_position={1}),
     "trainer (=3) must be a torchref.Trainer": lambda folder: Checkpoints(folder).save(3, 1),
     "no checkpoint in": lambda folder: Checkpoints(folder).about(),
