@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar, Self, TypeVar
 
-from ..arguments import check_kind
+from ..arguments import check_integer, check_kind
 
 T = TypeVar("T")
 
@@ -33,8 +33,7 @@ class CheckpointFolder:
             ValueError: If ``keep`` is not positive, or the folder is a file or "".
             OSError: If it cannot be created.
         """
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            raise ValueError(f"keep (={keep!r}) must be a positive integer")
+        check_integer("keep", keep)
         check_kind("directory", directory, (str, os.PathLike), "a path")
         if not os.fspath(directory):
             raise ValueError("directory (='') must name a folder")
