@@ -5,7 +5,9 @@ No framework is imported.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from numbers import Integral
@@ -59,15 +61,17 @@ def check_flag(**flags: Any) -> None:
             raise ValueError(f"{name} (={_short(value)}) must be True or False")
 
 
-def check_integer(name: str, value: Any, least: int = 1) -> None:
-    """Refuses what is no integer, or one below ``least``; True is none.
+def check_integer(name: str, value: Any, least: int = 1) -> int:
+    """Gives an integer as Python's, NumPy's too; refuses what is none, or one below ``least``. True is none.
 
     Raises:
         ValueError: If it is refused.
     """
-    if not hasattr(value, "__index__") or not is_number(value) or value < least:
-        wanted = {0: "a non-negative integer", 1: "a positive integer"}.get(least, f"an integer, {least} or more")
-        raise ValueError(f"{name} (={_short(value)}) must be {wanted}")
+    with contextlib.suppress(TypeError):  # raised for what is no integer, such as an array of a float
+        if is_number(value) and (number := operator.index(value)) >= least:
+            return number
+    wanted = {0: "a non-negative integer", 1: "a positive integer"}.get(least, f"an integer, {least} or more")
+    raise ValueError(f"{name} (={_short(value)}) must be {wanted}")
 
 
 def check_positive(name: str, value: Any) -> None:

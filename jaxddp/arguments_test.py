@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import jaxddp
+from jaxddp.arguments import check_integer
 from jaxddp.checkpoint import Checkpoints
 from jaxddp.checkpoint.weights import export_weights
 from jaxddp.communication.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter, send_recv
@@ -220,3 +221,18 @@ def test_a_state_of_another_optimizer_or_of_other_parameters_is_one_line(strateg
     for method in (other.step, other.compile):
         with pytest.raises(ValueError, match=r"^state must hold what this trainer's optimizer keeps [^\n]*$"):
             method(one.init(PARAMS), BATCH)
+
+
+@pytest.mark.parametrize("value", [3, np.int64(3), np.array(3, np.uint8), jnp.int32(3)])
+def test_integers_of_any_library_become_pythons(value):
+    found = check_integer("size", value)
+    assert found == 3 and type(found) is int
+    assert type(trainer(num_microbatches=value).num_microbatches) is int
+
+
+@pytest.mark.parametrize(
+    "value", [True, np.bool_(True), 2.0, np.float32(2), jnp.float32(2), np.array(2.5), "3", None, 0]
+)
+def test_what_is_no_integer_is_refused(value):
+    with pytest.raises(ValueError, match=r"^size \(=[^\n]*\) must be a positive integer$"):
+        check_integer("size", value)

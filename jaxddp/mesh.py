@@ -35,7 +35,7 @@ def simulate_devices(num_devices: int) -> None:
         >>> len(jax.devices()) >= 4
         True
     """
-    check_integer("num_devices", num_devices)
+    num_devices = check_integer("num_devices", num_devices)
     try:
         jax.config.update("jax_num_cpu_devices", int(num_devices))
         jax.config.update("jax_platforms", "cpu")
@@ -97,7 +97,7 @@ def data_mesh(num_ranks: int | None = None, *, axis: str = DATA_AXIS, replicas: 
     found = devices()
     if num_ranks is None:
         num_ranks = len(found)
-    check_integer("num_ranks", num_ranks)
+    num_ranks = check_integer("num_ranks", num_ranks)
     if num_ranks > len(found):
         raise ValueError(
             f"num_ranks (={num_ranks}) must be at most the number of devices (={len(found)} {found[0].platform});"
@@ -120,7 +120,7 @@ def axes_of_ranks(num_ranks: int, axis: str, replicas: int) -> dict[str, int]:
         ValueError: If ``replicas`` does not divide the ranks into groups of at least 2, or ``axis`` is no name.
     """
     check_axis(axis)
-    check_integer("replicas", replicas)
+    replicas = check_integer("replicas", replicas)
     if replicas == 1:
         return {axis: num_ranks}
     if num_ranks % replicas or num_ranks == replicas:

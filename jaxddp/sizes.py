@@ -36,7 +36,7 @@ class TransformerConfig:
     def __post_init__(self) -> None:
         """Checks the sizes."""
         for field in dataclasses.fields(self):
-            check_integer(field.name, getattr(self, field.name))
+            object.__setattr__(self, field.name, check_integer(field.name, getattr(self, field.name)))
         if self.width % self.num_heads:
             raise ValueError(f"width (={self.width}) must be divisible by num_heads (={self.num_heads})")
         if self.head_size % 2:

@@ -143,8 +143,8 @@ class RankPool:
             ValueError: If a number is not positive, the backend is unknown, NCCL lacks a device per rank, or
                 ``prepare`` does not pickle.
         """
-        _check_ranks("max_ranks", max_ranks, backend)
-        check_integer("threads_per_rank", threads_per_rank)
+        max_ranks = _check_ranks("max_ranks", max_ranks, backend)
+        threads_per_rank = check_integer("threads_per_rank", threads_per_rank)
         self.max_ranks = max_ranks
         self.backend = backend
         self.threads_per_rank = threads_per_rank
@@ -190,7 +190,7 @@ class RankPool:
             ValueError: If a number is out of range, ``fn`` or ``args`` do not pickle, or the pool is closed or busy.
         """
         num_ranks = self.max_ranks if num_ranks is None else num_ranks
-        check_integer("num_ranks", num_ranks)
+        num_ranks = check_integer("num_ranks", num_ranks)
         if num_ranks > self.max_ranks:
             raise ValueError(f"num_ranks (={num_ranks}) must be at most max_ranks (={self.max_ranks})")
         check_function("fn", fn)
@@ -398,13 +398,14 @@ def shared_pool() -> RankPool:
     return RankPool(8)
 
 
-def _check_ranks(name: str, num_ranks: int, backend: str) -> None:
-    check_integer(name, num_ranks)
+def _check_ranks(name: str, num_ranks: int, backend: str) -> int:
+    num_ranks = check_integer(name, num_ranks)
     if backend not in _BACKENDS:
         raise ValueError(f"unknown backend {backend!r}: one of {', '.join(_BACKENDS)}")
     num_devices = torch.cuda.device_count() if backend == "nccl" else num_ranks
     if num_ranks > num_devices:
         raise ValueError(f"{name} (={num_ranks}) must be at most the number of CUDA devices (={num_devices}) for NCCL")
+    return num_ranks
 
 
 def _use_device(backend: str, index: int) -> torch.device | None:

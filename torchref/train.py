@@ -88,7 +88,7 @@ class Trainer:
             ValueError: If a number is out of range, ``compute_dtype`` is given with ``FSDP``, or ``net`` has
                 ``sync="backward"``.
         """
-        check_integer("num_microbatches", num_microbatches)
+        num_microbatches = check_integer("num_microbatches", num_microbatches)
         check_function("loss_fn", loss_fn)
         check_kind("net", net, nn.Module, "a torch.nn.Module, or one in a strategy")
         has_step = not isinstance(optimizer, type) and callable(getattr(optimizer, "step", None))
@@ -101,7 +101,7 @@ class Trainer:
             raise ValueError(f"compute_dtype (={compute_dtype}) must be given to FSDP, which gathers in it")
         if nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite (={nonfinite!r}) must be one of {', '.join(NONFINITE)}")
-        check_integer("max_skips", max_skips, least=0)
+        max_skips = check_integer("max_skips", max_skips, least=0)
         if loss_scale not in (None, "dynamic"):
             raise ValueError(f"loss_scale (={loss_scale!r}) must be 'dynamic' or None")
         if isinstance(net, DataParallel) and net.sync != "finish":
@@ -266,8 +266,8 @@ def local_rows(batch: Batch, index: int, num_parts: int) -> dict[str, torch.Tens
         >>> local_rows({"x": torch.arange(6)}, 1, 3)
         {'x': tensor([2, 3])}
     """
-    check_integer("num_parts", num_parts)
-    check_integer("index", index, 0)
+    num_parts = check_integer("num_parts", num_parts)
+    index = check_integer("index", index, 0)
     if index >= num_parts:
         raise ValueError(f"index (={index}) must be below num_parts (={num_parts})")
     rows = _num_rows(batch)

@@ -33,7 +33,7 @@ class CheckpointFolder:
             ValueError: If ``keep`` is not positive, or the folder is a file or "".
             OSError: If it cannot be created.
         """
-        check_integer("keep", keep)
+        keep = check_integer("keep", keep)
         check_kind("directory", directory, (str, os.PathLike), "a path")
         if not os.fspath(directory):
             raise ValueError("directory (='') must name a folder")

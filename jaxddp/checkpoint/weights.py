@@ -136,8 +136,10 @@ def _read(archive: zipfile.ZipFile, name: str) -> np.ndarray:
 
 def as_native(array: np.ndarray) -> np.ndarray:
     """Widens floats that NumPy does not have, such as bfloat16, to float32, which holds them exactly."""
+    if np.issubdtype(array.dtype, np.inexact):
+        return array
     try:
         ml_dtypes.finfo(array.dtype)
     except ValueError:  # of no float
         return array
-    return array if np.issubdtype(array.dtype, np.floating) else array.astype(np.float32)
+    return array.astype(np.float32)

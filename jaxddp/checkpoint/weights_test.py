@@ -71,6 +71,15 @@ def test_floats_that_numpy_does_not_know_are_widened_and_exact(tmp_path, dtype):
     np.testing.assert_array_equal(jnp.asarray(loaded).astype(dtype), array)
 
 
+@pytest.mark.parametrize("dtype", ["complex64", "complex128", "int8", "bool"])
+def test_what_is_no_such_float_stays(tmp_path, dtype):
+    array = np.array([[1, 0], [3, 4]]).astype(dtype) * np.asarray(1j if "complex" in dtype else 1, dtype)
+    export_weights(tmp_path / "weights.npz", {"w": array})
+    loaded = load_weights(tmp_path / "weights.npz")["w"]
+    assert loaded.dtype == array.dtype
+    np.testing.assert_array_equal(loaded, array)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float16", "float64", "int32", "bool"])
 def test_safetensors_keep_every_dtype(tmp_path, dtype):
     with jax.enable_x64(True):

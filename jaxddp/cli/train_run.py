@@ -166,9 +166,10 @@ class TrainRun(abc.ABC):
                 goes_on = options.failed_save == "continue"
                 with self._saying_if(goes_on):
                     self._wait_for_save()
+                is_owed = False  # one that fails is not tried again before the next is due
                 with self._saying_if(goes_on and not is_final):
                     save_s = self._save(position_of(options, self.corpus, self._num_batches), gives_up)
-                    saved_step, is_owed = self.step, False
+                    saved_step = self.step
                 if gives_up:
                     aside = checkpoints.aside_path(self.step).name
                     self.say(f"the state before is kept as {aside} in {options.checkpoint}")

@@ -64,7 +64,7 @@ class Corpus:
         Raises:
             ValueError: If there is nothing at ``path``, no text or too little of it, or a number is out of range.
         """
-        check_integer("context", context)
+        context = check_integer("context", context)
         if not is_number(holdout) or not 0 <= holdout < 1:
             raise ValueError(f"holdout (={holdout!r}) must be at least 0 and below 1")
         if path is not None:
@@ -158,8 +158,8 @@ class RandomTokens:
         Raises:
             ValueError: If a size is not positive.
         """
-        check_integer("vocab", vocab)
-        check_integer("context", context)
+        vocab = check_integer("vocab", vocab)
+        context = check_integer("context", context)
         self.vocab = vocab
         self.context = context
         self.source = f"random tokens of a vocabulary of {vocab:,}"
@@ -174,11 +174,11 @@ class RandomTokens:
 
 def _rows(step: int, batch_size: int, seed: int, rank: int, num_ranks: int) -> slice:
     """Checks the arguments of ``batch`` and gives the rank's rows."""
-    check_integer("step", step, 0)
-    check_integer("seed", seed, 0)
-    check_integer("num_ranks", num_ranks)
-    check_integer("rank", rank, 0)
-    check_integer("batch_size", batch_size)
+    step = check_integer("step", step, 0)
+    seed = check_integer("seed", seed, 0)
+    num_ranks = check_integer("num_ranks", num_ranks)
+    rank = check_integer("rank", rank, 0)
+    batch_size = check_integer("batch_size", batch_size)
     if not rank < num_ranks:
         raise ValueError(f"rank (={rank}) must be below num_ranks (={num_ranks})")
     if batch_size % num_ranks:

@@ -34,7 +34,7 @@ def prefetch(iterator: Iterable[Any], trainer: Trainer, size: int = 2) -> Iterat
     """
     check_kind("iterator", iterator, Iterable, "an iterable of batches")
     check_kind("trainer", trainer, Trainer, "a jaxddp.Trainer")
-    check_integer("size", size)
+    size = check_integer("size", size)
     trainer._check_devices("prefetch", "compile")
     sharding = trainer.batch_sharding
 

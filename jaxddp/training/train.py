@@ -202,7 +202,7 @@ class Trainer:
             raise ValueError("shard (='leaves') must be 'elements' with param_specs, which split leaves over devices")
         if other_axes:
             check_stateless(strategy.compression, "with param_specs: use none, bf16 or fp16")
-        check_integer("num_microbatches", num_microbatches)
+        num_microbatches = check_integer("num_microbatches", num_microbatches)
         if not all(kind == AxisType.Auto for kind in mesh.axis_types):
             raise ValueError(f"mesh axis types (={mesh.axis_types}) must be Auto: make the mesh with jaxddp.data_mesh")
         for name, dtype in (("grad_dtype", grad_dtype), ("compute_dtype", compute_dtype)):
@@ -220,8 +220,8 @@ class Trainer:
             raise ValueError(
                 f"nonfinite (={nonfinite!r}) must be 'skip' with a loss_scale, which overflows to be found"
             )
-        for name, number in (("max_skips", max_skips), ("check_replicas_every", check_replicas_every)):
-            check_integer(name, number, least=0)
+        max_skips = check_integer("max_skips", max_skips, least=0)
+        check_replicas_every = check_integer("check_replicas_every", check_replicas_every, least=0)
         if state_sync not in STATE_SYNC:
             raise ValueError(f"state_sync (={state_sync!r}) must be one of {', '.join(STATE_SYNC)}")
         self.has_state, self._scales_loss = has_state, loss_scale is not None

@@ -35,15 +35,14 @@ _NARROW = jnp.dtype("bfloat16")
 _FILLS_GPU = 2**21  # elements: tiles of 128 x 128, one for each of an H100's multiprocessors
 
 
-def with_wide_products(function: Callable[[Any], Any], args: Any) -> Any:
-    """Gives ``function(args)``; its bfloat16 products that are only converted to float32 results are float32 at once.
+def with_wide_products(grad_fn: Callable[[Any], tuple[Any, Any]], params: Any) -> tuple[Any, Any]:
+    """Gives ``grad_fn(params)``, gradients and something else; bfloat16 products write float32 gradients at once.
 
-    Products in loops and other nested programs stay as they are.
+    Products that anything else uses, and those in loops and other nested programs, stay as they are.
     """
-    program, out = jax.make_jaxpr(function, return_shape=True)(args)
-    products = _wide_products(program.jaxpr)
-    if not products:
-        return function(args)
+    program, out = jax.make_jaxpr(grad_fn, return_shape=True)(params)
+    leaves = jax.tree.leaves(params)
+    products = _wide_products(program.jaxpr, num_grads=len(jax.tree.leaves(out[0])))
 
     def rule(equation: Any, inputs: list[Any]) -> Sequence[Any]:
         apart = products.get(equation.outvars[0]) if equation.outvars else None
@@ -54,11 +53,15 @@ def with_wide_products(function: Callable[[Any], Any], args: Any) -> Any:
             ]
         return bind(equation, inputs)
 
-    return jax.tree.unflatten(jax.tree.structure(out), interpret(program, jax.tree.leaves(args), rule))
+    found = interpret(program, leaves, rule) if products else core.jaxpr_as_fun(program)(*leaves)
+    return jax.tree.unflatten(jax.tree.structure(out), found)
 
 
-def _wide_products(jaxpr: Any) -> dict[Any, set[int]]:
-    """The products that are to write float32, by the variable of their result: which operands go behind a barrier."""
+def _wide_products(jaxpr: Any, num_grads: int) -> dict[Any, set[int]]:
+    """The products that are to write float32, by the variable of their result: which operands go behind a barrier.
+
+    The first ``num_grads`` outputs are the gradients.
+    """
     made_by = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
     atoms = [*(atom for equation in jaxpr.eqns for atom in equation.invars), *jaxpr.outvars]
     uses = Counter(atom for atom in atoms if not isinstance(atom, core.Literal))
@@ -73,12 +76,12 @@ def _wide_products(jaxpr: Any) -> dict[Any, set[int]]:
         return atom
 
     operands: dict[Any, list[Any]] = {}  # by the result of each product that can write float32
-    for result in jaxpr.outvars:
+    for result in jaxpr.outvars[:num_grads]:
         conversion = maker(result, ["convert_element_type"])
         if conversion is not None and result.aval.dtype == jnp.float32:
             narrow = behind_moves(conversion.invars[0], most_uses=1)
             product = maker(narrow, ["dot_general"], most_uses=1)
-            if product is not None and {atom.aval.dtype for atom in (narrow, *product.invars)} == {_NARROW}:
+            if product is not None and all(_is_narrow(atom) for atom in (narrow, *product.invars)):
                 operands[narrow] = [behind_moves(atom) for atom in product.invars]
     num_products = Counter(operand for both in operands.values() for operand in {*both})
     wide, met = {}, set()
@@ -88,3 +91,7 @@ def _wide_products(jaxpr: Any) -> dict[Any, set[int]]:
             wide[narrow] = {index for index in shared if both[index] in met}
             met.update(both)
     return wide
+
+
+def _is_narrow(atom: Any) -> bool:
+    return not isinstance(atom, core.Literal) and atom.aval.dtype == _NARROW

@@ -29,7 +29,8 @@ def loss(params, x=X):
     return jnp.mean((hidden @ weights["down"]).astype(jnp.float32) ** 2)
 
 
-grads_of = jax.grad(loss)
+def grads_of(params):
+    return jax.grad(loss)(params), ()
 
 
 def written(function, params):
@@ -45,18 +46,18 @@ def test_gradients_are_not_rounded():
     """``d sum(x @ w) / dw = x^T 1``, of which float32 rounds only the sums, and bfloat16 each element to 8 bits."""
 
     def last_grad(weight):
-        return jax.grad(lambda weight: jnp.sum((x @ weight.astype(jnp.bfloat16)).astype(jnp.float32)))(weight)
+        return jax.grad(lambda weight: jnp.sum((x @ weight.astype(jnp.bfloat16)).astype(jnp.float32)))(weight), ()
 
     x = jnp.asarray(X, jnp.bfloat16)
     exact = np.broadcast_to(np.asarray(x, np.float64).sum(axis=0)[:, None], SHAPES["gate"])
     weight, largest = masters()["gate"], np.abs(exact).max()
-    assert np.abs(with_wide_products(last_grad, weight) - exact).max() < 1e-6 * largest
-    assert np.abs(last_grad(weight) - exact).max() > 1e-3 * largest
+    assert np.abs(with_wide_products(last_grad, weight)[0] - exact).max() < 1e-6 * largest
+    assert np.abs(last_grad(weight)[0] - exact).max() > 1e-3 * largest
 
 
 def test_the_whole_gradient_is_that_of_the_function():
     params = masters()
-    wide, narrow = with_wide_products(grads_of, params), grads_of(params)
+    (wide, _), (narrow, _) = with_wide_products(grads_of, params), grads_of(params)
     for name, grad in narrow.items():
         assert wide[name].dtype == grad.dtype == jnp.float32
         # One rounding to bfloat16, 2^-9, of each element.
@@ -72,30 +73,47 @@ def test_products_of_one_operand_are_kept_apart_or_left(monkeypatch, fills_gpu, 
 
 
 def test_what_is_used_rounded_stays_rounded():
-    def norm_of_rounded(params):
-        narrow = jax.grad(lambda weights: loss(weights))({k: v.astype(jnp.bfloat16) for k, v in params.items()})
-        return jax.tree.map(lambda grad: (grad.astype(jnp.float32), jnp.sum(grad)), narrow)
+    def norms_of_rounded(params):
+        narrow = jax.grad(loss)({name: weight.astype(jnp.bfloat16) for name, weight in params.items()})
+        return jax.tree.map(lambda grad: grad.astype(jnp.float32), narrow), jax.tree.map(jnp.sum, narrow)
 
-    dtypes, barriers = written(norm_of_rounded, masters())
+    dtypes, barriers = written(norms_of_rounded, masters())
     assert dtypes == ["bfloat16"] * 3 and barriers == 0
 
 
-def test_float32_programs_and_effects_stay_as_they_are(capfd):
-    def function(params):
-        jax.debug.print("loss {}", jnp.float32(2.0))
-        return jax.grad(lambda params: jnp.mean((X @ params["gate"]) ** 2))(params)
+def test_what_is_no_gradient_stays_rounded():
+    def with_outputs(params):
+        return {}, (jnp.asarray(X, jnp.bfloat16) @ params["gate"].astype(jnp.bfloat16)).astype(jnp.float32)
 
-    assert with_wide_products(function, masters())["up"].sum() == 0
-    dtypes, _ = written(function, masters())
-    assert dtypes == ["float32"]
+    outputs = with_wide_products(with_outputs, masters())[1]
+    np.testing.assert_array_equal(outputs, outputs.astype(jnp.bfloat16).astype(jnp.float32))
 
-    def effect(params):
-        jax.debug.print("loss {}", jnp.float32(3.0))
-        return grads_of(params)
 
-    jax.block_until_ready(with_wide_products(effect, masters()))
+def test_a_product_with_a_constant():
+    """Two scalars, one of which is a literal of the trace."""
+
+    def scaled(params):
+        def product(scale):
+            return jax.lax.dot_general(scale.astype(jnp.bfloat16), jnp.asarray(2, jnp.bfloat16), (((), ()), ((), ())))
+
+        return jax.grad(lambda scale: product(scale).astype(jnp.float32))(params), ()
+
+    assert with_wide_products(scaled, jnp.float32(3)) == (2, ())
+
+
+def test_float32_functions_and_effects_are_called_once(capfd):
+    def function(params, dtype):
+        calls.append(dtype)
+        jax.debug.print("loss of {}", jnp.zeros((), dtype))
+        return jax.grad(lambda params: jnp.mean((X.astype(dtype) @ params["gate"].astype(dtype)) ** 2))(params), ()
+
+    calls = []
+    for dtype in (jnp.float32, jnp.bfloat16):
+        grads, _ = with_wide_products(lambda params, dtype=dtype: function(params, dtype), masters())
+        jax.block_until_ready(grads)
+        assert not grads["up"].any() and grads["gate"].all()
     jax.effects_barrier()
-    assert capfd.readouterr().out.count("loss 3.0") == 1
+    assert calls == [jnp.float32, jnp.bfloat16] and capfd.readouterr().out.count("loss of") == 2
 
 
 @pytest.mark.parametrize(

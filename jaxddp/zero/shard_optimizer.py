@@ -117,7 +117,7 @@ def sharded_specs(optimizer: optax.GradientTransformation, params: Any, *, num_r
     """
     check_optimizer(optimizer)
     check_leaves("params", named_leaves(params))
-    check_integer("num_ranks", num_ranks)
+    num_ranks = check_integer("num_ranks", num_ranks)
     check_axis(axis)
     layout = state_layout(params, optax.with_extra_args_support(optimizer), zero1(), num_ranks)
     return layout.specs(axis).opt_state

@@ -86,7 +86,7 @@ def zero3(
     Raises:
         ValueError: If a number is out of range, a dtype is not floating, or the compression is another one.
     """
-    check_integer("min_shard_elements", min_shard_elements, least=0)
+    min_shard_elements = check_integer("min_shard_elements", min_shard_elements, least=0)
     precision = Precision(master_dtype, compute_dtype, gather_dtype, reduce_dtype)
     for name, dtype in precision._asdict().items():
         if dtype is not None and not is_floating(dtype):

@@ -115,7 +115,7 @@ class Checkpoints(CheckpointFolder):
             FloatingPointError: If a parameter or the optimizer's state is not finite, or a buffer holds NaN.
             OSError: If the file cannot be written; older checkpoints stay.
         """
-        check_integer("step", step, least=0)
+        step = check_integer("step", step, least=0)
 
         check_flag(set_aside=set_aside)
 

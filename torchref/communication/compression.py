@@ -117,7 +117,7 @@ def powersgd(rank: int, *, min_compression: float = 1.0) -> Compression:
     Raises:
         ValueError: If a number is out of range.
     """
-    check_integer("rank", rank)
+    rank = check_integer("rank", rank)
     if not is_number(min_compression) or not 1 <= min_compression < math.inf:
         raise ValueError(f"min_compression (={min_compression!r}) must be a finite number of at least 1")
 
