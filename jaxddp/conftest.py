@@ -12,7 +12,6 @@ import signal
 import sys
 import tempfile
 import time
-import zlib
 from pathlib import Path
 
 # LLVM optimises less; XLA's operations, collectives and memory stay the same. Tests compile thousands of programs, each
@@ -92,14 +91,18 @@ def pytest_configure(config):
 
 
 class Samples:
-    """Leaves most cases of a test with the mark ``sample`` to ``-m full``: always the same ones."""
+    """Of a test with the mark ``sample``, leaves the cases to ``-m full`` whose every value has met an earlier one."""
 
     @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
     def pytest_collection_modifyitems(self, items):
+        met = set()
         for item in items:
-            mark = item.get_closest_marker("sample")
-            if mark is not None and (zlib.crc32(item.name.encode()) >> 8) % mark.args[0]:
-                item.add_marker(pytest.mark.full)
+            if item.get_closest_marker("sample") is not None:
+                test = item.nodeid.partition("[")[0]
+                values = {(test, name, repr(value)) for name, value in item.callspec.params.items()}
+                if values <= met:
+                    item.add_marker(pytest.mark.full)
+                met |= values
 
 
 class Leftovers:

@@ -5,6 +5,7 @@ And what is said of tests that leave something behind.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -89,3 +90,24 @@ def test_a_run_that_leaves_something_behind_fails(tmp_path, workers):
     for left in ("listening port ", "time.sleep(300)", "temporary folder torchref-", str(in_shm), "runs/job-12345"):
         assert left in line
     assert "1 passed" in done.stdout
+
+
+SAMPLED = """
+import pytest
+
+@pytest.mark.sample
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(("name", "other"), [("a", 1), ("b", 2)])
+def test_many(name, other, size):
+    pass
+"""
+
+
+def test_of_a_sample_cases_with_every_value_run_by_default(tmp_path):
+    (tmp_path / "many_test.py").write_text(SAMPLED)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = run(tmp_path, environment, "-n", "0", "-vv", "many_test.py")
+    cases = re.findall(r"test_many\[(\S+)\] PASSED", done.stdout)
+    assert cases == ["a-1-1", "a-1-2", "a-1-3", "b-2-1"], done.stdout
+    done = run(tmp_path, environment, "-n", "0", "-vv", "-m", "full", "many_test.py")
+    assert re.findall(r"test_many\[(\S+)\] PASSED", done.stdout) == ["b-2-2", "b-2-3"], done.stdout

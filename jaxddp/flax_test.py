@@ -74,7 +74,7 @@ def trainer_of(loss_fn, strategy, num_ranks):
     return jaxddp.Trainer(loss_fn, optax.adamw(1e-2), strategy, jaxddp.data_mesh(num_ranks), has_state=True)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample
 @both
 @pytest.mark.parametrize("strategy", [jaxddp.bucketed(), jaxddp.zero3(min_shard_elements=0)], ids=["bucketed", "zero3"])
 def test_ranks_train_as_one_device(make, strategy):

@@ -29,7 +29,7 @@ def test_it_is_refused(strategy, num_microbatches):
         step(loss_fn, strategy, num_microbatches=num_microbatches)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "weight",
     [

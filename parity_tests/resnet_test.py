@@ -179,7 +179,6 @@ CASES = [
 IN_FULL = ("flat", "overlapped", "zero2")
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "options", "torch_options"),
     [pytest.param(*case, id=case[0], marks=pytest.mark.full if case[0] in IN_FULL else ()) for case in CASES],
@@ -191,7 +190,6 @@ def test_ranks_that_normalise_their_own_examples(ranks, name, options, torch_opt
     check(ours, theirs[0], initial)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("strategy", [jaxddp.bucketed(1e-3), jaxddp.zero3(**SHARDED)], ids=lambda one: one.name)
 def test_synchronised_statistics_are_those_of_one_process(strategy, optimizer):

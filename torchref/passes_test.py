@@ -254,7 +254,7 @@ def assert_close(found, right):
             torch.testing.assert_close(torch.tensor(one[key]), torch.tensor(right[key]), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample
 @pytest.mark.parametrize("clear", ["net", "optimizer"])
 @pytest.mark.parametrize("event", ["dropped", "dropped partly", "failed", "failed late"])
 @wrappers

@@ -138,7 +138,7 @@ def bad_input():
 # Tests
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("fails", ["", "forward", "backward"])
 @pytest.mark.parametrize("num_microbatches", [1, 3])

@@ -99,7 +99,7 @@ def assert_same(found, expected):
 # Training goes on
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample
 @pytest.mark.parametrize("first_steps", range(1, NUM_STEPS))
 @pytest.mark.parametrize(
     "before, after",

@@ -179,7 +179,6 @@ JOINED = INTERRUPTED.replace(
 )
 
 
-@pytest.mark.sample(2)
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads /proc")
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_nothing_listens_to_other_hosts(tmp_path, restarts):

@@ -49,7 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
          "others wait for it in a step, before all end with status 5", metavar="S")  # fmt: skip
     _add(parser, "--strategy", str, "one of STRATEGIES", metavar="NAME")
     _add(parser, "--bucket-mb", float, "bucket cap in MiB (2^20 bytes)", "25 after a first bucket of 1; of "
-         "bucketed, then up to an eighth of the gradients", "MIB")  # fmt: skip
+         "bucketed, then up to an eighth of the gradients if that is more", "MIB")  # fmt: skip
     _add(parser, "--compression", str, "gradient compression: none; bf16 or fp16, except under zero3; powersgd:RANK "
         "under naive, flat, overlapped and bucketed only (rank 4: loss 13 %% behind after 200 steps of adamw, 0.6 %% "
         "of sgd)", metavar="NAME")  # fmt: skip

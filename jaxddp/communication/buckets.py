@@ -174,7 +174,7 @@ def plan_all_reduces(
 
     The default caps are PyTorch's 1 and 25 MiB for the first two buckets, so that communication starts early, and then
     four times the one before, so that it goes on, up to an eighth of all gradients' bytes or 25 MiB. Large models then
-    send 11 to 13 buckets, and do not wait for the latency of a hundred calls. With ``rule="torch"`` the default is
+    send 9 to 13 buckets, and do not wait for the latency of a hundred calls. With ``rule="torch"`` the default is
     PyTorch's own. ZeRO keeps to ``plan_buckets``: it copies its buckets, and large copies take memory.
 
     Raises:

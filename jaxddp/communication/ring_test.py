@@ -29,7 +29,7 @@ def test_all_reduce_of_any_shape(shape, num_ranks):
     assert_same(on_ranks(ring_all_reduce, x), jnp.stack([x.sum(axis=0)] * num_ranks))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
 @pytest.mark.parametrize("how", ["vma", "no_vma", "pmap"])
 def test_dtypes_and_ways_to_map(how, dtype):

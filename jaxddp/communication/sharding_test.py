@@ -17,7 +17,7 @@ def filled(shape):
     return jnp.arange(1, 1 + int(np.prod(shape)), dtype=jnp.float32).reshape(shape)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize(
     ("shape", "by_row"),

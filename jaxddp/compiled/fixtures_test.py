@@ -35,7 +35,6 @@ def test_every_platform_and_version_is_there():
     assert {name.split("-")[1] for name in fixture_names()} == set(PLANNED)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", fixture_names())
 def test_collectives(name):
     platform, program, version = name.split("-")

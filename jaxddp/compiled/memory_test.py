@@ -79,7 +79,6 @@ def on_gpus():
     return {case: (*step, targets.start_compile(*step[:3])) for case, step in steps.items()}
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", GPUS, ids=" ".join)
 def test_the_formula_is_what_compiled_steps_take_on_gpus(on_gpus, case):
     trainer, state, batch, params, pending = on_gpus[case]

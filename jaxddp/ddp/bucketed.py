@@ -34,8 +34,8 @@ def bucketed(
 
     Args:
         bucket_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``: 1 and 25 MiB, then four times
-            as much each, up to an eighth of all gradients' bytes; see ``plan_all_reduces``. With ``"auto"``,
-            ``jaxddp.tune_buckets`` picks the caps by simulation.
+            as much each, up to an eighth of all gradients' bytes if that is more than 25 MiB; see
+            ``plan_all_reduces``. With ``"auto"``, ``jaxddp.tune_buckets`` picks the caps by simulation.
         rule: When a bucket closes; see ``plan_buckets``.
         compression: Gradient compression.
         network: For ``"auto"``: a ``Network``, or 10^9 bytes per second that one rank can send.

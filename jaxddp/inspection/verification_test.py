@@ -101,7 +101,7 @@ def test_traffic_is_the_formulas_to_the_byte(verified, name):
         assert rows["products summed over tp"].compiled == 2 * 2 * LAYERS * 256 * 512 / one.fsdp
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample
 @pytest.mark.parametrize("name", jobs(*JOBS))
 def test_what_fits_by_formula_fits_when_compiled(verified, name):
     rows = rows_of(verified(name))

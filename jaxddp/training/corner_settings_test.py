@@ -38,7 +38,7 @@ def counted(params, batch):
 BATCH = {"x": jnp.arange(24.0).reshape(8, 3) / 24, "mask": jnp.ones(8)}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("loss", "num_microbatches"),
     [

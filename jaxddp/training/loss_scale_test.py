@@ -39,7 +39,6 @@ def batch_of(step, bad=None):
     return batch
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "num_microbatches"), list(zip(STRATEGIES, (1, 2, 1, 2, 1, 2, 1), strict=True)))
 def test_a_power_of_two_changes_no_bit(name, num_microbatches):
     options = {"compute_dtype": jnp.float32, "num_microbatches": num_microbatches, "max_grad_norm": 0.5}

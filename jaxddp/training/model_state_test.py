@@ -136,7 +136,6 @@ def assert_trained_as(trainer, state, params, stats):
         assert len({np.asarray(one.data).tobytes() for one in leaf.addressable_shards}) == 1  # ranks hold the same
 
 
-@pytest.mark.sample(2)
 @every_strategy
 def test_each_rank_normalises_its_examples_and_ranks_average_their_statistics(name):
     loss_fn = RANKS_OWN
@@ -158,7 +157,6 @@ def test_first_takes_rank_0s():
     assert_trained_as(trainer, train(trainer), *on_one_device(loss_fn, NUM_RANKS, how="first"))
 
 
-@pytest.mark.sample(2)
 @every_strategy
 def test_statistics_over_the_axis_are_those_of_the_whole_batch(name):
     trainer = trainer_of(loss_of(Net(axis_name="data")), STRATEGIES[name])

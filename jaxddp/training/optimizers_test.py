@@ -61,7 +61,7 @@ def _float64():
         yield
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", CASES)
 def test_it_trains_as_on_one_device_or_is_refused_in_one_line(name, strategy):

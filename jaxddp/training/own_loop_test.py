@@ -55,7 +55,7 @@ def on_ranks(function, strategy, num_ranks=4, check_vma=True, in_specs=BATCH_SPL
     return jaxddp.jit(mapped, strategy)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample
 @by_strategy
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_training_is_that_of_one_device_and_the_collectives_are_planned(strategy, check_vma):

@@ -61,7 +61,7 @@ def as_numbers(leaf):
     return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample
 @every_strategy
 def test_a_packed_step_is_the_step(strategy, packed):
     loss_fn, params = build("tiny")

@@ -70,7 +70,7 @@ def compare(trainer, params, batch):
     assert sorted(planned) == sorted(jaxddp.gradient_collectives(trainer.compile(state, batch)))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample
 @pytest.mark.parametrize("num_microbatches", [1, 2, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_zero3(case, num_microbatches):

@@ -60,7 +60,7 @@ FORMS = {
 STRATEGIES = {"naive": {}, "bucketed": {}, "zero1": {}, "zero2": {}, "zero3": {"min_shard_elements": 0}}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_gradient_is_summed_over_ranks(form, strategy):

@@ -45,7 +45,6 @@ def flip(leaf, rank, bit, element=0):
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, arrays)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_sound_training_passes(name):
     train(STRATEGIES[name], check_replicas_every=1)

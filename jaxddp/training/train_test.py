@@ -88,7 +88,7 @@ def test_the_programs_size_does_not_grow_with_the_number_of_microbatches():
 # What it computes
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample
 @strategies
 @pytest.mark.parametrize("num_microbatches", [1, 3])
 def test_microbatches_and_ranks_change_nothing_but_the_order_of_sums(strategy, num_microbatches):

@@ -27,7 +27,7 @@ def batches(num):
     return [{"x": rng.normal(size=(12, 4)), "y": rng.normal(size=(12, 2))} for _ in range(num)]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize(("model", "compute_dtype"), [("array", None), ("empty key", None), ("array", "float64")])
 def test_a_checkpoint_holds_the_moments_of_all_ranks(name, model, compute_dtype, tmp_path):

@@ -25,7 +25,7 @@ def test_alone_it_is_optaxs(max_norm):
         np.testing.assert_allclose(mine, other, rtol=2e-7)  # one unit in the last place: the order of three squares
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample
 @pytest.mark.parametrize("max_norm", [SMALL, LARGE])
 @pytest.mark.parametrize(
     "strategy", [jaxddp.bucketed(), jaxddp.zero1(0.005), jaxddp.zero3(min_shard_elements=100)], ids=lambda one: one.name

@@ -147,7 +147,6 @@ def join(shards, shape):
     return flat[: math.prod(shape)].reshape(shape)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("optimizer", ELEMENTWISE.values(), ids=ELEMENTWISE)
 def test_element_wise_optimizers_pass_and_do_on_shards_what_they_do_on_the_whole(optimizer):
     num_ranks = 2

@@ -59,7 +59,7 @@ def assert_equal(found, expected):
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=0, atol=1e-12), found, expected)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("name", "shape"),
     [

@@ -95,7 +95,6 @@ GATHERS = {
 }
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("loss_fn", GATHERS, ids=lambda loss_fn: loss_fn.__name__)
 def test_gradients_are_those_of_one_device_and_units_are_gathered_when_used(loss_fn):
     rng = np.random.default_rng(0)

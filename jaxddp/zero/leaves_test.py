@@ -74,7 +74,6 @@ def assert_close(trainer, state, params, atol=1e-12):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=atol), trainer.params(state), params)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("num_ranks", [3, 4])
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else FULL) for name in OPTIMIZERS])
 def test_weights_are_those_of_one_process(name, num_ranks):

@@ -57,7 +57,6 @@ def steps():
     return compiled
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[] if name in QUICK else pytest.mark.full) for name in STEPS if "h100:8" in STEPS[name]],

@@ -206,7 +206,7 @@ PAIRS = [("bucketed", 2, "zero1", 3), ("zero1", 2, "zero3", 1), ("zero3", 3, "ze
          ("flat", 3, "zero3", 2), ("zero3", 2, "overlapped", 3)]  # fmt: skip
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample
 @pytest.mark.parametrize("optimizer_cls", [torch.optim.AdamW, torch.optim.SGD, torch.optim.NAdam])
 @pytest.mark.parametrize(("first", "num_ranks", "second", "num_others"), PAIRS)
 def test_a_resumed_run_ends_as_the_undisturbed_one(

@@ -38,7 +38,8 @@ class BucketedDDP(Replicated):
         Args:
             module: What to train.
             bucket_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``: 1 and 25 MiB, then four
-                times as much each, up to an eighth of all gradients' bytes; see ``plan_all_reduces``.
+                times as much each, up to an eighth of all gradients' bytes if that is more than 25 MiB; see
+                ``plan_all_reduces``.
             rule: When a bucket closes; see ``plan_buckets``.
             bucket_size_mb: Older name of ``bucket_mb``.
             **options: Of ``DataParallel``: ``process_group``, ``order``, ``compression``, ``sync``.

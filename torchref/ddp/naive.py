@@ -19,7 +19,10 @@ from ..replicated import Replicated
 
 
 class NaiveDDP(Replicated):
-    """One all-reduce per parameter, after the whole backward."""
+    """One all-reduce per parameter, after the whole backward.
+
+    Its options are those of `DataParallel`: ``process_group``, ``order``, ``compression`` and ``sync``.
+    """
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, lambda tensors: plan_per_tensor(tensors, after_backward=True), **options)

@@ -19,7 +19,10 @@ from ..replicated import Replicated
 
 
 class OverlappedDDP(Replicated):
-    """One all-reduce per parameter, as its gradient becomes ready."""
+    """One all-reduce per parameter, as its gradient becomes ready.
+
+    Its options are those of `DataParallel`: ``process_group``, ``order``, ``compression`` and ``sync``.
+    """
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, plan_per_tensor, **options)

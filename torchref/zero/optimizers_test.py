@@ -137,7 +137,7 @@ def test_optimizer_state_loads_on_its_rank_only(ranks, stage):
     ranks.run(load_state_of_another_rank, stage, {**found[0], "rank": 2}, num_ranks=2)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample
 @pytest.mark.parametrize("kind", ["by one", "by one before the first step", "by one later"])
 @pytest.mark.parametrize("stage", [torchref.ZeRO1, torchref.ZeRO2, sharded])
 def test_state_that_one_rank_loads_is_refused_at_its_next_step(ranks, stage, kind):

@@ -152,7 +152,7 @@ def test_an_accumulated_backward_can_be_discarded(ranks):
     assert ranks.run(discarded, num_ranks=2) == [True, True]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample
 @pytest.mark.parametrize("accumulate", ["shards", "full"])
 @pytest.mark.parametrize("num_layers", [1, 3])
 @pytest.mark.parametrize("life", LIVES)

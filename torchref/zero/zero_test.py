@@ -196,7 +196,7 @@ def bad_input(name):
 # In the test process
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample
 @pytest.mark.parametrize(("num_microbatches", "max_grad_norm"), [(1, None), (3, 0.3)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])

@@ -17,7 +17,7 @@ from .checks import check_not_negative, check_positive
 
 
 def rate_at_once(compute_s: float, communicate_s: float, together_s: float) -> float:
-    """Computes r, at most 1, from measured times: a, b, and t of both started at once.
+    """Computes r, at most 1, from measured times: a and b alone, and t of both started at once.
 
     Raises:
         ValueError: If a time is not positive, or ``together_s`` is not above the difference of the other two.
