@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 FILE = """
 from jaxddp.communication.buckets import plan_buckets
 from jaxddp.strategy import Strategy, register
@@ -45,10 +47,47 @@ assert metrics["loss"] == 1 and trainer.params(state)["w"].max() < 1
 """
 
 
-def test_a_strategy_is_found_in_its_file(tmp_path):
-    (tmp_path / "fixed.py").write_text(FILE)
+IN_TORCH = """
+from jaxddp.communication.buckets import plan_buckets
+from torchref.replicated import Replicated
+from torchref.strategy import register
+
+
+@register("fixed")
+class FixedDDP(Replicated):
+    def __init__(self, module, bucket_mb=0.001, **options):
+        super().__init__(module, lambda tensors: plan_buckets(tensors, bucket_mb), **options)
+"""
+TORCH_SCRIPT = """
+import sys
+
+import torchref.ddp
+
+torchref.ddp.__path__.append(sys.argv[1])
+import torch
+import torchref
+from torchref.__main__ import main
+from torchref.launch import init_from_env
+
+assert list(torchref.STRATEGIES)[-4:] == ["fixed", "zero1", "zero2", "zero3"]
+try:
+    main(["train", "--help"])
+except SystemExit:
+    pass
+init_from_env("gloo")
+net = torchref.make_strategy("fixed", torch.nn.Linear(4, 1))
+net(torch.ones(2, 4)).sum().backward()
+net.finish_gradient_synchronization()
+assert net.module.bias.grad == 2
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("file", "script", "num_named"), [(FILE, SCRIPT, 3), (IN_TORCH, TORCH_SCRIPT, 1)])
+def test_a_strategy_is_found_in_its_file(tmp_path, file, script, num_named):
+    (tmp_path / "fixed.py").write_text(file)
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("fixed") == 3
+    assert done.stdout.count("fixed") == num_named

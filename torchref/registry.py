@@ -1,22 +1,21 @@
-"""All strategies by name."""
+"""All strategies by name: importing this module imports every file of ``ddp/`` and ``zero/``.
 
+To add a strategy, write one file in either folder with a class under ``@strategy.register(name)``: the command line and
+the benchmarks find it here.
+"""
+
+import importlib
+import pkgutil
 from typing import Any
 
 from torch import nn
 
-from .ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
+from . import ddp, zero
+from .strategy import STRATEGIES as STRATEGIES
 from .strategy import DataParallel
-from .zero import FSDP, ZeRO1, ZeRO2
 
-STRATEGIES: dict[str, type[DataParallel]] = {
-    "naive": NaiveDDP,
-    "flat": FlatDDP,
-    "overlapped": OverlappedDDP,
-    "bucketed": BucketedDDP,
-    "zero1": ZeRO1,
-    "zero2": ZeRO2,
-    "zero3": FSDP,
-}
+# Other strategies follow those of their folder.
+_ORDER = ("naive", "flat", "overlapped", "bucketed", "zero1", "zero2", "zero3")
 
 
 def make_strategy(name: str, module: nn.Module, **options: Any) -> DataParallel:
@@ -29,3 +28,23 @@ def make_strategy(name: str, module: nn.Module, **options: Any) -> DataParallel:
         raise ValueError(f"unknown strategy {name!r}: one of {', '.join(STRATEGIES)}")
     strategy: Any = STRATEGIES[name]
     return strategy(module, **options)
+
+
+def discover() -> None:
+    """Registers what is in the folders, and sorts it."""
+    for folder in (ddp, zero):
+        for module in pkgutil.iter_modules(folder.__path__, f"{folder.__name__}."):
+            if not module.name.endswith("_test"):
+                importlib.import_module(module.name)
+    found = sorted(STRATEGIES.items(), key=_place)
+    STRATEGIES.clear()
+    STRATEGIES.update(found)
+
+
+def _place(strategy: tuple[str, type[DataParallel]]) -> tuple[bool, int]:
+    name, wrapper = strategy
+    is_zero = wrapper.__module__.startswith(f"{zero.__name__}.")
+    return is_zero, _ORDER.index(name) if name in _ORDER else len(_ORDER)
+
+
+discover()

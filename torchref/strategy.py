@@ -1,4 +1,4 @@
-"""The contract of a strategy, and the engine that carries out a bucket plan.
+"""The contract of a strategy, the registry, and the engine that carries out a bucket plan.
 
     net = make_strategy(name, module, ...)       every rank has rank 0's weights from here on
     net(x) ... loss.backward()                   a bucket's reduction starts when its last gradient is ready
@@ -492,6 +492,9 @@ class DataParallel(nn.Module, abc.ABC):
         return parameter.grad.as_subclass(torch.Tensor)
 
 
+STRATEGIES: dict[str, type[DataParallel]] = {}
+
+
 def check_wrapped(module: Any, compression: Any, process_group: Any) -> None:
     """Refuses arguments of another kind by a ValueError, before a strategy reads them."""
     check_kind("module", module, nn.Module, "a torch.nn.Module")
@@ -504,6 +507,16 @@ def check_dtype(name: str, dtype: Any) -> None:
     """Refuses what is neither a floating-point dtype of torch nor None, by a ValueError."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"{name} (={dtype!r}) must be a floating-point dtype or None")
+
+
+def register(name: str) -> Callable[[type], type]:
+    """Adds a class to ``STRATEGIES`` under a name; a decorator."""
+
+    def add(strategy: type) -> type:
+        STRATEGIES[name] = strategy
+        return strategy
+
+    return add
 
 
 def planned_collectives(net: DataParallel, *, num_microbatches: int = 1) -> list[tuple[str, int]]:

@@ -63,7 +63,8 @@ class Parser(argparse.ArgumentParser):
         """Fills in the names of the strategies."""
         for action in self._actions:
             if "STRATEGIES" in (action.help or ""):
-                action.help = str(action.help).replace("STRATEGIES", ", ".join(_strategy_names()))
+                package = "torchref" if "torchref" in self.prog else "jaxddp"
+                action.help = str(action.help).replace("STRATEGIES", ", ".join(_strategy_names(package)))
         return super().format_help()
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -76,10 +77,11 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message}; see {self.prog} --help\n")
 
 
-def _strategy_names() -> list[str]:
-    """Names of the registered strategies, read from source files, because importing them would start JAX."""
-    if registry := sys.modules.get("jaxddp.registry"):
+def _strategy_names(package: str) -> list[str]:
+    """Names of the registered strategies, read from source files, because importing them would start a framework."""
+    if registry := sys.modules.get(f"{package}.registry"):
         return list(registry.STRATEGIES)
-    folders = (Path(__file__).parents[1] / name for name in ("ddp", "zero"))
+    folders = (Path(__file__).parents[2] / package / name for name in ("ddp", "zero"))
     texts = (path.read_text() for folder in folders for path in sorted(folder.glob("*.py")))
-    return [name for text in texts for name in re.findall(r"^@register\ndef (\w+)", text, re.MULTILINE)]
+    named = r'^@register(?:\("|\ndef )(\w+)'
+    return [name for text in texts for name in re.findall(named, text, re.MULTILINE)]

@@ -18,9 +18,10 @@ from torch import nn
 from jaxddp.communication.buckets import BucketMb, Rule, plan_all_reduces
 
 from ..replicated import Replicated
-from ..strategy import resolve_bucket_mb
+from ..strategy import register, resolve_bucket_mb
 
 
+@register("bucketed")
 class BucketedDDP(Replicated):
     """One all-reduce per bucket, as the bucket fills."""
 

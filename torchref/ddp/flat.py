@@ -16,8 +16,10 @@ from torch import nn
 from jaxddp.communication.buckets import plan_buckets
 
 from ..replicated import Replicated
+from ..strategy import register
 
 
+@register("flat")
 class FlatDDP(Replicated):
     """One all-reduce of everything, after the whole backward.
 

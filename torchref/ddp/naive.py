@@ -16,8 +16,10 @@ from torch import nn
 from jaxddp.communication.buckets import plan_per_tensor
 
 from ..replicated import Replicated
+from ..strategy import register
 
 
+@register("naive")
 class NaiveDDP(Replicated):
     """One all-reduce per parameter, after the whole backward.
 

@@ -51,7 +51,7 @@ from ..communication.compression import Compression, check_stateless, none
 from ..communication.reduction import REDUCE_SCATTER, InFlight
 from ..communication.sharding import local_shard, pack_chunks, pack_local_shards, split_chunks, unpack_chunks
 from ..gradients import PartialGradient, SpentGradient, spent_gradient
-from ..strategy import DataParallel, Sync, check_wrapped, resolve_bucket_mb
+from ..strategy import DataParallel, Sync, check_wrapped, register, resolve_bucket_mb
 from .elementwise import check_elementwise, own_parts
 from .optimizers import (
     ADVICE,
@@ -66,6 +66,7 @@ from .optimizers import (
 )
 
 
+@register("zero1")
 class ZeRO1(DataParallel):
     """One reduce-scatter per bucket as it fills, one all-gather per bucket as its parameters are updated.
 

@@ -36,9 +36,11 @@ from torch import nn
 from jaxddp.communication.buckets import BucketMb
 
 from ..gradients import PartialGradient
+from ..strategy import register
 from .stage1 import ZeRO1
 
 
+@register("zero2")
 class ZeRO2(ZeRO1):
     """``ZeRO1`` that frees a gradient as soon as its bucket is packed.
 

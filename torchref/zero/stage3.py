@@ -52,7 +52,7 @@ from ..communication.compression import Compression, none
 from ..communication.reduction import REDUCE_SCATTER
 from ..hooks import check_not_sharded, remove_hooks_with, weakly
 from ..replicated import Replicated
-from ..strategy import check_dtype, check_wrapped
+from ..strategy import check_dtype, check_wrapped, register
 from .elementwise import own_parts, try_elementwise
 from .gather import Arrivals, Shards, accumulate, put_back, take_finished
 from .optimizers import check_marks, rank_marks
@@ -61,6 +61,7 @@ from .units import Unit
 _tried: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[Any]] = weakref.WeakKeyDictionary()  # with own_parts
 
 
+@register("zero3")
 class FSDP(Replicated):
     """Shards the parameters of some modules, which are full only while they are used.
 
