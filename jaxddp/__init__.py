@@ -2,6 +2,7 @@
 
     plain.py                          every strategy in its shortest form: read it first
     strategy.py registry.py           the contract of a strategy; all strategies by name
+    discovery.py                      finds them in their folders, for both packages
     ddp zero                          the strategies
     communication                     collectives, packed buffers, compression, reductions
     training models checkpoint        the trainer, models to train, checkpoints and weights

@@ -17,9 +17,9 @@ FLOORS = (
     ("simulation",),
     ("compiled", "targets"),
     ("planning",),
-    ("communication", "ddp", "zero", "training", "models", "checkpoint", "strategy", "registry", "mesh", "plugins",
-     "tree", "interpreter", "arguments", "loss", "metrics", "flax", "parity", "scopes", "plain", "network", "sizes",
-     "environment", "processes"),
+    ("communication", "ddp", "zero", "training", "models", "checkpoint", "strategy", "registry", "discovery",
+     "mesh", "plugins", "tree", "interpreter", "arguments", "loss", "metrics", "flax", "parity", "scopes", "plain",
+     "network", "sizes", "environment", "processes"),
 )  # fmt: skip
 FLOOR = {folder: len(FLOORS) - floor for floor, folders in enumerate(FLOORS) for folder in folders}
 
@@ -99,7 +99,7 @@ def test_the_twin_imports_only_what_needs_no_framework():
     ours = {name for name in imported if not name.startswith("torchref")}
     cli = {"interrupts", "launch", "parser", "train", "train_options", "train_report", "train_run"}
     data = {"jaxddp.training.clock", "jaxddp.training.data"}
-    core = {"arguments", "communication.buckets", "communication.owners", "sizes"}
+    core = {"arguments", "communication.buckets", "communication.owners", "discovery", "sizes"}
     core |= {"checkpoint.folder", "checkpoint.folder_lock", "checkpoint.weights"}
     core |= {f"processes.{name}" for name in ("job", "replicas", "roll_call", "stderr", "torchrun", "watchdog")}
     assert ours - {"jaxddp", "jaxddp.checkpoint", "jaxddp.training"} == data | {

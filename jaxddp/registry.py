@@ -4,17 +4,13 @@ To add a strategy, write one file in either folder with a factory under ``@strat
 the benchmarks find it here.
 """
 
-import importlib
 import inspect
-import pkgutil
 from typing import Any
 
 from . import ddp, zero
+from .discovery import discover
 from .strategy import STRATEGIES as STRATEGIES
 from .strategy import Strategy
-
-# Other strategies follow those of their folder.
-_ORDER = ("naive", "flat", "overlapped", "bucketed", "zero1", "zero2", "zero3")
 
 
 def make_strategy(name: str, **options: Any) -> Strategy:
@@ -41,21 +37,4 @@ def is_bucketed(name: str) -> bool:
     return first is not None and first.name == "bucket_mb" and first.kind is first.POSITIONAL_OR_KEYWORD
 
 
-def discover() -> None:
-    """Registers what is in the folders, and sorts it."""
-    for folder in (ddp, zero):
-        for module in pkgutil.iter_modules(folder.__path__, f"{folder.__name__}."):
-            if not module.name.endswith("_test"):
-                importlib.import_module(module.name)
-    found = sorted(STRATEGIES.items(), key=_place)
-    STRATEGIES.clear()
-    STRATEGIES.update(found)
-
-
-def _place(strategy: tuple[str, Any]) -> tuple[bool, int]:
-    name, factory = strategy
-    is_zero = factory.__module__.startswith(f"{zero.__name__}.")
-    return is_zero, _ORDER.index(name) if name in _ORDER else len(_ORDER)
-
-
-discover()
+discover(STRATEGIES, ddp, zero)

@@ -107,7 +107,7 @@ def test_ranks_of_torch_import_jaxddps_planner_and_no_jax(tmp_path):
     done = subprocess.run([sys.executable, script], env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     parent, rank = (line.split() for line in done.stdout.splitlines()[-2:])
-    ours = ("arguments", "communication", "communication.buckets", "communication.owners", "processes",
+    ours = ("arguments", "communication", "communication.buckets", "communication.owners", "discovery", "processes",
             "processes.job", "processes.roll_call", "processes.stderr", "processes.torchrun",
             "processes.watchdog")  # fmt: skip
     assert set(parent) <= set(rank)  # names of torchref are loaded when they are used

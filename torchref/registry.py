@@ -4,18 +4,15 @@ To add a strategy, write one file in either folder with a class under ``@strateg
 the benchmarks find it here.
 """
 
-import importlib
-import pkgutil
 from typing import Any
 
 from torch import nn
 
+from jaxddp.discovery import discover
+
 from . import ddp, zero
 from .strategy import STRATEGIES as STRATEGIES
 from .strategy import DataParallel
-
-# Other strategies follow those of their folder.
-_ORDER = ("naive", "flat", "overlapped", "bucketed", "zero1", "zero2", "zero3")
 
 
 def make_strategy(name: str, module: nn.Module, **options: Any) -> DataParallel:
@@ -30,21 +27,4 @@ def make_strategy(name: str, module: nn.Module, **options: Any) -> DataParallel:
     return strategy(module, **options)
 
 
-def discover() -> None:
-    """Registers what is in the folders, and sorts it."""
-    for folder in (ddp, zero):
-        for module in pkgutil.iter_modules(folder.__path__, f"{folder.__name__}."):
-            if not module.name.endswith("_test"):
-                importlib.import_module(module.name)
-    found = sorted(STRATEGIES.items(), key=_place)
-    STRATEGIES.clear()
-    STRATEGIES.update(found)
-
-
-def _place(strategy: tuple[str, type[DataParallel]]) -> tuple[bool, int]:
-    name, wrapper = strategy
-    is_zero = wrapper.__module__.startswith(f"{zero.__name__}.")
-    return is_zero, _ORDER.index(name) if name in _ORDER else len(_ORDER)
-
-
-discover()
+discover(STRATEGIES, ddp, zero)

@@ -6,6 +6,7 @@ Both packages use it; no framework.
 
 from __future__ import annotations
 
+import abc
 import itertools
 import os
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ class DamagedError(ValueError):
     """The files of a checkpoint are not those that were written."""
 
 
-class CheckpointFolder:
+class CheckpointFolder(abc.ABC):
     """What both packages do with a folder of checkpoints; a context manager."""
 
     suffix: ClassVar[str] = ""
@@ -50,13 +51,13 @@ class CheckpointFolder:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    @abc.abstractmethod
     def close(self) -> None:
         """Lets others save into the folder."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def steps(self) -> list[int]:
         """Lists the steps of the checkpoints, oldest first."""
-        raise NotImplementedError
 
     def latest_step(self) -> int | None:
         """Returns the step of the newest checkpoint; None if there is none."""
@@ -84,13 +85,13 @@ class CheckpointFolder:
         self._on_first(rename)
         return renamed[0] if renamed else None
 
+    @abc.abstractmethod
     def _on_first(self, function: Callable[[], None]) -> None:
         """Runs a function in process 0; all processes that call this raise what it raises."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _remove_aside(self) -> None:
         """Removes what was set aside before."""
-        raise NotImplementedError
 
     def _sound_steps(self) -> list[int]:
         """The steps of the checkpoints that are taken for sound."""
