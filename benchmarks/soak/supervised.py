@@ -242,7 +242,7 @@ class Job:
     def _left(self) -> str:
         """Processes, ports, shared memory and temporary folders of runs that are over; files are told once."""
         processes = self._strays()
-        ports, memory = usage.listening_ports(processes), usage.shared_memory() - self._known
+        ports, memory = usage.listening_ports(processes), self._unused_memory()
         temporary = (self._workplace.folder / "tmp").iterdir()
         old = {path.name for path in temporary if path.stat().st_mtime < self._launched_at} - self._known
         self._known |= memory | old
@@ -252,6 +252,17 @@ class Job:
             *(f"/dev/shm/{name}" for name in sorted(memory)),
             *(f"temporary {name}" for name in sorted(old) if not name.startswith("torchinductor_")),  # torch's cache
         ])  # fmt: skip
+
+    def _unused_memory(self) -> set[str]:
+        """New files of /dev/shm that stay, and unused: those of other programs may only seem so for a moment."""
+        unused = usage.shared_memory() - self._known
+
+        def are_gone() -> bool:
+            unused.intersection_update(usage.shared_memory())
+            return not unused
+
+        until(are_gone, LEFT_BOUND_S)
+        return unused
 
     def _end_strays(self) -> bool:
         """Kills what runs without a launcher; whether nothing did."""

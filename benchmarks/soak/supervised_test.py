@@ -72,3 +72,14 @@ def test_two_hours_of_samples_and_steps_take_no_memory(tmp_path, monkeypatch):
     lives = longest_lives(job.samples())
     assert [one["role"] for one in lives] == ["soak itself", "launcher", "rank 0", "rank 1"]
     assert all(one["check"] == "flat" and one["lived_s"] == 3600 * HOURS - 2 for one in lives)
+
+
+def test_a_file_in_shared_memory_is_left_behind_if_it_stays(tmp_path, monkeypatch):
+    job = supervised.Job(
+        Program("none", 2, True, str(tmp_path / "events"), "", 0, ""), Workplace("", tmp_path, False), tmp_path
+    )
+    looks = iter([{"mine", "other"}, {"mine", "other"}, {"mine"}])
+    monkeypatch.setattr(supervised.usage, "shared_memory", lambda: next(looks, {"mine"}))
+    monkeypatch.setattr(supervised, "LEFT_BOUND_S", 0.2)
+    monkeypatch.setattr(job, "_known", {"old"})
+    assert job._unused_memory() == {"mine"}
