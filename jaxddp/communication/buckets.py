@@ -16,7 +16,7 @@ import numbers
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 from ..arguments import check_flag, check_kind
 
@@ -244,7 +244,8 @@ def _checked(tensors: Iterable[TensorSpec]) -> list[TensorSpec]:
         check_kind("tensor", tensor, TensorSpec, "a TensorSpec")
         check_kind("tensor name", tensor.name, str, "a string")
         check_kind("tensor dtype", tensor.dtype, str, "the name of a dtype")
-        if not isinstance(tensor.shape, Sequence) or not all(_is_size(size) for size in tensor.shape):
+        sizes = tensor.shape if isinstance(tensor.shape, Sequence) else [None]
+        if not all(isinstance(size, numbers.Integral) and size >= 0 for size in sizes):
             raise ValueError(f"tensor shape (={tensor.shape!r}) must be a tuple of integers, 0 or more")
         if tensor.name in checked:
             raise ValueError(f"tensor name (={tensor.name!r}) must occur once in a plan")
@@ -261,14 +262,7 @@ def _caps_bytes(bucket_mb: BucketMb) -> list[float]:
     caps: list[float] = [cast(float, bucket_mb)]
     if isinstance(bucket_mb, Sequence) and not isinstance(bucket_mb, bytes):
         caps = list(cast(Sequence[float], bucket_mb))
-    if not caps or not all(_is_positive_number(cap) for cap in caps):
+    are_positive = (isinstance(cap, numbers.Real) and not isinstance(cap, bool) and 0 < cap < math.inf for cap in caps)
+    if not caps or not all(are_positive):
         raise ValueError(f"bucket_mb (={bucket_mb!r}) must be a positive number of MiB, a list of them, or None")
     return [cap * MIB for cap in caps]
-
-
-def _is_size(size: Any) -> bool:
-    return isinstance(size, numbers.Integral) and int(size) >= 0
-
-
-def _is_positive_number(cap: Any) -> bool:
-    return isinstance(cap, numbers.Real) and not isinstance(cap, bool) and 0 < float(cap) < math.inf

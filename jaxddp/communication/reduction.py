@@ -33,7 +33,7 @@ from ..tree import named_leaves
 from .axes import scatter_sum, shard_axis
 from .buckets import Bucket, BucketPlan
 from .buffers import pack, pack_small, unpack, unpack_small
-from .collectives import MAX_JOINED, Axis, all_reduce, all_reduce_as_one, joins_arrays
+from .collectives import MAX_JOINED, Axis, all_reduce_as_one, joins_arrays
 from .compression import Compression, none
 from .low_rank import apply_residual
 from .ordering import order_token
@@ -69,7 +69,7 @@ class Reduce(NamedTuple):
 ALL_REDUCE = Reduce(
     "all-reduce",
     pack=lambda bucket, grads, num_shards: pack(bucket, grads),
-    send=all_reduce,
+    send=lax.psum,
     keep=lambda buffer, axis: buffer,
     unpack=lambda bucket, total, num_shards: unpack(bucket, total),
     local_shard=lambda grad, num_shards, shard: grad,

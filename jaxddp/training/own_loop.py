@@ -14,7 +14,7 @@ from jax import lax
 from ..arguments import check_axis, check_flag, check_function, check_kind
 from ..communication.collectives import axis_size, broadcast
 from ..communication.compression import check_stateless
-from ..communication.varying import varying
+from ..communication.varying import as_varying, varying
 from ..loss import denominator, divide, partial_loss, refuse_derivative
 from ..strategy import Strategy, plan_trace, sync_gradients, trace_gradients
 from ..tree import split
@@ -92,13 +92,21 @@ def value_and_grad(
             return loss_fn(params, batch, *args, **kwargs)
 
         loss.__name__ = getattr(loss_fn, "__name__", repr(loss_fn))
+        partial = partial_loss(loss, has_aux)
+
+        def local_loss(*args: Any) -> Any:
+            total, others = partial(*args)
+            # A mean that the loss took over ranks counts on each of them, as it does where check_vma is off.
+            return as_varying(total, axis), others
+
         step = RankStep(
-            partial_loss(loss, has_aux), optax.with_extra_args_support(optax.identity()), strategy, axis, num_ranks,
+            local_loss, optax.with_extra_args_support(optax.identity()), strategy, axis, num_ranks,
             num_microbatches=1, trainable=None, max_grad_norm=None, grad_dtype=None,
         )  # fmt: skip
 
         def local_grads(params: Any, batch: Any) -> Any:
-            return step.local_grads(*split(params, None), (), batch, None)
+            # Of parameters that vary over ranks, gradients are local. Of equal ones, autodiff would sum them.
+            return step.local_grads(*split(as_varying(params, axis), None), (), batch, None)
 
         # A constant may still be another one on each process, which no trainer has compared here: it is sent.
         trace = trace_gradients(local_grads, params, batch, has_aux=True).with_constants_sent()

@@ -151,7 +151,8 @@ class Programs:
         """
         model = self._model(state)
         _check_opt_state(state, model.layout)
-        state = state._replace(copies=model.layout.held().copies)  # a state whose parameters were replaced has none
+        if model.layout.copies:  # which a state whose parameters were replaced lacks
+            state = state._replace(copies=model.layout.held().copies)
         # JAX's own shard_map: in a pack of this package's, no gradient is ready before the whole pack is.
         first_grads = jax.shard_map(
             model.rank_step.first_grads,
@@ -162,10 +163,13 @@ class Programs:
             check_vma=False,
         )
         trace = trace_gradients(first_grads, state, batch, has_aux=True, reduced=model.rank_step.cuts)
+        blocks = model.rank_step.blocks
+        if not blocks:
+            return trace
 
         def block(tensor: TensorSpec) -> TensorSpec:
-            blocks = model.rank_step.blocks.get(tensor.name)
-            return tensor._replace(shape=blocks.shape_of(tensor.shape)) if blocks else tensor
+            of = blocks.get(tensor.name)
+            return tensor._replace(shape=of.shape_of(tensor.shape)) if of else tensor
 
         tensors, constants = (tuple(map(block, some)) for some in (trace.tensors, trace.constants))
         return trace._replace(tensors=tensors, constants=constants)
@@ -329,13 +333,17 @@ class Programs:
             "donate_argnums": (0,) if donates_state else (),
             "compiler_options": self._compiler_options,
         }
-        axis, placed = self._rank_step.axis, partial(model.rank_step.placed, shardings=model.shardings[0])
+        placed = partial(model.rank_step.placed, shardings=model.shardings[0])
 
         def on_devices(state: Any, batch: Any) -> Any:
             result = on_rank(placed(state), batch)
             return (placed(result[0]), result[1]) if donates_state else result
 
-        function = shard_map(on_devices, mesh=self._mesh, in_specs=model.specs, out_specs=outs, axis=axis)
+        step = self._rank_step
+        function = shard_map(
+            on_devices if step.other_axes else on_rank, mesh=self._mesh, in_specs=model.specs, out_specs=outs,
+            axis=step.axis,
+        )  # fmt: skip
         return function, abstract((state, batch)), options
 
 

@@ -158,9 +158,8 @@ class StateLayout:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self.params)
 
     def used(self) -> Any:
-        """Describes the full parameters as the loss takes them outside of ZeRO 3: copies in place of their masters."""
-        leaves = merge(self.copies, self.params) if self.copies else self.params
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), leaves)
+        """Gives the leaves that the loss takes outside of ZeRO 3: copies in place of their masters."""
+        return merge(self.copies, self.params) if self.copies else self.params
 
     def held(self) -> TrainState:
         """Describes a state of step 0, as it lies over the ranks."""

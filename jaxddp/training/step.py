@@ -36,7 +36,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..communication.axes import shard_axis
 from ..communication.buckets import BucketPlan
-from ..communication.collectives import Axis, all_gather, all_reduce
+from ..communication.collectives import Axis, all_gather
 from ..communication.ordering import order_token
 from ..communication.reduction import (
     REDUCE_SCATTER,
@@ -48,7 +48,6 @@ from ..communication.reduction import (
     sum_of_squares,
 )
 from ..communication.sharding import Blocks, Cut
-from ..communication.varying import as_varying
 from ..loss import PartialLoss, Parts, denominator, divide
 from ..metrics import PerExample, map_per_example
 from ..scopes import LOSS_SCOPE, METRICS_SCOPE, OPTIMIZER_SCOPE, OTHER_AXES_SCOPE
@@ -98,7 +97,7 @@ class _Carried(NamedTuple):
 
 @dataclass(frozen=True)
 class RankStep:
-    """One rank's part of a step, for use inside ``shard_map`` over ``axis``.
+    """One rank's part of a step, for use inside ``shard_map`` over ``axis``, with ``check_vma`` off.
 
     Of several axes, ZeRO shards over the last; the ``num_replicas`` ranks along the others hold equal shards.
     """
@@ -157,11 +156,15 @@ class RankStep:
         key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), lax.axis_index(self.axis))
         trainable, frozen = split(self.used(state), self.trainable)
         masters, fixed = split(state.params, self.trainable)
-        model_state = fold_keys(state.model_state, self.axis)
+        model_state, has_state = state.model_state, bool(jax.tree.leaves(state.model_state))
+        if has_state:
+            model_state = fold_keys(model_state, self.axis)
         scale = _scale(state)
         (total, parts, token), model_state = self.accumulate(plan, trainable, frozen, model_state, batch, key, scale)
         grads, parts, metrics, memory = self.reduce(plan, total, parts, token, state.memory, scale)
-        model_state = sync_model_state(self.placed(model_state, None), self.axis, self.num_ranks, self.state_sync)
+        if has_state:
+            model_state = self.placed(model_state, None) if self.other_axes else model_state
+            model_state = sync_model_state(model_state, self.axis, self.num_ranks, self.state_sync)
         with jax.named_scope(OPTIMIZER_SCOPE):
             params = self._updated_here(masters)
             old = _Carried(params, state.opt_state, memory=state.memory, model_state=state.model_state, ema=state.ema)
@@ -214,9 +217,9 @@ class RankStep:
             if parts.loss.weight is not None:  # statistics of no examples
                 model_state = jax.tree.map(partial(jnp.where, parts.loss.weight == 0), before, model_state)
             if reduces_each:
-                # Two buckets in flight save memory: one arrives while the next one fills.
-                specs = self._reduction_specs(plan, {*named_leaves(grads)} - {*plan.names})
-                start = self._on_devices(partial(self._start_microbatch, plan), specs)
+                start: Callable[..., Any] = partial(self._start_microbatch, plan)
+                if self.other_axes:
+                    start = self._on_devices(start, self._reduction_specs(plan, {*named_leaves(grads)} - {*plan.names}))
                 grads = start(grads, self._divisor_of_one(parts), index)
             return (grads, parts, token), model_state
 
@@ -227,7 +230,6 @@ class RankStep:
         last = jax.tree.map(lambda leaf: leaf[-1], pieces)
         shapes, _ = jax.eval_shape(microbatch_grads, model_state, last, 0)
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        zeros = lax.pcast(zeros, self.axis, to="varying")
 
         def add(carry: tuple[Any, Any], item: tuple[Any, jax.Array]) -> tuple[tuple[Any, Any], None]:
             total, model_state = carry
@@ -265,7 +267,7 @@ class RankStep:
         shard_squares = means.shard_squares
         if self.strategy.shards_optimizer_state and self.num_ranks > 1:
             with jax.named_scope(METRICS_SCOPE):
-                shard_squares = all_reduce(shard_squares, shard_axis(self.axis))
+                shard_squares = lax.psum(shard_squares, shard_axis(self.axis))
         metrics = {"loss": loss, "grad_norm": jnp.sqrt(means.replicated_squares + shard_squares)}
         return means.grads, parts, metrics if aux is None else metrics | {"aux": aux}, memory
 
@@ -310,8 +312,6 @@ class RankStep:
 
     def _on_devices(self, function: Callable[..., Any], out_specs: Any, in_specs: Any = None) -> Callable[..., Any]:
         """Maps a function over the devices of a rank, each of which has its blocks of the first argument."""
-        if not self.other_axes:
-            return function
 
         def mapped(tree: Any, *others: Any) -> Any:
             specs = (self._specs(tree) if in_specs is None else in_specs, *(PartitionSpec() for _ in others))
@@ -327,8 +327,6 @@ class RankStep:
 
         XLA would place the state as the loss uses it, and send it back at the end of every step.
         """
-        if not self.other_axes:
-            return tree
 
         def place(leaf: jax.Array, sharding: NamedSharding | None) -> jax.Array:
             if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
@@ -418,13 +416,17 @@ class RankStep:
         updated = jax.tree.map(lambda new, old: new.astype(old.dtype), updated, trainable)
         if self.strategy.reduce is not REDUCE_SCATTER:
             return updated
-
-        def on_device(trees: tuple[Any, Any]) -> Any:
-            sends = self.strategy.compression.sends
-            return gather_params(*trees, plan, shard_axis(self.axis), sends=sends, as_bits=self.as_bits)
-
+        gather = partial(
+            gather_params, plan=plan, axis=shard_axis(self.axis), sends=self.strategy.compression.sends,
+            as_bits=self.as_bits,
+        )  # fmt: skip
+        if not self.other_axes:
+            return gather(updated, trainable)
         specs = self._specs(trainable)
-        return self._on_devices(on_device, specs, (self._specs(trainable, shards=True), specs))((updated, trainable))
+        gather_blocks = self._on_devices(
+            lambda trees: gather(*trees), specs, (self._specs(trainable, shards=True), specs)
+        )
+        return gather_blocks((updated, trainable))
 
     def evaluate(self, state: TrainState, batch: Any) -> Any:
         """Gives the global mean loss of a batch and the aux values, if there are any, equal on every rank."""
@@ -455,16 +457,13 @@ class RankStep:
     ) -> tuple[Any, tuple[Parts, Any]]:
         """This rank's gradients, metrics and model state of a micro-batch.
 
+        With ``check_vma`` on, ``trainable`` and the loss must vary over ranks, or autodiff sums gradients over them.
         Gradients of ``cuts`` are shards summed over ranks. With a ``scale``, gradients are those of the scaled loss.
         ``are_sent`` says that gradients are sent as they are written, so that casting one would be a kernel of its own.
         """
-        # Parameters that vary over ranks get local gradients. If they were known to be equal, AD would add all-reduces.
-        trainable = as_varying(trainable, self.axis)
 
         def loss(trainable: Any) -> tuple[jax.Array, tuple[Parts, Any]]:
             total, others = self.loss(merge(trainable, frozen), model_state, batch, key)
-            # A mean that the loss took over ranks counts on each of them, as it does where check_vma is off.
-            total = as_varying(total, self.axis)
             if scale is None:
                 return total, others
             total = total.astype(jnp.promote_types(total.dtype, jnp.float32))
@@ -501,23 +500,20 @@ class RankStep:
         for alike in places.values():
             flat, unravel = ravel_pytree([leaves[place] for place in alike])
             with jax.named_scope(METRICS_SCOPE):
-                flat = all_reduce(flat, self.axis)
+                flat = lax.psum(flat, self.axis)
             for place, total in zip(alike, unravel(flat), strict=True):
                 leaves[place] = total
         return jax.tree.unflatten(structure, leaves)
-
-    def _cut(self, name: str, shape: tuple[int, ...]) -> Cut:
-        blocks = self.blocks.get(name)
-        return Cut(blocks.shape_of(shape) if blocks else shape, self.num_shards)
 
     def _on_shards(self, params: Any) -> contextlib.AbstractContextManager[None]:
         """Where the optimizer is called: it may ask for norms over the ranks' shards of ``params``."""
         if not self.strategy.shards_optimizer_state:
             return contextlib.nullcontext()
-        cuts = {
-            name: self.cuts.get(name) if self.strategy.shards_params else self._cut(name, leaf.shape)
-            for name, leaf in named_leaves(params).items()
-        }
+        cuts = {name: self.cuts.get(name) for name in named_leaves(params)}
+        if not self.strategy.shards_params:
+            shapes = {name: leaf.shape for name, leaf in named_leaves(params).items()}
+            shapes |= {name: of.shape_of(shapes[name]) for name, of in self.blocks.items() if name in shapes}
+            cuts = {name: Cut(shape, self.num_shards) for name, shape in shapes.items()}
         return on_shards(shard_axis(self.axis), cuts)
 
     def _updated_here(self, params: Any) -> Any:
@@ -525,7 +521,9 @@ class RankStep:
         holds_full = self.strategy.reduce is REDUCE_SCATTER and self.compute_dtype is None
         if not holds_full:
             return params
-        cut = self._on_devices(partial(local_shards, axis=shard_axis(self.axis)), self._specs(params, shards=True))
+        cut: Callable[[Any], Any] = partial(local_shards, axis=shard_axis(self.axis))
+        if self.other_axes:
+            cut = self._on_devices(cut, self._specs(params, shards=True))
         return cut(params)
 
 
