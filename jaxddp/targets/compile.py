@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import export
 from jax.sharding import NamedSharding
 
+from ..arguments import check_positive
 from ..planning.chips import Target
 from ..plugins import devices, superseded_plugins
 from .devices import topology_arguments, topology_environment
@@ -55,8 +56,10 @@ def start_compile_for_target(
 
     Raises:
         TargetError: If the compiler for this target is not installed, or the shardings are of another mesh.
+        ValueError: If ``timeout_s`` is not positive and finite.
     """
     check_installed(target)
+    check_positive("timeout_s", timeout_s)
     mesh = next(leaf.mesh for leaf in jax.tree.leaves(in_shardings) if isinstance(leaf, NamedSharding))
     if mesh.size != target.num_devices:
         raise TargetError(f"in_shardings are over {mesh.size} devices and {target.spec!r} has {target.num_devices}")

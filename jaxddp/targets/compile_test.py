@@ -151,6 +151,9 @@ def test_a_child_that_is_killed_cancelled_too_slow_or_forgotten():
     with pytest.raises(TargetError, match=r"^compiling for 'h100:2' was cancelled$"):
         cancelled.result()
 
+    for timeout_s in ("3", 0, float("inf")):
+        with pytest.raises(ValueError, match=r"^timeout_s \(=.*\) must be a positive finite number$"):
+            start("h100:2", timeout_s=timeout_s)
     with pytest.raises(TargetError, match=r"^compiling for 'h100:2' took longer than timeout_s \(=0.01\)$"):
         start("h100:2", timeout_s=0.01).result()
 
