@@ -277,6 +277,18 @@ def test_copies_follow_parameters_that_were_replaced(strategy):
     assert trainer.step(replaced, batch)[1]["loss"] == trainer.step(expected, batch)[1]["loss"]
 
 
+@pytest.mark.parametrize("dtype", [None, jnp.float16])
+def test_copies_of_a_trainer_with_another_compute_dtype_are_not_trained_on(dtype):
+    trainer, other = make(mlp_loss, jaxddp.bucketed(), compute_dtype=dtype), make(mlp_loss, jaxddp.bucketed())
+    expected, batch = trainer.init(mlp_params()), mlp_batch()
+    state = other.init(mlp_params())
+    assert str(trainer.trace(state, batch).tensors) == str(trainer.trace(expected, batch).tensors)
+    assert trainer.evaluate(state, batch) == trainer.evaluate(expected, batch)
+    (ours, metrics), (theirs, wanted) = trainer.step(state, batch), trainer.step(expected, batch)
+    assert metrics["loss"] == wanted["loss"]
+    jax.tree.map(np.testing.assert_array_equal, (ours.params, ours.copies), (theirs.params, theirs.copies))
+
+
 @pytest.fixture(scope="module")
 def transformer_loss():
     loss_fn, params = build("tiny")

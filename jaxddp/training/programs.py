@@ -151,8 +151,8 @@ class Programs:
         """
         model = self._model(state)
         _check_opt_state(state, model.layout)
-        if model.layout.copies:  # which a state whose parameters were replaced lacks
-            state = state._replace(copies=model.layout.held().copies)
+        # A state whose parameters were replaced has no copies; one of another trainer may have some that it should not.
+        state = state._replace(copies=model.layout.held().copies if model.layout.copies else ())
         # JAX's own shard_map: in a pack of this package's, no gradient is ready before the whole pack is.
         first_grads = jax.shard_map(
             model.rank_step.first_grads,

@@ -613,8 +613,11 @@ class Trainer:
             raise ValueError(f"{method} needs devices, and {spec!r} is not here: use {instead}")
 
     def _with_copies(self, state: TrainState) -> TrainState:
-        has_copies = self._rank_step.compute_dtype is not None and not self.strategy.shards_params
-        return self.cast_copies(state) if has_copies and not jax.tree.leaves(state.copies) else state
+        """Casts copies anew where a state has none, or those of a trainer with another ``compute_dtype``."""
+        dtype = None if self.strategy.shards_params else self._rank_step.compute_dtype
+        if {leaf.dtype for leaf in jax.tree.leaves(state.copies)} == {dtype} - {None}:
+            return state
+        return state._replace(copies=()) if dtype is None else self.cast_copies(state)
 
     def _first_scale(self) -> Any:
         return first_scale() if self._scales_loss else ()
