@@ -12,9 +12,9 @@
     scopes.py plugins.py              name scopes in compiled programs; which plugins JAX starts
     network.py sizes.py               how long a collective takes; sizes of the transformer: no framework
     planning                          cost formulas and chips, for a cluster that is not here; needs no framework
-    compiled targets simulation       instruments: read compiled programs, compile for absent machines, simulate steps
+    instruments                       look from outside: read compiled programs, compile for absent machines, simulate
     parity.py                         your own training under every strategy, on one device and in PyTorch
-    inspection cli walkthrough.py     steps examined with the instruments; ``python -m jaxddp``; ZeRO phase by phase
+    cli                               ``python -m jaxddp``
 
 A public name is loaded when it is first used, so importing this package, its planner or ``planning`` imports no JAX.
 """
@@ -29,13 +29,15 @@ if TYPE_CHECKING:
     from .communication.buckets import BucketPlan as BucketPlan
     from .communication.buckets import TensorSpec as TensorSpec
     from .communication.buckets import plan_buckets as plan_buckets
-    from .compiled.schedule import gradient_collectives as gradient_collectives
-    from .compiled.schedule import read_schedule as read_schedule
     from .ddp import bucketed as bucketed
     from .ddp import flat as flat
     from .ddp import naive as naive
     from .ddp import overlapped as overlapped
-    from .inspection.strategies import inspect as inspect
+    from .instruments import targets as targets
+    from .instruments.inspect import inspect as inspect
+    from .instruments.schedule import gradient_collectives as gradient_collectives
+    from .instruments.schedule import read_schedule as read_schedule
+    from .instruments.tuning import tune_buckets as tune_buckets
     from .loss import Weighted as Weighted
     from .mesh import data_mesh as data_mesh
     from .mesh import simulate_devices as simulate_devices
@@ -47,7 +49,6 @@ if TYPE_CHECKING:
     from .processes.start import start_process as start_process
     from .registry import STRATEGIES as STRATEGIES
     from .registry import make_strategy as make_strategy
-    from .simulation.tuning import tune_buckets as tune_buckets
     from .strategy import Strategy as Strategy
     from .strategy import plan_gradients as plan_gradients
     from .strategy import sync_gradients as sync_gradients
@@ -111,13 +112,13 @@ _MODULES = {
     "prefetch": ".training.prefetch",
     "configure": ".training.xla",
     "keep_freed_memory": ".training.allocator",
-    "gradient_collectives": ".compiled.schedule",
-    "read_schedule": ".compiled.schedule",
-    "inspect": ".inspection.strategies",
-    "tune_buckets": ".simulation.tuning",
+    "gradient_collectives": ".instruments.schedule",
+    "read_schedule": ".instruments.schedule",
+    "inspect": ".instruments.inspect",
+    "tune_buckets": ".instruments.tuning",
     "flax": ".flax",
     "parity": ".parity",
-    "targets": ".targets",
+    "targets": ".instruments.targets",
 }
 
 if not TYPE_CHECKING:  # type checkers would accept any name

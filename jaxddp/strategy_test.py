@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 import jaxddp
 from jaxddp.communication import compression
 from jaxddp.communication.buckets import MIB
-from jaxddp.compiled.schedule import read_schedule
+from jaxddp.instruments.schedule import read_schedule
 from jaxddp.models import build
 from jaxddp.strategy import planned_collectives
 from jaxddp.tree import tensor_specs

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxddp.compiled.schedule import Schedule
+from jaxddp.instruments.schedule import Schedule
+from jaxddp.instruments.simulate import simulate
 from jaxddp.network import GB, Network
 from jaxddp.planning.chips import Chip, chip_of
 from jaxddp.planning.cost.bandwidth import bus_factor, fit_sweep
 from jaxddp.planning.cost.contention import rate_at_once, shared_finish_s
 from jaxddp.planning.cost.overlap import COMMUNICATION_BOUND, COMPUTE_BOUND, Optimum, bucket_times_s, uniform_optimum
-from jaxddp.simulation.simulate import simulate
 
 Buckets = Sequence[Sequence[tuple[str, int]]]
 GOOD_ERROR = 0.15

@@ -21,8 +21,8 @@ from benchmarks.training.measure import (
     StepMetrics,
     all_reduce_label,
 )
-from jaxddp.compiled.schedule import Collective, Operation, Schedule
-from jaxddp.compiled.work import Work
+from jaxddp.instruments.schedule import Collective, Operation, Schedule
+from jaxddp.instruments.work import Work
 
 # Forward 0.3 s, backward 0.6 s; gradients at 0.5, 0.7 and 0.9 s; 100 MB take 0.1 s and 0.01 s more.
 SHARES = Shares(1 / 3, {"c": 5 / 9, "b": 7 / 9, "a": 1.0})

@@ -25,7 +25,7 @@ from benchmarks.harness.options import Options
 from benchmarks.harness.ranks import Ranks, num_gpus
 from benchmarks.harness.run import Run
 from jaxddp import targets
-from jaxddp.targets.compile import start_compile_for_target
+from jaxddp.instruments.targets import start_compile_for_target
 from torchref.launch import RankError
 
 SIZES = (KIB, 16 * KIB, 256 * KIB)

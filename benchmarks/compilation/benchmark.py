@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxddp.instruments.targets import check_installed
 from jaxddp.planning.chips import target
-from jaxddp.targets.compile import check_installed
 
 from ..harness.options import Options
 from ..harness.ratios import compare

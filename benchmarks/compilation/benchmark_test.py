@@ -17,7 +17,7 @@ from benchmarks.compilation.benchmark import GROUPS, exponent_of, fit_exponent, 
 from benchmarks.compilation.points import CompilationSetup, Point, polynomials
 from benchmarks.compilation.section import CPU, PARTS, WALL, middle, seconds
 from benchmarks.harness.run import Run
-from jaxddp.targets.program import TargetError
+from jaxddp.instruments.targets import TargetError
 
 
 @pytest.fixture(scope="module")

@@ -29,13 +29,12 @@ from rich.console import Console
 
 import jaxddp
 from jaxddp import targets
-from jaxddp.compiled.schedule import read_schedule
-from jaxddp.inspection.strategies import transformer_training
+from jaxddp.instruments.inspect import transformer_training
+from jaxddp.instruments.schedule import read_schedule
+from jaxddp.instruments.simulate import simulate
+from jaxddp.instruments.targets import TargetError, compile_for_target
 from jaxddp.models import SIZES
 from jaxddp.network import Network
-from jaxddp.simulation.simulate import simulate
-from jaxddp.targets.compile import compile_for_target
-from jaxddp.targets.program import TargetError
 from jaxddp.training.clock import stopwatch
 
 from ..harness.console import progress_of

@@ -20,12 +20,11 @@ import jax
 
 from jaxddp import STRATEGIES, make_strategy, targets
 from jaxddp.communication.reduction import REDUCE_SCATTER, Reduce
-from jaxddp.compiled.memory import DeviceBytes, state_formula
+from jaxddp.instruments.memory import DeviceBytes, state_formula
+from jaxddp.instruments.targets import TargetError, check_installed
 from jaxddp.models import SIZES, TransformerConfig
 from jaxddp.planning.cost.memory import StateBytes, activation_bytes, exact_bucket_bytes, gathered_bytes
 from jaxddp.planning.cost.workload import transformer
-from jaxddp.targets.compile import check_installed
-from jaxddp.targets.program import TargetError
 
 from ..harness.console import progress_of
 from ..harness.options import Options

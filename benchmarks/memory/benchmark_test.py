@@ -17,9 +17,9 @@ from benchmarks.memory import variants
 from benchmarks.memory.benchmark import describe, formulas, kept_per_token
 from benchmarks.memory.report_figures import dealt_by_index, figures
 from benchmarks.memory.variants import Allocation, MemorySetup, allocate
-from jaxddp.compiled.memory import Allocated, DeviceBytes, StepMemory, held_bytes
+from jaxddp.instruments.memory import Allocated, DeviceBytes, StepMemory, held_bytes
+from jaxddp.instruments.targets import TargetError
 from jaxddp.models import SIZES, TransformerConfig, abstract
-from jaxddp.targets.program import TargetError
 
 MIB = 2**20
 MICRO = TransformerConfig(vocab=16, context=8, width=8, num_layers=1, num_heads=1, hidden=16)

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxddp.compiled.memory import StepMemory
+from jaxddp.instruments.memory import StepMemory
 from jaxddp.models import SIZES
 from jaxddp.planning.cost.workload import transformer
 

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 import jaxddp
 from jaxddp import targets
-from jaxddp.compiled.memory import StepMemory, allocated_bytes, padding_share, step_memory
+from jaxddp.instruments.memory import StepMemory, allocated_bytes, padding_share, step_memory
 from jaxddp.models import SIZES, TransformerConfig, abstract
 from jaxddp.plugins import devices
 from torchref.launch import launch

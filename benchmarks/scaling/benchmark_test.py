@@ -19,9 +19,9 @@ from benchmarks.strategies.benchmark_test import TOY
 from benchmarks.training import frameworks
 from benchmarks.training.measure import Measured, SideResult, StepMetrics, StrategySpec
 from jaxddp.checkpoint.weights import export_weights
+from jaxddp.instruments.targets import TargetError
 from jaxddp.models import SIZES, TransformerConfig
 from jaxddp.planning.chips import target
-from jaxddp.targets.program import TargetError
 
 
 def point(mode, num_ranks, median_ms, **others):

@@ -10,11 +10,10 @@ from rich.console import Console
 
 import jaxddp
 from jaxddp import targets
-from jaxddp.inspection.strategies import transformer_training
+from jaxddp.instruments.inspect import transformer_training
+from jaxddp.instruments.simulate import network_of, simulate
+from jaxddp.instruments.targets import TargetError, check_installed
 from jaxddp.models import SIZES
-from jaxddp.simulation.simulate import network_of, simulate
-from jaxddp.targets.compile import check_installed
-from jaxddp.targets.program import TargetError
 
 from ..harness.console import progress_of
 from ..harness.options import Options

@@ -18,7 +18,7 @@ import optax
 import torch.distributed as dist
 
 import jaxddp
-from jaxddp.compiled.schedule import Operation, Schedule
+from jaxddp.instruments.schedule import Operation, Schedule
 from jaxddp.mesh import platform_of
 from jaxddp.models import build
 from jaxddp.zero.layers import layer

@@ -13,8 +13,8 @@ from benchmarks.traces import jax_side, torch_side
 from benchmarks.traces.overlap import COMMUNICATION, COMPUTE, SYNC, overlap_of, overlap_share, shorten
 from benchmarks.traces.parts import trace_fields
 from benchmarks.training.measure import TrainingSetup
-from jaxddp.compiled.schedule import Operation, Schedule
-from jaxddp.compiled.work import MatmulKind, Work
+from jaxddp.instruments.schedule import Operation, Schedule
+from jaxddp.instruments.work import MatmulKind, Work
 from jaxddp.training.data import RandomTokens
 from torchref.launch import shared_pool
 

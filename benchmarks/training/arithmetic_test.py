@@ -10,8 +10,8 @@ import pytest
 import jaxddp
 from benchmarks.harness.ranks import Ranks
 from benchmarks.training.arithmetic import _OF_JAX, OVERRIDES, check_dtype
-from jaxddp.targets.meshes import mesh as target_mesh
-from jaxddp.targets.steps import start_compile
+from jaxddp.instruments.targets import mesh as target_mesh
+from jaxddp.instruments.targets import start_compile
 
 
 def overrides(ranks):

@@ -126,7 +126,7 @@ class Measured:
         in_a_row_seconds: Of a step among several between two synchronisations; empty if that was not run.
         device_seconds: Of a step on the device; empty if that was not run.
         no_device_seconds: Why it was not, though it was asked for.
-        schedule: What the step was compiled to, a ``jaxddp.compiled.schedule.Schedule``, if that was asked for.
+        schedule: What the step was compiled to, a ``jaxddp.instruments.schedule.Schedule``, if that was asked for.
     """
 
     planned: list[tuple[str, int]] | None

@@ -72,9 +72,9 @@ def run(arguments: argparse.Namespace) -> None:
     from jax.numpy import bfloat16
 
     from .. import targets
-    from ..inspection.strategies import inspect_dump, inspect_steps, transformer_training
+    from ..instruments.inspect import inspect_dump, inspect_steps, transformer_training
+    from ..instruments.simulate import network_of
     from ..registry import make_strategy
-    from ..simulation.simulate import network_of
     from .inspect_console import as_json, show
 
     target = targets.target(arguments.target)
@@ -141,8 +141,7 @@ def _check_options(arguments: argparse.Namespace) -> Path | None:
 
 
 def _draw(folder: Path, inspections: list[Any]) -> None:
-    from ..simulation.timeline import draw
-    from ..simulation.trace import write_trace
+    from ..instruments.timeline import draw, write_trace
 
     folder.mkdir(parents=True, exist_ok=True)
     simulations = {inspection.strategy: inspection.simulation for inspection in inspections}
@@ -153,7 +152,7 @@ def _draw(folder: Path, inspections: list[Any]) -> None:
 
 def training_of(spec: str) -> Any:
     """Imports and calls what ``--trainer`` names; an error within it is its author's, and is not caught."""
-    from ..inspection.strategies import Training
+    from ..instruments.inspect import Training
 
     module, _, function = spec.partition(":")
     if not module or not function:

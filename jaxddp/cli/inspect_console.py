@@ -17,9 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ..communication.buckets import MIB
-from ..inspection.strategies import Inspection
-from ..simulation.simulate import network_in_words
-from ..simulation.timeline import MIN_WIDTH, ONE_LINE_LEGEND, one_line
+from ..instruments.inspect import Inspection
+from ..instruments.simulate import network_in_words
+from ..instruments.timeline import MIN_WIDTH, ONE_LINE_LEGEND, one_line
 
 _COLUMNS = (
     ("strategy", ""), ("planned", ""), ("compiled", ""), ("check", ""), ("volume", "MiB"), ("first", "start"),

@@ -8,10 +8,10 @@ import pytest
 
 from jaxddp import targets
 from jaxddp.cli.inspect_console import as_json, show
-from jaxddp.compiled.testdata import load_fixture
-from jaxddp.inspection.strategies import inspect_dump
+from jaxddp.instruments.inspect import inspect_dump
+from jaxddp.instruments.simulate import Bound
+from jaxddp.instruments.testdata import load_fixture
 from jaxddp.network import Network
-from jaxddp.simulation.bound import Bound
 
 TARGET = targets.target("h100:8")
 

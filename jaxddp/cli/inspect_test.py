@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxddp.__main__ import main
-from jaxddp.compiled.testdata import load_fixture
+from jaxddp.instruments.testdata import load_fixture
 from jaxddp.models import SIZES
 from jaxddp.planning.chips import CHIPS
 from jaxddp.registry import STRATEGIES
@@ -98,7 +98,7 @@ def test_a_dump_is_read_back_to_the_same_step(printed, folder, capsys):
 def test_bfloat16_is_of_copies_that_the_loss_takes(monkeypatch):
     """``test_the_bound_is_below_a_step_that_sends_less_than_the_bytes_of_the_parameters`` compiles such a step."""
     asked = []
-    monkeypatch.setattr("jaxddp.inspection.strategies.inspect_steps", lambda *args, **options: asked.append(args[1]))
+    monkeypatch.setattr("jaxddp.instruments.inspect.inspect_steps", lambda *args, **options: asked.append(args[1]))
     monkeypatch.setattr("jaxddp.cli.inspect_console.as_json", lambda found: None)
     assert main(["inspect", *CUSTOM.split(), *"--dtype bf16 --json".split()]) == 0
     assert main(["inspect", *CUSTOM.split(), *"--dtype f32 --json".split()]) == 0
@@ -207,8 +207,8 @@ def test_bad_input_is_one_line_and_status_2_before_anything_is_compiled(command,
     def fail(*arguments, **options):
         raise AssertionError("must not compile")
 
-    monkeypatch.setattr("jaxddp.targets.steps.start_compile_for_target", fail)
-    monkeypatch.setattr("jaxddp.inspection.strategies.start_compile_for_target", fail)
+    monkeypatch.setattr("jaxddp.instruments.targets.start_compile_for_target", fail)
+    monkeypatch.setattr("jaxddp.instruments.inspect.start_compile_for_target", fail)
     monkeypatch.chdir(tmp_path)
     full = tmp_path / "full"
     full.mkdir()
@@ -256,7 +256,7 @@ def test_help_is_quick_and_lists_every_strategy_and_chip():
         "import sys; from jaxddp.__main__ import main\n"
         "try: main(['inspect', '--help'])\n"
         "finally: print([name for name in ('jax', 'flax', 'rich', 'matplotlib', 'jaxddp.models', "
-        "'jaxddp.inspection.strategies') "
+        "'jaxddp.instruments.inspect') "
         "if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -162,7 +162,7 @@ def _run_trainer(arguments: argparse.Namespace) -> int:
     machine = target(arguments.target or _TRAINER_TARGET)
     import_jax_on_cpu()
 
-    from ..inspection.stages import plan_stages
+    from ..instruments.stages import plan_stages
     from .inspect import training_of
 
     stages = STAGES if arguments.stage is None else (arguments.stage,)
@@ -177,7 +177,7 @@ def _run_trainer(arguments: argparse.Namespace) -> int:
 def _verify(found: Any, arguments: argparse.Namespace) -> Any:
     import_jax_on_cpu()
 
-    from ..inspection.verification import verify
+    from ..instruments.verify import verify
 
     return verify(found, arguments.dtype, _transformer(arguments))
 

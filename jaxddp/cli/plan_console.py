@@ -18,8 +18,8 @@ from ..planning.plan import BucketChoice, Plan, strategy_traffic
 if TYPE_CHECKING:  # imports JAX, which a plan alone does not need
     from collections.abc import Iterable, Sequence
 
-    from ..inspection.stages import StagePlan
-    from ..inspection.verification import Row, Verification
+    from ..instruments.stages import StagePlan
+    from ..instruments.verify import Row, Verification
     from ..planning.chips import Target
 
 _LABEL_WIDTH = 25

@@ -7,13 +7,13 @@ from collections import Counter
 import pytest
 
 from jaxddp.cli.plan_console import as_json, lines, show, show_verification, symbols, verification_object
-from jaxddp.inspection.verification import Row, Verification
+from jaxddp.instruments.targets import TargetMemoryError
+from jaxddp.instruments.verify import Row, Verification
 from jaxddp.planning.chips import target
 from jaxddp.planning.cost.scaling import Assumptions
 from jaxddp.planning.cost.workload import feed_forward, transformer
 from jaxddp.planning.machine import cluster_of
 from jaxddp.planning.plan import TrainingJob, plan
-from jaxddp.targets.program import TargetMemoryError
 
 XXL = feed_forward(width=16384, hidden=53248, num_blocks=126)
 XL = transformer(vocab=10_000, context=128, width=768, num_layers=16, num_heads=12, hidden=3200)

@@ -11,13 +11,13 @@ import pytest
 
 from jaxddp import targets
 from jaxddp.__main__ import main
-from jaxddp.inspection import stages
-from jaxddp.inspection import verification as plan_verification
-from jaxddp.inspection.verification import Row, Verification
+from jaxddp.instruments import stages
+from jaxddp.instruments import targets as target_compile
+from jaxddp.instruments import verify as plan_verification
+from jaxddp.instruments.targets import TargetMemoryError
+from jaxddp.instruments.verify import Row, Verification
 from jaxddp.models import SIZES, TransformerConfig
 from jaxddp.planning.chips import CHIPS
-from jaxddp.targets import compile as target_compile
-from jaxddp.targets.program import TargetMemoryError
 
 KEYS = (
     "fits bytes_per_device min_devices compute_bound min_tokens best_bucket_mb accumulation_steps "

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from ..communication.buckets import MIB
-from ..compiled.schedule import describe_collectives
+from ..instruments.schedule import describe_collectives
 from .train_report import StepReport, TrainSummary
 
 NUM_PLAIN_LINES = 20

@@ -6,7 +6,7 @@ import pytest
 from jaxddp.cli.train_console import NUM_PLAIN_LINES, TrainConsole
 from jaxddp.cli.train_options import TrainOptions
 from jaxddp.cli.train_report import StepReport, TrainSummary
-from jaxddp.compiled.schedule import describe_collectives
+from jaxddp.instruments.schedule import describe_collectives
 from jaxddp.training.clock import Timings
 
 

@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from ..communication.compression import make_compression
-from ..compiled.schedule import gradient_collectives
+from ..instruments.schedule import gradient_collectives
 from ..mesh import data_mesh, mesh_of_machine, simulate_devices
 from ..models import build
 from ..processes.job import find_job

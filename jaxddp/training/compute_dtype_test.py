@@ -12,7 +12,7 @@ import pytest
 import jaxddp
 from jaxddp.checkpoint.checkpoints import Checkpoints
 from jaxddp.communication.compression import bf16, powersgd
-from jaxddp.compiled.memory import DeviceBytes, held_bytes, step_memory
+from jaxddp.instruments.memory import DeviceBytes, held_bytes, step_memory
 from jaxddp.models import build
 
 NUM_RANKS = 4

@@ -8,7 +8,7 @@ import pytest
 
 import jaxddp
 from jaxddp.checkpoint import Checkpoints
-from jaxddp.compiled.memory import held_bytes, step_memory
+from jaxddp.instruments.memory import held_bytes, step_memory
 
 DECAY = 0.9
 STRATEGIES = {

@@ -11,7 +11,7 @@ import pytest
 
 import jaxddp
 from jaxddp.checkpoint import Checkpoints
-from jaxddp.compiled.schedule import read_schedule
+from jaxddp.instruments.schedule import read_schedule
 
 NUM_RANKS, WIDTH, EXAMPLES = 4, 6, 72
 STRATEGIES = {

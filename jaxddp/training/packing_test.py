@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 import jaxddp
 from jaxddp import targets
 from jaxddp.communication import compression
-from jaxddp.compiled.schedule import read_schedule
+from jaxddp.instruments.schedule import read_schedule
 from jaxddp.models import SIZES, abstract, build
 from jaxddp.training import packing
 

@@ -12,7 +12,7 @@ import jaxddp
 from jaxddp import targets
 from jaxddp.checkpoint import Checkpoints
 from jaxddp.communication.compression import powersgd
-from jaxddp.compiled.schedule import read_schedule
+from jaxddp.instruments.schedule import read_schedule
 
 SPECS = {"layers": [{"up": P(None, "model"), "bias": P("model"), "down": P("model", None)}] * 2, "head": P()}
 STRATEGIES = {

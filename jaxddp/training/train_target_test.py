@@ -10,7 +10,7 @@ import pytest
 
 import jaxddp
 from jaxddp import targets
-from jaxddp.compiled.schedule import read_schedule
+from jaxddp.instruments.schedule import read_schedule
 from jaxddp.models import abstract, build
 
 BUCKETED = jaxddp.bucketed(0.0005)  # two buckets

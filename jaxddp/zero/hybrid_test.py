@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 import jaxddp
 from jaxddp.checkpoint import Checkpoints
 from jaxddp.communication.compression import bf16, powersgd
-from jaxddp.compiled.schedule import read_schedule
+from jaxddp.instruments.schedule import read_schedule
 from jaxddp.training import packing
 
 SHAPES = {"2x2": (4, 2), "2x4": (8, 2), "4x2": (8, 4)}

@@ -10,7 +10,7 @@ from optax import contrib
 import jaxddp
 from jaxddp.checkpoint import Checkpoints
 from jaxddp.communication.compression import bf16, noop
-from jaxddp.compiled.memory import held_bytes, padding_share, state_formula, step_memory
+from jaxddp.instruments.memory import held_bytes, padding_share, state_formula, step_memory
 from jaxddp.models import build
 from jaxddp.zero.leaves import LeafOwners
 

@@ -15,7 +15,7 @@ import pytest
 
 import jaxddp
 from jaxddp import targets
-from jaxddp.compiled.schedule import read_schedule
+from jaxddp.instruments.schedule import read_schedule
 
 MIB = 2**20
 WIDTH, HIDDEN, VOCAB, CONTEXT, SEQUENCES, NUM_RANKS = 512, 2048, 512, 64, 64, 8

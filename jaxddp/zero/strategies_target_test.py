@@ -9,9 +9,9 @@ import pytest
 
 import jaxddp
 from jaxddp import targets
-from jaxddp.compiled.schedule import read_schedule
+from jaxddp.instruments.schedule import read_schedule
+from jaxddp.instruments.simulate import simulate
 from jaxddp.network import Network
-from jaxddp.simulation.simulate import simulate
 
 NUM_LAYERS, WIDTH = 8, 1024
 PARAMS = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * NUM_LAYERS  # 4 MiB each, a bucket each

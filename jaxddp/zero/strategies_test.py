@@ -8,7 +8,7 @@ import pytest
 
 import jaxddp
 from jaxddp.communication import compression
-from jaxddp.compiled.schedule import read_schedule
+from jaxddp.instruments.schedule import read_schedule
 from jaxddp.models import build
 
 NUM_RANKS = 4

@@ -1,0 +1,82 @@
+"""The process that compiles one program for devices that are not there; started by ``targets.py``.
+
+Plugins, platforms and XLA's flags belong to a whole process, so each compilation has its own. It runs as a script
+and imports nothing of this package: JAX starts here with the environment that the parent chose.
+
+    direction        bytes on the pipe
+    parent -> child  8 bytes of length, then a pickled ``dict``: the request; the pipe stays open
+    child -> parent  a pickled ``(kind, content)``: ``("compiled", dict)`` or ``("refused", text)``
+
+The child ends when its input is closed, so it never outlives its parent.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import sys
+import threading
+from typing import Any, BinaryIO
+
+
+def compile_request(request: dict[str, Any]) -> dict[str, Any]:
+    """Compiles an exported program.
+
+    Args:
+        request: ``disabled_plugins``, ``topology`` (arguments of ``get_topology_desc``), ``exported`` (bytes),
+            ``axis_names``, ``shape``, ``donate_argnums`` (of the flat arguments), ``compiler_options``,
+            ``enable_x64``.
+
+    Returns:
+        ``text``, ``memory`` and ``cost`` of the compiled program.
+    """
+    import jax
+    from jax import export
+    from jax.experimental import topologies
+    from jax.sharding import AxisType
+
+    for name in request["disabled_plugins"]:
+        importlib.import_module(f"jax_plugins.{name}").initialize = lambda: None  # type: ignore[attr-defined]
+    jax.config.update("jax_enable_x64", request["enable_x64"])
+    devices = topologies.get_topology_desc(**request["topology"]).devices
+    names, shape = request["axis_names"], request["shape"]
+    mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names), devices=devices)
+    exported = export.deserialize(request["exported"])
+    jitted = jax.jit(
+        exported.call,
+        in_shardings=tuple(exported.in_shardings_jax(mesh)),
+        out_shardings=list(exported.out_shardings_jax(mesh)),
+        donate_argnums=request["donate_argnums"],
+        compiler_options=request["compiler_options"],
+    )
+    args = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in exported.in_avals]
+    compiled = jitted.lower(*args).compile()
+    memory = compiled.memory_analysis()
+    sizes = {name: getattr(memory, name) for name in dir(memory) if name.endswith("_in_bytes")}
+    return {"text": compiled.as_text(), "memory": sizes, "cost": compiled.cost_analysis() or {}}
+
+
+def _end_with(pipe: BinaryIO) -> None:
+    pipe.read(1)
+    os._exit(1)
+
+
+def _main() -> None:
+    # Keeps the compilers' output out of the answer.
+    answer_to = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    length = int.from_bytes(sys.stdin.buffer.read(8), "big")
+    request = pickle.loads(sys.stdin.buffer.read(length))
+    threading.Thread(target=_end_with, args=(sys.stdin.buffer,), daemon=True).start()
+    try:
+        answer: tuple[str, Any] = ("compiled", compile_request(request))
+    except Exception as error:
+        answer = ("refused", f"{type(error).__name__}: {error}")
+    pickle.dump(answer, answer_to)
+    answer_to.flush()
+    os._exit(0)  # the interpreter's shutdown of the plugins takes a second
+
+
+if __name__ == "__main__":
+    _main()

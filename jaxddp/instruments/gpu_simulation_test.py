@@ -1,0 +1,161 @@
+"""The simulator's compute time beside that of a GPU, which only machines with one can show. Run with ``-m gpu``.
+
+Each strategy's step is compiled for eight GPUs of which one is there. XLA leaves out the collectives of such a client,
+so what runs is the compute of that very program. One real device stands for a host of its own: XLA wants all hosts of
+a mocked topology to have as many as this one, so one GPU can be ``1x8x1`` and not ``1x1x8``.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from datetime import datetime
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxddp
+from jaxddp import targets
+from jaxddp.instruments.schedule import read_schedule
+from jaxddp.instruments.simulate import simulate
+from jaxddp.instruments.targets import target_like
+from jaxddp.models import SIZES, abstract
+from jaxddp.network import Network
+from jaxddp.training.train import TrainState
+
+MODEL = "seed_xl"  # 2 GB of state
+NUM_RANKS = 8
+BATCH_PER_DEVICE = 16
+NUM_WARMUPS = 5
+NUM_ROUNDS = 20
+STEPS_PER_ROUND = 5  # queued together, so that the device need not wait for Python
+TIMEOUT_S = 900
+
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cuda",
+    "JAX_CUDA_VISIBLE_DEVICES": "0",
+    "JAX_MOCK_GPU_TOPOLOGY": f"1x{NUM_RANKS}x1",
+    "JAX_ENABLE_COMPILATION_CACHE": "false",
+}
+# Else the autotuner leaves seven eighths of its work to the mocked hosts and waits for ever:
+# https://github.com/openxla/xla/issues/28959
+XLA_FLAG = "--xla_gpu_shard_autotuning=false"
+
+
+def first_inputs(trainer, params, config):
+    """A state and a batch made where they stay: the other devices are of other processes, and cannot be written to."""
+
+    def first_state():
+        key = jax.random.key(0)
+        filled = jax.tree.map(lambda leaf: 0.02 * jax.random.normal(key, leaf.shape, leaf.dtype), params)
+        return TrainState(jnp.int32(0), filled, optax.adamw(1e-3).init(filled), key)
+
+    def first_batch():
+        shape = (BATCH_PER_DEVICE * trainer.num_ranks, config.context)
+        tokens = jax.random.randint(jax.random.key(1), shape, 0, config.vocab)
+        return {"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=1)}
+
+    replicated, by_rank = (NamedSharding(trainer.mesh, PartitionSpec(*axes)) for axes in ((), trainer.mesh.axis_names))
+    return jax.jit(first_state, out_shardings=replicated)(), jax.jit(first_batch, out_shardings=by_rank)()
+
+
+def make(strategy, mesh, model=MODEL):
+    loss_fn, params = abstract(model)
+    return jaxddp.Trainer(loss_fn, optax.adamw(1e-3), jaxddp.make_strategy(strategy), mesh), params
+
+
+def measure(strategy, model=MODEL):
+    """Compiles, runs and simulates one strategy's step; in a process whose JAX has started on mocked devices."""
+    trainer, params = make(strategy, jaxddp.data_mesh(NUM_RANKS), model)
+    state, batch = first_inputs(trainer, params, SIZES[model])
+    program = trainer.compile(state, batch)
+    schedule = read_schedule(program)
+    target = target_like(trainer.mesh)
+
+    def round_s():
+        nonlocal state
+        start_s = time.perf_counter()
+        for _ in range(STEPS_PER_ROUND):
+            state, metrics = program(state, batch)
+        jax.block_until_ready((state, metrics))
+        return (time.perf_counter() - start_s) / STEPS_PER_ROUND
+
+    for _ in range(NUM_WARMUPS):
+        round_s()
+    measured_s = statistics.median(round_s() for _ in range(NUM_ROUNDS))
+    return {
+        "strategy": strategy,
+        "model": model,
+        "device_kind": trainer.mesh.devices.flat[0].device_kind,
+        "chip": target.chip.name,
+        "jax": jax.__version__,
+        "planned": sorted(trainer.planned(state, batch)),
+        "compiled": schedule.gradient_collectives(),
+        "simulated_ms": 1e3 * simulate(schedule, target.chip, Network(target.chip.link_gb_per_s)).compute_s,
+        "measured_ms": 1e3 * measured_s,
+    }
+
+
+def measure_in_child(strategy):
+    environment = {**os.environ, **ENVIRONMENT, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {XLA_FLAG}"}
+    # -m: the names of this folder's files must not hide other packages.
+    command = [sys.executable, "-m", "jaxddp.instruments.gpu_simulation_test", strategy]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert found.returncode == 0, found.stderr
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+def table(rows):
+    first = rows[0]
+    lines = [
+        f"# {first['model']}, {first['device_kind']} as {first['chip']}, jax {first['jax']}",
+        "",
+        "| strategy | simulated compute, ms | measured, ms | simulated / measured |",
+        "| --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        numbers = (row["simulated_ms"], row["measured_ms"], row["simulated_ms"] / row["measured_ms"])
+        lines.append(f"| {row['strategy']} | " + " | ".join(f"{number:.3f}" for number in numbers) + " |")
+    return "\n".join([*lines, ""])
+
+
+@pytest.fixture(scope="module")
+def rows(request):
+    """All strategies, one after the other on the one GPU; printed and written once they are there."""
+    found = [measure_in_child(strategy) for strategy in jaxddp.STRATEGIES]
+    folder = request.config.rootpath / f"runs/gpu-simulation/{datetime.now():%Y%m%d-%H%M%S}"
+    folder.mkdir(parents=True)
+    (folder / "table.md").write_text(table(found))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print(f"\n{table(found)}{folder}/table.md")
+    return {row["strategy"]: row for row in found}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", jaxddp.STRATEGIES)
+def test_what_the_gpu_runs_compiles_for_it_as_planned(strategy):
+    trainer, params = make(strategy, targets.mesh(f"h100:{NUM_RANKS}x1"))
+    tokens = jax.ShapeDtypeStruct((BATCH_PER_DEVICE * NUM_RANKS, SIZES[MODEL].context), jnp.int32)
+    state, batch = trainer.abstract_state(params), {"tokens": tokens, "targets": tokens}
+    assert jaxddp.gradient_collectives(trainer.compile(state, batch)) == sorted(trainer.planned(state, batch))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", jaxddp.STRATEGIES)
+def test_compiled_is_planned_and_the_simulators_compute_is_of_the_measured_size(rows, strategy):
+    row = rows[strategy]
+    assert len(row["planned"]) > 0
+    assert row["compiled"] == row["planned"]
+    # A roofline at published rates knows no launches, caches or clocks; 20 % is the aim, which the table shows. Beyond
+    # a factor of 5 it is wrong: work counted twice or not at all, rates of another dtype or chip.
+    assert 0.2 < row["simulated_ms"] / row["measured_ms"] < 5
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(sys.argv[1])))

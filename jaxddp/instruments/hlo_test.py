@@ -1,0 +1,212 @@
+import re
+
+import pytest
+
+from jaxddp.instruments.hlo import arrays_of, parse_module, parts_of
+from jaxddp.instruments.testdata import fixture_names, handmade, load_fixture
+
+ADD = """%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+"""
+
+
+def parse_entry(*lines, others=""):
+    module = parse_module(handmade(*lines, others=others))
+    return module.computations[module.entry]
+
+
+def assert_one_line(info):
+    assert "\n" not in str(info.value)
+
+
+def test_fixtures_are_there_for_every_platform_and_version():
+    versions = {
+        platform: {name.rpartition("-")[2] for name in fixture_names(f"{platform}-*")}
+        for platform in ("cpu", "gpu", "tpu")
+    }
+    assert versions["cpu"] == versions["gpu"] == {"jax0.10", "jax0.11", "jax0.12"}
+    assert versions["tpu"] == {"jax0.10", "jax0.12"}
+    assert not any(re.search(r'/(?:home|tmp|root|usr|work)\b|\.py"', load_fixture(name)) for name in fixture_names())
+
+
+@pytest.mark.parametrize("name", fixture_names())
+def test_every_line_of_the_fixtures_is_read(name):
+    text = load_fixture(name)
+    module = parse_module(text)
+    assert len(re.findall(r"^(?:ENTRY )?%.*\{$", text, re.MULTILINE)) == len(module.computations)
+    read = [line for computation in module.computations.values() for line in computation.values()]
+    printed = re.findall(r"^  (?:ROOT )?%(\S+) = .*? ([a-z][a-z0-9-]*)\(", text, re.MULTILINE)
+    assert [(line.name, line.opcode) for line in read] == printed
+    # What is taken apart can be put together again, so nothing was lost on the way.
+    again = [
+        f"{'ROOT ' if line.is_root else ''}%{line.name} = {line.shape} {line.opcode}({line.literal})"
+        + (f", {line.attributes}" if line.attributes else "")
+        for line in read
+    ]
+    assert again == [line.strip() for line in text.splitlines() if line.startswith("  ")]
+
+
+@pytest.mark.parametrize("name", fixture_names("*-collectives-*"))
+def test_operands_and_shapes_of_collectives(name):
+    module = parse_module(load_fixture(name))
+    lines = [line for line in module.computations[module.entry].values()]
+    gather = next(line for line in lines if line.opcode in ("all-gather", "all-gather-start"))
+    assert gather.arrays[-1].dims == (1024, 256)
+    assert gather.num_bytes == 2**20 * (1 if gather.opcode == "all-gather" else 1.125)  # a start gives the input too
+    assert len(gather.operands) == 1 and gather.integers("dimensions") == (0,)
+    groups = gather.attribute("replica_groups")
+    assert groups == ("{0,1,2,3,4,5,6,7}" if name.endswith("0.10") else "mesh['data'=8] {'data'}")
+    sums = [line for line in lines if line.opcode.startswith(("reduce-scatter", "all-reduce")) and line.called]
+    assert [inner.opcode for line in sums for inner, _ in module.within(line, {})][1:] == [
+        "parameter",
+        "parameter",
+        "add",
+    ]
+
+
+def test_an_instruction_is_taken_apart():
+    lines = parse_entry(
+        '%c = (f32[2,3]{1,0}, /*index=1*/s32[]) custom-call(), custom_call_target="f(x) {", '
+        'metadata={op_name="jit(f)/a \\"b\\" (c" source_line=3}, '
+        'backend_config={"known_trip_count":{"n":"5"},"is_sync":true,"name":"K"}',
+        "%x = f32[2,3]{1,0:T(8,128)S(1)} get-tuple-element(%c), index=0",
+        "ROOT %y.1 = (bf16[4,2]{1,0}, pred[]) custom-call(%x, /*index=1*/%c), window={size=3x3 pad=1_1x0_0}, "
+        "dimensions={0,2}, replica_groups=mesh['data'=2,'model'=4] {'data'}, use_global_device_ids=true",
+    )
+    assert list(lines) == ["c", "x", "y.1"]
+    call, x, y = lines.values()
+    assert (call.operands, call.literal, call.opcode) == ((), "", "custom-call")
+    assert call.attribute("custom_call_target") == '"f(x) {"'
+    assert call.op_name == 'jit(f)/a \\"b\\" (c'
+    assert (call.config("n"), call.config("is_sync"), call.config("name"), call.config("no")) == ("5", "true", "K", "")
+    assert (x.shape, x.operands, x.integers("index")) == ("f32[2,3]{1,0:T(8,128)S(1)}", ("c",), (0,))
+    assert (y.operands, y.is_root, x.is_root) == (("x", "c"), True, False)
+    assert y.num_bytes == 4 * 2 * 2 + 1
+    assert y.attribute("window") == "size=3x3 pad=1_1x0_0"
+    assert y.integers("dimensions") == (0, 2)
+    assert y.attribute("replica_groups") == "mesh['data'=2,'model'=4] {'data'}"
+    assert y.attribute("window_strides") == "" == y.op_name
+
+
+def test_constants_and_parameters_have_no_operands():
+    lines = parse_entry(
+        "p = f32[3] parameter(0)",
+        "c = f32[2,2]{1,0} constant({ { 1, 2 }, { 3, nan } })",
+        'ROOT s = s8[2]{0} constant("a)b")',
+    )
+    assert [line.operands for line in lines.values()] == [(), (), ()]
+    assert [line.literal for line in lines.values()] == ["0", "{ { 1, 2 }, { 3, nan } }", '"a)b"']
+
+
+def test_names_without_percent_signs_and_operands_with_shapes():
+    lines = parse_entry(
+        "a.1 = f32[2,2]{1,0} parameter(0)",
+        'b = (f32[2,2]{1,0}, s32[]) custom-call(f32[2,2]{1,0} a.1), custom_call_target="f"',
+        'ROOT c = f32[2,2]{1,0} custom-call((f32[2,2]{1,0}, s32[]) b, /*index=1*/a.1), custom_call_target="g"',
+    )
+    assert lines["b"].operands == ("a.1",)
+    assert lines["c"].operands == ("b", "a.1")
+
+
+def test_asynchronous_wrappers():
+    module = parse_module(
+        handmade(
+            "%x = f32[8]{0} parameter(0)",
+            '%s = ((f32[8]{0}), f32[1]{0}, u32[]) async-start(%x), async_execution_thread="parallel", calls=%wrapped',
+            "%u = ((f32[8]{0}), f32[1]{0}, u32[]) async-update(%s)",
+            "ROOT %d = f32[1]{0} async-done(%u)",
+            others=ADD
+            + "%wrapped (p: f32[8]) -> f32[1] {\n"
+            + "  %p = f32[8]{0} parameter(0)\n"
+            + "  ROOT %r = f32[1]{0} reduce-scatter(%p), replica_groups=[1,8]<=[8], dimensions={0}, to_apply=%add\n"
+            + '}, execution_thread="parallel"\n\n',
+        )
+    )
+    lines = module.computations["main"]
+    assert lines["s"].called == ("wrapped",)
+    assert [inner.name for inner, _ in module.within(lines["s"], lines)] == ["s", "p", "r", "a", "b", "sum"]
+    assert module.computations["wrapped"]["r"].attribute("replica_groups") == "[1,8]<=[8]"
+    assert parts_of(lines["s"].shape) == ("(f32[8]{0})", "f32[1]{0}", "u32[]")
+
+
+def test_what_calls_what():
+    lines = parse_entry(
+        "%x = f32[] parameter(0)",
+        '%w = f32[] while(%x), condition=%add, body=%add, metadata={op_name="calls=%no"}',
+        "%i = f32[] conditional(%x, %x, %x), branch_computations={%add, %add}",
+        "%j = f32[] conditional(%x, %x, %x), true_computation=%add, false_computation=%add",
+        "ROOT %c = f32[] custom-call(%x), called_computations={%add}",
+        others=ADD,
+    )
+    assert {name: line.called for name, line in lines.items()} == {
+        "x": (), "w": ("add", "add"), "i": ("add", "add"), "j": ("add", "add"), "c": ("add",),
+    }  # fmt: skip
+
+
+def test_arrays_of_all_kinds():
+    # Elements times bytes: 3*2, 1, 8, 16, 1, 4 (a bound counts as if reached); tokens and empty tuples are nothing.
+    shape = "(bf16[3]{0:T(256)(128)(2,1)}, pred[], s64[1], c128[], f8e4m3fn[1]{0}, f32[<=1], token[], ())"
+    assert [array.num_bytes for array in arrays_of(shape)] == [6, 1, 8, 16, 1, 4]
+    assert arrays_of("f32[0,5]{1,0}")[0].num_bytes == 0
+
+
+@pytest.mark.parametrize("text", ["", "{}", "module @jit_f {\n}\n", "\x7fELF", '{"hlo": "HloModule m"}'])
+def test_foreign_text(text):
+    with pytest.raises(ValueError, match=r"must be a compiled HLO module, as Compiled.as_text\(\) gives it") as info:
+        parse_module(text)
+    assert_one_line(info)
+
+
+def test_a_module_that_is_not_scheduled():
+    with pytest.raises(ValueError, match=r"not scheduled: compile it first, lowered.compile\(\)") as info:
+        parse_module(handmade("ROOT %x = f32[] parameter(0)").replace(", is_scheduled=true", ""))
+    assert_one_line(info)
+
+
+@pytest.mark.parametrize("name", ["gpu-loop-jax0.11", "cpu-collectives-jax0.12", "tpu-loop-jax0.10"])
+def test_text_that_is_cut_off_anywhere(name):
+    text = load_fixture(name)
+    end = text.rindex("}")
+    for cut in range(end + 1):
+        with pytest.raises(ValueError, match="cut off" if cut > 8 else "compiled HLO module") as info:
+            parse_module(text[:cut])
+        assert_one_line(info)
+    assert parse_module(text[: end + 1]) == parse_module(text)
+
+
+@pytest.mark.parametrize("name", fixture_names("*-bucketed-*"))
+def test_text_that_is_cut_off_at_a_line(name):
+    lines = load_fixture(name).rstrip().split("\n")
+    for count in range(1, len(lines), 97):  # a prime: all kinds of lines come last
+        with pytest.raises(ValueError, match="cut off"):
+            parse_module("\n".join(lines[:count]))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            handmade("%x = f32[] parameter(0)", "%y = ", "ROOT %z = f32[] negate(%x)"),
+            "line 5 .*'%y =.* is no instruction",
+        ),
+        (handmade("%x = f32[", "ROOT %z = f32[] negate(%x)"), "line 4 .* is no instruction"),
+        (handmade("%x = (f32[], ", "ROOT %z = f32[] negate(%x)"), "line 4 .* is no instruction"),
+        (handmade("%x = f32[] negate(%y", "ROOT %z = f32[] negate(%x)"), "line 4 .* is no instruction"),
+        (handmade("ROOT %z = f32[] negate(%x)"), "instruction 'z' of 'main' needs 'x', which is not there"),
+        (handmade("ROOT %z = f32[] call(), to_apply=%gone"), "line 4 .* calls 'gone', which must stand above it"),
+        (handmade("%x = f32[] parameter(0)"), "computation 'main' of the HLO module must have one root"),
+        (
+            handmade("ROOT %x = f32[] parameter(0)", others=ADD + ADD),
+            "line 9 .* begins 'add' again: it must be one module",
+        ),
+        ("HloModule m, is_scheduled=true\n\n" + ADD, "cut off"),
+    ],
+)
+def test_text_with_something_missing(text, message):
+    with pytest.raises(ValueError, match=message) as info:
+        parse_module(text)
+    assert_one_line(info)

@@ -1,0 +1,422 @@
+"""Training steps compiled for machines that are not here, read back and simulated.
+
+Each strategy's schedule is simulated with the target's published peaks and a given network, and compared with its plan
+and with a bound that no schedule can beat.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from inspect import signature
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ..arguments import check_kind, check_leaves
+from ..models import TransformerConfig, abstract
+from ..network import Network
+from ..planning.cost.memory import PerParameter
+from ..registry import STRATEGIES, is_bucketed, make_strategy
+from ..strategy import Strategy
+from ..training.jit_baseline import auto_step
+from ..training.train import Trainer, TrainState
+from ..training.validation import abstract as shapes_of
+from ..tree import named_leaves, split
+from . import targets
+from .memory import DeviceBytes, held_bytes, state_formula
+from .schedule import Schedule, read_schedule
+from .simulate import Bound, Simulation, lower_bound, network_of, simulate
+from .targets import Pending, TargetMemoryError, TargetProgram, start_compile_for_target
+from .tuning import tune_buckets
+
+AUTO = "auto"
+LEARNING_RATE = 1e-3
+# Excess of compute over the step without communication above which a note is added.
+COMPUTE_TOLERANCE = 0.02
+_GPU_SIGNS = ('"operation_queue_id"', "fingerprint_before_lhs", "__cublas$", "__triton")
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """One strategy's step on a target.
+
+    Attributes:
+        strategy: Its name; for a dump, the file's name.
+        planned: ``(kind, bytes)`` in the order of the plan.
+        bound: Lower bound of the step time; None for a dump, whose model is unknown.
+        memory: Bytes of each device, by component; None for a dump.
+    """
+
+    strategy: str
+    target: targets.Target
+    network: Network
+    planned: list[tuple[str, int]]
+    schedule: Schedule
+    simulation: Simulation
+    bound: Bound | None
+    memory: dict[str, int] | None
+    text: str
+
+    @property
+    def title(self) -> str:
+        """Target and network in words."""
+        speed = f"{self.gb_per_s:g} GB/s per rank{' between hosts' if self.network.host_gb_per_s else ''}"
+        return f"{self.target.spec}, {speed}, {self.network.latency_us:g} us per all-reduce, simulated"
+
+    @property
+    def gb_per_s(self) -> float:
+        """10^9 bytes per second that a rank can send, to other hosts if there are several."""
+        return self.network.host_gb_per_s or self.network.gb_per_s
+
+    @property
+    def compiled(self) -> list[tuple[str, int]]:
+        """Sorted ``(kind, bytes)`` of the compiled gradient collectives."""
+        return self.schedule.gradient_collectives()
+
+    @property
+    def sent_bytes(self) -> tuple[float, float]:
+        """Bytes that a rank sends in the gradient collectives: to ranks of its own host, and to other hosts."""
+        gradients = [each for each in self.schedule.collectives() if each.is_gradients]
+        sent = [self.network.sent_bytes(each.kind, each.num_bytes, each.group) for each in gradients]
+        return sum(within for within, _ in sent), sum(between for _, between in sent)
+
+    @property
+    def as_planned(self) -> bool | None:
+        """Whether the compiled collectives are the planned ones; None if nothing was planned."""
+        return None if self.bound is None or self.strategy == AUTO else sorted(self.planned) == self.compiled
+
+    @property
+    def notes(self) -> list[str]:
+        """Remarks for the reader."""
+        notes = list(self.schedule.notes)
+        if self.as_planned is False:
+            notes.append("compiled to other collectives than planned")
+        if self.num_devices_compiled_for != self.target.num_devices:
+            notes.append(
+                f"compiled for {self.num_devices_compiled_for} devices, not for the {self.target.num_devices} of "
+                f"{self.target.spec}: its collectives are simulated among those"
+            )
+        if self.bound is not None and self.simulation.compute_s > self.bound.compute_s * (1 + COMPUTE_TOLERANCE):
+            excess = self.simulation.compute_s / self.bound.compute_s - 1
+            notes.append(f"computes {excess:.1%} longer than the same step without communication")
+        return notes
+
+    @property
+    def num_devices_compiled_for(self) -> int:
+        """Number of devices that the program refers to."""
+        groups = [collective.group for collective in self.schedule.collectives()]
+        return max([self.schedule.num_devices, *(max(group) + 1 for group in groups)])
+
+
+class Training(NamedTuple):
+    """A training run by its shapes.
+
+    Attributes:
+        loss_fn: As ``Trainer`` takes it.
+        params: A tree of arrays or ``jax.ShapeDtypeStruct``.
+        batch: The global batch; the same.
+        options: Others of ``Trainer``.
+        model_state: The same as ``params``, with ``has_state``.
+    """
+
+    loss_fn: Callable[..., Any]
+    optimizer: optax.GradientTransformation
+    params: Any
+    batch: Any
+    options: Mapping[str, Any] = MappingProxyType({})
+    model_state: Any = None
+
+    def shapes(self) -> Training:
+        """The same by shapes alone."""
+        params, batch, model_state = map(shapes_of, (self.params, self.batch, self.model_state))
+        return self._replace(params=params, batch=batch, model_state=model_state)
+
+
+def transformer_training(config: TransformerConfig, num_sequences: int) -> Training:
+    """Describes the training of the package's transformer with AdamW on so many sequences of its full context."""
+    loss_fn, params = abstract(config)
+    tokens = jax.ShapeDtypeStruct((num_sequences, config.context), jnp.int32)
+    return Training(loss_fn, optax.adamw(LEARNING_RATE), params, {"tokens": tokens, "targets": tokens})
+
+
+def inspect(
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    params: Any,
+    batch: Any,
+    *,
+    target: str = "h100:8",
+    strategies: str | Strategy | Sequence[str | Strategy] = ("bucketed",),
+    bucket_mb: Any = None,
+    network: Network | None = None,
+    replicas: int = 1,
+    model_state: Any = None,
+    **options: Any,
+) -> list[Inspection]:
+    """Compiles training steps for a machine that is not here, reads them back and simulates them.
+
+    Args:
+        loss_fn: As ``Trainer`` takes it.
+        optimizer: Any optax transformation.
+        params: A tree of arrays or ``jax.ShapeDtypeStruct``: shapes are enough.
+        batch: The global batch of all devices; the same.
+        target: Chip and count, as ``h100:8`` or ``v5p:64``; ``h100:4x8`` is 4 hosts of 8.
+        strategies: One or several: names in ``STRATEGIES``; ``"auto"``, plain ``jit`` with replicated parameters; or
+            strategies with options of their own.
+        bucket_mb: Bucket cap in MiB of the strategies that take one, or ``"auto"``.
+        network: How fast ranks send; the published links of the target if None.
+        replicas: As for ``data_mesh``: strategies that shard are also compiled as ``"NAME hybrid"``, sharded within so
+            many groups and summed across.
+        model_state: With ``has_state``, as for ``Trainer.init``; shapes are enough.
+        **options: Others of ``Trainer``, such as ``num_microbatches``.
+
+    Returns:
+        For each strategy the planned and compiled collectives, the schedule, its simulation, and the bytes of a device.
+
+    Raises:
+        ValueError: If a strategy or the target is unknown, ``bucket_mb`` or ``replicas`` applies to none of them,
+            ``"auto"`` comes with options, the step does not fit into the target's memory, or as ``Trainer``.
+    """
+    machine = targets.target(target)
+    training = Training(loss_fn, optimizer, params, batch, options, model_state)
+    network = network or network_of(machine)
+    strategies = [strategies] if isinstance(strategies, (str, Strategy)) else strategies
+    return inspect_steps(strategies, training, machine, network, bucket_mb=bucket_mb, replicas=replicas)
+
+
+def inspect_steps(
+    strategies: Sequence[str | Strategy],
+    training: Training,
+    target: targets.Target,
+    network: Network,
+    *,
+    bucket_mb: Any = None,
+    replicas: int = 1,
+    say: Callable[[str], None] = lambda text: None,
+) -> list[Inspection]:
+    """Does the work of ``inspect``; ``say`` shows progress."""
+    if network is not None:
+        check_kind("network", network, Network, "a jaxddp.Network")
+    for name, tree in (("params", training.params), ("batch", training.batch), ("model_state", training.model_state)):
+        check_leaves(name, named_leaves(tree))
+    check_kind("strategies", strategies, Sequence, "names or strategies")
+    for one in strategies:
+        check_kind("strategy", one, (str, Strategy), "a name or a strategy, such as jaxddp.bucketed()")
+    loss_fn, optimizer, params, batch, options, model_state = training.shapes()
+    given, names = {name_of(one): one for one in strategies}, [*map(name_of, strategies)]
+    if any(given[name] != one for name, one in zip(names, strategies, strict=True)):
+        raise ValueError(f"strategies (={', '.join(names)}) must have different names")
+    for name, one in given.items():
+        if isinstance(one, str) and name != AUTO and name not in STRATEGIES:
+            raise ValueError(f"unknown strategy {name!r}: one of {AUTO}, {', '.join(STRATEGIES)}")
+    if bucket_mb is not None and not any(isinstance(one, str) and is_bucketed(one) for one in strategies):
+        allowed = ", ".join(filter(is_bucketed, STRATEGIES))
+        raise ValueError(f"bucket_mb (={bucket_mb}) must come with one of {allowed}, not {names[0]!r}")
+    if AUTO in names:
+        _check_auto(loss_fn, params, batch, options)
+    mesh = targets.mesh(target.spec)
+    made = {name: _make(one, bucket_mb, network) for name, one in given.items() if name != AUTO}
+    trainers = {name: Trainer(loss_fn, optimizer, strategy, mesh, **options) for name, strategy in made.items()}
+    if replicas != 1:
+        hybrid = targets.mesh(target.spec, replicas=replicas)
+        sharded = {name: trainer for name, trainer in trainers.items() if trainer.strategy.shards_optimizer_state}
+        if not sharded:
+            raise ValueError(f"replicas (={replicas}) must come with zero1, zero2 or zero3, not {names[0]!r}")
+        trainers |= {f"{name} hybrid": one.with_strategy(one.strategy, hybrid) for name, one in sharded.items()}
+    names += [name for name in trainers if name not in names]
+    whole = Trainer(loss_fn, optimizer, make_strategy("naive"), mesh, **options)
+    state = whole.abstract_state(params, model_state)
+    states = {name: trainer.abstract_state(params, model_state) for name, trainer in trainers.items()}
+    held = {name: held_bytes(trainer.layout(states[name])) for name, trainer in trainers.items()}
+    alone_bytes = {name: _alone_bytes(params, trainer, held[name], options) for name, trainer in trainers.items()}
+    held.setdefault(AUTO, held_bytes(whole.layout(state)))
+    alone_bytes.setdefault(AUTO, _alone_bytes(params, whole, held[AUTO], options))
+
+    def check_fits(what: str, name: str, needed: int, available: int) -> None:
+        if needed > available:
+            of_stages = _alone_bytes_by_stage(whole, params, model_state, options)
+            raise _too_large(
+                what, needed, available, target, of_stages, needed - alone_bytes.get(name, alone_bytes[AUTO])
+            )
+
+    for name in names:  # before anything is compiled
+        what = "parameters, gradients and optimizer state alone need"
+        check_fits(what, name, alone_bytes[name], target.chip.memory_bytes)
+    say(f"compiling {len(names) + 1} programs for {target.spec}")
+    pending_alone = targets.start_compile_without_communication(whole, state, batch)
+    pending = {}
+    # Tuning buckets waits for a program; the others compile in the meantime.
+    for name in sorted(names, key=lambda name: name == "bucketed" and bucket_mb == AUTO):
+        if name in trainers:
+            if name == "bucketed" and bucket_mb == AUTO:
+                trainers[name] = tune_buckets(trainers[name], states[name], batch)
+            pending[name] = targets.start_compile(trainers[name], states[name], batch)
+        else:
+            pending[name] = _start_auto(loss_fn, optimizer, target, state, batch)
+
+    def result(name: str, of: Pending) -> TargetProgram:
+        try:
+            return of.result()
+        except TargetMemoryError as error:
+            check_fits(f"a step of {name} needs", name, error.needed_bytes, error.available_bytes)
+            raise
+
+    alone = read_schedule(result("one rank alone", pending_alone))
+    sent = [_sent_bytes(one, states[name], batch) for name, one in trainers.items()]
+    least = min([_sent_bytes(whole, state, batch), *sent])
+    bound = lower_bound(alone, target.chip, network, least, target.num_devices)
+    found = []
+    for name in names:
+        program = result(name, pending[name])
+        schedule = read_schedule(program)
+        memory = _memory(schedule, held[name], batch, target)
+        check_fits(f"a step of {name} needs", name, memory["peak"], memory["available"])
+        planned = trainers[name].planned(states[name], batch) if name in trainers else []
+        simulation = simulate(schedule, target.chip, network)
+        found.append(Inspection(name, target, network, planned, schedule, simulation, bound, memory, program.as_text()))
+    # XLA can fuse the step without communication 1 % worse than a bucketed one, so the bound takes the least compute
+    # found, except in steps whose sharded optimizers do less work.
+    same = [one for one in found if one.strategy == AUTO or not trainers[one.strategy].strategy.shards_optimizer_state]
+    least_s = min([bound.compute_s, *(inspection.simulation.compute_s for inspection in same)])
+    return [replace(inspection, bound=replace(bound, compute_s=least_s)) for inspection in found]
+
+
+def inspect_dump(name: str, text: str, target: targets.Target, network: Network) -> Inspection:
+    """Reads and simulates a scheduled program that was compiled elsewhere.
+
+    Raises:
+        ValueError: If the text is no scheduled HLO module, or is for another platform than the target's.
+    """
+    schedule = read_schedule(text)
+    if (platform := platform_of_text(text)) != target.platform:
+        raise ValueError(f"the program is one for {platform}, and target {target.spec!r} is a {target.platform}")
+    simulation = simulate(schedule, target.chip, network)
+    return Inspection(name, target, network, [], schedule, simulation, None, None, text)
+
+
+def platform_of_text(text: str) -> str:
+    """Detects what a scheduled program was compiled for: ``"cpu"``, ``"gpu"`` or ``"tpu"``."""
+    if re.search(r"\{[\d,]*:T\(", text):  # tiled layouts
+        return "tpu"
+    return "gpu" if any(sign in text for sign in _GPU_SIGNS) else "cpu"
+
+
+def name_of(strategy: str | Strategy) -> str:
+    """Gives the name that a strategy has in tables."""
+    return strategy if isinstance(strategy, str) else strategy.name + " by leaves" * strategy.shards_leaves
+
+
+def _make(name: str | Strategy, bucket_mb: Any, network: Network) -> Strategy:
+    if isinstance(name, Strategy):
+        return name
+    if not is_bucketed(name) or bucket_mb is None or (bucket_mb == AUTO and name != "bucketed"):
+        return make_strategy(name)
+    return make_strategy(name, bucket_mb=bucket_mb, **({"network": network} if bucket_mb == AUTO else {}))
+
+
+def _check_auto(loss_fn: Callable[..., Any], params: Any, batch: Any, options: Mapping[str, Any]) -> None:
+    """Raises ValueError for what plain ``jit`` of a loss does not do."""
+    rule = f"strategy {AUTO!r} must come with a loss of (params, batch) that is one number, and no options of Trainer"
+    if options:
+        raise ValueError(f"{rule}: {next(iter(options))} is one")
+    try:
+        signature(loss_fn).bind(params, batch)
+    except TypeError as error:
+        raise ValueError(f"{rule}: {error}") from error
+    if getattr(jax.eval_shape(loss_fn, params, batch), "shape", None) != ():
+        raise ValueError(f"{rule}: it returns another")
+
+
+def _start_auto(loss_fn: Any, optimizer: Any, target: targets.Target, state: TrainState, batch: Any) -> Any:
+    mesh = targets.mesh(target.spec)
+    replicated, by_rank = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), mesh.axis_names))
+    return start_compile_for_target(
+        target, auto_step(loss_fn, optimizer), (state, batch),
+        in_shardings=(replicated, by_rank), out_shardings=replicated, donate_argnums=(0,),
+    )  # fmt: skip
+
+
+def _num_bytes(tree: Any) -> int:
+    leaves = (leaf for leaf in jax.tree.leaves(tree) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+def gradient_bytes(params: Any, trainer: Trainer, trainable: Any = None, grad_dtype: Any = None, **_: Any) -> int:
+    """Bytes of the gradients that outlive their bucket, on a device; the last two are options of the trainer."""
+    strategy = trainer.strategy._replace(shards_leaves=False)
+    by_itemsize: dict[int, dict[str, Any]] = {}
+    for name, leaf in named_leaves(split(params, trainable)[0]).items():
+        by_itemsize.setdefault(jnp.dtype(grad_dtype or leaf.dtype).itemsize, {})[name] = leaf
+    return sum(
+        int(state_formula(leaves, strategy, trainer.num_ranks, PerParameter(0, itemsize, 0)).gradients)
+        for itemsize, leaves in by_itemsize.items()
+    )
+
+
+def _alone_bytes(params: Any, trainer: Trainer, held: DeviceBytes, options: Mapping[str, Any]) -> int:
+    """Bytes of parameters, gradients and optimizer state on a device."""
+    return held.parameters + held.optimizer_state + gradient_bytes(params, trainer, **options)
+
+
+def _alone_bytes_by_stage(whole: Trainer, params: Any, model_state: Any, options: Mapping[str, Any]) -> dict[int, int]:
+    """The same of the ZeRO stages that take the training."""
+    found = {}
+    for stage in (1, 2, 3):
+        trainer = whole.with_strategy(make_strategy(f"zero{stage}"))
+        with contextlib.suppress(ValueError):
+            held = held_bytes(trainer.layout(trainer.abstract_state(params, model_state)))
+            found[stage] = _alone_bytes(params, trainer, held, options)
+    return found
+
+
+def _sent_bytes(trainer: Trainer, state: TrainState, batch: Any) -> float:
+    """Bytes of the all-reduce that takes as long as what a strategy must send after the first gradient."""
+    if not trainer.strategy.compression.sends:
+        return math.inf
+    # Half of a reduction is a reduce-scatter or an all-gather; of ZeRO-3's gathers, half are the forward's.
+    gathers = 0.25 if trainer.strategy.shards_params else 0.5
+    shares = {"all-reduce": 1.0, "reduce-scatter": 0.5, "all-gather": gathers}
+    return sum(shares.get(kind, 0) * num_bytes for kind, num_bytes in trainer.planned(state, batch))
+
+
+def _memory(schedule: Schedule, held: DeviceBytes, batch: Any, target: targets.Target) -> dict[str, int]:
+    assert schedule.memory is not None
+    return {
+        "parameters": held.parameters,
+        "optimizer_state": held.optimizer_state,
+        "batch": _num_bytes(batch) // target.num_devices,
+        "temporaries": schedule.memory.temporaries,
+        "peak": schedule.memory.peak,
+        "available": target.chip.memory_bytes,
+    }
+
+
+def _too_large(
+    what: str, needed: int, available: int, target: targets.Target, of_stages: Mapping[int, int], others: int
+) -> ValueError:
+    """The error of a step that needs more memory than a device has; it suggests a ZeRO stage.
+
+    ``others`` are the bytes of it that are not counted in ``of_stages``.
+    """
+    needed_by = {stage: num_bytes + others for stage, num_bytes in of_stages.items()}
+    fitting = next((stage for stage, num_bytes in needed_by.items() if num_bytes <= available), None)
+    excess = needed - available
+    too_much = f"{excess / 1e9:.1f} GB" if excess >= 1e8 else f"{excess / 1e6:.1f} MB"
+    if fitting is not None:
+        advice = f"ZeRO-{fitting} would fit, with {needed_by[fitting] / 1e9:.1f} GB"
+    elif needed_by:
+        advice = f"even ZeRO-{max(needed_by)} would need {needed_by[max(needed_by)] / 1e9:.1f} GB"
+    else:
+        advice = "no stage of ZeRO takes this training"
+    return ValueError(
+        f"{what} {needed / 1e9:.1f} GB on each device of {target.spec!r}, which has {available / 1e9:.1f} GB: "
+        f"{too_much} too much; {advice}"
+    )

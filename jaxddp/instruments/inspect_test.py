@@ -1,0 +1,223 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jaxddp
+from jaxddp import targets
+from jaxddp.cli.inspect_console import as_json
+from jaxddp.instruments.inspect import Training, inspect_dump, inspect_steps, platform_of_text, transformer_training
+from jaxddp.instruments.targets import MemoryStats, TargetMemoryError, TargetProgram
+from jaxddp.instruments.testdata import fixture_names, load_fixture
+from jaxddp.models import SIZES, TransformerConfig
+from jaxddp.network import Network
+
+CONFIG = TransformerConfig(vocab=128, context=16, width=32, num_layers=1, num_heads=2, hidden=64)
+# Embedding and head, then for the layer four projections, three matrices of the feed-forward and two norms, one norm.
+NUM_PARAMS = 2 * 128 * 32 + (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32
+TARGET = targets.target("h100:2x8")
+NETWORK = Network(450, host_gb_per_s=50, devices_per_host=8)
+
+
+def inspect(*strategies):
+    return inspect_steps(strategies, transformer_training(CONFIG, 4 * 16), TARGET, NETWORK, bucket_mb=0.03)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return inspect("bucketed", "auto")
+
+
+def test_what_is_planned_is_compiled(found):
+    bucketed, auto = found
+    assert len(bucketed.planned) > 2 and sorted(bucketed.planned) == bucketed.compiled
+    assert bucketed.as_planned is True
+    assert auto.planned == [] and auto.as_planned is None
+    assert bucketed.num_devices_compiled_for == 16
+
+
+@pytest.mark.full
+def test_strategies_with_options_stand_beside_names():
+    training = transformer_training(CONFIG, 4 * 8)._replace(optimizer=optax.contrib.muon(1e-3))
+    naive, zero1 = inspect_steps(["naive", jaxddp.zero1(shard="leaves")], training, targets.target("h100:8"), NETWORK)
+    assert zero1.strategy == "zero1 by leaves" and zero1.as_planned
+    assert zero1.memory["optimizer_state"] < naive.memory["optimizer_state"] / 2
+
+
+@pytest.mark.full
+def test_hybrid_sharding_stands_beside_plain_and_sends_less_to_other_hosts():
+    config = TransformerConfig(vocab=128, context=16, width=64, num_layers=2, num_heads=2, hidden=128)
+    plain, hybrid = inspect_steps(["zero3"], transformer_training(config, 4 * 16), TARGET, NETWORK, replicas=2)
+    assert (plain.strategy, hybrid.strategy) == ("zero3", "zero3 hybrid")
+    assert plain.as_planned and hybrid.as_planned
+    assert plain.memory["optimizer_state"] < hybrid.memory["optimizer_state"] < 2.1 * plain.memory["optimizer_state"]
+    gathered = [each for each in hybrid.schedule.collectives() if each.kind == "all-gather"]
+    assert gathered and {each.group for each in gathered} == {tuple(range(8))}
+    assert hybrid.sent_bytes[1] < 0.9 * plain.sent_bytes[1]  # layers are gathered twice, within a host
+
+
+def test_memory_is_what_a_hand_computes(found):
+    for each in found:
+        assert each.memory["parameters"] == 4 * NUM_PARAMS == 74_112
+        assert each.memory["optimizer_state"] == 2 * 4 * NUM_PARAMS + 4  # two moments and the count of steps
+        assert each.memory["batch"] == 2 * 4 * 16 * 4  # tokens and targets, 4 sequences of 16, int32
+        assert each.memory["available"] == 80_000_000_000
+        stats = each.schedule.memory
+        # Beside these the program takes the state's step (4 bytes) and its random key (8); each may be padded.
+        counted = sum(each.memory[name] for name in ("parameters", "optimizer_state", "batch"))
+        assert 0 < stats.arguments - counted <= 64
+        assert each.memory["temporaries"] == stats.temporaries >= 4 * NUM_PARAMS  # at least the gradients
+        assert each.memory["peak"] == stats.arguments + stats.outputs - stats.aliased + stats.temporaries
+
+
+def test_the_bound_is_one_and_below_every_step(found):
+    bucketed, auto = found
+    assert bucketed.bound == auto.bound
+    assert bucketed.bound.all_reduce_s == NETWORK.seconds("all-reduce", 4 * NUM_PARAMS, range(16))
+    for each in found:
+        assert each.simulation.step_s > each.bound.step_s
+
+
+def test_the_bound_is_below_a_step_that_sends_less_than_the_bytes_of_the_parameters():
+    """A frozen one is not sent, and zero1 gathers half of the bytes that it sums."""
+
+    def loss_fn(params, mean, batch):
+        return jnp.mean((batch.astype(params["w"].dtype) @ params["frozen"] @ params["w"]).astype("f4") ** 2), mean + 1
+
+    params = {name: jax.ShapeDtypeStruct((512, 512), "float32") for name in ("frozen", "w")}
+    found = jaxddp.inspect(
+        loss_fn, optax.adamw(1e-3), params, jax.ShapeDtypeStruct((16, 512), "float32"), target="h100:2",
+        strategies=["bucketed", "zero1"], network=Network(0.1), compute_dtype=jnp.bfloat16,
+        trainable=lambda name: name == "w", has_state=True, model_state=jax.ShapeDtypeStruct((), "float32"),
+    )  # fmt: skip
+    assert len(found) == 2 and all(each.as_planned and each.simulation.step_s > each.bound.step_s for each in found)
+    sums, gathers = 4 * 512**2, 2 * 512**2
+    assert found[0].bound.all_reduce_s == Network(0.1).seconds("all-reduce", (sums + gathers) / 2, range(2))
+
+
+@pytest.mark.full
+def test_the_same_call_gives_the_same_answer(found):
+    assert as_json(inspect("bucketed")) == as_json(found[:1])
+
+
+def test_a_dump_gives_the_same_simulation(found):
+    for each in found:
+        dump = inspect_dump("name", each.text, TARGET, NETWORK)
+        assert dump.simulation == each.simulation
+        assert (dump.strategy, dump.bound, dump.memory, dump.as_planned) == ("name", None, None, None)
+
+
+def test_slower_compute_is_noted(found):
+    bucketed = found[0]
+    slower = dataclasses.replace(
+        bucketed, bound=dataclasses.replace(bucketed.bound, compute_s=bucketed.simulation.compute_s / 1.03)
+    )
+    assert slower.notes == ["computes 3.0% longer than the same step without communication"]
+    at_tolerance = dataclasses.replace(
+        bucketed, bound=dataclasses.replace(bucketed.bound, compute_s=bucketed.simulation.compute_s / 1.019)
+    )
+    assert at_tolerance.notes == []
+
+
+def test_a_lost_plan_is_noted(found):
+    bucketed = dataclasses.replace(found[0], planned=found[0].planned[1:])
+    assert bucketed.as_planned is False
+    assert "compiled to other collectives than planned" in bucketed.notes
+
+
+@pytest.mark.parametrize("name", fixture_names())
+def test_a_text_tells_its_platform(name):
+    assert platform_of_text(load_fixture(name)) == name[:3]
+
+
+class Finished:
+    """A compilation that is over."""
+
+    def __init__(self, outcome):
+        self.outcome = outcome
+
+    def result(self):
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+
+# As many parameters as the model 2.7b, in 2 layers instead of 32, which are traced sooner.
+LARGE = TransformerConfig(vocab=2500, context=1024, width=10_240, num_layers=2, num_heads=32, hidden=40_960)
+
+
+# 3.407e9 float32 parameters are 13.6 GB, and their optimizer state is 27.2 GB. 8 devices save 7/8 of 27.2 GB at stage
+# 1, of 40.9 GB with the gradients at stage 2, of 54.5 GB with the parameters at stage 3.
+@pytest.mark.parametrize(
+    ("needed_gb", "by_the_compiler", "said"),
+    [
+        (80.01, False, r"80.0 GB .*, which has 80.0 GB: 10.0 MB too much; ZeRO-1 would fit, with 56.2 GB"),
+        (100, True, r"100.0 GB .*, which has 80.0 GB: 20.0 GB too much; ZeRO-1 would fit, with 76.2 GB"),
+        (115, False, r"115.0 GB .*, which has 80.0 GB: 35.0 GB too much; ZeRO-2 would fit, with 79.2 GB"),
+        (125, True, r"125.0 GB .*, which has 80.0 GB: 45.0 GB too much; ZeRO-3 would fit, with 77.3 GB"),
+        (140, False, r"140.0 GB .*, which has 80.0 GB: 60.0 GB too much; even ZeRO-3 would need 92.3 GB"),
+    ],
+)
+def test_a_step_too_large_says_by_how_much_and_what_would_fit(needed_gb, by_the_compiler, said, monkeypatch):
+    target = targets.target("h100:8")
+    assert LARGE.num_params == pytest.approx(SIZES["2.7b"].num_params, rel=1e-4)
+    needed = int(needed_gb * 1e9)
+    program = TargetProgram(target, load_fixture("gpu-naive-jax0.10"), MemoryStats(0, 0, 0, needed, 0, 0), {})
+    error = TargetMemoryError("too large", "", needed, 80_000_000_000)
+    monkeypatch.setattr(
+        "jaxddp.instruments.targets.start_compile_without_communication", lambda *args: Finished(program)
+    )
+    monkeypatch.setattr(
+        "jaxddp.instruments.targets.start_compile", lambda *args: Finished(error if by_the_compiler else program)
+    )
+    with pytest.raises(ValueError, match=f"^a step of naive needs {said}$"):
+        inspect_steps(["naive"], transformer_training(LARGE, 128), target, Network(450))
+
+
+def test_frozen_parameters_have_no_gradients(monkeypatch):
+    """45 GB of them fit in 80."""
+    shapes = {
+        "frozen": jax.ShapeDtypeStruct((150_000, 150_000), "bfloat16"),
+        "w": jax.ShapeDtypeStruct((8,), "float32"),
+    }
+    training = Training(
+        lambda params, batch: jnp.mean(batch["x"] * params["w"].sum()) * params["frozen"][0, 0].astype("float32"),
+        optax.adamw(1e-3), shapes, {"x": jax.ShapeDtypeStruct((8,), "float32")},
+    )  # fmt: skip
+    program = TargetProgram(TARGET, load_fixture("gpu-naive-jax0.10"), MemoryStats(0, 0, 0, 0, 0, 0), {})
+    monkeypatch.setattr(
+        "jaxddp.instruments.targets.start_compile_without_communication", lambda *args: Finished(program)
+    )
+    monkeypatch.setattr(targets, "start_compile", lambda *args: Finished(program))
+    (naive,) = jaxddp.inspect(*training[:4], strategies="naive", trainable=lambda name: name == "w")
+    assert naive.memory["parameters"] == 45_000_000_000 + 32
+
+
+def test_what_cannot_be_is_refused():
+    target = targets.target("h100:8")
+    with pytest.raises(ValueError, match=r"^strategies \(=zero1, zero1\) must have different names$"):
+        inspect_steps(["zero1", jaxddp.zero1(3)], transformer_training(CONFIG, 2), target, NETWORK)
+    with pytest.raises(
+        ValueError,
+        match=r"^unknown strategy 'fast': one of auto, naive, flat, overlapped, bucketed, zero1, zero2, zero3$",
+    ):
+        inspect_steps(["fast"], transformer_training(CONFIG, 2), target, NETWORK)
+    with pytest.raises(ValueError, match=r"^bucket_mb \(=3\) must come with one of .*zero2, not 'naive'$"):
+        inspect_steps(["naive"], transformer_training(CONFIG, 2), target, NETWORK, bucket_mb=3)
+    with pytest.raises(ValueError, match=r"^replicas \(=2\) must come with zero1, zero2 or zero3, not 'naive'$"):
+        inspect_steps(["naive"], transformer_training(CONFIG, 2), target, NETWORK, replicas=2)
+    training = transformer_training(CONFIG, 2)
+    rule = (
+        r"^strategy 'auto' must come with a loss of \(params, batch\) that is one number, and no options of Trainer: "
+    )
+    for changed, said in (
+        (training._replace(options={"num_microbatches": 2}), "num_microbatches is one$"),
+        (training._replace(loss_fn=lambda params, batch, key: 0.0), "missing a required argument: 'key'$"),
+        (training._replace(loss_fn=lambda params, batch: (0.0, {})), "it returns another$"),
+    ):
+        with pytest.raises(ValueError, match=rule + said):
+            inspect_steps(["auto"], changed, target, NETWORK)
+    with pytest.raises(ValueError, match="^the program is one for cpu, and target 'h100:8' is a gpu$"):
+        inspect_dump("name", load_fixture("cpu-naive-jax0.12"), target, NETWORK)

@@ -1,0 +1,276 @@
+import dataclasses
+import random
+from itertools import pairwise
+
+import pytest
+
+from jaxddp.instruments.schedule import Collective, Operation, Schedule
+from jaxddp.instruments.simulate import device_seconds, matmul_flops_per_s, network_in_words, network_of, simulate
+from jaxddp.instruments.work import MatmulKind, Work
+from jaxddp.network import Network
+from jaxddp.planning.chips import CHIPS, target
+
+# One byte of memory traffic takes a second, and so does one byte of an all-reduce of two ranks.
+CHIP = dataclasses.replace(CHIPS["h100"], flops_per_s={"float32": 1.0, "tf32": 1.0}, memory_bytes_per_s=1.0)
+BYTES_FACTOR = {"all-reduce": 1, "all-gather": 2}  # two ranks send half of an all-gather
+PAIR = (0, 1)
+
+
+def make_network(latency_s=0.0):
+    return Network(gb_per_s=1e-9, latency_us=latency_s * 1e6)
+
+
+def compute(name, seconds, phase="backward"):
+    return Operation(name, phase, Work(num_bytes=seconds))
+
+
+def start(name, transfer_s, kind="all-reduce", group=PAIR, is_sync=False, seconds=0.0):
+    collective = Collective(kind, transfer_s * BYTES_FACTOR[kind], group)
+    return Operation(name, "backward", Work(num_bytes=seconds), collective, waits_for=name if is_sync else "")
+
+
+def done(name):
+    return Operation(f"{name}-done", waits_for=name)
+
+
+def run(operations, latency_s=0.0):
+    return simulate(Schedule(tuple(operations), 2), CHIP, make_network(latency_s))
+
+
+def pipeline(computes_s, transfers_s, tail_s=0.0):
+    """Each bucket is sent as soon as it is computed; all are waited for at the end, before the tail."""
+    buckets = list(enumerate(zip(computes_s, transfers_s, strict=True)))
+    issued = [op for i, (c, s) in buckets for op in (compute(f"c{i}", c), start(f"s{i}", s))]
+    return [*issued, *(done(f"s{i}") for i, _ in buckets), compute("tail", tail_s, "optimizer")]
+
+
+def test_a_step_by_hand():
+    operations = [compute("f", 2, "forward"), start("a", 3), compute("b", 1), start("z", 4), done("a"), compute("o", 5)]
+    step = run(operations, latency_s=1)
+    assert [(s.name, s.lane, s.kind, s.start_s, s.end_s, s.num_bytes) for s in step.spans] == [
+        ("f", "compute", "forward", 0, 2, 2),
+        ("b", "compute", "backward", 2, 3, 1),
+        ("a", "communication", "all-reduce", 2, 6, 3),
+        ("o", "compute", "backward", 6, 11, 5),
+        ("z", "communication", "all-reduce", 6, 11, 4),
+    ]
+    assert (step.step_s, step.compute_s, step.communication_s, step.exposed_s) == (11, 8, 9, 3)
+
+
+def test_the_pipeline_of_buckets_ends_when_its_closed_form_says():
+    """E_n = max over k of (sum of c_i up to k + sum of m_i from k), which is never before the compute."""
+    rng = random.Random(0)
+    for _ in range(300):
+        n, latency_s, tail_s = rng.randint(1, 20), rng.choice([0.0, rng.random()]), rng.random()
+        computes = [rng.choice([0.0, rng.random(), 5 * rng.random()]) for _ in range(n)]
+        transfers = [rng.choice([0.0, rng.random(), 5 * rng.random()]) for _ in range(n)]
+        costs = [latency_s + transfer for transfer in transfers]
+        end = max(sum(computes[: k + 1]) + sum(costs[k:]) for k in range(n))
+        step = run(pipeline(computes, transfers, tail_s), latency_s)
+        # Up to 61 additions of numbers up to 5, each rounded by at most 1.1e-16 of its result, in another order;
+        # differences of such sums, which are below 210, keep their absolute error, and the last adds up 20 of them.
+        assert step.step_s == pytest.approx(end + tail_s, rel=2e-14, abs=0)
+        assert step.exposed_s == pytest.approx(end - sum(computes), abs=4e-12)
+        assert step.communication_s == pytest.approx(sum(costs), abs=8e-11)
+
+
+@pytest.mark.parametrize(
+    ("spec", "gb_per_s", "words"),
+    [
+        ("h100:8", None, "450 GB/s a GPU, NVLink's published peak (rings reach about 360 of an H100's 450): "
+         "try --network-gb-per-s 360"),
+        ("h100:8", 360, "360 GB/s a GPU as given"),
+        ("a100:8", 25, "25 GB/s a GPU as given, what a GPU sends to other hosts: that is one GPU a host, a100:8x1"),
+        ("h100:8x1", None, "between hosts 50 GB/s a GPU, a published NIC for each"),
+        ("h100:4x8", 12, "within a host 450 GB/s a GPU, NVLink's published peak (rings reach about 360 of an H100's "
+         "450), between hosts 12 GB/s a GPU, as given"),
+        ("v5p:8", None, "600 GB/s a chip, all its links as published"),
+    ],
+)  # fmt: skip
+def test_the_network_is_named_with_where_it_comes_from(spec, gb_per_s, words):
+    assert network_in_words(target(spec), network_of(target(spec), gb_per_s, 20)) == f"network: {words}"
+
+
+@pytest.mark.parametrize("compute_s", [1.0, 8.0, 9.5, 40.0])
+@pytest.mark.parametrize("n", [1, 2, 7, 32])
+def test_uniform_buckets(compute_s, n):
+    """T(n) = max(C/n + s/w + n o - C, s/(n w) + o), with s/w = 9 and o = 0.25."""
+    step = run(pipeline([compute_s / n] * n, [9.0 / n] * n), 0.25)
+    exposed_s = max(compute_s / n + 9.0 + n * 0.25 - compute_s, 9.0 / n + 0.25)
+    assert step.exposed_s == pytest.approx(exposed_s, abs=2e-12)  # as above, of sums below 60
+
+
+@pytest.mark.parametrize("n", [1, 4, 6, 12])
+def test_the_trade_of_bucket_sizes(n):
+    """With compute of s/(n w) a bucket, T = s/(n w) + n o: least at n = sqrt(s / (w o)) = 6 for s/w = 9, o = 0.25."""
+
+    def exposed_s(n):
+        return run(pipeline([9.0 / n] * n, [9.0 / n] * n), 0.25).exposed_s
+
+    assert exposed_s(n) == pytest.approx(9.0 / n + n * 0.25, abs=2e-12)  # as above
+    assert exposed_s(6) <= exposed_s(n)
+
+
+def random_program(rng, depth=0):
+    """Operations with whole seconds, some of which take none."""
+    operations, open_starts = [], []
+    for i in range(rng.randint(1, 8)):
+        name, choice = f"{depth}.{i}", rng.random()
+        kind, group = rng.choice(list(BYTES_FACTOR)), (PAIR if rng.random() < 0.8 else (0,))
+        if choice < 0.35:
+            operations.append(compute(name, rng.randint(0, 5)))
+        elif choice < 0.6:
+            operations.append(start(name, rng.randint(0, 6), kind, group))
+            open_starts.append(name)
+        elif choice < 0.75:
+            operations.append(start(name, rng.randint(0, 6), kind, group, True, rng.choice([0, 0, 2])))
+        elif choice < 0.85 and depth < 2:
+            body = random_program(rng, depth + 1)
+            operations.append(Operation(name, body=tuple(body), trips=rng.randint(0, 3)))
+        elif open_starts:
+            operations.append(done(open_starts.pop(rng.randrange(len(open_starts)))))
+    return operations
+
+
+def unrolled(operations, latency_s, ids):
+    """Instructions of one step, with loops written out: compute, start and wait, each collective with its number."""
+    names = {}
+    for op in operations:
+        for _ in range(op.trips if op.body else 0):
+            yield from unrolled(op.body, latency_s, ids)
+        yield "compute", op.name, int(op.work.num_bytes)
+        if op.starts:
+            names[op.name] = next(ids)
+            alone, half = len(op.starts.group) == 1, op.starts.kind == "all-gather"
+            latency = 0 if alone else latency_s // 2 if half else latency_s
+            transfer = 0 if alone else op.starts.num_bytes // BYTES_FACTOR[op.starts.kind]
+            yield "start", op.name, (names[op.name], latency, transfer)
+        if op.waits_for in names:
+            yield "wait", op.name, names[op.waits_for]
+
+
+def tick_by_tick(operations, latency_s):
+    """Does what the simulator claims to do, one second at a time, in whole numbers."""
+    program = list(unrolled(operations, latency_s, iter(range(10**6))))
+    queue, flows, spans, ended = [], {}, [], set()
+    time, place, busy_until, ticks_of_communication = 0, 0, 0, 0
+    while True:
+        progress = True
+        while progress:  # all that happens at this very moment
+            progress = False
+            if queue:
+                flow = flows[queue[0]]
+                flow.setdefault("began", time)
+                if flow["left"] == 0:
+                    spans.append((flow["name"], "communication", flow["began"], time))
+                    ended.add(queue.pop(0))
+                    progress = True
+            if place < len(program) and time >= busy_until and not progress:
+                what, name, value = program[place]
+                if what == "compute":
+                    busy_until = time + value
+                    spans += [(name, "compute", time, busy_until)] if value else []
+                elif what == "start":
+                    number, latency, transfer = value
+                    flows[number] = {"name": name, "left": latency + transfer}
+                    queue.append(number)
+                elif value not in ended:
+                    continue
+                place, progress = place + 1, True
+        if place == len(program) and time >= busy_until and not queue:
+            return time, ticks_of_communication, sorted(spans)
+        if queue:
+            flows[queue[0]]["left"] -= 1
+            ticks_of_communication += 1
+        time += 1
+
+
+def test_random_programs_do_what_they_do_tick_by_tick():
+    rng = random.Random(1)
+    for _ in range(400):
+        operations, latency_s = random_program(rng), rng.choice([0, 2, 4])
+        step = run(operations, latency_s)
+        step_s, communication_s, spans = tick_by_tick(operations, latency_s)
+        assert sorted((s.name, s.lane, s.start_s, s.end_s) for s in step.spans) == spans  # whole seconds: exact
+        assert (step.step_s, step.communication_s) == (step_s, communication_s)
+        assert step.compute_s == sum(end - start for _, lane, start, end in spans if lane == "compute")
+
+
+def test_what_holds_for_every_program():
+    rng = random.Random(7)
+    for _ in range(100):
+        operations, latency_s = random_program(rng), rng.random()
+        step = run(operations, latency_s)
+        assert step == run(operations, latency_s)
+        assert step.step_s >= step.compute_s and step.exposed_s == step.step_s - step.compute_s
+        assert step.communication_s <= step.step_s * (1 + 1e-12)  # sums of up to some hundred rounded numbers
+        starts = [span.start_s for span in step.spans]
+        assert starts == sorted(starts)
+        assert max((span.end_s for span in step.spans), default=0.0) == step.step_s
+        lanes = [[s for s in step.spans if s.lane == lane] for lane in ("compute", "communication")]
+        for lane in lanes:
+            assert all(first.end_s <= second.start_s for first, second in pairwise(lane))
+        assert sum(map(len, lanes)) == len(step.spans)
+
+
+def test_collectives_run_one_after_the_other():
+    step = run([start("a", 4), start("b", 4), start("c", 4)], 1)
+    assert [(span.start_s, span.end_s) for span in step.spans] == [(0, 5), (5, 10), (10, 15)]
+
+
+def test_loops_repeat_what_they_communicate():
+    body = (compute("c", 2), start("s", 3), compute("d", 1), done("s"))
+    step = run([Operation("loop", body=body, trips=4), compute("after", 1)], latency_s=1)
+    assert (step.step_s, step.compute_s, step.exposed_s) == (4 * (2 + 4) + 1, 13, 12)
+    assert [span.start_s for span in step.spans if span.name == "s"] == [2, 8, 14, 20]
+
+
+def test_what_costs_nothing():
+    alone = run([compute("c", 2), start("s", 3, group=(5,), is_sync=True)], latency_s=1)
+    assert (alone.step_s, alone.exposed_s, alone.communication_s) == (2, 0, 0)
+    assert run([compute("nothing", 0)]) == run([])
+    assert run([start("z", 0, is_sync=True)], latency_s=0).step_s == 0
+    assert run([start("z", 0, is_sync=True)], latency_s=1).step_s == 1
+
+
+def seconds(chip, dtype, precision="default"):
+    return device_seconds(Work({MatmulKind(dtype, precision): 1e15}), CHIPS[chip])
+
+
+@pytest.mark.parametrize(
+    ("chip", "dtype", "precision", "teraflops_per_s"),
+    [
+        ("h100", "f32", "default", 494.7),
+        ("h100", "f32", "high", 494.7 / 3),
+        ("h100", "f32", "highest", 66.9),
+        ("v5p", "f32", "default", 459),
+        ("v5p", "f32", "high", 459 / 3),
+        ("v5p", "f32", "highest", 459 / 6),
+        ("h100", "bf16", "default", 989.4),
+        ("v5p", "bf16", "highest", 459),
+        ("h100", "f16", "default", 989.4),
+        ("h100", "f64", "highest", 66.9),
+        ("b200", "f64", "default", 40),
+        ("h100", "s8", "default", 1978.9),
+        ("h100", "u8", "default", 1978.9),
+        ("h100", "f8e4m3fn", "default", 1978.9),
+        ("a100", "f8e4m3fn", "default", 19.5),  # not published: the slowest that is
+        ("v5p", "f64", "default", 459),
+    ],
+)
+def test_matrix_products_run_at_the_published_rate(chip, dtype, precision, teraflops_per_s):
+    # A product and two quotients, each rounded by at most 1.1e-16 of it.
+    assert matmul_flops_per_s(MatmulKind(dtype, precision), CHIPS[chip]) == pytest.approx(
+        teraflops_per_s * 1e12, rel=1e-15
+    )
+    assert seconds(chip, dtype, precision) == pytest.approx(1e3 / teraflops_per_s, rel=1e-15, abs=0)
+
+
+def test_an_operation_takes_as_long_as_its_flops_or_its_bytes():
+    half_a_second = {MatmulKind("bf16", "default"): 989.4e12 / 4, MatmulKind("f32", "default"): 494.7e12 / 4}
+    h100, v5p = CHIPS["h100"], CHIPS["v5p"]
+    assert device_seconds(Work(half_a_second, num_bytes=3.35e12 / 4), h100) == 0.5
+    assert device_seconds(Work(half_a_second, num_bytes=3.35e12), h100) == 1
+    assert device_seconds(Work(half_a_second, vector_flops=66.9e12 / 4), h100) == 0.75
+    assert device_seconds(Work(vector_flops=1e15, num_bytes=2.765e12), v5p) == 1  # its vector units are not published
+    assert device_seconds(Work(), h100) == 0

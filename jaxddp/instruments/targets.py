@@ -1,0 +1,579 @@
+"""Machines that are not here: meshes that stand for them, and programs compiled for them.
+
+A target's mesh has its name and no devices: tracing and planning need no more. To compile, a function is
+
+    traced    in this process   over the target's mesh, lowered for its platform and serialized
+    compiled  in a child        ``compile_process.py``: on the target's devices, with plugins and flags of its own
+    read      in this process   HLO text, memory and cost of the executable: a ``TargetProgram``
+
+Plugins, flags and environment of this process do not change, and no device of the machine is used. A thread writes the
+request, waits for the answer and reaps the child. The child ends when this process ends in any way (its input is
+closed), when it is interrupted while it waits, and when the ``Pending`` is garbage-collected.
+
+The GPUs are described as in XLA's own list, https://github.com/openxla/xla, xla/backends/gpu/target_config/specs.
+XLA chooses tilings and estimates times by these numbers; memory bandwidths differ a little from the published ones
+(B200: 7.67 and 8 TB/s). The TPU compiler knows its chips by name.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import which
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import export
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding
+
+from ..arguments import check_kind, check_positive
+from ..communication.buckets import BucketPlan
+from ..mesh import DATA_AXIS, axes_of_ranks
+from ..planning.chips import Target, chip_of, target
+from ..plugins import devices, superseded_plugins
+from ..strategy import Strategy
+from ..training.programs import register_compiler
+from ..training.train import Trainer, TrainState
+
+_TOOLKITS = (Path("/usr/local/cuda"),)  # where XLA looks by itself
+TIMEOUT_S = 600.0
+_LOWERED_FOR = {"gpu": "cuda", "tpu": "tpu"}
+
+
+def start_compile_for_target(
+    target: Target,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    in_shardings: Any,
+    out_shardings: Any = None,
+    donate_argnums: Sequence[int] = (),
+    compiler_options: Mapping[str, Any] | None = None,
+    xla_flags: str = "",
+    timeout_s: float = TIMEOUT_S,
+) -> Pending:
+    """Traces a function here and starts to compile it for a target; at most one compilation runs for each CPU.
+
+    ``args`` are trees of arrays or ``jax.ShapeDtypeStruct``; shardings are over ``targets.mesh``, those of the results
+    the compiler's choice when None. These, donated arguments and compiler options are as for ``jax.jit``. ``xla_flags``
+    are added to ``XLA_FLAGS`` in the process that compiles; ``timeout_s`` counts once the compilation has started.
+
+    Raises:
+        TargetError: If the compiler for this target is not installed, or the shardings are of another mesh.
+        ValueError: If ``timeout_s`` is not positive and finite.
+    """
+    check_installed(target)
+    check_positive("timeout_s", timeout_s)
+    mesh = next(leaf.mesh for leaf in jax.tree.leaves(in_shardings) if isinstance(leaf, NamedSharding))
+    if mesh.size != target.num_devices:
+        raise TargetError(f"in_shardings are over {mesh.size} devices and {target.spec!r} has {target.num_devices}")
+    devices()  # lowering asks for one
+    exported, donated = _export(target, function, tuple(args), in_shardings, out_shardings, donate_argnums)
+    request = {
+        "disabled_plugins": superseded_plugins(),
+        "topology": topology_arguments(target),
+        "exported": exported,
+        "axis_names": mesh.axis_names,
+        "shape": mesh.axis_sizes,
+        "donate_argnums": donated,
+        "compiler_options": dict(compiler_options or {}),
+        "enable_x64": jax.dtypes.canonicalize_dtype("float64") == "float64",
+    }
+    flags = " ".join(filter(None, (os.environ.get("XLA_FLAGS"), xla_flags)))
+    environment = {**os.environ, **topology_environment(target), "XLA_FLAGS": flags}
+    return Pending(target, request, environment, timeout_s)
+
+
+def compile_for_target(
+    target: Target, function: Callable[..., Any], args: Sequence[Any], **options: Any
+) -> TargetProgram:
+    """Traces a function here and compiles it for a target.
+
+    The options are those of ``start_compile_for_target``.
+
+    Raises:
+        TargetMemoryError: If the program does not fit into the target's memory.
+        TargetError: If it cannot be compiled, or not in time.
+
+    Example:
+        >>> from jax.sharding import PartitionSpec
+        >>> from jaxddp import targets
+        >>> by_rank = NamedSharding(targets.mesh("h100:2"), PartitionSpec("data"))
+        >>> x = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+        >>> program = compile_for_target(targets.target("h100:2"), jnp.sum, [x], in_shardings=by_rank)
+        >>> "all-reduce" in program.as_text()
+        True
+    """
+    return start_compile_for_target(target, function, args, **options).result()
+
+
+def check_installed(target: Target) -> None:
+    """Checks that the compiler for a target is installed.
+
+    Raises:
+        TargetError: If it is not, with the extra that installs it.
+    """
+    if target.platform == "gpu":
+        missing = [] if _has_cuda_plugin() and _has_ptxas() else ["the CUDA compiler"]
+    else:
+        missing = [] if find_spec("libtpu") else ["the TPU compiler"]
+    if find_spec("flatbuffers") is None:
+        missing.append("flatbuffers")
+    if missing:
+        raise TargetError(f"target {target.spec!r} needs {' and '.join(missing)}: pip install 'jaxddp[targets]'")
+
+
+def _has_cuda_plugin() -> bool:
+    plugins = find_spec("jax_plugins")
+    return plugins is not None and any(find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13))
+
+
+def _has_ptxas() -> bool:
+    nvidia = find_spec("nvidia")
+    packages = list(nvidia.submodule_search_locations or []) if nvidia is not None else []
+    folders = [Path(package, name) for package in packages for name in ("cuda_nvcc", "cu13")]
+    return any(Path(folder, "bin", "ptxas").exists() for folder in [*folders, *_TOOLKITS]) or which("ptxas") is not None
+
+
+def _export(
+    target: Target,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    in_shardings: Any,
+    out_shardings: Any,
+    donate_argnums: Sequence[int],
+) -> tuple[bytearray, list[int]]:
+    """Traces, lowers and serializes a function; also gives which of its flat arguments are donated."""
+    arg_is_key = [_is_key(leaf) for leaf in jax.tree.leaves(args)]
+    key_impls: list[Any] = []
+
+    def without_keys(tree: Any) -> Any:
+        def data(leaf: Any) -> Any:
+            if not _is_key(leaf):
+                return leaf
+            key_impls.append(jax.random.key_impl(leaf))
+            return jax.random.key_data(leaf)
+
+        return jax.tree.map(data, tree)
+
+    plain_args = jax.eval_shape(without_keys, args)
+    arg_impls = list(key_impls)
+
+    def program(*plain: Any) -> Any:
+        leaves, structure = jax.tree.flatten(plain)
+        impls = iter(arg_impls)
+        leaves = [
+            jax.random.wrap_key_data(leaf, impl=next(impls)) if is_key else leaf
+            for leaf, is_key in zip(leaves, arg_is_key, strict=True)
+        ]
+        return without_keys(function(*jax.tree.unflatten(structure, leaves)))
+
+    jitted = jax.jit(
+        program, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=tuple(donate_argnums)
+    )
+    # Custom calls are not stable between versions of jaxlib; the child runs the same version.
+    checks = [export.DisabledSafetyCheck.custom_call("ALL")]
+    exported = export.export(jitted, platforms=[_LOWERED_FOR[target.platform]], disabled_checks=checks)(*plain_args)
+    # Flat trees, because classes of the caller's trees may be unknown to the child.
+    flat = replace(
+        exported,
+        in_tree=jax.tree.structure(((0,) * len(exported.in_avals), {})),
+        out_tree=jax.tree.structure([0] * len(exported.out_avals)),
+    )
+    counts = [len(jax.tree.leaves(arg)) for arg in args]
+    donated = [
+        sum(counts[:index]) + place for index, count in enumerate(counts) for place in range(count)
+        if index in donate_argnums
+    ]  # fmt: skip
+    return flat.serialize(), donated
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
+
+
+class _Gpu(NamedTuple):
+    description: str
+    compute_capability: int
+    num_cores: int
+    fpus_per_core: int
+    clock_rate_ghz: float
+    memory_bytes_per_s: int
+    memory_bytes: int
+    l2_cache_bytes: int
+    shared_memory_per_core_bytes: int
+    shared_memory_per_block_bytes: int
+
+
+_H100 = _Gpu("NVIDIA H100 80GB HBM3", 9, 132, 128, 1.98, 3352320000000, 84929347584, 52428800, 233472, 232448)
+_GPUS = {
+    "h100": _H100,
+    "h200": _H100._replace(
+        description="NVIDIA H200 141GB HBM3e", memory_bytes_per_s=4800000000000, memory_bytes=151397597184
+    ),
+    "a100": _Gpu("NVIDIA A100-SXM4-80GB", 8, 108, 64, 1.41, 2039040000000, 85100068864, 41943040, 167936, 166912),
+    "b200": _Gpu("NVIDIA B200", 10, 148, 128, 1.965, 7672320000000, 191514411008, 132644864, 233472, 232448),
+}
+
+
+def topology_arguments(target: Target) -> dict[str, Any]:
+    """Gives the arguments by which ``jax.experimental.topologies.get_topology_desc`` makes a target's devices."""
+    if target.platform == "tpu":
+        return {"platform": "tpu", "topology_name": f"{target.chip.name}:{target.topology}"}
+    return {"platform": "cuda", "target_config": _target_config(_GPUS[target.chip.name]), "topology": target.topology}
+
+
+def topology_environment(target: Target) -> dict[str, str]:
+    """Gives the environment in which a process can make them; it uses no device of this machine."""
+    environment = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TPU_SKIP_MDS_QUERY": "1",
+    }
+    if target.platform == "tpu":
+        cores_per_chip = 2
+        environment["TPU_ACCELERATOR_TYPE"] = f"{target.chip.name}-{cores_per_chip * target.num_devices}"
+        environment["TPU_WORKER_HOSTNAMES"] = "localhost"
+        environment["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # no chip is used, so none needs to be locked
+    return environment
+
+
+def _target_config(gpu: _Gpu) -> str:
+    """Writes a ``GpuTargetConfigProto`` as text."""
+    return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {gpu.shared_memory_per_core_bytes}
+  threads_per_core_limit: 2048
+  core_count: {gpu.num_cores}
+  fpus_per_core: {gpu.fpus_per_core}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {gpu.memory_bytes_per_s}
+  l2_cache_size: {gpu.l2_cache_bytes}
+  clock_rate_ghz: {gpu.clock_rate_ghz}
+  device_memory_size: {gpu.memory_bytes}
+  shared_memory_per_block_optin: {gpu.shared_memory_per_block_bytes}
+  cuda_compute_capability {{ major: {gpu.compute_capability} }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 7 }}
+runtime_version {{ major: 12 minor: 8 patch: 0 }}
+device_description_str: "{gpu.description}"
+"""
+
+
+_SCRIPT = Path(__file__).with_name("compile_process.py")
+_free_cpus = threading.BoundedSemaphore(os.cpu_count() or 1)
+
+
+class Pending:
+    """A running compilation."""
+
+    def __init__(
+        self, target: Target, request: Mapping[str, Any], environment: Mapping[str, str], timeout_s: float
+    ) -> None:
+        """Starts the compilation as soon as a CPU is free."""
+        self._job = _Job(target, pickle.dumps(request), environment, timeout_s)
+        self._end = weakref.finalize(self, self._job.kill, "was cancelled")
+        self._job.thread.start()
+
+    def cancel(self) -> None:
+        """Ends it; can be called again."""
+        self._end()
+
+    def result(self) -> TargetProgram:
+        """Waits for the program; an exception while waiting ends the compilation.
+
+        Raises:
+            TargetMemoryError: If the program does not fit into the target's memory.
+            TargetError: If it cannot be compiled, or not in time.
+        """
+        try:
+            return self._job.result()
+        except BaseException:
+            self.cancel()
+            raise
+
+
+class _Job:
+    """The child process and its thread; has no reference to its ``Pending``, so that this can be garbage-collected."""
+
+    def __init__(self, target: Target, request: bytes, environment: Mapping[str, str], timeout_s: float) -> None:
+        self._target, self._request = target, request
+        self._environment, self._timeout_s = environment, timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._why_killed = ""
+        self._lock = threading.Lock()
+        self._outcome: TargetProgram | TargetError | None = None
+        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def result(self) -> TargetProgram:
+        self.thread.join()
+        assert self._outcome is not None
+        if isinstance(self._outcome, TargetError):
+            raise self._outcome
+        return self._outcome
+
+    def kill(self, why: str) -> None:
+        with self._lock:
+            self._why_killed = self._why_killed or why
+            if self._process is not None:
+                self._process.kill()
+
+    def _run(self) -> None:
+        with _free_cpus, tempfile.TemporaryFile() as printed:
+            try:
+                self._outcome = self._talk(printed)
+            except (OSError, EOFError, pickle.UnpicklingError) as error:
+                printed.seek(0)
+                self._outcome = self._failure(error, printed.read().decode(errors="replace"))
+
+    def _talk(self, printed: Any) -> TargetProgram | TargetError:
+        with self._lock:
+            if self._why_killed:
+                raise EOFError
+            # -P: the names of this folder's files must not hide other packages.
+            command = [sys.executable, "-P", str(_SCRIPT)]
+            process = subprocess.Popen(
+                command, env=self._environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=printed
+            )
+            self._process = process
+        assert process.stdin is not None and process.stdout is not None
+        timer = threading.Timer(self._timeout_s, self.kill, (f"took longer than timeout_s (={self._timeout_s})",))
+        timer.daemon = True
+        timer.start()
+        try:
+            with process.stdout, process.stdin:
+                process.stdin.write(len(self._request).to_bytes(8, "big") + self._request)
+                process.stdin.flush()
+                kind, content = pickle.load(process.stdout)
+        finally:
+            timer.cancel()
+            # An answer that was cut off is a process that is ending by itself: its exit code says why.
+            if sys.exc_info()[0] is None:
+                process.kill()
+            process.wait()
+        if kind == "refused":
+            return refusal(self._target, content)
+        memory = MemoryStats(*(content["memory"].get(name, 0) for name in MemoryStats._fields))
+        return TargetProgram(self._target, content["text"], memory, content["cost"])
+
+    def _failure(self, error: Exception, printed: str) -> TargetError:
+        spec = repr(self._target.spec)
+        if self._why_killed:
+            return TargetError(f"compiling for {spec} {self._why_killed}", printed)
+        if self._process is None:
+            return TargetError(f"no process could be started to compile for {spec}: {error}")
+        lines = [line.strip() for line in printed.splitlines() if line.strip()]
+        last = f": {lines[-1]}" if lines else ""
+        return TargetError(
+            f"the process that compiles for {spec} ended with code {self._process.returncode}{last}", printed
+        )
+
+
+def mesh(spec: str, *, axis: str = DATA_AXIS, replicas: int = 1) -> AbstractMesh:
+    """Builds the mesh of a target, to trace, plan and compile for; ``axis`` and ``replicas`` are as in ``data_mesh``.
+
+    Raises:
+        ValueError: As ``target`` and ``data_mesh``.
+
+    Example:
+        >>> dict(mesh("h100:4x8").shape)
+        {'data': 32}
+    """
+    named = target(spec)
+    device = AbstractDevice(device_kind=named.spec, num_cores=None, platform=named.platform)
+    register_compiler(device, partial(compile_for_target, named))
+    sizes = axes_of_ranks(named.num_devices, axis, replicas)
+    types = (AxisType.Auto,) * len(sizes)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)
+
+
+def mesh_like(mesh_of_devices: Mesh | AbstractMesh) -> AbstractMesh:
+    """Builds the mesh, of the same axes, of the target that a mesh was made for or that its devices are.
+
+    Raises:
+        ValueError: As ``target_like``.
+    """
+    device = mesh(target_like(mesh_of_devices).spec).abstract_device
+    like = mesh_of_devices
+    return AbstractMesh(like.axis_sizes, like.axis_names, axis_types=like.axis_types, abstract_device=device)
+
+
+def target_of(mesh: Mesh | AbstractMesh) -> Target | None:
+    """Gives the target that a mesh was made for; None if it is one of real devices.
+
+    Raises:
+        ValueError: If the mesh has neither devices nor a target.
+    """
+    check_kind("mesh", mesh, (Mesh, AbstractMesh), "a mesh, such as jaxddp.data_mesh()")
+    if isinstance(mesh, Mesh):
+        return None
+    if mesh.abstract_device is None:
+        raise ValueError(f"mesh (={mesh}) has no devices: make it with jaxddp.data_mesh or jaxddp.targets.mesh")
+    return target(mesh.abstract_device.device_kind)
+
+
+def target_like(mesh: Mesh | AbstractMesh) -> Target:
+    """Gives the target that a mesh was made for, or the one that its real devices are.
+
+    Raises:
+        ValueError: If the devices are of no known chip, or too many or few for its topology.
+    """
+    if (named := target_of(mesh)) is not None:
+        return named
+    assert isinstance(mesh, Mesh)
+    return target(f"{chip_of(mesh.devices.flat[0].device_kind).name}:{mesh.size}")
+
+
+# The TPU compiler's words, with sizes such as 95.74G of 2^30 bytes.
+_SIZES = (
+    re.compile(r"\((?P<needed>[\d.]+[KMGT]?)\) exceeds available HBM \((?P<available>[\d.]+[KMGT]?)\)"),
+    re.compile(r"Used (?P<needed>[\d.]+[KMGT]?) of (?P<available>[\d.]+[KMGT]?)"),
+)
+_UNITS_BYTES = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+class MemoryStats(NamedTuple):
+    """Memory of a compiled program on each device in bytes, named as in ``Compiled.memory_analysis()``."""
+
+    argument_size_in_bytes: int
+    output_size_in_bytes: int
+    alias_size_in_bytes: int  # of the arguments, what the outputs take over
+    temp_size_in_bytes: int
+    generated_code_size_in_bytes: int
+    peak_memory_in_bytes: int
+
+
+class TargetProgram:
+    """A program compiled for devices that are not here: read like ``jax.stages.Compiled``, it raises when called."""
+
+    def __init__(self, target: Target, text: str, memory: MemoryStats, cost: dict[str, float]) -> None:
+        self.target = target
+        self._text, self._memory, self._cost = text, memory, cost
+
+    def as_text(self) -> str:
+        """The scheduled HLO module."""
+        return self._text
+
+    def memory_analysis(self) -> MemoryStats:
+        """Memory on each device."""
+        return self._memory
+
+    def cost_analysis(self) -> dict[str, float]:
+        """The compiler's estimates by name; XLA for GPUs gives none."""
+        return self._cost
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuses to run: a ValueError."""
+        raise ValueError(f"this program is compiled for {self.target.spec!r}, which is not here: it cannot run")
+
+    def __repr__(self) -> str:
+        return f"TargetProgram(target={self.target.spec!r})"
+
+
+class TargetError(ValueError):
+    """A program could not be compiled for a target; the message is one line.
+
+    Attributes:
+        details: The compiler's full output.
+    """
+
+    def __init__(self, message: str, details: str = "") -> None:
+        super().__init__(message)
+        self.details = details
+
+
+class TargetMemoryError(TargetError):
+    """A program does not fit into the memory of a target's devices.
+
+    Attributes:
+        needed_bytes: Memory that it needs on each device.
+        available_bytes: Memory of a device.
+    """
+
+    def __init__(self, message: str, details: str, needed_bytes: int, available_bytes: int) -> None:
+        super().__init__(message, details)
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes
+
+
+def refusal(target: Target, said: str) -> TargetError:
+    """Turns a compiler's refusal into an error.
+
+    It is a ``TargetMemoryError`` if the message has both sizes of memory.
+
+    Example:
+        >>> from jaxddp.instruments.targets import target
+        >>> print(refusal(target("v5p:8"), "RESOURCE_EXHAUSTED: Used 154G of 95.7G hbm."))
+        the program needs 165.4 GB on each device of 'v5p:8', which offers 102.8 GB: 62.6 GB too much
+    """
+    for sizes in _SIZES:
+        if found := sizes.search(said):
+            needed, available = (_num_bytes(found.group(name)) for name in ("needed", "available"))
+            message = (
+                f"the program needs {needed / 1e9:.1f} GB on each device of {target.spec!r}, which offers "
+                f"{available / 1e9:.1f} GB: {(needed - available) / 1e9:.1f} GB too much"
+            )
+            return TargetMemoryError(message, said, needed, available)
+    return TargetError(f"compiling for {target.spec!r} failed: {said.splitlines()[0]}", said)
+
+
+def _num_bytes(size: str) -> int:
+    return round(float(size.rstrip("KMGT")) * _UNITS_BYTES.get(size[-1], 1))
+
+
+def start_compile(trainer: Trainer, state: TrainState, batch: Any, *, timeout_s: float = TIMEOUT_S) -> Pending:
+    """Starts what ``trainer.compile`` does on the mesh of a target, so that several programs compile at a time.
+
+    Raises:
+        ValueError: If the mesh has devices, or as ``Trainer.compile``.
+    """
+    check_kind("trainer", trainer, Trainer, "a jaxddp.Trainer")
+    if (target := target_of(trainer.mesh)) is None:
+        raise ValueError(f"mesh (={trainer.mesh}) must be a target's to compile in the background: use compile")
+    function, args, options = trainer.step_function(state, batch)
+    return start_compile_for_target(target, function, args, timeout_s=timeout_s, **options)
+
+
+def start_compile_without_communication(trainer: Trainer, state: TrainState, batch: Any) -> Pending:
+    """Starts to compile the step without communication: the baseline of exposed communication.
+
+    Every gradient is taken as equal on all ranks. The program is the same for all strategies: each rank has the full
+    parameters and the full optimizer state.
+
+    The trainer is on the mesh of a target, or of devices that are a target's.
+
+    Raises:
+        ValueError: If the mesh's devices are of no known chip.
+    """
+    check_kind("trainer", trainer, Trainer, "a jaxddp.Trainer")
+    mesh = mesh_like(trainer.mesh)
+    strategy = Strategy("without communication", lambda tensors: BucketPlan(()))
+    silent = trainer.with_strategy(strategy, mesh)
+    model_state = state.model_state if trainer.has_state else None
+    state = silent.abstract_state(trainer.layout(state).whole(), model_state)
+    trace = silent.trace(state, batch)
+    nothing = BucketPlan((), constants=tuple(tensor.name for tensor in (*trace.tensors, *trace.constants)))
+    function, args, options = silent.step_function(state, batch, nothing)
+    return start_compile_for_target(target_like(mesh), function, args, **options)

@@ -1,0 +1,234 @@
+"""Real compilations for targets in child processes, and how they fail."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax._src import xla_bridge
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxddp import gradient_collectives, targets
+from jaxddp.instruments import targets as target_compile
+from jaxddp.instruments.targets import (
+    TargetError,
+    TargetMemoryError,
+    TargetProgram,
+    check_installed,
+    compile_for_target,
+    refusal,
+    start_compile_for_target,
+)
+
+SPECS = ("h100:2x8", "v5p:8")
+OTHERS = ("a100:4", "h200:8", "b200:8")
+
+
+def start(spec, function=None, args=None, **options):
+    """Starts to compile a step with state of its own, a typed key among it."""
+
+    def step(state, x):
+        def loss(w):
+            return jnp.mean(jnp.tanh(x @ w + jax.random.normal(state["key"], (64,))) ** 2)
+
+        with jax.named_scope("my_scope"):
+            update = jnp.sin(jax.grad(loss)(state["w"]))
+        return {"w": state["w"] - update, "key": jax.random.fold_in(state["key"], 1)}
+
+    mesh = targets.mesh(spec)
+    replicated, by_rank = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+    if function is None:
+        state = {"w": jnp.ones((32, 64)), "key": jax.random.key(0)}
+        args = (state, jax.ShapeDtypeStruct((16 * mesh.size, 32), jnp.float32))
+        options |= {"in_shardings": (replicated, by_rank), "out_shardings": replicated, "donate_argnums": (0,)}
+    else:
+        options |= {"in_shardings": by_rank}
+    return start_compile_for_target(targets.target(spec), function or step, args, **options)
+
+
+def is_alive(pid):
+    """Whether a process is there and no zombie."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(condition, timeout_s=30.0):
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen in time"
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def programs():
+    backends = set(jax.extend.backend.backends())  # starts JAX, which registers plugins by itself
+    environment, factories = dict(os.environ), set(xla_bridge._backend_factories)
+    pending = {spec: start(spec) for spec in SPECS}
+    found = {spec: compilation.result() for spec, compilation in pending.items()}
+    assert dict(os.environ) == environment
+    assert set(xla_bridge._backend_factories) == factories
+    assert set(jax.extend.backend.backends()) == backends
+    return found
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_program_for_devices_that_are_not_here_is_all_there_but_cannot_run(programs, spec):
+    assert_all_there(programs[spec], spec)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("spec", OTHERS)
+def test_so_is_one_for_other_chips(spec):
+    assert_all_there(start(spec).result(), spec)
+
+
+def assert_all_there(program, spec):
+    assert isinstance(program, TargetProgram) and program.target.spec == spec
+    assert f"num_partitions={program.target.num_devices}" in program.as_text().split("\n", 1)[0]
+    assert gradient_collectives(program) == [("all-reduce", 4 * 32 * 64)]
+    memory = program.memory_analysis()
+    weight_bytes, rows_bytes, key_bytes = 4 * 32 * 64, 4 * 16 * 32, 8
+    arguments_bytes = weight_bytes + rows_bytes + key_bytes
+    if program.target.platform == "gpu":
+        assert memory.argument_size_in_bytes == arguments_bytes
+    else:  # tiles of 8 x 128 numbers are filled up
+        assert memory.argument_size_in_bytes > arguments_bytes
+    assert memory.alias_size_in_bytes >= weight_bytes  # the state was donated
+    assert memory.temp_size_in_bytes > 0 and memory.peak_memory_in_bytes > 0
+    assert isinstance(program.cost_analysis(), dict)
+    with pytest.raises(ValueError, match=rf"compiled for '{spec}', which is not here: it cannot run"):
+        program({}, None)
+
+
+def test_names_of_scopes_and_of_the_backward_survive(programs):
+    for program in programs.values():
+        assert "my_scope" in program.as_text()
+        assert "transpose(jvp" in program.as_text()
+
+
+def test_flags_of_the_process_and_options_of_the_program_arrive():
+    with pytest.raises(TargetError, match=r"^the process that compiles for 'h100:2' ended with code -?\d+: ") as raised:
+        start("h100:2", xla_flags="--xla_no_such_flag=1").result()
+    assert "xla_no_such_flag" in raised.value.details and "\n" not in str(raised.value)
+    with pytest.raises(TargetError, match=r"^compiling for 'h100:2' failed: .*xla_no_such_option"):
+        start("h100:2", compiler_options={"xla_no_such_option": 1}).result()
+    assert "xla_no_such" not in os.environ.get("XLA_FLAGS", "")
+
+
+def test_double_precision_stays_double():
+    with jax.enable_x64(True):
+        program = start("h100:2", lambda x: jnp.sum(x * 2), (jax.ShapeDtypeStruct((8,), jnp.float64),)).result()
+    assert "f64[4]" in program.as_text()  # this rank's half of them
+
+
+def test_a_model_too_large_for_a_tpu_is_told_with_both_sizes():
+    huge = jax.ShapeDtypeStruct((120_000_000_000,), jnp.float32)
+    with pytest.raises(TargetMemoryError, match=r"^the program needs 2\d\d\.\d GB on each device of 'v5p:4'") as raised:
+        start("v5p:4", lambda x: x + 1, (huge,)).result()
+    assert raised.value.needed_bytes > 2 * 120e9  # a quarter of the input and of the output on each
+    assert raised.value.available_bytes == pytest.approx(95.7 * 2**30, rel=1e-3)  # as the compiler rounds it
+
+
+def test_what_compilers_say_in_other_words():
+    target = targets.target("v5p:8")
+    error = refusal(target, "RESOURCE_EXHAUSTED: ...\nUsed 154.25G of 95.74G hbm. Exceeded by 58.5G.")
+    assert isinstance(error, TargetMemoryError) and error.needed_bytes == round(154.25 * 2**30)
+    assert str(error) == (
+        "the program needs 165.6 GB on each device of 'v5p:8', which offers 102.8 GB: 62.8 GB too much"
+    )
+    assert refusal(target, "INTERNAL: first line\nsecond line").details.endswith("second line")
+
+
+def test_a_child_that_is_killed_cancelled_too_slow_or_forgotten():
+    killed = start("h100:2")
+    wait_for(lambda: killed._job._process is not None)
+    os.kill(killed._job._process.pid, signal.SIGKILL)
+    with pytest.raises(TargetError, match=r"^the process that compiles for 'h100:2' ended with code -9"):
+        killed.result()
+
+    cancelled = start("h100:2")
+    cancelled.cancel()
+    with pytest.raises(TargetError, match=r"^compiling for 'h100:2' was cancelled$"):
+        cancelled.result()
+
+    for timeout_s in ("3", 0, float("inf")):
+        with pytest.raises(ValueError, match=r"^timeout_s \(=.*\) must be a positive finite number$"):
+            start("h100:2", timeout_s=timeout_s)
+    with pytest.raises(TargetError, match=r"^compiling for 'h100:2' took longer than timeout_s \(=0.01\)$"):
+        start("h100:2", timeout_s=0.01).result()
+
+    forgotten = start("h100:2")
+    job = forgotten._job
+    wait_for(lambda: job._process is not None)
+    process = job._process
+    del forgotten
+    assert process.wait(timeout=10) == -signal.SIGKILL
+
+
+def test_an_interrupt_ends_the_child(monkeypatch):
+    pending = start("h100:2")
+    wait_for(lambda: pending._job._process is not None)
+    process = pending._job._process
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pending._job, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pending.result()
+    assert process.wait(timeout=10) == -signal.SIGKILL
+
+
+ORPHAN = """
+import os, signal, time, jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxddp import targets
+from jaxddp.instruments.targets import start_compile_for_target
+
+sharding = NamedSharding(targets.mesh("h100:2"), PartitionSpec("data"))
+args = (jax.ShapeDtypeStruct((8,), jnp.float32),)
+pending = start_compile_for_target(targets.target("h100:2"), jnp.sum, args, in_shardings=sharding)
+while pending._job._process is None:
+    time.sleep(0.01)
+print(pending._job._process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_no_child_outlives_its_parent():
+    found = subprocess.run([sys.executable, "-c", ORPHAN], capture_output=True, text=True, timeout=60)
+    assert found.returncode == -signal.SIGKILL, found.stderr
+    wait_for(lambda: not is_alive(int(found.stdout)))
+
+
+@pytest.mark.parametrize(
+    ("spec", "hidden", "missing"),
+    [
+        ("h100:8", "jax_plugins", "the CUDA compiler"),
+        ("h100:8", "nvidia", "the CUDA compiler"),
+        ("v5p:8", "libtpu", "the TPU compiler"),
+        ("v5p:8", "flatbuffers", "flatbuffers"),
+    ],
+)
+def test_a_missing_piece_names_the_extra(monkeypatch, spec, hidden, missing):
+    check_installed(targets.target(spec))
+    find_spec = target_compile.find_spec
+    monkeypatch.setattr(target_compile, "find_spec", lambda name: None if name == hidden else find_spec(name))
+    monkeypatch.setattr(target_compile, "which", lambda name: None)
+    monkeypatch.setattr(target_compile, "_TOOLKITS", ())
+    with pytest.raises(TargetError) as raised:
+        compile_for_target(targets.target(spec), jnp.sum, (), in_shardings=None)
+    assert str(raised.value) == f"target {spec!r} needs {missing}: pip install 'jaxddp[targets]'"
+
+
+def test_shardings_of_another_mesh():
+    sharding = NamedSharding(targets.mesh("h100:4"), PartitionSpec("data"))
+    with pytest.raises(ValueError, match=r"in_shardings are over 4 devices and 'h100:8' has 8"):
+        compile_for_target(targets.target("h100:8"), jnp.sum, (jnp.ones(8),), in_shardings=sharding)

@@ -1,0 +1,430 @@
+import random
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxddp import models
+from jaxddp.instruments.hlo import parse_module
+from jaxddp.instruments.testdata import fixture_names, handmade, load_fixture
+from jaxddp.instruments.work import MatmulKind, Work, WorkCounter, trip_count
+
+F32, BF16 = MatmulKind("f32", "default"), MatmulKind("bf16", "default")
+
+
+def count(*lines, others=""):
+    """Counts the last of an entry computation's lines; gives its work and what was noted."""
+    module = parse_module(handmade(*lines, others=others))
+    counter = WorkCounter(module)
+    main = module.computations["main"]
+    return counter.of(next(reversed(main.values())), main), counter.notes
+
+
+def work(*lines, others=""):
+    counted, notes = count(*lines, others=others)
+    assert notes == []
+    return counted
+
+
+def total(text_or_compiled):
+    module = parse_module(text_or_compiled)
+    counter = WorkCounter(module)
+    counted = counter.total(module.computations[module.entry])
+    assert counter.notes == []
+    return counted
+
+
+def fused(*lines):
+    return "%fused () -> f32[] {\n" + "".join(f"  {line}\n" for line in lines) + "}\n\n"
+
+
+def p(shape, number=0):
+    return f"%p{number} = {shape} parameter({number})"
+
+
+def matmul_flops(work):
+    return sum(work.matmul_flops.values())
+
+
+# One instruction at a time. Bytes are elements x 4 unless said otherwise.
+
+
+def test_elementwise():
+    assert work(p("f32[8,4]"), "ROOT %y = f32[8,4]{1,0} add(%p0, %p0)") == Work({}, 32, 128 + 128)  # read once
+    assert work(p("bf16[10]"), "ROOT %y = f32[10]{0} convert(%p0)") == Work({}, 0, 20 + 40)
+    assert work(p("f32[10]"), p("f32[10]", 1), "ROOT %y = pred[10]{0} compare(%p0, %p1), direction=LT") == Work(
+        {}, 10, 40 + 40 + 10
+    )
+    assert work(p("f32[3,2]"), "ROOT %y = f32[2,3]{1,0} transpose(%p0), dimensions={1,0}") == Work({}, 0, 24 + 24)
+
+
+def test_what_only_writes():
+    assert work(p("f32[]"), "ROOT %y = f32[6,5]{1,0} broadcast(%p0), dimensions={}") == Work({}, 0, 120)
+    assert work("ROOT %y = s32[7]{0} iota(), iota_dimension=0") == Work({}, 0, 28)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "%y = f32[30] bitcast(%p0)", "%y = (f32[6,5]) tuple(%p0)", "%y = f32[] constant(3)", "%y = u32[] replica-id()",
+        "%y = f32[6,5]{1,0} all-reduce(%p0), to_apply=%fused", "%y = (f32[6,5], f32[48,5]) all-gather-start(%p0)",
+        "%y = ((f32[6,5]), f32[1,5]) reduce-scatter-start(%p0), to_apply=%fused", "%y = f32[6,5] all-to-all-done(%p0)",
+        "%y = f32[6,5] collective-permute(%p0)", "%y = f32[6,5] collective-permute-done(%p0)",
+        "%y = f32[6,5] ragged-all-to-all(%p0)", "%y = (f32[6,5], u32[]) send(%p0)", "%y = f32[6,5] copy-done(%p0)",
+        "%y = f32[6,5] opt-barrier(%p0)", "%y = f32[6,5] fusion-done(%p0)", "%y = f32[6,5] async-update(%p0)",
+    ],
+)  # fmt: skip
+def test_what_costs_nothing(line):
+    assert work(p("f32[6,5]"), f"ROOT {line}", others=fused("ROOT %a = f32[] parameter(0)")) == Work()
+
+
+def test_reductions():
+    add = fused("%a = f32[] parameter(0)", "%b = f32[] parameter(1)", "ROOT %c = f32[] add(%a, %b)")
+    zero = "%zero = f32[] constant(0)"
+    # 32 elements read and added; 32 + 1 + 8 elements move.
+    reduce = "ROOT %y = f32[8]{0} reduce(%p0, %zero), dimensions={1}, to_apply=%fused"
+    assert work(p("f32[8,4]"), zero, reduce, others=add) == Work({}, 32, (32 + 1 + 8) * 4)
+    # Touches 3 x 16 elements of the operand, reads 3 x 16 updates.
+    scatter = "ROOT %y = f32[99,16]{1,0} scatter(%p0, %p1, %p2), to_apply=%fused"
+    arrays = p("f32[99,16]"), p("s32[3,1]", 1), p("f32[3,16]", 2)
+    assert work(*arrays, scatter, others=add) == Work({}, 48, (48 + 48) * 4)
+
+
+def test_a_part_is_read_or_written():
+    assert work(p("f32[100]"), "ROOT %y = f32[10]{0} slice(%p0), slice={[5:15]}") == Work({}, 0, 40 + 40)
+    gather = "ROOT %y = f32[4,16]{1,0} gather(%p0, %p1), slice_sizes={1,16}"
+    assert work(p("f32[1000,16]"), p("s32[4,1]", 1), gather) == Work({}, 0, 256 + 256)
+    update = "ROOT %y = f32[100]{0} dynamic-update-slice(%p0, %p1, %p2)"
+    assert work(p("f32[100]"), p("f32[10]", 1), p("s32[]", 2), update) == Work({}, 0, 40 + 40)
+
+
+FUSION = "ROOT %y = {} fusion({}), kind=kLoop, calls=%fused"
+
+
+def test_a_fusion_moves_what_enters_and_leaves_it():
+    inside = fused(
+        p("f32[10]"), "%a = f32[10] negate(%p0)", "%b = f32[10] exponential(%a)", "%c = f32[10] add(%a, %b)",
+        "ROOT %t = (f32[10], f32[10]) tuple(%b, %c)",
+    )  # fmt: skip
+    assert work("%x = f32[10] parameter(0)", FUSION.format("(f32[10], f32[10])", "%x"), others=inside) == Work(
+        {}, 30, 40 + 2 * 40
+    )
+
+
+def test_a_fusion_reads_the_parts_that_it_uses():
+    # Two slices of 10 of the 100 elements, then 10 sums.
+    inside = fused(
+        p("f32[100]"), "%a = f32[10] slice(%p0), slice={[0:10]}", "%b = f32[10] slice(%p0), slice={[20:30]}",
+        "ROOT %c = f32[10] add(%a, %b)",
+    )  # fmt: skip
+    assert work("%x = f32[100] parameter(0)", FUSION.format("f32[10]", "%x"), others=inside) == Work({}, 10, 80 + 40)
+    # Only a tenth of the exponentials is computed.
+    inside = fused(p("f32[100]"), "%a = f32[100] exponential(%p0)", "ROOT %b = f32[10] slice(%a), slice={[0:10]}")
+    assert work("%x = f32[100] parameter(0)", FUSION.format("f32[10]", "%x"), others=inside) == Work({}, 10, 40 + 40)
+    # An array that is given twice is read once.
+    inside = fused(p("f32[10]"), p("f32[10]", 1), "ROOT %a = f32[10] add(%p0, %p1)")
+    assert work("%x = f32[10] parameter(0)", FUSION.format("f32[10]", "%x, %x"), others=inside) == Work({}, 10, 40 + 40)
+
+
+def test_a_fusion_that_updates_in_place():
+    update = "ROOT %u = f32[100] dynamic-update-slice({}, %n, %p2)"
+    given = p("f32[100]"), p("f32[10]", 1), p("s32[]", 2)
+    outside = "%x = f32[100] parameter(0)", "%a = f32[10] parameter(1)", "%i = s32[] parameter(2)"
+    fusion = FUSION.format("f32[100]", "%x, %a, %i")
+    # Reads 10 elements and an index, writes 10.
+    inside = fused(*given, "%n = f32[10] negate(%p1)", update.format("%p0"))
+    assert work(*outside, fusion, others=inside) == Work({}, 10, 40 + 4 + 40)
+    # What is updated is made inside: all 100 are written, and from all 100.
+    inside = fused(*given, "%n = f32[10] negate(%p1)", "%e = f32[100] negate(%p0)", update.format("%e"))
+    assert work(*outside, fusion, others=inside) == Work({}, 110, 400 + 40 + 4 + 400)
+
+
+def test_a_loop_counts_as_often_as_it_runs_and_once_if_that_is_unknown():
+    # Each round an addition of 4 elements and a comparison of one.
+    inside = (
+        "%body () -> f32[4] {\n  %a = f32[4] parameter(0)\n  ROOT %b = f32[4] add(%a, %a)\n}\n\n"
+        "%cond () -> pred[] {\n  %a = s32[] parameter(0)\n  ROOT %b = pred[] compare(%a, %a), direction=NE\n}\n\n"
+    )
+    once = Work({}, 4 + 1, 16 + 16 + 4 + 1)
+    loop = "ROOT %w = f32[4] while(%p0), condition=%cond, body=%body"
+    known = ', backend_config={"known_trip_count":{"n":"7"},"known_init_step":{"init":"0","step":"1"}}'
+    assert work(p("f32[4]"), loop + known, others=inside) == once.times(7)
+    assert count(p("f32[4]"), loop, others=inside) == (once, ["loop w: trip count unknown, counted once"])
+
+
+def test_calls_and_branches():
+    heavy = "%heavy () -> f32[4] {\n  %a = f32[4] parameter(0)\n  ROOT %b = f32[4] negate(%a)\n}\n\n"
+    light = "%light () -> f32[4] {\n  ROOT %a = f32[4] parameter(0)\n}\n\n"
+    call = "ROOT %y = f32[4] call(%p0), to_apply=%heavy"
+    assert work(p("f32[4]"), call, others=heavy) == Work({}, 4, 32)
+    branch = "ROOT %y = f32[4] conditional(%i, %p0, %p0), branch_computations={%light, %heavy}"
+    assert work(p("f32[4]"), "%i = s32[] constant(0)", branch, others=light + heavy) == Work({}, 4, 32)  # the dearest
+
+
+def test_asynchronous_work_is_that_of_its_start():
+    twice = fused(p("f32[4]"), "%a = f32[4] negate(%p0)", "ROOT %b = f32[4] negate(%a)")
+    start = "ROOT %y = ((f32[4]{0}), f32[4]{0}, u32[]) KIND-start(%p0), calls=%fused"
+    assert work(p("f32[4]"), start.replace("KIND", "fusion"), others=twice) == Work({}, 8, 32)
+    assert work(p("f32[4]"), start.replace("KIND", "async"), others=twice) == Work({}, 8, 64)
+    start = "ROOT %y = ((f32[100]{0}), f32[10]{0}, u32[]) slice-start(%p0), slice={[0:10]}"
+    assert work(p("f32[100]"), start) == Work({}, 0, 80)
+
+
+def test_memory_on_the_chip_of_a_tpu():
+    main, chip = "f32[4]{0:T(128)}", "f32[4]{0:T(128)S(1)}"
+    prefetch = f"ROOT %y = ({chip}, {main}, u32[]{{:S(2)}}) copy-start(%p0)"
+    assert work(p(main), prefetch) == Work({}, 0, 16)
+    assert work(p(main), prefetch.replace("S(1)", "")) == Work({}, 0, 32)
+    negate = fused(p(chip), f"ROOT %b = {main} negate(%p0)")
+    assert work(f"%x = {chip} parameter(0)", FUSION.format(main, "%x"), others=negate) == Work({}, 4, 16)
+    assert work(p(chip), f"ROOT %y = {chip} negate(%p0)") == Work({}, 4, 0)
+    assert work(p("f32[8]{0:T(128)S(1)}"), f"ROOT %y = {main} slice(%p0), slice={{[0:4]}}") == Work({}, 0, 16)
+    # Without tiles it is no TPU's: GPUs give this space to collectives, in main memory.
+    assert work(p("f32[4]{0:S(1)}"), "ROOT %y = f32[4]{0:S(1)} negate(%p0)") == Work({}, 4, 32)
+
+
+def test_what_cannot_be_counted_is_said():
+    counted, notes = count(p("f32[4]"), 'ROOT %y = f32[4] custom-call(%p0), custom_call_target="mine"')
+    assert (counted, notes) == (
+        Work({}, 0, 32),
+        ["custom call mine: its FLOPs are unknown, only its bytes are counted"],
+    )
+    counted, notes = count(p("c64[4]"), "ROOT %y = c64[4] fft(%p0), fft_type=FFT, fft_length={4}")
+    assert (counted, notes) == (Work({}, 0, 64), ["fft y: its FLOPs are not counted, only its bytes are"])
+
+
+def test_works_add_up():
+    one, other = Work({F32: 4}, 1, 10), Work({F32: 1, BF16: 2}, 2, 20)
+    assert one + other == Work({F32: 5, BF16: 2}, 3, 30)
+    assert (one + other).flops == 10
+    assert one.times(2.5) == Work({F32: 10}, 2.5, 25)
+
+
+# Whole programs.
+
+
+def transformer_flops(config, num_sequences):
+    """FLOPs of the matrix products of a loss and its gradient; the embedding is looked up."""
+    weights = config.num_layers * (4 * config.width**2 + 3 * config.width * config.hidden) + config.width * config.vocab
+    # Scores and their product with the values: each 2 * length * width a token, over all positions, masked or not.
+    attention = config.num_layers * 2 * 2 * config.context * config.width
+    forward = num_sequences * config.context * (2 * weights + attention)
+    return 3 * forward  # the backward has two products for each of the forward's
+
+
+@pytest.mark.parametrize("name", fixture_names())
+def test_fixtures_are_counted_without_remark(name):
+    assert total(load_fixture(name)).num_bytes > 0
+
+
+@pytest.mark.parametrize("name", fixture_names("*-naive-*") + fixture_names("*-bucketed-*"))
+def test_a_step_multiplies_as_much_on_every_platform(name):
+    step = total(load_fixture(name))
+    assert matmul_flops(step) == transformer_flops(models.SIZES["tiny"], num_sequences=6)
+    # Parameters and both moments are read and written, 4 bytes each, on the chip of a TPU or off it.
+    if not name.startswith("tpu"):
+        assert step.num_bytes > 6 * 4 * models.SIZES["tiny"].num_params
+
+
+@pytest.mark.parametrize("name", fixture_names("*-loop-*"))
+def test_a_loop_of_five_products(name):
+    step = total(load_fixture(name))
+    assert step.matmul_flops == {F32: 5 * 2 * 192**3}
+    assert step.vector_flops >= 5 * 192**2  # tanh; GPUs split the product and add up the parts
+
+
+@pytest.mark.parametrize("name", fixture_names("*-microbatch-*"))
+def test_micro_batches(name):
+    # 3 x 20 examples through matrices of 10 x 16 and 16 x 5: forward, both gradients, and that of the hidden layer.
+    assert matmul_flops(total(load_fixture(name))) == 2 * 60 * (2 * 10 * 16 + 3 * 16 * 5)
+
+
+@pytest.mark.parametrize("name", fixture_names("gpu-products-*"))
+def test_products_of_two_precisions_and_a_convolution(name):
+    assert total(load_fixture(name)).matmul_flops == {
+        BF16: 2 * 192 * 192 * 384,
+        MatmulKind("f32", "highest"): 2 * 384 * 384 * 192,
+        # 4 images, 32 features out of 96, 6 x 16 outputs, windows of 3 x 3: GPU programs pad first.
+        F32: 2 * 4 * 32 * 96 * (6 * 3) * (16 * 3),
+    }
+
+
+@pytest.mark.parametrize("name", fixture_names("[cg]pu-collectives-*"))
+def test_arithmetic_between_collectives(name):
+    # tanh, exp and cos of [1024,256] and sin of an eighth; each is read and written, and so is the transposition.
+    whole = 1024 * 256
+    assert total(load_fixture(name)) == Work({}, 3 * whole + whole // 8, 2 * 4 * (4 * whole + whole // 8))
+
+
+@pytest.mark.parametrize("name", ["tiny", "lm_9m"])
+def test_a_transformer_against_its_formula_and_xla(name):
+    loss_fn, params = models.abstract(name)
+    config = models.SIZES[name]
+    tokens = jax.ShapeDtypeStruct((2, config.context), jnp.int32)
+    batch = {"tokens": tokens, "targets": tokens}
+    compiled = jax.jit(jax.value_and_grad(loss_fn)).lower(params, batch).compile()
+    step = total(compiled)
+    assert step.matmul_flops == {F32: transformer_flops(config, num_sequences=2)}
+    # XLA counts transcendentals apart and a reduction's first element not at all: 0.5 % of the FLOPs of tiny. It reads
+    # in full what is sliced and gathered: 6 % of the bytes of lm_9m.
+    xla = compiled.cost_analysis()
+    assert step.flops == pytest.approx(xla["flops"], rel=0.01)
+    assert step.num_bytes == pytest.approx(xla["bytes accessed"], rel=0.08)
+
+
+# Matrix products and convolutions.
+
+
+def test_matrix_products():
+    # 3 batches x 4 x 6 results, each over 5: 2 * 3 * 24 * 5. Reads 60 + 90, writes 72.
+    dot = (
+        "ROOT %y = f32[3,4,6]{2,1,0} dot(%p0, %p1), lhs_batch_dims={0}, lhs_contracting_dims={2}, "
+        "rhs_batch_dims={0}, rhs_contracting_dims={1}"
+    )
+    assert work(p("f32[3,4,5]"), p("f32[3,5,6]", 1), dot) == Work({F32: 720}, 0, (60 + 90 + 72) * 4)
+    # Two contracted dims, bfloat16 factors, float32 result: 2 * 1 * 12.
+    dot = "ROOT %y = f32[] dot(%p0, %p0), lhs_contracting_dims={0,1}, rhs_contracting_dims={0,1}"
+    assert work(p("bf16[3,4]"), dot + ", operand_precision={high,high}") == Work(
+        {MatmulKind("bf16", "high"): 24}, 0, 24 + 4
+    )
+
+
+def test_matrix_products_of_libraries():
+    # As printed by jax 0.4 to 0.7 for GPUs: contracts dim 0 of [8,4] with dim 0 of [8,6]; the workspace does not count.
+    gemm = (
+        'ROOT %y = (bf16[4,6]{1,0}, s8[4194304]{0}) custom-call(%p0, %p1), custom_call_target="__cublas$gemm", '
+        'backend_config={"operation_queue_id":"0","wait_on_operation_queues":[],"gemm_backend_config":{"alpha_real":1,'
+        '"alpha_imag":0,"beta":0,"dot_dimension_numbers":{"lhs_contracting_dimensions":["0"],'
+        '"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]},"precision_config":'
+        '{"operand_precision":["HIGHEST","HIGHEST"],"algorithm":"ALG_UNSET"},"epilogue":"DEFAULT"}}'
+    )
+    kind = MatmulKind("bf16", "highest")
+    arrays = p("bf16[8,4]"), p("bf16[8,6]", 1)
+    assert work(*arrays, gemm) == Work({kind: 2 * 24 * 8}, 0, (32 + 48 + 24) * 2)
+    onednn = 'ROOT %y = bf16[4,6]{1,0} custom-call(%p0, %p1), custom_call_target="__onednn$matmul"'
+    assert work(p("bf16[4,8]"), p("bf16[8,6]", 1), onednn) == Work({BF16: 2 * 24 * 8}, 0, (32 + 48 + 24) * 2)
+
+
+def test_convolutions():
+    # Rows: 4 outputs of stride 2 over 7 with one row of padding before: windows of 3 meet 2, 3, 3, 2 rows (the last has
+    # one below the image). Columns: window 1. 2 * (10 pairs * 5 columns) * 2 images * 6 features out * 3 in.
+    arrays = p("f32[2,7,5,3]"), p("f32[3,1,3,6]", 1)
+    shape, window = "f32[2,4,5,6]{3,2,1,0}", "window={size=3x1 stride=2x1 pad=1_1x0_0}, dim_labels=b01f_01io->b01f"
+    plain = work(*arrays, f"ROOT %y = {shape} convolution(%p0, %p1), {window}")
+    assert plain == Work({F32: 2 * 50 * 2 * 6 * 3}, 0, (210 + 54 + 240) * 4)
+    # The library's gradients do the same products, whichever of the three arrays they give.
+    target = 'custom_call_target="__cudnn$conv'
+    call = f'ROOT %y = ({shape}, u8[99]{{0}}) custom-call(%p0, %p1), {window}, {target}Forward"'
+    assert work(*arrays, call) == plain
+    call = f'ROOT %y = (f32[2,7,5,3], u8[0]{{0}}) custom-call(%p0, %p1), {window}, {target}BackwardInput"'
+    assert work(p("f32[2,4,5,6]"), arrays[1], call) == plain
+    call = f'ROOT %y = (f32[3,1,3,6], u8[0]{{0}}) custom-call(%p0, %p1), {window}, {target}BackwardFilter"'
+    assert work(arrays[0], p("f32[2,4,5,6]", 1), call) == plain
+    # In 3 groups of 2 features each output sees the 2 of its group: the kernel says so. 2 * 16 results * 6 * 2.
+    line = (
+        "ROOT %y = f32[1,16,6] convolution(%p0, %p1), window={size=1}, dim_labels=b0f_0io->b0f, feature_group_count=3"
+    )
+    assert matmul_flops(work(p("f32[1,16,6]"), p("f32[1,2,6]", 1), line)) == 2 * 16 * 6 * 2
+
+
+def test_convolutions_against_every_pair_of_places():
+    rng = random.Random(0)
+    for _ in range(300):
+        stride, base, dilation, low = rng.randint(1, 6), rng.randint(1, 6), rng.randint(1, 4), rng.randint(-3, 5)
+        size_in, size_out, size = rng.randint(1, 9), rng.randint(1, 12), rng.randint(1, 6)
+        places = (o * stride + k * dilation - low for o in range(size_out) for k in range(size))
+        pairs = sum(place % base == 0 and 0 <= place // base < size_in for place in places)
+        window = f"window={{size={size} stride={stride} pad={low}_0 lhs_dilate={base} rhs_dilate={dilation}}}"
+        line = f"ROOT %y = f32[1,{size_out},1] convolution(%p0, %p1), {window}, dim_labels=b0f_0io->b0f"
+        assert matmul_flops(work(p(f"f32[1,{size_in},1]"), p(f"f32[{size},1,1]", 1), line)) == 2 * pairs, line
+
+
+def test_matrix_products_that_a_tpu_prints_as_convolutions():
+    # [6,16,16] x [6,16,8], batch of 6: 2 * 6 * 16 * 8 * 16. The batch is dilated so that each output meets one element.
+    line = "ROOT %y = f32[6,16,8] convolution(%p0, %p1), window={size=6 stride=5 lhs_dilate=6}, dim_labels=0bf_0io->0bf"
+    assert matmul_flops(work(p("f32[6,16,16]"), p("f32[6,16,8]", 1), line)) == 2 * 6 * 16 * 8 * 16
+    # [96,16] x [16,2,8]: 2 heads are a window that is reversed over an image of one. 2 * 96 * 16 * 2 * 8.
+    line = (
+        "ROOT %y = f32[96,2,8] convolution(%p0, %p1), window={size=2 pad=1_1 rhs_reversal=1}, dim_labels=b0f_i0o->b0f"
+    )
+    assert matmul_flops(work(p("f32[96,1,16]"), p("f32[16,2,8]", 1), line)) == 2 * 96 * 16 * 2 * 8
+    line = "ROOT %y = f32[96,8] convolution(%p0, %p1), dim_labels=bf_io->bf"
+    assert matmul_flops(work(p("f32[96,16]"), p("f32[16,8]", 1), line)) == 2 * 96 * 16 * 8
+
+
+def test_products_are_those_of_xla():
+    def products(a, b, c):
+        return jnp.einsum("bij,bjk->bik", a, b), jnp.einsum("bij,bik->jk", a, a), c @ c.T
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((3, 4, 5), (3, 5, 6), (7, 8))]
+    compiled = jax.jit(products).lower(*shapes).compile()
+    module = parse_module(compiled)
+    step = WorkCounter(module).total(module.computations[module.entry])
+    assert step.matmul_flops == {F32: 2 * (3 * 4 * 6 * 5 + 5 * 5 * 12 + 7 * 7 * 8)}
+    assert step.flops == compiled.cost_analysis()["flops"]
+
+
+# Loops.
+
+CONDITION = "%cond () -> pred[] {\n  %s = (s32[]) parameter(0)\n  %i = s32[] get-tuple-element(%s), index=0\n" \
+    "  %n = s32[] constant(11)\n  ROOT %r = pred[] compare(%i, %n), direction=LT\n}\n\n"  # fmt: skip
+BODY = "%body () -> (s32[]) {\n  %s = (s32[]) parameter(0)\n  %i = s32[] get-tuple-element(%s), index=0\n" \
+    "  %k = s32[] constant(3)\n  %j = s32[] add(%i, %k)\n  ROOT %r = (s32[]) tuple(%j)\n}\n\n"  # fmt: skip
+
+
+def trips(old="", new="", attributes=""):
+    """Trips of a loop that counts 1, 4, 7, 10 to 11, with one thing about it changed."""
+    text = handmade(
+        "%one = s32[] constant(1)", "%c = s32[] copy(%one)", "%t = (s32[]) tuple(%c)",
+        f"ROOT %w = (s32[]) while(%t), condition=%cond, body=%body{attributes}", others=CONDITION + BODY,
+    )  # fmt: skip
+    assert old in text
+    module = parse_module(text.replace(old, new) if old else text)
+    return trip_count(module, module.computations["main"]["w"])
+
+
+def test_trips_that_are_printed():
+    assert trips(attributes=', backend_config={"known_init_step":{"init":"1"},"known_trip_count":{"n":"7"}}') == 7
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "count"),
+    [
+        ("constant(11)", "constant(11)", 4),
+        ("constant(11)", "constant(10)", 3),
+        ("constant(3)", "constant(1)", 10),
+        ("constant(11)", "constant(1)", 0),
+        ("constant(11)", "constant(-5)", 0),
+        ("constant(1)", "constant(-2)", 5),
+    ],
+)
+def test_trips_that_are_counted(old, new, count):
+    assert trips(old, new) == count
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("%one = s32[] constant(1)", "%one = s32[] parameter(0)"),  # starts anywhere
+        ("%t = (s32[]) tuple(%c)", "%t = (s32[]) parameter(0)"),
+        ("%n = s32[] constant(11)", "%n = s32[] negate(%i)"),  # ends anywhere
+        ("add(%i, %k)", "add(%i, %i)"),  # doubles
+        ("add(%i, %k)", "add(%k, %k)"),
+        ("add(%i, %k)", "multiply(%i, %k)"),
+        ("constant(3)", "constant(-3)"),
+        ("constant(3)", "constant(0)"),
+        ("direction=LT", "direction=NE"),
+        ("compare(%i, %n), direction=LT", "custom-call(%i, %n)"),
+        ("compare(%i, %n)", "compare(%n, %n)"),
+        ("ROOT %r = (s32[]) tuple(%j)", "ROOT %r = (s32[]) custom-call(%j)"),
+    ],
+)
+def test_loops_that_do_not_tell(old, new):
+    assert trips(old, new) is None
+
+
+@pytest.mark.parametrize("name", fixture_names("*-loop-*"))
+def test_a_scan_of_known_length_on_every_platform(name):
+    module = parse_module(load_fixture(name))
+    loops = [line for computation in module.computations.values() for line in computation.values()]
+    assert [trip_count(module, line) for line in loops if line.opcode == "while"] == [5]
