@@ -7,7 +7,9 @@ For S bytes over N ranks that each send W bytes per second, with ring algorithms
     all-gather        o/2 +   (N-1)/N S/W          broadcast             o/2 + S/W
 
 A group that spans H hosts with n ranks each communicates within hosts first and then between hosts with 1/n of the
-bytes per rank: the same formula with n, S and the link's W, plus that with H, S/n and the host link's W.
+bytes per rank: the same formula with n, S and the link's W, plus that with H, S/n and the host link's W. What is sent
+from rank to rank directly has no first and second: an all-to-all sends (n-1)/N S within its host and (N-n)/N S to
+others, a permutation S either way, and the slower of the two counts.
 
 References:
     Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 2009.
@@ -34,7 +36,11 @@ _VOLUMES = {
     "ragged-all-to-all": (1.0, True),
     "collective-permute": (1.0, False),
     "collective-broadcast": (1.0, False),
+    "send": (1.0, False),
+    "recv": (1.0, False),
 }
+_ALL_TO_ALL = ("all-to-all", "ragged-all-to-all")
+_DIRECT = (*_ALL_TO_ALL, "collective-permute", "send", "recv")  # from rank to rank, at both levels at once
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,8 @@ class Network:
     def sent_bytes(self, kind: str, num_bytes: float, group: Sequence[int]) -> tuple[float, float]:
         """Bytes that a rank sends in one collective: to ranks of its own host, and to other hosts.
 
-        ``num_bytes`` is the size of the full buffer; ``group`` holds device numbers.
+        ``num_bytes`` is the size of the full buffer; ``group`` holds device numbers. Of a permutation along a ring of
+        several hosts, it is what the rank at a host's end sends.
         """
         volume, is_scaled = _VOLUMES[kind]
 
@@ -89,7 +96,12 @@ class Network:
 
         per_host = self.devices_per_host or max(group) + 1
         on_each_host = Counter(device // per_host for device in group)
-        local = max(on_each_host.values())
+        local, num_ranks = max(on_each_host.values()), on_each_host.total()
+        if kind in _ALL_TO_ALL:
+            others = num_ranks - min(on_each_host.values())
+            return num_bytes * (local - 1) / num_ranks, num_bytes * others / num_ranks
+        if kind in _DIRECT:
+            return ring(local, num_bytes), ring(len(on_each_host), num_bytes)
         return ring(local, num_bytes), ring(len(on_each_host), num_bytes / local)
 
     def transfer_s(self, kind: str, num_bytes: float, group: Sequence[int]) -> float:
@@ -97,7 +109,8 @@ class Network:
         if len(group) < 2:
             return 0.0
         within, _ = self.sent_bytes(kind, num_bytes, group)
-        return within / (self.gb_per_s * GB) + self.seconds_between_hosts(kind, num_bytes, group)
+        levels = within / (self.gb_per_s * GB), self.seconds_between_hosts(kind, num_bytes, group)
+        return max(levels) if kind in _DIRECT else sum(levels)
 
     def seconds_between_hosts(self, kind: str, num_bytes: float, group: Sequence[int]) -> float:
         """The part of ``transfer_s`` in which hosts send to each other; 0 for a group on one host."""

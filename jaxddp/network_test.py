@@ -41,6 +41,18 @@ def test_bytes_by_level():
     assert network.sent_bytes("all-reduce", 800, (1, 5)) == (0, 800)
 
 
+def test_direct_sends_use_both_levels_at_once():
+    """Of 512 MiB, 16 ranks have 32 each: 7 go to ranks of the same host and 8 to the other; the NICs take longer."""
+    network, mib = Network(300, latency_us=0, host_gb_per_s=25, devices_per_host=8), 2**20
+    assert network.sent_bytes("all-to-all", 512 * mib, range(16)) == (224 * mib, 256 * mib)
+    assert network.transfer_s("all-to-all", 512 * mib, range(16)) == 256 * mib / 25e9
+    assert network.transfer_s("all-to-all", 512 * mib, range(8)) == 448 * mib / 300e9
+    # Uneven hosts: the one rank alone on its host sends all but its own part to the other.
+    assert network.sent_bytes("all-to-all", 90, (0, 1, 8)) == (30, 60)
+    for kind in ("collective-permute", "send"):  # a ring over both hosts: the last of each sends to the other
+        assert network.transfer_s(kind, S, range(16)) == S / 25e9
+
+
 def test_numbers_of_a_real_model():
     """Gradients of 684 MB over 8 ranks at 50 GB/s: 1.75 x 684,395,520 / 50e9 = 23.95 ms, and 15 us."""
     seconds = Network(50).seconds("all-reduce", 684_395_520, range(8))

@@ -51,8 +51,9 @@ def add_parser(commands: Any) -> None:
     add("--replicas", type=int, default=1, metavar="N", help="also compile ZeRO strategies sharded within N groups and "
         "summed across: h100:4x8 --replicas 4 shards within a host (default: no)")  # fmt: skip
     add("--batch-per-device", type=int, metavar="N", help="sequences on each device (default: 16)")
-    add("--dtype", metavar="NAME", help="f32, or bf16: the loss takes bfloat16 copies of the parameters, which stay "
-        "float32, as do the sums of gradients (default: f32)")  # fmt: skip
+    add("--dtype", metavar="NAME", help="f32, whose products JAX computes in TF32 on GPUs and in bfloat16 on TPUs; or "
+        "bf16: the loss takes bfloat16 copies of the parameters, which stay float32, as do the sums of gradients "
+        "(default: f32)")  # fmt: skip
     add("--hlo", metavar="FILE", help="read this scheduled HLO text instead of compiling a model")
     add("--dump-hlo", metavar="FILE", help="write the scheduled program of --strategy")
     add("--json", action="store_true", help="print one JSON object instead of the table; files only with --out")

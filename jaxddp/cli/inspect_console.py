@@ -30,7 +30,7 @@ _LEFT = ("strategy", "check")
 _LEGEND = (
     "AR all-reduce, RS reduce-scatter, AG all-gather. First start: share of the backward's FLOPs done before the first "
     "collective. In flight: share of the volume that starts while the backward still computes; late: after it. "
-    "Exposed: step - compute. Peak: memory of one device."
+    "Exposed: step - compute. Peak: memory of one device"
 )
 _SHORT = {"all-reduce": "AR", "all-gather": "AG", "reduce-scatter": "RS", "collective-permute": "CP"}
 _WIDTH_ELSEWHERE = 160
@@ -66,7 +66,9 @@ def show(inspections: list[Inspection], model: str, folder: Path | None, file: T
         sent = {each.strategy: [f"{num_bytes / MIB:.1f}" for num_bytes in each.sent_bytes] for each in inspections}
         sums = ", ".join(f"{name} {within} + {between}" for name, (within, between) in sent.items())
         console.print(f"A rank sends within its host + to other hosts, MiB: {sums}.")
-    console.print(_LEGEND)
+    chip = first.target.chip
+    pool = f"; JAX takes {chip.pool_bytes / 1e9:.1f} unless XLA_PYTHON_CLIENT_MEM_FRACTION is set"
+    console.print(f"{_LEGEND}, of {chip.memory_bytes / 1e9:.1f}{pool if chip.platform == 'gpu' else ''}.")
     console.print()
     indent = 2 + max(len(inspection.strategy) for inspection in inspections)
     line_width = max(MIN_WIDTH, min(_LINE_WIDTH, console.width - indent))
@@ -97,6 +99,7 @@ def _object(inspection: Inspection) -> dict[str, Any]:
         "network_gb_per_s": inspection.gb_per_s,
         "network": network_in_words(inspection.target, inspection.network),
         "latency_us": inspection.network.latency_us,
+        "product_dtypes": inspection.product_dtypes,
         "planned": [{"kind": kind, "bytes": num_bytes} for kind, num_bytes in inspection.planned],
         "compiled": [{"kind": kind, "bytes": num_bytes} for kind, num_bytes in inspection.compiled],
         "as_planned": inspection.as_planned,
@@ -105,6 +108,7 @@ def _object(inspection: Inspection) -> dict[str, Any]:
         "bytes_started_after_backward": overlap.bytes_started_after_backward,
         "bytes_in_flight_during_backward": overlap.bytes_in_flight,
         "first_start_fraction": overlap.first_start_fraction,
+        "most_in_flight": inspection.schedule.most_in_flight(),
         "step_ms": simulation.step_s * 1e3,
         "compute_ms": simulation.compute_s * 1e3,
         "comm_ms": simulation.communication_s * 1e3,

@@ -229,6 +229,7 @@ def _assumptions(plan: Plan) -> list[str]:
         f"collectives of different axes {'at the same time' if given.overlapped_axes else 'one after the other'}",
         f"r(n) = {'(n-1)/n' if given.ring_factors else '1'} of a buffer sent",
         f"{given.element_bytes:g} bytes per element sent and kept",
+        f"products in {plan.job.cluster.products or 'any dtype'} at {plan.job.cluster.flops_per_s:g} FLOP/s",
         "{:g} + {:g} + {:g} + {:g} bytes a parameter (value, gradient, optimizer, sum of micro-batches)".format(
             *plan.job.held
         ),
@@ -244,6 +245,10 @@ def _notes(plan: Plan) -> list[str]:
         )
     if any(side < 4 for side in cluster.torus):
         found.append("axes of fewer than 4 chips have no wrap-around links: communication is slower than assumed")
+    if not cluster.torus:
+        pool = 0.75 * cluster.memory_bytes
+        needs_more = ", which this plan needs" if plan.total_bytes > pool else ""
+        found.append(f"JAX takes {_gb(pool)} of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says more{needs_more}")
     if job.gathers and plan.num_microbatches > 1:
         found.append("every micro-batch gathers, so each has to be as large as a compute-bound batch")
     if not job.gathers and job.num_data_ranks > 1 and job.assumptions.passes == "forward":

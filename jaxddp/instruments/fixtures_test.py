@@ -44,9 +44,8 @@ def test_collectives(name):
     assert schedule.gradient_collectives() == gradient_collectives(load_fixture(name)) == planned
     assert sum(c.is_metrics for c in collectives) == METRICS.get(program, 0)
     assert schedule.num_devices == 8
-    assert {c.group for c in collectives if c.kind != "collective-permute"} <= {RANKS}
-    assert {c.group for c in collectives if c.kind == "collective-permute"} <= {(0, 1)}
-    kernel = {"cpu": "", "tpu": "", "gpu": "TRITON_ONE_SHOT" if version == "jax0.10" else "DEFAULT"}[platform]
+    assert {c.group for c in collectives} <= {RANKS}
+    kernel = {"cpu": "", "tpu": "", "gpu": "TRITON_ONE_SHOT"}[platform]
     assert {c.kernel for c in collectives} <= {kernel} | ({"DEFAULT"} if program in ("auto", "collectives") else set())
     if platform != "gpu":
         assert not any(c.is_async for c in collectives if c.kind != "collective-permute")
@@ -77,12 +76,29 @@ def test_naive_starts_all_at_the_end(name):
 
 @pytest.mark.parametrize("name", fixture_names("*-bucketed-*"))
 def test_buckets_start_during_the_backward(name):
+    """From jax 0.11 on not those so small that XLA's own kernel sums them: it is a fusion, which stays where it is."""
     overlap, platform = read_schedule(load_fixture(name)).overlap(), name[:3]
+    if name in ("gpu-bucketed-jax0.11", "gpu-bucketed-jax0.12"):
+        assert overlap == Overlap(1.0, 0, 28_992, 28_992)
+        return
     assert 0.1 < overlap.first_start_fraction < 0.25  # seen: 0.13 to 0.22, the head's share of the backward
     # The last bucket cannot but start after the backward; on CPUs the one before it stands there too.
     assert overlap.bytes_started_after_backward == (2 * 5184 if platform == "cpu" else 5184)
     assert overlap.bytes_in_flight == (28_992 - 5184 if platform == "gpu" else 0)
     assert overlap.num_bytes == 28_992
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "most"),
+    [
+        ("gpu-naive-jax0.10", 21, 20), ("gpu-naive-jax0.11", 21, 21), ("gpu-naive-jax0.12", 21, 21),
+        ("gpu-bucketed-jax0.10", 6, 6), ("gpu-bucketed-jax0.11", 6, 1), ("gpu-bucketed-jax0.12", 6, 1),
+        ("gpu-auto-jax0.12", 1, 1), ("cpu-bucketed-jax0.12", 6, 0), ("tpu-bucketed-jax0.12", 6, 0),
+    ],
+)  # fmt: skip
+def test_how_many_are_in_flight_at_a_time(name, count, most):
+    schedule = read_schedule(load_fixture(name))
+    assert (len(schedule.gradient_collectives()), schedule.most_in_flight()) == (count, most)
 
 
 def matmul_flops(operations):

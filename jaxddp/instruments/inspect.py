@@ -33,7 +33,7 @@ from ..tree import named_leaves, split
 from . import targets
 from .memory import DeviceBytes, held_bytes, state_formula
 from .schedule import Schedule, read_schedule
-from .simulate import Bound, Simulation, lower_bound, network_of, simulate
+from .simulate import Bound, Simulation, lower_bound, network_of, product_dtype, simulate
 from .targets import Pending, TargetMemoryError, TargetProgram, start_compile_for_target
 from .tuning import tune_buckets
 
@@ -69,7 +69,19 @@ class Inspection:
     def title(self) -> str:
         """Target and network in words."""
         speed = f"{self.gb_per_s:g} GB/s per rank{' between hosts' if self.network.host_gb_per_s else ''}"
-        return f"{self.target.spec}, {speed}, {self.network.latency_us:g} us per all-reduce, simulated"
+        products = " and ".join(self.product_dtypes) or "no products"
+        latency = f"{self.network.latency_us:g} us per all-reduce"
+        return f"{self.target.spec}, {speed}, {latency}, in {products}, simulated"
+
+    @property
+    def product_dtypes(self) -> dict[str, float]:
+        """FLOPs of the matrix products by the dtype in which the chip multiplies, most first."""
+        found: dict[str, float] = {}
+        for kind, flops in self.schedule.work().matmul_flops.items():
+            dtype, count = product_dtype(kind, self.target.chip)
+            name = dtype if count == 1 else f"{count} x {dtype}"
+            found[name] = found.get(name, 0.0) + flops
+        return dict(sorted(found.items(), key=lambda entry: -entry[1]))
 
     @property
     def gb_per_s(self) -> float:
@@ -84,8 +96,7 @@ class Inspection:
     @property
     def sent_bytes(self) -> tuple[float, float]:
         """Bytes that a rank sends in the gradient collectives: to ranks of its own host, and to other hosts."""
-        gradients = [each for each in self.schedule.collectives() if each.is_gradients]
-        sent = [self.network.sent_bytes(each.kind, each.num_bytes, each.group) for each in gradients]
+        sent = [each.sent_bytes(self.network) for each in self.schedule.collectives() if each.is_gradients]
         return sum(within for within, _ in sent), sum(between for _, between in sent)
 
     @property
@@ -104,6 +115,9 @@ class Inspection:
                 f"compiled for {self.num_devices_compiled_for} devices, not for the {self.target.num_devices} of "
                 f"{self.target.spec}: its collectives are simulated among those"
             )
+        if self.memory is not None and self.memory["peak"] > self.target.chip.pool_bytes:
+            pool = f"the {self.target.chip.pool_bytes / 1e9:.1f} GB that JAX takes of a GPU by default"
+            notes.append(f"needs more than {pool}: set XLA_PYTHON_CLIENT_MEM_FRACTION")
         if self.bound is not None and self.simulation.compute_s > self.bound.compute_s * (1 + COMPUTE_TOLERANCE):
             excess = self.simulation.compute_s / self.bound.compute_s - 1
             notes.append(f"computes {excess:.1%} longer than the same step without communication")

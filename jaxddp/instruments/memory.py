@@ -369,7 +369,7 @@ class _Arrays:
             self._made_by[instruction.name] = made = self._made_by[instruction.operands[0]]
             return given if opcode.endswith("-update") else list(made[: len(arrays)])
         # A start returns (operands, results, ...), of a copy (result, operand, ...), of an all-reduce only results.
-        returns_operands = opcode.endswith("-start") and len(arrays) > len(given)
+        returns_operands = (opcode.endswith("-start") or opcode == "send") and len(arrays) > len(given)
         first = 1 if opcode == "copy-start" else 0
         new = [*arrays[:first], *arrays[first + len(given) :]] if returns_operands else arrays
         made = list(range(len(self._made), len(self._made) + len(new)))

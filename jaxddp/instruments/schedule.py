@@ -21,13 +21,14 @@ from typing import Any
 import numpy as np
 
 from ..communication.buckets import MIB
+from ..network import Network
 from ..scopes import LOSS_SCOPE, METRICS_SCOPE, MODEL_STATE_SCOPE, OPTIMIZER_SCOPE, OTHER_AXES_SCOPE, SYNC_SCOPE
 from .hlo import Computation, Instruction, Module, one_line_errors, parse_module
 from .work import Work, WorkCounter, trip_count
 
 COLLECTIVE_KINDS = (
     "all-reduce", "reduce-scatter", "all-gather", "collective-permute", "all-to-all", "collective-broadcast",
-    "ragged-all-to-all",
+    "ragged-all-to-all", "send", "recv",
 )  # fmt: skip
 REDUCTIONS = ("all-reduce", "reduce-scatter")
 PHASES = ("forward", "backward", "optimizer")
@@ -40,9 +41,10 @@ class Collective:
     Attributes:
         kind: One of ``COLLECTIVE_KINDS``.
         num_bytes: Bytes of the full buffer on the wire: the input of a reduce-scatter, the output of an all-gather.
-        group: Devices of the first group that takes part.
+        group: Devices of the first group that takes part; of a permutation, all that send or receive.
         is_async: Whether it has a start and a done, and is not marked synchronous.
         kernel: The backend's name for its implementation; empty if not printed.
+        pairs: Who sends to whom in a permutation, or a send; empty for others.
     """
 
     kind: str
@@ -51,6 +53,20 @@ class Collective:
     is_async: bool = False
     kernel: str = ""
     op_name: str = ""
+    pairs: tuple[tuple[int, int], ...] = ()
+
+    def seconds(self, network: Network) -> float:
+        """Seconds of it, with the network to itself; a permutation takes as long as its slowest pair."""
+        return max((network.seconds(self.kind, self.num_bytes, group) for group in self._groups), default=0.0)
+
+    def sent_bytes(self, network: Network) -> tuple[float, float]:
+        """Bytes that a rank sends at most: to ranks of its own host, and to other hosts."""
+        sent = [network.sent_bytes(self.kind, self.num_bytes, group) for group in self._groups]
+        return max((within for within, _ in sent), default=0.0), max((between for _, between in sent), default=0.0)
+
+    @property
+    def _groups(self) -> list[tuple[int, ...]]:
+        return [pair for pair in self.pairs if pair[0] != pair[1]] if self.pairs else [self.group]
 
     @property
     def is_metrics(self) -> bool:
@@ -178,6 +194,16 @@ class Schedule:
         )
         return max(backward, default=0)
 
+    def most_in_flight(self) -> int:
+        """The most of the strategy's asynchronous collectives that have started and are not waited for, at a time."""
+        most, running = 0, set()
+        for operation in self.operations:
+            if operation.starts and operation.starts.is_async and operation.starts.is_gradients:
+                running.add(operation.name)
+            running.discard(operation.waits_for)
+            most = max(most, len(running))
+        return most
+
     def overlap(self) -> Overlap:
         """Measures how the gradient collectives overlap the backward."""
         issued = np.cumsum([0.0] + [op.total_work.flops if op.phase == "backward" else 0.0 for op in self.operations])
@@ -269,7 +295,7 @@ class OperationReader:
         work = self.counter.of(instruction, computation)
         if collective is None:
             return Operation(**common, work=work)
-        started_only = opcode.endswith("-start") and not opcode.startswith("copy")
+        started_only = opcode.endswith("-start") or opcode in ("send", "recv")
         return Operation(**common, work=work, starts=collective, waits_for="" if started_only else name)
 
     def _started_by(self, done: Instruction, computation: Computation) -> str:
@@ -277,12 +303,27 @@ class OperationReader:
         start = computation.get(done.operands[0]) if done.operands else None
         while start is not None and start.opcode.endswith("-update"):
             start = computation.get(start.operands[0])
+        if start is not None and (sender := self._sender(start, computation)):
+            return sender
         return start.name if start is not None and self._collective(start, computation) else ""
+
+    @staticmethod
+    def _sender(recv: Instruction, computation: Computation) -> str:
+        """Name of the send over the same channel: what a recv receives on this rank, another sends meanwhile."""
+        if recv.opcode != "recv" or not (channel := recv.attribute("channel_id")):
+            return ""
+        sends = (one for one in computation.values() if one.opcode == "send")
+        return next((one.name for one in sends if one.attribute("channel_id") == channel), "")
 
     def _collective(self, instruction: Instruction, computation: Computation) -> Collective | None:
         """The collective that an instruction issues: itself, or the first one inside what it calls."""
         if instruction.opcode in ("while", "call") or instruction.opcode.endswith(("-done", "-update")):
             return None
+        if instruction.attribute("is_host_transfer") == "true":
+            self.counter.note(f"{instruction.opcode} {instruction.name}: to or from the host, its time is not counted")
+            return None
+        if self._sender(instruction, computation):
+            return None  # timed as the send
         inner, where = instruction, computation
         if not _kind(instruction):
             within = self.module.within(instruction, computation)
@@ -298,7 +339,7 @@ class OperationReader:
         return Collective(
             kind, _full_bytes(kind, inner, where), self._group(inner), is_async,
             _kernel(inner, instruction),
-            inner.op_name or instruction.op_name,
+            inner.op_name or instruction.op_name, _pairs(inner),
         )  # fmt: skip
 
     def _group(self, instruction: Instruction) -> tuple[int, ...]:
@@ -318,8 +359,10 @@ class OperationReader:
             return tuple(int(device) for device in ids[0])
         if listed := re.match(r"\{\{([\d,]+)\}", printed):
             return tuple(int(device) for device in listed.group(1).split(","))
-        if pairs := re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", instruction.attributes):
-            return tuple(int(device) for device in pairs.groups())
+        if pairs := _pairs(instruction):
+            return tuple(sorted({device for pair in pairs for device in pair}))
+        if instruction.opcode in ("send", "recv"):
+            self.counter.note(f"{instruction.opcode} {instruction.name}: its devices are not named, all are assumed")
         if printed and not printed.startswith("{}"):
             self.counter.note(f"collective {instruction.name}: group not understood, all devices are assumed")
         return tuple(range(self.num_devices))
@@ -370,6 +413,12 @@ def _kind(instruction: Instruction) -> str:
     return kind if kind in COLLECTIVE_KINDS else ""
 
 
+def _pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
+    printed = re.search(r'source_target_pairs="?\{((?:\{\d+,\d+\},? ?)+)\}', instruction.attributes)
+    found = re.findall(r"(\d+),(\d+)", printed.group(1)) if printed else []
+    return tuple((int(source), int(target)) for source, target in found)
+
+
 def _kernel(collective: Instruction, holder: Instruction) -> str:
     """``kernel_strategy`` on GPUs; on TPUs the ``emitter`` of a fusion that wraps the collective."""
     strategy = collective.config("kernel_strategy") or holder.config("kernel_strategy")
@@ -377,6 +426,8 @@ def _kernel(collective: Instruction, holder: Instruction) -> str:
 
 
 def _full_bytes(kind: str, instruction: Instruction, computation: Computation) -> int:
+    if kind == "recv":  # returns what it receives, a context and a token
+        return instruction.arrays[0].num_bytes
     if kind == "all-gather":
         sizes = [array.num_bytes for array in instruction.arrays]
         # The start of an asynchronous gather returns (inputs, outputs).

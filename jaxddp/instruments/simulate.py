@@ -87,18 +87,19 @@ def device_seconds(work: Work, chip: Chip) -> float:
     return max(arithmetic + vector, work.num_bytes / chip.memory_bytes_per_s)
 
 
+def product_dtype(kind: MatmulKind, chip: Chip) -> tuple[str, int]:
+    """The dtype in which a chip multiplies, and in how many products: float32 by default in TF32, or in bfloat16."""
+    if kind.dtype == "f32":
+        if kind.precision == "highest" and chip.platform == "gpu":
+            return "float32", 1  # no tensor cores
+        return chip.matmul_float32, {"default": 1, "high": 3, "highest": 6}[kind.precision]
+    return "float8" if kind.dtype.startswith("f8") else _CHIP_DTYPES.get(kind.dtype, "float32"), 1
+
+
 def matmul_flops_per_s(kind: MatmulKind, chip: Chip) -> float:
     """FLOP/s of matrix products of one kind; unpublished dtypes count as the slowest published one."""
-    rates = chip.flops_per_s
-    if kind.dtype == "f32":
-        fast = rates[chip.matmul_float32]
-        if kind.precision == "default":
-            return fast
-        # Exact float32 uses no tensor cores on GPUs, and six bfloat16 products on TPUs; "high" uses three.
-        exact = rates["float32"] if chip.platform == "gpu" else fast / 6
-        return exact if kind.precision == "highest" else fast / 3
-    name = "float8" if kind.dtype.startswith("f8") else _CHIP_DTYPES.get(kind.dtype, "float32")
-    return rates.get(name, min(rates.values()))
+    dtype, count = product_dtype(kind, chip)
+    return chip.flops_per_s.get(dtype, min(chip.flops_per_s.values())) / count
 
 
 def network_of(target: Target, gb_per_s: float | None = None, latency_us: float = DEFAULT_LATENCY_US) -> Network:
@@ -181,9 +182,7 @@ class _Machine:
         """Queues a collective; returns when it ends."""
         kind, num_bytes = collective.kind, collective.num_bytes
         start = self.network_free_s = max(self.now, self.network_free_s)
-        if len(collective.group) > 1:
-            self.network_free_s += self.network.latency_s(kind)
-            self.network_free_s += self.network.transfer_s(kind, num_bytes, collective.group)
+        self.network_free_s += collective.seconds(self.network)
         self.spans.append(Span(
             operation.name, "communication", kind, start, self.network_free_s, num_bytes, collective.op_name
         ))  # fmt: skip

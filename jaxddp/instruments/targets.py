@@ -215,16 +215,17 @@ class _Gpu(NamedTuple):
     l2_cache_bytes: int
     shared_memory_per_core_bytes: int
     shared_memory_per_block_bytes: int
+    num_links: int  # of NVLink: without them, XLA leaves its own kernels for small all-reduces out
 
 
-_H100 = _Gpu("NVIDIA H100 80GB HBM3", 9, 132, 128, 1.98, 3352320000000, 84929347584, 52428800, 233472, 232448)
+_H100 = _Gpu("NVIDIA H100 80GB HBM3", 9, 132, 128, 1.98, 3352320000000, 84929347584, 52428800, 233472, 232448, 18)
 _GPUS = {
     "h100": _H100,
     "h200": _H100._replace(
         description="NVIDIA H200 141GB HBM3e", memory_bytes_per_s=4800000000000, memory_bytes=151397597184
     ),
-    "a100": _Gpu("NVIDIA A100-SXM4-80GB", 8, 108, 64, 1.41, 2039040000000, 85100068864, 41943040, 167936, 166912),
-    "b200": _Gpu("NVIDIA B200", 10, 148, 128, 1.965, 7672320000000, 191514411008, 132644864, 233472, 232448),
+    "a100": _Gpu("NVIDIA A100-SXM4-80GB", 8, 108, 64, 1.41, 2039040000000, 85100068864, 41943040, 167936, 166912, 12),
+    "b200": _Gpu("NVIDIA B200", 10, 148, 128, 1.965, 7672320000000, 191514411008, 132644864, 233472, 232448, 18),
 }
 
 
@@ -274,6 +275,7 @@ gpu_device_info {{
   cuda_compute_capability {{ major: {gpu.compute_capability} }}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
+  device_interconnect_info {{ active_links: {gpu.num_links} }}
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 7 }}

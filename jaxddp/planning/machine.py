@@ -57,6 +57,7 @@ class Cluster:
         torus: Sides; empty on GPUs.
         fsdp_axes: M_X, set by hand; None to derive it from the torus.
         tp_axes: M_Y, set by hand; None to derive it from the torus.
+        products: The dtype in which products are computed, whose peak ``flops_per_s`` is; empty if set by hand.
 
     Raises:
         ValueError: If a number is out of range, or axes are given without a torus.
@@ -73,6 +74,7 @@ class Cluster:
     torus: tuple[int, ...] = ()
     fsdp_axes: int | None = None
     tp_axes: int | None = None
+    products: str = ""
 
     def __post_init__(self) -> None:
         for name in ("flops_per_s", "memory_bytes", "link_gb_per_s", "host_link_gb_per_s"):
@@ -154,6 +156,7 @@ def cluster_of(
         host_link_gb_per_s=chip.host_link_gb_per_s,
         devices_per_host=None if is_torus else target.devices_per_host,
         torus=sides,
+        products=key if flops_per_s is None else "",
     )
     return replace(cluster, **{name: value for name, value in by_hand.items() if value is not None})  # type: ignore[arg-type]
 
