@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from .checkpoint import Checkpoints as Checkpoints
     from .communication import compression as compression
     from .communication.buckets import BucketPlan as BucketPlan
     from .communication.buckets import TensorSpec as TensorSpec
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     from .zero.shard_optimizer import sharded_specs as sharded_specs
 
 _MODULES = {
+    "Checkpoints": ".checkpoint",
     "Network": ".network",
     "BucketPlan": ".communication.buckets",
     "TensorSpec": ".communication.buckets",

@@ -115,7 +115,7 @@ def test_ranks_of_torch_import_jaxddps_planner_and_no_jax(tmp_path):
 
 
 def test_the_twins_commands_import_no_jax():
-    code = "import sys, torchref.cli.train_loop, jaxddp.cli.train_console; print('jax' in sys.modules)"
+    code = "import sys, torchref.cli.train_program; print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
 

@@ -10,8 +10,7 @@ import numpy as np
 
 from jaxddp.__main__ import main as jaxddp
 from jaxddp.cli.quiet import import_jax
-from jaxddp.cli.train_options import TrainOptions
-from jaxddp.cli.train_report import StepReport, TrainSummary
+from jaxddp.cli.train_options import StepReport, TrainOptions
 from jaxddp.sizes import SIZES
 
 from .program import BATCH_SIZE, MODEL, STUCK_S, Events, parse
@@ -24,30 +23,23 @@ def main() -> int:
     program = parse()
     events = Events(program)
     import_jax()
-    from jaxddp.cli import train_loop
+    from jaxddp.cli import train_program
 
-    train = train_loop.train
+    train = train_program.train
     SIZES["soak"] = MODEL
 
-    def reported(
-        options: TrainOptions, say: Callable[[str], None], on_step: Callable[[StepReport], None]
-    ) -> TrainSummary | None:
+    def reported(options: TrainOptions, say: Callable[[str], None]) -> list[StepReport]:
         def say_too(text: str) -> None:
             say(text)
             if found := _COMPILED.fullmatch(text):
                 events.write("compiled", seconds=float(found[1]))
 
-        def on_step_too(report: StepReport) -> None:
-            on_step(report)
-            events.step(report.step, report.save_s)
+        return train(options, say_too, lambda report: events.step(report.step, report.save_s))
 
-        return train(options, say_too, on_step_too)
-
-    setattr(train_loop, "train", reported)  # noqa: B010
+    setattr(train_program, "train", reported)  # noqa: B010
     options = {
-        "model": "soak", "steps": program.steps, "batch-size": BATCH_SIZE, "seed": program.seed, "eval-every": 0,
+        "model": "soak", "steps": program.steps, "batch-size": BATCH_SIZE, "seed": program.seed,
         "stuck-s": STUCK_S, "checkpoint": program.checkpoint, "checkpoint-every": program.checkpoint_every,
-        "log-dir": program.log_dir,
     }  # fmt: skip
     return jaxddp(["train", "--resume", *(f"--{name}={value}" for name, value in options.items())])
 

@@ -1,8 +1,7 @@
 """``python -m jaxddp``: the commands. Their modules import slow ones only when they run, so help is quick.
 
-train.py, train_options.py, train_loop.py                     train: the command, its options, the trainer
-train_run.py, resume.py                                       a run's steps, and where it goes on; torchref shares them
-train_report.py, train_console.py                             what a run reports, and its output; torchref shares them
+train.py, train_program.py                                    train: the command, the program
+train_options.py                                              its options; torchref shares them
 inspect.py, inspect_console.py                                inspect: the command, its output
 plan.py, plan_console.py                                      plan: the command, its output
 doctor.py                                                     doctor: what this machine has, what will not work

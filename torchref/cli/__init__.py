@@ -1,4 +1,4 @@
 """``python -m torchref``: the commands, which share options and output with those of ``jaxddp.cli``.
 
-train.py, train_loop.py   train: the command, the run
+train.py, train_program.py   train: the command, the program
 """

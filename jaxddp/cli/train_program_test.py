@@ -1,0 +1,376 @@
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxddp
+from jaxddp.checkpoint.interop import to_numpy
+from jaxddp.checkpoint.weights import export_weights
+from jaxddp.cli import train_program
+from jaxddp.cli.interrupts import SIGNALS, Signalled
+from jaxddp.cli.train_options import StepReport, TrainOptions
+from jaxddp.cli.train_program import train
+from jaxddp.models import SIZES, TransformerConfig, cross_entropy
+from jaxddp.training.replicas_test import flip
+
+# 12 tensors: 9 of the block, embedding, last norm and head.
+SMALL = TransformerConfig(vocab=256, context=16, width=16, num_layers=1, num_heads=2, hidden=32)
+STEPS = r"checkpoints in .*: steps (.*)$"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def started():
+    """JAX with the eight devices of conftest.py; before it starts, a run may still ask for more."""
+    assert jax.device_count() == 8
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Makes options of a run that takes little more than compiling."""
+    monkeypatch.setitem(SIZES, "small_bytes", SMALL)
+    values = {"model": "small_bytes", "devices": 2, "batch_size": 8, "optimizer": "sgd", "checkpoint_every": 0}
+    return lambda **changes: TrainOptions(**{**values, **changes})
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"A strategy is what its compiled program does. " * 200)
+    return str(path)
+
+
+def test_training_lowers_the_loss(small, text):
+    lines: list[str] = []
+    options = small(steps=40, optimizer="adamw", learning_rate=1e-2, data=text, checkpoint_every=10)
+    reports = train(options, lines.append)
+    assert [report.step for report in reports] == list(range(1, 41))
+    assert [report.step for report in reports if report.validation_loss is not None] == [10, 20, 30, 40]
+    # Untrained, a byte is one of 256: ln 256 = 5.55. One sentence over and over is soon known: 0.4 seen.
+    assert 5 < reports[0].loss < 7 and reports[-1].loss < 1.5 and reports[-1].validation_loss < 1.5
+    on = f"2 simulated CPU devices on {os.cpu_count()} cores"
+    assert lines[0] == f"small_bytes ({SMALL.num_params:,} parameters) on {on}, bucketed"
+
+
+@pytest.mark.parametrize(
+    "changes, num_collectives",
+    [
+        ({"strategy": "naive"}, 12),
+        # Head and embedding take 16 KiB each; the others, 10 KiB between them, fit beside the first of the two.
+        ({"bucket_mb": 27 / 1024, "devices": 4}, 2),
+    ],
+)
+def test_the_strategy_decides_what_is_planned_and_compiled(small, text, changes, num_collectives):
+    lines: list[str] = []
+    train(small(steps=1, data=text, **changes), lines.append)
+    (line,) = [line for line in lines if line.startswith("collectives")]
+    assert re.search(rf"planned {num_collectives} all-reduces, .*; compiled: the same$", line)
+
+
+def test_ranks_and_microbatches_do_not_change_the_training(small, text):
+    many, one = (
+        train(small(steps=3, data=text, learning_rate=0.1, **changes))
+        for changes in ({}, {"devices": 1, "microbatches": 4})
+    )
+    # Float32 sums in another order.
+    assert one[-1].loss == pytest.approx(many[-1].loss, abs=1e-4)
+    assert one[-1].validation_loss == pytest.approx(many[-1].validation_loss, abs=1e-4)
+    assert abs(many[-1].loss - many[0].loss) > 1e-2
+
+
+def test_too_short_a_text_has_no_validation(small, text):
+    # 9200 bytes are 574 windows of 16 tokens, 29 of them held out.
+    (report,) = train(small(data=text, steps=1, devices=1, batch_size=32))
+    assert report.validation_loss is None
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.fixture
+def trainer_call(small, text, monkeypatch):
+    """Gives what the options make of the trainer's arguments, and trains nothing."""
+
+    def call(**changes):
+        seen: dict[str, Any] = {}
+
+        def stop(loss_fn, optimizer, strategy, mesh, **options):
+            seen.update(optimizer=optimizer, strategy=strategy, mesh=mesh, **options)
+            raise Stop
+
+        monkeypatch.setattr(jaxddp, "Trainer", stop)
+        with pytest.raises(Stop):
+            train(small(data=text, **changes))
+        return seen
+
+    return call
+
+
+def test_options_reach_the_trainer(trainer_call):
+    seen = trainer_call(devices=4, strategy="flat", microbatches=2, max_grad_norm=0.5, compute_dtype="bfloat16")
+    assert (seen["mesh"].size, seen["strategy"].name, seen["compute_dtype"]) == (4, "flat", "bfloat16")
+    assert (seen["num_microbatches"], seen["max_grad_norm"], seen["nonfinite"]) == (2, 0.5, "raise")
+    assert trainer_call(devices=None, nonfinite="stop")["nonfinite"] == "skip"
+
+
+@pytest.mark.parametrize(
+    "name, first_update",
+    # The first step of Adam is the learning rate against the sign of the gradient; AdamW also takes off 1 % of that
+    # rate times the parameter.
+    [("sgd", -0.1 * 3.0), ("adam", -0.1), ("adamw", -0.1 * (1 + 0.01 * 2.0))],
+)
+def test_optimizer_by_name(small, name, first_update):
+    optimizer = train_program.make_optimizer(small(optimizer=name, learning_rate=0.1))
+    param = jnp.asarray(2.0)
+    update, _ = optimizer.update(jnp.asarray(3.0), optimizer.init(param), param)
+    # Float32, and Adam's bias correction is rounded to 1e-5.
+    assert float(update) == pytest.approx(first_update, rel=1e-4)
+
+
+def test_weights_in_bfloat16_become_the_models_float32(tmp_path):
+    _, params = train_program.build(SMALL, seed=5)
+    rounded = {name: jnp.asarray(array, jnp.bfloat16) for name, array in to_numpy(params).items()}
+    export_weights(path := str(tmp_path / "weights.safetensors"), rounded)
+    for name, array in to_numpy(train_program.load_params(path, params)).items():
+        assert array.dtype == np.float32
+        np.testing.assert_array_equal(array, rounded[name].astype(jnp.float32), name)
+
+
+# Checkpoints
+
+
+def bigram_loss(params, batch):
+    logits = params["embedding"][batch["tokens"]] @ params["head"]
+    return cross_entropy(logits, batch["targets"])
+
+
+@pytest.fixture
+def bigram(small, text, monkeypatch):
+    """Makes options of runs in float64, so that what ranks and strategies change is seen to be rounding."""
+
+    def build(model, seed):
+        rng = np.random.default_rng(seed)
+        params = {"embedding": rng.normal(size=(256, 20)), "head": rng.normal(size=(20, 256))}
+        return bigram_loss, jax.tree.map(jnp.asarray, params)
+
+    monkeypatch.setattr(train_program, "build", build)
+    with jax.enable_x64(True):
+        yield partial(small, data=text)
+
+
+def saved_state(folder, step, optimizer=None):
+    """The leaves of a checkpoint, whoever saved it."""
+    loss_fn, params = train_program.build("small_bytes", seed=0)
+    trainer = jaxddp.Trainer(loss_fn, optimizer or optax.sgd(0.1), jaxddp.naive(), jaxddp.data_mesh(1))
+    with jaxddp.Checkpoints(folder) as checkpoints:
+        state, _ = checkpoints.restore(trainer, params, step=step)
+    return {name: np.asarray(leaf) for name, leaf in jaxddp.named_leaves(state._replace(key=())).items()}
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir() if path.is_dir())
+
+
+def test_a_resumed_run_ends_where_the_uninterrupted_one_does(bigram, tmp_path):
+    run = partial(bigram, optimizer="adamw", learning_rate=1e-2, batch_size=24)
+    whole = train(run(steps=7, devices=1, strategy="naive", checkpoint=str(tmp_path / "whole")))
+    parts: list[StepReport] = []
+    lines: list[str] = []
+    folder = str(tmp_path / "parts")
+    for options in (
+        {"steps": 2, "devices": 8, "strategy": "zero3"},
+        {"steps": 5, "devices": 3, "strategy": "bucketed", "checkpoint_every": 2},
+        {"steps": 7, "devices": 2, "strategy": "zero1", "microbatches": 3, "keep": 2},
+    ):
+        train(run(checkpoint=folder, resume=True, **options), lines.append, parts.append)
+    assert [report.step for report in parts] == [report.step for report in whole] == list(range(1, 8))
+    # Float64: sums over ranks and micro-batches in another order, seven steps of AdamW.
+    assert [report.loss for report in parts] == pytest.approx([report.loss for report in whole], abs=1e-12)
+    adamw = optax.adamw(1e-2, weight_decay=0.01)
+    expected = saved_state(tmp_path / "whole", 7, adamw)
+    for name, array in saved_state(folder, 7, adamw).items():
+        np.testing.assert_allclose(array, expected[name], rtol=0, atol=1e-12, err_msg=name)
+    assert [found[1] for line in lines if (found := re.match(STEPS, line))] == ["2", "2, 4, 5", "5, 7"]
+
+
+def test_another_batch_size_goes_on_in_the_data_where_the_last_one_stopped(bigram, tmp_path, monkeypatch):
+    asked: list[tuple[int, int]] = []
+    real_batch = train_program.Corpus.batch
+
+    def batch(self, step, batch_size, **options):
+        asked.append((step, batch_size))
+        return real_batch(self, step, batch_size, **options)
+
+    run = partial(bigram, checkpoint=str(tmp_path), resume=True)
+    train(run(steps=4, batch_size=6))
+    monkeypatch.setattr(train_program.Corpus, "batch", batch)
+    lines: list[str] = []
+    train(run(steps=6, batch_size=12, learning_rate=0.5), lines.append)
+    assert asked == [(0, 12), (2, 12), (3, 12)]  # the first is compiled for
+    assert [line for line in lines if line.startswith("changed")] == [
+        "changed: learning_rate from 0.001 to 0.5",
+        "changed: batch_size from 6 to 12",
+    ]
+
+
+def test_what_does_not_fit_the_checkpoint_is_refused(bigram, tmp_path):
+    run = partial(bigram, checkpoint=str(tmp_path))
+    train(run(steps=3))
+    other, edited = tmp_path / "other.txt", tmp_path / "edited.txt"
+    other.write_bytes(b"Another text. " * 200)
+    edited.write_bytes(b"A strategy is what its compiled program did. " * 200 + b"." * 200)
+    for changes, reason in [
+        ({"resume": False}, r"holds step 3: resume, or another folder"),
+        ({"seed": 1}, r"seed \(=1\) must be 0, as in the checkpoint"),
+        ({"data": str(other)}, r"text_bytes \(=2800\) must be 9200, as in the checkpoint"),
+        ({"data": str(edited)}, r"text_crc32 \(=\d+\) must be \d+, as in the checkpoint"),
+        ({"batch_size": 16}, r"batch_size \(=16\) must divide the examples taken \(=24\)"),
+        ({"optimizer": "adam"}, "is of another optimizer: "),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            train(run(**{"steps": 5, "resume": True, **changes}))
+    loss_fn, params = train_program.build("small_bytes", seed=0)
+    trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), jaxddp.naive(), jaxddp.data_mesh(1))
+    with jaxddp.Checkpoints(tmp_path / "foreign") as checkpoints:
+        checkpoints.save(trainer, trainer.init(params), data_position=17)
+    with pytest.raises(ValueError, match=r"data_position \(=17\) of the checkpoint must be one of this program"):
+        train(bigram(checkpoint=str(tmp_path / "foreign"), resume=True))
+    assert names_in(tmp_path) == ["3", "foreign"]
+
+
+def test_a_complete_run_takes_no_more_steps(bigram, tmp_path):
+    run = partial(bigram, checkpoint=str(tmp_path), resume=True)
+    train(run(steps=3))
+    assert train(run(steps=2), on_step=pytest.fail) == []
+    with pytest.raises(ValueError, match=r"seed \(=1\) must be 0"):  # it is another run that is complete
+        train(run(steps=3, seed=1))
+
+
+# Numbers that are not finite
+
+
+@pytest.fixture
+def diverges(bigram, tmp_path):
+    """A run from step 1 on, of which step 3 finds weights whose products overflow."""
+    run = partial(bigram, checkpoint=str(tmp_path))
+    train(run(steps=1))
+    return partial(run, steps=40, learning_rate=1e302, resume=True)
+
+
+def test_numbers_that_are_not_finite_end_the_run_and_are_not_saved(diverges, tmp_path):
+    with pytest.raises(FloatingPointError, match=r"of step 3 must be finite"):
+        train(diverges())
+    assert names_in(tmp_path) == ["1"]
+
+
+@pytest.mark.parametrize("nonfinite, last", [("stop", 3), ("skip", 12)])
+def test_the_state_before_is_kept_beside_the_checkpoints_and_is_not_resumed(diverges, tmp_path, nonfinite, last):
+    for _ in range(2):
+        reports: list[StepReport] = []
+        with pytest.raises(FloatingPointError, match=rf"loss \(=(nan|inf)\) and gradient of step {last} must be"):
+            train(diverges(nonfinite=nonfinite, keep=1), on_step=reports.append)
+        assert [reports[0].step, reports[-1].step] == [2, last]
+        assert names_in(tmp_path) == ["1", f"{last}.nonfinite"]
+    before = saved_state(tmp_path, 1)
+    (tmp_path / f"{last}.nonfinite").rename(tmp_path / str(last))
+    after = saved_state(tmp_path, last)
+    assert before["params.head"].tobytes() != after["params.head"].tobytes()  # of step 2, which was finite
+    assert np.isfinite(after["params.head"]).all()
+
+
+def test_no_checkpoint_is_saved_while_steps_are_skipped(bigram, tmp_path, monkeypatch):
+    step_of, num_steps = jaxddp.Trainer.step, 0
+
+    def some_skipped(trainer, state, batch):
+        nonlocal num_steps
+        state, metrics = step_of(trainer, state, batch)
+        num_steps += 1
+        return state, metrics | {"skipped": num_steps in (4, 5)}
+
+    monkeypatch.setattr(jaxddp.Trainer, "step", some_skipped)
+    train(bigram(checkpoint=str(tmp_path), checkpoint_every=2, steps=9, keep=9, nonfinite="skip"))
+    assert names_in(tmp_path) == ["2", "6", "8", "9"]
+
+
+def test_a_state_whose_validation_is_not_finite_is_not_saved(bigram, tmp_path):
+    with pytest.raises(FloatingPointError, match=r"^validation loss \(=nan\) after step 1 must be finite$"):
+        train(bigram(steps=1, learning_rate=1e302, checkpoint=str(tmp_path)))
+    assert names_in(tmp_path) == []
+
+
+def test_ranks_that_differ_end_the_run_and_are_not_saved(bigram, tmp_path, monkeypatch):
+    step, calls = jaxddp.Trainer.step, []
+
+    def flipping(trainer, state, batch):
+        """A bit of a weight of rank 1 becomes another in the fifth step."""
+        state, metrics = step(trainer, state, batch)
+        calls.append(batch)
+        if len(calls) == 5:
+            state = state._replace(params=state.params | {"head": flip(state.params["head"], 1, 20)})
+        return state, metrics
+
+    monkeypatch.setattr(jaxddp.Trainer, "step", flipping)
+    with pytest.raises(jaxddp.ReplicaError, match=r"^params\.head of .* after step 6:"):
+        train(bigram(steps=9, checkpoint=str(tmp_path), checkpoint_every=3))
+    assert names_in(tmp_path) == ["3"]
+
+
+# Disks and signals
+
+
+def test_a_second_job_may_not_save_meanwhile(bigram, tmp_path):
+    code = "import sys, jaxddp; jaxddp.Checkpoints(sys.argv[1]).reserve()"
+    refusals: list[str] = []
+
+    def second(report):
+        command = [sys.executable, "-c", code, str(tmp_path)]
+        refusals.append(subprocess.run(command, capture_output=True, text=True, timeout=100, check=False).stderr)
+
+    train(bigram(steps=1, checkpoint=str(tmp_path)), on_step=second)
+    assert f"is being written to by process {os.getpid()} on " in refusals[0]
+    assert not (tmp_path / ".writer").exists()
+
+
+def test_a_damaged_checkpoint_is_passed_over(bigram, tmp_path):
+    run = partial(bigram, checkpoint=str(tmp_path), checkpoint_every=2, resume=True, steps=4)
+    train(run())
+    expected = saved_state(tmp_path, 4)
+    shutil.rmtree(tmp_path / "4" / "state")
+    lines: list[str] = []
+    train(run(), lines.append)
+    assert f"checkpoint of step 4 in {str(tmp_path)!r} is damaged or half-written: took step 2" in lines
+    assert "resumed at step 2" in lines
+    for name, array in saved_state(tmp_path, 4).items():
+        np.testing.assert_array_equal(array, expected[name])
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_ends_the_run_when_the_step_is_saved(bigram, tmp_path, number):
+    def on_step(report):
+        if report.step == 3:
+            signal.raise_signal(number)
+
+    with pytest.raises(Signalled) as signalled:
+        train(bigram(checkpoint=str(tmp_path), checkpoint_every=2), on_step=on_step)
+    assert signalled.value.number == number
+    assert names_in(tmp_path) == ["2", "4"]
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+def test_a_signal_that_is_ignored_stays_so(bigram):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        reports = train(bigram(steps=2), on_step=lambda report: signal.raise_signal(signal.SIGHUP))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert len(reports) == 2
