@@ -26,7 +26,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoints as Checkpoints
-    from .communication import compression as compression
+    from .communication import hooks as hooks
     from .communication.buckets import BucketPlan as BucketPlan
     from .communication.buckets import TensorSpec as TensorSpec
     from .communication.buckets import plan_buckets as plan_buckets
@@ -51,10 +51,11 @@ if TYPE_CHECKING:
     from .registry import STRATEGIES as STRATEGIES
     from .registry import make_strategy as make_strategy
     from .strategy import Strategy as Strategy
-    from .strategy import plan_gradients as plan_gradients
-    from .strategy import sync_gradients as sync_gradients
     from .training.allocator import keep_freed_memory as keep_freed_memory
+    from .training.ema import params_ema as params_ema
     from .training.own_loop import jit as jit
+    from .training.own_loop import plan_gradients as plan_gradients
+    from .training.own_loop import sync_gradients as sync_gradients
     from .training.own_loop import value_and_grad as value_and_grad
     from .training.prefetch import prefetch as prefetch
     from .training.replicas import ReplicaError as ReplicaError
@@ -87,12 +88,12 @@ _MODULES = {
     "Mean": ".metrics",
     "Sum": ".metrics",
     "PerExample": ".metrics",
-    "compression": ".communication.compression",
+    "hooks": ".communication.hooks",
     "STRATEGIES": ".registry",
     "make_strategy": ".registry",
     "Strategy": ".strategy",
-    "plan_gradients": ".strategy",
-    "sync_gradients": ".strategy",
+    "plan_gradients": ".training.own_loop",
+    "sync_gradients": ".training.own_loop",
     "naive": ".ddp",
     "flat": ".ddp",
     "overlapped": ".ddp",
@@ -110,6 +111,7 @@ _MODULES = {
     "TrainState": ".training.train",
     "compile_options": ".training.xla",
     "jit": ".training.own_loop",
+    "params_ema": ".training.ema",
     "value_and_grad": ".training.own_loop",
     "prefetch": ".training.prefetch",
     "configure": ".training.xla",

@@ -53,7 +53,7 @@ from jax._src import distributed  # the store has no public name
 
 from ..arguments import check_flag, check_function, check_kind
 from ..processes.stderr import print_line
-from ..training.state_layout import Leaf
+from ..layout import Leaf
 from ..training.train import Trainer, TrainState
 from ..training.validation import check_alive, check_state
 from ..tree import named_leaves

@@ -7,11 +7,9 @@
     sharded                ``Cut.global_shape``        ``[shape]``
     of one owner           in ``[N * width]``          ``[shape]``
     RNG key                ``[shape]``, of a key type  ``[shape, words]``, unsigned integers
-    compression residual   ``[N, shape]``              ``[shape]``, the sum over ranks
-    compression factor     ``[N, shape]``              ``[shape]``, that of any rank
     =====================  ==========================  ===============================================
 
-Copies in a compute dtype stay on the ranks: restoring casts the parameters again.
+Of parameters in a compute dtype, the masters are on the host, in their place: restoring casts them again.
 
 Names are those of the state, such as ``params.head.kernel``, ``opt_state.0.mu.head.kernel``, ``step`` or ``key``.
 """
@@ -28,26 +26,22 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from ..communication.low_rank import Memory, merge_memory, split_memory
-from ..training.loss_scale import first_scale
-from ..training.placement import PIECE_BYTES, place, whole
-from ..training.state_layout import Leaf
+from ..layout import Leaf, whole
+from ..strategy import Masters
+from ..training.placement import PIECE_BYTES, place
 from ..training.step import TrainState
 from ..training.train import Trainer
 from ..training.validation import check_alive
-from ..tree import like, named_leaves, path_name
-from ..zero.leaves import OwnedState
+from ..tree import like, named_leaves
+from ..zero.owners import OwnedState
 
 
 def places_of(trainer: Trainer, state: TrainState) -> TrainState:
     """Describes each leaf of a state on the host, and how it is sharded over the ranks."""
     layout = trainer.layout(state)
-    step, key, model_state, loss_scale = jax.tree.map(
-        lambda leaf: Leaf(tuple(leaf.shape), leaf.dtype), (state.step, state.key, state.model_state, state.loss_scale)
-    )
-    memory = jax.tree.map(lambda array: Leaf(array.shape[1:], array.dtype), layout.memory)
-    opt_state = layout.opt_state if layout.leaves is None else whole(layout.leaves.slots)
-    return TrainState(step, layout.params, opt_state, key, memory, model_state, loss_scale, ema=layout.ema)
+    opt_state = _inner(layout.opt_state) if layout.owners is None else whole(layout.owners.slots)
+    step, key, model_state = whole((state.step, state.key, state.model_state))
+    return TrainState(step, trainer.masters(state)[1], opt_state, key, model_state)
 
 
 def to_host(trainer: Trainer, state: TrainState) -> Iterator[tuple[str, np.ndarray]]:
@@ -58,15 +52,11 @@ def to_host(trainer: Trainer, state: TrainState) -> Iterator[tuple[str, np.ndarr
     """
     replicated = NamedSharding(_mesh(trainer), PartitionSpec())
     places = named_leaves(places_of(trainer, state))
-    held = state._replace(memory=(), copies=())
-    if (owners := trainer.layout(state).leaves) is not None:
-        held = held._replace(opt_state=owners.on_host(state.opt_state, partial(_rows, owners.num_ranks, replicated)))
-    for name, leaf in named_leaves(held).items():
+    opt_state = _inner(state.opt_state)
+    if (owners := trainer.layout(state).owners) is not None:
+        opt_state = owners.on_host(opt_state, partial(_rows, owners.num_ranks, replicated))
+    for name, leaf in named_leaves(state._replace(params=trainer.masters(state)[0], opt_state=opt_state)).items():
         yield name, _to_host(leaf, places[name])
-    merge = jax.jit(lambda one: merge_memory({"": one})[""], out_shardings=replicated)
-    for name, one in dict(state.memory).items():
-        for part, leaf in named_leaves(merge(one)).items():
-            yield f"memory.{name}.{part}", _to_host(leaf, None)
 
 
 def host_params(trainer: Trainer, state: TrainState) -> Any:
@@ -84,7 +74,7 @@ def host_params(trainer: Trainer, state: TrainState) -> Any:
                [1., 1., 1.]], dtype=float32)}
     """
     check_alive(state)
-    return jax.tree.map(lambda leaf, where: _to_host(leaf, where), state.params, trainer.layout(state).params)
+    return jax.tree.map(_to_host, *trainer.masters(state))
 
 
 def to_ranks(
@@ -95,39 +85,34 @@ def to_ranks(
     Args:
         trainer: The trainer that gets the state.
         state: From its ``abstract_state``.
-        arrays: By name, the same in every process, with dtypes no wider than the state's. Compression state that is
-            missing, or belongs to another compression, is initialized instead, as a missing loss scale is. A missing
-            moving average starts at the parameters.
+        arrays: By name, the same in every process, with dtypes no wider than the state's.
         key_impls: RNG implementation of each key, by name.
     """
-    mesh = _mesh(trainer)
-    first = jax.tree.map(lambda array: array[0], trainer.layout(state).memory)
-    places = places_of(trainer, state)._replace(memory=())
-    owners = trainer.layout(state).leaves
-    leaves = named_leaves(places)
+    mesh, layout = _mesh(trainer), trainer.layout(state)
+    places, owners = places_of(trainer, state), layout.owners
     slots = {} if owners is None else named_leaves({"opt_state": owners.slots})
     owned = {name for name, slot in slots.items() if slot.param is not None}
-    first_ema = {name: arrays[name.replace("ema", "params", 1)] for name in leaves if name.startswith("ema")}
-    arrays = {**jax.tree.map(np.asarray, named_leaves({"loss_scale": first_scale()})), **first_ema, **arrays}
     placed = {
         name: arrays[name] if name in owned else _to_ranks(arrays[name], where, trainer, key_impls.get(name))
-        for name, where in leaves.items()
+        for name, where in named_leaves(places).items()
     }
-    memory = jax.tree_util.tree_map_with_path(partial(_compression_state, arrays), first)
-    by_rank = NamedSharding(mesh, PartitionSpec(trainer.axis))
-    split = jax.jit(lambda one: split_memory({"": one}, trainer.num_ranks)[""], out_shardings=by_rank)
-    memory = jax.tree.map(split, memory, is_leaf=_is_memory)
-    new = like(places, placed)._replace(memory=memory)
+    new: TrainState = like(places, placed)
     if owners is not None:
         opt_state = owners.from_host(new.opt_state)
-        buffers = place(opt_state.owned, trainer.layout(state).opt_state.owned, mesh)
+        buffers = place(opt_state.owned, _inner(layout.opt_state).owned, mesh)
         new = new._replace(opt_state=opt_state._replace(owned=buffers))
-    return trainer.cast_copies(new)
+    if not isinstance(layout.opt_state, Masters):
+        return new
+    return trainer.with_masters(new._replace(opt_state=Masters((), new.opt_state), params=state.params), new.params)
+
+
+def _inner(opt_state: Any) -> Any:
+    return opt_state.inner if isinstance(opt_state, Masters) else opt_state
 
 
 def without_owned(state: TrainState) -> TrainState:
     """Gives the state without optimizer state that has owners; the rest has the names that ``to_host`` gives it."""
-    opt_state = state.opt_state
+    opt_state = _inner(state.opt_state)
     return state._replace(opt_state=opt_state.shared if isinstance(opt_state, OwnedState) else opt_state)
 
 
@@ -142,18 +127,14 @@ def _mesh(trainer: Trainer) -> Mesh:
     return trainer.mesh
 
 
-def _is_memory(node: Any) -> bool:
-    return isinstance(node, Memory)
-
-
-def _to_host(leaf: Any, where: Leaf | None) -> np.ndarray:
+def _to_host(leaf: Any, where: Leaf) -> np.ndarray:
     if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     if not (isinstance(leaf, np.ndarray) or leaf.is_fully_addressable or leaf.is_fully_replicated):
         leaf = multihost_utils.process_allgather(leaf, tiled=True)
     held: Any = np.asarray(leaf)
     # A copy: on CPUs NumPy shares JAX's memory, which the next step reuses.
-    return np.array(where.from_global(held) if where else held, order="C")
+    return np.array(where.from_global(held), order="C")
 
 
 def _rows(num_ranks: int, replicated: NamedSharding, buffer: jax.Array) -> np.ndarray:
@@ -176,11 +157,5 @@ def _rows(num_ranks: int, replicated: NamedSharding, buffer: jax.Array) -> np.nd
 
 def _to_ranks(array: np.ndarray, where: Leaf, trainer: Trainer, key_impl: str | None) -> jax.Array:
     if not is_key(where):
-        return place(array, where, trainer.mesh, trainer.axis)
+        return place(array, where, trainer.mesh, trainer.ranks.axis)
     return jax.random.wrap_key_data(place(array, Leaf(array.shape, array.dtype), trainer.mesh), impl=key_impl)
-
-
-def _compression_state(arrays: Mapping[str, np.ndarray], path: Any, first: np.ndarray) -> np.ndarray:
-    """Saved compression state, or the initial one."""
-    saved = arrays.get(f"memory.{path_name(path)}")
-    return first if saved is None or saved.shape != first.shape else saved.astype(first.dtype)

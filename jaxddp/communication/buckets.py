@@ -88,12 +88,17 @@ class BucketPlan:
         constants: Names of tensors with a constant gradient, such as the zeros of an unused parameter. It is equal on
             all ranks and needs no reduction.
         gathers: Buckets in which updated parameters are gathered, where they are updated by shards.
+        kind: Of the collective by which a bucket is summed: ``"all-reduce"`` or ``"reduce-scatter"``.
+        each_microbatch: Whether the gradients of every micro-batch are reduced, and the results added up; else the
+            gradients are added up and reduced once.
     """
 
     buckets: tuple[Bucket, ...]
     after_backward: bool = False
     constants: tuple[str, ...] = ()
     gathers: tuple[Bucket, ...] = ()
+    kind: str = "all-reduce"
+    each_microbatch: bool = False
 
     def __post_init__(self) -> None:
         """Refuses other kinds."""

@@ -27,7 +27,9 @@ References:
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -43,6 +45,26 @@ from .varying import varying
 MAX_JOINED = 256  # XLA's limit
 Axis = str | tuple[str, ...]
 """The name of a mesh axis, or of several, whose ranks are numbered in that order."""
+
+_silent: ContextVar[bool] = ContextVar("jaxddp_silent", default=False)
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Makes the functions here send nothing inside the block: every rank takes its own array for those of the others.
+
+    The step without communication, for measuring what communication costs, is traced in it.
+    """
+    token = _silent.set(True)
+    try:
+        yield
+    finally:
+        _silent.reset(token)
+
+
+def is_silent() -> bool:
+    """Whether the caller is inside ``silent``."""
+    return _silent.get()
 
 
 def all_reduce(x: jax.Array, axis: Axis) -> jax.Array:
@@ -69,7 +91,7 @@ def all_reduce(x: jax.Array, axis: Axis) -> jax.Array:
         ValueError: If ``x`` is no array, or no map binds the axis; so in all functions here.
     """
     _check_call(x, axis)
-    return lax.psum(x, axis)
+    return x if is_silent() else lax.psum(x, axis)
 
 
 def all_reduce_as_one(x: Any, axis: Axis, key: str) -> Any:
@@ -78,6 +100,8 @@ def all_reduce_as_one(x: Any, axis: Axis, key: str) -> Any:
     Without copies: XLA joins reductions of one key, at most ``MAX_JOINED``, to one of several operands, which NCCL gets
     as one group. ``jaxddp.compile_options`` keep those of other keys apart.
     """
+    if is_silent():
+        return x
     with set_xla_metadata(combiner_key=key):
         return lax.psum(x, axis)
 
@@ -108,6 +132,8 @@ def reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
     chunk_length = length_of_chunk(x.shape, num_ranks)
     if x.size == 0:
         return x[:chunk_length]
+    if is_silent():
+        return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * chunk_length, chunk_length)
     match gloo.kind_of("reduce-scatter", num_ranks, gloo.traced_platform()):
         case "all-reduce":
             return gloo.scatter_by_swap(x, axis)
@@ -136,7 +162,7 @@ def all_gather(x: jax.Array, axis: Axis, *, equal: bool = False, as_bits: bool =
     """
     num_ranks = _check_call(x, axis)
     length_of_chunk(x.shape, 1)
-    if x.size == 0:
+    if x.size == 0 or is_silent():
         return jnp.concatenate([x] * num_ranks)
     if as_bits and x.dtype == jnp.bfloat16:
         bits = all_gather(lax.bitcast_convert_type(x, jnp.uint16), axis, equal=equal)

@@ -17,8 +17,9 @@ from functools import partial
 from typing import Literal
 
 from ..communication.buckets import BucketMb, BucketPlan, Rule, TensorSpec, plan_all_reduces
-from ..communication.compression import Compression, none
+from ..communication.hooks import Hook
 from ..network import Network
+from ..replicated import replicated
 from ..strategy import Strategy, register
 
 
@@ -27,7 +28,7 @@ def bucketed(
     bucket_mb: BucketMb | Literal["auto"] = "default",
     *,
     rule: Rule = "before",
-    compression: Compression = none,
+    hook: Hook | None = None,
     network: Network | float | None = None,
 ) -> Strategy:
     """One all-reduce per bucket, as the bucket fills.
@@ -37,7 +38,8 @@ def bucketed(
             as much each, up to an eighth of all gradients' bytes if that is more than 25 MiB; see
             ``plan_all_reduces``. With ``"auto"``, ``jaxddp.tune_buckets`` picks the caps by simulation.
         rule: When a bucket closes; see ``plan_buckets``.
-        compression: Gradient compression.
+        hook: How a bucket is summed over ranks, ``(buffer, axis) -> sum``, instead of by an all-reduce in its own dtype:
+            ``jaxddp.hooks.bf16``, ``fp16``, or one's own. It must have no state.
         network: For ``"auto"``: a ``Network``, or 10^9 bytes per second that one rank can send.
 
     Raises:
@@ -47,9 +49,9 @@ def bucketed(
         if network is None:
             raise ValueError("bucket_mb (='auto') must come with network=, in 10^9 bytes per second per rank")
         network = network if isinstance(network, Network) else Network(network)
-        return Strategy("bucketed", Untuned(network, rule), compression)
+        return replicated("bucketed", Untuned(network, rule), hook)
     plan_all_reduces([], bucket_mb, rule=rule)  # refuses a bad cap now, not at the first step
-    return Strategy("bucketed", partial(plan_all_reduces, bucket_mb=bucket_mb, rule=rule), compression)
+    return replicated("bucketed", partial(plan_all_reduces, bucket_mb=bucket_mb, rule=rule), hook)
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class Untuned:
         """Refuses to plan.
 
         Raises:
-            ValueError: Always.
+            ValueError: If there are tensors.
         """
+        if not tensors:
+            return BucketPlan(())
         raise ValueError("bucket_mb (='auto') must be chosen first: call jaxddp.tune_buckets(trainer, state, batch)")

@@ -10,11 +10,11 @@ Each dtype has a buffer of its own.
 from __future__ import annotations
 
 from ..communication.buckets import plan_buckets
-from ..communication.compression import Compression, none
+from ..replicated import replicated
 from ..strategy import Strategy, register
 
 
 @register
-def flat(*, compression: Compression = none) -> Strategy:
+def flat() -> Strategy:
     """One all-reduce of everything, after the whole backward."""
-    return Strategy("flat", lambda tensors: plan_buckets(tensors, None, after_backward=True), compression)
+    return replicated("flat", lambda tensors: plan_buckets(tensors, None, after_backward=True))

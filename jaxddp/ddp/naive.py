@@ -10,11 +10,11 @@ when the last gradient is ready.
 from __future__ import annotations
 
 from ..communication.buckets import plan_per_tensor
-from ..communication.compression import Compression, none
+from ..replicated import replicated
 from ..strategy import Strategy, register
 
 
 @register
-def naive(*, compression: Compression = none) -> Strategy:
+def naive() -> Strategy:
     """One all-reduce per parameter, after the whole backward."""
-    return Strategy("naive", lambda tensors: plan_per_tensor(tensors, after_backward=True), compression)
+    return replicated("naive", lambda tensors: plan_per_tensor(tensors, after_backward=True))

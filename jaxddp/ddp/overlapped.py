@@ -10,11 +10,11 @@ the latency of a call.
 from __future__ import annotations
 
 from ..communication.buckets import plan_per_tensor
-from ..communication.compression import Compression, none
+from ..replicated import replicated
 from ..strategy import Strategy, register
 
 
 @register
-def overlapped(*, compression: Compression = none) -> Strategy:
+def overlapped() -> Strategy:
     """One all-reduce per parameter, as its gradient becomes ready."""
-    return Strategy("overlapped", plan_per_tensor, compression)
+    return replicated("overlapped", plan_per_tensor)

@@ -175,7 +175,7 @@ def advance(trainer, state, steps):
     return state, float(metrics["loss"])
 
 
-def test_a_checkpoint_holds_masters_for_any_strategy_and_number_of_ranks(tmp_path):
+def test_a_checkpoint_gathers_in_loss_for_any_strategy_and_number_of_ranks(tmp_path):
     params = mlp_params()
     on_4, on_2 = make(mlp_loss, jaxddp.zero1()), make(mlp_loss, jaxddp.bucketed(), 2)
     there, _ = advance(on_4, on_4.init(params), range(3))

@@ -27,7 +27,8 @@ from jax import lax
 
 from ..communication.collectives import Axis, all_reduce
 from ..scopes import MODEL_STATE_SCOPE
-from ..strategy import wire_bytes
+from ..communication.planned import wire_bytes
+from ..strategy import Ranks
 
 STATE_SYNC = ("mean", "first")
 
@@ -56,21 +57,21 @@ def became_nonfinite(new: Any, old: Any) -> jax.Array:
     return jnp.stack(lost).any() if lost else jnp.bool_(False)
 
 
-def sync_model_state(model_state: Any, axis: Axis, num_ranks: int, how: str) -> Any:
+def sync_model_state(model_state: Any, ranks: Ranks, how: str) -> Any:
     """Makes the ranks' model states one.
 
     Args:
         model_state: This rank's; a tree of arrays.
-        axis: Name of the mesh axis, or of several.
-        num_ranks: Number of ranks along them.
+        ranks: The ranks.
         how: One of ``STATE_SYNC``.
 
     Returns:
         The same tree, equal on all ranks.
     """
-    if num_ranks == 1:
-        return model_state
     leaves, structure = jax.tree.flatten(model_state)
+    if ranks.num_ranks == 1 or not leaves:
+        return model_state
+    axis, num_ranks = ranks.axis, ranks.num_ranks
     is_first = lax.axis_index(axis) == 0
     with jax.named_scope(MODEL_STATE_SCOPE):
         for places in _by_dtype(leaves).values():

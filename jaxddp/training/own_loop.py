@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from numbers import Number
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 
-from ..arguments import check_axis, check_flag, check_function, check_kind
-from ..communication.collectives import axis_size, broadcast
-from ..communication.compression import check_stateless
+from ..arguments import check_axis, check_flag, check_function, check_kind, check_leaves, is_number
+from ..communication.buckets import BucketPlan
+from ..communication.collectives import all_reduce, axis_size, broadcast
+from ..communication.planned import plan_trace, trace_gradients
+from ..communication.reduction import check_grads, reduce_buckets
+from ..communication.reduction import divide as divide_total
 from ..communication.varying import as_varying, varying
 from ..loss import denominator, divide, partial_loss, refuse_derivative
-from ..strategy import Strategy, plan_trace, sync_gradients, trace_gradients
-from ..tree import split
-from .step import RankStep
+from ..replicated import all_reduce_wire
+from ..scopes import LOSS_SCOPE, SYNC_SCOPE
+from ..strategy import Ranks, Strategy
+from ..tree import like, named_leaves
+from .step import sum_over_ranks
 from .xla import compile_options
 
 _DIFFERENTIATED = (
@@ -55,7 +61,7 @@ def value_and_grad(
         are the loss function's.
 
     Raises:
-        ValueError: If the strategy shards, or its compression has state; where the function is called, if the axis is
+        ValueError: If the strategy shards; where the function is called, if the axis is
             not bound, the loss is not a scalar, or the results are differentiated again without ``check_vma``.
 
     Example:
@@ -78,8 +84,7 @@ def value_and_grad(
     check_kind("strategy", strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
     check_axis(axis)
     check_flag(has_aux=has_aux)
-    check_stateless(strategy.compression, "in value_and_grad: use a Trainer, which carries its state from step to step")
-    if strategy.shards_optimizer_state:
+    if strategy.gathers_in_loss or strategy.plan(()).kind != "all-reduce":
         raise ValueError(
             f"strategy (={strategy.name!r}) must not shard in value_and_grad: use a Trainer, or give the gradients of"
             " jax.grad, which are this rank's, to jaxddp.shard_optimizer(optimizer, axis)"
@@ -99,25 +104,24 @@ def value_and_grad(
             # A mean that the loss took over ranks counts on each of them, as it does where check_vma is off.
             return as_varying(total, axis), others
 
-        step = RankStep(
-            local_loss, optax.with_extra_args_support(optax.identity()), strategy, axis, num_ranks,
-            num_microbatches=1, trainable=None, max_grad_norm=None, grad_dtype=None,
-        )  # fmt: skip
-
         def local_grads(params: Any, batch: Any) -> Any:
             # Of parameters that vary over ranks, gradients are local. Of equal ones, autodiff would sum them.
-            return step.local_grads(*split(as_varying(params, axis), None), (), batch, None)
+            def of(params: Any) -> Any:
+                return local_loss(params, (), batch, None)
+
+            with jax.named_scope(LOSS_SCOPE):
+                return jax.grad(of, has_aux=True)(as_varying(params, axis))
 
         # A constant may still be another one on each process, which no trainer has compared here: it is sent.
         trace = trace_gradients(local_grads, params, batch, has_aux=True).with_constants_sent()
         plan = plan_trace(strategy, trace)
         plan = plan if num_ranks > 1 else replace(plan, buckets=())
         local, (parts, _) = local_grads(params, batch)
-        parts = step.sum_parts(parts)
+        parts = sum_over_ranks(parts, Ranks(axis, num_ranks, num_ranks))
         value, aux = divide(parts, num_ranks)
-        grads = sync_gradients(
-            local, plan, axis, denominator=denominator(parts.loss, num_ranks), compression=strategy.compression
-        )
+        ready = named_leaves(local)
+        check_grads(ready, plan, axis)
+        grads = like(local, _reduced(ready, plan, axis, denominator(parts.loss, num_ranks), strategy.hook))
         result = (value, aux) if has_aux else value, grads
         if not varying(lax.axis_index(axis)):
             # Without check_vma, the derivative of a sum over ranks is that of one rank.
@@ -133,12 +137,116 @@ def value_and_grad(
     return on_rank
 
 
+def sync_gradients(
+    grads: Any,
+    plan: BucketPlan,
+    axis: str,
+    *,
+    denominator: jax.Array | float | None = None,
+) -> Any:
+    """Sums gradients over the ranks of an axis as planned, and divides once.
+
+    For use inside ``jax.shard_map`` or ``jax.pmap``, on gradients of the rank's own loss. Compile the caller with
+    ``jaxddp.compile_options``, or XLA merges the collectives into one.
+
+    ======== ==================== =================================
+    tensor   on each rank, before on each rank, after
+    ======== ==================== =================================
+    gradient ``[shape]``, its own ``[shape]``, sum / denominator
+    buffer   ``[bucket]``         ``[bucket]``, equal on all ranks
+    ======== ==================== =================================
+
+    Args:
+        grads: A tree of gradients.
+        plan: What to send and what is constant, by the leaves' paths; ``plan_gradients`` makes it. On one rank any
+            plan will do, since nothing is sent.
+        axis: Name of the mesh axis.
+        denominator: What the sum is divided by: the number of ranks when None, which gives the mean.
+
+    Returns:
+        A tree like ``grads``.
+
+    Raises:
+        ValueError: If plan and gradients differ in names or shapes, or an argument is of another kind.
+    """
+    check_leaves("grads", named_leaves(grads))
+    check_kind("plan", plan, BucketPlan, "a BucketPlan, as plan_gradients gives it")
+    if denominator is not None and not isinstance(denominator, jax.Array):
+        if not is_number(denominator) or not 0 < denominator < math.inf:
+            raise ValueError(f"denominator (={denominator!r}) must be a positive finite number, an array, or None")
+    num_ranks = axis_size(axis)
+    denominator = num_ranks if denominator is None else denominator
+    ready = named_leaves(grads)
+    check_grads(ready, plan, axis)
+    return like(grads, _reduced(ready, plan, axis, denominator))
+
+
+def _reduced(
+    ready: dict[str, jax.Array], plan: BucketPlan, axis: str, denominator: Any, hook: Any = None
+) -> dict[str, jax.Array]:
+    num_ranks = axis_size(axis)
+    wire = all_reduce_wire(Ranks(axis, num_ranks, num_ranks), plan, hook)
+    unsent = {name: grad for name, grad in ready.items() if name not in {*plan.names}}
+    if num_ranks > 1:
+        # A plan may meet other gradients than it was made for. XLA drops the reductions of those that are constant.
+        with jax.named_scope(SYNC_SCOPE):
+            unsent = {name: _sum_if_not_constant(grad, axis) for name, grad in unsent.items()}
+    means = {name: divide_total(total, denominator) for name, total in unsent.items()}
+    return means | reduce_buckets(ready, plan, wire, denominator)
+
+
+def _sum_if_not_constant(grad: jax.Array, axis: str) -> jax.Array:
+    """Sums over ranks what XLA drops the sum of if it is constant, which it knows of two elements and more."""
+    if grad.size != 1:
+        return all_reduce(grad, axis)
+    return all_reduce(jnp.broadcast_to(grad.reshape(1), 2), axis)[0].reshape(grad.shape)
+
+
+def plan_gradients(strategy: Strategy, grad_fn: Callable[..., Any], *args: Any) -> BucketPlan:
+    """Plans the communication of gradients in the order in which their computation finishes them.
+
+    Args:
+        strategy: How gradients are communicated.
+        grad_fn: One rank's gradients, such as ``jax.grad(loss_fn)``; traced, not run.
+        *args: Its arguments on one rank; arrays or ``jax.ShapeDtypeStruct``.
+
+    Returns:
+        The plan, for ``sync_gradients``.
+
+    Raises:
+        ValueError: If ``grad_fn`` uses a mesh axis that is not bound.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> def loss_fn(params, x):
+        ...     return jnp.sum(jnp.tanh(x @ params["a"]) @ params["b"])
+        >>> params = {"a": jnp.ones((2, 3)), "b": jnp.ones((3, 1)), "unused": jnp.ones(5)}
+        >>> from jaxddp import overlapped
+        >>> plan = plan_gradients(overlapped(), jax.grad(loss_fn), params, jnp.ones((4, 2)))
+        >>> plan.names, plan.constants
+        (('b', 'a'), ('unused',))
+    """
+    check_kind("strategy", strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
+    check_function("grad_fn", grad_fn)
+    arrays = {name: leaf for name, leaf in named_leaves(args).items() if not isinstance(leaf, Number)}
+    check_leaves("grad_fn's argument", arrays)
+    try:
+        trace = trace_gradients(grad_fn, *args)
+    except NameError as error:
+        if "unbound axis" not in str(error):
+            raise
+        raise ValueError(
+            "grad_fn must not use a mesh axis here, where none is bound: call plan_gradients inside jax.shard_map, or"
+            " jaxddp.value_and_grad"
+        ) from error
+    return plan_trace(strategy, trace)
+
+
 def jit(
     function: Callable[..., Any],
     strategy: Strategy,
     *,
     platform: str | None = None,
-    start_early: bool = True,
     **options: Any,
 ) -> Any:
     """Compiles as ``jax.jit`` does, with the options that keep the plan of a strategy.
@@ -147,7 +255,6 @@ def jit(
         function: Around ``jax.shard_map``.
         strategy: Whose plan it carries out.
         platform: Of the devices, as for ``compile_options``; that of JAX's default device if None.
-        start_early: As for ``compile_options``.
         **options: Those of ``jax.jit``; ``compiler_options`` are added to the strategy's.
 
     Returns:
@@ -159,6 +266,6 @@ def jit(
     check_function("function", function)
     check_kind("strategy", strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
     platform = jax.default_backend() if platform is None else platform
-    compiler_options = compile_options(strategy, platform, start_early=start_early)
+    compiler_options = compile_options(strategy, platform)
     compiler_options |= options.pop("compiler_options", None) or {}
     return jax.jit(function, compiler_options=compiler_options, **options)

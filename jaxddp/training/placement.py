@@ -15,8 +15,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ..communication.collectives import Axis
+from ..layout import Leaf
 from ..tree import named_leaves
-from .state_layout import Leaf
 from .validation import is_global
 
 PIECE_BYTES = 2**25
@@ -26,11 +26,6 @@ PIECE_BYTES = 2**25
 def describe(tree: Any) -> dict[str, str]:
     """Gives shapes and dtypes by name."""
     return {name: f"{[*leaf.shape]} {leaf.dtype}" for name, leaf in named_leaves(tree).items()}
-
-
-def whole(tree: Any) -> Any:
-    """Gives the layout of arrays that every rank has all of: a tree of ``Leaf``."""
-    return jax.tree.map(lambda leaf: Leaf(tuple(leaf.shape), leaf.dtype), tree)
 
 
 def from_first_process(tree: Any) -> Any:
@@ -92,8 +87,7 @@ def _place(mesh: Mesh | AbstractMesh, axis: Axis, array: Any, leaf: Leaf) -> jax
     if leaf.cut is None and jax.process_count() == 1:
         # Copied first: device_put may hand on the caller's own buffer, which the first step would then donate.
         return jax.device_put(jnp.array(array, leaf.dtype, copy=True), sharding)
-    held: Any = np.asarray(array, leaf.dtype)
-    held = leaf.to_global(held)
+    held: Any = leaf.to_global(np.array(array, leaf.dtype))
     return jax.make_array_from_callback(held.shape, sharding, lambda index: held[index])
 
 
@@ -113,26 +107,9 @@ def place_batch(batch: Any, sharding: NamedSharding) -> Any:
     return jax.device_put(batch, sharding)
 
 
-def place_by_rank(tree: Any, mesh: Mesh | AbstractMesh, axis: Axis) -> Any:
-    """Puts each rank's part of an array onto the rank.
-
-    Args:
-        tree: NumPy arrays whose dimension 0 counts ranks.
-        mesh: Of the ranks.
-        axis: Name of the mesh axis of the ranks, or of several.
-
-    Returns:
-        A tree of arrays over the mesh.
-    """
-    sharding = NamedSharding(mesh, PartitionSpec(axis))
-    return jax.tree.map(
-        lambda array: jax.make_array_from_callback(array.shape, sharding, lambda index: array[index]), tree
-    )
-
-
 @partial(jax.jit, static_argnums=(1, 2))
 def _from_global(leaves: list[jax.Array], places: tuple[Leaf, ...], replicated: NamedSharding) -> list[jax.Array]:
     return [
-        jax.lax.with_sharding_constraint(place.from_global(leaf) if place.cut else jnp.copy(leaf), replicated)
+        jax.lax.with_sharding_constraint(place.from_global(leaf) if place.is_padded else jnp.copy(leaf), replicated)
         for leaf, place in zip(leaves, places, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""The programs of a trainer: traced, planned and compiled once for each shape of state and batch.
+"""The programs of one model under one trainer: traced, planned, and compiled once for each shape of state and batch.
 
 A rank's step becomes a program over a mesh by ``shard_map``: the batch is split by rank, the state lies as its layout
 says, and the compile options keep the plan. A mesh of devices is compiled for here; whoever makes a mesh without
@@ -7,23 +7,19 @@ devices registers what compiles for it.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from ..communication.axes import shard_axis
-from ..communication.buckets import BucketPlan, TensorSpec
-from ..communication.sharding import Blocks, Cut
-from ..mesh import platform_of
-from ..metrics import Measure
-from ..strategy import (
+from ..communication.buckets import BucketPlan
+from ..communication.planned import (
     GradientTrace,
     Planned,
     describe_results,
@@ -32,14 +28,15 @@ from ..strategy import (
     planned_exchange,
     trace_gradients,
 )
-from ..tree import named_leaves, path_name
-from ..zero.stage3 import loss_on_shards
-from ..zero.traced import TracedCollectives, traced_collectives
-from .packing import shard_map
-from .state_layout import Leaf, StateLayout, blocks_of, state_layout
-from .step import RankStep, TrainState
+from ..communication.traced import traced_collectives
+from ..layout import Leaf
+from ..metrics import Measure
+from ..scopes import OTHER_AXES_SCOPE
+from ..strategy import Layout, Masters
+from ..tree import named_leaves, split
+from . import step as steps
+from .step import Run, TrainState
 from .validation import abstract, signature
-from .xla import compile_options
 
 Compile = Callable[..., Any]
 """``(function, args, **options)`` to a compiled program; the options are those of ``jax.jit``."""
@@ -60,314 +57,209 @@ def register_compiler(device: AbstractDevice, compiler: Compile) -> None:
     _COMPILERS[device] = compiler
 
 
-class _Model(NamedTuple):
-    """One model's parameters under the trainer's strategy."""
+def compiler_of(mesh: Mesh | AbstractMesh) -> Compile:
+    """What compiles for a mesh.
 
-    layout: StateLayout
-    rank_step: RankStep  # its loss takes parameters as the state holds them
-    specs: tuple[TrainState, PartitionSpec]  # of state and batch
-    shardings: tuple[TrainState, NamedSharding]  # the same over the whole mesh
+    Raises:
+        ValueError: If the mesh has no devices and nothing is registered that compiles for it.
+    """
+    compiler = _compile_here if isinstance(mesh, Mesh) else _COMPILERS.get(mesh.abstract_device)
+    if compiler is None:
+        raise ValueError(f"mesh (={mesh}) has no devices: make it with jaxddp.data_mesh or jaxddp.targets.mesh")
+    return compiler
 
 
 class Programs:
-    """Plans and programs of one rank's step over one mesh, made when they are first asked for.
+    """Plans and programs of one model over one mesh, made when they are first asked for.
 
     Attributes:
-        platform: Of the mesh.
+        layout: How the model's training state lies over the ranks.
+        run: What its step is made of.
+        shardings: A ``TrainState`` of the ``NamedSharding`` of each leaf.
     """
 
-    def __init__(
-        self, rank_step: RankStep, mesh: Mesh | AbstractMesh, param_specs: Any = None, *, start_early: bool = True
-    ) -> None:
+    def __init__(self, run: Run, mesh: Mesh | AbstractMesh, platform: str, nonfinite: str, options: Any) -> None:
         """Makes nothing yet.
 
         Args:
-            rank_step: What each rank computes.
+            run: What the step is made of; its loss is of full parameters.
             mesh: Of the ranks.
-            param_specs: A ``PartitionSpec`` for each parameter along other axes of the mesh, or a prefix of that tree.
-            start_early: As for ``compile_options``.
-
-        Raises:
-            ValueError: If the mesh has no devices and nothing is registered that compiles for it.
+            platform: Of the mesh.
+            nonfinite: As for ``Trainer``.
+            options: Compile options.
         """
-        compiler = _compile_here if isinstance(mesh, Mesh) else _COMPILERS.get(mesh.abstract_device)
-        if compiler is None:
-            raise ValueError(f"mesh (={mesh}) has no devices: make it with jaxddp.data_mesh or jaxddp.targets.mesh")
-        self.platform = platform_of(mesh)
-        self._rank_step = replace(rank_step, as_bits=self.platform == "cpu")
-        self._mesh, self._param_specs, self._compile = mesh, param_specs, compiler
-        self._compiler_options = compile_options(rank_step.strategy, self.platform, start_early=start_early)
-        self._layouts: dict[Any, StateLayout] = {}  # by full parameters
-        self._models: dict[Any, _Model] = {}  # by parameters as a state holds them
-        self._plans: dict[Any, BucketPlan] = {}
-        self._results: dict[Any, str] = {}
-        self._units: dict[Any, TracedCollectives] = {}
+        self.layout, self._full_loss = run.layout, run.loss
+        self.run = run._replace(loss=run.strategy.full(run.loss, run.layout))
+        self._mesh, self._platform, self._nonfinite, self._options = mesh, platform, nonfinite, options
+        ranks = run.layout.ranks
+        axis = ranks.axis
+
+        def state(of: Callable[[Leaf], Any], other: Any) -> TrainState:
+            trees = jax.tree.map(of, (self.layout.params, self.layout.opt_state))
+            return TrainState(other, *trees, other, other)
+
+        self.shardings = state(lambda leaf: leaf.sharding(mesh, axis), NamedSharding(mesh, P()))
+        self._specs = state(lambda leaf: leaf.rank_spec(axis), P())
+        self.batch_sharding = NamedSharding(mesh, P(axis))
+        self._plans: dict[Any, tuple[BucketPlan, GradientTrace]] = {}
         self._programs: dict[Any, Any] = {}
 
-    def copy(self) -> Programs:
-        """Makes another that knows what this one does; what either learns from here on is its own."""
-        new = copy.copy(self)
-        new.__dict__.update({name: dict(value) for name, value in self.__dict__.items() if isinstance(value, dict)})
-        return new
+    def held(self) -> TrainState:
+        """Describes a state of step 0, as it lies over the ranks."""
+        params, opt_state = jax.tree.map(lambda leaf: leaf.held, (self.layout.params, self.layout.opt_state))
+        step, key = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), jax.random.key(0)))
+        return TrainState(step, params, opt_state, key)
 
-    def describe(self, params: Any) -> StateLayout:
-        """Lays out the state of a model; states that hold shards of these parameters are known from here on.
+    def init_opt_state(self, updated: Any) -> Any:
+        """Makes the optimizer's state of step 0 from what ranks update; each makes its own part."""
+        specs = jax.tree.map(lambda leaf: leaf.rank_spec(self.layout.ranks.axis), self._trained())
+        init = self._map(self.layout.optimizer.init, (specs,), self._specs.opt_state)
+        return jax.jit(init, out_shardings=self.shardings.opt_state)(updated)
 
-        Args:
-            params: Full parameters; arrays or ``jax.ShapeDtypeStruct``.
-
-        Raises:
-            ValueError: If the optimizer cannot be sharded, or if shards of another model have the same shapes.
-        """
-        key = signature(params)
-        if key not in self._layouts:
-            step = self._rank_step
-            num_ranks = step.num_shards if step.strategy.shards_optimizer_state else step.num_ranks
-            blocks = blocks_of(params, self._param_specs, self._mesh, step.other_axes)
-            layout = state_layout(
-                params, step.optimizer, step.strategy, num_ranks, step.trainable, step.compute_dtype, blocks,
-                has_ema=step.ema_decay is not None,
-            )  # fmt: skip
-            specs = layout.specs(step.axis), PartitionSpec(step.axis)
-            shardings = layout.shardings(self._mesh, step.axis), NamedSharding(self._mesh, specs[1])
-            model = _Model(layout, self._on_rank(layout), specs, shardings)
-            known = self._models.setdefault(signature(layout.held().params), model)
-            _check_same(known.layout, layout)
-            self._layouts[key] = layout
-        return self._layouts[key]
-
-    def layout(self, state: TrainState) -> StateLayout:
-        """Gives the layout of a state.
-
-        Raises:
-            ValueError: If the parameters are shards of a model that was not described.
-        """
-        return self._model(state).layout
+    def _trained(self) -> Any:
+        return split(self.layout.updated, self.layout.trainable)[0]
 
     def trace(self, state: TrainState, batch: Any) -> GradientTrace:
         """Traces one rank's backward pass, to see in which order the gradients become ready.
 
         Tensors have the shapes of the blocks on a device, if other axes of the mesh split them.
         """
-        model = self._model(state)
-        _check_opt_state(state, model.layout)
-        # A state whose parameters were replaced has no copies; one of another trainer may have some that it should not.
-        state = state._replace(copies=model.layout.held().copies if model.layout.copies else ())
-        # JAX's own shard_map: in a pack of this package's, no gradient is ready before the whole pack is.
-        first_grads = jax.shard_map(
-            model.rank_step.first_grads,
-            mesh=self._mesh,
-            in_specs=model.specs,
-            out_specs=PartitionSpec(),
-            axis_names={*self._mesh.axis_names} - {*self._rank_step.other_axes},
-            check_vma=False,
+        run, layout = self.run, self.layout
+
+        def first_grads(state: TrainState, batch: Any) -> tuple[Any, Any]:
+            trainable, frozen = split(state.params, layout.trainable)
+            microbatch = jax.tree.map(lambda leaf: leaf[: leaf.shape[0] // run.num_microbatches], batch)
+            grads, others, _ = steps.local_gradients(
+                run._replace(num_microbatches=1), None, trainable, frozen, state.model_state, microbatch, state.key
+            )
+            return grads, others
+
+        mapped = self._map(first_grads, (self._specs, P(layout.ranks.axis)), P())
+        trace = trace_gradients(mapped, state, batch, has_aux=True, reduced=layout.held)
+        blocks = {name: leaf.block for name, leaf in named_leaves(layout.params).items()}
+        tensors, constants = (
+            tuple(tensor._replace(shape=blocks[tensor.name]) for tensor in some)
+            for some in (trace.tensors, trace.constants)
         )
-        trace = trace_gradients(first_grads, state, batch, has_aux=True, reduced=model.rank_step.cuts)
-        blocks = model.rank_step.blocks
-        if not blocks:
-            return trace
-
-        def block(tensor: TensorSpec) -> TensorSpec:
-            of = blocks.get(tensor.name)
-            return tensor._replace(shape=of.shape_of(tensor.shape)) if of else tensor
-
-        tensors, constants = (tuple(map(block, some)) for some in (trace.tensors, trace.constants))
         return trace._replace(tensors=tensors, constants=constants)
 
-    def plan(self, state: TrainState, batch: Any) -> BucketPlan:
-        """Gives the bucket plan of the step; on one rank nothing is communicated."""
+    def plan_and_trace(self, state: TrainState, batch: Any) -> tuple[BucketPlan, GradientTrace]:
+        """Gives the bucket plan of the step, and the trace that it was made from."""
         state, batch = abstract((state, batch))
         key = signature(state.params, state.model_state, batch)
         if key not in self._plans:
-            trace, used = self.trace(state, batch), named_leaves(self._model(state).layout.used())
-            plan = plan_trace(self._rank_step.strategy, trace, {name: str(leaf.dtype) for name, leaf in used.items()})
-            self._results[key] = describe_results(trace) if jax.process_count() > 1 else ""
-            self._plans[key] = plan if self._rank_step.num_ranks > 1 else replace(plan, buckets=(), gathers=())
+            trace = self.trace(state, batch)
+            dtypes = {name: str(leaf.dtype) for name, leaf in named_leaves(self.layout.params).items()}
+            plan = plan_trace(self.run.strategy, trace, dtypes)
+            plan = plan if self.layout.ranks.num_ranks > 1 else replace(plan, buckets=(), gathers=())
+            self._plans[key] = plan, trace
         return self._plans[key]
+
+    def plan(self, state: TrainState, batch: Any) -> BucketPlan:
+        """Gives the bucket plan of the step; on one rank nothing is communicated."""
+        return self.plan_and_trace(state, batch)[0]
 
     def describe_results(self, state: TrainState, batch: Any) -> str:
         """Describes what processes must agree on in the step beside its plan."""
-        state, batch = abstract((state, batch))
-        self.plan(state, batch)
-        return self._results[signature(state.params, state.model_state, batch)]
-
-    def planned(self, state: TrainState, batch: Any) -> list[tuple[str, int]]:
-        """Lists ``(kind, bytes)`` of the collectives that one step should have, without those of its metrics."""
-        return [(one.kind, one.num_bytes) for one in self.planned_along(state, batch)]
+        return describe_results(self.plan_and_trace(state, batch)[1])
 
     def planned_along(self, state: TrainState, batch: Any) -> list[Planned]:
-        """Lists the same with the mesh axes along which they are."""
-        model = self._model(state)
-        step = model.rank_step
-        planned = planned_along(
-            step.axis, step.strategy, self.plan(state, batch), step.num_ranks, step.num_shards, self.platform,
-            step.num_microbatches,
-        )  # fmt: skip
-        if step.leaves is not None and planned:
-            num_swaps = 2 if step.compute_dtype is None else 3  # of gradients, and of parameters there and back
-            along = (shard_axis(step.axis),)
-            for swapped in step.leaves.swapped:
-                swap = planned_exchange("all-to-all", *swapped, step.num_shards, self.platform)
-                planned += num_swaps * [Planned(*swap, along)]
-        if not step.cuts:
-            return self._of_several(planned)
-        # The loss function itself gathers units and scatters their gradients: read from its trace.
-        key = signature(state.params, state.model_state, batch)
-        if key not in self._units:
-            trace = self.trace(*abstract((state, batch)))
-            self._units[key] = traced_collectives(trace.program, self.platform)
-        units = self._units[key]
-        return self._of_several(units.each * step.num_microbatches + units.once + planned)
+        """Lists the collectives that one step should have, without those of its metrics."""
+        run, ranks = self.run, self.layout.ranks
+        plan, trace = self.plan_and_trace(state, batch)
+        planned = planned_along(run.strategy, plan, ranks, self._platform, run.num_microbatches)
+        if self.layout.owners is not None and planned:
+            num_swaps = 3 if isinstance(self.layout.opt_state, Masters) else 2  # gradients, and parameters and back
+            for swapped in self.layout.owners.swapped:
+                swap = planned_exchange("all-to-all", *swapped, ranks.num_shards, self._platform)
+                planned += num_swaps * [Planned(*swap, (ranks.shard_axis,))]
+        if self.layout.held:  # the loss function itself gathers units and scatters their gradients: read off its trace
+            units = traced_collectives(trace.program, self._platform)
+            planned = units.each * run.num_microbatches + units.once + planned
+        return self._of_several(planned)
 
     def planned_loss(self, state: TrainState, batch: Any) -> list[tuple[str, int]]:
         """Lists ``(kind, bytes)`` of the collectives that the loss function itself calls in a step."""
-        trace = self.trace(*abstract((state, batch)))
-        found = traced_collectives(trace.program, self.platform, of_loss=True)
-        own = self._of_several(found.each * self._rank_step.num_microbatches + found.once)
+        _, trace = self.plan_and_trace(state, batch)
+        found = traced_collectives(trace.program, self._platform, of_loss=True)
+        own = self._of_several(found.each * self.run.num_microbatches + found.once)
         return [(one.kind, one.num_bytes) for one in own]
 
     def _of_several(self, planned: list[Planned]) -> list[Planned]:
         """Leaves out collectives along axes of one device, which XLA drops."""
         return [one for one in planned if math.prod(self._mesh.shape[axis] for axis in one.axes) > 1]
 
-    def init_opt_state(self, layout: StateLayout, params: Any) -> Any:
-        """Makes the optimizer's state of step 0; each rank makes its own part."""
-        axis = self._rank_step.axis
-        specs, shardings = layout.specs(axis), layout.shardings(self._mesh, axis)
-        init = shard_map(
-            partial(self._on_rank(layout).init, layout.whole()),
-            mesh=self._mesh,
-            in_specs=(specs.params,),
-            out_specs=specs.opt_state,
-            axis=axis,
-        )
-        return jax.jit(init, out_shardings=shardings.opt_state)(params)
-
-    def make_copies(self, layout: StateLayout, params: Any) -> Any:
-        """Casts the parameters of a state to the copies that the loss takes; gives () if it takes none."""
-        if not layout.copies:
-            return ()
-        places = named_leaves(layout.params)
-
-        def cast(params: dict[str, Any]) -> Any:
-            def copy(path: Any, leaf: Leaf) -> jax.Array:
-                array, place = params[path_name(path)].astype(leaf.dtype), places[path_name(path)]
-                return place.from_global(array) if place.cut else jnp.copy(array)
-
-            return jax.tree_util.tree_map_with_path(copy, layout.copies)
-
-        shardings = layout.shardings(self._mesh, self._rank_step.axis).copies
-        return jax.jit(cast, out_shardings=shardings)(named_leaves(params))
-
     def step_function(self, state: TrainState, batch: Any, plan: BucketPlan | None = None) -> StepFunction:
         """Gives the training step as a function to compile, with the given plan or its own."""
-        _check_opt_state(state, self._model(state).layout)  # again: a plan is kept for any with these parameters
         if plan is None or plan.buckets:  # a plan without buckets is meant to send nothing
             own = self.plan(state, batch)
             plan = own if plan is None else plan
             if unsent := sorted(set(plan.constants) - set(own.constants)):
                 raise ValueError(f"plan takes the gradient of {unsent[0]!r} as constant, and it is not: plan this step")
-        model = self._model(state)
-        return self._over_mesh(partial(model.rank_step.train, plan), model, state, batch, donates_state=True)
+        step = steps.guarded(partial(steps.train_step, self.run, plan), self._nonfinite)
+        return self._over_mesh(step, state, batch, is_step=True)
 
     def step(self, state: TrainState, batch: Any) -> Any:
         """Gives the compiled training step for these shapes."""
-        key = "step", signature(state, batch)
-        if key not in self._programs:
-            function, args, options = self.step_function(state, batch)
-            self._programs[key] = self._compile(function, args, **options)
-        return self._programs[key]
+        return self._compiled(("step", signature(state, batch)), lambda: self.step_function(state, batch))
 
     def evaluate(self, state: TrainState, batch: Any, measure: Measure | None = None) -> Any:
         """Gives the compiled evaluation for these shapes: of the loss, or of a measure, whose batch is its inputs."""
-        key = "evaluate", measure, signature(state, batch)
+        on_rank = partial(steps.evaluate, self.run)
+        if measure is not None:
+            on_rank = partial(steps.measure, self.run, self.run.strategy.full(measure, self.layout))
+        return self._compiled(
+            ("evaluate", measure, signature(state, batch)), lambda: self._over_mesh(on_rank, state, batch)
+        )
+
+    def _compiled(self, key: Any, make: Callable[[], StepFunction]) -> Any:
         if key not in self._programs:
-            model = self._model(state)
-            _check_opt_state(state, model.layout)
-            on_rank = model.rank_step.evaluate
-            if measure is not None:
-                on_rank = partial(
-                    model.rank_step.measure, self._of_held(measure, model.layout, dict(model.rank_step.cuts))
-                )
-            function, args, options = self._over_mesh(on_rank, model, state, batch)
-            self._programs[key] = self._compile(function, args, **options)
+            function, args, options = make()
+            self._programs[key] = compiler_of(self._mesh)(function, args, **options)
         return self._programs[key]
 
-    def _model(self, state: TrainState) -> _Model:
-        key = signature(state.params)
-        if key not in self._models:
-            step = self._rank_step
-            if step.strategy.shards_params or (step.compute_dtype is not None and step.strategy.shards_optimizer_state):
-                raise ValueError("the state holds shards of a model not seen yet: call init or abstract_state first")
-            self.describe(state.params)
-        return self._models[key]
-
-    def _on_rank(self, layout: StateLayout) -> RankStep:
-        """The rank's step whose loss takes parameters as the state holds them."""
-        step, leaves = self._rank_step, named_leaves(layout.params)
-        grad_dtypes = {name: step.grad_dtype or leaf.dtype for name, leaf in leaves.items()}
-        cuts = {name: leaf.cut for name, leaf in leaves.items() if leaf.cut is not None and step.strategy.shards_params}
-        loss, blocks = self._of_held(step.loss, layout, cuts), _blocks(layout)
-        return replace(step, loss=loss, cuts=cuts, grad_dtypes=grad_dtypes, leaves=layout.leaves, blocks=blocks)
-
-    def _of_held(self, function: Callable[..., Any], layout: StateLayout, cuts: dict[str, Cut]) -> Callable[..., Any]:
-        """Turns a function of full parameters into one of parameters as the state holds them."""
-        step, strategy = self._rank_step, self._rank_step.strategy
-        if not strategy.shards_params:
-            return function
-        precision = strategy.precision._replace(reduce_dtype=strategy.precision.reduce_dtype or step.grad_dtype)
-        sends = strategy.compression.sends and step.num_ranks > 1
-        return loss_on_shards(
-            function, layout.whole(), cuts, step.axis, precision, trainable=step.trainable, sends=sends,
-            as_bits=step.as_bits, blocks=_blocks(layout), other_axes=step.other_axes,
-        )  # fmt: skip
-
     def _over_mesh(
-        self, on_rank: Callable[..., Any], model: _Model, state: Any, batch: Any, *, donates_state: bool = False
+        self, on_rank: Callable[..., Any], state: Any, batch: Any, *, is_step: bool = False
     ) -> StepFunction:
-        whole: Any = PartitionSpec()
-        outs, replicated = (model.specs[0], whole) if donates_state else whole, NamedSharding(self._mesh, whole)
+        def placed(state: Any, batch: Any) -> Any:
+            result = on_rank(self._placed(state), batch)
+            return (self._placed(result[0]), result[1]) if is_step else result
+
+        replicated = NamedSharding(self._mesh, P())
         options = {
-            "in_shardings": model.shardings,
-            "out_shardings": (model.shardings[0], replicated) if donates_state else replicated,
-            "donate_argnums": (0,) if donates_state else (),
-            "compiler_options": self._compiler_options,
+            "in_shardings": (self.shardings, self.batch_sharding),
+            "out_shardings": (self.shardings, replicated) if is_step else replicated,
+            "donate_argnums": (0,) if is_step else (),
+            "compiler_options": self._options,
         }
-        placed = partial(model.rank_step.placed, shardings=model.shardings[0])
-
-        def on_devices(state: Any, batch: Any) -> Any:
-            result = on_rank(placed(state), batch)
-            return (placed(result[0]), result[1]) if donates_state else result
-
-        step = self._rank_step
-        function = shard_map(
-            on_devices if step.other_axes else on_rank, mesh=self._mesh, in_specs=model.specs, out_specs=outs,
-            axis=step.axis,
-        )  # fmt: skip
+        specs = self._specs, P(self.layout.ranks.axis)
+        function = self._map(
+            placed if self.layout.ranks.other_axes else on_rank, specs, (self._specs, P()) if is_step else P()
+        )
         return function, abstract((state, batch)), options
 
+    def _placed(self, state: TrainState) -> TrainState:
+        """Keeps a state on the devices of a rank as its layout says: XLA would place it as the loss uses it."""
+        leaves = (self.layout.params, self.layout.opt_state)
 
-def _blocks(layout: StateLayout) -> dict[str, Blocks]:
-    return {name: leaf.blocks for name, leaf in named_leaves(layout.params).items() if leaf.blocks is not None}
+        def place(leaf: Leaf | None, array: jax.Array) -> jax.Array:
+            if jnp.issubdtype(array.dtype, jax.dtypes.extended):
+                return array
+            with jax.named_scope(OTHER_AXES_SCOPE):
+                return jax.lax.with_sharding_constraint(array, P() if leaf is None else leaf.shard_spec)
+
+        params, opt_state = jax.tree.map(place, leaves, (state.params, state.opt_state))
+        model_state = jax.tree.map(partial(place, None), state.model_state)
+        return state._replace(params=params, opt_state=opt_state, model_state=model_state)
+
+    def _map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        axis = self.layout.ranks.axis
+        axes = {axis} if isinstance(axis, str) else {*axis}
+        # check_vma would make users mark the carries of their own loops as varying.
+        return jax.shard_map(
+            function, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False
+        )
 
 
 def _compile_here(function: Callable[..., Any], args: tuple[Any, Any], **options: Any) -> jax.stages.Compiled:
     return jax.jit(function, **options).lower(*args).compile()
-
-
-def _check_opt_state(state: TrainState, layout: StateLayout) -> None:
-    if len({jax.tree.structure(opt_state) for opt_state in (state.opt_state, layout.opt_state)}) > 1:
-        raise ValueError(
-            "state must hold what this trainer's optimizer keeps of the state's parameters, and holds the state of"
-            " another optimizer or of other parameters: make it with init"
-        )
-
-
-def _check_same(known: StateLayout, layout: StateLayout) -> None:
-    """Refuses a model whose shards have the shapes of a known model's, but are joined to other shapes."""
-    for (name, theirs), ours in zip(named_leaves(known.params).items(), jax.tree.leaves(layout.params), strict=True):
-        if ours != theirs:
-            raise ValueError(
-                f"parameter {name!r} (={ours.shape}) cannot be told by its shards from that of another model of this "
-                f"trainer (={theirs.shape}): make a Trainer for each"
-            )

@@ -27,7 +27,6 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from ..communication.collectives import all_gather, all_reduce
 from ..processes.replicas import ReplicasDifferError, describe_difference
 from ..tree import named_leaves
-from .packing import leaf_specs, shard_map
 from .step import TrainState
 
 
@@ -80,7 +79,9 @@ def check_replicas(state: TrainState, shardings: Any) -> None:
 
 
 def _replicated(state: TrainState, specs: Any, mesh: Mesh | AbstractMesh) -> dict[str, tuple[jax.Array, PartitionSpec]]:
-    named = zip(named_leaves(state).items(), leaf_specs(specs, state), strict=True)
+    is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
+    of_leaves = jax.tree.leaves(jax.tree.broadcast(specs, state, is_leaf=is_spec), is_leaf=is_spec)
+    named = zip(named_leaves(state).items(), of_leaves, strict=True)
     return {name: (leaf, spec) for (name, leaf), spec in named if leaf.size and _groups(spec, mesh).shape[1] > 1}
 
 
@@ -114,7 +115,7 @@ def _all_checksums(leaves: list[jax.Array], specs: tuple[PartitionSpec, ...], me
     def on_rank(leaves: list[jax.Array]) -> jax.Array:
         return all_gather(jnp.stack([_checksum(leaf) for leaf in leaves])[None], mesh.axis_names)
 
-    return shard_map(on_rank, mesh=mesh, in_specs=([*specs],), out_specs=PartitionSpec())(leaves)
+    return jax.shard_map(on_rank, mesh=mesh, in_specs=([*specs],), out_specs=PartitionSpec(), check_vma=False)(leaves)
 
 
 @partial(jax.jit, static_argnames=("spec", "mesh"))
@@ -130,7 +131,7 @@ def _differences(leaf: jax.Array, other: np.ndarray, spec: PartitionSpec, mesh: 
         return all_gather(jnp.max(jnp.abs(numbers - theirs))[None], mesh.axis_names)
 
     whole = PartitionSpec()
-    return shard_map(on_rank, mesh=mesh, in_specs=(spec, whole), out_specs=whole)(leaf, other)
+    return jax.shard_map(on_rank, mesh=mesh, in_specs=(spec, whole), out_specs=whole, check_vma=False)(leaf, other)
 
 
 def _checksum(leaf: jax.Array) -> jax.Array:

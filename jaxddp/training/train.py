@@ -11,57 +11,62 @@ import math
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from .. import __version__
 from ..arguments import check_flag, check_function, check_integer, check_kind, check_optimizer, is_number
 from ..communication.axes import shard_axis
 from ..communication.buckets import BucketPlan
-from ..communication.compression import check_stateless
+from ..communication.planned import GradientTrace
+from ..layout import Leaf, whole
 from ..loss import partial_loss
-from ..mesh import DATA_AXIS, rank_axis
+from ..mesh import DATA_AXIS, platform_of, rank_axis
 from ..metrics import Measure
 from ..processes.watchdog import begin_step, end_step, wait_for_end
-from ..strategy import GradientTrace, Strategy
-from ..tree import check_params, is_floating, merge, named_leaves, split
+from ..strategy import Masters, Ranks, Strategy, with_masters
+from ..tree import check_params, is_floating, like, merge, named_leaves, split
 from ..zero.elementwise import describe_update
 from .agreement import agreement, check_alike
+from .ema import EmaState
 from .evaluation import evaluate_batches
-from .loss_scale import first_scale
 from .model_state import STATE_SYNC, planned_sync
-from .placement import describe, from_first_process, full_arrays, place, place_batch, place_by_rank, whole
-from .programs import Programs, StepFunction
-from .replicas import ReplicaError, check_replicas
-from .state_layout import StateLayout
-from .step import NONFINITE_STATE, RankStep
+from .placement import describe, from_first_process, full_arrays, place, place_batch
+from .programs import Programs, StepFunction, compiler_of
+from .replicas import check_replicas
+from .step import Run
 from .step import TrainState as TrainState
 from .validation import (
     abstract,
     as_arrays,
     check_alive,
     check_batch,
+    check_fits,
     check_state,
     host_arrays,
     is_global,
+    leaf_specs,
     one_line_errors,
     signature,
 )
+from .xla import compile_options
 
 NONFINITE = ("ignore", "raise", "skip")
 
 
 class NonFiniteError(FloatingPointError):
-    """A step met NaN or infinity, and the trainer's ``nonfinite`` does not go on.
+    """A step met NaN or infinity, and the trainer's ``nonfinite`` is ``"raise"``.
 
     Attributes:
-        state: The state after the step, in place of the one that was donated: with ``"skip"`` as it was before the
-            skipped steps, with ``"raise"`` updated by numbers that are not finite.
+        state: The state after the step, in place of the one that was donated: updated by numbers that are not finite.
     """
 
     def __init__(self, message: str, state: TrainState | None = None) -> None:
@@ -70,8 +75,46 @@ class NonFiniteError(FloatingPointError):
         self.state = state
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Trainer:
     """Data-parallel training of a loss function.
+
+    Attributes:
+        loss_fn: ``(params, batch)`` or ``(params, batch, key)`` to the mean loss over the examples it is given, or to
+            ``Weighted``; with ``has_aux`` to ``(loss, aux)``. ``key`` differs by rank, step and micro-batch. With
+            ``has_state`` it is ``(params, model_state, batch)`` or ``(params, model_state, batch, key)`` to
+            ``(loss, new_state)``, with ``has_aux`` to ``(loss, (new_state, aux))``.
+        optimizer: Any optax transformation; one that wants the loss's ``value`` (``reduce_on_plateau``) gets it.
+        strategy: How gradients are communicated.
+        mesh: As ``data_mesh`` makes it, or ``targets.mesh``: then ``plan``, ``planned`` and ``compile`` work, with the
+            state of ``abstract_state``, and nothing runs.
+        num_microbatches: Parts into which each rank's examples are split, in order. Their gradients are added up and
+            reduced once, unless the strategy reduces those of each.
+        trainable: Predicate on a parameter's dotted path. Other parameters get no gradient, no optimizer state and no
+            communication.
+        has_aux: Whether ``loss_fn`` returns auxiliary values as well; they come back in ``metrics["aux"]``. Floating
+            scalars are averaged as the loss is, ``Weighted`` by its own weight, and values of examples are ``Mean``,
+            ``Sum`` or ``PerExample``; anything else is refused.
+        has_state: Whether the model has state beside the parameters, such as BatchNorm's running statistics, which is
+            given to ``init``. It is not optimized, and each micro-batch takes the state of the one before it.
+        state_sync: How ranks agree on it at the end of a step. ``"mean"``: floating leaves are averaged over ranks;
+            ``"first"``: those of rank 0 count, as DDP's buffers do. Other leaves are rank 0's.
+        max_grad_norm: Clips the global norm of the averaged gradient to this value.
+        compute_dtype: Dtype of the floating parameters that ``loss_fn`` gets, and in which ZeRO gathers them. The
+            optimizer updates masters of the dtypes given to ``init``, which ZeRO shards and ``params`` and checkpoints
+            hold. Gradients come in this dtype and are cast to ``grad_dtype``, the master's if None, before they are
+            added up. Batch and model state are not cast. None: no masters.
+        grad_dtype: Dtype in which gradients are accumulated and summed over ranks; each parameter's own if None.
+        nonfinite: What ``step`` does if the loss or the norm of the averaged gradient is NaN or infinite, or an element
+            of the model state no longer is finite. They are the same on all ranks, so all do it in the same step.
+            ``"ignore"``: nothing. ``"raise"``: raises, after the update. ``"skip"``: leaves parameters, optimizer and
+            model state as they were, bit for bit, and only counts the step.
+        axis: Of the mesh, along which ranks lie, if the mesh has other axes: ``"data"`` if None.
+        param_specs: How parameters lie along the other axes, which are left to XLA, as for tensor parallelism: a tree
+            of ``PartitionSpec`` like the parameters, or a prefix of it.
+
+    Raises:
+        ValueError: If the mesh has other axes than ``data_mesh`` makes or no devices, or a number is out of range.
 
     Example:
         >>> import jax.numpy as jnp, optax, jaxddp
@@ -88,181 +131,79 @@ class Trainer:
         [('all-reduce', 12)]
     """
 
-    def __init__(
-        self,
-        loss_fn: Callable[..., Any],
-        optimizer: optax.GradientTransformation,
-        strategy: Strategy,
-        mesh: Mesh | AbstractMesh,
-        *,
-        num_microbatches: int = 1,
-        trainable: Callable[[str], bool] | None = None,
-        has_aux: bool = False,
-        max_grad_norm: float | None = None,
-        grad_dtype: Any = None,
-        compute_dtype: Any = None,
-        loss_scale: str | None = None,
-        nonfinite: str = "ignore",
-        max_skips: int = 10,
-        has_state: bool = False,
-        state_sync: str = "mean",
-        check_replicas_every: int = 0,
-        axis: str | tuple[str, ...] | None = None,
-        param_specs: Any = None,
-        ema_decay: float | None = None,
-        start_early: bool = True,
-    ) -> None:
-        """Describes a training run; compiles nothing yet.
+    loss_fn: Callable[..., Any]
+    optimizer: optax.GradientTransformation
+    strategy: Strategy
+    mesh: Mesh | AbstractMesh
+    _: KW_ONLY
+    num_microbatches: int = 1
+    trainable: Callable[[str], bool] | None = None
+    has_aux: bool = False
+    has_state: bool = False
+    state_sync: str = "mean"
+    max_grad_norm: float | None = None
+    compute_dtype: Any = None
+    grad_dtype: Any = None
+    nonfinite: str = "ignore"
+    axis: str | tuple[str, ...] | None = None
+    param_specs: Any = None
+    _models: dict[Any, Programs] = field(default_factory=dict, init=False)  # by parameters as a state holds them
+    _agreed: dict[Any, dict[str, str]] = field(default_factory=dict, init=False)  # shapes that all processes have
 
-        Args:
-            loss_fn: ``(params, batch)`` or ``(params, batch, key)`` to the mean loss over the examples it is given,
-                or to ``Weighted``; with ``has_aux`` to ``(loss, aux)``. ``key`` differs by rank, step and micro-batch.
-                With ``has_state`` it is ``(params, model_state, batch)`` or ``(params, model_state, batch, key)`` to
-                ``(loss, new_state)``, with ``has_aux`` to ``(loss, (new_state, aux))``.
-            optimizer: Any optax transformation; one that wants the loss's ``value`` (``reduce_on_plateau``) gets it.
-            strategy: How gradients are communicated.
-            mesh: As ``data_mesh`` makes it, or ``targets.mesh``: then ``plan``, ``planned`` and
-                ``compile`` work, with the state of ``abstract_state``, and nothing runs.
-            num_microbatches: Parts into which each rank's examples are split, in order. Their gradients are added up
-                and reduced once, unless the strategy reduces those of each.
-            trainable: Predicate on a parameter's dotted path. Other parameters get no gradient, no optimizer state
-                and no communication.
-            has_aux: Whether ``loss_fn`` returns auxiliary values as well; they come back in ``metrics["aux"]``.
-                Floating scalars are averaged as the loss is, ``Weighted`` by its own weight, and values of examples are
-                ``Mean``, ``Sum`` or ``PerExample``; anything else is refused.
-            max_grad_norm: Clips the global norm of the averaged gradient to this value.
-            grad_dtype: Dtype in which gradients are accumulated and summed over ranks; each parameter's own if None.
-            compute_dtype: Dtype of the floating parameters that ``loss_fn`` gets, and in which ZeRO gathers them. The
-                optimizer updates masters of the dtypes given to ``init``, which ZeRO shards and ``params`` and
-                checkpoints hold. Gradients come in this dtype and are cast to ``grad_dtype``, the master's if None,
-                before they are added up. Batch and model state are not cast. None: no masters.
-            loss_scale: ``"dynamic"`` differentiates the loss times a scale, which float16 needs for small gradients. A
-                step that is not finite halves it, 2,000 finite ones double it. Needs ``nonfinite="skip"``.
-            nonfinite: What ``step`` does if the loss or the norm of the averaged gradient is NaN or infinite, or an
-                element of the model state no longer is finite. They are the same on all ranks, so all do it in the
-                same step. ``"ignore"``: nothing. ``"raise"``: raises, after the update. ``"skip"``: leaves parameters,
-                optimizer, compression and model state as they were, bit for bit, and only counts the step. The
-                collectives are the same; ``"raise"`` and ``"skip"`` wait for each step, and ``"skip"`` updates nothing
-                before the norm is known, as clipping does.
-            max_skips: Steps of this trainer in a row that ``"skip"`` may skip.
-            has_state: Whether the model has state beside the parameters, such as BatchNorm's running statistics, which
-                is given to ``init``. It is not optimized, and each micro-batch takes the state of the one before it.
-            state_sync: How ranks agree on it at the end of a step. ``"mean"``: floating leaves are averaged over
-                ranks; ``"first"``: those of rank 0 count, as DDP's buffers do. Other leaves are rank 0's.
-            check_replicas_every: Steps between two calls of ``check_replicas`` by ``step``, which waits for that step;
-                0 makes none.
-            axis: Of the mesh, along which ranks lie, if the mesh has other axes: ``"data"`` if None.
-            param_specs: How parameters lie along the other axes, which are left to XLA, as for tensor parallelism: a
-                tree of ``PartitionSpec`` like the parameters, or a prefix of it. ``loss_fn`` may constrain values along
-                those axes too.
-            ema_decay: Keeps a moving average of the trainable parameters beside them, for ``params(state, "ema")``:
-                ``ema = ema_decay * ema + (1 - ema_decay) * params`` after each step that is not skipped. It starts at
-                the parameters given to ``init``, so there is no bias to correct. It has their dtype, is sharded where
-                the optimizer's state is, and is saved in checkpoints. None: keeps none.
-            start_early: On GPUs, whether collectives start as early as they can, as for ``compile_options``.
-
-        Raises:
-            ValueError: If the mesh has other axes than ``data_mesh`` makes or no devices, or a number is out of range.
-        """
-        self._arguments = {
-            "loss_fn": loss_fn,
-            "optimizer": optimizer,
-            "num_microbatches": num_microbatches,
-            "trainable": trainable,
-            "has_aux": has_aux,
-            "max_grad_norm": max_grad_norm,
-            "grad_dtype": grad_dtype,
-            "compute_dtype": compute_dtype,
-            "loss_scale": loss_scale,
-            "nonfinite": nonfinite,
-            "max_skips": max_skips,
-            "has_state": has_state,
-            "state_sync": state_sync,
-            "check_replicas_every": check_replicas_every,
-            "axis": axis,
-            "param_specs": param_specs,
-            "ema_decay": ema_decay,
-            "start_early": start_early,
-        }
-        check_function("loss_fn", loss_fn)
-        check_optimizer(optimizer)
-        check_kind("strategy", strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
-        check_kind("mesh", mesh, (Mesh, AbstractMesh), "a mesh, such as jaxddp.data_mesh()")
-        if trainable is not None:
-            check_function("trainable", trainable, "a function of a parameter's name, or None")
-        check_flag(has_aux=has_aux, has_state=has_state, start_early=start_early)
-        axis = rank_axis(mesh, DATA_AXIS if axis is None and param_specs is not None else axis)
-        axes = (axis,) if isinstance(axis, str) else axis
-        other_axes = tuple(str(name) for name in mesh.axis_names if name not in axes)
-        if other_axes and param_specs is None:
-            raise ValueError(f"param_specs (=None) must be given for the other mesh axes: {', '.join(other_axes)}")
-        if param_specs is not None and not other_axes:
-            raise ValueError(f"param_specs must be None where the mesh has no other axes than {', '.join(axes)}")
-        if other_axes and strategy.shards_leaves:
-            raise ValueError("shard (='leaves') must be 'elements' with param_specs, which split leaves over devices")
-        if other_axes:
-            check_stateless(strategy.compression, "with param_specs: use none, bf16 or fp16")
-        num_microbatches = check_integer("num_microbatches", num_microbatches)
-        if not all(kind == AxisType.Auto for kind in mesh.axis_types):
-            raise ValueError(f"mesh axis types (={mesh.axis_types}) must be Auto: make the mesh with jaxddp.data_mesh")
-        for name, dtype in (("grad_dtype", grad_dtype), ("compute_dtype", compute_dtype)):
-            if dtype is not None and not is_floating(dtype):
+    def __post_init__(self) -> None:
+        """Checks the options; compiles nothing yet."""
+        check_function("loss_fn", self.loss_fn)
+        check_optimizer(self.optimizer)
+        check_kind("strategy", self.strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
+        check_kind("mesh", self.mesh, (Mesh, AbstractMesh), "a mesh, such as jaxddp.data_mesh()")
+        if self.trainable is not None:
+            check_function("trainable", self.trainable, "a function of a parameter's name, or None")
+        check_flag(has_aux=self.has_aux, has_state=self.has_state)
+        check_integer("num_microbatches", self.num_microbatches)
+        for name in ("grad_dtype", "compute_dtype"):
+            if (dtype := getattr(self, name)) is not None and not is_floating(dtype):
                 raise ValueError(f"{name} (={dtype!r}) must be a floating dtype or None")
-        if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm > 0):
-            raise ValueError(f"max_grad_norm (={max_grad_norm!r}) must be positive or None")
-        if ema_decay is not None and not (is_number(ema_decay) and 0 <= ema_decay < 1):
-            raise ValueError(f"ema_decay (={ema_decay!r}) must be at least 0 and below 1, or None")
-        if nonfinite not in NONFINITE:
-            raise ValueError(f"nonfinite (={nonfinite!r}) must be one of {', '.join(NONFINITE)}")
-        if loss_scale not in (None, "dynamic"):
-            raise ValueError(f"loss_scale (={loss_scale!r}) must be 'dynamic' or None")
-        if loss_scale is not None and nonfinite != "skip":
-            raise ValueError(
-                f"nonfinite (={nonfinite!r}) must be 'skip' with a loss_scale, which overflows to be found"
-            )
-        max_skips = check_integer("max_skips", max_skips, least=0)
-        check_replicas_every = check_integer("check_replicas_every", check_replicas_every, least=0)
-        if state_sync not in STATE_SYNC:
-            raise ValueError(f"state_sync (={state_sync!r}) must be one of {', '.join(STATE_SYNC)}")
-        self.has_state, self._scales_loss = has_state, loss_scale is not None
-        # In a job, a trainer may be of the process's own devices.
-        is_here = isinstance(mesh, Mesh)
-        self._spans_job = is_here and len({one.process_index for one in mesh.devices.flat}) == jax.process_count()
-        self._nonfinite, self._max_skips, self._num_skips = nonfinite, max_skips, 0
-        self._check_replicas_every, self._num_steps = check_replicas_every, 0
-        self.strategy = strategy
-        self.mesh, self.axis = mesh, axis
-        self.num_ranks = math.prod(mesh.shape[name] for name in axes)
-        self.num_microbatches = num_microbatches
-        self._rank_step = RankStep(
-            partial_loss(loss_fn, has_aux, has_state),
-            one_line_errors(optimizer),
-            _with_compute_dtype(strategy, compute_dtype),
-            axis=axis,
-            num_ranks=self.num_ranks,
-            num_replicas=self.num_ranks // mesh.shape[shard_axis(axis)],
-            other_axes=other_axes,
-            num_microbatches=num_microbatches,
-            trainable=trainable,
-            max_grad_norm=max_grad_norm,
-            grad_dtype=grad_dtype,
-            compute_dtype=None if compute_dtype is None else jnp.dtype(compute_dtype),
-            nonfinite=nonfinite,
-            state_sync=state_sync,
-            ema_decay=ema_decay,
-        )
-        self._replicated = NamedSharding(mesh, PartitionSpec())
-        self._agreed: dict[Any, dict[str, str]] = {}  # shapes of batches that all processes have
-        self._programs = Programs(self._rank_step, mesh, param_specs, start_early=start_early)
+        if self.max_grad_norm is not None and not (is_number(self.max_grad_norm) and self.max_grad_norm > 0):
+            raise ValueError(f"max_grad_norm (={self.max_grad_norm!r}) must be positive or None")
+        for name, options in (("nonfinite", NONFINITE), ("state_sync", STATE_SYNC)):
+            if getattr(self, name) not in options:
+                raise ValueError(f"{name} (={getattr(self, name)!r}) must be one of {', '.join(options)}")
+        if not all(kind == AxisType.Auto for kind in self.mesh.axis_types):
+            raise ValueError(f"mesh axis types (={self.mesh.axis_types}) must be Auto: make the mesh with jaxddp.data_mesh")
+        others = ", ".join(self.ranks.other_axes)
+        if others and self.param_specs is None:
+            raise ValueError(f"param_specs (=None) must be given for the other mesh axes: {others}")
+        if self.param_specs is not None and not others:
+            raise ValueError(f"param_specs must be None where the mesh has no other axes than {self.ranks.axis}")
+        compiler_of(self.mesh)
+
+    def __repr__(self) -> str:
+        """In one line."""
+        axes = " x ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
+        return f"Trainer({getattr(self.loss_fn, '__name__', 'loss')}, {self.strategy.name}, {axes})"
+
+    @cached_property
+    def ranks(self) -> Ranks:
+        """The ranks, by mesh axes."""
+        axis = rank_axis(self.mesh, DATA_AXIS if self.axis is None and self.param_specs is not None else self.axis)
+        axes = (axis,) if isinstance(axis, str) else axis
+        others = tuple(str(name) for name in self.mesh.axis_names if name not in axes)
+        num_ranks = math.prod(self.mesh.shape[name] for name in axes)
+        return Ranks(axis, num_ranks, self.mesh.shape[shard_axis(axis)], others)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return self.ranks.num_ranks
 
     @property
     def batch_sharding(self) -> NamedSharding:
         """How the arrays of a batch lie over the ranks: split along dimension 0."""
-        return NamedSharding(self.mesh, PartitionSpec(self._rank_step.axis))
+        return NamedSharding(self.mesh, P(self.ranks.axis))
 
     def with_strategy(self, strategy: Strategy, mesh: Mesh | AbstractMesh | None = None) -> Trainer:
         """Gives the trainer of the same run under another strategy, on another mesh if one is given."""
-        return Trainer(strategy=strategy, mesh=self.mesh if mesh is None else mesh, **self._arguments)
+        return replace(self, strategy=strategy, mesh=self.mesh if mesh is None else mesh)
 
     def init(self, params: Any, *, model_state: Any = None, seed: int = 0) -> TrainState:
         """Puts a copy of the parameters, or its shard of them, on every rank and makes the optimizer state there.
@@ -284,32 +225,24 @@ class Trainer:
                 ``has_state`` or given without.
         """
         self._check_devices("init", "abstract_state")
-        check_params(params, self._rank_step.trainable)
+        check_params(params, self.trainable)
         if not is_number(seed) or not abs(seed) < 2**63 or int(seed) != seed:
             raise ValueError(f"seed (={seed!r}) must be an integer of 64 bits")
         model_state = self._checked_model_state(model_state)
-        _warn_of_narrow(params, self._rank_step.trainable, self.strategy.precision.master_dtype)
+        _warn_of_narrow(params, self.trainable)
         if jax.process_count() > 1:
             held = {"parameter": describe(params), "model_state leaf": describe(model_state)}
             shapes = {f"{kind} {name!r}": text for kind, one in held.items() for name, text in one.items()}
             check_alike(self._fingerprint() | shapes)
             check_alike({"optimizer": self._describe_update(params)})
             params, model_state, seed = from_first_process((params, model_state, seed))
-        layout = self._programs.describe(params)
-        has_ema, trained = self._rank_step.ema_decay is not None, split(params, self._rank_step.trainable)[0]
-        ema = place(trained, layout.ema, self.mesh, self.axis) if has_ema else ()
-        params = place(params, layout.params, self.mesh, self.axis)
-        opt_state = self._programs.init_opt_state(layout, params)
-        seed = int(seed)
-
-        def first() -> tuple[jax.Array, jax.Array, Any]:
-            return jnp.zeros((), jnp.int32), jax.random.key(seed), self._first_scale()
-
-        step, key, loss_scale = jax.jit(first, out_shardings=self._replicated)()
-        model_state = place(model_state, whole(model_state), self.mesh)
-        memory = place_by_rank(layout.memory, self.mesh, self.axis)
-        copies = self._programs.make_copies(layout, params)
-        return TrainState(step, params, opt_state, key, memory, model_state, loss_scale, copies, ema)
+        model, seed, axis = self._describe(params), int(seed), self.ranks.axis
+        updated = place(split(params, self.trainable)[0], split(model.layout.updated, self.trainable)[0], self.mesh, axis)
+        opt_state = model.init_opt_state(updated)
+        params = place(params, model.layout.params, self.mesh, axis)
+        make = jax.jit(lambda: (jnp.zeros((), jnp.int32), jax.random.key(seed)), out_shardings=NamedSharding(self.mesh, P()))
+        step, key = make()
+        return TrainState(step, params, opt_state, key, place(model_state, whole(model_state), self.mesh))
 
     def abstract_state(self, params: Any, model_state: Any = None) -> TrainState:
         """Describes the state of step 0 without making it, for ``plan``, ``planned`` and ``compile``.
@@ -322,18 +255,11 @@ class Trainer:
             A state of ``jax.ShapeDtypeStruct``.
 
         Raises:
-            ValueError: If there are no arrays, a trainable one is not of a floating dtype, or ``model_state`` is
-                missing with ``has_state`` or given without.
+            ValueError: As ``init``, for the parameters and the model state.
         """
-        check_params(params, self._rank_step.trainable)
+        check_params(params, self.trainable)
         model_state = self._checked_model_state(model_state)
-        loss_scale = jax.eval_shape(self._first_scale)
-        return self._programs.describe(params).held()._replace(model_state=abstract(model_state), loss_scale=loss_scale)
-
-    def cast_copies(self, state: TrainState) -> TrainState:
-        """Casts the copies in the ``compute_dtype`` again, as ``step`` does after ``state._replace(params=...)``."""
-        check_state(state)
-        return state._replace(copies=self._programs.make_copies(self._programs.layout(state), state.params))
+        return self._describe(params).held()._replace(model_state=abstract(model_state))
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Takes one training step.
@@ -346,63 +272,35 @@ class Trainer:
         Returns:
             The next state, and metrics: ``"loss"``, the global mean before the update; ``"grad_norm"``, of the
             averaged gradient before clipping; ``"aux"`` with ``has_aux``; ``"skipped"`` with ``nonfinite="skip"``, 1
-            if the step was, else 0; ``"loss_scale"`` that it had, with one; ``"learning_rate"`` of this update if
-            ``optax.inject_hyperparams`` keeps one in the optimizer's state, of several a dict by the path of their
-            state.
+            if the step was, else 0.
 
         Raises:
-            NonFiniteError: If loss, gradient or model state are not finite and ``nonfinite="raise"``, which names the
-                leaves of the state that no longer are; or ``nonfinite="skip"`` after ``max_skips`` skipped steps in a
-                row. It is a ``FloatingPointError`` and holds the state.
-            ReplicaError: As ``check_replicas``, every ``check_replicas_every`` steps.
+            NonFiniteError: If loss, gradient or model state are not finite and ``nonfinite="raise"``; it names the
+                leaves of the state that no longer are, is a ``FloatingPointError`` and holds the state.
             ValueError: If the batch cannot be split over ranks and micro-batches, the loss is not a scalar, the mesh is
-                a target's, or processes have batches of other shapes or other plans.
+                a target's, the state is another trainer's, or processes have batches of other shapes or other plans.
         """
         self._check_devices("step", "compile")
-        check_alive(state)
-        state = self._with_copies(as_arrays(state))
+        state = as_arrays(self._alive(state))
         batch = self._place(batch, self.num_microbatches, state)
-        program = self._programs.step(state, batch)
+        program = self._model(state).step(state, batch)
         with self._watched(is_call=False) as results:
             try:
                 result = program(state, batch)
-                if self._programs.platform == "cpu":
+                if platform_of(self.mesh) == "cpu":
                     # With more simulated devices than cores, steps that run ahead abort in XLA's rendezvous.
                     jax.block_until_ready(result)
             except ValueError as error:
                 if "input shardings that disagree" in str(error):
                     raise ValueError(
-                        "state must lie over the devices as init makes it: give arrays put into it the shardings of"
-                        " those before, by jax.device_put"
+                        f"state must lie over the devices as init of a trainer with strategy {self.strategy.name!r}"
+                        " makes it: give arrays put into it the shardings of those before, by jax.device_put"
                     ) from error
                 raise
             results.append(result[1]["loss"])
-        if self._nonfinite != "ignore":
-            self._check_finite(*result)
-        self._num_steps += 1
-        if self._check_replicas_every and self._num_steps % self._check_replicas_every == 0:
-            try:
-                self.check_replicas(result[0])
-            except ReplicaError as error:
-                error.state = result[0]
-                raise
+        if self.nonfinite == "raise" and result[1].pop("skipped"):
+            self._raise_nonfinite(*result)
         return result
-
-    def check_replicas(self, state: TrainState) -> None:
-        """Checks that ranks hold the same, bit for bit, of what each of them has in full.
-
-        That is all of the state under the strategies without shards; the parameters under zero1 and zero2; small
-        parameters under zero3; counters, keys and the model state under all. It takes a pass over them and one
-        all-gather of 4 bytes a leaf, in a program of its own.
-
-        Raises:
-            ReplicaError: If they differ; it names the leaf, the ranks and by how much.
-        """
-        self._check_devices("check_replicas", "compile")
-        check_alive(state)
-        if self.mesh.size > 1:
-            with self._watched():
-                check_replicas(state, self._programs.layout(state).shardings(self.mesh, self._rank_step.axis))
 
     def evaluate(self, state: TrainState, batches: Any, eval_fn: Callable[..., Any] | None = None) -> Any:
         """Gives the mean loss of a batch, or what ``eval_fn`` measures of one or several, without gradients.
@@ -432,14 +330,12 @@ class Trainer:
                 key, or takes none with ``has_state``; there are no examples; ``eval_fn`` returns anything else.
         """
         self._check_devices("evaluate", "compile")
-        check_alive(state)
-        state = self._with_copies(state)
+        state = self._alive(state)
         if eval_fn is None:
             return self._evaluate(state, batches)
         check_function("eval_fn", eval_fn)
         if eval_fn.__hash__ is None:
             raise ValueError(f"eval_fn (={type(eval_fn).__name__}) must be hashable: its programs are kept")
-        assert isinstance(self.mesh, Mesh)
         measure = Measure(eval_fn, self.has_state)
 
         def run(batch: Any, is_real: Any) -> dict[str, Any]:
@@ -450,54 +346,86 @@ class Trainer:
     def _evaluate(self, state: TrainState, batch: Any, measure: Measure | None = None) -> Any:
         with self._watched():  # processes may compare their batches
             batch = self._place(batch, 1)
-        program = self._programs.evaluate(state, batch, measure)
+        program = self._model(state).evaluate(state, batch, measure)
         with self._watched() as results:
             result = program(state, batch)
             results.append(jax.tree.leaves(result)[0])
-            return jax.block_until_ready(result) if self._programs.platform == "cpu" else result
+            return jax.block_until_ready(result) if platform_of(self.mesh) == "cpu" else result
 
-    @contextlib.contextmanager
-    def _watched(self, is_call: bool = True) -> Iterator[list[Any]]:
-        """Tells the watchdog of a step, or of another call that takes all processes, and of a result that it adds."""
-        results: list[Any] = []
-        if self._spans_job:
-            begin_step(is_call)
-        try:
-            yield results
-        except Exception:
-            wait_for_end()
-            raise
-        if self._spans_job:
-            end_step(lambda: all(one.is_deleted() or one.is_ready() for one in results))
+    def check_replicas(self, state: TrainState) -> None:
+        """Checks that ranks hold the same, bit for bit, of what each of them has in full.
 
-    def params(self, state: TrainState, which: str = "params") -> Any:
+        That is all of the state under the strategies without shards; the parameters under zero1 and zero2; small
+        parameters under zero3; counters, keys and the model state under all. It takes a pass over them and one
+        all-gather of 4 bytes a leaf, in a program of its own.
+
+        Raises:
+            ReplicaError: If they differ; it names the leaf, the ranks and by how much.
+        """
+        self._check_devices("check_replicas", "compile")
+        state = self._alive(state)
+        if self.mesh.size > 1:
+            with self._watched():
+                check_replicas(state, self._model(state).shardings)
+
+    def params(self, state: TrainState) -> Any:
         """Gives a copy of the full parameters, as the tree that ``init`` was given; later steps do not change it.
 
         With a ``compute_dtype`` they are the masters.
         Every device gets all of them; ``checkpoint.host_state.host_params`` puts them on the host instead.
+        """
+        arrays, leaves = self.masters(self._alive(state))
+        return full_arrays(arrays, leaves, self.mesh)
 
-        Args:
-            state: Kept as it is.
-            which: ``"params"``, or ``"ema"`` for their moving average, with ``ema_decay``; what is not trained is as it
-                is.
+    def masters(self, state: TrainState) -> tuple[Any, Any]:
+        """Gives the parameters that are trained on, as the state holds them, and where each lies: a tree of ``Leaf``."""
+        layout = self._model(state).layout
+        if not isinstance(state.opt_state, Masters):
+            return state.params, layout.params
+        frozen, places = (split(tree, self.trainable)[1] for tree in (state.params, layout.params))
+        return merge(state.opt_state.params, frozen), merge(split(layout.updated, self.trainable)[0], places)
+
+    def with_masters(self, state: TrainState, masters: Any) -> TrainState:
+        """Gives a state of other parameters, given as ``masters`` gives them; the optimizer's state stays."""
+        model = self._model(state)
+        trained, frozen = split(masters, self.trainable)
+        if isinstance(state.opt_state, Masters):
+            state = state._replace(opt_state=state.opt_state._replace(params=trained))
+        places = named_leaves(model.layout.updated)
+        held = split(model.layout.params, self.trainable)[0]
+
+        def make(arrays: dict[str, jax.Array]) -> Any:
+            full = {name: places[name].from_global(array) for name, array in arrays.items()}
+            leaves = {name: leaf for name, leaf in named_leaves(held).items()}
+            return like(held, {name: leaf.to_global(full[name]).astype(leaf.dtype) for name, leaf in leaves.items()})
+
+        shardings = split(model.shardings.params, self.trainable)[0]
+        trained = jax.jit(make, out_shardings=shardings)(named_leaves(trained))
+        return state._replace(params=merge(trained, frozen))
+
+    def averaged(self, state: TrainState) -> TrainState:
+        """Gives a state of the moving averages in place of the parameters, to evaluate or to read; not to train on.
 
         Raises:
-            ValueError: If ``which`` is another, or there is no moving average.
+            ValueError: If the optimizer keeps no average, or several: chain ``jaxddp.params_ema``.
         """
-        check_alive(state)
-        if which not in ("params", "ema"):
-            raise ValueError(f"which (={which!r}) must be 'params' or 'ema'")
-        layout = self._programs.layout(state)
-        if which == "params":
-            return full_arrays(state.params, layout.params, self.mesh)
-        if self._rank_step.ema_decay is None:
-            raise ValueError(f"which (={which!r}) needs Trainer(ema_decay=...)")
-        held, places = (split(tree, self._rank_step.trainable)[1] for tree in (state.params, layout.params))
-        return full_arrays(merge(state.ema, held), merge(layout.ema, places), self.mesh)
+        state = self._alive(state)
+        inner = state.opt_state.inner if isinstance(state.opt_state, Masters) else state.opt_state
+        owners = self._model(state).layout.owners
+        if owners is not None:
+            inner = owners.on_host(inner, np.asarray)
+        states = jax.tree.leaves(inner, is_leaf=lambda one: isinstance(one, EmaState))
+        found = [one.ema for one in states if isinstance(one, EmaState)]
+        if len(found) != 1:
+            raise ValueError(f"the optimizer must keep one average, by jaxddp.params_ema, and keeps {len(found)}")
+        ema = found[0]
+        if owners is not None:
+            ema = place(ema, split(self._model(state).layout.updated, self.trainable)[0], self.mesh, self.ranks.axis)
+        return self.with_masters(state, merge(ema, split(state.params, self.trainable)[1]))
 
     def model_state(self, state: TrainState) -> Any:
         """Gives a copy of the model state, as the tree that ``init`` was given."""
-        check_alive(state)
+        state = self._alive(state)
         return full_arrays(state.model_state, whole(state.model_state), self.mesh)
 
     def update_module(self, state: TrainState, model: Any) -> None:
@@ -521,7 +449,7 @@ class Trainer:
             ValueError: If the batch cannot be split over ranks and micro-batches, or a target's compiler is missing or
                 refuses.
         """
-        return self._programs.step(state, self._described(state, batch))
+        return self._model(state).step(state, self._described(state, batch))
 
     def plan(self, state: TrainState, batch: Any) -> BucketPlan:
         """Gives the bucket plan of the step, in the order in which the traced backward finishes the gradients.
@@ -535,7 +463,7 @@ class Trainer:
         Returns:
             Which gradients are communicated together.
         """
-        return self._programs.plan(state, self._described(state, batch))
+        return self._model(state).plan(state, self._described(state, batch))
 
     def planned(self, state: TrainState, batch: Any) -> list[tuple[str, int]]:
         """Lists ``(kind, bytes)`` of the collectives that one step should have for gradients and parameters.
@@ -543,7 +471,7 @@ class Trainer:
         Those of metrics, of the model state (``planned_sync``) and of the loss function itself (``planned_loss``) are
         left out.
         """
-        return self._programs.planned(state, self._described(state, batch))
+        return [(one.kind, one.num_bytes) for one in self._model(state).planned_along(state, self._described(state, batch))]
 
     def planned_groups(self, state: TrainState, batch: Any) -> list[tuple[str, int, tuple[int, ...]]]:
         """Lists ``(kind, bytes, devices of the first group)`` of the same collectives, by their place in the mesh."""
@@ -554,12 +482,12 @@ class Trainer:
             place = tuple(slice(None) if axis in axes else 0 for axis in self.mesh.axis_names)
             return tuple(devices[place].reshape(-1).tolist())
 
-        return [(one.kind, one.num_bytes, group(one.axes)) for one in self._programs.planned_along(state, batch)]
+        return [(one.kind, one.num_bytes, group(one.axes)) for one in self._model(state).planned_along(state, batch)]
 
     def planned_sync(self, state: TrainState) -> list[tuple[str, int]]:
         """Lists ``(kind, bytes)`` of the collectives by which ranks agree on the model state at the end of a step."""
         check_state(state)
-        return planned_sync(state.model_state, self.num_ranks, self._programs.platform)
+        return planned_sync(state.model_state, self.num_ranks, platform_of(self.mesh))
 
     def planned_loss(self, state: TrainState, batch: Any) -> list[tuple[str, int]]:
         """Lists ``(kind, bytes)`` of the collectives that the loss function itself calls over ranks in one step.
@@ -567,16 +495,18 @@ class Trainer:
         They are those of its trace, forward and backward, such as of BatchNorm's statistics over the axis: of a
         ``lax.cond`` those of all branches, and those in an iteration of a ``lax.while_loop`` once.
         """
-        return self._programs.planned_loss(state, self._described(state, batch))
+        return self._model(state).planned_loss(state, self._described(state, batch))
 
-    def layout(self, state: TrainState) -> StateLayout:
-        """Gives which leaves of a state are shards, and of what; under zero3 after ``init`` or ``abstract_state``."""
+    def layout(self, state: TrainState) -> TrainState:
+        """Gives where each leaf of a state lies: a state of ``Leaf``; under zero3 after ``init`` or ``abstract_state``."""
         check_state(state)
-        return self._programs.layout(state)
+        layout = self._model(state).layout
+        other = Leaf((), jnp.int32)
+        return TrainState(other, layout.params, layout.opt_state, other, whole(state.model_state))
 
     def trace(self, state: TrainState, batch: Any) -> GradientTrace:
         """Traces one rank's backward pass: the gradients in the order in which they become ready."""
-        return self._programs.trace(state, self._described(state, batch))
+        return self._model(state).trace(state, self._described(state, batch))
 
     def step_function(self, state: TrainState, batch: Any, plan: BucketPlan | None = None) -> StepFunction:
         """Gives the step before it is compiled.
@@ -592,7 +522,7 @@ class Trainer:
         Raises:
             ValueError: As ``compile``.
         """
-        return self._programs.step_function(state, self._described(state, batch), plan)
+        return self._model(state).step_function(state, self._described(state, batch), plan)
 
     def _described(self, state: TrainState, batch: Any) -> Any:
         """Checks what a step is planned for; the batch on the host."""
@@ -603,24 +533,26 @@ class Trainer:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Trainer:
         """Copies the trainer; what it has compiled cannot change, and is shared."""
-        new = copy.copy(self)
-        new._programs = self._programs.copy()
-        return new
+        return copy.copy(self)
 
     def _check_devices(self, method: str, instead: str) -> None:
         if isinstance(self.mesh, AbstractMesh):
             spec = self.mesh.abstract_device.device_kind
             raise ValueError(f"{method} needs devices, and {spec!r} is not here: use {instead}")
 
-    def _with_copies(self, state: TrainState) -> TrainState:
-        """Casts copies anew where a state has none, or those of a trainer with another ``compute_dtype``."""
-        dtype = None if self.strategy.shards_params else self._rank_step.compute_dtype
-        if {leaf.dtype for leaf in jax.tree.leaves(state.copies)} == {dtype} - {None}:
-            return state
-        return state._replace(copies=()) if dtype is None else self.cast_copies(state)
-
-    def _first_scale(self) -> Any:
-        return first_scale() if self._scales_loss else ()
+    @contextlib.contextmanager
+    def _watched(self, is_call: bool = True) -> Iterator[list[Any]]:
+        """Tells the watchdog of a step, or of another call that takes all processes, and of a result that it adds."""
+        results: list[Any] = []
+        if self._spans_job:
+            begin_step(is_call)
+        try:
+            yield results
+        except Exception:
+            wait_for_end()
+            raise
+        if self._spans_job:
+            end_step(lambda: all(one.is_deleted() or one.is_ready() for one in results))
 
     def _checked_model_state(self, model_state: Any) -> Any:
         if self.has_state and model_state is None:
@@ -633,63 +565,103 @@ class Trainer:
                 raise ValueError(f"model_state leaf {name!r} (={leaf!r}) must be an array")
         return model_state
 
-    def _check_finite(self, state: TrainState, metrics: dict[str, Any]) -> None:
-        """Applies ``nonfinite`` to a step that was taken."""
+    def _alive(self, state: TrainState) -> TrainState:
+        check_alive(state)
+        return state
+
+    def _model(self, state: TrainState) -> Programs:
+        """The programs of a state's model.
+
+        Raises:
+            ValueError: If it is no state of this trainer.
+        """
+        check_state(state)
+        key = signature(state.params)
+        if key not in self._models:
+            if self.compute_dtype is not None or self.strategy.gathers_in_loss:
+                raise ValueError(
+                    f"the state's parameters are none that this trainer (strategy {self.strategy.name!r}, compute_dtype"
+                    f" {self.compute_dtype}) has made: call init or abstract_state with its parameters first"
+                )
+            self._describe(state.params)
+        model = self._models[key]
+        check_fits(state, model.held(), self)
+        return model
+
+    def _describe(self, params: Any) -> Programs:
+        """The programs of a model of these parameters, full arrays or ``jax.ShapeDtypeStruct``."""
+        leaves = leaf_specs(abstract(params), self.param_specs, self.mesh, self.ranks.other_axes)
+        ranks = replace(self.ranks, specs={name: leaf.spec for name, leaf in named_leaves(leaves).items()})
+        layout = self.strategy.layout(leaves, one_line_errors(self.optimizer), ranks, self.trainable)
+        dtype = None if self.compute_dtype is None else jnp.dtype(self.compute_dtype)
+        if dtype is not None and not self.strategy.gathers_in_loss:
+            layout = with_masters(layout, dtype)
+        layout = replace(layout, compute_dtype=dtype, grad_dtype=self.grad_dtype)
+        key = signature(jax.tree.map(lambda leaf: leaf.held, layout.params))
+        if key not in self._models:
+            run = Run(
+                partial_loss(self.loss_fn, self.has_aux, self.has_state), self.strategy, layout, self.num_microbatches,
+                self.max_grad_norm, self.state_sync,
+            )  # fmt: skip
+            platform = platform_of(self.mesh)
+            options = compile_options(self.strategy, platform)
+            self._models[key] = Programs(run, self.mesh, platform, self.nonfinite, options)
+        known = self._models[key]
+        for (name, theirs), ours in zip(named_leaves(known.layout.params).items(), jax.tree.leaves(layout.params), strict=True):
+            if theirs != ours:
+                raise ValueError(
+                    f"parameter {name!r} (={ours.shape}) cannot be told by its shards from that of another model of"
+                    f" this trainer (={theirs.shape}): make a Trainer for each"
+                )
+        return known
+
+    def _raise_nonfinite(self, state: TrainState, metrics: dict[str, Any]) -> None:
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
-        state_is_finite = not metrics.pop(NONFINITE_STATE, False)
-        if math.isfinite(loss) and math.isfinite(norm) and state_is_finite:
-            self._num_skips = 0
-            return
-        found = f"loss (={loss}) and gradient norm (={norm}){', and model_state,' * (not state_is_finite)} of step "
-        found += f"{int(state.step)} must be finite"
-        if self._nonfinite == "raise":
-            names = self._nonfinite_leaves(state)
-            more = f" and {len(names) - 3} more" * (len(names) > 3)
-            raise NonFiniteError(f"{found}; no longer are in the state: {', '.join(names[:3]) or 'none'}{more}", state)
-        self._num_skips += 1
-        if self._num_skips > self._max_skips:
-            raise NonFiniteError(f"{found}: skipped {self._max_skips} steps before it, max_skips in a row", state)
+        is_state = math.isfinite(loss) and math.isfinite(norm)
+        names = self._nonfinite_leaves(state)
+        more = f" and {len(names) - 3} more" * (len(names) > 3)
+        raise NonFiniteError(
+            f"loss (={loss}) and gradient norm (={norm}){', and model_state,' * is_state} of step {int(state.step)} must"
+            f" be finite; no longer are in the state: {', '.join(names[:3]) or 'none'}{more}",
+            state,
+        )
 
     def _nonfinite_leaves(self, state: TrainState) -> list[str]:
-        leaves = named_leaves(state._replace(memory=(), copies=()))
+        leaves = named_leaves(state)
         floats = {name: leaf for name, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
         check = jax.jit(lambda tree: {name: jnp.isfinite(leaf).all() for name, leaf in tree.items()},
-                        out_shardings=self._replicated)  # fmt: skip
+                        out_shardings=NamedSharding(self.mesh, P()))  # fmt: skip
         is_finite = check(floats)
         return [name for name in floats if not is_finite[name]]
 
     def _fingerprint(self) -> dict[str, Any]:
         """What must be alike in all processes, apart from parameters and batches."""
-        return {
+        names = "num_microbatches has_aux has_state state_sync max_grad_norm compute_dtype grad_dtype nonfinite".split()
+        options = {name: str(getattr(self, name)) for name in names}
+        layout = f"{self.strategy.layout} {self.strategy.hook}".partition(" at 0x")[0]
+        return options | {
             "jaxddp": __version__,
             "jax": jax.__version__,
             "strategy": self.strategy.name,
-            "shards_leaves": self.strategy.shards_leaves,
-            "precision": repr(self.strategy.precision),
-            "compression": self.strategy.compression.name,
+            "layout": layout,
             "num_ranks": self.num_ranks,
-            "num_replicas": self._rank_step.num_replicas,
-            "num_microbatches": self.num_microbatches,
-            "max_grad_norm": self._arguments["max_grad_norm"],
-            "nonfinite": self._nonfinite,
-            "max_skips": self._max_skips,
-            "has_aux": self._arguments["has_aux"],
-            "state_sync": self._arguments["state_sync"],
-            "check_replicas_every": self._check_replicas_every,
-            "ema_decay": self._arguments["ema_decay"],
-            "grad_dtype": str(self._arguments["grad_dtype"]),
-            "compute_dtype": str(self._arguments["compute_dtype"]),
-            "loss_scale": self._arguments["loss_scale"],
+            "num_shards": self.ranks.num_shards,
         }
 
     def _describe_update(self, params: Any) -> str:
-        step = self._rank_step
         try:
-            return describe_update(step.optimizer, split(params, step.trainable)[0], list(self.mesh.shape.items()))
+            optimizer = one_line_errors(self.optimizer)
+            return describe_update(optimizer, split(params, self.trainable)[0], list(self.mesh.shape.items()))
         except Exception as error:  # the other processes wait for this one
             return type(error).__name__
 
-    def _describe(self, held: Any, num_microbatches: int, state: TrainState | None) -> dict[str, str]:
+    @cached_property
+    def _spans_job(self) -> bool:
+        """Whether the mesh has devices of all processes; in a job, a trainer may be of the process's own devices."""
+        is_here = isinstance(self.mesh, Mesh)
+        return is_here and len({one.process_index for one in self.mesh.devices.flat}) == jax.process_count()
+
+    def _describe_batch(self, held: Any, num_microbatches: int, state: TrainState | None) -> dict[str, str]:
         """This process's batch and, if there is a state to train, the plan of the step."""
         said = {"batch": ", ".join(f"{name} {text}" for name, text in describe(held).items())}
         if state is not None:
@@ -705,7 +677,7 @@ class Trainer:
                 check_batch(batch, self.num_ranks, num_microbatches)
                 plan = self.plan(state, batch)
                 said["plan"] = f"{len(plan.buckets)} buckets, checksum {zlib.crc32(repr(plan).encode()):08x}"
-                said["results and constant gradients"] = self._programs.describe_results(state, batch)
+                said["results and constant gradients"] = self._model(state).describe_results(state, batch)
         return said
 
     def _place(self, batch: Any, num_microbatches: int, state: TrainState | None = None) -> Any:
@@ -714,7 +686,7 @@ class Trainer:
             held = jax.tree.map(lambda leaf: leaf if is_global(leaf) else np.asarray(leaf), batch)
             # With another number of examples in each process, the mean over ranks would be one of unlike means.
             key = signature(held), state is None
-            agreement().check(key, lambda: self._describe(held, num_microbatches, state), self._agreed)
+            agreement().check(key, lambda: self._describe_batch(held, num_microbatches, state), self._agreed)
             batch = place_batch(held, self.batch_sharding)
         check_batch(batch, self.num_ranks, num_microbatches)
         try:
@@ -723,20 +695,10 @@ class Trainer:
             raise ValueError(f"batch must hold arrays of numbers: {error}") from error
 
 
-def _with_compute_dtype(strategy: Strategy, compute_dtype: Any) -> Strategy:
-    """ZeRO 3 casts when it gathers."""
-    given = strategy.precision.compute_dtype
-    if compute_dtype is None or not strategy.shards_params:
-        return strategy
-    if given is not None and jnp.dtype(given) != jnp.dtype(compute_dtype):
-        raise ValueError(f"compute_dtype (={compute_dtype!r}) must be that of the strategy (={given!r}), or left out")
-    return strategy._replace(precision=strategy.precision._replace(compute_dtype=compute_dtype))
-
-
-def _warn_of_narrow(params: Any, trainable: Callable[[str], bool] | None, master_dtype: Any) -> None:
+def _warn_of_narrow(params: Any, trainable: Callable[[str], bool] | None) -> None:
     """Warns where updates are added to weights of 16 bits, which lose most of them."""
     for name, leaf in named_leaves(params).items():
-        dtype = jnp.dtype(master_dtype or leaf.dtype) if trainable is None or trainable(name) else jnp.dtype("float32")
+        dtype = jnp.dtype(leaf.dtype) if trainable is None or trainable(name) else jnp.dtype("float32")
         if dtype.itemsize < 4:
             overflow = "sums of gradients above 65504 are infinite, " if dtype.name == "float16" else ""
             warnings.warn(

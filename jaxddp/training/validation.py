@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..arguments import check_kind
-from ..tree import named_leaves
+from ..layout import Leaf
+from ..strategy import Masters
+from ..tree import named_leaves, path_name
+from ..zero.owners import OwnedState
 from .step import TrainState
 
 _shape_and_dtype = operator.attrgetter("shape", "dtype")
@@ -53,8 +58,75 @@ def check_alive(state: TrainState) -> None:
         ValueError: If it was donated, or is no state.
     """
     check_state(state)
-    if isinstance(state.step, jax.Array) and state.step.is_deleted():
-        raise ValueError(f"state (={type(state).__name__}) was donated to an earlier step: use the one it returned")
+    for leaf in jax.tree.leaves(state):
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            name = next(name for name, one in named_leaves(state).items() if one is leaf)
+            raise ValueError(
+                f"state (={name!r}) was donated to an earlier step: use the state that it returned, or keep a copy, such"
+                " as trainer.params(state)"
+            )
+
+
+def check_fits(state: TrainState, held: TrainState, trainer: Any) -> None:
+    """Refuses a state that a trainer of other options has made.
+
+    Raises:
+        ValueError: If the optimizer's state has another structure, or its leaves other shapes or dtypes.
+    """
+    mine, theirs = held.opt_state, state.opt_state
+    rule = "state must be one that this trainer has made"
+    for kind, option in ((Masters, f"compute_dtype (={trainer.compute_dtype})"), (OwnedState, "shard='leaves'")):
+        if isinstance(mine, kind) != isinstance(theirs, kind):
+            raise ValueError(f"{rule}: this one comes from a trainer with another {option}")
+        if isinstance(mine, Masters):
+            mine, theirs = mine.inner, theirs.inner
+    if jax.tree.structure(mine) != jax.tree.structure(theirs):
+        raise ValueError(f"{rule}: this one holds the state of another optimizer, or of other parameters")
+    for (name, wanted), found in zip(named_leaves(mine).items(), jax.tree.leaves(theirs), strict=True):
+        if jnp.shape(found) != wanted.shape:
+            raise ValueError(
+                f"{rule}: its opt_state {name!r} is {[*jnp.shape(found)]} where strategy {trainer.strategy.name!r} on"
+                f" {trainer.ranks.num_shards} ranks holds {[*wanted.shape]}"
+            )
+    if trainer.has_state != bool(jax.tree.leaves(state.model_state)) and not trainer.has_state:
+        raise ValueError(f"{rule}: this one has a model state, and has_state is not set")
+
+
+def leaf_specs(params: Any, param_specs: Any, mesh: Any, axes: Sequence[str]) -> Any:
+    """Gives where full parameters lie along mesh axes that are not of ranks: a tree of ``Leaf``.
+
+    Args:
+        params: A tree of ``jax.ShapeDtypeStruct``.
+        param_specs: A tree of ``PartitionSpec`` like it, or a prefix; None without other axes.
+        mesh: Of ranks and other axes.
+        axes: The other axes.
+
+    Raises:
+        ValueError: If the trees do not fit, or a spec names another axis, or one that does not divide a dimension.
+    """
+    if not axes:
+        return jax.tree.map(lambda leaf: Leaf(tuple(leaf.shape), leaf.dtype), params)
+    try:
+        specs = jax.tree.broadcast(param_specs, params, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+    except ValueError as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"param_specs must be a tree of PartitionSpec like params, or a prefix: {reason}") from error
+
+    def place(path: Any, leaf: Any, spec: Any) -> Leaf:
+        name = path_name(path)
+        if not isinstance(spec, PartitionSpec) or not {*jax.tree.leaves(tuple(spec))} <= {*axes}:
+            raise ValueError(f"param_specs of {name!r} (={spec}) must be a PartitionSpec over {', '.join(axes)}")
+        try:
+            block = NamedSharding(mesh, spec).shard_shape(tuple(leaf.shape))
+        except ValueError as error:
+            sizes = ", ".join(f"{axis} {mesh.shape[axis]}" for axis in axes)
+            raise ValueError(
+                f"param_specs of {name!r} (={spec}) must divide its shape {[*leaf.shape]} by the axes' sizes: {sizes}"
+            ) from error
+        counts = tuple(size // part if part else 1 for size, part in zip(leaf.shape, block, strict=True))
+        return Leaf(tuple(leaf.shape), leaf.dtype, None, spec, counts if any(spec) else ())
+
+    return jax.tree_util.tree_map_with_path(place, params, specs)
 
 
 def as_arrays(state: TrainState) -> TrainState:

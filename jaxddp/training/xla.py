@@ -27,9 +27,8 @@ import re
 
 import jax
 
-from ..arguments import check_flag, check_kind
+from ..arguments import check_kind
 from ..communication.collectives import jaxlib_version
-from ..communication.reduction import ALL_REDUCE
 from ..network import Network
 from ..strategy import Strategy
 
@@ -41,7 +40,7 @@ _START_EARLY = {
 }
 
 
-def compile_options(strategy: Strategy, platform: str, *, start_early: bool = True) -> dict[str, str | int | bool]:
+def compile_options(strategy: Strategy, platform: str) -> dict[str, str | int | bool]:
     """Gives options that keep a strategy's plan, for ``jax.jit(f, compiler_options=...)`` or ``lowered.compile(...)``.
 
     Passes that ``XLA_FLAGS`` disables stay disabled, although a program's list replaces that of the flags.
@@ -49,8 +48,6 @@ def compile_options(strategy: Strategy, platform: str, *, start_early: bool = Tr
     Args:
         strategy: The strategy to be compiled.
         platform: ``"cpu"``, ``"gpu"``, ``"cuda"`` or ``"tpu"``, as in ``mesh.devices.flat[0].platform``.
-        start_early: Whether GPUs start every collective as early as its data allows, with any number in flight. If
-            not, XLA's scheduler decides, with its model of the target's links and one in flight; the plan stays.
 
     Returns:
         Option names and values.
@@ -64,19 +61,18 @@ def compile_options(strategy: Strategy, platform: str, *, start_early: bool = Tr
         0
     """
     check_kind("strategy", strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
-    check_flag(start_early=start_early)
     if platform == "cpu":
         passes = ["cpu-all-reduce-combiner", "cse_barrier_expander", "small-while-loop-hoisting"]
         return {_DISABLE: _with_disabled_passes_of_environment(passes)}
     if platform in ("gpu", "cuda"):
-        joins = strategy.reduce is ALL_REDUCE and not strategy.shards_params and jaxlib_version() >= (0, 10, 2)
+        is_new = jaxlib_version() >= (0, 10, 2)  # older versions refuse unknown names
+        joins = is_new and strategy.plan(()).kind == "all-reduce" and not strategy.gathers_in_loss
         return {
             "xla_gpu_all_reduce_combine_threshold_bytes": _ANY_BYTES if joins else 0,
             "xla_gpu_all_gather_combine_threshold_bytes": 0,
             "xla_gpu_reduce_scatter_combine_threshold_bytes": 0,
             **({_DISABLE: _with_disabled_passes_of_environment(["all-reduce-contiguous"])} if joins else {}),
-            # Older versions refuse unknown names.
-            **(_START_EARLY if start_early and jaxlib_version() >= (0, 10, 2) and not strategy.shards_params else {}),
+            **(_START_EARLY if is_new and not strategy.gathers_in_loss else {}),
         }
     if platform == "tpu":
         return {_DISABLE: _with_disabled_passes_of_environment(["all-reduce-combiner"])}

@@ -97,8 +97,8 @@ def global_norm(tree: Any) -> jax.Array:
             if cut is None:
                 replicated.append(leaf)
             elif leaf.size:  # an optimizer may have changed the zeros of the padding
-                *front, chunk = cut.shard_shape
-                shards.append(cut.without_padding(leaf.reshape(*front, -1, chunk), lax.axis_index(axis)))
+                shard = leaf if cut.dim is not None else leaf.reshape(-1, cut.chunk)
+                shards.append(cut.without_padding(shard, lax.axis_index(axis)))
         with jax.named_scope(METRICS_SCOPE):
             total = all_reduce(sum_of_squares(shards), axis)
         return jnp.sqrt(total + sum_of_squares(replicated))

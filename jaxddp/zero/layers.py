@@ -1,58 +1,44 @@
-"""Units: ``layer`` marks one, and the loss function runs on shards that units gather.
+"""Units of a model: what ``layer`` marks is gathered, used and dropped, and gathered again in the backward.
 
-A unit is a part of a model, such as a layer, whose parameters need to be full only while it runs. The loss function is
-traced once on full shapes, and the trace is evaluated operation by operation: a parameter stays a shard until a unit
-gathers it. Parameters used outside of units are gathered first.
+    forward    p = gather(shards)     y = unit(p, x)             drop p
+    backward   p = gather(shards)     dx, dp = unit'(p, x, dy)   dp is reduce-scattered, the transpose of the gather
 
-Why an interpreter? A shorter way is to register shards as pytrees, call the loss on them, and let ``layer`` gather its
-arguments. For most of 35 loss functions this gives the same gradients, and for the models of ``stage3_target_test.py``
-the same collectives (with the last unit kept by hand) and temporaries on h100:8. It fails for others:
+The loss function gets a ``Shard`` in place of each parameter that only units use; ``layer`` gathers those in its
+arguments. What is used in any other way is gathered before the forward. Which is which is read off a trace of the loss
+function on full parameters, in which every unit is one operation.
 
-    loss function                                             called on shards
-    --------------------------------------------------------  ---------------------------------------------------
-    a penalty over ``jax.tree.leaves(params)``, a norm, ...   wrong gradients, silently: the leaves are shards
-    leaves' sizes, a ``jax.grad`` in the loss                 wrong even if a trace first finds what to gather
-    ``jnp.einsum`` or ``lax`` on a parameter, a Linen module  ValueError; shapes are refused
-    ``x[i, :, :]`` on the rows of a stack, in a tree map      IndexError
-    16 units in a ``jax.jit`` each, h100:8                    56.0 MiB of temporaries instead of 31.1: nothing orders
-                                                              units of different traces
-    16 units of ``w + a @ b``, h100:8                         87.2 MiB instead of 30.3: a policy sees operations, not
-                                                              that these depend on parameters alone
-
-Finding out what to gather first needs the trace and its analysis anyway, so only the evaluation (``_Rules``) would be
-saved.
+A unit is under ``jax.checkpoint``: results of matrix products are saved, everything else is computed again. The last
+unit of a loss keeps what it gathered, since the backward begins there.
 """
 
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 from jax.extend import core
 
 from ..arguments import check_function
-from ..interpreter import CALLS, CHECKPOINT, bind, called_program, interpret, num_consts_and_carry
-from .gather import Gather, Shard
+from ..interpreter import CALLS, CHECKPOINT, called_program, num_consts_and_carry
+from ..strategy import Ranks
+from .gather import Shard, gather
 from .ordering import UnitOrder
-from .remat import run_unit
 
 _MARK = "jaxddp_layer"
-_marking: ContextVar[bool] = ContextVar("jaxddp_marking", default=False)
+_current: ContextVar[_Units | None] = ContextVar("jaxddp_units", default=None)
 
 
 def layer(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Marks a function as one unit of a model, whose parameters ``zero3`` gathers, uses and drops.
 
     Call it in a loop over layers, or in the body of ``lax.scan`` over a stack of them. Other strategies, and calls
-    outside of a trainer, run ``fn`` as it is. Do not add ``jax.checkpoint``: it would gather once more. Inside of
-    ``lax.cond``, ``lax.switch`` and ``lax.while_loop`` (also ``fori_loop``) a unit is ignored with a warning, and the
-    parameters used there are gathered before the forward.
+    outside of a trainer, run ``fn`` as it is. A ``jax.checkpoint`` belongs inside, ``layer(jax.checkpoint(fn))``: then
+    only the unit's inputs are saved. Around a unit it would gather once more. Inside of ``lax.cond``, ``lax.switch``
+    and ``lax.while_loop`` nothing is marked: what is used there is gathered before the forward.
 
     Args:
         fn: ``(layer_params, *args)``, all trees of arrays, ``->`` a tree of arrays. Pass the model's parameters
@@ -74,116 +60,136 @@ def layer(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def unit(*args: Any, **kwargs: Any) -> Any:
-        if not _marking.get():
-            return fn(*args, **kwargs)
-
-        def jaxddp_layer() -> Any:
-            return fn(*args, **kwargs)
-
-        assert jaxddp_layer.__name__ == _MARK
-        return jax.jit(jaxddp_layer)()  # the arrays that it closes over are the operation's inputs
+        units = _current.get()
+        return fn(*args, **kwargs) if units is None else units.run(fn, args, kwargs)
 
     return unit
 
 
-def trace_marked(function: Callable[..., Any], *args: Any) -> tuple[core.ClosedJaxpr, Any]:
-    """Traces a function so that the calls of ``layer`` can be found in the trace.
+class Uses(NamedTuple):
+    """How a loss function uses its parameters.
+
+    Attributes:
+        outside: For each leaf, whether anything but a unit uses it.
+        num_units: Units that the loss itself runs, not those in loops.
+        ends_with_unit: Whether the last of them comes after all loops.
+    """
+
+    outside: list[bool]
+    num_units: int
+    ends_with_unit: bool
+
+
+def trace_uses(loss: Callable[..., Any], params: Any, has_rows: Sequence[bool], *inputs: Any) -> Uses:
+    """Traces a loss function of full parameters.
 
     Args:
-        function: A function of arrays.
-        *args: Arrays or ``jax.ShapeDtypeStruct``.
-
-    Returns:
-        The traced program, and the shapes of its results.
+        loss: ``(params, *inputs)``.
+        params: A tree of ``jax.ShapeDtypeStruct``.
+        has_rows: For each leaf, whether rows of it may be taken from its shard.
+        *inputs: Arrays.
     """
-    token = _marking.set(True)
+    marking = _Units(None)
+    token = _current.set(marking)
     try:
-        return jax.make_jaxpr(function, return_shape=True)(*args)
+        jaxpr = jax.make_jaxpr(loss)(params, *inputs).jaxpr
     finally:
-        _marking.reset(token)
+        _current.reset(token)
+    outside = [marking.was_differentiated or _is_used_outside(jaxpr, at, rows) for at, rows in enumerate(has_rows)]
+    holding = [equation for equation in jaxpr.eqns if _has_unit(equation)]
+    return Uses(outside, sum(map(_is_unit, holding)), bool(holding) and _is_unit(holding[-1]))
 
 
-def run(program: core.ClosedJaxpr, args: Sequence[jax.Array | Shard], gather: Gather) -> list[jax.Array]:
-    """Runs a program on arguments of which some are shards.
+def run_units(function: Callable[..., Any], ranks: Ranks, uses: Uses) -> Callable[..., Any]:
+    """Makes a function run its units on the shards that it is given."""
 
-    Args:
-        program: From ``trace_marked``.
-        args: One for each input; a ``Shard`` in place of a full parameter.
-        gather: Shards ``->`` full parameters.
+    def run(*args: Any) -> Any:
+        token = _current.set(_Units(ranks, uses.num_units if uses.ends_with_unit else None))
+        try:
+            return function(*args)
+        finally:
+            _current.reset(token)
 
-    Returns:
-        The program's results.
-    """
-    args = list(args)
-    early = [
-        place
-        for place, arg in enumerate(args)
-        if isinstance(arg, Shard) and _is_used_outside(program.jaxpr, place, arg.cut.by_row)
-    ]
-    if early:
-        for place, full in zip(early, gather([args[place] for place in early]), strict=True):  # type: ignore[misc]
-            args[place] = full
-    with_units = [equation for equation in program.jaxpr.eqns if _has_unit(equation)]
-    return interpret(program, args, _Rules(gather, with_units[-1] if with_units else None))
+    return run
 
 
-class _Rules:
-    """Evaluates operations on shards.
+class _Units:
+    """The units that run in one trace of a loss function; without ranks, they are only marked in the trace."""
 
-    An instance orders its units. A loop's body and a checkpoint have an instance of their own, because their values
-    cannot depend on those outside.
-    """
+    def __init__(self, ranks: Ranks | None, last: int | None = None) -> None:
+        self.ranks, self.last = ranks, last
+        self.was_differentiated = False
+        self._level, self._count = core.get_opaque_trace_state(), 0
+        self._orders: list[tuple[Any, UnitOrder]] = []  # by trace: values of a loop cannot depend on those outside
 
-    def __init__(self, gather: Gather, last: Any = None) -> None:
-        self.gather, self.last = gather, last
-        self.order = UnitOrder()
+    def run(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self.ranks is None:
+            return self._marked(fn, args, kwargs)
+        here = core.get_opaque_trace_state()
+        self._count += here == self._level
+        leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=lambda leaf: isinstance(leaf, Shard))
+        shards = [leaf for leaf in leaves if isinstance(leaf, Shard)]
+        if not shards:
+            return fn(*args, **kwargs)
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
 
-    def __call__(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
-        name = equation.primitive.name
-        if name in ("cond", "while") and _has_unit(equation):
-            message = f"jaxddp.layer marks nothing inside of lax.{name}: all is gathered before it"
-            warnings.warn(message, stacklevel=2)
-        if not any(isinstance(value, Shard) for value in inputs):
-            return bind(equation, inputs)
-        if _is_unit(equation):
-            return run_unit(equation.params["jaxpr"], inputs, self.gather, self.order, keep=equation is self.last)
-        if name in CALLS:
-            return interpret(called_program(equation), inputs, self)
-        if name == CHECKPOINT:
-            return self.checkpoint(equation, inputs)
-        if name == "scan":
-            return self.scan(equation, inputs)
-        return [_rows(equation, inputs)]
+        def compute(local: list[jax.Array], arrays: list[jax.Array]) -> Any:
+            full = gather([Shard(array, shard.held) for shard, array in zip(shards, local, strict=True)], self.ranks)
+            full, arrays = _tie_gradients(full, arrays)
+            values, params = list(leaves), iter(full)
+            for place, array in zip(places, arrays, strict=True):
+                values[place] = array
+            values = [next(params) if isinstance(value, Shard) else value for value in values]
+            args, kwargs = jax.tree.unflatten(structure, values)
+            return fn(*args, **kwargs)
 
-    def checkpoint(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
-        def compute(arrays: list[Any]) -> list[Any]:
-            pairs = zip(inputs, arrays, strict=True)
-            values = [replace(value, local=array) if isinstance(value, Shard) else array for value, array in pairs]
-            return interpret(called_program(equation), values, _Rules(self.gather))
+        if not (here == self._level and self._count == self.last):
+            compute = jax.checkpoint(compute, policy=jax.checkpoint_policies.dots_saveable)
+        order = self._order(here)
+        local, token = order.before([shard.local for shard in shards])
+        results, structure = jax.tree.flatten(compute(list(local), [leaves[place] for place in places]))
+        return jax.tree.unflatten(structure, order.after(results, token))
 
-        options = {name: equation.params[name] for name in ("policy", "prevent_cse")}
-        arrays = [value.local if isinstance(value, Shard) else value for value in inputs]
-        return jax.checkpoint(compute, **options)(arrays)
+    def _order(self, here: Any) -> UnitOrder:
+        for state, order in self._orders:
+            if state == here:
+                return order
+        self._orders.append((here, UnitOrder()))
+        return self._orders[-1][1]
 
-    def scan(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
-        num_consts, num_carry = num_consts_and_carry(equation)
-        consts, carry, xs = inputs[:num_consts], inputs[num_consts:][:num_carry], inputs[num_consts + num_carry :]
+    def _marked(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs a unit as one operation of the trace."""
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
 
-        def body(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
-            pairs = zip(xs, rows, strict=True)
-            slices = [x.rows(row, x.shape[1:]) if isinstance(x, Shard) else row for x, row in pairs]
-            results = interpret(called_program(equation), [*consts, *carry, *slices], _Rules(self.gather))
-            return results[:num_carry], results[num_carry:]
+        def jaxddp_layer(arrays: list[jax.Array]) -> Any:
+            values = list(leaves)
+            for place, array in zip(places, arrays, strict=True):
+                values[place] = self._undifferentiated(array)
+            args, kwargs = jax.tree.unflatten(structure, values)
+            return fn(*args, **kwargs)
 
-        options = {name: equation.params[name] for name in ("length", "reverse", "unroll")}
-        stacks = [x.local if isinstance(x, Shard) else x for x in xs]
-        carry, ys = lax.scan(body, carry, stacks, **options)
-        self.order = UnitOrder(self.order)  # units after a loop do not wait for those before it
-        return [*carry, *ys]
+        # The name says how many arguments there are; what the unit closes over are further inputs, before them.
+        jaxddp_layer.__name__ = f"{_MARK}_{len(places)}"
+        return jax.jit(jaxddp_layer)([leaves[place] for place in places])
+
+    def _undifferentiated(self, array: jax.Array) -> jax.Array:
+        """Notes if a loss takes derivatives of its own: those of a shard would be sums over ranks."""
+
+        @jax.custom_jvp
+        def identity(array: jax.Array) -> jax.Array:
+            return array
+
+        @identity.defjvp
+        def _(primals: Any, tangents: Any) -> Any:
+            self.was_differentiated = True
+            return primals[0], tangents[0]
+
+        return identity(array)
 
 
 def _is_unit(equation: Any) -> bool:
-    return equation.primitive.name == "jit" and equation.params["name"] == _MARK
+    return equation.primitive.name == "jit" and equation.params["name"].startswith(_MARK)
 
 
 def _has_unit(equation: Any) -> bool:
@@ -192,17 +198,17 @@ def _has_unit(equation: Any) -> bool:
     )
 
 
-def _is_used_outside(jaxpr: Any, place: int, by_row: bool) -> bool:
-    """Whether anything but a unit uses an input or, if it is cut by row, rows of it."""
-    followed = {jaxpr.invars[place]: by_row}
+def _is_used_outside(jaxpr: Any, place: int, has_rows: bool) -> bool:
+    """Whether anything but a unit's arguments uses an input or, if it has rows, rows of it."""
+    followed = {jaxpr.invars[place]: has_rows}
     for equation in jaxpr.eqns:
         for index, atom in enumerate(equation.invars):
-            if isinstance(atom, core.Literal) or atom not in followed or _is_unit(equation):
+            if isinstance(atom, core.Literal) or atom not in followed or _is_argument(equation, index):
                 continue
             name, in_rows = equation.primitive.name, followed[atom]
-            if in_rows and _takes_rows(equation):
+            if in_rows and index == 0 and _takes_rows(equation):
                 followed[equation.outvars[0]] = name != "squeeze"
-            elif name in (*CALLS, CHECKPOINT):
+            elif name in (*CALLS, CHECKPOINT) and not _is_unit(equation):
                 if _is_used_outside(called_program(equation).jaxpr, index, in_rows):
                     return True
             elif name == "scan" and in_rows and index >= sum(num_consts_and_carry(equation)):
@@ -211,6 +217,11 @@ def _is_used_outside(jaxpr: Any, place: int, by_row: bool) -> bool:
             else:
                 return True
     return any(not isinstance(atom, core.Literal) and atom in followed for atom in jaxpr.outvars)
+
+
+def _is_argument(equation: Any, index: int) -> bool:
+    """Whether an input of a unit is one of its arguments, and nothing that it closes over."""
+    return _is_unit(equation) and index >= len(equation.invars) - int(equation.params["name"].rpartition("_")[2])
 
 
 def _takes_rows(equation: Any) -> bool:
@@ -223,11 +234,29 @@ def _takes_rows(equation: Any) -> bool:
     return equation.outvars[0].aval.shape[1:] == equation.invars[0].aval.shape[1:]
 
 
-def _rows(equation: Any, inputs: list[Any]) -> Shard:
-    """Evaluates an operation that slices along dimension 0."""
-    shard, shape, params = inputs[0], equation.outvars[0].aval.shape, equation.params
-    if equation.primitive.name == "squeeze":
-        return shard.rows(shard.local[0], shape)
-    if equation.primitive.name == "slice":
-        return shard.rows(shard.local[params["start_indices"][0] : params["limit_indices"][0]], shape)
-    return shard.rows(lax.dynamic_slice_in_dim(shard.local, inputs[1], shape[0]), shape)
+def _tie_gradients(full: list[jax.Array], others: list[Any]) -> tuple[list[jax.Array], list[Any]]:
+    """The identity; in the backward, no gradient of a unit's inputs is used before all of them are computed.
+
+    Otherwise XLA computes the gradients of activations first, for all units, and keeps alive what the gradients of
+    parameters still need. Inputs without a gradient, such as a batch, stay out of the barrier: it would make JAX
+    compute their gradients, and gather parameters for that.
+    """
+
+    @jax.custom_vjp
+    def identity(arrays: list[Any]) -> list[Any]:
+        return arrays
+
+    def forward(arrays: list[Any]) -> tuple[list[Any], list[tuple[()] | None]]:
+        # Which inputs want a gradient, as () or None: JAX treats both as structure, where a bool would be an array.
+        return [array.value for array in arrays], [() if array.perturbed else None for array in arrays]
+
+    def backward(wanted: list[tuple[()] | None], grads: list[Any]) -> tuple[list[Any]]:
+        grads = [
+            None if wants is None or isinstance(grad, jax.custom_derivatives.SymbolicZero) else grad
+            for wants, grad in zip(wanted, grads, strict=True)
+        ]
+        return (lax.optimization_barrier(grads),)
+
+    identity.defvjp(forward, backward, symbolic_zeros=True)
+    passed = identity([*full, *others])
+    return passed[: len(full)], passed[len(full) :]

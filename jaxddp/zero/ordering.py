@@ -25,10 +25,10 @@ _REACH = 2
 class UnitOrder:
     """Order tokens of the units that have run so far."""
 
-    def __init__(self, earlier: UnitOrder | None = None) -> None:
-        """Starts without units, after those of an earlier order in the same program."""
+    def __init__(self) -> None:
+        """Starts without units."""
         self._tokens: list[jax.Array] = []
-        self._unordered: list[jax.Array] = earlier._unordered if earlier else []  # shards of units that wait for none
+        self._unordered: list[jax.Array] = []  # shards of units that wait for none
 
     def before(self, shards: Sequence[jax.Array]) -> tuple[Sequence[jax.Array], jax.Array | None]:
         """Makes the next unit's shards wait for the results of the second last unit.

@@ -14,14 +14,12 @@ import optax
 from ..arguments import check_axis, check_integer, check_leaves, check_optimizer
 from ..communication.buckets import BucketMb, BucketPlan, plan_buckets
 from ..communication.collectives import axis_size
-from ..communication.compression import none
-from ..communication.reduction import REDUCE_SCATTER, finish_reduction, start_reduction
-from ..communication.sharding import Cut
-from ..training.state_layout import state_layout
+from ..communication.reduction import check_grads
+from ..layout import Leaf
+from ..strategy import Layout, Ranks
 from ..tree import like, named_leaves, tensor_specs
 from .clipping import on_shards
-from .elementwise import check_elementwise
-from .stage1 import gather_params, local_shards, zero1
+from .stages_1_and_2 import gather_shards, layout_shards, local_shards, reduce_scatter_grads
 
 
 def shard_optimizer(
@@ -71,31 +69,30 @@ def shard_optimizer(
     optimizer = optax.with_extra_args_support(optimizer)
     plan_buckets([], bucket_mb)  # refuses a bad cap now, not at the first update
 
-    def cuts(tree: Any) -> dict[str, Cut]:
-        num_ranks = axis_size(axis)
-        return {name: Cut(leaf.shape, num_ranks) for name, leaf in named_leaves(tree).items()}
+    def layout(tree: Any) -> Layout:
+        num_ranks = axis_size(axis)  # refuses one that is not bound
+        leaves = jax.tree.map(lambda leaf: Leaf(leaf.shape, leaf.dtype), tree)
+        return layout_shards(leaves, optimizer, Ranks(axis, num_ranks, num_ranks))
+
+    def shards_of(tree: Any, cuts: Any) -> Any:
+        return like(tree, local_shards(named_leaves(tree), cuts, axis))
 
     def init(params: Any) -> Any:
-        axis_size(axis)  # refuses one that is not bound
-        shards = local_shards(params, axis)
-        check_elementwise(optimizer, params, shards)
-        with on_shards(axis, cuts(params)):
-            return optimizer.init(shards)
+        found = layout(params)
+        return found.optimizer.init(shards_of(params, found.cuts))
 
     def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        found, ready = layout(grads), named_leaves(grads)
+        buckets = plan_buckets(reversed(tensor_specs(ready).values()), bucket_mb).buckets
+        empty = tuple(name for name, leaf in ready.items() if leaf.size == 0)
         num_ranks = axis_size(axis)
-        buckets = plan_buckets(reversed(tensor_specs(named_leaves(grads)).values()), bucket_mb).buckets
-        empty = tuple(name for name, leaf in named_leaves(grads).items() if leaf.size == 0)
-        plan = BucketPlan(buckets if num_ranks > 1 else (), constants=empty, gathers=buckets)
-        reduction, _ = start_reduction(grads, plan, axis, REDUCE_SCATTER, none)
-        means = finish_reduction(reduction, plan, num_ranks, REDUCE_SCATTER, num_ranks).grads
-        grad_shards = jax.tree.map(
-            lambda mean, grad: mean.reshape(Cut(grad.shape, num_ranks).shard_shape), like(grads, means), grads
-        )
-        param_shards = None if params is None else local_shards(params, axis)
-        with on_shards(axis, cuts(grads)):
-            updates, state = optimizer.update(grad_shards, state, param_shards, **extra_args)
-        return gather_params(updates, grads, plan, axis), state
+        plan = BucketPlan(buckets if num_ranks > 1 else (), constants=empty, gathers=buckets, kind="reduce-scatter")
+        check_grads(ready, plan, axis)
+        means = like(grads, reduce_scatter_grads(ready, plan, found, num_ranks))
+        held = None if params is None else shards_of(params, found.cuts)
+        with on_shards(axis, found.cuts):
+            updates, state = optimizer.update(means, state, held, **extra_args)
+        return like(grads, gather_shards(named_leaves(updates), plan, found.cuts, axis)), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -119,5 +116,6 @@ def sharded_specs(optimizer: optax.GradientTransformation, params: Any, *, num_r
     check_leaves("params", named_leaves(params))
     num_ranks = check_integer("num_ranks", num_ranks)
     check_axis(axis)
-    layout = state_layout(params, optax.with_extra_args_support(optimizer), zero1(), num_ranks)
-    return layout.specs(axis).opt_state
+    leaves = jax.tree.map(lambda leaf: Leaf(tuple(leaf.shape), leaf.dtype), params)
+    found = layout_shards(leaves, optax.with_extra_args_support(optimizer), Ranks(axis, num_ranks, num_ranks))
+    return jax.tree.map(lambda leaf: leaf.rank_spec(axis), found.opt_state)

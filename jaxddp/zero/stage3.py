@@ -8,9 +8,9 @@ running, and the small parameters, which stay replicated.
     ===================== ====================== ===================================
     tensor                on each rank           bytes on each rank, AdamW, fp32
     ===================== ====================== ===================================
-    sharded parameter     ``[c]``, c = ceil(n/N) 4 Psi / N, and one full unit
-    its gradient          ``[c]``                4 Psi / N, and one full unit
-    its moments           ``[c]`` each           8 Psi / N
+    sharded parameter     a shard               4 Psi / N, and one full unit
+    its gradient          a shard                4 Psi / N, and one full unit
+    its moments           shards                8 Psi / N
     replicated parameter  ``[shape]``            16 Psi, with gradient and moments
     ===================== ====================== ===================================
 
@@ -34,153 +34,112 @@ References:
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ..arguments import check_integer
-from ..communication.buckets import BucketMb, TensorSpec, chunk_elements, plan_buckets
-from ..communication.collectives import Axis
-from ..communication.compression import Compression, none
-from ..communication.sharding import Blocks, Cut
-from ..loss import PartialLoss
-from ..strategy import Precision, Strategy, register
-from ..tree import is_floating, path_name
-from .gather import Gather, Shard
-from .layers import run, trace_marked
-
-_MOST_PADDING = 1e-3
+from ..communication.buckets import BucketMb, plan_buckets
+from ..communication.reduction import divide
+from ..layout import Leaf
+from ..replicated import all_reduce_grads, update_full
+from ..strategy import Layout, Ranks, Strategy, register
+from ..tree import path_name, split
+from .gather import Held, Shard, gather
+from .layers import run_units, trace_uses
+from .shards import cut_leaf, shard_state
 
 
 @register
-def zero3(
-    *,
-    min_shard_elements: int = 4096,
-    master_dtype: Any = None,
-    compute_dtype: Any = None,
-    gather_dtype: Any = None,
-    reduce_dtype: Any = None,
-    bucket_mb: BucketMb = "default",
-    compression: Compression = none,
-) -> Strategy:
+def zero3(*, min_shard_elements: int = 4096, bucket_mb: BucketMb = "default") -> Strategy:
     """Shards parameters: all-gathers them, and reduce-scatters their gradients, unit by unit.
 
     Args:
         min_shard_elements: Parameters with fewer elements stay full on every rank; their gradients are all-reduced.
-        master_dtype: Dtype of shards, optimizer state and accumulated gradients; that of the parameters given to
-            ``Trainer.init`` if None.
-        compute_dtype: Dtype of the floating-point parameters that the loss function gets; ``master_dtype`` if None.
-        gather_dtype: Dtype of all-gathers; ``compute_dtype`` if None.
-        reduce_dtype: Dtype of reduce-scatters; if None the trainer's ``grad_dtype``, or else ``master_dtype``.
-            Gradients of replicated parameters are reduced in ``grad_dtype``.
         bucket_mb: Cap of the buckets of replicated gradients; see ``plan_buckets``.
-        compression: ``none``, or ``noop`` for a step without communication.
 
     Returns:
         The strategy.
 
     Raises:
-        ValueError: If a number is out of range, a dtype is not floating, or the compression is another one.
+        ValueError: If a number is out of range.
     """
-    min_shard_elements = check_integer("min_shard_elements", min_shard_elements, least=0)
-    precision = Precision(master_dtype, compute_dtype, gather_dtype, reduce_dtype)
-    for name, dtype in precision._asdict().items():
-        if dtype is not None and not is_floating(dtype):
-            raise ValueError(f"{name} (={dtype!r}) must be a floating dtype or None")
-    if compression.name not in ("none", "noop"):
-        raise ValueError(f"compression (={compression.name!r}) must be none or noop at stage 3: use reduce_dtype")
+    least = max(check_integer("min_shard_elements", min_shard_elements, least=0), 1)
     plan_buckets([], bucket_mb)  # refuses a bad cap now, not at the first step
-
-    def cut(tensor: TensorSpec, num_ranks: int) -> Cut | None:
-        return None if tensor.num_elements < max(min_shard_elements, 1) else cut_of(tensor.shape, num_ranks)
-
     return Strategy(
         "zero3",
         partial(plan_buckets, bucket_mb=bucket_mb),
-        compression,
-        shards_optimizer_state=True,
-        shards_gradients=True,
-        shards_params=True,
-        cut=cut,
-        precision=precision,
+        partial(layout_params, least),
+        loss_on_shards,
+        divide_shards,
+        update_full,
+        gathers_in_loss=True,
     )
 
 
-def cut_of(shape: tuple[int, ...], num_ranks: int) -> Cut:
-    """Cuts a parameter by row, as it may be a stack of layers, unless that would pad it by more than 0.1 %.
+def layout_params(
+    least: int, params: Any, optimizer: Any, ranks: Ranks, trainable: Callable[[str], bool] | None = None
+) -> Layout:
+    """Every rank has a shard of each large parameter, and updates what it has.
 
-    Args:
-        shape: Shape of the full parameter.
-        num_ranks: Number of ranks.
-
-    Returns:
-        The cut.
-
-    Example:
-        >>> cut_of((12, 640, 2560), 8).shard_shape, cut_of((12, 5), 8).shard_shape
-        ((12, 1, 204800), (1, 8))
+    Dimension 0 is cut last: the parameter may be a stack of layers, of which one row is gathered at a time.
     """
-    by_row = Cut(shape, num_ranks, by_row=True) if len(shape) > 1 else None
-    if by_row is None or by_row.row_elements == 0:
-        return Cut(shape, num_ranks)
-    padded = num_ranks * chunk_elements(by_row.row_elements, num_ranks)
-    return by_row if padded <= (1 + _MOST_PADDING) * by_row.row_elements else Cut(shape, num_ranks)
+
+    def held(leaf: Leaf) -> Leaf:
+        is_small = math.prod(leaf.block) < least
+        dims = range(len(leaf.shape))
+        return leaf if is_small else cut_leaf(leaf, ranks, [*dims[1:], *dims[:1]])
+
+    updated = jax.tree.map(held, params)
+    state, on_shards = shard_state(optimizer, split(updated, trainable)[0], ranks)
+    return Layout(ranks, updated, updated, state, on_shards, trainable=trainable)
 
 
-def loss_on_shards(
-    loss: PartialLoss,
-    params: Any,
-    cuts: dict[str, Cut],
-    axis: Axis,
-    precision: Precision,
-    *,
-    trainable: Callable[[str], bool] | None = None,
-    sends: bool = True,
-    as_bits: bool = False,
-    blocks: Mapping[str, Blocks] = MappingProxyType({}),
-    other_axes: tuple[str, ...] = (),
-) -> PartialLoss:
-    """Turns a loss function of full parameters into one of shards.
+def loss_on_shards(loss: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
+    """Turns a loss function of full parameters, in the compute dtype, into one of what a rank holds."""
+    ranks = layout.ranks
 
-    Args:
-        loss: As from ``partial_loss``.
-        params: The full parameters, as ``jax.ShapeDtypeStruct``.
-        cuts: How parameters are cut, by name; the others are replicated.
-        axis: Name of the mesh axis, or of several.
-        precision: Dtypes of parameters in the loss, of all-gathers and of reduce-scatters.
-        trainable: Predicate on a parameter's name; gradients of the others are not reduced.
-        sends: False for a step without communication.
-        as_bits: As for ``all_gather``.
-        blocks: How other axes of the mesh split parameters, by name.
-        other_axes: Those axes.
-
-    Returns:
-        The same loss function, of a tree with this rank's shards in place of the parameters that are cut.
-    """
-    gather = Gather(axis, precision, sends, as_bits, other_axes)
-
-    def as_used(struct: Any) -> Any:
-        dtype = precision.compute_dtype if jnp.issubdtype(struct.dtype, jnp.floating) else None
-        return jax.ShapeDtypeStruct(struct.shape, dtype or struct.dtype)
-
-    full = jax.tree.map(as_used, params)
+    def used_dtype(leaf: Leaf) -> Any:
+        is_cast = layout.compute_dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating)
+        return layout.compute_dtype if is_cast else leaf.dtype
 
     def loss_of_shards(params: Any, *inputs: Any) -> Any:
-        program, results = trace_marked(loss, full, *inputs)
+        leaves = layout.params
+        full = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, used_dtype(leaf)), leaves)
+        has_rows = [leaf.cut is not None and bool(leaf.cut.dim) for leaf in jax.tree.leaves(leaves)]
+        uses = trace_uses(loss, full, has_rows, *inputs)
 
-        def argument(path: Any, array: jax.Array, struct: Any) -> Any:
-            name = path_name(path)
-            if name not in cuts:
-                return array if array.dtype == struct.dtype else array.astype(struct.dtype)
-            local = array.reshape(cuts[name].rows, -1) if cuts[name].by_row else array.reshape(-1)
-            return Shard(local, cuts[name], struct.dtype, trainable is None or trainable(name), blocks.get(name))
+        def argument(path: Any, leaf: Leaf, array: jax.Array) -> Any:
+            name, dtype = path_name(path), used_dtype(leaf)
+            if leaf.cut is None:
+                return array if array.dtype == dtype else array.astype(dtype)
+            is_trained = layout.trainable is None or layout.trainable(name)
+            return Shard(array, Held(leaf, jnp.dtype(dtype), jnp.dtype(layout.grad_dtypes[name]), is_trained))
 
-        arguments = jax.tree_util.tree_map_with_path(argument, params, full)
-        values = run(program, jax.tree.leaves((arguments, inputs)), gather)
-        return jax.tree.unflatten(jax.tree.structure(results), values)
+        arguments = jax.tree_util.tree_map_with_path(argument, leaves, params)
+        flat, structure = jax.tree.flatten(arguments, is_leaf=lambda one: isinstance(one, Shard))
+        early = [at for at, one in enumerate(flat) if isinstance(one, Shard) and uses.outside[at]]
+        for at, array in zip(early, gather([flat[at] for at in early], ranks), strict=True):
+            flat[at] = array
+        if early and not uses.num_units and not any(isinstance(one, Shard) for one in flat):
+            warnings.warn(
+                "zero3 gathers all parameters before the forward: mark the layers of the model with jaxddp.layer",
+                stacklevel=2,
+            )
+        return run_units(loss, ranks, uses)(jax.tree.unflatten(structure, flat), *inputs)
 
     return loss_of_shards
+
+
+def divide_shards(
+    grads: Mapping[str, jax.Array], plan: Any, layout: Layout, divisor: Any, number: Any = None
+) -> dict[str, jax.Array]:
+    """The backward has summed the gradients of shards; those of small parameters are all-reduced."""
+    small = {name: grad for name, grad in grads.items() if name not in layout.held}
+    means = all_reduce_grads(None, small, plan, layout, divisor, number)
+    return {name: divide(grad, divisor) for name, grad in grads.items() if name in layout.held} | means

@@ -56,14 +56,17 @@ from jax.interpreters import partial_eval
 from ..communication import gloo
 from ..communication.backward_order import TRANSPARENT
 from ..communication.buckets import chunk_elements
-from ..communication.collectives import all_reduce
+from ..communication.collectives import all_reduce, is_silent
 from ..communication.owners import assign_owners
 from ..communication.reduction import sum_of_squares
-from ..communication.sharding import Cut
+from ..communication.sharding import cut
+from ..layout import Leaf
 from ..interpreter import called_program, num_consts_and_carry
 from ..scopes import METRICS_SCOPE, SYNC_SCOPE
-from ..tree import like, named_leaves, path_name
+from ..strategy import Layout, Optimizer, Ranks
+from ..tree import like, named_leaves, path_name, split
 from .clipping import norms_as_inputs, on_full
+from .shards import cut_leaves
 
 _REFUSAL = (
     "optimizer must update each parameter by itself to be sharded by leaves: its {} depends on {}; use a strategy"
@@ -105,6 +108,36 @@ class Slot:
     def size(self) -> int:
         """Number of elements."""
         return int(np.prod(self.shape, dtype=np.int64))
+
+
+def layout_by_owners(
+    params: Any, optimizer: Any, ranks: Ranks, trainable: Callable[[str], bool] | None = None
+) -> Layout:
+    """Every rank has all parameters, shards of the gradients, and the optimizer's state of the parameters it owns."""
+    if ranks.other_axes:
+        raise ValueError("shard (='leaves') must be 'elements' with param_specs, which split leaves over devices")
+    full = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), split(params, trainable)[0])
+    owners = LeafOwners(optimizer, full, ranks.num_shards)
+    shared = jax.tree.map(lambda slot: Leaf(slot.shape, slot.dtype) if slot.param is None else None, owners.slots)
+    owned = {dtype: _buffer(ranks.num_shards, width, dtype) for dtype, width in owners.widths.items()}
+    axis = ranks.shard_axis
+    return Layout(
+        ranks,
+        params,
+        cut_leaves(params, ranks),
+        OwnedState(shared, owned),
+        Optimizer(
+            lambda params: owners.init(params, axis),
+            lambda grads, state, params, value, full=None: owners.update(grads, state, params, value, axis, full),
+        ),
+        trainable=trainable,
+        owners=owners,
+    )
+
+
+def _buffer(num_ranks: int, width: int, dtype: str) -> Leaf:
+    shape = (num_ranks * width,)
+    return Leaf(shape, jnp.dtype(dtype), cut(shape, num_ranks))
 
 
 class LeafOwners:
@@ -177,16 +210,14 @@ class LeafOwners:
         """Elements and dtype of the buffer of each all-to-all of one kind, ``[N, w]`` for each dtype of parameters."""
         return [(self.num_ranks * self._width(dtype), dtype) for dtype in self._rows]
 
-    def init(self, params: Any, axis: str, *, are_full: bool, as_bits: bool = False) -> OwnedState:
+    def init(self, params: Any, axis: str) -> OwnedState:
         """Makes this rank's part of the optimizer's state.
 
         Args:
-            params: A tree of full parameters, equal on all ranks, or of this rank's shards.
+            params: A tree of this rank's shards.
             axis: Name of the mesh axis.
-            are_full: Which of both.
-            as_bits: As for ``all_gather``.
         """
-        held = _Held(params=self._whole(params, axis, are_full, True, as_bits))
+        held = _Held(params=self._whole(params, axis, are_full=False))
         first = self._init.on(held, self._shared_places())
         owned = self._on_owners(self._init, axis, held, self._owned_places, self._packed)
         return OwnedState(self._shared(first), owned)
@@ -198,10 +229,7 @@ class LeafOwners:
         params: Any,
         value: jax.Array,
         axis: str,
-        *,
         full: Any = None,
-        sends: bool = True,
-        as_bits: bool = False,
     ) -> tuple[Any, OwnedState]:
         """Updates parameters on their owners.
 
@@ -212,16 +240,14 @@ class LeafOwners:
             value: The loss.
             axis: Name of the mesh axis.
             full: A tree of the full parameters if every rank has them, else None.
-            sends: False replaces communication by copies of what this rank has.
-            as_bits: As for ``all_gather``.
 
         Returns:
             This rank's shards of the updated parameters, and the next state.
         """
         program = self._update(value.dtype)
         held = _Held(
-            grads=self._whole(grads, axis, False, sends, as_bits),
-            params=self._whole(params if full is None else full, axis, full is not None, sends, as_bits),
+            grads=self._whole(grads, axis, False),
+            params=self._whole(params if full is None else full, axis, full is not None),
             state=dict(zip((place for _, place in self._shared_places()), jax.tree.leaves(state.shared), strict=True)),
             owned=state.owned,
             value=value,
@@ -235,7 +261,7 @@ class LeafOwners:
 
             total = self._on_owners(program, axis, held, wanted, squares)
             with jax.named_scope(METRICS_SCOPE):
-                total = all_reduce(total, axis) if self.num_ranks > 1 and sends else total
+                total = all_reduce(total, axis) if self.num_ranks > 1 else total
             held = held._replace(norms=(*held.norms, jnp.sqrt(total)))
         shared = self._shared(program.on(held, self._shared_places()))
 
@@ -243,14 +269,14 @@ class LeafOwners:
             return self._owned_names("update", owner) + self._owned_places(owner)
 
         rows, owned = self._on_owners(program, axis, held, wanted_of, self._updated)
-        chunks = self._swap(rows, axis, sends, as_bits)
+        chunks = self._swap(rows, axis)
         shards = {
             name: chunks[dtype][owner, columns]
             for dtype, rows in self._rows.items()
             for owner, row in enumerate(rows)
             for name, columns in row.items()
         }
-        shards = {name: chunk.reshape(Cut(self.params[name].shape, self.num_ranks).shard_shape)
+        shards = {name: chunk.reshape(cut(self.params[name].shape, self.num_ranks).shard_shape)
                   for name, chunk in shards.items()}  # fmt: skip
         return like(params, shards), OwnedState(shared, owned)
 
@@ -402,7 +428,7 @@ class LeafOwners:
             for name in of_ranks[owner]:
                 one = {name: held.params[name]}
                 new = optax.apply_updates(one, {name: found["update", name]})[name]
-                chunks.append(Cut(new.shape, self.num_ranks).to_chunks(new))
+                chunks.append(cut(new.shape, self.num_ranks).to_rows(new))
             row = jnp.concatenate(chunks, axis=1)
             rows[dtype] = jnp.pad(row, ((0, 0), (0, self._width(dtype) - row.shape[1])))
         return rows, self._packed(owner, found, held)
@@ -428,7 +454,7 @@ class LeafOwners:
                 found[place] = row.reshape(slot.shape)
         return found
 
-    def _whole(self, tree: Any, axis: str, are_full: bool, sends: bool, as_bits: bool) -> Any:
+    def _whole(self, tree: Any, axis: str, are_full: bool) -> Any:
         """Collects what ranks own: full arrays by name, or ``_Rows`` of what this rank owns."""
         leaves = named_leaves(tree)
         if are_full:
@@ -439,23 +465,23 @@ class LeafOwners:
                 jnp.concatenate([jnp.zeros(0, dtype), *(leaves[name].reshape(-1) for name in row)]) for row in of_ranks
             ]
             rows[dtype] = jnp.stack([jnp.pad(row, (0, self._width(dtype) - row.size)) for row in row_of])
-        return _Rows(self._swap(rows, axis, sends, as_bits))
+        return _Rows(self._swap(rows, axis))
 
     def _of_owner(self, held: Any, owner: int) -> Mapping[str, jax.Array]:
         """Gives the full arrays of an owner by name, from what ``_whole`` returns."""
         if not isinstance(held, _Rows):
             return held
         return {
-            name: Cut(self.params[name].shape, self.num_ranks).from_chunks(held.by_dtype[dtype][:, columns])
+            name: cut(self.params[name].shape, self.num_ranks).from_rows(held.by_dtype[dtype][:, columns])
             for dtype, of_ranks in self._rows.items()
             for name, columns in of_ranks[owner].items()
         }
 
-    def _swap(self, rows: dict[str, jax.Array], axis: str, sends: bool, as_bits: bool) -> dict[str, jax.Array]:
-        if self.num_ranks == 1 or not sends:
+    def _swap(self, rows: dict[str, jax.Array], axis: str) -> dict[str, jax.Array]:
+        if self.num_ranks == 1 or is_silent():
             return rows
         with jax.named_scope(SYNC_SCOPE):
-            return {dtype: _all_to_all(row, axis, as_bits) for dtype, row in rows.items()}
+            return {dtype: _all_to_all(row, axis) for dtype, row in rows.items()}
 
     def _width(self, dtype: str) -> int:
         return max(columns.stop for row in self._rows[dtype] for columns in row.values())
@@ -567,11 +593,11 @@ def _results(equation: Any, given: list[int]) -> list[int]:
     return [functools.reduce(operator.or_, given, 0)] * len(equation.outvars)
 
 
-def _all_to_all(rows: jax.Array, axis: str, as_bits: bool) -> jax.Array:
+def _all_to_all(rows: jax.Array, axis: str) -> jax.Array:
     """Sends row o of ``[N, w]`` to rank o; row r of the result is from rank r."""
     if gloo.kind_of("all-to-all", rows.shape[0], gloo.traced_platform()) == "all-reduce":
         return gloo.all_to_all_by_swap(rows, axis)
-    bits = as_bits and rows.dtype == jnp.bfloat16
+    bits = gloo.traced_platform() == "cpu" and rows.dtype == jnp.bfloat16
     sent = lax.bitcast_convert_type(rows, jnp.uint16) if bits else rows
     received = lax.all_to_all(sent, axis, split_axis=0, concat_axis=0)
     return lax.bitcast_convert_type(received, rows.dtype) if bits else received

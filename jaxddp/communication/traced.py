@@ -10,7 +10,7 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from ..scopes import SYNC_SCOPE
-from ..strategy import Planned, wire_bytes
+from .planned import Planned, wire_bytes
 
 _KINDS = {
     "all_gather": "all-gather",

@@ -1,0 +1,123 @@
+"""Where one leaf of a training state lies: full on every rank, or cut into shards; and along other axes of the mesh.
+
+A leaf that is cut along a dimension is an ordinary array of its own shape. One that is flattened and padded, because
+the ranks divide none of its dimensions, is laid out rank by rank and, where other axes split it, block by block.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from .communication.axes import shard_axis
+from .communication.collectives import Axis
+from .communication.sharding import Cut
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """Where one leaf lies.
+
+    Attributes:
+        shape: Of the full leaf.
+        dtype: Its dtype.
+        cut: How it, or each of its blocks, is cut into shards; None if every rank has all of it.
+        spec: How it is split along the mesh axes that are not of ranks.
+        counts: Number of its blocks along each dimension; empty if it is not split.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    cut: Cut | None = None
+    spec: PartitionSpec = PartitionSpec()
+    counts: tuple[int, ...] = ()
+
+    @property
+    def block(self) -> tuple[int, ...]:
+        """Shape of a block."""
+        return tuple(size // count for size, count in zip(self.shape, self.counts or (1,) * len(self.shape), strict=True))
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether it is flattened and padded."""
+        return self.cut is not None and self.cut.dim is None
+
+    @property
+    def held(self) -> jax.ShapeDtypeStruct:
+        """The array over all ranks."""
+        shape = self.shape
+        if self.is_padded:
+            *ones, length = self.cut.global_shape  # type: ignore[union-attr]
+            shape = (*ones, length * math.prod(self.counts))
+        return jax.ShapeDtypeStruct(shape, self.dtype)
+
+    @property
+    def on_rank(self) -> jax.ShapeDtypeStruct:
+        """One rank's part, of all its devices."""
+        shape = list(self.held.shape)
+        if self.cut is not None:
+            shape[-1 if self.cut.dim is None else self.cut.dim] //= self.cut.num_ranks
+        return jax.ShapeDtypeStruct(tuple(shape), self.dtype)
+
+    @property
+    def bytes_on_rank(self) -> int:
+        """Bytes of one rank's part."""
+        return self.on_rank.size * self.on_rank.dtype.itemsize
+
+    @property
+    def shard_spec(self) -> PartitionSpec:
+        """How a shard lies along the other axes."""
+        if not self.is_padded or not any(self.spec):
+            return self.spec
+        return PartitionSpec(*(None,) * (len(self.held.shape) - 1), tuple(jax.tree.leaves(tuple(self.spec))))
+
+    def rank_spec(self, axis: Axis) -> PartitionSpec:
+        """How the array lies over the ranks, for ``shard_map``."""
+        return self.cut.spec(shard_axis(axis)) if self.cut else PartitionSpec()
+
+    def sharding(self, mesh: Mesh | AbstractMesh, axis: Axis) -> NamedSharding:
+        """How the array lies over the mesh."""
+        ndim = len(self.held.shape)
+        both = ((*self.rank_spec(axis), *(None,) * ndim)[:ndim], (*self.shard_spec, *(None,) * ndim)[:ndim])
+        dims = [tuple(jax.tree.leaves((ranks, others))) or None for ranks, others in zip(*both, strict=True)]
+        while dims and dims[-1] is None:
+            dims.pop()
+        return NamedSharding(mesh, PartitionSpec(*(dim[0] if dim and len(dim) == 1 else dim for dim in dims)))
+
+    def to_global(self, tensor: Any) -> Any:
+        """Lays a full leaf out as the array over all ranks."""
+        if not self.is_padded:
+            return tensor
+        assert self.cut is not None
+        if not self.counts:
+            return self.cut.to_global(tensor)
+        numpy = np if isinstance(tensor, np.ndarray) else jnp
+        dims, apart = len(self.counts), [size for pair in zip(self.counts, self.block, strict=True) for size in pair]
+        order = (*range(0, 2 * dims, 2), *range(1, 2 * dims, 2))
+        blocks = tensor.reshape(apart).transpose(order).reshape(-1, *self.block)
+        return numpy.stack([self.cut.to_rows(one) for one in blocks], axis=1).reshape(self.held.shape)
+
+    def from_global(self, array: Any) -> Any:
+        """Undoes ``to_global``."""
+        if not self.is_padded:
+            return array
+        assert self.cut is not None
+        if not self.counts:
+            return self.cut.from_global(array)
+        numpy = np if isinstance(array, np.ndarray) else jnp
+        dims = len(self.counts)
+        rows = array.reshape(self.cut.num_ranks, math.prod(self.counts), -1)
+        blocks = numpy.stack([self.cut.from_rows(rows[:, place]) for place in range(rows.shape[1])])
+        order = [dim for pair in zip(range(dims), range(dims, 2 * dims), strict=True) for dim in pair]
+        return blocks.reshape(*self.counts, *self.block).transpose(order).reshape(self.shape)
+
+
+def whole(tree: Any) -> Any:
+    """The layout of arrays that every rank has all of: a tree of ``Leaf``."""
+    return jax.tree.map(lambda leaf: Leaf(tuple(leaf.shape), leaf.dtype), tree)

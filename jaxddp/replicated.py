@@ -1,0 +1,105 @@
+"""What the four strategies with full parameters on every rank share: they differ in their plans alone.
+
+    reduce    mean = sum over ranks of gradients / divisor        an all-reduce for each bucket of the plan
+    update    params, state = optimizer(mean)                     the same on every rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax.sharding import PartitionSpec as P
+
+from .communication.buckets import BucketPlan, TensorSpec
+from .communication.buffers import pack, pack_small, unpack, unpack_small
+from .communication.collectives import MAX_JOINED, all_reduce_as_one, is_silent, joins_arrays
+from .communication.hooks import Hook
+from .communication.reduction import Wire, divide, reduce_buckets
+from .layout import Leaf
+from .strategy import Layout, Optimizer, Ranks, Strategy, of_optax
+from .tree import like, named_leaves, path_name, split
+
+
+def replicated(name: str, plan: Callable[[Sequence[TensorSpec]], BucketPlan], hook: Hook | None = None) -> Strategy:
+    """A strategy of full parameters, by its plan."""
+    return Strategy(name, plan, layout_full, lambda loss, layout: loss, partial(all_reduce_grads, hook), update_full, hook=hook)
+
+
+def layout_full(params: Any, optimizer: Any, ranks: Ranks, trainable: Callable[[str], bool] | None = None) -> Layout:
+    """Every rank has all of everything."""
+    trained = split(params, trainable)[0]
+    state = jax.eval_shape(optimizer.init, jax.tree.map(lambda leaf: leaf.held, trained))
+    leaves = named_leaves(params)
+
+    def mirror(path: Any, struct: Any) -> Leaf:
+        """A leaf of the state lies as the parameter whose path ends its own, along the other axes."""
+        name = f".{path_name(path)}"
+        of = [one for one in leaves if leaves[one].shape == struct.shape and name.endswith(f".{one}" if one else "")]
+        found = leaves[max(of, key=len)] if of else Leaf(struct.shape, struct.dtype)
+        return replace(found, dtype=struct.dtype)
+
+    opt_state = jax.tree_util.tree_map_with_path(mirror, state)
+    return Layout(ranks, params, params, opt_state, of_optax(optimizer), trainable=trainable)
+
+
+def all_reduce_grads(
+    hook: Hook | None,
+    grads: Mapping[str, jax.Array],
+    plan: BucketPlan,
+    layout: Layout,
+    divisor: Any,
+    number: Any = None,
+) -> dict[str, jax.Array]:
+    """Sums gradients over ranks, bucket by bucket; those that the plan leaves out are equal on all ranks."""
+    ranks = layout.ranks
+    wire = all_reduce_wire(ranks, plan, hook)
+    planned = {*plan.names}
+
+    def on_device(grads: Mapping[str, jax.Array], divisor: Any, number: Any) -> dict[str, jax.Array]:
+        constant = {name: divide(g * ranks.num_ranks, divisor) for name, g in grads.items() if name not in planned}
+        return constant | reduce_buckets(grads, plan, wire, divisor, number)
+
+    specs = {name: layout.spec(name, is_shard=False) for name in grads}
+    return ranks.on_devices(on_device, (specs, P(), P()), specs)(dict(grads), divisor, number)
+
+
+def all_reduce_wire(ranks: Ranks, plan: BucketPlan, hook: Hook | None = None) -> Wire:
+    """How buckets are all-reduced: on GPUs large gradients are sent as they are, where the plan does not hold them."""
+    is_joined = sends_uncopied(plan) and hook is None
+
+    def send(buffer: Any, key: str) -> Any:
+        if is_silent():
+            return buffer
+        if hook is not None:
+            with set_xla_metadata(combiner_key=key):
+                return hook(buffer, ranks.axis)
+        return all_reduce_as_one(buffer, ranks.axis, key) if joins_arrays() else lax.psum(buffer, ranks.axis)
+
+    def pack_joined(bucket: Any, grads: Mapping[str, jax.Array]) -> Any:
+        parts = pack_small(bucket, grads)
+        return parts if len(parts) <= MAX_JOINED else pack(bucket, grads)
+
+    def unpack_joined(bucket: Any, total: Any) -> dict[str, jax.Array]:
+        return unpack_small(bucket, total) if isinstance(total, tuple) else unpack(bucket, total)
+
+    return Wire(pack_joined if is_joined else pack, send, unpack_joined)
+
+
+def sends_uncopied(plan: BucketPlan) -> bool:
+    """Whether large gradients are sent as the backward writes them, and not packed."""
+    return plan.kind == "all-reduce" and joins_arrays() and not plan.after_backward
+
+
+def update_full(
+    grads: Mapping[str, jax.Array], opt_state: Any, params: Any, plan: BucketPlan, layout: Layout, value: Any
+) -> tuple[Any, Any]:
+    """Every rank updates all parameters."""
+    del plan
+    optimizer: Optimizer = layout.optimizer
+    return optimizer.step(like(params, dict(grads)), opt_state, params, value)

@@ -1,0 +1,58 @@
+"""A moving average of the parameters, as part of the optimizer: its state is sharded with the rest."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ..arguments import is_number
+
+
+class EmaState(NamedTuple):
+    """State of ``params_ema``.
+
+    Attributes:
+        ema: The average; a tree like the parameters.
+    """
+
+    ema: Any
+
+
+def params_ema(decay: float) -> optax.GradientTransformationExtraArgs:
+    """Keeps a moving average of the parameters; put it last in ``optax.chain``.
+
+        ema = decay * ema + (1 - decay) * params        after each update
+
+    It starts at the parameters, so there is no bias to correct. ``Trainer.averaged`` gives a state of the averages, to
+    evaluate or to read.
+
+    Args:
+        decay: At least 0 and below 1.
+
+    Returns:
+        The transformation; it passes updates on as they are.
+
+    Raises:
+        ValueError: If ``decay`` is out of range.
+
+    Example:
+        >>> optimizer = optax.chain(optax.sgd(1.0), params_ema(0.5))
+        >>> params = {"w": jnp.zeros(1)}
+        >>> _, state = optimizer.update({"w": -jnp.ones(1)}, optimizer.init(params), params)
+        >>> float(state[1].ema["w"][0])
+        0.5
+    """
+    if not is_number(decay) or not 0 <= decay < 1:
+        raise ValueError(f"decay (={decay!r}) must be at least 0 and below 1")
+
+    def update(updates: Any, state: EmaState, params: Any = None, **extra_args: Any) -> tuple[Any, EmaState]:
+        del extra_args
+        if params is None:
+            raise ValueError("params_ema must be given the parameters: call update(updates, state, params)")
+        new = optax.apply_updates(params, updates)
+        return updates, EmaState(optax.incremental_update(new, state.ema, 1 - decay))
+
+    return optax.GradientTransformationExtraArgs(lambda params: EmaState(jax.tree.map(jnp.asarray, params)), update)

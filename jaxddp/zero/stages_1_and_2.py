@@ -1,0 +1,194 @@
+"""ZeRO stages 1 and 2: the optimizer's state is sharded, and with stage 2 the gradients that outlive a backward.
+
+Each rank updates its own shard of the parameters. The all-reduce of the gradients becomes a reduce-scatter before the
+update and an all-gather of the parameters after it: the same bytes, with the optimizer's state and work divided by the
+number of ranks N.
+
+    ================ ============================== ==============================
+    tensor           on each rank                   bytes on each rank, AdamW, fp32
+    ================ ============================== ==============================
+    parameter        ``[shape]``                    4 Psi
+    gradient         ``[shape]``, then its shard    4 Psi, then 4 Psi / N
+    moments          shards                         8 Psi / N
+    ================ ============================== ==============================
+
+    g[r]  = row r of the sum over ranks of pack(gradients) / N      reduce-scatter, bucket by bucket as they fill
+    p[r]  = shard r of the parameters                               a slice, no communication
+    p[r] += optimizer(g[r], state[r], p[r])                         state[r] is on rank r alone
+    p     = unpack(p[0] ... p[N-1])                                 all-gather, bucket by bucket
+
+Over A micro-batches, stage 1 adds up full gradients and reduces them once. Stage 2 reduce-scatters those of each
+micro-batch and adds up shards: 4 Psi / N and the two buckets in flight, for A reduce-scatters.
+
+    calls per step: two per bucket, stage 2: A + 1        bytes sent per rank: 2 or A + 1 times (N-1)/N parameter bytes
+
+With ``Trainer(compute_dtype=...)``, parameters are in that dtype (2 Psi in bfloat16) and so is the all-gather; their
+masters are optimizer state of rank r alone (4 Psi / N).
+
+References:
+    Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020,
+    arXiv:1910.02054 (sections 5.1 and 5.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from ..communication.axes import scatter_sum
+from ..communication.buckets import BucketMb, BucketPlan, Rule, TensorSpec, plan_buckets
+from ..communication.collectives import all_gather
+from ..communication.gloo import traced_platform
+from ..communication.reduction import Wire, divide, reduce_buckets
+from ..communication.sharding import Cut, pack_row, pack_rows, unpack_row, unpack_rows
+from ..scopes import SYNC_SCOPE
+from ..strategy import Layout, Ranks, Strategy, register
+from ..tree import like, named_leaves, split
+from .owners import layout_by_owners
+from .shards import cut_leaves, shard_state
+
+
+@register
+def zero1(
+    bucket_mb: BucketMb = "default",
+    *,
+    rule: Rule = "before",
+    shard: Literal["elements", "leaves"] = "elements",
+) -> Strategy:
+    """One reduce-scatter per bucket as it fills, one all-gather per bucket as its parameters are updated.
+
+    Args:
+        bucket_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``; see ``plan_buckets``.
+        rule: When a bucket closes; see ``plan_buckets``.
+        shard: ``"elements"``: each rank updates 1/N of every parameter, which an element-wise optimizer allows.
+            ``"leaves"``: each whole parameter belongs to one rank, for all optimizers that update them one by one; see
+            ``owners.py``.
+
+    Returns:
+        The strategy.
+
+    Raises:
+        ValueError: If a cap, the rule or ``shard`` is out of range.
+    """
+    return _strategy("zero1", bucket_mb, rule, shard, each_microbatch=False)
+
+
+@register
+def zero2(
+    bucket_mb: BucketMb = "default",
+    *,
+    rule: Rule = "before",
+    accumulate: Literal["shards", "full"] = "shards",
+    shard: Literal["elements", "leaves"] = "elements",
+) -> Strategy:
+    """``zero1`` that keeps only shards of gradients between micro-batches.
+
+    With several micro-batches, at most two buckets are in flight at a time: on a network that is slower than the
+    backward, the backward waits.
+
+    Args:
+        bucket_mb: As for ``zero1``.
+        rule: As for ``zero1``.
+        accumulate: ``"shards"`` communicates in every micro-batch and saves memory; ``"full"`` communicates once, with
+            the memory and the speed of stage 1.
+        shard: As for ``zero1``.
+
+    Returns:
+        The strategy.
+
+    Raises:
+        ValueError: If a cap, the rule, ``accumulate`` or ``shard`` is out of range.
+    """
+    if accumulate not in ("shards", "full"):
+        raise ValueError(f"accumulate (={accumulate!r}) must be 'shards' or 'full'")
+    return _strategy("zero2", bucket_mb, rule, shard, each_microbatch=accumulate == "shards")
+
+
+def _strategy(name: str, bucket_mb: BucketMb, rule: Rule, shard: str, *, each_microbatch: bool) -> Strategy:
+    if shard not in ("elements", "leaves"):
+        raise ValueError(f"shard (={shard!r}) must be 'elements' or 'leaves'")
+    plan_buckets([], bucket_mb, rule=rule)  # refuses a bad cap now, not at the first step
+
+    def plan(tensors: Sequence[TensorSpec]) -> BucketPlan:
+        buckets = plan_buckets(tensors, bucket_mb, rule=rule)
+        return replace(buckets, kind="reduce-scatter", each_microbatch=each_microbatch)
+
+    layout = layout_by_owners if shard == "leaves" else layout_shards
+    return Strategy(name, plan, layout, lambda loss, layout: loss, reduce_scatter_grads, update_shards)
+
+
+def layout_shards(params: Any, optimizer: Any, ranks: Ranks, trainable: Callable[[str], bool] | None = None) -> Layout:
+    """Every rank has all parameters, and a shard of what the optimizer updates."""
+    updated = cut_leaves(params, ranks)
+    state, on_shards = shard_state(optimizer, split(updated, trainable)[0], ranks)
+    return Layout(ranks, params, updated, state, on_shards, trainable=trainable)
+
+
+def reduce_scatter_grads(
+    grads: Mapping[str, jax.Array], plan: BucketPlan, layout: Layout, divisor: Any, number: Any = None
+) -> dict[str, jax.Array]:
+    """Sums gradients over ranks, bucket by bucket; this rank keeps its shards."""
+    ranks, cuts = layout.ranks, layout.cuts
+    wire = Wire(
+        pack=lambda bucket, grads: pack_rows(bucket, grads, cuts),
+        send=lambda buffer, key: scatter_sum(buffer, ranks.axis)[0],
+        unpack=lambda bucket, row: unpack_row(bucket, row, cuts),
+    )
+    planned = {*plan.names}
+
+    def on_device(grads: Mapping[str, jax.Array], divisor: Any, number: Any) -> dict[str, jax.Array]:
+        rank = lax.axis_index(ranks.shard_axis)
+        constant = {
+            name: divide(cuts[name].local_shard(grad, rank) * ranks.num_ranks, divisor)
+            for name, grad in grads.items()
+            if name not in planned
+        }
+        return constant | reduce_buckets(grads, plan, wire, divisor, number)
+
+    full, shards = ({name: layout.spec(name, is_shard=one) for name in grads} for one in (False, True))
+    return ranks.on_devices(on_device, (full, P(), P()), shards)(dict(grads), divisor, number)
+
+
+def update_shards(
+    grads: Mapping[str, jax.Array], opt_state: Any, params: Any, plan: BucketPlan, layout: Layout, value: Any
+) -> tuple[Any, Any]:
+    """Each rank updates its shards of the parameters, and all gather them."""
+    ranks, cuts = layout.ranks, layout.cuts
+    full, shard = ({name: layout.spec(name, is_shard=one) for name in named_leaves(params)} for one in (False, True))
+    local = ranks.on_devices(partial(local_shards, cuts=cuts, axis=ranks.shard_axis), (full,), shard)
+    gather = ranks.on_devices(partial(gather_shards, plan=plan, cuts=cuts, axis=ranks.shard_axis), (shard,), full)
+
+    shards = like(params, local(named_leaves(params)))
+    shards, opt_state = layout.optimizer.step(like(shards, dict(grads)), opt_state, shards, value, params)
+    return like(params, gather(named_leaves(shards))), opt_state
+
+
+def local_shards(params: Mapping[str, jax.Array], cuts: Mapping[str, Cut], axis: str) -> dict[str, jax.Array]:
+    """Cuts this rank's shards out of full parameters; sends nothing."""
+    rank = lax.axis_index(axis)
+    return {name: cuts[name].local_shard(param, rank) for name, param in params.items()}
+
+
+@jax.named_scope(SYNC_SCOPE)
+def gather_shards(
+    shards: Mapping[str, jax.Array], plan: BucketPlan, cuts: Mapping[str, Cut], axis: str
+) -> dict[str, jax.Array]:
+    """All-gathers the ranks' shards, bucket by bucket in the order of the plan, to full parameters by name."""
+    if lax.axis_size(axis) == 1:
+        return {name: cuts[name].from_rows(shard.reshape(1, -1)) for name, shard in shards.items()}
+    full = {name: jnp.zeros(cuts[name].shape, shard.dtype) for name, shard in shards.items() if shard.size == 0}
+    unpacked: dict[str, jax.Array] = {}
+    for bucket in plan.gathers:
+        rows = all_gather(pack_row(bucket, shards)[None], axis, equal=True, as_bits=traced_platform() == "cpu")
+        # Unpack each bucket when it arrives: XLA would unpack all of them after the last one.
+        rows, unpacked = lax.optimization_barrier((rows, unpacked))
+        full |= unpacked
+        unpacked = unpack_rows(bucket, rows, cuts)
+    return full | unpacked
