@@ -41,7 +41,9 @@ class Leaf:
     @property
     def block(self) -> tuple[int, ...]:
         """Shape of a block."""
-        return tuple(size // count for size, count in zip(self.shape, self.counts or (1,) * len(self.shape), strict=True))
+        return tuple(
+            size // count for size, count in zip(self.shape, self.counts or (1,) * len(self.shape), strict=True)
+        )
 
     @property
     def is_padded(self) -> bool:

@@ -1,7 +1,7 @@
 """What the four strategies with full parameters on every rank share: they differ in their plans alone.
 
-    reduce    mean = sum over ranks of gradients / divisor        an all-reduce for each bucket of the plan
-    update    params, state = optimizer(mean)                     the same on every rank
+reduce    mean = sum over ranks of gradients / divisor        an all-reduce for each bucket of the plan
+update    params, state = optimizer(mean)                     the same on every rank
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from .tree import like, named_leaves, path_name, split
 
 def replicated(name: str, plan: Callable[[Sequence[TensorSpec]], BucketPlan], hook: Hook | None = None) -> Strategy:
     """A strategy of full parameters, by its plan."""
-    return Strategy(name, plan, layout_full, lambda loss, layout: loss, partial(all_reduce_grads, hook), update_full, hook=hook)
+    return Strategy(
+        name, plan, layout_full, lambda loss, layout: loss, partial(all_reduce_grads, hook), update_full, hook=hook
+    )
 
 
 def layout_full(params: Any, optimizer: Any, ranks: Ranks, trainable: Callable[[str], bool] | None = None) -> Layout:

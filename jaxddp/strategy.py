@@ -26,7 +26,6 @@ from .communication.axes import shard_axis
 from .communication.buckets import BucketPlan, TensorSpec
 from .communication.collectives import Axis, silent
 from .communication.sharding import Cut
-from .layout import Leaf
 from .scopes import OTHER_AXES_SCOPE
 from .tree import named_leaves, path_name, split
 
@@ -130,6 +129,10 @@ class Layout:
         """Dtypes in which gradients are added up, by name."""
         return {name: self.grad_dtype or leaf.dtype for name, leaf in named_leaves(self.updated).items()}
 
+    def whole(self) -> Any:
+        """Describes the full parameters, in the dtypes in which they are updated."""
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self.updated)
+
     def spec(self, name: str, *, is_shard: bool) -> PartitionSpec:
         """How a parameter, or its shard, lies along the other axes."""
         leaf = named_leaves(self.updated)[name]
@@ -155,6 +158,7 @@ class Strategy(NamedTuple):
             is a compute dtype, and XLA may not start collectives as early as it can, or all would be gathered at once.
         hook: How a bucket is summed instead of by an all-reduce; see ``communication/hooks.py``.
         sends: False if it communicates nothing (``without_communication``).
+        variant: Tells it in tables from others of its name, such as ``"by leaves"``.
     """
 
     name: str
@@ -166,6 +170,7 @@ class Strategy(NamedTuple):
     gathers_in_loss: bool = False
     hook: Callable[..., jax.Array] | None = None
     sends: bool = True
+    variant: str = ""
 
 
 STRATEGIES: dict[str, Callable[..., Strategy]] = {}  # read it from registry.py, which fills it
@@ -192,7 +197,7 @@ def of_optax(optimizer: optax.GradientTransformation) -> Optimizer:
 def with_masters(layout: Layout, compute_dtype: Any) -> Layout:
     """Keeps the masters of trained parameters in the optimizer's state, and parameters in the compute dtype.
 
-        master, state = optimizer(gradient, state, master)        param = master cast to the compute dtype
+    master, state = optimizer(gradient, state, master)        param = master cast to the compute dtype
     """
     inner = layout.optimizer
     is_trained = layout.trainable or (lambda name: True)

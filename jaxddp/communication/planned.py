@@ -195,7 +195,9 @@ def planned_along(
     reductions = [one for bucket in plan.buckets for one in each(bucket)]
     gathers = [
         Planned(
-            *planned_exchange("all-gather", num_shards * bucket_width(one, num_shards), one.dtype, num_shards, platform),
+            *planned_exchange(
+                "all-gather", num_shards * bucket_width(one, num_shards), one.dtype, num_shards, platform
+            ),
             shards,
         )
         for one in plan.gathers
@@ -208,7 +210,9 @@ def _of_hook(hook: Callable[..., Any], bucket: Bucket, ranks: Ranks, platform: s
     from .traced import traced_collectives  # late: it lists ``Planned``
 
     names = (ranks.axis,) if isinstance(ranks.axis, str) else ranks.axis
-    sizes = [(name, ranks.num_shards if name == ranks.shard_axis else ranks.num_ranks // ranks.num_shards) for name in names]
+    sizes = [
+        (name, ranks.num_shards if name == ranks.shard_axis else ranks.num_ranks // ranks.num_shards) for name in names
+    ]
     buffer = jax.ShapeDtypeStruct((bucket.num_elements,), jnp.dtype(bucket.dtype))
     program = jax.make_jaxpr(lambda buffer: hook(buffer, ranks.axis), axis_env=sizes)(buffer)
     return traced_collectives(program, platform, of_loss=True).each

@@ -23,7 +23,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..arguments import check_kind, check_leaves
 from ..models import TransformerConfig, abstract
 from ..network import Network
-from ..planning.cost.memory import PerParameter
 from ..registry import STRATEGIES, is_bucketed, make_strategy
 from ..strategy import Strategy
 from ..training.jit_baseline import auto_step
@@ -31,7 +30,7 @@ from ..training.train import Trainer, TrainState
 from ..training.validation import abstract as shapes_of
 from ..tree import named_leaves, split
 from . import targets
-from .memory import DeviceBytes, held_bytes, state_formula
+from .memory import DeviceBytes, gradient_bytes, held_bytes
 from .schedule import Schedule, read_schedule
 from .simulate import Bound, Simulation, lower_bound, network_of, product_dtype, simulate
 from .targets import Pending, TargetMemoryError, TargetProgram, start_compile_for_target
@@ -241,7 +240,7 @@ def inspect_steps(
     trainers = {name: Trainer(loss_fn, optimizer, strategy, mesh, **options) for name, strategy in made.items()}
     if replicas != 1:
         hybrid = targets.mesh(target.spec, replicas=replicas)
-        sharded = {name: trainer for name, trainer in trainers.items() if trainer.strategy.shards_optimizer_state}
+        sharded = {name: trainer for name, trainer in trainers.items() if _is_sharded(trainer, params, model_state)}
         if not sharded:
             raise ValueError(f"replicas (={replicas}) must come with zero1, zero2 or zero3, not {names[0]!r}")
         trainers |= {f"{name} hybrid": one.with_strategy(one.strategy, hybrid) for name, one in sharded.items()}
@@ -298,7 +297,9 @@ def inspect_steps(
         found.append(Inspection(name, target, network, planned, schedule, simulation, bound, memory, program.as_text()))
     # XLA can fuse the step without communication 1 % worse than a bucketed one, so the bound takes the least compute
     # found, except in steps whose sharded optimizers do less work.
-    same = [one for one in found if one.strategy == AUTO or not trainers[one.strategy].strategy.shards_optimizer_state]
+    same = [
+        one for one in found if one.strategy == AUTO or not _is_sharded(trainers[one.strategy], params, model_state)
+    ]
     least_s = min([bound.compute_s, *(inspection.simulation.compute_s for inspection in same)])
     return [replace(inspection, bound=replace(bound, compute_s=least_s)) for inspection in found]
 
@@ -325,7 +326,7 @@ def platform_of_text(text: str) -> str:
 
 def name_of(strategy: str | Strategy) -> str:
     """Gives the name that a strategy has in tables."""
-    return strategy if isinstance(strategy, str) else strategy.name + " by leaves" * strategy.shards_leaves
+    return strategy if isinstance(strategy, str) else " ".join(filter(None, (strategy.name, strategy.variant)))
 
 
 def _make(name: str | Strategy, bucket_mb: Any, network: Network) -> Strategy:
@@ -363,21 +364,24 @@ def _num_bytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
-def gradient_bytes(params: Any, trainer: Trainer, trainable: Any = None, grad_dtype: Any = None, **_: Any) -> int:
+def _is_sharded(trainer: Trainer, params: Any, model_state: Any) -> bool:
+    return bool(trainer.layout(trainer.abstract_state(params, model_state)).cuts)
+
+
+def bytes_of_gradients(params: Any, trainer: Trainer, trainable: Any = None, grad_dtype: Any = None, **_: Any) -> int:
     """Bytes of the gradients that outlive their bucket, on a device; the last two are options of the trainer."""
-    strategy = trainer.strategy._replace(shards_leaves=False)
     by_itemsize: dict[int, dict[str, Any]] = {}
     for name, leaf in named_leaves(split(params, trainable)[0]).items():
         by_itemsize.setdefault(jnp.dtype(grad_dtype or leaf.dtype).itemsize, {})[name] = leaf
     return sum(
-        int(state_formula(leaves, strategy, trainer.num_ranks, PerParameter(0, itemsize, 0)).gradients)
+        gradient_bytes(leaves, trainer.strategy, trainer.num_ranks, itemsize)
         for itemsize, leaves in by_itemsize.items()
     )
 
 
 def _alone_bytes(params: Any, trainer: Trainer, held: DeviceBytes, options: Mapping[str, Any]) -> int:
     """Bytes of parameters, gradients and optimizer state on a device."""
-    return held.parameters + held.optimizer_state + gradient_bytes(params, trainer, **options)
+    return held.parameters + held.optimizer_state + bytes_of_gradients(params, trainer, **options)
 
 
 def _alone_bytes_by_stage(whole: Trainer, params: Any, model_state: Any, options: Mapping[str, Any]) -> dict[int, int]:
@@ -393,10 +397,10 @@ def _alone_bytes_by_stage(whole: Trainer, params: Any, model_state: Any, options
 
 def _sent_bytes(trainer: Trainer, state: TrainState, batch: Any) -> float:
     """Bytes of the all-reduce that takes as long as what a strategy must send after the first gradient."""
-    if not trainer.strategy.compression.sends:
+    if not trainer.strategy.sends:
         return math.inf
     # Half of a reduction is a reduce-scatter or an all-gather; of ZeRO-3's gathers, half are the forward's.
-    gathers = 0.25 if trainer.strategy.shards_params else 0.5
+    gathers = 0.25 if trainer.strategy.gathers_in_loss else 0.5
     shares = {"all-reduce": 1.0, "reduce-scatter": 0.5, "all-gather": gathers}
     return sum(shares.get(kind, 0) * num_bytes for kind, num_bytes in trainer.planned(state, batch))
 

@@ -36,19 +36,19 @@ kind of an array follows from the operation that makes it:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
+import optax
 
-from ..communication.sharding import Cut
+from ..layout import Leaf
 from ..planning.cost.memory import FP32, Accumulate, PerParameter, StateBytes, exact_state_bytes
 from ..scopes import SYNC_SCOPE
-from ..strategy import Strategy
-from ..training.state_layout import Leaf, StateLayout
+from ..strategy import Layout, Ranks, Strategy
 from ..training.step import TrainState
-from ..tree import named_leaves, tensor_specs
+from ..tree import named_leaves
 from .hlo import Computation, Instruction, Module, arrays_of, one_line_errors, parse_module, parts_of, root_of
 from .schedule import Operation, OperationReader, Schedule
 
@@ -60,7 +60,7 @@ class DeviceBytes:
     Attributes:
         parameters: Parameters as the loss takes them: this device's shards, or copies in a compute dtype.
         optimizer_state: Optimizer state, with its counters, the masters of such copies, and a moving average.
-        others: Step number, RNG key, and state of a compression.
+        others: Step number, RNG key, and model state.
         batch: This device's examples.
         padding: What the compiler's layout adds to arguments, such as a TPU's tiles.
         activations: Results of the forward.
@@ -119,7 +119,7 @@ class Allocated(NamedTuple):
     peak_bytes: int
 
 
-def held_bytes(layout: StateLayout) -> DeviceBytes:
+def held_bytes(layout: Layout) -> DeviceBytes:
     """Returns the bytes of parameters and optimizer state on a device.
 
     The other components are 0.
@@ -131,23 +131,22 @@ def held_bytes(layout: StateLayout) -> DeviceBytes:
         >>> held_bytes(trainer.layout(state))  # 10 floats in full; 3 of 12 of each moment, and a counter
         DeviceBytes(parameters=40, optimizer_state=28, others=0, ...
     """
-    held, copies = {"parameters": 0, "optimizer_state": 0}, named_leaves(layout.copies)
-    leaves = {"params": layout.params, "opt_state": layout.opt_state, "copies": layout.copies, "ema": layout.ema}
-    for name, leaf in named_leaves(leaves).items():
-        held[_component(name, copies)] += leaf.bytes_on_rank
-    return DeviceBytes(**held)
+    params, opt_state = (
+        sum(leaf.bytes_on_rank for leaf in jax.tree.leaves(tree)) for tree in (layout.params, layout.opt_state)
+    )
+    return DeviceBytes(parameters=params, optimizer_state=opt_state)
 
 
-def padding_share(layout: StateLayout) -> float:
+def padding_share(layout: Layout) -> float:
     """Returns the padding of all sharded leaves as a share of their size; 0 if nothing is sharded.
 
     Where whole parameters have owners, it is by how much the fullest rank exceeds the average.
     """
     cut = [leaf for leaf in jax.tree.leaves((layout.params, layout.opt_state)) if leaf.cut is not None]
     whole = sum(leaf.dtype.itemsize * _num_elements(leaf) for leaf in cut)
-    if layout.leaves is not None:
-        owned = jax.tree.leaves(layout.opt_state.owned)
-        whole += sum(layout.leaves.state_bytes) - sum(leaf.dtype.itemsize * _num_elements(leaf) for leaf in owned)
+    if layout.owners is not None:
+        owned = [leaf for leaf in jax.tree.leaves(layout.opt_state) if leaf.cut is not None]
+        whole += sum(layout.owners.state_bytes) - sum(leaf.dtype.itemsize * _num_elements(leaf) for leaf in owned)
     held = sum(leaf.bytes_on_rank * leaf.cut.num_ranks for leaf in cut)
     return held / whole - 1 if whole else 0.0
 
@@ -163,19 +162,33 @@ def state_formula(params: Any, strategy: Strategy, num_ranks: int, per_parameter
     Raises:
         ValueError: If whole parameters have owners.
     """
-    if strategy.shards_leaves:
+    layout = _layout(params, strategy, num_ranks)
+    if layout.owners is not None:
         raise ValueError(f"strategy (={strategy.name}) must shard elements: held_bytes counts the state of others")
-    pieces: list[int] = []
-    whole: list[int] = []
-    for tensor in tensor_specs(named_leaves(params)).values():
-        cut = strategy.cut(tensor, num_ranks) if strategy.shards_optimizer_state else Cut(tensor.shape, num_ranks)
-        if cut is None:
-            whole.append(tensor.num_elements)
-        else:
-            pieces += [cut.row_elements] * cut.rows
-    stage = strategy.shards_optimizer_state + strategy.shards_gradients + strategy.shards_params
-    accumulate: Accumulate = "shards" if strategy.shards_params or strategy.reduces_each_microbatch else "full"
-    return exact_state_bytes(pieces, stage, num_ranks, per_parameter, accumulate, whole_elements=whole)
+    return _formula(layout, strategy, per_parameter)
+
+
+def gradient_bytes(params: Any, strategy: Strategy, num_ranks: int, itemsize: int) -> int:
+    """Computes by formula the bytes of the gradients that outlive their bucket, on a device."""
+    layout = _layout(params, strategy, num_ranks)
+    return int(_formula(layout, strategy, PerParameter(0, itemsize, 0)).gradients)
+
+
+def _layout(params: Any, strategy: Strategy, num_ranks: int) -> Layout:
+    leaves = jax.tree.map(lambda leaf: Leaf(tuple(leaf.shape), leaf.dtype), params)
+    return strategy.layout(leaves, optax.identity(), Ranks("data", num_ranks, num_ranks))
+
+
+def _formula(layout: Layout, strategy: Strategy, per_parameter: PerParameter) -> StateBytes:
+    sizes = {name: _num_elements(leaf) for name, leaf in named_leaves(layout.params).items()}
+    pieces = [size for name, size in sizes.items() if name in layout.cuts]
+    whole = [size for name, size in sizes.items() if name not in layout.cuts] if layout.cuts else []
+    each = strategy.plan(()).each_microbatch
+    stage = 3 if layout.held else 1 + each if layout.cuts else 0
+    accumulate: Accumulate = "shards" if layout.held or each else "full"
+    if not layout.cuts:
+        pieces = list(sizes.values())
+    return exact_state_bytes(pieces, stage, layout.ranks.num_ranks, per_parameter, accumulate, whole_elements=whole)
 
 
 def step_memory(compiled: Any, state: TrainState) -> StepMemory:
@@ -209,8 +222,7 @@ def _arguments(compiled: Any, state: TrainState, laid_out: int) -> DeviceBytes:
     parameters = sorted((int(one.literal), one.num_bytes) for one in entry if one.opcode == "parameter")
     sizes = [num_bytes for _, num_bytes in parameters]
     # JAX drops arguments that are not read: parts of a batch, or an injected hyperparameter that a schedule sets.
-    copies = named_leaves(state.copies)
-    leaves = [(_component(name, copies), leaf) for name, leaf in named_leaves(state).items()]
+    leaves = [(_component(name), leaf) for name, leaf in named_leaves(state).items()]
     held = {"parameters": 0, "optimizer_state": 0, "others": 0}
     given = list(sizes)
     for name, leaf in leaves:
@@ -227,12 +239,9 @@ def _arguments(compiled: Any, state: TrainState, laid_out: int) -> DeviceBytes:
     return DeviceBytes(**held, batch=sum(given), padding=laid_out - sum(sizes))
 
 
-def _component(name: str, copies: Collection[str]) -> str:
+def _component(name: str) -> str:
     """What a leaf of a state counts as, by its name."""
-    field, _, leaf = name.partition(".")
-    if field == "copies" or (field == "params" and leaf not in copies):
-        return "parameters"
-    return "optimizer_state" if field in ("params", "opt_state", "ema") else "others"
+    return {"params": "parameters", "opt_state": "optimizer_state"}.get(name.partition(".")[0], "others")
 
 
 def _num_elements(leaf: Leaf) -> int:

@@ -23,7 +23,7 @@ from ..training.step import TrainState
 from ..training.train import Trainer
 from ..training.validation import check_batch
 from . import targets
-from .inspect import Training, gradient_bytes, name_of
+from .inspect import Training, bytes_of_gradients, name_of
 from .memory import held_bytes, step_memory
 from .schedule import Collective, read_schedule
 from .targets import TargetMemoryError, TargetProgram
@@ -98,7 +98,7 @@ def plan_stages(
             try:
                 trainer = Trainer(loss_fn, optimizer, make_strategy(name, **by_leaves), mesh, **options)
                 state = trainer.abstract_state(params, model_state)
-                gradients = gradient_bytes(params, trainer, **options)
+                gradients = bytes_of_gradients(params, trainer, **options)
                 found[stage] = _planned(stage, trainer, state, batch, gradients)
             except ValueError as error:
                 found.setdefault(stage, StagePlan(stage, name, refused=str(error)))

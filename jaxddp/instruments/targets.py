@@ -40,10 +40,10 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 
 from ..arguments import check_kind, check_positive
 from ..communication.buckets import BucketPlan
+from ..ddp import naive
 from ..mesh import DATA_AXIS, axes_of_ranks
 from ..planning.chips import Target, chip_of, target
 from ..plugins import devices, superseded_plugins
-from ..strategy import Strategy
 from ..training.programs import register_compiler
 from ..training.train import Trainer, TrainState
 
@@ -571,7 +571,7 @@ def start_compile_without_communication(trainer: Trainer, state: TrainState, bat
     """
     check_kind("trainer", trainer, Trainer, "a jaxddp.Trainer")
     mesh = mesh_like(trainer.mesh)
-    strategy = Strategy("without communication", lambda tensors: BucketPlan(()))
+    strategy = naive()._replace(name="without communication", plan=lambda tensors: BucketPlan(()))
     silent = trainer.with_strategy(strategy, mesh)
     model_state = state.model_state if trainer.has_state else None
     state = silent.abstract_state(trainer.layout(state).whole(), model_state)

@@ -52,7 +52,7 @@ def tune_buckets(trainer: Trainer, params_or_state: Any, batch: Any) -> Trainer:
     trace = trainer.trace(state, batch)
     timing = time_gradients(schedule, trace.tensors, trace.flops_before, chip, trainer.num_ranks)
     caps = best_caps(timing, untuned.network, untuned.rule)
-    return trainer.with_strategy(bucketed(caps, rule=untuned.rule, compression=strategy.compression))
+    return trainer.with_strategy(bucketed(caps, rule=untuned.rule, hook=strategy.hook))
 
 
 @dataclass(frozen=True)

@@ -337,7 +337,7 @@ def _on_ranks(plan: Plan, dtype: str, config: TransformerConfig | None, optimize
     job, target = plan.job, targets.target(plan.job.cluster.name)
     strategy = _strategy(plan, dtype)
     if config is None:
-        loss_fn, params = _feed_forward(plan, as_stack=strategy.shards_params)
+        loss_fn, params = _feed_forward(plan, as_stack=strategy.gathers_in_loss)
         batch: Any = {"x": jax.ShapeDtypeStruct((plan.tokens, job.workload.tensors[0][1][0]), jnp.dtype(dtype))}
     else:
         loss_fn, params = abstract(config)
@@ -345,10 +345,10 @@ def _on_ranks(plan: Plan, dtype: str, config: TransformerConfig | None, optimize
         batch = {"tokens": tokens, "targets": tokens}
     params = _as_stored(params, plan)
     trainer = Trainer(
-        loss_fn if strategy.shards_params else lambda params, batch: loss_fn(_cast(params, dtype), batch),
+        loss_fn if strategy.gathers_in_loss else lambda params, batch: loss_fn(_cast(params, dtype), batch),
         optimizer, strategy, targets.mesh(target.spec), num_microbatches=plan.num_microbatches,
-        grad_dtype=None if strategy.shards_params else jnp.dtype(dtype),
-        compute_dtype=None if strategy.shards_params else _copy_dtype(plan, dtype),
+        grad_dtype=jnp.dtype(dtype),
+        compute_dtype=dtype if strategy.gathers_in_loss else _copy_dtype(plan, dtype),
     )  # fmt: skip
     state = trainer.abstract_state(params)
     exact = state_formula(params, strategy, trainer.num_ranks, job.held)
@@ -379,7 +379,7 @@ def _on_grid(plan: Plan, dtype: str, config: TransformerConfig | None, optimizer
 
 def _strategy(plan: Plan, dtype: str) -> Strategy:
     if plan.job.stage == 3:
-        return zero3(compute_dtype=dtype, gather_dtype=dtype, reduce_dtype=dtype)
+        return zero3()
     cap_mb = plan.buckets.cap_mb if plan.buckets else None
     return {0: bucketed, 1: zero1, 2: zero2}[plan.job.stage](cap_mb)
 

@@ -26,8 +26,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..communication.collectives import Axis, all_reduce
-from ..scopes import MODEL_STATE_SCOPE
 from ..communication.planned import wire_bytes
+from ..scopes import MODEL_STATE_SCOPE
 from ..strategy import Ranks
 
 STATE_SYNC = ("mean", "first")

@@ -32,7 +32,7 @@ from ..communication.traced import traced_collectives
 from ..layout import Leaf
 from ..metrics import Measure
 from ..scopes import OTHER_AXES_SCOPE
-from ..strategy import Layout, Masters
+from ..strategy import Masters
 from ..tree import named_leaves, split
 from . import step as steps
 from .step import Run, TrainState
@@ -218,9 +218,7 @@ class Programs:
             self._programs[key] = compiler_of(self._mesh)(function, args, **options)
         return self._programs[key]
 
-    def _over_mesh(
-        self, on_rank: Callable[..., Any], state: Any, batch: Any, *, is_step: bool = False
-    ) -> StepFunction:
+    def _over_mesh(self, on_rank: Callable[..., Any], state: Any, batch: Any, *, is_step: bool = False) -> StepFunction:
         def placed(state: Any, batch: Any) -> Any:
             result = on_rank(self._placed(state), batch)
             return (self._placed(result[0]), result[1]) if is_step else result

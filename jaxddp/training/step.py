@@ -107,7 +107,9 @@ def train_step(run: Run, plan: BucketPlan, state: TrainState, batch: Any) -> tup
             grads = strategy.reduce(grads, plan, layout, 1, index)
         return (grads, parts, token), new_state
 
-    found, model_state = over_microbatches(gradients, fold_keys(state.model_state, ranks.axis), batch, run.num_microbatches)
+    found, model_state = over_microbatches(
+        gradients, fold_keys(state.model_state, ranks.axis), batch, run.num_microbatches
+    )
     grads, parts, token = found
     parts = sum_over_ranks(parts, ranks)
     num_parts = ranks.num_ranks * run.num_microbatches
@@ -127,7 +129,14 @@ def train_step(run: Run, plan: BucketPlan, state: TrainState, batch: Any) -> tup
 
 
 def local_gradients(
-    run: Run, plan: BucketPlan | None, trainable: Any, frozen: Any, model_state: Any, batch: Any, key: Any, index: Any = 0
+    run: Run,
+    plan: BucketPlan | None,
+    trainable: Any,
+    frozen: Any,
+    model_state: Any,
+    batch: Any,
+    key: Any,
+    index: Any = 0,
 ) -> tuple[dict[str, jax.Array], tuple[Parts, Any], Any]:
     """This rank's gradients of a micro-batch by name, its metrics and model state, and a token of its parameters.
 

@@ -27,12 +27,12 @@ from ..arguments import check_flag, check_function, check_integer, check_kind, c
 from ..communication.axes import shard_axis
 from ..communication.buckets import BucketPlan
 from ..communication.planned import GradientTrace
-from ..layout import Leaf, whole
+from ..layout import whole
 from ..loss import partial_loss
 from ..mesh import DATA_AXIS, platform_of, rank_axis
 from ..metrics import Measure
 from ..processes.watchdog import begin_step, end_step, wait_for_end
-from ..strategy import Masters, Ranks, Strategy, with_masters
+from ..strategy import Layout, Masters, Ranks, Strategy, with_masters
 from ..tree import check_params, is_floating, like, merge, named_leaves, split
 from ..zero.elementwise import describe_update
 from .agreement import agreement, check_alike
@@ -169,7 +169,9 @@ class Trainer:
             if getattr(self, name) not in options:
                 raise ValueError(f"{name} (={getattr(self, name)!r}) must be one of {', '.join(options)}")
         if not all(kind == AxisType.Auto for kind in self.mesh.axis_types):
-            raise ValueError(f"mesh axis types (={self.mesh.axis_types}) must be Auto: make the mesh with jaxddp.data_mesh")
+            raise ValueError(
+                f"mesh axis types (={self.mesh.axis_types}) must be Auto: make the mesh with jaxddp.data_mesh"
+            )
         others = ", ".join(self.ranks.other_axes)
         if others and self.param_specs is None:
             raise ValueError(f"param_specs (=None) must be given for the other mesh axes: {others}")
@@ -237,10 +239,14 @@ class Trainer:
             check_alike({"optimizer": self._describe_update(params)})
             params, model_state, seed = from_first_process((params, model_state, seed))
         model, seed, axis = self._describe(params), int(seed), self.ranks.axis
-        updated = place(split(params, self.trainable)[0], split(model.layout.updated, self.trainable)[0], self.mesh, axis)
+        updated = place(
+            split(params, self.trainable)[0], split(model.layout.updated, self.trainable)[0], self.mesh, axis
+        )
         opt_state = model.init_opt_state(updated)
         params = place(params, model.layout.params, self.mesh, axis)
-        make = jax.jit(lambda: (jnp.zeros((), jnp.int32), jax.random.key(seed)), out_shardings=NamedSharding(self.mesh, P()))
+        make = jax.jit(
+            lambda: (jnp.zeros((), jnp.int32), jax.random.key(seed)), out_shardings=NamedSharding(self.mesh, P())
+        )
         step, key = make()
         return TrainState(step, params, opt_state, key, place(model_state, whole(model_state), self.mesh))
 
@@ -471,7 +477,9 @@ class Trainer:
         Those of metrics, of the model state (``planned_sync``) and of the loss function itself (``planned_loss``) are
         left out.
         """
-        return [(one.kind, one.num_bytes) for one in self._model(state).planned_along(state, self._described(state, batch))]
+        return [
+            (one.kind, one.num_bytes) for one in self._model(state).planned_along(state, self._described(state, batch))
+        ]
 
     def planned_groups(self, state: TrainState, batch: Any) -> list[tuple[str, int, tuple[int, ...]]]:
         """Lists ``(kind, bytes, devices of the first group)`` of the same collectives, by their place in the mesh."""
@@ -497,12 +505,9 @@ class Trainer:
         """
         return self._model(state).planned_loss(state, self._described(state, batch))
 
-    def layout(self, state: TrainState) -> TrainState:
-        """Gives where each leaf of a state lies: a state of ``Leaf``; under zero3 after ``init`` or ``abstract_state``."""
-        check_state(state)
-        layout = self._model(state).layout
-        other = Leaf((), jnp.int32)
-        return TrainState(other, layout.params, layout.opt_state, other, whole(state.model_state))
+    def layout(self, state: TrainState) -> Layout:
+        """Gives which leaves of a state are shards, and of what; under zero3 after ``init`` or ``abstract_state``."""
+        return self._model(state).layout
 
     def trace(self, state: TrainState, batch: Any) -> GradientTrace:
         """Traces one rank's backward pass: the gradients in the order in which they become ready."""
@@ -607,7 +612,9 @@ class Trainer:
             options = compile_options(self.strategy, platform)
             self._models[key] = Programs(run, self.mesh, platform, self.nonfinite, options)
         known = self._models[key]
-        for (name, theirs), ours in zip(named_leaves(known.layout.params).items(), jax.tree.leaves(layout.params), strict=True):
+        for (name, theirs), ours in zip(
+            named_leaves(known.layout.params).items(), jax.tree.leaves(layout.params), strict=True
+        ):
             if theirs != ours:
                 raise ValueError(
                     f"parameter {name!r} (={ours.shape}) cannot be told by its shards from that of another model of"

@@ -60,8 +60,8 @@ from ..communication.collectives import all_reduce, is_silent
 from ..communication.owners import assign_owners
 from ..communication.reduction import sum_of_squares
 from ..communication.sharding import cut
-from ..layout import Leaf
 from ..interpreter import called_program, num_consts_and_carry
+from ..layout import Leaf
 from ..scopes import METRICS_SCOPE, SYNC_SCOPE
 from ..strategy import Layout, Optimizer, Ranks
 from ..tree import like, named_leaves, path_name, split

@@ -120,8 +120,12 @@ def _strategy(name: str, bucket_mb: BucketMb, rule: Rule, shard: str, *, each_mi
         buckets = plan_buckets(tensors, bucket_mb, rule=rule)
         return replace(buckets, kind="reduce-scatter", each_microbatch=each_microbatch)
 
-    layout = layout_by_owners if shard == "leaves" else layout_shards
-    return Strategy(name, plan, layout, lambda loss, layout: loss, reduce_scatter_grads, update_shards)
+    by_leaves = shard == "leaves"
+    layout = layout_by_owners if by_leaves else layout_shards
+    return Strategy(
+        name, plan, layout, lambda loss, layout: loss, reduce_scatter_grads, update_shards,
+        variant="by leaves" * by_leaves,
+    )  # fmt: skip
 
 
 def layout_shards(params: Any, optimizer: Any, ranks: Ranks, trainable: Callable[[str], bool] | None = None) -> Layout:
