@@ -20,7 +20,7 @@ from .communication.buckets import BucketPlan, TensorSpec
 from .communication.buffers import pack, pack_small, unpack, unpack_small
 from .communication.collectives import MAX_JOINED, all_reduce_as_one, is_silent, joins_arrays
 from .communication.hooks import Hook
-from .communication.reduction import Wire, divide, reduce_buckets
+from .communication.reduction import Means, Wire, divide, reduce_buckets
 from .layout import Leaf
 from .strategy import Layout, Optimizer, Ranks, Strategy, of_optax
 from .tree import like, named_leaves, path_name, split
@@ -57,18 +57,34 @@ def all_reduce_grads(
     layout: Layout,
     divisor: Any,
     number: Any = None,
-) -> dict[str, jax.Array]:
+) -> Means:
     """Sums gradients over ranks, bucket by bucket; those that the plan leaves out are equal on all ranks."""
     ranks = layout.ranks
     wire = all_reduce_wire(ranks, plan, hook)
     planned = {*plan.names}
 
-    def on_device(grads: Mapping[str, jax.Array], divisor: Any, number: Any) -> dict[str, jax.Array]:
+    def on_device(grads: Mapping[str, jax.Array], divisor: Any, number: Any) -> Means:
         constant = {name: divide(g * ranks.num_ranks, divisor) for name, g in grads.items() if name not in planned}
-        return constant | reduce_buckets(grads, plan, wire, divisor, number)
+        return reduce_buckets(grads, plan, wire, divisor, number).with_constant(constant)
 
-    specs = {name: layout.spec(name, is_shard=False) for name in grads}
-    return ranks.on_devices(on_device, (specs, P(), P()), specs)(dict(grads), divisor, number)
+    return on_blocks(on_device, layout, grads, divisor, number, are_shards=False)
+
+
+def on_blocks(
+    function: Callable[..., Means],
+    layout: Layout,
+    grads: Mapping[str, jax.Array],
+    divisor: Any,
+    number: Any,
+    *,
+    are_shards: bool,
+) -> Means:
+    """Calls ``function(grads, divisor, number)`` on each device of a rank; the means are shards, or as the gradients."""
+    if not layout.ranks.other_axes:
+        return function(grads, divisor, number)
+    given, found = ({name: layout.spec(name, is_shard=one) for name in grads} for one in (False, are_shards))
+    mapped = layout.ranks.on_devices(lambda *args: function(*args).grads, (given, P(), P()), found)
+    return Means(mapped(dict(grads), divisor, number))
 
 
 def all_reduce_wire(ranks: Ranks, plan: BucketPlan, hook: Hook | None = None) -> Wire:

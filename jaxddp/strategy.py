@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 from .communication.axes import shard_axis
 from .communication.buckets import BucketPlan, TensorSpec
 from .communication.collectives import Axis, silent
+from .communication.reduction import Means
 from .communication.sharding import Cut
 from .scopes import OTHER_AXES_SCOPE
 from .tree import named_leaves, path_name, split
@@ -151,8 +152,7 @@ class Strategy(NamedTuple):
         plan: Tensors in the order in which their gradients become ready ``->`` a ``BucketPlan``.
         layout: ``(params, optimizer, ranks, trainable) -> Layout``; ``params`` a tree of ``Leaf`` that are full.
         full: ``(loss, layout) ->`` the loss function of parameters as the layout holds them.
-        reduce: ``(gradients by name, plan, layout, divisor, number) ->`` what this rank updates with, by name;
-            ``number`` counts micro-batches where each is reduced.
+        reduce: ``(gradients by name, plan, layout, divisor, number) -> Means`` that this rank updates with; ``number`` counts micro-batches where each is reduced.
         update: ``(gradients, opt_state, params, plan, layout, value) -> (params, opt_state)``.
         gathers_in_loss: Whether parameters are full only inside the loss: then ``full`` casts the masters, where there
             is a compute dtype, and XLA may not start collectives as early as it can, or all would be gathered at once.
@@ -165,7 +165,7 @@ class Strategy(NamedTuple):
     plan: Callable[[Sequence[TensorSpec]], BucketPlan]
     layout: Callable[..., Layout]
     full: Callable[..., Any]
-    reduce: Callable[..., dict[str, jax.Array]]
+    reduce: Callable[..., Means]
     update: Callable[..., tuple[Any, Any]]
     gathers_in_loss: bool = False
     hook: Callable[..., jax.Array] | None = None

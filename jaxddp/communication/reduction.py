@@ -2,10 +2,10 @@
 
     buffer[k] = pack(gradients of bucket k)       as soon as its last gradient is ready
     total[k]  = sum over ranks of buffer[k]       an all-reduce or a reduce-scatter, in flight until it is used
-    mean[k]   = total[k] / divisor                after every bucket is packed and total[k-1] has arrived
+    mean[k]   = total[k] / divisor                after every bucket is packed and mean[k-1] was squared
 
 XLA keeps only the order that data dependencies require (``ordering.py``). Divided earlier, a bucket would make the
-backward wait for the network; in the order of their arrival, buckets are updated while later ones are in flight.
+backward wait for the network. One after another, buckets are updated as they arrive, while later ones are in flight.
 """
 
 from __future__ import annotations
@@ -38,6 +38,23 @@ class Wire(NamedTuple):
     unpack: Callable[[Bucket, Any], dict[str, jax.Array]]
 
 
+class Means(NamedTuple):
+    """Mean gradients.
+
+    Attributes:
+        grads: What this rank keeps of each, by name.
+        squares: Their sum of squares, if it was computed on the way; it holds the order of the buckets.
+    """
+
+    grads: dict[str, jax.Array]
+    squares: jax.Array | None = None
+
+    def with_constant(self, grads: dict[str, jax.Array]) -> Means:
+        """Adds gradients that need no reduction."""
+        squares = self.squares if self.squares is None else self.squares + sum_of_squares(grads.values())
+        return Means(grads | self.grads, squares)
+
+
 @jax.named_scope(SYNC_SCOPE)
 def reduce_buckets(
     grads: Mapping[str, jax.Array],
@@ -45,7 +62,7 @@ def reduce_buckets(
     wire: Wire,
     divisor: jax.Array | float,
     number: jax.Array | int | None = None,
-) -> dict[str, jax.Array]:
+) -> Means:
     """Sums the planned gradients of one backward pass over ranks, and divides them.
 
     Args:
@@ -57,7 +74,7 @@ def reduce_buckets(
             memory, since one arrives while the next one fills.
 
     Returns:
-        What this rank keeps of each mean, by name.
+        What this rank keeps of each mean.
     """
     if plan.after_backward:
         grads = lax.optimization_barrier(dict(grads))
@@ -81,11 +98,14 @@ def reduce_buckets(
         totals.append(wire.send(buffer, f"{index} {bucket.tensors[0].name}"))
     if plan.after_backward:
         totals = lax.optimization_barrier(totals)
-    means, arrived = {}, jnp.int32(0)
+    means, squares = {}, jnp.zeros(())
     for bucket, total in zip(plan.buckets, totals, strict=True):
-        total, arrived = lax.optimization_barrier((total, arrived))  # noqa: PLW2901
-        means |= wire.unpack(bucket, jax.tree.map(lambda part: divide(part, divisor, packed_all), total))
-    return means
+        # XLA fuses the sum of squares, which the norm needs anyway, with the update of the bucket's parameters.
+        total, squares = lax.optimization_barrier((total, squares))  # noqa: PLW2901
+        mean = wire.unpack(bucket, jax.tree.map(lambda part: divide(part, divisor, packed_all), total))
+        squares += sum_of_squares(mean.values())
+        means |= mean
+    return Means(means, squares)
 
 
 def divide(total: jax.Array, divisor: jax.Array | float, token: jax.Array | int = 0) -> jax.Array:

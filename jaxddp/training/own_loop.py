@@ -192,7 +192,7 @@ def _reduced(
         with jax.named_scope(SYNC_SCOPE):
             unsent = {name: _sum_if_not_constant(grad, axis) for name, grad in unsent.items()}
     means = {name: divide_total(total, denominator) for name, total in unsent.items()}
-    return means | reduce_buckets(ready, plan, wire, denominator)
+    return means | reduce_buckets(ready, plan, wire, denominator).grads
 
 
 def _sum_if_not_constant(grad: jax.Array, axis: str) -> jax.Array:

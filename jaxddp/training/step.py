@@ -26,8 +26,8 @@ from jax.flatten_util import ravel_pytree
 from ..communication.buckets import BucketPlan
 from ..communication.collectives import all_gather
 from ..communication.ordering import order_token
+from ..communication.reduction import Means, sum_of_squares
 from ..communication.reduction import divide as divide_total
-from ..communication.reduction import sum_of_squares
 from ..loss import PartialLoss, Parts, denominator, divide
 from ..metrics import PerExample, map_per_example
 from ..replicated import sends_uncopied
@@ -104,7 +104,7 @@ def train_step(run: Run, plan: BucketPlan, state: TrainState, batch: Any) -> tup
             run, plan, trainable, frozen, model_state, microbatch, jax.random.fold_in(key, index), index
         )
         if reduces_each:
-            grads = strategy.reduce(grads, plan, layout, 1, index)
+            grads = strategy.reduce(grads, plan, layout, 1, index).grads
         return (grads, parts, token), new_state
 
     found, model_state = over_microbatches(
@@ -115,13 +115,13 @@ def train_step(run: Run, plan: BucketPlan, state: TrainState, batch: Any) -> tup
     num_parts = ranks.num_ranks * run.num_microbatches
     divisor = denominator(parts.loss, num_parts) + token
     if reduces_each:
-        grads = {name: divide_total(grad, divisor) for name, grad in grads.items()}
+        means = Means({name: divide_total(grad, divisor) for name, grad in grads.items()})
     else:
-        grads = strategy.reduce(grads, plan, layout, divisor)
+        means = strategy.reduce(grads, plan, layout, divisor)
     loss, aux = divide(parts, num_parts)
-    metrics = {"loss": loss, "grad_norm": global_norm(grads, layout)} | ({} if aux is None else {"aux": aux})
+    metrics = {"loss": loss, "grad_norm": global_norm(means, layout)} | ({} if aux is None else {"aux": aux})
     with jax.named_scope(OPTIMIZER_SCOPE):
-        grads = clip(grads, layout, metrics["grad_norm"], run.max_grad_norm)
+        grads = clip(means.grads, layout, metrics["grad_norm"], run.max_grad_norm)
         trainable, opt_state = strategy.update(grads, state.opt_state, trainable, plan, layout, loss)
     model_state = sync_model_state(model_state, ranks, run.state_sync)
     new = TrainState(state.step + 1, merge(trainable, frozen), opt_state, state.key, model_state)
@@ -198,12 +198,15 @@ def over_microbatches(function: Callable[..., Any], carry: Any, batch: Any, num:
 
 
 @jax.named_scope(METRICS_SCOPE)
-def global_norm(grads: dict[str, jax.Array], layout: Layout) -> jax.Array:
+def global_norm(means: Means, layout: Layout) -> jax.Array:
     """The Euclidean norm of the mean gradients, over the shards of all ranks."""
-    shards = sum_of_squares(grad for name, grad in grads.items() if name in layout.cuts)
+    full, squares = jnp.zeros(()), means.squares
+    if squares is None:
+        squares = sum_of_squares(grad for name, grad in means.grads.items() if name in layout.cuts)
+        full = sum_of_squares(grad for name, grad in means.grads.items() if name not in layout.cuts)
     if layout.cuts and layout.ranks.num_shards > 1:
-        shards = lax.psum(shards, layout.ranks.shard_axis)
-    return jnp.sqrt(shards + sum_of_squares(grad for name, grad in grads.items() if name not in layout.cuts))
+        squares = lax.psum(squares, layout.ranks.shard_axis)
+    return jnp.sqrt(squares + full)
 
 
 def clip(grads: dict[str, jax.Array], layout: Layout, norm: jax.Array, max_norm: float | None) -> dict[str, jax.Array]:

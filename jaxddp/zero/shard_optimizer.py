@@ -88,7 +88,7 @@ def shard_optimizer(
         num_ranks = axis_size(axis)
         plan = BucketPlan(buckets if num_ranks > 1 else (), constants=empty, gathers=buckets, kind="reduce-scatter")
         check_grads(ready, plan, axis)
-        means = like(grads, reduce_scatter_grads(ready, plan, found, num_ranks))
+        means = like(grads, reduce_scatter_grads(ready, plan, found, num_ranks).grads)
         held = None if params is None else shards_of(params, found.cuts)
         with on_shards(axis, found.cuts):
             updates, state = optimizer.update(means, state, held, **extra_args)

@@ -45,7 +45,7 @@ import jax.numpy as jnp
 
 from ..arguments import check_integer
 from ..communication.buckets import BucketMb, plan_buckets
-from ..communication.reduction import divide
+from ..communication.reduction import Means, divide
 from ..layout import Leaf
 from ..replicated import all_reduce_grads, update_full
 from ..strategy import Layout, Ranks, Strategy, register
@@ -136,10 +136,8 @@ def loss_on_shards(loss: Callable[..., Any], layout: Layout) -> Callable[..., An
     return loss_of_shards
 
 
-def divide_shards(
-    grads: Mapping[str, jax.Array], plan: Any, layout: Layout, divisor: Any, number: Any = None
-) -> dict[str, jax.Array]:
+def divide_shards(grads: Mapping[str, jax.Array], plan: Any, layout: Layout, divisor: Any, number: Any = None) -> Means:
     """The backward has summed the gradients of shards; those of small parameters are all-reduced."""
     small = {name: grad for name, grad in grads.items() if name not in layout.held}
-    means = all_reduce_grads(None, small, plan, layout, divisor, number)
-    return {name: divide(grad, divisor) for name, grad in grads.items() if name in layout.held} | means
+    means = all_reduce_grads(None, small, plan, layout, divisor, number).grads
+    return Means({name: divide(grad, divisor) for name, grad in grads.items() if name in layout.held} | means)

@@ -40,14 +40,14 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 from ..communication.axes import scatter_sum
 from ..communication.buckets import BucketMb, BucketPlan, Rule, TensorSpec, plan_buckets
 from ..communication.collectives import all_gather
 from ..communication.gloo import traced_platform
-from ..communication.reduction import Wire, divide, reduce_buckets
+from ..communication.reduction import Means, Wire, divide, reduce_buckets
 from ..communication.sharding import Cut, pack_row, pack_rows, unpack_row, unpack_rows
+from ..replicated import on_blocks
 from ..scopes import SYNC_SCOPE
 from ..strategy import Layout, Ranks, Strategy, register
 from ..tree import like, named_leaves, split
@@ -137,7 +137,7 @@ def layout_shards(params: Any, optimizer: Any, ranks: Ranks, trainable: Callable
 
 def reduce_scatter_grads(
     grads: Mapping[str, jax.Array], plan: BucketPlan, layout: Layout, divisor: Any, number: Any = None
-) -> dict[str, jax.Array]:
+) -> Means:
     """Sums gradients over ranks, bucket by bucket; this rank keeps its shards."""
     ranks, cuts = layout.ranks, layout.cuts
     wire = Wire(
@@ -147,17 +147,16 @@ def reduce_scatter_grads(
     )
     planned = {*plan.names}
 
-    def on_device(grads: Mapping[str, jax.Array], divisor: Any, number: Any) -> dict[str, jax.Array]:
+    def on_device(grads: Mapping[str, jax.Array], divisor: Any, number: Any) -> Means:
         rank = lax.axis_index(ranks.shard_axis)
         constant = {
             name: divide(cuts[name].local_shard(grad, rank) * ranks.num_ranks, divisor)
             for name, grad in grads.items()
             if name not in planned
         }
-        return constant | reduce_buckets(grads, plan, wire, divisor, number)
+        return reduce_buckets(grads, plan, wire, divisor, number).with_constant(constant)
 
-    full, shards = ({name: layout.spec(name, is_shard=one) for name in grads} for one in (False, True))
-    return ranks.on_devices(on_device, (full, P(), P()), shards)(dict(grads), divisor, number)
+    return on_blocks(on_device, layout, grads, divisor, number, are_shards=True)
 
 
 def update_shards(
