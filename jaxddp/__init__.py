@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from .training.train import NonFiniteError as NonFiniteError
     from .training.train import Trainer as Trainer
     from .training.train import TrainState as TrainState
+    from .training.train import check_replicas as check_replicas
     from .training.xla import compile_options as compile_options
     from .training.xla import configure as configure
     from .tree import named_leaves as named_leaves
@@ -109,6 +110,7 @@ _MODULES = {
     "ReplicaError": ".training.replicas",
     "Trainer": ".training.train",
     "TrainState": ".training.train",
+    "check_replicas": ".training.train",
     "compile_options": ".training.xla",
     "jit": ".training.own_loop",
     "params_ema": ".training.ema",

@@ -266,7 +266,7 @@ class Checkpoints(CheckpointFolder):
                 nonfinite.append(name)
             arrays[name] = array if is_writer else np.zeros(1)
         refuse_nonfinite(int(state.step), nonfinite)
-        leaves, places = named_leaves(without_owned(state)), named_leaves(places_of(trainer, state))
+        leaves, places = named_leaves(without_owned(trainer, state)), named_leaves(places_of(trainer, state))
         about = {
             "format": FORMAT,
             "step": int(state.step),

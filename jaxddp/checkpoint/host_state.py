@@ -110,9 +110,9 @@ def _inner(opt_state: Any) -> Any:
     return opt_state.inner if isinstance(opt_state, Masters) else opt_state
 
 
-def without_owned(state: TrainState) -> TrainState:
+def without_owned(trainer: Trainer, state: TrainState) -> TrainState:
     """Gives the state without optimizer state that has owners; the rest has the names that ``to_host`` gives it."""
-    opt_state = _inner(state.opt_state)
+    opt_state, state = _inner(state.opt_state), state._replace(params=trainer.masters(state)[0])
     return state._replace(opt_state=opt_state.shared if isinstance(opt_state, OwnedState) else opt_state)
 
 

@@ -144,7 +144,7 @@ def take_steps(
                 error = Signalled(signals[0] if signals else signal.SIGTERM, f"after {step} of {options.steps} steps")
             is_last, is_due = error is not None or step == options.steps, options.is_due(step)
             if is_last or is_due or step % CHECK_REPLICAS_EVERY == 0:
-                trainer.check_replicas(state)
+                jaxddp.check_replicas(trainer, state)
             validation_loss = mean_loss(trainer, state, held_out) if is_due and error is None else None
 
             save_s = 0.0

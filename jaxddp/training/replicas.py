@@ -50,7 +50,7 @@ class ReplicaError(ReplicasDifferError):
         self.state: TrainState | None = None
 
 
-def check_replicas(state: TrainState, shardings: Any) -> None:
+def compare_replicas(state: TrainState, shardings: Any) -> None:
     """Compares what all ranks hold in full.
 
     Args:

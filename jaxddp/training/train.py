@@ -41,7 +41,7 @@ from .evaluation import evaluate_batches
 from .model_state import STATE_SYNC, planned_sync
 from .placement import describe, from_first_process, full_arrays, place, place_batch
 from .programs import Programs, StepFunction, compiler_of
-from .replicas import check_replicas
+from .replicas import compare_replicas
 from .step import Run
 from .step import TrainState as TrainState
 from .validation import (
@@ -357,22 +357,6 @@ class Trainer:
             result = program(state, batch)
             results.append(jax.tree.leaves(result)[0])
             return jax.block_until_ready(result) if platform_of(self.mesh) == "cpu" else result
-
-    def check_replicas(self, state: TrainState) -> None:
-        """Checks that ranks hold the same, bit for bit, of what each of them has in full.
-
-        That is all of the state under the strategies without shards; the parameters under zero1 and zero2; small
-        parameters under zero3; counters, keys and the model state under all. It takes a pass over them and one
-        all-gather of 4 bytes a leaf, in a program of its own.
-
-        Raises:
-            ReplicaError: If they differ; it names the leaf, the ranks and by how much.
-        """
-        self._check_devices("check_replicas", "compile")
-        state = self._alive(state)
-        if self.mesh.size > 1:
-            with self._watched():
-                check_replicas(state, self._model(state).shardings)
 
     def params(self, state: TrainState) -> Any:
         """Gives a copy of the full parameters, as the tree that ``init`` was given; later steps do not change it.
@@ -700,6 +684,23 @@ class Trainer:
             return jax.device_put(batch, self.batch_sharding)
         except TypeError as error:  # text and objects
             raise ValueError(f"batch must hold arrays of numbers: {error}") from error
+
+
+def check_replicas(trainer: Trainer, state: TrainState) -> None:
+    """Checks that ranks hold the same, bit for bit, of what each of them has in full.
+
+    That is all of the state under the strategies without shards; the parameters under zero1 and zero2; small parameters
+    under zero3; counters, keys and the model state under all. It takes a pass over them and one all-gather of 4 bytes a
+    leaf, in a program of its own.
+
+    Raises:
+        ReplicaError: If they differ; it names the leaf, the ranks and by how much.
+    """
+    trainer._check_devices("check_replicas", "compile")
+    state = trainer._alive(state)
+    if trainer.mesh.size > 1:
+        with trainer._watched():
+            compare_replicas(state, trainer._model(state).shardings)
 
 
 def _warn_of_narrow(params: Any, trainable: Callable[[str], bool] | None) -> None:
