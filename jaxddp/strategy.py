@@ -7,8 +7,8 @@
     update(grads, opt_state, params, plan, layout, value)
                                                the optimizer on full parameters; or on shards, then an all-gather
 
-``training/step.py`` calls them in this order. Nothing outside of a strategy's own file asks which one it is: what others
-need to know is in its plan and its layout.
+``training/step.py`` calls them in this order. Nothing outside of a strategy's own file asks which one it is:
+what others need to know is in its plan and its layout.
 """
 
 from __future__ import annotations
@@ -152,7 +152,8 @@ class Strategy(NamedTuple):
         plan: Tensors in the order in which their gradients become ready ``->`` a ``BucketPlan``.
         layout: ``(params, optimizer, ranks, trainable) -> Layout``; ``params`` a tree of ``Leaf`` that are full.
         full: ``(loss, layout) ->`` the loss function of parameters as the layout holds them.
-        reduce: ``(gradients by name, plan, layout, divisor, number) -> Means`` that this rank updates with; ``number`` counts micro-batches where each is reduced.
+        reduce: ``(gradients by name, plan, layout, divisor, number) -> Means`` that this rank updates with; ``number``
+            counts micro-batches where each is reduced.
         update: ``(gradients, opt_state, params, plan, layout, value) -> (params, opt_state)``.
         gathers_in_loss: Whether parameters are full only inside the loss: then ``full`` casts the masters, where there
             is a compute dtype, and XLA may not start collectives as early as it can, or all would be gathered at once.

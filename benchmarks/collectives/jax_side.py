@@ -16,8 +16,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 import jaxddp
 from jaxddp.communication import collectives, ring
+from jaxddp.communication.planned import planned_exchange
 from jaxddp.mesh import DATA_AXIS, platform_of
-from jaxddp.strategy import planned_exchange
 
 from ..harness.ranks import Ranks
 from .cases import ELEMENT_BYTES, RINGS, brought_length, expected, num_wrong, options_of, plan, size_of, values

@@ -19,7 +19,6 @@ from typing import Any
 import jax
 
 from jaxddp import STRATEGIES, make_strategy, targets
-from jaxddp.communication.reduction import REDUCE_SCATTER, Reduce
 from jaxddp.instruments.memory import DeviceBytes, state_formula
 from jaxddp.instruments.targets import TargetError, check_installed
 from jaxddp.models import SIZES, TransformerConfig
@@ -160,12 +159,12 @@ def formulas(setup: MemorySetup, name: str) -> dict[str, int]:
     held = state.parameters + state.optimizer_state + SCALAR_BYTES
     tokens = setup.batch_size // setup.num_ranks * config.context
     batch = 2 * 4 * tokens
-    activations = int(activation_bytes(tokens, kept_per_token(config, strategy.shards_params), element_bytes=4))
-    gathered = int(gathered_bytes(work.unit_params, 4)) if strategy.shards_params else 0
+    activations = int(activation_bytes(tokens, kept_per_token(config, strategy.gathers_in_loss), element_bytes=4))
+    gathered = int(gathered_bytes(work.unit_params, 4)) if strategy.gathers_in_loss else 0
     return {
         "after_init": held,
         "before_update": held + batch + activations + gathered,
-        "after_step": held + batch + _gradients(state, strategy.reduce, work.tensor_elements, setup.num_ranks),
+        "after_step": held + batch + _gradients(state, strategy.plan(()).kind, work.tensor_elements, setup.num_ranks),
     }
 
 
@@ -182,8 +181,8 @@ def kept_per_token(config: TransformerConfig, gathers_units: bool) -> int:
     return config.num_layers * layer + 2 * config.width + config.vocab
 
 
-def _gradients(state: StateBytes, reduce: Reduce, leaf_elements: Sequence[int], num_ranks: int) -> int:
-    if reduce is REDUCE_SCATTER:  # all have started by the end of the backward, and hold buffers
+def _gradients(state: StateBytes, kind: str, leaf_elements: Sequence[int], num_ranks: int) -> int:
+    if kind == "reduce-scatter":  # all have started by the end of the backward, and hold buffers
         return exact_bucket_bytes(leaf_elements, num_ranks, 4) + state.optimizer_state // 2
     return state.gradients
 

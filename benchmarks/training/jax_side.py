@@ -16,11 +16,11 @@ from jax.sharding import Mesh
 
 import jaxddp
 from jaxddp.checkpoint.interop import to_numpy, torch_names
-from jaxddp.communication import compression
 from jaxddp.communication.backward_order import matmul_flops
+from jaxddp.communication.planned import trace_gradients
 from jaxddp.mesh import DATA_AXIS
 from jaxddp.models import abstract, build
-from jaxddp.strategy import trace_gradients
+from jaxddp.strategy import without_communication
 from jaxddp.tree import named_leaves
 from torchref.launch import report
 
@@ -49,27 +49,27 @@ def _train(ranks: Ranks, setup: TrainingSetup, wait_for_turn: Callable[[], None]
 
     attempt = Attempts(agree_over_ranks)
     names = dict(zip(named_leaves(params), torch_names(params), strict=True))
-    wanted: dict[str, tuple[StrategySpec, compression.Compression]] = {}
+    wanted: dict[str, tuple[StrategySpec, bool]] = {}  # and whether it communicates
     for spec in setup.of("jaxddp"):
-        wanted.setdefault(spec.label, (spec, compression.none))
+        wanted.setdefault(spec.label, (spec, True))
         if setup.with_baselines:
             label, silent = spec.without_communication
-            wanted.setdefault(label, (silent, compression.noop))
+            wanted.setdefault(label, (silent, False))
 
-    def make(spec: StrategySpec, wire: compression.Compression) -> Planned | Jit:
+    def make(spec: StrategySpec, sends: bool) -> Planned | Jit:
         if spec.name == "jit":
             return Jit(loss_fn, optimizer, mesh, params, rows)
-        return Planned(jaxddp.Trainer(loss_fn, optimizer, _strategy(spec, wire), mesh), params, rows)
+        return Planned(jaxddp.Trainer(loss_fn, optimizer, _strategy(spec, sends), mesh), params, rows)
 
     # States are made one after the other, because that runs programs; several programs compile at a time, since
     # nothing is measured yet. Several processes compile in the same order, one program at a time.
     num_threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ThreadPoolExecutor(num_threads if jax.process_count() == 1 else 1) as pool:
         compiling = {}
-        for label, (spec, wire) in wanted.items():
-            if (one := attempt(label, partial(make, spec, wire))) is not None:
+        for label, (spec, sends) in wanted.items():
+            if (one := attempt(label, partial(make, spec, sends))) is not None:
                 compiling[label] = pool.submit(
-                    one.compile, setup.batches[0], names if wire.sends else None, setup.with_schedules
+                    one.compile, setup.batches[0], names if sends else None, setup.with_schedules
                 )
         report(("doing", f"compiling {len(compiling)} programs, and single-process training"))
         # Not data_mesh(1), whose device may be another process's.
@@ -122,6 +122,7 @@ def gradient_shares(setup: TrainingSetup) -> tuple[float, dict[str, float], int]
     return flops(loss_fn) / flops(jax.grad(loss_fn)), ready, num_bytes
 
 
-def _strategy(spec: StrategySpec, wire: compression.Compression) -> jaxddp.Strategy:
+def _strategy(spec: StrategySpec, sends: bool) -> jaxddp.Strategy:
     options: dict[str, Any] = {} if spec.bucket_mb is None else {"bucket_mb": spec.bucket_mb}
-    return jaxddp.make_strategy(spec.name, compression=wire, **options)
+    strategy = jaxddp.make_strategy(spec.name, **options)
+    return strategy if sends else without_communication(strategy)

@@ -95,7 +95,6 @@ class Jit(Planned):
             out_shardings=replicated,
             donate_argnums=0,
         )
-        self._state = self._state._replace(memory=())
 
     def compile(self, batch: Batch, names: dict[str, str] | None, with_schedule: bool) -> Jit:
         """As that of `Planned`."""

@@ -52,8 +52,8 @@ import orbax.checkpoint as ocp
 from jax._src import distributed  # the store has no public name
 
 from ..arguments import check_flag, check_function, check_kind
-from ..processes.stderr import print_line
 from ..layout import Leaf
+from ..processes.stderr import print_line
 from ..training.train import Trainer, TrainState
 from ..training.validation import check_alive, check_state
 from ..tree import named_leaves

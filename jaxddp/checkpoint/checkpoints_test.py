@@ -10,7 +10,6 @@ from flax import nnx
 import jaxddp
 from jaxddp.checkpoint.checkpoints import FORMAT, Checkpoints
 from jaxddp.checkpoint.host_state import to_host
-from jaxddp.communication.compression import powersgd
 from jaxddp.models import ToyMLP
 
 NUM_STEPS = 5
@@ -198,68 +197,6 @@ def test_a_flax_state_and_an_array_alone(tmp_path):
             restored, _ = checkpoints.restore(trainer, params)
         assert jax.tree.structure(restored) == jax.tree.structure(state)
         assert_same(dict_of(trainer, restored), dict_of(trainer, state))
-
-
-def test_what_a_compression_still_owes_is_shared_out_anew(tmp_path):
-    def forgetful(num_ranks, rank=1):
-        return make(jaxddp.bucketed(compression=powersgd(rank)), num_ranks)
-
-    on_4 = forgetful(4)
-    state, position = advance(on_4, on_4.init(make_params()), 0, 2)
-    owed = {name: np.asarray(one.error).sum(axis=0) for name, one in state.memory.items()}
-    assert set(owed) == {"w", "stack"} and all(np.abs(error).max() > 1e-6 for error in owed.values())
-    factors = {name: np.asarray(one.factor)[0] for name, one in state.memory.items()}
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(on_4, state, data_position=position)
-        about = checkpoints.about()
-        on_2 = forgetful(2)
-        state, _ = checkpoints.restore(on_2, make_params())
-        for name, one in state.memory.items():
-            assert tuple(about["leaves"][f"memory.{name}.error"]["shape"]) == make_params()[name].shape
-            # Sums of four numbers, halved.
-            np.testing.assert_allclose(np.asarray(one.error), np.stack([owed[name] / 2] * 2), rtol=1e-12, atol=1e-18)
-            np.testing.assert_array_equal(np.asarray(one.factor), np.stack([factors[name]] * 2))
-        expected = dict_of(on_2, state)
-        state, _ = advance(on_2, state, position, 1)
-        # Of more columns: the error is owed as before, the factors start anew.
-        more = forgetful(2, rank=2)
-        state, _ = checkpoints.restore(more, make_params())
-        anew = more.init(make_params())
-        for name, one in state.memory.items():
-            np.testing.assert_allclose(np.asarray(one.error).sum(axis=0), owed[name], rtol=1e-12, atol=1e-18)
-            np.testing.assert_array_equal(np.asarray(one.factor), np.asarray(anew.memory[name].factor))
-        # Where nothing is left out nothing is remembered.
-        trainer = trainer_of("zero3 on 8")
-        state, _ = checkpoints.restore(trainer, make_params())
-        assert state.memory == ()
-        found = dict_of(trainer, state)
-        assert_same(found, {name: expected[name] for name in found})
-
-
-def test_what_is_owed_on_one_rank_is_paid_with_its_first_gradients(tmp_path):
-    strategy, optimizer, position = jaxddp.bucketed(compression=powersgd(1)), optax.sgd(1.0), BATCH
-    on_4, on_1 = (jaxddp.Trainer(loss_fn, optimizer, strategy, jaxddp.data_mesh(num)) for num in (4, 1))
-    plain = jaxddp.Trainer(loss_fn, optimizer, jaxddp.naive(), jaxddp.data_mesh(1), num_microbatches=2)
-    state, _ = on_4.step(on_4.init(make_params()), batch_of(0))
-    with Checkpoints(tmp_path / "on_4") as checkpoints:
-        checkpoints.save(on_4, state)
-        expected, _ = plain.step(checkpoints.restore(plain, make_params())[0], batch_of(position))
-        state, _ = checkpoints.restore(on_1, make_params())
-    owed = {name: np.asarray(one.error)[0] for name, one in state.memory.items()}
-    assert all(np.abs(error).max() > 1e-3 for error in owed.values())
-    with Checkpoints(tmp_path / "on_1") as checkpoints:
-        checkpoints.save(on_1, state)  # where nothing is trained, all is still owed when ranks come back
-        back, _ = checkpoints.restore(on_4, make_params())
-        for name, error in owed.items():
-            # Four quarters of a number.
-            np.testing.assert_allclose(np.asarray(back.memory[name].error).sum(axis=0), error, rtol=1e-12, atol=1e-18)
-        state, _ = on_1.step(state, batch_of(position))
-        for name, param in plain.params(expected).items():
-            # Float64 sums of 24 examples in another order.
-            np.testing.assert_allclose(on_1.params(state)[name], param - owed.get(name, 0), rtol=0, atol=1e-12)
-        checkpoints.save(on_1, state)
-        back, _ = checkpoints.restore(on_4, make_params())
-        assert not any(np.any(one.error) for one in back.memory.values())
 
 
 def test_parameters_alone_start_another_training(tmp_path):

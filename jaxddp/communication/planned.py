@@ -1,4 +1,4 @@
-"""What a step should communicate: planned from a trace of the backward, and listed as a compiled program would list it."""
+"""What a step should communicate: planned from a trace of the backward, and listed as compiled programs list it."""
 
 from __future__ import annotations
 

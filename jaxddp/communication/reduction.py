@@ -98,7 +98,8 @@ def reduce_buckets(
         totals.append(wire.send(buffer, f"{index} {bucket.tensors[0].name}"))
     if plan.after_backward:
         totals = lax.optimization_barrier(totals)
-    means, squares = {}, jnp.zeros(())
+    means: dict[str, jax.Array] = {}
+    squares = jnp.zeros(())
     for bucket, total in zip(plan.buckets, totals, strict=True):
         # XLA fuses the sum of squares, which the norm needs anyway, with the update of the bucket's parameters.
         total, squares = lax.optimization_barrier((total, squares))  # noqa: PLW2901

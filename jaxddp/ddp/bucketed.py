@@ -38,7 +38,7 @@ def bucketed(
             as much each, up to an eighth of all gradients' bytes if that is more than 25 MiB; see
             ``plan_all_reduces``. With ``"auto"``, ``jaxddp.tune_buckets`` picks the caps by simulation.
         rule: When a bucket closes; see ``plan_buckets``.
-        hook: How a bucket is summed over ranks, ``(buffer, axis) -> sum``, instead of by an all-reduce in its own dtype:
+        hook: How a bucket is summed over ranks, ``(buffer, axis) -> sum``, in place of an all-reduce in its own dtype:
             ``jaxddp.hooks.bf16``, ``fp16``, or one's own. It must have no state.
         network: For ``"auto"``: a ``Network``, or 10^9 bytes per second that one rank can send.
 

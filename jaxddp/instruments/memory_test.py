@@ -1,7 +1,6 @@
 """Formula, layout and compiled program agree to the byte about what lives across steps, at every stage."""
 
 import dataclasses
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +18,12 @@ from jaxddp.instruments.memory import (
     state_formula,
     step_memory,
 )
+from jaxddp.layout import Leaf
 from jaxddp.models import SIZES
 from jaxddp.planning.cost.memory import PerParameter
 from jaxddp.planning.cost.workload import transformer
-from jaxddp.training.state_layout import state_layout
+from jaxddp.strategy import Ranks
+from jaxddp.zero import shards
 
 COUNT_BYTES = 4  # optax's own, of steps
 STEP_AND_KEY_BYTES = 4 + 8
@@ -85,15 +86,19 @@ def test_the_formula_is_what_compiled_steps_take_on_gpus(on_gpus, case):
     check(trainer, state, batch, params, pending.result())
 
 
+def layout_of(params, optimizer, strategy, num_ranks):
+    leaves = jax.tree.map(lambda leaf: Leaf(leaf.shape, leaf.dtype), params)
+    return strategy.layout(leaves, optax.with_extra_args_support(optimizer), Ranks("data", num_ranks, num_ranks))
+
+
 def layouts_of(model, name, ranks, monkeypatch):
     """Lays the state of a model of the zoo out over each of some numbers of ranks."""
     # Whether an optimizer may be cut takes a second to find out, and does not depend on the number of ranks.
-    monkeypatch.setattr(sys.modules["jaxddp.training.state_layout"], "check_elementwise", lambda *args, **kwargs: None)
+    monkeypatch.setattr(shards, "check_elementwise", lambda *args, **kwargs: None)
     shapes = transformer(**dataclasses.asdict(SIZES[model])).tensors
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes}
-    optimizer = optax.with_extra_args_support(optax.adamw(1e-3))
     for num_ranks in ranks:
-        yield num_ranks, params, state_layout(params, optimizer, jaxddp.make_strategy(name), num_ranks)
+        yield num_ranks, params, layout_of(params, optax.adamw(1e-3), jaxddp.make_strategy(name), num_ranks)
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero3"])  # zero2's layout is zero1's, and stage 0 knows no ranks
@@ -116,9 +121,8 @@ def test_padding_is_under_a_thousandth(name, model, monkeypatch):
 def test_padding_is_counted():
     """10 elements on 4 ranks are cut into 4 times 3; what is whole has none."""
     params = {"w": jax.ShapeDtypeStruct((2, 5), jnp.float32)}
-    optimizer = optax.with_extra_args_support(optax.adam(1e-3))
-    assert padding_share(state_layout(params, optimizer, jaxddp.zero1(), 4)) == pytest.approx(0.2)
-    assert padding_share(state_layout(params, optimizer, jaxddp.flat(), 4)) == 0
+    assert padding_share(layout_of(params, optax.adam(1e-3), jaxddp.zero1(), 4)) == pytest.approx(0.2)
+    assert padding_share(layout_of(params, optax.adam(1e-3), jaxddp.flat(), 4)) == 0
 
 
 def test_the_state_of_real_arrays_is_what_the_layout_says():
@@ -139,15 +143,15 @@ def test_other_bytes_per_parameter():
     assert state_formula(params, jaxddp.zero2(accumulate="full"), 4, mixed) == (32, 72, 48)
 
 
-def test_what_compression_remembers_is_among_the_others():
+def test_a_model_state_is_among_the_others():
     state = jaxddp.TrainState(*(jax.ShapeDtypeStruct((size,), jnp.float32) for size in (1, 2, 3, 4)))
-    extra = state._replace(**{name: jax.ShapeDtypeStruct((8,), jnp.float32) for name in ("memory", "model_state")})
+    extra = state._replace(model_state=jax.ShapeDtypeStruct((8,), jnp.float32))
 
     def step(state, batch):
         return jax.tree.map(lambda leaf: leaf + batch.sum(), state)
 
     program = jax.jit(step).lower(extra, jax.ShapeDtypeStruct((5,), jnp.float32)).compile()
-    others = 4 * (1 + 4 + 8 * 2)
+    others = 4 * (1 + 4 + 8)
     assert step_memory(program, extra).after_init == DeviceBytes(parameters=8, optimizer_state=12, others=others)
 
 

@@ -8,7 +8,6 @@ import pytest
 
 import jaxddp
 from jaxddp import targets
-from jaxddp.communication import compression
 from jaxddp.communication.buckets import MIB, TensorSpec, plan_buckets
 from jaxddp.ddp.bucketed import Untuned
 from jaxddp.instruments import tuning
@@ -147,13 +146,13 @@ def test_the_trainer_gets_the_caps_that_are_picked(monkeypatch):
         return [1, 8]
 
     monkeypatch.setattr(tuning, "best_caps", pick)
-    strategy = jaxddp.bucketed("auto", network=50, rule="torch", compression=compression.noop)
+    strategy = jaxddp.bucketed("auto", network=50, rule="torch", hook=jaxddp.hooks.bf16)
     trainer, params, batch = small_trainer(strategy, targets.mesh("h100:2"))
     tuned = jaxddp.tune_buckets(trainer, trainer.abstract_state(params), batch).strategy
     assert seen == [(2, Network(50), "torch")]
     tensors = [TensorSpec(str(index), (2**18,), "float32") for index in range(10)]
     assert tuned.plan(tensors) == jaxddp.bucketed([1, 8], rule="torch").plan(tensors)
-    assert tuned.compression == compression.noop
+    assert tuned.hook is jaxddp.hooks.bf16
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,7 @@ from ..network import GB, Network
 from ..planning.cost.memory import StateBytes, state_bytes
 from ..planning.plan import Plan, plan, sent_bytes, strategy_traffic
 from ..scopes import METRICS_SCOPE, OPTIMIZER_SCOPE
-from ..strategy import Strategy
+from ..strategy import Masters, Strategy
 from ..training.step import TrainState
 from ..training.train import Trainer
 from ..zero import layer, zero1, zero2, zero3
@@ -445,7 +445,8 @@ def start_grid_step(
         abstract_device=targets.mesh(target.spec).abstract_device,
     )  # fmt: skip
     empty: Any = ()
-    state = TrainState(empty, params, jax.eval_shape(optimizer.init, params), empty, copies=copies)
+    opt_state = jax.eval_shape(optimizer.init, params)
+    state = TrainState(empty, copies or params, Masters(params, opt_state) if copies else opt_state, empty)
     shardings = jax.tree_util.tree_map_with_path(lambda path, _: NamedSharding(mesh, _spec(path)), state)
     pending = start_compile_for_target(
         target, _grid_step(mesh, optimizer), (state, batch),
@@ -483,7 +484,10 @@ def _grid_step(mesh: AbstractMesh, optimizer: optax.GradientTransformation) -> C
         return loss, {name: place(grad, *_SPECS[name]) for name, grad in grads.items()}
 
     def step(state: TrainState, batch: jax.Array) -> tuple[TrainState, jax.Array]:
-        weights = state.copies or state.params
+        weights = masters = state.params
+        inner = state.opt_state
+        if isinstance(state.opt_state, Masters):
+            masters, inner = state.opt_state
         loss, grads = grads_of(weights, batch[0])
         if len(batch) > 1:
 
@@ -492,11 +496,13 @@ def _grid_step(mesh: AbstractMesh, optimizer: optax.GradientTransformation) -> C
 
             (loss, grads), _ = lax.scan(add, (loss, grads), batch[1:])
         with jax.named_scope(OPTIMIZER_SCOPE):
-            grads = {name: grad.astype(state.params[name].dtype) for name, grad in grads.items()}
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            params = optax.apply_updates(state.params, updates)
-            copies = {name: params[name].astype(copy.dtype) for name, copy in dict(state.copies).items()}
-        return state._replace(params=params, opt_state=opt_state, copies=copies or ()), loss
+            grads = {name: grad.astype(masters[name].dtype) for name, grad in grads.items()}
+            updates, inner = optimizer.update(grads, inner, masters)
+            masters = optax.apply_updates(masters, updates)
+        if not isinstance(state.opt_state, Masters):
+            return state._replace(params=masters, opt_state=inner), loss
+        copies = {name: masters[name].astype(weight.dtype) for name, weight in weights.items()}
+        return state._replace(params=copies, opt_state=Masters(masters, inner)), loss
 
     return step
 

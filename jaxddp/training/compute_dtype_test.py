@@ -11,9 +11,9 @@ import pytest
 
 import jaxddp
 from jaxddp.checkpoint.checkpoints import Checkpoints
-from jaxddp.communication.compression import bf16, powersgd
 from jaxddp.instruments.memory import DeviceBytes, held_bytes, step_memory
 from jaxddp.models import build
+from jaxddp.strategy import Masters
 
 NUM_RANKS = 4
 SHARDED = jaxddp.zero3(min_shard_elements=0)
@@ -104,17 +104,16 @@ def test_every_strategy_is_the_recipe_on_one_device(name, num_microbatches):
             assert float(metrics["grad_norm"]) > 3.0
         dtypes = {"table": "int64", **dict.fromkeys(("w", "b", "scale", "frozen"), "float32")}
         assert all(found == dtypes for found in seen)
-        trainer.check_replicas(state)
+        jaxddp.check_replicas(trainer, state)
         found, wanted = trainer.params(state), recipe(params, batches, optimizer, 3.0)
         assert jax.tree.map(lambda leaf: leaf.dtype, found) == jax.tree.map(lambda leaf: leaf.dtype, params)
         np.testing.assert_array_equal(found["frozen"], params["frozen"])  # not what the cast left of it
         for name, leaf in wanted.items():
             # Gradients are exact in float32; sums, clipping and AdamW round in float64, 5 steps of 1e-2.
             np.testing.assert_allclose(found[name], leaf, rtol=0, atol=1e-13)
-        if state.copies:
-            for name, copy in state.copies.items():
-                if copy is not None:
-                    np.testing.assert_array_equal(copy, found[name].astype(np.float32))
+        assert isinstance(state.opt_state, Masters) == (name != "zero3")
+        for leaf in ("w", "b", "scale") if name != "zero3" else ():
+            np.testing.assert_array_equal(state.params[leaf], found[leaf].astype(np.float32))
 
 
 @strategies
@@ -122,8 +121,9 @@ def test_bytes_from_step_to_step(strategy):
     """AdamW with float32 masters: 2 + 12, 2 + 12 / N or 12 / N bytes a parameter, a count, the step and the key."""
     trainer = make(mlp_loss, strategy)
     state, batch = trainer.abstract_state(mlp_params()), mlp_batch()
-    stage = strategy.shards_optimizer_state + strategy.shards_gradients + strategy.shards_params
-    parameter, others = {0: (2, 12), 1: (2, 12 // NUM_RANKS), 2: (2, 12 // NUM_RANKS), 3: (1, 8 // NUM_RANKS)}[stage]
+    parameter, others = 2, 12 if "zero" not in strategy.name else 12 // NUM_RANKS
+    if strategy.name == "zero3":
+        parameter, others = 1, 8 // NUM_RANKS  # of the masters, a quarter
     held = DeviceBytes(parameter * NUM_ELEMENTS, others * NUM_ELEMENTS + 4, 4 + 8)
     program = trainer.compile(state, batch)
     assert step_memory(program, state).after_init == held
@@ -148,10 +148,10 @@ def test_gathers_take_the_compute_dtype_and_sums_that_of_gradients(strategy, dty
     gathered = sum(num_bytes for kind, num_bytes in compiled if kind == "all-gather")
     summed = sum(num_bytes for kind, num_bytes in compiled if kind != "all-gather")
     assert summed == sum_bytes * NUM_ELEMENTS
-    if strategy.shards_params:  # the second unit again for the backward; the last is kept
+    if strategy.name == "zero3":  # the second unit again for the backward; the last is kept
         assert gathered == 2 * (NUM_ELEMENTS + 16 * 16)
     else:
-        assert gathered == (2 * NUM_ELEMENTS if strategy.shards_optimizer_state else 0)
+        assert gathered == (2 * NUM_ELEMENTS if "zero" in strategy.name else 0)
 
 
 def test_full_parameters_are_gathered_in_their_own_dtypes_whatever_that_of_gradients():
@@ -175,23 +175,23 @@ def advance(trainer, state, steps):
     return state, float(metrics["loss"])
 
 
-def test_a_checkpoint_gathers_in_loss_for_any_strategy_and_number_of_ranks(tmp_path):
+def test_a_checkpoint_holds_masters_for_any_strategy_and_number_of_ranks(tmp_path):
     params = mlp_params()
     on_4, on_2 = make(mlp_loss, jaxddp.zero1()), make(mlp_loss, jaxddp.bucketed(), 2)
     there, _ = advance(on_4, on_4.init(params), range(3))
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(on_4, there)
         leaves = checkpoints.about()["leaves"]
-        assert leaves["params.first"]["dtype"] == "float32" and not any("copies" in name for name in leaves)
+        assert leaves["params.first"]["dtype"] == "float32"
         here, _ = checkpoints.restore(on_2, params)
         back, _ = checkpoints.restore(on_4, params)
         wide, _ = checkpoints.restore(make(mlp_loss, SHARDED, 3, compute_dtype=None), params)
-    jax.tree.map(np.testing.assert_array_equal, here.params, on_4.params(there))
-    jax.tree.map(np.testing.assert_array_equal, here.copies, there.copies)
-    assert wide.copies == ()
+    jax.tree.map(np.testing.assert_array_equal, on_2.params(here), on_4.params(there))
+    jax.tree.map(np.testing.assert_array_equal, here.params, there.params)
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(wide.params)} == {"float32"}
     there, loss = advance(on_4, there, range(3, 6))
     back, loss_again = advance(on_4, back, range(3, 6))
-    jax.tree.map(np.testing.assert_array_equal, (back.params, back.copies), (there.params, there.copies))
+    jax.tree.map(np.testing.assert_array_equal, (back.params, back.opt_state), (there.params, there.opt_state))
     here, loss_here = advance(on_2, here, range(3, 6))
     assert loss_again == loss
     # 3 steps of gradients that bfloat16 rounds (2^-9) over other examples together: the loss moves by far less.
@@ -235,19 +235,15 @@ def test_evaluation_computes_in_the_compute_dtype_and_model_state_keeps_its_own(
     assert float(loss) == pytest.approx(float(mlp_loss(halves, mlp_batch())), rel=1e-2)  # sums of bfloat16
 
 
-@pytest.mark.parametrize("compression", [bf16, powersgd(1)], ids=lambda one: one.name)
-def test_compressed_sums_of_compute_gradients_train(compression):
+@pytest.mark.parametrize("strategy", [jaxddp.bucketed(), jaxddp.bucketed(hook=jaxddp.hooks.bf16), jaxddp.zero2()],
+                         ids=["bucketed", "hook", "zero2"])  # fmt: skip
+def test_hooks_and_microbatches_train_as_in_float32(strategy):
     losses = []
     for compute_dtype in (jnp.bfloat16, None):
-        trainer = make(
-            mlp_loss, jaxddp.bucketed(compression=compression), compute_dtype=compute_dtype, num_microbatches=2,
-            optimizer=optax.sgd(0.1),
-        )  # fmt: skip
-        state = trainer.init(mlp_params())
-        for _ in range(5):
-            state, metrics = trainer.step(state, mlp_batch())
+        trainer = make(mlp_loss, strategy, compute_dtype=compute_dtype, num_microbatches=2, optimizer=optax.sgd(0.1))
+        state, losses_of = advance(trainer, trainer.init(mlp_params()), [0] * 5)
         assert trainer.params(state)["first"].dtype == np.float32
-        losses.append(float(metrics["loss"]))
+        losses.append(losses_of)
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)  # bfloat16 rounds by 2^-9
 
 
@@ -259,34 +255,31 @@ def test_updates_that_bfloat16_would_lose_are_kept_in_the_masters():
     )
     state = trainer.init(params)
     for _ in range(5):
-        np.testing.assert_array_equal(state.copies["w"].astype(np.float32), 1)
+        np.testing.assert_array_equal(state.params["w"].astype(np.float32), 1)
         state, _ = trainer.step(state, {"x": -np.ones((4, 8), np.float32)})
     np.testing.assert_array_equal(trainer.params(state)["w"], 1 + 5 * 2**-10)
-    np.testing.assert_array_equal(state.copies["w"].astype(np.float32), 1 + 2**-7)
+    np.testing.assert_array_equal(state.params["w"].astype(np.float32), 1 + 2**-7)
 
 
 @pytest.mark.parametrize("strategy", [jaxddp.bucketed(), jaxddp.zero1(), SHARDED], ids=lambda one: one.name)
-def test_copies_follow_parameters_that_were_replaced(strategy):
+def test_masters_that_are_replaced_are_what_is_trained_on(strategy):
     trainer, batch = make(mlp_loss, strategy), mlp_batch()
-    doubled = jax.tree.map(lambda leaf: 2 * leaf, mlp_params())
-    state = trainer.init(mlp_params())
-    replaced = state._replace(params=jax.tree.map(lambda leaf: 2 * leaf, state.params))
-    expected = trainer.init(doubled)
-    jax.tree.map(np.testing.assert_array_equal, trainer.cast_copies(replaced).copies, expected.copies)
+    state, expected = trainer.init(mlp_params()), trainer.init(jax.tree.map(lambda leaf: 2 * leaf, mlp_params()))
+    replaced = trainer.with_masters(state, jax.tree.map(lambda leaf: 2 * leaf, trainer.masters(state)[0]))
+    jax.tree.map(np.testing.assert_array_equal, replaced.params, expected.params)
+    jax.tree.map(np.testing.assert_array_equal, trainer.params(replaced), trainer.params(expected))
     assert trainer.evaluate(replaced, batch) == trainer.evaluate(expected, batch)
     assert trainer.step(replaced, batch)[1]["loss"] == trainer.step(expected, batch)[1]["loss"]
 
 
 @pytest.mark.parametrize("dtype", [None, jnp.float16])
-def test_copies_of_a_trainer_with_another_compute_dtype_are_not_trained_on(dtype):
-    trainer, other = make(mlp_loss, jaxddp.bucketed(), compute_dtype=dtype), make(mlp_loss, jaxddp.bucketed())
-    expected, batch = trainer.init(mlp_params()), mlp_batch()
-    state = other.init(mlp_params())
-    assert str(trainer.trace(state, batch).tensors) == str(trainer.trace(expected, batch).tensors)
-    assert trainer.evaluate(state, batch) == trainer.evaluate(expected, batch)
-    (ours, metrics), (theirs, wanted) = trainer.step(state, batch), trainer.step(expected, batch)
-    assert metrics["loss"] == wanted["loss"]
-    jax.tree.map(np.testing.assert_array_equal, (ours.params, ours.copies), (theirs.params, theirs.copies))
+@pytest.mark.parametrize("strategy", [jaxddp.bucketed(), jaxddp.zero1()], ids=lambda one: one.name)
+def test_a_state_of_another_compute_dtype_is_refused(strategy, dtype):
+    trainer, other = make(mlp_loss, strategy, compute_dtype=dtype), make(mlp_loss, strategy)
+    trainer.init(mlp_params())
+    for use in (trainer.step, trainer.evaluate):
+        with pytest.raises(ValueError, match=r"^[^\n]*compute_dtype[^\n]*$"):
+            use(other.init(mlp_params()), mlp_batch())
 
 
 @pytest.fixture(scope="module")
@@ -312,23 +305,8 @@ def test_a_transformer_in_bfloat16_trains_as_in_float32(transformer_loss, name):
     assert transformer_loss(STRATEGIES[name], jnp.bfloat16) == pytest.approx(wide, rel=1e-2)
 
 
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (
-            lambda: make(mlp_loss, jaxddp.naive(), compute_dtype=jnp.int8),
-            r"compute_dtype \(=.*int8.*\) must be a floating",
-        ),
-        (
-            lambda: make(mlp_loss, jaxddp.zero3(compute_dtype=jnp.float16)),
-            r"compute_dtype \(=.*bfloat16.*\) must be that of the strategy \(=.*float16.*\), or left out",
-        ),
-        (
-            lambda: make(mlp_loss, jaxddp.zero1()).step(make(mlp_loss, jaxddp.zero1()).init(mlp_params()), mlp_batch()),
-            "shards of a model not seen yet: call init or abstract_state first",
-        ),
-    ],
-)
-def test_refusals(call, said):
-    with pytest.raises(ValueError, match=said):
-        call()
+def test_refusals():
+    with pytest.raises(ValueError, match=r"compute_dtype \(=.*int8.*\) must be a floating"):
+        make(mlp_loss, jaxddp.naive(), compute_dtype=jnp.int8)
+    with pytest.raises(ValueError, match="call init or abstract_state with its parameters first"):
+        make(mlp_loss, jaxddp.zero1()).step(make(mlp_loss, jaxddp.zero1()).init(mlp_params()), mlp_batch())

@@ -129,7 +129,7 @@ def test_a_batch_is_one_all_reduce_and_what_is_kept(x64):
             found = measure(*args)
             return {name: found[name] for name in names}
 
-        program = one._programs.evaluate(state, (rows(12), np.ones(12, bool)), Measure(some, True))
+        program = one._model(state).evaluate(state, (rows(12), np.ones(12, bool)), Measure(some, True))
         collectives = jaxddp.read_schedule(program).collectives()
         assert sorted((each.kind, each.num_bytes) for each in collectives) == sorted(expected)
         assert all(each.is_metrics for each in collectives)

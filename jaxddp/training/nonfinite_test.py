@@ -9,7 +9,6 @@ import optax
 import pytest
 
 import jaxddp
-from jaxddp.communication.compression import fp16, powersgd
 
 NUM_RANKS = 4
 
@@ -43,8 +42,8 @@ STRATEGIES = {
     **{name: (factory(), {}) for name, factory in jaxddp.STRATEGIES.items()},
     "zero3, sharded": (jaxddp.zero3(min_shard_elements=0), {}),
     "zero2, accumulating": (jaxddp.zero2(), {"num_microbatches": 2}),
-    "powersgd": (jaxddp.bucketed(compression=powersgd(1)), {}),
-    "fp16": (jaxddp.bucketed(compression=fp16), {}),
+    "fp16": (jaxddp.bucketed(hook=jaxddp.hooks.fp16), {}),
+    "zero1 in bfloat16": (jaxddp.zero1(), {"compute_dtype": jnp.bfloat16}),
 }
 
 
@@ -55,11 +54,11 @@ def test_a_skipped_step_leaves_the_state_bit_for_bit(name):
     state = trainer.init(make_params())
     state, metrics = trainer.step(state, batch_of(0))
     assert int(metrics["skipped"]) == 0
-    before = bits(state.params, state.opt_state, state.memory)
+    before = bits(state.params, state.opt_state)
     for bad in (np.nan, 1e30):  # which squared is infinite: the gradient is finite
         state, metrics = trainer.step(state, batch_of(1, bad))
         assert int(metrics["skipped"]) == 1
-        assert bits(state.params, state.opt_state, state.memory) == before
+        assert bits(state.params, state.opt_state) == before
     for leaf in jax.tree.leaves(state.params):  # whatever ranks hold in common
         held = {str(shard.index): set() for shard in leaf.addressable_shards}
         for shard in leaf.addressable_shards:
@@ -85,15 +84,6 @@ def test_skips_cost_no_collective_and_the_other_policies_no_operation():
         assert programs["skip"].count(kind) == programs["ignore"].count(kind)
 
 
-def test_so_many_steps_in_a_row_are_skipped():
-    trainer = make(jaxddp.bucketed(), nonfinite="skip", max_skips=2)
-    state = trainer.init(make_params())
-    for bad in (np.nan, np.nan, None, np.nan, np.nan):  # a good step starts the count again
-        state, _ = trainer.step(state, batch_of(0, bad))
-    with pytest.raises(FloatingPointError, match=r"of step 6 must be finite: skipped 2 steps before it"):
-        trainer.step(state, batch_of(0, np.nan))
-
-
 @pytest.mark.parametrize("strategy", [jaxddp.bucketed(), jaxddp.zero3(min_shard_elements=0)], ids=lambda s: s.name)
 def test_an_error_names_the_leaves(strategy):
     trainer = make(strategy, nonfinite="raise")
@@ -106,7 +96,7 @@ def test_an_error_names_the_leaves(strategy):
     )
 
 
-def with_state(nonfinite, **options):
+def with_state(nonfinite):
     """A trainer whose model state, and nothing else, is NaN as soon as the batch has a zero."""
 
     def loss_fn(params, state, batch):
@@ -114,7 +104,7 @@ def with_state(nonfinite, **options):
         return jnp.mean((batch @ params["w"]) ** 2), new
 
     trainer = jaxddp.Trainer(
-        loss_fn, optax.sgd(0.1), jaxddp.zero1(), jaxddp.data_mesh(2), has_state=True, nonfinite=nonfinite, **options
+        loss_fn, optax.sgd(0.1), jaxddp.zero1(), jaxddp.data_mesh(2), has_state=True, nonfinite=nonfinite
     )
     state = trainer.init({"w": jnp.ones(3)}, model_state={"scale": jnp.ones(()), "least": jnp.full((), jnp.inf)})
     return trainer, state
@@ -136,19 +126,14 @@ def test_a_model_state_that_no_longer_is_finite_counts_too():
         trainer.step(state, bad)
 
 
-def test_an_error_holds_the_state():
-    trainer, state = with_state("skip", max_skips=0)
+def test_an_error_holds_the_state_after_the_step():
+    trainer, state = with_state("raise")
     state, _ = trainer.step(state, np.ones((4, 3), np.float32))
-    before = bits(state.params, state.opt_state, state.model_state)
     with pytest.raises(FloatingPointError) as raised:
         trainer.step(state, np.full((4, 3), np.nan, np.float32))
-    assert bits(raised.value.state.params, raised.value.state.opt_state, raised.value.state.model_state) == before
-    trainer.step(raised.value.state, np.ones((4, 3), np.float32))  # goes on
+    assert int(raised.value.state.step) == 2 and np.isnan(trainer.params(raised.value.state)["w"]).all()
 
 
 def test_bad_input():
     with pytest.raises(ValueError, match=r"^nonfinite \(='stop'\) must be one of ignore, raise, skip$"):
         make(jaxddp.naive(), nonfinite="stop")
-    for number in (-1, True, 1.5):
-        with pytest.raises(ValueError, match=rf"^max_skips \(={number!r}\) must be a non-negative integer$"):
-            make(jaxddp.naive(), max_skips=number)

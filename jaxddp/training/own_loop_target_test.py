@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec as P
 import jaxddp
 from jaxddp import targets
 from jaxddp.communication.buckets import TensorSpec
+from jaxddp.communication.planned import planned_collectives
 from jaxddp.instruments.targets import compile_for_target
-from jaxddp.strategy import planned_collectives
 
 STRATEGIES = [jaxddp.bucketed(3e-4), jaxddp.naive(), jaxddp.flat(), jaxddp.overlapped()]
 CASES = [(spec, strategy) for spec in ("h100:8", "v5p:8") for strategy in STRATEGIES]

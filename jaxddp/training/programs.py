@@ -96,7 +96,7 @@ class Programs:
 
         def state(of: Callable[[Leaf], Any], other: Any) -> TrainState:
             trees = jax.tree.map(of, (self.layout.params, self.layout.opt_state))
-            return TrainState(other, *trees, other, other)
+            return TrainState(other, trees[0], trees[1], other, other)
 
         self.shardings = state(lambda leaf: leaf.sharding(mesh, axis), NamedSharding(mesh, P()))
         self._specs = state(lambda leaf: leaf.rank_spec(axis), P())
@@ -170,8 +170,8 @@ class Programs:
         planned = planned_along(run.strategy, plan, ranks, self._platform, run.num_microbatches)
         if self.layout.owners is not None and planned:
             num_swaps = 3 if isinstance(self.layout.opt_state, Masters) else 2  # gradients, and parameters and back
-            for swapped in self.layout.owners.swapped:
-                swap = planned_exchange("all-to-all", *swapped, ranks.num_shards, self._platform)
+            for elements, dtype in self.layout.owners.swapped:
+                swap = planned_exchange("all-to-all", elements, dtype, ranks.num_shards, self._platform)
                 planned += num_swaps * [Planned(*swap, (ranks.shard_axis,))]
         if self.layout.held:  # the loss function itself gathers units and scatters their gradients: read off its trace
             units = traced_collectives(trace.program, self._platform)

@@ -142,7 +142,8 @@ def local_gradients(
 
     Gradients of parameters that are held as shards are shards, summed over ranks by the transpose of the gather.
     """
-    layout, token = run.layout, 0
+    layout = run.layout
+    token: Any = 0
     if layout.held and run.num_microbatches > 1:  # or XLA would gather every unit once, before the loop
         (trainable, frozen), token = order_token((trainable, frozen), index)
     frozen = in_dtype(frozen, layout.compute_dtype)

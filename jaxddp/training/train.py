@@ -368,7 +368,7 @@ class Trainer:
         return full_arrays(arrays, leaves, self.mesh)
 
     def masters(self, state: TrainState) -> tuple[Any, Any]:
-        """Gives the parameters that are trained on, as the state holds them, and where each lies: a tree of ``Leaf``."""
+        """Gives the parameters that are updated, as the state holds them, and where each lies: a tree of ``Leaf``."""
         layout = self._model(state).layout
         if not isinstance(state.opt_state, Masters):
             return state.params, layout.params
@@ -612,8 +612,8 @@ class Trainer:
         names = self._nonfinite_leaves(state)
         more = f" and {len(names) - 3} more" * (len(names) > 3)
         raise NonFiniteError(
-            f"loss (={loss}) and gradient norm (={norm}){', and model_state,' * is_state} of step {int(state.step)} must"
-            f" be finite; no longer are in the state: {', '.join(names[:3]) or 'none'}{more}",
+            f"loss (={loss}) and gradient norm (={norm}){', and model_state,' * is_state} of step {int(state.step)}"
+            f" must be finite; no longer are in the state: {', '.join(names[:3]) or 'none'}{more}",
             state,
         )
 

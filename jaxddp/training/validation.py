@@ -62,8 +62,7 @@ def check_alive(state: TrainState) -> None:
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             name = next(name for name, one in named_leaves(state).items() if one is leaf)
             raise ValueError(
-                f"state (={name!r}) was donated to an earlier step: use the state that it returned, or keep a copy, such"
-                " as trainer.params(state)"
+                f"state (={name!r}) was donated to an earlier step: use the state that it returned, or a copy"
             )
 
 
@@ -80,7 +79,7 @@ def check_fits(state: TrainState, held: TrainState, trainer: Any) -> None:
             raise ValueError(f"{rule}: this one comes from a trainer with another {option}")
         if isinstance(mine, Masters):
             mine, theirs = mine.inner, theirs.inner
-    if jax.tree.structure(mine) != jax.tree.structure(theirs):
+    if len({jax.tree.structure(mine), jax.tree.structure(theirs)}) > 1:
         raise ValueError(f"{rule}: this one holds the state of another optimizer, or of other parameters")
     for (name, wanted), found in zip(named_leaves(mine).items(), jax.tree.leaves(theirs), strict=True):
         if jnp.shape(found) != wanted.shape:

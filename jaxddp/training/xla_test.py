@@ -60,7 +60,6 @@ def test_on_gpus_nothing_is_merged_and_all_starts_early(version, monkeypatch):
         "xla_disable_hlo_passes": "all-reduce-contiguous",
     }
     assert options == joined | early
-    assert jaxddp.compile_options(jaxddp.bucketed(), "gpu", start_early=False) == joined
     assert jaxddp.compile_options(jaxddp.zero1(), "gpu") == THRESHOLDS | early
     assert jaxddp.compile_options(jaxddp.zero3(), "gpu") == THRESHOLDS
 

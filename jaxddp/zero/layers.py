@@ -123,7 +123,7 @@ class _Units:
         self._orders: list[tuple[Any, UnitOrder]] = []  # by trace: values of a loop cannot depend on those outside
 
     def run(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self.ranks is None:
+        if (ranks := self.ranks) is None:
             return self._marked(fn, args, kwargs)
         here = core.get_opaque_trace_state()
         self._count += here == self._level
@@ -134,7 +134,7 @@ class _Units:
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
 
         def compute(local: list[jax.Array], arrays: list[jax.Array]) -> Any:
-            full = gather([Shard(array, shard.held) for shard, array in zip(shards, local, strict=True)], self.ranks)
+            full = gather([Shard(array, shard.held) for shard, array in zip(shards, local, strict=True)], ranks)
             full, arrays = _tie_gradients(full, arrays)
             values, params = list(leaves), iter(full)
             for place, array in zip(places, arrays, strict=True):

@@ -1,0 +1,403 @@
+"""What users outside of the project met: each by its smallest input, against JAX on one device."""
+
+import functools
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxddp
+
+SHARDED = jaxddp.zero3(min_shard_elements=0)
+STRATEGIES = {"bucketed": jaxddp.bucketed(), "zero1": jaxddp.zero1(), "zero2": jaxddp.zero2(), "zero3": SHARDED}
+each_strategy = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+BATCH = np.arange(1.0, 33.0, dtype=np.float32).reshape(8, 4) / 32
+PARAMS = {"a": np.ones((4, 4), np.float32) / 4, "b": np.ones(4, np.float32)}
+
+
+def loss_fn(params, batch):
+    return jnp.mean((jnp.tanh(batch @ params["a"]) @ params["b"]) ** 2)
+
+
+def make(strategy, loss_fn=loss_fn, optimizer=None, num_ranks=2, mesh=None, **options):
+    mesh = jaxddp.data_mesh(num_ranks) if mesh is None else mesh
+    return jaxddp.Trainer(loss_fn, optax.sgd(0.1) if optimizer is None else optimizer, strategy, mesh, **options)
+
+
+def on_one_device(loss_fn, params, batch, optimizer=None, steps=1):
+    """Parameters after some steps."""
+    optimizer = optax.sgd(0.1) if optimizer is None else optimizer
+    state = optimizer.init(params)
+    for _ in range(steps):
+        updates, state = optimizer.update(jax.grad(loss_fn)(params, batch), state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def assert_near(found, expected, atol=1e-6):
+    """By default as near as sums in float32 of a few numbers around 1 are."""
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=atol), found, expected)
+
+
+def refusal(call, *args):
+    """The one line in which a call is refused."""
+    with pytest.raises(ValueError) as caught:
+        call(*args)
+    (line,) = str(caught.value).splitlines()
+    return line
+
+
+# Steps and their states
+
+PUT_BACK = """
+import jax.numpy as jnp, numpy as np, optax, jaxddp
+jaxddp.simulate_devices(2)
+t = jaxddp.Trainer(lambda p, b: jnp.mean((b @ p) ** 2), optax.adam(0.1), jaxddp.bucketed(), jaxddp.data_mesh(2))
+b = np.ones((4, 3), np.float32)
+st = t.init(np.ones(3, np.float32))
+best = st.{field}
+st, _ = t.step(st, b)
+st = st._replace({field}=best)
+try:
+    t.step(st, b)
+except ValueError as error:
+    assert len(str(error).splitlines()) == 1 and {field!r} in str(error), error
+print("ended")
+"""
+
+
+@pytest.mark.parametrize("field", ["params", "opt_state", "key"])
+def test_a_part_of_a_donated_state_that_is_put_back_does_not_end_the_process(field):
+    program = PUT_BACK.format(field=field)
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": ""}
+    run = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (run.returncode, run.stdout) == (0, "ended\n"), run.stderr[-2000:]
+
+
+def with_state(params, model_state, batch):
+    return loss_fn(params, batch), model_state
+
+
+ADAM = optax.adam(0.1)
+LEAVES = jaxddp.zero1(shard="leaves")
+OTHERS = {  # the trainer that made the state, the one that is given it, and what the refusal names
+    "bucketed to zero1": (make(jaxddp.bucketed(), optimizer=ADAM), make(jaxddp.zero1(), optimizer=ADAM), "strategy"),
+    "zero1 to bucketed": (make(jaxddp.zero1(), optimizer=ADAM), make(jaxddp.bucketed(), optimizer=ADAM), "strategy"),
+    "bucketed to zero3": (make(jaxddp.bucketed(), optimizer=ADAM), make(SHARDED, optimizer=ADAM), "strategy"),
+    "zero3 to bucketed": (make(SHARDED, optimizer=ADAM), make(jaxddp.bucketed(), optimizer=ADAM), "strategy"),
+    "zero3 by size": (make(SHARDED, optimizer=ADAM), make(jaxddp.zero3(), optimizer=ADAM), "strategy"),
+    "elements to leaves": (make(jaxddp.zero1(), optimizer=ADAM), make(LEAVES, optimizer=ADAM), "strategy"),
+    "leaves to elements": (make(LEAVES, optimizer=ADAM), make(jaxddp.zero1(), optimizer=ADAM), "strategy"),
+    "optimizer": (make(jaxddp.zero1(), optimizer=ADAM), make(jaxddp.zero1()), "optimizer"),
+    "trainable": (make(jaxddp.zero1(), optimizer=ADAM, trainable=lambda name: name == "a"),
+                  make(jaxddp.zero1(), optimizer=ADAM), "trainable"),
+    "without a model state": (make(jaxddp.flat()), make(jaxddp.flat(), with_state, has_state=True), "has_state"),
+    "with a model state": (make(jaxddp.flat(), with_state, has_state=True), make(jaxddp.flat()), "has_state"),
+    "on other ranks": (make(SHARDED, num_ranks=4), make(SHARDED), "mesh"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_state_of_another_trainer_is_refused_by_the_option_that_differs(name):
+    first, second, named = OTHERS[name]
+    state = first.init(PARAMS, **({"model_state": {"n": np.zeros(2, np.float32)}} if first.has_state else {}))
+    assert named in refusal(second.step, state, BATCH)
+
+
+def test_a_state_is_taken_by_a_trainer_that_differs_in_nothing_it_holds():
+    state = make(jaxddp.naive(), max_grad_norm=1.0).init(PARAMS)
+    second = make(jaxddp.bucketed(), compute_dtype=jnp.float32, nonfinite="skip")
+    state, _ = second.step(state, BATCH)
+    assert_near(second.params(state), on_one_device(loss_fn, PARAMS, BATCH))
+
+
+def test_a_step_within_a_program_is_refused_in_one_line():
+    trainer = make(jaxddp.bucketed())
+    state = trainer.init(PARAMS)
+    assert "jit" in refusal(jax.jit(trainer.step), state, BATCH)
+    assert "jit" in refusal(lambda: jax.lax.scan(trainer.step, state, BATCH[None]))
+
+
+@each_strategy
+def test_without_jit_the_step_is_refused_in_one_line_or_the_same(strategy):
+    trainer = make(strategy)
+    state = trainer.init(PARAMS)
+    with jax.disable_jit():
+        try:
+            state, _ = trainer.step(state, BATCH)
+        except ValueError as error:
+            assert "disable_jit" in str(error) and len(str(error).splitlines()) == 1
+            return
+    assert_near(trainer.params(state), on_one_device(loss_fn, PARAMS, BATCH))
+
+
+@each_strategy
+def test_strict_promotion_in_float64_with_microbatches(strategy):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        params, batch = jax.tree.map(np.float64, (PARAMS, BATCH))
+        trainer = make(strategy, num_microbatches=2)
+        state, _ = trainer.step(trainer.init(params), batch)
+        assert_near(trainer.params(state), on_one_device(loss_fn, params, batch), atol=1e-14)
+
+
+def explicit():
+    return jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+
+
+@each_strategy
+def test_under_a_context_mesh_of_explicit_axes(strategy):
+    with jax.set_mesh(explicit()):
+        trainer = make(strategy)
+        state, _ = trainer.step(trainer.init(PARAMS), BATCH)
+        found = jax.device_get(trainer.params(state))
+        trainer.evaluate(state, BATCH)
+    assert_near(found, on_one_device(loss_fn, PARAMS, BATCH))
+
+
+@each_strategy
+def test_on_a_mesh_of_explicit_axes(strategy):
+    trainer = make(strategy, mesh=explicit())
+    state, _ = trainer.step(trainer.init(PARAMS), BATCH)
+    assert_near(jax.device_get(trainer.params(state)), on_one_device(loss_fn, PARAMS, BATCH))
+
+
+def test_integers_of_a_batch_that_would_not_fit_are_refused():
+    trainer = make(jaxddp.bucketed(), lambda params, batch: jnp.mean(params["b"][batch["id"] % 4]))
+    state = trainer.init(PARAMS)
+    small = {"id": np.arange(4, dtype=np.int64)}  # NumPy's own dtype: taken where the values fit
+    assert float(trainer.evaluate(state, small)) == 1.0
+    assert str(2**32 + 1) in refusal(trainer.step, state, {"id": small["id"] + 2**32 - 2})
+    with jax.enable_x64(True):
+        trainer = make(jaxddp.bucketed(), lambda params, batch: jnp.mean(params["b"] * batch["id"].mean()))
+        assert float(trainer.evaluate(trainer.init(PARAMS), {"id": small["id"] + 2**40})) == 2**40 + 1.5
+
+
+# Losses and what is measured
+
+
+@each_strategy
+@pytest.mark.parametrize("bad", [0, 7], ids=["of the first rank", "of the last"])
+def test_a_weight_that_is_nan_makes_the_loss_nan(strategy, bad):
+    weights = np.ones(8, np.float32)
+    weights[bad] = np.nan
+
+    def loss_fn(params, batch):
+        return jaxddp.Weighted(jnp.sum(batch["x"] @ params["a"]), jnp.sum(batch["weight"]))
+
+    trainer = make(strategy, loss_fn, num_microbatches=2)
+    state = trainer.init({"a": PARAMS["a"]})
+    batch = {"x": BATCH, "weight": weights}
+    assert np.isnan(trainer.evaluate(state, batch))
+    _, metrics = trainer.step(state, batch)
+    assert np.isnan(metrics["loss"]) and np.isnan(metrics["grad_norm"])
+
+
+def test_integer_weights_are_not_rounded_in_float64():
+    with jax.enable_x64(True):
+        batch = {"x": np.array([1e7, 3e7, 5e7, 7e7]), "weight": np.array([2**24 + 1, 2**25 + 1, 2**26 + 3, 1])}
+        trainer = make(
+            jaxddp.zero1(), lambda w, batch: jaxddp.Weighted(jnp.sum(batch["x"] * w), jnp.sum(batch["weight"]))
+        )
+        state, metrics = trainer.step(trainer.init(np.ones(())), batch)
+        expected = batch["x"].sum() / batch["weight"].sum()
+        np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-15)  # a quotient of exact sums
+        np.testing.assert_allclose(trainer.params(state), 1 - 0.1 * expected, rtol=1e-15)
+
+
+@pytest.mark.parametrize("x64", [False, True], ids=["32 bits", "64 bits"])
+def test_integers_are_summed_and_averaged_exactly(x64):
+    large, odd = np.full(8, 1_000_000_007, np.int32), np.full(8, 2**24 + 1, np.int32)
+    with jax.enable_x64(x64):
+        trainer = make(jaxddp.bucketed())
+        found = trainer.evaluate(
+            trainer.init(PARAMS),
+            [{"large": large, "odd": odd}] * 2,
+            lambda params, batch: {"sum": jaxddp.Sum(batch["large"]), "mean": jaxddp.Mean(batch["odd"])},
+        )
+    assert (int(found["sum"]), found["sum"].dtype, float(found["mean"])) == (16 * 1_000_000_007, np.int64, 2**24 + 1)
+
+
+def test_eval_fn_takes_weighted_values_of_examples():
+    def eval_fn(params, batch):
+        return {"loss": jaxddp.Weighted(batch["x"].sum(1) * batch["weight"], batch["weight"])}
+
+    trainer = make(jaxddp.bucketed(), num_ranks=4)
+    weight = np.array([3, 0, 1, 2, 5], np.float32)  # not a multiple of the ranks: some are padded
+    batch = {"x": BATCH[:5], "weight": weight}
+    found = trainer.evaluate(trainer.init(PARAMS), [batch, batch], eval_fn)
+    np.testing.assert_allclose(found["loss"], BATCH[:5].sum(1) @ weight / weight.sum(), rtol=1e-6)  # in float32
+
+
+def test_several_batches_without_eval_fn_are_refused_in_one_line_or_averaged():
+    trainer = make(jaxddp.bucketed())
+    state = trainer.init(PARAMS)
+    try:
+        found = trainer.evaluate(state, [BATCH, BATCH])
+    except ValueError as error:
+        assert "eval_fn" in str(error) and len(str(error).splitlines()) == 1
+    else:
+        np.testing.assert_allclose(found, loss_fn(PARAMS, BATCH), rtol=1e-6)
+
+
+# Optimizers
+
+SCHEDULES = {"elements": jaxddp.zero1(), "zero3": SHARDED, "leaves": LEAVES, "whole": jaxddp.bucketed()}
+
+
+@pytest.mark.parametrize("strategy", SCHEDULES.values(), ids=SCHEDULES)
+def test_the_optimizers_state_is_given_whole_for_schedule_free_evaluation(strategy):
+    optimizer = optax.contrib.schedule_free_sgd(0.3)
+    state, params = optimizer.init(PARAMS), PARAMS
+    trainer = make(strategy, optimizer=optimizer, num_ranks=3)
+    batch = BATCH[:6]
+    trained = trainer.init(PARAMS)
+    for _ in range(3):
+        updates, state = optimizer.update(jax.grad(loss_fn)(params, batch), state, params)
+        params = optax.apply_updates(params, updates)
+        trained, _ = trainer.step(trained, batch)
+    found = trainer.opt_state(trained)
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+    assert_near(found, state)
+    averaged = optax.contrib.schedule_free_eval_params(found, trainer.params(trained))
+    expected = loss_fn(optax.contrib.schedule_free_eval_params(state, params), batch)
+    assert abs(expected - loss_fn(params, batch)) > 1e-3
+    np.testing.assert_allclose(trainer.evaluate(trainer.init(averaged), batch), expected, rtol=1e-5)  # in float32
+
+
+def test_reduce_on_plateau_gets_the_loss_through_shard_optimizer():
+    mesh, params = jaxddp.data_mesh(2), {"w": jnp.ones(6)}
+    optimizer = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
+    sharded = jaxddp.shard_optimizer(optimizer, "data")
+    specs = jaxddp.sharded_specs(optimizer, params, num_ranks=2, axis="data")
+
+    def steps(optimizer, params, x):
+        state = optimizer.init(params)
+        for _ in range(5):
+            grads = jax.grad(lambda params: jnp.mean(x) * jnp.sum(params["w"] ** 2))(params)
+            updates, state = optimizer.update(grads, state, params, value=1.0)  # a plateau: the rate is halved
+            params = optax.apply_updates(params, updates)
+        return params, state
+
+    on_ranks = jax.shard_map(
+        functools.partial(steps, sharded), mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), specs), check_vma=False
+    )
+    x = jnp.arange(2.0)
+    assert_near(jax.jit(on_ranks)(params, x)[0], steps(optimizer, params, x)[0])
+
+
+@each_strategy
+def test_clipping_takes_a_norm_from_inject_hyperparams(strategy):
+    def optimizer(clip):
+        return optax.chain(optax.inject_hyperparams(clip)(max_norm=0.1), optax.sgd(0.1))
+
+    trainer = make(strategy, optimizer=optimizer(jaxddp.clip_by_global_norm))
+    state, _ = trainer.step(trainer.init(PARAMS), BATCH)
+    expected = on_one_device(loss_fn, PARAMS, BATCH, optimizer(optax.clip_by_global_norm))
+    assert_near(trainer.params(state), expected)
+
+
+@pytest.mark.parametrize("strategy", [LEAVES, jaxddp.zero1(), SHARDED], ids=["leaves", "zero1", "zero3"])
+def test_what_an_optimizer_of_no_updates_leaves_out_is_not_planned(strategy):
+    trainer = make(strategy, optimizer=optax.set_to_zero())
+    state = trainer.init(PARAMS)
+    compiled = jaxddp.gradient_collectives(trainer.compile(state, BATCH))
+    assert sorted(trainer.planned(state, BATCH)) == sorted(compiled)
+
+
+# Units
+
+tanh_of = jaxddp.layer(lambda w, x: jnp.tanh(x @ w))
+
+
+@pytest.mark.parametrize("uses", [2, 3])
+@pytest.mark.parametrize("ends", [False, True], ids=["alone", "before another"])
+def test_a_checkpointed_unit_used_several_times_in_a_row_is_compiled_as_planned(uses, ends):
+    def loss_fn(params, x):
+        for _ in range(uses):
+            x = jax.checkpoint(tanh_of)(params["a"], x)
+        return jnp.sum(tanh_of(params["b"], x) if ends else x)
+
+    params = {"a": PARAMS["a"], **({"b": PARAMS["a"]} if ends else {})}
+    trainer = make(SHARDED, loss_fn)
+    state = trainer.init(params)
+    assert sorted(trainer.planned(state, BATCH)) == sorted(jaxddp.gradient_collectives(trainer.compile(state, BATCH)))
+    state, _ = trainer.step(state, BATCH)
+    half = on_one_device(lambda params, x: loss_fn(params, x) / 2, params, BATCH)  # the sum is of 2 ranks' means
+    assert_near(trainer.params(state), half)
+
+
+def test_a_callback_in_a_unit_computes_what_it_does_elsewhere():
+    def on_host(x):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.pure_callback(lambda x: np.tanh(np.asarray(x)), shape, jax.lax.stop_gradient(x))
+
+    unit = jaxddp.layer(lambda w, x: x @ w + on_host(x @ w) * x)
+
+    def loss_fn(params, x):
+        return jnp.mean(unit(params["b"], unit(params["a"], x)) ** 2)
+
+    params = {"a": PARAMS["a"], "b": PARAMS["a"] * 2}
+    trainer = make(SHARDED, loss_fn)
+    state, _ = trainer.step(trainer.init(params), BATCH)
+    assert_near(trainer.params(state), on_one_device(loss_fn, params, BATCH))
+
+
+# Pieces
+
+
+def test_a_plan_of_other_shapes_is_refused():
+    def sync(x):
+        specs = {"w": jnp.ones(6), "v": jnp.ones(2)}
+        plan = jaxddp.plan_gradients(jaxddp.bucketed(), lambda scale: jax.tree.map(lambda w: scale * w, specs), x[0])
+        return jaxddp.sync_gradients({"w": x[:2], "v": x[2:]}, plan, "data")
+
+    mapped = jax.shard_map(sync, mesh=jaxddp.data_mesh(2), in_specs=P("data"), out_specs=P(), check_vma=False)
+    assert "w" in refusal(jax.jit(mapped), jnp.arange(16.0))
+
+
+# Mutants that the nearest tests let live
+
+REPLICATED = {"flat": jaxddp.flat(), "zero1": jaxddp.zero1(), "zero3": SHARDED, "leaves": LEAVES}
+
+
+@pytest.mark.parametrize("strategy", REPLICATED.values(), ids=REPLICATED)
+def test_constant_gradients_count_once_under_replicas(strategy):
+    def loss_fn(params, batch):
+        return jnp.sum(params["a"] * 3.0) + jnp.mean(batch @ params["b"])
+
+    trainer = make(strategy, loss_fn, mesh=jaxddp.data_mesh(4, replicas=2), num_microbatches=2)
+    state, _ = trainer.step(trainer.init(PARAMS), BATCH)
+    assert_near(trainer.params(state), on_one_device(loss_fn, PARAMS, BATCH))
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+def test_a_model_state_that_was_infinite_before_is_no_reason_to_stop(nonfinite):
+    def loss_fn(params, model_state, batch):
+        return jnp.mean(batch @ params["b"]), model_state
+
+    trainer = make(jaxddp.zero1(), loss_fn, has_state=True, nonfinite=nonfinite)
+    state = trainer.init(PARAMS, model_state={"mask": np.array([0, -np.inf], np.float32)})
+    state, _ = trainer.step(state, BATCH)
+    expected = on_one_device(lambda params, batch: jnp.mean(batch @ params["b"]), PARAMS, BATCH)
+    assert_near(trainer.params(state), expected)
+
+
+def test_two_words_that_changed_places_on_one_rank_are_found():
+    trainer = make(jaxddp.bucketed())
+    state = trainer.init({"b": np.arange(4, dtype=np.float32)})
+    leaf = state.params["b"]
+    rows = [np.asarray(shard.data) for shard in leaf.addressable_shards]
+    rows[1] = rows[1][[1, 0, 2, 3]]
+    arrays = [jax.device_put(row, shard.device) for row, shard in zip(rows, leaf.addressable_shards, strict=True)]
+    changed = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, arrays)
+    with pytest.raises(jaxddp.ReplicaError, match="b"):
+        jaxddp.check_replicas(trainer, state._replace(params={"b": changed}))
