@@ -21,33 +21,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .metrics import Part, is_marker, map_parts, part_of, wide
+from .metrics import Part, Weighted, is_marker, map_parts, part_of, wide
 from .tree import path_name
 
 _WEIGHT_DEPENDS = (
     "the weight of jaxddp.Weighted must not depend on the parameters, its derivative would be lost: wrap it in"
     " jax.lax.stop_gradient, or return the quotient as a mean"
 )
-
-
-class Weighted(NamedTuple):
-    """A total and the weight it must be divided by, such as summed token losses and the number of tokens.
-
-    Attributes:
-        total: Sum over the examples at hand, a scalar.
-        weight: Its weight, a scalar; 0 if nothing counts. It must have no derivative in the parameters, since the sum
-            of totals would lack it: wrap what has one in ``jax.lax.stop_gradient``. A negative weight is refused where
-            it is known when the loss is traced; of data, it makes the loss and the gradients of all ranks NaN, which
-            the trainer's ``nonfinite`` finds.
-
-    Example:
-        >>> def loss_fn(params, batch):
-        ...     error = (batch["x"] * params["w"] - batch["y"]) ** 2
-        ...     return Weighted(jnp.sum(error * batch["mask"]), jnp.sum(batch["mask"]))
-    """
-
-    total: jax.Array
-    weight: jax.Array
 
 
 class Parts(NamedTuple):

@@ -21,6 +21,26 @@ import jax.numpy as jnp
 from .tree import path_name
 
 
+class Weighted(NamedTuple):
+    """A total and the weight it must be divided by, such as summed token losses and the number of tokens.
+
+    Attributes:
+        total: Sum over the examples at hand, a scalar; for ``eval_fn`` ``[examples]``.
+        weight: Its weight, of the same shape; 0 if nothing counts. It must have no derivative in the parameters, since
+            the sum of totals would lack it: wrap what has one in ``jax.lax.stop_gradient``. A negative weight is
+            refused where it is known when the loss is traced; of data, it makes the loss and the gradients of all ranks
+            NaN, which the trainer's ``nonfinite`` finds.
+
+    Example:
+        >>> def loss_fn(params, batch):
+        ...     error = (batch["x"] * params["w"] - batch["y"]) ** 2
+        ...     return Weighted(jnp.sum(error * batch["mask"]), jnp.sum(batch["mask"]))
+    """
+
+    total: jax.Array
+    weight: jax.Array
+
+
 class Mean(NamedTuple):
     """Values to be averaged over examples.
 
@@ -63,6 +83,18 @@ class Part(NamedTuple):
     weight: jax.Array | None
 
 
+class Halves(NamedTuple):
+    """A sum of integers, of which 32 bits might not hold it; exact for 65,536 examples a batch.
+
+    Attributes:
+        high: Sum of the numbers without their last 16 bits, divided by 2^16.
+        low: Sum of these.
+    """
+
+    high: Any
+    low: Any
+
+
 def is_marker(leaf: Any) -> bool:
     """Whether a leaf is marked."""
     return isinstance(leaf, (Mean, Sum, PerExample))
@@ -99,14 +131,20 @@ def part_of(name: str, marker: Mean | Sum | PerExample, num_examples: int, is_re
     values = jnp.asarray(marker.values)
     if isinstance(marker, PerExample):
         return PerExample(values)
-    if isinstance(marker, Mean) or jnp.issubdtype(values.dtype, jnp.inexact):
+    is_counted = is_real is not None and values.dtype.kind in "iu" and values.dtype.itemsize >= 4
+    if (isinstance(marker, Mean) and not is_counted) or jnp.issubdtype(values.dtype, jnp.inexact):
         values = wide(values)
     if is_real is not None:
         values = jnp.where(is_real.reshape(-1, *[1] * (values.ndim - 1)), values, jnp.zeros_like(values))
-    total = values.sum(0)
+    total = Halves(*(half.sum(0) for half in (values >> 16, values & 0xFFFF))) if is_counted else values.sum(0)
     if isinstance(marker, Sum):
         return Sum(total)
-    return Part(total, jnp.asarray(num_examples if is_real is None else is_real.sum(), total.dtype))
+    return Part(
+        total,
+        jnp.asarray(
+            num_examples if is_real is None else is_real.sum(), jnp.result_type(*total) if is_counted else total.dtype
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -132,17 +170,24 @@ class Measure:
 
         def part(path: Any, leaf: Any) -> Any:
             where = f"eval_fn (={name}): {path_name(path)!r}"
+            if isinstance(leaf, Weighted):
+                return Part(*(part_of(where, Sum(wide(one)), len(is_real), is_real).values for one in leaf))
             if not is_marker(leaf):
                 raise ValueError(f"{where} (={_kind(leaf)}) must be marked as jaxddp.Mean, Sum or PerExample")
             return part_of(where, leaf, len(is_real), is_real)
 
-        return jax.tree_util.tree_map_with_path(part, found, is_leaf=is_marker)
+        return jax.tree_util.tree_map_with_path(
+            part, found, is_leaf=lambda leaf: is_marker(leaf) or isinstance(leaf, Weighted)
+        )
 
 
 def wide(value: Any) -> jax.Array:
     """Converts to float32 or wider: 16-bit sums could overflow, and counts are exact up to 2^24."""
+    dtype = jnp.dtype(jnp.result_type(value))
+    is_counted = dtype.kind in "iu" and dtype.itemsize >= 4
     with jax.numpy_dtype_promotion("standard"):
-        return jnp.asarray(value, jnp.promote_types(jnp.result_type(value), jnp.float32))
+        least = jax.dtypes.canonicalize_dtype("float64") if is_counted else jnp.float32
+        return jnp.asarray(value, jnp.promote_types(dtype, least))
 
 
 def _kind(value: Any) -> str:

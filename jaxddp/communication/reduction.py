@@ -118,8 +118,9 @@ def divide(total: jax.Array, divisor: jax.Array | float, token: jax.Array | int 
 
 def sum_of_squares(arrays: Iterable[jax.Array]) -> jax.Array:
     """Sums the squares of all elements of some arrays, at least in float32."""
-    squares = [jnp.sum(jnp.square(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)))) for leaf in arrays]
-    return sum(squares, start=jnp.zeros(()))
+    with jax.numpy_dtype_promotion("standard"):
+        squares = [jnp.sum(jnp.square(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)))) for leaf in arrays]
+        return sum(squares, start=jnp.zeros(()))
 
 
 def check_grads(grads: Mapping[str, jax.Array], plan: BucketPlan, axis: Axis) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
-from ..metrics import PerExample, Sum, map_parts
+from ..metrics import Halves, PerExample, Sum, map_parts
 from .validation import check_batch, count_examples, host_arrays, is_global
 
 Watched = Callable[[], AbstractContextManager[Any]]
@@ -139,8 +139,9 @@ def _add(total: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     def add(one: Any, other: Any) -> Any:
         if isinstance(one, PerExample):
             return PerExample(one.values + other.values)
-        if one[0].shape != other[0].shape:  # NumPy might broadcast them
-            raise ValueError(f"values of examples (={[*other[0].shape]}) must have one shape, {[*one[0].shape]} before")
+        before, now = (jax.tree.leaves(part)[0].shape for part in (one, other))
+        if before != now:  # NumPy might broadcast them
+            raise ValueError(f"values of examples (={[*now]}) must have one shape, {[*before]} before")
         return jax.tree.map(np.add, one, other)
 
     if total.keys() != found.keys():
@@ -151,4 +152,6 @@ def _add(total: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 def _result(part: Any) -> Any:
     if isinstance(part, PerExample):
         return np.concatenate(part.values)
-    return part.values[()] if isinstance(part, Sum) else part.total / part.weight
+    total = part[0]
+    total = (total.high << 16) + total.low if isinstance(total, Halves) else total
+    return total[()] if isinstance(part, Sum) else total / part.weight

@@ -169,7 +169,8 @@ class Programs:
         plan, trace = self.plan_and_trace(state, batch)
         planned = planned_along(run.strategy, plan, ranks, self._platform, run.num_microbatches)
         if self.layout.owners is not None and planned:
-            num_swaps = 3 if isinstance(self.layout.opt_state, Masters) else 2  # gradients, and parameters and back
+            # Gradients, parameters where they are masters, and back.
+            num_swaps = 1 + self.layout.owners.uses_grads + isinstance(self.layout.opt_state, Masters)
             for elements, dtype in self.layout.owners.swapped:
                 swap = planned_exchange("all-to-all", elements, dtype, ranks.num_shards, self._platform)
                 planned += num_swaps * [Planned(*swap, (ranks.shard_axis,))]
@@ -254,9 +255,15 @@ class Programs:
         axis = self.layout.ranks.axis
         axes = {axis} if isinstance(axis, str) else {*axis}
         # check_vma would make users mark the carries of their own loops as varying.
-        return jax.shard_map(
+        mapped = jax.shard_map(
             function, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False
         )
+
+        def in_own_mesh(*args: Any) -> Any:  # whatever mesh the caller has set
+            with jax.sharding.use_abstract_mesh(getattr(self._mesh, "abstract_mesh", self._mesh)):
+                return mapped(*args)
+
+        return in_own_mesh
 
 
 def _compile_here(function: Callable[..., Any], args: tuple[Any, Any], **options: Any) -> jax.stages.Compiled:

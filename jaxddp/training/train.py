@@ -50,6 +50,7 @@ from .validation import (
     check_alive,
     check_batch,
     check_fits,
+    check_integers,
     check_state,
     host_arrays,
     is_global,
@@ -168,10 +169,9 @@ class Trainer:
         for name, options in (("nonfinite", NONFINITE), ("state_sync", STATE_SYNC)):
             if getattr(self, name) not in options:
                 raise ValueError(f"{name} (={getattr(self, name)!r}) must be one of {', '.join(options)}")
-        if not all(kind == AxisType.Auto for kind in self.mesh.axis_types):
-            raise ValueError(
-                f"mesh axis types (={self.mesh.axis_types}) must be Auto: make the mesh with jaxddp.data_mesh"
-            )
+        if isinstance(self.mesh, Mesh):  # explicit axes would be in the types of the user's arrays
+            auto = (AxisType.Auto,) * self.mesh.devices.ndim
+            object.__setattr__(self, "mesh", Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=auto))
         others = ", ".join(self.ranks.other_axes)
         if others and self.param_specs is None:
             raise ValueError(f"param_specs (=None) must be given for the other mesh axes: {others}")
@@ -322,7 +322,7 @@ class Trainer:
                 a generator. Batches are padded to the length of the longest before them, whose program they run.
                 In a job each process gives its own examples, and may have fewer of them, or fewer batches.
             eval_fn: ``(params, batch)``, or ``(params, model_state, batch)`` with ``has_state``, to a dict of
-                ``Mean``, ``Sum`` and ``PerExample``. It gets a part of the batch, and must measure each example by
+                ``Mean``, ``Sum``, ``PerExample`` and ``Weighted``. It gets a part of the batch, and must measure each example by
                 itself. Give the same function each time: another one is compiled again.
 
         Returns:
@@ -338,7 +338,12 @@ class Trainer:
         self._check_devices("evaluate", "compile")
         state = self._alive(state)
         if eval_fn is None:
-            return self._evaluate(state, batches)
+            try:
+                return self._evaluate(state, batches)
+            except TypeError as error:
+                if not isinstance(batches, list):
+                    raise
+                raise ValueError(f"batches (=list) must be one batch without eval_fn: {error}") from error
         check_function("eval_fn", eval_fn)
         if eval_fn.__hash__ is None:
             raise ValueError(f"eval_fn (={type(eval_fn).__name__}) must be hashable: its programs are kept")
@@ -417,6 +422,13 @@ class Trainer:
         """Gives a copy of the model state, as the tree that ``init`` was given."""
         state = self._alive(state)
         return full_arrays(state.model_state, whole(state.model_state), self.mesh)
+
+    def opt_state(self, state: TrainState) -> Any:
+        """Gives a copy of the optimizer's state, as its ``init`` makes it of full parameters."""
+        layout = self._model(self._alive(state)).layout
+        held, places = (one.inner if isinstance(one, Masters) else one for one in (state.opt_state, layout.opt_state))
+        full = full_arrays(held, places, self.mesh)
+        return full if layout.owners is None else layout.owners.on_host(full, np.asarray)
 
     def update_module(self, state: TrainState, model: Any) -> None:
         """Writes parameters and model state to the NNX model that ``jaxddp.flax.from_nnx`` took apart."""
@@ -525,6 +537,8 @@ class Trainer:
         return copy.copy(self)
 
     def _check_devices(self, method: str, instead: str) -> None:
+        if jax.config.jax_disable_jit:
+            raise ValueError(f"{method} runs a compiled program: call it outside of jax.disable_jit()")
         if isinstance(self.mesh, AbstractMesh):
             spec = self.mesh.abstract_device.device_kind
             raise ValueError(f"{method} needs devices, and {spec!r} is not here: use {instead}")
@@ -567,10 +581,12 @@ class Trainer:
         check_state(state)
         key = signature(state.params)
         if key not in self._models:
-            if self.compute_dtype is not None or self.strategy.gathers_in_loss:
+            is_cast = self.compute_dtype is not None and isinstance(state.opt_state, Masters)
+            if is_cast or self.strategy.gathers_in_loss:
                 raise ValueError(
-                    f"the state's parameters are none that this trainer (strategy {self.strategy.name!r}, compute_dtype"
-                    f" {self.compute_dtype}) has made: call init or abstract_state with its parameters first"
+                    f"the state's parameters are none that this trainer (strategy {self.strategy.name!r}, mesh"
+                    f" {dict(self.mesh.shape)}, compute_dtype {self.compute_dtype}) has made: call init or"
+                    " abstract_state with its parameters first"
                 )
             self._describe(state.params)
         model = self._models[key]
@@ -583,7 +599,8 @@ class Trainer:
         ranks = replace(self.ranks, specs={name: leaf.spec for name, leaf in named_leaves(leaves).items()})
         layout = self.strategy.layout(leaves, one_line_errors(self.optimizer), ranks, self.trainable)
         dtype = None if self.compute_dtype is None else jnp.dtype(self.compute_dtype)
-        if dtype is not None and not self.strategy.gathers_in_loss:
+        trained = jax.tree.leaves(split(leaves, self.trainable)[0])
+        if dtype and not self.strategy.gathers_in_loss and any(leaf.dtype != dtype for leaf in trained):
             layout = with_masters(layout, dtype)
         layout = replace(layout, compute_dtype=dtype, grad_dtype=self.grad_dtype)
         key = signature(jax.tree.map(lambda leaf: leaf.held, layout.params))
@@ -673,6 +690,7 @@ class Trainer:
 
     def _place(self, batch: Any, num_microbatches: int, state: TrainState | None = None) -> Any:
         batch = host_arrays(batch)
+        check_integers(batch)
         if jax.process_count() > 1:
             held = jax.tree.map(lambda leaf: leaf if is_global(leaf) else np.asarray(leaf), batch)
             # With another number of examples in each process, the mean over ranks would be one of unlike means.

@@ -437,9 +437,6 @@ def test_other_bad_input():
         make(trainable=lambda name: False).init(linear_params())
     with pytest.raises(ValueError, match=r"grad_dtype \(=.*int32.*\) must be a floating dtype or None"):
         make(grad_dtype=jnp.int32)
-    explicit = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
-    with pytest.raises(ValueError, match=r"mesh axis types \(=.*Explicit.*\) must be Auto"):
-        jaxddp.Trainer(linear_loss, optax.sgd(0.1), jaxddp.naive(), explicit)
     two_axes = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     with pytest.raises(ValueError, match=r"mesh axes \(=\('data', 'model'\)\) must be one"):
         jaxddp.Trainer(linear_loss, optax.sgd(0.1), jaxddp.naive(), two_axes)

@@ -59,6 +59,8 @@ def check_alive(state: TrainState) -> None:
     """
     check_state(state)
     for leaf in jax.tree.leaves(state):
+        if isinstance(leaf, jax.core.Tracer):
+            raise ValueError("state must be of arrays: call a trainer outside of jax.jit, jax.lax.scan and the like")
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             name = next(name for name, one in named_leaves(state).items() if one is leaf)
             raise ValueError(
@@ -74,21 +76,22 @@ def check_fits(state: TrainState, held: TrainState, trainer: Any) -> None:
     """
     mine, theirs = held.opt_state, state.opt_state
     rule = "state must be one that this trainer has made"
-    for kind, option in ((Masters, f"compute_dtype (={trainer.compute_dtype})"), (OwnedState, "shard='leaves'")):
+    options = (Masters, f"compute_dtype (={trainer.compute_dtype})"), (OwnedState, "strategy (shard='leaves')")
+    for kind, option in options:
         if isinstance(mine, kind) != isinstance(theirs, kind):
             raise ValueError(f"{rule}: this one comes from a trainer with another {option}")
         if isinstance(mine, Masters):
             mine, theirs = mine.inner, theirs.inner
     if len({jax.tree.structure(mine), jax.tree.structure(theirs)}) > 1:
-        raise ValueError(f"{rule}: this one holds the state of another optimizer, or of other parameters")
+        raise ValueError(f"{rule}: this one is of another optimizer, trainable, or model")
     for (name, wanted), found in zip(named_leaves(mine).items(), jax.tree.leaves(theirs), strict=True):
         if jnp.shape(found) != wanted.shape:
             raise ValueError(
                 f"{rule}: its opt_state {name!r} is {[*jnp.shape(found)]} where strategy {trainer.strategy.name!r} on"
                 f" {trainer.ranks.num_shards} ranks holds {[*wanted.shape]}"
             )
-    if trainer.has_state != bool(jax.tree.leaves(state.model_state)) and not trainer.has_state:
-        raise ValueError(f"{rule}: this one has a model state, and has_state is not set")
+    if trainer.has_state == (isinstance(state.model_state, tuple) and state.model_state == ()):
+        raise ValueError(f"{rule}: this one comes from a trainer whose has_state is {not trainer.has_state}")
 
 
 def leaf_specs(params: Any, param_specs: Any, mesh: Any, axes: Sequence[str]) -> Any:
@@ -152,6 +155,22 @@ def check_batch(batch: Any, num_ranks: int, num_microbatches: int) -> None:
             f"batch (={length} examples) must be divisible by num_ranks x num_microbatches "
             f"(={num_ranks} x {num_microbatches})"
         )
+
+
+def check_integers(batch: Any) -> None:
+    """Refuses integers of the host that JAX would cut to 32 bits.
+
+    Raises:
+        ValueError: If one does not fit.
+    """
+    for name, leaf in named_leaves(batch).items():
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "iu" and leaf.size:
+            kept = np.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype))
+            if leaf.dtype == kept.dtype:
+                continue
+            for value in (leaf.min(), leaf.max()):
+                if not kept.min <= value <= kept.max:
+                    raise ValueError(f"batch leaf {name!r} (={value}) must fit in {kept.dtype}: set jax_enable_x64")
 
 
 def count_examples(batch: Any) -> int:

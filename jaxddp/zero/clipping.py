@@ -52,7 +52,8 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
         >>> [round(float(update), 6) for update in updates["w"]]
         [0.6, 0.8]
     """
-    if not is_number(max_norm) or not max_norm > 0:
+    # One of optax.inject_hyperparams is a scalar array, whose value may not be known yet.
+    if not isinstance(max_norm, jax.Array) and not (is_number(max_norm) and max_norm > 0):
         raise ValueError(f"max_norm (={max_norm!r}) must be positive")
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:

@@ -149,6 +149,7 @@ class LeafOwners:
         owners: The rank of each parameter, by name.
         slots: A tree like the optimizer's state, of ``Slot``.
         widths: Elements of the fullest rank's buffer, by dtype.
+        uses_grads: Whether anything depends on gradients; those of ``optax.set_to_zero`` are not sent to owners.
 
     Example:
         >>> params = {"a": jnp.ones((4, 4)), "b": jnp.ones(6), "c": jnp.ones(9)}
@@ -176,7 +177,9 @@ class LeafOwners:
         slots = [Slot(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)]
         self._structure = jax.tree.structure(state)
         self._names = [path_name(path) for path, _ in jax.tree.leaves_with_path(state)]
-        of_param = self._params_of(self._update(jnp.float32), slots)
+        update = self._update(jnp.float32)
+        of_param = self._params_of(update, slots)
+        self.uses_grads = any(update.sources([kind == "grad" for kind, _ in update.inputs]).values())
         self._state_bytes = dict.fromkeys(self.params, 0)
         for slot, param in zip(slots, of_param, strict=True):
             if param is not None:
