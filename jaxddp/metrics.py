@@ -136,15 +136,13 @@ def part_of(name: str, marker: Mean | Sum | PerExample, num_examples: int, is_re
         values = wide(values)
     if is_real is not None:
         values = jnp.where(is_real.reshape(-1, *[1] * (values.ndim - 1)), values, jnp.zeros_like(values))
-    total = Halves(*(half.sum(0) for half in (values >> 16, values & 0xFFFF))) if is_counted else values.sum(0)
+    total: Any = values.sum(0)
+    dtype = total.dtype
+    if is_counted:
+        total = Halves((values >> 16).sum(0), (values & 0xFFFF).sum(0))
     if isinstance(marker, Sum):
         return Sum(total)
-    return Part(
-        total,
-        jnp.asarray(
-            num_examples if is_real is None else is_real.sum(), jnp.result_type(*total) if is_counted else total.dtype
-        ),
-    )
+    return Part(total, jnp.asarray(num_examples if is_real is None else is_real.sum(), dtype))
 
 
 @dataclass(frozen=True)

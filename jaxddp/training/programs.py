@@ -260,7 +260,7 @@ class Programs:
         )
 
         def in_own_mesh(*args: Any) -> Any:  # whatever mesh the caller has set
-            with jax.sharding.use_abstract_mesh(getattr(self._mesh, "abstract_mesh", self._mesh)):
+            with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
                 return mapped(*args)
 
         return in_own_mesh

@@ -322,8 +322,8 @@ class Trainer:
                 a generator. Batches are padded to the length of the longest before them, whose program they run.
                 In a job each process gives its own examples, and may have fewer of them, or fewer batches.
             eval_fn: ``(params, batch)``, or ``(params, model_state, batch)`` with ``has_state``, to a dict of
-                ``Mean``, ``Sum``, ``PerExample`` and ``Weighted``. It gets a part of the batch, and must measure each example by
-                itself. Give the same function each time: another one is compiled again.
+                ``Mean``, ``Sum``, ``PerExample`` and ``Weighted``. It gets a part of the batch, and must measure each
+                example by itself. Give the same function each time: another one is compiled again.
 
         Returns:
             Without ``eval_fn`` a scalar; with ``has_aux`` the scalar and the aux values, as in ``step``. With it a dict
@@ -537,7 +537,7 @@ class Trainer:
         return copy.copy(self)
 
     def _check_devices(self, method: str, instead: str) -> None:
-        if jax.config.jax_disable_jit:
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             raise ValueError(f"{method} runs a compiled program: call it outside of jax.disable_jit()")
         if isinstance(self.mesh, AbstractMesh):
             spec = self.mesh.abstract_device.device_kind
