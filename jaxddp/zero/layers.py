@@ -89,13 +89,13 @@ def trace_uses(loss: Callable[..., Any], params: Any, has_rows: Sequence[bool], 
         has_rows: For each leaf, whether rows of it may be taken from its shard.
         *inputs: Arrays.
     """
-    marking = _Units(None)
-    token = _current.set(marking)
+    token = _current.set(_Units(None))
     try:
         jaxpr = jax.make_jaxpr(loss)(params, *inputs).jaxpr
     finally:
         _current.reset(token)
-    outside = [marking.was_differentiated or _is_used_outside(jaxpr, at, rows) for at, rows in enumerate(has_rows)]
+    is_differentiated = _is_differentiated(jaxpr)
+    outside = [is_differentiated or _is_used_outside(jaxpr, at, rows) for at, rows in enumerate(has_rows)]
     holding = [equation for equation in jaxpr.eqns if _has_unit(equation)]
     return Uses(outside, sum(map(_is_unit, holding)), bool(holding) and _is_unit(holding[-1]))
 
@@ -118,7 +118,6 @@ class _Units:
 
     def __init__(self, ranks: Ranks | None, last: int | None = None) -> None:
         self.ranks, self.last = ranks, last
-        self.was_differentiated = False
         self._level, self._count = core.get_opaque_trace_state(), 0
         self._orders: list[tuple[Any, UnitOrder]] = []  # by trace: values of a loop cannot depend on those outside
 
@@ -165,7 +164,7 @@ class _Units:
         def jaxddp_layer(arrays: list[jax.Array]) -> Any:
             values = list(leaves)
             for place, array in zip(places, arrays, strict=True):
-                values[place] = self._undifferentiated(array)
+                values[place] = _undifferentiated(array)
             args, kwargs = jax.tree.unflatten(structure, values)
             return fn(*args, **kwargs)
 
@@ -173,19 +172,16 @@ class _Units:
         jaxddp_layer.__name__ = f"{_MARK}_{len(places)}"
         return jax.jit(jaxddp_layer)([leaves[place] for place in places])
 
-    def _undifferentiated(self, array: jax.Array) -> jax.Array:
-        """Notes if a loss takes derivatives of its own: those of a shard would be sums over ranks."""
 
-        @jax.custom_jvp
-        def identity(array: jax.Array) -> jax.Array:
-            return array
+@jax.custom_jvp
+def _undifferentiated(array: jax.Array) -> jax.Array:
+    """The identity, which is gone from a trace once a derivative is taken of it."""
+    return array
 
-        @identity.defjvp
-        def _(primals: Any, tangents: Any) -> Any:
-            self.was_differentiated = True
-            return primals[0], tangents[0]
 
-        return identity(array)
+@_undifferentiated.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    return primals[0], tangents[0]
 
 
 def _is_unit(equation: Any) -> bool:
@@ -196,6 +192,19 @@ def _has_unit(equation: Any) -> bool:
     return _is_unit(equation) or any(
         _has_unit(inner) for jaxpr in core.jaxprs_in_params(equation.params) for inner in jaxpr.eqns
     )
+
+
+def _is_differentiated(jaxpr: Any) -> bool:
+    """Whether a loss takes derivatives of its own of a unit: those of a shard would be sums over ranks."""
+    for equation in jaxpr.eqns:
+        inside = [*core.jaxprs_in_params(equation.params)]
+        if _is_unit(equation):
+            kept = [one for inner in inside for one in inner.eqns if one.primitive.name == "custom_jvp_call"]
+            if sum(not one.params["call_jaxpr"].eqns for one in kept) < _num_arguments(equation):
+                return True
+        if any(map(_is_differentiated, inside)):
+            return True
+    return False
 
 
 def _is_used_outside(jaxpr: Any, place: int, has_rows: bool) -> bool:
@@ -221,7 +230,11 @@ def _is_used_outside(jaxpr: Any, place: int, has_rows: bool) -> bool:
 
 def _is_argument(equation: Any, index: int) -> bool:
     """Whether an input of a unit is one of its arguments, and nothing that it closes over."""
-    return _is_unit(equation) and index >= len(equation.invars) - int(equation.params["name"].rpartition("_")[2])
+    return _is_unit(equation) and index >= len(equation.invars) - _num_arguments(equation)
+
+
+def _num_arguments(unit: Any) -> int:
+    return int(unit.params["name"].rpartition("_")[2])
 
 
 def _takes_rows(equation: Any) -> bool:
