@@ -13,12 +13,10 @@ import numpy as np
 import optax
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec
 
 import jaxddp
 from jaxddp.communication import buffers, sharding
 from jaxddp.communication.buckets import MIB, TensorSpec, bucket_width, plan_buckets, plan_per_tensor
-from jaxddp.training import packing
 
 FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=60)
 FLOATS = ("float32", "float64", "bfloat16", "float16")
@@ -109,52 +107,36 @@ def test_packed_tensors_come_back(tensors, bucket_mb, rule):
 @given(tensors_of(), CAPS, NUM_RANKS)
 def test_scattered_and_gathered_tensors_come_back(tensors, bucket_mb, num_ranks):
     values, found = values_of(tensors), {}
+    cuts = {tensor.name: sharding.cut(tensor.shape, num_ranks) for tensor in tensors}
     with numpy_for(sharding):
         for bucket in plan_buckets(tensors, bucket_mb).buckets:
-            rows = sharding.pack_chunks(bucket, values, num_ranks)
+            rows = sharding.pack_rows(bucket, values, cuts)
             assert rows.shape == (num_ranks, bucket_width(bucket, num_ranks)) and rows.dtype == bucket.dtype
-            of_ranks = [sharding.split_chunks(bucket, row, num_ranks) for row in rows]  # as ranks hold them
-            gathered = np.stack([sharding.pack_local_shards(bucket, chunks) for chunks in of_ranks])
-            found |= sharding.unpack_chunks(bucket, gathered)
+            of_ranks = [sharding.unpack_row(bucket, row, cuts) for row in rows]  # as ranks hold them
+            gathered = np.stack([sharding.pack_row(bucket, shards) for shards in of_ranks])
+            found |= sharding.unpack_rows(bucket, gathered, cuts)
     assert_same(found, {tensor.name: values[tensor.name] for tensor in tensors if tensor.num_elements})
 
 
 @FIXED
 @given(SHAPES, st.sampled_from(DTYPES), NUM_RANKS, st.booleans())
-def test_a_cut_tensor_comes_back(shape, dtype, num_ranks, by_row):
-    cut = sharding.Cut(shape, num_ranks, by_row=by_row and len(shape) > 0)
+def test_a_cut_tensor_comes_back(shape, dtype, num_ranks, is_flat):
+    cut = sharding.cut(shape, num_ranks, () if is_flat else None)
+    assert len(cut.shard_shape) == max(len(shape), 1)  # masks by ndim mean the same
     (tensor,) = values_of([TensorSpec("t", shape, dtype)]).values()
     with numpy_for(sharding):
-        chunks, laid_out = cut.to_chunks(tensor), cut.to_global(tensor)
-        shards = [chunk.reshape(cut.shard_shape) for chunk in chunks]
-        assert_same({"chunks": cut.from_chunks(chunks), "global": cut.from_global(laid_out)},
-                    {"chunks": tensor, "global": tensor})  # fmt: skip
+        rows, laid_out = cut.to_rows(tensor), cut.to_global(tensor)
+        shards = [row.reshape(cut.shard_shape) for row in rows]
+        assert_same({"rows": cut.from_rows(rows), "global": cut.from_global(laid_out)},
+                    {"rows": tensor, "global": tensor})  # fmt: skip
         assert laid_out.shape == cut.global_shape
-        np.testing.assert_array_equal(np.concatenate(shards, axis=-1), laid_out)
+        np.testing.assert_array_equal(np.concatenate(shards, axis=-1 if cut.dim is None else cut.dim), laid_out)
         for rank, shard in enumerate(shards):
             np.testing.assert_array_equal(cut.without_padding(shard, rank), shard)  # it is zeros
         kept = [cut.without_padding(np.ones(cut.shard_shape), rank).sum() for rank in range(num_ranks)]
     assert sum(kept) == tensor.size
-    padding = num_ranks * cut.shard_shape[-1] - cut.row_elements
-    assert 0 <= padding < num_ranks or cut.row_elements == 0
-
-
-@FIXED
-@given(tensors_of(), st.lists(st.booleans(), min_size=12, max_size=12), NUM_RANKS, st.integers(1, 5))
-def test_arrays_that_go_into_a_shard_map_packed_come_out(tensors, are_sharded, num_ranks, pack):
-    arrays, specs = [], []
-    for tensor, is_sharded in zip(values_of(tensors).values(), are_sharded, strict=False):
-        cut = sharding.Cut(tensor.shape, num_ranks)
-        with numpy_for(sharding):
-            arrays.append(cut.to_global(tensor) if is_sharded else tensor)
-        specs.append(cut.spec("data") if is_sharded else PartitionSpec())
-    with numpy_for(packing), mock.patch.object(packing, "PACK", pack):
-        groups = packing._groups(arrays, specs, {"data": num_ranks})
-        assert sorted(place for group in groups for place in group.places) == list(range(len(arrays)))
-        found = packing._unpack(packing._pack(arrays, groups), groups)
-    for one, array in zip(found, arrays, strict=True):
-        # A pack of shards has a row for each rank, here all of them.
-        np.testing.assert_array_equal(one.reshape(-1), array.reshape(-1))
+    assert 0 <= num_ranks * cut.chunk - tensor.size < num_ranks
+    assert cut.dim is None or num_ranks * cut.chunk == tensor.size
 
 
 TREES = st.recursive(
