@@ -28,7 +28,7 @@ def test_names_for_type_checkers_are_those_that_are_loaded():
         "targets": ".instruments.targets",
         "flax": ".flax",
         "parity": ".parity",
-        "compression": ".communication.compression",
+        "hooks": ".communication.hooks",
     }
     assert declared() | modules == {
         name: path if name in modules else path[1:] for name, path in jaxddp._MODULES.items()

@@ -6,13 +6,16 @@ import sys
 import pytest
 
 FILE = """
+from functools import partial
+
 from jaxddp.communication.buckets import plan_buckets
-from jaxddp.strategy import Strategy, register
+from jaxddp.replicated import replicated
+from jaxddp.strategy import register
 
 
 @register
 def fixed(bucket_mb=0.001):
-    return Strategy("fixed", lambda tensors: plan_buckets(tensors, bucket_mb))
+    return replicated("fixed", partial(plan_buckets, bucket_mb=bucket_mb))
 """
 SCRIPT = """
 import sys
