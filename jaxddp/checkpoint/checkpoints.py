@@ -655,7 +655,7 @@ def _check_dtypes(checkpoint: str, saved: Mapping[str, Row], wanted: Mapping[str
         owner, _, leaf_name = name.partition(".")
         if owner not in _OWNERS or name not in wanted or _holds(wanted[name], row):
             continue
-        remedies = {"params": "params (or a master_dtype)", "opt_state": "an optimizer", "model_state": "a model state"}
+        remedies = {"params": "params", "opt_state": "an optimizer", "model_state": "a model state"}
         raise ValueError(
             f"{checkpoint} has {_OWNERS[owner][0]} {leaf_name!r} in {row['dtype']}, of which {wanted[name].dtype} here "
             f"would lose bits: restore with {remedies[owner]} of {row['dtype']}"

@@ -25,9 +25,6 @@ def test_init_warns(name, dtype):
 def test_masters_and_frozen_ones_are_fine():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with_masters = jaxddp.zero3(master_dtype=jnp.float32, compute_dtype=jnp.bfloat16)
-        trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), with_masters, jaxddp.data_mesh(2))
-        trainer.init({"w": jnp.ones((3, 2), jnp.bfloat16)})
         options = {"compute_dtype": jnp.bfloat16}
         trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), jaxddp.zero1(), jaxddp.data_mesh(2), **options)
         trainer.init({"w": jnp.ones((3, 2))})
