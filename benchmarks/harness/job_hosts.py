@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 import jaxddp
-from jaxddp.processes.job import Job, find_job, gpu_addresses, visible_gpus
+from jaxddp.processes.job import Job, find_job, visible_gpus
 from jaxddp.processes.roll_call import meet
 from jaxddp.processes.torchrun import with_free_port
 from torchref.launch import HostShare, OnMessage, RankError
@@ -210,7 +210,7 @@ class JobHosts:
     @contextlib.contextmanager
     def _store(self) -> Iterator[tuple[str, int]]:
         """Keeps a store open at which the ranks of a call meet; yields its host and port."""
-        listener = socket.create_server((self.job.bind_host, 0))  # torch would listen on every interface
+        listener = self.job.listen(port=0)  # torch would listen on every interface
         port = listener.getsockname()[1]
         store = dist.TCPStore(
             self.job.host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
@@ -276,8 +276,7 @@ def _join(job: Job) -> dict[int, socket.socket]:
     """Meets all processes; has the ranks of this host communicate over the interface that leads to the coordinator."""
     alike: dict[str, Any] = {name: version(name) for name in ("jax", "torch")}
     alike |= {"jaxddp": jaxddp.__version__, "arguments": sys.argv[1:]}
-    gpus = gpu_addresses(list(range(len(visible_gpus()))))
-    connections = meet(with_free_port(job, _JOIN_TIMEOUT_S), alike, gpus, _JOIN_TIMEOUT_S)
+    connections = meet(with_free_port(job, _JOIN_TIMEOUT_S), alike, _JOIN_TIMEOUT_S)
     for connection in connections.values():
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
