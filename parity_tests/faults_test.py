@@ -42,7 +42,7 @@ START = f"""
 import sys, time
 address, process, folder, host = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
 if host:
-    from benchmarks.lab.network import Host
+    from benchmarks.lab import Host
     Host(host, sys.argv[5]).enter()
 place = address, {NUM_PROCESSES}, process
 def steps():
