@@ -25,7 +25,6 @@ import optax
 from benchmarks.__main__ import make_parser
 from benchmarks.training.setup import NAMES, spec_of
 from jaxddp.__main__ import main
-from jaxddp.cli.parser import Parser
 
 assert list(jaxddp.STRATEGIES)[-4:] == ["fixed", "zero1", "zero2", "zero3"]
 assert "fixed" in NAMES and spec_of("fixed", "byte").bucket_mb
