@@ -1,9 +1,11 @@
 """Benchmarks of jaxddp and torchref: ``python -m benchmarks``.
 
-registry.py, suite.py   the benchmarks, one entry each; several of them as one run
-harness/                options, ranks, runs, results, tables
-training/               a training run under several strategies, measured in both frameworks
-report/                 the page of a run
-lab/                    a slow network on one machine
-main/ strategies/ buckets/ gates/ collectives/ compilation/ memory/ scaling/ traces/ soak/ all/   the benchmarks
+benchmark.py, registry.py        a benchmark is one value; the runner; their names
+render.py                        tables for the console, table.md and the page; figures
+ranks.py, lab.py                 how ranks run; a slow network on one machine
+timing.py                        interleaved rounds, ratios with 95 % intervals, steal time
+training/                        a training run under several strategies, measured in both frameworks
+strategies.py gates.py buckets.py scaling.py memory.py   the benchmarks that train
+collectives.py collective_cases.py collective_calls.py nccl_tests.py   collectives by size
+soak.py soak_rank.py soak_guard.py   training under faults
 """

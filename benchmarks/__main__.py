@@ -3,21 +3,95 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
+from typing import Any, NoReturn
 
-from jaxddp.cli.interrupts import ended_by_interrupts, kept_interrupts
+DESCRIPTION = "Measures data parallelism in JAX and PyTorch, side by side."
 
-with ended_by_interrupts():
-    from jaxddp.cli.parser import Parser
 
-    from .harness.options import OPTIONS, Options, add_options, read_options
-    from .registry import BENCHMARKS, check_taken
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, and whose values are not empty."""
 
-_OPTIONS = "options.json"
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if value == "":  # of a shell variable that is not set; as a path it would be the current folder
+            raise argparse.ArgumentError(action, "must not be empty")
+        super()._check_value(action, value)
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program with status 2."""
+        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+
+
+def positive(kind: type) -> Any:
+    """A type of options: numbers above 0."""
+
+    def convert(text: str) -> Any:
+        value = kind(text)
+        if not 0 < value < float("inf"):
+            raise argparse.ArgumentTypeError(f"must be a positive number, not {text}")
+        return value
+
+    convert.__name__ = kind.__name__
+    return convert
+
+
+def make_options() -> dict[str, dict[str, Any]]:
+    """The options of all benchmarks, as argparse takes them; a benchmark names those that it has."""
+    from jaxddp import STRATEGIES
+
+    from .ranks import KINDS
+    from .training.setup import DTYPES
+
+    strategies = f"what to compare: {', '.join(STRATEGIES)}, or a framework's own, as the table of strategies has it"
+    return {
+        "quick": {"action": "store_true", "help": "the short form"},
+        "ranks": {"type": positive(int), "metavar": "N", "help": "ranks in each framework (default: all GPUs, or 2)"},
+        "on": {"choices": KINDS, "help": "what ranks are (default: GPUs where there are any, else processes; in the"
+               " main job simulated devices): devices of one JAX process, processes over Gloo, GPUs, processes on hosts"
+               " of a lab, or the processes of a job that srun, torchrun or mpirun has started"},
+        "hosts": {"type": positive(int), "metavar": "N", "help": "of a lab: hosts, 2 to 8 (default: 2)"},
+        "rate_mbit": {"type": positive(float), "metavar": "R",
+                      "help": "of a lab: what a host sends and receives (default: 1000 Mbit/s)"},
+        "steps": {"type": positive(int), "metavar": "N", "help": "timed rounds"},
+        "batch_size": {"type": positive(int), "metavar": "N", "help": "sequences of the global batch"},
+        "model": {"metavar": "NAME", "help": "what is trained"},
+        "data": {"metavar": "PATH", "help": "text for a model of bytes (default: the standard library's sources)"},
+        "dtype": {"choices": DTYPES, "help": "the arithmetic of both frameworks: true float32 (default), float32 with"
+                  " matrix products in TF32, or all in bfloat16"},
+        "strategies": {"nargs": "+", "metavar": "NAME", "help": strategies},
+        "target": {"metavar": "SPEC", "help": "chip and count to compile for, such as h100:8"},
+        "bucket_mb": {"nargs": "+", "type": positive(float), "metavar": "MIB", "help": "bucket caps"},
+        "sizes_mb": {"nargs": "+", "type": positive(float), "metavar": "MIB", "help": "buffers"},
+        "nccl_tests": {"nargs": "+", "metavar": "FILE", "help": "what nccl-tests printed, to show beside ours"},
+        "minutes": {"type": positive(float), "metavar": "N", "help": "of each framework (default: 60)"},
+        "seed": {"type": int, "metavar": "N", "help": "of the faults (default: 0)"},
+        "framework": {"choices": ("jax", "torch", "both"), "help": "what is trained (default: jax)"},
+    }  # fmt: skip
+
+
+def make_parser(benchmark: Any = None) -> Parser:
+    """The parser of a benchmark, or of the main job with a list of all."""
+    from .registry import BENCHMARKS
+
+    listed = "\n".join(f"  {one.name:12} {one.summary}" for one in BENCHMARKS.values())
+    chosen = benchmark or BENCHMARKS["main"]
+    parser = Parser(
+        prog="python -m benchmarks" + (f" {chosen.name}" if benchmark else ""),
+        description=benchmark.summary if benchmark else DESCRIPTION,
+        epilog=None
+        if benchmark
+        else f"benchmarks, main if none is named:\n{listed}\n\nreport RUN: its page made again",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for name, how in make_options().items():
+        if name in chosen.options:
+            parser.add_argument(f"--{name.replace('_', '-')}", **how)
+        else:
+            parser.set_defaults(**{name: None})
+    parser.add_argument("--out", metavar="DIR", help="folder for the results (default: a new one under runs/)")
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,99 +101,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0, 1 if a check fails, 2 after bad input, 130 after an interrupt.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments[:1] == ["report"]:
-        from .report.command import main as report
-
-        return report(arguments[1:])
-    described = "\n".join(f"  {name:12} {one.summary}" for name, one in BENCHMARKS.items())
-    asked = BENCHMARKS.get(arguments[0]) if arguments else None  # whose options --help lists
-    parser = Parser(
-        prog=f"python -m benchmarks {arguments[0]}" if asked else "python -m benchmarks",
-        description=asked.summary if asked else __doc__.splitlines()[0].replace("``", ""),
-        epilog=None
-        if asked
-        else f"benchmarks:\n{described}\n\nreport RUN [RUN ...]: the page of a run, or of several compared",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "benchmark",
-        nargs="?",
-        choices=BENCHMARKS,
-        metavar="BENCHMARK",
-        help=argparse.SUPPRESS if asked else "main when it is left out, all with --quick",
-    )
-    add_options(parser, asked.takes if asked else OPTIONS)
-    parser.add_argument("--out", metavar="DIR", help="folder for the results (default: a new one under runs/)")
-    parser.add_argument("--resume", metavar="DIR", help="go on with a run that was stopped, as it was called")
-    parsed = parser.parse_args(arguments)
-
-    with ended_by_interrupts():
-        from jaxddp.cli.quiet import import_jax
-
-        import_jax()
-        from torchref.launch import RankError
-
-        from .harness.console import make_console
-        from .harness.job_hosts import hosts_for, job_of, serve
-        from .harness.ranks import num_gpus
-        from .harness.results import new_run_folder
-        from .harness.run import Run
-        from .lab.benchmark import lab_for, link_holds
-        from .report import PAGE, write_report
-
     try:
-        options, folder = read_options(parsed), None
-        name = parsed.benchmark or ("main" if options.on == "job" or not options.quick else "all")
-        if not parsed.resume:
-            check_taken(name, options)
-        job = job_of(name, options.on, parsed.resume)
-        if job is not None and job.process_id:
-            return serve(job, num_gpus())
-        if parsed.resume:
-            if parsed.benchmark or parsed.out or options != Options():
-                raise ValueError(f"resume (={parsed.resume}) goes on as the run was called: nothing else can be given")
-            name, options, folder = _stopped(parsed.resume)
-        with kept_interrupts(), lab_for(name, options) as options, hosts_for(options.on, job, num_gpus):
-            benchmark = BENCHMARKS[name].module
-            setup, line = benchmark.describe(options)
-            if folder is None:
-                folder = new_run_folder(parsed.out, name)
-                (folder / _OPTIONS).write_text(json.dumps({"benchmark": name} | asdict(options)) + "\n")
-            console = make_console()
-            console.print(line, soft_wrap=True)
-            try:
-                as_asked = link_holds(options, folder, console)
-                holds = benchmark.run(Run(folder, console, name), setup) and as_asked
-                write_report([folder], folder / PAGE)
-                console.print(f"all of it on one page: {folder / PAGE}", soft_wrap=True)
-            except RankError as error:
-                (path := folder / "error.txt").write_text(str(error))
-                print(f"error: {str(error).splitlines()[0]}; its traceback is in {path}", file=sys.stderr)
-                return 1
-            except KeyboardInterrupt:
-                print(f"interrupted; to go on: python -m benchmarks --resume {folder}", file=sys.stderr)
-                return 130
+        return _run(arguments)
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    return 0 if holds else 1
 
 
-def _stopped(path: str) -> tuple[str, Options, Path]:
-    """What a run that was stopped was called with."""
-    folder = Path(path)
-    if not (folder / _OPTIONS).is_file():
-        raise ValueError(f"resume (={path}) must be the folder of a run, with its {_OPTIONS}")
-    try:
-        given = json.loads((folder / _OPTIONS).read_text())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{folder / _OPTIONS} is damaged: {error}") from error
-    if not isinstance(given, dict) or given.get("benchmark") not in list(BENCHMARKS):
-        raise ValueError(f"{folder / _OPTIONS} is damaged: it names no benchmark")
-    return given["benchmark"], read_options(given), folder
+def _run(arguments: list[str]) -> int:
+    from jaxddp.cli.quiet import import_jax
+
+    import_jax()
+    from .benchmark import new_folder, read_rows, run
+    from .lab import lab_for
+    from .ranks import join_job
+    from .registry import BENCHMARKS
+    from .render import write
+
+    if arguments[:1] == ["report"]:
+        from pathlib import Path
+
+        if len(arguments) != 2 or not arguments[1]:
+            raise ValueError("report must be given the folder of one run")
+        rows = read_rows(folder := Path(arguments[1]))
+        if (name := str(rows[0].get("benchmark"))) not in BENCHMARKS:
+            raise ValueError(f"run (={folder}) must be of one of {', '.join(BENCHMARKS)}, not of {name!r}")
+        print(write(folder, BENCHMARKS[name], rows))
+        return 0
+    name, *rest = arguments if arguments and not arguments[0].startswith("-") else ["", *arguments]
+    if name and name not in BENCHMARKS:
+        raise ValueError(f"unknown benchmark {name!r}: one of {', '.join(BENCHMARKS)}")
+    options = make_parser(BENCHMARKS[name] if name else None).parse_args(rest)
+    benchmark = BENCHMARKS[name or "main"]
+    is_first, about = join_job() if options.on == "job" else (True, {})
+    with lab_for(options) as lab:
+        if not is_first:
+            return 0 if run(benchmark, options, None, lambda text: None, about) else 1
+        benchmark.cases(options)  # refuses wrong options before there is a folder
+        folder = new_folder(options.out, benchmark.name)
+        return 0 if run(benchmark, options, folder, lambda text: print(text, flush=True), about | lab) else 1
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.lab.network import Lab
+from benchmarks.lab import Lab
 from jaxddp.conftest import pytest_cmdline_main as pytest_cmdline_main  # and simulated devices
 from jaxddp.conftest import pytest_configure as pytest_configure
 from jaxddp.conftest import pytest_runtest_protocol as pytest_runtest_protocol

@@ -104,7 +104,8 @@ FUNCTIONS = {
     ),
     "a mesh of a target": (jaxddp.targets.target_of, set()),
     "atol": (
-        lambda value: jaxddp.parity.check(loss_fn, optax.sgd(0.1), PARAMS, [BATCH], atol=value), {1.5, np.float32(2)}
+        lambda value: jaxddp.parity.check(loss_fn, optax.sgd(0.1), PARAMS, [BATCH] * 2, atol=value),
+        {1.5, np.float32(2)},
     ),
     "loss of from_nnx": (lambda value: from_nnx(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), value), {jax.jit}),
     "a file of weights": (lambda value: export_weights(value, PARAMS), {"x"}),

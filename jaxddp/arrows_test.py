@@ -98,7 +98,7 @@ def test_the_twin_imports_only_what_needs_no_framework():
     cli = {"interrupts", "launch", "parser", "train_options"}
     data = {"jaxddp.training.clock", "jaxddp.training.data"}
     core = {"arguments", "communication.buckets", "communication.owners", "discovery", "sizes"}
-    core |= {"checkpoint.folder", "checkpoint.folder_lock", "checkpoint.weights"}
+    core |= {"checkpoint.folder", "checkpoint.weights"}
     core |= {f"processes.{name}" for name in ("job", "replicas", "roll_call", "stderr", "torchrun", "watchdog")}
     assert ours - {"jaxddp", "jaxddp.checkpoint", "jaxddp.training"} == data | {
         *(f"jaxddp.cli.{name}" for name in cli),

@@ -3,11 +3,14 @@
     def test_parity():
         jaxddp.parity.check(loss_fn, optax.adamw(1e-3), params, batches)
 
-The reference knows no ranks: it differentiates the loss of whole batches, and updates whole parameters.
+The reference knows no ranks: it differentiates the loss of whole batches, and updates whole parameters. After every
+step parameters, optimizer state, model state, loss, gradient norm and aux values are compared with it, and the copies
+of each rank with each other.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -19,15 +22,17 @@ import optax
 from jax.sharding import PartitionSpec
 
 from .arguments import check_function, check_integer, check_kind, check_leaves, check_optimizer, is_number
-from .checkpoint.host_state import is_key
+from .checkpoint.host_state import is_key, to_host
 from .checkpoint.interop import to_numpy, torch_names
 from .loss import Weighted, with_key
 from .mesh import data_mesh
+from .metrics import Mean, PerExample, Sum
 from .registry import STRATEGIES, make_strategy
 from .strategy import Strategy
-from .training.train import Trainer
+from .training.train import Trainer, TrainState
 from .training.validation import check_batch
-from .tree import check_params, is_floating, merge, named_leaves, split
+from .tree import check_params, is_floating, like, merge, named_leaves, split
+from .zero.elementwise import check_elementwise
 
 TORCH = "PyTorch"
 
@@ -38,9 +43,11 @@ class Result(NamedTuple):
     Attributes:
         strategy: Its name, or ``"PyTorch"``.
         num_ranks: Of the strategy.
-        difference: The largest of any parameter after any step; None if the strategy refused.
-        step: The first step after which parameters parted, from 1; None if none did.
-        leaf: The first parameter that did.
+        difference: The largest after any step, relative to the largest element of a leaf where that is above 1;
+            infinite if ranks hold different copies; None if the strategy refused.
+        step: The first step after which anything parted, from 1; None if nothing did.
+        leaf: The first that did: the name of a parameter, ``opt_state.NAME``, ``model_state.NAME``,
+            ``metrics.NAME``, or ``copies of NAME``.
         refused: Why the strategy took no such training; empty if it did.
         params: What it ended with, by dotted name, the model state as ``model_state.NAME``; ``"PyTorch"`` by its own
             names.
@@ -54,6 +61,12 @@ class Result(NamedTuple):
     refused: str = ""
     params: Mapping[str, np.ndarray] = MappingProxyType({})
 
+    def __repr__(self) -> str:
+        """One line, without arrays."""
+        where = "" if self.step is None else f", first in step {self.step} at {self.leaf}"
+        said = f"refused, {self.refused}" if self.difference is None else f"{self.difference:.1e} apart{where}"
+        return f"<{self.strategy} on {self.num_ranks}: {said}>"
+
 
 class ParityError(AssertionError):
     """A training that parted from that on one device.
@@ -63,18 +76,11 @@ class ParityError(AssertionError):
     """
 
     def __init__(self, results: Sequence[Result], atol: float) -> None:
-        """Describes the trainings that parted, in a table."""
+        """Describes the trainings that parted, one in each line."""
         self.results = list(results)
-        rows = [("strategy", "ranks", "parted in step", "parameter", "largest difference")]
-        rows += [
-            (one.strategy, str(one.num_ranks), str(one.step), str(one.leaf), f"{one.difference:.1e}")
-            for one in results
-            if one.step is not None
-        ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        parted = f"{len(rows) - 1} of {len(results)} trainings differ by more than {atol:g} from one device"
-        super().__init__("\n".join([parted, *lines]))
+        parted = [str(one) for one in results if one.step is not None]
+        said = f"{len(parted)} of {len(results)} trainings differ by more than {atol:g} from one device"
+        super().__init__("\n".join([said, *parted]))
 
 
 def check(
@@ -93,23 +99,26 @@ def check(
     model_state: Any = None,
     torch: tuple[Any, Callable[..., Any], Callable[..., Any]] | None = None,
 ) -> list[Result]:
-    """Trains under each strategy and on one device, and compares all parameters after every step.
+    """Trains under each strategy and on one device, and compares everything after every step.
 
     Args:
-        loss_fn: ``(params, batch)`` to the mean loss, to ``Weighted``, or to one of these and aux. It takes no key:
-            ranks draw other numbers than one device does.
+        loss_fn: ``(params, batch)`` to the mean loss, to ``Weighted``, or to one of these and aux, which must be of
+            the whole batch what it is of its parts together. It takes no key: ranks draw other numbers than one device.
         optimizer: Any optax transformation.
         params: A tree of arrays.
-        batches: Global batches, one for each step; trees of arrays.
-        strategies: Names or strategies; ``"all"`` takes every one with its defaults, and records those that refuse.
+        batches: Global batches, one for each step, at least two; trees of arrays.
+        strategies: Names or strategies. Those named get caps and sizes by which these parameters fill several
+            buckets, and some of them are sharded. ``"all"`` takes every one, and records those that refuse the
+            optimizer.
         num_ranks: Of which every strategy is tried; there must be as many devices (``simulate_devices``).
-        atol: Largest difference of any element. In float64 1e-12 leaves room for the order of sums alone.
-        dtype: To which parameters and batches of floats are cast; theirs if None.
+        atol: Largest difference of any element, of leaves with elements above 1 relative to the largest. In float64
+            1e-12 leaves room for the order of sums alone.
+        dtype: To which parameters and batches of floats are cast, complex ones alike; theirs if None.
         num_microbatches: As of ``Trainer``, also the next two. One device takes each batch whole.
         max_grad_norm: As of ``Trainer``; one device clips as ``optax.clip_by_global_norm`` does.
         trainable: As of ``Trainer``.
-        model_state: Of a ``loss_fn`` that takes and returns one, as for ``Trainer(has_state=True)``: a tree of arrays,
-            which are compared as well. Statistics must be those of the whole batch: ``BatchNorm(axis_name="data")``.
+        model_state: Of a ``loss_fn`` that takes and returns one, as for ``Trainer(has_state=True)``: a tree of arrays.
+            Statistics must be those of the whole batch: ``BatchNorm(axis_name="data")``.
         torch: A module with its initial weights at will, its loss ``(module, batch)``, and a function of parameters to
             its optimizer, such as ``partial(torch.optim.AdamW, lr=1e-3)``. It is trained on one process, from the same
             weights, clipped and frozen alike, and its parameters compared by the names of ``checkpoint.interop``.
@@ -118,9 +127,9 @@ def check(
         A result of each training.
 
     Raises:
-        ParityError: If one parts; it shows the first step and parameter of each.
-        ValueError: If there are no batches, one cannot be split over the ranks, there are not as many devices, or a
-            named strategy, or every one, refuses such a training.
+        ParityError: If one parts; it shows the first step and leaf of each.
+        ValueError: If there are fewer than two batches, one cannot be split over the ranks, there are not as many
+            devices, no parameter moves on one device, or a named strategy, or every one, refuses such a training.
     """
     check_function("loss_fn", loss_fn)
     check_optimizer(optimizer)
@@ -129,15 +138,10 @@ def check(
     check_kind("num_ranks", num_ranks, Sequence, "a sequence of numbers of ranks")
     for count in num_ranks:
         check_integer("num_ranks", count)
-    check_integer("num_microbatches", num_microbatches)
     if not is_number(atol) or not atol >= 0:
         raise ValueError(f"atol (={atol!r}) must be a number, 0 or more")
     if dtype is not None and not is_floating(dtype):
         raise ValueError(f"dtype (={dtype!r}) must be a floating dtype or None")
-    if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm > 0):
-        raise ValueError(f"max_grad_norm (={max_grad_norm!r}) must be positive or None")
-    if trainable is not None:
-        check_function("trainable", trainable, "a function of a parameter's name, or None")
     if torch is not None and not (isinstance(torch, tuple) and len(torch) == 3 and all(map(callable, torch))):
         raise ValueError(f"torch (={torch!r}) must be a module, its loss and a function to its optimizer")
     check_params(params, trainable)
@@ -145,42 +149,67 @@ def check(
     with jax.enable_x64(jax.config.read("jax_enable_x64") or dtype == jnp.float64):
         params, model_state = _cast(params, dtype), _cast(model_state, dtype)
         batches = [_cast(batch, dtype) for batch in batches]
-        if not batches:
-            raise ValueError("batches (=[]) must be at least one")
+        if len(batches) < 2:
+            raise ValueError(
+                f"batches (={len(batches)}) must be at least two: lost optimizer state shows in the second"
+            )
+        options: dict[str, Any] = {
+            "num_microbatches": num_microbatches, "max_grad_norm": max_grad_norm, "trainable": trainable,
+            "has_state": model_state is not None,
+        }  # fmt: skip
+        Trainer(loss_fn, optimizer, make_strategy("flat"), data_mesh(1), **options)  # checks the options
         for count in num_ranks:
             for batch in batches:
                 check_batch(batch, count, num_microbatches)
         loss = _Loss(loss_fn, params, model_state, batches[0])
         expected = _on_one_device(loss, optimizer, params, batches, max_grad_norm, trainable)
-        options: dict[str, Any] = {
-            "num_microbatches": num_microbatches, "max_grad_norm": max_grad_norm, "trainable": trainable,
-            "has_aux": loss.has_aux, "has_state": model_state is not None,
-        }  # fmt: skip
         is_all = isinstance(strategies, str) and strategies == "all"
         chosen = list(STRATEGIES) if is_all else [strategies] if isinstance(strategies, str) else list(strategies)
+        trained = split(params, trainable)[0]
         results = []
-        for strategy in (make_strategy(one) if isinstance(one, str) else one for one in chosen):
+        for strategy in (_in_several_parts(one, trained) if isinstance(one, str) else one for one in chosen):
             for count in num_ranks:
-                mesh = data_mesh(count)
+                trainer = Trainer(loss_fn, optimizer, strategy, data_mesh(count), has_aux=loss.has_aux, **options)
                 try:
-                    trainer = Trainer(loss_fn, optimizer, strategy, mesh, **options)
-                    trained = _trained(trainer, params, model_state, batches)
+                    state = trainer.init(params, model_state=model_state)
                 except ValueError as error:
-                    if not is_all:
+                    if not is_all or _is_elementwise(optimizer, trained):  # else it must not refuse
                         raise
                     results.append(Result(strategy.name, count, None, refused=str(error)))
                     continue
-                results.append(_compare(strategy.name, count, trained, [_leaves(*one) for one in expected], atol))
+                results.append(_compare(strategy.name, count, _trained(trainer, state, batches), expected, atol))
         if all(one.refused for one in results) and (results or torch is None):
             raise ValueError(f"no strategy was compared: {results[0].refused if results else 'none was given'}")
         if torch is not None:
             names = dict(zip(torch_names(params), named_leaves(params), strict=True))
             frozen = {theirs for theirs, ours in names.items() if trainable is not None and not trainable(ours)}
             in_torch = _in_torch(*torch, to_numpy(params), batches, frozen, max_grad_norm)
-            results.append(_compare(TORCH, 1, in_torch, [to_numpy(one) for one, _ in expected], atol))
+            right = [to_numpy(like(params, {ours: one[_PARAMS + ours] for ours in names.values()})) for one in expected]
+            results.append(_compare(TORCH, 1, in_torch, right, atol))
     if any(one.step is not None for one in results):
         raise ParityError(results, atol)
     return results
+
+
+_PARAMS = "params."
+
+
+def _in_several_parts(name: str, trained: Any) -> Strategy:
+    """Makes a strategy of which these parameters use every mechanism: several buckets, the larger half sharded."""
+    takes = inspect.signature(STRATEGIES[name]).parameters if name in STRATEGIES else {}
+    leaves = sorted((leaf for leaf in jax.tree.leaves(trained) if leaf.size), key=np.size)
+    least = leaves[len(leaves) // 2].size
+    bucketed = [leaf.nbytes for leaf in leaves if "min_shard_elements" not in takes or leaf.size < least]
+    options = {"bucket_mb": max(sum(bucketed), 1) / 3 / 2**20, "min_shard_elements": least}
+    return make_strategy(name, **{option: value for option, value in options.items() if option in takes})
+
+
+def _is_elementwise(optimizer: optax.GradientTransformation, trained: Any) -> bool:
+    try:
+        check_elementwise(optax.with_extra_args_support(optimizer), trained, value=jnp.zeros(()))
+    except ValueError:
+        return False
+    return True
 
 
 def _cast(tree: Any, dtype: Any) -> Any:
@@ -188,21 +217,16 @@ def _cast(tree: Any, dtype: Any) -> Any:
         if isinstance(leaf, jax.Array) and is_key(leaf):
             return leaf
         array = np.asarray(leaf)
-        return array.astype(dtype) if dtype is not None and jnp.issubdtype(array.dtype, jnp.floating) else array
+        if dtype is None or not jnp.issubdtype(array.dtype, jnp.inexact):
+            return array
+        is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
+        return array.astype(jnp.promote_types(dtype, jnp.complex64) if is_complex else dtype)
 
     return jax.tree.map(cast, tree)
 
 
-def _leaves(params: Any, model_state: Any) -> dict[str, Any]:
-    """What is compared, by name."""
-    leaves = named_leaves(params)
-    if model_state is not None:
-        leaves |= {f"model_state.{name}": leaf for name, leaf in named_leaves(model_state).items() if not is_key(leaf)}
-    return {name: np.asarray(leaf) for name, leaf in leaves.items()}
-
-
 class _Loss:
-    """A loss function of any kind as one of ``(params, model_state, batch)`` to the mean and the next state."""
+    """A loss function of any kind as one of ``(params, model_state, batch)`` to the mean, the next state and aux."""
 
     def __init__(self, loss_fn: Callable[..., Any], params: Any, model_state: Any, batch: Any) -> None:
         self.model_state, self._call = model_state, with_key(loss_fn, model_state is not None)
@@ -214,14 +238,24 @@ class _Loss:
     def _outputs(self, params: Any, model_state: Any, batch: Any) -> Any:
         return self._call(params, *([] if model_state is None else [model_state]), batch, jax.random.key(0))
 
-    def __call__(self, params: Any, model_state: Any, batch: Any) -> tuple[jax.Array, Any]:
-        loss = self._outputs(params, model_state, batch)
+    def __call__(self, params: Any, model_state: Any, batch: Any) -> tuple[jax.Array, tuple[Any, Any]]:
+        loss, aux = self._outputs(params, model_state, batch), None
         if model_state is not None:
             loss, model_state = loss
-            model_state = model_state[0] if self.has_aux else model_state
+            model_state, aux = model_state if self.has_aux else (model_state, None)
         elif self.has_aux:
-            loss = loss[0]
-        return loss.total / loss.weight if isinstance(loss, Weighted) else loss, model_state
+            loss, aux = loss
+        markers = (Weighted, Mean, Sum, PerExample)
+        aux = jax.tree.map(_of_whole_batch, aux, is_leaf=lambda leaf: isinstance(leaf, markers))
+        return _of_whole_batch(loss), (model_state, aux)
+
+
+def _of_whole_batch(value: Any) -> Any:
+    if isinstance(value, Weighted):
+        return value.total / jnp.where(value.weight == 0, 1, value.weight)
+    if isinstance(value, Mean | Sum):
+        return jnp.mean(value.values, 0) if isinstance(value, Mean) else jnp.sum(value.values, 0)
+    return value.values if isinstance(value, PerExample) else value
 
 
 def _on_one_rank(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -237,33 +271,49 @@ def _on_one_device(
     batches: Sequence[Any],
     max_grad_norm: float | None,
     trainable: Callable[[str], bool] | None,
-) -> list[tuple[Any, Any]]:
-    """The parameters and the model state after each step."""
-    if max_grad_norm is not None:
-        optimizer = optax.chain(optax.clip_by_global_norm(max_grad_norm), optimizer)
+) -> list[dict[str, np.ndarray]]:
+    """What is compared after each step, by name."""
+    clip = optax.identity() if max_grad_norm is None else optax.clip_by_global_norm(max_grad_norm)
     optimizer = optax.with_extra_args_support(optimizer)
     trained, frozen = split(params, trainable)
 
-    def step(trained: Any, model_state: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, Any]:
+    def step(trained: Any, model_state: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, Any, Any]:
         grad = jax.value_and_grad(lambda trained: loss(merge(trained, frozen), model_state, batch), has_aux=True)
-        (value, model_state), grads = grad(trained)
-        updates, opt_state = optimizer.update(grads, opt_state, trained, value=value)
-        return optax.apply_updates(trained, updates), model_state, opt_state
+        (value, (model_state, aux)), grads = grad(trained)
+        metrics = {"loss": value, "grad_norm": optax.tree.norm(grads)} | ({"aux": aux} if loss.has_aux else {})
+        updates, opt_state = optimizer.update(clip.update(grads, clip.init(None))[0], opt_state, trained, value=value)
+        return optax.apply_updates(trained, updates), model_state, opt_state, metrics
 
-    run, after, found = jax.jit(_on_one_rank(step)), [], (trained, loss.model_state, optimizer.init(trained))
+    run, after, held = jax.jit(_on_one_rank(step)), [], (trained, loss.model_state, optimizer.init(trained))
     for batch in batches:
-        found = jax.block_until_ready(run(*found, batch))
-        trained, model_state, _ = found
-        after.append((jax.tree.map(np.asarray, merge(trained, frozen)), model_state))
+        *held, metrics = jax.block_until_ready(run(*held, batch))
+        parts = {"params": merge(held[0], frozen), "opt_state": held[2], "model_state": held[1], "metrics": metrics}
+        found = {name: leaf for part, tree in parts.items() for name, leaf in named_leaves({part: tree}).items()}
+        after.append({name: np.asarray(leaf) for name, leaf in found.items() if not is_key(leaf)})
+    if all(np.array_equal(leaf, after[-1][f"{_PARAMS}{name}"]) for name, leaf in named_leaves(params).items()):
+        raise ValueError("params must move: the loss does not depend on them, or the learning rate is 0")
     return after
 
 
-def _trained(trainer: Trainer, params: Any, model_state: Any, batches: Sequence[Any]) -> list[dict[str, Any]]:
-    state, after = trainer.init(params, model_state=model_state), []
+def _trained(trainer: Trainer, state: TrainState, batches: Sequence[Any]) -> list[dict[str, np.ndarray]]:
+    after = []
     for batch in batches:
-        state, _ = trainer.step(state, batch)
-        after.append(_leaves(trainer.params(state), None if model_state is None else trainer.model_state(state)))
+        state, metrics = trainer.step(state, batch)
+        found = dict(to_host(trainer, state))
+        found |= {name: np.asarray(leaf) for name, leaf in named_leaves({"metrics": metrics}).items()}
+        after.append(found | {f"copies of {name.removeprefix(_PARAMS)}": np.array(0) for name in _unlike_copies(state)})
     return after
+
+
+def _unlike_copies(state: TrainState) -> list[str]:
+    """Names of leaves of which ranks that should hold the same hold other bits."""
+    unlike = []
+    for name, leaf in named_leaves(state).items():
+        copies: dict[str, set[bytes]] = {}
+        for shard in (jax.random.key_data(leaf) if is_key(leaf) else leaf).addressable_shards:
+            copies.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
+        unlike += [name] if any(len(bits) > 1 for bits in copies.values()) else []
+    return unlike
 
 
 def _in_torch(
@@ -274,7 +324,7 @@ def _in_torch(
     batches: Sequence[Any],
     frozen: Collection[str],
     max_grad_norm: float | None,
-) -> list[dict[str, Any]]:
+) -> list[dict[str, np.ndarray]]:
     import copy
 
     import torch
@@ -305,14 +355,26 @@ def _in_torch(
     return after
 
 
-def _compare(name: str, num_ranks: int, trained: Sequence[Any], expected: Sequence[Any], atol: float) -> Result:
+def _compare(
+    name: str, num_ranks: int, trained: Sequence[dict[str, np.ndarray]], expected: Sequence[Any], atol: float
+) -> Result:
     parted: tuple[int | None, str | None] = (None, None)
     largest = 0.0
     for step, (found, right) in enumerate(zip(trained, expected, strict=True), 1):
-        for leaf, array in right.items():
-            apart = np.abs(np.asarray(found[leaf], np.float64) - np.asarray(array, np.float64))
-            difference = float(np.max(apart, initial=0.0))
-            largest = float(np.maximum(largest, difference))  # NaN stays
-            if not difference <= atol and parted[0] is None:
-                parted = step, leaf
-    return Result(name, num_ranks, largest, *parted, params=trained[-1])
+        differences = {leaf.removeprefix(_PARAMS): _difference(found[leaf], array) for leaf, array in right.items()}
+        differences |= {leaf: np.inf for leaf in found if leaf.startswith("copies of ")}
+        largest = float(np.max([largest, *differences.values()]))  # NaN stays
+        far = [leaf for leaf, difference in differences.items() if not difference <= atol]
+        if far and parted[0] is None:
+            parted = step, far[0]
+    ended = {leaf.removeprefix(_PARAMS): trained[-1][leaf] for leaf in expected[-1]}
+    kept = {leaf: array for leaf, array in ended.items() if not leaf.startswith(("opt_state", "metrics."))}
+    return Result(name, num_ranks, largest, *parted, params=kept)
+
+
+def _difference(found: np.ndarray, right: np.ndarray) -> float:
+    if found.shape != right.shape:
+        return np.inf
+    wide = np.complex128 if np.iscomplexobj(right) else np.float64
+    apart = np.abs(found.astype(wide) - right.astype(wide))
+    return float(np.max(apart, initial=0.0) / max(1.0, float(np.max(np.abs(right.astype(wide)), initial=0.0))))

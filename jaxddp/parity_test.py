@@ -1,10 +1,12 @@
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax import lax
 
 import jaxddp
 from jaxddp.communication import compression
@@ -67,14 +69,14 @@ def test_what_parts_is_shown_with_its_first_step_and_parameter():
     lossy = jaxddp.bucketed(compression=compression.bf16)
     with pytest.raises(jaxddp.parity.ParityError) as caught:
         jaxddp.parity.check(loss_fn, optax.sgd(0.1), PARAMS, BATCHES, strategies=["naive", lossy], num_ranks=[2])
-    lines = str(caught.value).splitlines()
-    assert lines[0] == "1 of 2 trainings differ by more than 1e-12 from one device"
-    assert lines[1].split("  ")[0] == "strategy" and lines[2].split()[:4] == ["bucketed", "2", "1", "down.bias"]
+    first, line = str(caught.value).splitlines()
+    assert first == "1 of 2 trainings differ by more than 1e-12 from one device"
+    assert line.startswith("<bucketed on 2: ") and line.endswith(" apart, first in step 1 at down.bias>")
     naive, bucketed = caught.value.results
     assert naive.step is None and (bucketed.step, bucketed.leaf) == (1, "down.bias") and bucketed.difference > 1e-6
 
     other = (Net(), lambda net, batch: 2 * torch_loss(net, batch), partial(torch.optim.SGD, lr=0.1))
-    with pytest.raises(jaxddp.parity.ParityError, match=r"PyTorch +1 +1 +down.bias"):
+    with pytest.raises(jaxddp.parity.ParityError, match=r"PyTorch on 1: .* in step 1 at down.bias>"):
         jaxddp.parity.check(loss_fn, optax.sgd(0.1), PARAMS, BATCHES, strategies=[], torch=other)
 
 
@@ -162,19 +164,111 @@ def test_values_that_are_no_numbers_part():
 
 
 def test_refusals_are_recorded_or_raised():
-    results = jaxddp.parity.check(loss_fn, optax.lamb(1e-2), PARAMS, BATCHES[:1], num_ranks=[2])
+    results = jaxddp.parity.check(loss_fn, optax.lamb(1e-2), PARAMS, BATCHES, num_ranks=[2])
     refused = {one.strategy: one.refused for one in results if one.refused}
     assert list(refused) == ["zero1", "zero2", "zero3"] and all("element" in why for why in refused.values())
     assert all(one.difference is None for one in results if one.refused)
     with pytest.raises(ValueError, match="element"):
-        jaxddp.parity.check(loss_fn, optax.lamb(1e-2), PARAMS, BATCHES[:1], strategies="zero1", num_ranks=[2])
-    odd = [{name: leaf[:6] for name, leaf in BATCHES[0].items()}]
+        jaxddp.parity.check(loss_fn, optax.lamb(1e-2), PARAMS, BATCHES, strategies="zero1", num_ranks=[2])
+    assert repr(results[4]).startswith("<zero1 on 2: refused, ") and len(repr(results[0])) < 40
+    odd = [{name: leaf[:6] for name, leaf in batch.items()} for batch in BATCHES]
     with pytest.raises(ValueError, match=r"^batch \(=6 examples\) must be divisible by .* \(=4 x 1\)$"):
         jaxddp.parity.check(loss_fn, optax.sgd(0.1), PARAMS, odd)
-    unmarked = lambda params, batch: (loss_fn(params, batch), batch["x"])  # noqa: E731
-    with pytest.raises(ValueError, match=r"^no strategy was compared: aux leaf .* must be marked"):
-        jaxddp.parity.check(unmarked, optax.sgd(0.1), PARAMS, BATCHES[:1], num_ranks=[2])
-    with pytest.raises(ValueError, match=r"^no strategy was compared: none was given$"):
-        jaxddp.parity.check(loss_fn, optax.sgd(0.1), PARAMS, BATCHES[:1], strategies=[])
-    with pytest.raises(ValueError, match=r"^batches \(=\[\]\) must be at least one$"):
-        jaxddp.parity.check(loss_fn, optax.sgd(0.1), PARAMS, [])
+    for options, value in [({"strategies": []}, "none was given"), ({"num_ranks": [2], "atol": -1}, "-1")]:
+        with pytest.raises(ValueError, match=value):
+            jaxddp.parity.check(loss_fn, optax.sgd(0.1), PARAMS, BATCHES, **options)
+    with pytest.raises(ValueError, match=r"^batches \(=1\)"):
+        jaxddp.parity.check(loss_fn, optax.sgd(0.1), PARAMS, BATCHES[:1])
+
+
+@pytest.mark.parametrize(
+    ("loss", "rate"), [(lambda params, batch: jnp.mean(batch["x"]), 0.1), (loss_fn, 0.0)], ids=["loss", "rate"]
+)
+def test_a_comparison_in_which_nothing_moves_is_none(loss, rate):
+    with pytest.raises(ValueError, match="move"):
+        jaxddp.parity.check(loss, optax.sgd(rate), PARAMS, BATCHES, num_ranks=[2])
+
+
+# Mistakes that must be found, each put into what strategies call
+
+
+def parted(strategy, loss_fn=loss_fn, **options):
+    """The only result, which parts."""
+    with pytest.raises(jaxddp.parity.ParityError) as caught:
+        jaxddp.parity.check(
+            loss_fn, optax.adam(0.1), PARAMS, BATCHES, strategies=strategy, num_ranks=[2], **options
+        )  # fmt: skip
+    (result,) = caught.value.results
+    return result
+
+
+def gathers_zeros(monkeypatch):
+    gather = lax.all_gather
+    monkeypatch.setattr(lax, "all_gather", lambda *args, **options: jnp.zeros_like(gather(*args, **options)))
+
+
+def only_first_bucket(monkeypatch):
+    scatter, calls = lax.psum_scatter, []
+
+    def forget(x, axis, **options):
+        calls.append(x)
+        found = scatter(x, axis, **options)
+        return found if len(calls) == 1 else jnp.zeros_like(found)
+
+    monkeypatch.setattr(lax, "psum_scatter", forget)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "strategy"),
+    [(gathers_zeros, "zero3"), (gathers_zeros, "zero1"), (only_first_bucket, "zero1"), (only_first_bucket, "zero2")],
+)
+def test_a_mistake_in_a_part_that_small_models_might_not_use_is_found(monkeypatch, mistake, strategy):
+    mistake(monkeypatch)
+    assert parted(strategy).step == 1
+
+
+def after_each_step(monkeypatch, change):
+    step = jaxddp.Trainer.step
+
+    def changed(*args):
+        state, metrics = step(*args)
+        return change(state), metrics
+
+    monkeypatch.setattr(jaxddp.Trainer, "step", changed)
+
+
+def test_a_copy_that_is_wrong_on_the_second_rank_alone_is_found(monkeypatch):
+    def add_one(leaf):
+        rows = [shard.data + (shard.device != jax.devices()[0]) for shard in leaf.addressable_shards]
+        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, rows)
+
+    after_each_step(monkeypatch, lambda state: state._replace(params=jax.tree.map(add_one, state.params)))
+    result = parted("flat")
+    assert (result.step, result.leaf, result.difference) == (1, "copies of down.bias", np.inf)
+
+
+def test_lost_optimizer_state_is_found_before_it_changes_a_parameter(monkeypatch):
+    lose = lambda state: state._replace(opt_state=jax.tree.map(jnp.zeros_like, state.opt_state))  # noqa: E731
+    after_each_step(monkeypatch, lose)
+    result = parted("zero1")
+    assert result.step == 1 and result.leaf.startswith("opt_state.")
+
+
+def test_aux_values_and_complex_model_state_are_compared():
+    def largest(params, batch):
+        return loss_fn(params, batch), {"largest": jnp.max(batch["x"])}  # of a rank's examples, then averaged
+
+    def counted(params, model_state, batch):
+        return loss_fn(params, batch), {"count": model_state["count"] + 1j * len(batch["x"])}
+
+    assert parted("flat", largest).leaf == "metrics.aux.largest"
+    assert parted("flat", counted, model_state={"count": np.zeros((), "complex64")}).leaf == "model_state.count"
+
+
+def test_a_mistake_that_raises_is_not_a_refusal(monkeypatch):
+    def fail(*args, **options):
+        raise ValueError("cannot reshape")
+
+    monkeypatch.setattr(jaxddp.Trainer, "init", fail)
+    with pytest.raises(ValueError, match="cannot reshape"):
+        jaxddp.parity.check(loss_fn, optax.sgd(0.1), PARAMS, BATCHES, num_ranks=[2])

@@ -25,10 +25,9 @@ import jaxddp.ddp
 jaxddp.ddp.__path__.append(sys.argv[1])
 import jax.numpy as jnp
 import optax
-from benchmarks.harness.options import add_options
-from benchmarks.strategies.benchmark import NAMES, spec_of
+from benchmarks.__main__ import make_parser
+from benchmarks.training.setup import NAMES, spec_of
 from jaxddp.__main__ import main
-from jaxddp.cli.parser import Parser
 
 assert list(jaxddp.STRATEGIES)[-4:] == ["fixed", "zero1", "zero2", "zero3"]
 assert "fixed" in NAMES and spec_of("fixed", "byte").bucket_mb
@@ -37,9 +36,7 @@ for command in ("train", "inspect"):
         main([command, "--help"])
     except SystemExit:
         pass
-parser = Parser()
-add_options(parser)
-print(parser.format_help())
+print(make_parser().format_help())
 
 jaxddp.simulate_devices(2)
 strategy = jaxddp.make_strategy("fixed")

@@ -34,7 +34,7 @@ GONE = "is gone"
 XLA_ABORTS = "Terminating process because the JAX distributed service detected fatal errors"
 SILENT = f"has not answered for {STUCK_S:g} s"
 ROOT = Path(__file__).parents[1]
-WRITING = {"jaxddp": "*.orbax-checkpoint-tmp*", "torchref": "*.torchref-partial"}
+WRITING = "*.partial"  # the name of a checkpoint while it is written
 MOMENTS_S = 5.0  # after all have met: within compilation, or in any step
 SIZE, RATE = 2**20, 1 / 64
 
@@ -42,7 +42,7 @@ START = f"""
 import sys, time
 address, process, folder, host = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
 if host:
-    from benchmarks.lab.network import Host
+    from benchmarks.lab import Host
     Host(host, sys.argv[5]).enter()
 place = address, {NUM_PROCESSES}, process
 def steps():
@@ -160,7 +160,7 @@ def check_others(job, faulty, how, since):
 
 
 def count(framework, tmp_path, number, *, saves=False):
-    program, partials = {"jaxddp": JAX, "torchref": TORCH}[framework], WRITING[framework]
+    program = {"jaxddp": JAX, "torchref": TORCH}[framework]
     name, times, num_aborted = f"{framework} {number.name}" + saves * " during a save", [], 0
     for trial in range(NUM_FAULTS):
         rng = random.Random(f"{name} {trial}")
@@ -169,20 +169,16 @@ def count(framework, tmp_path, number, *, saves=False):
             job.wait_until_all_met()
             time.sleep(rng.uniform(0, MOMENTS_S))
             if folder:
-                job.wait(lambda folder=folder: any(is_saved(one) for one in folder.glob("*")), 120, "nothing is saved")
-                job.wait(lambda folder=folder: any(folder.glob(partials)), 60, "no save is seen", every_s=0.0005)
+                job.wait(
+                    lambda folder=folder: any(one.name.isdigit() for one in folder.glob("*")), 120, "nothing is saved"
+                )
+                job.wait(lambda folder=folder: any(folder.glob(WRITING)), 60, "no save is seen", every_s=0.0005)
             faulty = 0 if folder and rng.random() < 0.7 else rng.randrange(NUM_PROCESSES)
             times.append(lose_one(job, number, faulty))
             num_aborted += job.num_aborted
         if folder:
             (check_newest if framework == "jaxddp" else check_newest_of_torch)(folder)
     report(name, times, num_aborted)
-
-
-def is_saved(folder):
-    """Whether it is a whole checkpoint: the folder or file of one that is being written has another name."""
-    name = folder.name.removesuffix(".npz")
-    return name.isdigit() and (folder.suffix == ".npz" or (folder / "about").exists())
 
 
 def report(name, times, num_aborted=0):

@@ -50,7 +50,7 @@ import torch
 import torch.distributed as dist
 
 from jaxddp.arguments import check_function, check_integer, check_kind, is_number
-from jaxddp.processes.job import Job, check_waits, find_job_or, gpu_addresses, keep_to_loopback
+from jaxddp.processes.job import Job, find_job_or, keep_to_loopback, waits
 from jaxddp.processes.roll_call import address_here, meet
 from jaxddp.processes.stderr import print_line
 from jaxddp.processes.torchrun import with_free_port
@@ -320,8 +320,8 @@ def init_from_env(
     num_processes: int | None = None,
     process_id: int | None = None,
     *,
-    timeout_s: float = 300,
-    stuck_s: float = 600,
+    timeout_s: float | None = None,
+    stuck_s: float | None = None,
 ) -> torch.device:
     """Joins this process to the process group of its job; twin of ``jaxddp.start_process``.
 
@@ -334,9 +334,9 @@ def init_from_env(
         coordinator_address: ``host:port`` of rank 0, for a job described by hand.
         num_processes: Number of ranks.
         process_id: This process's rank, from 0.
-        timeout_s: Seconds to wait for the other ranks.
-        stuck_s: Seconds that a rank may be silent, or the others wait in a ``finish_gradient_synchronization`` that it
-            has not begun, as while one alone evaluates or saves.
+        timeout_s: Seconds to wait for the other ranks; half of ``stuck_s``, 60 to 300, if None.
+        stuck_s: Seconds that a rank may be silent, or the others wait in a collective that it has not started, as while
+            one alone evaluates or saves; that of ``launch --stuck-s``, else 600, if None.
 
     Returns:
         This rank's device: with NCCL its GPU, by its number on the host.
@@ -345,7 +345,7 @@ def init_from_env(
         ValueError: If the job is incomplete or contradicts itself, a number is out of range, the backend is unknown, a
             GPU is missing, or rank 0 cannot be reached.
     """
-    check_waits(timeout_s=timeout_s, stuck_s=stuck_s)
+    timeout_s, stuck_s = waits(timeout_s, stuck_s)
     job = find_job_or(coordinator_address, num_processes, process_id)
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     index = 0
@@ -359,10 +359,9 @@ def init_from_env(
     keep_to_loopback(job)
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if job.num_processes > 1:
-        gpus = gpu_addresses([index]) if backend == "nccl" else []
         place = with_free_port(job, timeout_s) if has_agent else job
-        connections = meet(place, {"torch": torch.__version__}, gpus, timeout_s)
-        watch(job, connections, stuck_s)
+        connections = meet(place, {"torch": torch.__version__}, timeout_s)
+        watch(job, connections, stuck_s, count_collectives=_count_collectives)
         _use_gloo_at(address_here(place, connections))
     store = _store_of(job, has_agent, timedelta(seconds=timeout_s))
     dist.init_process_group(backend, store=store, rank=job.process_id, world_size=job.num_processes, device_id=device)
@@ -376,11 +375,17 @@ def init_from_env(
     return device or torch.device("cpu")
 
 
+def _count_collectives() -> int:
+    """The number of collectives that this rank has started in the job's group, by whatever program."""
+    group = dist.group.WORLD
+    return group._get_sequence_number_for_group() if group is not None else 0  # type: ignore[attr-defined]
+
+
 def _store_of(job: Job, has_agent: bool, timeout: timedelta) -> dist.Store:
     """The store through which the ranks find each other: that of torchrun's agent, else rank 0 runs one."""
     listener = None
     if job.process_id == 0 and not has_agent:
-        listener = socket.create_server((job.bind_host, job.port))  # torch would listen on every interface
+        listener = job.listen()  # torch would listen on every interface
     store = dist.TCPStore(
         job.host,
         job.port,

@@ -1,91 +1,81 @@
-"""The time of a step on its device, beside that on the wall clock: from the step's first operation there to its last.
+"""The time of a step on its GPU, from its first operation there to its last, without what the host does around it.
 
-| framework | measured by                                                                              |
-|-----------|------------------------------------------------------------------------------------------|
-| torch     | two CUDA events on the current stream, which waits for NCCL's streams before the second   |
-| JAX       | the profiler: a trace for each step, with the operations on all streams of each GPU       |
-
-Both include what the device waits for, such as other ranks and kernels that are launched late. What the host does
-before the first launch and after the last operation is left out; torch's first event passes when it is recorded, just
-before. The steps are taken after all timed rounds, so the profiler slows down nothing else. CPUs have no such time:
-there the host computes, and XLA's profile lacks work that is handed to other threads.
+torch has two CUDA events on the stream that waits for NCCL's; JAX has its profiler, a trace for each step, of which all
+streams of a GPU count. Each framework is timed in processes of its own, after all other rows are written: stopping
+JAX's profiler may crash the process (jax#40260). CPUs have no such time: there the host computes.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torchref.launch import report
+import torch.distributed as dist
 
-from ..harness.jax_profile import Recorded, ran_on_gpu, read_trace
-from .interleaving import Attempts
+from jaxddp.training.clock import summarize
 
-Start = Callable[[int], Any]  # starts the step of a batch, and reads nothing of it
-NUM_STEPS = 5  # on GPUs; the first is a warm-up beside them
+from ..benchmark import NOT_RUN, Say
+from ..ranks import Ranks, agree, gather, say_on_rank
+from ..render import CHECK, STEP, Column
+from ..timing import Attempts
+from .rank import _side
+from .setup import TrainingSetup
 
-
-def time_on_device(
-    starts: Mapping[str, Start],
-    num_steps: int,
-    num_batches: int,
-    time_step: Callable[[Start, int], float],
-    *,
-    barrier: Callable[[], None],
-    agree: Callable[[str], str],
-    wait_for_turn: Callable[[], None],
-) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Times steps on the device, of each variant so many after one more; the variants take turns.
-
-    ``time_step`` is ``by_events``, or ``by_profiler`` with its arguments; the options are those of ``interleave``.
-
-    Returns:
-        By label: the seconds of each step; and why others could not be timed.
-    """
-    report(("doing", f"training, {num_steps} steps timed on the device"))
-    attempt = Attempts(agree)
-    found: dict[str, list[float]] = {label: [] for label in starts}
-    for index in range(1 + num_steps):
-        wait_for_turn()
-        for label, start in starts.items():
-            if label in attempt.failed:
-                continue
-            barrier()
-            seconds = attempt(label, partial(time_step, start, index % num_batches))
-            if index and seconds is not None:
-                found[label].append(seconds)
-    return {label: seconds for label, seconds in found.items() if label not in attempt.failed}, attempt.failed
+NUM_STEPS = 5  # after a warm-up
+DEVICE = "The same steps on the GPU"
+DEVICE_COLUMNS = (Column("strategy", "label"), Column("framework"), *STEP, CHECK)
 
 
-def by_events(start: Start, index: int) -> float:
-    """Seconds of a step of torch on this rank's GPU.
+def measure_on_device(setup: TrainingSetup, frameworks: tuple[str, ...], say: Say) -> Iterator[dict[str, Any]]:
+    """Rows of a framework."""
+    yield from setup.ranks.run(time_on_device, setup.of(frameworks), in_jax="jaxddp" in frameworks, say=say)
 
-    When ``start`` returns, all work on other streams, as NCCL's, is waited for by the current one.
-    """
+
+def time_on_device(ranks: Ranks, setup: TrainingSetup) -> list[dict[str, Any]]:
+    """Times steps of each variant by turns; runs on each rank."""
+    (framework,) = setup.frameworks
+    attempt, side = Attempts(agree), _side(framework, ranks, setup, None)
+    runs = side.make(attempt, [])
+    seconds: dict[str, list[float]] = {label: [] for label in runs}
+    for index in range(1 + NUM_STEPS):
+        for label, run in runs.items():
+            if label not in attempt.failed:
+                dist.barrier()
+                start = partial(run.start, index % len(setup.batches))
+                timed = partial(by_profiler if framework == "jaxddp" else by_events, start)
+                found = attempt(label, timed)
+                seconds[label] += [] if found is None or not index else [found]
+        say_on_rank()
+    rows = []
+    for spec in setup.strategies[framework]:
+        label = f"{framework} {spec.label}"
+        row = {"table": DEVICE, "framework": framework, "strategy": spec.name, "label": spec.label}
+        if label in attempt.failed:
+            rows.append(row | {"check": f"{NOT_RUN}{attempt.failed[label]}"})
+        else:
+            slowest = [max(times) for times in zip(*gather(seconds[label]), strict=True)]
+            rows.append(row | summarize(slowest)._asdict() | {"device": side.device, "check": "ok"})
+    return rows
+
+
+def by_events(start: Callable[[], Any]) -> float:
+    """Seconds of a step of torch on this rank's GPU."""
     import torch
 
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     begin.record()
-    start(index)
+    start()
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / 1e3
 
 
-def by_profiler(
-    start: Start,
-    index: int,
-    *,
-    barrier: Callable[[], None],
-    is_on_device: Callable[[Recorded], bool] = ran_on_gpu,
-) -> float:
-    """Seconds of a step of JAX on this process's devices, on the slowest of them.
-
-    ``barrier`` is called once the profiler has started, which takes longer on some ranks than on others.
+def by_profiler(start: Callable[[], Any], is_on_device: Callable[[str, str], bool] | None = None) -> float:
+    """Seconds of a step of JAX on this rank's GPU.
 
     Raises:
         RuntimeError: If the profiler does not start; the step is taken nevertheless, since other ranks take it.
@@ -102,24 +92,44 @@ def by_profiler(
         except Exception as error:
             fault = error
         try:
-            barrier()
-            jax.block_until_ready(start(index))
+            dist.barrier()  # the profiler takes longer to start on some ranks than on others
+            jax.block_until_ready(start())
         finally:
             if fault is None:
                 jax.profiler.stop_trace()
         if fault is not None:
             raise RuntimeError(f"the profiler does not start: {fault}") from fault
-        recorded = (one for path in sorted(Path(folder).rglob("*.xplane.pb")) for one in read_trace(path))
-        return longest_span(one for one in recorded if is_on_device(one))
+        return longest_span(read_trace(Path(folder)), is_on_device or ran_on_gpu)
 
 
-def longest_span(events: Iterable[Recorded]) -> float:
+def read_trace(folder: Path) -> Iterator[tuple[str, str, Any]]:
+    """The events of JAX's profiles in a folder, each with its plane and line.
+
+    A GPU is a plane ``/device:GPU:0``, and each of its streams a line ``Stream #13(...)``; what XLA runs on CPUs is in
+    lines of the plane ``/host:CPU``.
+    """
+    import jax
+
+    for path in sorted(folder.rglob("*.xplane.pb")):
+        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+            for line in plane.lines:
+                for event in line.events:
+                    yield plane.name, line.name, event
+
+
+def ran_on_gpu(plane: str, line: str) -> bool:
+    """Whether events are kernels or copies on a stream of a GPU; other lines of its plane repeat these."""
+    return plane.startswith("/device:GPU:") and line.startswith("Stream #")
+
+
+def longest_span(events: Iterable[tuple[str, str, Any]], is_on_device: Callable[[str, str], bool]) -> float:
     """Seconds from a device's first event to the end of its last, the longest of all; raises ValueError without any."""
     spans: dict[str, tuple[float, float]] = {}
-    for plane, _, event in events:
-        begin, end = event.start_ns, event.start_ns + event.duration_ns
-        first, last = spans.get(plane, (begin, end))
-        spans[plane] = min(first, begin), max(last, end)
+    for plane, line, event in events:
+        if is_on_device(plane, line):
+            begin, end = event.start_ns, event.start_ns + event.duration_ns
+            first, last = spans.get(plane, (begin, end))
+            spans[plane] = min(first, begin), max(last, end)
     if not spans:
         raise ValueError("the profiler has recorded nothing on a device")
     return max(end - begin for begin, end in spans.values()) / 1e9

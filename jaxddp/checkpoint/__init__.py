@@ -1,8 +1,7 @@
 """Checkpoints that any strategy on any number of ranks restores, and weights for other frameworks.
 
 checkpoints.py   saves and restores training states
-folder.py        which checkpoints of a folder are restored, passed over or set aside
-folder_lock.py   one job at a time writes to a folder
+folder.py        complete checkpoints in a folder: which are kept, passed over, locked; torchref shares it
 host_state.py    a state on the host, in full, and back on the ranks
 weights.py       weights alone, as ``.npz`` or ``.safetensors``
 interop.py       Flax parameters as a PyTorch ``state_dict``, and back
@@ -17,6 +16,6 @@ else:  # type checkers would accept any name
     def __getattr__(name: str) -> object:
         if name != "Checkpoints":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from .checkpoints import Checkpoints  # late: ranks of torch use the lock, and import no JAX
+        from .checkpoints import Checkpoints  # late: ranks of torch use the folder, and import no JAX
 
         return Checkpoints

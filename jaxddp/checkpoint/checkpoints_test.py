@@ -8,7 +8,8 @@ import pytest
 from flax import nnx
 
 import jaxddp
-from jaxddp.checkpoint.checkpoints import FORMAT, Checkpoints
+from jaxddp.checkpoint.checkpoints import Checkpoints
+from jaxddp.checkpoint.folder import FORMAT
 from jaxddp.checkpoint.host_state import to_host
 from jaxddp.models import ToyMLP
 
@@ -133,6 +134,7 @@ def test_what_is_saved_is_whole_under_its_own_name(tmp_path):
     state = trainer.init(make_params())
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(trainer, state, data_position={"file": "a.txt", "line": 7})
+        checkpoints.wait()
         about = checkpoints.about()
     assert {key: about[key] for key in ("format", "step", "strategy", "num_ranks", "data_position")} == {
         "format": FORMAT,
@@ -237,18 +239,18 @@ def test_keys_among_parameters_are_restored_alone(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "fresh", "message"),
     [
-        ({}, ["head"], r"^fresh \(='head'\) must name leaves of params that have values: b, "),
+        ({}, ["head"], r"^fresh \(='head'\) must name leaves of params that have values"),
         (
             {"w": jax.ShapeDtypeStruct((9, 9), np.float64)},
             ["w"],
             r"^fresh \(='w'\) must name leaves of params that have",
         ),
-        ({"new": np.zeros(2)}, [], r"is of another model: parameter 'new' is missing there and float64 \(2,\) here$"),
-        ({"w": np.zeros((5, 9))}, ["b"], r"parameter 'w' is float64 \(5, 8\) there and float64 \(5, 9\) here$"),
+        ({"new": np.zeros(2)}, [], r"is of another model: params.new is missing there and float64 \(2,\) here$"),
+        ({"w": np.zeros((5, 9))}, ["b"], r"params.w is float64 \(5, 8\) there and float64 \(5, 9\) here$"),
         (
             {"w": np.zeros((5, 8), np.float32)},
             [],
-            r"has parameter 'w' in float64, of which float32 here would lose bits",
+            r"has params.w in float64, of which float32 here would lose bits",
         ),
     ],
 )
@@ -267,16 +269,105 @@ def test_a_model_state_that_a_checkpoint_lacks_or_has_otherwise_is_refused(tmp_p
     plain, stateful = make(jaxddp.naive(), 1), make(jaxddp.naive(), 1, loss_fn=with_state, has_state=True)
     with Checkpoints(tmp_path / "without") as checkpoints:
         checkpoints.save(plain, plain.init(make_params()))
-        with pytest.raises(ValueError, match=r"model state 'count' is missing there and float64 \(\) here"):
+        with pytest.raises(ValueError, match=r"model_state.count is missing there and float64 \(\) here"):
             checkpoints.restore(stateful, make_params(), model_state={"count": np.zeros(())})
     with Checkpoints(tmp_path / "with") as checkpoints:
         checkpoints.save(stateful, stateful.init(make_params(), model_state={"count": np.ones(2)}))
-        with pytest.raises(ValueError, match=r"model state 'count' is float64 \(2,\) there and float64 \(\) here"):
+        with pytest.raises(ValueError, match=r"model_state.count is float64 \(2,\) there and float64 \(\) here"):
             checkpoints.restore(stateful, make_params(), model_state={"count": np.zeros(())})
         state, _ = checkpoints.restore(plain, make_params())  # the model without its state
         assert jax.tree.leaves(state.model_state) == []
         params, model_state = checkpoints.restore_params(make_params(), model_state={"count": np.zeros(2)})
         assert np.array_equal(model_state["count"], np.ones(2)) and params["w"].shape == (5, 8)
         assert checkpoints.restore_params(make_params(), model_state={})[1] == {}
-        with pytest.raises(ValueError, match=r"model state 'mean' is missing there and float64 \(\) here"):
+        with pytest.raises(ValueError, match=r"model_state.mean is missing there and float64 \(\) here"):
             checkpoints.restore_params(make_params(), model_state={"mean": np.zeros(())})
+
+
+# What does not fit
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A folder with checkpoints of steps 1 and 2."""
+    trainer = trainer_of("zero1 on 4")
+    state = trainer.init(make_params())
+    with Checkpoints(tmp_path) as checkpoints:
+        for position in (0, BATCH):
+            state, _ = trainer.step(state, batch_of(position))
+            checkpoints.save(trainer, state, data_position=position + BATCH)
+    return tmp_path
+
+
+def refusal(folder, trainer=None, params=None, **options):
+    """Why a checkpoint is not restored, in one line; nothing in the folder changes."""
+    before = files_of(folder)
+    with Checkpoints(folder) as checkpoints, pytest.raises(ValueError) as caught:
+        checkpoints.restore(trainer or trainer_of("naive on 1"), make_params() if params is None else params, **options)
+    assert files_of(folder) == before
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def files_of(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_trainer_that_never_saw_the_model_gets_the_very_state(saved, name):
+    trainer = RUNS[name]()
+    with Checkpoints(saved) as checkpoints:
+        state, position = checkpoints.restore(trainer, jax.eval_shape(make_params))
+    assert position == 2 * BATCH
+    assert_close(dict_of(trainer, state), uninterrupted(2))
+
+
+def test_another_model_is_named_by_its_first_leaf_that_differs(saved):
+    params = make_params()
+    of_another = f"checkpoint of step 2 in {str(saved)!r} is of another model: "
+    for changed, difference in (
+        (params | {"stack": jnp.zeros((3, 8, 8))}, "stack is float64 (2, 8, 8) there and float64 (3, 8, 8) here"),
+        ({"new": jnp.zeros(3)} | params, "new is missing there and float64 (3,) here"),
+        ({"b": params["b"]}, "empty is float64 (0, 3) there and missing here"),
+    ):
+        assert refusal(saved, params=changed) == f"{of_another}params.{difference}"
+
+
+@pytest.mark.parametrize(
+    "optimizer, difference",
+    [
+        (optax.sgd(0.1), "opt_state.0.count is int32 () there and missing here"),
+        (optax.sgd(0.1, momentum=0.9), "opt_state.0.trace.b is missing there and float64 (8,) here"),
+    ],
+)
+def test_another_optimizer_is_named_by_its_first_leaf_that_differs(saved, optimizer, difference):
+    trainer = make(jaxddp.bucketed(), 2, optimizer=optimizer)
+    expected = f"checkpoint of step 2 in {str(saved)!r} is of another optimizer: {difference}"
+    assert refusal(saved, trainer) == expected
+
+
+@pytest.mark.parametrize(("strategy", "shape"), [("zero3", (8, 5)), ("bucketed", (5, 9))])
+def test_after_a_refused_restore_a_trainer_goes_on(saved, strategy, shape):
+    trainer = make(jaxddp.make_strategy(strategy, **{"zero3": {"min_shard_elements": 0}}.get(strategy, {})), 3)
+    state = trainer.init(make_params())
+    assert "is of another model: params.w" in refusal(saved, trainer, make_params() | {"w": jnp.zeros(shape)})
+    state, _ = advance(trainer, state, 0, 2)
+    assert_close(dict_of(trainer, state), uninterrupted(2))
+
+
+def test_narrower_dtypes_are_refused_by_name_and_wider_ones_hold_what_was_saved(saved, tmp_path_factory):
+    found = refusal(saved, RUNS["zero3 on 8"](), make_params(np.float32))
+    assert found.endswith("has params.b in float64, of which float32 here would lose bits: restore in float64")
+    narrow, wide = (make(jaxddp.zero1(), 2, optimizer=optax.adam(0.1, mu_dtype=one)) for one in ("float16", "float64"))
+    folder = tmp_path_factory.mktemp("moments")
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(wide, wide.init(make_params()))
+    assert "has opt_state.0.mu.b in float64, of which float16 here would lose bits" in refusal(folder, narrow)
+    halves, trainer = make_params(jnp.bfloat16), make(jaxddp.bucketed(), 2, optimizer=optax.sgd(0.1))
+    sharded = make(jaxddp.zero3(min_shard_elements=0), 3, optimizer=optax.sgd(0.1))
+    folder = tmp_path_factory.mktemp("halves")
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(trainer, trainer.init(halves))
+        state, _ = checkpoints.restore(sharded, make_params(np.float32))
+    for name, array in sharded.params(state).items():
+        np.testing.assert_array_equal(array, halves[name].astype(np.float32))

@@ -1,21 +1,43 @@
-"""A folder of checkpoints: which of them are restored, passed over, set aside or in the way of a save.
+"""A folder of checkpoints: each is complete or not there, the newest are kept, damaged ones are passed over.
 
-``DIR/120`` is the checkpoint of step 120, ``DIR/120.nonfinite`` one that was set aside; ``torchref`` adds ``.npz``.
-Both packages use it; no framework.
+``DIR/120`` is the checkpoint of step 120, ``DIR/120.nonfinite`` one that was set aside. In it:
+
+    ``state...``      arrays, in the format of the framework
+    ``about.json``    format, step, time, position in the data, what the package adds; size and CRC-32 of each file
+
+A save writes ``DIR/120.partial`` and renames it. One job at a time saves into a folder: it locks ``DIR/.writer``.
+
+In a job of several processes, process 0 alone writes, and decides which checkpoint is restored. All compare its
+checksum and that of each file before one of them goes on, and all raise what one raises.
+
+Both packages use this file; no framework is imported.
 """
 
 from __future__ import annotations
 
 import abc
+import contextlib
+import fcntl
 import itertools
+import json
 import os
+import re
+import shutil
+import socket
+import zlib
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import ClassVar, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from ..arguments import check_integer, check_kind
 
 T = TypeVar("T")
+FORMAT = 2
+"""Of the checkpoints that this version reads and writes."""
+
+_MOST_ABOUT_BYTES = 2**28
+_RAISED = {kind.__name__: kind for kind in (ValueError, FloatingPointError, OSError)}
 
 
 class DamagedError(ValueError):
@@ -23,9 +45,15 @@ class DamagedError(ValueError):
 
 
 class CheckpointFolder(abc.ABC):
-    """What both packages do with a folder of checkpoints; a context manager."""
+    """What both packages do with a folder of checkpoints; a context manager.
 
-    suffix: ClassVar[str] = ""
+    Attributes:
+        directory: The folder, which all processes of a job see.
+    """
+
+    package: ClassVar[str]
+    one: ClassVar[str] = "process"  # what one of the job is called
+    before: ClassVar[str]  # matches the checkpoints of format 1
 
     def __init__(self, directory: str | os.PathLike[str], keep: int, warn: Callable[[str], None]) -> None:
         """Opens a folder, and creates it if needed.
@@ -51,82 +79,217 @@ class CheckpointFolder(abc.ABC):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Lets others save into the folder."""
-
-    @abc.abstractmethod
-    def steps(self) -> list[int]:
-        """Lists the steps of the checkpoints, oldest first."""
-
-    def latest_step(self) -> int | None:
-        """Returns the step of the newest checkpoint; None if there is none."""
-        return max(self.steps(), default=None)
-
-    def set_aside(self, step: int) -> str | None:
-        """Renames the newest checkpoint to ``STEP.nonfinite`` if it is of this step and an older one is left.
-
-        For states that look sound, and make every step that follows NaN or infinite. Only the last that was set aside
-        is kept; renamed back, it can be restored. All processes of a job call it.
-
-        Returns:
-            The new name, in process 0; None if nothing was renamed.
+    def reserve(self) -> None:
+        """Locks the folder until ``close``, as ``save`` does, so that no other job saves there. All processes call it.
 
         Raises:
-            OSError: If it cannot be renamed, or the last save failed.
+            ValueError: If another job has locked it, or it holds checkpoints of format 1.
+            OSError: If it cannot be written.
         """
-        renamed: list[str] = []
+        self._on_first(self._lock)
 
-        def rename() -> None:
-            if len(steps := self._sound_steps()) > 1 and steps[-1] == step:
-                self._remove_aside()
-                renamed.append(self._path(step).rename(self.aside_path(step)).name)
+    def close(self) -> None:
+        """Lets other jobs save into the folder; needs no other process."""
+        _unlock(self.directory, id(self))
 
-        self._on_first(rename)
-        return renamed[0] if renamed else None
+    def steps(self) -> list[int]:
+        """Lists the steps of the checkpoints that this process sees, damaged or not, oldest first."""
+        named = [path for path in self.directory.iterdir() if path.name.isdecimal() and path.is_dir()]
+        ours = [path for path in named if path.name == str(int(path.name)) and any(_parts(path))]
+        return sorted(int(path.name) for path in ours)
+
+    def latest_step(self) -> int | None:
+        """Returns the step of the newest checkpoint that process 0 sees; None if there is none. All processes call it.
+
+        Raises:
+            ValueError: If it is of format 1.
+        """
+        return self._on_first(self._latest_here)
+
+    def about(self, step: int | None = None) -> dict[str, Any]:
+        """Describes a checkpoint without reading its arrays; needs no other process.
+
+        Args:
+            step: Of the checkpoint; the newest that can be read if None.
+
+        Returns:
+            ``format, step, strategy, num_ranks, saved_at, data_position``, and what else the package saved about it.
+
+        Raises:
+            ValueError: If there is no such checkpoint, or it is damaged or written by another version.
+            OSError: If it cannot be read.
+        """
+        return self._choose(step, self._about)
+
+    @property
+    @abc.abstractmethod
+    def _place(self) -> tuple[int, int]:
+        """This process's number in its job, and how many there are."""
 
     @abc.abstractmethod
-    def _on_first(self, function: Callable[[], None]) -> None:
-        """Runs a function in process 0; all processes that call this raise what it raises."""
+    def _exchange(self, text: str) -> list[str]:
+        """Gives the texts of all processes; all call it, as often as the others."""
 
-    @abc.abstractmethod
-    def _remove_aside(self) -> None:
-        """Removes what was set aside before."""
+    def _on_first(self, function: Callable[[], T]) -> T:
+        """Runs a function in process 0, which gives JSON; all get it, or raise what it raises."""
+        process, num_processes = self._place
+        if num_processes == 1:
+            return function()
+        if process:
+            answer = json.loads(self._exchange("null")[0])
+            if "raised" in answer:
+                raise error_of(*answer["raised"])
+            return answer["found"]
+        said: dict[str, Any] = {"raised": ("OSError", f"{self.one} 0 was interrupted")}
+        try:
+            found = function()
+            said = {"found": found}
+            return found
+        except Exception as error:
+            said = {"raised": described(error)}
+            raise
+        finally:
+            self._exchange(json.dumps(said))
 
-    def _sound_steps(self) -> list[int]:
-        """The steps of the checkpoints that are taken for sound."""
-        return self.steps()
+    def _on_each(self, function: Callable[[], T]) -> T:
+        """Runs a function in all processes; if one raises, all raise, and say which if it is not all of them."""
+        if self._place[1] == 1:
+            return function()
+        raised: Exception | None = None
+        try:
+            found = function()
+        except Exception as error:
+            raised = error
+        answers = [json.loads(text) for text in self._exchange(json.dumps(raised and described(raised)))]
+        if not any(answers):
+            return found
+        if raised is not None and all(answer == answers[0] for answer in answers):
+            raise raised
+        first = next(number for number, answer in enumerate(answers) if answer)
+        kind, text = answers[first]
+        raise error_of(kind, f"{self.one} {first}: {text}") from raised
 
-    def _make_way(self, step: int, set_aside: bool) -> None:
-        """Renames damaged checkpoints of this and later steps, and refuses to save before the newest."""
+    def _lock(self) -> None:
+        self._refuse_before()
+        if _lock(self.directory, id(self)):
+            for left in [*self.directory.glob("*.partial"), *self.directory.glob("*.removed")]:
+                if _is_left_over(left):  # by a process that was killed
+                    shutil.rmtree(left, ignore_errors=True)
+
+    def _begin(self, step: int, set_aside: bool) -> None:
+        """Makes way for a save, in process 0; raises a ValueError if there is none."""
+        self._lock()
         for damaged in [one for one in self._damaged if one >= step and self._path(one).exists()]:
             names = itertools.chain([f"{damaged}.damaged"], (f"{damaged}.damaged-{n}" for n in itertools.count(2)))
-            free = next(path for path in map(self.directory.joinpath, names) if not path.exists())
-            self._path(damaged).rename(free)
-        newest = self.latest_step()
+            self._path(damaged).rename(next(path for path in map(self.directory.joinpath, names) if not path.exists()))
+        newest = max(self.steps(), default=-1)
         if set_aside:
-            self._remove_aside()
-        elif newest is not None and step <= newest:
+            for earlier in filter(_is_ours, self.directory.glob("*.nonfinite")):
+                _remove(earlier)
+        elif step <= newest:
             raise ValueError(
                 f"step (={step}) must be above {newest}, that of the newest checkpoint {self._where}: save into another"
                 f" folder, or remove those of step {step} and later"
             )
+        if os.path.lexists(path := self._path(step, set_aside)):
+            raise ValueError(f"{str(path)!r} is no checkpoint: save into another folder, or rename it")
 
-    def _newest(self, read: Callable[[int], T]) -> T:
-        """Reads the newest checkpoint, an older one where it is damaged."""
+    def _write(self, about: dict[str, Any], set_aside: bool, write: Callable[[Path], None]) -> None:
+        """Writes a checkpoint that ``about`` describes, then removes the oldest; in process 0.
+
+        ``write`` writes the arrays into a folder, under names that begin with ``state``.
+        """
+        step, path = about["step"], self._path(about["step"], set_aside)
+        partial = path.with_name(f"{path.name}.partial")
+        try:
+            partial.mkdir()
+            write(partial)
+            written = datetime.now(UTC).isoformat(timespec="seconds")
+            about = {
+                "format": FORMAT,
+                "package": self.package,
+                "saved_at": written,
+                **about,
+                "files": _files_in(partial),
+            }
+            with (partial / "about.json").open("x") as file:
+                json.dump({"about": about, "crc32": _checksum(about)}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.rename(path)
+        except Exception as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).partition("\n")[0]
+            raise OSError(f"{self._name(step)} was not saved: {reason}") from error
+        ours = [one for one in self.steps() if one not in self._damaged and _is_ours(self._path(one))]
+        for old in () if set_aside else ours[: -self._keep]:
+            _remove(self._path(old))
+
+    def _agree(self, step: int | None) -> dict[str, Any]:
+        """Describes the checkpoint that process 0 takes, once all processes have read the same, sound one."""
+        first = self._on_first(lambda: self._choose(step, self._sound))
+
+        def read() -> dict[str, Any]:
+            about = first if self._place[0] == 0 else self._sound(first["step"])
+            if about != first:
+                raise ValueError(f"{self._name(first['step'])} is not the one of that step that {self.one} 0 reads")
+            return about
+
+        return self._on_each(read)
+
+    def _choose(self, step: int | None, read: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
+        """Reads a checkpoint; without a step the newest, an older one where it is damaged."""
+        if step is not None:
+            return read(step)
+        self._refuse_before()
         damaged: list[tuple[int, DamagedError]] = []
-        for step in reversed(self.steps()):
+        for one in reversed(self.steps()):
             try:
-                found = read(step)
+                found = read(one)
             except DamagedError as error:
-                damaged.append((step, error))
+                damaged.append((one, error))
                 continue
             for newer, _ in damaged:
                 if newer not in self._damaged:
-                    self._warn(f"{self._name(newer)} is damaged or half-written: took step {step}")
+                    self._warn(f"{self._name(newer)} is damaged or half-written: took step {one}")
             self._damaged.update(newer for newer, _ in damaged)
             return found
-        raise damaged[0][1] if damaged else ValueError(f"no checkpoint in {str(self.directory)!r}")
+        raise damaged[0][1] if damaged else ValueError(f"no checkpoint {self._where}")
+
+    def _sound(self, step: int) -> dict[str, Any]:
+        """Describes a checkpoint whose files are what was written."""
+        about = self._about(step)
+        for name, (num_bytes, checksum) in about["files"].items():
+            path = self._path(step) / name
+            is_file = path.is_file()  # not a pipe, which could be read for ever
+            if not is_file or path.stat().st_size != num_bytes or _checksum_of(path) != checksum:
+                raise self._damage(step)
+        return about
+
+    def _about(self, step: int) -> dict[str, Any]:
+        if step not in (steps := self.steps()):
+            raise ValueError(f"no {self._name(step)}: there are {', '.join(map(str, steps)) or 'none'}")
+        try:
+            about = _read_about(self._path(step))
+        except (ValueError, LookupError, TypeError, FileNotFoundError, RecursionError) as error:
+            raise self._damage(step) from error
+        if (about["format"], about["package"]) != (FORMAT, self.package):
+            written = f"format {about['format']} of {about['package']}"
+            raise ValueError(f"{self._name(step)} has {written}: this is format {FORMAT} of {self.package}")
+        if about["step"] != step:
+            raise ValueError(f"{self._name(step)} is that of step {about['step']}: remove or rename its folder")
+        return about
+
+    def _latest_here(self) -> int | None:
+        self._refuse_before()
+        return max(self.steps(), default=None)
+
+    def _refuse_before(self) -> None:
+        for path in self.directory.glob(self.before):
+            raise ValueError(
+                f"{str(path)!r} is of a checkpoint of format 1, which this version does not read (format {FORMAT}): "
+                "take another folder"
+            )
 
     def _damage(self, step: int) -> DamagedError:
         return DamagedError(f"{self._name(step)} is damaged or half-written: remove it to go on from an older one")
@@ -138,12 +301,8 @@ class CheckpointFolder(abc.ABC):
     def _where(self) -> str:
         return f"in {str(self.directory)!r}"
 
-    def _path(self, step: int) -> Path:
-        return self.directory / f"{step}{self.suffix}"
-
-    def aside_path(self, step: int) -> Path:
-        """Where a checkpoint is that was set aside."""
-        return self.directory / f"{step}.nonfinite{self.suffix}"
+    def _path(self, step: int, set_aside: bool = False) -> Path:
+        return self.directory / (f"{step}.nonfinite" if set_aside else str(step))
 
 
 def refuse_nonfinite(step: int, names: Sequence[str]) -> None:
@@ -157,3 +316,134 @@ def refuse_nonfinite(step: int, names: Sequence[str]) -> None:
         raise FloatingPointError(
             f"state of step {step} must be finite to be saved: {', '.join(names[:3])}{more} are not"
         )
+
+
+def as_json(data_position: Any) -> Any:
+    """Gives a position in the data as JSON gives it back; raises a ValueError if it is none."""
+    try:
+        return json.loads(json.dumps(data_position))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"data_position (={data_position!r}) must be JSON: {error}") from error
+
+
+def described(error: Exception) -> tuple[str, str]:
+    """Tells what was raised, for other processes."""
+    kinds = [name for name, kind in _RAISED.items() if isinstance(error, kind)]
+    return (kinds or [type(error).__name__])[0], str(error)
+
+
+def error_of(kind: str, text: str) -> Exception:
+    """Undoes ``described``."""
+    return _RAISED[kind](text) if kind in _RAISED else RuntimeError(f"{kind}: {text}")
+
+
+def _parts(checkpoint: Path) -> list[Path]:
+    return [*checkpoint.glob("about.json"), *checkpoint.glob("state*")]
+
+
+def _read_about(checkpoint: Path) -> dict[str, Any]:
+    path = checkpoint / "about.json"
+    if not path.is_file() or path.stat().st_size > _MOST_ABOUT_BYTES:
+        raise ValueError("no description")
+    written = json.loads(path.read_bytes())
+    if written["crc32"] != _checksum(written["about"]):
+        raise ValueError("another description")
+    return written["about"]
+
+
+def _is_ours(checkpoint: Path) -> bool:
+    """Whether a folder holds what this program writes, which alone it removes."""
+    try:
+        return bool(_read_about(checkpoint))
+    except (ValueError, LookupError, TypeError, OSError, RecursionError):
+        return False
+
+
+def _is_left_over(folder: Path) -> bool:
+    """Whether this program was writing or removing a folder; that of something else may have such a name."""
+    return folder.is_dir() and re.fullmatch(r"\d+(\.nonfinite)?", folder.stem) is not None
+
+
+def _remove(checkpoint: Path) -> None:
+    """Removes a checkpoint; one that is half removed has another name."""
+    removed = checkpoint.rename(checkpoint.with_name(f"{checkpoint.name}.removed"))
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def _files_in(folder: Path) -> dict[str, tuple[int, int]]:
+    """Size and checksum of each file, which is on the disk afterwards."""
+    found = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        found[str(path.relative_to(folder))] = (path.stat().st_size, _checksum_of(path))
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    return found
+
+
+def _checksum_of(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while piece := file.read(2**22):
+            checksum = zlib.crc32(piece, checksum)
+    return checksum
+
+
+def _checksum(about: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(about, sort_keys=True).encode())
+
+
+class _Lock(NamedTuple):
+    file: Any
+    holders: set[int]
+
+
+_locks: dict[Path, _Lock] = {}  # of the folders that this process saves into
+
+
+def _lock(directory: Path, holder: int) -> bool:
+    """Locks a folder for one of this process's objects; the system drops the lock of a process that ends.
+
+    Nothing is noticed on a file system without locks.
+
+    Returns:
+        Whether this process did not hold the lock before.
+
+    Raises:
+        ValueError: If another process has locked it.
+        OSError: If it cannot be written.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    is_new = directory not in _locks
+    while directory not in _locks:
+        file = open(directory / ".writer", "a+b", buffering=0)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with file:
+                file.seek(0)
+                holding = file.read().decode(errors="replace") or "another process"
+            raise ValueError(
+                f"directory (={str(directory)!r}) is being written to by {holding}: let that finish, or save into "
+                "another folder"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(file.name)):  # else its holder has just removed it
+                file.truncate(0)
+                with contextlib.suppress(OSError):  # the disk is full
+                    file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+                _locks[directory] = _Lock(file, set())
+    _locks[directory].holders.add(holder)
+    return is_new
+
+
+def _unlock(directory: Path, holder: int) -> None:
+    lock = _locks.get(directory)
+    if lock is None or holder not in lock.holders:
+        return
+    lock.holders.remove(holder)
+    if not lock.holders:
+        del _locks[directory]
+        Path(lock.file.name).unlink(missing_ok=True)
+        lock.file.close()

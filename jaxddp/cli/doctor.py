@@ -28,8 +28,7 @@ _GIB = 2**30
 _OLDEST_DRIVER = {12: 525, 13: 580}  # by CUDA's major version
 _ASK = {
     "JAX": """
-import json, os
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+import json
 from jaxddp.cli.quiet import import_jax
 import_jax()
 import jax
@@ -53,18 +52,12 @@ _OVERRIDES = {
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "torch multiplies float32 in TF32 whatever a program asks for: unset it",
     "NVIDIA_TF32_OVERRIDE": "it replaces what programs ask for in both frameworks: unset it",
     "CUDA_LAUNCH_BLOCKING": "every kernel is waited for and nothing overlaps: unset it",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "with 1, communication starts only after the computation queued before it",
+    "CUDA_DEVICE_MAX_CONNECTIONS=1": "communication starts only after the computation queued before it: unset it",
     "NCCL_P2P_DISABLE": "GPUs of a host do not use NVLink",
     "NCCL_IB_DISABLE": "hosts communicate over TCP",
     "JAX_PLATFORMS": "JAX starts on these platforms only",
 }
-_WIRES = {  # of nvidia-smi topo -m, slowest first
-    "SYS": "the link between processors",
-    "NODE": "PCIe host bridges",
-    "PHB": "a PCIe host bridge",
-    "PXB": "several PCIe switches",
-    "PIX": "a PCIe switch",
-}
+_SLOW_WIRES = {"SYS", "NODE", "PHB", "PXB", "PIX"}  # of nvidia-smi topo -m: PCIe, of several kinds
 
 
 class Line(NamedTuple):
@@ -116,15 +109,16 @@ def examine() -> Iterator[Line]:
     yield from _interface_lines()
     yield from _memory_lines(gpus)
     for name, value in environment.variables().items():
-        advice = _OVERRIDES.get(name, "")
+        advice = _OVERRIDES.get(name) or _OVERRIDES.get(f"{name}={value}", "")
         yield Line("variable", f"{name}={value}", advice, NOTE if advice else OK)
 
 
 def ask(framework: str) -> dict[str, Any] | str:
     """What a framework reports about itself, in a process that ends with the answer; the error if there is none."""
     command = [sys.executable, "-c", _ASK[framework]]
+    counts_only = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # others may use the GPUs meanwhile
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, env=counts_only)
     except subprocess.TimeoutExpired:
         return f"gives no answer within {_TIMEOUT_S:.0f} s"
     if done.returncode:
@@ -215,16 +209,14 @@ def _library_lines(asked: dict[str, dict[str, Any] | str]) -> Iterator[Line]:
 def _topology_lines(num_gpus: int) -> Iterator[Line]:
     if num_gpus < 2:
         return
-    table = environment.nvidia_smi("topo", "-m")
-    rows = [line.split() for line in (table or "").splitlines() if re.match(r"GPU\d+\s", line)]
+    rows = [line.split() for line in (environment.nvidia_smi("topo", "-m") or "").splitlines()]
+    rows = [row for row in rows if row and re.fullmatch(r"GPU\d+", row[0]) and "X" in row]
     links = {cell for row in rows for cell in row[1 : len(rows) + 1]} - {"X"}
-    if not links:
-        yield Line("topology", "nvidia-smi topo -m prints none", "see whether the GPUs are joined by NVLink", NOTE)
-    elif slow := next((wire for wire in _WIRES if wire in links), None):
-        advice = f"give inspect their speed: --network-gb-per-s; some GPUs are joined by {_WIRES[slow]}"
-        yield Line("topology", ", ".join(sorted(links)), advice, NOTE)
+    said = f"{', '.join(sorted(links))} between GPUs" if links else "nvidia-smi topo -m prints none"
+    if not links or links & _SLOW_WIRES:
+        yield Line("topology", said, "without NVLink, give inspect the speed: --network-gb-per-s", NOTE)
     else:
-        yield Line("topology", f"{', '.join(sorted(links))} between all GPUs")
+        yield Line("topology", said)
 
 
 def _job_lines() -> Iterator[Line]:
@@ -237,7 +229,6 @@ def _job_lines() -> Iterator[Line]:
     if job is None:
         here = [name for name in ("srun", "mpirun", "torchrun") if shutil.which(name)]
         yield Line("job", f"none, one process; installed: {', '.join(here) or 'no launcher'}")
-        yield _try_port("127.0.0.1", 0)
         return
     yield Line("job", job.describe(f"GPUs {chosen}" if chosen else "no GPU"))
     yield from _port_lines(job)
@@ -245,25 +236,20 @@ def _job_lines() -> Iterator[Line]:
 
 def _port_lines(job: Job) -> Iterator[Line]:
     try:
-        address = socket.gethostbyname(job.host)
+        address = job.bind_host
     except OSError:
         yield Line("port", f"{job.host} has no address here", "set MASTER_ADDR to one that every host knows", FAIL)
         return
-    if job.num_hosts > 1 and address.startswith("127.") and (job.process_id or address != "127.0.1.1"):
+    if job.num_hosts > 1 and address.startswith("127.") or job.process_id and address == "0.0.0.0":
         advice = "other hosts cannot reach it: set MASTER_ADDR"
-        yield Line("port", f"{job.host} is {address} here", advice, FAIL)
+        yield Line("port", f"{job.host} is an address of each host's own", advice, FAIL)
     elif job.process_id == 0 and job.launcher != "torchrun":  # whose agent listens there already
-        line = _try_port(job.bind_host, job.port)
-        yield line if line.status == OK else line._replace(advice="set MASTER_PORT to a free one")
-
-
-def _try_port(host: str, port: int) -> Line:
-    with socket.socket() as probe:
         try:
-            probe.bind((host, port))
+            job.listen().close()
         except OSError as error:
-            return Line("port", f"{host}:{port}: {error.strerror}", "nothing can listen there", FAIL)
-    return Line("port", f"{host}:{port or 'any'} can be listened on")
+            yield Line("port", f"{job.address}: {error.strerror}", "set MASTER_PORT to a free one", FAIL)
+        else:
+            yield Line("port", f"{job.address} can be listened on")
 
 
 def _interface_lines() -> Iterator[Line]:

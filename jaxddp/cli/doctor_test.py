@@ -64,7 +64,7 @@ def test_a_machine_on_which_all_is_well(machine):
     assert said["JAX"] == f"0.10.2 on 8 x {H100}"
     assert said["torch"] == f"2.13.0 on 8 x {H100}, nccl 2.29.7"
     assert said["libraries"] == "nvidia-nccl-cu13 2.29.7"
-    assert said["topology"] == "NV18 between all GPUs"
+    assert said["topology"] == "NV18 between GPUs"
 
 
 CPU = {"version": "0.10.2", "platform": "cpu", "devices": ["cpu"], "cuda": []}
@@ -87,8 +87,8 @@ NCCLS = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
         ({"wheels": {"jax-cuda12-plugin": "1", "jax-cuda13-plugin": "1"}}, FAIL, "libraries",
          "which one JAX starts is chance: beside .[cuda13] install test-gpu in place of test and targets"),
         ({"topology": PCIE}, NOTE, "topology",
-         "give inspect their speed: --network-gb-per-s; some GPUs are joined by the link between processors"),
-        ({"topology": None}, NOTE, "topology", "see whether the GPUs are joined by NVLink"),
+         "without NVLink, give inspect the speed: --network-gb-per-s"),
+        ({"topology": None}, NOTE, "topology", "without NVLink, give inspect the speed: --network-gb-per-s"),
         ({"name": "NVIDIA L40S"}, NOTE, "GPUs", "not simulated: its numbers are none of h100, h200, a100, b200, v5p"),
         ({"mode": "Prohibited"}, FAIL, "GPUs", "no program may use them: nvidia-smi -c DEFAULT"),
         ({"mode": "Exclusive_Process"}, NOTE, "GPUs", "a GPU takes one process at a time"),
@@ -117,6 +117,7 @@ OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in
          "set MASTER_ADDR to one that every host knows"),
         ({"NCCL_SOCKET_IFNAME": "=eth77"}, FAIL, "interface", "no such interface, there are "),
         ({"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}, NOTE, "variable", "torch multiplies float32 in TF32 whatever a "),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, NOTE, "variable", "communication starts only after the computation"),
     ],
 )  # fmt: skip
 def test_what_the_environment_breaks(variables, status, subject, advice, machine, monkeypatch):
@@ -146,6 +147,18 @@ def test_this_machine_is_reported_by_processes_that_end():
     of = {line["subject"]: line for line in lines}
     assert of["JAX"]["status"] == OK and of["JAX"]["found"].endswith(" x cpu")
     assert any(line["found"] == "NCCL_DEBUG=WARN" and line["status"] == OK for line in lines)
+
+
+def test_other_numbers_of_connections_are_none_to_be_warned_of(machine, monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    assert wrong(machine()) == []
+
+
+def test_counting_gpus_takes_no_memory(monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
+    monkeypatch.setitem(doctor._ASK, "JAX", "import os; print(os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'] == 'false' "
+                        "and '{\"counts\": 1}')")  # fmt: skip
+    assert doctor.ask("JAX") == {"counts": 1}
 
 
 def test_a_framework_that_ends_with_an_error_is_quoted(monkeypatch):

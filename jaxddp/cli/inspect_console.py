@@ -1,4 +1,4 @@
-"""The output of ``inspect``: a table and a line of text for each step, or one JSON object."""
+"""The output of ``inspect``: a table with a row for each step, or one JSON object."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from typing import Any, TextIO
 from rich import box
 from rich.console import Console
 from rich.measure import Measurement
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from ..communication.buckets import MIB
 from ..instruments.inspect import Inspection
 from ..instruments.simulate import network_in_words
-from ..instruments.timeline import MIN_WIDTH, ONE_LINE_LEGEND, one_line
 
 _COLUMNS = (
     ("strategy", ""), ("planned", ""), ("compiled", ""), ("check", ""), ("volume", "MiB"), ("first", "start"),
@@ -35,11 +33,10 @@ _LEGEND = (
 _SHORT = {"all-reduce": "AR", "all-gather": "AG", "reduce-scatter": "RS", "collective-permute": "CP"}
 _WIDTH_ELSEWHERE = 160
 _ANY_WIDTH = 10_000
-_LINE_WIDTH = 72
 
 
 def show(inspections: list[Inspection], model: str, folder: Path | None, file: TextIO | None = None) -> None:
-    """Writes the table, a line for each step and the pictures' folder; ``model`` is a model's name or a dump's file."""
+    """Writes the table and the pictures' folder; ``model`` is a model's name or a dump's file."""
     file = file or sys.stdout
     # Explicit, because a CI job's environment can make rich write control codes to files.
     width = None if file.isatty() else _WIDTH_ELSEWHERE
@@ -69,13 +66,6 @@ def show(inspections: list[Inspection], model: str, folder: Path | None, file: T
     chip = first.target.chip
     pool = f"; JAX takes {chip.pool_bytes / 1e9:.1f} unless XLA_PYTHON_CLIENT_MEM_FRACTION is set"
     console.print(f"{_LEGEND}, of {chip.memory_bytes / 1e9:.1f}{pool if chip.platform == 'gpu' else ''}.")
-    console.print()
-    indent = 2 + max(len(inspection.strategy) for inspection in inspections)
-    line_width = max(MIN_WIDTH, min(_LINE_WIDTH, console.width - indent))
-    for inspection in inspections:
-        line = one_line(inspection.simulation, line_width)
-        console.print(f"{inspection.strategy:<{indent}}{line}", soft_wrap=True)
-    console.print(Padding(ONE_LINE_LEGEND, (0, 0, 0, indent)))
     for inspection in inspections:
         for note in inspection.notes:
             console.print(f"{inspection.strategy}: {note}")

@@ -74,10 +74,8 @@ def test_a_row_holds_what_the_schedule_and_the_simulation_say(both):
         assert row[12:] == [f"{simulation.step_s / each.bound.step_s:.3f}", "4.5"]
 
 
-def test_each_step_is_a_line_below(both):
+def test_the_bound_and_the_pictures_are_below(both):
     output = shown(both, folder=Path("runs/here"))
-    for each in both:
-        assert re.search(rf"^{each.strategy} +[fFbBoO#]{{72}}$", output, re.M)
     assert "\nNo schedule can beat the bound, " in output
     assert output.endswith("\nruns/here: timeline.png, timeline.svg, trace.json (for ui.perfetto.dev)\n")
     assert "\x1b" not in output

@@ -107,14 +107,6 @@ def test_bfloat16_is_of_copies_that_the_loss_takes(monkeypatch):
     assert {leaf.dtype for leaf in jax.tree.leaves(half.params)} == {jnp.dtype("float32")}
 
 
-@pytest.mark.full
-def test_bfloat16_computes_less_and_sends_the_same_float32(printed, capsys):
-    assert main(["inspect", *CUSTOM.split(), *"--bucket-mb 0.03 --dtype bf16 --json".split()]) == 0
-    whole, half = json.loads(printed), json.loads(capsys.readouterr().out)
-    assert half["as_planned"] is True and half["planned"] == whole["planned"]  # in the same order as well
-    assert half["lower_bound_ms"] != whole["lower_bound_ms"]
-
-
 def test_several_hosts_take_the_given_network_between_them(folder, printed, capsys):
     dump = str(folder / "own.hlo")
     found = {}
@@ -157,48 +149,29 @@ def test_the_table_says_where_the_pictures_are(printed, folder, capsys, monkeypa
 
 BAD_INPUT = {
     "--target x100:8": "target 'x100:8' is of an unknown chip 'x100': one of h100, ",
-    "--target h100": "target 'h100' must be chip:devices or chip:hosts x devices, as in ",
-    "--target h100:9": "target 'h100:9' must have 1 to 8 devices, a multiple of 8, or hosts x devices",
-    "--target h100:0": "target 'h100:0' must have 1 to 8 devices",
-    "--target h100:2x9": "target 'h100:2x9' must have at least 1 host of 1 to 8 devices",
     "--target v5p:12": "target 'v5p:12' makes no torus: v5p comes in 4, 8, 16, ",
     "--network-gb-per-s 0": "network gb_per_s (=0.0) must be a positive finite number of 10^9 bytes per second",
-    "--network-gb-per-s -1": "network gb_per_s (=-1.0) must be a positive finite number",
-    "--network-gb-per-s nan": "network gb_per_s (=nan) must be a positive finite number",
-    "--network-gb-per-s inf": "network gb_per_s (=inf) must be a positive finite number",
     "--network-gb-per-s -1 --target h100:2x8": "network host_gb_per_s (=-1.0) must be a positive finite number",
     "--network-gb-per-s fast": "argument --network-gb-per-s: invalid float value: 'fast'; see ",
     "--latency-us -1": "latency_us (=-1.0) must be a finite number of microseconds, 0 or more",
-    "--latency-us nan": "latency_us (=nan) must be a finite number of microseconds, 0 or more",
     "--batch-per-device 0": "batch_per_device (=0) must be a positive integer",
     "--strategy fast": "unknown strategy 'fast': one of auto, naive, ",
-    "--compare auto fast": "unknown strategy 'fast': one of auto, naive, ",
     "--model toy": "unknown model 'toy': one of custom, tiny, ",
     "--layers 3": "--layers must come with --model custom, not with 'seed_xl'",
     "--model custom --layers 2 --width 32": "--model custom needs --heads, --hidden, --vocab, --context as well",
     f"{CUSTOM} --width 0": "width (=0) must be a positive integer",
     f"{CUSTOM} --heads 3": "width (=32) must be divisible by num_heads (=3)",
     "--model tiny --bucket-mb 0": "bucket_mb (=0.0) must be a positive number of MiB",
-    "--model tiny --bucket-mb -1": "bucket_mb (=-1.0) must be a positive number of MiB",
-    "--model tiny --bucket-mb nan": "bucket_mb (=nan) must be a positive number of MiB",
     "--bucket-mb text": "argument --bucket-mb: 'text' must be a number of MiB, or auto; see python -m jaxddp ",
     "--bucket-mb 3 --strategy flat": "bucket_mb (=3.0) must come with one of bucketed, zero1, zero2, not 'flat'",
     "--out {full}": "out (={full}) must not exist, or be an empty folder: nothing is overwritten",
-    "--out {full}/file --json": "out (={full}/file) must not exist, or be an empty folder: nothing is overwritten",
     "--dump-hlo {full}/file": "dump_hlo (={full}/file) must not exist: nothing is overwritten",
     "--dump-hlo {full}/no/file": "dump_hlo (={full}/no/file) must be in a folder that exists",
     "--hlo {full}/file --compare auto": "compare (=['auto']) must be left out with --hlo, which is one program",
-    "--hlo {full}/file --dtype bf16": "dtype (=bf16) must be left out with --hlo",
     "--dtype bfloat16": "dtype (='bfloat16') must be one of f32, bf16",
-    "--hlo {full}/file --bucket-mb 0": "bucket_mb (=0.0) must be left out with --hlo",
     "--hlo {full}/no": "[Errno 2] No such file or directory: '{full}/no'",
-    "--hlo {full}": "[Errno 21] Is a directory: '{full}'",
-    # 3.46e9 float32 parameters, of which AdamW keeps two more and the backward makes one: 16 bytes each. Stage 2 keeps
-    # 4 + 12/8 bytes each of them, stage 3 2 bytes.
-    TOO_LARGE: "parameters, gradients and optimizer state alone need 223.6 GB on each device of 'h100:8', which has "
-    "80.0 GB: 143.6 GB too much; ZeRO-2 would fit, with 76.9 GB",
-    f"{TOO_LARGE} --target h100:1": "parameters, gradients and optimizer state alone need 223.6 GB on each device of "
-    "'h100:1', which has 80.0 GB: 143.6 GB too much; even ZeRO-3 would need 223.6 GB",
+    # 13.97e9 float32 parameters, of which AdamW keeps two more: 12 bytes each.
+    TOO_LARGE: "parameters and optimizer state alone need 167.7 GB on each device of 'h100:8', which has 80.0 GB: ",
 }
 
 
@@ -208,7 +181,6 @@ def test_bad_input_is_one_line_and_status_2_before_anything_is_compiled(command,
         raise AssertionError("must not compile")
 
     monkeypatch.setattr("jaxddp.instruments.targets.start_compile_for_target", fail)
-    monkeypatch.setattr("jaxddp.instruments.inspect.start_compile_for_target", fail)
     monkeypatch.chdir(tmp_path)
     full = tmp_path / "full"
     full.mkdir()
@@ -225,17 +197,10 @@ def test_bad_input_is_one_line_and_status_2_before_anything_is_compiled(command,
     assert (full / "file").read_text() == "kept" and os.listdir(tmp_path) == ["full"]
 
 
-GPU_TEXT = load_fixture("gpu-naive-jax0.10")
-
-
 @pytest.mark.parametrize(
     ("content", "said"),
     [
         (load_fixture("cpu-naive-jax0.10"), "the program is one for cpu, and target 'h100:8' is a gpu"),
-        (load_fixture("tpu-naive-jax0.12"), "the program is one for tpu, and target 'h100:8' is a gpu"),
-        (GPU_TEXT.replace("is_scheduled=true, ", "", 1), "the HLO module is not scheduled: compile it first"),
-        (GPU_TEXT[: len(GPU_TEXT) // 2], "the HLO module is cut off"),
-        ("", "text (=''...) must be a compiled HLO module"),
         ("import jax\n", "text (='import jax\\n'...) must be a compiled HLO module"),
         (bytes(range(256)), "text (="),
     ],

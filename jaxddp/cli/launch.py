@@ -1,8 +1,8 @@
 """``python -m jaxddp launch``: starts a script as the processes of a job on this machine.
 
-The processes are torchrun's where torch is installed. Elsewhere, and with ``--elastic``, they are started here with
-torchrun's variables (``jaxddp.processes.job``): torchrun's agent would replace a rank that is lost on its own host.
-When one fails, the others are ended, and the exit status is its own.
+They get torchrun's variables (``jaxddp.processes.job``). When one fails, the others are ended, and the exit status is
+its own. torchrun starts the same scripts; this needs no torch, listens to no other host, starts again without the
+processes that were lost, and leaves nothing behind that they have started.
 
 In a job of several processes, which srun, torchrun or mpirun has started, it starts none: each process becomes the
 script.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -20,51 +21,30 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
-from ..processes.job import Job, find_job
+from ..arguments import check_integer
+from ..processes.job import STUCK_S, TOKEN, Job, check_wait, find_job
 from ..processes.stderr import print_line
 from ..processes.watchdog import STATUS as LOST_ANOTHER
 from .interrupts import noted_signals
 
 _LOG_DIR = "runs/launch"
 _POLL_S = 0.1
+_LAST_WORDS_S = 3.0  # after a failure, in which the others may say what they lost
 _GRACE_S = 10.0  # between SIGTERM and SIGKILL
 _NOT_LOST = (0, LOST_ANOTHER, -signal.SIGTERM, 128 + signal.SIGTERM)  # the last two of those that are ended here
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_START = f"""
+# Linux ends the process with SIGTERM when this one dies. Not preexec_fn: Python code between fork and exec can deadlock
+# in a process with threads, as JAX's is.
+_START = """
 import os, signal, sys
 if sys.platform == "linux":
     import ctypes
-    ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, signal.SIGTERM)
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     if os.getppid() != int(sys.argv[1]):
         sys.exit("the launcher has ended")
-os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
-"""
-# Its own main would print tracebacks of failures and signals, and end with status 1 whatever a rank's is. Its stores
-# would listen to other hosts.
-_TORCHRUN = f"""
-import socket, sys
-import torch.distributed
-class StoreOnLoopback(torch.distributed.TCPStore):
-    def __init__(self, host_name, port=0, *arguments, is_master=False, **options):
-        if is_master:
-            listener = socket.create_server(("127.0.0.1", port), backlog=4096)
-            port, options["master_listen_fd"] = listener.getsockname()[1], listener.detach()
-        super().__init__(host_name, port, *arguments, is_master=is_master, **options)
-torch.distributed.TCPStore = StoreOnLoopback
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import parse_args, run
-try:
-    run(parse_args(sys.argv[1:]))
-except ChildFailedError as error:
-    codes = [failure.exitcode for failure in error.failures.values()]
-    sys.exit(abs(min(codes, key=lambda code: code == {LOST_ANOTHER})))
-except SignalException as error:
-    sys.exit(128 + error.sigval)
+os.execv(sys.executable, [sys.executable, "-u", *sys.argv[2:]])
 """
 
 
@@ -84,6 +64,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--log-dir", metavar="DIR", help=f"folder for the ranks' logs, not used in a job (default: {_LOG_DIR})"
     )
+    parser.add_argument(
+        "--stuck-s", type=float, metavar="S", help="seconds in which a rank may be silent, or keep the others waiting, "
+        "before all end with status 5 (default: what the script says, or 600)",
+    )  # fmt: skip
     add_max_restarts(parser)
     parser.add_argument("script", help="a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
@@ -98,6 +82,9 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if not Path(arguments.script).is_file():
         raise ValueError(f"script (={arguments.script!r}) must be a file")
+    if arguments.stuck_s is not None:
+        check_wait("stuck_s", arguments.stuck_s)
+        os.environ[STUCK_S] = str(arguments.stuck_s)
     command = [arguments.script, *arguments.arguments]
     job = find_job()
     if job is not None and (job.num_processes > 1 or arguments.ranks is None):
@@ -168,150 +155,144 @@ def launch(
     Raises:
         ValueError: If ``num_processes`` is not positive, or ``max_restarts`` negative.
     """
-    if num_processes < 1:
-        raise ValueError(f"num_processes (={num_processes}) must be a positive integer")
-    if max_restarts < 0:
-        raise ValueError(f"max_restarts (={max_restarts}) must not be negative")
-    if find_spec("torch") is None or fits is not None:  # torchrun's agent would replace what was lost
-        for restart in range(max_restarts):
-            status, signals, num_lost = _launch_alone(command, num_processes, log_dir, restart)
-            if status == 0 or signals:
-                return status
-            if fits is not None:
-                left = num_processes - num_lost
-                num_processes = next(filter(fits, range(left, 0, -1)), 0)
-                if num_processes == 0:
-                    print_line(f"no restart: {left} processes are left")
-                    return status
-            print_line(f"restart {restart + 1} of {max_restarts}, after status {status}, in {num_processes} processes")
-        return _launch_alone(command, num_processes, log_dir, max_restarts)[0]
-    # Without a folder torchrun would make one under /tmp, and leave it there.
-    logs = [f"--log-dir={os.devnull}"] if log_dir is None else [f"--log-dir={log_dir}", "--redirects=3", "--tee=0:3"]
-    torchrun = ["-c", _TORCHRUN, f"--nproc-per-node={num_processes}", f"--max-restarts={max_restarts}"]
-    here = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-    # torchrun would set it to 1 and say so in five lines.
-    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_processes)), **os.environ}
-    process = subprocess.Popen(_ended_with_parent([*torchrun, *here, *logs, *command]), env=environment)
-    return _wait([process])[0]
+    check_integer("num_processes", num_processes)
+    check_integer("max_restarts", max_restarts, 0)
+    for restart in range(max_restarts + 1):
+        status, is_signalled, num_lost = _Processes(command, num_processes, log_dir, restart).wait()
+        if status == 0 or is_signalled or restart == max_restarts:
+            break
+        if fits is not None:
+            left = num_processes - num_lost
+            num_processes = next(filter(fits, range(left, 0, -1)), 0)
+            if num_processes == 0:
+                print_line(f"no restart: {left} processes are left")
+                break
+        print_line(f"restart {restart + 1} of {max_restarts}, after status {status}, in {num_processes} processes")
+    return status
 
 
-def _launch_alone(
-    command: Sequence[str], num_processes: int, log_dir: str | None, restart: int
-) -> tuple[int, list[int], int]:
-    """Runs the processes once; gives the exit status, the signals that were passed on, and how many were lost."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes: list[subprocess.Popen] = []
-    readers: list[threading.Thread] = []
-    for rank in range(num_processes):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_processes, "LOCAL_WORLD_SIZE": num_processes}
-        environment = os.environ | {name: str(value) for name, value in place.items()}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        environment["TORCHELASTIC_RESTART_COUNT"] = str(restart)
-        process = subprocess.Popen(
-            _ended_with_parent(["-u", *command]),
-            env=environment,
-            stdout=None if log_dir is None else subprocess.PIPE,
-            stderr=None if log_dir is None else subprocess.STDOUT,
-        )
-        processes.append(process)
-        if log_dir is not None:
-            log = Path(log_dir, f"rank-{rank}.log")
-            readers.append(
-                threading.Thread(target=_write_log, args=(process, log, rank == 0, restart > 0), daemon=True)
+class _Processes:
+    """The processes of a job, started once; each leads a group of its own, with whatever it starts."""
+
+    def __init__(self, command: Sequence[str], count: int, log_dir: str | None, restart: int) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        alike = {
+            "WORLD_SIZE": count,
+            "LOCAL_WORLD_SIZE": count,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "TORCHELASTIC_RESTART_COUNT": restart,
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", max(1, (os.cpu_count() or 1) // count)),
+            TOKEN: secrets.token_hex(16),
+        }
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.readers: list[threading.Thread] = []
+        for rank in range(count):
+            variables = alike | {"RANK": rank, "LOCAL_RANK": rank}
+            process = subprocess.Popen(
+                [sys.executable, "-c", _START, str(os.getpid()), *command],
+                env=os.environ | {name: str(value) for name, value in variables.items()},
+                stdin=subprocess.DEVNULL,
+                stdout=None if log_dir is None else subprocess.PIPE,
+                stderr=None if log_dir is None else subprocess.STDOUT,
+                process_group=0,
             )
-            readers[-1].start()
-    ended = _wait(processes)
-    for reader in readers:
-        reader.join(_GRACE_S)
-    lost = [process.returncode for process in processes if process.returncode not in _NOT_LOST]
-    # XLA aborts processes that miss process 0.
-    return *ended, sum(status != -signal.SIGABRT for status in lost) or len(lost)
+            self.processes.append(process)
+            if process.stdout is not None and log_dir is not None:
+                path, mode = Path(log_dir, f"rank-{rank}.log"), "ab" if restart else "wb"
+                reader = threading.Thread(target=_copy, args=(process.stdout, path, mode, rank == 0), daemon=True)
+                self.readers.append(reader)
+                reader.start()
+
+    def wait(self) -> tuple[int, bool, int]:
+        """Waits for all; after the first failure, and however this ends, ends the others.
+
+        Signals of schedulers are passed on to the processes, which end by themselves.
+
+        Returns:
+            The exit status, whether a signal came, and how many were lost.
+        """
+        failed, num_passed_on, until = None, 0, float("inf")
+        with noted_signals(is_in_job=False) as signals:
+            try:
+                while self._running() and time.monotonic() < until:
+                    for number in signals[num_passed_on:]:
+                        num_passed_on += 1
+                        self._send(number)
+                    # First one that fails by itself, not for the loss of another.
+                    ended = sorted((one for one in self.processes if one.returncode), key=_is_consequence)
+                    if failed is None and ended and not signals:
+                        failed, until = ended[0], time.monotonic() + _LAST_WORDS_S
+                        rank = self.processes.index(failed)
+                        if len(self.processes) > 1:
+                            print_line(f"rank {rank} ended with status {failed.returncode}: ending the others")
+                    time.sleep(_POLL_S)
+            except KeyboardInterrupt:
+                self._send(signal.SIGINT)
+                raise
+            finally:
+                self._end()
+        statuses = [process.returncode for process in self.processes]
+        status = abs(failed.returncode) if failed is not None else max(map(abs, statuses))
+        if signals and status in (signals[0], 128 + signals[0]):
+            status = 128 + signals[0]
+        lost = [status for status in statuses if status not in _NOT_LOST]
+        # XLA aborts processes that miss process 0.
+        return status, bool(signals), sum(status != -signal.SIGABRT for status in lost) or len(lost)
+
+    def _running(self) -> list[subprocess.Popen[bytes]]:
+        """Those that have not ended; of others, what they have started is killed."""
+        for process in self.processes:
+            if process.returncode is None and process.poll() is not None:
+                _kill_group(process)
+        return [process for process in self.processes if process.returncode is None]
+
+    def _send(self, number: int) -> None:
+        for process in self.processes:
+            process.send_signal(number)  # none to one that has ended
+
+    def _end(self) -> None:
+        self._send(signal.SIGTERM)
+        self._send(signal.SIGCONT)  # one that is stopped ends as well
+        deadline = time.monotonic() + _GRACE_S
+        while self._running() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        for process in self._running():
+            _kill_group(process)
+            process.wait()
+        for reader in self.readers:
+            reader.join(_GRACE_S)  # not for ever: what it has started may have left its group
 
 
-def _write_log(process: subprocess.Popen, path: Path, is_shown: bool, appends: bool) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    assert process.stdout is not None
-    with path.open("ab" if appends else "wb", buffering=0) as log, process.stdout as lines:
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _is_consequence(process: subprocess.Popen[bytes]) -> bool:
+    return process.returncode == LOST_ANOTHER
+
+
+def _copy(lines: IO[bytes], path: Path, mode: str, is_shown: bool) -> None:
+    """Copies what a process prints to its log and, if it is shown, to standard output; goes on without either."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(lines)
+        write_log: Callable[[bytes], Any] | None = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_log = stack.enter_context(path.open(mode, buffering=0)).write
+        except OSError as error:
+            print_line(f"{path}: {error.strerror}: the job goes on without this log")
         for line in lines:
-            log.write(line)
+            if write_log is not None:
+                try:
+                    write_log(line)
+                except OSError as error:
+                    write_log = None
+                    print_line(f"{path}: {error.strerror}: the job goes on without this log")
             if is_shown:
-                os.write(1, line)
-
-
-def _wait(processes: list[subprocess.Popen]) -> tuple[int, list[int]]:
-    """Waits for all processes; after the first failure, and however this ends, ends the others.
-
-    Signals of schedulers are passed on to the ranks, which end by themselves.
-
-    Returns:
-        The exit status, and the signals.
-    """
-    with noted_signals(is_in_job=False) as signals:
-        failed, num_passed_on = None, 0
-        signalled: set[int] = set()
-        try:
-            while None in [process.poll() for process in processes]:
-                if signalled or len(signals) > num_passed_on:
-                    ranks = {rank for process in processes for rank in _ranks_of(process)}
-                    if signalled and not signalled & ranks:  # torchrun's agent takes that for a failure
-                        for process in processes:
-                            _kill(process)
-                        return 128 + signals[0], signals
-                for number in signals[num_passed_on:]:
-                    for pid in ranks:
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(pid, number)
-                    num_passed_on, signalled = num_passed_on + 1, ranks
-                # First one that fails by itself, not for the loss of another.
-                all_failed = sorted((p for p in processes if p.returncode), key=lambda p: p.returncode == LOST_ANOTHER)
-                if failed := next(iter(all_failed), None):
-                    rank = processes.index(failed)
-                    if len(processes) > 1 and not signals:
-                        print_line(f"rank {rank} ended with status {failed.returncode}: ending the others")
-                    break
-                time.sleep(_POLL_S)
-        finally:
-            _end(processes)
-    status = max(abs(process.returncode) for process in processes if failed is None or process is failed)
-    is_theirs = bool(signals) and status in (1, signals[0], 128 + signals[0])  # 1 is torchrun's own
-    return 128 + signals[0] if is_theirs else status, signals
-
-
-def _ranks_of(process: subprocess.Popen) -> list[int]:
-    """The ranks that a process started, if it is torchrun's agent, which would kill them 30 s after a signal."""
-    if not isinstance(process.args, list) or _TORCHRUN not in process.args:
-        return [process.pid]
-    with contextlib.suppress(OSError):
-        lists = [path.read_text().split() for path in Path(f"/proc/{process.pid}/task").glob("*/children")]
-        if ranks := [int(pid) for pids in lists for pid in pids]:
-            return ranks
-    return [process.pid]
-
-
-def _end(processes: list[subprocess.Popen]) -> None:
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-    deadline = time.monotonic() + _GRACE_S
-    for process in processes:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            _kill(process)
-
-
-def _kill(process: subprocess.Popen) -> None:
-    """Kills a process, and the ranks of torchrun's agent, which would outlive it."""
-    process.send_signal(signal.SIGSTOP)  # so that it starts no others
-    for pid in {*_ranks_of(process), process.pid}:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    process.wait()
-
-
-def _ended_with_parent(arguments: Sequence[str]) -> list[str]:
-    """A command for ``python arguments`` that Linux ends with SIGTERM when this process dies."""
-    # Not preexec_fn: Python code between fork and exec can deadlock in a process with threads, as JAX's is.
-    return [sys.executable, "-c", _START, str(os.getpid()), *arguments]
+                try:
+                    os.write(1, line)
+                except OSError:  # closed, as by head
+                    is_shown = False

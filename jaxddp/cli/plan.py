@@ -81,7 +81,6 @@ def add_parser(commands: Any) -> None:
                          "a ring (default: on GPUs)")  # fmt: skip
     add("--verify", action="store_true", help="compile the step for the target, without having one, and compare its "
         "bytes with the formulas'")  # fmt: skip
-    add("--explain", action="store_true", help="print the formula of each number")
     add("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=run, default_of=parser.get_default)
 
@@ -101,12 +100,12 @@ def run(arguments: argparse.Namespace) -> int:
     found = plan(_job(arguments))
     verified = _verify(found, arguments) if arguments.verify else None
     if arguments.json:
-        as_one = as_json(found, arguments.model, explain=arguments.explain)
+        as_one = as_json(found, arguments.model)
         if verified is not None:
             as_one["verify"] = verification_object(verified)
         print(json.dumps(as_one, allow_nan=False))
     else:
-        show(found, arguments.model, explain=arguments.explain)
+        show(found, arguments.model)
         if verified is not None:
             show_verification(verified)
     return 0 if verified is None or verified.holds else 1
@@ -162,7 +161,7 @@ def _run_trainer(arguments: argparse.Namespace) -> int:
     machine = target(arguments.target or _TRAINER_TARGET)
     import_jax_on_cpu()
 
-    from ..instruments.stages import plan_stages
+    from ..instruments.verify import plan_stages
     from .inspect import training_of
 
     stages = STAGES if arguments.stage is None else (arguments.stage,)

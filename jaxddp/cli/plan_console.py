@@ -1,4 +1,4 @@
-"""The output of ``plan``: lines of numbers with units and, on request, formulas; or one JSON object.
+"""The output of ``plan``: lines of numbers with units, or one JSON object.
 
 With ``--verify`` a table of planned and compiled bytes follows. A training of one's own has a line for each ZeRO stage.
 """
@@ -9,17 +9,16 @@ import math
 import sys
 import textwrap
 from collections import Counter
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ..communication.buckets import MIB
 from ..network import GB
-from ..planning.plan import BucketChoice, Plan, strategy_traffic
+from ..planning.plan import BucketChoice, Plan
 
 if TYPE_CHECKING:  # imports JAX, which a plan alone does not need
     from collections.abc import Iterable, Sequence
 
-    from ..instruments.stages import StagePlan
-    from ..instruments.verify import Row, Verification
+    from ..instruments.verify import Row, StagePlan, Verification
     from ..planning.chips import Target
 
 _LABEL_WIDTH = 25
@@ -28,32 +27,17 @@ _WIDTH = 120
 _STAGE_WIDTH, _BYTES_WIDTH = 17, 17
 
 
-class Line(NamedTuple):
-    """One number of a plan and its formula; the label is indented if the number is a part of the one above."""
-
-    label: str
-    text: str
-    formula: str
-
-
-def show(plan: Plan, model: str, *, explain: bool = False, file: TextIO | None = None) -> None:
-    """Writes a plan; with ``explain``, the formula of each number follows it."""
+def show(plan: Plan, model: str, file: TextIO | None = None) -> None:
+    """Writes a plan; ``file`` is standard output when None."""
     file = file or sys.stdout
     job = plan.job
     replicas = f" x {job.dp} replicas" if job.dp > 1 else ""
     how = f"FSDP {job.fsdp}" if job.stage == 3 else f"ZeRO stage {job.stage} over {job.fsdp} ranks"
     print(f"{model} on {job.cluster.name}: {how} x TP {job.tp}{replicas}, {plan.tokens:,} tokens a step", file=file)
     print(textwrap.fill(f"Assumed: {'; '.join(_assumptions(plan))}.", _WIDTH), file=file)
-    if explain:
-        letters = "; ".join(f"{letter} = {value}" for letter, value in symbols(plan).items())
-        print(textwrap.fill(f"Letters: {letters}.", _WIDTH), file=file)
     print(file=file)
-    for line in lines(plan):
-        print(f"{line.label:<{_LABEL_WIDTH}}{line.text}", file=file)
-        if explain:
-            margin = " " * _LABEL_WIDTH
-            print(textwrap.fill(f"= {line.formula}", _WIDTH, initial_indent=margin, subsequent_indent=f"{margin}  "),
-                  file=file)  # fmt: skip
+    for label, text in lines(plan):
+        print(f"{label:<{_LABEL_WIDTH}}{text}", file=file)
     for note in _notes(plan):
         print(f"Note: {note}.", file=file)
 
@@ -146,10 +130,10 @@ def verification_object(verification: Verification) -> dict[str, Any]:
     }
 
 
-def as_json(plan: Plan, model: str, *, explain: bool = False) -> dict[str, Any]:
-    """A plan, on request with its formulas, for ``json.dumps``: bytes and tokens rounded up, missing answers None."""
+def as_json(plan: Plan, model: str) -> dict[str, Any]:
+    """A plan for ``json.dumps``: bytes and tokens rounded up, missing answers None."""
     job, buckets, best, given = plan.job, plan.buckets, plan.best_split, plan.job.assumptions
-    found: dict[str, Any] = {
+    return {
         "model": model,
         "target": job.cluster.name,
         "devices": job.cluster.num_devices,
@@ -187,38 +171,36 @@ def as_json(plan: Plan, model: str, *, explain: bool = False) -> dict[str, Any]:
         },
         "notes": _notes(plan),
     }
-    if explain:
-        found["formulas"] = {line.label.strip(): f"{line.text} = {line.formula}" for line in lines(plan)}
-        found["letters"] = symbols(plan)
-    return found
 
 
-def lines(plan: Plan) -> list[Line]:
-    """The numbers of a plan in the order in which they are shown."""
-    return [*_memory_lines(plan), *_batch_lines(plan), *_bucket_lines(plan), *_traffic_lines(plan)]
-
-
-def symbols(plan: Plan) -> dict[str, str]:
-    """The letters of the formulas with their values."""
-    job, workload = plan.job, plan.job.workload
-    rates = job.cluster.rates(*job.ranks[:2])
-    x, _, r = job.ranks
-    return {
-        "N": f"{job.cluster.num_devices} devices",
-        "X": f"{x} ranks that gather parameters",
-        "Y": f"{job.tp} ranks that cut each matrix",
-        "R": f"{r} ranks that sum gradients",
-        "B": f"{plan.tokens:,} tokens",
-        "K": f"{plan.num_microbatches} micro-batches",
-        "P": f"{workload.num_params:,} parameters",
-        "e": f"{job.assumptions.element_bytes:g} bytes an element",
-        "f": f"{workload.flops_per_token:,} FLOP a token and forward",
-        "A": f"{workload.summed_per_token:,} elements a token that tensor parallelism sums",
-        "C": f"{job.cluster.flops_per_s:g} FLOP/s",
-        "W_X": f"{rates.fsdp_bytes_per_s / GB:g} GB/s",
-        "W_Y": f"{rates.tp_bytes_per_s / GB:g} GB/s",
-        "W_R": f"{(rates.dp_bytes_per_s or rates.fsdp_bytes_per_s) / GB:g} GB/s",
-    }
+def lines(plan: Plan) -> list[tuple[str, str]]:
+    """The numbers of a plan in the order in which they are shown; a label is indented if it is a part of another."""
+    job, found, times, best = plan.job, plan.bytes_per_device, plan.times, plan.best_split
+    spare = job.cluster.memory_bytes - plan.total_bytes
+    verdict = f"yes, {_gb(spare)} to spare" if plan.fits else f"no, {_gb(-spare)} too much"
+    shown = [
+        ("fits", f"{verdict}: {_gb(plan.total_bytes)} of {_gb(job.cluster.memory_bytes)} a device"),
+        *((f"  {name.replace('_', ' ')}", _gb(num_bytes)) for name, num_bytes in found.items()),
+        ("accumulation steps", "none fit" if plan.accumulation_steps is None else str(plan.accumulation_steps)),
+        ("least devices", "none" if plan.min_devices is None else f"{plan.min_devices:,}"),
+        ("compute-bound", f"{'yes' if plan.compute_bound else 'no'}: {_from(plan.min_tokens)}"),
+        ("  compute", f"{_ms(times.compute_s)} a micro-batch"),
+        ("  FSDP", _ms(times.fsdp_s)),
+        ("  TP", _ms(times.tp_s)),
+        ("  DP", _ms(times.dp_s)),
+        ("  communication", _ms(times.communication_s(job.assumptions))),
+        ("best split", f"FSDP {best.fsdp} x TP {best.tp}: {_from(best.tokens)}"),
+    ]
+    if (buckets := plan.buckets) is None:
+        shown.append(("best bucket", "none: no gradients are reduced"))
+    else:
+        size = f"{buckets.num_buckets} buckets of up to {buckets.largest_bytes / MIB:.4g} MiB"
+        late = f"{_ms(buckets.tail_s)} exposed after the backward"
+        shown.append(("best bucket", f"cap of {buckets.cap_mb:.4g} MiB: {size}, {late}"))
+        if (equal := buckets.equal) is not None:
+            shown.append(("  if buckets were equal", f"{equal.bucket_bytes / MIB:.4g} MiB, {equal.regime}"))
+    shown.append(("traffic", "bytes that a rank sends per step to data-parallel peers, by strategy"))
+    return shown + [(f"  {name.replace('_', ' ')}", _gb(num_bytes)) for name, num_bytes in plan.traffic_bytes.items()]
 
 
 def _assumptions(plan: Plan) -> list[str]:
@@ -253,99 +235,6 @@ def _notes(plan: Plan) -> list[str]:
         found.append("every micro-batch gathers, so each has to be as large as a compute-bound batch")
     if not job.gathers and job.num_data_ranks > 1 and job.assumptions.passes == "forward":
         found.append("gradients are reduced in the backward, which is not counted")
-    return found
-
-
-def _memory_lines(plan: Plan) -> list[Line]:
-    job, found = plan.job, plan.bytes_per_device
-    available = job.cluster.memory_bytes
-    spare = available - plan.total_bytes
-    verdict = f"yes, {_gb(spare)} to spare" if plan.fits else f"no, {_gb(-spare)} too much"
-    p, g, k, a = job.held
-    each, e = f"{job.workload.num_params:,} parameters / {job.tp}", job.assumptions.element_bytes
-
-    def shared(stage: int) -> str:
-        return f" / {job.fsdp} ranks" if job.stage >= stage else ""
-
-    kept = f"{job.workload.kept_per_token:,} + {job.workload.kept_cut_per_token:,} / {job.tp} elements a token"
-    formulas = {
-        "parameters": f"{p:g} bytes x {each}{shared(3)}",
-        "gradients": f"{g + a:g} bytes x {each}{shared(2)}",
-        "optimizer_state": f"{k:g} bytes x {each}{shared(1)}",
-        "gathered_parameters": f"{e:g} bytes x the {job.num_gathered_units} largest neighbouring units / {job.tp}"
-        if job.gathers
-        else "nothing is gathered",
-        "gradient_buckets": "the largest bucket, before it is reduced",
-        "activations": f"{e:g} bytes x ({kept}) x {plan.tokens:,} tokens / ({job.num_data_ranks} data ranks x "
-        f"{plan.num_microbatches} micro-batches)",
-    }
-    steps, least = plan.accumulation_steps, plan.min_devices
-    return [
-        Line("fits", f"{verdict}: {_gb(plan.total_bytes)} of {_gb(available)} a device", "the sum of what follows"),
-        *(Line(f"  {name.replace('_', ' ')}", _gb(found[name]), formulas[name]) for name in found),
-        Line("accumulation steps", "none fit" if steps is None else str(steps),
-             "by hand, or the fewest K with all else + activations / K < memory"),
-        Line("least devices", "none" if least is None else f"{least:,}",
-             f"{job.tp} x (floor(sharded bytes / (memory - replicated bytes)) + 1), at this micro-batch a rank"),
-    ]  # fmt: skip
-
-
-def _batch_lines(plan: Plan) -> list[Line]:
-    job, times, best = plan.job, plan.times, plan.best_split
-    overlapped = job.assumptions.overlapped_axes
-    compute, gather, cut, replicas = job.assumptions.multiples
-    one, tp_one = (float(each) * plan.num_microbatches / plan.tokens for each in (times.compute_s, times.tp_s))
-    fixed = f"{float(times.fsdp_s):.4g} s, {float(times.dp_s):.4g} s"
-    bound = (
-        f"max(FSDP, DP) / compute of a token = max({fixed}) / {one:.4g} s, where TP takes less: {tp_one:.4g} s"
-        if overlapped
-        else f"sum(FSDP, DP) / (compute - TP of a token) = sum({fixed}) / ({one:.4g} - {tp_one:.4g} s)"
-    )
-    dp_formula = f"{_times(2 * replicas)}e P r(R) / (X Y W_R)" if replicas else "not in the forward"
-    return [
-        Line("compute-bound", f"{'yes' if plan.compute_bound else 'no'}: {_from(plan.min_tokens)}", bound),
-        Line("  compute", f"{_ms(times.compute_s)} a micro-batch", f"{_times(compute)}f B / (K N C)"),
-        Line("  FSDP", _ms(times.fsdp_s), f"{_times(gather)}e P r(X) / (Y W_X)"),
-        Line("  TP", _ms(times.tp_s), f"{_times(2 * cut)}e A B r(Y) / (K X R W_Y)"),
-        Line("  DP", _ms(times.dp_s), dp_formula),
-        Line("  communication", _ms(times.communication_s(job.assumptions)),
-             f"{'max' if overlapped else 'sum'}(FSDP, TP, DP)"),
-        Line("best split", f"FSDP {best.fsdp} x TP {best.tp}: {_from(best.tokens)}",
-             "the smallest compute-bound batch over all X Y = N, R = 1"),
-    ]  # fmt: skip
-
-
-def _bucket_lines(plan: Plan) -> list[Line]:
-    if (buckets := plan.buckets) is None:
-        return [Line("best bucket", "none: no gradients are reduced", "there is one data rank")]
-    found = [
-        Line("best bucket", f"cap of {buckets.cap_mb:.4g} MiB: {buckets.num_buckets} buckets of up to "
-             f"{buckets.largest_bytes / MIB:.4g} MiB, {_ms(buckets.tail_s)} exposed after the backward",
-             "the least max over k of (ready_k + send_k + ... + send_n) - backward, over caps of 1 MiB to 8 GiB, with "
-             f"send = bytes / ({buckets.bytes_per_s / GB:.4g} GB/s) + {buckets.latency_s * 1e6:g} us, backward = "
-             f"{_ms(buckets.backward_s)}"),
-    ]  # fmt: skip
-    if (equal := buckets.equal) is not None:
-        found.append(
-            Line(
-                "  if buckets were equal",
-                f"{equal.bucket_bytes / MIB:.4g} MiB, {equal.regime}",
-                "s / n, n = max(1, sqrt(C/o), (C - s/w)/o) with s all bytes, C the backward, o and w as above",
-            )
-        )
-    return found
-
-
-def _traffic_lines(plan: Plan) -> list[Line]:
-    job = plan.job
-    found = [Line("traffic", "bytes that a rank sends per step to data-parallel peers, by strategy", "what follows")]
-    for name, num_bytes in plan.traffic_bytes.items():
-        gradients, parameters = strategy_traffic(name, plan.num_microbatches)
-        formula = (
-            f"({gradients} for gradients + {parameters} for parameters) x {job.assumptions.element_bytes:g} bytes x "
-            f"{job.workload.num_params:,} / {job.tp} x {job.num_data_ranks - 1}/{job.num_data_ranks}"
-        )
-        found.append(Line(f"  {name.replace('_', ' ')}", _gb(num_bytes), formula))
     return found
 
 
@@ -386,10 +275,6 @@ def _from(min_tokens: float | None) -> str:
     if min_tokens is None:
         return "no batch is large enough"
     return f"from {math.ceil(min_tokens):,} tokens on" if min_tokens else "at any batch"
-
-
-def _times(count: int) -> str:
-    return "" if count == 1 else f"{count} "
 
 
 def _gb(num_bytes: float) -> str:

@@ -1,12 +1,11 @@
 import io
 import json
 import math
-import re
 from collections import Counter
 
 import pytest
 
-from jaxddp.cli.plan_console import as_json, lines, show, show_verification, symbols, verification_object
+from jaxddp.cli.plan_console import as_json, show, show_verification, verification_object
 from jaxddp.instruments.targets import TargetMemoryError
 from jaxddp.instruments.verify import Row, Verification
 from jaxddp.planning.chips import target
@@ -36,9 +35,9 @@ PLANS = {
 }
 
 
-def shown(name, **options):
+def shown(name):
     file = io.StringIO()
-    show(PLANS[name], "model", file=file, **options)
+    show(PLANS[name], "model", file)
     return file.getvalue()
 
 
@@ -56,21 +55,7 @@ def test_the_book_as_a_reader_sees_it():
         "best split FSDP 8 x TP 8: from 16,594 tokens on",
         "zero3 309.16 GB",
     }
-    assert "Note" not in text and "= " not in text.partition("\n\n")[2]
-
-
-@pytest.mark.parametrize("name", PLANS)
-def test_every_number_has_a_unit_and_on_request_a_formula(name):
-    plain, explained = shown(name), shown(name, explain=True)
-    found = lines(PLANS[name])
-    assert all(line.label.strip() and line.formula for line in found)
-    for line in found:
-        assert re.search(r"[A-Za-z]", line.text) or line.label in ("accumulation steps", "least devices"), line
-    body = explained.partition("\n\n")[2]
-    assert len(re.findall(r"^ += ", body, re.MULTILINE)) == len(found)
-    without = re.sub(r"^ {25}.*\n", "", body, flags=re.MULTILINE)
-    assert without == plain.partition("\n\n")[2]
-    assert all(len(line) <= 120 for line in explained.splitlines() if not line.startswith("Note"))
+    assert "Note" not in text
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -86,9 +71,6 @@ def test_json_is_the_same_numbers_to_the_byte(name):
         assert found["min_tokens"] == math.ceil(a_plan.min_tokens)
     assert found["compute_bound"] == a_plan.compute_bound
     assert found["tokens"] == found["micro_batch"] * a_plan.num_microbatches * a_plan.job.least_tokens
-    explained = as_json(PLANS[name], "model", explain=True)
-    assert explained.pop("letters") == symbols(a_plan) and len(explained.pop("formulas")) == len(lines(a_plan))
-    assert explained == found
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ simulate.py     the time of a step on a device and a network, and the bound that
 timeline.py     pictures of simulated steps, one line of text for terminals, trace files for Perfetto
 tuning.py       bucket caps for a network
 inspect.py      steps of several strategies, compiled and simulated: ``python -m jaxddp inspect``
-verify.py       a plan's formulas beside the compiled step: ``python -m jaxddp plan --verify``
-stages.py       a training of one's own at every ZeRO stage: ``python -m jaxddp plan --trainer``
+verify.py       formulas beside compiled steps: ``python -m jaxddp plan --verify`` and ``plan --trainer``
 testdata/       programs of several platforms and versions of JAX, for tests
 """

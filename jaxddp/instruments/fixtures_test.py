@@ -4,11 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxddp.instruments.schedule import PHASES, CompiledMemory, Overlap, gradient_collectives, read_schedule
-from jaxddp.instruments.targets import MemoryStats, TargetProgram
-from jaxddp.instruments.testdata import fixture_names, load_fixture
+from jaxddp.instruments.schedule import PHASES, Overlap, read_schedule
+from jaxddp.instruments.testdata import fixture_names, schedule_of
 from jaxddp.models import abstract
-from jaxddp.planning.chips import target
 
 RANKS = tuple(range(8))
 MEGABYTE = 1024 * 256 * 4
@@ -38,10 +36,10 @@ def test_every_platform_and_version_is_there():
 @pytest.mark.parametrize("name", fixture_names())
 def test_collectives(name):
     platform, program, version = name.split("-")
-    schedule = read_schedule(load_fixture(name))
+    schedule = schedule_of(name)
     collectives = schedule.collectives()
     planned = (ON_TPU if platform == "tpu" else {}).get(program, PLANNED[program])
-    assert schedule.gradient_collectives() == gradient_collectives(load_fixture(name)) == planned
+    assert schedule.gradient_collectives() == planned
     assert sum(c.is_metrics for c in collectives) == METRICS.get(program, 0)
     assert schedule.num_devices == 8
     assert {c.group for c in collectives} <= {RANKS}
@@ -66,18 +64,18 @@ def test_what_is_issued_is_waited_for_once_and_later(name):
         for operation in operations:
             check(operation.body)
 
-    check(read_schedule(load_fixture(name)).operations)
+    check(schedule_of(name).operations)
 
 
 @pytest.mark.parametrize("name", fixture_names("*-naive-*"))
 def test_naive_starts_all_at_the_end(name):
-    assert read_schedule(load_fixture(name)).overlap() == Overlap(1.0, 0, 28_992, 28_992)
+    assert schedule_of(name).overlap() == Overlap(1.0, 0, 28_992, 28_992)
 
 
 @pytest.mark.parametrize("name", fixture_names("*-bucketed-*"))
 def test_buckets_start_during_the_backward(name):
     """From jax 0.11 on not those so small that XLA's own kernel sums them: it is a fusion, which stays where it is."""
-    overlap, platform = read_schedule(load_fixture(name)).overlap(), name[:3]
+    overlap, platform = schedule_of(name).overlap(), name[:3]
     if name in ("gpu-bucketed-jax0.11", "gpu-bucketed-jax0.12"):
         assert overlap == Overlap(1.0, 0, 28_992, 28_992)
         return
@@ -97,7 +95,7 @@ def test_buckets_start_during_the_backward(name):
     ],
 )  # fmt: skip
 def test_how_many_are_in_flight_at_a_time(name, count, most):
-    schedule = read_schedule(load_fixture(name))
+    schedule = schedule_of(name)
     assert (len(schedule.gradient_collectives()), schedule.most_in_flight()) == (count, most)
 
 
@@ -107,7 +105,7 @@ def matmul_flops(operations):
 
 @pytest.mark.parametrize("name", fixture_names("*-microbatch-*"))
 def test_micro_batches_are_one_backward(name):
-    schedule = read_schedule(load_fixture(name))
+    schedule = schedule_of(name)
     assert schedule.overlap() == Overlap(1.0, 0, 1088, 1088)
     # Three times 20 examples through 10 x 16 and 16 x 5: forward, gradients of both, of the second layer's input.
     assert matmul_flops(schedule.operations) == 3 * 2 * 20 * (160 + 80 + 160 + 80 + 80)
@@ -115,7 +113,7 @@ def test_micro_batches_are_one_backward(name):
 
 @pytest.mark.parametrize("name", fixture_names("*-loop-*"))
 def test_loops_count_their_rounds(name):
-    schedule = read_schedule(load_fixture(name))
+    schedule = schedule_of(name)
     loops = [operation for operation in schedule.operations if operation.body]
     assert [loop.trips for loop in loops] == [5]
     assert matmul_flops(schedule.operations) == sum(schedule.work().matmul_flops.values()) == 5 * 2 * 192**3
@@ -124,20 +122,11 @@ def test_loops_count_their_rounds(name):
 @pytest.mark.parametrize("name", [*fixture_names("*-naive-*"), *fixture_names("*-bucketed-*")])
 def test_phases_share_the_products_of_the_step(name):
     """6 sequences of 16 tokens: the head's 64 x 16, and two blocks of 4 x 16 x 16, 3 x 16 x 32 and attention."""
-    operations = read_schedule(load_fixture(name)).operations
+    operations = schedule_of(name).operations
     forward, backward, optimizer = (matmul_flops(op for op in operations if op.phase == phase) for phase in PHASES)
     assert forward == 2 * 6 * 16 * (64 * 16 + 2 * (4 * 16 * 16 + 3 * 16 * 32 + 2 * 16 * 16))
     assert backward == 2 * forward  # each product has two gradients
     assert optimizer == 0
-
-
-@pytest.mark.parametrize("name", fixture_names("*-bucketed-*"))
-def test_a_text_that_is_cut_anywhere_is_refused(name):
-    text = load_fixture(name).rstrip()
-    for place in range(0, len(text), len(text) // 40):
-        with pytest.raises(ValueError, match="^(the HLO module|line|text)") as refused:
-            read_schedule(text[:place])
-        assert "\n" not in str(refused.value)
 
 
 def test_memory_is_what_the_compiler_says():
@@ -150,12 +139,3 @@ def test_memory_is_what_the_compiler_says():
     assert found.aliased == stats.alias_size_in_bytes == 4 * 64 * 64
     assert found.temporaries == stats.temp_size_in_bytes > 0
     assert found.peak == found.arguments + found.outputs - found.aliased + found.temporaries
-
-
-def test_memory_of_a_target_and_of_a_text():
-    text = load_fixture("gpu-loop-jax0.12")
-    program = TargetProgram(target("h100:8"), text, MemoryStats(100, 50, 30, 7, 1, 0), {})
-    assert read_schedule(program).memory == CompiledMemory(
-        arguments=100, outputs=50, aliased=30, temporaries=7, peak=127
-    )
-    assert read_schedule(text).memory is None

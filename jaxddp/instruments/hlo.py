@@ -179,7 +179,11 @@ def parse_module(compiled: Any) -> Module:
         >>> parse_module(text).computations["main"]["y"].operands
         ('x',)
     """
-    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    return _parse(compiled if isinstance(compiled, str) else compiled.as_text())
+
+
+@functools.lru_cache(maxsize=2)  # the readers of one program, one after the other
+def _parse(text: str) -> Module:
     if not text.startswith("HloModule"):
         raise HLOError(f"text (={text[:40]!r}...) must be a compiled HLO module, as Compiled.as_text() gives it")
     header, *lines = text.split("\n")  # not splitlines(): names may hold other separators

@@ -6,8 +6,6 @@ and with a bound that no schedule can beat.
 
 from __future__ import annotations
 
-import contextlib
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,15 +26,15 @@ from ..strategy import Strategy
 from ..training.jit_baseline import auto_step
 from ..training.train import Trainer, TrainState
 from ..training.validation import abstract as shapes_of
-from ..tree import named_leaves, split
+from ..tree import named_leaves
 from . import targets
-from .memory import DeviceBytes, gradient_bytes, held_bytes
+from .memory import DeviceBytes, held_bytes
 from .schedule import Schedule, read_schedule
 from .simulate import Bound, Simulation, lower_bound, network_of, product_dtype, simulate
-from .targets import Pending, TargetMemoryError, TargetProgram, start_compile_for_target
 from .tuning import tune_buckets
 
 AUTO = "auto"
+SHARDED = ("zero1", "zero2", "zero3")
 LEARNING_RATE = 1e-3
 # Excess of compute over the step without communication above which a note is added.
 COMPUTE_TOLERANCE = 0.02
@@ -216,14 +214,85 @@ def inspect_steps(
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Inspection]:
     """Does the work of ``inspect``; ``say`` shows progress."""
-    if network is not None:
-        check_kind("network", network, Network, "a jaxddp.Network")
+    training = training.shapes()
+    loss_fn, optimizer, params, batch, options, model_state = training
+    given = _checked(strategies, training, network, bucket_mb)
+    mesh = targets.mesh(target.spec)
+    whole = Trainer(loss_fn, optimizer, make_strategy("naive"), mesh, **options)
+    trainers = {
+        name: whole if name == AUTO else whole.with_strategy(_make(one, bucket_mb, network))
+        for name, one in given.items()
+    }
+    if replicas != 1:
+        hybrid = targets.mesh(target.spec, replicas=replicas)
+        sharded = {name: one for name, one in trainers.items() if one.strategy.name in SHARDED}
+        if not sharded:
+            raise ValueError(f"replicas (={replicas}) must come with {', '.join(SHARDED)}, not {next(iter(given))!r}")
+        trainers |= {f"{name} hybrid": one.with_strategy(one.strategy, hybrid) for name, one in sharded.items()}
+    states = {name: trainer.abstract_state(params, model_state) for name, trainer in trainers.items()}
+    held = {name: held_bytes(trainer.layout(states[name])) for name, trainer in trainers.items()}
+    state = whole.abstract_state(params, model_state)
+
+    def check_fits(what: str, needed: int, available: int) -> None:
+        if needed > available:
+            raise ValueError(
+                f"{what} {needed / 1e9:.1f} GB on each device of {target.spec!r}, which has {available / 1e9:.1f} GB: "
+                f"{(needed - available) / 1e9:.1f} GB too much; python -m jaxddp plan says what fits"
+            )
+
+    for one in held.values():  # before anything is compiled
+        check_fits("parameters and optimizer state alone need", one.state, target.chip.memory_bytes)
+    say(f"compiling {len(trainers) + 1} programs for {target.spec}")
+    pending_alone = targets.start_compile_without_communication(whole, state, batch)
+    pending = {}
+    # Tuning buckets waits for a program; the others compile in the meantime.
+    for name in sorted(trainers, key=lambda name: name == "bucketed" and bucket_mb == AUTO):
+        if name == "bucketed" and bucket_mb == AUTO:
+            trainers[name] = tune_buckets(trainers[name], states[name], batch)
+        if name == AUTO:
+            pending[name] = _start_auto(loss_fn, optimizer, target, state, batch)
+        else:
+            pending[name] = targets.start_compile(trainers[name], states[name], batch)
+
+    def result(name: str, of: targets.Pending) -> targets.TargetProgram:
+        try:
+            return of.result()
+        except targets.TargetMemoryError as error:
+            check_fits(f"a step of {name} needs", error.needed_bytes, error.available_bytes)
+            raise
+
+    alone = read_schedule(result("one rank alone", pending_alone))
+    planned = {name: [] if name == AUTO else one.planned(states[name], batch) for name, one in trainers.items()}
+    all_params = held_bytes(whole.layout(state)).parameters
+    sent = [_sent_bytes(planned[name], held[name].parameters < all_params) for name in trainers if name != AUTO]
+    least = min([_sent_bytes(whole.planned(state, batch), False), *sent])
+    bound = lower_bound(alone, target.chip, network, least, target.num_devices)
+    found = []
+    for name in trainers:
+        program = result(name, pending[name])
+        schedule = read_schedule(program)
+        memory = _memory(schedule, held[name], batch, target)
+        check_fits(f"a step of {name} needs", memory["peak"], memory["available"])
+        simulation = simulate(schedule, target.chip, network)
+        text = program.as_text()
+        found.append(Inspection(name, target, network, planned[name], schedule, simulation, bound, memory, text))
+    # XLA can fuse the step without communication 1 % worse than a bucketed one, so the bound takes the least compute
+    # found, except in steps whose sharded optimizers do less work.
+    same = [one for one in found if trainers[one.strategy].strategy.name not in SHARDED]
+    least_s = min([bound.compute_s, *(inspection.simulation.compute_s for inspection in same)])
+    return [replace(inspection, bound=replace(bound, compute_s=least_s)) for inspection in found]
+
+
+def _checked(
+    strategies: Sequence[str | Strategy], training: Training, network: Network, bucket_mb: Any
+) -> dict[str, str | Strategy]:
+    """Checks what is asked for; gives the strategies by the names that they have in tables."""
+    check_kind("network", network, Network, "a jaxddp.Network")
     for name, tree in (("params", training.params), ("batch", training.batch), ("model_state", training.model_state)):
         check_leaves(name, named_leaves(tree))
     check_kind("strategies", strategies, Sequence, "names or strategies")
     for one in strategies:
         check_kind("strategy", one, (str, Strategy), "a name or a strategy, such as jaxddp.bucketed()")
-    loss_fn, optimizer, params, batch, options, model_state = training.shapes()
     given, names = {name_of(one): one for one in strategies}, [*map(name_of, strategies)]
     if any(given[name] != one for name, one in zip(names, strategies, strict=True)):
         raise ValueError(f"strategies (={', '.join(names)}) must have different names")
@@ -233,75 +302,9 @@ def inspect_steps(
     if bucket_mb is not None and not any(isinstance(one, str) and is_bucketed(one) for one in strategies):
         allowed = ", ".join(filter(is_bucketed, STRATEGIES))
         raise ValueError(f"bucket_mb (={bucket_mb}) must come with one of {allowed}, not {names[0]!r}")
-    if AUTO in names:
-        _check_auto(loss_fn, params, batch, options)
-    mesh = targets.mesh(target.spec)
-    made = {name: _make(one, bucket_mb, network) for name, one in given.items() if name != AUTO}
-    trainers = {name: Trainer(loss_fn, optimizer, strategy, mesh, **options) for name, strategy in made.items()}
-    if replicas != 1:
-        hybrid = targets.mesh(target.spec, replicas=replicas)
-        sharded = {name: trainer for name, trainer in trainers.items() if _is_sharded(trainer, params, model_state)}
-        if not sharded:
-            raise ValueError(f"replicas (={replicas}) must come with zero1, zero2 or zero3, not {names[0]!r}")
-        trainers |= {f"{name} hybrid": one.with_strategy(one.strategy, hybrid) for name, one in sharded.items()}
-    names += [name for name in trainers if name not in names]
-    whole = Trainer(loss_fn, optimizer, make_strategy("naive"), mesh, **options)
-    state = whole.abstract_state(params, model_state)
-    states = {name: trainer.abstract_state(params, model_state) for name, trainer in trainers.items()}
-    held = {name: held_bytes(trainer.layout(states[name])) for name, trainer in trainers.items()}
-    alone_bytes = {name: _alone_bytes(params, trainer, held[name], options) for name, trainer in trainers.items()}
-    held.setdefault(AUTO, held_bytes(whole.layout(state)))
-    alone_bytes.setdefault(AUTO, _alone_bytes(params, whole, held[AUTO], options))
-
-    def check_fits(what: str, name: str, needed: int, available: int) -> None:
-        if needed > available:
-            of_stages = _alone_bytes_by_stage(whole, params, model_state, options)
-            raise _too_large(
-                what, needed, available, target, of_stages, needed - alone_bytes.get(name, alone_bytes[AUTO])
-            )
-
-    for name in names:  # before anything is compiled
-        what = "parameters, gradients and optimizer state alone need"
-        check_fits(what, name, alone_bytes[name], target.chip.memory_bytes)
-    say(f"compiling {len(names) + 1} programs for {target.spec}")
-    pending_alone = targets.start_compile_without_communication(whole, state, batch)
-    pending = {}
-    # Tuning buckets waits for a program; the others compile in the meantime.
-    for name in sorted(names, key=lambda name: name == "bucketed" and bucket_mb == AUTO):
-        if name in trainers:
-            if name == "bucketed" and bucket_mb == AUTO:
-                trainers[name] = tune_buckets(trainers[name], states[name], batch)
-            pending[name] = targets.start_compile(trainers[name], states[name], batch)
-        else:
-            pending[name] = _start_auto(loss_fn, optimizer, target, state, batch)
-
-    def result(name: str, of: Pending) -> TargetProgram:
-        try:
-            return of.result()
-        except TargetMemoryError as error:
-            check_fits(f"a step of {name} needs", name, error.needed_bytes, error.available_bytes)
-            raise
-
-    alone = read_schedule(result("one rank alone", pending_alone))
-    sent = [_sent_bytes(one, states[name], batch) for name, one in trainers.items()]
-    least = min([_sent_bytes(whole, state, batch), *sent])
-    bound = lower_bound(alone, target.chip, network, least, target.num_devices)
-    found = []
-    for name in names:
-        program = result(name, pending[name])
-        schedule = read_schedule(program)
-        memory = _memory(schedule, held[name], batch, target)
-        check_fits(f"a step of {name} needs", name, memory["peak"], memory["available"])
-        planned = trainers[name].planned(states[name], batch) if name in trainers else []
-        simulation = simulate(schedule, target.chip, network)
-        found.append(Inspection(name, target, network, planned, schedule, simulation, bound, memory, program.as_text()))
-    # XLA can fuse the step without communication 1 % worse than a bucketed one, so the bound takes the least compute
-    # found, except in steps whose sharded optimizers do less work.
-    same = [
-        one for one in found if one.strategy == AUTO or not _is_sharded(trainers[one.strategy], params, model_state)
-    ]
-    least_s = min([bound.compute_s, *(inspection.simulation.compute_s for inspection in same)])
-    return [replace(inspection, bound=replace(bound, compute_s=least_s)) for inspection in found]
+    if AUTO in given:
+        _check_auto(training.loss_fn, training.params, training.batch, training.options)
+    return given
 
 
 def inspect_dump(name: str, text: str, target: targets.Target, network: Network) -> Inspection:
@@ -353,7 +356,7 @@ def _check_auto(loss_fn: Callable[..., Any], params: Any, batch: Any, options: M
 def _start_auto(loss_fn: Any, optimizer: Any, target: targets.Target, state: TrainState, batch: Any) -> Any:
     mesh = targets.mesh(target.spec)
     replicated, by_rank = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), mesh.axis_names))
-    return start_compile_for_target(
+    return targets.start_compile_for_target(
         target, auto_step(loss_fn, optimizer), (state, batch),
         in_shardings=(replicated, by_rank), out_shardings=replicated, donate_argnums=(0,),
     )  # fmt: skip
@@ -364,45 +367,11 @@ def _num_bytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
-def _is_sharded(trainer: Trainer, params: Any, model_state: Any) -> bool:
-    return bool(trainer.layout(trainer.abstract_state(params, model_state)).cuts)
-
-
-def bytes_of_gradients(params: Any, trainer: Trainer, trainable: Any = None, grad_dtype: Any = None, **_: Any) -> int:
-    """Bytes of the gradients that outlive their bucket, on a device; the last two are options of the trainer."""
-    by_itemsize: dict[int, dict[str, Any]] = {}
-    for name, leaf in named_leaves(split(params, trainable)[0]).items():
-        by_itemsize.setdefault(jnp.dtype(grad_dtype or leaf.dtype).itemsize, {})[name] = leaf
-    return sum(
-        gradient_bytes(leaves, trainer.strategy, trainer.num_ranks, itemsize)
-        for itemsize, leaves in by_itemsize.items()
-    )
-
-
-def _alone_bytes(params: Any, trainer: Trainer, held: DeviceBytes, options: Mapping[str, Any]) -> int:
-    """Bytes of parameters, gradients and optimizer state on a device."""
-    return held.parameters + held.optimizer_state + bytes_of_gradients(params, trainer, **options)
-
-
-def _alone_bytes_by_stage(whole: Trainer, params: Any, model_state: Any, options: Mapping[str, Any]) -> dict[int, int]:
-    """The same of the ZeRO stages that take the training."""
-    found = {}
-    for stage in (1, 2, 3):
-        trainer = whole.with_strategy(make_strategy(f"zero{stage}"))
-        with contextlib.suppress(ValueError):
-            held = held_bytes(trainer.layout(trainer.abstract_state(params, model_state)))
-            found[stage] = _alone_bytes(params, trainer, held, options)
-    return found
-
-
-def _sent_bytes(trainer: Trainer, state: TrainState, batch: Any) -> float:
+def _sent_bytes(planned: Sequence[tuple[str, int]], shards_params: bool) -> float:
     """Bytes of the all-reduce that takes as long as what a strategy must send after the first gradient."""
-    if not trainer.strategy.sends:
-        return math.inf
     # Half of a reduction is a reduce-scatter or an all-gather; of ZeRO-3's gathers, half are the forward's.
-    gathers = 0.25 if trainer.strategy.gathers_in_loss else 0.5
-    shares = {"all-reduce": 1.0, "reduce-scatter": 0.5, "all-gather": gathers}
-    return sum(shares.get(kind, 0) * num_bytes for kind, num_bytes in trainer.planned(state, batch))
+    shares = {"all-reduce": 1.0, "reduce-scatter": 0.5, "all-gather": 0.25 if shards_params else 0.5}
+    return sum(shares.get(kind, 0) * num_bytes for kind, num_bytes in planned)
 
 
 def _memory(schedule: Schedule, held: DeviceBytes, batch: Any, target: targets.Target) -> dict[str, int]:
@@ -415,26 +384,3 @@ def _memory(schedule: Schedule, held: DeviceBytes, batch: Any, target: targets.T
         "peak": schedule.memory.peak,
         "available": target.chip.memory_bytes,
     }
-
-
-def _too_large(
-    what: str, needed: int, available: int, target: targets.Target, of_stages: Mapping[int, int], others: int
-) -> ValueError:
-    """The error of a step that needs more memory than a device has; it suggests a ZeRO stage.
-
-    ``others`` are the bytes of it that are not counted in ``of_stages``.
-    """
-    needed_by = {stage: num_bytes + others for stage, num_bytes in of_stages.items()}
-    fitting = next((stage for stage, num_bytes in needed_by.items() if num_bytes <= available), None)
-    excess = needed - available
-    too_much = f"{excess / 1e9:.1f} GB" if excess >= 1e8 else f"{excess / 1e6:.1f} MB"
-    if fitting is not None:
-        advice = f"ZeRO-{fitting} would fit, with {needed_by[fitting] / 1e9:.1f} GB"
-    elif needed_by:
-        advice = f"even ZeRO-{max(needed_by)} would need {needed_by[max(needed_by)] / 1e9:.1f} GB"
-    else:
-        advice = "no stage of ZeRO takes this training"
-    return ValueError(
-        f"{what} {needed / 1e9:.1f} GB on each device of {target.spec!r}, which has {available / 1e9:.1f} GB: "
-        f"{too_much} too much; {advice}"
-    )

@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import jaxddp
-from jaxddp.instruments.memory import BUFFER_KINDS, Buffer, Liveness, read_liveness
+from jaxddp.instruments.memory import Buffer, read_liveness
 
 HEADER = "HloModule m, is_scheduled=true, num_partitions=2\n\n"
 SCOPES = {
@@ -62,26 +62,6 @@ def test_an_array_lives_from_where_it_is_made_to_its_last_use():
     assert liveness.peak(liveness.backward_end) == {"activations": 0, "gradients": 16, "buckets": 0, "updates": 16}
 
 
-def test_nothing_is_alive_where_nothing_is_asked_for():
-    assert Liveness((), 0).peak() == dict.fromkeys(BUFFER_KINDS, 0)
-
-
-def test_other_names_are_no_uses_and_hold_what_they_name():
-    assert spans(
-        program(
-            "%x = f32[4]{0} parameter(0)",
-            "%a = f32[4]{0} sort(%x)",
-            "%b = f32[2]{0} slice(%x)",
-            "%t = (f32[4]{0}, f32[2]{0}) tuple(%a, %b)",
-            "%g = f32[2]{0} get-tuple-element(%t), index=1",
-            "%h = f32[2,1]{1,0} bitcast(%g)",
-            "%c = f32[4]{0} sort(%x)",
-            "%d = f32[2]{0} sort(%h)",
-            "%e = f32[4]{0} sort(%c, %d)",
-        )
-    ) == {"a": (1, 1), "b": (2, 7), "c": (6, 8), "d": (7, 8)}
-
-
 def test_parts_of_nested_tuples():
     assert spans(
         program(
@@ -114,27 +94,6 @@ def test_some_operations_take_the_place_of_an_operand_that_ends_there(makes, in_
     lines = ["%x = f32[4]{0} parameter(0)", "%a = f32[4]{0} sort(%x)", f"%b = {makes}", "%c = f32[4]{0} sort(%b)"]
     assert spans(program(*lines, before=FUSED))["a"] == (1, 1 if in_place else 2)
     assert spans(program(*lines[:3], "%c = f32[4]{0} sort(%b, %a)", before=FUSED))["a"] == (1, 3)  # needed later
-
-
-def test_one_operand_makes_room_for_one_result():
-    lines = [
-        "%x = f32[4]{0} parameter(0)",
-        "%a = f32[4]{0} sort(%x)",
-        "%b = f32[4]{0} sort(%x)",
-        "%f = (f32[4]{0}, f32[4]{0}, f32[4]{0}) fusion(%a, %b), kind=kLoop, calls=%fused",
-        "%g = f32[4]{0} get-tuple-element(%f), index=0",
-        "%h = f32[4]{0} get-tuple-element(%f), index=2",
-        "%c = f32[4]{0} sort(%g, %h)",
-    ]
-    liveness = read_liveness(program(*lines, before=FUSED))
-    assert [sum(liveness.alive(place).values()) // 16 for place in range(7)] == [0, 1, 2, 3, 2, 2, 2]
-
-
-def test_a_result_takes_no_operands_place():
-    lines = ["%x = f32[4]{0} parameter(0)", "%a = f32[4]{0} sort(%x)"]
-    assert spans(program(*lines, "%b = f32[4]{0} fusion(%a, %x), kind=kLoop, calls=%fused", before=FUSED)) == {
-        "a": (1, 2)
-    }
 
 
 def test_what_is_sent_lives_until_it_is_waited_for():

@@ -168,12 +168,6 @@ def state_formula(params: Any, strategy: Strategy, num_ranks: int, per_parameter
     return _formula(layout, strategy, per_parameter)
 
 
-def gradient_bytes(params: Any, strategy: Strategy, num_ranks: int, itemsize: int) -> int:
-    """Computes by formula the bytes of the gradients that outlive their bucket, on a device."""
-    layout = _layout(params, strategy, num_ranks)
-    return int(_formula(layout, strategy, PerParameter(0, itemsize, 0)).gradients)
-
-
 def _layout(params: Any, strategy: Strategy, num_ranks: int) -> Layout:
     leaves = jax.tree.map(lambda leaf: Leaf(tuple(leaf.shape), leaf.dtype), params)
     return strategy.layout(leaves, optax.identity(), Ranks("data", num_ranks, num_ranks))

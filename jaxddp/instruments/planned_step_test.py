@@ -8,16 +8,13 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxddp import targets
-from jaxddp.instruments import targets as target_compile
 from jaxddp.instruments.verify import (
     _grid_step,
     _spec,
     block,
-    start_grid_step,
     start_planned_step,
 )
-from jaxddp.models import SIZES
-from jaxddp.planning.cost.workload import feed_forward, transformer
+from jaxddp.planning.cost.workload import feed_forward
 from jaxddp.planning.machine import cluster_of
 from jaxddp.planning.plan import TrainingJob, plan
 from jaxddp.training.step import TrainState
@@ -44,21 +41,6 @@ def test_what_cannot_be_built_is_refused(job, dtype, said):
     with pytest.raises(ValueError) as raised:
         start_planned_step(plan(job), dtype)
     assert str(raised.value) == said
-
-
-def test_matrices_of_a_transformer_are_not_cut():
-    counts = transformer(vocab=64, context=16, width=16, num_layers=2, num_heads=2, hidden=32)
-    job = replace(GRID, workload=counts, sequence_length=16, tokens=1024)
-    with pytest.raises(ValueError, match=r"^tp \(=2\) must be 1 for a transformer to be compiled: only feed-forward"):
-        start_planned_step(plan(job), "bfloat16", SIZES["tiny"])
-
-
-def test_a_missing_compiler_is_told_first(monkeypatch):
-    monkeypatch.setattr(target_compile, "find_spec", lambda name: None)
-    job = TrainingJob(GRID.workload, cluster_of(targets.target("v5p:8"), "bfloat16"), fsdp=2, tokens=64)  # replicas
-    with pytest.raises(ValueError) as raised:
-        start_planned_step(plan(job), "bfloat16")
-    assert str(raised.value) == "target 'v5p:8' needs the TPU compiler and flatbuffers: pip install 'jaxddp[targets]'"
 
 
 LAYERS, WIDTH, HIDDEN, TOKENS = 3, 8, 12, 16
@@ -118,17 +100,3 @@ def test_a_leaf_is_sharded_as_the_parameter_that_it_mirrors():
     adam = shardings[0]
     assert adam.mu == adam.nu == {"gate": wide, "up": wide, "down": back}
     assert adam.count == (0, PartitionSpec())
-
-
-@pytest.mark.parametrize(
-    ("sizes", "said"),
-    [
-        ({"width": 10}, "width (=10) must be divisible by fsdp (=4)"),
-        ({"hidden": 9}, "hidden (=9) must be divisible by tp (=2)"),
-    ],
-)
-def test_what_cannot_be_divided_is_refused(sizes, said):
-    batch = jax.ShapeDtypeStruct((1, TOKENS, sizes.get("width", WIDTH)), jnp.bfloat16)
-    with pytest.raises(ValueError) as raised:
-        start_grid_step(targets.target("h100:8"), shapes(**sizes), batch, optax.sgd(0.1), fsdp=4, tp=2)
-    assert str(raised.value) == said

@@ -186,15 +186,6 @@ def test_a_group_that_is_not_understood_is_said(printed):
     assert schedule.notes == ("collective c: group not understood, all devices are assumed",)
 
 
-@pytest.mark.parametrize(
-    ("header", "num_devices"),
-    [("num_partitions=8", 8), ("replica_count=4", 4), ("replica_count=2, num_partitions=4", 8), ("entry=1", 1)],
-)
-def test_devices(header, num_devices):
-    schedule = read_schedule(module("%c = f32[16,4] all-reduce(%p), replica_groups={}, to_apply=%add", header=header))
-    assert schedule.num_devices == num_devices == len(schedule.collectives()[0].group)
-
-
 def test_kernel_strategy_and_name():
     config = 'backend_config={"kernel_strategy":"KERNEL_STRATEGY_TRITON_ONE_SHOT"}'
     found = single(op(f"%c = f32[16,4] all-reduce-start(%p), {ALL}", METRICS) + f", {config}").starts
@@ -220,20 +211,6 @@ def test_a_loop_holds_its_collectives_and_multiplies_its_work(config, trips):
     assert schedule.work().vector_flops == 64 * trips
     unknown = "loop loop: trip count unknown, its collectives are counted once"
     assert (unknown in schedule.notes) == (config == "{}")
-
-
-def test_a_call_is_read_in_line():
-    inside = computation(
-        "inside",
-        f"%s = f32[16,4] all-reduce-start(%x), {ALL}",
-        "%m = f32[16,4] multiply(%x, %x)",
-        "%d = f32[16,4] all-reduce-done(%s)",
-        f"%r = f32[16,4] all-reduce(%d), {ALL}",
-    )
-    call = read_schedule(module("%call = f32[16,4] call(%p), to_apply=%inside", before=inside)).operations[-1]
-    assert [o.name for o in call.body if o.starts] == ["s", "r"]
-    assert [(o.name, o.waits_for) for o in call.body if o.waits_for] == [("d", "s"), ("r", "r")]
-    assert (call.trips, call.starts, call.total_work.vector_flops) == (1, None, 64)
 
 
 def test_a_fusion_that_communicates_does_both_at_once():
@@ -324,22 +301,3 @@ def test_overlap_without_gradients_or_without_backward():
     metrics = op(f"%m = f32[16,4] all-reduce(%p), {ALL}", METRICS)
     assert read_schedule(module(backward, metrics)).overlap() == Overlap(None, 0, 0, 0)
     assert read_schedule(module(f"%c = f32[16,4] all-reduce(%p), {ALL}")).overlap() == Overlap(None, 0, 256, 256)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", r"^text \(=''...\) must be a compiled HLO module"),
-        ("module @jit_step", r"^text \(='module @jit_step'...\) must be a compiled HLO module"),
-        (STEP.replace(", is_scheduled=true", ""), "^the HLO module is not scheduled: compile it first"),
-        (STEP.splitlines()[0], "^the HLO module is cut off"),
-        (STEP.partition("ENTRY")[0], "^the HLO module is cut off"),
-        (STEP.rstrip("}\n"), "^the HLO module is cut off"),
-        (STEP.partition("%b2 =")[0] + "%b2 = f32[16,1", "^the HLO module is cut off"),
-        (STEP.replace("  %packed", "  hello %packed"), "^line 15 of the HLO module .* is no instruction"),
-    ],
-)
-def test_other_text_is_refused(text, message):
-    with pytest.raises(ValueError, match=message) as refused:
-        read_schedule(text)
-    assert "\n" not in str(refused.value)

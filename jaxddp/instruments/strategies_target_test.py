@@ -31,9 +31,6 @@ WAITING = ("naive", "flat")
 REPLICATED = tuple(name for name in jaxddp.STRATEGIES if not name.startswith("zero"))
 EARLY = tuple(name for name in REPLICATED if name not in WAITING)
 
-# What the compile options for the scheduler have in their names.
-SCHEDULER = "xla_gpu_experimental"
-
 
 class Case(NamedTuple):
     """A step to compile."""
@@ -51,9 +48,6 @@ class Step(NamedTuple):
 
 
 IN_PARTS = Case(GPU, "bucketed", LARGE, num_microbatches=3)
-MERGED = [Case(TPU, name, left_out="disable_hlo_passes") for name in ("naive", "bucketed")]
-COPIED = Case(GPU, "bucketed", LARGE, left_out="disable_hlo_passes")
-RESCHEDULED = Case(GPU, "bucketed", LARGE, left_out=SCHEDULER)
 
 full = pytest.mark.full
 
@@ -217,35 +211,6 @@ def test_microbatches_are_sent_once_and_within_the_last_ones_backward(steps):
     overlap = schedule.overlap()
     assert overlap.first_start_fraction > 2 / 3  # after those before it
     assert overlap.bytes_in_flight > 0.7 * overlap.num_bytes  # all but the embedding's 27 %
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", MERGED, ids=lambda case: f"{case.spec} {case.strategy}")
-def test_the_combiner_let_loose_would_break_the_plan(steps, case):
-    """Guards the tests above: without the options every strategy is one or two all-reduces."""
-    planned, schedule = steps(case)
-    assert planned == steps(case._replace(left_out="")).planned
-    assert schedule.gradient_collectives() != sorted(planned)
-    assert len(schedule.gradient_collectives()) <= 2 < len(planned)
-
-
-@pytest.mark.full
-def test_joined_all_reduces_copy_nothing_on_gpus(steps):
-    """On GPUs every bucket has a key of its own; XLA would join its tensors by a copy of the bucket there and back."""
-    planned, schedule = steps(Case(GPU, "bucketed", LARGE))
-    _, copied = steps(COPIED)
-    assert schedule.gradient_collectives() == copied.gradient_collectives() == sorted(planned)
-    num_bytes = sum(num_bytes for _, num_bytes in planned)
-    assert copied.work().num_bytes - schedule.work().num_bytes > num_bytes
-
-
-@pytest.mark.full
-@every_speed
-def test_the_scheduler_left_alone_would_expose_more(steps, gb_per_s):
-    planned, schedule = steps(RESCHEDULED)
-    assert schedule.gradient_collectives() == sorted(planned)
-    ours, unasked = (simulated(steps(case), GPU, gb_per_s) for case in (Case(GPU, "bucketed", LARGE), RESCHEDULED))
-    assert unasked.exposed_s > 1.05 * ours.exposed_s  # seen: 5.9, 1.35 and 1.06 times
 
 
 def test_bucketed_comes_within_5_percent_of_the_lower_bound(steps):

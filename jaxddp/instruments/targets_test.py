@@ -107,12 +107,6 @@ def assert_all_there(program, spec):
         program({}, None)
 
 
-def test_names_of_scopes_and_of_the_backward_survive(programs):
-    for program in programs.values():
-        assert "my_scope" in program.as_text()
-        assert "transpose(jvp" in program.as_text()
-
-
 def test_flags_of_the_process_and_options_of_the_program_arrive():
     with pytest.raises(TargetError, match=r"^the process that compiles for 'h100:2' ended with code -?\d+: ") as raised:
         start("h100:2", xla_flags="--xla_no_such_flag=1").result()

@@ -1,10 +1,12 @@
+import json
 import re
 import struct
+from itertools import pairwise
 
 import pytest
 
 from jaxddp.instruments.simulate import Simulation, Span
-from jaxddp.instruments.timeline import ONE_LINE_LEGEND, draw, one_line
+from jaxddp.instruments.timeline import draw, write_trace
 from jaxddp.scopes import METRICS_SCOPE
 
 MIB = 2**20
@@ -40,35 +42,6 @@ def draw_svg(tmp_path, simulations, **options):
     path = tmp_path / "steps.svg"
     draw(simulations, path, **options)
     return path
-
-
-def test_one_line_shows_phases_what_they_hide_and_waits():
-    assert one_line(overlapped(), 16) == "ffffbbbbBBBB#ooo"
-    assert one_line(naive(), 50) == "f" * 10 + "b" * 20 + "#" * 12 + "o" * 8
-    assert one_line(make_step(enumerate([("optimizer", 0, 1)]), [(0, 1)], 1), 10) == "OOOOOOOOOO"
-    trailing = make_step(enumerate([("backward", 0, 5)]), [(5, 10)], 10)
-    assert one_line(trailing, 10) == "bbbbb#####"
-
-
-def test_one_line_is_as_wide_as_asked_and_explains_its_characters():
-    for width in (10, 71, 72, 73, 999):
-        assert len(one_line(naive(), width)) == width
-    assert len(one_line(naive())) == 72
-    assert set(one_line(naive()) + one_line(overlapped())) == set("fbBo#")
-    assert all(f"{glyph} " in ONE_LINE_LEGEND for glyph in "fboFBO#")
-    assert len(ONE_LINE_LEGEND) <= 120 and ONE_LINE_LEGEND.isascii()
-
-
-def test_waits_shorter_than_a_column_are_not_lost():
-    """A quarter of every column is waiting, which never is the most of it."""
-    compute = enumerate([("backward", i, i + 0.75) for i in range(40)])
-    line = one_line(make_step(compute, [(0, 40)], 40), 40)
-    assert line == "BB#B" * 10
-
-
-def test_what_has_ended_is_not_made_up_for_later():
-    compute = enumerate([("forward", 0, 1.4), ("backward", 1.4, 9.3), ("optimizer", 9.68, 10)])
-    assert one_line(make_step(compute, [(9.3, 9.68)], 10), 10) == "fbbbbbbbb#"
 
 
 def test_png_has_its_size_and_its_colours(tmp_path):
@@ -121,19 +94,81 @@ def test_every_collective_is_drawn_and_touching_operations_are_one_piece(tmp_pat
     assert sorted(len(re.findall(r"<path |<use ", collection)) for collection in collections) == [1, 1, 1, 40]
 
 
-@pytest.mark.parametrize("name", ["steps.pdf", "steps", "png"])
-def test_other_suffixes_are_refused(name, tmp_path):
-    with pytest.raises(ValueError, match=rf"^path \(='.*{name}'\) must end in .png or .svg$"):
-        draw({"naive": naive()}, tmp_path / name)
-
-
-def test_nothing_to_show_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"^simulations \(=\{\}\) must hold at least one to draw$"):
-        draw({}, tmp_path / "steps.png")
-    with pytest.raises(ValueError, match=r"^width \(=9\) must be at least 10 columns$"):
-        one_line(naive(), 9)
+def test_what_cannot_be_shown_is_refused(tmp_path):
     empty = Simulation((), 0.0, 0.0, 0.0, 0.0)
-    for show in (one_line, lambda step: draw({"naive": naive(), "empty": step}, tmp_path / "steps.png")):
-        with pytest.raises(ValueError, match=r"^step_s \(=0.0\) must be over 0: the program holds nothing"):
-            show(empty)
+    for steps, name, said in (
+        ({"naive": naive()}, "steps.pdf", r"^path \(='.*steps.pdf'\) must"),
+        ({}, "steps.png", r"^simulations \(=\{\}\) must"),
+        ({"naive": naive(), "empty": empty}, "steps.png", r"^step_s \(=0.0\) must be over 0"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            draw(steps, tmp_path / name)
+    with pytest.raises(ValueError, match=r"^simulations \(=\{\}\) must"):
+        write_trace({}, tmp_path / "trace.json")
     assert not list(tmp_path.iterdir())
+
+
+def make_layers(num_layers, seconds):
+    """Operations that touch, and collectives that touch beside them."""
+    spans = []
+    for i in range(num_layers):
+        kind = "forward" if i < num_layers // 2 else "backward"
+        spans.append(Span(f"fusion.{i}", "compute", kind, i * seconds, (i + 1) * seconds, 100 + i, op_name=f"jit/{i}"))
+        start, end = (i + 0.25) * seconds, (i + 1.25) * seconds
+        spans.append(Span(f"all-gather-start.{i}", "communication", "all-gather", start, end, 2**20))
+    return Simulation(tuple(spans), (num_layers + 0.25) * seconds, num_layers * seconds, 0.0, 0.25 * seconds)
+
+
+def written(tmp_path, simulations):
+    write_trace(simulations, tmp_path / "trace.json")
+    return json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def test_events_carry_what_the_spans_say(tmp_path):
+    step = Simulation(
+        (
+            Span("fusion.1", "compute", "backward", 0.0, 2.5e-6, 64, op_name='jit(step)/"quoted"'),
+            Span("all-reduce-start.3", "communication", "all-reduce", 1e-6, 4e-6, 2**20),
+        ),
+        step_s=4e-6,
+        compute_s=2.5e-6,
+        communication_s=3e-6,
+        exposed_s=1.5e-6,
+    )
+    events = [event for event in written(tmp_path, {"bucketed": step}) if event["ph"] == "X"]
+    assert events == [
+        {
+            "name": "fusion.1", "cat": "compute,backward", "ph": "X", "ts": 0.0, "dur": 2.5, "pid": 1, "tid": 1,
+            "args": {"phase": "backward", "bytes": 64, "op_name": 'jit(step)/"quoted"'},
+        },
+        {
+            "name": "all-reduce-start.3", "cat": "communication,all-reduce", "ph": "X", "ts": 1.0, "dur": 3.0, "pid": 1,
+            "tid": 2, "args": {"kind": "all-reduce", "bytes": 2**20, "op_name": ""},
+        },
+    ]  # fmt: skip
+
+
+def test_processes_and_threads_have_names_in_their_order(tmp_path):
+    events = written(tmp_path, {"naive": make_layers(2, 1e-6), "zero3": make_layers(4, 1e-6)})
+    names = {(e["pid"], e["tid"], e["name"]): e["args"] for e in events if e["ph"] == "M"}
+    assert names[1, 0, "process_name"] == {"name": "naive"} and names[2, 0, "process_name"] == {"name": "zero3"}
+    assert names[1, 0, "process_sort_index"] == {"sort_index": 1}
+    for process in (1, 2):
+        assert [names[process, thread, "thread_name"]["name"] for thread in (1, 2)] == ["compute", "communication"]
+    used = {(event["pid"], event["tid"]) for event in events if event["ph"] == "X"}
+    assert used == {(1, 1), (1, 2), (2, 1), (2, 2)}
+
+
+def test_durations_are_the_simulations_and_nothing_overlaps_within_a_thread(tmp_path):
+    step = make_layers(3000, 1e-6 / 3)
+    events = [event for event in written(tmp_path, {"naive": step}) if event["ph"] == "X"]
+    assert len(events) == len(step.spans)
+    compute_us = sum(event["dur"] for event in events if event["tid"] == 1)
+    # Start and end are rounded to whole nanoseconds, once each: the error of a lane without gaps is that of its ends.
+    assert compute_us == pytest.approx(step.compute_s * 1e6, abs=1e-3)
+    for thread in (1, 2):
+        lane = sorted((event["ts"], event["dur"]) for event in events if event["tid"] == thread)
+        assert len(lane) == 3000
+        # As Perfetto reads them: start and duration each to the nearest nanosecond.
+        in_ns = [(round(start * 1e3), round(duration * 1e3)) for start, duration in lane]
+        assert all(start + duration <= following for (start, duration), (following, _) in pairwise(in_ns))

@@ -1,15 +1,13 @@
-"""A plan's formulas compared with the compiled step: bytes that each device holds, and bytes that each device sends.
+"""Formulas beside compiled steps: bytes that each device holds, and bytes that each device sends.
 
-State that lives across steps must match to the byte; differences from padding and replicated leaves are computed
-exactly. Traffic must match too: the program lists every collective, those of a loop once per iteration. Temporary
-memory and the peak are estimates: only whether both peaks fit must agree.
+``verify`` compiles the step that a plan describes, built from shapes alone:
 
-The training step that a plan describes, built from shapes alone and compiled for the plan's target.
-
-    plan     step
-    -------  --------------------------------------------------------------------------------------------------------
     tp = 1   ``Trainer`` with ``bucketed``, ``zero1``, ``zero2`` or ``zero3``, by the plan's stage
     tp > 1   the feed-forward model sharded over a grid of FSDP x TP devices, as plain ``jit`` with shardings
+
+State that lives across steps must match to the byte; differences from padding and replicated leaves are computed
+exactly. Traffic must be the formula's, or where padding or small leaves put that off, the plan of the step; collectives
+of a loop count once per iteration. Temporary memory and the peak are estimates: only whether both fit must agree.
 
 Parameters are float32, or bfloat16 if the plan has 2 bytes for them. The optimizer is AdamW with float32 moments.
 If the plan has 12 bytes of optimizer state, parameters are float32 masters, of which the loss takes copies of 2 bytes
@@ -24,8 +22,16 @@ On the grid, arrays are annotated with the axes ``fsdp`` (X) and ``tp`` (Y), and
     down        [L, F, D]     [L, F / Y, D / X]            likewise: [F / Y, D]
     batch       [K, B/K, D]   [K, B / (K X), D]            products with up are split over tp, those with down reduced
 
-Blocks are iterations of a scan, so compile time does not depend on their number. The backward keeps the inputs of the
-blocks and the results of their first products, and gathers parameters again. The optimizer updates shards.
+``plan_stages`` plans a training of one's own at every ZeRO stage. No formula knows the work of any model, but shapes,
+optimizer and strategy fix what lives across steps, and what is sent:
+
+    stage  strategy  parameters  gradients  optimizer state
+    0      bucketed  full        full       full
+    1      zero1     full        full       shard
+    2      zero2     full        shard      shard
+    3      zero3     shard       shard      shard
+
+Where the optimizer is not element-wise, stages 1 and 2 are those with ``shard="leaves"``.
 
 References:
     Xu et al., GSPMD: General and Scalable Parallelization for ML Computation Graphs, 2021.
@@ -52,27 +58,37 @@ from ..models import TransformerConfig, abstract
 from ..network import GB, Network
 from ..planning.cost.memory import StateBytes, state_bytes
 from ..planning.plan import Plan, plan, sent_bytes, strategy_traffic
+from ..registry import make_strategy
 from ..scopes import METRICS_SCOPE, OPTIMIZER_SCOPE
 from ..strategy import Masters, Strategy
 from ..training.step import TrainState
 from ..training.train import Trainer
+from ..training.validation import check_batch
+from ..tree import split
 from ..zero import layer, zero1, zero2, zero3
 from . import targets
-from .memory import state_formula, step_memory
+from .inspect import Training, name_of
+from .memory import DeviceBytes, held_bytes, state_formula, step_memory
 from .schedule import Collective, read_schedule
 from .targets import Pending, TargetMemoryError, TargetProgram, check_installed, start_compile_for_target
 
+DTYPES = ("bfloat16", "float16", "float32")
 STRATEGY_NAMES = ("bucketed", "zero1", "zero2", "zero3")  # by ZeRO stage
 MARK = "NOT AS PLANNED"
+_LEARNING_RATE = 1e-3
+_FSDP, _TP = "fsdp", "tp"
+_SPECS = {
+    "gate": PartitionSpec(None, _FSDP, _TP),
+    "up": PartitionSpec(None, _FSDP, _TP),
+    "down": PartitionSpec(None, _TP, _FSDP),
+}
+_KEPT = "jaxddp.kept"
 _ONE_GB_PER_S = Network(1.0)
 # On TPUs, a fusion around an all-reduce in which each rank computes only its part of the result.
 _SCATTERING_KERNEL = "AllReduceScatter"
 _ROUNDING_BYTES = 0.5  # formulas divide
 _UNEVEN = "padding, and small leaves that are not sharded"
-_KEPT = f"{_UNEVEN}, units that are gathered once"
-_ALL_SMALL = "all leaves are too small to be sharded, whole gradients are summed"
-# Padding adds little, and a unit that is gathered once takes half of a gather away; more is a wrong formula.
-_EXCUSED = (0.5, 1.1)
+_STATE = ("parameters", "optimizer_state")
 
 
 class Row(NamedTuple):
@@ -136,7 +152,7 @@ def verify(planned: Plan, dtype: str, config: TransformerConfig | None = None) -
     try:
         found = compare(whole, step, step.pending.result())
     except TargetMemoryError as refusal:
-        found = _refused(whole, refusal)
+        found = Verification(whole, _refused(whole.bytes_per_device, refusal, whole), Counter(), refusal)
     if tokens == planned.tokens:
         return found
     return replace(found, notes=(f"compiled with {tokens:,} tokens, the same number on each data rank", *found.notes))
@@ -166,10 +182,9 @@ def _memory_rows(planned: Plan, step: PlannedStep, program: TargetProgram) -> li
     found, job = planned.bytes_per_device, planned.job
     even = state_bytes(job.workload.num_params / job.tp, job.stage, job.fsdp, job.held)
     rows = []
-    state = (("parameters", held.parameters, 0), ("optimizer_state", held.optimizer_state, step.counter_bytes))
-    for name, compiled, counters in state:
+    for name, counters in zip(_STATE, (0, step.counter_bytes), strict=True):
         why = {_UNEVEN: getattr(step.exact, name) - getattr(even, name), "a count of steps": counters}
-        rows.append(state_row(name.replace("_", " "), found[name], compiled, why))
+        rows.append(_state_row(name, found[name], getattr(held, name), why))
     others = memory.argument_size_in_bytes - held.parameters - held.optimizer_state
     tiles = f", {held.padding:,} of it to fill tiles" if held.padding > 0 else ""
     temporary = planned.total_bytes - found["parameters"] - found["optimizer_state"]
@@ -180,86 +195,70 @@ def _memory_rows(planned: Plan, step: PlannedStep, program: TargetProgram) -> li
         *rows,
         Row("batch, step and key", None, others, f"not in the plan{tiles}"),
         Row("within the step", temporary, needed, f"{needed / temporary:.3f} times" if temporary else ""),
-        _peak_row(planned, peak, peak < job.cluster.memory_bytes, job.cluster.memory_bytes),
+        _peak_row(peak, job.cluster.memory_bytes, planned),
     ]
 
 
-def state_row(label: str, planned: float, compiled: float, why: dict[str, float]) -> Row:
+def _state_row(name: str, planned: float, compiled: float, why: dict[str, float]) -> Row:
     """Compares state to the byte; ``why`` maps each reason for a difference from the formula to its bytes."""
+    label = name.replace("_", " ")
     if abs(wrong := compiled - planned - sum(why.values())) > _ROUNDING_BYTES:
         return Row(label, planned, compiled, f"{MARK}: {wrong:+,.0f} bytes unaccounted for", holds=False)
     reasons = "; ".join(f"{num_bytes:+,.0f}, {reason}" for reason, num_bytes in why.items() if num_bytes)
     return Row(label, planned, compiled, f"ok: {reasons}" if reasons else "ok", holds=True)
 
 
-def _peak_row(planned: Plan, needed: float, fits: bool, available: float) -> Row:
+def _peak_row(needed: float, available: float, planned: Plan | None = None) -> Row:
+    """Says whether the peak fits, and whether the plan says the same."""
+    fits = needed < available
     says = {True: "fits", False: "does not fit"}
+    if planned is None:
+        return Row("peak", None, needed, f"{says[fits]} in {available / GB:.2f} GB")
     agree = planned.fits == fits
     verdict = f"ok: {says[fits]}" if agree else f"{MARK}: by formula it {says[planned.fits]}, compiled it {says[fits]}"
     return Row("peak", planned.total_bytes, needed, f"{verdict} in {available / GB:.2f} GB", holds=agree)
 
 
-def _refused(planned: Plan, refusal: TargetMemoryError) -> Verification:
-    peak = _peak_row(planned, refusal.needed_bytes, False, refusal.available_bytes)
-    names = ("parameters", "optimizer_state")
-    rows = [Row(name.replace("_", " "), planned.bytes_per_device[name], None, "not compiled") for name in names]
-    return Verification(planned, (*rows, peak), Counter(), refusal)
+def _refused(state: dict[str, float], refusal: TargetMemoryError, planned: Plan | None = None) -> tuple[Row, ...]:
+    rows = (Row(name.replace("_", " "), state[name], None, "not compiled") for name in _STATE)
+    return *rows, _peak_row(refusal.needed_bytes, refusal.available_bytes, planned)
 
 
 def _traffic_rows(planned: Plan, step: PlannedStep, sent: dict[str, list[Collective]]) -> list[Row]:
-    job, element_bytes = planned.job, planned.job.assumptions.element_bytes
+    job = planned.job
     name = STRATEGY_NAMES[job.stage]
     legs = strategy_traffic(name, planned.num_microbatches)
 
-    def expected(*, gathers: bool) -> float | None:
-        if step.collectives is None:
-            return None
-        kinds = [(kind, num_bytes) for kind, num_bytes in step.collectives if (kind == "all-gather") == gathers]
-        return sum(sent_by_rank(kind, num_bytes, range(job.num_data_ranks)) for kind, num_bytes in kinds)
+    def row(label: str, formula: float, found: Sequence[Collective], gathers: bool | None = None) -> Row:
+        """Compares with the formula or, where leaves are not even, with what the step plans."""
+        compiled = sum(sent_by_rank(kind_of(each), each.num_bytes, each.group) for each in found)
+        said = " + ".join(f"{count:,} {kind}" for kind, count in Counter(map(kind_of, found)).items()) or "none"
+        if holds := abs(compiled - formula) < _ROUNDING_BYTES:
+            return Row(label, formula, compiled, f"ok: {said}", holds)
+        if formula:
+            said = f"{compiled / formula:.3f} times, {said}"
+        if gathers is not None and step.collectives is not None:
+            ours = [(kind, size) for kind, size in step.collectives if (kind == "all-gather") == gathers]
+            own_plan = sum(sent_by_rank(kind, size, range(job.num_data_ranks)) for kind, size in ours)
+            holds = abs(compiled - own_plan) < _ROUNDING_BYTES
+        return Row(label, formula, compiled, f"ok: {said}, as the step plans it" if holds else f"{MARK}: {said}", holds)
 
     # Forward and backward each all-reduce the same number of elements per token.
-    summed_bytes = 2 * element_bytes * job.workload.summed_per_token * planned.tokens / job.num_data_ranks
+    per_rank = planned.tokens / job.num_data_ranks
+    summed_bytes = 2 * job.assumptions.element_bytes * job.workload.summed_per_token * per_rank
     gathers = [each for each in sent["data"] if each.kind == "all-gather"]
     sums = [each for each in sent["data"] if each.kind != "all-gather"]
     gathered, summed = (sent_bytes(job, name, legs._replace(**{other: 0})) for other in ("gradients", "parameters"))
-    planned_kinds = {kind for kind, _ in step.collectives or ()}
-    kept = _KEPT if job.stage == 3 else _UNEVEN
-    small = _ALL_SMALL if job.stage == 3 and planned_kinds == {"all-reduce"} else ""
     rows = [
-        _traffic_row("parameters gathered", gathered, gathers, expected(gathers=True), small or kept, not small),
-        _traffic_row("gradients summed", summed, sums, expected(gathers=False), small or _UNEVEN, not small),
-        _traffic_row("products summed over tp", sent_by_rank("all-reduce", summed_bytes, range(job.tp)), sent["tp"]),
-        _traffic_row("other collectives", 0.0, sent[""]),
+        row("parameters gathered", gathered, gathers, gathers=True),
+        row("gradients summed", summed, sums, gathers=False),
+        row("products summed over tp", sent_by_rank("all-reduce", summed_bytes, range(job.tp)), sent["tp"]),
+        row("other collectives", 0.0, sent[""]),
     ]
     rows = [row for row in rows if row.planned or row.compiled]
-    if not rows:
-        return rows
     total, compiled = (sum(getattr(row, column) for row in rows) for column in ("planned", "compiled"))
-    return [*rows, Row("sent in all", total, compiled, f"{compiled / total:.3f} times" if total else "")]
-
-
-def _traffic_row(
-    label: str,
-    planned: float,
-    found: Sequence[Collective],
-    expected: float | None = None,
-    why: str = "",
-    is_formulas: bool = True,
-) -> Row:
-    """Compares sent bytes with the formula or, where ``why`` puts that a little off, with the plan of the step.
-
-    The formula assumes that everything is sharded: without ``is_formulas`` the step's plan alone counts.
-    """
-    compiled = sum(sent_by_rank(kind_of(each), each.num_bytes, each.group) for each in found)
-    said = " + ".join(f"{count:,} {kind}" for kind, count in Counter(map(kind_of, found)).items()) or "none"
-    holds = abs(compiled - planned) < _ROUNDING_BYTES
-    if not holds and planned:
-        said = f"{compiled / planned:.3f} times, {said}"
-    is_near = planned * _EXCUSED[0] <= compiled <= planned * _EXCUSED[1]
-    is_as_planned = expected is not None and abs(compiled - expected) < _ROUNDING_BYTES
-    if not holds and is_as_planned and (is_near or not is_formulas):
-        said, holds = f"{said}: {why}", True
-    return Row(label, planned, compiled, f"{'ok' if holds else MARK}: {said}", holds)
+    every = [Row("sent in all", total, compiled, f"{compiled / total:.3f} times" if total else "")] if rows else []
+    return rows + every
 
 
 def sent_by_rank(kind: str, num_bytes: float, group: Sequence[int]) -> float:
@@ -277,17 +276,6 @@ def _axis(group: Sequence[int], fsdp: int, tp: int) -> str:
     if tuple(group) == tuple(range(group[0], group[0] + tp)):
         return "tp"
     return "data" if tuple(group) == tuple(range(group[0], group[0] + fsdp * tp, tp)) else ""
-
-
-DTYPES = ("bfloat16", "float16", "float32")
-_LEARNING_RATE = 1e-3
-_FSDP, _TP = "fsdp", "tp"
-_SPECS = {
-    "gate": PartitionSpec(None, _FSDP, _TP),
-    "up": PartitionSpec(None, _FSDP, _TP),
-    "down": PartitionSpec(None, _TP, _FSDP),
-}
-_KEPT = "jaxddp.kept"
 
 
 class PlannedStep(NamedTuple):
@@ -521,3 +509,138 @@ def _copy_dtype(plan: Plan, dtype: str) -> Any:
 
 def _cast(params: Any, dtype: str) -> Any:
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """A training at one ZeRO stage; bytes are those of one device.
+
+    Attributes:
+        strategy: Its name, and its options are the defaults; with ``by leaves``, ``shard="leaves"``.
+        gradients: Those that outlive their bucket; they live within a step.
+        collectives: Planned ``(kind, bytes)`` of a step, of the full buffers.
+        sent_bytes: What a device sends in them, on a ring.
+        synced: The same of the model state.
+        called: The same of the loss function's own.
+        refused: Why there is no such training; empty if there is.
+        rows: Planned beside compiled bytes; empty if nothing was compiled.
+        notes: What could not be read in the program, in words.
+    """
+
+    stage: int
+    strategy: str
+    parameters: int = 0
+    gradients: int = 0
+    optimizer_state: int = 0
+    collectives: tuple[tuple[str, int], ...] = ()
+    sent_bytes: float = 0.0
+    synced: tuple[tuple[str, int], ...] = ()
+    called: tuple[tuple[str, int], ...] = ()
+    refused: str = ""
+    rows: tuple[Row, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """Parameters, gradients and optimizer state."""
+        return self.parameters + self.gradients + self.optimizer_state
+
+    @property
+    def holds(self) -> bool:
+        """Whether the compiled step is as planned, or there is none."""
+        return all(row.holds is not False for row in self.rows)
+
+
+def plan_stages(
+    training: Training, target: targets.Target, stages: Sequence[int] = range(4), *, compiled: bool = False
+) -> list[StagePlan]:
+    """Plans a training at ZeRO stages on a target, by its shapes, with the global batch of all devices.
+
+    With ``compiled`` each step is compiled for the target, and compared.
+
+    Raises:
+        ValueError: If no stage takes this training, or a step cannot be compiled, except for lack of memory.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> def loss_fn(params, batch):
+        ...     return jnp.mean((batch @ params["w"]) ** 2)
+        >>> training = Training(loss_fn, optax.adam(0.1), {"w": jnp.zeros((8, 2))}, jnp.zeros((4, 8)))
+        >>> [plan.total for plan in plan_stages(training, targets.target("h100:2"))]  # a counter has 4 bytes
+        [260, 196, 164, 260]
+    """
+    loss_fn, optimizer, params, batch, options, model_state = training.shapes()
+    mesh = targets.mesh(target.spec)
+    found: dict[int, StagePlan] = {}
+    pending = {}
+    for stage in stages:
+        name = STRATEGY_NAMES[stage]
+        for by_leaves in ({}, {"shard": "leaves"}) if stage in (1, 2) else ({},):
+            try:
+                trainer = Trainer(loss_fn, optimizer, make_strategy(name, **by_leaves), mesh, **options)
+                state = trainer.abstract_state(params, model_state)
+                found[stage] = _plan_stage(stage, trainer, state, training.shapes())
+            except ValueError as error:
+                found.setdefault(stage, StagePlan(stage, name, refused=str(error)))
+            else:
+                if compiled:
+                    pending[stage] = state, targets.start_compile(trainer, state, batch)
+                break
+    if all(plan.refused for plan in found.values()):
+        raise ValueError(next(iter(found.values())).refused)
+    for stage, (state, compilation) in pending.items():
+        try:
+            found[stage] = _compared(found[stage], compilation.result(), state, target)
+        except TargetMemoryError as refusal:
+            found[stage] = replace(found[stage], rows=_refused(vars(found[stage]), refusal))
+    return list(found.values())
+
+
+def _plan_stage(stage: int, trainer: Trainer, state: TrainState, training: Training) -> StagePlan:
+    batch = training.batch
+    check_batch(batch, trainer.num_ranks, trainer.num_microbatches)
+    held, collectives = held_bytes(trainer.layout(state)), trainer.planned(state, batch)
+    return StagePlan(
+        stage, name_of(trainer.strategy), held.parameters, _gradient_bytes(stage, trainer, training, held),
+        held.optimizer_state, tuple(collectives),
+        sum(sent_by_rank(*each, range(trainer.num_ranks)) for each in collectives),
+        tuple(trainer.planned_sync(state)), tuple(trainer.planned_loss(state, batch)),
+    )  # fmt: skip
+
+
+def _gradient_bytes(stage: int, trainer: Trainer, training: Training, held: DeviceBytes) -> int:
+    """Bytes of the gradients that outlive their bucket; at stage 3 those of a parameter are sharded as it is."""
+    given = training.options.get("grad_dtype")
+    leaves = jax.tree.leaves(split(training.params, training.options.get("trainable"))[0])
+    ranks = trainer.num_ranks if stage == 2 else 1
+    num_bytes = sum(-(-leaf.size // ranks) * jnp.dtype(given or leaf.dtype).itemsize for leaf in leaves)
+    every = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(training.params))
+    return math.ceil(num_bytes * (held.parameters / every if stage == 3 else 1))
+
+
+def _compared(plan: StagePlan, program: TargetProgram, state: TrainState, target: targets.Target) -> StagePlan:
+    schedule, held = read_schedule(program), step_memory(program, state).after_init
+    found = schedule.collectives()
+    rows = [
+        *(_state_row(name, getattr(plan, name), getattr(held, name), {}) for name in _STATE),
+        *_collective_rows(" buffers", plan.collectives, [each for each in found if each.is_gradients]),
+        *_collective_rows(", model state", plan.synced, [each for each in found if each.is_model_state]),
+        *map(_traced, _collective_rows(", loss", plan.called, [each for each in found if each.is_loss])),
+        _peak_row(program.memory_analysis().peak_memory_in_bytes, target.chip.memory_bytes),
+    ]
+    return replace(plan, rows=tuple(rows), notes=schedule.notes)
+
+
+def _collective_rows(what: str, planned: Sequence[tuple[str, int]], found: Sequence[Collective]) -> list[Row]:
+    """Compares the full buffers of each kind, each by its size."""
+    compiled, rows = [(kind_of(each), each.num_bytes) for each in found], []
+    for kind in sorted({kind for kind, _ in (*planned, *compiled)}):
+        ours, theirs = (sorted(num_bytes for one, num_bytes in some if one == kind) for some in (planned, compiled))
+        said = f"ok: {len(ours):,}" if ours == theirs else f"{MARK}: {len(ours):,} planned, {len(theirs):,} compiled"
+        rows.append(Row(f"{kind}{what}", sum(ours), sum(theirs), said, ours == theirs))
+    return rows
+
+
+def _traced(row: Row) -> Row:
+    """XLA may merge or rewrite what a loss function calls, which is no plan."""
+    return row if row.holds else row._replace(check=row.check.replace(MARK, "not as traced"), holds=None)

@@ -1,5 +1,3 @@
-import random
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -193,50 +191,16 @@ def test_what_cannot_be_counted_is_said():
     assert (counted, notes) == (Work({}, 0, 64), ["fft y: its FLOPs are not counted, only its bytes are"])
 
 
-def test_works_add_up():
-    one, other = Work({F32: 4}, 1, 10), Work({F32: 1, BF16: 2}, 2, 20)
-    assert one + other == Work({F32: 5, BF16: 2}, 3, 30)
-    assert (one + other).flops == 10
-    assert one.times(2.5) == Work({F32: 10}, 2.5, 25)
-
-
 # Whole programs.
-
-
-def transformer_flops(config, num_sequences):
-    """FLOPs of the matrix products of a loss and its gradient; the embedding is looked up."""
-    weights = config.num_layers * (4 * config.width**2 + 3 * config.width * config.hidden) + config.width * config.vocab
-    # Scores and their product with the values: each 2 * length * width a token, over all positions, masked or not.
-    attention = config.num_layers * 2 * 2 * config.context * config.width
-    forward = num_sequences * config.context * (2 * weights + attention)
-    return 3 * forward  # the backward has two products for each of the forward's
-
-
-@pytest.mark.parametrize("name", fixture_names())
-def test_fixtures_are_counted_without_remark(name):
-    assert total(load_fixture(name)).num_bytes > 0
 
 
 @pytest.mark.parametrize("name", fixture_names("*-naive-*") + fixture_names("*-bucketed-*"))
 def test_a_step_multiplies_as_much_on_every_platform(name):
     step = total(load_fixture(name))
-    assert matmul_flops(step) == transformer_flops(models.SIZES["tiny"], num_sequences=6)
+    assert matmul_flops(step) == 3 * 2 * 6 * 16 * (64 * 16 + 2 * (4 * 16 * 16 + 3 * 16 * 32 + 2 * 16 * 16))
     # Parameters and both moments are read and written, 4 bytes each, on the chip of a TPU or off it.
     if not name.startswith("tpu"):
         assert step.num_bytes > 6 * 4 * models.SIZES["tiny"].num_params
-
-
-@pytest.mark.parametrize("name", fixture_names("*-loop-*"))
-def test_a_loop_of_five_products(name):
-    step = total(load_fixture(name))
-    assert step.matmul_flops == {F32: 5 * 2 * 192**3}
-    assert step.vector_flops >= 5 * 192**2  # tanh; GPUs split the product and add up the parts
-
-
-@pytest.mark.parametrize("name", fixture_names("*-microbatch-*"))
-def test_micro_batches(name):
-    # 3 x 20 examples through matrices of 10 x 16 and 16 x 5: forward, both gradients, and that of the hidden layer.
-    assert matmul_flops(total(load_fixture(name))) == 2 * 60 * (2 * 10 * 16 + 3 * 16 * 5)
 
 
 @pytest.mark.parametrize("name", fixture_names("gpu-products-*"))
@@ -247,29 +211,6 @@ def test_products_of_two_precisions_and_a_convolution(name):
         # 4 images, 32 features out of 96, 6 x 16 outputs, windows of 3 x 3: GPU programs pad first.
         F32: 2 * 4 * 32 * 96 * (6 * 3) * (16 * 3),
     }
-
-
-@pytest.mark.parametrize("name", fixture_names("[cg]pu-collectives-*"))
-def test_arithmetic_between_collectives(name):
-    # tanh, exp and cos of [1024,256] and sin of an eighth; each is read and written, and so is the transposition.
-    whole = 1024 * 256
-    assert total(load_fixture(name)) == Work({}, 3 * whole + whole // 8, 2 * 4 * (4 * whole + whole // 8))
-
-
-@pytest.mark.parametrize("name", ["tiny", "lm_9m"])
-def test_a_transformer_against_its_formula_and_xla(name):
-    loss_fn, params = models.abstract(name)
-    config = models.SIZES[name]
-    tokens = jax.ShapeDtypeStruct((2, config.context), jnp.int32)
-    batch = {"tokens": tokens, "targets": tokens}
-    compiled = jax.jit(jax.value_and_grad(loss_fn)).lower(params, batch).compile()
-    step = total(compiled)
-    assert step.matmul_flops == {F32: transformer_flops(config, num_sequences=2)}
-    # XLA counts transcendentals apart and a reduction's first element not at all: 0.5 % of the FLOPs of tiny. It reads
-    # in full what is sliced and gathered: 6 % of the bytes of lm_9m.
-    xla = compiled.cost_analysis()
-    assert step.flops == pytest.approx(xla["flops"], rel=0.01)
-    assert step.num_bytes == pytest.approx(xla["bytes accessed"], rel=0.08)
 
 
 # Matrix products and convolutions.
@@ -325,18 +266,6 @@ def test_convolutions():
         "ROOT %y = f32[1,16,6] convolution(%p0, %p1), window={size=1}, dim_labels=b0f_0io->b0f, feature_group_count=3"
     )
     assert matmul_flops(work(p("f32[1,16,6]"), p("f32[1,2,6]", 1), line)) == 2 * 16 * 6 * 2
-
-
-def test_convolutions_against_every_pair_of_places():
-    rng = random.Random(0)
-    for _ in range(300):
-        stride, base, dilation, low = rng.randint(1, 6), rng.randint(1, 6), rng.randint(1, 4), rng.randint(-3, 5)
-        size_in, size_out, size = rng.randint(1, 9), rng.randint(1, 12), rng.randint(1, 6)
-        places = (o * stride + k * dilation - low for o in range(size_out) for k in range(size))
-        pairs = sum(place % base == 0 and 0 <= place // base < size_in for place in places)
-        window = f"window={{size={size} stride={stride} pad={low}_0 lhs_dilate={base} rhs_dilate={dilation}}}"
-        line = f"ROOT %y = f32[1,{size_out},1] convolution(%p0, %p1), {window}, dim_labels=b0f_0io->b0f"
-        assert matmul_flops(work(p(f"f32[1,{size_in},1]"), p(f"f32[{size},1,1]", 1), line)) == 2 * pairs, line
 
 
 def test_matrix_products_that_a_tpu_prints_as_convolutions():
@@ -421,10 +350,3 @@ def test_trips_that_are_counted(old, new, count):
 )
 def test_loops_that_do_not_tell(old, new):
     assert trips(old, new) is None
-
-
-@pytest.mark.parametrize("name", fixture_names("*-loop-*"))
-def test_a_scan_of_known_length_on_every_platform(name):
-    module = parse_module(load_fixture(name))
-    loops = [line for computation in module.computations.values() for line in computation.values()]
-    assert [trip_count(module, line) for line in loops if line.opcode == "while"] == [5]

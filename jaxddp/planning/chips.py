@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -54,102 +54,60 @@ class Chip:
         return self.memory_bytes * (0.75 if self.platform == "gpu" else 1.0)
 
 
-_H100 = Chip(
-    name="h100",
-    device_kinds=("NVIDIA H100 80GB HBM3",),
-    description="NVIDIA H100 SXM 80 GB",
-    platform="gpu",
-    flops_per_s={
-        "float32": 66.9e12,
-        "tf32": 494.7e12,
-        "bfloat16": 989.4e12,
-        "float16": 989.4e12,
-        "float8": 1978.9e12,
-        "int8": 1978.9e12,
-        "float64": 66.9e12,
-    },
-    matmul_float32="tf32",
-    memory_bytes_per_s=3.35e12,
-    memory_bytes=80_000_000_000,
-    link_gb_per_s=450.0,
-    host_link_gb_per_s=50.0,
-    devices_per_host=8,
-    source="https://resources.nvidia.com/en-us-tensor-core/gtc22-whitepaper-hopper",
-)
+def _gpu(
+    name: str,
+    kind: str,
+    description: str,
+    tera: Mapping[str, float],
+    tb_per_s: float,
+    gb: int,
+    links: tuple[int, int],
+    source: str,
+) -> Chip:
+    return Chip(
+        name, (kind,), description, "gpu", {dtype: float(round(1e12 * value)) for dtype, value in tera.items()}, "tf32",
+        round(tb_per_s * 1e12), gb * 10**9, *links, devices_per_host=8, source=source,
+    )  # fmt: skip
+
+
+def _tensor_cores(tf32: float, bfloat16: float, int8: float, float32: float, float64: float) -> dict[str, float]:
+    """Peaks in TFLOP/s."""
+    return {
+        "float32": float32, "tf32": tf32, "bfloat16": bfloat16, "float16": bfloat16, "float8": int8, "int8": int8,
+        "float64": float64,
+    }  # fmt: skip
+
+
+_HOPPER = _tensor_cores(494.7, 989.4, 1978.9, 66.9, 66.9)
+_AMPERE = _tensor_cores(156, 312, 624, 19.5, 19.5)
+del _AMPERE["float8"]
+_NVIDIA = "https://www.nvidia.com"
 
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
-        _H100,
-        replace(
-            _H100,
-            name="h200",
-            device_kinds=("NVIDIA H200",),
-            description="NVIDIA H200 SXM 141 GB",
-            memory_bytes_per_s=4.8e12,
-            memory_bytes=141_000_000_000,
-            source="https://www.nvidia.com/en-us/data-center/h200/",
+        _gpu(
+            "h100", "NVIDIA H100 80GB HBM3", "NVIDIA H100 SXM 80 GB", _HOPPER, 3.35, 80, (450, 50),
+            "https://resources.nvidia.com/en-us-tensor-core/gtc22-whitepaper-hopper",
+        ),
+        _gpu(
+            "h200", "NVIDIA H200", "NVIDIA H200 SXM 141 GB", _HOPPER, 4.8, 141, (450, 50),
+            f"{_NVIDIA}/en-us/data-center/h200/",
+        ),
+        _gpu(
+            "a100", "NVIDIA A100-SXM4-80GB", "NVIDIA A100 SXM 80 GB", _AMPERE, 2.039, 80, (300, 25),
+            f"{_NVIDIA}/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf",
+        ),
+        _gpu(
+            "b200", "NVIDIA B200", "NVIDIA B200 SXM 180 GB", _tensor_cores(1100, 2250, 4500, 80, 40), 8, 180, (900, 50),
+            "https://resources.nvidia.com/en-us-blackwell-architecture",
         ),
         Chip(
-            name="a100",
-            device_kinds=("NVIDIA A100-SXM4-80GB",),
-            description="NVIDIA A100 SXM 80 GB",
-            platform="gpu",
-            flops_per_s={
-                "float32": 19.5e12,
-                "tf32": 156e12,
-                "bfloat16": 312e12,
-                "float16": 312e12,
-                "int8": 624e12,
-                "float64": 19.5e12,
-            },
-            matmul_float32="tf32",
-            memory_bytes_per_s=2.039e12,
-            memory_bytes=80_000_000_000,
-            link_gb_per_s=300.0,
-            host_link_gb_per_s=25.0,
-            devices_per_host=8,
-            source="https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/"
-            "nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf",
-        ),
-        Chip(
-            name="b200",
-            device_kinds=("NVIDIA B200",),
-            description="NVIDIA B200 SXM 180 GB",
-            platform="gpu",
-            flops_per_s={
-                "float32": 80e12,
-                "tf32": 1100e12,
-                "bfloat16": 2250e12,
-                "float16": 2250e12,
-                "float8": 4500e12,
-                "int8": 4500e12,
-                "float64": 40e12,
-            },
-            matmul_float32="tf32",
-            memory_bytes_per_s=8e12,
-            memory_bytes=180_000_000_000,
-            link_gb_per_s=900.0,
-            host_link_gb_per_s=50.0,
-            devices_per_host=8,
-            source="https://resources.nvidia.com/en-us-blackwell-architecture",
-        ),
-        Chip(
-            name="v5p",
-            device_kinds=("TPU v5", "TPU v5p"),
-            description="Google Cloud TPU v5p",
-            platform="tpu",
-            flops_per_s={"bfloat16": 459e12},
-            matmul_float32="bfloat16",
-            memory_bytes_per_s=2.765e12,
-            memory_bytes=95_000_000_000,
-            link_gb_per_s=600.0,
-            host_link_gb_per_s=600.0,
-            devices_per_host=4,
-            source="https://cloud.google.com/tpu/docs/v5p",
+            "v5p", ("TPU v5", "TPU v5p"), "Google Cloud TPU v5p", "tpu", {"bfloat16": 459e12}, "bfloat16", 2.765e12,
+            95_000_000_000, 600, 600, devices_per_host=4, source="https://cloud.google.com/tpu/docs/v5p",
         ),
     )
-}
+}  # fmt: skip
 
 
 def chip_of(device_kind: str) -> Chip:
@@ -170,16 +128,9 @@ def chip_of(device_kind: str) -> Chip:
 
 
 # Chips of a slice -> its shape. Other counts make no torus of whole 2x2 hosts.
-_V5P_TOPOLOGIES = {
-    4: "2x2x1",
-    8: "2x2x2",
-    16: "2x2x4",
-    32: "2x4x4",
-    64: "4x4x4",
-    128: "4x4x8",
-    256: "4x8x8",
-    512: "8x8x8",
-}
+_V5P_TOPOLOGIES = dict(zip(
+    (4, 8, 16, 32, 64, 128, 256, 512), "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8".split(), strict=True
+))  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@ from dataclasses import replace
 
 import pytest
 
-from jaxddp.communication.buckets import MIB
 from jaxddp.network import Network
 from jaxddp.planning.chips import target
 from jaxddp.planning.cost.memory import MIXED, activation_bytes
@@ -65,32 +64,6 @@ def test_micro_batches_are_the_fewest_that_fit():
     )
 
 
-def test_where_each_micro_batch_gathers_each_must_be_large_enough():
-    once = plan(BOOK)
-    for steps, tokens in ((2, 25_302), (2, 2 * 25_302), (4, 4 * 25_302 - 4)):
-        found = plan(replace(BOOK, accumulation_steps=steps, tokens=tokens))
-        assert found.min_tokens == once.min_tokens
-        assert (
-            found.compute_bound
-            == (tokens >= steps * 25_302)
-            == bool(found.times.compute_s >= found.times.communication_s(BOOK.assumptions))
-        )
-    # Gradients are summed once, of all micro-batches.
-    sums = TrainingJob(XL, H100, fsdp=8, stage=1, sequence_length=128, assumptions=Assumptions("backward"))
-    least = plan(sums).tokens
-    twice = plan(replace(sums, tokens=2 * least, accumulation_steps=2))
-    assert twice.compute_bound and twice.min_tokens == plan(sums).min_tokens > least / 2
-
-
-def test_what_never_fits_says_so():
-    found = plan(TrainingJob(XXL, H100, fsdp=8, tokens=100_000))
-    assert (found.fits, found.accumulation_steps, found.min_devices, found.num_microbatches) == (False, None, None, 1)
-    # Parameters, gradients and state of every rank, 16 bytes each, are more than its memory without a token.
-    assert 16 * XXL.num_params / 8 > H100.memory_bytes
-    tight = replace(H100, memory_bytes=3e9)
-    assert plan(TrainingJob(XL, tight, fsdp=8, tokens=2**20, sequence_length=128)).fits
-
-
 def test_a_batch_that_is_not_given_is_whole_sequences_on_every_rank():
     found = plan(TrainingJob(XL, H100, fsdp=8, sequence_length=128))
     assert found.compute_bound and found.tokens % 1024 == 0 and found.tokens - 1024 < found.min_tokens
@@ -127,13 +100,6 @@ def test_a_bucket_costs_what_its_collective_does(stage, kind):
         assert ours == pytest.approx(network.seconds(kind, num_bytes, range(8)), rel=1e-12)  # rounding
 
 
-def test_replicas_sum_what_is_left_of_a_bucket():
-    rate, latency_s = gradient_rate(job("h100:4x8", fsdp=8))
-    within, between = Network(450), Network(50)
-    expected = within.seconds("reduce-scatter", 1e9, range(8)) + between.seconds("all-reduce", 1e9 / 8, range(4))
-    assert 1e9 / rate + latency_s == pytest.approx(expected, rel=1e-12)  # rounding
-
-
 def test_the_best_cap_exposes_least():
     """Of caps that leave as many buckets as the optimum of equal ones has, within what whole tensors allow."""
     for gb_per_s in (1.0, 12.0, 450.0):
@@ -146,19 +112,6 @@ def test_the_best_cap_exposes_least():
             job(stage=0, link_gb_per_s=gb_per_s, latency_us=1e6), tokens=32_768, num_microbatches=1
         )
         assert everything.num_buckets == 1 and everything.largest_bytes == 2 * XL.num_params
-
-
-def test_a_cap_is_never_smaller_than_the_smallest_tensor():
-    blocks = feed_forward(16384, 53248, 126)
-    found = best_buckets(job("v5p:64", blocks, fsdp=16, tp=4), tokens=25_302, num_microbatches=1)
-    assert found.cap_mb == 416 == 16384 * 53248 * 2 / 4 / MIB and found.num_buckets == 252
-
-
-def test_no_latency_no_finite_optimum_no_ranks_no_buckets():
-    assert best_buckets(job(latency_us=0.0), 32_768, 1).equal is None
-    alone = job("h100:8", fsdp=1, tp=8)
-    assert best_buckets(alone, 32_768, 1) is None
-    assert gradient_rate(alone) == (math.inf, 0)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,9 @@ from typing import NamedTuple
 
 from ..arguments import check_integer, is_number
 
-_GPUS, _DEVICE_FILES = Path("/proc/driver/nvidia/gpus"), Path("/dev")
+TOKEN = "JAXDDP_JOB_TOKEN"  # by which launch's processes know each other
+STUCK_S = "JAXDDP_STUCK_S"  # of launch --stuck-s
+_DEVICE_FILES = Path("/dev")
 _LONGEST_S = 1e9  # that a socket can wait
 _LOOPBACK = "127.0.0.1"  # of a job on one host: nothing listens to other hosts
 _FIRST_PORT, _NUM_PORTS = 61440, 4096  # above the ports that Linux gives to clients
@@ -42,6 +44,7 @@ class Job(NamedTuple):
     host: str  # of the coordinator, which process 0 runs
     port: int
     owns_visible: bool = False  # the launcher gave this process all accelerators that it sees, and others to the others
+    token: str = ""  # that a process must know to join; "" if the launcher gives none
 
     def local_devices(self, num_visible: int) -> list[int]:
         """Chooses this process's accelerators among those that it sees.
@@ -62,18 +65,40 @@ class Job(NamedTuple):
         return [self.local_process_id]
 
     @property
+    def address(self) -> str:
+        """``host:port`` of the coordinator."""
+        return _address(self.host, self.port)
+
+    @property
     def bind_host(self) -> str:
-        """The address on which process 0 listens."""
-        address = socket.gethostbyname(self.host)
+        """The address on which process 0 listens.
+
+        Raises:
+            OSError: If the coordinator's host has none here.
+        """
+        found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        address = str(min(found, key=lambda one: one[0] != socket.AF_INET)[4][0])
         # Debian's /etc/hosts gives this for a host's own name, and no other host reaches it.
         return "0.0.0.0" if address == "127.0.1.1" else address
+
+    @property
+    def bind_address(self) -> str:
+        """``host:port`` at which process 0 listens."""
+        return _address(self.bind_host, self.port)
+
+    def listen(self, port: int | None = None) -> socket.socket:
+        """A socket that listens at process 0's address, at the job's port or another; raises OSError if it cannot."""
+        host = self.bind_host
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        port = self.port if port is None else port
+        return socket.create_server((host, port), family=family, backlog=self.num_processes)
 
     def describe(self, devices: str) -> str:
         """One line about the job; ``devices`` are those of one process."""
         hosts = f"{self.num_hosts} host{'s' * (self.num_hosts > 1)}"
         return (
             f"{self.launcher}: {self.num_processes} processes on {hosts}, {devices} a process, "
-            f"coordinator {self.host}:{self.port}"
+            f"coordinator {self.address}"
         )
 
 
@@ -92,12 +117,14 @@ def find_job(environment: Mapping[str, str] | None = None) -> Job | None:
     """
     environment = os.environ if environment is None else environment
     if "RANK" in environment or "WORLD_SIZE" in environment:
-        return _checked(_torchrun(environment))
-    if "OMPI_COMM_WORLD_RANK" in environment:
-        return _checked(_open_mpi(environment))
-    if "SLURM_STEP_NODELIST" in environment and "SLURM_PROCID" in environment:  # a batch script has no step
-        return _checked(_slurm(environment))
-    return None
+        job = _torchrun(environment)
+    elif "OMPI_COMM_WORLD_RANK" in environment:
+        job = _open_mpi(environment)
+    elif "SLURM_STEP_NODELIST" in environment and "SLURM_PROCID" in environment:  # a batch script has no step
+        job = _slurm(environment)
+    else:
+        return None
+    return _checked(job._replace(token=environment.get(TOKEN, "")))
 
 
 def find_job_or(coordinator_address: str | None, num_processes: int | None, process_id: int | None) -> Job | None:
@@ -114,15 +141,27 @@ def find_job_or(coordinator_address: str | None, num_processes: int | None, proc
     return find_job()
 
 
-def check_waits(**seconds: float) -> None:
-    """Refuses waits that are no positive numbers of seconds, by argument name.
+def waits(timeout_s: float | None, stuck_s: float | None) -> tuple[float, float]:
+    """Gives how long to wait for processes to join, and for one that is stuck; defaults for None.
+
+    ``stuck_s`` is that of ``launch --stuck-s``, else 600 s; ``timeout_s`` is half of it, 60 to 300 s.
 
     Raises:
-        ValueError: If one is none, or longer than a socket can wait.
+        ValueError: If one is no positive number, or longer than a socket can wait.
     """
-    for name, value in seconds.items():
-        if not is_number(value) or not 0 < value < _LONGEST_S:
-            raise ValueError(f"{name} (={value!r}) must be a positive number of seconds, below {_LONGEST_S:g}")
+    if stuck_s is None:
+        stuck_s = float(os.environ.get(STUCK_S, 600))
+    check_wait("stuck_s", stuck_s)
+    if timeout_s is None:
+        timeout_s = min(300.0, max(60.0, stuck_s / 2))
+    check_wait("timeout_s", timeout_s)
+    return timeout_s, stuck_s
+
+
+def check_wait(name: str, value: float) -> None:
+    """Refuses what is no positive number of seconds that a socket can wait, by a ValueError."""
+    if not is_number(value) or not 0 < value < _LONGEST_S:
+        raise ValueError(f"{name} (={value!r}) must be a positive number of seconds, below {_LONGEST_S:g}")
 
 
 def job_at(coordinator_address: str, num_processes: int, process_id: int) -> Job:
@@ -153,39 +192,16 @@ def visible_gpus(indices: list[int] | None = None) -> list[str]:
     """Names the GPUs that this process sees, all or some, without starting CUDA."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        names = [str(index) for index in range(len(_gpus_here()))]
+        # access asks the cgroup too, where SLURM gives each task some; opening the file may start the GPU.
+        files = _DEVICE_FILES.glob("nvidia[0-9]*")
+        names = [str(index) for index in range(sum(os.access(file, os.R_OK | os.W_OK) for file in files))]
     else:
         names = [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
     return names if indices is None else [names[index] for index in indices]
 
 
-def gpu_addresses(indices: list[int]) -> list[str]:
-    """PCI addresses of some of the GPUs that this process sees; their names where the driver does not tell.
-
-    In CUDA_VISIBLE_DEVICES numbers count the GPUs that a process may open: where SLURM gives each task one by a cgroup
-    (``ConstrainDevices``), every task has a GPU 0, and each is another.
-    """
-    here = _gpus_here()
-
-    def address(name: str) -> str:
-        if name.isdigit():
-            return here[int(name)][0] if int(name) < len(here) else name
-        found = [place for place, uuid in here if uuid.startswith(name)]
-        return found[0] if len(found) == 1 else name
-
-    return [address(name) for name in visible_gpus(indices)]
-
-
-def _gpus_here() -> list[tuple[str, str]]:
-    """PCI addresses and UUIDs of the GPUs that this process may open; a container may show others as well."""
-    found = []
-    for folder in sorted(_GPUS.glob("*")):
-        said = (folder / "information").read_text() if (folder / "information").exists() else ""
-        minor, uuid = (re.search(rf"^{field}:\s*(\S+)", said, re.MULTILINE) for field in ("Device Minor", "GPU UUID"))
-        # The kernel asks the cgroup of devices here too; the file is not opened, which may start the GPU.
-        if minor is None or os.access(_DEVICE_FILES / f"nvidia{minor[1]}", os.R_OK | os.W_OK):
-            found.append((folder.name, uuid[1] if uuid else ""))
-    return found
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _torchrun(environment: Mapping[str, str]) -> Job:

@@ -1,101 +1,140 @@
-"""Who is missing, who is there twice, and who brings something else: one line, the same for every process."""
+"""Who is missing, who is there twice, who is a stranger, and who brings something else."""
 
+import json
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from . import roll_call
 from .job import Job
 from .roll_call import meet
 
 
-def roll_call(*arguments):
-    for connection in meet(*arguments).values():
-        connection.close()
+def make_job(process_id=0, num_processes=2, host="127.0.0.1", port=None, token="secret"):
+    if port is None:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.bind((host, 0))
+            port = probe.getsockname()[1]
+    return Job("address", num_processes, process_id, 1, 0, 2, host, port, token=token)
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def join(job, alike=None, timeout_s=20.0):
+    """What a process is told; None if it has met the others."""
+    try:
+        for connection in meet(job, alike or {}, timeout_s).values():
+            connection.close()
+    except ValueError as error:
+        return str(error)
 
 
-def call_all(processes, num_processes=None, timeout_s=20.0):
-    """Each process's error, or None; ``processes`` are ``(process_id, alike, devices)``."""
-    port, count = free_port(), num_processes or len(processes)
-
-    def one(process):
-        process_id, alike, devices = process
-        job = Job("address", count, process_id, count, process_id, 1, "127.0.0.1", port)
-        try:
-            return roll_call(job, alike, devices, timeout_s)
-        except ValueError as error:
-            return str(error)
-
-    with ThreadPoolExecutor(len(processes)) as pool:
-        return list(pool.map(one, processes))
+def join_all(jobs, alike=({}, {}), timeout_s=20.0):
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return list(pool.map(join, jobs, alike, [timeout_s] * len(jobs)))
 
 
-def test_all_that_come_and_agree_go_on():
-    assert call_all([(index, {"jax": "1"}, [str(index)]) for index in range(4)]) == [None] * 4
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+def test_all_that_come_and_agree_go_on(host):
+    first = make_job(0, 4, host)
+    jobs = [first._replace(process_id=index) for index in range(4)]
+    assert join_all(jobs, [{"jax": "1"}] * 4) == [None] * 4
 
 
-@pytest.mark.parametrize(
-    "processes, message",
-    [
-        ([(0, {"jax": "1"}, []), (1, {"jax": "2"}, [])], "jax (='2' in process 1) must be '1', as in process 0"),
-        (
-            [(0, {}, ["0", "1"]), (1, {}, ["1"])],
-            f"GPU 1 of {socket.gethostname()} must be one process's: 0 and 1 both take it",
-        ),
-    ],
-)
-def test_processes_that_disagree_all_get_the_reason(processes, message):
-    assert call_all(processes) == [message] * 2
-
-
-def test_a_process_of_a_larger_job_is_told_the_size():
-    port = free_port()
-    jobs = [Job("address", 2, 0, 1, 0, 2, "127.0.0.1", port), Job("address", 4, 3, 1, 0, 2, "127.0.0.1", port)]
-    with ThreadPoolExecutor(2) as pool:
-        for call in [pool.submit(roll_call, job, {}, [], 20.0) for job in jobs]:
-            with pytest.raises(ValueError, match=r"^num_processes \(=4 in process 3\) must be 2, as in process 0$"):
-                call.result()
-
-
-def test_one_number_twice():
-    errors = call_all([(0, {}, []), (1, {}, []), (1, {}, [])], num_processes=4, timeout_s=2.0)
-    assert errors.count("process_id (=1) must be one process's: two have joined under it") >= 2
+def test_processes_that_disagree_all_get_the_reason():
+    first = make_job()
+    said = join_all([first, first._replace(process_id=1)], [{"jax": "1"}, {"jax": "2"}])
+    assert said == ["jax (='2' in process 1) must be '1', as in process 0"] * 2
 
 
 def test_the_missing_are_named():
-    errors = call_all([(0, {}, []), (2, {}, [])], num_processes=4, timeout_s=0.5)
-    assert len(set(errors)) == 1 and errors[0].startswith("process 1, 3 of 4 must join at 127.0.0.1:")
+    first = make_job(0, 4)
+    said = join_all([first, first._replace(process_id=2)], timeout_s=0.5)
+    assert said[0] == said[1] and said[0].startswith("process 1, 3 of 4 must join at 127.0.0.1:")
 
 
-def test_strangers_do_not_disturb():
-    job = Job("address", 2, 0, 1, 0, 2, "127.0.0.1", free_port())
+def hello(job, **changed):
+    said = {"token": job.token, "process_id": job.process_id, "num_processes": job.num_processes, "alike": {}}
+    return json.dumps(said | changed).encode() + b"\n"
+
+
+def call(job, said, until_it_listens=10.0):
+    """Connects to process 0, says something, and gives the answer."""
+    deadline = time.monotonic() + until_it_listens
+    while True:
+        try:
+            with socket.create_connection((job.host, job.port), timeout=10) as stranger:
+                stranger.sendall(said)
+                return stranger.recv(1000).decode()
+        except ConnectionResetError:
+            return ""
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+STRANGERS = {
+    "no JSON": lambda job: b"GET / HTTP/1.0\r\n\r\n",
+    "deep JSON": lambda job: b"[" * 50_000 + b"\n",
+    "too long": lambda job: b"x" * 70_000,
+    "a list": lambda job: b"[]\n",
+    "an object for the token": lambda job: hello(job, token={}),
+    "an object for a number": lambda job: hello(job, process_id={}),
+    "a number for an object": lambda job: hello(job, process_id=1, alike=1),
+    "without the token": lambda job: hello(job, process_id=1, token="guess"),
+    "of a larger job": lambda job: hello(job, process_id=1, num_processes=3),
+    "one more": lambda job: hello(job, process_id=2),
+    "another first": lambda job: hello(job),
+}
+
+
+def test_strangers_are_sent_away_and_the_meeting_goes_on(capfd):
+    job = make_job()
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(roll_call, job, {}, [], 20.0)
-        for said in (b"GET / HTTP/1.0\r\n\r\n", b'{"process_id": [1]}\n', b"[]\n", b""):
-            deadline = time.monotonic() + 10
-            while time.monotonic() < deadline:
-                try:
-                    with socket.create_connection((job.host, job.port), timeout=1) as stranger:
-                        stranger.sendall(said)
-                    break
-                except OSError:
-                    time.sleep(0.02)
-        pool.submit(roll_call, job._replace(process_id=1), {}, [], 20.0).result()
-        first.result()
+        first = pool.submit(join, job)
+        answers = [call(job, said(job)) for said in STRANGERS.values()]
+        assert pool.submit(join, job._replace(process_id=1)).result() is None
+        assert first.result() is None
+    assert "num_processes (=3 in process 1) must be 2, as in process 0\n" in answers
+    refused = [line for line in capfd.readouterr().err.splitlines() if "is refused at" in line]
+    assert len(refused) == len(STRANGERS)
+
+
+def test_a_second_process_of_a_number_is_sent_away_unless_the_first_has_left():
+    job = make_job(0, 3)
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(join, job)
+        with socket.create_connection((job.host, job.port)) if call(job, b"\n") else None as leaving:
+            leaving.sendall(hello(job, process_id=1))
+            assert "two have joined" in call(job, hello(job, process_id=1))
+        time.sleep(0.3)
+        others = [pool.submit(join, job._replace(process_id=index)) for index in (1, 2)]
+        assert [one.result() for one in (first, *others)] == [None] * 3
+
+
+def test_a_stranger_that_says_a_byte_at_a_time_holds_nobody(monkeypatch):
+    monkeypatch.setattr(roll_call, "_HELLO_S", 1.0)
+    job, ended = make_job(), threading.Event()
+
+    def drip():
+        with socket.create_connection((job.host, job.port), timeout=10) as stranger:
+            while not ended.wait(0.1):
+                stranger.sendall(b"x")
+
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(join, job, None, 3.0)
+        call(job, b"\n")
+        dripping, since = pool.submit(drip), time.monotonic()
+        assert first.result().startswith("process 1 of 2 must join")
+        assert time.monotonic() - since < 5
+        ended.set()
+        assert isinstance(dripping.exception(), OSError)  # it was sent away
 
 
 def test_nobody_answers_and_a_port_that_is_taken():
-    job = Job("address", 2, 1, 1, 0, 2, "127.0.0.1", free_port())
-    with pytest.raises(ValueError, match=rf"^coordinator 127.0.0.1:{job.port} of process 0 must answer within 0.2 s: "):
-        roll_call(job, {}, [], 0.2)
+    job = make_job(1)
+    said = join(job, timeout_s=0.2)
+    assert said.startswith(f"coordinator 127.0.0.1:{job.port} of process 0 must answer within 0.2 s: ")
     with socket.create_server(("127.0.0.1", 0)) as server:
-        taken = job._replace(process_id=0, port=server.getsockname()[1])
-        with pytest.raises(ValueError, match="cannot listen .*: set MASTER_ADDR and MASTER_PORT"):
-            roll_call(taken, {}, [], 0.2)
+        assert "cannot listen" in join(job._replace(process_id=0, port=server.getsockname()[1]))

@@ -22,7 +22,7 @@ from jaxlib import _jax
 from .. import __version__
 from ..arguments import check_flag
 from ..plugins import devices
-from .job import Job, check_waits, find_job_or, gpu_addresses, keep_to_loopback, visible_gpus
+from .job import Job, find_job_or, keep_to_loopback, visible_gpus, waits
 from .roll_call import address_here, meet
 from .stderr import print_line
 from .torchrun import with_free_port
@@ -34,8 +34,8 @@ def start_process(
     num_processes: int | None = None,
     process_id: int | None = None,
     *,
-    timeout_s: float = 300,
-    stuck_s: float = 600,
+    timeout_s: float | None = None,
+    stuck_s: float | None = None,
     preemption_service: bool = False,
 ) -> Job | None:
     """Joins this process to its job and starts JAX; call it before anything else uses JAX.
@@ -52,9 +52,9 @@ def start_process(
         coordinator_address: ``host:port`` of process 0, for a job described by hand.
         num_processes: Number of processes of the job.
         process_id: This process's number, from 0.
-        timeout_s: Seconds to wait for the other processes.
+        timeout_s: Seconds to wait for the other processes; half of ``stuck_s``, 60 to 300, if None.
         stuck_s: Seconds that a process may be silent, or the others wait in a ``Trainer.step`` that it has not begun,
-            as while one alone evaluates or saves.
+            as while one alone evaluates or saves; that of ``launch --stuck-s``, else 600, if None.
         preemption_service: Whether JAX takes SIGTERM, and tells by ``multihost_utils.reached_preemption_sync_point``
             after which step all processes end. Else SIGTERM ends a process as it would any; JAX's service swallows it
             if nobody asks, and adds lines of XLA's when process 0 is lost.
@@ -66,7 +66,7 @@ def start_process(
         ValueError: If the job is incomplete or contradicts itself, a number is out of range, the coordinator's port is
             taken, or the others do not come within the timeout.
     """
-    check_waits(timeout_s=timeout_s, stuck_s=stuck_s)
+    timeout_s, stuck_s = waits(timeout_s, stuck_s)
     check_flag(preemption_service=preemption_service)
     job = find_job_or(coordinator_address, num_processes, process_id)
     if job is None:
@@ -107,7 +107,7 @@ def local_rows(batch: Any) -> Any:
 
 def _join(job: Job, local_devices: list[int], timeout_s: float, stuck_s: float, preemption_service: bool) -> None:
     versions = {"jaxddp": __version__, "jax": jax.__version__}
-    connections = meet(job, versions, gpu_addresses(local_devices), timeout_s)
+    connections = meet(job, versions, timeout_s)
     watch(job, connections, stuck_s, needs_first=True)
     _use_gloo_at(address_here(job, connections))
     keep_to_loopback(job)
@@ -117,13 +117,13 @@ def _join(job: Job, local_devices: list[int], timeout_s: float, stuck_s: float, 
         direct = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy")
         os.environ["no_grpc_proxy"] = f"{direct},{job.host}" if direct else job.host
     jax.distributed.initialize(
-        f"{job.host}:{job.port}",
+        job.address,
         job.num_processes,
         job.process_id,
         local_devices or None,
         cluster_detection_method="deactivate",  # JAX would give a process alone on its host one GPU of it under SLURM
         initialization_timeout=max(1, round(timeout_s)),
-        coordinator_bind_address=f"{job.bind_host}:{job.port}" if job.process_id == 0 else None,
+        coordinator_bind_address=job.bind_address if job.process_id == 0 else None,
     )
 
 

@@ -2,7 +2,6 @@
 
 checkpoints.py   the checkpoints in a folder: saves, restores, keeps the newest
 rank_state.py    a rank's part of a training state, and the whole
-archive.py       the file of a checkpoint
 """
 
 from .checkpoints import Checkpoints as Checkpoints

@@ -8,7 +8,6 @@ import resource
 import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from unittest import mock
 
@@ -19,8 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 import torchref
+from jaxddp.checkpoint import folder
 from torchref.checkpoint import Checkpoints
-from torchref.communication.compression import make_compression
 from torchref.registry import STRATEGIES, make_strategy
 
 NUM_STEPS, SAVED_AT = 6, 3
@@ -128,32 +127,20 @@ def save_many(folder):
         for step in (1, 2, 30, 4000):
             take_steps(trainer, step, step + 1)
             checkpoints.save(trainer, step)
-        return checkpoints.steps(), checkpoints.set_aside(2), checkpoints.set_aside(4000), checkpoints.steps()
+        before = checkpoints.steps()
+        for step in (2, 5000, 4500):
+            checkpoints.save(trainer, step, set_aside=True)
+        return before, checkpoints.steps()
 
 
-def compressed(folder, is_resumed):
-    trainer = trainer_of("bucketed", seed=3 * is_resumed, compression=make_compression("powersgd:1"))
-    with Checkpoints(folder) as checkpoints:
-        if is_resumed:
-            checkpoints.restore(trainer)
-        else:
-            take_steps(trainer, 0, SAVED_AT)
-            checkpoints.save(trainer, SAVED_AT)
-    residual = sum(float(memory.error.abs().sum()) for memory in trainer.net.memory.values())
-    take_steps(trainer, SAVED_AT, NUM_STEPS)
-    return weights_of(trainer), residual
-
-
-def error_of_place(folder, is_alone):
-    """Each rank has a folder of its own, and rank 0's alone holds a checkpoint; or positions differ."""
+def error_of_place(folder, kind):
+    """Each rank has a folder of its own, of which one or both hold checkpoints; or positions differ."""
     trainer = trainer_of("zero1")
-    own = Path(folder) / str(dist.get_rank())
-    with Checkpoints(own if is_alone else folder) as checkpoints:
+    with Checkpoints(Path(folder) / str(dist.get_rank()) if kind == "apart" else folder) as checkpoints:
         try:
-            if is_alone:
-                checkpoints.restore(trainer)
-            else:
-                checkpoints.save(trainer, 1, data_position=dist.get_rank())
+            if kind == "apart":
+                return checkpoints.latest_step(), checkpoints.restore(trainer)
+            checkpoints.save(trainer, 1, data_position=dist.get_rank())
         except ValueError as error:
             return str(error)
     return ""
@@ -227,14 +214,14 @@ def saved(ranks, tmp_path):
     return tmp_path
 
 
-def test_the_file_is_an_archive_that_numpy_reads(saved):
-    assert os.listdir(saved) == [f"{SAVED_AT}.npz"]
-    with np.load(saved / f"{SAVED_AT}.npz", allow_pickle=False) as archive:
-        about = json.loads(archive["about"].tobytes())
-        assert archive["params.first.weight"].shape == archive["state.exp_avg.first.weight"].shape == (7, 5)
-        assert archive["buffers.norm.running_mean"].shape == (7,) and archive["state.step.scale"] == SAVED_AT
+def test_the_file_is_one_of_torch_and_holds_whole_tensors(saved):
+    assert os.listdir(saved) == [str(SAVED_AT)]
+    tensors = torch.load(saved / str(SAVED_AT) / "state.pt", weights_only=True)
+    assert tensors["params.first.weight"].shape == tensors["state.exp_avg.first.weight"].shape == (7, 5)
+    assert tensors["buffers.norm.running_mean"].shape == (7,) and tensors["state.step.scale"] == SAVED_AT
+    about = Checkpoints(saved).about()
     assert (about["strategy"], about["num_ranks"], about["step"]) == ("zero1", 2, SAVED_AT)
-    assert Checkpoints(saved).about()["data_position"] == {"examples": 36}
+    assert about["data_position"] == {"examples": 36}
 
 
 def test_other_models_and_optimizers_are_refused(ranks, saved):
@@ -267,7 +254,7 @@ class OtherModel(Model):
 def test_a_refused_save_leaves_what_is_there_on_all_ranks(ranks, saved, function, expected):
     found = ranks.run(error_of, str(saved), "bucketed", {}, function, num_ranks=2)
     assert all(one.startswith(expected) for one in found)
-    assert Checkpoints(saved).steps() == [SAVED_AT] and os.listdir(saved) == [f"{SAVED_AT}.npz"]
+    assert Checkpoints(saved).steps() == [SAVED_AT] and os.listdir(saved) == [str(SAVED_AT)]
 
 
 def test_a_full_disk_is_one_error_on_all_ranks_and_leaves_no_partial_file(ranks, tmp_path):
@@ -277,22 +264,20 @@ def test_a_full_disk_is_one_error_on_all_ranks_and_leaves_no_partial_file(ranks,
 
 
 def test_the_newest_are_kept_and_one_is_set_aside(ranks, tmp_path):
-    others = {"1.npz": b"not ours", "x.npz": b"nor this", "notes.txt": b"nor that"}
-    for name, content in others.items():
-        (tmp_path / name).write_bytes(content)
-    before, middle, renamed, after = ranks.run(save_many, str(tmp_path / "a"), num_ranks=2)[0]
-    assert (before, middle, renamed, after) == ([30, 4000], None, "4000.nonfinite.npz", [30])
-    shutil.copy(tmp_path / "a" / "30.npz", tmp_path / "30.npz")
-    (tmp_path / "31.npz").write_bytes(b"nor this one")
-    with Checkpoints(tmp_path, keep=1) as checkpoints:
-        checkpoints.save(one_process(), 40)
-    assert {one: (tmp_path / one).read_bytes() for one in others} == others
-    assert {path.name for path in tmp_path.glob("*.npz")} == {"1.npz", "x.npz", "31.npz", "40.npz"}
+    (tmp_path / "a" / "x").mkdir(parents=True)
+    (tmp_path / "a" / "notes.txt").write_bytes(b"not ours")
+    before, after = ranks.run(save_many, str(tmp_path / "a"), num_ranks=2)[0]
+    assert before == after == [30, 4000]
+    (tmp_path / "a" / "31").mkdir()
+    (tmp_path / "a" / "31" / "state").write_bytes(b"not ours")
+    with Checkpoints(tmp_path / "a", keep=1) as checkpoints:
+        checkpoints.save(one_process(), 5000)
+    assert sorted(os.listdir(tmp_path / "a")) == ["31", "4500.nonfinite", "5000", "notes.txt", "x"]
 
 
 def test_a_second_job_is_refused(ranks, tmp_path):
-    child = "import sys; from jaxddp.checkpoint.folder_lock import lock_folder; from pathlib import Path; "
-    child += "lock_folder(Path(sys.argv[1])); print(flush=True); sys.stdin.read()"
+    child = "import sys; from torchref.checkpoint import Checkpoints; "
+    child += "Checkpoints(sys.argv[1]).reserve(); print(flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", child, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
@@ -305,25 +290,41 @@ def test_a_second_job_is_refused(ranks, tmp_path):
     assert found == [f"{expected} another folder"] * 2
 
 
-def test_residuals_of_powersgd_go_on(ranks, tmp_path):
-    before = ranks.run(compressed, str(tmp_path), False, num_ranks=2)
-    after = ranks.run(compressed, str(tmp_path), True, num_ranks=2)
-    for name in before[0][0]:  # the ranks' residuals are evened out: float64, the order of sums
-        np.testing.assert_allclose(after[0][0][name], before[0][0][name], rtol=0, atol=1e-12)
-    assert after[0][1] > 1e-3
-
-
 def test_bfloat16_is_kept_bit_for_bit(ranks, tmp_path):
     assert ranks.run(in_bfloat16, str(tmp_path), num_ranks=2) == [0.0, 0.0]
 
 
-def test_ranks_that_see_other_checkpoints_or_positions_all_say_so(ranks, tmp_path):
-    (tmp_path / "0").mkdir()
-    ranks.run(train_and_save, str(tmp_path / "0"), "zero1", {}, num_ranks=1)
-    found = ranks.run(error_of_place, str(tmp_path), True, num_ranks=2)
-    assert found == [f"no checkpoint in '{tmp_path}/1'"] * 2
-    found = ranks.run(error_of_place, str(tmp_path / "one"), False, num_ranks=2)
-    assert found == ["data_position (='1' in rank 1) must be '0', as in rank 0"] * 2
+def test_rank_0_decides_what_is_restored_and_a_rank_that_cannot_read_it_is_named(ranks, tmp_path):
+    """Empty, older, of another run, damaged: all ranks raise the same; what rank 0 cannot read is passed over."""
+    mine, theirs = tmp_path / "0", tmp_path / "1"
+    ranks.run(train_and_save, str(mine), "zero1", {}, num_ranks=1)
+    theirs.mkdir()
+    where = f"checkpoint of step {SAVED_AT} in '{theirs}'"
+    not_there = f"rank 1: no {where}: there are none"
+    assert ranks.run(error_of_place, str(tmp_path), "apart", num_ranks=2) == [not_there] * 2
+    ranks.run(train_and_save, str(theirs), "zero1", {}, num_ranks=1)
+    about = theirs / str(SAVED_AT) / "about.json"
+    said = json.loads(about.read_bytes())["about"] | {"saved_at": "another time"}
+    about.write_text(json.dumps({"about": said, "crc32": folder._checksum(said)}))
+    other = f"rank 1: {where} is not the one of that step that rank 0 reads"
+    assert ranks.run(error_of_place, str(tmp_path), "apart", num_ranks=2) == [other] * 2
+    shutil.rmtree(theirs)
+    shutil.copytree(mine, theirs)
+    state = theirs / str(SAVED_AT) / "state.pt"
+    content = state.read_bytes()
+    state.write_bytes(content[:1000] + b"!" + content[1001:])
+    damaged = f"rank 1: {where} is damaged or half-written: remove it to go on from an older one"
+    assert ranks.run(error_of_place, str(tmp_path), "apart", num_ranks=2) == [damaged] * 2
+    state.write_bytes(content)
+    shutil.copytree(mine / str(SAVED_AT), mine / "7")  # rank 0's newest is that of another step, and stands alone
+    (mine / "7" / "about.json").write_text("{")
+    one = ranks.run(error_of_place, str(tmp_path), "apart", num_ranks=2)
+    assert one == [(7, (SAVED_AT, {"examples": 36}))] * 2
+
+
+def test_positions_that_differ_are_refused(ranks, tmp_path):
+    found = ranks.run(error_of_place, str(tmp_path / "one"), "positions", num_ranks=2)
+    assert found == ["data_position (=1 in rank 1) must be 0, as in rank 0"] * 2
 
 
 @pytest.mark.parametrize(
@@ -358,7 +359,7 @@ def test_a_mask_is_no_fault_and_a_buffer_of_nan_is(tmp_path):
     trainer.net.table = torch.zeros(5)
     assert checkpoints.restore(trainer)[0] == 1
     trainer.net.mask[0] = torch.nan
-    with pytest.raises(FloatingPointError, match="buffers.mask are not"):
+    with checkpoints, pytest.raises(FloatingPointError, match="buffers.mask are not"):
         checkpoints.save(trainer, 2)
 
 
@@ -367,39 +368,43 @@ def test_the_sound_checkpoint_is_kept_for_a_damaged_one(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2, warn=warnings.append)
     for step in (1, 2):
         checkpoints.save(trainer, step)
-    content = (tmp_path / "2.npz").read_bytes()
-    (tmp_path / "2.npz").write_bytes(content[:200])
+    (tmp_path / "2" / "about.json").unlink()
     assert checkpoints.restore(trainer)[0] == 1 and len(warnings) == 1
     checkpoints.save(trainer, 3)
-    assert sorted(os.listdir(tmp_path)) == ["1.npz", "2.npz", "3.npz"]
-    (tmp_path / "1.npz").unlink()
-    assert checkpoints.set_aside(3) is None  # a damaged one is no older one
+    checkpoints.close()
+    assert sorted(os.listdir(tmp_path)) == ["1", "2", "3"]
 
 
 def test_a_file_that_cannot_be_read_is_not_called_damaged(tmp_path):
     trainer = one_process()
-    checkpoints = Checkpoints(tmp_path)
-    for step in (1, 2):
-        checkpoints.save(trainer, step)
-    with mock.patch("zipfile.ZipFile", side_effect=OSError(errno.EIO, "Input/output error")):
-        with pytest.raises(OSError, match="Input/output error"):
-            checkpoints.restore(trainer)
-    assert checkpoints.restore(trainer)[0] == 2
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(trainer, step)
+        with mock.patch("jaxddp.checkpoint.folder._checksum_of", side_effect=OSError(errno.EIO, "Input/output error")):
+            with pytest.raises(OSError, match="Input/output error"):
+                checkpoints.restore(trainer)
+        assert checkpoints.restore(trainer)[0] == 2
 
 
-def test_no_lock_is_left_by_a_refused_save_or_another_object(tmp_path):
+def test_the_lock_is_held_until_the_last_object_is_closed(tmp_path):
     trainer = one_process()
     first = Checkpoints(tmp_path)
     first.save(trainer, 2)
     with pytest.raises(ValueError, match="must be above 2"):
         first.save(trainer, 1)
-    assert not (tmp_path / ".writer").exists()
-    first.reserve()
     with Checkpoints(tmp_path) as second:
         second.save(trainer, 3)
     assert (tmp_path / ".writer").exists()
     first.close()
     assert not (tmp_path / ".writer").exists()
+
+
+def test_checkpoints_of_format_1_are_refused_by_name(tmp_path):
+    (tmp_path / "120.npz").write_bytes(b"PK")
+    checkpoints = Checkpoints(tmp_path)
+    for refused in (checkpoints.latest_step, checkpoints.reserve, lambda: checkpoints.restore(one_process())):
+        with pytest.raises(ValueError, match=r"120\.npz' is of a checkpoint of format 1"):
+            refused()
 
 
 def test_no_damaged_file_is_accepted_and_an_older_one_is_taken(tmp_path):
@@ -411,10 +416,12 @@ def test_no_damaged_file_is_accepted_and_an_older_one_is_taken(tmp_path):
     checkpoints = Checkpoints(tmp_path, warn=warnings.append)
     checkpoints.save(trainer, 1)
     checkpoints.save(trainer, 2)
-    expected, path = module.weight.detach().clone(), tmp_path / "2.npz"
-    sound, rng = path.read_bytes(), random.Random(0)
-    num_refused = 0
-    for _ in range(400):
+    expected = module.weight.detach().clone()
+    files = {path: path.read_bytes() for path in (tmp_path / "2").iterdir()}
+    rng, num_refused = random.Random(0), 0
+    for _ in range(300):
+        path = rng.choice([*files])
+        sound = files[path]
         data, at = bytearray(sound), rng.randrange(len(sound))
         kind = rng.randrange(3)
         if kind == 0:
@@ -433,21 +440,24 @@ def test_no_damaged_file_is_accepted_and_an_older_one_is_taken(tmp_path):
             num_refused += 1
             assert checkpoints.restore(trainer)[0] == 1
         torch.testing.assert_close(module.weight.detach(), expected, rtol=0, atol=0)
-    assert num_refused > 100
+        path.write_bytes(sound)
+    assert num_refused > 200
+    path.unlink()
+    assert checkpoints.restore(trainer)[0] == 1
     assert warnings == [f"checkpoint of step 2 in '{tmp_path}' is damaged or half-written: took step 1"]
     checkpoints.save(trainer, 2)  # the damaged file makes way, and is kept
-    assert sorted(os.listdir(tmp_path)) == ["1.npz", "2.damaged", "2.npz"]
     assert checkpoints.restore(trainer)[0] == 2
+    checkpoints.close()
+    assert sorted(os.listdir(tmp_path)) == ["1", "2", "2.damaged"]
 
 
-def test_a_pipe_and_a_foreign_archive_are_refused(tmp_path):
-    os.mkfifo(tmp_path / "3.npz")
-    with zipfile.ZipFile(tmp_path / "2.npz", "w") as archive:
-        archive.writestr("about.npy", b"no array")
-    checkpoints = Checkpoints(tmp_path)
-    for step in (2, 3):
-        with pytest.raises(ValueError, match=f"^checkpoint of step {step} in .* is damaged or half-written: remove it"):
-            checkpoints.about(step)
+def test_a_pipe_is_not_read(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(trainer := one_process(), 2)
+        (tmp_path / "2" / "state.pt").unlink()
+        os.mkfifo(tmp_path / "2" / "state.pt")
+        with pytest.raises(ValueError, match="^checkpoint of step 2 in .* is damaged or half-written: remove it"):
+            checkpoints.restore(trainer)
 
 
 BAD = {

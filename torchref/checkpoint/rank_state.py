@@ -9,8 +9,6 @@ in the checkpoint     shape                    is
 ``params.NAME``       ``[shape]``              a parameter, frozen ones included
 ``buffers.NAME``      ``[shape]``              a buffer of the ``state_dict``, such as a running mean
 ``state.KEY.NAME``    ``[shape]``, or another  the optimizer's state of it, such as ``exp_avg``
-``error.NAME``        ``[shape]``              PowerSGD's residuals, summed over the ranks
-``factor.NAME``       ``[m, k]``               its factor
 ===================== ======================== ==================================================
 """
 
@@ -27,13 +25,11 @@ from torch.nn.parallel import DistributedDataParallel
 from jaxddp.arguments import check_kind
 
 from ..communication.collectives import all_gather
-from ..communication.low_rank import Memory
 from ..communication.sharding import local_shard
 from ..strategy import DataParallel
 from ..train import Trainer
 from ..zero import ShardedOptimizer, ZeRO1
 from ..zero.optimizers import rank_marks
-from .archive import Reader
 
 _DECIDE_STATE = ("amsgrad", "momentum", "centered")
 """Options without which an optimizer keeps less."""
@@ -117,7 +113,9 @@ class RankState(NamedTuple):
 
         def keep(name: str, tensor: torch.Tensor) -> None:
             if rank() == 0:
-                whole[name] = tensor.detach().cpu()
+                on_host = tensor.detach().cpu()
+                is_part = on_host.untyped_storage().nbytes() > on_host.nbytes  # all of which would be written
+                whole[name] = on_host.clone() if is_part else on_host
 
         for name, parameter in self.module.named_parameters():
             keep(f"params.{name}", self._gather(name, parameter) if self._is_shard(name, parameter) else parameter)
@@ -135,11 +133,6 @@ class RankState(NamedTuple):
                 keep(f"state.{key}.{name}", value)
         if not any(self.shapes.values()):  # of numbers alone nothing shows what an optimizer keeps for each
             elementwise |= {key for state in self.optimizer.state.values() for key in state} - {"step"}
-        for name, memory in self._memory().items():
-            error = memory.error.clone()
-            dist.all_reduce(error)
-            keep(f"error.{name}", error)
-            keep(f"factor.{name}", memory.factor)
         return Whole(whole, numbers, sorted(elementwise))
 
     def replicated(self) -> dict[str, torch.Tensor]:
@@ -152,23 +145,22 @@ class RankState(NamedTuple):
             if name not in self.sharded:
                 state = self.optimizer.state.get(updated, {}).items()
                 found |= {f"state.{key}.{name}": one for key, one in state if isinstance(one, torch.Tensor)}
-        return found | {f"factor.{name}": memory.factor for name, memory in self._memory().items()}
+        return found
 
     @property
     def state_has(self) -> dict[str, bool]:
         """Options of the optimizer that decide what it keeps, and whether they are on."""
         return {name: bool(self.optimizer.defaults[name]) for name in _DECIDE_STATE if name in self.optimizer.defaults}
 
-    def check_fits(self, reader: Reader, about: Mapping[str, Any], checkpoint: str) -> None:
-        """Compares what a checkpoint holds with what is here, without reading it.
+    def check_fits(self, saved: Mapping[str, torch.Tensor], about: Mapping[str, Any], checkpoint: str) -> None:
+        """Compares what a checkpoint holds with what is here.
 
         Raises:
             ValueError: If it is of another model, optimizer or dtype.
         """
         here = {f"params.{name}": (self.updated[name].dtype, tuple(shape)) for name, shape in self.shapes.items()}
         here |= {f"buffers.{name}": (one.dtype, tuple(one.shape)) for name, one in self._buffers().items()}
-        names = [f"{kind}.{name}" for kind in ("params", "buffers") for name in reader.names(kind)]
-        there = {name: (reader.dtype(name), reader.shape(name)) for name in names}
+        there = {name: (one.dtype, tuple(one.shape)) for name, one in saved.items() if not name.startswith("state.")}
         for name in here | there:
             if there.get(name) != here.get(name):
                 found = [" ".join(map(str, one[name])) if name in one else "missing" for one in (there, here)]
@@ -182,26 +174,26 @@ class RankState(NamedTuple):
                 f" {self.state_has} here"
             )
         known = {id(one) for one in _params_of(self.optimizer)}
-        for entry in [*reader.names("state"), *about["numbers"]]:
+        for entry in [*_state_names(saved), *about["numbers"]]:
             key, _, name = entry.partition(".")
             if name not in self.updated or id(self.updated[name]) not in known:
                 raise ValueError(f"{checkpoint} has {key} of {name!r}, which the optimizer here does not update")
             if entry in about["numbers"] or name not in self.sharded or key not in about["elementwise"]:
                 continue
-            if (shape := reader.shape(f"state.{entry}")) != tuple(self.shapes[name]):
+            if (shape := tuple(saved[f"state.{entry}"].shape)) != tuple(self.shapes[name]):
                 raise ValueError(
                     f"{checkpoint} has {key} of {name!r} of shape {shape}, which cannot be sharded as the parameter"
                     f" (={tuple(self.shapes[name])}) is"
                 )
 
     @torch.no_grad()
-    def load(self, reader: Reader, about: Mapping[str, Any]) -> None:
+    def load(self, saved: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> None:
         """Takes this rank's part of a checkpoint that fits."""
         for name, parameter in self.module.named_parameters():
-            whole = reader.read(f"params.{name}")
+            whole = saved[f"params.{name}"]
             parameter.copy_(self._cut(whole) if self._is_shard(name, parameter) else whole)
         for name, buffer in self._buffers().items():
-            buffer.copy_(reader.read(f"buffers.{name}"))
+            buffer.copy_(saved[f"buffers.{name}"])
 
         numbers = {id(one): number for number, one in enumerate(_params_of(self.optimizer))}
         state: dict[int, dict[str, Any]] = {}
@@ -212,10 +204,11 @@ class RankState(NamedTuple):
 
         for entry, value in about["numbers"].items():
             put(entry, value)
-        for entry in reader.names("state"):
+        for entry in _state_names(saved):
             key, _, name = entry.partition(".")
-            whole = reader.read(f"state.{entry}")
-            put(entry, self._cut(whole) if name in self.sharded and key in about["elementwise"] else whole)
+            whole = saved[f"state.{entry}"]
+            is_shard = name in self.sharded and key in about["elementwise"]
+            put(entry, self._cut(whole) if is_shard else whole.clone())  # not the file, which is mapped into memory
         marks = rank_marks(self.net.process_group) if isinstance(self.net, ZeRO1) else {}
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state} | marks)
         for number, one in enumerate(_params_of(self.optimizer)):
@@ -223,15 +216,6 @@ class RankState(NamedTuple):
                 loaded = self.optimizer.state[one][key]
                 if isinstance(value, torch.Tensor) and loaded.dtype != value.dtype:  # torch gives it the parameter's
                     self.optimizer.state[one][key] = value.to(loaded.device)
-
-        saved = set(reader.names("error"))
-        for name, memory in self._memory().items():
-            if name not in saved:
-                memory.error.zero_()
-                continue
-            memory.error.copy_(reader.read(f"error.{name}") / num_ranks())
-            if reader.shape(f"factor.{name}") == tuple(memory.factor.shape):  # else of another rank of PowerSGD
-                memory.factor.copy_(reader.read(f"factor.{name}"))
 
     def _is_shard(self, name: str, parameter: nn.Parameter) -> bool:
         """Whether the module itself holds a shard, as under zero3."""
@@ -247,9 +231,6 @@ class RankState(NamedTuple):
     def _buffers(self) -> dict[str, torch.Tensor]:
         saved = self.module.state_dict()
         return {name: buffer for name, buffer in self.module.named_buffers() if name in saved}
-
-    def _memory(self) -> dict[str, Memory]:
-        return self.net.memory if isinstance(self.net, DataParallel) else {}
 
 
 def rank() -> int:
@@ -277,3 +258,8 @@ def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def _same_state(optimizer: str) -> str:
     """The name of the optimizer whose state one keeps."""
     return "Adam" if optimizer == "AdamW" else optimizer
+
+
+def _state_names(saved: Mapping[str, torch.Tensor]) -> list[str]:
+    """``KEY.NAME`` of the optimizer's tensors."""
+    return [name.removeprefix("state.") for name in saved if name.startswith("state.")]

@@ -147,13 +147,12 @@ CHECKPOINT = {"batch_size": 6, "learning_rate": 3e-2, "max_grad_norm": 1.0}
 
 
 def names_in(folder):
-    return sorted(path.name.removesuffix(".npz") for path in folder.iterdir() if path.name != ".writer")
+    return sorted(path.name for path in folder.iterdir() if path.name != ".writer")
 
 
 def newest(folder):
-    path = max((path for path in folder.glob("*.npz") if path.stem.isdecimal()), key=lambda path: int(path.stem))
-    with np.load(path, allow_pickle=False) as archive:
-        return int(path.stem), {name: archive[name] for name in archive.files if name != "about"}
+    path = max((path for path in folder.iterdir() if path.name.isdecimal()), key=lambda path: int(path.name))
+    return int(path.name), torch.load(path / "state.pt", weights_only=True)
 
 
 def test_a_run_goes_on_under_another_strategy_on_other_ranks(ranks, text, tmp_path):
@@ -232,7 +231,7 @@ def test_a_run_that_loses_a_rank_is_started_again_and_ends_as_one_that_did_not(t
     assert subprocess.run([*TRAIN, *arguments, tmp_path / "whole"], timeout=250, check=False).returncode == 0
     lost = tmp_path / "lost"
     with subprocess.Popen([*TRAIN, *arguments, lost], stderr=subprocess.PIPE, text=True) as process:
-        wait_for(lost / "4.npz")
+        wait_for(lost / "4")
         os.kill(ranks_of(lost)[1], number)
         _, error = process.communicate(timeout=250)
     assert process.returncode == 0, error
@@ -252,7 +251,7 @@ def test_a_signal_ends_a_run_once_it_is_saved(tmp_path, number):
     with subprocess.Popen(
         [*TRAIN, *arguments, tmp_path / "ck"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
-        wait_for(tmp_path / "ck" / "4.npz")
+        wait_for(tmp_path / "ck" / "4")
         process.send_signal(number)
         output, _ = process.communicate(timeout=100)
     assert process.returncode == 128 + number, output

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 from pathlib import Path
+
+from ..schedule import Schedule, read_schedule
 
 _FOLDER = Path(__file__).parent
 
@@ -24,6 +27,12 @@ def fixture_names(pattern: str = "*") -> list[str]:
 def load_fixture(name: str) -> str:
     """Loads the scheduled HLO text of one of ``fixture_names()``."""
     return gzip.decompress((_FOLDER / f"{name}.hlo.gz").read_bytes()).decode()
+
+
+@functools.cache
+def schedule_of(name: str) -> Schedule:
+    """Reads one of ``fixture_names()``, once in a process."""
+    return read_schedule(load_fixture(name))
 
 
 def handmade(*lines: str, others: str = "") -> str:

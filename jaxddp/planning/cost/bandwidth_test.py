@@ -1,5 +1,3 @@
-import math
-
 import numpy as np
 import pytest
 
@@ -21,24 +19,6 @@ def test_a_sweep_gives_back_the_two_numbers_it_was_made_of():
     assert fit.latency_s == pytest.approx(2e-4, rel=1e-9) and fit.bytes_per_s == pytest.approx(4e9, rel=1e-9)
     assert max(abs(fit.residuals)) < 1e-9 > fit.latency_error_s / fit.latency_s
     assert fit.bytes_per_s_error / fit.bytes_per_s < 1e-9
-
-
-def test_errors_are_those_of_many_noisy_sweeps():
-    rng = np.random.default_rng(0)
-    sizes = 2.0 ** np.arange(10, 31)
-    exact = 1e-4 + sizes / 2e9
-    fits = [fit_sweep(sizes, exact * (1 + rng.normal(scale=0.02, size=len(sizes)))) for _ in range(400)]
-    for value, error in (("latency_s", "latency_error_s"), ("bytes_per_s", "bytes_per_s_error")):
-        spread = np.std([getattr(fit, value) for fit in fits])
-        told = np.median([getattr(fit, error) for fit in fits])
-        # 400 sweeps give a spread to 3.5 %, three of which are 11 %; the median of the errors is 2 % below their mean.
-        assert told == pytest.approx(spread, rel=0.15)
-
-
-def test_two_points_are_met_and_say_nothing_of_their_error():
-    fit = fit_sweep([1e6, 1e7], [0.001, 0.004])
-    assert fit.residuals == pytest.approx([0, 0], abs=1e-12)
-    assert math.isnan(fit.latency_error_s) and math.isnan(fit.bytes_per_s_error)
 
 
 @pytest.mark.parametrize(

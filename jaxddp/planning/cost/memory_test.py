@@ -3,8 +3,6 @@ import math
 import numpy as np
 import pytest
 
-from jaxddp.communication import sharding
-from jaxddp.communication.buckets import chunk_elements
 from jaxddp.planning.cost.memory import (
     FP32,
     MIXED,
@@ -12,7 +10,6 @@ from jaxddp.planning.cost.memory import (
     STAGES,
     PerParameter,
     activation_bytes,
-    cut_and_whole_bytes,
     exact_bucket_bytes,
     exact_state_bytes,
     gathered_bytes,
@@ -59,18 +56,6 @@ def test_without_padding_exact_bytes_are_the_formulas(per_parameter, accumulate)
             assert all(isinstance(num_bytes, int) for num_bytes in exact)
 
 
-def test_leaves_that_no_stage_cuts():
-    cut, whole = exact_state_bytes([8], 3, 4), exact_state_bytes([5], 0, 1)
-    both = exact_state_bytes([8], 3, 4, whole_elements=[5])
-    assert both.total == cut.total + whole.total
-
-
-def test_chunks_are_those_that_are_trained_on():
-    for elements in range(50):
-        for num_ranks in range(1, 9):
-            assert chunk_elements(elements, num_ranks) == sharding.chunk_elements(elements, num_ranks)
-
-
 def test_local_sums_stay_whole():
     """The accumulator, or the gradient itself where there is none, from stage 2 on."""
     for stage in STAGES:
@@ -78,14 +63,6 @@ def test_local_sums_stay_whole():
             shards, full = (state_bytes(1, stage, 8, per_parameter, accumulate) for accumulate in ("shards", "full"))
             summed = per_parameter.accumulator or per_parameter.gradient
             assert full.gradients - shards.gradients == (summed * 7 / 8 if stage >= 2 else 0)
-
-
-def test_what_is_cut_and_what_is_whole_make_the_state():
-    for stage in STAGES:
-        for accumulate in ("shards", "full"):
-            cut, whole = cut_and_whole_bytes(640, stage, MIXED_ACCUMULATED, accumulate)
-            total = state_bytes(640, stage, np.array([1, 4, 64]), MIXED_ACCUMULATED, accumulate).total
-            assert np.array_equal(cut / np.array([1, 4, 64]) + whole, np.broadcast_to(total, 3))
 
 
 def test_the_least_number_of_ranks_is_the_first_that_fits():
@@ -103,15 +80,6 @@ def test_the_largest_neighbours_are_gathered():
     units = [10, 1, 1, 6, 6, 1]
     assert [gathered_bytes(units, 2, count) for count in (1, 2, 6, 9)] == [20, 24, 50, 50]
     assert gathered_bytes(units, 2, 1, tp=4) == 5
-
-
-def test_a_bucket_is_padded_leaf_by_leaf():
-    assert exact_bucket_bytes([105, 325], 2, 4) == 4 * (106 + 326) and exact_bucket_bytes([], 2, 4) == 0
-
-
-def test_activations_of_arrays():
-    ours = activation_bytes(np.array([[1.0], [3.0]]), 100, 40, 2, np.array([1, 4]))
-    assert ours.tolist() == [[280, 220], [840, 660]]
 
 
 @pytest.mark.parametrize(

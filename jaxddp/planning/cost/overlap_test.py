@@ -22,18 +22,6 @@ def test_the_closed_form_is_the_recurrence():
         assert finish_s(ready, send) == pytest.approx(end_of_pipeline(ready, send), rel=1e-12)  # in another order
 
 
-def test_each_row_of_an_array_is_its_own_pipeline():
-    rng = np.random.default_rng(1)
-    ready, send = np.cumsum(rng.exponential(size=(3, 4, 7)), axis=-1), rng.exponential(size=7)
-    together = finish_s(ready, send)
-    assert together.shape == (3, 4)
-    assert together[1, 2] == finish_s(ready[1, 2], send)
-
-
-def test_a_bucket_that_is_ready_early_waits_for_those_before_it():
-    assert finish_s([5.0, 1.0], [1.0, 1.0]) == 7.0 == finish_s([5.0, 5.0], [1, 1])
-
-
 def test_a_bucket_is_ready_with_its_last_tensor():
     ready, send = bucket_times_s([[0, 1], [2]], [4e6, 2e6, 1e6], [0.3, 0.1, 0.4], bytes_per_s=1e9, latency_s=1e-3)
     assert ready.tolist() == [0.3, 0.4]
@@ -57,11 +45,6 @@ def test_the_best_number_of_buckets_by_brute_force(seed):
     assert best.regime == ("communication-bound" if send >= compute else "compute-bound")
     if send >= compute:
         assert best.tail_s == pytest.approx(send - compute + 2 * math.sqrt(compute * latency), rel=1e-9)
-
-
-def test_never_less_than_one_bucket():
-    best = uniform_optimum(compute_s=1e-6, num_bytes=1e3, bytes_per_s=1e9, latency_s=1.0)
-    assert (best.num_buckets, best.bucket_bytes) == (1, 1e3)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 import math
-from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from jaxddp.planning.cost.scaling import Assumptions, DeviceRates, accumulated_min_tokens, min_tokens, times
@@ -69,20 +67,6 @@ def test_accumulation_does_not_lower_the_batch():
         one = times(model, MACHINE, total / steps, *replicas, backward)
         assert steps * one.compute_s == pytest.approx(one.dp_s, rel=1e-9)  # summed once, of all micro-batches
         assert total == least
-
-
-def test_arrays_give_what_their_entries_give():
-    x, y = np.array([[1], [4], [64]]), np.array([1, 2, 64])
-    table = min_tokens(MODELS[1], MACHINE, x, y)
-    assert table.shape == (3, 3) and table[1, 1] == min_tokens(MODELS[1], MACHINE, 4, 2)
-    sweep = times(MODELS[1], MACHINE, np.array([1e3, 1e6]), 4, 2)
-    assert sweep.tp_s[1] == pytest.approx(1e3 * sweep.tp_s[0]) and np.ndim(sweep.fsdp_s) == 0
-
-
-def test_faster_links_and_fewer_bytes_lower_the_batch():
-    model, least = MODELS[0], float(min_tokens(MODELS[0], MACHINE, 16, 4))
-    assert min_tokens(model, replace(MACHINE, fsdp_bytes_per_s=6e11), 16, 4) == pytest.approx(least / 2)
-    assert min_tokens(model, MACHINE, 16, 4, assumptions=Assumptions(element_bytes=1)) < least / 2
 
 
 @pytest.mark.parametrize(

@@ -78,13 +78,6 @@ def test_a_gated_block_cut_by_columns_takes_one_sum_each_way():
     assert outputs[0].size == feed_forward(width, hidden, 1, 3).summed_per_token * tokens
 
 
-def test_relatives_of_the_transformer():
-    sizes = {"vocab": 50, "context": 8, "width": 16, "num_layers": 3, "num_heads": 2, "hidden": 40}
-    own = transformer(**sizes)
-    assert own.num_params - transformer(**sizes, head="tied").num_params == 50 * 16
-    assert own.num_params - transformer(**sizes, num_matrices=2).num_params == 3 * 16 * 40
-
-
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [

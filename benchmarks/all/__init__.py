@@ -1,1 +1,0 @@
-"""Every benchmark in one run."""

@@ -1,0 +1,198 @@
+"""A benchmark is one value: what is measured, how, and how its rows are shown and judged.
+
+    cases(options)      what is measured, one after the other; refuses wrong options before anything runs
+    measure(case, say)  rows of a case, each with a ``check``: "ok", or what is wrong with it
+    check(rows)         rows that compare the others, such as ratios with their limits
+    columns             the tables, by title; a row belongs to ``row["table"]``, or to the first
+    plot(rows)          figures
+
+`run` appends each row to ``metrics.jsonl`` as soon as it is there, then makes ``table.md`` and ``report.html``. Under
+srun, torchrun or mpirun it runs in every process, which takes the same cases in the same order; the first one writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxddp.environment import facts
+from torchref.launch import RankError
+
+from .render import Column, Row, is_bad, write
+from .timing import steal_share, ticks
+
+METRICS = "metrics.jsonl"
+NOT_RUN, FAILED, WRONG = "not run: ", "FAILED: ", "WRONG: "
+# Every row has these, None where they do not apply.
+FIELDS = (
+    "benchmark", "framework", "backend", "device", "num_ranks", "strategy", "bucket_mb", "dtype", "params_bytes",
+    "global_batch", "microbatch", "median_ms", "p10_ms", "p90_ms", "exposed_ms", "check",
+)  # fmt: skip
+Say = Callable[[str], None]
+Options = argparse.Namespace
+
+
+class NotRun(Exception):
+    """Raised by a case that cannot be measured here; the message is the reason. Not a failure."""
+
+
+class Case(NamedTuple):
+    """Something to measure, and its name; ``setup`` is the benchmark's own, ``folder`` that of the run."""
+
+    name: str
+    setup: Any
+    folder: Path | None = None
+
+
+def nothing_to_compare(rows: Sequence[Row]) -> Iterable[Mapping[str, Any]]:
+    """The ``check`` of benchmarks whose rows are judged one by one."""
+    return ()
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A benchmark; the module's docstring says what each function does.
+
+    Attributes:
+        options: Names of the options that it takes.
+        notes: Sentences below the tables.
+    """
+
+    name: str
+    summary: str
+    options: tuple[str, ...]
+    cases: Callable[[Options], Sequence[Case]]
+    measure: Callable[[Case, Say], Iterable[Mapping[str, Any]]]
+    columns: Mapping[str, Sequence[Column]]
+    plot: Callable[[Sequence[Row]], Iterable[Any]]
+    check: Callable[[Sequence[Row]], Iterable[Mapping[str, Any]]] = nothing_to_compare
+    notes: Sequence[str] = ()
+
+
+def run(benchmark: Benchmark, options: Options, folder: Path | None, say: Say, about: Mapping[str, Any]) -> bool:
+    """Measures every case and writes the folder.
+
+    Args:
+        benchmark: What is measured.
+        options: Of the command line.
+        folder: Where its files go; None in processes of a job that write none.
+        say: Prints a line.
+        about: Fields of every row: the lab or the job that ranks run in.
+
+    Returns:
+        Whether no row failed or is wrong; rows that were not run do not count.
+    """
+    rows: list[Row] = []
+    common = {"benchmark": benchmark.name, **environment(), **about}
+
+    def keep(row: Mapping[str, Any], case: str) -> None:
+        assert "check" in row, f"a row of {case} has no check"
+        rows.append(dict.fromkeys(FIELDS) | common | {"case": case, "measured_at": _now()} | dict(row))
+        if folder is not None:
+            with (folder / METRICS).open("a") as lines:
+                lines.write(json.dumps(rows[-1]) + "\n")
+
+    for case in benchmark.cases(options):
+        since = ticks()
+        try:
+            for row in benchmark.measure(case._replace(folder=folder), say):
+                keep({"stolen_share": steal_share(since)} | dict(row), case.name)
+        except NotRun as reason:
+            keep({"check": f"{NOT_RUN}{reason}"}, case.name)
+        except (RankError, ValueError, OSError) as error:
+            if "job_ranks" in about:  # the other processes would wait for this one: the launcher has to end them
+                raise
+            keep({"check": f"{FAILED}{_keep_error(folder, case.name, error)}"}, case.name)
+        if rows and rows[-1]["check"].startswith((NOT_RUN, FAILED)):
+            say(f"{case.name}: {rows[-1]['check']}")
+        if (share := steal_share(since)) > 0.05:
+            say(f"{case.name}: {share:.0%} of the processors' time went to other virtual machines; times are longer")
+    for row in list(benchmark.check(rows)):
+        keep(row, "comparison")
+    if folder is not None:
+        say(write(folder, benchmark, rows))
+    return not any(map(is_bad, rows))
+
+
+def read_rows(folder: Path) -> list[Row]:
+    """Reads the rows of a run.
+
+    Raises:
+        ValueError: If there are none, or a line is no row.
+    """
+    path = folder / METRICS
+    if not path.is_file():
+        raise ValueError(f"run (={folder}) must be a folder with a file {METRICS}")
+    rows: list[Row] = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, dict) or "check" not in row:
+            raise ValueError(f"line {number} of {path} must be a row, a JSON object with a check")
+        rows.append(row)
+    return rows
+
+
+def new_folder(out: str | None, name: str) -> Path:
+    """Makes the folder of a run, a new one under ``runs/`` if ``out`` is None.
+
+    Raises:
+        ValueError: If ``out`` exists and is not an empty folder: nothing is overwritten.
+    """
+    folder = Path(out) if out else Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"out (={folder}) must not exist, or be an empty folder: nothing is overwritten")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@functools.cache
+def environment() -> dict[str, Any]:
+    """The fields of rows about the machine, the versions and the command."""
+    return {
+        "commit": _commit(),
+        "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        **facts(),
+    }
+
+
+def _commit() -> str:
+    """The commit checked out beside this file, with ``+`` if files differ from it; empty if there is none."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def _now() -> str:
+    return f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}"
+
+
+def _keep_error(folder: Path | None, name: str, error: BaseException) -> str:
+    """Writes an error to a file of its own, and returns its first line."""
+    if folder is not None:
+        (folder / f"error-{re.sub(r'[^a-z0-9]+', '-', name.lower())}.txt").write_text(f"{error}\n")
+    return (str(error).splitlines() or [type(error).__name__])[0]

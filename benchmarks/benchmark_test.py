@@ -1,0 +1,121 @@
+"""The runner and the renderer, on a benchmark that measures nothing."""
+
+import argparse
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.benchmark import FIELDS, Benchmark, Case, NotRun, new_folder, read_rows, run
+from benchmarks.render import CHECK, STEP, Column, as_text, new_figure, tables_of
+
+
+def measure(case, say):
+    yield {"strategy": f"<{case.name}>", "median_ms": 1234.5, "p10_ms": 1.0, "p90_ms": 2.0, "check": case.setup}
+    if case.name == "breaks":
+        raise OSError("no network\nand its traceback")
+    if case.name == "absent":
+        raise NotRun("there is no GPU")
+
+
+def plot(rows):
+    rows = [row for row in rows if row["strategy"]]
+    figure, axes = new_figure("Steps & more")
+    axes[0][0].bar([row["strategy"] for row in rows], [row["median_ms"] for row in rows])
+    yield figure
+
+
+def benchmark(*cases, check=lambda rows: ()):
+    columns = {"Steps": (Column("strategy"), *STEP, Column("empty"), CHECK), "Others": (Column("name"), CHECK)}
+    return Benchmark("toy", "nothing at all", (), lambda options: cases, measure, columns, plot, check, ["a note"])
+
+
+OK, WRONG = Case("good", "ok"), Case("bad", "WRONG: other weights")
+
+
+def run_in(folder, *cases, **options):
+    said = []
+    return run(benchmark(*cases, **options), argparse.Namespace(), folder, said.append, {"link_mbit": 5}), said
+
+
+def test_rows_are_written_with_all_fields_as_soon_as_they_are_there(tmp_path):
+    def check(rows):
+        assert len(read_rows(tmp_path)) == len(rows) == 1
+        yield {"table": "Others", "name": "compared", "check": "ok"}
+
+    holds, said = run_in(tmp_path, OK, check=check)
+    rows = read_rows(tmp_path)
+    assert holds and [row["case"] for row in rows] == ["good", "comparison"]
+    for row in rows:
+        assert set(FIELDS) <= row.keys()
+        assert row["commit"] is not None and row["command"].startswith("python -m benchmarks") and row["link_mbit"] == 5
+    assert rows[0]["stolen_share"] >= 0
+
+
+def test_a_case_that_fails_is_a_row_and_its_error_a_file(tmp_path):
+    holds, said = run_in(tmp_path, Case("breaks", "ok"), OK)
+    assert not holds
+    assert [row["check"] for row in read_rows(tmp_path)] == ["ok", "FAILED: no network", "ok"]
+    assert "and its traceback" in (tmp_path / "error-breaks.txt").read_text()
+    assert "breaks: FAILED: no network" in said
+
+
+def test_what_cannot_be_measured_is_no_failure(tmp_path):
+    holds, _ = run_in(tmp_path, Case("absent", "ok"))
+    assert holds and read_rows(tmp_path)[-1]["check"] == "not run: there is no GPU"
+
+
+def test_a_process_of_a_job_that_fails_is_ended_by_its_launcher():
+    with pytest.raises(OSError, match="no network"):
+        run(benchmark(Case("breaks", "ok")), argparse.Namespace(), None, print, {"job_ranks": 2})
+
+
+def test_a_wrong_number_is_marked_in_every_view(tmp_path):
+    holds, said = run_in(tmp_path, OK, WRONG)
+    assert not holds
+    table, page = (tmp_path / "table.md").read_text(), (tmp_path / "report.html").read_text()
+    assert table in said[-1] or table.split("\n\n", 1)[1].strip() in said[-1]  # the console shows the same
+    wrong = [line for line in table.splitlines() if "WRONG" in line]
+    assert len(wrong) == 1 and "1,234!" in wrong[0] and "1.00 to 2.00!" in wrong[0]
+    assert "1,234 " in table and "empty" not in table and "a note" in table
+    bad = re.findall(r'<tr class="bad">.*?</tr>', page)
+    assert len(bad) == 1 and "1,234!" in bad[0] and "&lt;bad&gt;" in bad[0]
+
+
+def test_the_page_is_one_file_that_asks_for_no_other(tmp_path):
+    run_in(tmp_path, OK, WRONG)
+    page = (tmp_path / "report.html").read_text()
+    assert not re.search(r'(?:src|href)="(?!#)|@import|url\((?!#)', page)
+    (drawing,) = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    root = ElementTree.fromstring(drawing)  # inline, and well formed
+    assert root.tag.endswith("svg") and 'aria-label="Steps &amp; more"' in page
+    assert "other weights" not in drawing
+
+
+def test_tables_have_columns_of_even_width():
+    rows = [{"strategy": "a|b", "median_ms": 1.0, "check": "ok"}, {"strategy": "c", "check": "not run: none"}]
+    ((title, columns, shown),) = tables_of(benchmark(), rows)
+    lines = as_text(title, columns, shown).splitlines()[2:]
+    assert len({len(line) for line in lines if line}) == 1
+    assert [line.replace(" ", "") for line in lines[2:4]] == ["|a/b|1.00|ok|", "|c|-|notrun:none|"]
+
+
+def test_a_page_is_made_again_from_its_rows(tmp_path, capsys):
+    row = dict.fromkeys(FIELDS) | {"benchmark": "main", "label": "naive", "framework": "jaxddp", "check": "ok"}
+    row |= {"median_ms": 2.0, "p10_ms": 1.0, "p90_ms": 3.0, "exposed_ms": 0.5, "backend": "Gloo", "num_ranks": 2}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    assert main(["report", str(tmp_path)]) == 0
+    assert "naive" in (tmp_path / "report.html").read_text() and "naive" in capsys.readouterr().out
+    for damage in ('{"benchmark": "main"}', "[1, 2]", '{"check": "o', "[" * 100_000):
+        (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n" + damage + "\n")
+        assert main(["report", str(tmp_path)]) == 2
+        assert "line 2 of " in capsys.readouterr().err
+
+
+def test_nothing_is_overwritten(tmp_path):
+    assert new_folder(str(tmp_path / "new"), "main").is_dir()
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    with pytest.raises(ValueError, match=r"^out \(=.*\) must not exist, or be an empty folder"):
+        new_folder(str(tmp_path), "main")

@@ -1,0 +1,188 @@
+"""Bucket sizes: measured steps beside the predictions of an in-order pipeline.
+
+All caps train in interleaved rounds, with and without communication. In the same rounds and on the same ranks, forward
+and backward are timed alone, all-reduces of four sizes, and forward and backward beside all-reduces. From these:
+
+    gradient ready   its share of the FLOPs of the traced step, times the time of forward and backward
+    bucket sent      o + S / w, fitted to the all-reduces
+    both at once     each slowed to a rate fitted to forward and backward beside all-reduces
+    step             the step without communication + what the pipeline leaves over after the last gradient
+
+Gradients are timed by FLOPs because a compiled step has no place for a clock; the shares serve both frameworks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxddp.planning.cost.bandwidth import fit_sweep
+from jaxddp.planning.cost.contention import rate_at_once, shared_finish_s
+from jaxddp.planning.cost.overlap import bucket_times_s
+
+from .benchmark import NOT_RUN, Benchmark, Case, Options
+from .render import CHECK, MIB, STEP, Column, Row, by, new_figure, percent, whiskers
+from .strategies import COLUMNS, NOTES, measure_steps
+from .timing import compare
+from .training.probes import AT_ONCE, FORWARD_BACKWARD, NUM_PROBED, all_reduce_label
+from .training.rank import PROBES
+from .training.setup import OPTIONS, QUICK_MODEL, SIZES, StrategySpec, make_setup
+
+CAPS_MB, QUICK_CAPS_MB = (1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 1000.0), (1.0, 5.0, 1000.0)
+LARGEST_PROBE_BYTES = 64 * MIB
+GOOD_ERROR = 0.15
+PREDICTED = "Predicted steps, and the best cap"
+
+
+class Costs(NamedTuple):
+    """What was measured for a framework on its ranks.
+
+    Attributes:
+        alone_s: The step without communication.
+        forward_backward_s: The part of it that is forward and backward.
+        latency_s: o, of one all-reduce.
+        bytes_per_s: w, bytes of the buffer per second.
+        rate: Speed of computing and of communicating while both run, as a share of that alone.
+    """
+
+    alone_s: float
+    forward_backward_s: float
+    latency_s: float
+    bytes_per_s: float
+    rate: float
+
+
+def cases(options: Options) -> list[Case]:
+    """One case, or one for each framework where they do not share processes."""
+    caps = options.bucket_mb or (QUICK_CAPS_MB if options.quick else CAPS_MB)
+    setup = make_setup(
+        options, model=QUICK_MODEL if options.quick else "lm_9m", batch_size=4 if options.quick else 8,
+        num_steps=4 if options.quick else 12, num_warmup=1 if options.quick else 2,
+    )  # fmt: skip
+    if setup.ranks.num < 2:
+        raise ValueError(f"ranks (={setup.ranks.num}) must be at least 2: one rank sends nothing")
+    specs = tuple(StrategySpec("bucketed", cap) for cap in sorted(set(caps)))
+    largest = min(SIZES[setup.model].num_params * 4, LARGEST_PROBE_BYTES)
+    sizes = tuple(4 * max(1, largest // part // 4) for part in (64, 16, 4, 1))
+    setup = replace(setup, strategies={"jaxddp": specs, "torchref": specs}, probe_bytes=sizes)
+    return [Case(" and ".join(group), (setup, group, False)) for group in setup.groups()]
+
+
+def predict_all(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    """A row for each measured step with its prediction, and one for the best cap of each framework."""
+    shares = next((row["ready_shares"] for row in rows if row.get("ready_shares")), None)
+    for (framework,), some in by(rows, "framework").items():
+        probes = next((row["probes_ms"] for row in some if row["strategy"] == PROBES), None)
+        timed = [row for row in some if row.get("baseline_rounds_ms") and row["check"] == "ok"]
+        if not probes or not timed or shares is None:
+            continue
+        try:
+            costs = fit_costs(probes, [row["baseline_rounds_ms"] for row in timed])
+        except ValueError as error:
+            yield {"table": PREDICTED, "framework": framework, "check": f"{NOT_RUN}{error}"}
+            continue
+        made = []
+        for row in timed:
+            step_s = predict(row["buckets"], shares, costs)
+            error_share = 1e3 * step_s / row["median_ms"] - 1
+            right = abs(error_share) <= GOOD_ERROR
+            made.append({
+                "table": PREDICTED, "framework": framework, "label": row["label"], "bucket_mb": row["bucket_mb"],
+                "num_buckets": len(row["buckets"]), "median_ms": row["median_ms"], "predicted_ms": 1e3 * step_s,
+                "error_share": error_share, "check": "ok" if right else f"off by {error_share:+.0%}",
+            })  # fmt: skip
+        yield from made
+        best = min(timed, key=lambda row: row["median_ms"])
+        as_good = [row for row in timed if compare(row["rounds_ms"], best["rounds_ms"], paired=True).low <= 1]
+        chosen = min(made, key=lambda row: row["predicted_ms"])["label"]
+        found = costs._asdict()
+        yield {
+            "table": PREDICTED, "framework": framework, "label": f"best: {chosen}, measured {best['label']}",
+            "as_good": ", ".join(f"{row['bucket_mb']:g}" for row in as_good), **found,
+            "check": "ok" if chosen in [row["label"] for row in as_good] else f"off: {best['label']} is better",
+        }  # fmt: skip
+
+
+def fit_costs(probes_ms: Mapping[str, Sequence[float]], baselines_ms: Sequence[Sequence[float]]) -> Costs:
+    """Fits the costs to medians of the rounds; raises ValueError if all-reduces do not take longer with their size."""
+    medians_s = {label: float(np.median(times)) / 1e3 for label, times in probes_ms.items()}
+    sizes = sorted(int(label.split()[-1]) for label in medians_s if label.startswith("all-reduce"))
+    fit = fit_sweep(sizes, [medians_s[all_reduce_label(size)] / NUM_PROBED for size in sizes])
+    computing_s = medians_s[FORWARD_BACKWARD]
+    rate = rate_at_once(computing_s, medians_s[all_reduce_label(sizes[-2])], medians_s[AT_ONCE])
+    alone_s = float(np.median(np.concatenate([np.asarray(times) for times in baselines_ms]))) / 1e3
+    return Costs(alone_s, computing_s, max(0.0, fit.latency_s), fit.bytes_per_s, rate)
+
+
+def predict(buckets: Sequence[Sequence[Sequence[Any]]], shares: Mapping[str, float], costs: Costs) -> float:
+    """Seconds of a step with these buckets, each a list of ``(name, bytes)``.
+
+    Example:
+        >>> costs = Costs(1.0, 0.8, 0.0, 1e6, rate=1.0)
+        >>> predict([[("a", 100_000)], [("b", 300_000)]], {"a": 0.5, "b": 1.0}, costs)
+        1.3
+    """
+    tensors = [tensor for bucket in buckets for tensor in bucket]
+    ends = np.cumsum([len(bucket) for bucket in buckets]).tolist()
+    places = [range(end - len(bucket), end) for bucket, end in zip(buckets, ends, strict=True)]
+    ready_s = [shares[name] * costs.forward_backward_s for name, _ in tensors]
+    sizes = [num_bytes for _, num_bytes in tensors]
+    timed = bucket_times_s(places, sizes, ready_s, costs.bytes_per_s, costs.latency_s)
+    exposed_s = shared_finish_s(costs.forward_backward_s, *timed, costs.rate) - costs.forward_backward_s
+    return costs.alone_s + exposed_s
+
+
+def plot(rows: Sequence[Row]) -> Iterable[Any]:
+    """Steps by cap, measured and predicted."""
+    measured = by([row for row in rows if row.get("rounds_ms")], "framework")
+    if not measured:
+        return
+    figure, axes = new_figure("One training step by bucket cap", 1, len(measured))
+    for axis, ((framework,), some) in zip(axes[0], measured.items(), strict=True):
+        caps, times = [row["bucket_mb"] for row in some], [row["median_ms"] for row in some]
+        ends = whiskers(times, [row["p10_ms"] for row in some], [row["p90_ms"] for row in some])
+        axis.errorbar(caps, times, yerr=ends, marker="o", capsize=3, color="#4477aa", label="measured, p10 to p90")
+        said = [row for row in rows if row.get("predicted_ms") and row["framework"] == framework]
+        axis.plot([row["bucket_mb"] for row in said], [row["predicted_ms"] for row in said], "--", color="#ee7733",
+                  marker="s", label="predicted")  # fmt: skip
+        axis.set(title=framework, xscale="log", xlabel="bucket cap, MiB", ylabel="ms")
+        axis.legend()
+    yield figure
+
+
+_PREDICTED_COLUMNS = (
+    Column("buckets", "label"),
+    Column("framework"),
+    Column("number", "num_buckets"),
+    *STEP[:1],
+    Column("predicted", "predicted_ms", "ms"),
+    Column("error", "error_share", form=lambda value: f"{value:+.1%}"),
+    Column("as good within noise", "as_good", "MiB"),
+    Column("latency", lambda row: row.get("latency_s") and 1e6 * row["latency_s"], "us"),
+    Column("rate", lambda row: row.get("bytes_per_s") and row["bytes_per_s"] / 1e9, "GB/s"),
+    Column("at once", "rate", "of alone", percent),
+    CHECK,
+)
+
+
+def _median_ms(row: Row, label: str) -> float:
+    return float(np.median(row["probes_ms"][label]))
+
+
+_PARTS_COLUMNS = (
+    Column("framework"),
+    *(Column(label, partial(_median_ms, label=label), "ms") for label in (FORWARD_BACKWARD, AT_ONCE)),
+    CHECK,
+)
+BENCHMARK = Benchmark(
+    "buckets", "bucket sizes: measured beside predicted, in both frameworks", (*OPTIONS, "bucket_mb"), cases,
+    measure_steps,
+    {"One training step by bucket cap": COLUMNS, "The step's parts": _PARTS_COLUMNS, PREDICTED: _PREDICTED_COLUMNS},
+    plot, predict_all,
+    (*NOTES[:3], "predicted: step without communication, and what an in-order pipeline of the buckets leaves over; a"
+     " wrong prediction is told, and fails nothing"),
+)  # fmt: skip

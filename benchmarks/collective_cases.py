@@ -1,0 +1,113 @@
+"""The collectives: their names, inputs, expected results and planned communication.
+
+Rank r contributes the float32 values (i + 17 r) mod 251. Whole numbers make every sum exact, so results are compared
+bit for bit. 251 is prime, so no two chunks of a buffer are equal, and no two ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jaxddp.planning.cost.bandwidth import bandwidths
+
+PRIMITIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "send_recv")
+RINGS = ("ring_reduce_scatter", "ring_all_gather", "ring_all_reduce")
+NAMES = (*PRIMITIVES, *RINGS)
+QUICK_NAMES = ("all_reduce", "reduce_scatter", "all_gather", "ring_all_reduce")
+
+ELEMENT_BYTES = 4
+ROOT = 0
+PERIOD, SHIFT = 251, 17
+
+Segments = list[tuple[np.ndarray, int]]  # a period, and the number of values that repeat it
+
+
+def size_of(name: str, asked_bytes: int, num_ranks: int) -> int:
+    """Bytes of the full buffer, rounded up to whole values and, where ranks share it, to equal parts.
+
+    Example:
+        >>> size_of("all_reduce", 1024, 6), size_of("reduce_scatter", 1024, 6)
+        (1024, 1032)
+    """
+    share = ELEMENT_BYTES * (num_ranks if name.endswith(("reduce_scatter", "all_gather")) else 1)
+    return -(-asked_bytes // share) * share
+
+
+def brought_length(name: str, asked_bytes: int, num_ranks: int) -> int:
+    """Elements of a rank's input: the full buffer or, for an all-gather, the rank's part of it."""
+    length = size_of(name, asked_bytes, num_ranks) // ELEMENT_BYTES
+    return length // num_ranks if name.endswith("all_gather") else length
+
+
+def options_of(name: str, num_ranks: int) -> dict[str, Any]:
+    """Further arguments of a collective: a root, or pairs of each rank and its right-hand neighbour."""
+    if name in ("broadcast", "reduce"):
+        return {"root": ROOT}
+    return {"pairs": [(rank, (rank + 1) % num_ranks) for rank in range(num_ranks)]} if name == "send_recv" else {}
+
+
+def rates(name: str, size_bytes: int, seconds: float, num_ranks: int) -> tuple[float, float]:
+    """Algorithm and bus bandwidth in 10^9 bytes per second; a ring counts as the collective that it implements."""
+    kind = name.removeprefix("ring_").replace("send_recv", "sendrecv")
+    algbw, busbw = bandwidths(kind, size_bytes, seconds, num_ranks)
+    return float(algbw) / 1e9, float(busbw) / 1e9
+
+
+def plan(name: str, kinds: dict[str, str], size_bytes: int, num_ranks: int) -> list[tuple[str, int]]:
+    """Lists the ``(kind, bytes of the full buffer)`` that a collective should issue.
+
+    ``kinds`` maps ``PRIMITIVES`` to the framework's names of the collectives that implement them.
+
+    Example:
+        >>> plan("ring_all_reduce", {"send_recv": "collective-permute"}, 1024, 2)
+        [('collective-permute', 512), ('collective-permute', 512)]
+    """
+    if name not in RINGS:
+        return [(kinds[name], size_bytes)]
+    sends = (num_ranks - 1) * (2 if name == "ring_all_reduce" else 1)
+    padded_bytes = size_of("reduce_scatter", size_bytes, num_ranks)
+    return [(kinds["send_recv"], padded_bytes // num_ranks)] * sends
+
+
+def values(rank: int, length: int) -> np.ndarray:
+    """The first ``length`` values of a rank's input."""
+    return np.tile(_period(rank), -(-length // PERIOD))[:length]
+
+
+def expected(name: str, rank: int, num_ranks: int, length: int) -> Segments:
+    """The expected result of a collective on a rank, in segments, for a buffer of ``length`` elements."""
+    total = np.sum([_period(each) for each in range(num_ranks)], axis=0)
+    match name.removeprefix("ring_"):
+        case "all_reduce":
+            return [(total, length)]
+        case "reduce_scatter":
+            chunk = length // num_ranks
+            return [(np.roll(total, -rank * chunk), chunk)]
+        case "all_gather":
+            return [(_period(each), length // num_ranks) for each in range(num_ranks)]
+        case "broadcast":
+            return [(_period(ROOT), length)]
+        case "reduce":
+            return [(total if rank == ROOT else np.zeros_like(total), length)]
+        case "send_recv":
+            return [(_period(rank - 1 if rank else num_ranks - 1), length)]
+    raise AssertionError(f"no collective is called {name!r}")
+
+
+def num_wrong(result: np.ndarray, segments: Segments) -> int:
+    """Counts wrong values of a result, including missing and superfluous ones."""
+    wrong, start = 0, 0
+    for period, count in segments:
+        part = result[start : start + count]
+        start += count
+        whole = part.size - part.size % PERIOD
+        wrong += count - part.size
+        wrong += int(np.count_nonzero(part[:whole].reshape(-1, PERIOD) != period))
+        wrong += int(np.count_nonzero(part[whole:] != period[: part.size - whole]))
+    return wrong + result[start:].size
+
+
+def _period(rank: int) -> np.ndarray:
+    return ((np.arange(PERIOD) + SHIFT * rank) % PERIOD).astype(np.float32)

@@ -1,0 +1,325 @@
+"""Every collective by size, number of ranks and backend: the time of a call, and the bandwidth of a rank.
+
+    python -m benchmarks collectives --ranks 2 --sizes-mb 1 10 100
+
+A backend with a number of ranks is one case. Cases run one after the other, so ratios of frameworks compare two cases.
+Every round calls each collective of a size once; the time of a call is that of its slowest rank, and the result of
+every call is checked bit for bit. Simulated devices copy within one memory and send nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from jaxddp.environment import cuda_libraries
+from jaxddp.planning.cost.bandwidth import fit_sweep
+from jaxddp.training.clock import stopwatch, summarize
+
+from . import nccl_tests
+from .benchmark import FAILED, NOT_RUN, WRONG, Benchmark, Case, NotRun, Options, Say
+from .collective_cases import NAMES, QUICK_NAMES, rates
+from .ranks import PROCESS_BYTES, Ranks, agree, choose_ranks, free_bytes, gather, num_gpus, say_on_rank
+from .render import CHECK, STEP, Column, Row, by, counts, interval, new_figure, percent, size
+from .timing import Attempts, compare, interleave
+
+RANKS = (2, 4, 6)  # as in the assignment report
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+SIZES, QUICK_SIZES = tuple(KIB * 4**power for power in range(11)), (16 * KIB, 256 * KIB, 4 * MIB, 16 * MIB)
+MIN_ROUNDS, MAX_ROUNDS, NUM_WARMUP = 5, 100, 2
+BUDGET_S, QUICK_BUDGET_S = 3.0, 1.0  # of the timed rounds of a size
+IN_A_ROW, MOST_IN_A_ROW_BYTES = 20, MIB  # calls between two synchronisations, as nccl-tests times them; on GPUs
+# Peak memory of a rank, in full buffers, with its inputs: measured on 2 ranks in the framework that needs more, rounded
+# up. Gloo and rings copy, and freed memory that a process keeps is fragmented.
+HELD, HELD_ALONE = 12.5, 10.5  # of all collectives by turns, and of one
+FITS, RATIOS = "What the sizes of one collective have in common", "Bandwidth of one backend over another's, all-reduce"
+# XLA against torch over the same kind of link, and NCCL against Gloo as in the assignment report.
+PAIRS = (("XLA over NCCL", "NCCL"), ("XLA over Gloo", "Gloo"), ("XLA in-process", "Gloo"), ("NCCL", "Gloo"))
+# 97.5th percentile of Student's t for 1, 2, ... degrees of freedom; the last is also used for more.
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The sizes of one backend on ranks; plain data, sent to their processes. ``num_rounds`` None: as many as fit."""
+
+    framework: str
+    ranks: Ranks
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    num_rounds: int | None
+    budget_s: float
+
+
+def cases(options: Options) -> list[Case]:
+    """Each backend with 2, 4 and 6 ranks, on GPUs also with all of them; then the programs and files of nccl-tests."""
+    if options.steps is not None and options.steps < MIN_ROUNDS:
+        raise ValueError(f"steps (={options.steps}) must be at least {MIN_ROUNDS} rounds, or the spread means nothing")
+    if options.ranks == 1:
+        raise ValueError("ranks (=1) must be at least 2: one rank has no other to communicate with")
+    names, budget_s = (QUICK_NAMES, QUICK_BUDGET_S) if options.quick else (NAMES, BUDGET_S)
+    sizes = QUICK_SIZES if options.quick else SIZES
+    if options.sizes_mb:
+        sizes = tuple(sorted({int(one * MIB) for one in options.sizes_mb}))
+        if sizes[0] < KIB:
+            raise ValueError(f"sizes_mb (={sizes[0] / MIB:g}) must be at least 1 KiB, {KIB / MIB:g} MiB")
+    found = []
+    for ranks, framework in _backends(options):
+        sweep = Sweep(framework, ranks, names, sizes, options.steps, budget_s)
+        found.append(Case(f"{ranks.backend(framework)}, {ranks.num} ranks", sweep))
+    gpus = sorted({case.setup.ranks.num for case in found if case.setup.ranks.kind == "gpus"})
+    for num in gpus if nccl_tests.installed(names) and options.on != "job" else ():
+        found.append(Case(f"{nccl_tests.NAME}, {num} ranks", (nccl_tests.installed(names), sizes, num)))
+    for path in options.nccl_tests or ():
+        nccl_tests.read_file(path)  # a wrong one is refused before anything is measured
+        found.append(Case(f"{nccl_tests.NAME}, {path}", path))
+    return found
+
+
+def _backends(options: Options) -> Iterator[tuple[Ranks, str]]:
+    counts: list[int | None] = [options.ranks] if options.ranks else [2] if options.quick else [*RANKS]
+    kinds: Sequence[str] = [options.on] if options.on else ["simulated", "processes", *(["gpus"] if num_gpus() else [])]
+    counts = [None] if options.on == "job" else counts
+    if "gpus" in kinds and not options.ranks and not options.quick:
+        counts = [*counts, *([num_gpus()] if num_gpus() not in RANKS else [])]
+    for num in counts:
+        for kind in kinds:
+            is_there = kind != "gpus" or 2 <= (num or 0) <= num_gpus()
+            if is_there or options.ranks:
+                ranks = choose_ranks(num, kind, default=2)
+                both = ("jaxddp",) if kind == "simulated" and not options.on else ("jaxddp", "torchref")
+                yield from ((ranks, framework) for framework in both)
+
+
+def measure(case: Case, say: Say) -> Iterable[dict[str, Any]]:
+    """Rows of a case."""
+    if isinstance(case.setup, str):
+        return nccl_tests.read_file(case.setup)
+    if isinstance(case.setup, tuple):
+        return nccl_tests.run_programs(*case.setup)
+    say(f"{case.name}: {size(case.setup.sizes[0])} to {size(case.setup.sizes[-1])}")
+    return _measure(case.setup, say)
+
+
+def _measure(sweep: Sweep, say: Say) -> Iterator[dict[str, Any]]:
+    common = {"framework": sweep.framework, "backend": sweep.ranks.backend(sweep.framework), "dtype": "float32"}
+    batches, left_out = fitting(sweep)
+    if not batches:
+        raise NotRun(left_out[0][1])
+    rows = sweep.ranks.run(time_sweep, sweep, batches, in_jax=sweep.framework == "jaxddp", say=say)
+    order = {name: place for place, name in enumerate(NAMES)}
+    for row in sorted(rows, key=lambda row: (order[row["collective"]], row["asked_bytes"])):
+        yield common | {"num_ranks": sweep.ranks.num} | row
+    for asked, why in left_out:
+        yield common | {"num_ranks": sweep.ranks.num, "asked_bytes": asked, "check": f"{NOT_RUN}{why}"}
+
+
+def fitting(sweep: Sweep) -> tuple[list[tuple[int, tuple[str, ...]]], list[tuple[int, str]]]:
+    """The sizes that fit into memory, largest first: memory freed by large buffers serves smaller ones.
+
+    Returns:
+        Sizes and the collectives that take turns, one alone where not all fit together; and of the other sizes why not.
+    """
+    ranks, batches, left_out = sweep.ranks, [], []
+    on_gpus, free = ranks.kind == "gpus", 0.95 * free_bytes(ranks.kind)
+    processes = 0 if on_gpus else PROCESS_BYTES * (1 if ranks.kind == "simulated" else ranks.num)
+    for asked in sorted(sweep.sizes, reverse=True):
+        of_all = asked * (1 if on_gpus or ranks.is_job else ranks.num)
+        if HELD * of_all + processes <= free:
+            batches.append((asked, sweep.names))
+        elif HELD_ALONE * of_all + processes <= free:
+            batches += [(asked, (name,)) for name in sweep.names]
+        else:
+            needed = (HELD_ALONE * of_all + processes) / GIB
+            left_out.append((asked, f"{size(asked)} needs {needed:.1f} GiB, {free / GIB:.1f} can be had"))
+    return batches, left_out
+
+
+def time_sweep(ranks: Ranks, sweep: Sweep, batches: Sequence[tuple[int, tuple[str, ...]]]) -> list[dict[str, Any]]:
+    """Times all sizes; runs on each rank."""
+    from .collective_calls import JaxCalls, TorchCalls
+
+    side = (JaxCalls if sweep.framework == "jaxddp" else TorchCalls)(ranks)
+    rows: list[dict[str, Any]] = []
+    for asked, names in batches:
+        say_on_rank(
+            f"{ranks.backend(sweep.framework)}, {ranks.num} ranks: {size(asked)}"
+            + f" of {names[0]}" * (len(names) == 1)
+        )
+        attempt = Attempts(agree)
+        made = {name: attempt(name, partial(side.make, name, asked)) for name in names}
+        calls = {name: call for name, call in made.items() if call}
+        rows += _time_calls(sweep, asked, calls, attempt)
+        rows += [
+            {"collective": name, "asked_bytes": asked, "check": f"{FAILED}{why}"}
+            for name, why in attempt.failed.items()
+        ]
+    of_all = {"device": side.device, "versions": side.versions | (cuda_libraries() if ranks.kind == "gpus" else {})}
+    return [of_all | row for row in rows]
+
+
+def _time_calls(sweep: Sweep, asked: int, calls: dict[str, Any], attempt: Attempts) -> Iterator[dict[str, Any]]:
+    inputs: dict[str, Any] = {}
+    wrong = dict.fromkeys(calls, 0)
+
+    def before(name: str) -> None:
+        inputs[name] = calls[name].prepare()
+        dist.barrier()
+
+    def after(name: str, result: Any) -> None:
+        wrong[name] += calls[name].num_wrong(result)  # of every call: XLA's Gloo is sometimes wrong
+        say_on_rank()
+
+    steps = {name: (lambda index, name=name: calls[name].run(inputs[name])) for name in calls}
+    _, tried = interleave(steps, NUM_WARMUP, 1, attempt=attempt, before=before, after=after)
+    steps = {name: step for name, step in steps.items() if name in tried}
+    round_s = gather(sum(times[0] for times in tried.values()))[0]  # rank 0's: all take the same number of rounds
+    num_rounds = sweep.num_rounds or rounds_within(sweep.budget_s, round_s)
+    _, seconds = interleave(steps, num_rounds, 0, attempt=attempt, before=before, after=after)
+    for name, of_rank in seconds.items():
+        slowest = [max(times) for times in zip(*gather(of_rank), strict=True)]
+        call, timings = calls[name], summarize(slowest)
+        algbw, busbw = rates(name, call.size_bytes, timings.median_ms * 1e-3, sweep.ranks.num)
+        found, num_wrong = call.found(), sum(gather(wrong[name]))
+        is_planned = call.planned is None or sorted(call.planned) == sorted(found)
+        row = {
+            "collective": name, "asked_bytes": asked, "size_bytes": call.size_bytes, **timings._asdict(),
+            "num_rounds": num_rounds, "algbw_gb_per_s": algbw, "busbw_gb_per_s": busbw, "kernel": call.kernel,
+            "planned": call.planned, "compiled": found, "rounds_ms": [float(f"{each * 1e3:.5g}") for each in slowest],
+            "check": f"{WRONG}other collectives than planned" if not is_planned
+            else f"{WRONG}{num_wrong:,} values" if num_wrong else "ok",
+        }  # fmt: skip
+        if sweep.ranks.kind == "gpus" and asked <= MOST_IN_A_ROW_BYTES:
+            row["in_a_row_us"] = 1e6 * float(np.median([_in_a_row(call) for _ in range(1 + MIN_ROUNDS)][1:]))
+        yield row
+
+
+def _in_a_row(call: Any) -> float:
+    """Seconds of one of several calls; those in place take the result of the one before, so nothing is checked."""
+    given = call.prepare()
+    dist.barrier()
+    _, seconds = stopwatch(lambda: [call.run(given) for _ in range(IN_A_ROW)][-1], wait=lambda result: None)
+    return max(gather(seconds)) / IN_A_ROW
+
+
+def rounds_within(budget_s: float, round_s: float) -> int:
+    """The number of rounds that fit into a time.
+
+    Example:
+        >>> rounds_within(2.0, 0.1), rounds_within(2.0, 60.0), rounds_within(2.0, 1e-4)
+        (20, 5, 100)
+    """
+    return max(MIN_ROUNDS, min(MAX_ROUNDS, int(budget_s / max(round_s, 1e-9))))
+
+
+def compare_backends(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    """Latency and rate fitted to the sizes of each collective, and ratios of the backends' all-reduces."""
+    right = [row for row in rows if row["check"] == "ok" and row.get("median_ms") and row.get("collective")]
+    for (framework, backend, num_ranks, name), some in by(
+        right, "framework", "backend", "num_ranks", "collective"
+    ).items():
+        if len(some) >= 3:
+            row = {
+                "table": FITS,
+                "framework": framework,
+                "backend": backend,
+                "num_ranks": num_ranks,
+                "collective": name,
+            }
+            yield row | fit(name, some)
+    for num_ranks in sorted({row["num_ranks"] for row in right}):
+        for pair in PAIRS:
+            ours, theirs = (
+                {row["asked_bytes"]: row for row in right if row["collective"] == "all_reduce"
+                 and (row["backend"], row["num_ranks"]) == (backend, num_ranks)}
+                for backend in pair
+            )  # fmt: skip
+            for asked in sorted(ours.keys() & theirs.keys()):
+                found = compare(theirs[asked]["rounds_ms"], ours[asked]["rounds_ms"], paired=False)
+                row = {"table": RATIOS, "pair": " / ".join(pair), "num_ranks": num_ranks, "asked_bytes": asked}
+                yield row | found._asdict() | {"check": "ok"}
+
+
+def fit(name: str, rows: Sequence[Row]) -> dict[str, Any]:
+    """Fits latency and rate, with 95 % intervals of the residuals: they include the model's error."""
+    sizes, seconds = [row["size_bytes"] for row in rows], [row["median_ms"] * 1e-3 for row in rows]
+    try:
+        found = fit_sweep(sizes, seconds)
+    except ValueError:
+        return {"check": "poor: times do not grow with sizes"}
+    student = _STUDENT[min(len(rows) - 3, len(_STUDENT) - 1)]
+    alpha, error = found.latency_s * 1e6, student * found.latency_error_s * 1e6
+    rate, share = found.bytes_per_s / 1e9, student * found.bytes_per_s_error / found.bytes_per_s
+    worst = float(np.max(np.abs(found.residuals)))
+    return {
+        "alpha_us": alpha, "alpha_low_us": alpha - error, "alpha_high_us": alpha + error, "gb_per_s": rate,
+        "gb_per_s_low": rate / (1 + share), "gb_per_s_high": rate / (1 - share) if share < 1 else math.inf,
+        "bus_gb_per_s": rates(name, 10**9, 1 / rate, rows[0]["num_ranks"])[1], "worst_error": worst,
+        "check": "ok" if worst <= 0.5 else f"poor: off by up to {worst:.0%}",
+    }  # fmt: skip
+
+
+def plot(rows: Sequence[Row]) -> Iterable[Any]:
+    """Time of a call and bus bandwidth by size, a row of panels for each collective."""
+    placed = by([row for row in rows if row.get("busbw_gb_per_s")], "collective")
+    for (name,), some in placed.items():
+        figure, axes = new_figure(name.replace("_", "-"), 1, 2)
+        for axis, key, label in (
+            (axes[0][0], "median_ms", "ms"),
+            (axes[0][1], "busbw_gb_per_s", "bus bandwidth, GB/s"),
+        ):
+            for (backend, num_ranks), curve in by(some, "backend", "num_ranks").items():
+                points = [(row["asked_bytes"], row[key]) for row in curve if row.get(key)]
+                if points:
+                    axis.plot(*zip(*points, strict=True), marker="o", label=f"{backend}, {num_ranks} ranks")
+            axis.set(xscale="log", yscale="log", xlabel="bytes of the buffer", ylabel=label)
+        axes[0][0].legend(fontsize="small")
+        yield figure
+
+
+_HEAD = (
+    Column("collective", lambda row: (row.get("collective") or row.get("case") or "").replace("_", "-")),
+    Column("framework"),
+    Column("backend"),
+    Column("ranks", "num_ranks"),
+)
+BENCHMARK = Benchmark(
+    "collectives", "every collective by size, ranks and backend, with fitted latency and bandwidth",
+    ("quick", "ranks", "on", "hosts", "rate_mbit", "steps", "sizes_mb", "nccl_tests"), cases, measure,
+    {
+        "Calls by collective and size": (
+            *_HEAD, Column("size", "asked_bytes", form=size), *STEP, Column("rounds", "num_rounds"),
+            Column("in a row", "in_a_row_us", "us"), Column("algbw", "algbw_gb_per_s", "GB/s"),
+            Column("busbw", "busbw_gb_per_s", "GB/s"), Column("planned", form=counts),
+            Column("found", "compiled", form=counts), Column("kernel"), CHECK,
+        ),
+        FITS: (
+            *_HEAD, Column("latency", "alpha_us", "us"),
+            interval("95 % interval", "alpha_low_us", "alpha_high_us", "us"),
+            Column("rate", "gb_per_s", "GB/s"), interval("95 % interval", "gb_per_s_low", "gb_per_s_high", "GB/s"),
+            Column("a rank sends", "bus_gb_per_s", "GB/s"), Column("worst error", "worst_error", form=percent), CHECK,
+        ),
+        RATIOS: (
+            Column("backends", "pair"), Column("ranks", "num_ranks"), Column("size", "asked_bytes", form=size),
+            Column("ratio"), interval("95 % interval", "low", "high"), CHECK,
+        ),
+    },
+    plot, compare_backends,
+    (
+        "time: of a round the slowest rank's; the collectives of a size take turns, backends run one after the other",
+        "algbw: bytes of the full buffer over the time of a call; busbw: algbw times the share of the buffer that a"
+        " rank has to send: 2 (N-1)/N of an all-reduce, (N-1)/N of a reduce-scatter or all-gather, else 1",
+        "planned and found: AR all-reduce, RS reduce-scatter, AG all-gather, ATA all-to-all, CP collective-permute, SR"
+        " send-recv, B broadcast, R reduce; XLA's are read back from the compiled program, torch's are those issued."
+        " Over Gloo, others replace XLA's reduce-scatter and all-gather",
+        "latency and rate: time of a call = latency + bytes of the buffer / rate; a rank sends: the rate as a busbw",
+        "in a row: a call of 20 between two synchronisations, as nccl-tests times them",
+        "simulated devices (XLA in-process) copy within one memory and send nothing",
+    ),
+)  # fmt: skip

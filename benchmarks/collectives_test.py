@@ -1,0 +1,107 @@
+"""The sizes of every backend: what fits into memory, what is measured and checked, and what is fitted to it."""
+
+import argparse
+
+import pytest
+
+from benchmarks import collectives
+from benchmarks.__main__ import make_options
+from benchmarks.benchmark import Case
+from benchmarks.collective_calls import REPLACED, TorchCalls
+from benchmarks.collective_cases import NAMES
+from benchmarks.collectives import GIB, MIB, RATIOS, Sweep, compare_backends, fitting, measure, time_sweep
+from benchmarks.ranks import Ranks
+from torchref.launch import shared_pool
+
+SMALL = (1024, 4100)
+
+
+def options(**given):
+    return argparse.Namespace(**dict.fromkeys(make_options()) | given)
+
+
+def test_every_backend_with_the_ranks_of_the_assignment_report(monkeypatch):
+    names = [case.name for case in collectives.cases(options())]
+    backends = ("XLA in-process", "XLA over Gloo", "Gloo")
+    assert names == [f"{backend}, {num} ranks" for num in (2, 4, 6) for backend in backends]
+    monkeypatch.setattr(collectives, "num_gpus", lambda: 8)
+    monkeypatch.setattr("benchmarks.ranks.num_gpus", lambda: 8)
+    on_gpus = [case.name for case in collectives.cases(options(on="gpus"))]
+    assert on_gpus == [f"{backend}, {num} ranks" for num in (2, 4, 6, 8) for backend in ("XLA over NCCL", "NCCL")]
+
+
+@pytest.mark.parametrize("kind", ["simulated", "processes"])
+def test_jax_calls_are_right_on_both_kinds_of_ranks(kind):
+    sweep = Sweep("jaxddp", Ranks(2, kind), NAMES, SMALL, 5, 1.0)
+    rows = list(measure(Case("jax", sweep), print))
+    assert [(row["collective"], row["asked_bytes"]) for row in rows] == [
+        (name, size) for name in NAMES for size in SMALL
+    ]
+    for row in rows:
+        assert row["check"] == "ok" and row["num_rounds"] == len(row["rounds_ms"]) == 5
+        assert 0 < row["p10_ms"] <= row["median_ms"] <= row["p90_ms"]
+        assert row["algbw_gb_per_s"] == pytest.approx(row["size_bytes"] / row["median_ms"] / 1e6)
+        replaced = kind == "processes" and row["collective"] in REPLACED
+        assert (row["planned"] is None) == replaced and row["compiled"]
+
+
+class Wrong(TorchCalls):
+    """A reduce that gives one value more than it should, and a gather that cannot be made."""
+
+    def make(self, name, asked_bytes):
+        if name == "all_gather":
+            raise OSError("no buffer")
+        call = super().make(name, asked_bytes)
+        return call._replace(run=lambda x: call.run(x) + (name == "reduce"))
+
+
+def in_torch(ranks, sweep):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("benchmarks.collective_calls.TorchCalls", Wrong)
+        return time_sweep(ranks, sweep, [(1024, NAMES)])
+
+
+def test_torch_calls_are_right_and_what_is_wrong_is_marked():
+    sweep = Sweep("torchref", Ranks(2, "processes"), NAMES, (1024,), 5, 1.0)
+    rows, _ = shared_pool().run(in_torch, sweep.ranks, sweep, num_ranks=2)
+    checks = {row["collective"]: row["check"] for row in rows}
+    assert checks.pop("all_gather") == "FAILED: OSError: no buffer"
+    assert checks.pop("reduce") == f"WRONG: {2 * 7 * 256:,} values"  # of both ranks, in 2 + 5 rounds
+    assert set(checks.values()) == {"ok"} and len(checks) == len(NAMES) - 2
+
+
+def test_what_does_not_fit_together_runs_alone_and_the_rest_is_left_out(monkeypatch):
+    monkeypatch.setattr(collectives, "free_bytes", lambda kind: 23.5 * GIB)
+    sizes = (MIB, GIB, 4 * GIB)
+    batches, left_out = fitting(Sweep("torchref", Ranks(2, "processes"), ("all_reduce", "reduce"), sizes, None, 1.0))
+    assert batches == [(GIB, ("all_reduce",)), (GIB, ("reduce",)), (MIB, ("all_reduce", "reduce"))]
+    assert [asked for asked, _ in left_out] == [4 * GIB] and "4 GiB needs 85.0 GiB" in left_out[0][1]
+
+
+def call(backend, asked, ms, **more):
+    row = {"framework": "x", "backend": backend, "num_ranks": 4, "collective": "all_reduce", "asked_bytes": asked}
+    return row | {"size_bytes": asked, "median_ms": ms, "rounds_ms": [ms] * 5, "check": "ok"} | more
+
+
+def test_latency_rate_and_ratios_of_made_times():
+    sizes = [10**6, 2 * 10**6, 4 * 10**6, 8 * 10**6]
+    rows = [call("Gloo", size, 1 + size / 1e6) for size in sizes]  # 1 ms and 1 GB/s
+    rows += [call("XLA over Gloo", size, 2 + 2 * size / 1e6) for size in sizes[:2]]  # too few to fit
+    rows += [call("XLA over Gloo", sizes[2], 1e-3, check="WRONG: 1 values")]
+    fit, *ratios = compare_backends(rows)
+    assert (fit["backend"], fit["alpha_us"], fit["gb_per_s"]) == ("Gloo", pytest.approx(1000), pytest.approx(1))
+    assert fit["bus_gb_per_s"] == pytest.approx(1.5) and fit["check"] == "ok"  # 2 (N-1)/N
+    assert fit["gb_per_s_low"] <= fit["gb_per_s"] <= fit["gb_per_s_high"]
+    assert [(row["table"], row["pair"], row["asked_bytes"]) for row in ratios] == [
+        (RATIOS, "XLA over Gloo / Gloo", size) for size in sizes[:2]
+    ]
+    assert all(row["ratio"] == row["low"] == row["high"] == pytest.approx(0.5) for row in ratios)
+
+
+def test_a_sweep_that_two_numbers_do_not_describe_is_told():
+    shrinking = [call("Gloo", size, 1e3 / size) for size in (10, 20, 40)]
+    jumps = [
+        call("Gloo", size, ms) for size, ms in ((10**6, 1.0), (2 * 10**6, 9.0), (4 * 10**6, 2.5), (8 * 10**6, 40.0))
+    ]
+    assert next(compare_backends(shrinking))["check"].startswith("poor: times do not grow")
+    assert next(compare_backends(jumps))["check"].startswith("poor: off by up to")

@@ -1,0 +1,271 @@
+"""A slow network on one machine: hosts joined by links of a given rate, each for a rank to run on.
+
+    [host 0: eth0]---link---[port0  bridge  port1]---link---[eth0 :host 1]
+
+A host is a network namespace. Its link is a pair of virtual interfaces to a bridge in a namespace of its own, so the
+machine's network is not touched. Both ends of a link are limited to ``rate_mbit``, counted in Ethernet frames, each
+way; up to 50 ms of data are queued, and more is dropped. No delay is added. Hosts share the machine's TCP settings,
+cores, memory and files.
+
+A lab is removed when it is closed, when Python exits or, if its process was killed, when the next lab is opened: names
+of namespaces contain the process. It needs Linux, root's rights, and the commands ``ip`` and ``tc``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import ctypes
+import itertools
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+_T = TypeVar("_T")
+
+MIN_HOSTS, MAX_HOSTS = 2, 8
+BURST_BYTES = 256 * 1024  # sent at once by an idle end of a link
+_MAX_WAIT = "50ms"
+_INTERFACE = "eth0"
+_PREFIX = "jaxddp-lab"
+_NAMESPACES = Path("/run/netns")  # where ip keeps them
+_CLONE_NEWUTS, _CLONE_NEWNET = 0x04000000, 0x40000000  # linux/sched.h
+_CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}  # linux/capability.h
+MAX_DEVIATION = 0.1  # of the requested rate; headers take 0.04
+_WINDOW_S, _NUM_WINDOWS, _TIMEOUT_S = 0.1, 8, 60.0
+_serial = itertools.count()
+_open: list[Lab] = []
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host of a lab, and its address for other hosts; plain data, sent to the process that will run on it."""
+
+    name: str
+    address: str
+
+    def enter(self) -> None:
+        """Moves this process to the host; call it before threads that communicate start.
+
+        Raises:
+            ValueError: If a sandbox forbids it.
+        """
+        self._move_thread()
+        os.environ["GLOO_SOCKET_IFNAME"] = _INTERFACE
+        for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+            del os.environ[name]  # no host can reach a proxy, and JAX would use it for its coordinator
+
+    def call(self, function: Callable[[], _T]) -> _T:
+        """Calls a function in a thread on this host, where its sockets stay; raises ValueError as ``enter``."""
+
+        def run() -> _T:
+            self._move_thread()
+            return function()
+
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(run).result()
+
+    def _move_thread(self) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+
+        def check(call: str, result: int) -> None:
+            if result:
+                why = os.strerror(ctypes.get_errno())
+                raise ValueError(f"{call} is refused here, so no process can run on a host of a lab: {why}")
+
+        with open(_NAMESPACES / self.name) as namespace:
+            check("setns", libc.setns(namespace.fileno(), _CLONE_NEWNET))
+        # XLA's Gloo listens at the address of its host name. A name that is an address needs no look-up.
+        check("unshare", libc.unshare(_CLONE_NEWUTS))
+        name = self.address.encode()
+        check("sethostname", libc.sethostname(name, len(name)))
+
+
+class Lab:
+    """Hosts, which exist while it is open, and the links between them, of ``rate_mbit`` each way; a context manager."""
+
+    def __init__(self, num_hosts: int, rate_mbit: float) -> None:
+        """Plans a lab of 2 to 8 hosts; makes nothing yet.
+
+        Raises:
+            ValueError: If a number is out of range.
+        """
+        if not MIN_HOSTS <= num_hosts <= MAX_HOSTS:
+            raise ValueError(f"hosts (={num_hosts}) must be at least {MIN_HOSTS} and at most {MAX_HOSTS}")
+        if not 0 < rate_mbit < float("inf"):
+            raise ValueError(f"rate_mbit (={rate_mbit:g}) must be a positive number of Mbit/s")
+        self.rate_mbit = rate_mbit
+        self._owner_pid = os.getpid()
+        name = f"{_PREFIX}.{self._owner_pid}.{_start_time(self._owner_pid)}.{next(_serial)}"
+        self._bridge = f"{name}.bridge"
+        # The network is isolated, so any private addresses will do.
+        self.hosts = tuple(Host(f"{name}.host{index}", f"10.77.0.{index + 1}") for index in range(num_hosts))
+
+    def __enter__(self) -> Lab:
+        """Makes the hosts, after removing labs of processes that are gone.
+
+        Raises:
+            ValueError: If this machine does not allow it.
+        """
+        check_rights()
+        _remove_leftovers()
+        atexit.register(self.close)
+        try:
+            self._build()
+            self.hosts[0].call(lambda: None)
+        except BaseException:
+            self.close()
+            raise
+        _open.append(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Closes the lab."""
+        self.close()
+
+    def close(self) -> None:
+        """Removes everything that was made; harmless if called again."""
+        if os.getpid() != self._owner_pid:  # in a forked child
+            return
+        for name in (self._bridge, *(host.name for host in self.hosts)):
+            _remove(name)
+        atexit.unregister(self.close)
+        if self in _open:
+            _open.remove(self)
+
+    def _build(self) -> None:
+        _run("ip", "netns", "add", self._bridge)
+        _run("ip", "-n", self._bridge, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", self._bridge, "link", "set", "bridge", "up")
+        for index, host in enumerate(self.hosts):
+            port, peer = f"port{index}", ["peer", "name", _INTERFACE, "netns", host.name]
+            _run("ip", "netns", "add", host.name)
+            _run("ip", "-n", self._bridge, "link", "add", port, "type", "veth", *peer)
+            _run("ip", "-n", self._bridge, "link", "set", port, "master", "bridge", "up")
+            _run("ip", "-n", host.name, "address", "add", f"{host.address}/24", "dev", _INTERFACE)
+            for interface in ("lo", _INTERFACE):
+                _run("ip", "-n", host.name, "link", "set", interface, "up")
+            for namespace, interface in ((host.name, _INTERFACE), (self._bridge, port)):
+                limit = ["rate", f"{self.rate_mbit * 1e6:.0f}bit", "burst", str(BURST_BYTES), "latency", _MAX_WAIT]
+                _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf", *limit)
+
+
+def open_lab() -> Lab:
+    """Returns the lab that this process has open, the last of several; raises ValueError if there is none."""
+    if not _open:
+        raise ValueError("ranks of kind 'lab' run on the hosts of a Lab, and none is open")
+    return _open[-1]
+
+
+@contextmanager
+def lab_for(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Keeps a lab open if ranks are to run in one, once its link was measured.
+
+    Yields:
+        The fields of rows about the lab.
+
+    Raises:
+        ValueError: If options contradict each other, no lab can be made, or its link has another rate.
+    """
+    if options.on != "lab":
+        for name in ("hosts", "rate_mbit"):
+            if (given := getattr(options, name)) is not None:
+                raise ValueError(f"{name} (={given:g}) is of a lab alone, and on (={options.on}) is not lab")
+        yield {}
+        return
+    with Lab(options.hosts or 2, options.rate_mbit or 1000.0) as lab:
+        carried_mbit = measure_mbit(lab)
+        print(f"link: TCP carries {carried_mbit:.4g} of {lab.rate_mbit:g} Mbit/s", flush=True)
+        if abs(carried_mbit / lab.rate_mbit - 1) > MAX_DEVIATION:
+            raise ValueError(f"rate_mbit (={lab.rate_mbit:g}) must be what the link carries, {carried_mbit:.4g} Mbit/s")
+        yield {"link_mbit": lab.rate_mbit, "carried_mbit": carried_mbit}
+
+
+def measure_mbit(lab: Lab) -> float:
+    """Measures the rate of TCP's payload from a lab's first host to its second: the median of several windows.
+
+    1,448 of the 1,514 bytes of an Ethernet frame are payload, 96 % of the link's rate. Timing starts when both ends
+    have used up their burst allowance.
+    """
+    here, there = lab.hosts[:2]
+    with there.call(lambda: socket.create_server((there.address, 0))) as listener:
+        address = listener.getsockname()
+        sender = here.call(lambda: socket.create_connection(address, timeout=_TIMEOUT_S))
+        receiver, _ = listener.accept()
+    num_bytes = max(BURST_BYTES, int(lab.rate_mbit * 1e6 / 8 * _WINDOW_S))
+    bursts = 4 * BURST_BYTES  # of both ends, twice
+    with sender, receiver, ThreadPoolExecutor(1) as other_end:
+        receiver.settimeout(_TIMEOUT_S)
+        sending = other_end.submit(sender.sendall, bytes(bursts + _NUM_WINDOWS * num_bytes))
+        _receive(receiver, bursts)
+        seconds = [_receive(receiver, num_bytes) for _ in range(_NUM_WINDOWS)]
+        sending.result()
+    return float(np.median(num_bytes * 8e-6 / np.asarray(seconds)))
+
+
+def _receive(receiver: socket.socket, num_bytes: int) -> float:
+    """Receives so many bytes; the seconds that it took."""
+    since = time.perf_counter()
+    while num_bytes:
+        data = receiver.recv(min(num_bytes, 2**16))
+        if not data:
+            raise OSError("the other end of a lab's link closed the connection")
+        num_bytes -= len(data)
+    return time.perf_counter() - since
+
+
+def check_rights() -> None:
+    """Raises ValueError if this is not Linux, a command is missing, or the process has not the rights."""
+    if sys.platform != "linux":
+        raise ValueError(f"a lab is made of Linux's network namespaces, and this is {sys.platform}")
+    for command in ("ip", "tc"):
+        if shutil.which(command) is None:
+            raise ValueError(f"a lab needs the command {command!r}, of the package iproute2")
+    status = Path("/proc/self/status").read_text()
+    granted = int(status.split("CapEff:")[1].split()[0], 16)
+    missing = [name for name, bit in _CAPABILITIES.items() if not granted >> bit & 1]
+    if missing:
+        raise ValueError(f"a lab needs {' and '.join(missing)}, which this process does not have: run it as root")
+
+
+def _remove_leftovers() -> None:
+    for path in _NAMESPACES.glob(f"{_PREFIX}.*.*.*.*"):
+        _, pid, start_time, *_ = path.name.split(".")
+        if pid.isdecimal() and _start_time(int(pid)) != start_time:
+            _remove(path.name)
+
+
+def _remove(name: str) -> None:
+    if (_NAMESPACES / name).exists():
+        try:
+            _run("ip", "netns", "delete", name)
+        except ValueError:
+            if (_NAMESPACES / name).exists():  # otherwise another process has removed it
+                raise
+
+
+def _start_time(pid: int) -> str | None:
+    """When a process started, which distinguishes it from later ones with its number; None if it is gone."""
+    with suppress(OSError):
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        if state not in "ZX":
+            return fields[18]  # proc_pid_stat(5), 22
+    return None
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[0]
+        raise ValueError(f"no lab can be made here: {' '.join(command)}: {reason}")

@@ -1,0 +1,72 @@
+"""The network to one of several hosts is cut, or slowed to a crawl: all processes leave, and name what is missing."""
+
+import random
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+
+from benchmarks.lab import Lab
+from jaxddp.processes.watchdog import STATUS
+from parity_tests.faults_test import (
+    GONE,
+    JAX,
+    LEAVE_S,
+    MOMENTS_S,
+    NUM_FAULTS,
+    NUM_PROCESSES,
+    SILENT,
+    STUCK_S,
+    TORCH,
+    XLA_ABORTS,
+    Job,
+    check_others,
+    report,
+)
+
+
+@pytest.mark.lab
+@pytest.mark.full
+@pytest.mark.parametrize("framework", ["jaxddp", "torchref"])
+def test_a_link_that_is_cut_ends_the_job(tmp_path, framework):
+    program, times = {"jaxddp": JAX, "torchref": TORCH}[framework], []
+    for trial in range(NUM_FAULTS):
+        rng, cut = random.Random(f"{framework} {trial}"), 1 + trial % (NUM_PROCESSES - 1)
+        with Lab(NUM_PROCESSES, 1000) as lab, Job(tmp_path / str(trial), program, hosts=lab.hosts) as job:
+            job.wait_until_all_met()
+            time.sleep(rng.uniform(0, MOMENTS_S))
+            bridge, since = lab.hosts[0].name.removesuffix("host0") + "bridge", time.monotonic()
+            subprocess.run(["ip", "-n", bridge, "link", "set", f"port{cut}", "down"], check=True)
+            times.append(check_others(job, cut, SILENT, since))
+            job.wait(lambda job=job, cut=cut: job.processes[cut].poll() is not None, LEAVE_S, "the one cut off stays")
+            assert job.processes[cut].returncode == STATUS
+            assert f"jaxddp: process 0 {SILENT}" in job.said(cut)
+    report(f"{framework}, a cut link", times)
+
+
+@pytest.mark.lab
+@pytest.mark.full
+@pytest.mark.parametrize("framework", ["jaxddp", "torchref"])
+def test_a_link_that_crawls_ends_the_job(tmp_path, framework):
+    """Beats may still arrive, and then nobody is behind: all wait in one step."""
+    program = {"jaxddp": JAX, "torchref": TORCH}[framework]
+    with Lab(NUM_PROCESSES, 1000) as lab, Job(tmp_path / "job", program, hosts=lab.hosts) as job:
+        job.wait_until_all_met()
+        job.wait(lambda: "step 3" in job.said(0), 60, "no third step")
+        bridge = lab.hosts[0].name.removesuffix("host0") + "bridge"
+        crawl = ["root", "tbf", "rate", "4kbit", "burst", "2kb", "latency", "1s"]
+        for namespace, interface in ((lab.hosts[1].name, "eth0"), (bridge, "port1")):
+            subprocess.run(["tc", "-n", namespace, "qdisc", "change", "dev", interface, *crawl], check=True)
+        job.wait(lambda: all(one.poll() is not None for one in job.processes), LEAVE_S + 2 * STUCK_S, "processes stay")
+        for process in range(NUM_PROCESSES):
+            said, status = job.said(process), job.processes[process].returncode
+            # To the host that crawls, the end of process 0 may come before what it says, to the watchdog or to XLA.
+            if process == 1 and XLA_ABORTS in said:
+                assert status in (STATUS, -signal.SIGABRT), said
+                assert "Failed to send RPC to coordination service" in said, said
+                continue
+            assert status == STATUS, said
+            found = rf"jaxddp: (no process has finished step \d+ within|process \d {SILENT}|process 0 {GONE})"
+            assert re.search(found, said), said

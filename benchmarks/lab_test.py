@@ -1,0 +1,143 @@
+"""A lab carries what was asked for, leaves nothing behind, and says why there can be none.
+
+Functions that ranks run stand at the top: other processes import them by name.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import lab as module
+from benchmarks.lab import Host, Lab, check_rights, measure_mbit, open_lab
+from benchmarks.ranks import Ranks, choose_ranks
+from torchref.launch import RankError
+
+OURS = f"jaxddp-lab.{os.getpid()}."
+
+
+def reduce(ranks):
+    """An all-reduce in both frameworks, and the name of the host."""
+    import jax
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    mesh, own = ranks.mesh(), float(dist.get_rank() + 1)
+    by_rank = NamedSharding(mesh, PartitionSpec("data"))
+    rows = jax.make_array_from_callback((ranks.num,), by_rank, lambda index: np.full(1, own, np.float32))
+    add = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=by_rank.spec, out_specs=PartitionSpec())
+    dist.all_reduce(total := torch.tensor([own]))
+    return float(jax.jit(add)(rows)[0]), float(total), socket.gethostname()
+
+
+def fail(ranks):
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        raise ValueError(f"no luck on {socket.gethostname()}")
+    dist.barrier()  # for ever: one rank does not come
+
+
+def namespaces(prefix=OURS):
+    """Those of this process: others may have labs of their own meanwhile."""
+    return sorted(path.name for path in Path("/run/netns").glob(f"{prefix}*"))
+
+
+@pytest.mark.full
+@pytest.mark.lab
+def test_ranks_of_both_frameworks_meet_over_the_link():
+    before = socket.gethostname(), os.readlink("/proc/self/ns/net")
+    with Lab(2, 1000) as lab:
+        ranks = choose_ranks(None, "lab", default=2)
+        assert ranks == Ranks(2, "lab", lab.hosts)
+        assert ranks.run(reduce, in_jax=True, say=print) == (3.0, 3.0, "10.77.0.1")
+    assert (socket.gethostname(), os.readlink("/proc/self/ns/net")) == before and namespaces() == []
+
+
+@pytest.mark.lab
+def test_a_link_carries_what_was_asked_for_and_the_open_lab_is_the_last():
+    with Lab(2, 1000) as outer, Lab(3, 200) as inner:
+        assert open_lab() is inner and choose_ranks(2, "lab", default=2).hosts == inner.hosts[:2]
+        # 1,448 of the 1,514 bytes of a frame are payload; a busy machine may carry less, none carries more.
+        assert 0.5 < measure_mbit(inner) / 200 < 1.0
+        inner.close()
+        assert open_lab() is outer
+        with pytest.raises(ValueError, match=r"^ranks \(=3\) must be at most the number of the lab's hosts \(=2\)$"):
+            choose_ranks(3, "lab", default=2)
+
+
+@pytest.mark.lab
+def test_nothing_is_left_after_a_rank_that_fails():
+    with pytest.raises(RankError, match=r"^rank 1 of 2 failed: ValueError: no luck on 10\.77\.0\.2\n"), Lab(2, 1000):
+        assert len(namespaces()) == 3
+        choose_ranks(2, "lab", default=2).run(fail, in_jax=False, say=print)
+    assert namespaces() == []
+
+
+OWNER = """
+import sys, time
+from benchmarks.lab import Lab
+lab = Lab(3, 1000)
+lab.__enter__()  # and never left
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.lab
+@pytest.mark.parametrize("how", ["killed", "left open"])
+def test_what_an_owner_leaves_is_removed_and_nothing_else(how):
+    alive = f"jaxddp-lab.{os.getpid()}.{module._start_time(os.getpid())}.77.bridge"
+    others = [alive, f"of-another.{os.getpid()}", f"jaxddp-lab.x.y.z.{os.getpid()}"]
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER], cwd=Path(__file__).parents[1], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    its = f"jaxddp-lab.{owner.pid}."
+    try:
+        assert owner.stdout.readline() == "open\n" and len(namespaces(its)) == 4
+        for name in others:
+            subprocess.run(["ip", "netns", "add", name], check=True)
+        if how == "killed":
+            owner.send_signal(signal.SIGKILL)
+        owner.communicate("" if how != "killed" else None)
+        assert len(namespaces(its)) == (4 if how == "killed" else 0)
+        with Lab(2, 1000):  # the next one removes what a killed one has left
+            assert namespaces(its) == []
+        assert [namespaces(name) for name in others] == [[name] for name in others]
+    finally:
+        owner.kill()
+        owner.communicate()
+        for name in others:
+            subprocess.run(["ip", "netns", "delete", name], check=False)
+
+
+@pytest.mark.parametrize("hosts", [1, 9])
+def test_numbers_of_hosts_out_of_range_are_refused(hosts):
+    with pytest.raises(ValueError, match=rf"^hosts \(={hosts}\) must be at least 2 and at most 8$"):
+        Lab(hosts, 1000)
+
+
+def test_a_machine_that_does_not_let_it_is_told_what_is_missing(monkeypatch, tmp_path):
+    if sys.platform == "linux":
+        monkeypatch.setattr(shutil, "which", lambda command: None if command == "tc" else f"/sbin/{command}")
+        with pytest.raises(ValueError, match="needs the command 'tc'"):
+            check_rights()
+        monkeypatch.setattr(shutil, "which", lambda command: f"/sbin/{command}")
+        monkeypatch.setattr(module, "_CAPABILITIES", {"CAP_OF_NOBODY": 63})
+        with pytest.raises(ValueError, match="needs CAP_OF_NOBODY"):
+            check_rights()
+        monkeypatch.setattr(module, "_NAMESPACES", tmp_path)
+        (tmp_path / "a file").touch()
+        with pytest.raises(ValueError, match="^setns is refused here"):
+            Host("a file", "10.77.0.1").call(lambda: None)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(ValueError, match="this is darwin"):
+        check_rights()

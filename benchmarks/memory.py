@@ -1,0 +1,237 @@
+"""Memory of a device in a training step, by strategy: from the compiled program, a formula and the allocators.
+
+    python -m benchmarks memory --model seed_xl --target h100:2
+
+Three moments, as in the assignment report's table: after initialisation, before the update (the peak until the backward
+ends) and after the step (the peak of the update). State that lives across steps must match its formula to the byte.
+Where there are GPUs, each strategy also takes two steps in processes of its own, so that none is charged for another's
+memory, and the table has what the allocators say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxddp
+from jaxddp import STRATEGIES, targets
+from jaxddp.instruments.memory import allocated_bytes, state_formula, step_memory
+from jaxddp.models import SIZES, abstract
+
+from .benchmark import WRONG, Benchmark, Case, NotRun, Options, Say
+from .ranks import FRAMEWORKS, Ranks, choose_ranks, num_gpus
+from .render import CHECK, MIB, Column, Row, by, mib, new_figure
+from .training.setup import QUICK_MODEL
+
+MOMENTS = {
+    "after_init": "after init: in use",
+    "before_update": "before the update: peak until the backward ends",
+    "after_step": "after the step: peak of the update",
+}
+COMPONENTS = {
+    "parameters": ("parameters",), "optimizer state": ("optimizer_state",), "activations": ("activations",),
+    "gradients": ("gradients",), "buckets": ("buckets",), "others": ("others", "batch", "padding", "updates"),
+}  # fmt: skip
+OF_EACH_STAGE = ("bucketed", "zero1", "zero2", "zero3")
+SCALAR_BYTES = 4 + 4 + 8  # optax's step count, that of the state, and its key
+ALLOCATORS = "What the allocator of the first GPU says"
+ONE_RANK = "one rank has nothing to shard with: all strategies hold the same state here, and ZeRO saves nothing"
+
+
+@dataclass(frozen=True)
+class MemorySetup:
+    """What is compiled for a target, or run on ranks; ``batch_size`` sequences in all."""
+
+    model: str
+    target: str
+    num_ranks: int
+    strategy: str
+    batch_size: int
+    framework: str = "jaxddp"
+    ranks: Ranks | None = None
+
+
+def cases(options: Options) -> list[Case]:
+    """Each strategy compiled for ``h100:2``, or what was named; then on the GPUs that are here, in both frameworks."""
+    model, target = options.model or (QUICK_MODEL if options.quick else "seed_xl"), options.target or "h100:2"
+    names = options.strategies or (OF_EACH_STAGE if options.quick else tuple(STRATEGIES))
+    if model not in SIZES:
+        raise ValueError(f"unknown model {model!r}: one of {', '.join(SIZES)}")
+    for name in names:
+        if name not in STRATEGIES:
+            raise ValueError(f"unknown strategy {name!r}: one of {', '.join(STRATEGIES)}")
+    num_ranks, batch_size = targets.target(target).num_devices, options.batch_size or 32
+    if batch_size % num_ranks:
+        raise ValueError(f"batch_size (={batch_size}) must be divisible by the number of devices (={num_ranks})")
+    found = [Case(name, MemorySetup(model, target, num_ranks, name, batch_size)) for name in names]
+    if num_gpus():
+        ranks = choose_ranks(None, "gpus", default=1)
+        ranks = dataclasses.replace(ranks, num=min(ranks.num, num_ranks))
+        size = batch_size // num_ranks * ranks.num
+        found += [
+            Case(f"{framework} {name} on GPUs", MemorySetup(model, target, ranks.num, name, size, framework, ranks))
+            for framework in FRAMEWORKS
+            for name in names
+        ]
+    return found
+
+
+def measure(case: Case, say: Say) -> Iterator[dict[str, Any]]:
+    """Rows of a case: one for each moment, or one of an allocator."""
+    setup: MemorySetup = case.setup
+    common = {
+        "framework": setup.framework, "strategy": setup.strategy, "model": setup.model, "dtype": "float32",
+        "num_ranks": setup.num_ranks, "global_batch": setup.batch_size,
+        "microbatch": setup.batch_size // setup.num_ranks, "notes": [ONE_RANK] if setup.num_ranks == 1 else [],
+    }  # fmt: skip
+    if setup.ranks is None:
+        say(f"compiling {setup.strategy} of {setup.model} for {setup.target}")
+        yield from (common | row for row in compiled_rows(setup))
+        return
+    say(f"{case.name}: two steps")
+    allocate = allocate_jax if setup.framework == "jaxddp" else allocate_torch
+    yield common | setup.ranks.run(allocate, setup, in_jax=setup.framework == "jaxddp", say=say)
+
+
+def compiled_rows(setup: MemorySetup) -> Iterator[dict[str, Any]]:
+    """Compiles a strategy's step and compares its state with the formula; raises NotRun without a compiler."""
+    trainer, state, batch = _trainer(setup, targets.mesh(setup.target))
+    try:
+        program = targets.start_compile(trainer, state, batch).result()
+    except ValueError as error:
+        if "install" in str(error):
+            raise NotRun(str(error)) from None
+        raise
+    memory = step_memory(program, state)
+    params = abstract(setup.model)[1]
+    formula = state_formula(params, jaxddp.make_strategy(setup.strategy), setup.num_ranks)
+    expected = formula.parameters + formula.optimizer_state + SCALAR_BYTES
+    for moment, words in MOMENTS.items():
+        compiled = dataclasses.asdict(getattr(memory, moment))
+        total = sum(compiled.values())
+        row = {
+            "device": setup.target, "moment": words, "compiled": compiled, "compiled_bytes": total,
+            "temporary_bytes": memory.temporaries, "check": "ok", "versions": {"jax": version("jax")},
+        }  # fmt: skip
+        if moment == "after_init":
+            apart = total - compiled["padding"] - expected
+            row |= {"formula_bytes": expected, "check": f"{WRONG}{apart:+,} bytes" if apart else "ok"}
+        yield row
+
+
+def _trainer(setup: MemorySetup, mesh: Any) -> tuple[Any, Any, Any]:
+    loss_fn, params = abstract(setup.model, layer=jaxddp.layer)
+    trainer = jaxddp.Trainer(loss_fn, optax.adamw(1e-3), jaxddp.make_strategy(setup.strategy), mesh)
+    tokens = jax.ShapeDtypeStruct((setup.batch_size, SIZES[setup.model].context), jnp.int32)
+    return trainer, trainer.abstract_state(params), {"tokens": tokens, "targets": tokens}
+
+
+def allocate_jax(ranks: Ranks, setup: MemorySetup) -> dict[str, Any]:
+    """Takes two steps; the first rank's figures, less what was in use before."""
+    from jaxddp.models import build
+
+    mesh = ranks.mesh()
+    first = jax.local_devices()[0]
+    before = allocated_bytes(first)
+    if before is None:
+        raise ValueError(f"{first.platform} devices count no allocations")
+    trainer, _, batch = _trainer(setup, mesh)
+    loss_fn, params = build(setup.model, layer=jaxddp.layer)
+    trainer = jaxddp.Trainer(loss_fn, optax.adamw(1e-3), jaxddp.make_strategy(setup.strategy), mesh)
+    state = trainer.init(jax.tree.map(np.asarray, params))
+    del params
+    made = allocated_bytes(first)
+    rows = jaxddp.local_rows(jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), batch))
+    for _ in range(2):
+        state, _ = jax.block_until_ready(trainer.step(state, rows))
+    after = allocated_bytes(first)
+    assert made is not None and after is not None
+    return _figures(first.device_kind, before.in_use_bytes, made.in_use_bytes, after.peak_bytes, after.in_use_bytes)
+
+
+def allocate_torch(ranks: Ranks, setup: MemorySetup) -> dict[str, Any]:
+    """As `allocate_jax`; torch makes the optimizer's state in its first step, as in the report's table."""
+    import torch
+
+    import torchref
+    from torchref.models import build, loss_fn
+
+    before = torch.cuda.memory_allocated()
+    module = build(setup.model).cuda()
+    adamw: dict[str, Any] = {"lr": 1e-3}
+    if torchref.STRATEGIES[setup.strategy].owns_optimizer:
+        net: Any = torchref.make_strategy(setup.strategy, module, optimizer_cls=torch.optim.AdamW, **adamw)
+        optimizer: Any = net
+    else:
+        net = torchref.make_strategy(setup.strategy, module)
+        optimizer = torch.optim.AdamW(net.module.parameters(), **adamw)
+    trainer, made = torchref.Trainer(loss_fn, optimizer, net), torch.cuda.memory_allocated()
+    shape = setup.batch_size // setup.num_ranks, SIZES[setup.model].context
+    tokens = torch.zeros(shape, dtype=torch.int64, device="cuda")
+    for _ in range(2):
+        trainer.step({"tokens": tokens, "targets": tokens})
+    torch.cuda.synchronize()
+    after = torch.cuda.memory_allocated()
+    return _figures(torch.cuda.get_device_name(), before, made, torch.cuda.max_memory_allocated(), after)
+
+
+def _figures(device: str, before: int, made: int, peak: int, after: int) -> dict[str, Any]:
+    found = {"after_init_bytes": made - before, "peak_bytes": peak - before, "after_step_bytes": after - before}
+    return {"table": ALLOCATORS, "device": device, **found, "check": "ok"}
+
+
+def _held(row: Row, keys: Sequence[str]) -> int | None:
+    return sum(row["compiled"][key] for key in keys) if row.get("compiled") else None
+
+
+def plot(rows: Sequence[Row]) -> Iterable[Any]:
+    """Stacked bars of the components, a panel for each moment."""
+    moments = by([row for row in rows if row.get("compiled")], "moment")
+    if not moments:
+        return
+    figure, axes = new_figure("Memory of a device by moment", 1, len(moments), height=3.6)
+    for axis, ((moment,), some) in zip(axes[0], moments.items(), strict=True):
+        names, left = [row["strategy"] for row in some][::-1], np.zeros(len(some))
+        for component, keys in COMPONENTS.items():
+            held = np.array([(_held(row, keys) or 0) / MIB for row in some][::-1])
+            axis.barh(names, held, left=left, label=component)
+            left += held
+        axis.set_title(moment, fontsize="small")
+        axis.set_xlabel("MiB")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(COMPONENTS))
+    yield figure
+
+
+BENCHMARK = Benchmark(
+    "memory", "what a step holds on each device, by strategy", ("quick", "batch_size", "model", "strategies", "target"),
+    cases, measure,
+    {
+        "Bytes on each device by strategy and moment": (
+            Column("strategy", lambda row: row.get("strategy") or row.get("case")), Column("device"), Column("moment"),
+            *(Column(name, partial(_held, keys=keys), "MiB", mib) for name, keys in COMPONENTS.items()),
+            Column("compiled", "compiled_bytes", "MiB", mib), Column("formula", "formula_bytes", "MiB", mib), CHECK,
+        ),
+        ALLOCATORS: (
+            Column("strategy"), Column("framework"), Column("device"), Column("ranks", "num_ranks"),
+            Column("in use after init", "after_init_bytes", "MiB", mib),
+            Column("peak of the step", "peak_bytes", "MiB", mib),
+            Column("in use after the step", "after_step_bytes", "MiB", mib), CHECK,
+        ),
+    },
+    plot,
+    notes=(
+        "compiled: the program's arguments, and what is alive beside them at the peak before and after the end of the"
+        " backward, read from its schedule; buckets are what collectives send and receive, gradients the results of the"
+        " backward, of activations too: the program does not tell them apart",
+        "check: what lives across steps equals its formula to the byte",
+    ),
+)  # fmt: skip

@@ -1,0 +1,127 @@
+"""Rows of nccl-tests: of programs, replaced by one that prints what they do, and of files."""
+
+import re
+
+import pytest
+
+from benchmarks import nccl_tests
+
+PRINTS = """#!/bin/sh
+# Named as all_reduce_perf; ends with an error for the size 4096.
+[ "$2" = 4096 ] && { echo "Test NCCL failure" >&2; exit 3; }
+echo "# nThread 1 nGpus $6 minBytes $2 maxBytes $4 step: 1048576(bytes) warmup iters: 5 iters: ${10}"
+echo "#  size  count  type  redop  root  time   algbw   busbw #wrong  time   algbw   busbw #wrong"
+echo "  $2  262144  float  sum  -1  29.97   34.99   61.23      0    29.89   35.08   61.39      0"
+echo "# Out of bounds values : 0 OK"
+"""
+
+
+def test_rows_of_the_programs_that_are_installed(tmp_path, monkeypatch):
+    (tmp_path / "all_reduce_perf").write_text(PRINTS)
+    (tmp_path / "all_reduce_perf").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    programs = nccl_tests.installed(("all_reduce", "all_gather", "ring_all_reduce"))
+    assert programs == {"all_reduce": str(tmp_path / "all_reduce_perf")}
+    found, failed = nccl_tests.run_programs(programs, (2**20, 4096), 8)
+    assert (found["collective"], found["num_ranks"], found["size_bytes"]) == ("all_reduce", 8, 2**20)
+    assert found["in_a_row_us"] == 29.97 and found["check"] == "ok"
+    # This project counts as nccl-tests does, which rounds to two digits.
+    assert (found["algbw_gb_per_s"], found["busbw_gb_per_s"]) == pytest.approx((34.99, 61.23), abs=0.005)
+    assert failed["check"].startswith("FAILED: ") and "exit status 3" in failed["check"]
+
+
+def output(program, num_ranks, *lines, names_itself=True):
+    ranks = (
+        f"#  Rank  {rank} Group  0 Pid  27523 on   node-01 device  {rank} [0000:0{rank}:00] NVIDIA H100 80GB HBM3"
+        for rank in range(num_ranks)
+    )
+    first = [f"# Collective test starting: {program}"] if names_itself else []
+    return [
+        *first,
+        "# nThread 1 nGpus 4 minBytes 1024 maxBytes 67108864 step: 65536(factor) warmup iters: 5 iters: 20",
+        "#",
+        "# Using devices",
+        *ranks,
+        "node-01:27523:27523 [0] NCCL INFO Bootstrap : Using eth0:10.0.0.4<0>",
+        "#   size      count      type   redop    root     time   algbw   busbw #wrong    time  algbw  busbw #wrong",
+        "#        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)",
+        *lines,
+        "# Out of bounds values : 0 OK",
+        "# Avg bus bandwidth    : 118.955",
+        "#",
+    ]  # fmt: skip
+
+
+SMALL = "        1024            64     float    none      -1    12.31    0.08    0.06      0    12.28  0.08  0.06  0"
+LARGE = (
+    "    67108864       4194304      half    none      -1   212.40  315.96  236.97    N/A   210.83  318.31 238.73 N/A"
+)
+GATHERS = output("all_gather_perf", 4, SMALL, LARGE)
+
+
+def read(path, lines):
+    path.write_text("\n".join(lines) + "\n")
+    return nccl_tests.read_file(str(path))
+
+
+def test_a_file_has_a_row_for_each_size(tmp_path):
+    small, large = read(tmp_path / "out.txt", GATHERS)
+    assert {(row["collective"], row["num_ranks"], row["device"]) for row in (small, large)} == {
+        ("all_gather", 4, "NVIDIA H100 80GB HBM3")
+    }
+    assert [row["dtype"] for row in (small, large)] == ["float32", "float16"]
+    assert (large["size_bytes"], large["in_a_row_us"], large["check"]) == (2**26, 212.4, "ok")
+    assert (large["algbw_gb_per_s"], large["busbw_gb_per_s"]) == pytest.approx((315.96, 236.97), abs=0.005)
+    assert small["busbw_gb_per_s"] == pytest.approx(1024 / 12.31e-6 / 1e9 * 3 / 4)
+
+
+def test_older_releases_do_not_name_themselves(tmp_path):
+    older = output("broadcast_perf", 4, SMALL.replace("0    12.28", "1e-07    12.28"), names_itself=False)
+    (small,) = read(tmp_path / "broadcast_perf.log", older)
+    assert (small["collective"], small["check"]) == ("broadcast", "ok")
+    assert small["busbw_gb_per_s"] == small["algbw_gb_per_s"]
+    wrong = [line.replace("values : 0 OK", "values : 3 FAILED") for line in older]
+    assert read(tmp_path / "broadcast_perf.log", wrong)[0]["check"].startswith("WRONG: 3 values")
+
+
+@pytest.mark.parametrize("names_itself", [True, False], ids=["announced", "echoed by the shell"])
+def test_a_file_of_two_programs_has_the_rows_of_each(tmp_path, names_itself):
+    size = 8 * 2**30
+    line = f"{size} 2147483648 float sum -1 85899.3 100.0 175.0 0 85899.3 100.0 175.0 0"
+    reduces = output("all_reduce_perf", 8, line, names_itself=names_itself)
+    gathers = output("all_gather_perf", 2, line, names_itself=names_itself)
+    echo = [] if names_itself else ["+ ./all_reduce_perf -b 8G", "+ ./all_gather_perf -b 8G"]
+    lines = [*echo[:1], *reduces, *echo[1:], *gathers]
+    found = [(row["collective"], row["num_ranks"], round(row["busbw_gb_per_s"])) for row in read(tmp_path / "x", lines)]
+    assert found == [("all_reduce", 8, 175), ("all_gather", 2, 50)]
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    ["[1,0]<stdout>:", "[1,0]<stdout>: ", "0: ", "  ", "\t", "2026-01-02 03:04:05 ", "2026-01-02T03:04:05.123Z ",
+     "[2026-01-02T03:04:05,123+01:00] ", "03:04:05 ", "0: 2026-01-02 03:04:05.5 "],
+)  # fmt: skip
+def test_lines_behind_what_launchers_and_logs_put_before_them(prefix, tmp_path):
+    assert read(tmp_path / "x", [prefix + line for line in GATHERS]) == read(tmp_path / "y", GATHERS)
+
+
+@pytest.mark.parametrize(
+    ("lines", "lacks"),
+    [
+        (["no GPU"], "the name of its program"),
+        (["# all_reduce_perf"], "a line for each rank"),
+        ([line for line in GATHERS if line not in (SMALL, LARGE)], "a line of a size"),
+        ([*GATHERS, "# Collective test starting: all_reduce_perf"], "a line for each rank"),
+    ],
+)
+def test_another_file_is_refused(lines, lacks, tmp_path):
+    with pytest.raises(ValueError, match=rf"^file '.*x.txt' must be what nccl-tests printed, and lacks {lacks}$"):
+        read(tmp_path / "x.txt", lines)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "check"), [("0", "ok"), ("N/A", "ok"), ("30", "WRONG: 30 values")], ids=["right", "not checked", "wrong"]
+)
+def test_wrong_values_are_told(wrong, check, tmp_path):
+    line = re.sub(r"0 +12\.28", f"{wrong} 12.28", SMALL)
+    assert read(tmp_path / "x", output("all_reduce_perf", 2, line))[0]["check"] == check

@@ -1,0 +1,302 @@
+"""How a benchmark's ranks run, and the one way to start them.
+
+| kind        | ranks of jaxddp                                          | ranks of torchref           |
+|-------------|----------------------------------------------------------|-----------------------------|
+| `simulated` | one process, a rank for each of its simulated CPU devices | processes of their own, Gloo |
+| `processes` | a process each, XLA over Gloo                            | the same processes, Gloo    |
+| `gpus`      | a process and a GPU each, XLA over NCCL                  | the same processes, NCCL    |
+| `lab`       | as `processes`, each on a host of its own (``lab.py``)   | the same processes, Gloo    |
+| `job`       | as `gpus` or `processes`: those that srun, torchrun or mpirun has started | the same     |
+
+Where a process has both frameworks, they take turns in the same rounds. On CPUs a rank computes on one core, in either
+framework: XLA's CPU client starts a thread per core that its process may use, so two ranks would otherwise look no
+faster than one. One more thread (``NPROC``) computes while the first waits for other ranks; torch's Gloo has its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from jaxddp.environment import free_memory_bytes, gpus
+from jaxddp.processes.job import Job, find_job
+from jaxddp.training import allocator
+from torchref.agreement import gather_texts
+from torchref.launch import init_from_env, launch, report
+
+from .lab import Host, open_lab
+
+KINDS = ("simulated", "processes", "gpus", "lab", "job")
+FRAMEWORKS = ("jaxddp", "torchref")
+PROCESS_BYTES = 2**29  # a rank's process on CPUs, with both frameworks loaded
+_COUNT_GPUS = "import jax; print(sum(device.platform == 'gpu' for device in jax.local_devices()))"
+_COUNT_TIMEOUT_S = 120.0  # a driver that hangs has no GPUs
+# Without a report of any rank: a call of a slow network may take many minutes, a program or a round of GPUs does not.
+_TIMEOUT_S, _GPU_TIMEOUT_S = 3600.0, 600.0
+# torch needs room on the GPU beside JAX; XLA's collectives have streams of the highest priority, as torch's get here. A
+# rank that hangs ends with what NCCL last said.
+_ON_GPUS = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TORCH_NCCL_HIGH_PRIORITY": "1", "NCCL_DEBUG": "WARN"}
+# They would overrule the arithmetic that a benchmark sets.
+_OVERRIDES = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
+_job: Job | None = None  # the one that this process has joined
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """So many ranks of a kind; plain data, sent to their processes.
+
+    Attributes:
+        kind: ``simulated``, ``processes``, ``gpus`` or ``lab``; in a job ``processes`` or ``gpus``.
+        hosts: Of a lab: rank r runs on the r-th.
+        is_job: Whether the processes were started by srun, torchrun or mpirun.
+    """
+
+    num: int
+    kind: str
+    hosts: tuple[Host, ...] = ()
+    is_job: bool = False
+
+    def backend(self, framework: str) -> str:
+        """What carries the collectives."""
+        if framework == "torchref":
+            return "NCCL" if self.kind == "gpus" else "Gloo"
+        return {"simulated": "XLA in-process", "gpus": "XLA over NCCL"}.get(self.kind, "XLA over Gloo")
+
+    def in_words(self, framework: str) -> str:
+        """How the ranks of a framework run."""
+        if self.kind == "simulated" and framework == "jaxddp":
+            return f"{self.num} simulated CPU devices in one process"
+        what = "a GPU" if self.kind == "gpus" else "one core"
+        return f"{self.num} processes of {what}" + (", each on a host of its own" if self.kind == "lab" else "")
+
+    def groups(self, frameworks: Sequence[str]) -> list[tuple[str, ...]]:
+        """The frameworks that share processes, and so the rounds."""
+        if self.kind == "simulated":  # torch compiles nothing, so its rows come first
+            return [(one,) for one in reversed(frameworks)]
+        return [tuple(frameworks)] if frameworks else []
+
+    def run(self, fn: Callable[..., Any], *args: Any, in_jax: bool, say: Callable[[str], None]) -> Any:
+        """Runs ``fn(self, *args)`` on every rank, inside a process group; gives what the first one returns.
+
+        ``in_jax`` tells whether JAX is used: its simulated ranks are one process. What a rank reports is said if it is
+        text.
+
+        Raises:
+            RankError: If a rank raises, dies or is silent for too long.
+        """
+        if self.is_job:
+            return fn(self, *args)
+        on_gpus = self.kind == "gpus"
+        environment = dict(_ON_GPUS if on_gpus else allocator.ENVIRONMENT)
+        if self.kind in ("processes", "lab"):
+            environment["NPROC"] = "2"
+        with _with_environment(environment):
+            results = launch(
+                fn, self, *args, num_ranks=1 if self.kind == "simulated" and in_jax else self.num,
+                backend="nccl" if on_gpus else "gloo", threads_per_rank=1,
+                prepare=partial(_prepare, self, in_jax), timeout_s=_GPU_TIMEOUT_S if on_gpus else _TIMEOUT_S,
+                on_message=lambda rank, said: say(said) if rank == 0 and isinstance(said, str) else None,
+            )  # fmt: skip
+        return results[0]
+
+    def mesh(self) -> Any:
+        """Gives the mesh of these ranks; call it inside ``run``."""
+        return _mesh(self)
+
+
+@functools.cache  # a process of a job joins JAX's once
+def _mesh(ranks: Ranks) -> Any:
+    import jax
+    from jax.experimental import multihost_utils
+
+    import jaxddp
+
+    if ranks.kind == "simulated":
+        jaxddp.simulate_devices(ranks.num)
+        return jaxddp.data_mesh(ranks.num)
+    host = _job.host if _job else ranks.hosts[0].address if ranks.hosts else "127.0.0.1"
+    address = gather(_free_address(host) if dist.get_rank() == 0 else "")[0]
+    if ranks.kind == "gpus":  # in torchrun's variables, from which JAX takes the GPU of its local rank
+        local, num_local = (_job.local_process_id, _job.num_local_processes) if _job else (dist.get_rank(), ranks.num)
+        place = dict(zip(("MASTER_ADDR", "MASTER_PORT"), address.rsplit(":", 1), strict=True))
+        place |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(ranks.num)}
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+        os.environ.update(place | {"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(num_local)})
+        jaxddp.start_process()
+    else:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", 1)
+        jaxddp.start_process(address, ranks.num, dist.get_rank())
+    mesh = jaxddp.data_mesh()
+    with _without_output():  # in its first collective XLA's Gloo prints who is connected
+        multihost_utils.sync_global_devices("connected")
+    return mesh
+
+
+def say_on_rank(text: str | None = None) -> None:
+    """Says something from a rank, the first one's is printed; without text only that it is alive."""
+    report(text)
+    if _job is not None and text and dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def gather(value: Any) -> list[Any]:
+    """Gathers a value that JSON knows, of every rank; every rank must call it."""
+    return [json.loads(text) for text in gather_texts(json.dumps(value))]
+
+
+def agree(said: str) -> str:
+    """Gives the first text of any rank that is not empty; every rank must call it."""
+    return next(filter(None, gather(said)), "")
+
+
+def join_job() -> tuple[bool, dict[str, Any]]:
+    """Joins this process to the ranks that srun, torchrun or mpirun has started.
+
+    Returns:
+        Whether it is the first; and the fields of rows about the job.
+
+    Raises:
+        ValueError: If there is no job, or it cannot be joined.
+    """
+    global _job
+    _job = find_job()
+    if _job is None:
+        raise ValueError("on (=job) must be in a job: start a process for each rank with srun, torchrun or mpirun")
+    for name in _OVERRIDES:
+        os.environ.pop(name, None)
+    is_on_gpus = bool(num_gpus())
+    for name, value in (_ON_GPUS if is_on_gpus else {"NPROC": "2"}).items():
+        os.environ.setdefault(name, value)
+    torch.set_num_threads(1)
+    init_from_env("nccl" if is_on_gpus else "gloo")
+    return _job.process_id == 0, {"job_ranks": _job.num_processes, "launcher": _job.describe("1 x rank")}
+
+
+def choose_ranks(num: int | None, kind: str | None, *, default: int, on_cpus: str = "processes") -> Ranks:
+    """Decides how ranks run.
+
+    Args:
+        num: How many were asked for; None for all GPUs or ``default`` on CPUs, for a host each of a lab.
+        kind: One of ``KINDS``; None for GPUs where both frameworks find some, else ``on_cpus``.
+        default: On CPUs.
+        on_cpus: The kind.
+
+    Raises:
+        ValueError: If there are not so many GPUs, hosts or processes of the job, or no room for so many processes.
+    """
+    if kind == "job":
+        assert _job is not None, "the process has joined its job"
+        if num not in (None, _job.num_processes):
+            raise ValueError(f"ranks (={num}) must be left out in a job, whose ranks are its processes")
+        return Ranks(_job.num_processes, "gpus" if dist.get_backend() == "nccl" else "processes", is_job=True)
+    if kind == "lab":
+        hosts = open_lab().hosts
+        if num is not None and num > len(hosts):
+            raise ValueError(f"ranks (={num}) must be at most the number of the lab's hosts (={len(hosts)})")
+        return Ranks(num or len(hosts), kind, hosts[: num or len(hosts)])
+    found = num_gpus() if kind in (None, "gpus") else 0
+    if kind == "gpus" and not found:
+        raise ValueError(f"on (=gpus) needs GPUs that both frameworks find: torch finds {torch.cuda.device_count()}")
+    if found:
+        if num is not None and num > found:
+            raise ValueError(f"ranks (={num}) must be at most the number of GPUs (={found})")
+        return Ranks(num or found, "gpus")
+    num, free = num or default, free_memory_bytes()
+    if num * PROCESS_BYTES > free:
+        most = free // PROCESS_BYTES
+        raise ValueError(f"ranks (={num}) must be at most {most}: each takes 0.5 GiB, {free / 2**30:.1f} GiB are free")
+    return Ranks(num, kind or on_cpus)
+
+
+def free_bytes(kind: str) -> int:
+    """Free memory: of the machine and its container, or of the fullest GPU.
+
+    Raises:
+        ValueError: If there are GPUs and no ``nvidia-smi`` to ask; CUDA itself would start a context in this process.
+    """
+    if kind != "gpus":
+        return free_memory_bytes()
+    if not (found := gpus()):
+        raise ValueError("nvidia-smi must be installed and work: it reports the free memory of GPUs")
+    return min(gpu.free_bytes for gpu in found)
+
+
+def num_gpus() -> int:
+    """How many GPUs both frameworks find."""
+    of_torch = torch.cuda.device_count()  # starts none
+    return min(of_torch, _count_jax_gpus()) if of_torch else 0
+
+
+@functools.cache
+def _count_jax_gpus() -> int:
+    """GPUs that JAX finds, in a process of its own: this one must start no device, nor take a GPU's memory."""
+    command, environment = [sys.executable, "-c", _COUNT_GPUS], os.environ | _ON_GPUS
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=_COUNT_TIMEOUT_S, env=environment)
+    except subprocess.TimeoutExpired:
+        return 0
+    last = said.stdout.split()[-1:]
+    return int(last[0]) if said.returncode == 0 and last else 0
+
+
+def _prepare(ranks: Ranks, in_jax: bool, rank: int) -> None:
+    """What comes first in a rank's process, before threads start: its host, its cores, and JAX."""
+    if ranks.hosts:
+        ranks.hosts[rank].enter()
+    if ranks.kind != "gpus" and hasattr(os, "sched_setaffinity"):
+        there = sorted(os.sched_getaffinity(0))
+        count = min(ranks.num, len(there)) if ranks.kind == "simulated" and in_jax else 1
+        first = rank * count % len(there)
+        os.sched_setaffinity(0, (there + there)[first : first + count])
+    from jaxddp.cli.quiet import import_jax  # without what plugins print; torch's ranks take their weights from JAX
+
+    import_jax()
+
+
+def _free_address(host: str) -> str:
+    with socket.socket() as listener:
+        listener.bind((host, 0))
+        return f"{host}:{listener.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def _with_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Gives variables to the processes that are started meanwhile; those that the user has set stay."""
+    before = dict(os.environ)
+    os.environ.update({name: value for name, value in variables.items() if name not in before})
+    for name in _OVERRIDES:
+        os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        for name in (*variables, *_OVERRIDES):
+            os.environ.pop(name, None)
+            if name in before:
+                os.environ[name] = before[name]
+
+
+@contextlib.contextmanager
+def _without_output() -> Iterator[None]:
+    """Drops what native code prints meanwhile; errors stay."""
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)

@@ -1,0 +1,270 @@
+"""Tables and pages: one description of the columns gives the text of the console and of ``table.md``, and the page.
+
+A row that failed or is wrong is marked: its numbers end in ``!``, the page shows it in red, and plots leave it out.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+if TYPE_CHECKING:
+    from .benchmark import Benchmark
+
+Row = Mapping[str, Any]
+PAGE, TABLES = "report.html", "table.md"
+MIB = 2**20
+NONE = "-"
+# What every run says about where it was made; values that differ between rows are joined.
+_ENVIRONMENT = (
+    "command", "commit", "measured_at", "system", "machine", "cores", "gpus", "driver", "python", "versions", "ranks",
+    "link_mbit", "launcher", "variables",
+)  # fmt: skip
+_STYLE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.45 system-ui, sans-serif; margin: 1.5rem auto; max-width: 76rem; padding: 0 1rem; }
+figure { margin: 1rem 0; } figure svg { max-width: 100%; height: auto; background: #fff; border-radius: 4px; }
+.table { overflow-x: auto; } table { border-collapse: collapse; margin: .5rem 0 1.5rem; }
+caption { text-align: left; font-weight: 600; padding: .3rem 0; }
+th, td { padding: .2rem .7rem; text-align: left; white-space: nowrap; border-bottom: 1px solid #8884; }
+.number { text-align: right; font-variant-numeric: tabular-nums; } th small { font-weight: normal; }
+tr.bad td { background: #d0302026; font-weight: 600; }
+dt { font-weight: 600; } dd { margin: 0 0 .4rem 1rem; overflow-wrap: anywhere; }
+"""
+
+
+def is_bad(row: Row) -> bool:
+    """Whether a row failed, is wrong or missed its limit."""
+    return str(row.get("check")).startswith(("FAILED", "WRONG", "MISSED"))
+
+
+def is_sound(row: Row) -> bool:
+    """Whether a row was measured, and nothing is wrong with it."""
+    return not is_bad(row) and not str(row.get("check")).startswith("not run")
+
+
+def short(value: float) -> str:
+    """Formats a number with three significant digits, or with all digits before the point.
+
+    Example:
+        >>> short(0.01234), short(12.34), short(1234.5), short(0)
+        ('0.0123', '12.3', '1,234', '0')
+    """
+    if isinstance(value, int) or value == 0 or not math.isfinite(value):
+        return f"{value:,.0f}"
+    return f"{value:,.{min(max(2 - math.floor(math.log10(abs(value))), 0), 9)}f}"
+
+
+def signed(value: float) -> str:
+    """As `short`, with a sign."""
+    return f"{'+' if value > 0 else ''}{short(value)}"
+
+
+def percent(share: float) -> str:
+    """Formats a share in percent."""
+    return f"{share:.0%}" if abs(share) >= 0.0995 or share == 0 else f"{share:.1%}"
+
+
+def mib(num_bytes: float) -> str:
+    """Formats bytes as MiB, without the unit."""
+    return f"{num_bytes / MIB:,.2f}"
+
+
+def size(num_bytes: float) -> str:
+    """Formats bytes in the largest unit that gives at least 1.
+
+    Example:
+        >>> size(4096), size(25 * 2**20), size(2**30)
+        ('4 KiB', '25 MiB', '1 GiB')
+    """
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.4g} GiB"
+
+
+def counts(collectives: Sequence[Sequence[Any]]) -> str:
+    """The number of collectives of each kind: AR is all-reduce, RS reduce-scatter, AG all-gather.
+
+    Example:
+        >>> counts([("all-reduce", 1), ("all-gather", 1), ("all-reduce", 2)]), counts([])
+        ('1 AG, 2 AR', 'none')
+    """
+    kinds = Counter("".join(word[:1].upper() for word in kind.split("-")) for kind, *_ in collectives)
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "none"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        of: The key of a row's value, or a function of the row.
+        unit: Shown below the heading.
+        form: Formats a value that is not text.
+    """
+
+    name: str
+    of: str | Callable[[Row], Any] = ""
+    unit: str = ""
+    form: Callable[[Any], str] = short
+
+    def value(self, row: Row) -> Any:
+        """A row's value, None if it has none."""
+        return row.get(self.of or self.name) if isinstance(self.of, str) else self.of(row)
+
+    def cell(self, row: Row) -> str:
+        """The text that a row shows."""
+        value = self.value(row)
+        if value is None or value == "":
+            return NONE
+        return value if isinstance(value, str) else self.form(value) + "!" * is_bad(row)
+
+
+def interval(name: str, low: str, high: str, unit: str = "", form: Callable[[float], str] = short) -> Column:
+    """A column of two numbers."""
+
+    def of(row: Row) -> Any:
+        return None if row.get(low) is None or row.get(high) is None else (row[low], row[high])
+
+    return Column(name, of, unit, lambda both: " to ".join(map(form, both)))
+
+
+CHECK = Column("check")
+STEP = (
+    Column("step", "median_ms", "ms"),
+    interval("p10 to p90", "p10_ms", "p90_ms", "ms"),
+)
+
+
+def tables_of(benchmark: Benchmark, rows: Sequence[Row]) -> Iterable[tuple[str, list[Column], list[Row]]]:
+    """The tables that have rows, each with the columns in which a row has a value."""
+    first = next(iter(benchmark.columns))
+    for title, columns in benchmark.columns.items():
+        shown = [row for row in rows if (row.get("table") or first) == title]
+        filled = [one for one in columns if any(one.value(row) not in (None, "") for row in shown)]
+        if shown:
+            yield title, filled, shown
+
+
+def as_text(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> str:
+    """A table of Markdown, with columns of even width."""
+    lines = [[f"{one.name}{f' ({one.unit})' if one.unit else ''}" for one in columns]]
+    lines += [[column.cell(row).replace("|", "/") for column in columns] for row in rows]
+    widths = [max(len(line[place]) for line in lines) for place in range(len(columns))]
+    lines.insert(1, ["-" * width for width in widths])
+    is_number = [_is_numeric(column, rows) for column in columns]
+    padded = (
+        [
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(line, widths, is_number, strict=True)
+        ]
+        for line in lines
+    )
+    return "\n".join([f"**{title}**", "", *(f"| {' | '.join(line)} |" for line in padded), ""])
+
+
+def write(folder: Path, benchmark: Benchmark, rows: Sequence[Row]) -> str:
+    """Writes ``table.md`` and the page of a run, and returns what the console shows."""
+    texts = [as_text(*table) for table in tables_of(benchmark, rows)]
+    texts.append("\n".join(f"- {note}" for note in [*benchmark.notes, *_notes(rows)]))
+    (folder / TABLES).write_text("\n".join([f"# {benchmark.name}: {benchmark.summary}", "", *texts, ""]), "utf-8")
+    (folder / PAGE).write_text(_page(benchmark, rows), "utf-8")
+    return "\n".join(["", *texts, "", f"written to {folder}: {TABLES}, {PAGE}, metrics.jsonl"])
+
+
+def _notes(rows: Sequence[Row]) -> list[str]:
+    """What rows themselves have to say, once each."""
+    return list(dict.fromkeys(note for row in rows for note in row.get("notes") or ()))
+
+
+def _page(benchmark: Benchmark, rows: Sequence[Row]) -> str:
+    sound = [row for row in rows if is_sound(row)]
+    parts = [_svg(figure) for figure in benchmark.plot(sound)] if sound else []
+    parts += [_as_html(*table) for table in tables_of(benchmark, rows)]
+    notes = "".join(f"<li>{html.escape(note)}</li>" for note in [*benchmark.notes, *_notes(rows)])
+    facts = "".join(f"<dt>{name}</dt><dd>{html.escape(said)}</dd>" for name, said in _environment(rows))
+    title = html.escape(f"{benchmark.name}: {benchmark.summary}")
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{title}</title><style>{_STYLE}</style><h1>{title}</h1>{''.join(parts)}"
+        f"<h2>Notes</h2><ul>{notes}</ul><h2>Where it was measured</h2><dl>{facts}</dl></html>\n"
+    )
+
+
+def _environment(rows: Sequence[Row]) -> Iterable[tuple[str, str]]:
+    for name in _ENVIRONMENT:
+        said = dict.fromkeys(_in_words(row[name]) for row in rows if row.get(name))
+        if said:
+            yield name.replace("_", " "), "; ".join(said) if name != "measured_at" else f"{next(iter(said))} and after"
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {one}" for name, one in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _is_numeric(column: Column, rows: Sequence[Row]) -> bool:
+    values = [column.value(row) for row in rows]
+    return any(isinstance(value, int | float | tuple) for value in values)
+
+
+def _as_html(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> str:
+    kind = ['class="number"' if _is_numeric(column, rows) else "" for column in columns]
+    heads = "".join(
+        f'<th scope="col" {of}>{html.escape(one.name)}<br><small>{html.escape(one.unit)}</small></th>'
+        for one, of in zip(columns, kind, strict=True)
+    )
+    body = "".join(
+        ('<tr class="bad">' if is_bad(row) else "<tr>")
+        + "".join(f"<td {of}>{html.escape(one.cell(row))}</td>" for one, of in zip(columns, kind, strict=True))
+        + "</tr>"
+        for row in rows
+    )
+    return f'<div class="table"><table><caption>{html.escape(title)}</caption><tr>{heads}</tr>{body}</table></div>'
+
+
+def _svg(figure: Figure) -> str:
+    """A figure as inline SVG, which scales and needs no other file."""
+    title = html.escape(figure.get_suptitle(), quote=True)
+    file = io.StringIO()
+    with rc_context({"svg.hashsalt": title}):  # the same names of clips in every run, others in every figure
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    drawing = file.getvalue()
+    return f'<figure role="img" aria-label="{title}">{drawing[drawing.index("<svg") :]}</figure>'
+
+
+def new_figure(title: str, num_rows: int = 1, num_columns: int = 1, *, height: float = 3.2) -> tuple[Figure, Any]:
+    """An empty figure of the page's width, and its axes, ``[num_rows][num_columns]``."""
+    figure = Figure(figsize=(10, height * num_rows), layout="constrained")
+    figure.suptitle(title)
+    axes = figure.subplots(num_rows, num_columns, squeeze=False)
+    for one in axes.flat:
+        one.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def whiskers(values: Sequence[float], lows: Sequence[float], highs: Sequence[float]) -> list[list[float]]:
+    """Distances to both ends of intervals, as matplotlib wants them; 0 where an interval leaves out its value."""
+    below = [max(0.0, value - low) for value, low in zip(values, lows, strict=True)]
+    return [below, [max(0.0, high - value) for value, high in zip(values, highs, strict=True)]]
+
+
+def by(rows: Iterable[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]:
+    """Groups rows by the values of some keys, in their order."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row.get(key) for key in keys), []).append(row)
+    return groups

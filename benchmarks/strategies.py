@@ -1,0 +1,137 @@
+"""Every strategy in both frameworks: the main job, and the same beside what the frameworks do by themselves.
+
+All runs of a framework start from the same weights and see the same batches, so all must end where single-process
+training ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jaxddp import STRATEGIES
+
+from .benchmark import Benchmark, Case, Options, Say
+from .ranks import choose_ranks
+from .render import CHECK, STEP, Column, Row, by, counts, interval, new_figure, percent, signed, whiskers
+from .training.device_time import DEVICE, DEVICE_COLUMNS, measure_on_device
+from .training.rank import BETWEEN, compare_frameworks, measure
+from .training.setup import BYTE_MODEL, NAMES, OPTIONS, QUICK_MODEL, TrainingSetup, in_words, make_setup, strategies_of
+
+MAIN_BATCH, BATCH, STEPS, QUICK_STEPS = 4, 8, 10, 4
+
+
+def _loss(value: float) -> str:
+    return f"{value:.3f}"
+
+
+def _share(row: Row) -> float | None:
+    return None if row.get("exposed_ms") is None else row["exposed_ms"] / row["median_ms"]
+
+
+STRATEGY = Column("strategy", lambda row: row.get("label") or row.get("case"))
+COLUMNS = (
+    STRATEGY,
+    Column("framework"),
+    Column("backend"),
+    Column("planned", form=counts),
+    Column("compiled", form=counts),
+    Column("loss", "loss", "nats", _loss),
+    Column("max diff", "max_weight_difference", form=lambda value: f"{value:.1e}"),
+    *STEP,
+    Column("exposed", "exposed_ms", "ms", signed),
+    interval("p10 to p90", "exposed_p10_ms", "exposed_p90_ms", "ms", signed),
+    Column("exposed", _share, "of the step", percent),
+    CHECK,
+)
+BETWEEN_COLUMNS = (
+    Column("framework"),
+    Column("loss apart", "reference_difference", "relative", lambda value: f"{value:.1e}"),
+    CHECK,
+)
+TABLES = {
+    "One training step by strategy": COLUMNS,
+    DEVICE: DEVICE_COLUMNS,
+    BETWEEN: BETWEEN_COLUMNS,
+}
+NOTES = (
+    "step: median of the slowest rank over interleaved rounds, with p10 and p90; exposed: step time less that of the"
+    " same step without communication, in the same rounds (of jit: less naive without communication)",
+    "planned and compiled: gradient collectives (AR all-reduce, RS reduce-scatter, AG all-gather) of the plan, and as"
+    " read back from the compiled program; torchref compiles nothing, so its column lists those issued",
+    "check: planned equals compiled; weights, losses and gradient norms end where single-process training does; numbers"
+    " of a row that fails end in !. max diff: of any weight to single-process training",
+    "not the same work in the two frameworks: attention, which XLA compiles from matrix products and a softmax and"
+    " torch has as one kernel; the loss, which strategies sum over ranks and torch's peers do not",
+)
+ONE_RANK = (
+    "one rank sends nothing: no exposed communication, no overlap and no difference between strategies can be seen"
+    " here, only what each adds to the computation"
+)
+
+
+def cases_of(setup: TrainingSetup) -> list[Case]:
+    """A case for each group of frameworks, and on GPUs one more for each framework's time on the device."""
+    cases = [Case(" and ".join(group), (setup, group, False)) for group in setup.groups()]
+    if setup.ranks.kind == "gpus" and not setup.ranks.is_job:
+        cases += [Case(f"{one} on the device", (setup, (one,), True)) for one in setup.frameworks]
+    return cases
+
+
+def measure_steps(case: Case, say: Say) -> Iterable[dict[str, Any]]:
+    """Rows of a case."""
+    setup, frameworks, on_device = case.setup
+    say(f"{case.name}: {in_words(setup)}")
+    rows = measure_on_device(setup, frameworks, say) if on_device else measure(setup, frameworks, say)
+    notes = [ONE_RANK] if setup.ranks.num == 1 else []
+    return (dict(row) | {"notes": notes} for row in rows)
+
+
+def plot_steps(rows: Sequence[Row]) -> Iterable[Any]:
+    """Bars of the steps of each framework: what is exposed, and the rest."""
+    steps = by([row for row in rows if row.get("label") and row.get("median_ms")], "framework")
+    if not steps:
+        return
+    most = max(map(len, steps.values()))
+    figure, axes = new_figure("One training step by strategy", 1, len(steps), height=1 + 0.35 * most)
+    for axis, ((framework,), some) in zip(axes[0], steps.items(), strict=True):
+        names = [row["label"] for row in some][::-1]
+        times = [row["median_ms"] for row in some][::-1]
+        hidden = [min(row["median_ms"], row["median_ms"] - (row.get("exposed_ms") or 0)) for row in some][::-1]
+        ends = whiskers(times, [row["p10_ms"] for row in some][::-1], [row["p90_ms"] for row in some][::-1])
+        axis.barh(names, hidden, color="#4477aa", label="without communication")
+        left = [max(0.0, time - rest) for time, rest in zip(times, hidden, strict=True)]
+        axis.barh(names, left, left=hidden, color="#ee7733", label="exposed communication")
+        axis.errorbar(times, names, xerr=ends, fmt="none", ecolor="black", capsize=3, label="p10 to p90")
+        axis.set(title=f"{framework}, {some[0]['backend']}, {some[0]['num_ranks']} ranks", xlabel="ms")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    yield figure
+
+
+def main_cases(options: Options) -> list[Case]:
+    """The main job: every strategy, and a model small enough for a few minutes."""
+    ranks = choose_ranks(options.ranks, options.on, default=2, on_cpus="simulated")
+    setup = make_setup(options, model=QUICK_MODEL, batch_size=MAIN_BATCH, num_steps=STEPS, ranks=ranks)
+    names = tuple(options.strategies or STRATEGIES)
+    return cases_of(replace(setup, strategies=strategies_of(names, setup.model)))
+
+
+def strategies_cases(options: Options) -> list[Case]:
+    """Strategies beside the frameworks' own data parallelism; torch.compile, which takes minutes on CPUs, if named."""
+    setup = make_setup(
+        options, model=QUICK_MODEL if options.quick else BYTE_MODEL, batch_size=BATCH,
+        num_steps=QUICK_STEPS if options.quick else STEPS, num_warmup=1 if options.quick else 2,
+    )  # fmt: skip
+    names = tuple(options.strategies or [one for one in NAMES if one != "torch.compile" or setup.ranks.kind == "gpus"])
+    return cases_of(replace(setup, strategies=strategies_of(names, setup.model)))
+
+
+MAIN = Benchmark(
+    "main", "every strategy in both frameworks", (*OPTIONS, "strategies"), main_cases, measure_steps, TABLES,
+    plot_steps, compare_frameworks, NOTES,
+)  # fmt: skip
+STRATEGIES_BENCHMARK = Benchmark(
+    "strategies", "every strategy beside what the frameworks do by themselves: jit, DDP, ZeRO, FSDP2",
+    (*OPTIONS, "strategies"), strategies_cases, measure_steps, TABLES, plot_steps, compare_frameworks, NOTES,
+)  # fmt: skip

@@ -1,0 +1,154 @@
+"""Interleaved rounds, ratios of times with 95 % intervals, and steal time.
+
+On a noisy machine a program's ratio to itself varies from 0.95 to 1.10, so what is compared takes turns, and a single
+ratio proves nothing. The ratio of two things that were timed in the same rounds is the median of the rounds' ratios:
+what slows both for some rounds cancels. Otherwise it is that of the two medians. Intervals come from resampled rounds.
+
+| ratio            | its 95 % interval                       | verdict        |
+|------------------|-----------------------------------------|----------------|
+| any              | all of it beyond the limit              | ``MISSED``     |
+| any              | wider than a fifth of the limit         | ``not judged`` |
+| beyond the limit | reaches it                              | ``not judged`` |
+| within the limit | anything else                           | ``ok``         |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from jaxddp.training.clock import stopwatch
+
+NUM_RESAMPLES = 4000
+WIDEST = 0.2  # of the limit: with a wider interval anything would pass
+_STAT = Path("/proc/stat")
+_T = TypeVar("_T")
+
+
+class Ratio(NamedTuple):
+    """A ratio of times, with its 95 % interval."""
+
+    ratio: float
+    low: float
+    high: float
+
+    def verdict(self, limit: float) -> str:
+        """``"ok"``, ``"MISSED"``, or ``"not judged: "`` and why."""
+        if self.low > limit:
+            return "MISSED"
+        if self.high - self.low > WIDEST * limit:
+            return "not judged: interval too wide"
+        return "ok" if self.ratio <= limit else "not judged: limit in interval"
+
+
+def compare(ours: Sequence[float], theirs: Sequence[float], *, paired: bool) -> Ratio:
+    """Compares times by round; ``paired`` tells whether both were timed in the same rounds.
+
+    Example:
+        >>> compare([2.0, 4.0, 6.0], [1.0, 2.0, 3.0], paired=True)
+        Ratio(ratio=2.0, low=2.0, high=2.0)
+    """
+    rng, samples = np.random.default_rng(0), [np.asarray(ours), np.asarray(theirs)]
+    compared = [samples[0] / samples[1]] if paired else samples
+    medians = [np.median(rng.choice(values, (NUM_RESAMPLES, len(values))), axis=1) for values in compared]
+    low, high = np.percentile(medians[0] if paired else medians[0] / medians[1], [2.5, 97.5]).tolist()
+    found = [float(np.median(values)) for values in compared]
+    return Ratio(found[0] if paired else found[0] / found[1], low, high)
+
+
+class Attempts:
+    """Calls of which some fail: what raises on any rank is left out on all.
+
+    Attributes:
+        failed: Why, by label.
+    """
+
+    def __init__(self, agree: Callable[[str], str]) -> None:
+        """``agree`` takes what went wrong here, empty if nothing did, and gives what went wrong on any rank."""
+        self.failed: dict[str, str] = {}
+        self._agree = agree
+
+    def __call__(self, label: str, call: Callable[[], _T]) -> _T | None:
+        """Calls it; None if it failed anywhere, with the reason in ``failed``."""
+        said, made = "", None
+        try:
+            made = call()
+        except Exception as error:
+            said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        if said := self._agree(said):
+            self.failed[label] = said
+            return None
+        return made
+
+
+def interleave(
+    steps: Mapping[str, Callable[[int], Any]],
+    num_rounds: int,
+    num_warmup: int,
+    *,
+    attempt: Attempts,
+    before: Callable[[str], object] = lambda label: None,
+    after: Callable[[str, Any], Any] = lambda label, result: result,
+    on_round: Callable[[int], object] = lambda done: None,
+) -> tuple[dict[str, list[Any]], dict[str, list[float]]]:
+    """Times steps by turns: each runs once a round, and every round starts with another of them.
+
+    Args:
+        steps: By label; each takes the number of the round, and returns when its work is done.
+        num_rounds: Warm-up included.
+        num_warmup: First rounds, whose times are dropped.
+        attempt: A step that fails in its first round takes part in no other; a later failure is raised.
+        before: Called with its label before each step, untimed: ranks meet there, and start together.
+        after: Called with its label and its result after each step, untimed; gives what is kept of the result.
+        on_round: Called with the number of rounds that are done.
+
+    Returns:
+        By label, what was kept of every round, and the seconds of the timed rounds.
+    """
+    results: dict[str, list[Any]] = {label: [] for label in steps}
+    seconds: dict[str, list[float]] = {label: [] for label in steps}
+    labels = list(steps)
+    for index in range(num_rounds):
+        shift = index % max(1, len(labels))
+        for label in [*labels[shift:], *labels[:shift]]:
+            if label not in results:
+                continue
+
+            def timed(label: str = label, index: int = index) -> tuple[Any, float]:
+                return stopwatch(steps[label], index, wait=lambda result: None)
+
+            before(label)
+            found = timed() if index else attempt(label, timed)
+            if found is None:
+                del results[label], seconds[label]
+                continue
+            results[label].append(after(label, found[0]))
+            if index >= num_warmup:
+                seconds[label].append(found[1])
+        on_round(index + 1)
+    return results, seconds
+
+
+class Ticks(NamedTuple):
+    """Processor time since the machine started: ticks that a virtual machine's host gave to others, and all ticks."""
+
+    steal: int
+    total: int
+
+
+def ticks() -> Ticks:
+    """Reads the counters; 0 where the system has none."""
+    if not _STAT.exists():
+        return Ticks(0, 0)
+    # user, nice, system, idle, iowait, irq, softirq, steal; the guests' times that follow are part of user.
+    counted = [int(one) for one in _STAT.read_text().split("\n", 1)[0].split()[1:9]]
+    return Ticks(counted[7], sum(counted))
+
+
+def steal_share(since: Ticks) -> float:
+    """The share of processor time stolen since an earlier reading; it lengthens times."""
+    now = ticks()
+    return (now.steal - since.steal) / max(1, now.total - since.total)

@@ -1,0 +1,219 @@
+"""A training run under several strategies: what is trained, on which ranks, and whether it fits into memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from jaxddp import STRATEGIES
+from jaxddp.models import SIZES
+from jaxddp.registry import is_bucketed
+from jaxddp.training.data import Batch, Corpus, RandomTokens
+
+from ..benchmark import Options
+from ..ranks import FRAMEWORKS, PROCESS_BYTES, Ranks, choose_ranks, free_bytes
+
+# What each framework does by itself.
+PEERS = {
+    "jaxddp": ("jit",),
+    "torchref": ("DistributedDataParallel", "torch.compile", "ZeroRedundancyOptimizer", "fully_shard"),
+}
+NAMES = (*STRATEGIES, *PEERS["jaxddp"], *PEERS["torchref"])
+_BUCKETED_PEERS = PEERS["torchref"][:3]
+OPTIONS = ("quick", "ranks", "on", "hosts", "rate_mbit", "steps", "batch_size", "model", "data", "dtype")
+DTYPES = ("f32", "tf32", "bf16")
+BYTE_MODEL, QUICK_MODEL, GPU_MODEL = "byte", "byte_shallow", "seed_xl"
+GPU_SEQUENCES, GPU_STEPS, GPU_QUICK_STEPS = 16, 30, 12  # a batch that fills a GPU; rounds are short there
+DDP_CAP_MB, SMALL_CAP_MB = 25.0, 4.0
+# Float32 Adam: a weight whose gradient is near 0 takes steps of 1e-3 whose sign the rounding decides. Over 12 steps
+# some of 2.2 million weights were seen apart by up to 4e-4; a gradient of the wrong ranks moves them by 1e-2. Adam
+# cannot see a gradient that is only too large: the tolerance of gradient norms does. Random tokens leave most embedding
+# rows gradients of the size of their rounding, which Adam turns into steps of full size: there is no bound on weights.
+TOLERANCE = 1e-3
+# JAX takes no more of a GPU, unless XLA_PYTHON_CLIENT_MEM_FRACTION says so.
+JAX_SHARE = 0.75
+_CONTEXT_BYTES = int(1.5 * 2**30)  # of a process on a GPU: CUDA's, NCCL's buffers and the libraries' kernels
+
+
+class StrategySpec(NamedTuple):
+    """A strategy as a row of a table: its name in both registries or among ``PEERS``, and its bucket cap."""
+
+    name: str
+    bucket_mb: float | None = None
+
+    @property
+    def label(self) -> str:
+        """For tables."""
+        return self.name if self.bucket_mb is None else f"{self.name} {self.bucket_mb:g} MiB"
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """One training run, repeated under several strategies side by side; plain data, sent to the rank processes.
+
+    Attributes:
+        model: A name that both packages' ``models.build`` know.
+        strategies: By framework.
+        batches: Global batches, one for each round; warm-up rounds come first and are not timed.
+        tolerance: How far weights may be from single-process training; None to go by losses and gradient norms alone.
+        must_learn: Whether the loss has to fall; random tokens teach nothing.
+        dtype: ``f32``, ``tf32`` (products of float32 in TF32) or ``bf16`` (all in bfloat16), set in both frameworks.
+        learning_rate: Of AdamW, with weight decay 0.01.
+        with_baselines: Whether each strategy also runs with its communication removed.
+        probe_bytes: Sizes of all-reduces that are timed as well; if there are any, so are forward and backward alone,
+            and beside all-reduces of the last size but one.
+    """
+
+    model: str
+    strategies: dict[str, tuple[StrategySpec, ...]]
+    ranks: Ranks
+    batches: tuple[Batch, ...]
+    num_warmup: int = 2
+    tolerance: float | None = None
+    must_learn: bool = False
+    dtype: str = "f32"
+    learning_rate: float = 1e-3
+    with_baselines: bool = True
+    probe_bytes: tuple[int, ...] = ()
+    seed: int = 0
+
+    @property
+    def frameworks(self) -> tuple[str, ...]:
+        """Those that have something to run."""
+        return tuple(one for one in FRAMEWORKS if self.strategies.get(one))
+
+    @property
+    def global_batch(self) -> int:
+        """Examples of a batch over all ranks."""
+        return len(next(iter(self.batches[0].values())))
+
+    def of(self, frameworks: tuple[str, ...]) -> TrainingSetup:
+        """The part of some frameworks."""
+        return replace(self, strategies={one: specs for one, specs in self.strategies.items() if one in frameworks})
+
+    def groups(self) -> list[tuple[str, ...]]:
+        """The frameworks that share processes and rounds: both, if they fit into memory together.
+
+        Raises:
+            ValueError: If one does not fit by itself.
+        """
+        free, groups = free_bytes(self.ranks.kind), self.ranks.groups(self.frameworks)
+        together = [group for group in groups if needed_bytes(self, group) <= free]
+        split = [(one,) for group in groups if group not in together for one in group]
+        for (one,) in split:
+            needed = needed_bytes(self, (one,))
+            most = int(free * JAX_SHARE) if self.ranks.kind == "gpus" and one == "jaxddp" else free
+            if needed > most:
+                raise ValueError(
+                    f"model (={self.model}) must fit into memory: {num_runs(self, one)} training runs of {one} side by"
+                    f" side need {needed / 2**30:.1f} GiB, {most / 2**30:.1f} are free; name fewer strategies"
+                )
+        return [*together, *split]
+
+
+def num_runs(setup: TrainingSetup, framework: str) -> int:
+    """Training runs that a framework keeps side by side: single-process training is one of them."""
+    silent = [spec for spec in setup.strategies[framework] if setup.with_baselines and has_baseline(spec)]
+    return 1 + len(setup.strategies[framework]) + len(silent)
+
+
+def has_baseline(spec: StrategySpec) -> bool:
+    """Whether a step of a strategy can run without its communication; of peers DistributedDataParallel alone can."""
+    return spec.name in STRATEGIES or spec.name == "DistributedDataParallel"
+
+
+def needed_bytes(setup: TrainingSetup, frameworks: tuple[str, ...]) -> int:
+    """Bytes that ranks need for the runs of some frameworks: each GPU's, or of all ranks together on CPUs.
+
+    A run keeps parameters and AdamW's two moments; torch also keeps the gradients until the next step. Of JAX one run's
+    gradients exist at a time, inside the temporaries of its step.
+    """
+    params = SIZES[setup.model].num_params * (2 if setup.dtype == "bf16" else 4) if setup.model in SIZES else 0
+    copies = sum(num_runs(setup, one) * (4 if one == "torchref" else 3) for one in frameworks)
+    on_gpu = setup.ranks.kind == "gpus"
+    held = params * copies + temporary_bytes(setup) + (_CONTEXT_BYTES if on_gpu else PROCESS_BYTES)
+    return held if on_gpu or setup.ranks.is_job else setup.ranks.num * held
+
+
+def temporary_bytes(setup: TrainingSetup) -> int:
+    """Bytes of a step's activations and gradients, roughly: the compiled step of seed_xl has 2.4 GiB for 16 x 128."""
+    if setup.model not in SIZES:
+        return 0
+    config, size = SIZES[setup.model], 2 if setup.dtype == "bf16" else 4
+    tokens = setup.global_batch // setup.ranks.num * config.context
+    # Of a token in a layer: norms, query, key, value, mix and output; scores and their softmax; gate, up and product.
+    layer = 8 * config.width + 2 * config.num_heads * config.context + 4 * config.hidden
+    return size * (tokens * (config.num_layers * layer + 2 * config.vocab) + config.num_params)
+
+
+def spec_of(name: str, model: str) -> StrategySpec:
+    """A strategy or peer with DDP's bucket cap, or a smaller one where that would hold all gradients of the model.
+
+    Raises:
+        ValueError: If the name is unknown.
+    """
+    if name not in NAMES:
+        raise ValueError(f"unknown strategy {name!r}: one of {', '.join(NAMES)}")
+    large = model in SIZES and SIZES[model].num_params * 4 > DDP_CAP_MB * 2**20
+    has_cap = name in _BUCKETED_PEERS or (name in STRATEGIES and is_bucketed(name))
+    return StrategySpec(name, (DDP_CAP_MB if large else SMALL_CAP_MB) if has_cap else None)
+
+
+def strategies_of(names: tuple[str, ...], model: str) -> dict[str, tuple[StrategySpec, ...]]:
+    """Strategies and peers by framework: a peer runs in its own.
+
+    Raises:
+        ValueError: If a name is unknown.
+    """
+    specs = [spec_of(name, model) for name in dict.fromkeys(names)]
+    others = {"jaxddp": PEERS["torchref"], "torchref": PEERS["jaxddp"]}
+    return {one: tuple(spec for spec in specs if spec.name not in others[one]) for one in FRAMEWORKS}
+
+
+def make_setup(
+    options: Options,
+    *,
+    model: str,
+    batch_size: int,
+    num_steps: int,
+    num_warmup: int = 2,
+    ranks: Ranks | None = None,
+    on_cpus: str = "processes",
+) -> TrainingSetup:
+    """Makes a setup without strategies of what the options ask for, and of defaults where they do not.
+
+    On GPUs the defaults are seed_xl, 16 sequences a GPU and 30 rounds (12 in the short form).
+
+    Raises:
+        ValueError: If the model is unknown, the data does not serve, the batch cannot be split, or ranks of the kind
+            cannot compute so.
+    """
+    ranks = ranks or choose_ranks(options.ranks, options.on, default=2, on_cpus=on_cpus)
+    if on_gpus := ranks.kind == "gpus":
+        model, batch_size, num_warmup = GPU_MODEL, GPU_SEQUENCES * ranks.num, 2
+        num_steps = GPU_QUICK_STEPS if options.quick else GPU_STEPS
+    model, num_steps, dtype = options.model or model, options.steps or num_steps, options.dtype or "f32"
+    batch_size = options.batch_size or -(-batch_size // ranks.num) * ranks.num
+    if model not in SIZES:
+        raise ValueError(f"unknown model {model!r}: one of {', '.join(SIZES)}")
+    if batch_size % ranks.num:
+        raise ValueError(f"batch_size (={batch_size}) must be divisible by the number of ranks (={ranks.num})")
+    if dtype == "tf32" and not on_gpus:
+        raise ValueError(f"dtype (={dtype}) must be f32 or bf16 on CPUs: TF32 is an arithmetic of GPUs")
+    vocab, context = SIZES[model].vocab, SIZES[model].context
+    reads_text = vocab == 256
+    if options.data is not None and not reads_text:
+        raise ValueError(f"data (={options.data}) must come with a model of bytes, such as {BYTE_MODEL!r}")
+    source: Corpus | RandomTokens = (
+        Corpus(options.data, context=context) if reads_text else RandomTokens(vocab, context)
+    )
+    batches = tuple(source.batch(step, batch_size) for step in range(num_warmup + num_steps))
+    tolerance = TOLERANCE if reads_text and dtype == "f32" else None
+    return TrainingSetup(model, {}, ranks, batches, num_warmup, tolerance, must_learn=reads_text, dtype=dtype)
+
+
+def in_words(setup: TrainingSetup) -> str:
+    """A setup in a line."""
+    rounds = f"{setup.num_warmup} + {len(setup.batches) - setup.num_warmup} rounds of {setup.global_batch} sequences"
+    arithmetic = {"f32": "true float32", "tf32": "float32 with products in TF32", "bf16": "bfloat16"}[setup.dtype]
+    return f"{setup.model}, {rounds}, AdamW, {arithmetic}, {setup.ranks.num} ranks"

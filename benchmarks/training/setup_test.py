@@ -1,0 +1,114 @@
+import argparse
+from dataclasses import replace
+
+import pytest
+
+from benchmarks import gates, strategies
+from benchmarks.__main__ import make_options
+from benchmarks.ranks import Ranks
+from benchmarks.scaling import efficiency
+from benchmarks.training import setup as module
+from benchmarks.training.setup import StrategySpec, needed_bytes, num_runs, spec_of
+
+OURS = ["naive", "flat", "overlapped", "bucketed", "zero1", "zero2", "zero3"]
+
+
+def options(**given):
+    return argparse.Namespace(**dict.fromkeys(make_options()) | given)
+
+
+def with_gpus(monkeypatch, count, free_gib=79.1):
+    monkeypatch.setattr("benchmarks.ranks.num_gpus", lambda: count)
+    monkeypatch.setattr(module, "free_bytes", lambda kind: int(free_gib * 2**30))
+
+
+def test_the_main_job_is_small_and_strategies_have_peers():
+    torch_case, jax_case = strategies.main_cases(options())
+    setup, frameworks, on_device = jax_case.setup
+    assert (torch_case.name, jax_case.name, frameworks, on_device) == ("torchref", "jaxddp", ("jaxddp",), False)
+    assert (setup.model, setup.global_batch, setup.ranks, setup.must_learn) == (
+        "byte_shallow",
+        4,
+        Ranks(2, "simulated"),
+        True,
+    )
+    assert [spec.name for spec in setup.strategies["jaxddp"]] == OURS
+    (case,) = strategies.strategies_cases(options(ranks=2))
+    setup, frameworks, _ = case.setup
+    assert frameworks == ("jaxddp", "torchref") and setup.ranks.kind == "processes"
+    assert [spec.name for spec in setup.strategies["jaxddp"]] == [*OURS, "jit"]
+    peers = ["DistributedDataParallel", "ZeroRedundancyOptimizer", "fully_shard"]
+    assert [spec.name for spec in setup.strategies["torchref"]] == [*OURS, *peers]
+    assert StrategySpec("bucketed", 4.0) in setup.strategies["jaxddp"]  # several buckets
+    assert spec_of("bucketed", "lm_9m").bucket_mb == 25.0 and spec_of("jit", "lm_9m").bucket_mb is None
+
+
+def test_random_tokens_teach_nothing():
+    setup = strategies.main_cases(options(model="tiny", batch_size=8))[0].setup[0]
+    assert setup.tolerance is None and not setup.must_learn and setup.global_batch == 8
+
+
+def test_on_gpus_what_fills_them_is_trained_and_timed_on_the_device_last(monkeypatch):
+    with_gpus(monkeypatch, 4)
+    cases = strategies.strategies_cases(options(dtype="tf32", strategies=["bucketed", "torch.compile"]))
+    assert [case.name for case in cases] == ["jaxddp and torchref", "jaxddp on the device", "torchref on the device"]
+    setup = cases[0].setup[0]
+    assert (setup.model, setup.ranks, setup.global_batch, setup.dtype) == ("seed_xl", Ranks(4, "gpus"), 64, "tf32")
+    assert "TF32" in module.in_words(setup) and "true float32" in module.in_words(replace(setup, dtype="f32"))
+
+
+def test_on_one_gpu_of_80_gb_the_frameworks_take_its_memory_one_after_the_other(monkeypatch):
+    with_gpus(monkeypatch, 1)
+    cases = strategies.strategies_cases(options())
+    assert [case.name for case in cases[:2]] == ["jaxddp", "torchref"]
+    setup = cases[0].setup[0]
+    params = 171_098_880 * 4
+    # Runs: 7 strategies and their baselines, the peers, one of the peers' baselines, and single-process training.
+    assert (num_runs(setup, "jaxddp"), num_runs(setup, "torchref")) == (2 * 7 + 1 + 1, 2 * 7 + 4 + 1 + 1)
+    rest = module.temporary_bytes(setup) + 1.5 * 2**30
+    assert needed_bytes(setup, ("jaxddp",)) == 3 * 16 * params + rest
+    assert needed_bytes(setup, ("torchref",)) == 4 * 20 * params + rest  # gradients stay until the next step
+    assert 2.0 < module.temporary_bytes(setup) / 2**30 < 4.0  # 2378 MiB as compiled
+    # JAX takes three quarters of a card.
+    with_gpus(monkeypatch, 1, free_gib=44)
+    with pytest.raises(ValueError, match=r"16 training runs of jaxddp .* 33\.0 are free"):
+        strategies.strategies_cases(options(strategies=[*OURS, "jit"]))
+
+
+def test_what_does_not_fit_is_refused_before_it_starts(monkeypatch):
+    monkeypatch.setattr(module, "free_bytes", lambda kind: 8 * 2**30)
+    with pytest.raises(ValueError, match=r"^model \(=seed_xl\) must fit into memory: 16 training runs of jaxddp"):
+        strategies.strategies_cases(options(model="seed_xl", strategies=[one for one in module.NAMES]))
+
+
+def step(framework, label, ms, **more):
+    rounds = [ms * (1 + 0.001 * index) for index in range(20)]
+    row = {"framework": framework, "label": label, "strategy": label.split()[0], "median_ms": ms, "rounds_ms": rounds}
+    return row | {"check": "ok", "case": "both", "num_rounds": 20, "p10_ms": ms, "p90_ms": ms} | more
+
+
+def test_a_gate_is_judged_where_both_sides_took_turns():
+    rows = [
+        step("jaxddp", "bucketed 25 MiB", 100.0), step("jaxddp", "jit", 90.0), step("jaxddp", "zero1 25 MiB", 104.0),
+        step("jaxddp", "flat", 50.0, check="WRONG: weights"), step("torchref", "bucketed 25 MiB", 100.0),
+        step("torchref", "DistributedDataParallel 25 MiB", 120.0),
+    ]  # fmt: skip
+    found = [row for row in gates.judge(rows) if row["table"] == gates.GATES]
+    checks = [row["check"] for row in found]
+    assert checks == ["MISSED", "ok", "not run: one of the two was not measured, or is wrong", "ok", "ok"]
+    assert found[0]["ratio"] == pytest.approx(100 / 90) and found[4]["ours"] == "bucketed 25 MiB"  # not the wrong one
+    apart = [row | {"case": row["framework"]} for row in rows]
+    assert [row["check"] for row in gates.judge(apart)][4] == "not judged: the two did not take turns"
+
+
+def test_efficiency_is_relative_to_the_fewest_ranks():
+    rows = [
+        step("jaxddp", "flat", ms, mode=mode, how="measured", num_ranks=num, device="cpu", cores=2)
+        for mode, times in (("strong", {1: 100.0, 2: 60.0, 4: 60.0}), ("weak", {1: 100.0, 2: 125.0}))
+        for num, ms in times.items()
+    ]
+    rows += [step("jaxddp", "flat", 1.0, mode="weak", how="measured", num_ranks=8, check="FAILED: no")]
+    found = list(efficiency(rows))
+    assert [row["efficiency"] for row in found] == pytest.approx([1, 100 / 120, 100 / 240, 1, 0.8])
+    assert found[1]["low"] <= found[1]["efficiency"] <= found[1]["high"] and "low" not in found[0]
+    assert [row["check"] == "ok" for row in found] == [True, True, False, True, True]  # 4 ranks share 2 cores

@@ -1,0 +1,349 @@
+"""What fails while checkpoints are written, and what happens to their files: the state that was saved, or one line."""
+
+import asyncio
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from contextlib import contextmanager
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxddp
+from jaxddp.checkpoint import checkpoints as module
+from jaxddp.checkpoint.checkpoints import Checkpoints
+from jaxddp.conftest import fuzz_seeds, soon
+
+
+def loss_fn(params, batch):
+    return jnp.mean((batch["x"] @ params["w"] - params["b"]) ** 2)
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    return jaxddp.Trainer(loss_fn, optax.adam(0.1), jaxddp.zero1(), jaxddp.data_mesh(2))
+
+
+def state_of(trainer, step, **params):
+    # Random: Orbax compresses, and zeros would fit anywhere.
+    rng = np.random.default_rng(step)
+    values = {"w": rng.normal(size=(100, 100)).astype(np.float32), "b": np.float32(1), **params}
+    return trainer.init(values)._replace(step=jnp.int32(step))
+
+
+def save(folder, trainer, *steps, **options):
+    with Checkpoints(folder, **options) as checkpoints:
+        for step in steps:
+            checkpoints.save(trainer, state_of(trainer, step))
+
+
+def check_restored(checkpoints, trainer, step, asked=None):
+    expected = trainer.params(state_of(trainer, step))
+    state, _ = checkpoints.restore(trainer, expected, step=asked)
+    assert int(state.step) == step
+    jax.tree.map(np.testing.assert_array_equal, trainer.params(state), expected)
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir() if path.name != ".writer")
+
+
+def files_of(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+# Writing
+
+
+def test_the_last_ones_are_kept_and_only_what_this_program_wrote_is_removed(tmp_path, trainer):
+    for name in ("1", "2", "3/state", "007", "notes", "x.partial"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "work.txt").write_text("mine")
+    (tmp_path / "4").mkdir()
+    (tmp_path / "4" / "about.json").write_text('{"format": "other"}')
+    before, others = files_of(tmp_path), names_in(tmp_path)
+    save(tmp_path, trainer, 5, 6, 7, 8, keep=2)
+    after = files_of(tmp_path)
+    assert {path: after[path] for path in before} == before
+    assert names_in(tmp_path) == sorted([*others, "7", "8"])
+    with Checkpoints(tmp_path) as checkpoints:
+        check_restored(checkpoints, trainer, 7, asked=7)
+
+
+def test_what_a_killed_process_left_goes_with_the_next_save(tmp_path, trainer):
+    save(tmp_path, trainer, 1, 2, 3)
+    (tmp_path / "1").rename(tmp_path / "1.removed")
+    (tmp_path / "3").rename(tmp_path / "3.partial")
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.steps() == [2]
+        checkpoints.save(trainer, state_of(trainer, 4))
+    assert names_in(tmp_path) == ["2", "4"]
+
+
+def test_what_has_the_name_of_a_checkpoint_is_not_replaced(tmp_path, trainer):
+    (tmp_path / "2").mkdir()
+    (tmp_path / "3").symlink_to(tmp_path / "nowhere")
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in (2, 3):
+            with pytest.raises(ValueError, match=rf"^'{tmp_path}/{step}' is no checkpoint: save into another folder, "):
+                checkpoints.save(trainer, state_of(trainer, step))
+    assert names_in(tmp_path) == ["2", "3"]
+
+
+def test_a_state_that_is_set_aside_removes_nothing_and_is_not_restored(tmp_path, trainer):
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(trainer, state_of(trainer, 3))
+        for step in (7, 2):
+            checkpoints.save(trainer, state_of(trainer, step), set_aside=True)
+        checkpoints.wait()
+        assert names_in(tmp_path) == ["2.nonfinite", "3"] and checkpoints.latest_step() == 3
+
+
+@pytest.fixture
+def writing(monkeypatch):
+    """What is saved while this event is not set is not written."""
+    may_write = threading.Event()
+    real = module._HostArrays._background_serialize
+
+    async def held(self, *args):
+        await asyncio.to_thread(may_write.wait)
+        await real(self, *args)
+
+    monkeypatch.setattr(module._HostArrays, "_background_serialize", held)
+    yield may_write
+    may_write.set()
+
+
+@pytest.mark.parametrize("strategy", [jaxddp.bucketed(), jaxddp.zero3(min_shard_elements=0)])
+def test_training_goes_on_while_a_state_that_it_has_overwritten_is_written(tmp_path, writing, strategy):
+    trainer = jaxddp.Trainer(loss_fn, optax.adam(0.1), strategy, jaxddp.data_mesh(2))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(trainer, given := state_of(trainer, 2))
+        trainer.step(given, {"x": np.ones((4, 100), np.float32)})
+        assert given.params["w"].is_deleted()
+        with Checkpoints(tmp_path) as reader:
+            assert reader.latest_step() is None
+        writing.set()
+        check_restored(checkpoints, trainer, 2)
+
+
+def test_an_interrupt_during_a_save_comes_when_it_is_safe(tmp_path, monkeypatch, trainer):
+    real = module._HostArrays.serialize
+
+    async def interrupted(self, *args):
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        return await real(self, *args)
+
+    monkeypatch.setattr(module._HostArrays, "serialize", interrupted)
+    with pytest.raises(KeyboardInterrupt), Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(trainer, state_of(trainer, 1))
+    with Checkpoints(tmp_path) as checkpoints:
+        check_restored(checkpoints, trainer, 1)
+
+
+@contextmanager
+def full_disk(num_bytes=1000):
+    """No file of this process may grow beyond a size: a write that fails for real."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, trainer, capfd):
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(trainer, state_of(trainer, 1))
+        checkpoints.wait()
+        before = files_of(tmp_path)
+        with full_disk(), pytest.raises(OSError, match=rf"^checkpoint of step 2 in '{tmp_path}' was not saved: "):
+            checkpoints.save(trainer, state_of(trainer, 2))
+            checkpoints.wait()
+        assert files_of(tmp_path) == before and names_in(tmp_path) == ["1"]  # nothing takes up the disk
+        checkpoints.save(trainer, state_of(trainer, 3))
+    assert names_in(tmp_path) == ["3"]
+    assert "Event loop" not in capfd.readouterr().err  # writes that outlive the one that failed
+
+
+@pytest.mark.parametrize("end", ["", pytest.param("raise SystemExit(3)", marks=pytest.mark.full), "raise KeyError"])
+def test_a_script_that_just_ends_keeps_its_last_checkpoint(tmp_path, end):
+    script = f"""
+        import jax.numpy as jnp, optax, jaxddp
+        jaxddp.simulate_devices(2)
+        def loss_fn(params, batch):
+            return jnp.mean((batch["x"] @ params["w"]) ** 2)
+        trainer = jaxddp.Trainer(loss_fn, optax.adam(0.1), jaxddp.bucketed(), jaxddp.data_mesh(2))
+        state = trainer.init({{"w": jnp.ones((2000, 2000))}})
+        checkpoints = jaxddp.Checkpoints({str(tmp_path / "run")!r})
+        checkpoints.save(trainer, state)
+        {end}
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, timeout=120)
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        assert checkpoints.steps() == [0]
+
+
+RESERVES = """
+import sys, jaxddp
+jaxddp.Checkpoints(sys.argv[1]).reserve()
+print("reserved", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_job_is_refused_until_the_first_has_ended(tmp_path, trainer):
+    command = [sys.executable, "-c", RESERVES, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "reserved\n"
+        with Checkpoints(tmp_path) as checkpoints:
+            with pytest.raises(ValueError, match=rf"'{tmp_path}'\) is being written to by .*{other.pid} on "):
+                checkpoints.save(trainer, state_of(trainer, 5))
+            other.kill()
+            other.wait(60)
+            checkpoints.save(trainer, state_of(trainer, 5))
+    assert sorted(os.listdir(tmp_path)) == ["5"]
+
+
+def test_a_state_that_is_not_finite_is_not_saved(tmp_path, trainer):
+    save(tmp_path, trainer, 1)
+    adam, *others = state_of(trainer, 2).opt_state
+    moments = adam._replace(nu=jax.tree.map(lambda leaf: leaf * jnp.inf, adam.nu))
+    bad = {
+        "params.b": state_of(trainer, 2, b=np.float32(np.nan)),
+        "opt_state.0.nu.w": state_of(trainer, 2)._replace(opt_state=(moments, *others)),
+    }
+    for name, state in bad.items():
+        with Checkpoints(tmp_path, keep=1) as checkpoints, pytest.raises(FloatingPointError, match=name):
+            checkpoints.save(trainer, state)
+        assert names_in(tmp_path) == ["1"]
+    with Checkpoints(tmp_path, check_finite=False) as checkpoints:
+        checkpoints.save(trainer, bad["params.b"])
+    plateau = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())  # its best loss starts at infinity
+    save(tmp_path, jaxddp.Trainer(loss_fn, plateau, jaxddp.bucketed(), jaxddp.data_mesh(2)), 3)
+    assert names_in(tmp_path) == ["1", "2", "3"]
+
+
+# Reading
+
+
+@pytest.mark.parametrize("part", ["about.json", "state/manifest.ocdbt", "state"])
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, trainer, part):
+    save(tmp_path, trainer, 1, 2)
+    damaged = tmp_path / "2" / part
+    shutil.rmtree(damaged) if damaged.is_dir() else damaged.write_bytes(damaged.read_bytes()[:-20])
+    lines: list[str] = []
+    with Checkpoints(tmp_path, warn=lines.append) as checkpoints:
+        check_restored(checkpoints, trainer, 1)
+        assert lines == [f"checkpoint of step 2 in '{tmp_path}' is damaged or half-written: took step 1"]
+        checkpoints.save(trainer, state_of(trainer, 2))
+    assert names_in(tmp_path) == ["1", "2", "2.damaged"]
+    with Checkpoints(tmp_path) as checkpoints:
+        check_restored(checkpoints, trainer, 2)
+        for step in (1, 2):
+            (tmp_path / str(step) / "about.json").unlink()
+        with pytest.raises(ValueError, match="^checkpoint of step 2 in .* is damaged"):
+            check_restored(checkpoints, trainer, 2)
+
+
+def damage(checkpoint, rng):
+    """Changes something in a checkpoint as disks, people and other programs do."""
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
+    path = rng.choice(files)
+    data, kind = path.read_bytes(), rng.randrange(14)
+    at, other = sorted((rng.randrange(len(data) + 1), rng.randrange(len(data) + 1)))
+    if kind < 7:
+        byte, deep = bytes([rng.randrange(256)]), b"[" * 100_000
+        path.write_bytes(
+            [data[:at], data[:at] + byte + data[at + 1 :], data[:at] + data[other:], data[:at] + byte + data[at:],
+             data + deep, deep, data[:at] + bytes(len(data) - at)][kind]
+        )  # fmt: skip
+    elif kind == 7:
+        path.write_bytes(rng.choice(files).read_bytes())
+    elif kind == 8:
+        os.truncate(path, 2**26)  # sparse
+    elif kind == 9:
+        shutil.rmtree(rng.choice([one for one in checkpoint.rglob("*") if one.is_dir()]))
+    else:
+        path.unlink()
+        if kind == 10:
+            os.mkfifo(path)
+        elif kind == 11:
+            path.mkdir()
+        elif kind == 12:
+            path.symlink_to(rng.choice(["/dev/zero", "/dev/null", path, "/proc/self/mem", "nowhere"]))
+
+
+def check_damaged(seed, trainer, original, tmp_path, capfd):
+    rng, folder = random.Random(seed), tmp_path / str(seed)
+    shutil.copytree(original, folder)
+    damage(folder / "2", rng)
+    is_refused = False
+    with soon(f"restoring what seed {seed} damaged", 1.0), Checkpoints(folder) as checkpoints:
+        try:
+            check_restored(checkpoints, trainer, 2, asked=2)
+        except ValueError as error:
+            is_refused = True
+            assert str(error).startswith(("checkpoint of step 2 in ", "no checkpoint of step 2 in ")), seed
+            assert "\n" not in str(error)
+    assert capfd.readouterr().err == "", seed
+    shutil.rmtree(folder)
+    return is_refused
+
+
+def test_damaged_files_are_never_taken_for_the_state(tmp_path, trainer, capfd):
+    save(tmp_path / "sound", trainer, 1, 2)
+    refused = [check_damaged(seed, trainer, tmp_path / "sound", tmp_path, capfd) for seed in range(50)]
+    assert sum(refused) > 40
+
+
+@pytest.mark.full
+def test_a_minute_of_damaged_checkpoints(tmp_path, trainer, capfd):
+    save(tmp_path / "sound", trainer, 1, 2)
+    for seed in fuzz_seeds("damaged checkpoints"):
+        check_damaged(seed, trainer, tmp_path / "sound", tmp_path, capfd)
+
+
+def test_what_others_wrote_is_refused_by_name(tmp_path, trainer):
+    save(tmp_path, trainer, 2)
+    shutil.copytree(tmp_path / "2", tmp_path / "9")
+    (tmp_path / "1" / "about").mkdir(parents=True)
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(ValueError, match="checkpoint of step 9 in .* is that of step 2: remove or rename its"):
+            check_restored(checkpoints, trainer, 2)
+        with pytest.raises(ValueError, match="^no checkpoint of step 5 in .*: there are 2, 9$"):
+            check_restored(checkpoints, trainer, 2, asked=5)
+        (tmp_path / "1" / "about" / "metadata").write_text("{}")
+        for refused in (checkpoints.latest_step, checkpoints.reserve, lambda: check_restored(checkpoints, trainer, 2)):
+            with pytest.raises(ValueError, match=r"1/about/metadata' is of a checkpoint of format 1"):
+                refused()
+
+
+def test_bad_input(tmp_path, trainer):
+    for make, reason in {
+        lambda: Checkpoints(tmp_path, keep=0): r"keep \(=0\) must be a positive integer",
+        lambda: Checkpoints(""): r"directory \(=''\) must name a folder",
+        lambda: Checkpoints(__file__): r"directory \(='.*'\) must be a folder, it is a file",
+        lambda: Checkpoints(tmp_path).restore(trainer, {}): "no checkpoint in ",
+    }.items():
+        with pytest.raises(ValueError, match=f"^{reason}"):
+            make()
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(trainer, state := state_of(trainer, 2))
+        checkpoints.wait()
+        with pytest.raises(ValueError, match=r"^step \(=2\) must be above 2, that of the newest checkpoint in "):
+            checkpoints.save(trainer, state)
+        with pytest.raises(ValueError, match=r"data_position \(=\{1\}\) must be JSON"):
+            checkpoints.save(trainer, state, data_position={1})
+        trainer.step(state, {"x": np.ones((4, 100), np.float32)})
+        with pytest.raises(ValueError, match="was donated to an earlier step"):
+            checkpoints.save(trainer, state)
