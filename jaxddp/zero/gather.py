@@ -10,6 +10,8 @@ and returned in the master's.
 from __future__ import annotations
 
 import itertools
+import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +27,8 @@ from ..communication.sharding import Cut
 from ..layout import Leaf
 from ..scopes import SYNC_SCOPE
 from ..strategy import Ranks
+
+_TREE_FUNCTIONS = ("jax.tree", "jax.tree_util", "jax._src.tree", "jax._src.tree_util")
 
 
 @dataclass(frozen=True)
@@ -57,17 +61,17 @@ class Shard:
         self.local, self.held = local, held
 
     def tree_flatten(self) -> tuple[tuple[Any], Held]:
-        """As JAX asks for it."""
-        return (self.local,), self.held
+        """Gives JAX's transformations the array, and tree functions of a loss a leaf that has the full shape."""
+        return (_Leaf(self.local, self.held) if _is_called_by_a_loss() else self.local,), self.held
 
     @classmethod
     def tree_unflatten(cls, held: Held, children: tuple[Any]) -> Shard:
         """Undoes ``tree_flatten``."""
-        return cls(children[0], held)
+        return cls(children[0].local if isinstance(children[0], _Leaf) else children[0], held)
 
     def __getitem__(self, index: Any) -> Shard:
         """Rows of a stack."""
-        return Shard(self.local[index], self.held)
+        return type(self)(self.local[index], self.held)
 
     @property
     def cut(self) -> Cut:
@@ -94,6 +98,11 @@ class Shard:
         return tuple(shape)
 
     @property
+    def size(self) -> int:
+        """Number of elements of the full parameter."""
+        return math.prod(self.shape)
+
+    @property
     def ndim(self) -> int:
         """Number of dimensions of the full parameter."""
         return len(self.shape)
@@ -116,6 +125,18 @@ class Shard:
 
     def _of_last(self, each: Sequence[Any]) -> Sequence[Any]:
         return each if self.held.leaf.is_padded else each[len(each) - self.local.ndim :] if each else each
+
+
+class _Leaf(Shard):
+    """A shard as a leaf of its own: no tree, so that tree functions show its full shape and not the array's."""
+
+
+def _is_called_by_a_loss() -> bool:
+    """Whether a tree function is called by anything but JAX, or by Flax, which hands leaves on to JAX."""
+    frame: Any = sys._getframe(2)
+    while (module := frame.f_globals.get("__name__", "")) in _TREE_FUNCTIONS:
+        frame = frame.f_back
+    return module.partition(".")[0] not in ("jax", "flax")
 
 
 def gather(shards: Sequence[Shard], ranks: Ranks) -> list[jax.Array]:

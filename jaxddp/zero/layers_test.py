@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax import lax
 
 import jaxddp
@@ -33,9 +34,19 @@ def scan(params, batch):
     return mean_square(x, batch)
 
 
+def scan_of_checkpoints(params, batch):
+    body = jax.checkpoint(lambda x, one: (dense(one, x), None))
+    return mean_square(lax.scan(body, batch["x"], params["stack"])[0], batch)
+
+
 def rows_of_a_stack(params, batch):
     stack = params["stack"]
     rows = [{"kernel": stack["kernel"][i, :, :], "bias": stack["bias"][i]} for i in range(NUM_LAYERS)]
+    return mean_square(chain(rows, batch["x"]), batch)
+
+
+def rows_by_a_tree_function(params, batch):
+    rows = [jax.tree.map(lambda leaf: leaf[i], params["stack"]) for i in range(NUM_LAYERS)]  # noqa: B023
     return mean_square(chain(rows, batch["x"]), batch)
 
 
@@ -43,8 +54,18 @@ def each_in_a_jit(params, batch):
     return mean_square(chain(params["layers"], batch["x"], jax.jit(lambda one, x: dense(one, x))), batch)
 
 
+def a_checkpoint_in_each(params, batch):
+    unit = jaxddp.layer(jax.checkpoint(lambda one, x: jnp.tanh(x @ one["kernel"] + one["bias"])))
+    return mean_square(chain(params["layers"], batch["x"], unit), batch)
+
+
 def each_in_a_checkpoint(params, batch):
     return mean_square(chain(params["layers"], batch["x"], jax.checkpoint(lambda one, x: dense(one, x))), batch)
+
+
+def one_unit_twice(params, batch):
+    layers = params["layers"]
+    return mean_square(chain([layers[0], layers[1], layers[0]], batch["x"]), batch)
 
 
 def vmapped_over_examples(params, batch):
@@ -68,14 +89,36 @@ def used_outside_and_closed_over(params, batch):
     return mean_square(unit(params["layers"][1], jnp.einsum("bi,ij->bj", batch["x"], kernel)), batch)
 
 
+def gradient_inside_of_a_unit(params, batch):
+    unit = jaxddp.layer(lambda one, x: x - jax.grad(lambda x: jnp.sum(dense.__wrapped__(one, x)))(x))
+    return mean_square(chain(params["layers"], batch["x"], unit), batch)
+
+
 def keys(params, batch, key):
     unit = jaxddp.layer(lambda one, x, key: dense(one, x) * jax.random.bernoulli(key, 1.0, x.shape))
     return mean_square(chain(params["layers"], batch["x"], lambda one, x: unit(one, x, key)), batch)
 
 
-def flax_module(params, batch):
-    module = nn.Dense(WIDTH, param_dtype=jnp.float64)
-    return mean_square(module.apply({"params": params["layers"][0]}, batch["x"]), batch)
+def linen_apply(params, x):
+    return nn.Dense(WIDTH, param_dtype=jnp.float64).apply({"params": params}, x)
+
+
+def linen_modules(params, batch):
+    return mean_square(chain(params["layers"], batch["x"], linen_apply), batch)
+
+
+def linen_modules_in_units(params, batch):
+    return mean_square(chain(params["layers"], batch["x"], jaxddp.layer(linen_apply)), batch)
+
+
+def nnx_modules_in_units(params, batch):
+    graph, _ = nnx.split(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)))
+
+    @jaxddp.layer
+    def unit(one, x):
+        return nnx.merge(graph, nnx.State({name: nnx.Param(leaf) for name, leaf in one.items()}))(x)
+
+    return mean_square(chain(params["layers"], batch["x"], unit), batch)
 
 
 # A unit is gathered in the forward and in the backward; a loop's last one keeps its parameters.
@@ -83,15 +126,22 @@ UNROLLED, EVERY_ONE_TWICE = 2 * NUM_LAYERS - 1, 2 * NUM_LAYERS
 GATHERS = {
     loop: UNROLLED,
     scan: EVERY_ONE_TWICE,
+    scan_of_checkpoints: 3 * NUM_LAYERS,
     rows_of_a_stack: UNROLLED,
+    rows_by_a_tree_function: UNROLLED,
     each_in_a_jit: EVERY_ONE_TWICE,
+    a_checkpoint_in_each: UNROLLED,
     each_in_a_checkpoint: 3 * NUM_LAYERS,
-    vmapped_over_examples: UNROLLED,
+    one_unit_twice: UNROLLED,
+    vmapped_over_examples: EVERY_ONE_TWICE,  # inside of vmap the last unit is not told from the others
     penalty_over_leaves: 1 + UNROLLED,  # kernels first, biases in units
     gradient_inside: None,
+    gradient_inside_of_a_unit: UNROLLED,
     used_outside_and_closed_over: 1 + 1,
     keys: UNROLLED,
-    flax_module: 1,
+    linen_modules: 1,
+    linen_modules_in_units: UNROLLED,
+    nnx_modules_in_units: UNROLLED,
 }
 
 
@@ -100,7 +150,7 @@ def test_gradients_are_those_of_one_device_and_units_are_gathered_when_used(loss
     rng = np.random.default_rng(0)
     layers = [{"kernel": rng.normal(size=(WIDTH, WIDTH)), "bias": rng.normal(size=WIDTH)} for _ in range(NUM_LAYERS)]
     params = {"layers": layers}
-    if loss_fn in (scan, rows_of_a_stack):
+    if loss_fn in (scan, rows_of_a_stack, rows_by_a_tree_function, scan_of_checkpoints):
         params = {"stack": jax.tree.map(lambda *leaves: np.stack(leaves), *layers)}
     batch = {name: rng.normal(size=(4, WIDTH)) for name in "xy"}
     with jax.enable_x64(True):

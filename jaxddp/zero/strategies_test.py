@@ -290,5 +290,5 @@ def test_bad_options_are_refused(make, message):
 def test_shards_of_an_unknown_model_are_refused(model):
     loss_fn, params, batch = model
     state = trainer_of(loss_fn, jaxddp.zero3()).init(params)
-    with pytest.raises(ValueError, match="shards of a model not seen yet: call init or abstract_state first"):
+    with pytest.raises(ValueError, match="call init or abstract_state with its parameters first"):
         trainer_of(loss_fn, jaxddp.zero3()).step(state, batch)
