@@ -79,7 +79,7 @@ def on_blocks(
     *,
     are_shards: bool,
 ) -> Means:
-    """Calls ``function(grads, divisor, number)`` on each device of a rank; the means are shards, or full as they are."""
+    """Calls ``function(grads, divisor, number)`` on each device of a rank; the means are shards, or full."""
     if not layout.ranks.other_axes:
         return function(grads, divisor, number)
     given, found = ({name: layout.spec(name, is_shard=one) for name in grads} for one in (False, are_shards))

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import jaxddp.communication.compression
 import numpy as np
 import optax
 import pytest
@@ -10,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 import jaxddp
-import jaxddp.communication.compression
 import torchref
 import torchref.communication.compression
 from torchref.train import local_rows

@@ -20,7 +20,8 @@ from benchmarks.ranks import Ranks
 from benchmarks.training import torch_side
 from benchmarks.training.rank import PROBES, check, compare_frameworks, distance, exposed, train
 from benchmarks.training.setup import StrategySpec, TrainingSetup
-from benchmarks.training.silent import stepped_without_communication, traced_without_communication
+from benchmarks.training.silent import stepped_without_communication
+from jaxddp.strategy import without_communication
 from torchref.communication.collectives import record
 from torchref.launch import shared_pool
 from torchref.models import build, loss_fn
@@ -155,13 +156,11 @@ def test_jax_sends_nothing_but_loss_and_norms_when_kept_silent(strategy):
     batch = np.ones((8, 16), np.float32)
     kept = []
     for silent in (False, True):
-        trainer = jaxddp.Trainer(loss, optax.sgd(0.1), jaxddp.make_strategy(strategy), jaxddp.data_mesh(2))
+        made = jaxddp.make_strategy(strategy)
+        made = without_communication(made) if silent else made
+        trainer = jaxddp.Trainer(loss, optax.sgd(0.1), made, jaxddp.data_mesh(2))
         state = trainer.init(params)
-        if silent:
-            with traced_without_communication():
-                program = trainer.compile(state, batch)
-        else:
-            program = trainer.compile(state, batch)
+        program = trainer.compile(state, batch)
         kept.append(jaxddp.gradient_collectives(program))
         state, metrics = trainer.step(state, batch)
         jax.block_until_ready(state)
