@@ -12,7 +12,6 @@ from jaxddp.arguments import check_integer
 from jaxddp.checkpoint import Checkpoints
 from jaxddp.checkpoint.weights import export_weights
 from jaxddp.communication.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter, send_recv
-from jaxddp.communication.compression import make_compression
 from jaxddp.communication.ring import ring_all_reduce
 from jaxddp.flax import from_nnx
 from jaxddp.planning.cost.memory import exact_state_bytes
@@ -52,8 +51,7 @@ FUNCTIONS = {
     "max_grad_norm": (lambda value: trainer(max_grad_norm=value), {None, 1.5, np.float32(2)}),
     "param_specs": (lambda value: trainer(param_specs=value), {None}),
     "grad_dtype": (lambda value: trainer(grad_dtype=value), {None, np.float32(2)}),
-    "a trainer's compute_dtype": (lambda value: trainer(compute_dtype=value), {None, np.float32(2)}),
-    "loss_scale": (lambda value: trainer(loss_scale=value, nonfinite="skip"), {None}),
+    "compute_dtype": (lambda value: trainer(compute_dtype=value), {None, np.float32(2)}),
     "nonfinite": (lambda value: trainer(nonfinite=value), set()),
     "state_sync": (lambda value: trainer(state_sync=value), set()),
     "model": (lambda value: from_nnx(value, loss_fn), set()),
@@ -66,16 +64,14 @@ FUNCTIONS = {
     "plan of a state": (of_state("plan", BATCH), set()),
     "planned of a state": (of_state("planned", BATCH), set()),
     "params of a state": (of_state("params"), set()),
-    "check_replicas of a state": (of_state("check_replicas"), set()),
+    "check_replicas of a state": (lambda value: jaxddp.check_replicas(trainer(), value), set()),
     "step of a batch": (lambda value: trainer().step(trainer().init(PARAMS), value), {"array"}),
     "a leaf of a batch": (lambda value: trainer().step(trainer().init(PARAMS), {"x": value}), {"array"}),
     "bucketed": (jaxddp.bucketed, {None, 1.5, np.float32(2)}),
-    "compression": (lambda value: jaxddp.zero1(compression=value), set()),
+    "hook": (lambda value: jaxddp.bucketed(hook=value), {None, jax.jit}),
     "accumulate": (lambda value: jaxddp.zero2(accumulate=value), set()),
     "min_shard_elements": (lambda value: jaxddp.zero3(min_shard_elements=value), set()),
-    "compute_dtype": (lambda value: jaxddp.zero3(compute_dtype=value), {None, np.float32(2)}),
     "make_strategy": (jaxddp.make_strategy, set()),
-    "make_compression": (make_compression, set()),
     "layer": (jaxddp.layer, {jax.jit}),
     "clip_by_global_norm": (jaxddp.clip_by_global_norm, {1.5, np.float32(2)}),
     "shard_optimizer": (lambda value: jaxddp.shard_optimizer(value, "data"), set()),
@@ -145,8 +141,8 @@ def test_the_most_likely_ones_are_told_what_to_write():
         trainer(strategy="bucketed")
     with pytest.raises(ValueError, match=r"^optimizer \(=<function adam .*\) must be an optax transformation, such as"):
         trainer(optimizer=optax.adam)
-    with pytest.raises(ValueError, match=r"^compression \(='bf16'\) must be a compression, such as"):
-        jaxddp.bucketed(compression="bf16")
+    with pytest.raises(ValueError, match=r"^hook \(='bf16'\) must be a function"):
+        jaxddp.bucketed(hook="bf16")
 
 
 @pytest.mark.parametrize("root", [1.5, True, "0", None])

@@ -9,7 +9,6 @@ from flax import nnx
 from jax import lax
 
 import jaxddp
-from jaxddp.communication import compression
 from jaxddp.flax import from_nnx
 
 torch = pytest.importorskip("torch")
@@ -66,7 +65,7 @@ def test_losses_of_every_kind(kind):
 
 
 def test_what_parts_is_shown_with_its_first_step_and_parameter():
-    lossy = jaxddp.bucketed(compression=compression.bf16)
+    lossy = jaxddp.bucketed(hook=jaxddp.hooks.bf16)
     with pytest.raises(jaxddp.parity.ParityError) as caught:
         jaxddp.parity.check(loss_fn, optax.sgd(0.1), PARAMS, BATCHES, strategies=["naive", lossy], num_ranks=[2])
     first, line = str(caught.value).splitlines()

@@ -10,11 +10,11 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jaxddp
-from jaxddp.communication import compression
 from jaxddp.communication.buckets import MIB
+from jaxddp.communication.planned import planned_collectives
 from jaxddp.instruments.schedule import read_schedule
 from jaxddp.models import build
-from jaxddp.strategy import planned_collectives
+from jaxddp.strategy import without_communication
 from jaxddp.tree import tensor_specs
 
 NUM_RANKS = 4
@@ -118,7 +118,7 @@ def own_shard_map(loss_fn, params, batch, strategy, check_vma=True):
     def mean_gradients(params, batch):
         local = jax.tree.map(lambda leaf: jax.lax.pcast(leaf, "data", to="varying"), params)
         grads = jax.grad(loss_fn)(local, batch)
-        return jaxddp.sync_gradients(grads, plan, "data", compression=strategy.compression)
+        return jaxddp.sync_gradients(grads, plan, "data")
 
     mesh = jaxddp.data_mesh(NUM_RANKS)
     in_specs = (PartitionSpec(), PartitionSpec("data"))
@@ -208,13 +208,49 @@ def test_what_the_plan_leaves_out_is_equal_on_all_ranks_and_not_sent():
     assert jaxddp.gradient_collectives(run.lower(x).compile()) == [("all-reduce", 8)]
 
 
-def test_noop_sends_nothing_and_packs_all_the_same(model):
+def test_without_communication_nothing_is_sent_and_buckets_are_packed_all_the_same(model):
     loss_fn, params, batch = model
-    strategy = jaxddp.bucketed(0.005, compression=compression.noop)
+    strategy = without_communication(jaxddp.bucketed(0.005))
     trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), strategy, jaxddp.data_mesh(NUM_RANKS))
     state = trainer.init(params)
     assert trainer.planned(state, batch) == jaxddp.gradient_collectives(trainer.compile(state, batch)) == []
     assert "concatenate" in trainer.compile(state, batch).as_text()
+
+
+def in_two_parts(buffer, axis):
+    """A reduce-scatter and an all-gather instead of an all-reduce."""
+    flat = buffer.reshape(-1)
+    padded = jnp.pad(flat, (0, -flat.size % NUM_RANKS))
+    part = jax.lax.psum_scatter(padded, axis, tiled=True)
+    return jax.lax.all_gather(part, axis, tiled=True)[: flat.size].reshape(buffer.shape)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize(
+    ("hook", "atol"),
+    # Of gradients whose sums are up to 4: what bfloat16 and float16 round them to, or the order of float32 sums.
+    [(jaxddp.hooks.bf16, 4 * 2**-8), (jaxddp.hooks.fp16, 4 * 2**-11), (in_two_parts, 1e-6)],
+    ids=["bf16", "fp16", "own"],
+)
+def test_what_a_hook_sends_is_planned_and_its_sums_are_used(hook, atol, num_microbatches):
+    def loss_fn(params, x):
+        return jnp.mean(jnp.tanh(x @ params["w"] + params["b"]) @ params["v"])
+
+    rng = np.random.default_rng(0)
+    shapes = {"w": (8, 16), "b": (16,), "v": (16, 3)}
+    params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    x, found = rng.normal(size=(16, 8)).astype(np.float32), []
+    for strategy in (jaxddp.bucketed(0.0003, hook=hook), jaxddp.bucketed(0.0003)):
+        trainer = jaxddp.Trainer(
+            loss_fn, optax.sgd(1.0), strategy, jaxddp.data_mesh(NUM_RANKS), num_microbatches=num_microbatches
+        )
+        state = trainer.init(params)
+        planned = trainer.planned(state, x)
+        assert len(planned) == 2 * (1 + (strategy.hook is in_two_parts))
+        assert jaxddp.gradient_collectives(trainer.compile(state, x)) == sorted(planned)
+        found.append(trainer.params(trainer.step(state, x)[0]))
+    for name, exact in found[1].items():
+        np.testing.assert_allclose(found[0][name], exact, rtol=0, atol=atol)
 
 
 def test_one_rank_communicates_nothing():

@@ -15,10 +15,7 @@ TWINS = (
     "plain",
     "communication/buffers",
     "communication/collectives",
-    "communication/compression",
-    "communication/low_rank",
     "communication/ring",
-    "communication/sharding",
     "models/toy",
     "models/transformer",
     "models/functional",
@@ -27,13 +24,11 @@ TWINS = (
 ONLY_IN_ONE = {
     "plain": {"layer"},
     "communication/collectives": {
-        *("Issued", "Pending", "record"),
+        *("Issued", "Pending", "record", "silent", "is_silent"),
         "axis_size",  # torch has get_world_size
         *("all_reduce_as_one", "joins_arrays", "jaxlib_version"),  # what XLA joins, and from which version on
     },
     "communication/buffers": {"check_dense", "tensor_spec", "pack_small", "unpack_small"},
-    "communication/low_rank": {"apply_residual", "merge_memory", "split_memory"},
-    "communication/sharding": {"Blocks", "Cut", "local_shard"},
 }
 
 
@@ -55,17 +50,17 @@ def test_twins_have_the_same_public_names_in_the_same_order(file):
 
 
 FILES = {name: f"ddp/{name}" for name in ("naive", "flat", "overlapped", "bucketed")} | {
-    f"zero{stage}": f"zero/stage{stage}" for stage in (1, 2, 3)
+    "zero1": "zero/stages_1_and_2",
+    "zero2": "zero/stages_1_and_2",
+    "zero3": "zero/stage3",
 }
 
 
-def test_each_strategy_has_a_file_of_its_own_in_both_packages():
+def test_each_strategy_has_its_file_in_both_packages():
     assert list(jaxddp.STRATEGIES) == list(torchref.STRATEGIES) == list(FILES)
     for name, file in FILES.items():
-        strategies = [public for public in public_names(jaxddp, file) if public in jaxddp.STRATEGIES]
-        assert strategies == [name]
-        (twin,) = public_names(torchref, file)
-        assert torchref.STRATEGIES[name].__name__ == twin
+        assert name in public_names(jaxddp, file)
+        assert torchref.STRATEGIES[name].__module__.split(".")[1] == file.split("/")[0]
     for package in (jaxddp, torchref):
         folder = Path(package.__file__).parent
         files = {path.stem for path in folder.glob("ddp/*.py") if not path.stem.endswith("_test")} - {"__init__"}

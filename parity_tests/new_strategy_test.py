@@ -4,6 +4,7 @@ from contextlib import contextmanager
 
 import torchref
 from jaxddp.communication.buckets import Bucket, BucketPlan
+from jaxddp.replicated import replicated
 from torchref.replicated import Replicated
 
 from .cases import STRATEGIES, Case, StrategyCase, tolerance
@@ -44,7 +45,7 @@ def test_a_new_strategy_trains_like_the_others(ranks):
     from . import jax_side, torch_side
 
     def pairs():
-        return jaxddp.Strategy("pairs", plan_pairs)
+        return replicated("pairs", plan_pairs)
 
     case = Case("pairs()", "adamw", 2, "toy", "float64", 3, 0.05)
     with jax_side.jax.enable_x64(True):

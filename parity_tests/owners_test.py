@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import torch
-from jaxddp.zero.leaves import LeafOwners
 from torch import nn
 
 import torchref
+from jaxddp.zero.owners import LeafOwners
 
 SHAPES = ((8, 8), (30,), (8, 8), (5, 7), (64, 3), (1,), (0,), (8, 8), (11, 11), (30,))
 

@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 import jaxddp
 import jaxddp.models
-import jaxddp.strategy
 import torchref
 import torchref.models
 from jaxddp.checkpoint.interop import torch_names
-from jaxddp.strategy import plan_trace, trace_gradients
+from jaxddp.communication.planned import plan_trace, trace_gradients
+from jaxddp.communication.planned import planned_collectives as planned_in_jax
 from torchref.communication.buffers import tensor_spec
 from torchref.strategy import planned_collectives
 
@@ -91,8 +91,7 @@ def test_default_plans_are_the_same(ranks, model):
         # ``order`` here, reverses the registration.
         assert (name, buckets) == (name, ours)
         assert collectives == [
-            jaxddp.strategy.planned_collectives(strategy, plan, NUM_RANKS, num_microbatches=count)
-            for count in NUM_MICROBATCHES
+            planned_in_jax(strategy, plan, NUM_RANKS, num_microbatches=count) for count in NUM_MICROBATCHES
         ]
         if model == "byte" and name in ("bucketed", "zero1", "zero2"):
             assert len(buckets) > 1  # or the caps would not have been compared

@@ -97,9 +97,9 @@ def test_the_caps_of_all_reduces_grow_fourfold_to_an_eighth():
 
 def test_ten_thousand_tensors_plan_in_well_under_a_second():
     tensors = [TensorSpec(f"layers.{i}.kernel", (64, 64), "float32") for i in range(10_000)]
-    start = time.perf_counter()
+    start = time.process_time()
     plan = plan_buckets(tensors, 1)
-    assert time.perf_counter() - start < 0.5  # 0.03 s where this was written
+    assert time.process_time() - start < 0.5  # 0.03 s where this was written
     assert len(plan.names) == 10_000
     assert len(plan.buckets) == math.ceil(10_000 / 64)
 

@@ -78,7 +78,7 @@ class Cut:
         """Cuts a full tensor into the flat shards of all ranks, ``[N, chunk]``."""
         if self.dim is not None:
             front, back = self.shape[: self.dim], self.shape[self.dim + 1 :]
-            apart = tensor.reshape(*front, self.num_ranks, -1, *back)
+            apart = tensor.reshape(*front, self.num_ranks, self.shard_shape[self.dim], *back)
             numpy = np if isinstance(tensor, np.ndarray) else jnp
             return numpy.moveaxis(apart, self.dim, 0).reshape(self.num_ranks, self.chunk)
         pad = np.pad if isinstance(tensor, np.ndarray) else jnp.pad

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+from ..arguments import check_function
 from ..communication.buckets import BucketMb, BucketPlan, Rule, TensorSpec, plan_all_reduces
 from ..communication.hooks import Hook
 from ..network import Network
@@ -45,6 +46,8 @@ def bucketed(
     Raises:
         ValueError: If a cap, the rule or the network is out of range, or ``"auto"`` has no network.
     """
+    if hook is not None:
+        check_function("hook", hook, "a function (buffer, axis) -> sum over the ranks, or None")
     if bucket_mb == "auto":
         if network is None:
             raise ValueError("bucket_mb (='auto') must come with network=, in 10^9 bytes per second per rank")

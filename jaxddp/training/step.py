@@ -113,7 +113,8 @@ def train_step(run: Run, plan: BucketPlan, state: TrainState, batch: Any) -> tup
     grads, parts, token = found
     parts = sum_over_ranks(parts, ranks)
     num_parts = ranks.num_ranks * run.num_microbatches
-    divisor = denominator(parts.loss, num_parts) + token
+    with jax.numpy_dtype_promotion("standard"):
+        divisor = denominator(parts.loss, num_parts) + token
     if reduces_each:
         means = Means({name: divide_total(grad, divisor) for name, grad in grads.items()})
     else:

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import jaxddp
+from jaxddp import replicated
 from jaxddp.communication import reduction
 from jaxddp.training import wide_products
 from jaxddp.training.wide_products import with_wide_products
@@ -127,7 +128,8 @@ def test_float32_functions_and_effects_are_called_once(capfd):
     ],
 )
 def test_the_step_takes_them_where_it_sends_gradients_uncopied(monkeypatch, strategy, options, is_wide):
-    monkeypatch.setattr(reduction, "joins_arrays", lambda: True)  # as on GPUs
+    for module in (reduction, replicated):
+        monkeypatch.setattr(module, "joins_arrays", lambda: True)  # as on GPUs
 
     def loss_fn(params, batch):
         return jnp.mean((batch["x"].astype(jnp.bfloat16) @ params["gate"]).astype(jnp.float32) ** 2)
