@@ -223,7 +223,7 @@ def _notes(plan: Plan) -> list[str]:
     if cluster.torus and not cluster.axes(*job.ranks[:2]).is_exact:
         found.append(
             f"groups of {job.fsdp} and {job.tp} are not products of whole axes of "
-            f"{'x'.join(map(str, cluster.torus))}: the number of axes of each is assumed, see --fsdp-axes"
+            f"{'x'.join(map(str, cluster.torus))}: the number of axes of each is assumed"
         )
     if any(side < 4 for side in cluster.torus):
         found.append("axes of fewer than 4 chips have no wrap-around links: communication is slower than assumed")
