@@ -71,7 +71,7 @@ def add_parser(commands: Any) -> None:
     assumed.add_argument("--overlapped-axes", action="store_true", help="collectives of FSDP and TP run at the same "
                          "time (default: one after the other)")  # fmt: skip
     assumed.add_argument("--with-backward", dest="passes", action="store_const", const="both", help="judge forward and "
-                         "backward together (default: the forward, or the backward where nothing is gathered)")  # fmt: skip
+                         "backward together (default: the forward; the backward if nothing is gathered)")  # fmt: skip
     assumed.add_argument("--ring-factors", action=argparse.BooleanOptionalAction, help="count (n-1)/n of the bytes of "
                          "a ring (default: on GPUs)")  # fmt: skip
     add("--verify", action="store_true", help="compile the step for the target, without having one, and compare its "
