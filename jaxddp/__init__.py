@@ -119,6 +119,7 @@ _MODULES = {
     "inspect": ".instruments.inspect",
     "tune_buckets": ".instruments.tuning",
     "flax": ".flax",
+    "network": ".network",
     "parity": ".parity",
     "targets": ".instruments.targets",
 }

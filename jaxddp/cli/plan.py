@@ -65,6 +65,8 @@ def add_parser(commands: Any) -> None:
     hardware.add_argument("--link-gb-per-s", type=float, metavar="GB", help="10^9 bytes per second that a device can "
                           "send within its host; on a TPU over one axis of its torus, in both directions")  # fmt: skip
     hardware.add_argument("--host-link-gb-per-s", type=float, metavar="GB", help="the same to other hosts, on GPUs")
+    hardware.add_argument("--network-file", metavar="FILE", help="measured collectives of a host, as for inspect; "
+                          "their rate and latency replace --link-gb-per-s and --latency-us")  # fmt: skip
     hardware.add_argument("--latency-us", type=float, metavar="US", help="microseconds per all-reduce (default: 15)")
 
     assumed = parser.add_argument_group("assumptions of compute-bound")
@@ -108,6 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _job(arguments: argparse.Namespace) -> Any:
     from ..communication.buckets import dtype_bytes
+    from ..network import from_file, measured
     from ..planning.chips import target
     from ..planning.cost import memory
     from ..planning.cost.checks import check_count
@@ -122,6 +125,10 @@ def _job(arguments: argparse.Namespace) -> Any:
     tp = arguments.tp or (DEFAULT_TP if is_example else 1)
     fsdp = arguments.fsdp or (DEFAULT_FSDP if is_example else max(1, machine.num_devices // tp))
     element_bytes = dtype_bytes(arguments.dtype)
+    if (path := arguments.network_file) is not None:
+        one_host = f"{machine.chip.name}:{machine.devices_per_host}"
+        found = measured(one_host) if path == "measured" else from_file(path)
+        arguments.link_gb_per_s, arguments.latency_us = found.gb_per_s, found.latency_us
     by_hand = ("flops_per_s", "link_gb_per_s", "host_link_gb_per_s", "latency_us")
     cluster = cluster_of(
         machine, arguments.dtype, memory_bytes=None if arguments.memory_gb is None else arguments.memory_gb * 1e9,

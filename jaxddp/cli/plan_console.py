@@ -211,6 +211,7 @@ def _assumptions(plan: Plan) -> list[str]:
         f"collectives of different axes {'at the same time' if given.overlapped_axes else 'one after the other'}",
         f"r(n) = {'(n-1)/n' if given.ring_factors else '1'} of a buffer sent",
         f"{given.element_bytes:g} bytes per element sent and kept",
+        f"{plan.job.cluster.link_gb_per_s:g} GB/s a device and {plan.job.cluster.latency_us:g} us a call",
         f"products in {plan.job.cluster.products or 'any dtype'} at {plan.job.cluster.flops_per_s:g} FLOP/s",
         "{:g} + {:g} + {:g} + {:g} bytes a parameter (value, gradient, optimizer, sum of micro-batches)".format(
             *plan.job.held

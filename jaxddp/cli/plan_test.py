@@ -76,6 +76,12 @@ def test_shapes_and_machines_by_hand(capsys):
     assert slow["min_tokens"] > 10 * planned("--model xl --target h100:2x8", capsys)["min_tokens"]
 
 
+def test_a_measured_network_gives_its_rate_and_latency(capsys):
+    found = planned("--model seed_xl --target h100:8 --network-file measured", capsys)
+    assumed = found["assumptions"]
+    assert assumed["link_gb_per_s"] == pytest.approx(402, abs=1) and assumed["latency_us"] == pytest.approx(26.2, abs=1)
+
+
 def test_precision_stage_and_accumulation(capsys):
     options = "--model seed_xl --target h100:8 --tokens 65536 --accumulation-steps 2"
     found = planned(f"{options} --stage 1 --precision mixed-fp32-sums", capsys)["bytes_per_device"]

@@ -63,7 +63,7 @@ def test_a_step_by_hand():
     ],
 )  # fmt: skip
 def test_the_network_is_named_with_where_it_comes_from(spec, gb_per_s, words):
-    assert network_in_words(target(spec), network_of(target(spec), gb_per_s, 20)) == f"network: {words}"
+    assert network_in_words(target(spec), network_of(target(spec), gb_per_s, 20)) == f"network, assumed: {words}"
 
 
 def random_program(rng, depth=0):
