@@ -4,7 +4,7 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from jaxddp.instruments.targets import mesh, target_of
+from jaxddp.instruments.targets import mesh, target_of, topology_arguments
 from jaxddp.mesh import data_mesh, platform_of
 from jaxddp.planning.chips import CHIPS, chip_of, target
 
@@ -95,3 +95,10 @@ def test_a_device_of_another_name_is_not_taken_for_a_known_one(kind):
         ValueError, match=rf"^device kind \(='{kind}'\) must be one whose numbers are known: NVIDIA H100 "
     ):
         chip_of(kind)
+
+
+@pytest.mark.parametrize(("spec", "links"), [("h100:8", 18), ("h200:8", 18), ("a100:4", 12), ("b200:2", 18)])
+def test_gpus_are_described_with_their_links(spec, links):
+    """Without them XLA from jax 0.11 on leaves its own kernels for small all-reduces out."""
+    described = topology_arguments(target(spec))["target_config"]
+    assert f"device_interconnect_info {{ active_links: {links} }}" in described
