@@ -334,7 +334,10 @@ def platform_of_text(text: str) -> str:
 
 def name_of(strategy: str | Strategy) -> str:
     """Gives the name that a strategy has in tables."""
-    return strategy if isinstance(strategy, str) else strategy.name + " by leaves" * strategy.shards_leaves
+    if isinstance(strategy, str):
+        return strategy
+    variant = getattr(strategy, "variant", "by leaves" if getattr(strategy, "shards_leaves", False) else "")
+    return f"{strategy.name} {variant}".rstrip()
 
 
 def _make(name: str | Strategy, bucket_mb: Any, network: Network) -> Strategy:
