@@ -123,6 +123,7 @@ _MODULES = {
     "inspect": ".instruments.inspect",
     "tune_buckets": ".instruments.tuning",
     "flax": ".flax",
+    "network": ".network",
     "parity": ".parity",
     "targets": ".instruments.targets",
 }

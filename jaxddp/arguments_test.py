@@ -108,7 +108,6 @@ FUNCTIONS = {
     "timeout_s": (lambda value: jaxddp.start_process("127.0.0.1:1", 1, 0, timeout_s=value), {1.5, np.float32(2)}),
     "process_id": (lambda value: jaxddp.start_process("127.0.0.1:1", 1, value), set()),
     "a directory": (Checkpoints, {"x"}),
-    "check_finite": (lambda value: Checkpoints("here", check_finite=value), {True}),
     "warn": (lambda value: Checkpoints("here", warn=value), {jax.jit}),
     "trainer of a save": (lambda value: Checkpoints("here").save(value, trainer().init(PARAMS)), set()),
     "state of a save": (lambda value: Checkpoints("here").save(trainer(), value), set()),
@@ -116,7 +115,6 @@ FUNCTIONS = {
         lambda value: Checkpoints("here").save(trainer(), trainer().init(PARAMS), set_aside=value), {True}
     ),
     "trainer of a restore": (lambda value: Checkpoints("here").restore(value, PARAMS), set()),
-    "fresh": (lambda value: Checkpoints("here").restore_params(PARAMS, fresh=value), set()),
     "elements of a leaf": (lambda value: exact_state_bytes([value], 1, 2), {np.float32(2), True}),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""A network as two numbers: bandwidth per rank, and latency per call.
+"""How long a collective takes: by measured curves, or by two assumed numbers, bandwidth per rank and latency per call.
 
 For S bytes over N ranks that each send W bytes per second, with ring algorithms and one latency o per all-reduce:
 
@@ -11,16 +11,26 @@ bytes per rank: the same formula with n, S and the link's W, plus that with H, S
 from rank to rank directly has no first and second: an all-to-all sends (n-1)/N S within its host and (N-n)/N S to
 others, a permutation S either way, and the slower of the two counts.
 
+A measured network (``measured``, ``from_file``) has the times of collectives within a host by kind, ranks and bytes. A
+size between two measured ones is interpolated in the logarithms of both, as is a number of ranks; beyond the table the
+nearest row's rate is taken, and ``assumed`` says so. What was not measured, kinds and what hosts send to each other,
+follows from the two numbers.
+
 References:
     Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 2009.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 from .arguments import check_integer, is_number
 
@@ -43,6 +53,12 @@ _ALL_TO_ALL = ("all-to-all", "ragged-all-to-all")
 _DIRECT = (*_ALL_TO_ALL, "collective-permute", "send", "recv")  # from rank to rank, at both levels at once
 
 
+# (kind, ranks, rows of (bytes of the full buffer, seconds) by size)
+Curves = tuple[tuple[str, int, tuple[tuple[float, float], ...]], ...]
+_MEASURED = Path(__file__).with_name("measured_collectives.json")
+_AS_MEASURED = {"h200": "h100"}  # the same links
+
+
 @dataclass(frozen=True)
 class Network:
     """What connects the ranks.
@@ -52,6 +68,8 @@ class Network:
         latency_us: Microseconds per all-reduce call; other collectives have half of it.
         host_gb_per_s: What a rank can send to other hosts; ``gb_per_s`` when None.
         devices_per_host: Ranks per host; all of them when None.
+        curves: Measured times within a host; empty if the numbers above are all that is known.
+        source: Where the curves come from, in words.
 
     Raises:
         ValueError: If a speed is not a positive finite number, the latency is negative, or there are no devices per
@@ -66,6 +84,8 @@ class Network:
     latency_us: float = DEFAULT_LATENCY_US
     host_gb_per_s: float | None = None
     devices_per_host: int | None = None
+    curves: Curves = field(default=(), repr=False)
+    source: str = ""
 
     def __post_init__(self) -> None:
         """Checks the numbers."""
@@ -119,4 +139,136 @@ class Network:
 
     def seconds(self, kind: str, num_bytes: float, group: Sequence[int]) -> float:
         """Seconds of one collective that has the network to itself; 0 for a group of one."""
-        return self.latency_s(kind) + self.transfer_s(kind, num_bytes, group) if len(group) > 1 else 0.0
+        if len(group) < 2:
+            return 0.0
+        if not (curves := self._curves(kind)) or (local := self._ranks_of_a_host(group)) < 2:
+            return self.latency_s(kind) + self.transfer_s(kind, num_bytes, group)
+        levels = _at_ranks(curves, local, num_bytes), self.seconds_between_hosts(kind, num_bytes, group)
+        return max(levels) if kind in _DIRECT else sum(levels)
+
+    def assumed(self, kind: str, num_bytes: float, group: Sequence[int]) -> str:
+        """Says why ``seconds`` does not rest on measurements alone; empty if it does, or if nothing was measured."""
+        if not self.curves or len(group) < 2:
+            return ""
+        if not (curves := self._curves(kind)):
+            return f"{kind} was not measured: {self.gb_per_s:.0f} GB/s and {self.latency_us:.0f} us are assumed"
+        if (local := self._ranks_of_a_host(group)) < len(group):
+            return f"{kind} between hosts was not measured: {self.host_gb_per_s or self.gb_per_s:g} GB/s are assumed"
+        if local not in curves:
+            return f"{kind} was measured with {', '.join(map(str, curves))} ranks, not with {local}"
+        sizes = [size for size, _ in curves[local]]
+        if not sizes[0] <= num_bytes <= sizes[-1]:
+            return f"{kind} was measured from {sizes[0]:,.0f} to {sizes[-1]:,.0f} bytes: others are extrapolated"
+        return ""
+
+    def _curves(self, kind: str) -> dict[int, tuple[tuple[float, float], ...]]:
+        same = {"ragged-all-to-all": "all-to-all"}.get(kind, kind)
+        return {ranks: rows for name, ranks, rows in self.curves if name == same}
+
+    def _ranks_of_a_host(self, group: Sequence[int]) -> int:
+        per_host = self.devices_per_host or max(group) + 1
+        return max(Counter(device // per_host for device in group).values())
+
+
+def measured(spec: str, *, host_gb_per_s: float | None = None) -> Network:
+    """Gives the network of GPUs whose collectives were measured on one host, by a spec such as ``"h100:8"``.
+
+    ``host_gb_per_s`` is what a rank sends to other hosts, for ``"h100:4x8"``; that was not measured.
+
+    Raises:
+        ValueError: If nothing was measured for the chip.
+
+    Example:
+        >>> round(measured("h100:8").seconds("all-reduce", 2**20, range(8)) * 1e6, 1)
+        51.9
+    """
+    parts = re.fullmatch(r"(\w+):(?:(\d+)x)?(\d+)", spec)
+    if parts is None:
+        raise ValueError(f"spec (={spec!r}) must be chip:devices or chip:hosts x devices, as in 'h100:8' or 'h100:4x8'")
+    name, hosts, devices = parts.groups()
+    found = json.loads(_MEASURED.read_text())
+    if (chip := _AS_MEASURED.get(name, name)) not in found["us"]:
+        raise ValueError(f"chip (={name!r}) must be one whose collectives were measured: {', '.join(found['us'])}")
+    if hosts not in (None, "1") and host_gb_per_s is None:
+        raise ValueError(f"host_gb_per_s must be given for {spec!r}: nothing was measured between hosts")
+    network = _of_rows(_rows_of_table(found["us"][chip]), f"XLA's own table of one host with {chip.upper()}")
+    return replace(network, host_gb_per_s=host_gb_per_s, devices_per_host=int(devices))
+
+
+def from_file(path: str | Path) -> Network:
+    """Reads measured collectives of one host.
+
+    ``path`` is a run folder of ``python -m benchmarks collectives`` or ``nccl-tests``, its ``metrics.jsonl``, or a JSON
+    object ``{"us": {kind: {ranks: [[bytes of the full buffer, microseconds], ...]}}}``.
+
+    Raises:
+        ValueError: If it holds no such rows, a single size, or times that do not grow.
+        OSError: If it cannot be read.
+    """
+    path = Path(path)
+    file = path / "metrics.jsonl" if path.is_dir() else path
+    try:
+        if file.suffix == ".jsonl":
+            rows = _rows_of_run(json.loads(line) for line in file.read_text().splitlines() if line.strip())
+        else:
+            rows = _rows_of_table(json.loads(file.read_text())["us"])
+    except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"network file (={str(path)}) must hold measured collectives: {error!r}") from error
+    return _of_rows(rows, str(path))
+
+
+def _rows_of_table(table: Any) -> list[tuple[str, int, float, float]]:
+    return [
+        (kind, int(ranks), float(size), us * 1e-6)
+        for kind, by_ranks in table.items() for ranks, rows in by_ranks.items() for size, us in rows
+    ]  # fmt: skip
+
+
+def _rows_of_run(rows: Iterable[Any]) -> list[tuple[str, int, float, float]]:
+    right = (row for row in rows if row.get("check") == "ok" and row.get("collective") and row.get("median_ms"))
+    return [
+        (row["collective"].replace("_", "-"), int(row["num_ranks"]), float(row["size_bytes"]), row["median_ms"] * 1e-3)
+        for row in right
+    ]
+
+
+def _of_rows(rows: Sequence[tuple[str, int, float, float]], source: str) -> Network:
+    """A network of curves; its two numbers are those of the most ranks' all-reduce, or of another kind without one."""
+    curves: dict[tuple[str, int], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for kind, ranks, size, seconds in rows:
+        if kind in _VOLUMES:
+            curves[kind, ranks][size].append(seconds)
+    if not curves:
+        raise ValueError(f"network file (={source}) must hold measured collectives: it has none")
+    found: dict[tuple[str, int], tuple[tuple[float, float], ...]] = {}
+    for (kind, ranks), times in sorted(curves.items()):
+        curve = found[kind, ranks] = tuple((size, min(times[size])) for size in sorted(times))
+        if len(curve) < 2 or curve[-1][1] <= curve[0][1] or min(min(row) for row in curve) <= 0 or ranks < 2:
+            raise ValueError(f"{source}: {kind} of {ranks} ranks must have several sizes, with times that grow")
+    kind, ranks = max(found, key=lambda key: (key[0] == "all-reduce", key[1]))
+    volume, is_scaled = _VOLUMES[kind]
+    size, seconds = found[kind, ranks][-1]
+    sent = volume * size * ((ranks - 1) / ranks if is_scaled else 1.0)
+    latency_us = min(seconds for _, seconds in found[kind, ranks]) * 1e6
+    return Network(
+        sent / seconds / GB, latency_us, curves=tuple((*key, rows) for key, rows in found.items()), source=source
+    )
+
+
+def _at_ranks(curves: dict[int, tuple[tuple[float, float], ...]], ranks: int, num_bytes: float) -> float:
+    points = [(float(count), _at_size(rows, num_bytes)) for count, rows in sorted(curves.items())]
+    return _between(points, ranks)
+
+
+def _at_size(rows: Sequence[tuple[float, float]], num_bytes: float) -> float:
+    if num_bytes > rows[-1][0]:
+        return rows[-1][1] * num_bytes / rows[-1][0]
+    return _between(rows, num_bytes)
+
+
+def _between(points: Sequence[tuple[float, float]], at: float) -> float:
+    """Interpolates in the logarithms of both; outside of the points, the nearest one's."""
+    if at <= points[0][0] or at >= points[-1][0]:
+        return points[0 if at <= points[0][0] else -1][1]
+    (x0, y0), (x1, y1) = next(pair for pair in itertools.pairwise(points) if pair[0][0] <= at <= pair[1][0])
+    return y0 * (y1 / y0) ** (math.log(at / x0) / math.log(x1 / x0))

@@ -1,8 +1,9 @@
+import json
 import math
 
 import pytest
 
-from jaxddp.network import Network
+from jaxddp.network import _MEASURED, Network, _at_size, from_file, measured
 
 S = 10**9
 KINDS = {
@@ -109,3 +110,97 @@ def test_speeds_must_be_positive(name, speed):
 def test_a_latency_must_not_be_negative(latency_us):
     with pytest.raises(ValueError, match=rf"^latency_us \(={latency_us}\) must be a finite number of microseconds"):
         Network(50, latency_us)
+
+
+MIB = 2**20
+ROWS = {"all-reduce": {"4": [[MIB, 100.0], [16 * MIB, 400.0]], "8": [[MIB, 200.0], [16 * MIB, 800.0]]}}
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(content, name="network.json"):
+        (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
+        return tmp_path / name
+
+    return write
+
+
+def test_a_measured_size_is_the_table_and_others_lie_between_in_logarithms(file):
+    network = from_file(file({"us": ROWS}))
+    assert network.seconds("all-reduce", 16 * MIB, range(8)) == pytest.approx(800e-6)
+    assert network.seconds("all-reduce", 4 * MIB, range(8)) == pytest.approx(400e-6)  # half of the way in both
+    assert network.seconds("all-reduce", 32 * MIB, range(8)) == pytest.approx(1600e-6)  # at the last rate
+    assert network.seconds("all-reduce", 16 * MIB, range(6)) == pytest.approx(400e-6 * 2 ** math.log2(1.5))
+    assert network.gb_per_s == pytest.approx(
+        2 * 7 / 8 * 16 * MIB / 800e-6 / 1e9
+    ) and network.latency_us == pytest.approx(200)
+    assert network.seconds("all-reduce", S, (3,)) == 0
+
+
+def test_what_is_assumed_is_said(file):
+    network = from_file(file({"us": ROWS}))
+    assert network.assumed("all-reduce", 4 * MIB, range(8)) == "" == Network(50).assumed("send", 1, range(8))
+    for kind, num_bytes, ranks, said in (
+        ("all-reduce", 32 * MIB, 8, "extrapolated"), ("all-reduce", 1, 8, "extrapolated"),
+        ("all-reduce", MIB, 6, "with 4, 8 ranks, not with 6"), ("send", MIB, 2, "send was not measured"),
+    ):  # fmt: skip
+        assert said in network.assumed(kind, num_bytes, range(ranks))
+
+
+def test_hosts_add_what_they_send_to_each_other():
+    network, alone = measured("h100:2x8", host_gb_per_s=50), measured("h100:8")
+    assert network.seconds("all-reduce", MIB, range(8)) == alone.seconds("all-reduce", MIB, range(8))
+    between_s = MIB / 8 / 50e9
+    assert network.seconds("all-reduce", MIB, range(16)) == pytest.approx(
+        alone.seconds("all-reduce", MIB, range(8)) + between_s
+    )
+    assert "between hosts was not measured: 50 GB/s" in network.assumed("all-reduce", MIB, range(16))
+    one_each = network.seconds("all-reduce", MIB, (0, 8))
+    assert one_each == network.latency_us * 1e-6 + MIB / 50e9
+
+
+@pytest.mark.parametrize("chip", ["h100", "b200", "gb200", "gb300"])
+def test_a_size_left_out_of_nvidias_table_is_found_between_its_neighbours(chip):
+    """From 1 MiB up, half within 5 % and four of five within 15 %: these are single runs, whose neighbours scatter."""
+    errors = []
+    for by_ranks in json.loads(_MEASURED.read_text())["us"][chip].values():
+        for rows in by_ranks.values():
+            large = [(size, us) for size, us in rows if size >= MIB]
+            for left, (size, us), right in zip(large, large[1:], large[2:], strict=False):
+                errors.append(abs(_at_size((left, right), size) / us - 1))
+    errors.sort()
+    assert errors[len(errors) // 2] < 0.05 and errors[int(0.8 * len(errors))] < 0.15
+
+
+def test_a_run_of_the_collectives_benchmark_is_read(file):
+    rows = [
+        {"collective": "all_gather", "num_ranks": 4, "size_bytes": size, "median_ms": ms, "check": check}
+        for size, ms, check in ((MIB, 0.2, "ok"), (4 * MIB, 0.4, "ok"), (4 * MIB, 0.1, "WRONG: sums"))
+    ]
+    path = file("\n".join(map(json.dumps, rows)), "metrics.jsonl")
+    assert from_file(path).curves == from_file(path.parent).curves
+    assert from_file(path).seconds("all-gather", 4 * MIB, range(4)) == pytest.approx(0.4e-3)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"us": {"all-reduce": {"8": [[MIB, 1.0]]}}}, "must have several sizes, with times that grow"),
+        ({"us": {"all-reduce": {"8": [[MIB, 2.0], [2 * MIB, 1.0]]}}}, "must have several sizes, with times that grow"),
+        ({"us": {"all-reduce": {"8": [[MIB, 2.0, 3], [1]]}}}, "too many values"),
+        ({"us": {"dance": {"8": [[MIB, 2.0]]}}}, "it has none"),
+        ({}, "must hold measured collectives: KeyError"),
+        ("# nThread 1", "must hold measured collectives: JSONDecodeError"),
+    ],
+)
+def test_a_file_that_is_no_table_is_one_line(content, said, file):
+    with pytest.raises(ValueError, match=said) as raised:
+        from_file(file(content))
+    assert "\n" not in str(raised.value)
+
+
+def test_chips_and_hosts_that_were_not_measured_are_refused():
+    with pytest.raises(ValueError, match=r"^chip \(='a100'\) must be one whose collectives were measured: b200"):
+        measured("a100:8")
+    with pytest.raises(ValueError, match=r"^host_gb_per_s must be given for 'h100:4x8'"):
+        measured("h100:4x8")

@@ -27,6 +27,7 @@ def test_names_for_type_checkers_are_those_that_are_loaded():
     modules = {
         "targets": ".instruments.targets",
         "flax": ".flax",
+        "network": ".network",
         "parity": ".parity",
         "hooks": ".communication.hooks",
     }

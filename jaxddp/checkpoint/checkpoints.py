@@ -24,7 +24,7 @@ import json
 import os
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,6 @@ class Checkpoints(CheckpointFolder):
         directory: str | os.PathLike[str],
         *,
         keep: int = 3,
-        check_finite: bool = True,
         warn: Callable[[str], None] = warnings.warn,
     ) -> None:
         """Opens a folder, and creates it if needed.
@@ -91,19 +90,15 @@ class Checkpoints(CheckpointFolder):
             directory: The folder; on a shared file system if several processes train together. What else it holds is
                 left alone.
             keep: Checkpoints to keep; older ones are removed once a newer one is complete.
-            check_finite: Whether ``save`` refuses parameters and arrays of the optimizer state that hold NaN or
-                infinity.
             warn: Gets a line about each damaged checkpoint for which an older one is taken.
 
         Raises:
             ValueError: If ``keep`` is not positive, or the folder is a file or "".
             OSError: If it cannot be created.
         """
-        check_flag(check_finite=check_finite)
         check_function("warn", warn, "a function of a line")
         super().__init__(directory, keep, warn)
-        self._check_finite = check_finite
-        self._error: Callable[[], Exception | None] | None = None  # of the last save; waits until it is written
+        self._error: Callable[[], BaseException | None] | None = None  # of the last save; waits until it is written
 
     def save(self, trainer: Trainer, state: TrainState, *, data_position: Any = None, set_aside: bool = False) -> None:
         """Saves a state under its step: returns once it is copied, and writes in the background.
@@ -119,7 +114,7 @@ class Checkpoints(CheckpointFolder):
         Raises:
             ValueError: If the state was donated, another job saves into the folder, it has a checkpoint of this or a
                 later step or something else of that name, or the position is not JSON.
-            FloatingPointError: If the state is not finite, with ``check_finite``.
+            FloatingPointError: If parameters, or arrays of the optimizer state, hold NaN or infinity.
             OSError: If the folder cannot be written, or the earlier save failed.
         """
         check_kind("trainer", trainer, Trainer, "a jaxddp.Trainer")
@@ -130,11 +125,13 @@ class Checkpoints(CheckpointFolder):
         step = int(state.step)
         self.wait()
         self._on_first(lambda: self._begin(step, set_aside))
-        arrays = {}
+        arrays, nonfinite = {}, []
         for name, array in to_host(trainer, state):
-            arrays[name] = array if jax.process_index() == 0 else _only_finite(array)  # the others help to gather
-        if self._check_finite:
-            refuse_nonfinite(step, [name for name, array in arrays.items() if not _is_finite(name, array)])
+            if not _is_finite(name, array):
+                nonfinite.append(name)
+            if jax.process_index() == 0 and array.size:  # the others help to gather
+                arrays[name] = array
+        refuse_nonfinite(step, nonfinite)
         leaves, places = named_leaves(without_owned(trainer, state)), named_leaves(places_of(trainer, state))
         about = {
             "step": step,
@@ -147,12 +144,11 @@ class Checkpoints(CheckpointFolder):
         if jax.process_index():
             self._error = lambda: _answer(key)
             return
-        filled = {name: array for name, array in arrays.items() if array.size}
 
         def write() -> None:
             error: Exception | None = OSError(f"{self._name(step)} was not saved")
             try:
-                self._write(about, set_aside, lambda folder: _save(filled, folder / "state"))
+                self._write(about, set_aside, lambda folder: _save(arrays, folder / "state"))
                 error = None
             except Exception as found:
                 error = found
@@ -163,9 +159,9 @@ class Checkpoints(CheckpointFolder):
 
         _unfinished.add(self)
         thread = ThreadPoolExecutor(max_workers=1)
-        written: Future[None] = thread.submit(write)
+        written: Future[None] = thread.submit(write)  # which raises no Ctrl-C: that is the main thread's
         thread.shutdown(wait=False)
-        self._error = lambda: _exception_of(written)
+        self._error = written.exception
 
     def wait(self) -> None:
         """Waits until everything is written.
@@ -228,17 +224,13 @@ class Checkpoints(CheckpointFolder):
         arrays = self._on_each(lambda: self._read(about["step"], saved))
         return to_ranks(trainer, state, arrays, impls), about["data_position"]
 
-    def restore_params(
-        self, params: Any, *, fresh: Sequence[str] = (), model_state: Any = None, step: int | None = None
-    ) -> Any:
+    def restore_params(self, params: Any, *, model_state: Any = None, step: int | None = None) -> Any:
         """Restores parameters alone, for another optimizer, a model with other parts, or to evaluate.
 
         Args:
-            params: The model's parameters, for their names, shapes and dtypes: arrays or ``jax.ShapeDtypeStruct``.
-                Dtypes may be wider than those saved, never narrower.
-            fresh: Names of leaves, or of what contains them, that are taken from ``params`` instead, such as a new
-                ``head``; the checkpoint may lack them, and what else it has is left there.
-            model_state: The model's state, which is restored too: as ``params``, with all of its leaves saved.
+            params: Parameters, for their names, shapes and dtypes: arrays or ``jax.ShapeDtypeStruct``. What else the
+                checkpoint has is left there. Dtypes may be wider than those saved, never narrower.
+            model_state: The model's state, which is restored too.
             step: Of the checkpoint; the newest that is not damaged for process 0 if None.
 
         Returns:
@@ -246,41 +238,28 @@ class Checkpoints(CheckpointFolder):
             that tree and one like it.
 
         Raises:
-            ValueError: If a name in ``fresh`` names none of ``params`` or one without values, another leaf is missing
-                in the checkpoint, has another shape or a wider dtype there, or as ``restore``.
+            ValueError: If a leaf is missing in the checkpoint, has another shape or a wider dtype there, or as
+                ``restore``.
             OSError: If it cannot be read.
         """
-        is_sequence = isinstance(fresh, Sequence) and not isinstance(fresh, (str, bytes))
-        if not is_sequence or not all(isinstance(one, str) for one in fresh):
-            raise ValueError(f"fresh (={fresh!r}) must be a sequence of names")
         self.wait()
         about = self._agree(step)
-        found = self._restore_tree(about, "params", params, fresh)
+        found = self._restore_tree(about, "params", params)
         return found if model_state is None else (found, self._restore_tree(about, "model_state", model_state))
 
-    def _restore_tree(self, about: dict[str, Any], owner: str, tree: Any, fresh: Sequence[str] = ()) -> Any:
+    def _restore_tree(self, about: dict[str, Any], owner: str, tree: Any) -> Any:
         leaves = named_leaves({owner: tree})
-        kept: set[str] = set()
-        for one in fresh:
-            named = {name for name in leaves if f"{name}.".startswith(f"{owner}.{one}.")}
-            if not named or any(isinstance(leaves[name], jax.ShapeDtypeStruct) for name in named):
-                raise ValueError(f"fresh (={one!r}) must name leaves of params that have values: {', '.join(leaves)}")
-            kept |= named
-        structure = jax.tree.structure(tree)
-        wanted = jax.tree.unflatten(structure, [None if name in kept else leaf for name, leaf in leaves.items()])
-        saved = {name: row for name, row in about["leaves"].items() if name in leaves and name not in kept}
-        _check_shapes(self._name(about["step"]), owner, saved, wanted)
+        saved = {name: row for name, row in about["leaves"].items() if name in leaves}
+        _check_shapes(self._name(about["step"]), owner, saved, tree)
         _check_dtypes(self._name(about["step"]), saved, leaves)
         arrays = self._on_each(lambda: self._read(about["step"], saved))
-
-        def restored(name: str, leaf: Any) -> Any:
-            if name in kept:
-                return leaf if is_key(leaf) else np.asarray(leaf)
-            if is_key(leaf):
-                return jax.random.wrap_key_data(jnp.asarray(arrays[name]), impl=saved[name]["impl"])
-            return arrays[name].astype(leaf.dtype)
-
-        return jax.tree.unflatten(structure, [restored(name, leaf) for name, leaf in leaves.items()])
+        restored = [
+            jax.random.wrap_key_data(jnp.asarray(arrays[name]), impl=saved[name]["impl"])
+            if is_key(leaf)
+            else arrays[name].astype(leaf.dtype)
+            for name, leaf in leaves.items()
+        ]
+        return jax.tree.unflatten(jax.tree.structure(tree), restored)
 
     def _read(self, step: int, rows: Mapping[str, Row]) -> dict[str, np.ndarray]:
         """Reads arrays of a sound checkpoint."""
@@ -343,17 +322,6 @@ def _save(arrays: Mapping[str, np.ndarray], path: Path) -> None:
         orbax.save(path, args=ocp.args.PyTreeSave(dict(arrays)))
 
 
-def _exception_of(written: Future[None]) -> Exception | None:
-    """What a write raised, once it has ended."""
-    try:
-        error = written.exception()
-    except KeyboardInterrupt:
-        written.exception()  # the process could not end before either
-        raise
-    assert error is None or isinstance(error, Exception)  # Ctrl-C is the main thread's
-    return error
-
-
 def _answer(key: str) -> Exception | None:
     """What process 0 raised while it wrote."""
     answer = json.loads(_store().blocking_key_value_get(key, 1000 * _ANSWER_S))
@@ -362,12 +330,6 @@ def _answer(key: str) -> Exception | None:
 
 def _store() -> Any:
     return distributed.global_state.client
-
-
-def _only_finite(array: np.ndarray) -> np.ndarray:
-    """A small array that is finite if this one is."""
-    is_finite = not jnp.issubdtype(array.dtype, jnp.floating) or bool(np.isfinite(array).all())
-    return np.full((1,) * array.ndim, 0.0 if is_finite else np.nan)
 
 
 def _is_finite(name: str, array: np.ndarray) -> bool:

@@ -5,7 +5,6 @@ import os
 import random
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import textwrap
@@ -136,20 +135,6 @@ def test_training_goes_on_while_a_state_that_it_has_overwritten_is_written(tmp_p
         check_restored(checkpoints, trainer, 2)
 
 
-def test_an_interrupt_during_a_save_comes_when_it_is_safe(tmp_path, monkeypatch, trainer):
-    real = module._HostArrays.serialize
-
-    async def interrupted(self, *args):
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        return await real(self, *args)
-
-    monkeypatch.setattr(module._HostArrays, "serialize", interrupted)
-    with pytest.raises(KeyboardInterrupt), Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(trainer, state_of(trainer, 1))
-    with Checkpoints(tmp_path) as checkpoints:
-        check_restored(checkpoints, trainer, 1)
-
-
 @contextmanager
 def full_disk(num_bytes=1000):
     """No file of this process may grow beyond a size: a write that fails for real."""
@@ -226,11 +211,9 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path, trainer):
         with Checkpoints(tmp_path, keep=1) as checkpoints, pytest.raises(FloatingPointError, match=name):
             checkpoints.save(trainer, state)
         assert names_in(tmp_path) == ["1"]
-    with Checkpoints(tmp_path, check_finite=False) as checkpoints:
-        checkpoints.save(trainer, bad["params.b"])
     plateau = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())  # its best loss starts at infinity
     save(tmp_path, jaxddp.Trainer(loss_fn, plateau, jaxddp.bucketed(), jaxddp.data_mesh(2)), 3)
-    assert names_in(tmp_path) == ["1", "2", "3"]
+    assert names_in(tmp_path) == ["1", "3"]
 
 
 # Reading

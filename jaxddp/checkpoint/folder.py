@@ -21,7 +21,6 @@ import fcntl
 import itertools
 import json
 import os
-import re
 import shutil
 import socket
 import zlib
@@ -172,9 +171,8 @@ class CheckpointFolder(abc.ABC):
     def _lock(self) -> None:
         self._refuse_before()
         if _lock(self.directory, id(self)):
-            for left in [*self.directory.glob("*.partial"), *self.directory.glob("*.removed")]:
-                if _is_left_over(left):  # by a process that was killed
-                    shutil.rmtree(left, ignore_errors=True)
+            for left in [*self.directory.glob("[0-9]*.partial"), *self.directory.glob("[0-9]*.removed")]:
+                shutil.rmtree(left, ignore_errors=True)  # by a process that was killed
 
     def _begin(self, step: int, set_aside: bool) -> None:
         """Makes way for a save, in process 0; raises a ValueError if there is none."""
@@ -357,11 +355,6 @@ def _is_ours(checkpoint: Path) -> bool:
         return bool(_read_about(checkpoint))
     except (ValueError, LookupError, TypeError, OSError, RecursionError):
         return False
-
-
-def _is_left_over(folder: Path) -> bool:
-    """Whether this program was writing or removing a folder; that of something else may have such a name."""
-    return folder.is_dir() and re.fullmatch(r"\d+(\.nonfinite)?", folder.stem) is not None
 
 
 def _remove(checkpoint: Path) -> None:

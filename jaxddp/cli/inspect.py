@@ -47,6 +47,8 @@ def add_parser(commands: Any) -> None:
         "chips are h100, h200, a100, b200 and v5p (default: %(default)s)")  # fmt: skip
     add("--network-gb-per-s", type=float, metavar="GB", help="10^9 bytes per second that one rank can send: to other "
         "hosts if there are several, else to the others of its own (default: the published links)")  # fmt: skip
+    add("--network-file", metavar="FILE", help="measured collectives of a host: a run folder of python -m benchmarks "
+        "collectives, a JSON file, or 'measured', XLA's table of the chip (default: two assumed numbers)")  # fmt: skip
     add("--latency-us", type=float, default=15.0, metavar="US", help="microseconds per all-reduce (default: 15)")
     add("--replicas", type=int, default=1, metavar="N", help="also compile ZeRO strategies sharded within N groups and "
         "summed across: h100:4x8 --replicas 4 shards within a host (default: no)")  # fmt: skip
@@ -74,12 +76,14 @@ def run(arguments: argparse.Namespace) -> None:
 
     from .. import targets
     from ..instruments.inspect import inspect_dump, inspect_steps, transformer_training
-    from ..instruments.simulate import network_of
+    from ..instruments.simulate import network_of, read_network
     from ..registry import make_strategy
     from .inspect_console import as_json, show
 
     target = targets.target(arguments.target)
     network = network_of(target, arguments.network_gb_per_s, arguments.latency_us)
+    if arguments.network_file is not None:
+        network = read_network(arguments.network_file, target, network, arguments.network_gb_per_s)
     folder = _check_options(arguments)
     if arguments.hlo is not None:
         text = Path(arguments.hlo).read_text(errors="replace")

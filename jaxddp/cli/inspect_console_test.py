@@ -53,7 +53,7 @@ def plain(text):
 def test_a_row_holds_what_the_schedule_and_the_simulation_say(both):
     lines = shown(both).splitlines()
     assert lines[0] == "model on h100:8, 50 GB/s per rank, 15 us per all-reduce, in tf32, simulated"
-    assert " ".join(lines[1:3]).startswith("network: 50 GB/s a GPU as given, what a GPU sends to other hosts")
+    assert " ".join(lines[1:3]).startswith("network, assumed: 50 GB/s a GPU as given, what a GPU sends to other hosts")
     split = [re.split(r"\s{2,}", line.strip()) for line in lines]
     rows = {cells[0]: cells for cells in split if len(cells) > 10}
     heads = rows["strategy"]

@@ -128,6 +128,16 @@ def test_several_hosts_take_the_given_network_between_them(folder, printed, caps
     ]
 
 
+def test_a_measured_network_replaces_the_assumed_one(folder, printed, capsys):
+    dump = str(folder / "own.hlo")
+    assert main(["inspect", "--hlo", dump, "--json", "--network-file", "measured"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["network"].startswith("network: as measured, ") and found["notes"] == []
+    assert found["comm_ms"] > 3 * json.loads(printed)["comm_ms"] / 2  # small calls take longer than 15 us
+    assert main(["inspect", "--hlo", dump, "--json", "--network-file", "measured", "--network-gb-per-s", "50"]) == 2
+    assert "network_gb_per_s (=50) must be left out with --network-file" in capsys.readouterr().err
+
+
 @pytest.mark.full
 def test_a_tpu_with_caps_chosen_for_its_network(folder):
     result = inspect("--model tiny --target v5p:8 --bucket-mb auto --json", folder)

@@ -65,18 +65,15 @@ def add_parser(commands: Any) -> None:
     hardware.add_argument("--link-gb-per-s", type=float, metavar="GB", help="10^9 bytes per second that a device can "
                           "send within its host; on a TPU over one axis of its torus, in both directions")  # fmt: skip
     hardware.add_argument("--host-link-gb-per-s", type=float, metavar="GB", help="the same to other hosts, on GPUs")
+    hardware.add_argument("--network-file", metavar="FILE", help="measured collectives of a host, as for inspect; "
+                          "their rate and latency replace --link-gb-per-s and --latency-us")  # fmt: skip
     hardware.add_argument("--latency-us", type=float, metavar="US", help="microseconds per all-reduce (default: 15)")
-    hardware.add_argument("--fsdp-axes", type=int, metavar="N", help="axes of a TPU's torus that FSDP groups span")
-    hardware.add_argument("--tp-axes", type=int, metavar="N", help="axes of a TPU's torus that TP groups span")
 
     assumed = parser.add_argument_group("assumptions of compute-bound")
     assumed.add_argument("--overlapped-axes", action="store_true", help="collectives of FSDP and TP run at the same "
                          "time (default: one after the other)")  # fmt: skip
-    passes = assumed.add_mutually_exclusive_group()
-    passes.add_argument("--forward-only", dest="passes", action="store_const", const="forward", help="judge the "
-                        "forward (default, unless parameters are not gathered: then the backward)")  # fmt: skip
-    passes.add_argument("--with-backward", dest="passes", action="store_const", const="both", help="judge forward and "
-                        "backward together")  # fmt: skip
+    assumed.add_argument("--with-backward", dest="passes", action="store_const", const="both", help="judge forward and "
+                         "backward together (default: the forward; the backward if nothing is gathered)")  # fmt: skip
     assumed.add_argument("--ring-factors", action=argparse.BooleanOptionalAction, help="count (n-1)/n of the bytes of "
                          "a ring (default: on GPUs)")  # fmt: skip
     add("--verify", action="store_true", help="compile the step for the target, without having one, and compare its "
@@ -113,6 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _job(arguments: argparse.Namespace) -> Any:
     from ..communication.buckets import dtype_bytes
+    from ..network import from_file, measured
     from ..planning.chips import target
     from ..planning.cost import memory
     from ..planning.cost.checks import check_count
@@ -127,7 +125,11 @@ def _job(arguments: argparse.Namespace) -> Any:
     tp = arguments.tp or (DEFAULT_TP if is_example else 1)
     fsdp = arguments.fsdp or (DEFAULT_FSDP if is_example else max(1, machine.num_devices // tp))
     element_bytes = dtype_bytes(arguments.dtype)
-    by_hand = ("flops_per_s", "link_gb_per_s", "host_link_gb_per_s", "latency_us", "fsdp_axes", "tp_axes")
+    if (path := arguments.network_file) is not None:
+        one_host = f"{machine.chip.name}:{machine.devices_per_host}"
+        found = measured(one_host) if path == "measured" else from_file(path)
+        arguments.link_gb_per_s, arguments.latency_us = found.gb_per_s, found.latency_us
+    by_hand = ("flops_per_s", "link_gb_per_s", "host_link_gb_per_s", "latency_us")
     cluster = cluster_of(
         machine, arguments.dtype, memory_bytes=None if arguments.memory_gb is None else arguments.memory_gb * 1e9,
         **{name: getattr(arguments, name) for name in by_hand},

@@ -211,6 +211,7 @@ def _assumptions(plan: Plan) -> list[str]:
         f"collectives of different axes {'at the same time' if given.overlapped_axes else 'one after the other'}",
         f"r(n) = {'(n-1)/n' if given.ring_factors else '1'} of a buffer sent",
         f"{given.element_bytes:g} bytes per element sent and kept",
+        f"{plan.job.cluster.link_gb_per_s:g} GB/s a device and {plan.job.cluster.latency_us:g} us a call",
         f"products in {plan.job.cluster.products or 'any dtype'} at {plan.job.cluster.flops_per_s:g} FLOP/s",
         "{:g} + {:g} + {:g} + {:g} bytes a parameter (value, gradient, optimizer, sum of micro-batches)".format(
             *plan.job.held
@@ -223,7 +224,7 @@ def _notes(plan: Plan) -> list[str]:
     if cluster.torus and not cluster.axes(*job.ranks[:2]).is_exact:
         found.append(
             f"groups of {job.fsdp} and {job.tp} are not products of whole axes of "
-            f"{'x'.join(map(str, cluster.torus))}: the number of axes of each is assumed, see --fsdp-axes"
+            f"{'x'.join(map(str, cluster.torus))}: the number of axes of each is assumed"
         )
     if any(side < 4 for side in cluster.torus):
         found.append("axes of fewer than 4 chips have no wrap-around links: communication is slower than assumed")

@@ -47,7 +47,7 @@ def test_the_default_is_the_scaling_book_as_written(capsys):
     [
         ("--flops-per-s 4.59e14", 25_234), ("--overlapped-axes", 20_445), ("--ring-factors", 22_391),
         ("--link-gb-per-s 90", 66_373), ("--link-gb-per-s 29 --tokens 25302", None),
-        ("--fsdp-axes 1 --tp-axes 1", 50_604), ("--with-backward", 23_445), ("--forward-only", 25_302),
+        ("--with-backward", 23_445),
         ("--fsdp 8 --tp 8", 16_594), ("--dtype float8 --flops-per-s 4.6e14", 11_308),
     ],
 )  # fmt: skip
@@ -74,6 +74,12 @@ def test_shapes_and_machines_by_hand(capsys):
     assert planned(whole, capsys)["params"] == 2 * 100 * 64 + 2 * (4 * 64**2 + 3 * 64 * 256 + 2 * 64) + 64
     slow = planned("--model xl --target h100:2x8 --host-link-gb-per-s 1", capsys)
     assert slow["min_tokens"] > 10 * planned("--model xl --target h100:2x8", capsys)["min_tokens"]
+
+
+def test_a_measured_network_gives_its_rate_and_latency(capsys):
+    found = planned("--model seed_xl --target h100:8 --network-file measured", capsys)
+    assumed = found["assumptions"]
+    assert assumed["link_gb_per_s"] == pytest.approx(402, abs=1) and assumed["latency_us"] == pytest.approx(26.2, abs=1)
 
 
 def test_precision_stage_and_accumulation(capsys):
@@ -315,8 +321,6 @@ BAD_INPUT = {
     "--memory-gb -1": "memory_bytes (=-1000000000.0) must be a positive finite number",
     "--link-gb-per-s inf": "link_gb_per_s (=inf) must be a positive finite number",
     "--host-link-gb-per-s 5": "host_link_gb_per_s (=5.0) must be left out for 'v5p:64', which is one torus",
-    "--target h100:8 --tp-axes 1": "tp_axes (=1) must be left out for 'h100:8', which is no torus",
-    "--fsdp-axes 0": "fsdp_axes (=0) must be a whole number, 1 or more",
     "--trainer a:b --model small": "model (=small) must be left out with --trainer, which says what is trained",
     "--trainer a:b --verify --tokens 7": "tokens (=7) must be left out with --trainer, which says what is trained",
     "--trainer a:b --stage 4": "stage (=4) must be one of 0, 1, 2, 3",
@@ -329,7 +333,6 @@ BAD_INPUT = {
     f"{ON_GRID} --width 8 --hidden 7": "hidden (=7) must be divisible by tp (=2)",
     f"{CUSTOM} --matrices 2 --vocab 9 --heads 4 --context 8 --tokens 512 --verify": "matrices (=2) must be 3 for a ",
     "--dtype float8 --flops-per-s 1e15 --verify": "dtype (='float8') must be one of bfloat16, float16, float32 to be ",
-    "--forward-only --with-backward": "argument --with-backward: not allowed with argument --forward-only; see ",
 }
 
 

@@ -68,6 +68,8 @@ class Inspection:
         speed = f"{self.gb_per_s:g} GB/s per rank{' between hosts' if self.network.host_gb_per_s else ''}"
         products = " and ".join(self.product_dtypes) or "no products"
         latency = f"{self.network.latency_us:g} us per all-reduce"
+        if self.network.curves:
+            return f"{self.target.spec}, measured network, in {products}, simulated"
         return f"{self.target.spec}, {speed}, {latency}, in {products}, simulated"
 
     @property
@@ -112,6 +114,9 @@ class Inspection:
                 f"compiled for {self.num_devices_compiled_for} devices, not for the {self.target.num_devices} of "
                 f"{self.target.spec}: its collectives are simulated among those"
             )
+        sent = [each for each in self.schedule.collectives() if not each.is_metrics]
+        groups = {(each.kind, each.num_bytes, each.group) for each in sent}
+        notes += sorted({why for one in groups if (why := self.network.assumed(*one))})
         if self.memory is not None and self.memory["peak"] > self.target.chip.pool_bytes:
             pool = f"the {self.target.chip.pool_bytes / 1e9:.1f} GB that JAX takes of a GPU by default"
             notes.append(f"needs more than {pool}: set XLA_PYTHON_CLIENT_MEM_FRACTION")
@@ -329,7 +334,7 @@ def platform_of_text(text: str) -> str:
 
 def name_of(strategy: str | Strategy) -> str:
     """Gives the name that a strategy has in tables."""
-    return strategy if isinstance(strategy, str) else " ".join(filter(None, (strategy.name, strategy.variant)))
+    return strategy if isinstance(strategy, str) else f"{strategy.name} {strategy.variant}".rstrip()
 
 
 def _make(name: str | Strategy, bucket_mb: Any, network: Network) -> Strategy:

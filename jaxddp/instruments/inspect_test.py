@@ -115,6 +115,13 @@ def test_slower_compute_is_noted(found):
     assert at_tolerance.notes == []
 
 
+def test_what_products_and_memory_count_is_said(found):
+    bucketed = found[0]
+    assert set(bucketed.product_dtypes) == {"tf32"} and "in tf32" in bucketed.title
+    large = dataclasses.replace(bucketed, memory={**bucketed.memory, "peak": 61 * 10**9})
+    assert bucketed.notes == [] and "the 60.0 GB that JAX takes of a GPU by default" in large.notes[0]
+
+
 def test_a_lost_plan_is_noted(found):
     bucketed = dataclasses.replace(found[0], planned=found[0].planned[1:])
     assert bucketed.as_planned is False

@@ -36,7 +36,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..arguments import check_kind
-from ..network import DEFAULT_LATENCY_US, Network
+from ..network import DEFAULT_LATENCY_US, Network, from_file, measured
 from ..planning.chips import Chip, Target
 from .schedule import Collective, Operation, Schedule
 from .work import MatmulKind, Work
@@ -112,26 +112,45 @@ def network_of(target: Target, gb_per_s: float | None = None, latency_us: float 
     return Network(chip.link_gb_per_s, latency_us, between_hosts, target.devices_per_host)
 
 
+def read_network(path: str, target: Target, assumed: Network, gb_per_s: float | None = None) -> Network:
+    """Measured curves within a target's hosts, from a file or, as ``"measured"``, for its chip.
+
+    ``assumed`` has the speed between hosts; a speed given for a single host contradicts the curves.
+
+    Raises:
+        ValueError: If a speed is given for one host, or as ``network.measured`` and ``from_file``.
+    """
+    if gb_per_s is not None and target.num_hosts == 1:
+        raise ValueError(f"network_gb_per_s (={gb_per_s:g}) must be left out with --network-file: it has the speeds")
+    between = assumed.host_gb_per_s
+    found = measured(target.spec, host_gb_per_s=between) if path == "measured" else from_file(path)
+    return replace(found, host_gb_per_s=between, devices_per_host=assumed.devices_per_host)
+
+
 def network_in_words(target: Target, network: Network) -> str:
     """Where the network's speeds come from, and what to give instead.
 
     Example:
         >>> from ..planning.chips import target
         >>> network_in_words(target("h100:8"), Network(50))
-        'network: 50 GB/s a GPU as given, what a GPU sends to other hosts: that is one GPU a host, h100:8x1'
+        'network, assumed: 50 GB/s a GPU as given, what a GPU sends to other hosts: that is one GPU a host, h100:8x1'
     """
+    if network.curves:
+        between = f", between hosts {network.host_gb_per_s:g} GB/s a GPU assumed" if network.host_gb_per_s else ""
+        return f"network: as measured, {network.source}{between}"
     chip, published = target.chip, network_of(target)
     is_given = network != replace(published, latency_us=network.latency_us)
     if target.platform == "tpu":
-        return f"network: {network.gb_per_s:g} GB/s a chip, {'as given' if is_given else 'all its links as published'}"
+        source = "as given" if is_given else "all its links as published"
+        return f"network, assumed: {network.gb_per_s:g} GB/s a chip, {source}"
     nvlink = f"{network.gb_per_s:g} GB/s a GPU, NVLink's published peak (rings reach about 360 of an H100's 450)"
     if target.num_hosts > 1:
         nic = f"{network.host_gb_per_s:g} GB/s a GPU, {'as given' if is_given else 'a published NIC for each'}"
         within = "" if target.devices_per_host == 1 else f"within a host {nvlink}, "
-        return f"network: {within}between hosts {nic}"
+        return f"network, assumed: {within}between hosts {nic}"
     if not is_given:
-        return f"network: {nvlink}: try --network-gb-per-s {0.8 * chip.link_gb_per_s:g}"
-    given = f"network: {network.gb_per_s:g} GB/s a GPU as given"
+        return f"network, assumed: {nvlink}: try --network-gb-per-s {0.8 * chip.link_gb_per_s:g}"
+    given = f"network, assumed: {network.gb_per_s:g} GB/s a GPU as given"
     if network.gb_per_s > chip.host_link_gb_per_s or target.num_devices == 1:
         return given
     return f"{given}, what a GPU sends to other hosts: that is one GPU a host, {chip.name}:{target.num_devices}x1"

@@ -18,8 +18,6 @@ from jaxddp.instruments.simulate import lower_bound, simulate
 from jaxddp.instruments.targets import Pending
 from jaxddp.models import SIZES, abstract
 from jaxddp.network import Network
-from jaxddp.training import programs
-from jaxddp.training.xla import compile_options
 
 GPU, TPU = "h100:8", "v5p:8"
 LARGE, TINY = "lm_9m", "tiny"
@@ -39,7 +37,6 @@ class Case(NamedTuple):
     strategy: str
     model: str = TINY
     num_microbatches: int = 1
-    left_out: str = ""  # compile options with this in their names
 
 
 class Step(NamedTuple):
@@ -73,20 +70,8 @@ def trainer_and_inputs(spec, model, strategy, batch_per_device=BATCH_PER_DEVICE,
 def start(case: Case) -> tuple[list[tuple[str, int]], Pending]:
     strategy_options = {"bucket_mb": BUCKET_MB[case.model]} if case.strategy == "bucketed" else {}
     strategy = jaxddp.make_strategy(case.strategy, **strategy_options)
-
-    def some_options(*args, **kwargs):
-        options = compile_options(*args, **kwargs)
-        left = {name: value for name, value in options.items() if case.left_out not in name}
-        assert len(left) < len(options), f"no compile option has {case.left_out!r} in its name"
-        return left
-
-    with pytest.MonkeyPatch.context() as patch:
-        if case.left_out:
-            patch.setattr(programs, "compile_options", some_options)
-        trainer, state, batch = trainer_and_inputs(
-            case.spec, case.model, strategy, num_microbatches=case.num_microbatches
-        )
-        return trainer.planned(state, batch), targets.start_compile(trainer, state, batch)
+    trainer, state, batch = trainer_and_inputs(case.spec, case.model, strategy, num_microbatches=case.num_microbatches)
+    return trainer.planned(state, batch), targets.start_compile(trainer, state, batch)
 
 
 @pytest.fixture(scope="module")

@@ -55,12 +55,10 @@ class Cluster:
         host_link_gb_per_s: What a device can send to other hosts; unused on a torus.
         devices_per_host: On GPUs; None on a torus.
         torus: Sides; empty on GPUs.
-        fsdp_axes: M_X, set by hand; None to derive it from the torus.
-        tp_axes: M_Y, set by hand; None to derive it from the torus.
         products: The dtype in which products are computed, whose peak ``flops_per_s`` is; empty if set by hand.
 
     Raises:
-        ValueError: If a number is out of range, or axes are given without a torus.
+        ValueError: If a number is out of range.
     """
 
     name: str
@@ -72,8 +70,6 @@ class Cluster:
     devices_per_host: int | None = None
     latency_us: float = DEFAULT_LATENCY_US
     torus: tuple[int, ...] = ()
-    fsdp_axes: int | None = None
-    tp_axes: int | None = None
     products: str = ""
 
     def __post_init__(self) -> None:
@@ -87,22 +83,15 @@ class Cluster:
             check_count(devices_per_host=self.devices_per_host)
         check_count(num_devices=self.num_devices)
         check_not_negative(latency_us=self.latency_us)
-        for name in ("fsdp_axes", "tp_axes"):
-            if (axes := getattr(self, name)) is None:
-                continue
-            check_count(**{name: axes})
-            if not self.torus:
-                raise ValueError(f"{name} (={axes}) must be left out for {self.name!r}, which is no torus")
 
     def axes(self, fsdp: int, tp: int) -> Axes:
         """Assigns the axes of the torus to groups of ``fsdp`` and ``tp`` ranks.
 
         Returns:
             Whole axes whose sides multiply to the group sizes, if there are any. Otherwise two axes for FSDP and one
-            for tensor parallelism, or all three for FSDP alone. Counts set by hand take precedence.
+            for tensor parallelism, or all three for FSDP alone.
         """
-        found = _whole_axes(self.torus, fsdp, tp) or Axes(3 if tp == 1 else 2, 1, 1, is_exact=False)
-        return found._replace(fsdp=self.fsdp_axes or found.fsdp, tp=self.tp_axes or found.tp)
+        return _whole_axes(self.torus, fsdp, tp) or Axes(3 if tp == 1 else 2, 1, 1, is_exact=False)
 
     def rates(self, fsdp: int, tp: int) -> DeviceRates:
         """Computes what a device computes and sends per second, with groups of ``fsdp`` and ``tp`` ranks."""

@@ -34,12 +34,6 @@ def test_groups_have_whole_axes_where_they_can(chips, fsdp, tp, axes):
         )
 
 
-def test_axes_by_hand_go_before():
-    cluster = cluster_of(target("v5p:64"), "bfloat16", fsdp_axes=1, tp_axes=2)
-    assert cluster.axes(16, 4)[:2] == (1, 2) == cluster.axes(8, 8)[:2]
-    assert cluster.rates(16, 4).tp_bytes_per_s == 360e9
-
-
 def test_a_group_of_gpus_sends_as_the_network_has_it():
     cluster = cluster_of(target("h100:4x8"), "bfloat16")
     network = Network(450, host_gb_per_s=50, devices_per_host=8)
@@ -71,8 +65,6 @@ def test_peaks_are_those_of_the_dtype(spec, dtype, flops_per_s):
     ("spec", "dtype", "by_hand", "said"),
     [
         ("v5p:8", "float16", {}, "dtype (='float16') has no published peak on v5p: give --flops-per-s"),
-        ("h100:8", "bfloat16", {"fsdp_axes": 2}, "fsdp_axes (=2) must be left out for 'h100:8', which is no torus"),
-        ("v5p:8", "bfloat16", {"tp_axes": 0}, "tp_axes (=0) must be a whole number, 1 or more"),
         ("v5p:8", "bfloat16", {"host_link_gb_per_s": 3.0},
          "host_link_gb_per_s (=3.0) must be left out for 'v5p:8', which is one torus"),
         ("h100:8", "bfloat16", {"memory_bytes": -1.0}, "memory_bytes (=-1.0) must be a positive finite number"),

@@ -1,5 +1,7 @@
 """Training costs as formulas. Sizes are in bytes, times in seconds, rates per second; arguments may be NumPy arrays.
 
+Every function raises a ValueError of one line for a number that is out of range.
+
 workload.py     parameters, FLOPs and activations of a model
 memory.py       bytes per device by ZeRO stage
 traffic.py      bytes sent per rank and step, by strategy

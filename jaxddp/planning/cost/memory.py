@@ -109,9 +109,6 @@ def cut_and_whole_bytes(
     Returns:
         ``(sharded bytes of all ranks together, replicated bytes of each rank)``, for ``least_ranks``.
 
-    Raises:
-        ValueError: As ``state_bytes``.
-
     Example:
         >>> cut_and_whole_bytes(10, stage=1)
         (80, 80)
@@ -138,9 +135,6 @@ def exact_state_bytes(
     ``whole_elements`` those of each leaf that stays replicated at every stage. ``accumulate`` is as for
     ``state_bytes``.
 
-    Raises:
-        ValueError: As ``state_bytes``.
-
     Example:
         >>> exact_state_bytes([10, 1], stage=3, num_ranks=4)
         StateBytes(parameters=16, gradients=16, optimizer_state=32)
@@ -158,9 +152,6 @@ def exact_state_bytes(
 def exact_bucket_bytes(leaf_elements: Sequence[int], num_ranks: int, element_bytes: int) -> int:
     """Computes the full buffer of a reduce-scattered bucket: N chunks of each leaf.
 
-    Raises:
-        ValueError: If a number is out of range.
-
     Example:
         >>> exact_bucket_bytes([105, 220], num_ranks=2, element_bytes=4)
         1304
@@ -174,9 +165,6 @@ def gathered_bytes(unit_params: Sequence[int], element_bytes: float, num_units: 
     """Computes what is gathered at once at stage 3: the ``num_units`` largest consecutive units.
 
     Each tensor-parallel rank gathers its own part.
-
-    Raises:
-        ValueError: If a number is out of range.
     """
     check_count(unit_params=unit_params, num_units=num_units, tp=tp)
     check_positive(element_bytes=element_bytes)
@@ -190,9 +178,6 @@ def activation_bytes(
     """Computes what the backward needs from the forward, without recomputation.
 
     ``kept_cut_per_token`` is split over tensor-parallel ranks, ``kept_per_token`` is not; see ``workload.py``.
-
-    Raises:
-        ValueError: If a number is out of range.
 
     Example:
         >>> float(activation_bytes(1, 126 * (16384 + 53248)))
@@ -208,9 +193,6 @@ def least_ranks(cut_bytes: Any, whole_bytes: Any, capacity_bytes: Any) -> Any:
     """Computes the smallest N with ``cut / N + whole < capacity``: ``floor(cut / (capacity - whole)) + 1``.
 
     ``cut_bytes`` are those of all ranks together, ``whole_bytes`` those on each rank; inf if these alone do not fit.
-
-    Raises:
-        ValueError: If a number is out of range.
 
     Example:
         >>> float(least_ranks(cut_bytes=3_517_578_215_424, whole_bytes=0, capacity_bytes=95e9))

@@ -115,9 +115,6 @@ def uniform_tail_s(compute_s: Any, num_bytes: Any, num_buckets: Any, bytes_per_s
     """Computes T(n) for equal buckets from C, s, n, w and o; every argument may be an array.
 
     C is that of the whole backward, s are the bytes of all gradients; n need not be whole.
-
-    Raises:
-        ValueError: If a number is out of range.
     """
     check_not_negative(compute_s=compute_s, num_bytes=num_bytes, latency_s=latency_s)
     check_positive(bytes_per_s=bytes_per_s, num_buckets=num_buckets)

@@ -70,9 +70,6 @@ class DeviceRates:
         fsdp_bytes_per_s: W_X; M_X W on a torus.
         tp_bytes_per_s: W_Y; M_Y W on a torus.
         dp_bytes_per_s: W_R; that of FSDP when None.
-
-    Raises:
-        ValueError: If a number is not positive and finite.
     """
 
     flops_per_s: float
@@ -154,9 +151,6 @@ def times(
     """Computes the times of the table above.
 
     ``tokens`` is B, over all devices, ``fsdp`` X, ``tp`` Y and ``dp`` R; each may be an array.
-
-    Raises:
-        ValueError: If a number is out of range.
     """
     check_not_negative(tokens=tokens)
     check_count(fsdp=fsdp, tp=tp, dp=dp)
@@ -180,9 +174,6 @@ def min_tokens(
 
     B is over all devices and not rounded; inf if no batch is large enough.
 
-    Raises:
-        ValueError: If a number is out of range.
-
     Example:
         >>> from .workload import feed_forward
         >>> v5p = DeviceRates(flops_per_s=4.6e14, fsdp_bytes_per_s=2 * 1.8e11, tp_bytes_per_s=1.8e11)
@@ -200,9 +191,6 @@ def accumulated_min_tokens(min_tokens: Any, num_microbatches: Any, *, gathers_ev
     """Computes the smallest compute-bound batch of a step of K micro-batches.
 
     ``min_tokens`` is that of one micro-batch. With ``gathers_every`` each one communicates, as under FSDP.
-
-    Raises:
-        ValueError: If a number is out of range.
     """
     check_count(num_microbatches=num_microbatches)
     return np.multiply(min_tokens, num_microbatches if gathers_every else 1)
@@ -231,9 +219,6 @@ def best_split(
     """Finds the split X Y = N with the smallest compute-bound batch. FSDP alone always has one.
 
     ``rates`` maps ``(X, Y)`` to the device, whose links may serve one split better than another.
-
-    Raises:
-        ValueError: If a number is out of range.
     """
     check_count(num_devices=num_devices)
     small = [divisor for divisor in range(1, math.isqrt(num_devices) + 1) if num_devices % divisor == 0]

@@ -76,9 +76,6 @@ def sent_bytes(
     """Computes the bytes that each rank sends per optimizer step.
 
     ``gradient_bytes`` and ``parameter_bytes`` are per element on the wire.
-
-    Raises:
-        ValueError: If a number is out of range.
     """
     check_not_negative(num_params=num_params, gradient_bytes=gradient_bytes, parameter_bytes=parameter_bytes)
     check_count(num_ranks=num_ranks)
