@@ -55,7 +55,7 @@ NOTICE_BOUND_S = 60.0  # after which a stopped rank is killed by hand
 LEFT_BOUND_S = 20.0  # for which processes may outlive their launcher
 BACK_BOUND_S, START_BOUND_S = 240.0, 300.0
 CHECKPOINT_EVERY, STEP_S, MAX_RESTARTS, DISK_BYTES = 50, 0.1, 10_000, 64 * 2**20
-_POLL_S, _SAMPLE_S, _MOST_EVENTS = 0.05, 2.0, 1000
+_POLL_S, _SAMPLE_S = 0.05, 2.0
 # Growth over a life that is called flat: of memory a share, as pages that were freed are kept and reused.
 _FLAT = {"memory_mib": 0.05, "handles": 2.0, "threads": 2.0}
 _WARM_UP_S, _SHORTEST_S = 60.0, 180.0  # of a life
@@ -135,10 +135,10 @@ def measure(case: Case, say: Say) -> Iterator[dict[str, Any]]:
                 )
                 yield common | row
             left = job.finish()
-            parts, events = account(job.events), job.num_events
+            parts = job.goodput.parts
         whole = {
             "table": GOODPUT, "minutes": sum(parts.values()) / 60, "num_faults": num_faults, "parts_s": parts,
-            "goodput": parts[USEFUL] / sum(parts.values()), "left_behind": left or "nothing", "num_events": events,
+            "goodput": parts[USEFUL] / sum(parts.values()), "left_behind": left or "nothing",
             **_compare(program, folder, mark, records),
         }  # fmt: skip
         if left and program.is_watched and whole["check"] == "ok":
@@ -203,8 +203,7 @@ class Job:
         self._last_step: dict[int, int] = {}  # of each process
         self._lives: dict[tuple[str, int], list[tuple[float, ...]]] = {}
         self._sampled_s, self._launched_at, self._known = 0.0, time.time(), set(os.listdir("/dev/shm"))
-        self.events: list[dict[str, Any]] = []  # those that goodput counts
-        self.num_events = 0
+        self.goodput = Goodput()
 
     def __enter__(self) -> Job:
         """Starts the job."""
@@ -237,7 +236,6 @@ class Job:
         time.sleep(_POLL_S)
         for line in self._file:
             event = json.loads(line)
-            self.num_events += 1
             if event["kind"] == "started":
                 self._pids[event["rank"]] = event["pid"]
             elif event["kind"] == "step":
@@ -246,21 +244,13 @@ class Job:
                     self._first_step.setdefault(event["pid"], event["step"])
                     self._last = event["pid"], event["step"]
             if event["rank"] == 0:
-                self._add(event)
+                self.goodput.add(event)
         if time.monotonic() - self._sampled_s > _SAMPLE_S:
             self._sampled_s = time.monotonic()
             running = {f"rank {rank}": pid for rank, pid in self._pids.items()}
             for role, pid in (running | {"launcher": self.launcher.pid, "soak itself": os.getpid()}).items():
                 if used := usage_of(pid):
                     self._lives.setdefault((role, pid), []).append((self._sampled_s, *used))
-
-    def _add(self, event: dict[str, Any]) -> None:
-        """Keeps an event, and of successive steps their sum, so that an hour stays small."""
-        self.events.append(event)
-        if len(self.events) > _MOST_EVENTS:
-            parts = account(self.events[:-1])
-            newest = max((one.get("newest", one.get("step", 0)) for one in self.events[:-1]), default=0)
-            self.events[:] = [{"kind": "sum", "parts": parts, "newest": newest, "at_s": self.events[-2]["at_s"]}, event]
 
     def await_steps(self, count: int, until_s: float) -> str:
         """Waits until so many steps were taken by the processes that run.
@@ -397,7 +387,7 @@ class Job:
 
     def _note(self, kind: str) -> None:
         """Adds an event of the job's own."""
-        self._add({"at_s": time.monotonic(), "kind": kind})
+        self.goodput.add({"at_s": time.monotonic(), "kind": kind})
 
     def longest_lives(self) -> Iterator[dict[str, Any]]:
         """For each role the process that lived longest: the median of what it used, how it grew, whether that is flat.
@@ -420,24 +410,26 @@ class Job:
             yield row | {"check": f"{WRONG}{', '.join(grown)} grow" if grown else "flat"}
 
 
-def account(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Divides the time from the first to the last event: seconds by part. The first may be a sum of earlier ones."""
-    parts = dict.fromkeys(PARTS, 0.0)
-    since, newest = events[0]["at_s"], 0
-    for event in events:
-        seconds, since = event["at_s"] - since, event["at_s"]
-        if event["kind"] == "sum":
-            parts, newest = dict(event["parts"]), event["newest"]
-        elif event["kind"] == "step":
-            parts[SAVING] += (saving := min(seconds, event["save_s"]))
-            parts[USEFUL if event["step"] > newest else REPEATED] += seconds - saving
-            newest = max(newest, event["step"])
-        elif event["kind"] == "compiled":
-            parts[COMPILATION] += (compiling := min(seconds, event["seconds"]))
-            parts[RESTART if newest else START] += seconds - compiling
+class Goodput:
+    """Divides the time from the first to the last event of rank 0 and of the job: ``parts``, in seconds."""
+
+    def __init__(self) -> None:
+        """Starts with nothing."""
+        self.parts, self._since_s, self._newest = dict.fromkeys(PARTS, 0.0), 0.0, 0
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        """Adds an event, and the time since the one before."""
+        seconds, self._since_s = event["at_s"] - (self._since_s or event["at_s"]), event["at_s"]
+        starting, kind = RESTART if self._newest else START, event["kind"]
+        if kind == "step":
+            self.parts[SAVING] += (saving := min(seconds, event["save_s"]))
+            self.parts[USEFUL if event["step"] > self._newest else REPEATED] += seconds - saving
+            self._newest = max(self._newest, event["step"])
+        elif kind == "compiled":
+            self.parts[COMPILATION] += (compiling := min(seconds, event["seconds"]))
+            self.parts[starting] += seconds - compiling
         else:
-            parts[DETECTION if event["kind"] == "noticed" else RESTART if newest else START] += seconds
-    return parts
+            self.parts[DETECTION if kind == "noticed" else starting] += seconds
 
 
 @contextlib.contextmanager
