@@ -50,7 +50,7 @@ def steps():
     for number in range(1, 10000):
         print("step", number, flush=True)
         yield number
-        time.sleep(0.1)  # longer than watchdogs wait between two beats that count a step
+        time.sleep(0.1)
 """
 
 JAX = f"""{START}
@@ -154,7 +154,7 @@ def check_others(job, faulty, how, since):
         assert not rest or how == SILENT, said  # of a stopped one: the stacks of all threads
         found = re.fullmatch(rf"jaxddp: process {faulty} {how}, its last step (\d+): process {process} ends", first)
         assert found, said
-        assert int(found[1]) in (len(steps), len(steps) - 1), said
+        assert 0 <= len(steps) - int(found[1]) <= 3, said  # as of its last beat, on a busy machine
         assert "Traceback" not in said, said
     return seconds
 

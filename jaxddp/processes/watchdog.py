@@ -60,13 +60,12 @@ class _Process:
         self.unread = self.unsent = b""
         self.heard = self.moved = self.idle = time.monotonic()  # when it spoke, went further, was in no step
         self.place = (0, 0, 0)  # steps begun, calls after the last one, collectives started
-        self.log: str | None = None  # the file that it writes to
         self.ended: str | None = None  # the error, "" if there is none
         self.ended_at = 0.0
         self.is_gone = False
 
     def hear(self, said: Mapping[str, Any], now: float) -> None:
-        self.heard, self.log = now, said["log"]
+        self.heard = now
         if not said["waits"]:
             self.idle = now
         step, call, collectives = said["place"]
@@ -143,7 +142,7 @@ class Watchdog:
                         one.heard = one.moved = now
                 before, ended = now, self._ended
                 place = self._step, self._call, max(self._mine.place[2], self._count_collectives())
-                said = {"place": place, "waits": waits, "ended": ended, "log": _log}
+                said = {"place": place, "waits": waits, "ended": ended}
                 self._mine.hear(said, now)
                 self._tell(said)
                 if ended is not None:
@@ -284,17 +283,10 @@ def _name(place: tuple[int, int, int], missed: tuple[int, int, int] = (-1, 0, 0)
 
 
 def _last_step(process: _Process) -> str:
-    return f"its last step {process.place[0]}" + (f", its log {process.log}" if process.log else "")
+    return f"its last step {process.place[0]}"
 
 
 _watchdog: Watchdog | None = None
-_log: str | None = None  # of this process
-
-
-def name_log(path: str) -> None:
-    """Tells the other processes where this one's log is, for the line in which they say that it is lost."""
-    global _log
-    _log = path
 
 
 def watch(

@@ -58,7 +58,8 @@ for step in range(1, 2000):
         break
     if step == {STEP} + 1 and process == faulty and fault == "forks":
         if os.fork() == 0:
-            sys.exit(0)  # it calls what its parent calls when it ends
+            atexit._run_exitfuncs()  # what its parent calls when it ends
+            os._exit(0)
         print("faulty at", time.time(), flush=True)
     elif step == {STEP} + 1 and (process == faulty or fault == "all wait") and fault != "raises at the end":
         print("faulty at", time.time(), flush=True)
@@ -90,7 +91,7 @@ if fault == "raises at the end":
 time.sleep(process)
 """
 START = """
-import os, signal, sys, time
+import atexit, os, signal, sys, time
 port, process, fault, faulty = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 """
 
