@@ -35,7 +35,7 @@ XLA_ABORTS = "Terminating process because the JAX distributed service detected f
 SILENT = f"has not answered for {STUCK_S:g} s"
 ROOT = Path(__file__).parents[1]
 WRITING = "*.partial"  # the name of a checkpoint while it is written
-MOMENTS_S = 5.0  # after all have met: within compilation, or in any step
+MOMENTS_S = 5.0  # after all have begun the first step: within compilation, or in any step
 SIZE, RATE = 2**20, 1 / 64
 
 START = f"""
@@ -119,7 +119,9 @@ class Job:
         return self.logs[process].read_text()
 
     def wait_until_all_met(self):
-        self.wait(lambda: all("met" in self.said(each) for each in range(NUM_PROCESSES)), 120, "they do not meet")
+        """And have begun a step: before it, more patience is shown than ``STUCK_S``."""
+        self.wait(lambda: all("step 1" in self.said(each) for each in range(NUM_PROCESSES)), 240, "they do not meet")
+        time.sleep(1)  # until this is heard of
 
     def wait(self, is_so, seconds, what, every_s=0.02):
         deadline = time.monotonic() + seconds
