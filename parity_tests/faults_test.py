@@ -277,3 +277,20 @@ def test_before_and_after_the_roll_call_ends(tmp_path, framework):
                 job.terminate()
                 job.wait(60)
     report(f"{framework}, killed while they meet ({met_first} after the first had met)", times)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGUSR1])
+@pytest.mark.parametrize("framework", ["jaxddp", "torchref"])
+def test_process_0_that_stops_while_it_starts_is_given_up(tmp_path, framework, number):
+    script = tmp_path / "script.py"
+    script.write_text(COMES + JOINS[framework].replace("stuck_s", "timeout_s=20, stuck_s") + 'print("met")')
+    command = [sys.executable, "-m", "jaxddp", "launch", "--ranks=2", "--max-restarts=1", script, tmp_path]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment) as job:
+        while not (tmp_path / "0").exists() or not (pid := (tmp_path / "0").read_text()):
+            assert job.poll() is None
+            time.sleep(0.01)
+        os.kill(int(pid), number)
+        _, said = job.communicate(timeout=200)
+    assert job.returncode == 0 and "restart 1 of 1" in said
