@@ -35,7 +35,7 @@ XLA_ABORTS = "Terminating process because the JAX distributed service detected f
 SILENT = f"has not answered for {STUCK_S:g} s"
 ROOT = Path(__file__).parents[1]
 WRITING = "*.partial"  # the name of a checkpoint while it is written
-MOMENTS_S = 5.0  # after all have met: within compilation, or in any step
+MOMENTS_S = 5.0  # after all have begun the first step: within compilation, or in any step
 SIZE, RATE = 2**20, 1 / 64
 
 START = f"""
@@ -50,7 +50,7 @@ def steps():
     for number in range(1, 10000):
         print("step", number, flush=True)
         yield number
-        time.sleep(0.1)  # longer than watchdogs wait between two beats that count a step
+        time.sleep(0.1)
 """
 
 JAX = f"""{START}
@@ -119,7 +119,9 @@ class Job:
         return self.logs[process].read_text()
 
     def wait_until_all_met(self):
-        self.wait(lambda: all("met" in self.said(each) for each in range(NUM_PROCESSES)), 120, "they do not meet")
+        """And have begun a step: before it, more patience is shown than ``STUCK_S``."""
+        self.wait(lambda: all("step 1" in self.said(each) for each in range(NUM_PROCESSES)), 240, "they do not meet")
+        time.sleep(1)  # until this is heard of
 
     def wait(self, is_so, seconds, what, every_s=0.02):
         deadline = time.monotonic() + seconds
@@ -154,7 +156,7 @@ def check_others(job, faulty, how, since):
         assert not rest or how == SILENT, said  # of a stopped one: the stacks of all threads
         found = re.fullmatch(rf"jaxddp: process {faulty} {how}, its last step (\d+): process {process} ends", first)
         assert found, said
-        assert int(found[1]) in (len(steps), len(steps) - 1), said
+        assert 0 <= len(steps) - int(found[1]) <= 3, said  # as of its last beat, on a busy machine
         assert "Traceback" not in said, said
     return seconds
 
@@ -275,3 +277,20 @@ def test_before_and_after_the_roll_call_ends(tmp_path, framework):
                 job.terminate()
                 job.wait(60)
     report(f"{framework}, killed while they meet ({met_first} after the first had met)", times)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGUSR1])
+@pytest.mark.parametrize("framework", ["jaxddp", "torchref"])
+def test_process_0_that_stops_while_it_starts_is_given_up(tmp_path, framework, number):
+    script = tmp_path / "script.py"
+    script.write_text(COMES + JOINS[framework].replace("stuck_s", "timeout_s=20, stuck_s") + 'print("met")')
+    command = [sys.executable, "-m", "jaxddp", "launch", "--ranks=2", "--max-restarts=1", script, tmp_path]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment) as job:
+        while not (tmp_path / "0").exists() or not (pid := (tmp_path / "0").read_text()):
+            assert job.poll() is None
+            time.sleep(0.01)
+        os.kill(int(pid), number)
+        _, said = job.communicate(timeout=200)
+    assert job.returncode == 0 and "restart 1 of 1" in said

@@ -6,18 +6,12 @@
 | ``launch(fn, ..., num_ranks)`` | started and ended with the call           | one                                  |
 | ``init_from_env()``            | torchrun's or the cluster's, on any hosts | one, from the launcher's variables   |
 
-Nothing hangs and no process is left behind. When a rank raises or dies, the others are killed at once, because they may
-be waiting for it in a collective; so are ranks that do not report within a timeout. Ranks end with their parent,
-however it ends: they read the end of its pipe, and on Linux the kernel kills them. Ranks rendezvous through a file, so
-no port is taken and no host name is resolved.
+When a rank raises, dies or is silent for too long, the others are killed: they may wait for it in a collective. Ranks
+end with their parent, however it ends. They meet through a file, so no port is taken and no host name is resolved.
 
-| direction       | bytes on a rank's pipe                                                             |
-|-----------------|------------------------------------------------------------------------------------|
-| parent -> rank  | a pickled ``_Task``; later an empty message: all ranks are done, leave the group   |
-| rank -> parent  | pickled ``(call, kind, content)``; kind: message (any number), result or failure   |
-
-The call number drops late messages of an earlier call; a started process answers as call 0. Tensors are pickled by
-value: shared memory would vanish with a rank that ends first.
+A pipe carries a pickled ``_Task`` to a rank, later an empty message: all ranks are done, leave the group. Back come
+pickled ``(call, kind, content)``: messages, then a result or a failure. The number drops late messages of an earlier
+call; a started process answers as call 0. Tensors are pickled by value: shared memory would vanish with its rank.
 """
 
 from __future__ import annotations
@@ -41,7 +35,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing import connection
 from typing import Any, NamedTuple, TypeVar
@@ -49,7 +43,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from jaxddp.arguments import check_function, check_integer, check_kind, is_number
+from jaxddp.arguments import check_function, check_integer, is_number
 from jaxddp.processes.job import Job, find_job_or, keep_to_loopback, waits
 from jaxddp.processes.roll_call import address_here, meet
 from jaxddp.processes.stderr import print_line
@@ -65,7 +59,6 @@ _BACKENDS = ("gloo", "nccl")
 _START_TIMEOUT_S = 300.0
 _LAST_TENSORS_S = 0.2
 _CLOSE_TIMEOUT_S = 5.0
-_LONGEST_TIMEOUT_S = 1e7
 _OTHER_FAILURES_S = 0.1
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
@@ -78,35 +71,7 @@ _send_message: Callable[[Any], None] | None = None  # set in a rank by each call
 
 
 class RankError(RuntimeError):
-    """A rank raised, died or did not finish: the first line says which and why, the rank's own traceback follows.
-
-    Attributes:
-        at_s: When, in seconds of the Unix epoch; 0 if that is not known, as of a process that was killed.
-    """
-
-    def __init__(self, message: str, at_s: float = 0.0) -> None:
-        super().__init__(message)
-        self.at_s = at_s
-
-
-class HostShare(NamedTuple):
-    """The ranks of a call that run on this host, where others run on other hosts.
-
-    Attributes:
-        first_rank: Number of the first of them.
-        num_ranks: Number of all ranks.
-        host: Name of this host, for errors.
-        store: Host and port of the ``TCPStore`` at which all ranks meet.
-        check: Called a few times a second while ranks run; what it raises ends them.
-        finish: Called with their results; returns when all ranks have theirs, so that none leaves a group in use.
-    """
-
-    first_rank: int
-    num_ranks: int
-    host: str
-    store: tuple[str, int]
-    check: Callable[[], None]
-    finish: Callable[[list[Any]], None]
+    """A rank raised, died or did not finish: the first line says which and why, the rank's own traceback follows."""
 
 
 def report(message: Any) -> None:
@@ -143,11 +108,9 @@ class RankPool:
             ValueError: If a number is not positive, the backend is unknown, NCCL lacks a device per rank, or
                 ``prepare`` does not pickle.
         """
-        max_ranks = _check_ranks("max_ranks", max_ranks, backend)
-        threads_per_rank = check_integer("threads_per_rank", threads_per_rank)
-        self.max_ranks = max_ranks
+        self.max_ranks = _check_ranks("max_ranks", max_ranks, backend)
         self.backend = backend
-        self.threads_per_rank = threads_per_rank
+        self.threads_per_rank = check_integer("threads_per_rank", threads_per_rank)
         if prepare is not None:
             check_function("prepare", prepare, "a function of a rank, or None")
         _pickled(f"prepare (={prepare!r})", prepare)
@@ -159,7 +122,6 @@ class RankPool:
         self._parent_pid = os.getpid()
         self._folder = tempfile.mkdtemp(prefix="torchref-")
         self._remove_folder = weakref.finalize(self, _remove, self._folder, _remove_with_parent(self._folder))
-        self._is_cancelled = False  # the call that is under way
         _open_pools.add(self)
 
     def run(
@@ -169,7 +131,6 @@ class RankPool:
         num_ranks: int | None = None,
         timeout_s: float = 120.0,
         on_message: OnMessage | None = None,
-        share: HostShare | None = None,
     ) -> list[_T]:
         """Runs ``fn(*args)`` on every rank of a fresh process group.
 
@@ -180,7 +141,6 @@ class RankPool:
             timeout_s: Seconds within which all ranks must finish, counted anew whenever a rank reports or finishes.
                 The start of processes is not counted.
             on_message: Called here as ``on_message(rank, message)`` when a rank calls ``report(message)``.
-            share: Where these ranks are only some of the group's: ``num_ranks`` and the results are of this host.
 
         Returns:
             The results in rank order.
@@ -189,8 +149,7 @@ class RankPool:
             RankError: If a rank raises, dies or does not finish in time.
             ValueError: If a number is out of range, ``fn`` or ``args`` do not pickle, or the pool is closed or busy.
         """
-        num_ranks = self.max_ranks if num_ranks is None else num_ranks
-        num_ranks = check_integer("num_ranks", num_ranks)
+        num_ranks = check_integer("num_ranks", self.max_ranks if num_ranks is None else num_ranks)
         if num_ranks > self.max_ranks:
             raise ValueError(f"num_ranks (={num_ranks}) must be at most max_ranks (={self.max_ranks})")
         check_function("fn", fn)
@@ -198,18 +157,15 @@ class RankPool:
             raise ValueError(f"timeout_s (={timeout_s!r}) must be positive")
         if on_message is not None:
             check_function("on_message", on_message, "a function of a rank and its message, or None")
-        if share is not None:
-            check_kind("share", share, HostShare, "a HostShare, or None")
         payload = _pickled(f"fn (={fn!r}) and its arguments", (fn, args))
         if not self._running.acquire(blocking=False):
             raise ValueError("this RankPool is busy with another call: every thread needs a pool of its own")
-        self._is_cancelled = False
         try:
             if self._closed:
                 raise ValueError("this RankPool is closed")
+            self._num_calls += 1
             try:
-                self._num_calls += 1
-                return self._run(payload, _Call(self._num_calls, num_ranks, timeout_s, on_message, share))
+                return self._run(payload, num_ranks, timeout_s, on_message)
             except BaseException:
                 self._end([worker for worker in self._workers.values() if worker.rank < num_ranks])
                 raise
@@ -235,50 +191,56 @@ class RankPool:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _run(self, payload: bytes, call: _Call) -> list[Any]:
-        num_ranks, share = call.num_ranks, call.share
+    def _run(self, payload: bytes, num_ranks: int, timeout_s: float, on_message: OnMessage | None) -> list[Any]:
         self._end([worker for worker in self._workers.values() if not worker.process.is_alive()])
         missing = [rank for rank in range(num_ranks) if rank not in self._workers]
         for rank in missing:
             self._workers[rank] = _Worker(rank, self.threads_per_rank, self.prepare)
-        self._collect(missing, call._replace(number=0, timeout_s=_START_TIMEOUT_S))
+        self._collect(0, missing, num_ranks, _START_TIMEOUT_S, None)
 
-        store = share.store if share else os.path.join(self._folder, str(call.number))
-        first, of_all = (share.first_rank, share.num_ranks) if share else (0, num_ranks)
-        for rank in range(num_ranks):
-            task = _Task(call.number, first + rank, rank, of_all, self.backend, store, call.timeout_s, payload)
-            self._workers[rank].send(task)
-        results = self._collect(range(num_ranks), call)
-        if share:
-            share.finish(results)
-        for rank in range(num_ranks):  # no rank leaves the group while another may still need it
-            self._workers[rank].send(None)
+        call, ranks = self._num_calls, range(num_ranks)
+        store = os.path.join(self._folder, str(call))
+        for rank in ranks:
+            task = _Task(call, rank, num_ranks, self.backend, store, timeout_s, payload)
+            self._workers[rank].send(pickle.dumps(task))
+        results = self._collect(call, ranks, num_ranks, timeout_s, on_message)
+        for rank in ranks:  # no rank leaves the group while another may still need it
+            self._workers[rank].send(b"")
         return results
 
-    def _collect(self, ranks: Sequence[int], call: _Call) -> list[Any]:
+    def _collect(
+        self, call: int, ranks: Sequence[int], num_ranks: int, timeout_s: float, on_message: OnMessage | None
+    ) -> list[Any]:
         """Waits for the results of a call from some of its ranks."""
-        share, timeout_s = call.share, call.timeout_s
-        began_s, first = time.monotonic(), share.first_rank if share else 0
-        of_all = f"{share.num_ranks} on {share.host}" if share else str(call.num_ranks)
         results: dict[int, Any] = {}
-        while waiting := [self._workers[rank] for rank in ranks if rank not in results]:
-            heard_s = max(self._workers[rank].heard_s for rank in ranks)
-            remaining_s = max(began_s, heard_s) + timeout_s - time.monotonic()
-            if remaining_s <= 0:
-                which = f"rank{'s' * (len(waiting) > 1)} {', '.join(str(first + worker.rank) for worker in waiting)}"
-                raise RankError(f"{which} of {of_all} did not finish or report within timeout_s (={timeout_s})")
-            sources = [source for worker in waiting for source in (worker.pipe, worker.process.sentinel)]
-            # Not for long: processes forked by a dead rank can keep both of its sources open.
-            connection.wait(sources, min(remaining_s, 0.5))
-            cause = _first_failure(waiting, call, results)
-            if cause is not None:
-                at_s = cause.at_s and time.time() - (time.monotonic() - cause.at_s)
-                said = f"rank {first + cause.rank} of {of_all} failed: {cause.summary}\n\n{cause.details}"
-                raise RankError(said, at_s)
-            if self._is_cancelled:
-                raise RankError("the call was cancelled")
-            if share:
-                share.check()
+        failures: list[_Failure] = []
+        heard_s = time.monotonic()
+        while len(results) < len(ranks):
+            waiting = [self._workers[rank] for rank in ranks if rank not in results]
+            if failures:
+                # One failure often causes others, which may arrive first: the earliest is the cause.
+                time.sleep(_OTHER_FAILURES_S)
+                waiting = [worker for worker in waiting if worker.rank not in {failure.rank for failure in failures}]
+            elif (remaining_s := heard_s + timeout_s - time.monotonic()) > 0:
+                sources = [source for worker in waiting for source in (worker.pipe, worker.process.sentinel)]
+                # Not for long: processes forked by a dead rank can keep both of its sources open.
+                connection.wait(sources, min(remaining_s, 0.5))
+            else:
+                which = f"rank{'s' * (len(waiting) > 1)} {', '.join(str(worker.rank) for worker in waiting)}"
+                raise RankError(f"{which} of {num_ranks} did not finish or report within timeout_s (={timeout_s})")
+            had_failed = bool(failures)
+            for worker in waiting:
+                for kind, content in worker.receive(call):
+                    heard_s = time.monotonic()
+                    if kind == "result":
+                        results[worker.rank] = content
+                    elif kind == "failure":
+                        failures.append(content)
+                    elif on_message is not None:
+                        on_message(worker.rank, content)
+            if had_failed:
+                cause = min(failures, key=lambda failure: failure.at_s)
+                raise RankError(f"rank {cause.rank} of {num_ranks} failed: {cause.summary}\n\n{cause.details}")
         return [results[rank] for rank in ranks]
 
     def _end(self, workers: Sequence[_Worker]) -> None:
@@ -299,7 +261,6 @@ def launch(
     prepare: Prepare | None = None,
     timeout_s: float = 600.0,
     on_message: OnMessage | None = None,
-    share: HostShare | None = None,
 ) -> list[_T]:
     """Runs ``fn(*args)`` once on ranks of its own: a `RankPool` for one call.
 
@@ -311,7 +272,7 @@ def launch(
     """
     _check_ranks("num_ranks", num_ranks, backend)
     with RankPool(num_ranks, backend=backend, threads_per_rank=threads_per_rank, prepare=prepare) as pool:
-        return pool.run(fn, *args, timeout_s=timeout_s, on_message=on_message, share=share)
+        return pool.run(fn, *args, timeout_s=timeout_s, on_message=on_message)
 
 
 def init_from_env(
@@ -397,6 +358,20 @@ def _store_of(job: Job, has_agent: bool, timeout: timedelta) -> dist.Store:
     return dist.PrefixStore(f"torchref/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
+def _use_gloo_at(address: str | None) -> None:
+    """Has Gloo listen at the interface of an address instead of that of the host's name, unless the user chose one."""
+    if sys.platform != "linux" or address is None:
+        return
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address
+                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
 @functools.cache
 def shared_pool() -> RankPool:
     """The pool of 8 ranks that the tests of a session share; closed when the interpreter exits."""
@@ -435,23 +410,17 @@ def _close_open_pools() -> None:
         pool.close()
 
 
-def cancel_calls() -> None:
-    """Makes calls of pools that are under way in other threads of this process raise `RankError` within a second."""
-    for pool in list(_open_pools):
-        pool._is_cancelled = True
+def _remove_with_parent(folder: str) -> subprocess.Popen[bytes]:
+    """Starts a process that removes a folder when its standard input ends: when this process does, even if killed."""
+    command = ["sh", "-c", 'cat > /dev/null; rm -rf "$0"', folder]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)  # Ctrl-C does not reach it
 
 
-class _Call(NamedTuple):
-    """A call of a pool, and how long to wait for its ranks."""
-
-    number: int
-    num_ranks: int
-    timeout_s: float
-    on_message: OnMessage | None
-    share: HostShare | None
-
-
-# One rank, seen from its parent.
+def _remove(folder: str, remover: subprocess.Popen[bytes]) -> None:
+    assert remover.stdin is not None
+    remover.stdin.close()
+    remover.wait()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Task(NamedTuple):
@@ -459,10 +428,9 @@ class _Task(NamedTuple):
 
     call: int
     rank: int
-    local_rank: int
     num_ranks: int
     backend: str
-    store: str | tuple[str, int]  # a file, or host and port
+    store: str  # a file
     timeout_s: float
     payload: bytes  # pickled (fn, args)
 
@@ -471,20 +439,20 @@ class _Failure(NamedTuple):
     """Why a rank has no result."""
 
     rank: int
-    at_s: float  # on the clock that all processes of the machine share
+    at_s: float  # on the clock that all processes of the machine share; 0 of a death
     summary: str
     details: str
 
 
 class _Worker:
-    """The parent's handle on a rank's process; ``heard_s`` is when the rank last reported or finished."""
+    """The parent's handle on a rank's process."""
 
     def __init__(self, rank: int, threads_per_rank: int, prepare: Prepare | None) -> None:
         """Starts the process; it answers call 0 when it is ready."""
         context = multiprocessing.get_context("spawn")
         # The kernel's death signal follows the thread that started a process; only the main one lives to the end.
         parent_pid = os.getpid() if threading.current_thread() is threading.main_thread() else None
-        self.rank, self.heard_s = rank, 0.0
+        self.rank = rank
         self.pipe, child_pipe = context.Pipe()
         self.process = context.Process(
             target=_serve, args=(child_pipe, parent_pid, rank, threads_per_rank, prepare), name=f"rank-{rank}"
@@ -492,74 +460,31 @@ class _Worker:
         self.process.start()
         child_pipe.close()
 
-    def send(self, task: _Task | None) -> None:
-        """Hands over a task, or None for its end; ``receive`` notices a dead process."""
+    def send(self, message: bytes) -> None:
+        """Sends to the process; ``receive`` notices a dead one."""
         with contextlib.suppress(OSError):
-            self.pipe.send_bytes(pickle.dumps(task) if task else b"")
+            self.pipe.send_bytes(message)
 
-    def receive(self, call: int) -> Iterator[tuple[str, Any]]:
-        """Yields what the rank has sent for a call so far, as (kind, content); then its death if it is dead."""
-        died = not self.process.is_alive()  # asked first: what it sent before it died still counts
+    def receive(self, call: int) -> list[tuple[str, Any]]:
+        """What the rank has sent for a call so far, as (kind, content), up to its result or failure; or its death."""
+        died, received = not self.process.is_alive(), []  # asked first: what it sent before it died still counts
         try:
             while self.pipe.poll():
                 its_call, kind, content = pickle.loads(self.pipe.recv_bytes())
                 if its_call == call:
-                    self.heard_s = time.monotonic()
-                    yield kind, content
+                    received.append((kind, content))
+                    if kind != "message":  # a later death concerns the next call
+                        return received
         except (EOFError, OSError):
             died = True
         if died:
-            yield "failure", _Failure(self.rank, 0.0, self._death(), "" if call else _WHILE_STARTING)
-
-    def _death(self) -> str:
-        self.process.join(1.0)
-        code = self.process.exitcode
-        if code is None:
-            return "closed its pipe"
-        if code >= 0:
-            return f"exited with code {code}"
-        return f"killed by signal {-code} ({signal.Signals(-code).name})"
-
-
-def _first_failure(workers: Sequence[_Worker], call: _Call, results: dict[int, Any]) -> _Failure | None:
-    """Receives from ranks without a result yet; adds results to ``results``, and returns the earliest failure."""
-    failures = _receive(workers, call, results)
-    if not failures:
-        return None
-    # One failure often causes others, which may arrive first: the earliest is the cause.
-    time.sleep(_OTHER_FAILURES_S)
-    heard = results.keys() | {failure.rank for failure in failures}
-    failures += _receive([worker for worker in workers if worker.rank not in heard], call, results)
-    return min(failures, key=lambda failure: failure.at_s)
-
-
-def _receive(workers: Sequence[_Worker], call: _Call, results: dict[int, Any]) -> list[_Failure]:
-    failures = []
-    for worker in workers:
-        for kind, content in worker.receive(call.number):
-            if kind == "result":
-                results[worker.rank] = content
-                break  # a later death concerns the next call
-            if kind == "failure":
-                failures.append(content)
-                break
-            if call.on_message is not None:
-                call.on_message(worker.rank, content)
-    return failures
-
-
-def _use_gloo_at(address: str | None) -> None:
-    """Has Gloo listen at the interface of an address instead of that of the host's name, unless the user chose one."""
-    if sys.platform != "linux" or address is None:
-        return
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no address
-                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(found[20:24]) == address:
-                    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            self.process.join(1.0)
+            code = self.process.exitcode
+            summary = "closed its pipe" if code is None else f"exited with code {code}"
+            if code is not None and code < 0:
+                summary = f"killed by signal {-code} ({signal.Signals(-code).name})"
+            received.append(("failure", _Failure(self.rank, 0.0, summary, "" if call else _WHILE_STARTING)))
+        return received
 
 
 # Inside a rank's process.
@@ -570,8 +495,11 @@ def _serve(
 ) -> None:
     """The main function of a rank's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent decides
-    if parent_pid is not None:
-        _end_with_parent(parent_pid)
+    if parent_pid is not None and sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent_pid:  # the parent ended before the call
+            os._exit(1)
     if prepare is not None:
         try:
             prepare(rank)  # before any thread starts, so that threads inherit what it sets
@@ -592,8 +520,7 @@ def _serve(
 
     send(0, "result", None)
     while True:
-        received = tasks.get()
-        if received:
+        if received := tasks.get():
             torch.set_num_threads(threads_per_rank)
             _run(pickle.loads(received), send)
         elif dist.is_initialized():
@@ -607,71 +534,36 @@ def _read_tasks(pipe: connection.Connection, tasks: queue.SimpleQueue[bytes]) ->
     os._exit(0)  # the parent is gone or has closed the pool; the main thread may be waiting in a collective
 
 
-def _end_with_parent(parent_pid: int) -> None:
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent_pid:  # the parent ended before the call
-            os._exit(1)
-
-
 def _run(task: _Task, send: Callable[[int, str, Any], None]) -> None:
     global _send_message
     try:
         fn, args = pickle.loads(task.payload)
-        _join_group(task)
-        _send_message = functools.partial(send, task.call, "message")
-        result = fn(*args)
-        _flush()
-        send(task.call, "result", result)
-    except BaseException as error:
-        _flush()
-        send(task.call, "failure", _describe(task.local_rank, error))
-
-
-def _remove_with_parent(folder: str) -> subprocess.Popen[bytes]:
-    """Starts a process that removes a folder when its standard input ends: when this process does, even if killed."""
-    command = ["sh", "-c", 'cat > /dev/null; rm -rf "$0"', folder]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)  # Ctrl-C does not reach it
-
-
-def _remove(folder: str, remover: subprocess.Popen[bytes]) -> None:
-    assert remover.stdin is not None
-    remover.stdin.close()
-    remover.wait()
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _join_group(task: _Task) -> None:
-    # Longer than the parent's timeout, whose message is better.
-    timeout = timedelta(seconds=min(task.timeout_s + 60, _LONGEST_TIMEOUT_S))
-    if isinstance(task.store, str):
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # all ranks are here
-        store: dist.Store = dist.FileStore(task.store, task.num_ranks)
-    else:
-        store = dist.TCPStore(*task.store, is_master=False, timeout=timeout, wait_for_workers=False)
-    dist.init_process_group(
-        task.backend,
-        store=store,
-        rank=task.rank,
-        world_size=task.num_ranks,
-        timeout=timeout,
-        device_id=_use_device(task.backend, task.local_rank),
-    )
-    dist.barrier()  # no rank runs ahead, or leaves the group, while others are still connecting to it
+        dist.init_process_group(
+            task.backend,
+            store=dist.FileStore(task.store, task.num_ranks),
+            rank=task.rank,
+            world_size=task.num_ranks,
+            timeout=timedelta(seconds=min(task.timeout_s + 60, 1e7)),  # the parent's message is better
+            device_id=_use_device(task.backend, task.rank),
+        )
+        dist.barrier()  # no rank runs ahead, or leaves the group, while others are still connecting to it
+        _send_message = functools.partial(send, task.call, "message")
+        kind, content = "result", fn(*args)
+    except BaseException as error:
+        kind, content = "failure", _describe(task.rank, error)
+    sys.stdout.flush()  # the process ends with os._exit, which does not flush
+    sys.stderr.flush()
+    try:
+        send(task.call, kind, content)
+    except Exception as error:  # the result does not pickle
+        send(task.call, "failure", _describe(task.rank, error))
 
 
 def _describe(rank: int, error: BaseException) -> _Failure:
-    at_s = time.monotonic()
-    frames = error.__traceback__
+    at_s, frames = time.monotonic(), error.__traceback__
     if frames is not None and frames.tb_next is not None:
         frames = frames.tb_next  # without this file's own frame
     details = "".join(traceback.format_exception(type(error), error, frames))
     lines = str(error).splitlines()
     return _Failure(rank, at_s, f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__, details)
-
-
-def _flush() -> None:
-    # The process ends with os._exit, which does not flush.
-    sys.stdout.flush()
-    sys.stderr.flush()

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchref.launch import RankError, RankPool, cancel_calls, init_from_env, launch, report, shared_pool
+from torchref.launch import RankError, RankPool, init_from_env, launch, report, shared_pool
 from torchref.script_test import is_running, wait_until_gone
 
 
@@ -210,15 +210,6 @@ def test_a_timeout_names_the_ranks_that_did_not_finish_and_ends_them(ranks, slee
     with pytest.raises(RankError, match=message):
         ranks.run(sleep_on, sleepers, num_ranks=num_ranks, timeout_s=1.0)
     assert wait_until_gone(pids)
-
-
-def test_a_call_is_cancelled_from_another_thread_and_the_next_one_runs(ranks):
-    cancelling = threading.Timer(0.5, cancel_calls)
-    cancelling.start()
-    with pytest.raises(RankError, match="the call was cancelled"):
-        ranks.run(time.sleep, 60, num_ranks=2)
-    cancelling.join()
-    assert ranks.run(settings, num_ranks=1)[0][2] == "gloo"
 
 
 def test_a_result_that_does_not_pickle_is_the_ranks_error(ranks):

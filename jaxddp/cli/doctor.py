@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -96,9 +95,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def examine() -> Iterator[Line]:
     """Looks at the machine, one fact after the other."""
-    yield Line("jaxddp", f"{__version__}, Python {sys.version.split()[0]}, {os.cpu_count()} cores")
+    cores = f"{environment.num_cores()} of {os.cpu_count()} cores for this process"
+    yield Line("jaxddp", f"{__version__}, Python {sys.version.split()[0]}, {cores}")
     gpus, driver = environment.gpus(), environment.driver_version()
-    yield from _core_lines(max(1, len(gpus)))
     yield from _gpu_lines(gpus, driver)
     asked = {framework: ask(framework) for framework in _ASK}
     for framework, answer in asked.items():
@@ -106,7 +105,6 @@ def examine() -> Iterator[Line]:
     yield from _library_lines(asked)
     yield from _topology_lines(len(gpus))
     yield from _job_lines()
-    yield from _interface_lines()
     yield from _memory_lines(gpus)
     for name, value in environment.variables().items():
         advice = _OVERRIDES.get(name) or _OVERRIDES.get(f"{name}={value}", "")
@@ -124,15 +122,6 @@ def ask(framework: str) -> dict[str, Any] | str:
     if done.returncode:
         return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
     return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
-def _core_lines(num_gpus: int) -> Iterator[Line]:
-    """The cores that a launcher has left to this process, if they are fewer than the host's."""
-    count, here = environment.num_cores(), os.cpu_count() or 1
-    if count < here:
-        advice = "XLA compiles and batches are made on these: srun --cpus-per-task, mpirun --bind-to none"
-        is_few = count < 2 * num_gpus
-        yield Line("cores", f"{count} of {here} for this process", advice if is_few else "", NOTE if is_few else OK)
 
 
 def _gpu_lines(gpus: list[environment.Gpu], driver: str | None) -> Iterator[Line]:
@@ -250,19 +239,6 @@ def _port_lines(job: Job) -> Iterator[Line]:
             yield Line("port", f"{job.address}: {error.strerror}", "set MASTER_PORT to a free one", FAIL)
         else:
             yield Line("port", f"{job.address} can be listened on")
-
-
-def _interface_lines() -> Iterator[Line]:
-    there = [name for _, name in socket.if_nameindex()]
-    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        asked = os.environ.get(variable, "")
-        if not asked or asked.startswith("^"):  # NCCL: all but these
-            continue
-        is_exact = asked.startswith("=") or variable.startswith("GLOO")
-        for name in asked.lstrip("=").split(","):
-            if not any(one == name if is_exact else one.startswith(name) for one in there):
-                advice = f"no such interface, there are {', '.join(there)}"
-                yield Line("interface", f"{variable}={asked}", advice, FAIL)
 
 
 def _memory_lines(gpus: list[environment.Gpu]) -> Iterator[Line]:

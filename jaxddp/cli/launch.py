@@ -222,10 +222,11 @@ class _Processes:
                         self._send(number)
                     # First one that fails by itself, not for the loss of another.
                     ended = sorted((one for one in self.processes if one.returncode), key=_is_consequence)
-                    if failed is None and ended and not signals:
-                        failed, until = ended[0], time.monotonic() + _LAST_WORDS_S
-                        rank = self.processes.index(failed)
+                    if ended and not signals and failed is not ended[0]:
+                        until = time.monotonic() + _LAST_WORDS_S if failed is None else until
+                        failed = ended[0]
                         if len(self.processes) > 1:
+                            rank = self.processes.index(failed)
                             print_line(f"rank {rank} ended with status {failed.returncode}: ending the others")
                     time.sleep(_POLL_S)
             except KeyboardInterrupt:

@@ -18,7 +18,10 @@ from typing import Any, NoReturn
 from .. import __version__
 from ..processes.replicas import ReplicasDifferError
 from ..processes.stderr import print_line
+from ..processes.watchdog import leave
 from .interrupts import Signalled, kept_interrupts
+
+_STATUSES: dict[type[Exception], int] = {FloatingPointError: 3, ReplicasDifferError: 4, ValueError: 2, OSError: 2}
 
 
 def run_command(package: str, description: str, modules: Iterable[Any], arguments: Sequence[str] | None) -> int:
@@ -38,15 +41,12 @@ def run_command(package: str, description: str, modules: Iterable[Any], argument
     try:
         with kept_interrupts():
             status = parsed.run(parsed)
-    except (ValueError, OSError) as error:
-        print_line(f"error: {' '.join(str(error).split())}")
-        return 2
-    except FloatingPointError as error:
-        print_line(f"error: {error}")
-        return 3
-    except ReplicasDifferError as error:
-        print_line(f"error: {error}")
-        return 4
+    except tuple(_STATUSES) as error:
+        line = f"error: {' '.join(str(error).split())}"
+        print_line(line)
+        status = next(status for kind, status in _STATUSES.items() if isinstance(error, kind))
+        leave(line, status)
+        return status
     except Signalled as signalled:
         print_line(f"ended by {Signals(signalled.number).name} {signalled}")
         return 128 + signalled.number

@@ -10,7 +10,8 @@ collectives that it started. Process 0 judges, and tells all; the others judge p
 | an exception ends it                                 | it says so                                | ``GRACE_S`` |
 | it ends while others are further                     | it says so                                | ``GRACE_S`` |
 | it is stopped, its host goes down, its network is cut| it says nothing                           | ``stuck_s`` |
-| it sleeps or spins while others wait for it          | others are further, and none goes further | ``stuck_s`` |
+| it sleeps or spins while others wait for it          | others are further, and none goes further | ``stuck_s``;|
+| one of the two before it has begun a step            |                                           | 60 s or more|
 | all wait in one step, as on a network that crawls    | none ends it; not in the first            | ``stuck_s`` |
 
 Then every process prints one line and ends with status 5, after ``stuck_s`` with the stacks of its threads. In the
@@ -44,6 +45,7 @@ GRACE_S = 5.0  # in which processes may fail by themselves, with words of their 
 _BEAT_S = 0.1  # of up to 32 processes
 _PAUSE_S = 4.0  # without a round of its own: this process was stopped, and perhaps all were
 _OTHERS_S = 8.0  # for which process 0 stays for the others
+_START_S = 60.0  # at least, before a process has begun a step: it imports, which stops its threads, loads and compiles
 _LAST_WORDS_S = 1.0  # in which whoever started the processes may end them, and name the one that was lost
 
 
@@ -60,13 +62,12 @@ class _Process:
         self.unread = self.unsent = b""
         self.heard = self.moved = self.idle = time.monotonic()  # when it spoke, went further, was in no step
         self.place = (0, 0, 0)  # steps begun, calls after the last one, collectives started
-        self.log: str | None = None  # the file that it writes to
         self.ended: str | None = None  # the error, "" if there is none
         self.ended_at = 0.0
         self.is_gone = False
 
     def hear(self, said: Mapping[str, Any], now: float) -> None:
-        self.heard, self.log = now, said["log"]
+        self.heard = now
         if not said["waits"]:
             self.idle = now
         step, call, collectives = said["place"]
@@ -126,6 +127,22 @@ class Watchdog:
             time.sleep(60)
         self._is_in_step = False
 
+    def leave(self, why: str, status: int) -> None:
+        """Ends this process after an error of its own, when the others have ended because of it, or by themselves.
+
+        JAX would wait for them at a barrier for five minutes. Process 0 is the last: XLA aborts processes that miss it.
+        """
+        self._is_in_step = False
+        self._say_end(why)
+        deadline = time.monotonic() + GRACE_S + self._stuck_s
+        while time.monotonic() < deadline and any(
+            not one.is_gone and (self._number == 0 or one.ended is None) for one in self._others.values()
+        ):
+            time.sleep(_BEAT_S)
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(status)
+
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector:
             for other in self._others.values():
@@ -143,7 +160,7 @@ class Watchdog:
                         one.heard = one.moved = now
                 before, ended = now, self._ended
                 place = self._step, self._call, max(self._mine.place[2], self._count_collectives())
-                said = {"place": place, "waits": waits, "ended": ended, "log": _log}
+                said = {"place": place, "waits": waits, "ended": ended}
                 self._mine.hear(said, now)
                 self._tell(said)
                 if ended is not None:
@@ -191,10 +208,9 @@ class Watchdog:
         for number, other in self._others.items():
             if other.ended is None and other.is_gone:
                 return _Fault(f"process {number} is gone, {_last_step(other)}", False)
-            if other.ended is None and now - other.heard > self._stuck_s:
-                return _Fault(
-                    f"process {number} has not answered for {self._stuck_s:g} s, {_last_step(other)}", is_stuck=True
-                )
+            patience_s = self._patience_s(other)
+            if other.ended is None and now - other.heard > patience_s:
+                return _Fault(f"process {number} has not answered for {patience_s:g} s, {_last_step(other)}", True)
         if self._number != 0:
             return None
         everyone = {0: self._mine, **dict(sorted(self._others.items()))}
@@ -214,14 +230,18 @@ class Watchdog:
         if is_one_missed or not live:
             return None
         behind = [number for number, one in live.items() if one.place < newest]
-        if behind and now - max(one.moved for one in everyone.values()) > self._stuck_s:
-            numbers = ", ".join(map(str, behind))
-            name = _name(newest, min(live[number].place for number in behind))
-            return _Fault(f"process {numbers} did not begin {name} within {self._stuck_s:g} s of the others", True)
+        last = min(live.values(), key=lambda one: one.place)
+        patience_s = self._patience_s(last)
+        if behind and now - max(one.moved for one in everyone.values()) > patience_s:
+            numbers, name = ", ".join(map(str, behind)), _name(newest, last.place)
+            return _Fault(f"process {numbers} did not begin {name} within {patience_s:g} s of the others", True)
         is_first = newest[:2] <= (1, 0)  # which compiles
         if not is_first and now - max(max(one.moved, one.idle) for one in live.values()) > self._stuck_s:
             return _Fault(f"no process has finished {_name(newest)} within {self._stuck_s:g} s", is_stuck=True)
         return None
+
+    def _patience_s(self, process: _Process) -> float:
+        return self._stuck_s if process.place[0] else max(self._stuck_s, _START_S)
 
     def _end(self, fault: _Fault) -> None:
         self._is_ending.set()
@@ -284,17 +304,10 @@ def _name(place: tuple[int, int, int], missed: tuple[int, int, int] = (-1, 0, 0)
 
 
 def _last_step(process: _Process) -> str:
-    return f"its last step {process.place[0]}" + (f", its log {process.log}" if process.log else "")
+    return f"its last step {process.place[0]}"
 
 
 _watchdog: Watchdog | None = None
-_log: str | None = None  # of this process
-
-
-def name_log(path: str) -> None:
-    """Tells the other processes where this one's log is, for the line in which they say that it is lost."""
-    global _log
-    _log = path
 
 
 def watch(
@@ -319,6 +332,12 @@ def end_step(is_done: Callable[[], bool] = lambda: True) -> None:
     """Notes that a training step, or another call, has returned; arguments are those of ``Watchdog.end_step``."""
     if _watchdog is not None:
         _watchdog.end_step(is_done)
+
+
+def leave(why: str, status: int) -> None:
+    """Ends this process after an error, if it is in a job; arguments are those of ``Watchdog.leave``."""
+    if _watchdog is not None:
+        _watchdog.leave(why, status)
 
 
 def wait_for_end() -> None:
