@@ -140,7 +140,7 @@ def test_other_bytes_per_parameter():
     params = {"w": jax.ShapeDtypeStruct((4, 4), jnp.bfloat16)}
     mixed = PerParameter(2, 2, 12, accumulator=4)
     assert state_formula(params, jaxddp.zero2(), 4, mixed) == (32, 24, 48)
-    assert state_formula(params, jaxddp.zero2(accumulate="full"), 4, mixed) == (32, 72, 48)
+    assert state_formula(params, jaxddp.zero2(accumulate="full"), 4, mixed) == (32, 96, 48)  # the program of zero1
 
 
 def test_a_model_state_is_among_the_others():

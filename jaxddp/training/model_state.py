@@ -24,10 +24,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from ..communication.collectives import Axis, all_reduce
 from ..communication.planned import wire_bytes
-from ..scopes import MODEL_STATE_SCOPE
+from ..scopes import MODEL_STATE_SCOPE, OTHER_AXES_SCOPE
 from ..strategy import Ranks
 
 STATE_SYNC = ("mean", "first")
@@ -71,6 +72,12 @@ def sync_model_state(model_state: Any, ranks: Ranks, how: str) -> Any:
     leaves, structure = jax.tree.flatten(model_state)
     if ranks.num_ranks == 1 or not leaves:
         return model_state
+    if ranks.other_axes:  # or XLA sums the blocks into which the loss has split a leaf
+        with jax.named_scope(OTHER_AXES_SCOPE):
+            leaves = [
+                leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+                else lax.with_sharding_constraint(leaf, PartitionSpec()) for leaf in leaves
+            ]  # fmt: skip
     axis, num_ranks = ranks.axis, ranks.num_ranks
     is_first = lax.axis_index(axis) == 0
     with jax.named_scope(MODEL_STATE_SCOPE):

@@ -254,12 +254,16 @@ def guarded(step: Callable[..., Any], nonfinite: str) -> Callable[..., Any]:
     ``"skip"`` where a number is not finite. Loss, norm and model state are equal on all ranks, so all decide alike.
     """
 
+    @jax.named_scope(METRICS_SCOPE)
+    def finite(state: TrainState, new: TrainState, metrics: dict[str, Any]) -> jax.Array:
+        is_finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+        return is_finite & ~became_nonfinite(new.model_state, state.model_state)
+
     def guarded_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         new, metrics, weight = step(state, batch)
         conditions = [] if weight is None else [weight != 0]
         if nonfinite != "ignore":
-            is_finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
-            is_finite &= ~became_nonfinite(new.model_state, state.model_state)
+            is_finite = finite(state, new, metrics)
             metrics |= {"skipped": 1 - is_finite.astype(jnp.int32)}
             conditions += [is_finite] * (nonfinite == "skip")
         if conditions:
