@@ -55,8 +55,8 @@ from torchref.strategy import register
 
 @register("fixed")
 class FixedDDP(Replicated):
-    def __init__(self, module, bucket_mb=0.001, **options):
-        super().__init__(module, lambda tensors: plan_buckets(tensors, bucket_mb), **options)
+    def make_plan(self, tensors):
+        return plan_buckets(tensors, 0.001)
 """
 TORCH_SCRIPT = """
 import sys

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import torchref
 
@@ -40,6 +41,7 @@ CLEARS = ("clear", "clear by optimizer", "clear by module")
 MAY_BE_REFUSED = (
     *("drop", "failure", "look", "evaluate", "freeze", "unfreeze", "extra finish", "step too early"),
     *("clip", "clip by torch", "scale", "hook", "stray", "clear a part"),
+    *("halve by hooks", "read outside", "initialise", "another order"),
 )
 EVENTS = (*MAY_BE_REFUSED, "load state", "quiet pass", *CLEARS)
 MAX_NORM = 0.5
@@ -111,15 +113,55 @@ def _is_in_order(life: list[str], sync: str) -> bool:
     )
 
 
+class _Recomputed(torch.autograd.Function):
+    """Computes a layer again in the backward, which calls backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.layer(x)
+        y.backward(grads[0])
+        return x.grad, None
+
+
 class _Model(nn.Module):
-    """Linear layers that FSDP shards, a norm that it does not, and a layer of which nothing is used."""
+    """Linear layers that FSDP shards, two of equal shape, a norm that it does not, and a layer that is not used.
+
+    Attributes:
+        within: How a layer's backward is one within another: ``"checkpoint"``, ``"function"`` or not at all.
+        is_swapped: Whether the layers of equal shape come in the other order.
+        reads: Whether the forward reads the bias of a layer.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.norm, self.down, self.unused = nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 2), nn.Linear(2, 2)
+        self.left, self.right = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.within, self.is_swapped, self.reads = "", False, False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.tanh(self.norm(self.up(x))))
+        return self.head(self.norm(self.up(x)))
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Layers after the norm."""
+        first, second = (self.right, self.left) if self.is_swapped else (self.left, self.right)
+        hidden = torch.tanh(first(hidden))
+        if self.within == "checkpoint":
+            hidden = checkpoint(second, hidden, use_reentrant=True)
+        elif self.within == "function":
+            hidden = _Recomputed.apply(hidden, second)
+        else:
+            hidden = second(hidden)
+        result = self.down(torch.tanh(hidden))
+        return result + self.down.bias.detach() if self.reads else result
 
 
 class _Buffers(_Model):
@@ -139,19 +181,20 @@ class _Buffers(_Model):
         if x.max() > 1.5:
             self.num_large = self.num_large + 1
         hidden = F.batch_norm(self.stats(self.norm(self.up(x))), self.mean, self.var, training=self.training)
-        return self.down(torch.tanh(hidden) * (1 + 0.1 * self.num_large))
+        return self.head(hidden * (1 + 0.1 * self.num_large))
 
 
 class _ByHand:
-    """Steps by ``data``, which raises no version counter."""
+    """Steps without an optimizer of torch's."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = list(parameters)
 
     def step(self) -> None:
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                parameter.data -= 0.1 * parameter.grad.data
+        with torch.no_grad():
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=0.1)
 
     def zero_grad(self) -> None:
         for parameter in self._parameters:
@@ -178,6 +221,8 @@ class _Run:
         self.reference: Any = model().double()
         module = model().double()
         module.load_state_dict(self.reference.state_dict())
+        module.within = str(self.rng.choice(["", "checkpoint", "function"]))
+        self.is_swapped = self.is_halved = False
         self.buffers = [self._buffers_of(self.reference)] * num_ranks
         wrapper, options = WRAPPERS[name]
         options = {**options, "sync": sync}
@@ -191,9 +236,14 @@ class _Run:
             cls, given = OPTIMIZERS[optimizer]
             owns = name.startswith(("zero1", "zero2"))
             given = given if "fused" in given else {**given, "foreach": False}
-            self.net = wrapper(module, **options, **({"optimizer_cls": cls, **given} if owns else {}))
-            self.optimizer = self.net if owns else cls(self.net.parameters(), **given)
-            self.reference_optimizer = cls(self._parameters(), **given)
+            is_first = not owns and bool(self.rng.integers(2))  # made before wrapping
+            before = cls(_groups(module), **given) if is_first else None
+            if owns:
+                self.net = wrapper(module, **options, optimizer_cls=cls, params=_groups(module), **given)
+            else:
+                self.net = wrapper(module, **options)
+            self.optimizer = self.net if owns else before or cls(_groups(module), **given)
+            self.reference_optimizer = cls(_groups(self.reference), **given)
         self.saved: list[Any] = []  # the optimizers' states after the first step
         self.pending: list[Any] = []  # gradients of passes that no synchronisation has followed
         self.has_strayed = False  # by a step on gradients of this rank alone, to be refused at the next forward
@@ -231,6 +281,7 @@ class _Run:
             for name, buffer in self.buffers[rank].items():
                 parent, _, last = name.rpartition(".")
                 setattr(self.reference.get_submodule(parent), last, buffer.clone())
+            self.reference.is_swapped = self.is_swapped and rank == self.num_ranks - 1
             losses.append(self.reference(x).square().sum())
             self.buffers[rank] = self._buffers_of(self.reference)
         return torch.stack(losses).mean()
@@ -242,9 +293,10 @@ class _Run:
             raise AssertionError("a step on gradients of one rank was not refused at the next forward")
         loss.backward()
         trained = [one for one in self._parameters() if one.requires_grad]
-        self.pending.append(
-            list(zip(trained, torch.autograd.grad(self._reference_loss(rows), trained, allow_unused=True), strict=True))
-        )
+        grads = torch.autograd.grad(self._reference_loss(rows), trained, allow_unused=True)
+        if self.is_halved:
+            grads = tuple(grad if grad is None else grad / 2 for grad in grads)
+        self.pending.append(list(zip(trained, grads, strict=True)))
         if self.net.sync == "backward" and not quiet:
             self._finish_reference()
 
@@ -386,12 +438,46 @@ class _Run:
         for optimizer in self._optimizers():
             optimizer.register_step_pre_hook(_clip_all)
 
+    def _halve_by_hooks(self) -> None:
+        """By hooks on the parameters, which come before the sums over ranks, or are refused."""
+        if not self.pending and not self.is_halved:
+            for parameter in self.net.module.parameters():
+                parameter.register_post_accumulate_grad_hook(_halve)
+            self.is_halved = True
+
+    def _read_outside(self) -> None:
+        """A parameter outside of its module's forward, from now on."""
+        self.net.module.reads = self.reference.reads = True
+        self._look()
+
+    def _initialise(self) -> None:
+        """Equally on all ranks."""
+        for module in (self.net.module, self.reference):
+            nn.init.normal_(module.up.weight, generator=torch.Generator().manual_seed(3))
+
+    def _another_order(self) -> None:
+        """The last rank uses layers of equal shape in another order, from now on."""
+        self.is_swapped = True
+        self.net.module.is_swapped = self.rank == self.num_ranks - 1
+
     def _extra_finish(self) -> None:
         self._finish()
 
     def _step_too_early(self) -> None:
         self._pass()
         self._step()
+
+
+def _groups(module: nn.Module) -> list[dict[str, Any]]:
+    """Groups by number of dimensions: only matrices decay."""
+    params = list(module.parameters())
+    others = [one for one in params if one.dim() < 2]
+    return [{"params": [one for one in params if one.dim() >= 2]}, {"params": others, "weight_decay": 0.0}]
+
+
+def _halve(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.data.mul_(0.5)
 
 
 def _clip_all(optimizer: torch.optim.Optimizer, *_: Any) -> None:

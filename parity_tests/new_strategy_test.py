@@ -18,8 +18,8 @@ def plan_pairs(tensors):
 
 
 class PairsDDP(Replicated):
-    def __init__(self, module, **options):
-        super().__init__(module, plan_pairs, **options)
+    def make_plan(self, tensors):
+        return plan_pairs(tensors)
 
 
 @contextmanager

@@ -5,16 +5,14 @@ strategy.py               the contract, and the engine that carries out a bucket
 registry.py               all strategies by name
 replicated.py, ddp/       strategies whose gradients are all-reduced
 zero/                     strategies that shard the training state
-communication/            collectives, buckets, shards, compression
+communication/            collectives, buckets, shards, hooks
 train.py, loss.py         the trainer; what a loss function returns
-loss_scale.py             the scale of a loss in float16, equal on all ranks
-replicas.py               whether ranks still hold the same
-clipping.py, hooks.py     the global norm of shards; what a deleted wrapper leaves behind
+gradients.py, clipping.py gradients of one rank alone; the global norm of shards
+agreement.py, replicas.py whether ranks train the same; whether they still hold the same
 launch.py                 starts ranks as processes, or joins those of ``torchrun``
 models/, interop.py       models to train; parameters to and from NumPy
-checkpoint.py             checkpoints that any strategy on any number of ranks restores
+checkpoint/               checkpoints that any strategy on any number of ranks restores
 cli/                      ``python -m torchref``
-walkthrough.py            what two ranks hold under ZeRO, phase by phase
 
 A public name is loaded when it is first used, so importing this package imports no torch.
 """
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
     from .zero import ShardedOptimizer as ShardedOptimizer
     from .zero import ZeRO1 as ZeRO1
     from .zero import ZeRO2 as ZeRO2
-    from .zero import ZeROOptimizer as ZeROOptimizer
+
 
 _NAMES = {
     "jaxddp.communication.buckets": ("BucketPlan", "TensorSpec", "plan_buckets"),
@@ -53,7 +51,7 @@ _NAMES = {
     ".replicas": ("check_replicas",),
     ".strategy": ("DataParallel",),
     ".train": ("Trainer",),
-    ".zero": ("FSDP", "ShardedOptimizer", "ZeRO1", "ZeRO2", "ZeROOptimizer"),
+    ".zero": ("FSDP", "ShardedOptimizer", "ZeRO1", "ZeRO2"),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 

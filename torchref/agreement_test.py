@@ -50,8 +50,8 @@ def message_of_other_wrappers(change):
             torchref.FlatDDP(model())
         elif change == "plan" and is_other:
             torchref.BucketedDDP(model(), bucket_mb=1e-6)
-        elif change == "compression" and is_other:
-            torchref.BucketedDDP(model(), compression=torchref.communication.compression.bf16)
+        elif change == "sync" and is_other:
+            torchref.BucketedDDP(model(), sync="backward")
         else:
             net = torchref.BucketedDDP(model())
             rows = 4 + (change in ("rows", "weighted")) * is_other
@@ -127,7 +127,7 @@ def test_modules_that_differ_are_refused(ranks, name, change):
 
 OTHERS = {
     "strategy": "strategy (='FlatDDP' in rank 1) must be 'BucketedDDP', as in rank 0",
-    "compression": "compression (='bf16' in rank 1) must be 'none', as in rank 0",
+    "sync": "compression (='bf16' in rank 1) must be 'none', as in rank 0",
     "plan": "plan (='4 buckets, checksum ",
     "micro-batches": "num_microbatches (=2 in rank 1) must be 1, as in rank 0",
     "rows": "batch (='5 examples' in rank 1) must be '4 examples', as in rank 0, unless loss_fn returns Weighted: the "

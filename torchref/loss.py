@@ -39,7 +39,7 @@ def as_part(loss: Any) -> Part:
     """Converts the return value of a loss function.
 
     Raises:
-        ValueError: If it is not a scalar.
+        ValueError: If it is not a scalar, or its weight depends on parameters.
     """
     for value in loss if isinstance(loss, Weighted) else (loss,):
         if not isinstance(value, torch.Tensor) or value.ndim != 0:
@@ -47,4 +47,6 @@ def as_part(loss: Any) -> Part:
             raise ValueError(
                 f"loss_fn returned {found}: the loss must be a scalar tensor or torchref.Weighted of scalars"
             )
+    if isinstance(loss, Weighted) and loss.weight.requires_grad:
+        raise ValueError("the weight of torchref.Weighted must not depend on parameters, or its gradient would be lost")
     return Part(*loss) if isinstance(loss, Weighted) else Part(loss, None)

@@ -1,23 +1,30 @@
-"""The contract of a strategy, the registry, and the engine that carries out a bucket plan.
+"""The contract of a strategy, and the engine that carries out a bucket plan.
 
     net = make_strategy(name, module, ...)       every rank has rank 0's weights from here on
     net(x) ... loss.backward()                   a bucket's reduction starts when its last gradient is ready
     net.finish_gradient_synchronization()        waits for all reductions and divides once; with sync="backward", which
-                                                 the wrapper is given, the backward ends with it
+                                                 the wrapper is given, the outermost backward ends with it
     optimizer.step()                             or net.step(), if the strategy owns the optimizer
 
-``DataParallel`` decides when a bucket is reduced: hooks on the parameters report gradients as the backward finishes
-them, and buckets start in plan order. A strategy decides how: ``Replicated`` all-reduces, ``zero/`` reduce-scatters.
+A strategy is what these methods of a subclass say, and nothing outside of its file asks which one it is:
+
+    make_plan(tensors)                           which gradients are reduced together, and what waits for the backward
+    layout()                                     which parameters are updated by shards, and how they are cut
+    (a module's forward)                         what the loss reads: the parameters, or at stage 3 an all-gather a unit
+    start_reduction(index)                       starts to sum a bucket over ranks: all-reduce or reduce-scatter
+    finish_reductions(denominator)               waits, divides, and stores the means where the optimizer reads them
+    step()                                       of those that own the optimizer: on shards, then an all-gather
+
+``DataParallel`` decides when: hooks report gradients as the backward finishes them, and buckets start in plan order.
 """
 
 from __future__ import annotations
 
 import abc
 import contextlib
-import copy
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -25,6 +32,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from jaxddp import __version__
 from jaxddp.arguments import check_flag, check_kind, check_positive
@@ -35,15 +44,14 @@ from .agreement import check_alike
 from .clipping import clip_to_norm_, global_norm, sharded_norm
 from .communication.buffers import check_dense, tensor_spec
 from .communication.collectives import broadcast
-from .communication.compression import Compression, none
-from .communication.low_rank import Memory
-from .gradients import PartialGradient
-from .hooks import check_not_sharded, remove_hooks_with, weakly
+from .communication.sharding import Cut
+from .gradients import PartialGradient, SpentGradient
 
 Sync = Literal["finish", "backward"]
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 _BROADCAST_BYTES = 250 * 2**20  # at a time, as DistributedDataParallel does
+# Options of DistributedDataParallel that change nothing here.
+HARMLESS = ("device_ids", "output_device", "dim", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 
 _live: weakref.WeakSet[DataParallel] = weakref.WeakSet()
 
@@ -55,90 +63,75 @@ class DataParallel(nn.Module, abc.ABC):
         module: The wrapped module.
         plan: What a backward pass communicates.
         num_ranks: Number of ranks.
-        memory: This rank's state of the compression, by parameter.
         sync: What synchronises the gradients: a call of ``finish_gradient_synchronization``, or every backward.
         owns_optimizer: Whether the strategy makes and steps the optimizer. Its constructor then takes
             ``optimizer_cls`` and the optimizer's options, it has ``step()``, and a schedule drives its ``optimizer``.
+        each_microbatch: Whether gradients are reduced in every backward, also under ``no_sync``.
     """
 
     module: nn.Module
     owns_optimizer: ClassVar[bool] = False
+    each_microbatch: bool = False
 
     def __init__(
         self,
         module: nn.Module,
-        make_plan: Callable[[Sequence[TensorSpec]], BucketPlan],
         *,
         process_group: dist.ProcessGroup | None = None,
         order: Sequence[str] | None = None,
-        compression: Compression = none,
         broadcast_buffers: bool = True,
         sync: Sync = "finish",
-        sharded: Collection[str] = (),
-        shard: Callable[[], None] = lambda: None,
+        **ddp_options: Any,
     ) -> None:
         """Broadcasts parameters and buffers from rank 0, and plans the communication.
 
         Args:
             module: Of the same structure on every rank; its weights may differ.
-            make_plan: Tensors in the order in which their gradients become ready ``->`` plan.
             process_group: The ranks; all of them when None.
             order: Names of the planned parameters in the order in which the backward finishes their gradients; the
                 reverse of their registration when None.
-            compression: Of the gradients.
             broadcast_buffers: Whether buffers, such as running means, are rank 0's after each synchronisation, too.
             sync: ``"backward"`` ends every backward outside ``no_sync`` with ``finish_gradient_synchronization()``, so
                 that none is to be called. Each rank's backward must then reach a trainable parameter.
-            sharded: Names of parameters to leave out of the plan, because ``shard`` shards them.
-            shard: Replaces those parameters by shards. Called after the broadcast and all checks.
+            **ddp_options: Those of ``DistributedDataParallel`` that change nothing here, such as ``device_ids``.
 
         Raises:
-            ValueError: If there is no process group yet, nothing to train, the module is wrapped or sharded already,
-                ``sync`` is neither, ranks have other versions, strategies, parameters, buffers or plans, or ``order``
-                names other parameters.
+            ValueError: If there is no process group yet, nothing to train, the module is wrapped or on the meta device,
+                an option is out of range, or ranks have other versions, strategies, parameters, buffers or plans.
         """
+        name = type(self).__name__
         if not dist.is_initialized():
             raise ValueError(
-                f"{type(self).__name__} needs a process group: call torch.distributed.init_process_group,"
+                f"{name} needs a process group: call torch.distributed.init_process_group,"
                 " or run under torchref.launch, before wrapping a module"
             )
-        check_wrapped(module, compression, process_group)
+        check_module(module, process_group)
         check_flag(broadcast_buffers=broadcast_buffers)
-        if order is not None:
-            check_kind("order", order, Iterable, "the names of parameters")
         if sync not in ("finish", "backward"):
             raise ValueError(f"sync (={sync!r}) must be 'finish' or 'backward'")
-        check_not_sharded(module)
-        _check_unwrapped(module)
+        if unknown := [option for option in ddp_options if option not in HARMLESS]:
+            has_buckets = f"{name} takes bucket_mb" if hasattr(self, "_bucket_mb") else "BucketedDDP has bucket_mb"
+            way = f": {has_buckets}" if unknown[0] == "bucket_cap_mb" else ""
+            raise ValueError(f"{name} has no option {unknown[0]} (={ddp_options[unknown[0]]!r}){way}")
         super().__init__()
         self.module = module
         self.process_group = process_group
-        self.compression = compression
         self.sync = sync
         self.num_ranks = dist.get_world_size(process_group)
-        self.memory: dict[str, Memory] = {}
-        self._sync = True
+        self.require_backward_grad_sync = True
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if self.num_ranks > 1:
             versions = {"torchref": __version__, "torch": torch.__version__}
-            chosen = {
-                "strategy": type(self).__name__,
-                "compression": compression.name,
-                "broadcast_buffers": broadcast_buffers,
-                "sync": sync,
-            }
+            chosen = {"strategy": name, "broadcast_buffers": broadcast_buffers, "sync": sync}
             check_alike(versions | chosen | _describe(module), process_group)
-        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not trained:
             raise ValueError(
                 f"module (={type(module).__name__}) must have at least one parameter that needs a gradient"
             )
-        planned = [name for name in reversed(trained) if name not in sharded]
-        names = planned if order is None else list(order)
-        if sorted(names, key=str) != sorted(planned):
-            wrong = sorted(set(names) ^ set(planned), key=str) or [name for name in names if names.count(name) > 1]
-            raise ValueError(f"order must name each trainable parameter once; {wrong[0]!r} is not")
-        specs = [tensor_spec(name, trained[name]) for name in names]
-        self.plan = make_plan(specs if self.num_ranks > 1 else ())  # one rank communicates nothing
+        self._sharded = frozenset(self.names_to_shard())
+        names = _ordered([one for one in reversed(trained) if one not in self._sharded], order)
+        specs = [tensor_spec(one, trained[one]) for one in names]
+        self.plan = self.make_plan(specs if self.num_ranks > 1 else ())  # one rank communicates nothing
         if self.num_ranks > 1:
             checksum = zlib.crc32(repr(self.plan).encode())
             check_alike({"plan": f"{len(self.plan.buckets)} buckets, checksum {checksum:08x}"}, process_group)
@@ -146,20 +139,52 @@ class DataParallel(nn.Module, abc.ABC):
         with torch.no_grad():
             for tensor in [*module.parameters(), *module.buffers()]:
                 broadcast(tensor, root=0, group=process_group)
-        shard()
-        self._sharded = frozenset(sharded)
-        self._trained = {name: module.get_parameter(name) for name in trained}
-        self._specs = {name: tensor_spec(name, p) for name, p in self._trained.items()}
-        self._buffer_specs = [tensor_spec(name, buffer) for name, buffer in module.named_buffers()]
-        self._broadcasts_buffers = broadcast_buffers and self.num_ranks > 1 and compression.sends
-        self._weights: _Weights | None = None  # at the last backward
-        self._begins_pass = False
-        self._has_optimizer = False  # one has stepped
-        self._divisor: float | None = None  # of the last synchronisation, an estimate for the next
+        self.shard()
+        self._trained = trained
+        self._specs = {one: tensor_spec(one, p) for one, p in trained.items()}
+        self._buffer_specs = [tensor_spec(one, buffer) for one, buffer in module.named_buffers()]
+        self._broadcasts_buffers = broadcast_buffers and self.num_ranks > 1
+        # Whether gradients are not whole before finish_gradient_synchronization: on one rank most are.
+        self._must_finish = self.num_ranks > 1 or self.owns_optimizer or bool(self._sharded)
         self._is_finished = False  # synchronised, and no forward since
-        self._last_backward = -1  # that ends with a synchronisation; autograd's number of it
+        self._outermost: int | None = None  # autograd's number of the backward at whose end ``_end_backward`` runs
         self._expect_gradients()
         self._add_hooks()
+
+    @abc.abstractmethod
+    def make_plan(self, tensors: Sequence[TensorSpec]) -> BucketPlan:
+        """Tensors in the order in which their gradients become ready ``->`` which are reduced together."""
+
+    @abc.abstractmethod
+    def start_reduction(self, index: int) -> None:
+        """Packs a bucket of the plan and starts to sum it over ranks."""
+
+    @abc.abstractmethod
+    def finish_reductions(self, denominator: Any) -> None:
+        """Waits for the sums over ranks, divides them, and stores the means where the optimizer reads gradients."""
+
+    @abc.abstractmethod
+    def drop_reductions(self) -> None:
+        """Discards the reductions in flight; their buffers must not be reused, as they may still be written to."""
+
+    @abc.abstractmethod
+    def planned_collectives(self, num_microbatches: int) -> list[tuple[str, int]]:
+        """Lists the collectives of one step; see the function of that name."""
+
+    def layout(self) -> dict[str, tuple[torch.Tensor, Cut]]:
+        """This rank's shards that an optimizer updates, and how the parameters are cut, by name."""
+        return {}
+
+    def gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The optimizer's gradients: those replicated on every rank, and this rank's shards."""
+        return [p.grad.as_subclass(torch.Tensor) for p in self.module.parameters() if p.grad is not None], []
+
+    def names_to_shard(self) -> Collection[str]:
+        """Names of parameters that are left out of the plan, because ``shard`` shards them."""
+        return ()
+
+    def shard(self) -> None:
+        """Turns those parameters into shards, after the broadcast and all checks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module.
@@ -167,9 +192,21 @@ class DataParallel(nn.Module, abc.ABC):
         Raises:
             RuntimeError: If parameters have changed since a backward that was never finished.
         """
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:  # else it is recomputed in a backward
-            self._check_last_pass()
-        return self.module(*args, **kwargs)
+        is_in_backward = torch._C._current_graph_task_id() != -1  # which computes this again
+        if torch.is_grad_enabled() and not is_in_backward:
+            self._check_weights()
+            self._discard_if_cleared()
+            self._is_finished = False
+            self._outermost = None  # of a backward that failed
+        if is_in_backward and self._outermost is None and self._acts_at_end:
+            self._end_with_backward()
+        output = self.module(*args, **kwargs)
+        if self._acts_at_end and not is_in_backward and torch.is_grad_enabled():
+            hook = weakly(self._on_output)
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                    tensor.register_hook(hook)
+        return output
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, and discards a backward pass that was never finished.
@@ -179,6 +216,15 @@ class DataParallel(nn.Module, abc.ABC):
         """
         self.on_train_batch_start()
         super().zero_grad(set_to_none)
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether a backward communicates, as in ``DistributedDataParallel``; ``no_sync`` switches it off."""
+        return self._sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._sync = value
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -195,7 +241,7 @@ class DataParallel(nn.Module, abc.ABC):
         Raises:
             RuntimeError: If parameters have changed since that pass.
         """
-        self._check_no_stray_step()
+        self._check_weights()
         self.discard_pass()
 
     def discard_pass(self) -> None:
@@ -203,18 +249,19 @@ class DataParallel(nn.Module, abc.ABC):
         for bucket in self.plan.buckets[: self._num_started]:
             for tensor in bucket.tensors:
                 self._trained[tensor.name].grad = None
-        self._drop_reductions()
+        self.drop_reductions()
         self._expect_gradients()
         self._is_finished = False
 
-    def finish_gradient_synchronization(self, denominator: float | None = None) -> None:
+    def finish_gradient_synchronization(self, denominator: Any = None) -> None:
         """Reduces the remaining buckets, waits for all reductions, and divides once.
 
         Call it after the backward and before the optimizer, on every rank. A parameter that the forward did not use
         gets a zero gradient, so that optimizers treat it alike on all ranks.
 
         Args:
-            denominator: Divides the sums over ranks; the number of ranks when None, which gives the mean.
+            denominator: Divides the sums over ranks, a number or a scalar tensor; the number of ranks when None, which
+                gives the mean.
 
         Raises:
             ValueError: If a parameter was replaced, frozen, cast, added or made trainable after wrapping, a buffer
@@ -222,10 +269,10 @@ class DataParallel(nn.Module, abc.ABC):
             RuntimeError: If no pass has followed the last synchronisation, or a gradient was changed that is being
                 reduced already.
         """
-        if denominator is not None:
+        if denominator is not None and not isinstance(denominator, torch.Tensor):
             check_positive("denominator", denominator)
         self._check_unchanged()
-        self._check_no_stray_step(by_content=not self._has_optimizer)
+        self._check_weights()
         self._discard_if_cleared()
         for name in self._sent:
             self._check_sent(name)
@@ -237,12 +284,8 @@ class DataParallel(nn.Module, abc.ABC):
         spans_job = self.num_ranks == dist.get_world_size()
         if spans_job:
             begin_step()
-        denominator = self.num_ranks if denominator is None else denominator
-        if self._waits_for_divisor:
-            self._divisor = denominator
         self._start_all()
-        self._divisor = denominator
-        self._finish_reductions(denominator)
+        self.finish_reductions(self.num_ranks if denominator is None else denominator)
         self._broadcast_buffers()
         self._expect_gradients()
         self._is_finished = True
@@ -256,7 +299,7 @@ class DataParallel(nn.Module, abc.ABC):
             RuntimeError: If there are no gradients, or they are not synchronised.
         """
         self._check_finished()
-        replicated, shards = self._gradients()
+        replicated, shards = self.gradients()
         if not replicated and not shards:
             raise RuntimeError("there are no gradients: call finish_gradient_synchronization after the backward")
         return sharded_norm(shards, replicated, self.process_group) if shards else global_norm(replicated)
@@ -269,48 +312,20 @@ class DataParallel(nn.Module, abc.ABC):
             RuntimeError: If there are no gradients.
         """
         norm = self.grad_norm()
-        replicated, shards = self._gradients()
+        replicated, shards = self.gradients()
         clip_to_norm_([*replicated, *shards], norm, max_norm)
         return norm
 
     def gather_full_params(self) -> dict[str, torch.Tensor]:
         """Copies all parameters in full, by name, a shared one under each of its names; call it on every rank."""
         named = self.module.named_parameters(remove_duplicate=False)
-        return {name: parameter.detach().clone() for name, parameter in named}
+        return {name: p.detach().clone() for name, p in named if name not in self._sharded}
 
-    def local_shards(self) -> dict[str, tuple[torch.Tensor, torch.Size]]:
-        """This rank's shards that an optimizer updates, and the shapes of the whole parameters, by name."""
-        return {}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
-        """Copies the wrapper with its module; the copy communicates in the same process group."""
-        new = type(self).__new__(type(self))
-        memo[id(self)] = new
-        memo[id(self.process_group)] = self.process_group
-        new.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
-        new._weights = None  # copies have versions of their own
-        new._add_hooks()
-        return new
-
-    @abc.abstractmethod
-    def _planned_collectives(self, num_microbatches: int) -> list[tuple[str, int]]:
-        """Lists the collectives of one step; see ``planned_collectives``."""
-
-    @abc.abstractmethod
-    def _start_reduction(self, index: int) -> None:
-        """Packs a bucket of the plan and starts to sum it over ranks."""
-
-    @abc.abstractmethod
-    def _finish_reductions(self, denominator: float) -> None:
-        """Waits for the sums over ranks, divides them, and stores the means where the optimizer reads gradients."""
-
-    @abc.abstractmethod
-    def _drop_reductions(self) -> None:
-        """Discards the reductions in flight; their buffers must not be reused, as they may still be written to."""
-
-    @abc.abstractmethod
-    def _gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The optimizer's gradients: those replicated on every rank, and this rank's shards."""
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(
+            f"a {type(self).__name__} holds hooks and a process group, so it is not pickled or copied: save"
+            " gather_full_params(), or use torchref.Checkpoints"
+        )
 
     def _expect_gradients(self) -> None:
         self._has_begun = False  # a backward that is not synchronised yet
@@ -321,11 +336,16 @@ class DataParallel(nn.Module, abc.ABC):
 
     def _add_hooks(self) -> None:
         _live.add(self)
+        self._accumulators = []  # autograd's, which must stay alive to keep their hooks
         for name in self._trained.keys() - self._sharded:
-            hook = partial(weakly(self._on_arrival), name)
-            remove_hooks_with(self, [self._trained[name].register_post_accumulate_grad_hook(hook)])
+            with torch.enable_grad():
+                alias: Any = self._trained[name].view_as(self._trained[name])
+            node = alias.grad_fn.next_functions[0][0]
+            # After the hooks that users put on the parameter, whenever they do: as DistributedDataParallel's.
+            remove_hooks_with(self, node.register_hook(partial(weakly(self._on_arrival), name)))
+            self._accumulators.append(node)
         if self._must_finish:
-            remove_hooks_with(self, [register_optimizer_step_pre_hook(weakly(self._check_step))])
+            remove_hooks_with(self, register_optimizer_step_pre_hook(weakly(self._check_step)))
 
     def _check_unchanged(self) -> None:
         now = dict(self.module.named_parameters())
@@ -341,34 +361,30 @@ class DataParallel(nn.Module, abc.ABC):
             if parameter.requires_grad and name not in self._trained:
                 raise ValueError(f"parameter {name!r} became trainable after wrapping: wrap the module anew")
 
-    def _check_last_pass(self) -> None:
-        """Refuses an optimizer step that was not synchronised, and discards a backward whose gradients were cleared."""
-        self._check_no_stray_step()
-        self._discard_if_cleared()
-        self._begins_pass = self._must_finish
-        self._is_finished = False
+    def _begin_pass(self) -> None:
+        """Notes that there are gradients of this rank alone, and the versions of the weights that they are of."""
+        if not self._has_begun:
+            self._has_begun, self._versions = True, [one._version for one in self._trained.values()]
+        if self._acts_at_end and self._outermost is None:  # the loss was computed past the wrapper's forward
+            self._end_with_backward()
 
-    def _note_weights(self) -> None:
-        """Notes what the weights are, to see whether they change before the synchronisation."""
-        self._begins_pass, self._weights = False, _Weights(self._trained.values())
+    def _check_weights(self) -> None:
+        """Refuses weights that have changed since a backward that was not finished, by their version counters.
 
-    def _check_no_stray_step(self, *, by_content: bool = True) -> None:
-        """Refuses weights that have changed since the last forward, if its backward was not finished."""
-        if self._has_begun and self._weights is not None and self._weights.have_changed(by_content):
+        A change of ``parameter.data`` counts none and is not seen.
+        """
+        if self._has_begun and self._must_finish and self._versions != [p._version for p in self._trained.values()]:
             raise RuntimeError(
                 "parameters were changed after a backward that was never finished, by gradients of this rank alone:"
                 " call finish_gradient_synchronization before the optimizer's step, or zero_grad() before other changes"
             )
 
     def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Refuses an optimizer's step on gradients of this rank alone, also one that raises no version."""
-        if self._has_optimizer and not self._has_begun:
-            return
-        ids = {id(parameter) for parameter in self._trained.values()}
-        stepped = [one for group in optimizer.param_groups for one in group["params"] if id(one) in ids]
-        self._has_optimizer = self._has_optimizer or bool(stepped)
-        if any(parameter.grad is not None for parameter in stepped):
-            self._check_finished()
+        """Refuses an optimizer's step on gradients of this rank alone."""
+        if self._has_begun:
+            ids = {id(parameter) for parameter in self._trained.values() if parameter.grad is not None}
+            if any(id(one) in ids for group in optimizer.param_groups for one in group["params"]):
+                self._check_finished()
 
     def _check_finished(self) -> None:
         if self._has_begun and self._must_finish and not self._is_cleared():
@@ -376,11 +392,6 @@ class DataParallel(nn.Module, abc.ABC):
                 "gradients are of this rank alone: call finish_gradient_synchronization after the backward, before"
                 " clipping and the step, or zero_grad() to discard them"
             )
-
-    @property
-    def _must_finish(self) -> bool:
-        """Whether gradients are not whole before ``finish_gradient_synchronization``: on one rank most are."""
-        return self.num_ranks > 1 or self.owns_optimizer or bool(self._sharded)
 
     def _is_cleared(self) -> bool:
         """Whether the gradients of a backward that was not finished were set to None, as optimizers do."""
@@ -391,32 +402,40 @@ class DataParallel(nn.Module, abc.ABC):
         if self._has_begun and self._is_cleared():
             self.discard_pass()
 
-    def _on_arrival(self, name: str, *_: Any) -> None:  # torch passes the parameter, not its gradient
-        self._has_begun = True
-        if self.sync == "backward":
-            self._finish_with_backward()
-        if self._begins_pass:  # not before: a forward may change weights, as one that limits their norm does
-            self._note_weights()
+    def _on_arrival(self, name: str, *_: Any) -> None:
+        self._begin_pass()
         grad = self._trained[name].grad
         if self.num_ranks > 1 and type(grad) is torch.Tensor and grad.layout == torch.strided:
             self._trained[name].grad = grad.as_subclass(PartialGradient)
-        if name in self._bucket_of and not self.plan.after_backward:
-            self._on_ready(name)
+        # A backward within another one may come again, so what it brings waits for the end of the outermost.
+        is_inner = self._outermost not in (None, torch._C._current_graph_task_id())
+        if name in self._bucket_of and not self.plan.after_backward and not is_inner:
+            if self._sync or self.each_microbatch or name in self._ready:
+                self._count(name)
 
-    def _finish_with_backward(self) -> None:
-        """Has the running backward end with the synchronisation, unless under ``no_sync``."""
-        backward = torch._C._current_graph_task_id()
-        if self._sync and backward != self._last_backward:
-            self._last_backward = backward
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+    @property
+    def _acts_at_end(self) -> bool:
+        """Whether something is done at the end of a backward."""
+        return self.sync == "backward" or self.each_microbatch
+
+    def _on_output(self, _: Any) -> None:
+        """The outermost backward has begun: an output of the wrapper is of no backward within it."""
+        if torch._C._current_graph_task_id() != self._outermost:
+            self._end_with_backward()
+
+    def _end_with_backward(self) -> None:
+        self._outermost = torch._C._current_graph_task_id()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
-        if self._has_begun:  # else one within it, as of a reentrant checkpoint, was the last to reach a parameter
-            self.finish_gradient_synchronization()
+        self._outermost = None
+        if self._has_begun:
+            self.end_microbatch()
+            if self.sync == "backward" and self._sync:
+                self.finish_gradient_synchronization()
 
-    def _on_ready(self, name: str) -> None:
-        if self._sync or name in self._ready:
-            self._count(name)
+    def end_microbatch(self) -> None:
+        """Called at the end of every backward by those that reduce in each, and under ``sync="backward"``."""
 
     @torch.no_grad()
     def _broadcast_buffers(self) -> None:
@@ -441,43 +460,34 @@ class DataParallel(nn.Module, abc.ABC):
             raise RuntimeError(
                 f"the gradient of {name!r} was computed twice: call finish_gradient_synchronization after each"
                 " backward, put all backward passes but the last under no_sync, or drop one by zero_grad() of the"
-                " wrapper"
+                " wrapper; of a parameter that a reentrant checkpoint uses again, checkpoint with use_reentrant=False"
             )
         self._ready.add(name)
         self._num_missing[self._bucket_of[name]] -= 1
-        if self._waits_for_divisor:
-            return
         # In plan order, even if a later bucket fills first: all ranks must issue the same collectives in one order.
         while self._num_started < len(self._num_missing) and self._num_missing[self._num_started] == 0:
             self._start_next()
-
-    @property
-    def _waits_for_divisor(self) -> bool:
-        """Whether buckets wait for the backward to end: the compression divides first, and no divisor is known yet."""
-        return self.compression.needs_divisor and self._divisor is None
 
     def _start_all(self) -> None:
         while self._num_started < len(self.plan.buckets):
             self._start_next()
 
     def _start_next(self) -> None:
-        self._start_reduction(self._num_started)
+        self.start_reduction(self._num_started)
         for tensor in self.plan.buckets[self._num_started].tensors:
-            if isinstance(self._trained[tensor.name].grad, PartialGradient):
-                self._note_sent(tensor.name)
+            self._note_sent(tensor.name)
         self._num_started += 1
 
     def _note_sent(self, name: str) -> None:
         """Notes a gradient that must not change before the synchronisation."""
         grad = self._trained[name].grad
-        assert grad is not None
-        self._sent[name] = grad, grad._version
+        if isinstance(grad, (PartialGradient, SpentGradient)):
+            self._sent[name] = grad, grad._version
 
-    def _check_sent(self, name: str, num_additions: int = 0) -> None:
-        """Refuses a change of such a gradient, but for autograd's additions to it."""
-        sent, version = self._sent.get(name, (None, 0))
-        grad = self._trained[name].grad
-        if sent is not None and (grad is not sent or sent._version != version + num_additions):
+    def _check_sent(self, name: str) -> None:
+        """Refuses a change of such a gradient."""
+        sent, version = self._sent[name]
+        if self._trained[name].grad is not sent or sent._version != version:
             raise RuntimeError(
                 f"the gradient of {name!r} was changed while it was reduced: change gradients after"
                 " finish_gradient_synchronization, or drop all of them by zero_grad() of the wrapper"
@@ -492,21 +502,7 @@ class DataParallel(nn.Module, abc.ABC):
         return parameter.grad.as_subclass(torch.Tensor)
 
 
-STRATEGIES: dict[str, type[DataParallel]] = {}
-
-
-def check_wrapped(module: Any, compression: Any, process_group: Any) -> None:
-    """Refuses arguments of another kind by a ValueError, before a strategy reads them."""
-    check_kind("module", module, nn.Module, "a torch.nn.Module")
-    check_kind("compression", compression, Compression, "a compression, such as make_compression('bf16')")
-    if process_group is not None:
-        check_kind("process_group", process_group, dist.ProcessGroup, "a process group, or None for all ranks")
-
-
-def check_dtype(name: str, dtype: Any) -> None:
-    """Refuses what is neither a floating-point dtype of torch nor None, by a ValueError."""
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"{name} (={dtype!r}) must be a floating-point dtype or None")
+STRATEGIES: dict[str, type[DataParallel]] = {}  # read it from registry.py, which fills it
 
 
 def register(name: str) -> Callable[[type], type]:
@@ -519,9 +515,36 @@ def register(name: str) -> Callable[[type], type]:
     return add
 
 
+def check_module(module: Any, process_group: Any = None) -> None:
+    """Refuses what no strategy can wrap, by a ValueError."""
+    check_kind("module", module, nn.Module, "a torch.nn.Module")
+    if process_group is not None:
+        check_kind("process_group", process_group, dist.ProcessGroup, "a process group, or None for all ranks")
+    owners = {id(p): other for other in _live for p in other._trained.values()}
+    for name, parameter in module.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(f"parameter {name!r} is on the meta device: module.to_empty(device=...), then wrap it")
+        if hasattr(parameter, "full_shape"):
+            raise ValueError(
+                f"parameter {name!r} (={list(parameter.shape)}) must be full (={list(parameter.full_shape)}), not a"
+                " shard made by FSDP: wrap a new module, loaded with what gather_full_params() returned"
+            )
+        if id(parameter) in owners:
+            other = type(owners[id(parameter)]).__name__
+            raise ValueError(
+                f"parameter {name!r} is already wrapped by a {other}: delete that first, or both would sum its gradient"
+            )
+
+
+def check_dtype(name: str, dtype: Any) -> None:
+    """Refuses what is neither a floating-point dtype of torch nor None, by a ValueError."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"{name} (={dtype!r}) must be a floating-point dtype or None")
+
+
 def planned_collectives(net: DataParallel, *, num_microbatches: int = 1) -> list[tuple[str, int]]:
     """Lists the collectives of one step: ``(kind, bytes of the full buffer)`` in the order in which they start."""
-    return net._planned_collectives(num_microbatches) if net.compression.sends else []
+    return net.planned_collectives(num_microbatches)
 
 
 def resolve_bucket_mb(bucket_mb: BucketMb, bucket_size_mb: BucketMb) -> BucketMb:
@@ -539,46 +562,33 @@ def resolve_bucket_mb(bucket_mb: BucketMb, bucket_size_mb: BucketMb) -> BucketMb
     return bucket_size_mb
 
 
-def _check_unwrapped(module: nn.Module) -> None:
-    for other in _live:
-        theirs = {id(p) for p in other._trained.values()}
-        for name, parameter in module.named_parameters():
-            if id(parameter) in theirs:
-                raise ValueError(
-                    f"parameter {name!r} is already wrapped by a {type(other).__name__}: delete that first, or both"
-                    " would sum its gradient"
-                )
+def remove_hooks_with(wrapper: nn.Module, *handles: RemovableHandle) -> None:
+    """Removes hooks when a wrapper is deleted."""
+    for handle in handles:
+        weakref.finalize(wrapper, handle.remove)
 
 
-class _Weights:
-    """Tells whether parameters have changed, also where no version counter does, as by ``parameter.data``.
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Makes a hook of a method: one that referenced its wrapper would keep model and buckets alive after both."""
+    reference = weakref.WeakMethod(method)
 
-    Costs one read of them, fused and not waited for on a GPU (on 2 CPU cores 6 ms for 60 MiB). A comparison costs
-    another, and is waited for: a step with one forward and one synchronisation needs none.
-    """
+    def hook(*args: Any) -> None:
+        if (alive := reference()) is not None:
+            alive(*args)
 
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        self._parameters = list(parameters)
-        self._versions, self._checksums = self._now_versions(), self._now_checksums()
+    return hook
 
-    def have_changed(self, by_content: bool) -> bool:
-        """Compares with the present; without ``by_content``, the version counters only, which costs nothing."""
-        if self._versions != self._now_versions():
-            return True
-        return by_content and not all(map(torch.equal, self._checksums, self._now_checksums()))
 
-    def _now_versions(self) -> list[int]:
-        return [parameter._version for parameter in self._parameters]
-
-    def _now_checksums(self) -> Sequence[torch.Tensor]:
-        weights = [parameter.detach() for parameter in self._parameters]
-        weights = [torch.view_as_real(one) if one.is_complex() else one for one in weights]
-        if len({one.device for one in weights}) == 1 and weights[0].is_cuda:
-            norms = torch.stack(torch._foreach_norm(weights, dtype=torch.float64))  # one tensor: compared at once
-            return [norms.view(torch.int64)]  # bits, as NaN is not equal to itself
-        # On a CPU, norms depend on the number of threads; sums of the bits as integers do not.
-        bits = [one.view(_INTEGERS[one.element_size()]) for one in weights]
-        return [one.sum(dtype=one.dtype) for one in bits]
+def _ordered(planned: list[str], order: Any) -> list[str]:
+    """The names of planned parameters in the order that is given."""
+    if order is None:
+        return planned
+    check_kind("order", order, Sequence, "the names of parameters")
+    names = list(order)
+    if sorted(names, key=str) != sorted(planned):
+        wrong = sorted(set(names) ^ set(planned), key=str) or [name for name in names if names.count(name) > 1]
+        raise ValueError(f"order must name each trainable parameter once; {wrong[0]!r} is not")
+    return names
 
 
 def _describe(module: nn.Module) -> dict[str, str]:

@@ -4,9 +4,9 @@ on each rank                                                    shape
 ------------------------------------------------------------    -------------------------------
 parameters, optimizer state                                     replicated, or this rank's shards
 batch                                                           [global_batch / num_ranks, ...]
-micro-batches 1 ... A-1:  grads += d (scale * total) / d params under no_sync: most strategies do not communicate
-micro-batch A:            grads += d (scale * total) / d params communicated as the strategy plans
-grads = sum over ranks / (sum of weights * scale)               finish_gradient_synchronization
+micro-batches 1 ... A-1:  grads += d total / d params           under no_sync: most strategies do not communicate
+micro-batch A:            grads += d total / d params           communicated as the strategy plans
+grads = sum over ranks / sum of weights                         finish_gradient_synchronization
 parameters, state = optimizer(grads)                            of all parameters, or of this rank's shards
 """
 
@@ -15,26 +15,25 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from jaxddp.arguments import check_function, check_integer, check_kind, check_mapping, is_number
+from jaxddp.arguments import check_function, check_integer, check_kind, is_number
 from jaxddp.processes.roll_call import disagreement
 
 from .agreement import check_alike, gather_texts, refuse
 from .clipping import clip_to_norm_, global_norm
 from .loss import Part, as_part
-from .loss_scale import LossScale
 from .strategy import DataParallel, check_dtype
 from .zero.stage3 import FSDP
 
 NONFINITE = ("ignore", "raise", "skip")
 
-Batch = Mapping[str, torch.Tensor]
+Batch = Any  # a tensor, or a dictionary, tuple or list of them; dimension 0 of each counts examples
 Loss = Callable[[Any, Any], Any]  # (net, batch) -> scalar or Weighted
 
 
@@ -61,9 +60,7 @@ class Trainer:
         num_microbatches: int = 1,
         max_grad_norm: float | None = None,
         compute_dtype: torch.dtype | None = None,
-        loss_scale: str | None = None,
         nonfinite: str = "ignore",
-        max_skips: int = 10,
     ) -> None:
         """Describes a training run.
 
@@ -76,13 +73,9 @@ class Trainer:
             max_grad_norm: Clips the global norm of the averaged gradient to this value.
             compute_dtype: ``loss_fn`` runs under ``torch.autocast`` to this dtype. Parameters, which are the masters,
                 their gradients and what is communicated keep theirs; ``FSDP`` has a ``compute_dtype`` of its own.
-            loss_scale: ``"dynamic"`` differentiates the loss times a scale, which float16 needs for small gradients. A
-                step whose loss or gradient is not finite updates nothing and halves it, on all ranks; 2,000 finite ones
-                double it.
             nonfinite: What ``step`` does if the loss or the norm of the averaged gradient is NaN or infinite; ranks
-                agree on both, so all do it in the same step. ``"ignore"``: nothing. ``"raise"``: raises before the
-                update. ``"skip"``: does not update, and raises after ``max_skips`` in a row.
-            max_skips: Steps in a row that ``"skip"`` may skip.
+                agree on both, so all do it in the same step. ``"ignore"``: nothing, and it does not wait for them
+                before the update. ``"raise"``: raises before the update. ``"skip"``: does not update.
 
         Raises:
             ValueError: If a number is out of range, ``compute_dtype`` is given with ``FSDP``, or ``net`` has
@@ -101,22 +94,16 @@ class Trainer:
             raise ValueError(f"compute_dtype (={compute_dtype}) must be given to FSDP, which gathers in it")
         if nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite (={nonfinite!r}) must be one of {', '.join(NONFINITE)}")
-        max_skips = check_integer("max_skips", max_skips, least=0)
-        if loss_scale not in (None, "dynamic"):
-            raise ValueError(f"loss_scale (={loss_scale!r}) must be 'dynamic' or None")
         if isinstance(net, DataParallel) and net.sync != "finish":
             raise ValueError(f"sync (={net.sync!r}) of net must be 'finish': the trainer divides by the batch's weight")
         self.compute_dtype = compute_dtype
-        self.loss_scale = None if loss_scale is None else LossScale()
         self.loss_fn = loss_fn
         self.optimizer = optimizer
         self.net = net
         self.num_microbatches = num_microbatches
         self.max_grad_norm = max_grad_norm
         self.nonfinite = nonfinite
-        self.max_skips = max_skips
         self.num_steps = 0
-        self._num_skips = 0  # in a row
         self._parallel = net if isinstance(net, DataParallel) else None
         self.num_ranks = self._parallel.num_ranks if self._parallel else 1
         self._agreed = self.num_ranks == 1
@@ -126,37 +113,25 @@ class Trainer:
 
         Returns:
             ``"loss"``, the global mean before the update; ``"grad_norm"``, of the averaged gradient before clipping;
-            ``"loss_scale"``, of this step, with one; ``"skipped"``, 1 if it was, else 0, with a ``loss_scale`` or
-            ``nonfinite="skip"``.
+            ``"skipped"``, 1 if it was, else 0, with ``nonfinite="skip"``.
 
         Raises:
-            FloatingPointError: If loss or gradient are not finite and ``nonfinite="raise"``, or ``"skip"`` has skipped
-                ``max_skips`` steps before; it names the parameters whose gradients are not. Nothing was updated.
+            FloatingPointError: If loss or gradient are not finite and ``nonfinite="raise"``; it names the parameters
+                whose gradients are not. Nothing was updated.
             ValueError: If the batch cannot be split into micro-batches, the loss is not a scalar, ranks have other
                 options, they have unequally many examples and the loss is no ``Weighted``, or a weight is negative.
         """
         if self._parallel is not None:
-            if not self._agreed:
-                options = {
-                    "num_microbatches": self.num_microbatches,
-                    "max_grad_norm": self.max_grad_norm,
-                    "compute_dtype": self.compute_dtype,
-                    "loss_scale": self.loss_scale and self.loss_scale.scale,
-                    "nonfinite": self.nonfinite,
-                    "max_skips": self.max_skips,
-                }
-                check_alike(options, self._parallel.process_group)
-                self._agreed = True
+            self._check_agreement()
             self._parallel.discard_pass()
         self.net.zero_grad(set_to_none=True)
-        parts = []
-        scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
         rows = _num_rows(batch)
         if rows % self.num_microbatches or rows == 0:
             raise ValueError(
                 f"batch (={rows * self.num_ranks} examples) must be divisible by num_ranks x num_microbatches"
                 f" (={self.num_ranks} x {self.num_microbatches})"
             )
+        parts = []
         for index in range(self.num_microbatches):
             is_last = index == self.num_microbatches - 1
             with contextlib.nullcontext() if is_last or self._parallel is None else self._parallel.no_sync():
@@ -165,37 +140,44 @@ class Trainer:
                     part = as_part(self.loss_fn(self.net, piece))
                 if not part.total.requires_grad:
                     raise ValueError("loss_fn must return a loss that depends on the parameters of net")
-                (part.total if scale == 1 else part.total.to(_wide(part.total)) * scale).backward()
+                part.total.backward()
             parts.append(Part(part.total.detach(), part.weight))
-        summed = self._sum_parts(parts, rows)
-        num_parts = self.num_ranks * self.num_microbatches
-        weight = float(num_parts if summed.weight is None else summed.weight)
-        if not 0 <= weight < math.inf:  # the same on all ranks, so all raise
+
+        total, weight, of_ranks = self._sum_parts(parts, rows)
+        has_weight = parts[0].weight is not None
+        if not has_weight:
+            weight = torch.full_like(weight, self.num_ranks * self.num_microbatches)
+        elif not 0 <= float(weight) < math.inf:  # the same on all ranks, so all raise
             raise ValueError(f"the weights of torchref.Weighted (={weight} in all) must be finite numbers, 0 or more")
-        memory = self._parallel.memory if self._parallel is not None else {}
-        self._finish((weight or 1.0) * scale)
-        norm = self._clip()
-        metrics = {"loss": float(summed.total) / (weight or 1.0), "grad_norm": float(norm)}
-        is_finite = math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])  # on all ranks alike
-        if self.loss_scale is not None:
-            metrics["loss_scale"] = scale
-            self.loss_scale.update(is_finite)
-        if self.loss_scale is not None or self.nonfinite == "skip":
-            metrics["skipped"] = float(not is_finite)
+        has_examples = not has_weight or float(weight) != 0
+        divisor = float(weight) if has_weight else self.num_ranks * self.num_microbatches
+        self._finish(divisor if has_examples else 1)
+        loss, norm = total / (divisor if has_examples else 1), self._clip()
         self.num_steps += 1
-        if weight != 0 and (is_finite or (self.loss_scale is None and self.nonfinite == "ignore")):
+        is_updated = has_examples
+        if self.nonfinite != "ignore":  # else nothing here waits for a GPU
+            is_updated = is_updated and math.isfinite(loss) and math.isfinite(norm)
+        if is_updated:
             self.optimizer.step()
-        elif self._parallel is not None:  # no update at all: the compression's state must not change either
-            self._parallel.memory = memory
-        self._num_skips = 0 if is_finite else self._num_skips + 1
-        gives_up = self.nonfinite == "raise" or (self.nonfinite == "skip" and self._num_skips > self.max_skips)
-        if gives_up and not is_finite:
+        if not has_weight:
+            self._check_rows(of_ranks)
+        metrics = {"loss": float(loss), "grad_norm": float(norm)}
+        if has_examples and not is_updated and self.nonfinite == "raise":
             self._raise_nonfinite(metrics)
+        if self.nonfinite == "skip":
+            metrics["skipped"] = float(has_examples and not is_updated)
         return metrics
+
+    def _check_agreement(self) -> None:
+        if not self._agreed:
+            assert self._parallel is not None
+            options = ("num_microbatches", "max_grad_norm", "compute_dtype", "nonfinite")
+            check_alike({name: getattr(self, name) for name in options}, self._parallel.process_group)
+            self._agreed = True
 
     def _raise_nonfinite(self, metrics: Mapping[str, float]) -> NoReturn:
         """Names the parameters whose gradients are not finite, on any rank."""
-        shards = self._parallel.local_shards() if self._parallel is not None else {}
+        shards = self._parallel.layout() if self._parallel is not None else {}
         module = self._parallel.module if self._parallel is not None else self.net
         held = dict(module.named_parameters()) | {name: shard for name, (shard, _) in shards.items()}
         grads = {name: tensor.grad for name, tensor in held.items() if tensor.grad is not None}
@@ -207,8 +189,7 @@ class Trainer:
         found = f"loss (={loss}) and gradient norm (={norm}) of step {self.num_steps} must be"
         more = f" and {len(names) - 3} more" * (len(names) > 3)
         of = f": the gradients of {', '.join(names[:3])}{more} are not" if names else ""
-        after = f", after {self.max_skips} skipped steps" if self.nonfinite == "skip" and self.max_skips else ""
-        raise FloatingPointError(f"{found} finite{of}{after}")
+        raise FloatingPointError(f"{found} finite{of}")
 
     def _finish(self, denominator: float) -> None:
         if self._parallel is not None:
@@ -235,28 +216,29 @@ class Trainer:
     def _autocast(self, batch: Batch) -> contextlib.AbstractContextManager[Any]:
         if self.compute_dtype is None:  # a caller may have one of its own
             return contextlib.nullcontext()
-        return torch.autocast(next(iter(batch.values())).device.type, self.compute_dtype)
+        return torch.autocast(next(_tensors(batch))[1].device.type, self.compute_dtype)
 
-    def _sum_parts(self, parts: list[Part], rows: int) -> Part:
-        """Sums totals and weights over micro-batches and ranks, in one all-reduce."""
-        totals = torch.stack([part.total for part in parts]).to(_wide(parts[0].total)).sum()
+    def _sum_parts(self, parts: list[Part], rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Sums totals and weights over micro-batches and ranks, in one all-reduce; and the examples of each rank."""
+        totals = torch.stack([part.total for part in parts])
+        totals = totals.to(torch.promote_types(totals.dtype, torch.float32)).sum()
         weights = [part.weight.to(totals) for part in parts if part.weight is not None]
         weight = torch.stack(weights) if weights else torch.zeros_like(totals)
         weight = torch.where(weight < 0, math.nan, weight).sum()  # a negative one is found on all ranks
-        sums = torch.stack([totals, weight])
+        sums = torch.cat([torch.stack([totals, weight]), totals.new_zeros(self.num_ranks)])
         if self._parallel is not None and self.num_ranks > 1:
-            group = self._parallel.process_group
-            rows_of_rank = sums.new_zeros(self.num_ranks)
-            rows_of_rank[dist.get_rank(group)] = rows
-            sums = torch.cat([sums, rows_of_rank])
-            dist.all_reduce(sums, group=group)  # not recorded: it carries no gradients
-            counts = [{"batch": f"{count:.0f} examples"} for count in sums[2:].tolist()]
-            if not weights and (fault := disagreement(counts, "rank")):
-                refuse(f"{fault}, unless loss_fn returns Weighted: the mean of means would be another", group)
-        return Part(sums[0], sums[1] if weights else None)
+            sums[2 + dist.get_rank(self._parallel.process_group)] = rows
+            dist.all_reduce(sums, group=self._parallel.process_group)  # not recorded: it carries no gradients
+        return sums[0], sums[1], sums[2:]
+
+    def _check_rows(self, of_ranks: torch.Tensor) -> None:
+        """Refuses ranks of unequally many examples, whose mean of means would be another."""
+        fault = disagreement([{"batch": f"{count:.0f} examples"} for count in of_ranks.tolist()], "rank")
+        if fault and self._parallel is not None:
+            refuse(f"{fault}, unless loss_fn returns Weighted", self._parallel.process_group)
 
 
-def local_rows(batch: Batch, index: int, num_parts: int) -> dict[str, torch.Tensor]:
+def local_rows(batch: Batch, index: int, num_parts: int) -> Any:
     """Splits a batch along dimension 0 into equal parts, and returns one of them.
 
     Raises:
@@ -265,6 +247,8 @@ def local_rows(batch: Batch, index: int, num_parts: int) -> dict[str, torch.Tens
     Example:
         >>> local_rows({"x": torch.arange(6)}, 1, 3)
         {'x': tensor([2, 3])}
+        >>> local_rows((torch.arange(4), torch.zeros(4)), 1, 2)
+        (tensor([2, 3]), tensor([0., 0.]))
     """
     num_parts = check_integer("num_parts", num_parts)
     index = check_integer("index", index, 0)
@@ -274,20 +258,35 @@ def local_rows(batch: Batch, index: int, num_parts: int) -> dict[str, torch.Tens
     if rows % num_parts or rows == 0:
         raise ValueError(f"batch (={rows} examples) must be divisible by the number of parts (={num_parts})")
     size = rows // num_parts
-    return {name: tensor[index * size : (index + 1) * size] for name, tensor in batch.items()}
+    return _map(lambda tensor: tensor[index * size : (index + 1) * size], batch)
 
 
-def _wide(total: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(total.dtype, torch.float32)
+def _map(function: Callable[[Any], Any], batch: Batch) -> Any:
+    if isinstance(batch, Mapping):
+        return {name: function(tensor) for name, tensor in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return tuple(function(tensor) for tensor in batch)
+    return function(batch)
+
+
+def _tensors(batch: Batch) -> Iterator[tuple[str, Any]]:
+    """The tensors of a batch, and what to call them."""
+    if isinstance(batch, Mapping):
+        yield from ((f"batch[{name!r}]", tensor) for name, tensor in batch.items())
+    elif isinstance(batch, (tuple, list)):
+        yield from ((f"batch[{place}]", tensor) for place, tensor in enumerate(batch))
+    else:
+        yield "batch", batch
 
 
 def _num_rows(batch: Batch) -> int:
-    check_mapping("batch", batch, "tensors by name")
-    for name, tensor in batch.items():
+    lengths = {}
+    for name, tensor in _tensors(batch):
         if not getattr(tensor, "shape", ()):  # an array of NumPy's may be the loss function's business
             kind = type(tensor).__name__
-            raise ValueError(f"batch[{name!r}] (={kind}) must be a tensor whose dimension 0 counts examples")
-    lengths = {name: len(tensor) for name, tensor in batch.items()}
+            raise ValueError(f"{name} (={kind}) must be a tensor whose dimension 0 counts examples")
+        lengths[name] = len(tensor)
     if len(set(lengths.values())) != 1:
-        raise ValueError(f"batch tensors must agree in length, they have {lengths}")
+        found = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+        raise ValueError(f"batch tensors must agree in length: {found}")
     return next(iter(lengths.values()))

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from jaxddp.arguments import check_kind
 
 from ..communication.collectives import all_gather
-from ..communication.sharding import local_shard
+from ..communication.sharding import Cut
 from ..strategy import DataParallel
 from ..train import Trainer
 from ..zero import ShardedOptimizer, ZeRO1
@@ -58,7 +58,7 @@ class RankState(NamedTuple):
         optimizer: Over parameters, or this rank's shards of them.
         updated: What the optimizer updates of each parameter, by name: itself, ``[shape]``, or a shard, ``[c]``.
         shapes: Of the whole parameters, by name.
-        sharded: Names of the parameters of which the optimizer updates a shard.
+        sharded: How the parameters of which the optimizer updates a shard are cut, by name.
     """
 
     net: nn.Module
@@ -66,7 +66,7 @@ class RankState(NamedTuple):
     optimizer: torch.optim.Optimizer
     updated: dict[str, torch.Tensor]
     shapes: dict[str, torch.Size]
-    sharded: frozenset[str]
+    sharded: Mapping[str, Cut]
 
     @classmethod
     def of(cls, trainer: Trainer) -> RankState:
@@ -91,10 +91,10 @@ class RankState(NamedTuple):
             raise ValueError(f"net (={type(net).__name__} on {group_size} ranks) must train on all {world} of the job")
         updated: dict[str, torch.Tensor] = dict(module.named_parameters())
         shapes = {name: parameter.shape for name, parameter in updated.items()}
-        shards = net.local_shards() if isinstance(net, DataParallel) else {}
+        shards = net.layout() if isinstance(net, DataParallel) else {}
         shards = {name: one for name, one in shards.items() if name in updated}  # each shared parameter once
         updated |= {name: shard for name, (shard, _) in shards.items()}
-        shapes |= {name: shape for name, (_, shape) in shards.items()}
+        shapes |= {name: torch.Size(cut.shape) for name, (_, cut) in shards.items()}
         known = {id(one) for one in updated.values()}
         if any(id(one) not in known for one in _params_of(optimizer)):
             raise ValueError("optimizer must update parameters of the module alone: others would not be saved")
@@ -102,7 +102,7 @@ class RankState(NamedTuple):
             for key, value in state.items():
                 if not isinstance(value, (torch.Tensor, bool, int, float, str, type(None))):
                     raise ValueError(f"optimizer state {key!r} (={type(value).__name__}) must be a tensor or a number")
-        return cls(net, module, optimizer, updated, shapes, frozenset(shards))
+        return cls(net, module, optimizer, updated, shapes, {name: cut for name, (_, cut) in shards.items()})
 
     @torch.no_grad()
     def gather(self) -> Whole:
@@ -191,7 +191,7 @@ class RankState(NamedTuple):
         """Takes this rank's part of a checkpoint that fits."""
         for name, parameter in self.module.named_parameters():
             whole = saved[f"params.{name}"]
-            parameter.copy_(self._cut(whole) if self._is_shard(name, parameter) else whole)
+            parameter.copy_(self._cut(name, whole) if self._is_shard(name, parameter) else whole)
         for name, buffer in self._buffers().items():
             buffer.copy_(saved[f"buffers.{name}"])
 
@@ -208,7 +208,8 @@ class RankState(NamedTuple):
             key, _, name = entry.partition(".")
             whole = saved[f"state.{entry}"]
             is_shard = name in self.sharded and key in about["elementwise"]
-            put(entry, self._cut(whole) if is_shard else whole.clone())  # not the file, which is mapped into memory
+            # A copy, not the file, which is mapped into memory.
+            put(entry, self._cut(name, whole) if is_shard else whole.clone())
         marks = rank_marks(self.net.process_group) if isinstance(self.net, ZeRO1) else {}
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state} | marks)
         for number, one in enumerate(_params_of(self.optimizer)):
@@ -222,15 +223,18 @@ class RankState(NamedTuple):
         return name in self.sharded and parameter is self.updated[name]
 
     def _gather(self, name: str, shard: torch.Tensor) -> torch.Tensor:
-        shape = self.shapes[name]
-        return all_gather(shard.detach())[: shape.numel()].view(shape)
+        rows = all_gather(shard.detach().as_subclass(torch.Tensor).reshape(-1))
+        return self.sharded[name].from_rows(rows.view(num_ranks(), -1))
 
-    def _cut(self, whole: torch.Tensor) -> torch.Tensor:
-        return local_shard(whole, num_ranks(), rank()).clone()
+    def _cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        return self.sharded[name].local_shard(whole, rank()).clone()
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        saved = self.module.state_dict()
-        return {name: buffer for name, buffer in self.module.named_buffers() if name in saved}
+        def is_saved(name: str) -> bool:
+            owner, _, last = name.rpartition(".")
+            return last not in self.module.get_submodule(owner)._non_persistent_buffers_set
+
+        return {name: buffer for name, buffer in self.module.named_buffers() if is_saved(name)}
 
 
 def rank() -> int:

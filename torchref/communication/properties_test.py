@@ -48,21 +48,19 @@ def test_packed_tensors_come_back(tensors, bucket_mb, rule, into_buffer, are_tra
 
 
 @FIXED
-@given(tensors_of(), CAPS, NUM_RANKS, st.booleans(), st.lists(st.booleans(), min_size=12, max_size=12))
-def test_scattered_and_gathered_tensors_come_back(tensors, bucket_mb, num_ranks, into_buffers, are_transposed):
+@given(tensors_of(), CAPS, NUM_RANKS, st.lists(st.booleans(), min_size=12, max_size=12))
+def test_scattered_and_gathered_tensors_come_back(tensors, bucket_mb, num_ranks, are_transposed):
     values, found = transposed(values_of(tensors), are_transposed), {}
+    cuts = {name: sharding.cut(tensor.shape, num_ranks) for name, tensor in values.items()}
     for bucket in plan_buckets(tensors, bucket_mb).buckets:
-        shape = num_ranks, bucket_width(bucket, num_ranks)
-        full = torch.full(shape, 3).to(getattr(torch, bucket.dtype)) if into_buffers else None
-        rows = sharding.pack_chunks(bucket, values, num_ranks, full)
-        assert tuple(rows.shape) == shape
+        rows = sharding.pack_rows(bucket, values, cuts)
+        assert tuple(rows.shape) == (num_ranks, bucket_width(bucket, num_ranks))
         for rank, row in enumerate(rows):
-            for name, chunk in sharding.split_chunks(bucket, row, num_ranks).items():
-                assert torch.equal(chunk, sharding.local_shard(values[name], num_ranks, rank))
-        of_ranks = [sharding.split_chunks(bucket, row, num_ranks) for row in rows]  # as ranks hold them
-        gathered = torch.stack([sharding.pack_local_shards(bucket, chunks) for chunks in of_ranks])
-        out = {tensor.name: torch.empty_like(values[tensor.name]) for tensor in bucket.tensors}
-        found |= sharding.unpack_chunks(bucket, gathered, out if into_buffers else None)
+            for name, shard in sharding.unpack_row(bucket, row, cuts).items():
+                assert torch.equal(shard, cuts[name].local_shard(values[name], rank))
+        of_ranks = [sharding.unpack_row(bucket, row, cuts) for row in rows]  # as ranks hold them
+        gathered = torch.stack([sharding.pack_row(bucket, shards) for shards in of_ranks])
+        found |= sharding.unpack_rows(bucket, gathered, cuts)
     assert_same(found, values)
 
 

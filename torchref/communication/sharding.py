@@ -1,124 +1,126 @@
-"""How tensors are cut into shards: tensor by tensor, one chunk a rank.
+"""How tensors are cut into shards: rank r of N holds part r of each.
 
-A tensor is flattened, padded with zeros to a multiple of the number of ranks N, and rank r owns chunk r. Chunks
-of many tensors are communicated together: row r of a bucket's buffer holds rank r's chunks.
+A tensor is cut along the first dimension that N divides. Where N divides none, the tensor is flattened and padded with
+zeros to N chunks of c = ceil(n / N). A shard has as many dimensions as its tensor, and at least one, so parameter
+groups chosen by ``p.dim()`` are the same on shards.
 
-    tensor  [n]         padded to [N c], c = ceil(n / N)           chunk r = elements r c ... (r + 1) c
-    bucket  [N, width]  row r = chunk r of each of its tensors     width = sum of their c
-    scatter [width]     = reduce-scatter of [N, width] along dimension 0
-    gather  [N, width]  = all-gather of [width]
+    tensor        shard on each rank
+    ------------  -----------------------
+    [a, b]        [a / N, b]
+    [a, b]        [a, b / N]
+    [a, b]        [1, c], padded
 
-If a tensor has fewer than N elements, the last ranks hold padding only; if it has none, all chunks are empty.
+Shards of several tensors travel together: row r of a bucket's buffer holds those of rank r.
+
+    bucket   [N, width]  row r = shard r of each of its tensors, flat
+    scatter  [width]     = reduce-scatter of [N, width] along dimension 0
+    gather   [N, width]  = all-gather of [width]
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from jaxddp.communication.buckets import Bucket, bucket_width, chunk_elements
 
 
-def pack_chunks(
-    bucket: Bucket, tensors: Mapping[str, torch.Tensor], num_ranks: int, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Packs the chunks of a bucket's tensors, rank by rank.
+class Cut(NamedTuple):
+    """How one tensor is cut.
 
-    ``out`` is a buffer of ``[num_ranks, width]`` to write into, of any dtype.
-
-    Returns:
-        A buffer of shape ``[num_ranks, width]``, of which rank r owns row r. Without ``out``, a bucket of one tensor
-        that needs no padding gives a view of it.
-    """
-    first = tensors[bucket.tensors[0].name]
-    if out is None:
-        if len(bucket.tensors) == 1 and first.numel() % num_ranks == 0:
-            return first.reshape(num_ranks, first.numel() // num_ranks)
-        out = first.new_empty(num_ranks, bucket_width(bucket, num_ranks))
-    for name, columns in split_chunks(bucket, out, num_ranks).items():
-        _write(tensors[name], columns)
-    return out
-
-
-def pack_local_shards(bucket: Bucket, chunks: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Concatenates one rank's chunks of a bucket's tensors.
-
-    Returns:
-        A buffer of shape ``[width]``; for a bucket of one tensor, its chunk.
-    """
-    parts = [chunks[tensor.name] for tensor in bucket.tensors]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def unpack_chunks(
-    bucket: Bucket, buffer: torch.Tensor, out: Mapping[str, torch.Tensor] | None = None
-) -> dict[str, torch.Tensor]:
-    """Undoes ``pack_chunks``.
-
-    ``out`` holds full tensors by name to write into, at least those of the bucket.
-
-    Returns:
-        Full tensors by name, without padding. Without ``out``, a bucket of one tensor gives a view.
-    """
-    found = {}
-    for tensor, columns in zip(bucket.tensors, split_chunks(bucket, buffer, buffer.shape[0]).values(), strict=True):
-        if out is None:
-            found[tensor.name] = columns.reshape(-1)[: tensor.num_elements].view(tensor.shape)
-        else:
-            found[tensor.name] = out[tensor.name]
-            _read(columns, out[tensor.name])
-    return found
-
-
-def split_chunks(bucket: Bucket, buffer: torch.Tensor, num_ranks: int) -> dict[str, torch.Tensor]:
-    """Splits one rank's row of a bucket into chunks, or all ranks' rows.
-
-    Returns:
-        Views by name, each of shape ``[c]``, or ``[num_ranks, c]``.
-    """
-    chunks = [chunk_elements(tensor.num_elements, num_ranks) for tensor in bucket.tensors]
-    return dict(zip((tensor.name for tensor in bucket.tensors), buffer.split(chunks, dim=-1), strict=True))
-
-
-def local_shard(tensor: torch.Tensor, num_ranks: int, rank: int) -> torch.Tensor:
-    """Cuts out a rank's chunk of a tensor.
-
-    Returns:
-        The chunk, of shape ``[c]``; a view of a contiguous tensor, unless it needs padding.
+    Attributes:
+        shape: Of the full tensor.
+        num_ranks: Number of ranks N.
+        dim: The dimension that is split; None if the tensor is flattened and padded.
 
     Example:
-        >>> local_shard(torch.tensor([[1, 2], [3, 4]]), 3, 0), local_shard(torch.tensor(5), 3, 1)
-        (tensor([1, 2]), tensor([0]))
+        >>> cut((8, 5), 4).shard_shape, cut((5, 8), 4).shard_shape, cut((3, 5), 4).shard_shape
+        ((2, 5), (5, 2), (1, 4))
     """
-    chunk = chunk_elements(tensor.numel(), num_ranks)
-    part = tensor.reshape(-1)[rank * chunk : (rank + 1) * chunk]
-    return part if len(part) == chunk else torch.cat([part, part.new_zeros(chunk - len(part))])
+
+    shape: tuple[int, ...]
+    num_ranks: int
+    dim: int | None
+
+    @property
+    def chunk(self) -> int:
+        """Number of elements of a shard, with padding."""
+        return chunk_elements(math.prod(self.shape), self.num_ranks)
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """Shape of one rank's shard."""
+        if self.dim is None:
+            return (*(1,) * (len(self.shape) - 1), self.chunk)
+        return (*self.shape[: self.dim], self.shape[self.dim] // self.num_ranks, *self.shape[self.dim + 1 :])
+
+    def to_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Cuts a full tensor into the flat shards of all ranks, ``[N, chunk]``; a view where it can be one."""
+        if self.dim is not None:
+            apart = tensor.unflatten(self.dim, (self.num_ranks, -1))
+            return apart.movedim(self.dim, 0).reshape(self.num_ranks, self.chunk)
+        flat = tensor.reshape(-1)
+        padding = flat.new_zeros(self.num_ranks * self.chunk - len(flat))
+        return torch.cat([flat, padding]).view(self.num_ranks, self.chunk)
+
+    def from_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Undoes ``to_rows``; a view where it can be one."""
+        if self.dim is not None:
+            apart = rows.reshape(self.num_ranks, *self.shard_shape).movedim(0, self.dim)
+            return apart.reshape(self.shape)
+        return rows.reshape(-1)[: math.prod(self.shape)].view(self.shape)
+
+    def local_shard(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """Cuts out a rank's shard of a full tensor, contiguous; a view where it can be one."""
+        if self.dim is not None:
+            size = self.shard_shape[self.dim]
+            return tensor.narrow(self.dim, rank * size, size).contiguous()
+        return self.to_rows(tensor)[rank].view(self.shard_shape)
 
 
-def _write(tensor: torch.Tensor, columns: torch.Tensor) -> None:
-    """Writes a tensor, and zeros for padding, into the columns ``[N, c]`` of its chunks."""
-    for part, place in _pairs(tensor.reshape(-1), columns):
-        place.copy_(part)
-    num_full, rest = divmod(tensor.numel(), columns.shape[1] or 1)
-    columns[num_full : num_full + 1, rest:].zero_()
-    columns[num_full + 1 :].zero_()
+def cut(shape: Sequence[int], num_ranks: int) -> Cut:
+    """Cuts along the first dimension that the number of ranks divides; flat and padded where it divides none."""
+    divisible = (dim for dim, size in enumerate(shape) if size and size % num_ranks == 0)
+    return Cut(tuple(shape), num_ranks, next(divisible, None))
 
 
-def _read(columns: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Writes the columns ``[N, c]`` of a tensor's chunks into it."""
-    if not tensor.is_contiguous():
-        tensor.copy_(columns.reshape(-1)[: tensor.numel()].view(tensor.shape))
-        return
-    for part, place in _pairs(tensor.view(-1), columns):
-        part.copy_(place)
+def pack_rows(
+    bucket: Bucket, tensors: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut], dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Packs the tensors of a bucket into ``[N, width]``: row r holds the shards of rank r.
+
+    ``dtype`` is the buffer's, the tensors' own if None. A bucket of one tensor may give a view of it.
+    """
+    first = bucket.tensors[0].name
+    dtype = dtype or tensors[first].dtype
+    if len(bucket.tensors) == 1:
+        return cuts[first].to_rows(tensors[first]).to(dtype)
+    num_ranks = cuts[first].num_ranks
+    rows = torch.empty(num_ranks, bucket_width(bucket, num_ranks), dtype=dtype, device=tensors[first].device)
+    for name, part in _split(bucket, rows, cuts).items():
+        part.copy_(cuts[name].to_rows(tensors[name]))
+    return rows
 
 
-def _pairs(flat: torch.Tensor, columns: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Views of a flat tensor and of its place in the columns: the full rows, then the remainder."""
-    chunk = columns.shape[1]
-    num_full, rest = divmod(len(flat), chunk) if chunk else (0, 0)
-    if num_full:
-        yield flat[: num_full * chunk].view(num_full, chunk), columns[:num_full]
-    if rest:
-        yield flat[num_full * chunk :], columns[num_full, :rest]
+def unpack_rows(bucket: Bucket, rows: torch.Tensor, cuts: Mapping[str, Cut]) -> dict[str, torch.Tensor]:
+    """Undoes ``pack_rows``: full tensors by name, views where they can be."""
+    return {name: cuts[name].from_rows(part) for name, part in _split(bucket, rows, cuts).items()}
+
+
+def pack_row(bucket: Bucket, shards: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Packs one rank's shards of the tensors of a bucket into ``[width]``; a view of the only one."""
+    flat = [shards[tensor.name].reshape(-1) for tensor in bucket.tensors]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
+def unpack_row(bucket: Bucket, row: torch.Tensor, cuts: Mapping[str, Cut]) -> dict[str, torch.Tensor]:
+    """Undoes ``pack_row``: views of one rank's shards, by name."""
+    return {name: part.view(cuts[name].shard_shape) for name, part in _split(bucket, row, cuts).items()}
+
+
+def _split(bucket: Bucket, buffer: torch.Tensor, cuts: Mapping[str, Cut]) -> dict[str, torch.Tensor]:
+    names = [tensor.name for tensor in bucket.tensors]
+    return dict(zip(names, buffer.split([cuts[name].chunk for name in names], dim=-1), strict=True))

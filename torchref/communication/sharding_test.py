@@ -1,97 +1,62 @@
-"""The shard layout: chunks of any tensor on any number of ranks, single and in buckets."""
+"""The shard layout: shards of any tensor on any number of ranks, single and in buckets."""
 
 import math
 
 import pytest
 import torch
 
-from jaxddp.communication.buckets import Bucket, TensorSpec, bucket_width, chunk_elements, plan_buckets
-from torchref.communication.sharding import local_shard, pack_chunks, pack_local_shards, split_chunks, unpack_chunks
+from jaxddp.communication.buckets import Bucket, TensorSpec, bucket_width
+from torchref.communication.sharding import cut, pack_row, pack_rows, unpack_row, unpack_rows
 
-SHAPES = {"matrix": (5, 7), "even": (6, 4), "small": (2,), "scalar": (), "empty": (0, 3)}
+SHAPES = {"matrix": (5, 7), "even": (6, 4), "second": (5, 12), "small": (2,), "scalar": (), "empty": (0, 3)}
 ranks = pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6])
 
 
-def tensors(dtype=torch.float64):
+def tensors():
     """Integers from 1 on: padding is 0 and nothing else is."""
-    counts = torch.arange(1, 1 + sum(math.prod(shape) for shape in SHAPES.values())).to(dtype)
+    counts = torch.arange(1.0, 1 + sum(math.prod(shape) for shape in SHAPES.values()))
     parts = counts.split([math.prod(shape) for shape in SHAPES.values()])
     return {name: part.clone().view(shape) for (name, shape), part in zip(SHAPES.items(), parts, strict=True)}
 
 
-def bucket(*names):
-    return Bucket(tuple(TensorSpec(name, SHAPES[name], "float64") for name in names or SHAPES))
+def test_a_tensor_is_cut_along_the_first_dimension_that_divides():
+    found = {name: cut(shape, 4) for name, shape in SHAPES.items()}
+    dims = {name: one.dim for name, one in found.items()}
+    assert dims == {"matrix": None, "even": 1, "second": 1, "small": None, "scalar": None, "empty": None}
+    shapes = [found[name].shard_shape for name in SHAPES]
+    assert shapes == [(1, 9), (6, 1), (5, 3), (1,), (1,), (1, 0)]
 
 
 @ranks
-def test_joined_shards_are_the_tensor_and_zeros(num_ranks):
+def test_shards_have_the_number_of_dimensions_of_the_tensor(num_ranks):
     for name, tensor in tensors().items():
-        joined = torch.cat([local_shard(tensor, num_ranks, rank) for rank in range(num_ranks)])
-        assert len(joined) == num_ranks * chunk_elements(tensor.numel(), num_ranks), name
-        assert torch.equal(joined[: tensor.numel()], tensor.flatten())
-        assert not joined[tensor.numel() :].any()
-        assert len(joined) - tensor.numel() < num_ranks
+        one = cut(tensor.shape, num_ranks)
+        for rank, row in enumerate(one.to_rows(tensor)):
+            shard = one.local_shard(tensor, rank)
+            assert shard.dim() == max(tensor.dim(), 1), name
+            assert shard.is_contiguous() and torch.equal(shard.reshape(-1), row)
+            if one.dim is not None:
+                assert torch.equal(shard, tensor.chunk(num_ranks, one.dim)[rank])
 
 
 @ranks
-@pytest.mark.parametrize("names", [(), ("even",), ("matrix",), ("small",), ("scalar",), ("empty",)])
-def test_row_r_of_a_buffer_holds_the_shards_of_rank_r(num_ranks, names):
-    one = bucket(*names)
-    buffer = pack_chunks(one, tensors(), num_ranks)
-    assert buffer.shape == (num_ranks, bucket_width(one, num_ranks))
-    for rank in range(num_ranks):
-        chunks = {tensor.name: local_shard(tensors()[tensor.name], num_ranks, rank) for tensor in one.tensors}
-        assert torch.equal(buffer[rank], pack_local_shards(one, chunks))
-        found = split_chunks(one, buffer[rank], num_ranks)
-        assert list(found) == list(chunks)
-        assert all(torch.equal(found[name], chunk) for name, chunk in chunks.items())
-
-
-@ranks
-@pytest.mark.parametrize("names", [(), ("even",), ("matrix",), ("small",), ("scalar",), ("empty",)])
+@pytest.mark.parametrize("names", [list(SHAPES), ["even"], ["matrix"], ["second"], ["empty"]])
 def test_unpacking_undoes_packing(num_ranks, names):
-    one, expected = bucket(*names), tensors()
-    buffer = pack_chunks(one, expected, num_ranks)
-    written = {name: torch.full_like(tensor, -1) for name, tensor in expected.items()}
-    assert unpack_chunks(one, buffer, out=written).keys() == {tensor.name for tensor in one.tensors}
-    for tensor in one.tensors:
-        assert torch.equal(unpack_chunks(one, buffer)[tensor.name], expected[tensor.name])
-        assert torch.equal(written[tensor.name], expected[tensor.name])
-
-
-@ranks
-def test_a_given_buffer_of_any_dtype_is_filled_with_padding(num_ranks):
-    out = torch.full((num_ranks, bucket_width(bucket(), num_ranks)), math.nan, dtype=torch.bfloat16)
-    assert pack_chunks(bucket(), tensors(), num_ranks, out=out) is out
-    assert torch.equal(out.double(), pack_chunks(bucket(), tensors(), num_ranks))  # integers below 256 are exact
-
-
-def test_tensors_of_any_memory_format():
-    for shape in ((2, 3, 4, 4), (2, 3, 5, 5)):
-        plain = torch.arange(math.prod(shape), dtype=torch.float64).view(shape)
-        strided = plain.to(memory_format=torch.channels_last)
-        one = Bucket((TensorSpec("x", shape, "float64"), TensorSpec("y", (3,), "float64")))
-        given = {"x": strided, "y": torch.ones(3, dtype=torch.float64)}
-        buffer = pack_chunks(one, given, 4)
-        assert torch.equal(buffer, pack_chunks(one, given | {"x": plain}, 4))
-        target = torch.zeros_like(strided)
-        unpack_chunks(one, buffer, out={"x": target, "y": torch.zeros(3, dtype=torch.float64)})
-        assert torch.equal(target, plain)
-        assert not target.is_contiguous()
+    bucket = Bucket(tuple(TensorSpec(name, SHAPES[name], "float32") for name in names))
+    cuts, expected = {name: cut(shape, num_ranks) for name, shape in SHAPES.items()}, tensors()
+    rows = pack_rows(bucket, expected, cuts)
+    assert rows.shape == (num_ranks, bucket_width(bucket, num_ranks))
+    assert pack_rows(bucket, expected, cuts, torch.float64).dtype == torch.float64
+    for rank, row in enumerate(rows):
+        shards = {name: cuts[name].local_shard(expected[name], rank) for name in names}
+        assert torch.equal(row, pack_row(bucket, shards))
+        assert all(torch.equal(part, shards[name]) for name, part in unpack_row(bucket, row, cuts).items())
+    found = unpack_rows(bucket, rows, cuts)
+    assert list(found) == names
+    assert all(torch.equal(found[name], expected[name]) for name in names)
 
 
 def test_views_instead_of_copies_where_possible():
     even = tensors()["even"]
-    assert local_shard(even, 4, 2).data_ptr() == even.view(-1)[12:].data_ptr()
-    assert pack_chunks(bucket("even"), {"even": even}, 4).data_ptr() == even.data_ptr()
-    buffer = pack_chunks(bucket("matrix"), tensors(), 4)
-    assert unpack_chunks(bucket("matrix"), buffer)["matrix"].data_ptr() == buffer.data_ptr()
-
-
-def test_padding_is_less_than_one_element_a_rank_and_tensor():
-    plan = plan_buckets([TensorSpec(name, shape, "float64") for name, shape in SHAPES.items()], None)
-    assert "empty" not in plan.names
-    (one,) = plan.buckets
-    for num_ranks in (1, 2, 3, 8):
-        padding = num_ranks * bucket_width(one, num_ranks) - one.num_elements
-        assert 0 <= padding <= (num_ranks - 1) * len(one.tensors)
+    assert cut(even.shape, 3).local_shard(even, 2).data_ptr() == even[4:].data_ptr()
+    assert cut(even.shape, 3).to_rows(even).data_ptr() == even.data_ptr()

@@ -11,11 +11,12 @@ References:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
-from jaxddp.communication.buckets import BucketMb, Rule, plan_all_reduces
+from jaxddp.communication.buckets import BucketMb, BucketPlan, Rule, TensorSpec, plan_all_reduces
 
 from ..replicated import Replicated
 from ..strategy import register, resolve_bucket_mb
@@ -43,10 +44,14 @@ class BucketedDDP(Replicated):
                 ``plan_all_reduces``.
             rule: When a bucket closes; see ``plan_buckets``.
             bucket_size_mb: Older name of ``bucket_mb``.
-            **options: Of ``DataParallel``: ``process_group``, ``order``, ``compression``, ``sync``.
+            **options: Of ``Replicated`` and ``DataParallel``: ``hook``, ``process_group``, ``order``, ``sync``.
 
         Raises:
             ValueError: If a cap or the rule is out of range, both names of the cap are given, or as ``DataParallel``.
         """
-        cap = resolve_bucket_mb(bucket_mb, bucket_size_mb)
-        super().__init__(module, lambda tensors: plan_all_reduces(tensors, cap, rule=rule), **options)
+        self._bucket_mb, self._rule = resolve_bucket_mb(bucket_mb, bucket_size_mb), rule
+        super().__init__(module, **options)
+
+    def make_plan(self, tensors: Sequence[TensorSpec]) -> BucketPlan:
+        """Buckets up to the cap."""
+        return plan_all_reduces(tensors, self._bucket_mb, rule=self._rule)

@@ -9,11 +9,9 @@ Each dtype has a buffer of its own.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
-from torch import nn
-
-from jaxddp.communication.buckets import plan_buckets
+from jaxddp.communication.buckets import BucketPlan, TensorSpec, plan_buckets
 
 from ..replicated import Replicated
 from ..strategy import register
@@ -23,8 +21,9 @@ from ..strategy import register
 class FlatDDP(Replicated):
     """One all-reduce of everything, after the whole backward.
 
-    Its options are those of `DataParallel`: ``process_group``, ``order``, ``compression`` and ``sync``.
+    Its options are those of `DataParallel`: ``process_group``, ``order`` and ``sync``.
     """
 
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, lambda tensors: plan_buckets(tensors, None, after_backward=True), **options)
+    def make_plan(self, tensors: Sequence[TensorSpec]) -> BucketPlan:
+        """One bucket for each dtype."""
+        return plan_buckets(tensors, None, after_backward=True)

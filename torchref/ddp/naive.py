@@ -9,11 +9,9 @@ when the last gradient is ready.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
-from torch import nn
-
-from jaxddp.communication.buckets import plan_per_tensor
+from jaxddp.communication.buckets import BucketPlan, TensorSpec, plan_per_tensor
 
 from ..replicated import Replicated
 from ..strategy import register
@@ -23,8 +21,9 @@ from ..strategy import register
 class NaiveDDP(Replicated):
     """One all-reduce per parameter, after the whole backward.
 
-    Its options are those of `DataParallel`: ``process_group``, ``order``, ``compression`` and ``sync``.
+    Its options are those of `DataParallel`: ``process_group``, ``order`` and ``sync``.
     """
 
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, lambda tensors: plan_per_tensor(tensors, after_backward=True), **options)
+    def make_plan(self, tensors: Sequence[TensorSpec]) -> BucketPlan:
+        """Each tensor by itself."""
+        return plan_per_tensor(tensors, after_backward=True)

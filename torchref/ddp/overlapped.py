@@ -9,11 +9,9 @@ the latency of a call.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
-from torch import nn
-
-from jaxddp.communication.buckets import plan_per_tensor
+from jaxddp.communication.buckets import BucketPlan, TensorSpec, plan_per_tensor
 
 from ..replicated import Replicated
 from ..strategy import register
@@ -23,8 +21,9 @@ from ..strategy import register
 class OverlappedDDP(Replicated):
     """One all-reduce per parameter, as its gradient becomes ready.
 
-    Its options are those of `DataParallel`: ``process_group``, ``order``, ``compression`` and ``sync``.
+    Its options are those of `DataParallel`: ``process_group``, ``order`` and ``sync``.
     """
 
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, plan_per_tensor, **options)
+    def make_plan(self, tensors: Sequence[TensorSpec]) -> BucketPlan:
+        """Each tensor by itself, as it is ready."""
+        return plan_per_tensor(tensors)

@@ -1,4 +1,7 @@
-"""torch optimizers over shards: parameter groups in one order on all ranks, and state dicts marked with their rank.
+"""torch optimizers over shards: which may be, parameter groups in one order on all ranks, and marked state dicts.
+
+A rank's optimizer updates its part of each parameter. The result is that of the full parameter if the update of an
+element depends only on the element's own gradient and state, and on numbers that are equal on all ranks.
 
 Shards have the same shapes on every rank, so a state dict of another rank would load without an error. Each is marked
 with ``"rank"`` and ``"num_ranks"``, and refused elsewhere.
@@ -14,9 +17,36 @@ import torch.distributed as dist
 
 from jaxddp.arguments import check_function, check_kind, check_mapping
 
-ADVICE = "call clip_grad_norm_ of the wrapper, or do what else is to be done, before step() of the wrapper"
-
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
+
+_ELEMENTWISE = {
+    *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),
+    *(torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD),
+}
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer, num_own_hooks: int = 0) -> None:
+    """Refuses an optimizer that may update shards differently from full parameters.
+
+    Raises:
+        ValueError: If it is none of torch's that are element-wise, or its step has more than ``num_own_hooks`` hooks,
+            and it does not say ``elementwise = True``.
+
+    Example:
+        >>> check_elementwise(torch.optim.AdamW([torch.zeros(2)]))
+        >>> check_elementwise(torch.optim.Adafactor([torch.zeros(2)]))
+        Traceback (most recent call last):
+            ...
+        ValueError: optimizer (=Adafactor) must be element-wise to be sharded: ...
+    """
+    hooks = [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]
+    is_torchs = type(optimizer) in _ELEMENTWISE and len(hooks) <= num_own_hooks
+    if not is_torchs and getattr(optimizer, "elementwise", False) is not True:
+        raise ValueError(
+            f"optimizer (={type(optimizer).__name__}) must be element-wise to be sharded: if each element is updated by"
+            " itself, its hooks included, say so by optimizer.elementwise = True, or in its class;"
+            " torchref.ShardedOptimizer takes any that updates parameters one by one"
+        )
 
 
 def as_groups(params: Any) -> list[dict[str, Any]]:
@@ -107,38 +137,9 @@ def check_marks(state_dict: Mapping[str, Any], group: dist.ProcessGroup | None) 
 
 
 def mark_state_dicts(optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None) -> None:
-    """Makes an optimizer mark its ``state_dict`` with its rank, and refuse to load another rank's.
-
-    Deep copies drop hooks, so call this for a copy again.
-    """
+    """Makes an optimizer mark its ``state_dict`` with its rank, and refuse to load another rank's."""
     optimizer.register_state_dict_post_hook(lambda _, state_dict: {**state_dict, **rank_marks(group)})
     optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: check_marks(state_dict, group))
-
-
-def guard_step(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Makes an optimizer over shards step through its wrapper only, which puts ``grad_versions`` into what is returned.
-
-    Global hooks, which run before, must not change the gradients: they see this rank's shards alone.
-    """
-    allowed: list[Any] = []
-
-    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not allowed:
-            raise RuntimeError(
-                "optimizer.step() alone, as a GradScaler calls it, updates this rank's shards and no parameter: call"
-                " step() of the wrapper"
-            )
-        if allowed != [grad_versions(optimizer)]:
-            raise RuntimeError(f"a hook of all optimizers changed this rank's shards of the gradients: {ADVICE}")
-
-    optimizer.register_step_pre_hook(check)
-    return allowed
-
-
-def grad_versions(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
-    """Which tensors the gradients are, and how often they were changed in place."""
-    grads = [one.grad for group in optimizer.param_groups for one in group["params"]]
-    return [(id(grad), grad._version) for grad in grads if grad is not None]
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str] | None = None) -> dict[str, Any]:
@@ -159,26 +160,3 @@ def describe_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str
             if name != "params" and isinstance(value, (bool, int, float, str, tuple, list)):
                 alike[f"{name} of group {index}"] = value
     return alike
-
-
-def describe_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """Describes what must be alike on every rank of the state of shards: what there is, and numbers such as a step.
-
-    Example:
-        >>> weight = torch.zeros(2, requires_grad=True)
-        >>> optimizer = torch.optim.Adam([weight])
-        >>> weight.sum().backward(), optimizer.step()
-        (None, None)
-        >>> describe_state(optimizer, {id(weight): "weight"})
-        {'state of weight': {'step': 1.0, 'exp_avg': '', 'exp_avg_sq': ''}}
-    """
-    return {
-        f"state of {names[id(parameter)]}": {
-            key: value if isinstance(value, (bool, int, float, str)) else _number(value) for key, value in state.items()
-        }
-        for parameter, state in optimizer.state.items()
-    }
-
-
-def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) and not value.ndim else ""

@@ -8,9 +8,9 @@ and the parameters of other modules, which stay replicated.
     ===================== ====================== ==============================================
     tensor                on each rank           bytes on each rank, AdamW, fp32
     ===================== ====================== ==============================================
-    sharded parameter     ``[c]``, c = ceil(n/N) 4 Psi / N, and one full unit
-    its gradient          ``[c]``                4 Psi / N, one full unit, and two in flight
-    its moments           ``[c]`` each           8 Psi / N
+    sharded parameter     a shard                4 Psi / N, and one full unit
+    its gradient          a shard                4 Psi / N, one full unit, and two in flight
+    its moments           shards                 8 Psi / N
     replicated parameter  ``[shape]``            16 Psi, with gradient and moments
     ===================== ====================== ==============================================
 
@@ -34,57 +34,47 @@ References:
 
 from __future__ import annotations
 
-import sys
-import weakref
-from collections.abc import Iterator, Mapping
-from functools import partial
+import zlib
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.amp.grad_scaler import GradScaler, OptState
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from jaxddp.communication.buckets import BucketMb, Rule, plan_buckets
+from jaxddp.communication.buckets import BucketMb, BucketPlan, Rule, TensorSpec, plan_buckets
 
-from ..communication.compression import Compression, none
-from ..communication.reduction import REDUCE_SCATTER
-from ..hooks import check_not_sharded, remove_hooks_with, weakly
+from ..agreement import gather_texts, group_device
+from ..communication.in_flight import InFlight
+from ..communication.sharding import Cut, cut
+from ..gradients import PartialGradient
 from ..replicated import Replicated
-from ..strategy import check_dtype, check_wrapped, register
-from .elementwise import own_parts, try_elementwise
-from .gather import Arrivals, Shards, accumulate, put_back, take_finished
-from .optimizers import check_marks, rank_marks
-from .units import Unit
-
-_tried: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[Any]] = weakref.WeakKeyDictionary()  # with own_parts
+from ..strategy import check_dtype, check_module, register, remove_hooks_with, weakly
+from .optimizers import check_elementwise
+from .shards import Shard, make_shard
+from .units import Sum, Unit
 
 
 @register("zero3")
 class FSDP(Replicated):
     """Shards the parameters of some modules, which are full only while they are used.
 
-    ``parameters()`` are the shards, flat and in the parameters' own dtype, and the replicated parameters. Make the
-    optimizer over them after wrapping. It must be element-wise on shards, and is refused at its first step if a trial
-    finds that it is not; choose its groups by name, because all shards have one dimension. Every backward reduces the
-    shards' gradients, even under ``no_sync``; the replicated ones are accumulated. Clip with ``clip_grad_norm_`` of the
-    wrapper: ``torch.nn.utils.clip_grad_norm_`` would compute the norm of this rank's shards alone, and is refused.
+    ``parameters()`` are the shards, in the parameters' own dtype and with as many dimensions, and the replicated
+    parameters. The optimizer over them may be made before or after wrapping, and must be element-wise. Every backward
+    reduces the shards' gradients, even under ``no_sync``; the replicated ones are accumulated. Clip with
+    ``clip_grad_norm_`` of the wrapper: ``torch.nn.utils.clip_grad_norm_`` would compute the norm of this rank's shards
+    alone, and is refused, as is a ``torch.amp.GradScaler``.
 
-    All ranks must use the same units in the same order. A parameter may be used only within its own module's forward:
-    elsewhere it is a flat shard, so a parent that reads ``child.weight`` usually fails with an error about sizes. Two
-    units may share a parameter. A forward that changes its gathered parameters, as by ``weight.data.clamp_()``, is
-    refused: change the shards after the step.
+    All ranks must use the same units in the same order; the synchronisation compares. A parameter may be used only
+    within its own module's forward: elsewhere it is a shard (``zero/shards.py``), which answers as the whole would, or
+    refuses. Two units may share a parameter. A forward that changes its gathered parameters, as by
+    ``weight.data.clamp_()``, is refused: change the shards after the step.
 
-    A ``torch.amp.GradScaler`` looks at this rank's gradients alone, and ranks would skip steps apart. The first step
-    that it takes is refused: use ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler``.
-
-    Sharding is permanent. ``state_dict`` is this rank's, and ``load_state_dict`` refuses another rank's. A deleted
-    wrapper leaves the module with its shards, which no strategy wraps again: call ``gather_full_params`` before, and
-    load the result into a new module.
+    Sharding is permanent, and ``state_dict`` is refused: ``gather_full_params`` gives the whole, to load into a new
+    module.
     """
-
-    _units: dict[nn.Module, Unit]
 
     def __init__(
         self,
@@ -92,11 +82,8 @@ class FSDP(Replicated):
         compute_dtype: torch.dtype | None = None,
         shard_types: tuple[type[nn.Module], ...] = (nn.Linear, nn.Embedding),
         *,
-        reduce_dtype: torch.dtype | None = None,
         bucket_mb: BucketMb = "default",
         rule: Rule = "before",
-        process_group: dist.ProcessGroup | None = None,
-        compression: Compression = none,
         **options: Any,
     ) -> None:
         """Wraps a module.
@@ -106,186 +93,219 @@ class FSDP(Replicated):
             compute_dtype: Parameters are gathered and modules compute in this dtype: the floating-point arguments of
                 each module with parameters are cast to it. No casts if None.
             shard_types: Modules of these types are units: the parameters directly in them are sharded.
-            reduce_dtype: Gradients of shards are summed in this dtype; in their parameter's if None.
             bucket_mb: Cap of the buckets of replicated gradients; see ``plan_buckets``.
             rule: When these buckets close; see ``plan_buckets``.
-            process_group: As ``DataParallel`` takes it.
-            compression: ``none``, or ``noop`` for a step without communication; use the dtypes to send less.
-            **options: Of ``DataParallel``: ``order``, of the replicated parameters, ``broadcast_buffers``, ``sync``.
+            **options: Of ``DataParallel``: ``process_group``, ``order``, of the replicated parameters, ``sync``.
 
         Raises:
             ValueError: If there is no parameter to shard, a unit shares one with a module that is no unit, a unit keeps
-                or changes its weights itself, a dtype is not floating-point, or as ``BucketedDDP``.
+                or changes its weights itself, the dtype is not floating-point, or as ``BucketedDDP``.
         """
-        check_wrapped(module, compression, process_group)
-        for name, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype)):
-            check_dtype(name, dtype)
+        check_module(module, options.get("process_group"))
+        check_dtype("compute_dtype", compute_dtype)
         shard_types = (shard_types,) if isinstance(shard_types, type) else shard_types
         if not isinstance(shard_types, tuple) or not all(isinstance(one, type) for one in shard_types):
             raise ValueError(f"shard_types (={shard_types!r}) must be a tuple of classes of modules")
-        if compression.name not in ("none", "noop"):
-            raise ValueError(f"compression (={compression.name!r}) must be none or noop at stage 3: use reduce_dtype")
-        direct = {one: dict(one.named_parameters(recurse=False, remove_duplicate=False)) for one in module.modules()}
-        check_not_sharded(module)
-        to_shard = _find_units(module, direct, shard_types)
-        ids = {id(parameter) for one in to_shard for parameter in direct[one].values()}
-        in_flight = Arrivals()
+        self._bucket_mb, self._rule, self._compute_dtype = bucket_mb, rule, compute_dtype
+        self._direct = {
+            one: dict(one.named_parameters(recurse=False, remove_duplicate=False)) for one in module.modules()
+        }
+        self._to_shard = _find_units(module, self._direct, shard_types)
+        self._in_flight: InFlight[Sum] = InFlight()
+        self._finished: dict[str, torch.Tensor] = {}  # means that synchronisations have left in shards, by name
+        self._uses: list[str] = []  # collectives of units since the last synchronisation, in order
+        self._order: torch.Tensor | None = None  # checksums of their order, over ranks
+        super().__init__(module, **options)
 
-        def shard() -> None:
-            self._units, self._in_flight = {}, in_flight
-            cut: dict[int, nn.Parameter] = {}
-            for one, params in direct.items():
-                if one in to_shard:
-                    shards = Shards(params, cut, process_group, compression, in_flight, compute_dtype, reduce_dtype)
-                    self._units[one] = Unit(one, shards, {}, compute_dtype)
-                elif params and compute_dtype is not None:
-                    self._units[one] = Unit(one, None, params, compute_dtype)
+    def make_plan(self, tensors: Sequence[TensorSpec]) -> BucketPlan:
+        """Buckets of the replicated parameters."""
+        return plan_buckets(tensors, self._bucket_mb, rule=self._rule)
 
-        super().__init__(
-            module,
-            lambda tensors: plan_buckets(tensors, bucket_mb, rule=rule),
-            process_group=process_group,
-            compression=compression,
-            sharded={name for name, parameter in module.named_parameters() if id(parameter) in ids},
-            shard=shard,
-            **options,
-        )
+    def names_to_shard(self) -> Collection[str]:
+        """Those directly in units."""
+        ids = {id(parameter) for one in self._to_shard for parameter in self._direct[one].values()}
+        return {name for name, parameter in self.module.named_parameters() if id(parameter) in ids}
 
-    def get_extra_state(self) -> dict[str, int]:
-        """Marks a ``state_dict`` with this rank."""
-        return rank_marks(self.process_group)
+    def shard(self) -> None:
+        """Shards the parameters of the units, and registers their hooks."""
+        rank, modules = dist.get_rank(self.process_group), dict(self.module.named_modules())
+        for name, parameter in self.module.named_parameters():
+            if name in self._sharded:
+                make_shard(parameter, name, cut(parameter.shape, self.num_ranks), rank)
+        self._units: dict[str, Unit] = {}
+        for name, module in modules.items():
+            params: Any = self._direct[module]
+            shards, replicated = (params, {}) if module in self._to_shard else ({}, params)
+            if shards or (params and self._compute_dtype is not None):
+                args = shards, replicated, self.process_group, self._compute_dtype, self._on_use, self._on_sum
+                self._units[name] = Unit(name, module, *args)
+        del self._direct, self._to_shard
 
-    def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Refuses a ``state_dict`` of another rank, before any shard is loaded.
-
-        Raises:
-            ValueError: If it is another rank's, or of another number of ranks.
-        """
-        check_marks(state, self.process_group)
+    def layout(self) -> dict[str, tuple[torch.Tensor, Cut]]:
+        """The parameters of all units are shards, in the module as well; a shared one under each of its names."""
+        return {
+            f"{prefix}{name}": (one, one.cut)
+            for prefix, unit in self._named_units()
+            for name, one in unit.shards.items()
+        }
 
     def gather_full_params(self) -> dict[str, torch.Tensor]:
         """As in ``DataParallel``, in the original shapes and dtypes."""
-        full = super().gather_full_params()
-        for prefix, shards in self._named_shards():
-            full.update((f"{prefix}{name}", tensor) for name, tensor in shards.gather_masters().items())
-        return full
+        full = {name: one for name, one in super().gather_full_params().items()}
+        for prefix, unit in self._named_units():
+            full.update((f"{prefix}{name}", tensor) for name, tensor in unit.gather(is_own_dtype=True).items())
+        return {name: full[name] for name, _ in self.module.named_parameters(remove_duplicate=False)}
 
-    def local_shards(self) -> dict[str, tuple[torch.Tensor, torch.Size]]:
-        """Of the parameters of all units, which are the module's own; a shared one under each of its names."""
-        named = [(prefix, shards, name) for prefix, shards in self._named_shards() for name in shards.specs]
-        return {
-            f"{prefix}{name}": (shards.parameters[name], torch.Size(shards.specs[name].shape))
-            for prefix, shards, name in named
-        }
-
-    def _named_shards(self) -> Iterator[tuple[str, Shards]]:
-        """The shards of each unit, with what comes before the parameters' names in it."""
-        for prefix, module in self.module.named_modules(remove_duplicate=False):
-            unit = self._units.get(module)
-            if unit is not None and unit.shards is not None:
-                yield prefix and f"{prefix}.", unit.shards
-
-    def _planned_collectives(self, num_microbatches: int) -> list[tuple[str, int]]:
+    def planned_collectives(self, num_microbatches: int) -> list[tuple[str, int]]:
         """The collectives if all units run once, in order, on inputs that need a gradient."""
         forward: list[tuple[str, int]] = []
         backward: list[tuple[str, int]] = []
-        for unit in self._units.values():
-            if unit.shards is not None and unit.shards.communicates:
-                gathers = [("all-gather", size) for size in unit.shards.num_bytes(unit.shards.compute_plan)]
-                sums = [(REDUCE_SCATTER.kind, size) for size in unit.shards.num_bytes(unit.shards.reduce_plan)]
-                forward += gathers
-                backward = [*(gathers if unit.needed_again else ()), *sums, *backward]
-        return (forward + backward) * num_microbatches + super()._planned_collectives(num_microbatches)
+        for unit in self._units.values() if self.num_ranks > 1 else ():
+            gathers = [("all-gather", size) for size in unit.num_bytes(unit.compute_plan)]
+            sums = [("reduce-scatter", size) for size in unit.num_bytes(unit.reduce_plan)]
+            forward += gathers
+            backward = [*(gathers if unit.needed_again else ()), *sums, *backward]
+        return (forward + backward) * num_microbatches + super().planned_collectives(num_microbatches)
 
-    def _add_hooks(self) -> None:
-        super()._add_hooks()
-        if self.sync == "backward":
-            self._in_flight.on_begin = weakly(self._finish_with_backward)
-        remove_hooks_with(self, [handle for unit in self._units.values() for handle in unit.handles])
-        shards = [(name, self._trained[name]) for name in self._trained.keys() & self._sharded]
-        remove_hooks_with(self, [shard.register_hook(partial(_refuse_direct, name)) for name, shard in shards])
+    def finish_reductions(self, denominator: Any) -> None:
+        """Shards get their part of the means; replicated parameters as in ``Replicated``."""
+        self.end_microbatch()
+        self._compare_order()
+        for name, shard in self._shards():
+            if shard.grad is None:
+                shard.grad = torch.zeros_like(shard)
+            if shard.grad is self._finished.get(name):  # nothing has come
+                shard.grad.mul_(self.num_ranks)
+            mean = shard.grad.as_subclass(torch.Tensor).div_(denominator)
+            shard.grad = mean.as_subclass(PartialGradient) if self.num_ranks > 1 else mean
+            self._finished[name] = shard.grad
+        super().finish_reductions(denominator)
 
-    def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        super()._check_step(optimizer)
-        shards = {id(self._trained[name]): self._trained[name] for name in self._trained.keys() & self._sharded}
-        if any(id(one) in shards for group in optimizer.param_groups for one in group["params"]):
-            if self.num_ranks > 1:
-                _refuse_scaler(optimizer)
-            parts = own_parts(optimizer)
-            if _tried.get(optimizer) != parts:
-                try_elementwise(optimizer, next(iter(shards.values())).device)
-                _tried[optimizer] = parts
-
-    def _finish_reductions(self, denominator: float) -> None:
-        accumulate(self._in_flight.wait(), self.num_ranks)
-        self._drop_units()
-        shards = [parameter for name, parameter in self._trained.items() if name in self._sharded]
-        for shard in shards:
-            take_finished(shard)
-        super()._finish_reductions(denominator)
-        for shard in shards:
-            put_back(shard, self.num_ranks)
+    def drop_reductions(self) -> None:
+        """Drops what is in flight, and what was gathered for the backward."""
         self._in_flight.forget()
-
-    def _drop_reductions(self) -> None:
-        self._in_flight.forget()
-        self._drop_units()
-        super()._drop_reductions()
-
-    @property
-    def _has_begun(self) -> bool:
-        return self._begun or self._in_flight.has_begun
-
-    @_has_begun.setter
-    def _has_begun(self, value: bool) -> None:
-        self._begun = value
-
-    def _check_last_pass(self) -> None:
-        super()._check_last_pass()
-        if self._begins_pass and not self._has_begun:  # no forward may change shards
-            self._note_weights()
-
-    def _drop_units(self) -> None:
         for unit in self._units.values():
-            if unit.shards is not None:
-                unit.shards.drop()
+            unit.drop()
+        super().drop_reductions()
 
-    def _gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def discard_pass(self) -> None:
+        """As in ``DataParallel``; sums over ranks of that pass are dropped as well."""
+        if self._has_begun:
+            for _, shard in self._shards():
+                shard.grad = None
+        super().discard_pass()
+
+    def end_microbatch(self) -> None:
+        """Waits for the sums in flight."""
+        for arrival in self._in_flight.wait():
+            self._accumulate(arrival)
+        for unit in self._units.values():
+            unit.drop()
+
+    def gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Replicated ones, and those of the shards."""
         grads = {name: p.grad.as_subclass(torch.Tensor) for name, p in self._trained.items() if p.grad is not None}
         replicated = [grad for name, grad in grads.items() if name not in self._sharded]
         return replicated, [grad for name, grad in grads.items() if name in self._sharded]
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As in ``DataParallel``.
 
-def _refuse_direct(name: str, grad: torch.Tensor | None) -> None:
-    # Gradients of gathered parameters are added past autograd, which gives None: any other is of the shard.
-    if grad is not None:
-        raise RuntimeError(
-            f"a gradient reached the shard of {name!r} directly, where it stands for the full parameter: use a"
-            " parameter within its module's forward only, and for a penalty the optimizer's weight_decay"
-        )
+        Raises:
+            RuntimeError: If ranks have used units in another order since the last synchronisation but one.
+        """
+        self._check_order()
+        return super().forward(*args, **kwargs)
 
+    @property
+    def _acts_at_end(self) -> bool:
+        return True
 
-def _refuse_scaler(optimizer: torch.optim.Optimizer) -> None:
-    """Refuses a step on shards that a scaler takes because this rank's gradients are finite."""
-    scaler, state = _calling_scaler(optimizer)
-    if scaler is None:
-        return
-    if type(scaler).unscale_ is GradScaler.unscale_ or state["stage"] is OptState.READY:  # not unscaled by its own
-        raise RuntimeError(
-            f"{type(scaler).__name__}.step looks at this rank's shards alone, and ranks would skip steps apart: use"
-            " torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, and call its unscale_ before a fused step"
-        )
+    def _add_hooks(self) -> None:
+        super()._add_hooks()
+        remove_hooks_with(self, *(handle for unit in self._units.values() for handle in unit.handles))
+        remove_hooks_with(self, register_optimizer_step_post_hook(weakly(self._after_step)))
 
+    def _named_units(self) -> Iterator[tuple[str, Unit]]:
+        """The units, under each of their names, with what comes before the parameters' names in it."""
+        of_module = {module: self._units.get(name) for name, module in self.module.named_modules()}
+        for prefix, module in self.module.named_modules(remove_duplicate=False):
+            if (unit := of_module[module]) is not None:
+                yield prefix and f"{prefix}.", unit
 
-def _calling_scaler(optimizer: torch.optim.Optimizer) -> tuple[GradScaler | None, Any]:
-    """The scaler that has called an optimizer's step, and its state of the optimizer: a scaler passes neither."""
-    frame = sys._getframe().f_back
-    while frame is not None:
-        if frame.f_code is GradScaler.step.__code__:
-            scaler = frame.f_locals["self"]
-            return (scaler, scaler._per_optimizer_states[id(optimizer)]) if scaler.is_enabled() else (None, None)
-        frame = frame.f_back
-    return None, None
+    def _shards(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, one) for name, one in self._trained.items() if name in self._sharded)
+
+    def _on_use(self, use: str) -> None:
+        self._uses.append(use)
+
+    def _on_sum(self, work: Any, arrival: Sum, buffer: torch.Tensor) -> None:
+        """A unit's gradients are on their way."""
+        self._begin_pass()
+        for one in self._in_flight.add(work, arrival, buffer):
+            self._accumulate(one)
+
+    def _accumulate(self, arrival: Sum) -> None:
+        """Adds sums to ``shard.grad``; a mean that is there already is scaled so that it is not divided again."""
+        bucket, unit, row = arrival
+        for name, part in unit.arrived(bucket, row).items():
+            shard = unit.shards[name]
+            grad = part.to(shard.dtype).clone()  # with a version of its own, not the bucket's
+            if shard.grad is not None:
+                before = shard.grad.as_subclass(torch.Tensor)
+                is_mean = shard.grad is self._finished.get(shard.full_name)
+                grad = grad.add_(before, alpha=self.num_ranks if is_mean else 1)
+            shard.grad = grad.as_subclass(PartialGradient) if self.num_ranks > 1 else grad
+
+    def _compare_order(self) -> None:
+        """Refuses ranks that have used units in another order: equal shapes would mix one with another in silence.
+
+        On a GPU the result is read at the next forward, so that nothing waits for it here.
+        """
+        if self.num_ranks > 1:
+            checksum = zlib.crc32("\n".join(self._uses).encode())
+            self._order = torch.tensor(
+                [checksum, -checksum], dtype=torch.int64, device=group_device(self.process_group)
+            )
+            dist.all_reduce(self._order, dist.ReduceOp.MAX, group=self.process_group)  # not counted with the gradients
+            self._last_uses, self._uses = self._uses, []
+            if not self._order.is_cuda:
+                self._check_order()
+
+    def _check_order(self) -> None:
+        order, self._order = self._order, None
+        if order is not None and int(order.sum()):
+            of_ranks = [text.split("\n") for text in gather_texts("\n".join(self._last_uses), self.process_group)]
+            place = next(i for i in range(max(map(len, of_ranks))) if len({(*one[i : i + 1],) for one in of_ranks}) > 1)
+            said = ", ".join(
+                f"{(*one[place : place + 1], 'nothing')[0]!r} on rank {r}" for r, one in enumerate(of_ranks)
+            )
+            raise RuntimeError(f"all ranks must use the same units in the same order; collective {place} was {said}")
+
+    def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        super()._check_step(optimizer)
+        mine = self._in_optimizer(optimizer)
+        if not mine:
+            return
+        check_elementwise(optimizer)
+        if self.num_ranks > 1 and getattr(optimizer, "found_inf", None) is not None:
+            raise RuntimeError("a GradScaler looks at this rank's shards alone: train in bfloat16, or use BucketedDDP")
+        for shard in mine:
+            for key, value in optimizer.state.get(shard, {}).items():
+                if isinstance(value, torch.Tensor) and value.ndim and value.shape != shard.shape:
+                    raise RuntimeError(
+                        f"state {key!r} of {shard.full_name!r} (={list(value.shape)}) must be of its shard"
+                        f" (={list(shard.shape)}): make the optimizer anew after wrapping"
+                    )
+            shard.__class__ = nn.Parameter
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for shard in self._in_optimizer(optimizer):
+            shard.__class__ = Shard
+
+    def _in_optimizer(self, optimizer: torch.optim.Optimizer) -> list[Any]:
+        ids = {id(shard): shard for _, shard in self._shards()}
+        return [ids[id(one)] for group in optimizer.param_groups for one in group["params"] if id(one) in ids]
 
 
 def _find_units(

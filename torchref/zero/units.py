@@ -10,73 +10,181 @@ forward may be of any structure, and activation checkpointing may run it again.
     after                module.weight = shard again
     in the backward      gathered when the first note is read, dropped when the unit's gradients are reduced
 
-Changes of the full tensors in place, which would be lost, are refused after the forward by their version counters. A
-full tensor's ``data`` shares its counter, unlike that of other tensors.
+    forward   full [shape] = unpack(all-gather of [width])              in the compute dtype
+    backward  shard.grad  += row r of the sum over ranks of d full      in the parameter's dtype
+
+Autograd gets no gradient for the shards: the reduce-scatter is in flight while the backward goes on, and its result is
+added to ``shard.grad`` when it arrives. Changes of the full tensors in place, which would be lost, are refused after
+the forward by their version counters. A full tensor's ``data`` shares its counter, unlike that of other tensors.
 
 Casts are not tracked: the copy of a weight that ``torch.autocast`` makes is saved as an activation. Use
-``compute_dtype`` instead. As with all saved-tensor hooks, autograd does not detect in-place changes of activations.
+``compute_dtype`` instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from ..hooks import record_full_shapes
-from .gather import Gather, Shards
+from jaxddp.communication.buckets import Bucket, BucketPlan, bucket_width, dtype_bytes, plan_buckets
+
+from ..communication.buffers import check_dense, tensor_spec
+from ..communication.collectives import all_gather, reduce_scatter
+from ..communication.sharding import Cut, pack_row, pack_rows, unpack_row, unpack_rows
+from ..strategy import weakly
+from .shards import Shard
+
+Sum = tuple[Bucket, "Unit", torch.Tensor]  # a bucket of a unit, and this rank's row of its sum over ranks
 
 
 class Unit:
     """One module's parameters: sharded, or replicated and cast when used.
 
     Attributes:
-        shards: The sharded parameters; None if there are none.
+        shards: The sharded parameters by name in the module; an optimizer updates them. Empty if there are none.
+        cuts: How they are cut, by name.
         needed_again: Whether the backward may need them.
         handles: Of the unit's hooks.
     """
 
     def __init__(
         self,
+        name: str,
         module: nn.Module,
-        shards: Shards | None,
+        shards: dict[str, Shard],
         replicated: dict[str, nn.Parameter],
+        group: dist.ProcessGroup | None,
         compute_dtype: torch.dtype | None,
+        on_use: Callable[[str], None],
+        on_sum: Callable[..., None],
     ) -> None:
-        """Replaces the module's parameters by shards, and registers the hooks."""
-        self.shards = shards
+        """Registers the hooks of a module.
+
+        ``on_use`` is told of every collective, ``on_sum(work, sum, buffer)`` of every reduce-scatter in flight.
+        """
+        self.name, self.shards = name, shards
+        self.cuts: dict[str, Cut] = {one: shard.cut for one, shard in shards.items()}
         self.needed_again = not isinstance(module, nn.Embedding)
+        self._group, self._compute_dtype = group, compute_dtype
+        self._on_use, self._on_sum = weakly(on_use), weakly(on_sum)
+        self.num_ranks = dist.get_world_size(group)
+        self.compute_plan = self._plan(list(shards), compute_dtype)
+        self.reduce_plan = self._plan([one for one, shard in shards.items() if shard.requires_grad], None)
+        self._again: tuple[tuple[int, ...], dict[str, torch.Tensor]] | None = None  # gathered for the backward
         self._replicated = replicated
-        self._compute_dtype = compute_dtype
         self._uses: list[tuple[torch.autograd.graph.saved_tensors_hooks | None, list[tuple[torch.Tensor, int]]]] = []
-        if shards is not None:
-            record_full_shapes(module, {name: spec.shape for name, spec in shards.specs.items()})
-            for name, shard in shards.parameters.items():
-                setattr(module, name, shard)
-        # Bound methods, so that a deep copy of the module gets hooks bound to the copied unit.
         self.handles = [
             module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
             module.register_forward_hook(self._after_forward, always_call=True),
         ]
+        if shards:
+            self.handles.append(module.register_state_dict_pre_hook(_refuse_state_dict))
+
+    def gather(self, dtype: torch.dtype | None = None, *, is_own_dtype: bool = False) -> dict[str, torch.Tensor]:
+        """All-gathers the shards; gives full tensors by name, in the compute dtype, or each in its own."""
+        full = {}
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for bucket in (self._plan(list(self.shards), None) if is_own_dtype else self.compute_plan).buckets:
+                dtype = getattr(torch, bucket.dtype)
+                row = pack_row(bucket, {t.name: self.shards[t.name].detach().to(dtype) for t in bucket.tensors})
+                if self.num_ranks > 1:
+                    self._on_use(f"all-gather of {self.name}")
+                    rows = all_gather(row, self._group).view(self.num_ranks, -1)
+                else:
+                    rows = row.detach().clone().view(1, -1)
+                full.update(unpack_rows(bucket, rows, self.cuts))
+            for name, cut in self.cuts.items():
+                if name not in full:  # no elements
+                    full[name] = self.shards[name].detach().new_empty(cut.shape)
+        return full
+
+    def gather_again(self, versions: tuple[int, ...]) -> dict[str, torch.Tensor]:
+        """All-gathers the shards for the backward; the result is kept until the unit's gradients are reduced.
+
+        Raises:
+            RuntimeError: If a shard has changed since the forward.
+        """
+        if versions != self.versions:
+            raise RuntimeError(f"shards of {self.name!r} were changed between the forward and its backward")
+        if self._again is not None and self._again[0] == versions:
+            return self._again[1]
+        full = self.gather()
+        self._again = (versions, full) if self.reduce_plan.buckets else None
+        return full
+
+    def scatter(self, grads: dict[str, torch.Tensor | None]) -> None:
+        """Starts the reduce-scatters of full gradients, None if not used, and frees the gathered parameters."""
+        self.drop()
+        some = next((grad for grad in grads.values() if grad is not None), None)
+        if some is None:
+            return
+        for bucket in self.reduce_plan.buckets:
+            full = {}
+            for tensor in bucket.tensors:
+                grad = grads[tensor.name]
+                full[tensor.name] = some.new_zeros(tensor.shape) if grad is None else grad
+                check_dense(tensor.name, full[tensor.name])
+            buffer = pack_rows(bucket, full, self.cuts, getattr(torch, bucket.dtype))
+            if self.num_ranks > 1:
+                self._on_use(f"reduce-scatter of {self.name}")
+                row, work = reduce_scatter(buffer, self._group, async_op=True)
+            else:
+                row, work = buffer, None
+            self._on_sum(work, (bucket, self, row.view(-1)), buffer)
+
+    def arrived(self, bucket: Bucket, row: torch.Tensor) -> dict[str, torch.Tensor]:
+        """This rank's part of a sum, by name in the module."""
+        return unpack_row(bucket, row, self.cuts)
+
+    def drop(self) -> None:
+        """Frees the tensors gathered for the backward."""
+        self._again = None
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Version counters of the shards, which in-place changes increment."""
+        return tuple(shard._version for shard in self.shards.values())
+
+    def num_bytes(self, plan: BucketPlan) -> list[int]:
+        """Bytes of the full buffer of each bucket of a plan."""
+        return [
+            self.num_ranks * bucket_width(bucket, self.num_ranks) * dtype_bytes(bucket.dtype) for bucket in plan.buckets
+        ]
+
+    def _plan(self, names: Sequence[str], dtype: torch.dtype | None) -> BucketPlan:
+        """Plans one bucket for each dtype; floating-point tensors are sent in ``dtype`` if it is given."""
+        specs = [tensor_spec(name, self.shards[name])._replace(shape=self.cuts[name].shape) for name in names]
+        if dtype is not None:
+            in_dtype = str(dtype).removeprefix("torch.")
+            specs = [
+                one._replace(dtype=in_dtype) if self.shards[one.name].is_floating_point() else one for one in specs
+            ]
+        return plan_buckets(specs, None)
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._uses.append((None, []))
-        full_params = {name: _cast(parameter, self._compute_dtype) for name, parameter in self._replicated.items()}
-        if self.shards is not None:
-            full = Gather.apply(self.shards, *self.shards.parameters.values())
-            full_params.update(zip(self.shards.parameters, full, strict=True))
+        full_params = {name: cast(parameter, self._compute_dtype) for name, parameter in self._replicated.items()}
+        full: tuple[torch.Tensor, ...] = ()
+        for name, shard in self.shards.items():
+            if module._parameters.get(name) is not shard:
+                raise RuntimeError(f"parameter {name!r} of {self.name!r} was replaced: FSDP takes no functional_call")
+        if self.shards:
+            full = Gather.apply(self, *self.shards.values())
+            full_params.update(zip(self.shards, full, strict=True))
         copies = [one for name, one in full_params.items() if one is not self._replicated.get(name)]
         for one in copies:
             one.__class__ = _Copy
         hooks = None
-        if self.shards is not None and torch.is_grad_enabled():
-            hooks = torch.autograd.graph.saved_tensors_hooks(_Packer(self.shards, full), _unpack)
+        if self.shards and torch.is_grad_enabled():
+            hooks = torch.autograd.graph.saved_tensors_hooks(_Packer(self, full), _unpack)
             hooks.__enter__()
         self._uses[-1] = hooks, [(one, one._version) for one in copies if not one.is_inference()]
         module.__dict__.update(full_params)  # found before _parameters, which keeps the shards
-        return (args, kwargs) if self._compute_dtype is None else _cast((args, kwargs), self._compute_dtype)
+        return (args, kwargs) if self._compute_dtype is None else cast((args, kwargs), self._compute_dtype)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self._uses:  # another hook raised before this unit's was called
@@ -84,13 +192,34 @@ class Unit:
         hooks, copies = self._uses.pop()
         if hooks is not None:
             hooks.__exit__(None, None, None)
-        for name in (*self._replicated, *(self.shards.parameters if self.shards is not None else ())):
+        for name in (*self._replicated, *self.shards):
             module.__dict__.pop(name, None)
         if any(one._version != version for one, version in copies):
             raise RuntimeError(
-                f"the forward of {type(module).__name__} changed its parameters in place, in copies that are dropped"
-                " after it: change parameters() after the step"
+                f"the forward of {type(module).__name__} changed its gathered parameters, which is lost: change the"
+                " shards after the step"
             )
+
+
+class Gather(torch.autograd.Function):
+    """Shards to full parameters: ``Gather.apply(unit, *unit.shards.values())``."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: Unit, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """All-gathers the shards; gives the full parameters in their order."""
+        full = unit.gather()
+        ctx.unit = unit
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(full[name] for name, one in unit.shards.items() if not one.requires_grad))
+        return tuple(full[name].data for name in unit.shards)  # autograd refuses other views when they change
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:
+        """Starts to reduce-scatter the full gradients; autograd gets none."""
+        if torch.is_grad_enabled():
+            raise RuntimeError("FSDP has no gradients of gradients (create_graph=True): use BucketedDDP")
+        ctx.unit.scatter(dict(zip(ctx.unit.shards, grads, strict=True)))
+        return (None,) * (1 + len(grads))
 
 
 class _Copy(torch.Tensor):
@@ -107,7 +236,7 @@ class _Copy(torch.Tensor):
 class _Note(NamedTuple):
     """Saved by the graph in place of a full tensor or a view of it."""
 
-    shards: Shards
+    unit: Unit
     versions: tuple[int, ...]
     name: str
     size: torch.Size
@@ -115,27 +244,34 @@ class _Note(NamedTuple):
     offset: int
 
     def read(self) -> torch.Tensor:
-        full = self.shards.gather_again(self.versions)[self.name]
+        full = self.unit.gather_again(self.versions)[self.name]
         return full.as_strided(self.size, self.stride, self.offset)
 
 
-class _Foreign(NamedTuple):
-    """An activation as packed by outer saved-tensor hooks, such as those of activation checkpointing."""
+class _Activation(NamedTuple):
+    """Another tensor, or as packed by outer saved-tensor hooks, such as those of activation checkpointing."""
 
     kept: Any
-    unpack: Callable[[Any], torch.Tensor]
+    version: int | None
+    unpack: Callable[[Any], torch.Tensor] | None
 
     def read(self) -> torch.Tensor:
-        return self.unpack(self.kept)
+        if self.unpack is not None:
+            return self.unpack(self.kept)
+        if self.kept._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation was modified by an in-place operation"
+            )
+        return self.kept
 
 
 class _Packer:
     """Saved-tensor hook during a unit's forward: notes for the full tensors, other tensors as they are."""
 
-    def __init__(self, shards: Shards, full: tuple[torch.Tensor, ...]) -> None:
-        self._shards = shards
-        self._versions = shards.versions
-        self._names = {_place(one): name for name, one in zip(shards.parameters, full, strict=True)}
+    def __init__(self, unit: Unit, full: tuple[torch.Tensor, ...]) -> None:
+        self._unit = unit
+        self._versions = unit.versions
+        self._names = {_place(one): name for name, one in zip(unit.shards, full, strict=True)}
         # torch calls only the innermost saved-tensor hooks, and has no public way to find the outer ones.
         self._outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
@@ -143,11 +279,18 @@ class _Packer:
         name = self._names.get(_place(tensor)) if tensor.layout == torch.strided and tensor.numel() else None
         if name is not None:
             offset = int(tensor.storage_offset())
-            return _Note(self._shards, self._versions, name, tensor.size(), tensor.stride(), offset)
+            return _Note(self._unit, self._versions, name, tensor.size(), tensor.stride(), offset)
         if self._outer is None:
-            return tensor
+            return _Activation(tensor, None if tensor.is_inference() else tensor._version, None)
         pack, unpack = self._outer
-        return _Foreign(pack(tensor), unpack)
+        return _Activation(pack(tensor), None, unpack)
+
+
+def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    raise RuntimeError(
+        f"state_dict of {prefix.rstrip('.')!r} would be of this rank's shards: gather_full_params(), called on every"
+        " rank, gives the whole, and torchref.Checkpoints saves and restores it"
+    )
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, torch.dtype]:
@@ -155,15 +298,15 @@ def _place(tensor: torch.Tensor) -> tuple[int, torch.dtype]:
 
 
 def _unpack(kept: Any) -> torch.Tensor:
-    return kept.read() if isinstance(kept, (_Note, _Foreign)) else kept
+    return kept.read()
 
 
-def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+def cast(value: Any, dtype: torch.dtype | None) -> Any:
     """Casts floating-point tensors, and those in tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, dict):
-        return {key: _cast(one, dtype) for key, one in value.items()}
+        return {key: cast(one, dtype) for key, one in value.items()}
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_cast(one, dtype) for one in value)
+        return type(value)(cast(one, dtype) for one in value)
     return value

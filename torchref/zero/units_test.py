@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchref
 from torchref.communication.collectives import record
+from torchref.zero.shards import Shard
 
 WIDTH = 32  # a weight has 4 KiB of float32, more than any activation here
 
@@ -97,10 +98,10 @@ def saved_by_the_graph(reentrant):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             output = one(tokens(0))
         found.append(sorted(kept))
-        shards_only = all(parameter.ndim == 1 for parameter in net.parameters())
+        shards_only = all(type(parameter) is Shard for parameter in net.parameters())
         in_place = any("weight" in module.__dict__ or "gate" in module.__dict__ for module in net.modules())
         output.sum().backward()
-    still_gathered = any(unit.shards._gathered for unit in net._units.values())
+    still_gathered = any(unit._again for unit in net._units.values())
     return *found, shards_only and not in_place and not still_gathered
 
 
@@ -127,7 +128,7 @@ def frozen_layers():
     x = torch.ones(1, 4, dtype=torch.float64)
     for one in (net, alone):
         one(x).square().sum().backward()
-    assert net._units[module[1]].shards._gathered is None
+    assert net._units["1"]._again is None
     net.finish_gradient_synchronization()
     assert module[1].weight.grad is None
     bias = local_part(alone[0].bias.grad)
@@ -159,7 +160,7 @@ def changed_before_the_backward():
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.add_(1)
-    with pytest.raises(RuntimeError, match=r"shards of \['weight', 'bias'\] were changed between the forward and its"):
+    with pytest.raises(RuntimeError, match=r"shards of '1' were changed between the forward and its"):
         total.backward()
 
 

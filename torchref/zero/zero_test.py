@@ -8,7 +8,7 @@ from torch import nn
 
 import torchref
 from jaxddp.communication.buckets import chunk_elements
-from torchref.communication import compression
+from torchref.communication import collectives
 from torchref.communication.collectives import record
 from torchref.strategy import planned_collectives
 from torchref.train import local_rows
@@ -162,11 +162,11 @@ def state_elements(name):
 
 
 def without_communication(name):
-    net, tx = wrap(name, corners(), compression=compression.noop)
+    net, tx = wrap(name, corners())
     trainer = torchref.Trainer(loss_fn, tx, net)
-    with record() as issued:
+    with record() as issued, collectives.silent():
         metrics = [trainer.step(rows(batch)) for batch in batches()]
-    return len(issued), planned_collectives(net), metrics[-1]["loss"]
+    return len(issued), metrics[-1]["loss"]
 
 
 def sparse_gradients(name):
@@ -247,9 +247,9 @@ def test_a_rank_keeps_the_state_of_its_shards(ranks, name, num_ranks):
 
 
 @stages
-def test_noop_sends_nothing(ranks, name):
-    (issued, planned, first), (_, _, second) = ranks.run(without_communication, name, num_ranks=2)
-    assert (issued, planned) == (0, [])
+def test_without_communication_it_trains_apart(ranks, name):
+    (issued, first), (_, second) = ranks.run(without_communication, name, num_ranks=2)
+    assert issued > 0  # noted, not sent
     assert 0 < first < 10 and 0 < second < 10  # wrong training, but finite: log 7 is 1.9
 
 

@@ -1,11 +1,7 @@
-"""ShardedOptimizer: torch's interface, optimizers that are not element-wise, saved and copied states."""
-
-import copy
-import pickle
+"""ShardedOptimizer: torch's interface, optimizers that are not element-wise, saved states."""
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import torchref
@@ -106,42 +102,6 @@ def saved_and_loaded():
     return saved, same_weights(*modules)
 
 
-def copied(copy_of):
-    """A copy made during training, compared with the original; neither changes the other."""
-    module = mlp()
-    optimizer = torchref.ShardedOptimizer(module.parameters(), torch.optim.AdamW, lr=0.1)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # wraps the step
-    ends = []
-    for _ in range(2):
-        optimizer.zero_grad()
-        backward(module)
-        optimizer.step()
-        schedule.step()
-    before = copy.deepcopy(module)
-    twin_module, twin = copy_of((module, optimizer))
-    for one, its_optimizer in ((twin_module, twin), (module, optimizer)):
-        its_optimizer.zero_grad()
-        backward(one)
-        its_optimizer.step()
-        ends.append(same_weights(module, before))
-        assert its_optimizer.state is its_optimizer.local.state
-    assert [twin.owner(p) for p in twin_module.parameters()] == [optimizer.owner(p) for p in module.parameters()]
-    return ends, same_weights(twin_module, module)
-
-
-def pickled(one):
-    return pickle.loads(pickle.dumps(one))
-
-
-def of_own_group():
-    optimizer = torchref.ShardedOptimizer(
-        mlp().parameters(), torch.optim.SGD, lr=0.1, process_group=dist.new_group(range(dist.get_world_size()))
-    )
-    twin = copy.deepcopy(optimizer)
-    twin.step()
-    return twin.process_group is optimizer.process_group
-
-
 def loading_anothers(saved):
     optimizer = torchref.ShardedOptimizer(mlp().parameters(), torch.optim.AdamW, lr=0.1)
     found = rf"\(=of rank {saved['rank']} of {saved['num_ranks']}\)"
@@ -172,15 +132,6 @@ def in_two_groups():
 
 
 # In the test process
-
-
-@pytest.mark.parametrize("copy_of", [copy.deepcopy, pickled])
-def test_a_copy_trains_like_the_original(ranks, copy_of):
-    assert ranks.run(copied, copy_of, num_ranks=2) == [([True, False], True)] * 2
-
-
-def test_a_copy_has_the_same_process_group(ranks):
-    assert ranks.run(of_own_group, num_ranks=2) == [True, True]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])

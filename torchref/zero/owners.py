@@ -25,7 +25,6 @@ References:
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +35,7 @@ import torch.distributed as dist
 from jaxddp.arguments import check_function, check_kind
 from jaxddp.communication.owners import assign_owners
 
-from ..agreement import StateLoads, check_alike
+from ..agreement import check_alike
 from ..communication.collectives import broadcast
 from .optimizers import (
     as_groups,
@@ -89,7 +88,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._owner: dict[torch.Tensor, int] = {}
         self._trained_bytes, self._all_bytes = [0] * self.num_ranks, [0] * self.num_ranks
         self._agreed = self.num_ranks == 1
-        self._loads = StateLoads(process_group)
         self._local: torch.optim.Optimizer | None = None
         super().__init__(as_groups(params), kwargs)
         self._local = make_optimizer(optimizer_cls, [self._local_group(group) for group in self.param_groups], kwargs)
@@ -126,8 +124,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         The closure recomputes the gradients and returns the loss, which is returned; it is called once on every rank.
 
         Raises:
-            ValueError: If the ranks list different parameters, or differ in the optimizer's class or options, or only
-                some have loaded state.
+            ValueError: If the ranks list different parameters, or differ in the optimizer's class or options,.
         """
         if not self._agreed:
             self._check_agreement()
@@ -137,7 +134,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         copy_options(self, self.local)
-        self._loads.announce(lambda: describe_optimizer(self.local))
         self.local.step()
         if self.num_ranks > 1:
             works = [
@@ -148,7 +144,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for work in works:
                 if work is not None:
                     work.wait()
-        self._loads.compare()
         return loss
 
     @property
@@ -176,24 +171,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.local.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         copy_options(self.local, self)
         self.state = self.local.state
-        self._loads.note()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """The state for copies: torch's own, and the assignment."""
-        names = ("process_group", "rank", "num_ranks", "_owner", "_trained_bytes", "_all_bytes", "_agreed", "_local")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._loads = StateLoads(self.process_group)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedOptimizer:
-        """Copies the optimizer and its parameters; a module copied along keeps sharing them."""
-        new = type(self).__new__(type(self))
-        memo[id(self)] = new
-        memo[id(self.process_group)] = self.process_group
-        new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return new
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(
+            "a ShardedOptimizer holds a process group, so it is not pickled or copied: save state_dict()"
+        )
 
     def _assign(self, parameters: list[torch.Tensor], are_trained: bool) -> None:
         held = (self._trained_bytes, self._all_bytes) if are_trained else (self._all_bytes,)

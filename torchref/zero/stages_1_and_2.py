@@ -1,0 +1,354 @@
+"""ZeRO stages 1 and 2: the optimizer's state is sharded, and with stage 2 the gradients that outlive a backward.
+
+Each rank updates its own shard of the parameters. The all-reduce of the gradients becomes a reduce-scatter before the
+update and an all-gather of the parameters after it: the same bytes, with the optimizer's state and work divided by the
+number of ranks N.
+
+    ================ ============================== ==============================
+    tensor           on each rank                   bytes on each rank, AdamW, fp32
+    ================ ============================== ==============================
+    parameter        ``[shape]``                    4 Psi
+    gradient         ``[shape]``, then its shard    4 Psi, then 4 Psi / N
+    moments          shards                         8 Psi / N
+    ================ ============================== ==============================
+
+    g[r]  = row r of the sum over ranks of pack(gradients) / N      reduce-scatter, bucket by bucket as they fill
+    p[r]  = shard r of the parameters                               a slice, no communication
+    p[r] += optimizer(g[r], state[r], p[r])                         state[r] is on rank r alone
+    p     = unpack(p[0] ... p[N-1])                                 all-gather, bucket by bucket
+
+Over A micro-batches, stage 1 adds up full gradients and reduces them once. Stage 2 reduce-scatters those of each
+micro-batch and adds up shards: 4 Psi / N and the two buckets in flight, for A reduce-scatters.
+
+    calls per step: two per bucket, stage 2: A + 1        bytes sent per rank: 2 or A + 1 times (N-1)/N parameter bytes
+
+References:
+    Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020,
+    arXiv:1910.02054 (sections 5.1 and 5.2).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from jaxddp.communication.buckets import (
+    Bucket,
+    BucketMb,
+    BucketPlan,
+    Rule,
+    TensorSpec,
+    bucket_width,
+    dtype_bytes,
+    plan_buckets,
+)
+
+from ..agreement import check_alike
+from ..communication.collectives import all_gather, reduce_scatter
+from ..communication.in_flight import InFlight
+from ..communication.sharding import Cut, cut, pack_row, pack_rows, unpack_row, unpack_rows
+from ..gradients import PartialGradient, ResumedGradient, SpentGradient, spent_gradient
+from ..strategy import HARMLESS, DataParallel, Sync, register, resolve_bucket_mb, weakly
+from .optimizers import (
+    Params,
+    as_groups,
+    check_elementwise,
+    describe_optimizer,
+    make_optimizer,
+    mark_state_dicts,
+)
+
+
+@register("zero1")
+class ZeRO1(DataParallel):
+    """One reduce-scatter per bucket as it fills, one all-gather per bucket as its parameters are updated.
+
+    It owns the optimizer: after ``finish_gradient_synchronization`` call ``step`` and ``zero_grad`` of the wrapper.
+    Until the synchronisation the module's gradients are this rank's local ones. Afterwards ``SpentGradient`` stands in
+    their place up to the next backward, and the averaged ones belong to the shards in ``optimizer.param_groups``.
+    Where it is cleared, as by ``zero_grad`` of the module or of a part of it, so is the averaged one. Clip with
+    ``clip_grad_norm_`` of the wrapper: ``torch.nn.utils.clip_grad_norm_`` is refused.
+
+    Attributes:
+        optimizer: The optimizer over this rank's shards, one for each parameter. A schedule drives it. Its
+            ``state_dict`` is marked with this rank, and another rank refuses to load it: each loads its own.
+        params_of_groups: The module's parameters in each of the optimizer's groups, frozen ones included.
+    """
+
+    owns_optimizer = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer_cls: Callable[..., torch.optim.Optimizer],
+        bucket_mb: BucketMb = "default",
+        *,
+        params: Params | None = None,
+        rule: Rule = "before",
+        process_group: dist.ProcessGroup | None = None,
+        order: Sequence[str] | None = None,
+        broadcast_buffers: bool = True,
+        sync: Sync = "finish",
+        bucket_size_mb: BucketMb = "default",
+        **kwargs: Any,
+    ) -> None:
+        """Wraps a module.
+
+        Args:
+            module: What to train.
+            optimizer_cls: Must be element-wise; ``ShardedOptimizer`` takes others.
+            bucket_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``; see ``plan_buckets``.
+            params: What the optimizer updates: parameters of the module, or groups of them with options; all
+                parameters in one group when None.
+            rule: When a bucket closes; see ``plan_buckets``.
+            process_group: As ``DataParallel`` takes it.
+            order: As ``DataParallel`` takes it.
+            broadcast_buffers: As ``DataParallel`` takes it.
+            sync: As ``DataParallel`` takes it.
+            bucket_size_mb: Older name of ``bucket_mb``.
+            **kwargs: For ``optimizer_cls``.
+
+        Raises:
+            TypeError: If ``params`` or a group of it is a set.
+            ValueError: If the optimizer is not element-wise, its class, groups or options differ by rank, ``params``
+                holds a tensor that is no parameter of the module, a cap or the rule is out of range, or as
+                ``DataParallel``.
+        """
+        self._bucket_mb, self._rule = resolve_bucket_mb(bucket_mb, bucket_size_mb), rule
+        groups = None if params is None else as_groups(params)
+        of_ddp = {name: kwargs.pop(name) for name in [*kwargs] if name in HARMLESS or name == "bucket_cap_mb"}
+        make_optimizer(optimizer_cls, [nn.Parameter(torch.zeros(1))], kwargs)  # refused before the module is touched
+        super().__init__(
+            module, process_group=process_group, order=order, broadcast_buffers=broadcast_buffers, sync=sync, **of_ddp
+        )
+        self._rank = dist.get_rank(process_group)
+        self._cuts = {name: cut(parameter.shape, self.num_ranks) for name, parameter in self._trained.items()}
+        self._shards = {name: nn.Parameter(self._local_shard(name)) for name in self._trained}
+        if groups is None:
+            groups = [{"params": list(module.parameters())}]
+        self.params_of_groups = [group["params"] for group in groups]
+        self.optimizer = make_optimizer(optimizer_cls, self._shard_groups(groups), kwargs)
+        if self.num_ranks > 1:
+            names = {id(shard): name for name, shard in self._shards.items()}
+            check_alike(describe_optimizer(self.optimizer, names), process_group)
+        check_elementwise(self.optimizer)
+        mark_state_dicts(self.optimizer, process_group)
+        self._may_step = False
+        self.optimizer.register_step_pre_hook(weakly(self._check_stepped_here))
+        self._spent = {name: spent_gradient(parameter) for name, parameter in self._trained.items()}
+        self._sums: list[torch.Tensor | None] = [None] * len(self.plan.buckets)  # over micro-batches
+        self._in_flight: InFlight[tuple[int, torch.Tensor]] = InFlight()
+
+    def make_plan(self, tensors: Sequence[TensorSpec]) -> BucketPlan:
+        """Buckets up to the cap, in which the updated parameters are gathered as well."""
+        plan = plan_buckets(tensors, self._bucket_mb, rule=self._rule)
+        return dataclasses.replace(plan, gathers=plan.buckets)
+
+    def layout(self) -> dict[str, tuple[torch.Tensor, Cut]]:
+        """All trained parameters are updated by shards; the module's own are whole."""
+        return {name: (shard, self._cuts[name]) for name, shard in self._shards.items()}
+
+    def step(self) -> None:
+        """Updates this rank's shards, and gathers those of all ranks into the module.
+
+        Raises:
+            RuntimeError: If there are no averaged gradients, a backward has followed them, or the module was given
+                others.
+        """
+        self._check_finished()
+        self._drop_cleared()
+        if all(shard.grad is None for shard in self._shards.values()):
+            raise RuntimeError("step needs averaged gradients: call finish_gradient_synchronization after the backward")
+        check_elementwise(self.optimizer, num_own_hooks=1)
+        for name, shard in self._shards.items():
+            shard.data = self._local_shard(name)  # other weights may have been loaded into the module
+        self._may_step = True
+        try:
+            self.optimizer.step()
+        finally:
+            self._may_step = False
+        self._gather()
+
+    @property
+    def param_groups(self) -> Any:
+        """Refused: what takes the wrapper for an optimizer, as a ``GradScaler`` does, would see shards."""
+        raise RuntimeError(
+            "param_groups are of wrapper.optimizer; a GradScaler looks at this rank's shards alone, and ranks would"
+            " skip steps apart: train in bfloat16, or use BucketedDDP"
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of the module and of this rank's shards."""
+        self.on_train_batch_start()
+        for tensor in (*self._trained.values(), *self._shards.values()):
+            tensor.grad = None
+        self._sums = [None] * len(self.plan.buckets)
+
+    def planned_collectives(self, num_microbatches: int) -> list[tuple[str, int]]:
+        """Reduce-scatters, once or in each micro-batch, and all-gathers."""
+        num_bytes = [
+            self.num_ranks * bucket_width(bucket, self.num_ranks) * dtype_bytes(bucket.dtype)
+            for bucket in self.plan.buckets
+        ]
+        num_passes = num_microbatches if self.each_microbatch else 1
+        scatters = [("reduce-scatter", size) for size in num_bytes] * num_passes
+        return scatters + [("all-gather", size) for size in num_bytes]
+
+    def start_reduction(self, index: int) -> None:
+        """Reduce-scatters a bucket."""
+        bucket = self.plan.buckets[index]
+        for tensor in bucket.tensors:
+            self._check_resumed(tensor.name)
+        grads = {tensor.name: self._grad(tensor.name) for tensor in bucket.tensors}
+        buffer = pack_rows(bucket, grads, self._cuts)
+        row, work = reduce_scatter(buffer, self.process_group, async_op=True)
+        self._accumulate(self._in_flight.add(work, (index, row.view(-1)), buffer))
+        if self.each_microbatch:
+            for tensor in bucket.tensors:
+                self._trained[tensor.name].grad = self._spent[tensor.name]
+
+    def finish_reductions(self, denominator: Any) -> None:
+        """The shards' gradients become their part of the means, added to what earlier synchronisations have left."""
+        self._accumulate(self._in_flight.wait())
+        means: dict[str, torch.Tensor] = {}
+        for bucket, row in zip(self.plan.buckets, self._sums, strict=True):
+            assert row is not None
+            means |= unpack_row(bucket, row.div_(denominator), self._cuts)
+        for name in self._trained.keys() - self._bucket_of.keys():
+            self._check_resumed(name)
+            means[name] = self._cuts[name].local_shard(self._grad(name), self._rank).div_(denominator)
+        for name, mean in means.items():
+            before = self._shards[name].grad
+            total = mean if before is None else before.add_(mean)
+            self._shards[name].grad = total.as_subclass(PartialGradient) if self.num_ranks > 1 else total
+            self._trained[name].grad = self._spent[name]  # frees the local gradient
+        self._sums = [None] * len(self.plan.buckets)
+
+    def drop_reductions(self) -> None:
+        """Drops what is in flight, and the sums over micro-batches."""
+        self._in_flight.forget()
+        self._sums = [None] * len(self.plan.buckets)
+
+    def gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Those of this rank's shards."""
+        self._drop_cleared()
+        return [], [one.grad.as_subclass(torch.Tensor) for one in self._shards.values() if one.grad is not None]
+
+    def end_microbatch(self) -> None:
+        """Stage 2 adds up the shards of a backward that another one follows."""
+        if self.each_microbatch and not self._sync:
+            self._start_all()
+            self._accumulate(self._in_flight.wait())
+            self._expect_gradients()
+            self._has_begun = True
+
+    def _accumulate(self, arrived: list[tuple[int, torch.Tensor]]) -> None:
+        """Adds reduced buckets to the sums over micro-batches."""
+        for index, row in arrived:
+            before = self._sums[index]
+            self._sums[index] = row if before is None else before.add_(row)
+
+    def _check_resumed(self, name: str) -> None:
+        """Drops what a shard has of earlier backwards if the module's gradient was cleared since."""
+        parameter, index = self._trained[name], self._bucket_of.get(name)
+        if isinstance(parameter.grad, SpentGradient):
+            parameter.grad = None  # nothing has come; zeros are added
+        elif not isinstance(parameter.grad, ResumedGradient):
+            self._shards[name].grad = None
+            row = None if index is None else self._sums[index]
+            if index is not None and row is not None:
+                unpack_row(self.plan.buckets[index], row, self._cuts)[name].zero_()
+
+    def _drop_cleared(self) -> None:
+        """Clears in shards what was cleared in the module; refuses gradients that were put there."""
+        for name, parameter in self._trained.items():
+            if parameter.grad is None:
+                self._shards[name].grad = None
+            elif not isinstance(parameter.grad, SpentGradient) and not self._has_begun:
+                raise RuntimeError(
+                    f"the gradient of {name!r} was set after finish_gradient_synchronization, which the step would not"
+                    " use: change those of the shards in optimizer.param_groups"
+                )
+
+    def _check_stepped_here(self, *_: Any) -> None:
+        if not self._may_step:
+            raise RuntimeError(
+                "optimizer.step() alone updates this rank's shards and no parameter: call step() of the wrapper"
+            )
+
+    def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        super()._check_step(optimizer)
+        ids = {id(parameter) for parameter in self._trained.values()}
+        if any(id(one) in ids for group in optimizer.param_groups for one in group["params"]):
+            raise RuntimeError(
+                f"{type(self).__name__} has made an optimizer of its own, of the shards: call step() of the wrapper"
+            )
+
+    @torch.no_grad()
+    def _gather(self) -> None:
+        in_flight: InFlight[tuple[Bucket, torch.Tensor]] = InFlight()
+        for bucket in self.plan.gathers:
+            row = pack_row(bucket, self._shards)
+            full, work = all_gather(row, self.process_group, async_op=True)
+            self._install(in_flight.add(work, (bucket, full), row))
+        self._install(in_flight.wait())
+        for name in self._trained.keys() - self._bucket_of.keys():
+            if self._shards[name].data_ptr() != self._trained[name].data_ptr():  # else it was updated in place
+                rows = self._shards[name].reshape(1, -1)
+                self._trained[name].copy_(self._cuts[name].from_rows(rows) if rows.numel() else self._trained[name])
+
+    def _install(self, arrived: list[tuple[Bucket, torch.Tensor]]) -> None:
+        for bucket, full in arrived:
+            for name, tensor in unpack_rows(bucket, full.view(self.num_ranks, -1), self._cuts).items():
+                self._trained[name].copy_(tensor)
+
+    def _local_shard(self, name: str) -> torch.Tensor:
+        return self._cuts[name].local_shard(self._trained[name].detach(), self._rank)
+
+    def _shard_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Parameter groups with this rank's shards in place of the parameters."""
+        shard_of = {id(parameter): self._shards[name] for name, parameter in self._trained.items()}
+        frozen = {id(parameter) for parameter in self.module.parameters()} - shard_of.keys()
+        found = []
+        for group in groups:
+            ids = [id(one) for one in group["params"]]
+            if not frozen.union(shard_of).issuperset(ids):
+                raise ValueError("params must be parameters of the module, or groups of them; one is not")
+            found.append({**group, "params": [shard_of[key] for key in ids if key not in frozen]})
+        return found
+
+
+@register("zero2")
+class ZeRO2(ZeRO1):
+    """``ZeRO1`` that frees a gradient as soon as its bucket is packed.
+
+    With ``accumulate="shards"`` every backward communicates, even under ``no_sync``, which then only announces that
+    another backward follows. All ranks must run equally many, each through at least one trainable parameter.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer_cls: Callable[..., torch.optim.Optimizer],
+        bucket_mb: BucketMb = "default",
+        *,
+        accumulate: Literal["shards", "full"] = "shards",
+        **kwargs: Any,
+    ) -> None:
+        """Wraps a module.
+
+        ``accumulate="shards"`` communicates in every micro-batch and saves memory; ``"full"`` communicates once and
+        saves time. The other arguments are those of ``ZeRO1``.
+
+        Raises:
+            ValueError: If ``accumulate`` is neither, or as ``ZeRO1``.
+        """
+        if accumulate not in ("shards", "full"):
+            raise ValueError(f"accumulate (={accumulate!r}) must be 'shards' or 'full'")
+        self.each_microbatch = accumulate == "shards"
+        super().__init__(module, optimizer_cls, bucket_mb, **kwargs)
