@@ -157,9 +157,11 @@ class Trainer:
         is_updated = has_examples
         if self.nonfinite != "ignore":  # else nothing here waits for a GPU
             is_updated = is_updated and math.isfinite(loss) and math.isfinite(norm)
+        if not has_weight and not of_ranks.is_cuda:
+            self._check_rows(of_ranks)
         if is_updated:
             self.optimizer.step()
-        if not has_weight:
+        if not has_weight and of_ranks.is_cuda:  # after the update, which must not wait
             self._check_rows(of_ranks)
         metrics = {"loss": float(loss), "grad_norm": float(norm)}
         if has_examples and not is_updated and self.nonfinite == "raise":
