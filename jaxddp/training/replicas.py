@@ -131,7 +131,9 @@ def _differences(leaf: jax.Array, other: np.ndarray, spec: PartitionSpec, mesh: 
         return all_gather(jnp.max(jnp.abs(numbers - theirs))[None], mesh.axis_names)
 
     whole = PartitionSpec()
-    return jax.shard_map(on_rank, mesh=mesh, in_specs=(spec, whole), out_specs=whole, check_vma=False)(leaf, other)
+    return jax.shard_map(on_rank, mesh=mesh, in_specs=(spec, whole), out_specs=whole, check_vma=False)(
+        leaf, jnp.asarray(other)
+    )
 
 
 def _checksum(leaf: jax.Array) -> jax.Array:

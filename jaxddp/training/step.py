@@ -161,7 +161,8 @@ def local_gradients(
         return jax.tree_util.tree_map_with_path(cast, grads), others
 
     # Gradients that are sent as they are written are not cast by a kernel of their own.
-    is_wide = plan is not None and run.num_microbatches == 1 and not layout.ranks.other_axes and sends_uncopied(plan)
+    is_whole = run.num_microbatches == 1 and not layout.ranks.other_axes and run.strategy.hook is None
+    is_wide = plan is not None and is_whole and sends_uncopied(plan)
     grads, (parts, new_state) = with_wide_products(cast_gradients, trainable) if is_wide else cast_gradients(trainable)
     if parts.loss.weight is not None:  # statistics of no examples
         new_state = jax.tree.map(partial(jnp.where, parts.loss.weight == 0), model_state, new_state)
