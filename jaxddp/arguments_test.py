@@ -210,11 +210,11 @@ def test_a_state_of_another_optimizer_or_of_other_parameters_is_one_line(strateg
     foreign = other.init(PARAMS)._replace(params={"v": PARAMS["w"]})
     for owner, state in ((one, other.init(PARAMS)), (other, one.init(PARAMS)), (other, foreign)):
         for method in (owner.step, owner.evaluate, owner.plan, owner.compile):
-            with pytest.raises(ValueError, match=r"^state must hold what this trainer's optimizer keeps [^\n]*$"):
+            with pytest.raises(ValueError, match=r"^state must be one that this trainer has made: [^\n]*$"):
                 method(state, BATCH)
     other.step(other.init(PARAMS), BATCH)  # whose plan is kept
     for method in (other.step, other.compile):
-        with pytest.raises(ValueError, match=r"^state must hold what this trainer's optimizer keeps [^\n]*$"):
+        with pytest.raises(ValueError, match=r"^state must be one that this trainer has made: [^\n]*$"):
             method(one.init(PARAMS), BATCH)
 
 

@@ -20,6 +20,7 @@ from . import gloo
 from .axes import replica_axes
 from .backward_order import finishing_times, matmul_flops, zeros
 from .buckets import Bucket, BucketPlan, TensorSpec, bucket_width, dtype_bytes, plan_buckets
+from .traced import Planned, traced_collectives, wire_bytes
 
 
 def plan_trace(strategy: Strategy, trace: GradientTrace, param_dtypes: Mapping[str, str] | None = None) -> BucketPlan:
@@ -138,20 +139,6 @@ def describe_results(trace: GradientTrace) -> str:
     return f"checksum {checksum:08x}"
 
 
-class Planned(NamedTuple):
-    """A planned collective.
-
-    Attributes:
-        kind: As in a compiled program.
-        num_bytes: Of the full buffer on the wire.
-        axes: The mesh axes along which ranks take part.
-    """
-
-    kind: str
-    num_bytes: int
-    axes: tuple[str, ...]
-
-
 def planned_collectives(
     strategy: Strategy, plan: BucketPlan, num_ranks: int, platform: str = "gpu", *, num_microbatches: int = 1
 ) -> list[tuple[str, int]]:
@@ -207,8 +194,6 @@ def planned_along(
 
 def _of_hook(hook: Callable[..., Any], bucket: Bucket, ranks: Ranks, platform: str) -> list[Planned]:
     """What a hook communicates of a bucket, read off its trace."""
-    from .traced import traced_collectives  # late: it lists ``Planned``
-
     names = (ranks.axis,) if isinstance(ranks.axis, str) else ranks.axis
     sizes = [
         (name, ranks.num_shards if name == ranks.shard_axis else ranks.num_ranks // ranks.num_shards) for name in names
@@ -239,22 +224,3 @@ def planned_exchange(kind: str, num_elements: int, dtype: Any, num_ranks: int, p
     if compiled == "all-reduce":
         return compiled, gloo.swapped_bytes(num_elements // num_ranks, width)
     return compiled, wire_bytes(num_elements, dtype, platform) if kind == "reduce-scatter" else num_elements * width
-
-
-def wire_bytes(num_elements: int, dtype: Any, platform: str) -> int:
-    """Counts the bytes of a buffer that is summed: XLA's collectives for CPUs convert bfloat16 to float32.
-
-    Args:
-        num_elements: Of the buffer.
-        dtype: Of the buffer.
-        platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
-
-    Returns:
-        Bytes.
-
-    Example:
-        >>> wire_bytes(8, "bfloat16", "cpu"), wire_bytes(8, "bfloat16", "gpu")
-        (32, 16)
-    """
-    name = str(dtype)
-    return num_elements * (4 if (platform, name) == ("cpu", "bfloat16") else dtype_bytes(name))

@@ -10,7 +10,7 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from ..scopes import SYNC_SCOPE
-from .planned import Planned, wire_bytes
+from .buckets import dtype_bytes
 
 _KINDS = {
     "all_gather": "all-gather",
@@ -30,6 +30,20 @@ _KEEP_ZERO = frozenset(
 )
 _NEVER_CONSTANT = frozenset("optimization_barrier pure_callback io_callback ffi_call".split())
 _CALLS = frozenset("jit pjit shard_map closed_call custom_vjp_call".split())
+
+
+class Planned(NamedTuple):
+    """A planned collective.
+
+    Attributes:
+        kind: As in a compiled program.
+        num_bytes: Of the full buffer on the wire.
+        axes: The mesh axes along which ranks take part.
+    """
+
+    kind: str
+    num_bytes: int
+    axes: tuple[str, ...]
 
 
 class TracedCollectives(NamedTuple):
@@ -99,3 +113,22 @@ def _collect(
             results = of_inner if is_call else results
         known.update(zip(equation.outvars, results, strict=True))
     return [of(atom) for atom in jaxpr.outvars]
+
+
+def wire_bytes(num_elements: int, dtype: Any, platform: str) -> int:
+    """Counts the bytes of a buffer that is summed: XLA's collectives for CPUs convert bfloat16 to float32.
+
+    Args:
+        num_elements: Of the buffer.
+        dtype: Of the buffer.
+        platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+
+    Returns:
+        Bytes.
+
+    Example:
+        >>> wire_bytes(8, "bfloat16", "cpu"), wire_bytes(8, "bfloat16", "gpu")
+        (32, 16)
+    """
+    name = str(dtype)
+    return num_elements * (4 if (platform, name) == ("cpu", "bfloat16") else dtype_bytes(name))

@@ -221,9 +221,9 @@ def _arguments(compiled: Any, state: TrainState, laid_out: int) -> DeviceBytes:
     given = list(sizes)
     for name, leaf in leaves:
         full = leaf.size * leaf.dtype.itemsize
-        if given and (given[0] == full or (given[0] and full % given[0] == 0)):  # all of it, or a shard
+        if given and (given[0] == full or (given[0] and full and full % given[0] == 0)):  # all of it, or a shard
             held[name] += given.pop(0)
-        elif name == "optimizer_state" and leaf.ndim == 0:
+        elif full == 0 or (name == "optimizer_state" and leaf.ndim == 0):
             held[name] += full
         else:
             raise ValueError(

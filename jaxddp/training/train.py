@@ -160,7 +160,7 @@ class Trainer:
         if self.trainable is not None:
             check_function("trainable", self.trainable, "a function of a parameter's name, or None")
         check_flag(has_aux=self.has_aux, has_state=self.has_state)
-        check_integer("num_microbatches", self.num_microbatches)
+        object.__setattr__(self, "num_microbatches", check_integer("num_microbatches", self.num_microbatches))
         for name in ("grad_dtype", "compute_dtype"):
             if (dtype := getattr(self, name)) is not None and not is_floating(dtype):
                 raise ValueError(f"{name} (={dtype!r}) must be a floating dtype or None")
