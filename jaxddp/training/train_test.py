@@ -446,3 +446,25 @@ def test_other_bad_input():
         jaxddp.data_mesh(9)
     with pytest.raises(ValueError, match=r"num_devices \(=9\) cannot be simulated: JAX has already started with 8 cpu"):
         jaxddp.simulate_devices(9)
+
+
+@pytest.mark.parametrize("strategy", [jaxddp.bucketed(), jaxddp.zero1(), jaxddp.zero3(min_shard_elements=10)])
+def test_momentum_and_norms_below_the_limit_are_those_of_one_device(strategy):
+    def loss(params, batch):
+        return jnp.mean((batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2)  # w is cut by zero3, b is not
+
+    rng = np.random.default_rng(0)
+    params = {"w": rng.normal(size=(8, 4)), "b": rng.normal(size=4)}
+    batch = {"x": rng.normal(size=(8, 8)), "y": rng.normal(size=(8, 4))}
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    with jax.enable_x64(True):
+        trainer = jaxddp.Trainer(loss, optimizer, strategy, jaxddp.data_mesh(4), max_grad_norm=1e6)
+        state, wanted, opt_state = trainer.init(params), params, optimizer.init(params)
+        for _ in range(3):
+            grads = jax.grad(loss)(wanted, batch)
+            updates, opt_state = optimizer.update(grads, opt_state)
+            wanted = optax.apply_updates(wanted, updates)
+            state, metrics = trainer.step(state, batch)
+            assert float(metrics["grad_norm"]) == pytest.approx(float(optax.tree.norm(grads)), rel=1e-12)
+        for name, found in trainer.params(state).items():
+            np.testing.assert_allclose(found, wanted[name], rtol=0, atol=1e-12)  # float64: only the order of sums
