@@ -2,11 +2,12 @@
 
     plain.py                          every strategy in its shortest form: read it first
     strategy.py registry.py           the contract of a strategy; all strategies by name
+    replicated.py interpreter.py      what strategies with full parameters share; evaluation of traced programs
     discovery.py                      finds them in their folders, for both packages
     ddp zero                          the strategies
-    communication                     collectives, packed buffers, compression, reductions
+    communication                     collectives, packed buffers, hooks, reductions
     training models checkpoint        the trainer, models to train, checkpoints and weights
-    mesh.py tree.py interpreter.py    ranks; names of leaves; evaluation of traced programs
+    mesh.py tree.py layout.py         ranks; names of leaves; where leaves lie over the ranks
     loss.py metrics.py                what a loss function returns, and what is measured of examples
     processes                         the job of a launcher: joining it, and ending it when a process is lost
     scopes.py plugins.py              name scopes in compiled programs; which plugins JAX starts
