@@ -107,8 +107,9 @@ def train_step(run: Run, plan: BucketPlan, state: TrainState, batch: Any) -> tup
             grads = strategy.reduce(grads, plan, layout, 1, index).grads
         return (grads, parts, token), new_state
 
+    is_apart = reduces_each or bool(layout.held)
     found, model_state = over_microbatches(
-        gradients, fold_keys(state.model_state, ranks.axis), batch, run.num_microbatches
+        gradients, fold_keys(state.model_state, ranks.axis), batch, run.num_microbatches, is_apart=is_apart
     )
     grads, parts, token = found
     parts = sum_over_ranks(parts, ranks)
@@ -169,10 +170,13 @@ def local_gradients(
     return named_leaves(grads), (parts, new_state), token
 
 
-def over_microbatches(function: Callable[..., Any], carry: Any, batch: Any, num: int) -> tuple[Any, Any]:
+def over_microbatches(
+    function: Callable[..., Any], carry: Any, batch: Any, num: int, *, is_apart: bool
+) -> tuple[Any, Any]:
     """Sums ``function(carry, micro-batch, index) -> (summand, carry)`` over equal parts of a batch.
 
-    The last one stands outside of the loop, so that its backward and the communication can overlap.
+    The last one stands outside of the loop, so that its backward and the communication can overlap. Where each one
+    communicates, it is kept apart: XLA inlines a loop of one round and would communicate only once.
     """
     if num == 1:
         return function(carry, batch, 0)
@@ -194,7 +198,8 @@ def over_microbatches(function: Callable[..., Any], carry: Any, batch: Any, num:
         return (jax.tree.map(jnp.add, total, found), carry), None
 
     (total, carry), _ = lax.scan(add, (zeros, carry), (earlier, jnp.arange(num - 1, dtype=jnp.int32)))
-    total = lax.optimization_barrier(total)  # XLA inlines a one-iteration loop and would reduce only once
+    if is_apart:
+        total = lax.optimization_barrier(total)
     found, carry = numbered(carry, last, jnp.int32(num - 1))
     grads, parts, token = jax.tree.map(jnp.add, total, found)
     return (grads, map_per_example(lambda each: each.reshape(-1, *each.shape[2:]), parts), token), carry
