@@ -71,11 +71,13 @@ class Uses(NamedTuple):
 
     Attributes:
         outside: For each leaf, whether anything but a unit uses it.
+        unused: For each leaf, whether nothing at all does.
         num_units: Units that the loss itself runs, not those in loops.
         ends_with_unit: Whether the last of them comes after all loops.
     """
 
     outside: list[bool]
+    unused: list[bool]
     num_units: int
     ends_with_unit: bool
 
@@ -96,8 +98,11 @@ def trace_uses(loss: Callable[..., Any], params: Any, has_rows: Sequence[bool], 
         _current.reset(token)
     is_differentiated = _is_differentiated(jaxpr)
     outside = [is_differentiated or _is_used_outside(jaxpr, at, rows) for at, rows in enumerate(has_rows)]
+    read = {atom for one in jaxpr.eqns for atom in one.invars if not isinstance(atom, core.Literal)}
+    read |= {atom for atom in jaxpr.outvars if not isinstance(atom, core.Literal)}
+    unused = [var not in read for var in jaxpr.invars[: len(has_rows)]]
     holding = [equation for equation in jaxpr.eqns if _has_unit(equation)]
-    return Uses(outside, sum(map(_is_unit, holding)), bool(holding) and _is_unit(holding[-1]))
+    return Uses(outside, unused, sum(map(_is_unit, holding)), bool(holding) and _is_unit(holding[-1]))
 
 
 def run_units(function: Callable[..., Any], ranks: Ranks, uses: Uses) -> Callable[..., Any]:

@@ -166,3 +166,18 @@ def test_gradients_are_those_of_one_device_and_units_are_gathered_when_used(loss
     # Float64 roundings of parameters of size 1, from which gradients are told.
     for grad, want in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(grad, want, rtol=0, atol=1e-12)
+
+
+def test_a_parameter_that_is_asked_for_and_never_read_is_an_array():
+    dense_unit = jaxddp.layer(lambda kernel, x: x @ kernel)
+
+    def loss_fn(params, batch):
+        assert jnp.asarray(params["unused"]).shape == (4, 4)  # makes no operation of the trace
+        return jnp.mean((dense_unit(params["used"], batch) - 1) ** 2)
+
+    params = {"used": jnp.ones((4, 4)), "unused": jnp.ones((4, 4))}
+    strategy = jaxddp.zero3(min_shard_elements=0)
+    trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), strategy, jaxddp.data_mesh(2))
+    state, metrics = trainer.step(trainer.init(params), jnp.ones((2, 4)))
+    assert float(metrics["loss"]) == 9
+    np.testing.assert_array_equal(trainer.params(state)["unused"], params["unused"])

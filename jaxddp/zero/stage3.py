@@ -123,6 +123,9 @@ def loss_on_shards(loss: Callable[..., Any], layout: Layout) -> Callable[..., An
 
         arguments = jax.tree_util.tree_map_with_path(argument, leaves, params)
         flat, structure = jax.tree.flatten(arguments, is_leaf=lambda one: isinstance(one, Shard))
+        for at, one in enumerate(flat):
+            if isinstance(one, Shard) and uses.unused[at]:  # it may still be asked for, and is never read
+                flat[at] = jnp.zeros(one.shape, one.dtype)
         early = [at for at, one in enumerate(flat) if isinstance(one, Shard) and uses.outside[at]]
         for at, array in zip(early, gather([flat[at] for at in early], ranks), strict=True):
             flat[at] = array
