@@ -19,7 +19,7 @@ class Finder:
             print("searches", flush=True)
             time.sleep(60)
 sys.meta_path.insert(0, Finder())
-sys.argv = ["torchref", "train", "--ranks", "2", "--steps", "1"]
+sys.argv = ["torchref", "train", "--devices", "2", "--steps", "1"]
 runpy.run_module("torchref", run_name="__main__")
 """
 
