@@ -105,7 +105,7 @@ FUNCTIONS = {
     ),
     "loss of from_nnx": (lambda value: from_nnx(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), value), {jax.jit}),
     "a file of weights": (lambda value: export_weights(value, PARAMS), {"x"}),
-    "timeout_s": (lambda value: jaxddp.start_process("127.0.0.1:1", 1, 0, timeout_s=value), {1.5, np.float32(2)}),
+    "timeout_s": (lambda value: jaxddp.start_process("127.0.0.1:1", 1, 0, timeout_s=value), {1.5, np.float32(2), None}),
     "process_id": (lambda value: jaxddp.start_process("127.0.0.1:1", 1, value), set()),
     "a directory": (Checkpoints, {"x"}),
     "warn": (lambda value: Checkpoints("here", warn=value), {jax.jit}),

@@ -106,9 +106,9 @@ def test_every_strategy_is_the_recipe_on_one_device(name, num_microbatches):
         found, wanted = trainer.params(state), recipe(params, batches, optimizer, 3.0)
         assert jax.tree.map(lambda leaf: leaf.dtype, found) == jax.tree.map(lambda leaf: leaf.dtype, params)
         np.testing.assert_array_equal(found["frozen"], params["frozen"])  # not what the cast left of it
-        for name, leaf in wanted.items():
+        for leaf_name, leaf in wanted.items():
             # Gradients are exact in float32; sums, clipping and AdamW round in float64, 5 steps of 1e-2.
-            np.testing.assert_allclose(found[name], leaf, rtol=0, atol=1e-13)
+            np.testing.assert_allclose(found[leaf_name], leaf, rtol=0, atol=1e-13)
         assert isinstance(state.opt_state, Masters) == (name != "zero3")
         for leaf in ("w", "b", "scale") if name != "zero3" else ():
             np.testing.assert_array_equal(state.params[leaf], found[leaf].astype(np.float32))
@@ -179,6 +179,7 @@ def test_a_checkpoint_holds_masters_for_any_strategy_and_number_of_ranks(tmp_pat
     there, _ = advance(on_4, on_4.init(params), range(3))
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(on_4, there)
+        checkpoints.wait()
         leaves = checkpoints.about()["leaves"]
         assert leaves["params.first"]["dtype"] == "float32"
         here, _ = checkpoints.restore(on_2, params)

@@ -168,7 +168,7 @@ def check_integers(batch: Any) -> None:
             kept = np.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype))
             if leaf.dtype == kept.dtype:
                 continue
-            for value in (leaf.min(), leaf.max()):
+            for value in (leaf.max(), leaf.min()):
                 if not kept.min <= value <= kept.max:
                     raise ValueError(f"batch leaf {name!r} (={value}) must fit in {kept.dtype}: set jax_enable_x64")
 
