@@ -23,6 +23,8 @@ from .collectives import Axis, joins_arrays
 from .ordering import order_token
 from .varying import varying
 
+_SMALL = 16_384  # elements of a tensor, on average over its bucket
+
 
 class Wire(NamedTuple):
     """How a bucket travels.
@@ -103,8 +105,13 @@ def reduce_buckets(
     for bucket, total in zip(plan.buckets, totals, strict=True):
         # XLA fuses the sum of squares, which the norm needs anyway, with the update of the bucket's parameters.
         total, squares = lax.optimization_barrier((total, squares))  # noqa: PLW2901
-        mean = wire.unpack(bucket, jax.tree.map(lambda part: divide(part, divisor, packed_all), total))
-        squares += sum_of_squares(mean.values())
+        buffer = jax.tree.map(lambda part: divide(part, divisor, packed_all), total)
+        mean = wire.unpack(bucket, buffer)
+        summands = buffer if isinstance(buffer, tuple) else tuple(mean.values())
+        # Of small tensors the first holds the order, and the rest share one sum: a kernel for each would cost more.
+        if not isinstance(buffer, tuple) and len(mean) > 2 and buffer.size <= _SMALL * len(mean):
+            summands = summands[0], buffer.reshape(-1)[summands[0].size :]
+        squares += sum_of_squares(summands)
         means |= mean
     return Means(means, squares)
 

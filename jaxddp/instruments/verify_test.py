@@ -27,6 +27,7 @@ from jaxddp.planning.cost.memory import MIXED
 from jaxddp.planning.cost.workload import feed_forward
 from jaxddp.planning.machine import cluster_of
 from jaxddp.planning.plan import TrainingJob, plan
+from jaxddp.strategy import Masters
 from jaxddp.training.step import TrainState
 
 LAYERS = 3
@@ -125,14 +126,14 @@ def test_what_fits_by_formula_fits_when_compiled(verified, name):
 
 
 def test_padding_is_the_whole_difference(verified):
-    """133 x 101 elements are 8 x 1679.125: each rank holds 1680 of each of 6 matrices."""
+    """3 x 133 x 101 elements are 8 x 5037.375: each rank holds 5038 of each of 2 stacks."""
     rows = rows_of(verified("padded, mixed"))
     assert rows["parameters"].planned == 4 * ODD.num_params / 8  # masters, of which there are no copies
-    assert rows["parameters"].compiled == 4 * 6 * 1680
-    assert rows["optimizer state"].compiled == 8 * 6 * 1680 + COUNT_BYTES
-    assert rows["optimizer state"].check.startswith("ok: +42, padding") and "; +4, " in rows["optimizer state"].check
-    assert rows["gradients summed"].compiled == 2 * 6 * 1680 * 7
-    assert rows["gradients summed"].check == "ok: 1.001 times, 3 reduce-scatter, as the step plans it"
+    assert rows["parameters"].compiled == 4 * 2 * 5038
+    assert rows["optimizer state"].compiled == 8 * 2 * 5038 + COUNT_BYTES
+    assert rows["optimizer state"].check.startswith("ok: +") and "; +4, " in rows["optimizer state"].check
+    assert rows["gradients summed"].compiled == 2 * 2 * 5038 * 7
+    assert rows["gradients summed"].check == "ok: 1.000 times, 1 reduce-scatter, as the step plans it"
     assert verified("padded, mixed").holds
 
 
@@ -274,12 +275,12 @@ def test_masters_on_a_grid_keep_updates_that_their_copies_lose():
     optimizer = optax.chain(optax.scale_by_sign(), optax.scale(-(2.0**-10)))
     mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
     step = jax.jit(_grid_step(mesh, optimizer))
-    state = TrainState((), masters, optimizer.init(masters), (), copies=copies)
+    state = TrainState((), copies, Masters(masters, optimizer.init(masters)), ())
     for count in range(1, 4):
         state, _ = step(state, jnp.ones((1, TOKENS, WIDTH), jnp.bfloat16))
-        for name, leaf in state.params.items():
+        for name, leaf in state.opt_state.params.items():
             np.testing.assert_array_equal(leaf, 1 - count * 2.0**-10)  # exact in float32
-            np.testing.assert_array_equal(state.copies[name], leaf.astype(jnp.bfloat16))
+            np.testing.assert_array_equal(state.params[name], leaf.astype(jnp.bfloat16))
 
 
 def test_a_leaf_is_sharded_as_the_parameter_that_it_mirrors():
