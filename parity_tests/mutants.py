@@ -89,7 +89,7 @@ MUTANTS = {
         ("jaxddp/communication/reduction_test.py::test_means_and_their_squares",),
     ),
     "squares of the last bucket alone": Mutant(
-        _REDUCTION, "squares += sum_of_squares(mean.values())", "squares = sum_of_squares(mean.values())",
+        _REDUCTION, "squares += sum_of_squares(summands)", "squares = sum_of_squares(summands)",
         ("jaxddp/communication/reduction_test.py::test_means_and_their_squares",),
     ),
     "parameters of before the update": Mutant(
