@@ -54,6 +54,7 @@ class GradientTrace(NamedTuple):
         program: The trace.
         outputs: Index of each of ``tensors`` among the trace's outputs.
         constant_outputs: Those of ``constants``.
+        result: What was traced returns; a tree of ``jax.ShapeDtypeStruct``.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -61,6 +62,12 @@ class GradientTrace(NamedTuple):
     program: core.ClosedJaxpr
     outputs: tuple[int, ...]
     constant_outputs: tuple[int, ...]
+    result: Any
+
+    def __call__(self, *args: Any) -> Any:
+        """Computes what was traced, of arguments like those that it was traced with."""
+        found = core.jaxpr_as_fun(self.program)(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(self.result), found)
 
     @property
     def flops_before(self) -> tuple[float, ...]:
@@ -69,6 +76,14 @@ class GradientTrace(NamedTuple):
         flops = [times[output] or 0.0 for output in self.outputs]
         total = max(flops, default=0.0) or 1.0
         return tuple(each / total for each in flops)
+
+    def with_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> GradientTrace:
+        """The same trace of gradients of other shapes, such as those of the blocks on a device."""
+        tensors, constants = (
+            tuple(tensor._replace(shape=shapes[tensor.name]) for tensor in some)
+            for some in (self.tensors, self.constants)
+        )
+        return self._replace(tensors=tensors, constants=constants)
 
     def with_constants_sent(self) -> GradientTrace:
         """The same trace, whose constants are sent first but for those that are zeros: of them nobody needs a sum."""
@@ -111,7 +126,7 @@ def trace_gradients(
             ready[output] = time
     outputs = tuple(sorted(reversed(ready), key=ready.__getitem__))  # the last comes first where times are equal
     tensors = tuple(map(specs.__getitem__, outputs))
-    return GradientTrace(tensors, tuple(constants.values()), program, outputs, tuple(constants))
+    return GradientTrace(tensors, tuple(constants.values()), program, outputs, tuple(constants), result)
 
 
 def describe_results(trace: GradientTrace) -> str:

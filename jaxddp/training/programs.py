@@ -26,7 +26,6 @@ from ..communication.planned import (
     plan_trace,
     planned_along,
     planned_exchange,
-    trace_gradients,
 )
 from ..communication.traced import traced_collectives
 from ..layout import Leaf
@@ -101,7 +100,7 @@ class Programs:
         self.shardings = state(lambda leaf: leaf.sharding(mesh, axis), NamedSharding(mesh, P()))
         self._specs = state(lambda leaf: leaf.rank_spec(axis), P())
         self.batch_sharding = NamedSharding(mesh, P(axis))
-        self._plans: dict[Any, tuple[BucketPlan, GradientTrace]] = {}
+        self._traces: dict[Any, tuple[GradientTrace, BucketPlan]] = {}
         self._programs: dict[Any, Any] = {}
 
     def held(self) -> TrainState:
@@ -119,54 +118,41 @@ class Programs:
     def _trained(self) -> Any:
         return split(self.layout.updated, self.layout.trainable)[0]
 
-    def trace(self, state: TrainState, batch: Any) -> GradientTrace:
-        """Traces one rank's backward pass, to see in which order the gradients become ready.
+    def trace(self, state: TrainState, batch: Any) -> tuple[GradientTrace, BucketPlan]:
+        """Traces one rank's backward pass, once for each shape, and plans the communication of its gradients.
 
-        Tensors have the shapes of the blocks on a device, if other axes of the mesh split them.
+        Tensors have the shapes of the blocks on a device, if other axes of the mesh split them. On one rank nothing is
+        communicated.
         """
-        run, layout = self.run, self.layout
-
-        def first_grads(state: TrainState, batch: Any) -> tuple[Any, Any]:
-            trainable, frozen = split(state.params, layout.trainable)
-            microbatch = jax.tree.map(lambda leaf: leaf[: leaf.shape[0] // run.num_microbatches], batch)
-            grads, others, _ = steps.local_gradients(
-                run._replace(num_microbatches=1), None, trainable, frozen, state.model_state, microbatch, state.key
-            )
-            return grads, others
-
-        mapped = self._map(first_grads, (self._specs, P(layout.ranks.axis)), P())
-        trace = trace_gradients(mapped, state, batch, has_aux=True, reduced=layout.held)
-        blocks = {name: leaf.block for name, leaf in named_leaves(layout.params).items()}
-        tensors, constants = (
-            tuple(tensor._replace(shape=blocks[tensor.name]) for tensor in some)
-            for some in (trace.tensors, trace.constants)
-        )
-        return trace._replace(tensors=tensors, constants=constants)
-
-    def plan_and_trace(self, state: TrainState, batch: Any) -> tuple[BucketPlan, GradientTrace]:
-        """Gives the bucket plan of the step, and the trace that it was made from."""
         state, batch = abstract((state, batch))
         key = signature(state.params, state.model_state, batch)
-        if key not in self._plans:
-            trace = self.trace(state, batch)
-            dtypes = {name: str(leaf.dtype) for name, leaf in named_leaves(self.layout.params).items()}
-            plan = plan_trace(self.run.strategy, trace, dtypes)
+        if key not in self._traces:
+            leaves, found = named_leaves(self.layout.params), []
+
+            def on_rank(state: TrainState, batch: Any) -> None:
+                found.append(steps.trace_backward(self.run, state, batch))
+
+            jax.eval_shape(self._map(on_rank, (self._specs, P(self.layout.ranks.axis)), P()), state, batch)
+            (trace,) = found
+            if self.layout.ranks.other_axes:
+                trace = trace.with_shapes({name: leaf.block for name, leaf in leaves.items()})
+            plan = plan_trace(self.run.strategy, trace, {name: str(leaf.dtype) for name, leaf in leaves.items()})
             plan = plan if self.layout.ranks.num_ranks > 1 else replace(plan, buckets=(), gathers=())
-            self._plans[key] = plan, trace
-        return self._plans[key]
+            self._traces[key] = trace, plan
+        return self._traces[key]
 
     def plan(self, state: TrainState, batch: Any) -> BucketPlan:
         """Gives the bucket plan of the step; on one rank nothing is communicated."""
-        return self.plan_and_trace(state, batch)[0]
+        return self.trace(state, batch)[1]
 
     def describe_results(self, state: TrainState, batch: Any) -> str:
         """Describes what processes must agree on in the step beside its plan."""
-        return describe_results(self.plan_and_trace(state, batch)[1])
+        return describe_results(self.trace(state, batch)[0])
 
     def planned_along(self, state: TrainState, batch: Any) -> list[Planned]:
         """Lists the collectives that one step should have, without those of its metrics."""
         run, ranks = self.run, self.layout.ranks
-        plan, trace = self.plan_and_trace(state, batch)
+        trace, plan = self.trace(state, batch)
         planned = planned_along(run.strategy, plan, ranks, self._platform, run.num_microbatches)
         if self.layout.owners is not None and planned:
             # Gradients, parameters where they are masters, and back.
@@ -181,7 +167,7 @@ class Programs:
 
     def planned_loss(self, state: TrainState, batch: Any) -> list[tuple[str, int]]:
         """Lists ``(kind, bytes)`` of the collectives that the loss function itself calls in a step."""
-        _, trace = self.plan_and_trace(state, batch)
+        trace, _ = self.trace(state, batch)
         found = traced_collectives(trace.program, self._platform, of_loss=True)
         own = self._of_several(found.each * self.run.num_microbatches + found.once)
         return [(one.kind, one.num_bytes) for one in own]
@@ -192,12 +178,11 @@ class Programs:
 
     def step_function(self, state: TrainState, batch: Any, plan: BucketPlan | None = None) -> StepFunction:
         """Gives the training step as a function to compile, with the given plan or its own."""
-        if plan is None or plan.buckets:  # a plan without buckets is meant to send nothing
-            own = self.plan(state, batch)
-            plan = own if plan is None else plan
-            if unsent := sorted(set(plan.constants) - set(own.constants)):
-                raise ValueError(f"plan takes the gradient of {unsent[0]!r} as constant, and it is not: plan this step")
-        step = steps.guarded(partial(steps.train_step, self.run, plan), self._nonfinite)
+        backward, own = self.trace(state, batch)
+        plan = own if plan is None else plan
+        if plan.buckets and (unsent := sorted({*plan.constants} - {*own.constants})):  # without any, nothing is sent
+            raise ValueError(f"plan takes the gradient of {unsent[0]!r} as constant, and it is not: plan this step")
+        step = steps.guarded(partial(steps.train_step, self.run, backward, plan), self._nonfinite)
         return self._over_mesh(step, state, batch, is_step=True)
 
     def step(self, state: TrainState, batch: Any) -> Any:

@@ -26,6 +26,7 @@ from jax.flatten_util import ravel_pytree
 from ..communication.buckets import BucketPlan
 from ..communication.collectives import all_gather
 from ..communication.ordering import order_token
+from ..communication.planned import GradientTrace, trace_gradients
 from ..communication.reduction import Means, sum_of_squares
 from ..communication.reduction import divide as divide_total
 from ..loss import PartialLoss, Parts, denominator, divide
@@ -33,7 +34,7 @@ from ..metrics import PerExample, map_per_example
 from ..replicated import sends_uncopied
 from ..scopes import LOSS_SCOPE, METRICS_SCOPE, OPTIMIZER_SCOPE
 from ..strategy import Layout, Ranks, Strategy
-from ..tree import merge, named_leaves, path_name, split
+from ..tree import merge, named_leaves, split
 from .model_state import became_nonfinite, fold_keys, sync_model_state
 from .wide_products import with_wide_products
 
@@ -82,11 +83,43 @@ class Run(NamedTuple):
     state_sync: str = "mean"
 
 
-def train_step(run: Run, plan: BucketPlan, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any], Any]:
+def trace_backward(run: Run, state: TrainState, batch: Any) -> GradientTrace:
+    """Traces this rank's gradients of a micro-batch: what the plan is made from, and what the step computes."""
+    trainable, frozen = split(state.params, run.layout.trainable)
+    microbatch = jax.tree.map(lambda leaf: leaf[: leaf.shape[0] // run.num_microbatches], batch)
+    args = trainable, frozen, state.model_state, microbatch, state.key
+    return trace_gradients(partial(local_gradients, run), *args, has_aux=True, reduced=run.layout.held)
+
+
+def local_gradients(
+    run: Run, trainable: Any, frozen: Any, model_state: Any, batch: Any, key: Any
+) -> tuple[dict[str, jax.Array], tuple[Parts, Any]]:
+    """This rank's gradients by name, its metrics and its model state.
+
+    Gradients of parameters that are held as shards are shards, summed over ranks by the transpose of the gather.
+    """
+    layout = run.layout
+    frozen = in_dtype(frozen, layout.compute_dtype)
+
+    def loss(trainable: Any) -> tuple[jax.Array, tuple[Parts, Any]]:
+        return run.loss(merge(trainable, frozen), model_state, batch, key)
+
+    with jax.named_scope(LOSS_SCOPE):
+        grads, (parts, new_state) = jax.grad(loss, has_aux=True)(trainable)
+    if parts.loss.weight is not None:  # statistics of no examples
+        new_state = jax.tree.map(partial(jnp.where, parts.loss.weight == 0), model_state, new_state)
+    by_name = {name: grad.astype(layout.grad_dtypes[name]) for name, grad in named_leaves(grads).items()}
+    return by_name, (parts, new_state)
+
+
+def train_step(
+    run: Run, backward: GradientTrace, plan: BucketPlan, state: TrainState, batch: Any
+) -> tuple[TrainState, dict[str, Any], Any]:
     """Takes one step, inside ``shard_map`` with ``check_vma`` off.
 
     Args:
         run: What the step is made of.
+        backward: From ``trace_backward``.
         plan: What it communicates.
         state: This rank's.
         batch: This rank's examples.
@@ -97,20 +130,26 @@ def train_step(run: Run, plan: BucketPlan, state: TrainState, batch: Any) -> tup
     ranks, strategy, layout = run.layout.ranks, run.strategy, run.layout
     key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), lax.axis_index(ranks.axis))
     trainable, frozen = split(state.params, layout.trainable)
-    reduces_each = plan.each_microbatch and run.num_microbatches > 1
+    has_microbatches = run.num_microbatches > 1
+    reduces_each = plan.each_microbatch and has_microbatches
+    # Gradients that are sent as they are written are not cast by a kernel of their own.
+    is_wide = not (has_microbatches or ranks.other_axes or strategy.hook) and sends_uncopied(plan)
 
     def gradients(model_state: Any, microbatch: Any, index: Any) -> tuple[Any, Any]:
-        grads, (parts, new_state), token = local_gradients(
-            run, plan, trainable, frozen, model_state, microbatch, jax.random.fold_in(key, index), index
-        )
+        params: Any = (trainable, frozen)
+        token: Any = 0
+        if layout.held and has_microbatches:  # or XLA would gather every unit once, before the loop
+            params, token = order_token(params, index)
+        compute = partial(with_wide_products, backward.__call__) if is_wide else backward
+        grads, (parts, model_state) = compute(*params, model_state, microbatch, jax.random.fold_in(key, index))
         if reduces_each:
             grads = strategy.reduce(grads, plan, layout, 1, index).grads
-        return (grads, parts, token), new_state
+        return (grads, parts, token), model_state
 
-    is_apart = reduces_each or bool(layout.held)
     found, model_state = over_microbatches(
-        gradients, fold_keys(state.model_state, ranks.axis), batch, run.num_microbatches, is_apart=is_apart
-    )
+        gradients, fold_keys(state.model_state, ranks.axis), batch, run.num_microbatches,
+        is_apart=reduces_each or bool(layout.held),
+    )  # fmt: skip
     grads, parts, token = found
     parts = sum_over_ranks(parts, ranks)
     num_parts = ranks.num_ranks * run.num_microbatches
@@ -128,46 +167,6 @@ def train_step(run: Run, plan: BucketPlan, state: TrainState, batch: Any) -> tup
     model_state = sync_model_state(model_state, ranks, run.state_sync)
     new = TrainState(state.step + 1, merge(trainable, frozen), opt_state, state.key, model_state)
     return new, metrics, parts.loss.weight
-
-
-def local_gradients(
-    run: Run,
-    plan: BucketPlan | None,
-    trainable: Any,
-    frozen: Any,
-    model_state: Any,
-    batch: Any,
-    key: Any,
-    index: Any = 0,
-) -> tuple[dict[str, jax.Array], tuple[Parts, Any], Any]:
-    """This rank's gradients of a micro-batch by name, its metrics and model state, and a token of its parameters.
-
-    Gradients of parameters that are held as shards are shards, summed over ranks by the transpose of the gather.
-    """
-    layout = run.layout
-    token: Any = 0
-    if layout.held and run.num_microbatches > 1:  # or XLA would gather every unit once, before the loop
-        (trainable, frozen), token = order_token((trainable, frozen), index)
-    frozen = in_dtype(frozen, layout.compute_dtype)
-
-    def loss(trainable: Any) -> tuple[jax.Array, tuple[Parts, Any]]:
-        return run.loss(merge(trainable, frozen), model_state, batch, key)
-
-    def cast(path: Any, grad: jax.Array) -> jax.Array:
-        return grad.astype(layout.grad_dtypes[path_name(path)])
-
-    def cast_gradients(trainable: Any) -> tuple[Any, tuple[Parts, Any]]:
-        with jax.named_scope(LOSS_SCOPE):
-            grads, others = jax.grad(loss, has_aux=True)(trainable)
-        return jax.tree_util.tree_map_with_path(cast, grads), others
-
-    # Gradients that are sent as they are written are not cast by a kernel of their own.
-    is_whole = run.num_microbatches == 1 and not layout.ranks.other_axes and run.strategy.hook is None
-    is_wide = plan is not None and is_whole and sends_uncopied(plan)
-    grads, (parts, new_state) = with_wide_products(cast_gradients, trainable) if is_wide else cast_gradients(trainable)
-    if parts.loss.weight is not None:  # statistics of no examples
-        new_state = jax.tree.map(partial(jnp.where, parts.loss.weight == 0), model_state, new_state)
-    return named_leaves(grads), (parts, new_state), token
 
 
 def over_microbatches(

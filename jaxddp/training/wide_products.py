@@ -35,13 +35,13 @@ _NARROW = jnp.dtype("bfloat16")
 _FILLS_GPU = 2**21  # elements: tiles of 128 x 128, one for each of an H100's multiprocessors
 
 
-def with_wide_products(grad_fn: Callable[[Any], tuple[Any, Any]], params: Any) -> tuple[Any, Any]:
-    """Gives ``grad_fn(params)``, gradients and something else; bfloat16 products write float32 gradients at once.
+def with_wide_products(grad_fn: Callable[..., tuple[Any, Any]], *args: Any) -> tuple[Any, Any]:
+    """Gives ``grad_fn(*args)``, gradients and something else; bfloat16 products write float32 gradients at once.
 
     Products that anything else uses, and those in loops and other nested programs, stay as they are.
     """
-    program, out = jax.make_jaxpr(grad_fn, return_shape=True)(params)
-    leaves = jax.tree.leaves(params)
+    program, out = jax.make_jaxpr(grad_fn, return_shape=True)(*args)
+    leaves = jax.tree.leaves(args)
     products = _wide_products(program.jaxpr, num_grads=len(jax.tree.leaves(out[0])))
 
     def rule(equation: Any, inputs: list[Any]) -> Sequence[Any]:
