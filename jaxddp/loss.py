@@ -117,7 +117,7 @@ def divide(parts: Parts, num_parts: int) -> tuple[jax.Array, Any]:
     def result(part: Any) -> jax.Array:
         return part.total / denominator(part, num_parts) if isinstance(part, Part) else part.values
 
-    return result(parts.loss), map_parts(result, parts.aux)
+    return result(parts.loss), None if parts.aux is None else map_parts(result, parts.aux)
 
 
 def denominator(part: Part, num_parts: int) -> jax.Array | int:

@@ -103,6 +103,10 @@ class Layout:
         grad_dtype: In which gradients are added up and summed over ranks; each parameter's own if None.
         trainable: Predicate on a parameter's name; None trains all.
         owners: Which rank owns which parameter, where whole ones have owners (``zero/owners.py``).
+        held: How parameters that are shards between steps are cut, by name.
+        cuts: How parameters that are updated by shards are cut, by name.
+        dtypes: Dtypes in which parameters are updated, by name.
+        grad_dtypes: Dtypes in which gradients are added up, by name.
     """
 
     ranks: Ranks
@@ -114,21 +118,21 @@ class Layout:
     grad_dtype: Any = None
     trainable: Callable[[str], bool] | None = None
     owners: Any = None
+    held: dict[str, Cut] = field(init=False)
+    cuts: dict[str, Cut] = field(init=False)
+    dtypes: dict[str, Any] = field(init=False)
+    grad_dtypes: dict[str, Any] = field(init=False)
 
-    @functools.cached_property
-    def held(self) -> dict[str, Cut]:
-        """How parameters that are shards between steps are cut, by name."""
-        return _cuts(self.params)
-
-    @functools.cached_property
-    def cuts(self) -> dict[str, Cut]:
-        """How parameters that are updated by shards are cut, by name."""
-        return _cuts(self.updated)
-
-    @functools.cached_property
-    def grad_dtypes(self) -> dict[str, Any]:
-        """Dtypes in which gradients are added up, by name."""
-        return {name: self.grad_dtype or leaf.dtype for name, leaf in named_leaves(self.updated).items()}
+    def __post_init__(self) -> None:
+        """Works out what is looked up by name."""
+        updated = named_leaves(self.updated)
+        for name, found in (
+            ("held", {name: leaf.cut for name, leaf in named_leaves(self.params).items() if leaf.cut}),
+            ("cuts", {name: leaf.cut for name, leaf in updated.items() if leaf.cut}),
+            ("dtypes", {name: leaf.dtype for name, leaf in updated.items()}),
+            ("grad_dtypes", {name: self.grad_dtype or leaf.dtype for name, leaf in updated.items()}),
+        ):
+            object.__setattr__(self, name, found)
 
     def whole(self) -> Any:
         """Describes the full parameters, in the dtypes in which they are updated."""
@@ -138,10 +142,6 @@ class Layout:
         """How a parameter, or its shard, lies along the other axes."""
         leaf = named_leaves(self.updated)[name]
         return leaf.shard_spec if is_shard else leaf.spec
-
-
-def _cuts(tree: Any) -> dict[str, Cut]:
-    return {name: leaf.cut for name, leaf in named_leaves(tree).items() if leaf.cut is not None}
 
 
 class Strategy(NamedTuple):

@@ -120,7 +120,7 @@ MUTANTS = {
     ),
     # dtypes
     "gradients are summed in the compute dtype": Mutant(
-        _STEP, "return grad.astype(layout.grad_dtypes[path_name(path)])", "return grad",
+        _STEP, "{name: grad.astype(layout.grad_dtypes[name]) for", "{name: grad for",
         (f"{_DTYPES}gathers_take_the_compute_dtype_and_sums_that_of_gradients",),
     ),
     "frozen parameters are not cast": Mutant(
@@ -132,7 +132,7 @@ MUTANTS = {
     ),
     # keys
     "every micro-batch has one key": Mutant(
-        _STEP, "microbatch, jax.random.fold_in(key, index), index", "microbatch, key, index", (_KEYS,)
+        _STEP, "microbatch, jax.random.fold_in(key, index))", "microbatch, key)", (_KEYS,)
     ),
     "every rank has one key": Mutant(
         _STEP, "jax.random.fold_in(jax.random.fold_in(state.key, state.step), lax.axis_index(ranks.axis))",

@@ -38,7 +38,7 @@ from jax._src import distributed  # the store has no public name
 from ..arguments import check_flag, check_function, check_kind
 from ..processes.stderr import print_line
 from ..training.train import Trainer, TrainState
-from ..training.validation import check_alive, check_state
+from ..training.validation import check_state
 from ..tree import named_leaves
 from .folder import CheckpointFolder, as_json, described, error_of, refuse_nonfinite
 from .host_state import is_key, places_of, to_host, to_ranks, without_owned
@@ -120,7 +120,6 @@ class Checkpoints(CheckpointFolder):
         check_kind("trainer", trainer, Trainer, "a jaxddp.Trainer")
         check_flag(set_aside=set_aside)
         check_state(state)
-        check_alive(state)
         data_position = as_json(data_position)
         step = int(state.step)
         self.wait()

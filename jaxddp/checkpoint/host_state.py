@@ -31,7 +31,7 @@ from ..strategy import Masters
 from ..training.placement import PIECE_BYTES, place
 from ..training.step import TrainState
 from ..training.train import Trainer
-from ..training.validation import check_alive
+from ..training.validation import check_state
 from ..tree import like, named_leaves
 from ..zero.owners import OwnedState
 
@@ -73,7 +73,7 @@ def host_params(trainer: Trainer, state: TrainState) -> Any:
         {'w': array([[1., 1., 1.],
                [1., 1., 1.]], dtype=float32)}
     """
-    check_alive(state)
+    check_state(state)
     return jax.tree.map(_to_host, *trainer.masters(state))
 
 

@@ -29,6 +29,7 @@ from ..communication.planned import (
 )
 from ..communication.traced import traced_collectives
 from ..layout import Leaf
+from ..mesh import platform_of
 from ..metrics import Measure
 from ..scopes import OTHER_AXES_SCOPE
 from ..strategy import Masters
@@ -36,6 +37,7 @@ from ..tree import named_leaves, split
 from . import step as steps
 from .step import Run, TrainState
 from .validation import abstract, signature
+from .xla import compile_options
 
 Compile = Callable[..., Any]
 """``(function, args, **options)`` to a compiled program; the options are those of ``jax.jit``."""
@@ -74,49 +76,43 @@ class Programs:
     Attributes:
         layout: How the model's training state lies over the ranks.
         run: What its step is made of.
+        platform: Of the mesh.
+        held: Describes a state of step 0, as it lies over the ranks, without a model state.
         shardings: A ``TrainState`` of the ``NamedSharding`` of each leaf.
+        batch_sharding: How the arrays of a batch lie over the ranks: split along dimension 0.
     """
 
-    def __init__(self, run: Run, mesh: Mesh | AbstractMesh, platform: str, nonfinite: str, options: Any) -> None:
+    def __init__(self, run: Run, mesh: Mesh | AbstractMesh, nonfinite: str) -> None:
         """Makes nothing yet.
 
         Args:
             run: What the step is made of; its loss is of full parameters.
             mesh: Of the ranks.
-            platform: Of the mesh.
             nonfinite: As for ``Trainer``.
-            options: Compile options.
         """
-        self.layout, self._full_loss = run.layout, run.loss
-        self.run = run._replace(loss=run.strategy.full(run.loss, run.layout))
-        self._mesh, self._platform, self._nonfinite, self._options = mesh, platform, nonfinite, options
-        ranks = run.layout.ranks
-        axis = ranks.axis
+        self.layout, self.run = run.layout, run._replace(loss=run.strategy.full(run.loss, run.layout))
+        self.platform, self._mesh, self._nonfinite = platform_of(mesh), mesh, nonfinite
+        self._compile, self._options = compiler_of(mesh), compile_options(run.strategy, self.platform)
+        self._axis = axis = run.layout.ranks.axis
 
         def state(of: Callable[[Leaf], Any], other: Any) -> TrainState:
-            trees = jax.tree.map(of, (self.layout.params, self.layout.opt_state))
-            return TrainState(other, trees[0], trees[1], other, other)
+            params, opt_state = jax.tree.map(of, (self.layout.params, self.layout.opt_state))
+            return TrainState(other, params, opt_state, other, other)
 
+        step, key = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), jax.random.key(0)))
+        self.held = state(lambda leaf: leaf.held, ())._replace(step=step, key=key)
         self.shardings = state(lambda leaf: leaf.sharding(mesh, axis), NamedSharding(mesh, P()))
         self._specs = state(lambda leaf: leaf.rank_spec(axis), P())
         self.batch_sharding = NamedSharding(mesh, P(axis))
         self._traces: dict[Any, tuple[GradientTrace, BucketPlan]] = {}
         self._programs: dict[Any, Any] = {}
 
-    def held(self) -> TrainState:
-        """Describes a state of step 0, as it lies over the ranks."""
-        params, opt_state = jax.tree.map(lambda leaf: leaf.held, (self.layout.params, self.layout.opt_state))
-        step, key = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), jax.random.key(0)))
-        return TrainState(step, params, opt_state, key)
-
     def init_opt_state(self, updated: Any) -> Any:
         """Makes the optimizer's state of step 0 from what ranks update; each makes its own part."""
-        specs = jax.tree.map(lambda leaf: leaf.rank_spec(self.layout.ranks.axis), self._trained())
+        trained = split(self.layout.updated, self.layout.trainable)[0]
+        specs = jax.tree.map(lambda leaf: leaf.rank_spec(self._axis), trained)
         init = self._map(self.layout.optimizer.init, (specs,), self._specs.opt_state)
         return jax.jit(init, out_shardings=self.shardings.opt_state)(updated)
-
-    def _trained(self) -> Any:
-        return split(self.layout.updated, self.layout.trainable)[0]
 
     def trace(self, state: TrainState, batch: Any) -> tuple[GradientTrace, BucketPlan]:
         """Traces one rank's backward pass, once for each shape, and plans the communication of its gradients.
@@ -132,7 +128,7 @@ class Programs:
             def on_rank(state: TrainState, batch: Any) -> None:
                 found.append(steps.trace_backward(self.run, state, batch))
 
-            jax.eval_shape(self._map(on_rank, (self._specs, P(self.layout.ranks.axis)), P()), state, batch)
+            jax.eval_shape(self._map(on_rank, (self._specs, P(self._axis)), P()), state, batch)
             (trace,) = found
             if self.layout.ranks.other_axes:
                 trace = trace.with_shapes({name: leaf.block for name, leaf in leaves.items()})
@@ -153,22 +149,22 @@ class Programs:
         """Lists the collectives that one step should have, without those of its metrics."""
         run, ranks = self.run, self.layout.ranks
         trace, plan = self.trace(state, batch)
-        planned = planned_along(run.strategy, plan, ranks, self._platform, run.num_microbatches)
+        planned = planned_along(run.strategy, plan, ranks, self.platform, run.num_microbatches)
         if self.layout.owners is not None and planned:
             # Gradients, parameters where they are masters, and back.
             num_swaps = 1 + self.layout.owners.uses_grads + isinstance(self.layout.opt_state, Masters)
             for elements, dtype in self.layout.owners.swapped:
-                swap = planned_exchange("all-to-all", elements, dtype, ranks.num_shards, self._platform)
+                swap = planned_exchange("all-to-all", elements, dtype, ranks.num_shards, self.platform)
                 planned += num_swaps * [Planned(*swap, (ranks.shard_axis,))]
         if self.layout.held:  # the loss function itself gathers units and scatters their gradients: read off its trace
-            units = traced_collectives(trace.program, self._platform)
+            units = traced_collectives(trace.program, self.platform)
             planned = units.each * run.num_microbatches + units.once + planned
         return self._of_several(planned)
 
     def planned_loss(self, state: TrainState, batch: Any) -> list[tuple[str, int]]:
         """Lists ``(kind, bytes)`` of the collectives that the loss function itself calls in a step."""
         trace, _ = self.trace(state, batch)
-        found = traced_collectives(trace.program, self._platform, of_loss=True)
+        found = traced_collectives(trace.program, self.platform, of_loss=True)
         own = self._of_several(found.each * self.run.num_microbatches + found.once)
         return [(one.kind, one.num_bytes) for one in own]
 
@@ -187,21 +183,21 @@ class Programs:
 
     def step(self, state: TrainState, batch: Any) -> Any:
         """Gives the compiled training step for these shapes."""
-        return self._compiled(("step", signature(state, batch)), lambda: self.step_function(state, batch))
+        key = "step", signature(state, batch)
+        if key not in self._programs:
+            function, args, options = self.step_function(state, batch)
+            self._programs[key] = self._compile(function, args, **options)
+        return self._programs[key]
 
     def evaluate(self, state: TrainState, batch: Any, measure: Measure | None = None) -> Any:
         """Gives the compiled evaluation for these shapes: of the loss, or of a measure, whose batch is its inputs."""
-        on_rank = partial(steps.evaluate, self.run)
-        if measure is not None:
-            on_rank = partial(steps.measure, self.run, self.run.strategy.full(measure, self.layout))
-        return self._compiled(
-            ("evaluate", measure, signature(state, batch)), lambda: self._over_mesh(on_rank, state, batch)
-        )
-
-    def _compiled(self, key: Any, make: Callable[[], StepFunction]) -> Any:
+        key = "evaluate", measure, signature(state, batch)
         if key not in self._programs:
-            function, args, options = make()
-            self._programs[key] = compiler_of(self._mesh)(function, args, **options)
+            on_rank = partial(steps.evaluate, self.run)
+            if measure is not None:
+                on_rank = partial(steps.measure, self.run, self.run.strategy.full(measure, self.layout))
+            function, args, options = self._over_mesh(on_rank, state, batch)
+            self._programs[key] = self._compile(function, args, **options)
         return self._programs[key]
 
     def _over_mesh(self, on_rank: Callable[..., Any], state: Any, batch: Any, *, is_step: bool = False) -> StepFunction:
@@ -216,7 +212,7 @@ class Programs:
             "donate_argnums": (0,) if is_step else (),
             "compiler_options": self._options,
         }
-        specs = self._specs, P(self.layout.ranks.axis)
+        specs = self._specs, P(self._axis)
         function = self._map(
             placed if self.layout.ranks.other_axes else on_rank, specs, (self._specs, P()) if is_step else P()
         )
@@ -237,8 +233,7 @@ class Programs:
         return state._replace(params=params, opt_state=opt_state, model_state=model_state)
 
     def _map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        axis = self.layout.ranks.axis
-        axes = {axis} if isinstance(axis, str) else {*axis}
+        axes = {self._axis} if isinstance(self._axis, str) else {*self._axis}
         # check_vma would make users mark the carries of their own loops as varying.
         mapped = jax.shard_map(
             function, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False

@@ -218,11 +218,10 @@ def global_norm(means: Means, layout: Layout) -> jax.Array:
 
 def clip(grads: dict[str, jax.Array], layout: Layout, norm: jax.Array, max_norm: float | None) -> dict[str, jax.Array]:
     """Scales gradients to ``max_norm``, in the dtypes in which parameters are updated."""
-    dtypes = {name: leaf.dtype for name, leaf in named_leaves(layout.updated).items()}
     if max_norm is not None:
         scale = jnp.minimum(1.0, max_norm / norm)
         grads = {name: grad * scale.astype(grad.dtype) for name, grad in grads.items()}
-    return {name: grad.astype(dtypes[name]) for name, grad in grads.items()}
+    return {name: grad.astype(layout.dtypes[name]) for name, grad in grads.items()}
 
 
 def in_dtype(tree: Any, dtype: Any) -> Any:

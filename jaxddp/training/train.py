@@ -47,10 +47,8 @@ from .step import TrainState as TrainState
 from .validation import (
     abstract,
     as_arrays,
-    check_alive,
     check_batch,
     check_fits,
-    check_integers,
     check_state,
     host_arrays,
     is_global,
@@ -58,7 +56,6 @@ from .validation import (
     one_line_errors,
     signature,
 )
-from .xla import compile_options
 
 NONFINITE = ("ignore", "raise", "skip")
 
@@ -265,7 +262,7 @@ class Trainer:
         """
         check_params(params, self.trainable)
         model_state = self._checked_model_state(model_state)
-        return self._describe(params).held()._replace(model_state=abstract(model_state))
+        return self._describe(params).held._replace(model_state=abstract(model_state))
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Takes one training step.
@@ -287,13 +284,13 @@ class Trainer:
                 a target's, the state is another trainer's, or processes have batches of other shapes or other plans.
         """
         self._check_devices("step", "compile")
-        state = as_arrays(self._alive(state))
+        model, state = self._model(state), as_arrays(state)
         batch = self._place(batch, self.num_microbatches, state)
-        program = self._model(state).step(state, batch)
+        program = model.step(state, batch)
         with self._watched(is_call=False) as results:
             try:
                 result = program(state, batch)
-                if platform_of(self.mesh) == "cpu":
+                if model.platform == "cpu":
                     # With more simulated devices than cores, steps that run ahead abort in XLA's rendezvous.
                     jax.block_until_ready(result)
             except ValueError as error:
@@ -336,7 +333,7 @@ class Trainer:
                 key, or takes none with ``has_state``; there are no examples; ``eval_fn`` returns anything else.
         """
         self._check_devices("evaluate", "compile")
-        state = self._alive(state)
+        self._model(state)
         if eval_fn is None:
             try:
                 return self._evaluate(state, batches)
@@ -369,7 +366,7 @@ class Trainer:
         With a ``compute_dtype`` they are the masters.
         Every device gets all of them; ``checkpoint.host_state.host_params`` puts them on the host instead.
         """
-        arrays, leaves = self.masters(self._alive(state))
+        arrays, leaves = self.masters(state)
         return full_arrays(arrays, leaves, self.mesh)
 
     def masters(self, state: TrainState) -> tuple[Any, Any]:
@@ -404,9 +401,9 @@ class Trainer:
         Raises:
             ValueError: If the optimizer keeps no average, or several: chain ``jaxddp.params_ema``.
         """
-        state = self._alive(state)
+        layout = self._model(state).layout
         inner = state.opt_state.inner if isinstance(state.opt_state, Masters) else state.opt_state
-        owners = self._model(state).layout.owners
+        owners = layout.owners
         if owners is not None:
             inner = owners.on_host(inner, np.asarray)
         states = jax.tree.leaves(inner, is_leaf=lambda one: isinstance(one, EmaState))
@@ -415,17 +412,17 @@ class Trainer:
             raise ValueError(f"the optimizer must keep one average, by jaxddp.params_ema, and keeps {len(found)}")
         ema = found[0]
         if owners is not None:
-            ema = place(ema, split(self._model(state).layout.updated, self.trainable)[0], self.mesh, self.ranks.axis)
+            ema = place(ema, split(layout.updated, self.trainable)[0], self.mesh, self.ranks.axis)
         return self.with_masters(state, merge(ema, split(state.params, self.trainable)[1]))
 
     def model_state(self, state: TrainState) -> Any:
         """Gives a copy of the model state, as the tree that ``init`` was given."""
-        state = self._alive(state)
+        check_state(state)
         return full_arrays(state.model_state, whole(state.model_state), self.mesh)
 
     def opt_state(self, state: TrainState) -> Any:
         """Gives a copy of the optimizer's state, as its ``init`` makes it of full parameters."""
-        layout = self._model(self._alive(state)).layout
+        layout = self._model(state).layout
         held, places = (one.inner if isinstance(one, Masters) else one for one in (state.opt_state, layout.opt_state))
         full = full_arrays(held, places, self.mesh)
         return full if layout.owners is None else layout.owners.on_host(full, np.asarray)
@@ -451,7 +448,7 @@ class Trainer:
             ValueError: If the batch cannot be split over ranks and micro-batches, or a target's compiler is missing or
                 refuses.
         """
-        return self._model(state).step(state, self._described(state, batch))
+        return self._model(state).step(state, self._described(batch))
 
     def plan(self, state: TrainState, batch: Any) -> BucketPlan:
         """Gives the bucket plan of the step, in the order in which the traced backward finishes the gradients.
@@ -465,7 +462,7 @@ class Trainer:
         Returns:
             Which gradients are communicated together.
         """
-        return self._model(state).plan(state, self._described(state, batch))
+        return self._model(state).plan(state, self._described(batch))
 
     def planned(self, state: TrainState, batch: Any) -> list[tuple[str, int]]:
         """Lists ``(kind, bytes)`` of the collectives that one step should have for gradients and parameters.
@@ -473,13 +470,11 @@ class Trainer:
         Those of metrics, of the model state (``planned_sync``) and of the loss function itself (``planned_loss``) are
         left out.
         """
-        return [
-            (one.kind, one.num_bytes) for one in self._model(state).planned_along(state, self._described(state, batch))
-        ]
+        return [(one.kind, one.num_bytes) for one in self._model(state).planned_along(state, self._described(batch))]
 
     def planned_groups(self, state: TrainState, batch: Any) -> list[tuple[str, int, tuple[int, ...]]]:
         """Lists ``(kind, bytes, devices of the first group)`` of the same collectives, by their place in the mesh."""
-        batch = self._described(state, batch)
+        batch = self._described(batch)
         devices = np.arange(self.mesh.size).reshape(self.mesh.axis_sizes)
 
         def group(axes: tuple[str, ...]) -> tuple[int, ...]:
@@ -499,7 +494,7 @@ class Trainer:
         They are those of its trace, forward and backward, such as of BatchNorm's statistics over the axis: of a
         ``lax.cond`` those of all branches, and those in an iteration of a ``lax.while_loop`` once.
         """
-        return self._model(state).planned_loss(state, self._described(state, batch))
+        return self._model(state).planned_loss(state, self._described(batch))
 
     def layout(self, state: TrainState) -> Layout:
         """Gives which leaves of a state are shards, and of what; under zero3 after ``init`` or ``abstract_state``."""
@@ -507,7 +502,7 @@ class Trainer:
 
     def trace(self, state: TrainState, batch: Any) -> GradientTrace:
         """Traces one rank's backward pass: the gradients in the order in which they become ready."""
-        return self._model(state).trace(state, self._described(state, batch))[0]
+        return self._model(state).trace(state, self._described(batch))[0]
 
     def step_function(self, state: TrainState, batch: Any, plan: BucketPlan | None = None) -> StepFunction:
         """Gives the step before it is compiled.
@@ -523,11 +518,10 @@ class Trainer:
         Raises:
             ValueError: As ``compile``.
         """
-        return self._model(state).step_function(state, self._described(state, batch), plan)
+        return self._model(state).step_function(state, self._described(batch), plan)
 
-    def _described(self, state: TrainState, batch: Any) -> Any:
-        """Checks what a step is planned for; the batch on the host."""
-        check_state(state)
+    def _described(self, batch: Any) -> Any:
+        """Checks the batch that a step is planned for, and gives it on the host."""
         batch = host_arrays(batch)
         check_batch(batch, self.num_ranks, self.num_microbatches)
         return batch
@@ -568,10 +562,6 @@ class Trainer:
                 raise ValueError(f"model_state leaf {name!r} (={leaf!r}) must be an array")
         return model_state
 
-    def _alive(self, state: TrainState) -> TrainState:
-        check_alive(state)
-        return state
-
     def _model(self, state: TrainState) -> Programs:
         """The programs of a state's model.
 
@@ -590,7 +580,7 @@ class Trainer:
                 )
             self._describe(state.params)
         model = self._models[key]
-        check_fits(state, model.held(), self)
+        check_fits(state, model.held, self)
         return model
 
     def _describe(self, params: Any) -> Programs:
@@ -609,9 +599,7 @@ class Trainer:
                 partial_loss(self.loss_fn, self.has_aux, self.has_state), self.strategy, layout, self.num_microbatches,
                 self.max_grad_norm, self.state_sync,
             )  # fmt: skip
-            platform = platform_of(self.mesh)
-            options = compile_options(self.strategy, platform)
-            self._models[key] = Programs(run, self.mesh, platform, self.nonfinite, options)
+            self._models[key] = Programs(run, self.mesh, self.nonfinite)
         known = self._models[key]
         for (name, theirs), ours in zip(
             named_leaves(known.layout.params).items(), jax.tree.leaves(layout.params), strict=True
@@ -690,7 +678,6 @@ class Trainer:
 
     def _place(self, batch: Any, num_microbatches: int, state: TrainState | None = None) -> Any:
         batch = host_arrays(batch)
-        check_integers(batch)
         if jax.process_count() > 1:
             held = jax.tree.map(lambda leaf: leaf if is_global(leaf) else np.asarray(leaf), batch)
             # With another number of examples in each process, the mean over ranks would be one of unlike means.
@@ -715,10 +702,10 @@ def check_replicas(trainer: Trainer, state: TrainState) -> None:
         ReplicaError: If they differ; it names the leaf, the ranks and by how much.
     """
     trainer._check_devices("check_replicas", "compile")
-    state = trainer._alive(state)
+    model = trainer._model(state)
     if trainer.mesh.size > 1:
         with trainer._watched():
-            compare_replicas(state, trainer._model(state).shardings)
+            compare_replicas(state, model.shardings)
 
 
 def _warn_of_narrow(params: Any, trainable: Callable[[str], bool] | None) -> None:

@@ -43,21 +43,12 @@ def one_line_errors(optimizer: optax.GradientTransformation) -> optax.GradientTr
 
 
 def check_state(state: TrainState) -> None:
-    """Refuses what is no state of a trainer.
+    """Refuses what is no state, and one that was donated to an earlier step: JAX 0.10 aborts when it runs on that.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If it is none, or was donated.
     """
     check_kind("state", state, TrainState, "a TrainState, as Trainer.init or abstract_state gives it")
-
-
-def check_alive(state: TrainState) -> None:
-    """Refuses a state that was donated to an earlier step: JAX 0.10 aborts the process when it runs on such arrays.
-
-    Raises:
-        ValueError: If it was donated, or is no state.
-    """
-    check_state(state)
     for leaf in jax.tree.leaves(state):
         if isinstance(leaf, jax.core.Tracer):
             raise ValueError("state must be of arrays: call a trainer outside of jax.jit, jax.lax.scan and the like")
@@ -157,22 +148,6 @@ def check_batch(batch: Any, num_ranks: int, num_microbatches: int) -> None:
         )
 
 
-def check_integers(batch: Any) -> None:
-    """Refuses integers of the host that JAX would cut to 32 bits.
-
-    Raises:
-        ValueError: If one does not fit.
-    """
-    for name, leaf in named_leaves(batch).items():
-        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "iu" and leaf.size:
-            kept = np.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype))
-            if leaf.dtype == kept.dtype:
-                continue
-            for value in (leaf.max(), leaf.min()):
-                if not kept.min <= value <= kept.max:
-                    raise ValueError(f"batch leaf {name!r} (={value}) must fit in {kept.dtype}: set jax_enable_x64")
-
-
 def count_examples(batch: Any) -> int:
     """Counts the examples of a batch, which may be none.
 
@@ -193,18 +168,30 @@ def count_examples(batch: Any) -> int:
 
 
 def host_arrays(batch: Any) -> Any:
-    """Turns other frameworks' arrays in a batch, such as PyTorch's tensors, into NumPy's, without a copy."""
+    """Turns other frameworks' arrays in a batch, such as PyTorch's tensors, into NumPy's, without a copy.
 
-    def host_array(leaf: Any) -> Any:
-        if isinstance(leaf, (jax.Array, np.ndarray, np.generic)) or not hasattr(leaf, "__array__"):
+    Raises:
+        ValueError: If an integer does not fit into what JAX keeps of it, 32 bits without x64.
+    """
+
+    def host_array(path: Any, leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array) or not hasattr(leaf, "__array__"):
             return leaf
         leaf = leaf.detach().cpu() if hasattr(leaf, "detach") else leaf
         try:
-            return np.asarray(leaf)
+            array = np.asarray(leaf)
         except TypeError:  # NumPy has no bfloat16 of its own
             return jnp.from_dlpack(leaf)
+        kept = jax.dtypes.canonicalize_dtype(array.dtype)
+        if array.dtype.kind in "iu" and array.dtype != kept and array.size:
+            for value in (array.max(), array.min()):
+                if value != value.astype(kept):
+                    raise ValueError(
+                        f"batch leaf {path_name(path)!r} (={value}) must fit in {kept}: set jax_enable_x64"
+                    )
+        return array
 
-    return jax.tree.map(host_array, batch)
+    return jax.tree_util.tree_map_with_path(host_array, batch)
 
 
 def is_global(leaf: Any) -> bool:
