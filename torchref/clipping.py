@@ -24,11 +24,7 @@ def global_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def sharded_norm(
     shards: Sequence[torch.Tensor], replicated: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Euclidean norm of this rank's shards, at least one, and of what is equal on every rank, together.
-
-    Returns:
-        The norm, the same on every rank, at least in float32.
-    """
+    """Euclidean norm, at least in float32, of all ranks' shards and of what is equal on every rank, together."""
     squares = _sum_of_squares(shards)
     if dist.get_world_size(group) > 1:
         dist.all_reduce(squares, group=group)  # not recorded: it carries no gradients
@@ -36,17 +32,7 @@ def sharded_norm(
 
 
 def clip_to_norm_(tensors: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
-    """Scales tensors in place so that their norm is at most ``max_norm``.
-
-    Raises:
-        ValueError: If ``max_norm`` is not positive.
-
-    Example:
-        >>> gradient = torch.tensor([3.0, 4.0])
-        >>> clip_to_norm_([gradient], global_norm([gradient]), 1.0)
-        >>> gradient
-        tensor([0.6000, 0.8000])
-    """
+    """Scales tensors in place so that their norm is at most ``max_norm``; a ValueError if that is not positive."""
     if not is_number(max_norm) or not max_norm > 0:
         raise ValueError(f"max_norm (={max_norm!r}) must be positive")
     torch._foreach_mul_(list(tensors), torch.clamp(max_norm / norm, max=1.0))

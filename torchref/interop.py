@@ -18,38 +18,22 @@ from jaxddp.arguments import check_kind, check_mapping
 
 
 def to_numpy(module: nn.Module) -> dict[str, np.ndarray]:
-    """Copies a module's ``state_dict`` to NumPy.
-
-    Returns:
-        Fresh, writable, C-contiguous arrays by name, in the order of ``state_dict``.
-
-    Example:
-        >>> {name: array.shape for name, array in to_numpy(nn.Linear(3, 5)).items()}
-        {'weight': (5, 3), 'bias': (5,)}
-    """
+    """Copies a module's ``state_dict`` to NumPy: fresh, writable, C-contiguous arrays by name, in its order."""
     check_kind("module", module, nn.Module, "a torch.nn.Module")
     return {name: _as_numpy(tensor).copy(order="C") for name, tensor in module.state_dict().items()}
 
 
 def from_numpy(arrays: Mapping[str, Any], module: nn.Module) -> nn.Module:
-    """Loads arrays into a module, in place: the inverse of ``to_numpy``.
+    """Loads arrays into a module, in place, and returns it: the inverse of ``to_numpy``.
 
     Args:
         arrays: NumPy arrays, JAX arrays or PyTorch tensors, by ``state_dict`` name. A shared parameter needs one of its
             names; if more are given, their values must be equal.
         module: The module to fill; unchanged if anything is refused.
 
-    Returns:
-        ``module``.
-
     Raises:
         ValueError: If a name is unknown or missing, a shape or dtype is not the one expected, or the values given
             for a shared parameter differ. The message lists every fault.
-
-    Example:
-        >>> module = from_numpy({"weight": np.ones((5, 3), np.float32)}, nn.Linear(3, 5, bias=False))
-        >>> module.weight.sum().item()
-        15.0
     """
     check_kind("module", module, nn.Module, "a torch.nn.Module")
     check_mapping("arrays", arrays, "arrays by name")
@@ -60,28 +44,29 @@ def from_numpy(arrays: Mapping[str, Any], module: nn.Module) -> nn.Module:
         names_of.setdefault(id(tensor), []).append(name)
 
     faults = [f"unknown {name!r}" for name in given if name not in tensors]
-    sources: dict[str, str] = {}
-    for names in names_of.values():
-        found = [name for name in names if name in given]
+    sources: dict[str, np.ndarray] = {}
+    for first, *others in names_of.values():
+        found = [name for name in (first, *others) if name in given]
         if not found:
-            faults.append(f"missing {names[0]!r}")
+            faults.append(f"missing {first!r}")
             continue
-        sources[names[0]] = found[0]
+        sources[first] = array = given[found[0]]
+        wanted = tuple(tensors[first].shape), str(tensors[first].dtype).removeprefix("torch.")
+        if (array.shape, array.dtype.name) != wanted:
+            faults.append(f"{found[0]!r} is {array.dtype} {array.shape}, not {wanted[1]} {wanted[0]}")
         for name in found[1:]:
-            if not _same_bits(given[name], given[found[0]]):
+            if (array.dtype, array.shape, array.tobytes()) != (
+                given[name].dtype,
+                given[name].shape,
+                given[name].tobytes(),
+            ):
                 faults.append(f"{name!r} differs from {found[0]!r}, to which it is tied")
-    for name, source in sources.items():
-        shape, dtype = tuple(tensors[name].shape), str(tensors[name].dtype).removeprefix("torch.")
-        if given[source].shape != shape:
-            faults.append(f"{source!r} has shape {given[source].shape}, not {shape}")
-        if given[source].dtype.name != dtype:
-            faults.append(f"{source!r} has dtype {given[source].dtype}, not {dtype}")
     if faults:
         raise ValueError(f"arrays must have the names, shapes and dtypes of module: {'; '.join(faults)}")
 
     with torch.no_grad():
-        for name, source in sources.items():
-            tensors[name].copy_(_as_tensor(given[source]))
+        for name, array in sources.items():
+            tensors[name].copy_(_as_tensor(array))
     return module
 
 
@@ -102,7 +87,3 @@ def _as_tensor(array: np.ndarray) -> torch.Tensor:
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
     return torch.from_numpy(array.copy())
-
-
-def _same_bits(first: np.ndarray, second: np.ndarray) -> bool:
-    return first.dtype == second.dtype and first.shape == second.shape and first.tobytes() == second.tobytes()

@@ -95,7 +95,7 @@ def test_the_error_lists_every_fault_and_nothing_is_loaded():
     with pytest.raises(ValueError) as error:
         from_numpy(arrays, module)
     assert str(error.value) == (
-        "arrays must have the names, shapes and dtypes of module: unknown 'd'; missing 'b.bias'; "
-        "'a.weight' has shape (2, 3), not (3, 2); 'c.weight' has dtype float64, not float32"
+        "arrays must have the names, shapes and dtypes of module: unknown 'd'; 'a.weight' is float32 (2, 3), not "
+        "float32 (3, 2); missing 'b.bias'; 'c.weight' is float64 (2,), not float32 (2,)"
     )
     assert all(np.array_equal(array, before[name]) for name, array in to_numpy(module).items())

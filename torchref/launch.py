@@ -7,20 +7,17 @@
 | ``init_from_env()``            | torchrun's or the cluster's, on any hosts | one, from the launcher's variables   |
 
 When a rank raises, dies or is silent for too long, the others are killed: they may wait for it in a collective. Ranks
-end with their parent, however it ends. They meet through a file, so no port is taken and no host name is resolved.
+end with their parent, however it ends. They meet through a file, which ranks on other networks see as well.
 
-A pipe carries a pickled ``_Task`` to a rank, later an empty message: all ranks are done, leave the group. Back come
-pickled ``(call, kind, content)``: messages, then a result or a failure. The number drops late messages of an earlier
-call; a started process answers as call 0. Tensors are pickled by value: shared memory would vanish with its rank.
+A pipe carries pickled tasks to a rank. Back come pickled ``(call, kind, content)``: messages, then a result or a
+failure. The number drops late messages of an earlier call; a started process answers as call 0.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import functools
-import multiprocessing
 import os
 import pickle
 import queue
@@ -28,17 +25,16 @@ import shutil
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from multiprocessing import connection
-from typing import Any, NamedTuple, TypeVar
+from multiprocessing import connection, get_context
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -52,20 +48,15 @@ from jaxddp.processes.watchdog import watch
 
 OnMessage = Callable[[int, Any], None]  # (rank, message)
 Prepare = Callable[[int], None]  # (rank)
+_Failure = tuple[float, str, str]  # when, on the clock that all processes share, 0 of a death; what; the traceback
 
 _T = TypeVar("_T")
 
 _BACKENDS = ("gloo", "nccl")
 _START_TIMEOUT_S = 300.0
 _LAST_TENSORS_S = 0.2
-_CLOSE_TIMEOUT_S = 5.0
 _OTHER_FAILURES_S = 0.1
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
-_WHILE_STARTING = (
-    "It happened while the process started, which imports the main module again: a script must guard"
-    ' what starts ranks with `if __name__ == "__main__":`.'
-)
 _open_pools: weakref.WeakSet[RankPool] = weakref.WeakSet()
 _send_message: Callable[[Any], None] | None = None  # set in a rank by each call
 
@@ -105,23 +96,15 @@ class RankPool:
             prepare: Called as ``prepare(rank)`` in each new process, before it starts a thread or joins a group.
 
         Raises:
-            ValueError: If a number is not positive, the backend is unknown, NCCL lacks a device per rank, or
-                ``prepare`` does not pickle.
+            ValueError: If a number is not positive, the backend is unknown, or NCCL lacks a device per rank.
         """
         self.max_ranks = _check_ranks("max_ranks", max_ranks, backend)
-        self.backend = backend
-        self.threads_per_rank = check_integer("threads_per_rank", threads_per_rank)
-        if prepare is not None:
-            check_function("prepare", prepare, "a function of a rank, or None")
-        _pickled(f"prepare (={prepare!r})", prepare)
-        self.prepare = prepare
+        self._in_rank = backend, check_integer("threads_per_rank", threads_per_rank), prepare
         self._workers: dict[int, _Worker] = {}
         self._num_calls = 0
-        self._closed = False
         self._running = threading.Lock()
-        self._parent_pid = os.getpid()
         self._folder = tempfile.mkdtemp(prefix="torchref-")
-        self._remove_folder = weakref.finalize(self, _remove, self._folder, _remove_with_parent(self._folder))
+        self._remove_folder = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         _open_pools.add(self)
 
     def run(
@@ -152,36 +135,38 @@ class RankPool:
         num_ranks = check_integer("num_ranks", self.max_ranks if num_ranks is None else num_ranks)
         if num_ranks > self.max_ranks:
             raise ValueError(f"num_ranks (={num_ranks}) must be at most max_ranks (={self.max_ranks})")
-        check_function("fn", fn)
         if not is_number(timeout_s) or not timeout_s > 0:
             raise ValueError(f"timeout_s (={timeout_s!r}) must be positive")
-        if on_message is not None:
-            check_function("on_message", on_message, "a function of a rank and its message, or None")
-        payload = _pickled(f"fn (={fn!r}) and its arguments", (fn, args))
+        check_function("fn", fn)
+        try:
+            payload = pickle.dumps((fn, args))  # by value: shared memory would vanish with its rank
+        except Exception as error:
+            raise ValueError(f"fn (={fn!r}) and its arguments must pickle: {str(error).splitlines()[0]}") from error
+        if not self._remove_folder.alive:
+            raise ValueError("this RankPool is closed")
         if not self._running.acquire(blocking=False):
             raise ValueError("this RankPool is busy with another call: every thread needs a pool of its own")
+        self._num_calls += 1
         try:
-            if self._closed:
-                raise ValueError("this RankPool is closed")
-            self._num_calls += 1
-            try:
-                return self._run(payload, num_ranks, timeout_s, on_message)
-            except BaseException:
-                self._end([worker for worker in self._workers.values() if worker.rank < num_ranks])
-                raise
+            self._end([worker for worker in self._workers.values() if not worker.process.is_alive()])
+            missing = [rank for rank in range(num_ranks) if rank not in self._workers]
+            self._workers |= {rank: _Worker(rank, *self._in_rank) for rank in missing}
+            self._collect(0, missing, _START_TIMEOUT_S, None)
+            store = os.path.join(self._folder, str(self._num_calls))
+            for rank in range(num_ranks):
+                self._workers[rank].send((self._num_calls, num_ranks, store, timeout_s, payload))
+            results = self._collect(self._num_calls, range(num_ranks), timeout_s, on_message)
+            for rank in range(num_ranks):  # no rank leaves the group while another may still need it
+                self._workers[rank].send(None)
+            return results
+        except BaseException:
+            self._end([worker for worker in self._workers.values() if worker.rank < num_ranks])
+            raise
         finally:
             self._running.release()
 
     def close(self) -> None:
         """Ends all processes of the pool; harmless if done before."""
-        if self._closed or os.getpid() != self._parent_pid:  # a forked copy of the parent must not end its ranks
-            return
-        self._closed = True
-        for worker in self._workers.values():
-            worker.pipe.close()
-        deadline_s = time.monotonic() + _CLOSE_TIMEOUT_S
-        for worker in self._workers.values():
-            worker.process.join(max(0.0, deadline_s - time.monotonic()))
         self._end(list(self._workers.values()))
         self._remove_folder()
 
@@ -191,56 +176,35 @@ class RankPool:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _run(self, payload: bytes, num_ranks: int, timeout_s: float, on_message: OnMessage | None) -> list[Any]:
-        self._end([worker for worker in self._workers.values() if not worker.process.is_alive()])
-        missing = [rank for rank in range(num_ranks) if rank not in self._workers]
-        for rank in missing:
-            self._workers[rank] = _Worker(rank, self.threads_per_rank, self.prepare)
-        self._collect(0, missing, num_ranks, _START_TIMEOUT_S, None)
-
-        call, ranks = self._num_calls, range(num_ranks)
-        store = os.path.join(self._folder, str(call))
-        for rank in ranks:
-            task = _Task(call, rank, num_ranks, self.backend, store, timeout_s, payload)
-            self._workers[rank].send(pickle.dumps(task))
-        results = self._collect(call, ranks, num_ranks, timeout_s, on_message)
-        for rank in ranks:  # no rank leaves the group while another may still need it
-            self._workers[rank].send(b"")
-        return results
-
-    def _collect(
-        self, call: int, ranks: Sequence[int], num_ranks: int, timeout_s: float, on_message: OnMessage | None
-    ) -> list[Any]:
+    def _collect(self, call: int, ranks: Sequence[int], timeout_s: float, on_message: OnMessage | None) -> list[Any]:
         """Waits for the results of a call from some of its ranks."""
         results: dict[int, Any] = {}
-        failures: list[_Failure] = []
         heard_s = time.monotonic()
-        while len(results) < len(ranks):
-            waiting = [self._workers[rank] for rank in ranks if rank not in results]
-            if failures:
-                # One failure often causes others, which may arrive first: the earliest is the cause.
-                time.sleep(_OTHER_FAILURES_S)
-                waiting = [worker for worker in waiting if worker.rank not in {failure.rank for failure in failures}]
-            elif (remaining_s := heard_s + timeout_s - time.monotonic()) > 0:
-                sources = [source for worker in waiting for source in (worker.pipe, worker.process.sentinel)]
-                # Not for long: processes forked by a dead rank can keep both of its sources open.
-                connection.wait(sources, min(remaining_s, 0.5))
-            else:
-                which = f"rank{'s' * (len(waiting) > 1)} {', '.join(str(worker.rank) for worker in waiting)}"
-                raise RankError(f"{which} of {num_ranks} did not finish or report within timeout_s (={timeout_s})")
-            had_failed = bool(failures)
+        while waiting := [self._workers[rank] for rank in ranks if rank not in results]:
+            # Not for long: processes forked by a dead rank can keep both of its sources open.
+            connection.wait([source for one in waiting for source in (one.pipe, one.process.sentinel)], 0.2)
+            failures: dict[int, _Failure] = {}
             for worker in waiting:
                 for kind, content in worker.receive(call):
                     heard_s = time.monotonic()
                     if kind == "result":
                         results[worker.rank] = content
                     elif kind == "failure":
-                        failures.append(content)
+                        failures[worker.rank] = content
                     elif on_message is not None:
                         on_message(worker.rank, content)
-            if had_failed:
-                cause = min(failures, key=lambda failure: failure.at_s)
-                raise RankError(f"rank {cause.rank} of {num_ranks} failed: {cause.summary}\n\n{cause.details}")
+            if failures:
+                # One failure often causes others, which may arrive first: the earliest is the cause.
+                time.sleep(_OTHER_FAILURES_S)
+                for rank in [one.rank for one in waiting if one.rank not in failures]:
+                    said = [content for kind, content in self._workers[rank].receive(call) if kind == "failure"]
+                    failures.update((rank, one) for one in said)
+                rank, (_, what, details) = min(failures.items(), key=lambda item: item[1][0])
+                raise RankError(f"rank {rank} of {len(ranks)} failed: {what}\n\n{details}")
+            if time.monotonic() > heard_s + timeout_s:
+                late = [str(rank) for rank in ranks if rank not in results]
+                which = f"rank{'s' * (len(late) > 1)} {', '.join(late)} of {len(ranks)}"
+                raise RankError(f"{which} did not finish or report within timeout_s (={timeout_s})")
         return [results[rank] for rank in ranks]
 
     def _end(self, workers: Sequence[_Worker]) -> None:
@@ -397,120 +361,75 @@ def _use_device(backend: str, index: int) -> torch.device | None:
     return device
 
 
-def _pickled(name: str, value: Any) -> bytes:
-    try:
-        return pickle.dumps(value)
-    except Exception as error:
-        raise ValueError(f"{name} must pickle: {str(error).splitlines()[0]}") from error
-
-
 @atexit.register  # registered after multiprocessing's hook and so run before it; that one waits for all processes
 def _close_open_pools() -> None:
     for pool in list(_open_pools):
         pool.close()
 
 
-def _remove_with_parent(folder: str) -> subprocess.Popen[bytes]:
-    """Starts a process that removes a folder when its standard input ends: when this process does, even if killed."""
-    command = ["sh", "-c", 'cat > /dev/null; rm -rf "$0"', folder]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)  # Ctrl-C does not reach it
-
-
-def _remove(folder: str, remover: subprocess.Popen[bytes]) -> None:
-    assert remover.stdin is not None
-    remover.stdin.close()
-    remover.wait()
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-class _Task(NamedTuple):
-    """A function to run on a rank, and the process group to run it in."""
-
-    call: int
-    rank: int
-    num_ranks: int
-    backend: str
-    store: str  # a file
-    timeout_s: float
-    payload: bytes  # pickled (fn, args)
-
-
-class _Failure(NamedTuple):
-    """Why a rank has no result."""
-
-    rank: int
-    at_s: float  # on the clock that all processes of the machine share; 0 of a death
-    summary: str
-    details: str
-
-
 class _Worker:
     """The parent's handle on a rank's process."""
 
-    def __init__(self, rank: int, threads_per_rank: int, prepare: Prepare | None) -> None:
+    def __init__(self, rank: int, backend: str, num_threads: int, prepare: Prepare | None) -> None:
         """Starts the process; it answers call 0 when it is ready."""
-        context = multiprocessing.get_context("spawn")
+        context = get_context("spawn")
         # The kernel's death signal follows the thread that started a process; only the main one lives to the end.
-        parent_pid = os.getpid() if threading.current_thread() is threading.main_thread() else None
+        dies_with_thread = threading.current_thread() is threading.main_thread()
         self.rank = rank
-        self.pipe, child_pipe = context.Pipe()
-        self.process = context.Process(
-            target=_serve, args=(child_pipe, parent_pid, rank, threads_per_rank, prepare), name=f"rank-{rank}"
-        )
+        self.pipe, theirs = context.Pipe()
+        arguments = theirs, rank, backend, num_threads, prepare, dies_with_thread
+        self.process = context.Process(target=_serve, args=arguments, name=f"rank-{rank}")
         self.process.start()
-        child_pipe.close()
+        theirs.close()
 
-    def send(self, message: bytes) -> None:
+    def send(self, task: Any) -> None:
         """Sends to the process; ``receive`` notices a dead one."""
         with contextlib.suppress(OSError):
-            self.pipe.send_bytes(message)
+            self.pipe.send(task)
 
-    def receive(self, call: int) -> list[tuple[str, Any]]:
+    def receive(self, call: int) -> Iterator[tuple[str, Any]]:
         """What the rank has sent for a call so far, as (kind, content), up to its result or failure; or its death."""
-        died, received = not self.process.is_alive(), []  # asked first: what it sent before it died still counts
+        died = not self.process.is_alive()  # asked first: what it sent before it died still counts
         try:
             while self.pipe.poll():
-                its_call, kind, content = pickle.loads(self.pipe.recv_bytes())
+                its_call, kind, content = self.pipe.recv()
                 if its_call == call:
-                    received.append((kind, content))
+                    yield kind, content
                     if kind != "message":  # a later death concerns the next call
-                        return received
+                        return
         except (EOFError, OSError):
             died = True
         if died:
             self.process.join(1.0)
-            code = self.process.exitcode
-            summary = "closed its pipe" if code is None else f"exited with code {code}"
-            if code is not None and code < 0:
-                summary = f"killed by signal {-code} ({signal.Signals(-code).name})"
-            received.append(("failure", _Failure(self.rank, 0.0, summary, "" if call else _WHILE_STARTING)))
-        return received
+            code = self.process.exitcode or 0
+            what = (
+                f"killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exited with code {code}"
+            )
+            yield "failure", (0.0, what, "")
 
 
 # Inside a rank's process.
 
 
 def _serve(
-    pipe: connection.Connection, parent_pid: int | None, rank: int, threads_per_rank: int, prepare: Prepare | None
+    pipe: connection.Connection, rank: int, backend: str, num_threads: int, prepare: Any, dies_with_thread: bool
 ) -> None:
     """The main function of a rank's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent decides
-    if parent_pid is not None and sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent_pid:  # the parent ended before the call
-            os._exit(1)
+    if dies_with_thread and sys.platform == "linux":
+        torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
     if prepare is not None:
         try:
             prepare(rank)  # before any thread starts, so that threads inherit what it sets
         except BaseException as error:
-            pipe.send_bytes(pickle.dumps((0, "failure", _describe(rank, error))))
+            pipe.send((0, "failure", _describe(error)))
             return
-    tasks: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_read_tasks, args=(pipe, tasks), daemon=True).start()
     if sys.platform == "linux":
-        # Gloo would look up the host name, which laptops and containers often cannot resolve.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        # All ranks are here; Gloo would look up the host name, which laptops and containers often cannot resolve.
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     one_at_a_time = threading.Lock()
 
     def send(call: int, kind: str, content: Any) -> None:
@@ -520,50 +439,47 @@ def _serve(
 
     send(0, "result", None)
     while True:
-        if received := tasks.get():
-            torch.set_num_threads(threads_per_rank)
-            _run(pickle.loads(received), send)
+        if (task := tasks.get()) is not None:
+            torch.set_num_threads(num_threads)
+            _run(rank, backend, task, send)
         elif dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _read_tasks(pipe: connection.Connection, tasks: queue.SimpleQueue[bytes]) -> None:
+def _read_tasks(pipe: connection.Connection, tasks: queue.SimpleQueue[Any]) -> None:
     with contextlib.suppress(EOFError, OSError):
         while True:
-            tasks.put(pipe.recv_bytes())
-    os._exit(0)  # the parent is gone or has closed the pool; the main thread may be waiting in a collective
+            tasks.put(pipe.recv())
+    os._exit(0)  # the parent is gone; the main thread may be waiting in a collective
 
 
-def _run(task: _Task, send: Callable[[int, str, Any], None]) -> None:
+def _run(rank: int, backend: str, task: Any, send: Callable[[int, str, Any], None]) -> None:
     global _send_message
+    call, num_ranks, store, timeout_s, payload = task
     try:
-        fn, args = pickle.loads(task.payload)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # all ranks are here
+        fn, args = pickle.loads(payload)
+        timeout = timedelta(seconds=min(timeout_s + 60, 1e7))  # the parent's message is better
         dist.init_process_group(
-            task.backend,
-            store=dist.FileStore(task.store, task.num_ranks),
-            rank=task.rank,
-            world_size=task.num_ranks,
-            timeout=timedelta(seconds=min(task.timeout_s + 60, 1e7)),  # the parent's message is better
-            device_id=_use_device(task.backend, task.rank),
-        )
+            backend, store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks, timeout=timeout,
+            device_id=_use_device(backend, rank),
+        )  # fmt: skip
         dist.barrier()  # no rank runs ahead, or leaves the group, while others are still connecting to it
-        _send_message = functools.partial(send, task.call, "message")
+        _send_message = functools.partial(send, call, "message")
         kind, content = "result", fn(*args)
     except BaseException as error:
-        kind, content = "failure", _describe(task.rank, error)
-    sys.stdout.flush()  # the process ends with os._exit, which does not flush
+        kind, content = "failure", _describe(error)
+    sys.stdout.flush()  # the process may be killed
     sys.stderr.flush()
     try:
-        send(task.call, kind, content)
+        send(call, kind, content)
     except Exception as error:  # the result does not pickle
-        send(task.call, "failure", _describe(task.rank, error))
+        send(call, "failure", _describe(error))
 
 
-def _describe(rank: int, error: BaseException) -> _Failure:
-    at_s, frames = time.monotonic(), error.__traceback__
+def _describe(error: BaseException) -> _Failure:
+    frames = error.__traceback__
     if frames is not None and frames.tb_next is not None:
         frames = frames.tb_next  # without this file's own frame
     details = "".join(traceback.format_exception(type(error), error, frames))
-    lines = str(error).splitlines()
-    return _Failure(rank, at_s, f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__, details)
+    first = f"{type(error).__name__}: {error}".splitlines()[0]
+    return time.monotonic(), first.removesuffix(": "), details

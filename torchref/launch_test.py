@@ -1,4 +1,4 @@
-"""Functions that ranks run stand at the top: other processes import them by name."""
+"""Ranks as processes: results, messages, and every way to end. Ranks import the functions at the top by name."""
 
 import os
 import signal
@@ -6,14 +6,14 @@ import socket
 import sys
 import threading
 import time
-from typing import Any
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from torchref.launch import RankError, RankPool, init_from_env, launch, report, shared_pool
+from torchref.launch import RankError, RankPool, init_from_env, launch, report
 from torchref.script_test import is_running, wait_until_gone
 
 
@@ -89,11 +89,6 @@ def report_and_wait():
     time.sleep(60)
 
 
-def sleep_on(sleepers, seconds=60.0):
-    if dist.get_rank() in sleepers:
-        time.sleep(seconds)
-
-
 def cannot_be_pickled():
     return threading.Lock()
 
@@ -107,16 +102,36 @@ def start_a_child():
     return child.exitcode
 
 
-def test_results_are_in_rank_order_from_a_group_of_that_size(ranks):
+def report_until(path):
+    for step in range(3):
+        report((step, dist.get_rank()))
+    while not Path(path).exists():
+        time.sleep(0.01)
+    threading.Timer(0.3, report, ["too late"]).start()
+
+
+def report_now_and_then(num_reports, sleepers=()):
+    for index in range(num_reports):
+        time.sleep(0.5)
+        if dist.get_rank() == index % 2:  # one of them is enough
+            report(index)
+    if dist.get_rank() in sleepers:
+        time.sleep(60)
+    return num_reports
+
+
+def test_results_are_in_rank_order_from_processes_that_stay(ranks):
+    first = ranks.run(process_id, num_ranks=3)
+    assert len({*first, os.getpid()}) == 4
     for num_ranks in (1, 3, 2):
         total = sum(range(num_ranks)) + 10 * num_ranks
         expected = [(rank, num_ranks, total) for rank in range(num_ranks)]
         assert ranks.run(rank_and_size, 10, num_ranks=num_ranks) == expected
-
-
-def test_rank_processes_stay_between_calls(ranks):
-    first = ranks.run(process_id, num_ranks=3)
-    assert len({*first, os.getpid()}) == 4
+    tensor = torch.arange(5, dtype=torch.bfloat16, requires_grad=True)
+    for result in ranks.run(double, tensor, num_ranks=2):
+        assert torch.equal(result, tensor * 2)
+    assert ranks.run(destroy_the_group, num_ranks=2) == [None, None]
+    assert ranks.run(start_a_child, num_ranks=1) == [0]
     assert ranks.run(process_id, num_ranks=2) == first[:2]
 
 
@@ -131,44 +146,20 @@ def test_prepare_is_called_once_in_each_process_before_anything_starts():
     with RankPool(2, prepare=set_a_mark) as pool:
         assert pool.run(read_the_mark) == [("rank 0", 0), ("rank 1", 1)]
         assert pool.run(read_the_mark, num_ranks=1) == [("rank 0", 0)]
-    assert "MARK" not in os.environ
-
-
-def test_an_error_in_prepare_is_a_rank_error():
-    with pytest.raises(RankError) as caught:
+    with pytest.raises(RankError, match=r"^rank 1 of 2 failed: ValueError: this rank stays out\n"):
         launch(process_id, num_ranks=2, prepare=refuse)
-    lines = str(caught.value).splitlines()
-    assert lines[0] == "rank 1 of 2 failed: ValueError: this rank stays out"
-    assert '    raise ValueError("this rank stays out")' in lines
-
-
-def test_tensors_as_arguments_and_results(ranks):
-    tensor = torch.arange(5, dtype=torch.bfloat16, requires_grad=True)
-    for result in ranks.run(double, tensor, num_ranks=2):
-        assert torch.equal(result, tensor * 2)
-
-
-def test_a_rank_may_destroy_the_group_itself(ranks):
-    assert ranks.run(destroy_the_group, num_ranks=2) == [None, None]
-    assert ranks.run(rank_and_size, num_ranks=2) == [(0, 2, 1), (1, 2, 1)]
-
-
-def test_a_rank_may_start_processes_of_its_own(ranks):
-    assert ranks.run(start_a_child, num_ranks=1) == [0]
 
 
 def test_an_error_in_a_rank_ends_the_others_and_shows_its_traceback(ranks):
     started_s = time.monotonic()
     with pytest.raises(RankError) as caught:
         ranks.run(raise_on, 1, num_ranks=2)
-    assert time.monotonic() - started_s < 20  # of 120: rank 0 waits in a barrier
+    assert time.monotonic() - started_s < 60  # of 120: rank 0 waits in a barrier
     lines = str(caught.value).splitlines()
     assert lines[0] == "rank 1 of 2 failed: ValueError: no such thing"
-    assert "Traceback (most recent call last):" in lines
     assert '    raise ValueError("no such thing\\nand more about it")' in lines
-    assert lines[-1] == "and more about it"
-    assert "/launch.py" not in str(caught.value)
-    assert [result[0] for result in ranks.run(rank_and_size, num_ranks=2)] == [0, 1]
+    with pytest.raises(RankError, match=r"^rank 0 of 1 failed: TypeError: cannot pickle '_thread.lock' object"):
+        ranks.run(cannot_be_pickled, num_ranks=1)
 
 
 def test_a_rank_that_dies_is_noticed_at_once(ranks):
@@ -200,57 +191,67 @@ def test_a_rank_killed_from_outside_is_noticed_and_replaced(ranks):
     assert after[0] != between[0] and after[1] == between[1]
 
 
-@pytest.mark.parametrize(
-    ("sleepers", "num_ranks", "names"),
-    [([0, 2], 3, "ranks 0, 2"), pytest.param([0], 1, "rank 0", marks=pytest.mark.full)],
-)
-def test_a_timeout_names_the_ranks_that_did_not_finish_and_ends_them(ranks, sleepers, num_ranks, names):
-    pids = ranks.run(process_id, num_ranks=num_ranks)
-    message = rf"^{names} of {num_ranks} did not finish or report within timeout_s \(=1.0\)$"
+def test_each_report_restarts_the_timeout_which_names_the_ranks(ranks):
+    assert ranks.run(report_now_and_then, 5, num_ranks=2, timeout_s=2.0) == [5, 5]
+    pids = ranks.run(process_id, num_ranks=3)
+    message = r"^ranks 0, 2 of 3 did not finish or report within timeout_s \(=2.0\)$"
     with pytest.raises(RankError, match=message):
-        ranks.run(sleep_on, sleepers, num_ranks=num_ranks, timeout_s=1.0)
+        ranks.run(report_now_and_then, 2, (0, 2), num_ranks=3, timeout_s=2.0)
     assert wait_until_gone(pids)
 
 
-def test_a_result_that_does_not_pickle_is_the_ranks_error(ranks):
-    with pytest.raises(RankError, match=r"^rank 0 of 1 failed: TypeError: cannot pickle '_thread.lock' object"):
-        ranks.run(cannot_be_pickled, num_ranks=1)
+def test_reports_arrive_in_order_while_the_rank_runs_and_late_ones_are_dropped(ranks, tmp_path):
+    messages = []
+
+    def go_on(rank, message):
+        messages.append((message, rank))
+        if len(messages) == 6:  # ranks end only after the parent has acted on their reports
+            (tmp_path / "go on").touch()
+
+    ranks.run(report_until, str(tmp_path / "go on"), num_ranks=2, on_message=go_on)
+    assert sorted(messages) == [((step, rank), rank) for step in range(3) for rank in range(2)]
+    assert [step for (step, _), rank in messages if rank == 1] == [0, 1, 2]
+    time.sleep(0.6)
+    ranks.run(process_id, num_ranks=1, on_message=lambda rank, message: messages.append(message))
+    assert len(messages) == 6
+    report(threading.Lock())  # outside of a rank nothing is sent
+
+
+def test_an_error_in_on_message_ends_the_call(ranks):
+    pids = []
+
+    def call_again(rank, pid):
+        pids.append(pid)
+        ranks.run(process_id)
+
+    with pytest.raises(ValueError, match="^this RankPool is busy with another call"):
+        ranks.run(report_and_wait, num_ranks=1, on_message=call_again)
+    assert wait_until_gone(pids)
 
 
 def test_close_ends_all_processes_and_is_final():
     with RankPool(1) as pool:
         pids = pool.run(process_id)
-        assert all(is_running(pid) for pid in pids)
-        folder = pool._folder
-        assert os.path.isdir(folder)
-    assert not any(is_running(pid) for pid in pids)
-    assert not os.path.exists(folder)
+        assert all(is_running(pid) for pid in pids) and os.path.isdir(pool._folder)
+    assert not any(is_running(pid) for pid in pids) and not os.path.exists(pool._folder)
     pool.close()
     with pytest.raises(ValueError, match="^this RankPool is closed$"):
         pool.run(process_id)
 
 
 def test_errors_name_the_value_and_the_rule(ranks):
-    wrongs: list[Any] = [0, -1, 2.0, True]
-    for wrong in wrongs:
-        with pytest.raises(ValueError, match=rf"^num_ranks \(={wrong}\) must be a positive integer$"):
-            launch(process_id, num_ranks=wrong)
-        with pytest.raises(ValueError, match=rf"^max_ranks \(={wrong}\) must be a positive integer$"):
-            RankPool(wrong)
-        with pytest.raises(ValueError, match=rf"^num_ranks \(={wrong}\) must be a positive integer$"):
-            ranks.run(process_id, num_ranks=wrong)
-    with pytest.raises(ValueError, match=r"^threads_per_rank \(=0\) must be a positive integer$"):
-        RankPool(1, threads_per_rank=0)
-    with pytest.raises(ValueError, match=r"^num_ranks \(=9\) must be at most max_ranks \(=8\)$"):
-        ranks.run(process_id, num_ranks=9)
-    with pytest.raises(ValueError, match=r"^timeout_s \(=0\) must be positive$"):
-        ranks.run(process_id, timeout_s=0)
-    with pytest.raises(ValueError, match=r"^unknown backend 'mpi': one of gloo, nccl$"):
-        launch(process_id, num_ranks=1, backend="mpi")
-    with pytest.raises(ValueError, match=r"^fn \(=<function .*<lambda>.*\) and its arguments must pickle: .*"):
-        ranks.run(lambda: None)
-    with pytest.raises(ValueError, match=r"^prepare \(=<function .*<lambda>.*\) must pickle: .*"):
-        RankPool(1, prepare=lambda rank: None)
+    for name, call in {
+        "num_ranks (=0) must be a positive integer": lambda: launch(process_id, num_ranks=0),
+        "max_ranks (=True) must be a positive integer": lambda: RankPool(True),
+        "threads_per_rank (=0) must be a positive integer": lambda: RankPool(1, threads_per_rank=0),
+        "num_ranks (=9) must be at most max_ranks (=8)": lambda: ranks.run(process_id, num_ranks=9),
+        "timeout_s (=0) must be positive": lambda: ranks.run(process_id, timeout_s=0),
+        "unknown backend 'mpi': one of gloo, nccl": lambda: launch(process_id, num_ranks=1, backend="mpi"),
+        "fn (=<function ": lambda: ranks.run(lambda: None),
+    }.items():
+        with pytest.raises(ValueError) as caught:
+            call()
+        assert str(caught.value).startswith(name)
 
 
 def test_nccl_needs_a_device_per_rank(monkeypatch):
@@ -262,26 +263,18 @@ def test_nccl_needs_a_device_per_rank(monkeypatch):
         rule = rf"\(=3\) must be at most the number of CUDA devices \(={num_devices}\) for NCCL$"
         with pytest.raises(ValueError, match=rf"^num_ranks {rule}"):
             launch(process_id, num_ranks=3, backend="nccl")
-        with pytest.raises(ValueError, match=rf"^max_ranks {rule}"):
-            RankPool(3, backend="nccl")
         # Alone with one device or none, a process takes the first; three do not share two.
         rule = "must be at most the devices" if num_devices else "must be at most the number of CUDA devices"
         with pytest.raises(ValueError, match=rf"{rule}.* \(={num_devices}\)"):
             init_from_env("nccl")
 
 
-def test_init_from_env_needs_torchruns_variables(monkeypatch):
+def test_init_from_env_refuses_half_a_job_and_names_a_coordinator_that_does_not_answer(monkeypatch):
     for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(
-        ValueError,
-        match="^WORLD_SIZE, MASTER_ADDR, MASTER_PORT must be set, as RANK is: torchrun sets all of them$",
-    ):
+    with pytest.raises(ValueError, match="^WORLD_SIZE, MASTER_ADDR, MASTER_PORT must be set, as RANK is"):
         init_from_env()
-
-
-def test_init_from_env_names_a_coordinator_that_does_not_answer():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))  # and nobody listens
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -295,8 +288,3 @@ def test_init_from_env_joins_the_group_that_the_environment_describes(ranks):
         port = probe.getsockname()[1]
     results = ranks.run(join_the_group_that_the_environment_describes, port, num_ranks=2)
     assert results == [((0, 2, 1), "cpu"), ((1, 2, 1), "cpu")]
-
-
-def test_shared_pool_is_one_pool_of_eight(ranks):
-    assert shared_pool() is ranks
-    assert ranks.max_ranks == 8

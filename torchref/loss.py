@@ -1,12 +1,8 @@
 """The return value of a loss function, and the form in which the trainer uses it.
 
 Ranks and micro-batches each see part of the batch. Sums over parts can be added, means cannot, so every loss becomes a
-total and a weight, and the division happens once, after both have been summed over all parts:
-
-    loss = sum(total) / sum(weight)        gradient = sum(d total / d params) / sum(weight)
-
-A plain mean is a total without a weight: all parts have equally many examples, so its sum is divided by the number of
-parts.
+total and a weight, and is divided once: loss = sum(total) / sum(weight). A plain mean is a total without a weight: all
+parts have equally many examples, so its sum is divided by the number of parts.
 """
 
 from __future__ import annotations

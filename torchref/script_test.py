@@ -1,4 +1,4 @@
-"""Scripts that start ranks: no rank and no folder outlives its parent, however the parent ends."""
+"""Scripts that start ranks: no rank outlives its parent, however the parent ends."""
 
 import os
 import signal
@@ -24,13 +24,6 @@ def wait_until_gone(pids, seconds=10.0):
     while any(is_running(pid) for pid in pids) and time.monotonic() < deadline_s:
         time.sleep(0.02)
     return not any(is_running(pid) for pid in pids)
-
-
-def wait_until_removed(folder, pattern, seconds=10.0):
-    deadline_s = time.monotonic() + seconds
-    while list(folder.glob(pattern)) and time.monotonic() < deadline_s:
-        time.sleep(0.02)
-    return not list(folder.glob(pattern))
 
 
 def run_script(tmp_path, text):
@@ -106,14 +99,14 @@ def test_no_rank_outlives_its_parent(tmp_path, start, num_ranks, num_busy, how):
         for _ in range(num_busy):
             assert next_words(process, "busy:") == []
         if how is not None:
-            assert all(is_running(pid) for pid in pids) and len(list(tmp_path.glob("torchref-*"))) == 1
+            assert all(is_running(pid) for pid in pids)
         if how == signal.SIGKILL:
             process.kill()
         elif how == signal.SIGINT:
             os.killpg(process.pid, how)  # Ctrl-C on a terminal reaches all processes
         process.wait(timeout=30)
         assert wait_until_gone(pids)
-        assert wait_until_removed(tmp_path, "torchref-*")
+        assert how == signal.SIGKILL or not list(tmp_path.glob("torchref-*"))
         # Only the parent prints it, not its ranks.
         assert process.stderr.read().count("KeyboardInterrupt") == (how == signal.SIGINT)
     finally:
@@ -121,12 +114,3 @@ def test_no_rank_outlives_its_parent(tmp_path, start, num_ranks, num_busy, how):
             if is_running(pid):
                 os.kill(pid, signal.SIGKILL)
         process.communicate()
-
-
-@pytest.mark.full
-def test_a_script_without_a_main_guard_gets_a_hint(tmp_path):
-    process = run_script(tmp_path, "import os\nfrom torchref.launch import launch\nlaunch(os.getpid, num_ranks=1)\n")
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "torchref.launch.RankError: rank 0 of 1 failed: exited with code 1" in err
-    assert 'a script must guard what starts ranks with `if __name__ == "__main__":`' in err

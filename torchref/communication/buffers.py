@@ -14,13 +14,10 @@ from jaxddp.communication.buckets import Bucket, TensorSpec
 
 
 def pack(bucket: Bucket, tensors: Mapping[str, torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
-    """Concatenates the tensors of a bucket.
+    """Concatenates the tensors of a bucket, given by name, into ``[bucket.num_elements]``.
 
-    ``tensors`` are by name, at least those of the bucket. ``out`` is a buffer of ``[bucket.num_elements]`` to write
-    into; a tensor that is already in its place there is not copied.
-
-    Returns:
-        A buffer of shape ``[bucket.num_elements]``; a bucket of one tensor gives that tensor, uncopied.
+    ``out`` is a buffer to write into; a tensor that is already in its place there is not copied. A bucket of one tensor
+    gives that tensor, uncopied.
     """
     if len(bucket.tensors) == 1:
         return tensors[bucket.tensors[0].name]
@@ -34,11 +31,7 @@ def pack(bucket: Bucket, tensors: Mapping[str, torch.Tensor], out: torch.Tensor 
 
 
 def unpack(bucket: Bucket, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Splits a buffer into the tensors of its bucket.
-
-    Returns:
-        Views of the buffer by name, each of its tensor's shape.
-    """
+    """Splits a buffer into the tensors of its bucket: views by name, each of its tensor's shape."""
     if len(bucket.tensors) == 1:
         return {bucket.tensors[0].name: buffer}
     tensors, offset = {}, 0

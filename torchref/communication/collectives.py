@@ -1,37 +1,33 @@
 """NCCL's primitives by name, over a process group: the twin of `jaxddp.communication.collectives`.
 
-Every rank of ``group`` (None: all ranks) calls the function with its own tensor ``x_r``, of one shape on all ranks;
-roots and pairs count ranks within the group. Each is one collective operation. N is the number of ranks, S the bytes of
-the full buffer. nccl-tests multiplies S / time by the ``bus factor`` to get a number that can be compared with the
-speed of the links.
+Every rank of ``group`` (None: all ranks) calls the function with its own tensor, of one shape on all ranks; roots and
+pairs count ranks within the group. Each is one collective operation. The twin has the bytes and bus factors.
 
-| function       | input per rank | output per rank   | sent per rank on a ring | bus factor | returns      |
-|----------------|----------------|-------------------|-------------------------|------------|--------------|
-| all_reduce     | [...]          | [...], in place   | 2 (N-1)/N S             | 2 (N-1)/N  | None         |
-| reduce_scatter | [N k, ...] = S | [k, ...]          | (N-1)/N S               | (N-1)/N    | a new tensor |
-| all_gather     | [k, ...]       | [N k, ...] = S    | (N-1)/N S               | (N-1)/N    | a new tensor |
-| broadcast      | [...]          | [...], in place   | S                       | 1          | None         |
-| reduce         | [...]          | [...], 0 off root | S                       | 1          | a new tensor |
-| send_recv      | [...]          | [...]             | S if it sends           | 1          | a new tensor |
+| function       | input per rank | output per rank   | returns      |
+|----------------|----------------|-------------------|--------------|
+| all_reduce     | [...]          | [...], in place   | None         |
+| reduce_scatter | [N k, ...]     | [k, ...]          | a new tensor |
+| all_gather     | [k, ...]       | [N k, ...]        | a new tensor |
+| broadcast      | [...]          | [...], in place   | None         |
+| reduce         | [...]          | [...], 0 off root | a new tensor |
+| send_recv      | [...]          | [...]             | a new tensor |
 
 ``all_reduce`` and ``broadcast`` work in place, because gradients and parameters are already where the result
 should be; the others leave their input unchanged. With ``async_op=True`` a call returns at once: ``Work`` instead of
 None, ``(tensor, Work)`` instead of a tensor. Touch neither buffer before ``work.wait()``. The calls are not
-differentiable, and all ranks must issue the same ones in the same order.
+differentiable, and all ranks must issue the same ones in the same order. All raise a ValueError if the tensor is none,
+or the group no process group.
 
 Tensors may be empty and have any strides. A tensor that is not contiguous is sent as a contiguous copy, because Gloo
 ignores strides and silently gives wrong sums. Gloo implements reduce-scatter as an all-reduce and keeps a slice: it
-sends 2 (N-1)/N S, as counted on the loopback device.
-
-References:
-    NVIDIA, nccl-tests, https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+sends twice as much, as counted on the loopback device.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, overload
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -41,8 +37,6 @@ from torch.distributed import ProcessGroup, Work
 from jaxddp.arguments import check_pairs, check_root, length_of_chunk
 
 _Group: TypeAlias = ProcessGroup | None
-_Pairs: TypeAlias = Sequence[tuple[int, int]]
-_Async: TypeAlias = tuple[Tensor, Work]
 
 # torch 2.13 renamed these two and warns about the old names.
 _dist_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -50,13 +44,7 @@ _dist_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 def all_reduce(tensor: Tensor, group: _Group = None, async_op: bool = False) -> Work | None:
-    """Sums over the ranks, in place; every rank gets the whole sum.
-
-    ``x_r [...] -> x_0 + ... + x_{N-1} [...]`` on every rank. Each sends 2 (N-1)/N S bytes; bus factor 2 (N-1)/N.
-
-    Raises:
-        ValueError: If ``tensor`` is no tensor, or ``group`` no process group; so in all functions here.
-    """
+    """Sums over the ranks, in place; every rank gets the whole sum."""
     _check_call(tensor, group)
     _note("all-reduce", tensor)
     if is_silent():
@@ -65,15 +53,8 @@ def all_reduce(tensor: Tensor, group: _Group = None, async_op: bool = False) -> 
     return _in_place(tensor, buffer, dist.all_reduce(buffer, group=group, async_op=async_op))
 
 
-@overload
-def reduce_scatter(tensor: Tensor, group: _Group = None, async_op: Literal[False] = False) -> Tensor: ...
-@overload
-def reduce_scatter(tensor: Tensor, group: _Group = None, *, async_op: Literal[True]) -> _Async: ...
 def reduce_scatter(tensor: Tensor, group: _Group = None, async_op: bool = False) -> Any:
     """Sums over the ranks; rank r gets the r-th of N equal parts of the sum.
-
-    ``x_r [N k, ...] = chunks x_r[0..N) -> x_0[r] + ... + x_{N-1}[r] [k, ...]`` on rank r. Each sends (N-1)/N S bytes, S
-    those of the input; bus factor (N-1)/N.
 
     Raises:
         ValueError: If dimension 0 of ``tensor`` is missing or not divisible by the number of ranks.
@@ -89,15 +70,8 @@ def reduce_scatter(tensor: Tensor, group: _Group = None, async_op: bool = False)
     return (chunk, work) if async_op else chunk
 
 
-@overload
-def all_gather(tensor: Tensor, group: _Group = None, async_op: Literal[False] = False) -> Tensor: ...
-@overload
-def all_gather(tensor: Tensor, group: _Group = None, *, async_op: Literal[True]) -> _Async: ...
 def all_gather(tensor: Tensor, group: _Group = None, async_op: bool = False) -> Any:
     """Concatenates the ranks' tensors along dimension 0; every rank gets the whole.
-
-    ``x_r [k, ...] -> concat(x_0, ..., x_{N-1}) [N k, ...]`` on every rank. Each sends (N-1)/N S bytes, S those of the
-    output; bus factor (N-1)/N.
 
     Raises:
         ValueError: If ``tensor`` has no dimension 0.
@@ -114,13 +88,7 @@ def all_gather(tensor: Tensor, group: _Group = None, async_op: bool = False) -> 
 
 
 def broadcast(tensor: Tensor, root: int = 0, group: _Group = None, async_op: bool = False) -> Work | None:
-    """Gives every rank the root's tensor, in place.
-
-    ``x_r [...] -> x_root [...]`` on every rank. Each but the last of the ring sends S bytes; bus factor 1.
-
-    Raises:
-        ValueError: If ``root`` is no rank of the group.
-    """
+    """Gives every rank the root's tensor, in place; raises a ValueError if ``root`` is no rank of the group."""
     _check_call(tensor, group)
     check_root(root, dist.get_world_size(group))
     _note("broadcast", tensor)
@@ -130,14 +98,8 @@ def broadcast(tensor: Tensor, root: int = 0, group: _Group = None, async_op: boo
     return _in_place(tensor, buffer, dist.broadcast(buffer, group_src=root, group=group, async_op=async_op))
 
 
-@overload
-def reduce(tensor: Tensor, root: int = 0, group: _Group = None, async_op: Literal[False] = False) -> Tensor: ...
-@overload
-def reduce(tensor: Tensor, root: int = 0, group: _Group = None, *, async_op: Literal[True]) -> _Async: ...
 def reduce(tensor: Tensor, root: int = 0, group: _Group = None, async_op: bool = False) -> Any:
-    """Sums over the ranks; the root gets the sum, the others get zeros.
-
-    ``x_r [...] -> x_0 + ... + x_{N-1} [...]`` on the root, ``0`` elsewhere. All but it send S bytes; bus factor 1.
+    """Sums over the ranks; the root gets the sum, the others zeros.
 
     Raises:
         ValueError: If ``root`` is no rank of the group.
@@ -152,14 +114,9 @@ def reduce(tensor: Tensor, root: int = 0, group: _Group = None, async_op: bool =
     return (total, work) if async_op else total
 
 
-@overload
-def send_recv(tensor: Tensor, pairs: _Pairs, group: _Group = None, async_op: Literal[False] = False) -> Tensor: ...
-@overload
-def send_recv(tensor: Tensor, pairs: _Pairs, group: _Group = None, *, async_op: Literal[True]) -> _Async: ...
-def send_recv(tensor: Tensor, pairs: _Pairs, group: _Group = None, async_op: bool = False) -> Any:
-    """Sends along ``pairs`` (from rank, to rank) at once; every rank gets what was sent to it.
+def send_recv(tensor: Tensor, pairs: Sequence[tuple[int, int]], group: _Group = None, async_op: bool = False) -> Any:
+    """Sends along ``pairs`` (from rank, to rank) at once; every rank gets what was sent to it, else zeros.
 
-    ``x_r [...] -> x_s [...]`` on rank r if (s, r) is in ``pairs``, else ``0``. A sender sends S bytes; bus factor 1.
     Sends and receives start together, so no order of ranks deadlocks; a pair of one rank is a copy.
 
     Raises:
@@ -220,17 +177,7 @@ _recorders: list[list[Issued]] = []
 
 @contextlib.contextmanager
 def record() -> Iterator[list[Issued]]:
-    """Lists the collectives that this rank issues through this module, from any thread, in order.
-
-    Yields:
-        The list; it grows while the block runs.
-
-    Example:
-        >>> with record() as issued:
-        ...     pass  # e.g. loss.backward()
-        >>> [one for one in issued if one.kind == "all-reduce"]
-        []
-    """
+    """Lists the collectives that this rank issues through this module, from any thread; the list grows meanwhile."""
     issued: list[Issued] = []
     _recorders.append(issued)
     try:

@@ -1,8 +1,6 @@
-"""The ring algorithms, built from sends to the right-hand neighbour only.
+"""The ring algorithms, built from sends to the right-hand neighbour only: the twin of `jaxddp.communication.ring`.
 
-This is what a library does inside one all-reduce: the ranks form a ring, the tensor is cut into N chunks, and in each
-step every rank sends one chunk to rank + 1 and receives one from rank - 1. All links are busy in all steps, and no rank
-sends more than one chunk at a time. N is the number of ranks, S the bytes of the full tensor:
+This is what a library does inside one all-reduce. N is the number of ranks, S the bytes of the full tensor:
 
 | function            | steps = sends | bytes sent per rank       |
 |---------------------|---------------|---------------------------|
@@ -11,12 +9,7 @@ sends more than one chunk at a time. N is the number of ranks, S the bytes of th
 | ring_all_reduce     | 2 (N-1)       | 2 (N-1)/N S, S padded     |
 
 Each send is one `collectives.send_recv`, waited for before the next; one rank sends nothing. Sums are formed in ring
-order and in the dtype of the tensor: they equal the library's bit for bit with integer-valued data, and up to rounding
-otherwise. All three return a new tensor and leave their input as it was.
-
-References:
-    Patarasuk and Yuan, `Bandwidth optimal all-reduce algorithms for clusters of workstations
-    <https://doi.org/10.1016/j.jpdc.2008.09.002>`_, 2009
+order and in the dtype of the tensor. All three return a new tensor and leave their input as it was.
 """
 
 from __future__ import annotations
@@ -35,14 +28,6 @@ def ring_reduce_scatter(tensor: Tensor, group: ProcessGroup | None = None) -> Te
     """Sums ``[N k, ...]`` over the ranks in N - 1 steps; rank r gets part r of the sum, ``[k, ...]``.
 
     A rank adds its own part to the chunk it receives and passes it on. Chunk c starts on rank c + 1 and ends on rank c.
-    For N = 4, the chunk that a rank holds and, in brackets, the ranks summed in it:
-
-    | rank | at the start | after step 1 | after step 2 | after step 3 |
-    |------|--------------|--------------|--------------|--------------|
-    | 0    | 3 (0)        | 2 (3,0)      | 1 (2,3,0)    | 0 (1,2,3,0)  |
-    | 1    | 0 (1)        | 3 (0,1)      | 2 (3,0,1)    | 1 (2,3,0,1)  |
-    | 2    | 1 (2)        | 0 (1,2)      | 3 (0,1,2)    | 2 (3,0,1,2)  |
-    | 3    | 2 (3)        | 1 (2,3)      | 0 (1,2,3)    | 3 (0,1,2,3)  |
 
     Raises:
         ValueError: If dimension 0 of ``tensor`` is missing or not divisible by the number of ranks.
@@ -63,14 +48,7 @@ def ring_reduce_scatter(tensor: Tensor, group: ProcessGroup | None = None) -> Te
 def ring_all_gather(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Concatenates the ranks' ``[k, ...]`` along dimension 0 in N - 1 steps; every rank gets ``[N k, ...]``.
 
-    A rank keeps a copy of the chunk it receives and passes it on. For N = 4, the chunk that a rank passes on next:
-
-    | rank | at the start | after step 1 | after step 2 | after step 3 |
-    |------|--------------|--------------|--------------|--------------|
-    | 0    | 0            | 3            | 2            | 1            |
-    | 1    | 1            | 0            | 3            | 2            |
-    | 2    | 2            | 1            | 0            | 3            |
-    | 3    | 3            | 2            | 1            | 0            |
+    A rank keeps a copy of the chunk it receives and passes it on.
 
     Raises:
         ValueError: If ``tensor`` has no dimension 0.
@@ -90,12 +68,7 @@ def ring_all_gather(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor
 def ring_all_reduce(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Sums over the ranks in 2 (N-1) steps; every rank gets the full sum.
 
-    The tensor is flattened and padded with zeros until N divides its length, and both are undone at the end::
-
-        chunk = ring_reduce_scatter(padded)       [N k] -> [k]
-        total = ring_all_gather(chunk)              [k] -> [N k]
-
-    After the first half rank r holds the complete chunk r; the second half passes the complete chunks round.
+    The tensor is flattened and padded with zeros until N divides its length, and both are undone at the end.
     """
     _check_call(tensor, group)
     num_ranks = dist.get_world_size(group)

@@ -1,20 +1,10 @@
-"""How tensors are cut into shards: rank r of N holds part r of each.
+"""How tensors are cut into shards: rank r of N holds part r of each; the twin of ``jaxddp.communication.sharding``.
 
 A tensor is cut along the first dimension that N divides. Where N divides none, the tensor is flattened and padded with
 zeros to N chunks of c = ceil(n / N). A shard has as many dimensions as its tensor, and at least one, so parameter
-groups chosen by ``p.dim()`` are the same on shards.
+groups chosen by ``p.dim()`` are the same on shards: ``[a / N, b]``, ``[a, b / N]``, or padded ``[1, c]``.
 
-    tensor        shard on each rank
-    ------------  -----------------------
-    [a, b]        [a / N, b]
-    [a, b]        [a, b / N]
-    [a, b]        [1, c], padded
-
-Shards of several tensors travel together: row r of a bucket's buffer holds those of rank r.
-
-    bucket   [N, width]  row r = shard r of each of its tensors, flat
-    scatter  [width]     = reduce-scatter of [N, width] along dimension 0
-    gather   [N, width]  = all-gather of [width]
+Shards of several tensors travel together: row r of a bucket's buffer ``[N, width]`` holds those of rank r.
 """
 
 from __future__ import annotations

@@ -72,12 +72,6 @@ def build(name_or_config: str | TransformerConfig, seed: int = 0) -> nn.Module:
 
     Raises:
         ValueError: If the name is not known, or the seed is negative.
-
-    Example:
-        >>> module = build("tiny")
-        >>> tokens = torch.zeros(2, 16, dtype=torch.int64)
-        >>> tuple(loss_fn(module, {"tokens": tokens, "targets": tokens}).shape)
-        ()
     """
     make = _constructor(name_or_config)
     check_integer("seed", seed, 0)
@@ -91,10 +85,6 @@ def abstract(name_or_config: str | TransformerConfig) -> nn.Module:
 
     Raises:
         ValueError: If the name is not known.
-
-    Example:
-        >>> sum(parameter.numel() for parameter in abstract("2.7b").parameters())
-        3406809600
     """
     make = _constructor(name_or_config)
     with torch.device("meta"):

@@ -1,8 +1,7 @@
 """Small models, one for each corner case of data parallelism: plain, tied, frozen and unused parameters.
 
 All are Linear without bias, ReLU, LayerNorm, Linear without bias: the smallest model with matrices and vectors, several
-layers and a nonlinearity. Nothing here communicates. Modules are made in float32; after ``module.double()`` they
-compute in float64.
+layers and a nonlinearity.
 """
 
 from __future__ import annotations
@@ -22,9 +21,6 @@ def _linear(in_features: int, out_features: int) -> nn.Linear:
 class ToyMLP(nn.Module):
     """Linear, ReLU, LayerNorm, Linear.
 
-    Parameters, in forward order: ``up.weight [hidden, in_features]``, ``norm.weight [hidden]``,
-    ``norm.bias [hidden]``, ``down.weight [out_features, hidden]``.
-
     Example:
         >>> tuple(ToyMLP(3, 8, 2)(torch.ones(4, 3)).shape)
         (4, 2)
@@ -42,14 +38,9 @@ class ToyMLP(nn.Module):
 
 
 class TiedToy(nn.Module):
-    """One matrix used twice: into the hidden width, and transposed out of it.
+    """One matrix ``tied [in_features, hidden]`` used twice: into the hidden width, and transposed out of it.
 
     The shared matrix is one parameter, so its gradient is the sum over both uses and it is communicated once.
-    Parameters, in forward order: ``tied [in_features, hidden]``, ``norm.weight [hidden]``, ``norm.bias [hidden]``.
-
-    Example:
-        >>> tuple(TiedToy(3, 8)(torch.ones(4, 3)).shape)
-        (4, 3)
     """
 
     def __init__(self, in_features: int, hidden: int):
@@ -58,16 +49,12 @@ class TiedToy(nn.Module):
         self.norm = nn.LayerNorm(hidden, eps=1e-5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps ``[batch, in_features]`` to ``[batch, in_features]``."""
+        """Maps ``[batch, in_features]`` to ``[batch, out_features]``."""
         return self.norm(F.relu(x @ self.tied)) @ self.tied.T
 
 
 class FrozenToy(nn.Module):
-    """A first matrix that is not trained: ``frozen.weight`` is made with ``requires_grad=False``.
-
-    Parameters, in forward order: ``frozen.weight [hidden, in_features]``, ``norm.weight [hidden]``,
-    ``norm.bias [hidden]``, ``down.weight [out_features, hidden]``.
-    """
+    """A first matrix that is not trained: ``frozen.weight`` is made with ``requires_grad=False``."""
 
     def __init__(self, in_features: int, hidden: int, out_features: int):
         super().__init__()
@@ -80,20 +67,12 @@ class FrozenToy(nn.Module):
         return self.down(self.norm(F.relu(self.frozen(x))))
 
 
-class UnusedToy(nn.Module):
-    """A matrix in the middle that the forward never uses: the backward leaves its ``.grad`` None.
-
-    Parameters, in registration order: ``up.weight [hidden, in_features]``, ``unused.weight [hidden, hidden]``,
-    ``norm.weight [hidden]``, ``norm.bias [hidden]``, ``down.weight [out_features, hidden]``.
-    """
+class UnusedToy(ToyMLP):
+    """A matrix in the middle that the forward never uses: the backward leaves its ``.grad`` None."""
 
     def __init__(self, in_features: int, hidden: int, out_features: int):
-        super().__init__()
+        nn.Module.__init__(self)
         self.up = _linear(in_features, hidden)
         self.unused = _linear(hidden, hidden)
         self.norm = nn.LayerNorm(hidden, eps=1e-5)
         self.down = _linear(hidden, out_features)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps ``[batch, in_features]`` to ``[batch, out_features]``."""
-        return self.down(self.norm(F.relu(self.up(x))))
