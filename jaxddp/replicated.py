@@ -20,7 +20,7 @@ from .communication.buckets import BucketPlan, TensorSpec
 from .communication.buffers import pack, pack_small, unpack, unpack_small
 from .communication.collectives import MAX_JOINED, all_reduce_as_one, is_silent, joins_arrays
 from .communication.hooks import Hook
-from .communication.reduction import Means, Wire, divide, reduce_buckets
+from .communication.reduction import Means, Wire, reduce_buckets
 from .layout import Leaf
 from .strategy import Layout, Optimizer, Ranks, Strategy, of_optax
 from .tree import like, named_leaves, path_name, split
@@ -59,15 +59,8 @@ def all_reduce_grads(
     number: Any = None,
 ) -> Means:
     """Sums gradients over ranks, bucket by bucket; those that the plan leaves out are equal on all ranks."""
-    ranks = layout.ranks
-    wire = all_reduce_wire(ranks, plan, hook)
-    planned = {*plan.names}
-
-    def on_device(grads: Mapping[str, jax.Array], divisor: Any, number: Any) -> Means:
-        constant = {name: divide(g * ranks.num_ranks, divisor) for name, g in grads.items() if name not in planned}
-        return reduce_buckets(grads, plan, wire, divisor, number).with_constant(constant)
-
-    return on_blocks(on_device, layout, grads, divisor, number, are_shards=False)
+    wire = all_reduce_wire(layout.ranks, plan, hook)
+    return on_blocks(partial(reduce_buckets, plan, wire), layout, grads, divisor, number, are_shards=False)
 
 
 def on_blocks(
@@ -106,7 +99,7 @@ def all_reduce_wire(ranks: Ranks, plan: BucketPlan, hook: Hook | None = None) ->
     def unpack_joined(bucket: Any, total: Any) -> dict[str, jax.Array]:
         return unpack_small(bucket, total) if isinstance(total, tuple) else unpack(bucket, total)
 
-    return Wire(pack_joined if is_joined else pack, send, unpack_joined)
+    return Wire(pack_joined if is_joined else pack, send, unpack_joined, lambda name, grad: grad * ranks.num_ranks)
 
 
 def sends_uncopied(plan: BucketPlan) -> bool:

@@ -66,10 +66,11 @@ MUTANTS = {
         _STEP, "num_parts = ranks.num_ranks * run.num_microbatches", "num_parts = ranks.num_ranks", (_MICROBATCHES,)
     ),
     "a constant gradient is divided once too often": Mutant(
-        _FULL, "divide(g * ranks.num_ranks, divisor)", "divide(g, divisor)", (f"{_REPLICAS}[flat]",)
+        _FULL, "lambda name, grad: grad * ranks.num_ranks", "lambda name, grad: grad", (f"{_REPLICAS}[flat]",)
     ),
     "a constant gradient of a shard is divided once too often": Mutant(
-        _STAGES, "local_shard(grad, rank) * ranks.num_ranks", "local_shard(grad, rank)", (f"{_REPLICAS}[zero1]",)
+        _STAGES, "axis_index(ranks.shard_axis)) * ranks.num_ranks", "axis_index(ranks.shard_axis))",
+        (f"{_REPLICAS}[zero1]",),
     ),
     "gradients of held shards are sums": Mutant(
         _STAGE3, "{name: divide(grad, divisor) for name", "{name: grad for name", (f"{_REPLICAS}[zero3]",)

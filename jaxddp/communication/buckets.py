@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
 
-from ..arguments import check_flag, check_kind
+from ..arguments import check_kind
 
 MIB = 2**20
 DEFAULT_BUCKET_MB = 25.0
@@ -100,14 +100,6 @@ class BucketPlan:
     kind: str = "all-reduce"
     each_microbatch: bool = False
 
-    def __post_init__(self) -> None:
-        """Refuses other kinds."""
-        for name, kind in (("buckets", Bucket), ("constants", str), ("gathers", Bucket)):
-            held = getattr(self, name)
-            check_kind(name, held, tuple, f"a tuple of {kind.__name__}")
-            for one in held:
-                check_kind(f"one of {name}", one, kind, f"a {kind.__name__}")
-
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all tensors, in communication order."""
@@ -152,7 +144,6 @@ def plan_buckets(
     """
     if rule not in ("before", "torch"):
         raise ValueError(f"rule (={rule!r}) must be 'before' or 'torch'")
-    check_flag(after_backward=after_backward)
     caps = _caps_bytes(bucket_mb)
     opened: dict[str, tuple[int, int]] = {}  # number of a dtype's open bucket, and the bytes in it
     buckets: dict[tuple[str, int], list[TensorSpec]] = {}  # by dtype and number
@@ -244,14 +235,8 @@ def bucket_width(bucket: Bucket, num_ranks: int) -> int:
 def _checked(tensors: Iterable[TensorSpec]) -> list[TensorSpec]:
     """Leaves out tensors without elements, and refuses a name that occurs twice."""
     checked: dict[str, TensorSpec] = {}
-    check_kind("tensors", tensors, Iterable, "a sequence of TensorSpec")
     for tensor in tensors:
         check_kind("tensor", tensor, TensorSpec, "a TensorSpec")
-        check_kind("tensor name", tensor.name, str, "a string")
-        check_kind("tensor dtype", tensor.dtype, str, "the name of a dtype")
-        sizes = tensor.shape if isinstance(tensor.shape, Sequence) else [None]
-        if not all(isinstance(size, numbers.Integral) and size >= 0 for size in sizes):
-            raise ValueError(f"tensor shape (={tensor.shape!r}) must be a tuple of integers, 0 or more")
         if tensor.name in checked:
             raise ValueError(f"tensor name (={tensor.name!r}) must occur once in a plan")
         if tensor.num_elements > 0:

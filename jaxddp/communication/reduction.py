@@ -33,11 +33,13 @@ class Wire(NamedTuple):
         pack: ``(bucket, gradients by name) ->`` a buffer, or on GPUs the tuple of those that one call sends.
         send: ``(buffer, key) ->`` what this rank keeps of its sum over ranks; the key is another one for each bucket.
         unpack: ``(bucket, what send returned) ->`` arrays by name.
+        unsent: ``(name, gradient) ->`` what this rank keeps of the sum of one that is equal on all ranks.
     """
 
     pack: Callable[[Bucket, Mapping[str, jax.Array]], Any]
     send: Callable[[Any, str], Any]
     unpack: Callable[[Bucket, Any], dict[str, jax.Array]]
+    unsent: Callable[[str, jax.Array], jax.Array]
 
 
 class Means(NamedTuple):
@@ -51,26 +53,21 @@ class Means(NamedTuple):
     grads: dict[str, jax.Array]
     squares: jax.Array | None = None
 
-    def with_constant(self, grads: dict[str, jax.Array]) -> Means:
-        """Adds gradients that need no reduction."""
-        squares = self.squares if self.squares is None else self.squares + sum_of_squares(grads.values())
-        return Means(grads | self.grads, squares)
-
 
 @jax.named_scope(SYNC_SCOPE)
 def reduce_buckets(
-    grads: Mapping[str, jax.Array],
     plan: BucketPlan,
     wire: Wire,
+    grads: Mapping[str, jax.Array],
     divisor: jax.Array | float,
     number: jax.Array | int | None = None,
 ) -> Means:
     """Sums the planned gradients of one backward pass over ranks, and divides them.
 
     Args:
-        grads: This rank's, by name, at least those of the plan.
         plan: What is sent together.
         wire: How.
+        grads: This rank's, by name: those of the plan, and others that are equal on all ranks.
         divisor: Of the sums.
         number: Of the micro-batch, where each one is reduced: then at most two buckets are in flight, which saves
             memory, since one arrives while the next one fills.
@@ -100,8 +97,10 @@ def reduce_buckets(
         totals.append(wire.send(buffer, f"{index} {bucket.tensors[0].name}"))
     if plan.after_backward:
         totals = lax.optimization_barrier(totals)
-    means: dict[str, jax.Array] = {}
-    squares = jnp.zeros(())
+    planned = {*plan.names}
+    unsent = {name: wire.unsent(name, grad) for name, grad in grads.items() if name not in planned}
+    means = {name: divide(total, divisor) for name, total in unsent.items()}
+    squares = sum_of_squares(means.values())
     for bucket, total in zip(plan.buckets, totals, strict=True):
         # XLA fuses the sum of squares, which the norm needs anyway, with the update of the bucket's parameters.
         total, squares = lax.optimization_barrier((total, squares))  # noqa: PLW2901

@@ -22,24 +22,29 @@ SHAPES = {"a": (3, 4), "b": (2,), "c": (5, 5), "d": (3,), "e": (13,)}
 SPECS = [TensorSpec(name, shape, "float32") for name, shape in SHAPES.items()]
 
 
+def unsent(name, grad):
+    return grad
+
+
 @pytest.mark.parametrize("wire", ["packed", "as they are", "rows"])
 def test_means_and_their_squares(monkeypatch, wire):
     monkeypatch.setattr(buffers, "LARGE_BYTES", 48)
     cuts = {name: cut(shape, NUM_RANKS) for name, shape in SHAPES.items()}
     last = NUM_RANKS - 1  # whose part is the one that is padded
     wires = {
-        "packed": Wire(buffers.pack, lambda buffer, key: buffer, buffers.unpack),
-        "as they are": Wire(buffers.pack_small, lambda buffer, key: buffer, buffers.unpack_small),
+        "packed": Wire(buffers.pack, lambda buffer, key: buffer, buffers.unpack, unsent),
+        "as they are": Wire(buffers.pack_small, lambda buffer, key: buffer, buffers.unpack_small, unsent),
         "rows": Wire(
             lambda bucket, grads: pack_rows(bucket, grads, cuts),
             lambda rows, key: rows[last],
             lambda bucket, row: unpack_row(bucket, row, cuts),
+            unsent,
         ),
     }
     rng = np.random.default_rng(0)
     grads = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in SHAPES.items()}
     kept = {name: cuts[name].local_shard(grad, last) if wire == "rows" else grad for name, grad in grads.items()}
-    means = reduce_buckets(grads, plan_buckets(SPECS, [170 / 2**20]), wires[wire], DIVISOR)
+    means = reduce_buckets(plan_buckets(SPECS, [170 / 2**20]), wires[wire], grads, DIVISOR)
     for name, grad in kept.items():
         np.testing.assert_array_equal(means.grads[name], grad / DIVISOR)
     expected = sum(np.sum(np.square(np.asarray(mean, np.float64))) for mean in means.grads.values())
@@ -91,10 +96,10 @@ def test_a_bucket_is_sent_after_the_ones_before_it(monkeypatch, number):
     """Each takes the token of the last, or GPUs would send first what is ready first, and updates would wait."""
     monkeypatch.setattr(reduction, "joins_arrays", lambda: True)
     plan = plan_per_tensor([TensorSpec(name, (2,), "float32") for name in "abc"])
-    wire = Wire(buffers.pack, lambda buffer, key: jax.lax.psum(buffer, "data"), buffers.unpack)
+    wire = Wire(buffers.pack, lambda buffer, key: jax.lax.psum(buffer, "data"), buffers.unpack, unsent)
 
     def reduce(grads):
-        return reduce_buckets(grads, plan, wire, 2, number).grads
+        return reduce_buckets(plan, wire, grads, 2, number).grads
 
     mapped = jax.shard_map(reduce, mesh=jaxddp.data_mesh(2), in_specs=P("data"), out_specs=P(), check_vma=False)
     equations = jax.make_jaxpr(mapped)({name: jnp.ones(4) for name in "abc"}).jaxpr.eqns[0].params["jaxpr"].eqns

@@ -186,13 +186,15 @@ def _reduced(
 ) -> dict[str, jax.Array]:
     num_ranks = axis_size(axis)
     wire = all_reduce_wire(Ranks(axis, num_ranks, num_ranks), plan, hook)
-    unsent = {name: grad for name, grad in ready.items() if name not in {*plan.names}}
+    planned = {*plan.names}
+    unsent = {name: grad for name, grad in ready.items() if name not in planned}
     if num_ranks > 1:
         # A plan may meet other gradients than it was made for. XLA drops the reductions of those that are constant.
         with jax.named_scope(SYNC_SCOPE):
             unsent = {name: _sum_if_not_constant(grad, axis) for name, grad in unsent.items()}
     means = {name: divide_total(total, denominator) for name, total in unsent.items()}
-    return means | reduce_buckets(ready, plan, wire, denominator).grads
+    sent = {name: grad for name, grad in ready.items() if name in planned}
+    return means | reduce_buckets(plan, wire, sent, denominator).grads
 
 
 def _sum_if_not_constant(grad: jax.Array, axis: str) -> jax.Array:

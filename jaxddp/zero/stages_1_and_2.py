@@ -45,7 +45,7 @@ from ..communication.axes import scatter_sum
 from ..communication.buckets import BucketMb, BucketPlan, Rule, TensorSpec, plan_buckets
 from ..communication.collectives import all_gather
 from ..communication.gloo import traced_platform
-from ..communication.reduction import Means, Wire, divide, reduce_buckets
+from ..communication.reduction import Means, Wire, reduce_buckets
 from ..communication.sharding import Cut, pack_row, pack_rows, unpack_row, unpack_rows
 from ..replicated import on_blocks
 from ..scopes import SYNC_SCOPE
@@ -140,23 +140,17 @@ def reduce_scatter_grads(
 ) -> Means:
     """Sums gradients over ranks, bucket by bucket; this rank keeps its shards."""
     ranks, cuts = layout.ranks, layout.cuts
+
+    def own(name: str, grad: jax.Array) -> jax.Array:
+        return cuts[name].local_shard(grad, lax.axis_index(ranks.shard_axis)) * ranks.num_ranks
+
     wire = Wire(
         pack=lambda bucket, grads: pack_rows(bucket, grads, cuts),
         send=lambda buffer, key: scatter_sum(buffer, ranks.axis)[0],
         unpack=lambda bucket, row: unpack_row(bucket, row, cuts),
+        unsent=own,
     )
-    planned = {*plan.names}
-
-    def on_device(grads: Mapping[str, jax.Array], divisor: Any, number: Any) -> Means:
-        rank = lax.axis_index(ranks.shard_axis)
-        constant = {
-            name: divide(cuts[name].local_shard(grad, rank) * ranks.num_ranks, divisor)
-            for name, grad in grads.items()
-            if name not in planned
-        }
-        return reduce_buckets(grads, plan, wire, divisor, number).with_constant(constant)
-
-    return on_blocks(on_device, layout, grads, divisor, number, are_shards=True)
+    return on_blocks(partial(reduce_buckets, plan, wire), layout, grads, divisor, number, are_shards=True)
 
 
 def update_shards(
