@@ -58,14 +58,12 @@ if TYPE_CHECKING:
     from .training.own_loop import plan_gradients as plan_gradients
     from .training.own_loop import sync_gradients as sync_gradients
     from .training.own_loop import value_and_grad as value_and_grad
-    from .training.prefetch import prefetch as prefetch
     from .training.replicas import ReplicaError as ReplicaError
     from .training.train import NonFiniteError as NonFiniteError
     from .training.train import Trainer as Trainer
     from .training.train import TrainState as TrainState
     from .training.train import check_replicas as check_replicas
     from .training.xla import compile_options as compile_options
-    from .training.xla import configure as configure
     from .tree import named_leaves as named_leaves
     from .zero import layer as layer
     from .zero import zero1 as zero1
@@ -116,8 +114,6 @@ _MODULES = {
     "jit": ".training.own_loop",
     "params_ema": ".training.ema",
     "value_and_grad": ".training.own_loop",
-    "prefetch": ".training.prefetch",
-    "configure": ".training.xla",
     "keep_freed_memory": ".training.allocator",
     "gradient_collectives": ".instruments.schedule",
     "read_schedule": ".instruments.schedule",

@@ -52,7 +52,7 @@ def like(tree: Any, leaves: dict[str, Any]) -> Any:
 
     Surplus leaves are dropped.
     """
-    return jax.tree_util.tree_map_with_path(lambda path, _: leaves[path_name(path)], tree)
+    return jax.tree.unflatten(jax.tree.structure(tree), [leaves[name] for name in named_leaves(tree)])
 
 
 def tensor_specs(leaves: dict[str, Any]) -> dict[str, TensorSpec]:

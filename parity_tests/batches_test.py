@@ -35,7 +35,6 @@ def test_a_data_loader_feeds_training_and_evaluation():
     trainer = make_trainer()
     expected = weights_after([[X[:8], LABELS[:8]], [X[8:16], LABELS[8:16]], [X[16:], LABELS[16:]]])
     np.testing.assert_array_equal(weights_after(loader), expected)
-    np.testing.assert_array_equal(weights_after(jaxddp.prefetch(loader, trainer)), expected)
     state = trainer.init({"w": jnp.ones((3, 1))})
     found = trainer.evaluate(state, loader, lambda params, batch: {"label": jaxddp.PerExample(batch[1])})
     np.testing.assert_array_equal(found["label"], LABELS)

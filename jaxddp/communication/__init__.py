@@ -7,9 +7,10 @@ varying.py          which arrays may differ between ranks
 buckets.py          plans the buckets; needs no framework, torchref uses it too
 buffers.py          a bucket's tensors packed into one buffer
 sharding.py         how tensors are cut into shards; a bucket's chunks packed into one buffer
-compression.py      gradient compression: bfloat16, float16, PowerSGD, or no communication at all
-low_rank.py         the arithmetic of PowerSGD
+hooks.py            how a bucket is summed instead of by an all-reduce: in bfloat16 or float16
 reduction.py        carries out a bucket plan: pack, sum over ranks, divide
 ordering.py         the order token: a zero that XLA cannot fold, used to order operations
 backward_order.py   the order in which a traced backward finishes the gradients
+planned.py          the trace of a backward, the plan made from it, and what should be compiled
+traced.py           collectives that are in no plan: those of the loss function, and of zero3's units
 """

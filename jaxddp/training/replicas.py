@@ -2,7 +2,7 @@
 
 Every rank computes its replicas by the same program from the same sums. A flipped bit or a faulty device changes one of
 them and training goes on, since gradients are averaged, while the replicas drift apart. Checked is what
-``state_layout.py`` lists as full, and on a mesh with replicas also shards, between the ranks that hold the same one.
+the layout has in full, and on a mesh with replicas also shards, between the ranks that hold the same one.
 
     checksum_r = sum over words i of (2 i + 1) * mix(word_i)   mod 2^32        of each leaf on rank r
 

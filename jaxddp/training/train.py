@@ -285,7 +285,7 @@ class Trainer:
         """
         self._check_devices("step", "compile")
         model, state = self._model(state), as_arrays(state)
-        batch = self._place(batch, self.num_microbatches, state)
+        batch = self._place(model, batch, self.num_microbatches, state)
         program = model.step(state, batch)
         with self._watched(is_call=False) as results:
             try:
@@ -352,13 +352,14 @@ class Trainer:
         return evaluate_batches(run, batches, self.batch_sharding, self._watched)
 
     def _evaluate(self, state: TrainState, batch: Any, measure: Measure | None = None) -> Any:
+        model = self._model(state)
         with self._watched():  # processes may compare their batches
-            batch = self._place(batch, 1)
-        program = self._model(state).evaluate(state, batch, measure)
+            batch = self._place(model, batch, 1)
+        program = model.evaluate(state, batch, measure)
         with self._watched() as results:
             result = program(state, batch)
             results.append(jax.tree.leaves(result)[0])
-            return jax.block_until_ready(result) if platform_of(self.mesh) == "cpu" else result
+            return jax.block_until_ready(result) if model.platform == "cpu" else result
 
     def params(self, state: TrainState) -> Any:
         """Gives a copy of the full parameters, as the tree that ``init`` was given; later steps do not change it.
@@ -657,7 +658,9 @@ class Trainer:
         is_here = isinstance(self.mesh, Mesh)
         return is_here and len({one.process_index for one in self.mesh.devices.flat}) == jax.process_count()
 
-    def _describe_batch(self, held: Any, num_microbatches: int, state: TrainState | None) -> dict[str, str]:
+    def _describe_batch(
+        self, model: Programs, held: Any, num_microbatches: int, state: TrainState | None
+    ) -> dict[str, str]:
         """This process's batch and, if there is a state to train, the plan of the step."""
         said = {"batch": ", ".join(f"{name} {text}" for name, text in describe(held).items())}
         if state is not None:
@@ -671,22 +674,22 @@ class Trainer:
             )
             with contextlib.suppress(ValueError):  # raised again once all processes have come
                 check_batch(batch, self.num_ranks, num_microbatches)
-                plan = self.plan(state, batch)
+                plan = model.plan(state, batch)
                 said["plan"] = f"{len(plan.buckets)} buckets, checksum {zlib.crc32(repr(plan).encode()):08x}"
-                said["results and constant gradients"] = self._model(state).describe_results(state, batch)
+                said["results and constant gradients"] = model.describe_results(state, batch)
         return said
 
-    def _place(self, batch: Any, num_microbatches: int, state: TrainState | None = None) -> Any:
+    def _place(self, model: Programs, batch: Any, num_microbatches: int, state: TrainState | None = None) -> Any:
         batch = host_arrays(batch)
         if jax.process_count() > 1:
             held = jax.tree.map(lambda leaf: leaf if is_global(leaf) else np.asarray(leaf), batch)
             # With another number of examples in each process, the mean over ranks would be one of unlike means.
             key = signature(held), state is None
-            agreement().check(key, lambda: self._describe_batch(held, num_microbatches, state), self._agreed)
-            batch = place_batch(held, self.batch_sharding)
-        check_batch(batch, self.num_ranks, num_microbatches)
+            agreement().check(key, lambda: self._describe_batch(model, held, num_microbatches, state), self._agreed)
+            batch = place_batch(held, model.batch_sharding)
+        check_batch(batch, self.ranks.num_ranks, num_microbatches)
         try:
-            return jax.device_put(batch, self.batch_sharding)
+            return jax.device_put(batch, model.batch_sharding)
         except TypeError as error:  # text and objects
             raise ValueError(f"batch must hold arrays of numbers: {error}") from error
 

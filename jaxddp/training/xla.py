@@ -25,11 +25,8 @@ from __future__ import annotations
 import os
 import re
 
-import jax
-
 from ..arguments import check_kind
 from ..communication.collectives import jaxlib_version
-from ..network import Network
 from ..strategy import Strategy
 
 _DISABLE = "xla_disable_hlo_passes"
@@ -77,45 +74,6 @@ def compile_options(strategy: Strategy, platform: str) -> dict[str, str | int | 
     if platform == "tpu":
         return {_DISABLE: _with_disabled_passes_of_environment(["all-reduce-combiner"])}
     raise ValueError(f"unknown platform {platform!r}: one of cpu, gpu, cuda, tpu")
-
-
-def configure(network: Network | float) -> None:
-    """Sets the speed of the network in XLA's scheduler, for every GPU program of this process.
-
-    Programs of this package do not need it. It is for ``jit`` and other programs that leave the schedule to XLA,
-    which assumes the target's own links: at 50 GB/s per rank that costs 8 GPUs a tenth of a step
-    (``docs/schedules.md``). Sets ``XLA_FLAGS``: call it before anything else uses JAX.
-
-    Args:
-        network: The network of the GPUs, or 10^9 bytes per second that one of them can send.
-
-    Raises:
-        ValueError: If the network is out of range, or JAX has started.
-    """
-    network = network if isinstance(network, Network) else Network(network)
-    try:
-        # A change of this number, here and back, is refused once JAX has started.
-        num_devices = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
-        for number in (num_devices + 1, num_devices):
-            jax.config.update("jax_num_cpu_devices", number)
-    except RuntimeError as error:
-        raise ValueError(f"network (={network}) cannot be told: JAX has started, call configure before that") from error
-    options = {
-        "nccl_op_launch_us": network.latency_us,
-        # The unit is 10^9 bits: at an eighth of the real speed XLA starts earlier, which measured better.
-        "nic_speed_gbps": network.host_gb_per_s or network.gb_per_s,
-        "chunk_prep_us": 1,
-        "rtt_us": network.latency_us,
-        "gpus_per_node": 1,
-        "chunk_size_bytes": 4 * 2**20,
-    }
-    told = ",".join(f"{name}={value}" for name, value in options.items())
-    flags = [
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_gpu_enable_analytical_sol_latency_estimator=true",
-        f"--xla_gpu_analytical_latency_estimator_options={told}",
-    ]
-    os.environ["XLA_FLAGS"] = " ".join(filter(None, flags))
 
 
 def _with_disabled_passes_of_environment(passes: list[str]) -> str:

@@ -1,4 +1,3 @@
-import re
 import subprocess
 import sys
 
@@ -73,25 +72,3 @@ def test_a_jaxlib_that_does_not_know_the_schedulers_options_does_not_get_them(ve
 def test_unknown_platform():
     with pytest.raises(ValueError, match="unknown platform 'npu': one of cpu, gpu, cuda, tpu"):
         jaxddp.compile_options(jaxddp.naive(), "npu")
-
-
-def test_configure_tells_the_network_before_jax_starts_and_not_after(tmp_path):
-    """In a process of its own: flags belong to the process."""
-    program = """
-import os
-import jaxddp
-jaxddp.configure(jaxddp.Network(gb_per_s=450, host_gb_per_s=50, latency_us=20))
-assert "sol_latency_estimator=true" in os.environ["XLA_FLAGS"]
-assert "nic_speed_gbps=50," in os.environ["XLA_FLAGS"]
-assert "rtt_us=20," in os.environ["XLA_FLAGS"]
-jaxddp.data_mesh(1)
-jaxddp.configure(50)
-"""
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 1
-    assert re.search(r"ValueError: network \(=.*\) cannot be told: JAX has started", ended.stderr)
-
-
-def test_a_bad_network_is_not_told():
-    with pytest.raises(ValueError, match=r"network gb_per_s \(=0\) must be a positive finite number"):
-        jaxddp.configure(0)
