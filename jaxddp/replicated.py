@@ -75,6 +75,7 @@ def on_blocks(
     """Calls ``function(grads, divisor, number)`` on each device of a rank; the means are shards, or full."""
     if not layout.ranks.other_axes:
         return function(grads, divisor, number)
+    # Blocks of a gradient go in, blocks of its mean come out, or of this rank's shard of it.
     given, found = ({name: layout.spec(name, is_shard=one) for name in grads} for one in (False, are_shards))
     mapped = layout.ranks.on_devices(lambda *args: function(*args).grads, (given, P(), P()), found)
     return Means(mapped(dict(grads), divisor, number))
@@ -87,12 +88,13 @@ def all_reduce_wire(ranks: Ranks, plan: BucketPlan, hook: Hook | None = None) ->
     def send(buffer: Any, key: str) -> Any:
         if is_silent():
             return buffer
-        if hook is not None:
+        if hook is not None:  # its collectives may be merged with each other, not with those of other buckets
             with set_xla_metadata(combiner_key=key):
                 return hook(buffer, ranks.axis)
         return all_reduce_as_one(buffer, ranks.axis, key) if joins_arrays() else lax.psum(buffer, ranks.axis)
 
     def pack_joined(bucket: Any, grads: Mapping[str, jax.Array]) -> Any:
+        # Large tensors as they are, and one buffer of the small ones: (large, ..., [sum of small sizes])
         parts = pack_small(bucket, grads)
         return parts if len(parts) <= MAX_JOINED else pack(bucket, grads)
 

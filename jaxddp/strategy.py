@@ -205,6 +205,7 @@ def with_masters(layout: Layout, compute_dtype: Any) -> Layout:
 
     def step(grads: Any, state: Masters, params: Any, value: Any, full: Any = None) -> tuple[Any, Masters]:
         del full  # they are copies of the masters
+        # The gradient is in the master's dtype by now; ranks hold shards of masters under stages 1 and 2.
         masters, of_inner = inner.step(grads, state.inner, state.params, value)
         return jax.tree.map(lambda new, old: new.astype(old.dtype), masters, params), Masters(masters, of_inner)
 

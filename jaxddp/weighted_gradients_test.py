@@ -7,7 +7,7 @@ import pytest
 
 import jaxddp
 
-STRATEGIES = {"bucketed": {}, "zero1": {}, "zero2": {}, "zero3": {"min_shard_elements": 0}}
+STRATEGIES = {"bucketed": {}, "zero1": {}, "zero3": {"min_shard_elements": 0}}
 REFUSAL = r"weight of jaxddp\.Weighted must not depend on the parameters.*jax\.lax\.stop_gradient"
 
 

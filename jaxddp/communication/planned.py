@@ -34,6 +34,7 @@ def plan_trace(strategy: Strategy, trace: GradientTrace, param_dtypes: Mapping[s
     Returns:
         The plan.
     """
+    # Only what depends on an input is planned: XLA drops the reduction of a constant.
     plan = replace(strategy.plan(trace.tensors), constants=tuple(tensor.name for tensor in trace.constants))
     if plan.kind == "all-reduce":
         return plan
@@ -115,6 +116,7 @@ def trace_gradients(
     """
     program, result = jax.make_jaxpr(grad_fn, return_shape=True)(*args)
     specs = list(tensor_specs(named_leaves(result[0] if has_aux else result)).values())
+    # By index among the trace's outputs, of which gradients come first.
     ready: dict[int, float] = {}
     constants: dict[int, TensorSpec] = {}
     for output, (spec, time) in enumerate(zip(specs, finishing_times(program), strict=not has_aux)):

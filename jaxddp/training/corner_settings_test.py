@@ -14,8 +14,7 @@ from flax.traverse_util import flatten_dict
 
 import jaxddp
 
-STRATEGIES = {name: {} for name in ("naive", "flat", "overlapped", "bucketed", "zero1", "zero2")}
-STRATEGIES["zero3"] = {"min_shard_elements": 0}
+STRATEGIES = {"bucketed": {}, "zero1": {}, "zero3": {"min_shard_elements": 0}}
 
 
 def make(loss_fn, name, num_ranks=2, **options):

@@ -90,7 +90,7 @@ def x64():
         yield
 
 
-@pytest.mark.parametrize("name", jaxddp.STRATEGIES)
+@pytest.mark.parametrize("name", ["bucketed", "zero1", "zero3"])
 def test_measures_are_those_of_one_device_with_an_uneven_last_batch(name, x64):
     traces = []
 

@@ -15,9 +15,6 @@ from jaxddp.instruments.schedule import read_schedule
 
 NUM_RANKS, WIDTH, EXAMPLES = 4, 6, 72
 STRATEGIES = {
-    "naive": jaxddp.naive(),
-    "flat": jaxddp.flat(),
-    "overlapped": jaxddp.overlapped(),
     "bucketed": jaxddp.bucketed(1e-4),
     "zero1": jaxddp.zero1(1e-4),
     "zero2": jaxddp.zero2(1e-4),

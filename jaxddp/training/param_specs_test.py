@@ -15,15 +15,12 @@ from jaxddp.instruments.schedule import read_schedule
 
 SPECS = {"layers": [{"up": P(None, "model"), "bias": P("model"), "down": P("model", None)}] * 2, "head": P()}
 STRATEGIES = {
-    "naive": jaxddp.naive(),
-    "flat": jaxddp.flat(),
-    "overlapped": jaxddp.overlapped(),
     "bucketed": jaxddp.bucketed(0.0005),
     "zero1": jaxddp.zero1(0.0005),
     "zero2": jaxddp.zero2(0.0005),
     "zero3": jaxddp.zero3(min_shard_elements=10),
 }
-QUICK = (("flat", (2, 2)), ("zero2", (2, 4)), ("zero3", (4, 2)))  # by default: every shape
+QUICK = (("bucketed", (2, 2)), ("zero2", (2, 4)), ("zero3", (4, 2)))  # by default: every shape
 dense = jaxddp.layer(lambda one, x: x + jnp.tanh(x @ one["up"] + one["bias"]) @ one["down"])
 
 
@@ -149,7 +146,6 @@ def noisy_loss(params, model_state, batch, key):
 
 OPTIONS = {
     "bucketed": {"num_microbatches": 2},
-    "overlapped": {"compute_dtype": jnp.float32},
     "zero1": {"compute_dtype": jnp.float32},
     "zero2": {"trainable": lambda name: "up" not in name},
     "zero3": {"num_microbatches": 2},
@@ -274,7 +270,7 @@ def test_a_parameter_that_is_one_array():
 
 
 def test_bad_input():
-    def make(strategy=STRATEGIES["naive"], **options):
+    def make(strategy=STRATEGIES["bucketed"], **options):
         return jaxddp.Trainer(loss_fn, optax.sgd(0.1), strategy, grid(2, 2), **options)
 
     with pytest.raises(ValueError, match=r"^mesh axes \(=\('data', 'model'\)\) must be one, or 'replica' and another,"):

@@ -128,6 +128,7 @@ class Programs:
             def on_rank(state: TrainState, batch: Any) -> None:
                 found.append(steps.trace_backward(self.run, state, batch))
 
+            # Traced, not run: inside of shard_map, where a loss may use the ranks' axis.
             jax.eval_shape(self._map(on_rank, (self._specs, P(self._axis)), P()), state, batch)
             (trace,) = found
             if self.layout.ranks.other_axes:
@@ -209,7 +210,7 @@ class Programs:
         options = {
             "in_shardings": (self.shardings, self.batch_sharding),
             "out_shardings": (self.shardings, replicated) if is_step else replicated,
-            "donate_argnums": (0,) if is_step else (),
+            "donate_argnums": (0,) if is_step else (),  # the next state takes the place of the last one
             "compiler_options": self._options,
         }
         specs = self._specs, P(self._axis)

@@ -57,7 +57,7 @@ FORMS = {
     "collective": from_a_collective,
     "neighbour": from_a_neighbour,
 }
-STRATEGIES = {"naive": {}, "bucketed": {}, "zero1": {}, "zero2": {}, "zero3": {"min_shard_elements": 0}}
+STRATEGIES = {"bucketed": {}, "zero1": {}, "zero3": {"min_shard_elements": 0}}
 
 
 @pytest.mark.sample

@@ -86,6 +86,7 @@ class Run(NamedTuple):
 def trace_backward(run: Run, state: TrainState, batch: Any) -> GradientTrace:
     """Traces this rank's gradients of a micro-batch: what the plan is made from, and what the step computes."""
     trainable, frozen = split(state.params, run.layout.trainable)
+    # [examples of this rank, ...] -> [examples of a micro-batch, ...]
     microbatch = jax.tree.map(lambda leaf: leaf[: leaf.shape[0] // run.num_microbatches], batch)
     args = trainable, frozen, state.model_state, microbatch, state.key
     return trace_gradients(partial(local_gradients, run), *args, has_aux=True, reduced=run.layout.held)
@@ -99,6 +100,7 @@ def local_gradients(
     Gradients of parameters that are held as shards are shards, summed over ranks by the transpose of the gather.
     """
     layout = run.layout
+    # Trained parameters are in the compute dtype already; frozen ones have no master elsewhere.
     frozen = in_dtype(frozen, layout.compute_dtype)
 
     def loss(trainable: Any) -> tuple[jax.Array, tuple[Parts, Any]]:
@@ -106,7 +108,7 @@ def local_gradients(
 
     with jax.named_scope(LOSS_SCOPE):
         grads, (parts, new_state) = jax.grad(loss, has_aux=True)(trainable)
-    if parts.loss.weight is not None:  # statistics of no examples
+    if parts.loss.weight is not None:  # statistics of no examples are often 0 / 0
         new_state = jax.tree.map(partial(jnp.where, parts.loss.weight == 0), model_state, new_state)
     by_name = {name: grad.astype(layout.grad_dtypes[name]) for name, grad in named_leaves(grads).items()}
     return by_name, (parts, new_state)
@@ -128,9 +130,11 @@ def train_step(
         The next state; the metrics, equal on every rank; and the weight of all examples, None without weights.
     """
     ranks, strategy, layout = run.layout.ranks, run.strategy, run.layout
+    # Dropout must differ between ranks and steps, and repeat with the seed.
     key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), lax.axis_index(ranks.axis))
     trainable, frozen = split(state.params, layout.trainable)
     has_microbatches = run.num_microbatches > 1
+    # Stage 2 adds up shards of sums; the others add up full gradients and reduce once.
     reduces_each = plan.each_microbatch and has_microbatches
     # Gradients that are sent as they are written are not cast by a kernel of their own.
     is_wide = not (has_microbatches or ranks.other_axes or strategy.hook) and sends_uncopied(plan)
@@ -138,7 +142,7 @@ def train_step(
     def gradients(model_state: Any, microbatch: Any, index: Any) -> tuple[Any, Any]:
         params: Any = (trainable, frozen)
         token: Any = 0
-        if layout.held and has_microbatches:  # or XLA would gather every unit once, before the loop
+        if layout.held and has_microbatches:  # or XLA would gather every unit once, before the loop, and hold all
             params, token = order_token(params, index)
         compute = partial(with_wide_products, backward.__call__) if is_wide else backward
         grads, (parts, model_state) = compute(*params, model_state, microbatch, jax.random.fold_in(key, index))
@@ -151,6 +155,8 @@ def train_step(
         is_apart=reduces_each or bool(layout.held),
     )  # fmt: skip
     grads, parts, token = found
+
+    # Sums can be added, means cannot: gradients, loss and aux are divided once, after all have been summed.
     parts = sum_over_ranks(parts, ranks)
     num_parts = ranks.num_ranks * run.num_microbatches
     with jax.numpy_dtype_promotion("standard"):
@@ -159,9 +165,10 @@ def train_step(
         means = Means({name: divide_total(grad, divisor) for name, grad in grads.items()})
     else:
         means = strategy.reduce(grads, plan, layout, divisor)
+
     loss, aux = divide(parts, num_parts)
     metrics = {"loss": loss, "grad_norm": global_norm(means, layout)} | ({} if aux is None else {"aux": aux})
-    with jax.named_scope(OPTIMIZER_SCOPE):
+    with jax.named_scope(OPTIMIZER_SCOPE):  # by this name, instruments tell updates from the backward
         grads = clip(means.grads, layout, metrics["grad_norm"], run.max_grad_norm)
         trainable, opt_state = strategy.update(grads, state.opt_state, trainable, plan, layout, loss)
     model_state = sync_model_state(model_state, ranks, run.state_sync)
@@ -186,8 +193,10 @@ def over_microbatches(
         parts = map_per_example(lambda each: jnp.zeros((num, *each.shape), each.dtype).at[index].set(each), parts)
         return (grads, parts, token), carry
 
+    # [n, ...] -> [num, n / num, ...]: micro-batches are consecutive examples.
     pieces = jax.tree.map(lambda leaf: leaf.reshape(num, leaf.shape[0] // num, *leaf.shape[1:]), batch)
     earlier, last = (jax.tree.map(lambda leaf, part=part: leaf[part], pieces) for part in (slice(-1), -1))
+    # The scan starts from zeros of the shapes that one micro-batch gives.
     shapes, _ = jax.eval_shape(numbered, carry, last, jnp.int32(0))
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
@@ -211,7 +220,7 @@ def global_norm(means: Means, layout: Layout) -> jax.Array:
     if squares is None:
         squares = sum_of_squares(grad for name, grad in means.grads.items() if name in layout.cuts)
         full = sum_of_squares(grad for name, grad in means.grads.items() if name not in layout.cuts)
-    if layout.cuts and layout.ranks.num_shards > 1:
+    if layout.cuts and layout.ranks.num_shards > 1:  # each rank has squared its own shards
         squares = lax.psum(squares, layout.ranks.shard_axis)
     return jnp.sqrt(squares + full)
 
@@ -219,7 +228,7 @@ def global_norm(means: Means, layout: Layout) -> jax.Array:
 def clip(grads: dict[str, jax.Array], layout: Layout, norm: jax.Array, max_norm: float | None) -> dict[str, jax.Array]:
     """Scales gradients to ``max_norm``, in the dtypes in which parameters are updated."""
     if max_norm is not None:
-        scale = jnp.minimum(1.0, max_norm / norm)
+        scale = jnp.minimum(1.0, max_norm / norm)  # optax's formula; torch adds 1e-6 to the norm
         grads = {name: grad * scale.astype(grad.dtype) for name, grad in grads.items()}
     return {name: grad.astype(layout.dtypes[name]) for name, grad in grads.items()}
 
@@ -236,6 +245,7 @@ def sum_over_ranks(parts: Any, ranks: Ranks) -> Any:
     if ranks.num_ranks == 1:
         return parts
     leaves, structure = jax.tree.flatten(parts, is_leaf=lambda leaf: isinstance(leaf, PerExample))
+    # Floats of all dtypes share a call; integers keep theirs, since a float sum would round them.
     places: dict[Any, list[int]] = {}
     with jax.named_scope(METRICS_SCOPE):
         for place, leaf in enumerate(leaves):
