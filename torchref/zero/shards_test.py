@@ -128,6 +128,18 @@ def optimizer_made_first(has_stepped):
     return max((full[name] - parameter).abs().max().item() for name, parameter in alone.named_parameters())
 
 
+def difference_after_a_step(net, forward, alone):
+    """The largest between the wrapper's weights and one process's."""
+    tx = net if net.owns_optimizer else torch.optim.SGD(net.parameters(), lr=0.1)
+    forward(rows()[dist.get_rank() :: 2]).square().sum().backward()
+    net.finish_gradient_synchronization()
+    tx.step()
+    (alone(rows()).square().sum() / 2).backward()
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    full = net.gather_full_params()
+    return max((full[name] - parameter).abs().max().item() for name, parameter in alone.named_parameters())
+
+
 def halved(name):
     """Hooks on the parameters, put there after wrapping, halve each gradient; against one process."""
     torch.manual_seed(0)
@@ -143,14 +155,7 @@ def halved(name):
         for parameter in one.parameters():
             if said := refused(lambda parameter=parameter: parameter.register_post_accumulate_grad_hook(halve)):
                 return said
-    tx = net if net.owns_optimizer else torch.optim.SGD(net.parameters(), lr=0.1)
-    net(rows()[dist.get_rank() :: 2]).square().sum().backward()
-    net.finish_gradient_synchronization()
-    tx.step()
-    (alone(rows()).square().sum() / 2).backward()
-    torch.optim.SGD(alone.parameters(), lr=0.1).step()
-    full = net.gather_full_params()
-    return max((full[name] - parameter).abs().max().item() for name, parameter in alone.named_parameters())
+    return difference_after_a_step(net, net, alone)
 
 
 def forward_hooks():
@@ -180,6 +185,30 @@ def wrapped_otherwise(name):
         scaler.scale(torch.ones(()))
         said.append(refused(lambda: scaler.step(net if net.owns_optimizer else before)))
     return said
+
+
+def compiled(way):
+    """Under torch.compile, one step against one process; or what is refused."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    alone = copy.deepcopy(module)
+    if way == "module.compile":
+        module.compile(backend="eager")
+    if way != "around":
+        return refused(lambda: torchref.FSDP(torch.compile(module, backend="eager") if way == "within" else module))
+    net = torchref.FSDP(module)
+    return difference_after_a_step(net, torch.compile(net, backend="eager"), alone)
+
+
+def without_weights():
+    """What meta-learning does, and a module without weights."""
+    net = torchref.FSDP(nn.Linear(3, 2))
+    changed = {name: torch.zeros(2, *shape) for name, shape in (("module.weight", (3,)), ("module.bias", ()))}
+    return [
+        refused(lambda: torch.func.functional_call(net, changed, (torch.ones(1, 3),))),
+        refused(lambda: torch.autograd.grad(net(torch.ones(1, 3)).sum(), list(net.parameters()), create_graph=True)),
+        refused(lambda: torchref.FSDP(nn.Linear(3, 2, device="meta"))),
+    ]
 
 
 # In the test process
@@ -233,4 +262,18 @@ def test_forward_hooks_that_return_nothing(ranks):
 @pytest.mark.parametrize("name", ["bucketed", "zero1", "zero3"])
 def test_wrappers_refuse_what_they_cannot_do_in_one_line(ranks, name):
     for said in ranks.run(wrapped_otherwise, name, num_ranks=2):
+        assert all(one and "\n" not in one for one in said), said
+
+
+@pytest.mark.parametrize("way", ["around", "within", "module.compile"])
+def test_compiled_around_it_is_right_and_within_it_is_refused(ranks, way):
+    for found in ranks.run(compiled, way, num_ranks=2):
+        if way == "around":
+            assert found <= 1e-12  # float64: the order of sums
+        else:
+            assert "is compiled" in found and "\n" not in found
+
+
+def test_meta_learning_and_the_meta_device_are_refused_in_one_line(ranks):
+    for said in ranks.run(without_weights, num_ranks=2):
         assert all(one and "\n" not in one for one in said), said

@@ -65,7 +65,7 @@ class FSDP(Replicated):
     parameters. The optimizer over them may be made before or after wrapping, and must be element-wise. Every backward
     reduces the shards' gradients, even under ``no_sync``; the replicated ones are accumulated. Clip with
     ``clip_grad_norm_`` of the wrapper: ``torch.nn.utils.clip_grad_norm_`` would compute the norm of this rank's shards
-    alone, and is refused, as is a ``torch.amp.GradScaler``.
+    alone, and is refused, as is a ``torch.amp.GradScaler``. ``torch.compile`` around it leaves it uncompiled.
 
     All ranks must use the same units in the same order; the synchronisation compares. A parameter may be used only
     within its own module's forward: elsewhere it is a shard (``zero/shards.py``), which answers as the whole would, or
@@ -99,10 +99,16 @@ class FSDP(Replicated):
 
         Raises:
             ValueError: If there is no parameter to shard, a unit shares one with a module that is no unit, a unit keeps
-                or changes its weights itself, the dtype is not floating-point, or as ``BucketedDDP``.
+                or changes its weights itself, a module is compiled, the dtype is not floating-point, or as
+                ``BucketedDDP``.
         """
         check_module(module, options.get("process_group"))
         check_dtype("compute_dtype", compute_dtype)
+        for name, one in module.named_modules():
+            if one._compiled_call_impl is not None or "_orig_mod" in one._modules:
+                raise ValueError(
+                    f"module {name!r} is compiled, and a compiled program takes no shards: use BucketedDDP"
+                )
         shard_types = (shard_types,) if isinstance(shard_types, type) else shard_types
         if not isinstance(shard_types, tuple) or not all(isinstance(one, type) for one in shard_types):
             raise ValueError(f"shard_types (={shard_types!r}) must be a tuple of classes of modules")
@@ -208,6 +214,7 @@ class FSDP(Replicated):
         replicated = [grad for name, grad in grads.items() if name not in self._sharded]
         return replicated, [grad for name, grad in grads.items() if name in self._sharded]
 
+    @torch._disable_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As in ``DataParallel``.
 
