@@ -4,6 +4,8 @@ The test process itself has simulated CPU devices, so both frameworks run in ran
 JAX's runs there are compiled for one, two and eight GPUs that are not here with ``-m full``.
 """
 
+import os
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -14,7 +16,7 @@ import jaxddp
 from jaxddp import targets
 from jaxddp.checkpoint.interop import to_numpy
 from jaxddp.models import abstract, build
-from torchref.launch import launch
+from torchref.launch import RankPool, launch
 
 from . import jax_side, torch_side
 from .cases import STRATEGIES, Case, tolerance
@@ -28,21 +30,29 @@ def num_gpus() -> int:
     return max(n for n in (1, 2, 3, 4, 8) if n <= max(1, torch.cuda.device_count()))
 
 
-def jaxddp_on_gpus(case: Case):
+def weights_of_jaxddp(case: Case, platform: str = "cuda"):
     """Runs in a process of its own, which has not started JAX on the CPU."""
-    jax.config.update("jax_platforms", "cuda")
-    jax.config.update("jax_default_matmul_precision", "highest")
-    weights = jax_side.train(case)
+    start_jax(platform)
+    return jax_side.train(case)
+
+
+def planned_and_compiled(case: Case):
+    start_jax("cuda")
     trainer, state, batch = larger_step(case, jaxddp.data_mesh(case.num_ranks))
-    return weights, sorted(trainer.planned(state, batch)), jaxddp.gradient_collectives(trainer.compile(state, batch))
+    return sorted(trainer.planned(state, batch)), jaxddp.gradient_collectives(trainer.compile(state, batch))
 
 
-def bucketed_on_gpus(num_ranks: int, start_early: bool, platform: str = "cuda"):
-    """Weights of the tiny language model after training with many small buckets, in a process of its own."""
+def start_jax(platform: str) -> None:
     jax.config.update("jax_platforms", platform)
+    jax.config.update("jax_default_matmul_precision", "highest")
+
+
+def weights_in_many_buckets(num_ranks: int, platform: str = "cuda"):
+    """Weights of the tiny language model after training, in a process of its own."""
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true"
+    start_jax(platform)
     loss_fn, params = build("tiny")
-    mesh = jaxddp.data_mesh(num_ranks)
-    trainer = jaxddp.Trainer(loss_fn, optax.adamw(1e-3), jaxddp.bucketed(1 / 1024), mesh, start_early=start_early)
+    trainer = jaxddp.Trainer(loss_fn, optax.adamw(1e-3), jaxddp.bucketed(1 / 1024), jaxddp.data_mesh(num_ranks))
     state = trainer.init(params)
     for batch in batches("tiny", "float32"):
         state, _ = jax.block_until_ready(trainer.step(state, batch))
@@ -86,24 +96,53 @@ def test_as_many_gpus_are_used_as_share_the_batch(found, used, monkeypatch):
     assert num_gpus() == used
 
 
+@pytest.fixture(scope="module")
+def jax_process():
+    """Starts JAX on the GPUs once."""
+    with RankPool(1) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def nccl_ranks():
+    with RankPool(num_gpus(), backend="nccl") as pool:
+        yield pool
+
+
+def test_what_gpus_run_runs_on_a_cpu(jax_process):
+    case = Case("zero3(0)", "adamw", 1, "tiny", "float32")
+    alone = torch_side.train_on_one_process(case, to_numpy(jax_side.initial_params(case.model, case.dtype)))
+    for weights in (
+        jax_process.run(weights_in_many_buckets, 1, "cpu")[0],
+        jax_process.run(weights_of_jaxddp, case, "cpu")[0],
+    ):
+        assert weights.keys() == alone.keys()
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("start_early", [True, False])
-def test_two_runs_on_gpus_end_with_the_same_bits(start_early):
+def test_two_runs_on_gpus_end_with_the_same_bits():
     """With any number of collectives in flight they queue on one stream, in the order of the plan."""
-    first, second = (launch(bucketed_on_gpus, num_gpus(), start_early, num_ranks=1)[0] for _ in range(2))
+    first, second = (launch(weights_in_many_buckets, num_gpus(), num_ranks=1)[0] for _ in range(2))
     assert largest_difference(first, second) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+def test_gpus_run_what_is_planned(jax_process, strategy):
+    case = Case(strategy, "adamw", num_gpus(), "tiny", "float32")
+    planned, compiled = jax_process.run(planned_and_compiled, case, timeout_s=600.0)[0]
+    assert planned == compiled
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("strategy", list(STRATEGIES))
-def test_gpus_give_the_weights_of_one_cpu_process(strategy, model):
+def test_gpus_give_the_weights_of_one_cpu_process(jax_process, nccl_ranks, strategy, model):
     case = Case(strategy, "adamw", num_gpus(), model, "float32")
     start = to_numpy(jax_side.initial_params(case.model, case.dtype))
     alone = torch_side.train_on_one_process(case, start)
-    ours, planned, compiled = launch(jaxddp_on_gpus, case, num_ranks=1)[0]
-    theirs = launch(torch_side.train_on_rank, case, start, num_ranks=case.num_ranks, backend="nccl")[0]
+    ours = jax_process.run(weights_of_jaxddp, case, timeout_s=600.0)[0]
+    theirs = torch_side.train(case, start, nccl_ranks)
     atol, reason = tolerance(case)
     assert largest_difference(ours, alone) <= atol, reason
     assert largest_difference(theirs, alone) <= atol, reason
-    assert planned == compiled
