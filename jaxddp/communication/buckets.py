@@ -234,6 +234,7 @@ def bucket_width(bucket: Bucket, num_ranks: int) -> int:
 
 def _checked(tensors: Iterable[TensorSpec]) -> list[TensorSpec]:
     """Leaves out tensors without elements, and refuses a name that occurs twice."""
+    check_kind("tensors", tensors, Iterable, "a sequence of TensorSpec")
     checked: dict[str, TensorSpec] = {}
     for tensor in tensors:
         check_kind("tensor", tensor, TensorSpec, "a TensorSpec")
