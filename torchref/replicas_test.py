@@ -81,10 +81,3 @@ def test_every_bit_of_every_dtype_counts(dtype):
     changed[1, 2] = 0
     assert _checksum(tensor) != _checksum(changed)
     assert _checksum(tensor.T) == _checksum(tensor.T.contiguous())
-
-
-def test_chunks_make_no_difference(monkeypatch):
-    tensor = torch.randn(1000)
-    whole = _checksum(tensor)
-    monkeypatch.setattr("torchref.replicas._CHUNK_WORDS", 7)
-    assert _checksum(tensor) == whole

@@ -64,6 +64,7 @@ class DataParallel(nn.Module, abc.ABC):
         plan: What a backward pass communicates.
         num_ranks: Number of ranks.
         sync: What synchronises the gradients: a call of ``finish_gradient_synchronization``, or every backward.
+        require_backward_grad_sync: As in ``DistributedDataParallel``; ``no_sync`` switches it off.
         owns_optimizer: Whether the strategy makes and steps the optimizer. Its constructor then takes
             ``optimizer_cls`` and the optimizer's options, it has ``step()``, and a schedule drives its ``optimizer``.
         each_microbatch: Whether gradients are reduced in every backward, also under ``no_sync``.
@@ -78,7 +79,6 @@ class DataParallel(nn.Module, abc.ABC):
         module: nn.Module,
         *,
         process_group: dist.ProcessGroup | None = None,
-        order: Sequence[str] | None = None,
         broadcast_buffers: bool = True,
         sync: Sync = "finish",
         **ddp_options: Any,
@@ -88,8 +88,6 @@ class DataParallel(nn.Module, abc.ABC):
         Args:
             module: Of the same structure on every rank; its weights may differ.
             process_group: The ranks; all of them when None.
-            order: Names of the planned parameters in the order in which the backward finishes their gradients; the
-                reverse of their registration when None.
             broadcast_buffers: Whether buffers, such as running means, are rank 0's after each synchronisation, too.
             sync: ``"backward"`` ends every backward outside ``no_sync`` with ``finish_gradient_synchronization()``, so
                 that none is to be called. Each rank's backward must then reach a trainable parameter.
@@ -100,50 +98,41 @@ class DataParallel(nn.Module, abc.ABC):
                 an option is out of range, or ranks have other versions, strategies, parameters, buffers or plans.
         """
         name = type(self).__name__
-        if not dist.is_initialized():
-            raise ValueError(
-                f"{name} needs a process group: call torch.distributed.init_process_group,"
-                " or run under torchref.launch, before wrapping a module"
-            )
-        check_module(module, process_group)
+        check_module(name, module, process_group)
         check_flag(broadcast_buffers=broadcast_buffers)
         if sync not in ("finish", "backward"):
             raise ValueError(f"sync (={sync!r}) must be 'finish' or 'backward'")
-        if unknown := [option for option in ddp_options if option not in HARMLESS]:
+        for option in ddp_options.keys() - HARMLESS:
             has_buckets = f"{name} takes bucket_mb" if hasattr(self, "_bucket_mb") else "BucketedDDP has bucket_mb"
-            way = f": {has_buckets}" if unknown[0] == "bucket_cap_mb" else ""
-            raise ValueError(f"{name} has no option {unknown[0]} (={ddp_options[unknown[0]]!r}){way}")
+            way = f": {has_buckets}" if option == "bucket_cap_mb" else ""
+            raise ValueError(f"{name} has no option {option} (={ddp_options[option]!r}){way}")
         super().__init__()
-        self.module = module
-        self.process_group = process_group
-        self.sync = sync
+        self.module, self.process_group, self.sync = module, process_group, sync
         self.num_ranks = dist.get_world_size(process_group)
         self.require_backward_grad_sync = True
-        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._broadcasts_buffers = broadcast_buffers and self.num_ranks > 1
+        self._trained = {one: p for one, p in module.named_parameters() if p.requires_grad}
         if self.num_ranks > 1:
             versions = {"torchref": __version__, "torch": torch.__version__}
             chosen = {"strategy": name, "broadcast_buffers": broadcast_buffers, "sync": sync}
             check_alike(versions | chosen | _describe(module), process_group)
-        if not trained:
+        if not self._trained:
             raise ValueError(
                 f"module (={type(module).__name__}) must have at least one parameter that needs a gradient"
             )
         self._sharded = frozenset(self.names_to_shard())
-        names = _ordered([one for one in reversed(trained) if one not in self._sharded], order)
-        specs = [tensor_spec(one, trained[one]) for one in names]
+        specs = [tensor_spec(one, p) for one, p in reversed(self._trained.items()) if one not in self._sharded]
         self.plan = self.make_plan(specs if self.num_ranks > 1 else ())  # one rank communicates nothing
+        self._bucket_of = {t.name: i for i, bucket in enumerate(self.plan.buckets) for t in bucket.tensors}
         if self.num_ranks > 1:
             checksum = zlib.crc32(repr(self.plan).encode())
             check_alike({"plan": f"{len(self.plan.buckets)} buckets, checksum {checksum:08x}"}, process_group)
-        self._bucket_of = {t.name: i for i, bucket in enumerate(self.plan.buckets) for t in bucket.tensors}
         with torch.no_grad():
             for tensor in [*module.parameters(), *module.buffers()]:
                 broadcast(tensor, root=0, group=process_group)
         self.shard()
-        self._trained = trained
-        self._specs = {one: tensor_spec(one, p) for one, p in trained.items()}
-        self._buffer_specs = [tensor_spec(one, buffer) for one, buffer in module.named_buffers()]
-        self._broadcasts_buffers = broadcast_buffers and self.num_ranks > 1
+        self._specs = {one: tensor_spec(one, p) for one, p in self._trained.items()}
+        self._buffer_specs = {tensor_spec(one, buffer) for one, buffer in module.named_buffers()}
         # Whether gradients are not whole before finish_gradient_synchronization: on one rank most are.
         self._must_finish = self.num_ranks > 1 or self.owns_optimizer or bool(self._sharded)
         self._is_finished = False  # synchronised, and no forward since
@@ -187,11 +176,7 @@ class DataParallel(nn.Module, abc.ABC):
         """Turns those parameters into shards, after the broadcast and all checks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module.
-
-        Raises:
-            RuntimeError: If parameters have changed since a backward that was never finished.
-        """
+        """Calls the module; a RuntimeError if parameters have changed since a backward that was never finished."""
         is_in_backward = torch._C._current_graph_task_id() != -1  # which computes this again
         if torch.is_grad_enabled() and not is_in_backward:
             self._check_weights()
@@ -209,31 +194,18 @@ class DataParallel(nn.Module, abc.ABC):
         return output
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients, and discards a backward pass that was never finished.
-
-        Raises:
-            RuntimeError: If parameters have changed since that pass.
-        """
+        """Clears the gradients, and discards a backward pass that was never finished, as ``on_train_batch_start``."""
         self.on_train_batch_start()
         super().zero_grad(set_to_none)
-
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """Whether a backward communicates, as in ``DistributedDataParallel``; ``no_sync`` switches it off."""
-        return self._sync
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, value: bool) -> None:
-        self._sync = value
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Suspends communication: backwards inside only accumulate, and the first one after it communicates the sum."""
-        before, self._sync = self._sync, False
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
         finally:
-            self._sync = before
+            self.require_backward_grad_sync = before
 
     def on_train_batch_start(self) -> None:
         """Discards a backward pass that was never finished, such as one that raised.
@@ -264,8 +236,7 @@ class DataParallel(nn.Module, abc.ABC):
                 gives the mean.
 
         Raises:
-            ValueError: If a parameter was replaced, frozen, cast, added or made trainable after wrapping, a buffer
-                resized, cast, added or removed, or the denominator is not positive.
+            ValueError: If a parameter or a buffer was changed after wrapping, or the denominator is not positive.
             RuntimeError: If no pass has followed the last synchronisation, or a gradient was changed that is being
                 reduced already.
         """
@@ -274,8 +245,7 @@ class DataParallel(nn.Module, abc.ABC):
         self._check_unchanged()
         self._check_weights()
         self._discard_if_cleared()
-        for name in self._sent:
-            self._check_sent(name)
+        self._check_sent()
         if self._is_finished and not self._has_begun:
             raise RuntimeError(
                 "finish_gradient_synchronization was called again without a backward: call it once after the backward,"
@@ -293,11 +263,7 @@ class DataParallel(nn.Module, abc.ABC):
             end_step()
 
     def grad_norm(self) -> torch.Tensor:
-        """Computes the global norm of the gradients; call it on every rank, after the synchronisation.
-
-        Raises:
-            RuntimeError: If there are no gradients, or they are not synchronised.
-        """
+        """Computes the global norm of the gradients; call it on every rank, after the synchronisation."""
         self._check_finished()
         replicated, shards = self.gradients()
         if not replicated and not shards:
@@ -305,12 +271,7 @@ class DataParallel(nn.Module, abc.ABC):
         return sharded_norm(shards, replicated, self.process_group) if shards else global_norm(replicated)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scales the gradients to a global norm of at most ``max_norm``, without an epsilon; returns that before.
-
-        Raises:
-            ValueError: If ``max_norm`` is not positive.
-            RuntimeError: If there are no gradients.
-        """
+        """Scales the gradients to a global norm of at most ``max_norm``, without an epsilon; returns that before."""
         norm = self.grad_norm()
         replicated, shards = self.gradients()
         clip_to_norm_([*replicated, *shards], norm, max_norm)
@@ -410,7 +371,7 @@ class DataParallel(nn.Module, abc.ABC):
         # A backward within another one may come again, so what it brings waits for the end of the outermost.
         is_inner = self._outermost not in (None, torch._C._current_graph_task_id())
         if name in self._bucket_of and not self.plan.after_backward and not is_inner:
-            if self._sync or self.each_microbatch or name in self._ready:
+            if self.require_backward_grad_sync or self.each_microbatch or name in self._ready:
                 self._count(name)
 
     @property
@@ -431,7 +392,7 @@ class DataParallel(nn.Module, abc.ABC):
         self._outermost = None
         if self._has_begun:
             self.end_microbatch()
-            if self.sync == "backward" and self._sync:
+            if self.sync == "backward" and self.require_backward_grad_sync:
                 self.finish_gradient_synchronization()
 
     def end_microbatch(self) -> None:
@@ -440,16 +401,12 @@ class DataParallel(nn.Module, abc.ABC):
     @torch.no_grad()
     def _broadcast_buffers(self) -> None:
         """Broadcasts the buffers from rank 0, changed or not: no rank knows whether another's have changed."""
-        if not self._broadcasts_buffers:
-            return
-        buffers = dict(self.module.named_buffers())
-        now = [tensor_spec(name, buffer) for name, buffer in buffers.items()]
-        if now != self._buffer_specs:
-            before = {spec.name: spec for spec in self._buffer_specs}
-            wrong = next(name for name in [*buffers, *before] if (spec := before.get(name)) is None or spec not in now)
+        buffers = dict(self.module.named_buffers()) if self._broadcasts_buffers else {}
+        changed = {tensor_spec(name, one) for name, one in buffers.items()} ^ self._buffer_specs
+        if self._broadcasts_buffers and changed:
             raise ValueError(
-                f"buffer {wrong!r} was added, removed, resized or cast after wrapping, and ranks could differ in it:"
-                " register it as it stays before wrapping, or wrap with broadcast_buffers=False"
+                f"buffer {min(changed).name!r} was added, removed, resized or cast after wrapping, and ranks could"
+                " differ in it: register it as it stays before wrapping, or wrap with broadcast_buffers=False"
             )
         if buffers:  # not counted with the gradients
             group: Any = self.process_group or dist.group.WORLD
@@ -475,23 +432,19 @@ class DataParallel(nn.Module, abc.ABC):
     def _start_next(self) -> None:
         self.start_reduction(self._num_started)
         for tensor in self.plan.buckets[self._num_started].tensors:
-            self._note_sent(tensor.name)
+            grad = self._trained[tensor.name].grad
+            if isinstance(grad, (PartialGradient, SpentGradient)):
+                self._sent[tensor.name] = grad, grad._version
         self._num_started += 1
 
-    def _note_sent(self, name: str) -> None:
-        """Notes a gradient that must not change before the synchronisation."""
-        grad = self._trained[name].grad
-        if isinstance(grad, (PartialGradient, SpentGradient)):
-            self._sent[name] = grad, grad._version
-
-    def _check_sent(self, name: str) -> None:
-        """Refuses a change of such a gradient."""
-        sent, version = self._sent[name]
-        if self._trained[name].grad is not sent or sent._version != version:
-            raise RuntimeError(
-                f"the gradient of {name!r} was changed while it was reduced: change gradients after"
-                " finish_gradient_synchronization, or drop all of them by zero_grad() of the wrapper"
-            )
+    def _check_sent(self) -> None:
+        """Refuses a change of a gradient that is being reduced."""
+        for name, (sent, version) in self._sent.items():
+            if self._trained[name].grad is not sent or sent._version != version:
+                raise RuntimeError(
+                    f"the gradient of {name!r} was changed while it was reduced: change gradients after"
+                    " finish_gradient_synchronization, or drop all of them by zero_grad() of the wrapper"
+                )
 
     def _grad(self, name: str) -> torch.Tensor:
         """A parameter's gradient; zeros if it has none."""
@@ -515,24 +468,29 @@ def register(name: str) -> Callable[[type], type]:
     return add
 
 
-def check_module(module: Any, process_group: Any = None) -> None:
-    """Refuses what no strategy can wrap, by a ValueError."""
+def check_module(name: str, module: Any, process_group: Any = None) -> None:
+    """Refuses what the wrapper of this name cannot wrap, by a ValueError."""
+    if not dist.is_initialized():
+        raise ValueError(
+            f"{name} needs a process group: call torch.distributed.init_process_group, or run under torchref.launch,"
+            " before wrapping a module"
+        )
     check_kind("module", module, nn.Module, "a torch.nn.Module")
     if process_group is not None:
         check_kind("process_group", process_group, dist.ProcessGroup, "a process group, or None for all ranks")
-    owners = {id(p): other for other in _live for p in other._trained.values()}
-    for name, parameter in module.named_parameters():
+    owners = {id(p): type(other).__name__ for other in _live for p in other._trained.values()}
+    for one, parameter in module.named_parameters():
         if parameter.is_meta:
-            raise ValueError(f"parameter {name!r} is on the meta device: module.to_empty(device=...), then wrap it")
+            raise ValueError(f"parameter {one!r} is on the meta device: module.to_empty(device=...), then wrap it")
         if hasattr(parameter, "full_shape"):
             raise ValueError(
-                f"parameter {name!r} (={list(parameter.shape)}) must be full (={list(parameter.full_shape)}), not a"
+                f"parameter {one!r} (={list(parameter.shape)}) must be full (={list(parameter.full_shape)}), not a"
                 " shard made by FSDP: wrap a new module, loaded with what gather_full_params() returned"
             )
         if id(parameter) in owners:
-            other = type(owners[id(parameter)]).__name__
             raise ValueError(
-                f"parameter {name!r} is already wrapped by a {other}: delete that first, or both would sum its gradient"
+                f"parameter {one!r} is already wrapped by a {owners[id(parameter)]}: delete that first, or both would"
+                " sum its gradient"
             )
 
 
@@ -548,11 +506,7 @@ def planned_collectives(net: DataParallel, *, num_microbatches: int = 1) -> list
 
 
 def resolve_bucket_mb(bucket_mb: BucketMb, bucket_size_mb: BucketMb) -> BucketMb:
-    """Returns the bucket cap that was given under either of its two names.
-
-    Raises:
-        ValueError: If both are given.
-    """
+    """Returns the bucket cap that was given under either of its two names; a ValueError if under both."""
     if bucket_size_mb == "default":
         return bucket_mb
     if bucket_mb != "default":
@@ -577,18 +531,6 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
             alive(*args)
 
     return hook
-
-
-def _ordered(planned: list[str], order: Any) -> list[str]:
-    """The names of planned parameters in the order that is given."""
-    if order is None:
-        return planned
-    check_kind("order", order, Sequence, "the names of parameters")
-    names = list(order)
-    if sorted(names, key=str) != sorted(planned):
-        wrong = sorted(set(names) ^ set(planned), key=str) or [name for name in names if names.count(name) > 1]
-        raise ValueError(f"order must name each trainable parameter once; {wrong[0]!r} is not")
-    return names
 
 
 def _describe(module: nn.Module) -> dict[str, str]:

@@ -222,8 +222,6 @@ def bad_input(name):
         ValueError, match=r"module \(=Sequential\) must have at least one parameter that needs a gradient"
     ):
         wrap(name, frozen)
-    with pytest.raises(ValueError, match="order must name each trainable parameter once; '0.bias' is not"):
-        wrap(name, mlp(), order=["0.weight", "2.weight", "2.bias", "3.weight", "3.bias"])
     with pytest.raises(ValueError, match="unknown strategy 'zero9': one of naive, flat, overlapped, bucketed"):
         torchref.make_strategy("zero9", mlp())
     with pytest.raises(ValueError, match=r"bucket_mb \(=0\) must be a positive number"):
@@ -237,11 +235,6 @@ def older_name_of_the_cap(name):
     options = ({"bucket_mb": 0.001}, {"bucket_size_mb": 0.001})
     plans = [torchref.make_strategy(name, mlp(), **option, **takes).plan for option in options]
     return plans[0] == plans[1] and len(plans[0].buckets) > 1
-
-
-def given_order(name):
-    names = ["3.bias", "0.weight", "2.bias", "3.weight", "0.bias", "2.weight"]
-    return list(wrap(name, mlp(), order=names).plan.names) == names
 
 
 # In the test process
@@ -351,11 +344,6 @@ def test_bad_input(ranks, name):
 @pytest.mark.parametrize("name", ["bucketed", "zero1", "zero2"])
 def test_bucket_size_mb_is_bucket_mb(ranks, name):
     assert all(ranks.run(older_name_of_the_cap, name, num_ranks=2))
-
-
-@strategies
-def test_an_order_can_be_given(ranks, name):
-    assert all(ranks.run(given_order, name, num_ranks=2))
 
 
 def test_a_wrapper_needs_a_process_group():

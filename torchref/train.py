@@ -13,19 +13,19 @@ parameters, state = optimizer(grads)                            of all parameter
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
 from jaxddp.arguments import check_function, check_integer, check_kind, is_number
 from jaxddp.processes.roll_call import disagreement
 
-from .agreement import check_alike, gather_texts, refuse
+from .agreement import check_alike, refuse
 from .clipping import clip_to_norm_, global_norm
 from .loss import Part, as_part
 from .strategy import DataParallel, check_dtype
@@ -96,13 +96,8 @@ class Trainer:
             raise ValueError(f"nonfinite (={nonfinite!r}) must be one of {', '.join(NONFINITE)}")
         if isinstance(net, DataParallel) and net.sync != "finish":
             raise ValueError(f"sync (={net.sync!r}) of net must be 'finish': the trainer divides by the batch's weight")
-        self.compute_dtype = compute_dtype
-        self.loss_fn = loss_fn
-        self.optimizer = optimizer
-        self.net = net
-        self.num_microbatches = num_microbatches
-        self.max_grad_norm = max_grad_norm
-        self.nonfinite = nonfinite
+        self.loss_fn, self.optimizer, self.net, self.num_microbatches = loss_fn, optimizer, net, num_microbatches
+        self.max_grad_norm, self.compute_dtype, self.nonfinite = max_grad_norm, compute_dtype, nonfinite
         self.num_steps = 0
         self._parallel = net if isinstance(net, DataParallel) else None
         self.num_ranks = self._parallel.num_ranks if self._parallel else 1
@@ -116,13 +111,41 @@ class Trainer:
             ``"skipped"``, 1 if it was, else 0, with ``nonfinite="skip"``.
 
         Raises:
-            FloatingPointError: If loss or gradient are not finite and ``nonfinite="raise"``; it names the parameters
-                whose gradients are not. Nothing was updated.
+            FloatingPointError: If loss or gradient are not finite and ``nonfinite="raise"``; nothing was updated.
             ValueError: If the batch cannot be split into micro-batches, the loss is not a scalar, ranks have other
                 options, they have unequally many examples and the loss is no ``Weighted``, or a weight is negative.
         """
+        total, weight, of_ranks = self._backwards(batch)
+        has_weight = weight is not None
+        divisor = float(weight) if weight is not None else self.num_ranks * self.num_microbatches
+        if not 0 <= divisor < math.inf:  # the same on all ranks, so all raise
+            raise ValueError(f"the weights of torchref.Weighted (={weight} in all) must be finite numbers, 0 or more")
+        has_examples = divisor != 0
+        self._finish(divisor or 1)
+        loss, norm = total / (divisor or 1), self._clip()
+        self.num_steps += 1
+        is_finite = True
+        if self.nonfinite != "ignore":  # else nothing here waits for a GPU
+            is_finite = math.isfinite(loss) and math.isfinite(norm)
+        if not has_weight and not of_ranks.is_cuda:
+            self._check_rows(of_ranks)
+        if has_examples and is_finite:
+            self.optimizer.step()
+        if not has_weight and of_ranks.is_cuda:  # after the update, which must not wait
+            self._check_rows(of_ranks)
+        metrics = {"loss": float(loss), "grad_norm": float(norm)}
+        if has_examples and not is_finite and self.nonfinite == "raise":
+            found = f"loss (={metrics['loss']}) and gradient norm (={metrics['grad_norm']}) of step {self.num_steps}"
+            raise FloatingPointError(f"{found} must be finite")
+        return metrics | ({"skipped": float(has_examples and not is_finite)} if self.nonfinite == "skip" else {})
+
+    def _backwards(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """The backward of each micro-batch; the sums of their losses and weights, and the examples of each rank."""
         if self._parallel is not None:
-            self._check_agreement()
+            if not self._agreed:
+                options = ("num_microbatches", "max_grad_norm", "compute_dtype", "nonfinite")
+                check_alike({name: getattr(self, name) for name in options}, self._parallel.process_group)
+                self._agreed = True
             self._parallel.discard_pass()
         self.net.zero_grad(set_to_none=True)
         rows = _num_rows(batch)
@@ -142,56 +165,8 @@ class Trainer:
                     raise ValueError("loss_fn must return a loss that depends on the parameters of net")
                 part.total.backward()
             parts.append(Part(part.total.detach(), part.weight))
-
         total, weight, of_ranks = self._sum_parts(parts, rows)
-        has_weight = parts[0].weight is not None
-        if not has_weight:
-            weight = torch.full_like(weight, self.num_ranks * self.num_microbatches)
-        elif not 0 <= float(weight) < math.inf:  # the same on all ranks, so all raise
-            raise ValueError(f"the weights of torchref.Weighted (={weight} in all) must be finite numbers, 0 or more")
-        has_examples = not has_weight or float(weight) != 0
-        divisor = float(weight) if has_weight else self.num_ranks * self.num_microbatches
-        self._finish(divisor if has_examples else 1)
-        loss, norm = total / (divisor if has_examples else 1), self._clip()
-        self.num_steps += 1
-        is_updated = has_examples
-        if self.nonfinite != "ignore":  # else nothing here waits for a GPU
-            is_updated = is_updated and math.isfinite(loss) and math.isfinite(norm)
-        if not has_weight and not of_ranks.is_cuda:
-            self._check_rows(of_ranks)
-        if is_updated:
-            self.optimizer.step()
-        if not has_weight and of_ranks.is_cuda:  # after the update, which must not wait
-            self._check_rows(of_ranks)
-        metrics = {"loss": float(loss), "grad_norm": float(norm)}
-        if has_examples and not is_updated and self.nonfinite == "raise":
-            self._raise_nonfinite(metrics)
-        if self.nonfinite == "skip":
-            metrics["skipped"] = float(has_examples and not is_updated)
-        return metrics
-
-    def _check_agreement(self) -> None:
-        if not self._agreed:
-            assert self._parallel is not None
-            options = ("num_microbatches", "max_grad_norm", "compute_dtype", "nonfinite")
-            check_alike({name: getattr(self, name) for name in options}, self._parallel.process_group)
-            self._agreed = True
-
-    def _raise_nonfinite(self, metrics: Mapping[str, float]) -> NoReturn:
-        """Names the parameters whose gradients are not finite, on any rank."""
-        shards = self._parallel.layout() if self._parallel is not None else {}
-        module = self._parallel.module if self._parallel is not None else self.net
-        held = dict(module.named_parameters()) | {name: shard for name, (shard, _) in shards.items()}
-        grads = {name: tensor.grad for name, tensor in held.items() if tensor.grad is not None}
-        names = [name for name, grad in grads.items() if not bool(grad.as_subclass(torch.Tensor).isfinite().all())]
-        if self._parallel is not None and self.num_ranks > 1:
-            told = [json.loads(text) for text in gather_texts(json.dumps(names), self._parallel.process_group)]
-            names = [name for name in held if any(name in of_rank for of_rank in told)]
-        loss, norm = metrics["loss"], metrics["grad_norm"]
-        found = f"loss (={loss}) and gradient norm (={norm}) of step {self.num_steps} must be"
-        more = f" and {len(names) - 3} more" * (len(names) > 3)
-        of = f": the gradients of {', '.join(names[:3])}{more} are not" if names else ""
-        raise FloatingPointError(f"{found} finite{of}")
+        return total, None if parts[0].weight is None else weight, of_ranks
 
     def _finish(self, denominator: float) -> None:
         if self._parallel is not None:
@@ -218,7 +193,7 @@ class Trainer:
     def _autocast(self, batch: Batch) -> contextlib.AbstractContextManager[Any]:
         if self.compute_dtype is None:  # a caller may have one of its own
             return contextlib.nullcontext()
-        return torch.autocast(next(_tensors(batch))[1].device.type, self.compute_dtype)
+        return torch.autocast(tree_leaves(batch)[0].device.type, self.compute_dtype)
 
     def _sum_parts(self, parts: list[Part], rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Sums totals and weights over micro-batches and ranks, in one all-reduce; and the examples of each rank."""
@@ -249,46 +224,24 @@ def local_rows(batch: Batch, index: int, num_parts: int) -> Any:
     Example:
         >>> local_rows({"x": torch.arange(6)}, 1, 3)
         {'x': tensor([2, 3])}
-        >>> local_rows((torch.arange(4), torch.zeros(4)), 1, 2)
-        (tensor([2, 3]), tensor([0., 0.]))
     """
-    num_parts = check_integer("num_parts", num_parts)
-    index = check_integer("index", index, 0)
-    if index >= num_parts:
-        raise ValueError(f"index (={index}) must be below num_parts (={num_parts})")
     rows = _num_rows(batch)
-    if rows % num_parts or rows == 0:
+    if rows % check_integer("num_parts", num_parts) or rows == 0:
         raise ValueError(f"batch (={rows} examples) must be divisible by the number of parts (={num_parts})")
+    if check_integer("index", index, 0) >= num_parts:
+        raise ValueError(f"index (={index}) must be below num_parts (={num_parts})")
     size = rows // num_parts
-    return _map(lambda tensor: tensor[index * size : (index + 1) * size], batch)
-
-
-def _map(function: Callable[[Any], Any], batch: Batch) -> Any:
-    if isinstance(batch, Mapping):
-        return {name: function(tensor) for name, tensor in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        return tuple(function(tensor) for tensor in batch)
-    return function(batch)
-
-
-def _tensors(batch: Batch) -> Iterator[tuple[str, Any]]:
-    """The tensors of a batch, and what to call them."""
-    if isinstance(batch, Mapping):
-        yield from ((f"batch[{name!r}]", tensor) for name, tensor in batch.items())
-    elif isinstance(batch, (tuple, list)):
-        yield from ((f"batch[{place}]", tensor) for place, tensor in enumerate(batch))
-    else:
-        yield "batch", batch
+    return tree_map(lambda tensor: tensor[index * size : (index + 1) * size], batch)
 
 
 def _num_rows(batch: Batch) -> int:
-    lengths = {}
-    for name, tensor in _tensors(batch):
-        if not getattr(tensor, "shape", ()):  # an array of NumPy's may be the loss function's business
-            kind = type(tensor).__name__
-            raise ValueError(f"{name} (={kind}) must be a tensor whose dimension 0 counts examples")
-        lengths[name] = len(tensor)
-    if len(set(lengths.values())) != 1:
-        found = ", ".join(f"{name} has {length}" for name, length in lengths.items())
-        raise ValueError(f"batch tensors must agree in length: {found}")
-    return next(iter(lengths.values()))
+    lengths: dict[str, Any] = {
+        f"batch{keystr(path)}": getattr(one, "shape", ()) for path, one in tree_flatten_with_path(batch)[0]
+    }
+    for name, shape in lengths.items():
+        if not shape:
+            raise ValueError(f"{name} must be a tensor whose dimension 0 counts examples")
+    if len({shape[0] for shape in lengths.values()}) != 1:
+        found = ", ".join(f"{name} has {shape[0]}" for name, shape in lengths.items())
+        raise ValueError(f"batch tensors must agree in length: {found or 'there are none'}")
+    return next(iter(lengths.values()))[0]

@@ -295,7 +295,7 @@ def test_a_step_that_is_not_finite_raises_before_its_update(ranks, strategy):
     ours, theirs = ranks.run(steps_with_nan, strategy, "raise", [False, True], num_ranks=2)
     (first, (error, is_same)) = ours
     assert ours == theirs and first == (None, False) and is_same
-    assert error.startswith("loss (=nan) and gradient norm (=nan) of step 2 must be finite: the gradients of 0.weight")
+    assert error == "loss (=nan) and gradient norm (=nan) of step 2 must be finite"
 
 
 def test_by_default_what_is_not_finite_is_taken(ranks):

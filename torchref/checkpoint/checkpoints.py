@@ -15,12 +15,10 @@ import os
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from jaxddp.arguments import check_flag, check_integer
 from jaxddp.checkpoint.folder import CheckpointFolder, as_json, refuse_nonfinite
@@ -41,17 +39,6 @@ class Checkpoints(CheckpointFolder):
     """The checkpoints in one folder; a context manager that lets other jobs save there at its end.
 
     All ranks call ``reserve``, ``latest_step``, ``save`` and ``restore``, and all raise the same.
-
-    Example:
-        >>> import tempfile, torch
-        >>> from torch import nn
-        >>> net = nn.Linear(2, 1)
-        >>> trainer = Trainer(lambda net, batch: net(batch["x"]).mean(), torch.optim.SGD(net.parameters(), lr=0.1), net)
-        >>> with tempfile.TemporaryDirectory() as folder, Checkpoints(folder) as checkpoints:
-        ...     _ = trainer.step({"x": torch.ones(4, 2)})
-        ...     checkpoints.save(trainer, step=1, data_position=4)
-        ...     checkpoints.restore(trainer)
-        (1, 4)
     """
 
     package = "torchref"
@@ -65,17 +52,10 @@ class Checkpoints(CheckpointFolder):
         keep: int = 3,
         warn: Callable[[str], None] = warnings.warn,
     ) -> None:
-        """Opens a folder, and creates it if needed.
+        """Opens a folder, and creates it if needed; on a shared file system if ranks are on several hosts.
 
-        Args:
-            directory: The folder; on a shared file system if ranks are on several hosts. What else it holds is left
-                alone.
-            keep: Checkpoints to keep; older ones are removed once a newer one is complete.
-            warn: Gets a line about each damaged checkpoint for which an older one is taken.
-
-        Raises:
-            ValueError: If ``keep`` is not positive, or the folder is a file or "".
-            OSError: If it cannot be created.
+        What else it holds is left alone. The ``keep`` newest checkpoints stay, and ``warn`` gets a line about each
+        damaged one for which an older one is taken. Raises as ``CheckpointFolder``.
         """
         super().__init__(directory, keep, warn)
 
@@ -105,20 +85,13 @@ class Checkpoints(CheckpointFolder):
         begin_step(is_call=True)
         whole = held.gather()
         end_step()
-        about = {
-            "step": step,
-            "strategy": _name_of(trainer.net),
-            "num_ranks": num_ranks(),
-            "data_position": position,
-            "optimizer": type(held.optimizer).__name__,
-            "state_has": held.state_has,
-            "numbers": whole.numbers,
-            "elementwise": whole.elementwise,
-        }
+        names = [name for name, strategy in STRATEGIES.items() if type(trainer.net) is strategy]
+        strategy = names[0] if names else type(trainer.net).__name__
+        place = {"step": step, "strategy": strategy, "num_ranks": num_ranks(), "data_position": position}
 
         def write() -> None:
-            refuse_nonfinite(step, [name for name, tensor in whole.tensors.items() if not is_finite(name, tensor)])
-            self._write(about, set_aside, lambda folder: _save(whole.tensors, folder / _FILE))
+            refuse_nonfinite(step, [name for name, one in whole.items() if not is_finite(name, one)])
+            self._write(place | held.about, set_aside, lambda folder: torch.save(whole, folder / _FILE))
 
         self._on_first(write)
 
@@ -140,10 +113,11 @@ class Checkpoints(CheckpointFolder):
         """
         about = self._agree(step)
 
-        def read() -> tuple[RankState, dict[str, torch.Tensor]]:
+        def read() -> tuple[RankState, dict[str, Any]]:
             held = RankState.of(trainer)
             path = self._path(about["step"]) / _FILE
             tensors = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
+            tensors |= {f"state.{entry}": number for entry, number in about.get("numbers", {}).items()}  # before
             held.check_fits(tensors, about, self._name(about["step"]))
             return held, tensors
 
@@ -177,16 +151,6 @@ class Checkpoints(CheckpointFolder):
         if rank() == 0 and num_ranks() > 1:
             begin_step(is_call=True)
             end_step()
-
-
-def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    with path.open("xb") as file:
-        torch.save(tensors, file)
-
-
-def _name_of(net: nn.Module) -> str:
-    """The name of a wrapper's strategy; the class of another module."""
-    return next((name for name, strategy in STRATEGIES.items() if type(net) is strategy), type(net).__name__)
 
 
 def _patient_group() -> dist.ProcessGroup:

@@ -1,7 +1,4 @@
-"""A rank's part of a training state, and the whole of it that a checkpoint holds.
-
-gather    whole[t]    = all-gather of shard[t, r], for what is sharded; tensor by tensor       rank 0 keeps it
-load      shard[t, r] = chunk r of whole[t]                                                    tensor by tensor
+"""What a rank holds of a training state, and the whole of it that a checkpoint holds.
 
 ===================== ======================== ==================================================
 in the checkpoint     shape                    is
@@ -10,6 +7,8 @@ in the checkpoint     shape                    is
 ``buffers.NAME``      ``[shape]``              a buffer of the ``state_dict``, such as a running mean
 ``state.KEY.NAME``    ``[shape]``, or another  the optimizer's state of it, such as ``exp_avg``
 ===================== ======================== ==================================================
+
+Shards are gathered tensor by tensor, and cut again from the whole when they are loaded.
 """
 
 from __future__ import annotations
@@ -35,20 +34,6 @@ _DECIDE_STATE = ("amsgrad", "momentum", "centered")
 """Options without which an optimizer keeps less."""
 
 
-class Whole(NamedTuple):
-    """A whole state.
-
-    Attributes:
-        tensors: By their names in a checkpoint, on rank 0's host; empty on the other ranks.
-        numbers: The optimizer's state that is no tensor, by ``KEY.NAME``.
-        elementwise: Keys of the optimizer's state that has an entry for each element.
-    """
-
-    tensors: dict[str, torch.Tensor]
-    numbers: dict[str, Any]
-    elementwise: list[str]
-
-
 class RankState(NamedTuple):
     """What a rank holds of a training state.
 
@@ -56,17 +41,15 @@ class RankState(NamedTuple):
         net: The wrapper, or a module of one process.
         module: What it wraps.
         optimizer: Over parameters, or this rank's shards of them.
-        updated: What the optimizer updates of each parameter, by name: itself, ``[shape]``, or a shard, ``[c]``.
-        shapes: Of the whole parameters, by name.
-        sharded: How the parameters of which the optimizer updates a shard are cut, by name.
+        updated: What the optimizer updates of each parameter, by name: itself, or a shard.
+        cuts: How the parameters of which the optimizer updates a shard are cut, by name.
     """
 
     net: nn.Module
     module: nn.Module
     optimizer: torch.optim.Optimizer
     updated: dict[str, torch.Tensor]
-    shapes: dict[str, torch.Size]
-    sharded: Mapping[str, Cut]
+    cuts: Mapping[str, Cut]
 
     @classmethod
     def of(cls, trainer: Trainer) -> RankState:
@@ -82,19 +65,17 @@ class RankState(NamedTuple):
         is_split = isinstance(optimizer, ShardedOptimizer) or type(optimizer).__name__ == "ZeroRedundancyOptimizer"
         if not isinstance(optimizer, torch.optim.Optimizer) or is_split:
             raise ValueError(f"optimizer (={type(optimizer).__name__}) must be torch's, or that of zero1 or zero2")
-        world = num_ranks()
-        if isinstance(net, (DataParallel, DistributedDataParallel)):
-            module, group_size = net.module, dist.get_world_size(net.process_group)
-        else:
-            module, group_size = net, 1
-        if group_size != world:
-            raise ValueError(f"net (={type(net).__name__} on {group_size} ranks) must train on all {world} of the job")
+        is_parallel = isinstance(net, (DataParallel, DistributedDataParallel))
+        group_size = dist.get_world_size(net.process_group) if is_parallel else 1
+        if group_size != num_ranks():
+            raise ValueError(
+                f"net (={type(net).__name__} on {group_size} ranks) must train on all {num_ranks()} of the job"
+            )
+        module = net.module if is_parallel else net
         updated: dict[str, torch.Tensor] = dict(module.named_parameters())
-        shapes = {name: parameter.shape for name, parameter in updated.items()}
         shards = net.layout() if isinstance(net, DataParallel) else {}
-        shards = {name: one for name, one in shards.items() if name in updated}  # each shared parameter once
-        updated |= {name: shard for name, (shard, _) in shards.items()}
-        shapes |= {name: torch.Size(cut.shape) for name, (_, cut) in shards.items()}
+        cuts = {name: cut for name, (_, cut) in shards.items() if name in updated}  # each shared parameter once
+        updated |= {name: shards[name][0] for name in cuts}
         known = {id(one) for one in updated.values()}
         if any(id(one) not in known for one in _params_of(optimizer)):
             raise ValueError("optimizer must update parameters of the module alone: others would not be saved")
@@ -102,139 +83,98 @@ class RankState(NamedTuple):
             for key, value in state.items():
                 if not isinstance(value, (torch.Tensor, bool, int, float, str, type(None))):
                     raise ValueError(f"optimizer state {key!r} (={type(value).__name__}) must be a tensor or a number")
-        return cls(net, module, optimizer, updated, shapes, {name: cut for name, (_, cut) in shards.items()})
+        return cls(net, module, optimizer, updated, cuts)
 
-    @torch.no_grad()
-    def gather(self) -> Whole:
-        """Gathers the whole; call it on every rank."""
-        whole: dict[str, torch.Tensor] = {}
-        numbers: dict[str, Any] = {}
-        elementwise: set[str] = set()
-
-        def keep(name: str, tensor: torch.Tensor) -> None:
-            if rank() == 0:
-                on_host = tensor.detach().cpu()
-                is_part = on_host.untyped_storage().nbytes() > on_host.nbytes  # all of which would be written
-                whole[name] = on_host.clone() if is_part else on_host
-
+    def held(self) -> dict[str, tuple[Any, Cut | None]]:
+        """Tensors and numbers by their names in a checkpoint, and how those are cut that are shards."""
+        found: dict[str, tuple[Any, Cut | None]] = {}
         for name, parameter in self.module.named_parameters():
-            keep(f"params.{name}", self._gather(name, parameter) if self._is_shard(name, parameter) else parameter)
-        for name, buffer in self._buffers().items():
-            keep(f"buffers.{name}", buffer)
+            found[f"params.{name}"] = parameter, self.cuts.get(name) if parameter is self.updated[name] else None
+        for name, buffer in self.module.named_buffers():
+            owner, _, last = name.rpartition(".")
+            if last not in self.module.get_submodule(owner)._non_persistent_buffers_set:
+                found[f"buffers.{name}"] = buffer, None
         for name, updated in self.updated.items():
             for key, value in self.optimizer.state.get(updated, {}).items():
-                if not isinstance(value, torch.Tensor):
-                    numbers[f"{key}.{name}"] = value
-                    continue
-                if is_shard := name in self.sharded and value.ndim > 0 and value.shape == updated.shape:
-                    value = self._gather(name, value)  # noqa: PLW2901
-                if is_shard or value.ndim:
-                    elementwise.add(key)
-                keep(f"state.{key}.{name}", value)
-        if not any(self.shapes.values()):  # of numbers alone nothing shows what an optimizer keeps for each
-            elementwise |= {key for state in self.optimizer.state.values() for key in state} - {"step"}
-        return Whole(whole, numbers, sorted(elementwise))
-
-    def replicated(self) -> dict[str, torch.Tensor]:
-        """What every rank holds in full, by the names in a checkpoint."""
-        params = dict(self.module.named_parameters())
-        found: dict[str, torch.Tensor] = {}
-        found |= {f"params.{name}": one for name, one in params.items() if not self._is_shard(name, one)}
-        found |= {f"buffers.{name}": one for name, one in self._buffers().items()}
-        for name, updated in self.updated.items():
-            if name not in self.sharded:
-                state = self.optimizer.state.get(updated, {}).items()
-                found |= {f"state.{key}.{name}": one for key, one in state if isinstance(one, torch.Tensor)}
+                is_shard = isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == updated.shape
+                found[f"state.{key}.{name}"] = value, self.cuts.get(name) if is_shard else None
         return found
 
-    @property
-    def state_has(self) -> dict[str, bool]:
-        """Options of the optimizer that decide what it keeps, and whether they are on."""
-        return {name: bool(self.optimizer.defaults[name]) for name in _DECIDE_STATE if name in self.optimizer.defaults}
+    @torch.no_grad()
+    def gather(self) -> dict[str, Any]:
+        """Gathers the whole onto rank 0's host; call it on every rank. The other ranks get nothing."""
+        whole: dict[str, Any] = {}
+        for name, (one, cut) in self.held().items():
+            if cut is not None:
+                rows = all_gather(one.detach().as_subclass(torch.Tensor).reshape(-1))
+                one = cut.from_rows(rows.view(num_ranks(), -1))  # noqa: PLW2901
+            if rank() == 0:
+                on_host = one.detach().cpu() if isinstance(one, torch.Tensor) else one
+                # All of a storage would be written.
+                is_part = isinstance(one, torch.Tensor) and on_host.untyped_storage().nbytes() > on_host.nbytes
+                whole[name] = on_host.clone() if is_part else on_host
+        return whole
 
-    def check_fits(self, saved: Mapping[str, torch.Tensor], about: Mapping[str, Any], checkpoint: str) -> None:
+    @property
+    def about(self) -> dict[str, Any]:
+        """What has to fit: the optimizer, whether options are on that decide what it keeps, and what it cuts."""
+        options, states = self.optimizer.defaults, self.optimizer.state.values()
+        tensors = [item for state in states for item in state.items() if isinstance(item[1], torch.Tensor)]
+        return {
+            "optimizer": type(self.optimizer).__name__,
+            "state_has": {name: bool(options[name]) for name in _DECIDE_STATE if name in options},
+            "elementwise": sorted({key for key, one in tensors if one.ndim}),
+        }
+
+    def check_fits(self, saved: Mapping[str, Any], about: Mapping[str, Any], checkpoint: str) -> None:
         """Compares what a checkpoint holds with what is here.
 
         Raises:
             ValueError: If it is of another model, optimizer or dtype.
         """
-        here = {f"params.{name}": (self.updated[name].dtype, tuple(shape)) for name, shape in self.shapes.items()}
-        here |= {f"buffers.{name}": (one.dtype, tuple(one.shape)) for name, one in self._buffers().items()}
+        held = {name: item for name, item in self.held().items() if not name.startswith("state.")}
+        here = {name: (one.dtype, tuple(cut.shape if cut else one.shape)) for name, (one, cut) in held.items()}
         there = {name: (one.dtype, tuple(one.shape)) for name, one in saved.items() if not name.startswith("state.")}
         for name in here | there:
             if there.get(name) != here.get(name):
                 found = [" ".join(map(str, one[name])) if name in one else "missing" for one in (there, here)]
                 raise ValueError(f"{checkpoint} is of another model: {name} is {found[0]} there and {found[1]} here")
-        optimizer = type(self.optimizer).__name__
-        if _same_state(about["optimizer"]) != _same_state(optimizer):
-            raise ValueError(f"{checkpoint} is of another optimizer: {about['optimizer']} there and {optimizer} here")
-        if about["state_has"] != self.state_has:
-            raise ValueError(
-                f"{checkpoint} is of another optimizer: its options are {about['state_has']} there and"
-                f" {self.state_has} here"
-            )
+        alike = ({"Adam", "AdamW"}, {about["optimizer"], self.about["optimizer"]})  # these two keep the same
+        for key in ("optimizer", "state_has") if alike[0] != alike[1] else ("state_has",):
+            if about[key] != self.about[key]:
+                raise ValueError(f"{checkpoint} is of another optimizer: {about[key]} there and {self.about[key]} here")
         known = {id(one) for one in _params_of(self.optimizer)}
-        for entry in [*_state_names(saved), *about["numbers"]]:
-            key, _, name = entry.partition(".")
-            if name not in self.updated or id(self.updated[name]) not in known:
+        for entry, value in saved.items():
+            kind, key, name = (*entry.split(".", 2), "")[:3]
+            if kind == "state" and (name not in self.updated or id(self.updated[name]) not in known):
                 raise ValueError(f"{checkpoint} has {key} of {name!r}, which the optimizer here does not update")
-            if entry in about["numbers"] or name not in self.sharded or key not in about["elementwise"]:
-                continue
-            if (shape := tuple(saved[f"state.{entry}"].shape)) != tuple(self.shapes[name]):
-                raise ValueError(
-                    f"{checkpoint} has {key} of {name!r} of shape {shape}, which cannot be sharded as the parameter"
-                    f" (={tuple(self.shapes[name])}) is"
-                )
+            if kind == "state" and key in about["elementwise"] and name in self.cuts:
+                if value.shape != self.cuts[name].shape:
+                    raise ValueError(f"{checkpoint} has {key} of {name!r} (={list(value.shape)}), which is no shard's")
 
     @torch.no_grad()
-    def load(self, saved: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> None:
+    def load(self, saved: Mapping[str, Any], about: Mapping[str, Any]) -> None:
         """Takes this rank's part of a checkpoint that fits."""
-        for name, parameter in self.module.named_parameters():
-            whole = saved[f"params.{name}"]
-            parameter.copy_(self._cut(name, whole) if self._is_shard(name, parameter) else whole)
-        for name, buffer in self._buffers().items():
-            buffer.copy_(saved[f"buffers.{name}"])
-
-        numbers = {id(one): number for number, one in enumerate(_params_of(self.optimizer))}
+        params = _params_of(self.optimizer)
+        numbers = {id(one): number for number, one in enumerate(params)}
         state: dict[int, dict[str, Any]] = {}
-
-        def put(entry: str, value: Any) -> None:
-            key, _, name = entry.partition(".")
-            state.setdefault(numbers[id(self.updated[name])], {})[key] = value
-
-        for entry, value in about["numbers"].items():
-            put(entry, value)
-        for entry in _state_names(saved):
-            key, _, name = entry.partition(".")
-            whole = saved[f"state.{entry}"]
-            is_shard = name in self.sharded and key in about["elementwise"]
-            # A copy, not the file, which is mapped into memory.
-            put(entry, self._cut(name, whole) if is_shard else whole.clone())
+        for name, (one, cut) in self.held().items():
+            if not name.startswith("state."):
+                one.copy_(cut.local_shard(saved[name], rank()) if cut else saved[name])
+        for entry, value in saved.items():
+            kind, key, name = (*entry.split(".", 2), "")[:3]
+            if kind == "state":
+                if isinstance(value, torch.Tensor):  # a copy, not the file, which is mapped into memory
+                    is_cut = name in self.cuts and key in about["elementwise"]
+                    value = (self.cuts[name].local_shard(value, rank()) if is_cut else value).clone()  # noqa: PLW2901
+                state.setdefault(numbers[id(self.updated[name])], {})[key] = value
         marks = rank_marks(self.net.process_group) if isinstance(self.net, ZeRO1) else {}
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state} | marks)
-        for number, one in enumerate(_params_of(self.optimizer)):
+        for number, one in enumerate(params):
             for key, value in state.get(number, {}).items():
                 loaded = self.optimizer.state[one][key]
                 if isinstance(value, torch.Tensor) and loaded.dtype != value.dtype:  # torch gives it the parameter's
                     self.optimizer.state[one][key] = value.to(loaded.device)
-
-    def _is_shard(self, name: str, parameter: nn.Parameter) -> bool:
-        """Whether the module itself holds a shard, as under zero3."""
-        return name in self.sharded and parameter is self.updated[name]
-
-    def _gather(self, name: str, shard: torch.Tensor) -> torch.Tensor:
-        rows = all_gather(shard.detach().as_subclass(torch.Tensor).reshape(-1))
-        return self.sharded[name].from_rows(rows.view(num_ranks(), -1))
-
-    def _cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        return self.sharded[name].local_shard(whole, rank()).clone()
-
-    def _buffers(self) -> dict[str, torch.Tensor]:
-        def is_saved(name: str) -> bool:
-            owner, _, last = name.rpartition(".")
-            return last not in self.module.get_submodule(owner)._non_persistent_buffers_set
-
-        return {name: buffer for name, buffer in self.module.named_buffers() if is_saved(name)}
 
 
 def rank() -> int:
@@ -247,23 +187,15 @@ def num_ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def is_finite(name: str, tensor: torch.Tensor) -> bool:
-    """Whether a tensor may be saved. A mask holds infinities, and so may an optimizer's scalar, as the best loss."""
-    if not tensor.is_floating_point() or (tensor.ndim == 0 and not name.startswith("params.")):
+def is_finite(name: str, value: Any) -> bool:
+    """Whether it may be saved. A mask holds infinities, and so may an optimizer's scalar, as the best loss."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return True
-    return not bool((tensor.isnan() if name.startswith("buffers.") else ~tensor.isfinite()).any())
+    if value.ndim == 0 and not name.startswith("params."):
+        return True
+    return not bool((value.isnan() if name.startswith("buffers.") else ~value.isfinite()).any())
 
 
 def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The parameters of an optimizer, numbered as its ``state_dict`` does."""
     return [one for group in optimizer.param_groups for one in group["params"]]
-
-
-def _same_state(optimizer: str) -> str:
-    """The name of the optimizer whose state one keeps."""
-    return "Adam" if optimizer == "AdamW" else optimizer
-
-
-def _state_names(saved: Mapping[str, torch.Tensor]) -> list[str]:
-    """``KEY.NAME`` of the optimizer's tensors."""
-    return [name.removeprefix("state.") for name in saved if name.startswith("state.")]

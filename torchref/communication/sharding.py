@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from jaxddp.communication.buckets import Bucket, bucket_width, chunk_elements
+from jaxddp.communication.buckets import Bucket, bucket_width, chunk_elements, dtype_bytes
 
 
 class Cut(NamedTuple):
@@ -75,6 +75,11 @@ def cut(shape: Sequence[int], num_ranks: int) -> Cut:
     """Cuts along the first dimension that the number of ranks divides; flat and padded where it divides none."""
     divisible = (dim for dim, size in enumerate(shape) if size and size % num_ranks == 0)
     return Cut(tuple(shape), num_ranks, next(divisible, None))
+
+
+def num_bytes(bucket: Bucket, num_ranks: int) -> int:
+    """Bytes of a bucket's buffer of all ranks' shards."""
+    return num_ranks * bucket_width(bucket, num_ranks) * dtype_bytes(bucket.dtype)
 
 
 def pack_rows(

@@ -44,7 +44,7 @@ class BucketedDDP(Replicated):
                 ``plan_all_reduces``.
             rule: When a bucket closes; see ``plan_buckets``.
             bucket_size_mb: Older name of ``bucket_mb``.
-            **options: Of ``Replicated`` and ``DataParallel``: ``hook``, ``process_group``, ``order``, ``sync``.
+            **options: Of ``Replicated`` and ``DataParallel``: ``hook``, ``process_group``, ``sync``.
 
         Raises:
             ValueError: If a cap or the rule is out of range, both names of the cap are given, or as ``DataParallel``.

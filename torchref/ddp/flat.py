@@ -21,7 +21,7 @@ from ..strategy import register
 class FlatDDP(Replicated):
     """One all-reduce of everything, after the whole backward.
 
-    Its options are those of `DataParallel`: ``process_group``, ``order`` and ``sync``.
+    Its options are those of `DataParallel`: ``process_group`` and ``sync``.
     """
 
     def make_plan(self, tensors: Sequence[TensorSpec]) -> BucketPlan:

@@ -31,13 +31,6 @@ def check_elementwise(optimizer: torch.optim.Optimizer, num_own_hooks: int = 0) 
     Raises:
         ValueError: If it is none of torch's that are element-wise, or its step has more than ``num_own_hooks`` hooks,
             and it does not say ``elementwise = True``.
-
-    Example:
-        >>> check_elementwise(torch.optim.AdamW([torch.zeros(2)]))
-        >>> check_elementwise(torch.optim.Adafactor([torch.zeros(2)]))
-        Traceback (most recent call last):
-            ...
-        ValueError: optimizer (=Adafactor) must be element-wise to be sharded: ...
     """
     hooks = [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]
     is_torchs = type(optimizer) in _ELEMENTWISE and len(hooks) <= num_own_hooks
@@ -56,21 +49,12 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
 
     Raises:
         TypeError: If ``params`` or a group is a set.
-
-    Example:
-        >>> as_groups(iter([torch.tensor(1.0)]))
-        [{'params': [tensor(1.)]}]
     """
     given = as_list(params)
-    groups = given if not given or isinstance(given[0], dict) else [{"params": given}]
-    return [{**group, "params": as_list(check_group(group)["params"])} for group in groups]
-
-
-def check_group(group: Any) -> dict[str, Any]:
-    """Gives a parameter group back; refuses what is no dictionary with ``"params"`` by a ValueError."""
-    if not isinstance(group, dict) or "params" not in group:
-        raise ValueError(f"param_group (={group!r}) must be a dictionary with 'params'")
-    return group
+    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    if not all(isinstance(group, dict) and "params" in group for group in groups):
+        raise ValueError(f"params (={params!r}) must be parameters, or dictionaries with 'params'")
+    return [{**group, "params": as_list(group["params"])} for group in groups]
 
 
 def as_list(params: Any) -> list[Any]:
@@ -93,11 +77,7 @@ def as_list(params: Any) -> list[Any]:
 def make_optimizer(
     optimizer_cls: Callable[..., torch.optim.Optimizer], params: Any, options: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
-    """Makes an optimizer.
-
-    Raises:
-        ValueError: If it is none, or does not take the options; torch's own if one is out of range.
-    """
+    """Makes an optimizer; a ValueError if it is none, or does not take the options, and torch's own."""
     check_function("optimizer_cls", optimizer_cls, "a torch optimizer's class")
     try:
         optimizer = optimizer_cls(params, **options)
@@ -146,10 +126,6 @@ def describe_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str
     """Describes what must be alike on every rank: the class, the groups and their options.
 
     ``names`` are those of the parameters, by id; they are not described if None.
-
-    Example:
-        >>> describe_optimizer(torch.optim.SGD([torch.zeros(2)], lr=0.1))["lr of group 0"]
-        0.1
     """
     alike: dict[str, Any] = {"optimizer": type(optimizer).__name__}
     for index, group in enumerate(optimizer.param_groups):

@@ -4,23 +4,10 @@ The simplest reading of ZeRO stage 1. The gradients are already averaged by a st
 changes, and any that updates parameters one by one will do. It sends 1.5 times as much as ``ZeRO1``, and balances the
 ranks only as well as whole parameters allow.
 
-    ========= ====================== ========================================================
-    tensor    on each rank           bytes on each rank, AdamW, fp32
-    ========= ====================== ========================================================
-    parameter ``[shape]``            4 Psi
-    gradient  ``[shape]``, averaged  4 Psi
-    moments   of owned parameters    8 Psi / N, plus at most those of the largest parameter
-    ========= ====================== ========================================================
-
     p = optimizer(g, state[r], p)      of parameters that rank r owns
     p = broadcast from its owner       of every parameter
 
     calls per step: P (parameters), beside the gradients'; the first step also checks that all ranks list the same ones
-    bytes sent per rank: parameter bytes, beside 2 (N-1)/N times that for the gradients
-
-References:
-    Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020,
-    arXiv:1910.02054 (section 5.1).
 """
 
 from __future__ import annotations
@@ -37,17 +24,8 @@ from jaxddp.communication.owners import assign_owners
 
 from ..agreement import check_alike
 from ..communication.collectives import broadcast
-from .optimizers import (
-    as_groups,
-    as_list,
-    check_group,
-    check_marks,
-    copy_options,
-    describe_optimizer,
-    group_options,
-    make_optimizer,
-    rank_marks,
-)
+from . import optimizers
+from .optimizers import copy_options
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -55,7 +33,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Every rank uses it like the optimizer itself: ``param_groups`` lists all parameters, and options changed there, for
     example by a learning-rate schedule, apply from the next step on. ``state`` is this rank's.
+
+    Attributes:
+        local: The optimizer of this rank's parameters.
     """
+
+    local: torch.optim.Optimizer
 
     def __init__(
         self,
@@ -86,36 +69,39 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.process_group = process_group
         self.rank, self.num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
         self._owner: dict[torch.Tensor, int] = {}
-        self._trained_bytes, self._all_bytes = [0] * self.num_ranks, [0] * self.num_ranks
-        self._agreed = self.num_ranks == 1
-        self._local: torch.optim.Optimizer | None = None
-        super().__init__(as_groups(params), kwargs)
-        self._local = make_optimizer(optimizer_cls, [self._local_group(group) for group in self.param_groups], kwargs)
-        _check_step(self._local)
-        self.defaults = self._local.defaults
+        super().__init__(optimizers.as_groups(params), kwargs)
+        self.local = optimizers.make_optimizer(
+            optimizer_cls, [self._local_group(group) for group in self.param_groups], kwargs
+        )
+        try:
+            inspect.signature(self.local.step).bind()
+        except TypeError as error:
+            raise ValueError(
+                f"optimizer (={type(self.local).__name__}) must step without a closure: each rank would call it another"
+                " number of times"
+            ) from error
+        self.defaults, self.state = self.local.defaults, self.local.state
         copy_options(self.local, self)
-        self.state = self._local.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, and assigns its parameters so that ranks own about equally many bytes.
 
         Trainable parameters balance the trainable bytes. Frozen ones, which have no state until they are trained,
-        balance all bytes.
-
-        Raises:
-            TypeError: If parameters are in a set, or as torch's optimizers.
-            ValueError: As torch's optimizers.
+        balance all bytes. Raises as torch's optimizers, and a TypeError if parameters are in a set.
         """
-        check_group(param_group)
-        super().add_param_group({**param_group, "params": as_list(param_group["params"])})
+        super().add_param_group({**param_group, "params": optimizers.as_list(param_group["params"])})
         added = self.param_groups[-1]
         for is_trained in (True, False):
-            self._assign([one for one in added["params"] if one.requires_grad == is_trained], is_trained)
+            held = [(self._bytes(rank, trained=True), self._bytes(rank)) for rank in range(self.num_ranks)]
+            parameters = [one for one in added["params"] if one.requires_grad == is_trained]
+            start = 0 if is_trained else 1
+            costs = [(one.nbytes,) * (2 - start) for one in parameters]
+            self._owner.update(zip(parameters, assign_owners(costs, [one[start:] for one in held]), strict=True))
         self._agreed = self.num_ranks == 1
-        if self._local is not None:
-            self._local.add_param_group(self._local_group(added))
+        if hasattr(self, "local"):
+            self.local.add_param_group(self._local_group(added))
             # Of this group only: the options of the others may have been changed in param_groups.
-            added.update(group_options(self._local.param_groups[-1]))
+            added.update(optimizers.group_options(self.local.param_groups[-1]))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -124,33 +110,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
         The closure recomputes the gradients and returns the loss, which is returned; it is called once on every rank.
 
         Raises:
-            ValueError: If the ranks list different parameters, or differ in the optimizer's class or options,.
+            ValueError: If the ranks list different parameters, or differ in the optimizer's class or options.
         """
-        if not self._agreed:
-            self._check_agreement()
+        copy_options(self, self.local)
+        if not self._agreed:  # one parameter would be broadcast into another
+            parameters = {
+                f"parameter {i}": f"{[*p.shape]} {p.dtype} of rank {owner}"
+                for i, (p, owner) in enumerate(self._owner.items())
+            }
+            names = {f"names of group {i}": group.get("param_names") for i, group in enumerate(self.param_groups)}
+            check_alike(names | parameters | optimizers.describe_optimizer(self.local), self.process_group)
+            self._agreed = True
         loss = None
         if closure is not None:
             check_function("closure", closure)
             with torch.enable_grad():
                 loss = closure()
-        copy_options(self, self.local)
         self.local.step()
-        if self.num_ranks > 1:
-            works = [
-                broadcast(parameter, root=owner, group=self.process_group, async_op=True)
-                for parameter, owner in self._owner.items()
-                if parameter.requires_grad
-            ]
-            for work in works:
-                if work is not None:
-                    work.wait()
+        trained = {one: owner for one, owner in self._owner.items() if one.requires_grad and self.num_ranks > 1}
+        works = [broadcast(one, owner, self.process_group, async_op=True) for one, owner in trained.items()]
+        for work in works:
+            if work is not None:
+                work.wait()
         return loss
-
-    @property
-    def local(self) -> torch.optim.Optimizer:
-        """The optimizer of this rank's parameters."""
-        assert self._local is not None
-        return self._local
 
     def owner(self, parameter: torch.Tensor) -> int:
         """The rank that owns a parameter."""
@@ -159,7 +141,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, marked with ``"rank"`` and ``"num_ranks"``; every rank must save its own."""
         copy_options(self, self.local)
-        return {**rank_marks(self.process_group), **self.local.state_dict()}
+        return {**optimizers.rank_marks(self.process_group), **self.local.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a ``state_dict`` of the same rank and number of ranks.
@@ -167,7 +149,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: If it is another rank's, of another number of ranks, or as torch's optimizers.
         """
-        check_marks(state_dict, self.process_group)
+        optimizers.check_marks(state_dict, self.process_group)
         self.local.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         copy_options(self.local, self)
         self.state = self.local.state
@@ -177,36 +159,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             "a ShardedOptimizer holds a process group, so it is not pickled or copied: save state_dict()"
         )
 
-    def _assign(self, parameters: list[torch.Tensor], are_trained: bool) -> None:
-        held = (self._trained_bytes, self._all_bytes) if are_trained else (self._all_bytes,)
-        costs = [(one.nbytes,) * len(held) for one in parameters]
-        owners = assign_owners(costs, list(zip(*held, strict=True)))
-        for parameter, owner in zip(parameters, owners, strict=True):
-            self._owner[parameter] = owner
-            for of_ranks in held:
-                of_ranks[owner] += parameter.nbytes
-
-    def _check_agreement(self) -> None:
-        """Ranks that list different parameters would broadcast one into another."""
-        copy_options(self, self.local)
-        names = {f"names of group {i}": group.get("param_names") for i, group in enumerate(self.param_groups)}
-        owned = {
-            f"parameter {i}": f"{[*p.shape]} {p.dtype} of rank {owner}"
-            for i, (p, owner) in enumerate(self._owner.items())
-        }
-        check_alike(names | owned | describe_optimizer(self.local), self.process_group)
-        self._agreed = True
+    def _bytes(self, rank: int, trained: bool = False) -> int:
+        """Bytes of the parameters of a rank."""
+        return sum(p.nbytes for p, owner in self._owner.items() if owner == rank and (p.requires_grad or not trained))
 
     def _local_group(self, group: dict[str, Any]) -> dict[str, Any]:
         owned = [parameter for parameter in group["params"] if self._owner[parameter] == self.rank]
-        return {**group_options(group), "params": owned}
-
-
-def _check_step(optimizer: torch.optim.Optimizer) -> None:
-    try:
-        inspect.signature(optimizer.step).bind()
-    except TypeError as error:
-        raise ValueError(
-            f"optimizer (={type(optimizer).__name__}) must step without a closure: each rank would call it another"
-            " number of times"
-        ) from error
+        return {**optimizers.group_options(group), "params": owned}

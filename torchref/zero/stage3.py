@@ -1,18 +1,9 @@
 """ZeRO stage 3 (fully sharded data parallelism): parameters are sharded as well.
 
-A sharded parameter is full only while it is used. A unit, which is a module of one of ``shard_types``, gathers its
-parameters before its forward, drops them, and gathers them again when the backward needs them. Its gradients are
-reduce-scattered, which is the transpose of the gather. A rank holds 1/N of everything, the unit that is running,
-and the parameters of other modules, which stay replicated.
-
-    ===================== ====================== ==============================================
-    tensor                on each rank           bytes on each rank, AdamW, fp32
-    ===================== ====================== ==============================================
-    sharded parameter     a shard                4 Psi / N, and one full unit
-    its gradient          a shard                4 Psi / N, one full unit, and two in flight
-    its moments           shards                 8 Psi / N
-    replicated parameter  ``[shape]``            16 Psi, with gradient and moments
-    ===================== ====================== ==============================================
+The twin of ``jaxddp/zero/stage3.py``, which counts the bytes. A unit is a module of one of ``shard_types``. It gathers
+its parameters before its forward, drops them, and gathers them again when the backward needs them. Its gradients are
+reduce-scattered, which is the transpose of the gather. A rank holds 1/N of everything, the unit that is running, and
+the parameters of other modules, which stay replicated.
 
     forward   of unit u:  p = all-gather of p[r]           y = u(p, x)                 drop p
     backward  of unit u:  p = all-gather of p[r]           dx, dp = u'(p, x, dy)       drop p
@@ -21,15 +12,9 @@ and the parameters of other modules, which stay replicated.
     update                p[r] += optimizer(g[r] / N, state[r], p[r])
 
     calls per step: 3 per unit, less one where the backward needs no weight (an embedding, a first layer)
-    bytes sent per rank: 3 (N-1)/N * parameter bytes, less that
 
 Gathers are not prefetched: the forward and the backward wait for each. Of the gradients' reduce-scatters, up to two are
 in flight during the backward.
-
-References:
-    Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020,
-    arXiv:1910.02054 (section 5.3).
-    Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023, arXiv:2304.11277.
 """
 
 from __future__ import annotations
@@ -48,7 +33,7 @@ from jaxddp.communication.buckets import BucketMb, BucketPlan, Rule, TensorSpec,
 
 from ..agreement import gather_texts, group_device
 from ..communication.in_flight import InFlight
-from ..communication.sharding import Cut, cut
+from ..communication.sharding import Cut, cut, num_bytes, unpack_row
 from ..gradients import PartialGradient
 from ..replicated import Replicated
 from ..strategy import check_dtype, check_module, register, remove_hooks_with, weakly
@@ -95,14 +80,14 @@ class FSDP(Replicated):
             shard_types: Modules of these types are units: the parameters directly in them are sharded.
             bucket_mb: Cap of the buckets of replicated gradients; see ``plan_buckets``.
             rule: When these buckets close; see ``plan_buckets``.
-            **options: Of ``DataParallel``: ``process_group``, ``order``, of the replicated parameters, ``sync``.
+            **options: Of ``DataParallel``: ``process_group``, ``sync``.
 
         Raises:
             ValueError: If there is no parameter to shard, a unit shares one with a module that is no unit, a unit keeps
                 or changes its weights itself, a module is compiled, the dtype is not floating-point, or as
                 ``BucketedDDP``.
         """
-        check_module(module, options.get("process_group"))
+        check_module(type(self).__name__, module, options.get("process_group"))
         check_dtype("compute_dtype", compute_dtype)
         for name, one in module.named_modules():
             if one._compiled_call_impl is not None or "_orig_mod" in one._modules:
@@ -157,7 +142,7 @@ class FSDP(Replicated):
 
     def gather_full_params(self) -> dict[str, torch.Tensor]:
         """As in ``DataParallel``, in the original shapes and dtypes."""
-        full = {name: one for name, one in super().gather_full_params().items()}
+        full = super().gather_full_params()
         for prefix, unit in self._named_units():
             full.update((f"{prefix}{name}", tensor) for name, tensor in unit.gather(is_own_dtype=True).items())
         return {name: full[name] for name, _ in self.module.named_parameters(remove_duplicate=False)}
@@ -167,8 +152,8 @@ class FSDP(Replicated):
         forward: list[tuple[str, int]] = []
         backward: list[tuple[str, int]] = []
         for unit in self._units.values() if self.num_ranks > 1 else ():
-            gathers = [("all-gather", size) for size in unit.num_bytes(unit.compute_plan)]
-            sums = [("reduce-scatter", size) for size in unit.num_bytes(unit.reduce_plan)]
+            gathers = [("all-gather", num_bytes(one, self.num_ranks)) for one in unit.compute_plan.buckets]
+            sums = [("reduce-scatter", num_bytes(one, self.num_ranks)) for one in unit.reduce_plan.buckets]
             forward += gathers
             backward = [*(gathers if unit.needed_again else ()), *sums, *backward]
         return (forward + backward) * num_microbatches + super().planned_collectives(num_microbatches)
@@ -216,11 +201,7 @@ class FSDP(Replicated):
 
     @torch._disable_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As in ``DataParallel``.
-
-        Raises:
-            RuntimeError: If ranks have used units in another order since the last synchronisation but one.
-        """
+        """As in ``DataParallel``; a RuntimeError if ranks had used units in another order before."""
         self._check_order()
         return super().forward(*args, **kwargs)
 
@@ -255,7 +236,7 @@ class FSDP(Replicated):
     def _accumulate(self, arrival: Sum) -> None:
         """Adds sums to ``shard.grad``; a mean that is there already is scaled so that it is not divided again."""
         bucket, unit, row = arrival
-        for name, part in unit.arrived(bucket, row).items():
+        for name, part in unpack_row(bucket, row, unit.cuts).items():
             shard = unit.shards[name]
             grad = part.to(shard.dtype).clone()  # with a version of its own, not the bucket's
             if shard.grad is not None:

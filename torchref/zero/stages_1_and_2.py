@@ -1,16 +1,6 @@
 """ZeRO stages 1 and 2: the optimizer's state is sharded, and with stage 2 the gradients that outlive a backward.
 
-Each rank updates its own shard of the parameters. The all-reduce of the gradients becomes a reduce-scatter before the
-update and an all-gather of the parameters after it: the same bytes, with the optimizer's state and work divided by the
-number of ranks N.
-
-    ================ ============================== ==============================
-    tensor           on each rank                   bytes on each rank, AdamW, fp32
-    ================ ============================== ==============================
-    parameter        ``[shape]``                    4 Psi
-    gradient         ``[shape]``, then its shard    4 Psi, then 4 Psi / N
-    moments          shards                         8 Psi / N
-    ================ ============================== ==============================
+The twin of ``jaxddp/zero/stages_1_and_2.py``, which counts the bytes. Each rank updates its shards:
 
     g[r]  = row r of the sum over ranks of pack(gradients) / N      reduce-scatter, bucket by bucket as they fill
     p[r]  = shard r of the parameters                               a slice, no communication
@@ -18,13 +8,7 @@ number of ranks N.
     p     = unpack(p[0] ... p[N-1])                                 all-gather, bucket by bucket
 
 Over A micro-batches, stage 1 adds up full gradients and reduces them once. Stage 2 reduce-scatters those of each
-micro-batch and adds up shards: 4 Psi / N and the two buckets in flight, for A reduce-scatters.
-
-    calls per step: two per bucket, stage 2: A + 1        bytes sent per rank: 2 or A + 1 times (N-1)/N parameter bytes
-
-References:
-    Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020,
-    arXiv:1910.02054 (sections 5.1 and 5.2).
+micro-batch and adds up shards: 1/N of the gradients and the two buckets in flight, for A reduce-scatters.
 """
 
 from __future__ import annotations
@@ -37,31 +21,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from jaxddp.communication.buckets import (
-    Bucket,
-    BucketMb,
-    BucketPlan,
-    Rule,
-    TensorSpec,
-    bucket_width,
-    dtype_bytes,
-    plan_buckets,
-)
+from jaxddp.communication.buckets import Bucket, BucketMb, BucketPlan, Rule, TensorSpec, plan_buckets
 
 from ..agreement import check_alike
 from ..communication.collectives import all_gather, reduce_scatter
 from ..communication.in_flight import InFlight
-from ..communication.sharding import Cut, cut, pack_row, pack_rows, unpack_row, unpack_rows
+from ..communication.sharding import Cut, cut, num_bytes, pack_row, pack_rows, unpack_row, unpack_rows
 from ..gradients import PartialGradient, ResumedGradient, SpentGradient, spent_gradient
-from ..strategy import HARMLESS, DataParallel, Sync, register, resolve_bucket_mb, weakly
-from .optimizers import (
-    Params,
-    as_groups,
-    check_elementwise,
-    describe_optimizer,
-    make_optimizer,
-    mark_state_dicts,
-)
+from ..strategy import HARMLESS, DataParallel, register, resolve_bucket_mb, weakly
+from .optimizers import Params, as_groups, check_elementwise, describe_optimizer, make_optimizer, mark_state_dicts
+
+_OF_WRAPPER = {"process_group", "broadcast_buffers", "sync", "bucket_cap_mb", *HARMLESS}  # the optimizer takes others
 
 
 @register("zero1")
@@ -90,10 +60,6 @@ class ZeRO1(DataParallel):
         *,
         params: Params | None = None,
         rule: Rule = "before",
-        process_group: dist.ProcessGroup | None = None,
-        order: Sequence[str] | None = None,
-        broadcast_buffers: bool = True,
-        sync: Sync = "finish",
         bucket_size_mb: BucketMb = "default",
         **kwargs: Any,
     ) -> None:
@@ -106,12 +72,8 @@ class ZeRO1(DataParallel):
             params: What the optimizer updates: parameters of the module, or groups of them with options; all
                 parameters in one group when None.
             rule: When a bucket closes; see ``plan_buckets``.
-            process_group: As ``DataParallel`` takes it.
-            order: As ``DataParallel`` takes it.
-            broadcast_buffers: As ``DataParallel`` takes it.
-            sync: As ``DataParallel`` takes it.
             bucket_size_mb: Older name of ``bucket_mb``.
-            **kwargs: For ``optimizer_cls``.
+            **kwargs: For ``optimizer_cls``; ``process_group``, ``broadcast_buffers`` and ``sync`` as ``DataParallel``.
 
         Raises:
             TypeError: If ``params`` or a group of it is a set.
@@ -121,23 +83,20 @@ class ZeRO1(DataParallel):
         """
         self._bucket_mb, self._rule = resolve_bucket_mb(bucket_mb, bucket_size_mb), rule
         groups = None if params is None else as_groups(params)
-        of_ddp = {name: kwargs.pop(name) for name in [*kwargs] if name in HARMLESS or name == "bucket_cap_mb"}
+        of_wrapper = {name: kwargs.pop(name) for name in _OF_WRAPPER & kwargs.keys()}
         make_optimizer(optimizer_cls, [nn.Parameter(torch.zeros(1))], kwargs)  # refused before the module is touched
-        super().__init__(
-            module, process_group=process_group, order=order, broadcast_buffers=broadcast_buffers, sync=sync, **of_ddp
-        )
-        self._rank = dist.get_rank(process_group)
+        super().__init__(module, **of_wrapper)
+        self._rank = dist.get_rank(self.process_group)
         self._cuts = {name: cut(parameter.shape, self.num_ranks) for name, parameter in self._trained.items()}
         self._shards = {name: nn.Parameter(self._local_shard(name)) for name in self._trained}
-        if groups is None:
-            groups = [{"params": list(module.parameters())}]
+        groups = groups or [{"params": list(module.parameters())}]
         self.params_of_groups = [group["params"] for group in groups]
         self.optimizer = make_optimizer(optimizer_cls, self._shard_groups(groups), kwargs)
         if self.num_ranks > 1:
             names = {id(shard): name for name, shard in self._shards.items()}
-            check_alike(describe_optimizer(self.optimizer, names), process_group)
+            check_alike(describe_optimizer(self.optimizer, names), self.process_group)
         check_elementwise(self.optimizer)
-        mark_state_dicts(self.optimizer, process_group)
+        mark_state_dicts(self.optimizer, self.process_group)
         self._may_step = False
         self.optimizer.register_step_pre_hook(weakly(self._check_stepped_here))
         self._spent = {name: spent_gradient(parameter) for name, parameter in self._trained.items()}
@@ -157,8 +116,7 @@ class ZeRO1(DataParallel):
         """Updates this rank's shards, and gathers those of all ranks into the module.
 
         Raises:
-            RuntimeError: If there are no averaged gradients, a backward has followed them, or the module was given
-                others.
+            RuntimeError: Without averaged gradients, after another backward, or if the module was given others.
         """
         self._check_finished()
         self._drop_cleared()
@@ -191,13 +149,10 @@ class ZeRO1(DataParallel):
 
     def planned_collectives(self, num_microbatches: int) -> list[tuple[str, int]]:
         """Reduce-scatters, once or in each micro-batch, and all-gathers."""
-        num_bytes = [
-            self.num_ranks * bucket_width(bucket, self.num_ranks) * dtype_bytes(bucket.dtype)
-            for bucket in self.plan.buckets
-        ]
+        sizes = [num_bytes(bucket, self.num_ranks) for bucket in self.plan.buckets]
         num_passes = num_microbatches if self.each_microbatch else 1
-        scatters = [("reduce-scatter", size) for size in num_bytes] * num_passes
-        return scatters + [("all-gather", size) for size in num_bytes]
+        scatters = [("reduce-scatter", size) for size in sizes] * num_passes
+        return scatters + [("all-gather", size) for size in sizes]
 
     def start_reduction(self, index: int) -> None:
         """Reduce-scatters a bucket."""
@@ -241,7 +196,7 @@ class ZeRO1(DataParallel):
 
     def end_microbatch(self) -> None:
         """Stage 2 adds up the shards of a backward that another one follows."""
-        if self.each_microbatch and not self._sync:
+        if self.each_microbatch and not self.require_backward_grad_sync:
             self._start_all()
             self._accumulate(self._in_flight.wait())
             self._expect_gradients()

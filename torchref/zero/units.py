@@ -30,11 +30,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from jaxddp.communication.buckets import Bucket, BucketPlan, bucket_width, dtype_bytes, plan_buckets
+from jaxddp.communication.buckets import Bucket, BucketPlan, plan_buckets
 
 from ..communication.buffers import check_dense, tensor_spec
 from ..communication.collectives import all_gather, reduce_scatter
-from ..communication.sharding import Cut, pack_row, pack_rows, unpack_row, unpack_rows
+from ..communication.sharding import Cut, pack_row, pack_rows, unpack_rows
 from ..strategy import weakly
 from .shards import Shard
 
@@ -136,10 +136,6 @@ class Unit:
                 row, work = buffer, None
             self._on_sum(work, (bucket, self, row.view(-1)), buffer)
 
-    def arrived(self, bucket: Bucket, row: torch.Tensor) -> dict[str, torch.Tensor]:
-        """This rank's part of a sum, by name in the module."""
-        return unpack_row(bucket, row, self.cuts)
-
     def drop(self) -> None:
         """Frees the tensors gathered for the backward."""
         self._again = None
@@ -148,12 +144,6 @@ class Unit:
     def versions(self) -> tuple[int, ...]:
         """Version counters of the shards, which in-place changes increment."""
         return tuple(shard._version for shard in self.shards.values())
-
-    def num_bytes(self, plan: BucketPlan) -> list[int]:
-        """Bytes of the full buffer of each bucket of a plan."""
-        return [
-            self.num_ranks * bucket_width(bucket, self.num_ranks) * dtype_bytes(bucket.dtype) for bucket in plan.buckets
-        ]
 
     def _plan(self, names: Sequence[str], dtype: torch.dtype | None) -> BucketPlan:
         """Plans one bucket for each dtype; floating-point tensors are sent in ``dtype`` if it is given."""
