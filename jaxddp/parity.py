@@ -343,8 +343,8 @@ def _in_torch(
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     for batch in batches:
         optimizer.zero_grad()
-        part = as_part(loss_fn(module, jax.tree.map(torch.from_numpy, batch)))
-        (part.total if part.weight is None else part.total / part.weight).backward()
+        total, weight = as_part(loss_fn(module, jax.tree.map(torch.from_numpy, batch)))
+        (total if weight is None else total / weight).backward()
         for parameter in trained:  # jaxddp's gradient of an unused one is 0
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         if max_grad_norm is not None:  # torch's own clipping adds 1e-6 to the norm

@@ -1,20 +1,7 @@
-"""The PyTorch twin of jaxddp: the same strategies over torch.distributed.
+"""The PyTorch twin of jaxddp: the same strategies over torch.distributed, in files of the same names.
 
-plain.py                  every strategy in its shortest form: read it first
-strategy.py               the contract, and the engine that carries out a bucket plan
-registry.py               all strategies by name
-replicated.py, ddp/       strategies whose gradients are all-reduced
-zero/                     strategies that shard the training state
-communication/            collectives, buckets, shards, hooks
-train.py, loss.py         the trainer; what a loss function returns
-gradients.py, clipping.py gradients of one rank alone; the global norm of shards
-agreement.py, replicas.py whether ranks train the same; whether they still hold the same
-launch.py                 starts ranks as processes, or joins those of ``torchrun``
-models/, interop.py       models to train; parameters to and from NumPy
-checkpoint/               checkpoints that any strategy on any number of ranks restores
-cli/                      ``python -m torchref``
-
-A public name is loaded when it is first used, so importing this package imports no torch.
+Read plain.py first, which has every strategy in its shortest form, then strategy.py. A public name is loaded when it is
+first used, so importing this package imports no torch.
 """
 
 from importlib import import_module

@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 
 from jaxddp.arguments import check_function, check_integer, is_number
-from jaxddp.processes.job import Job, find_job_or, keep_to_loopback, waits
+from jaxddp.processes.job import find_job_or, keep_to_loopback, waits
 from jaxddp.processes.roll_call import address_here, meet
 from jaxddp.processes.stderr import print_line
 from jaxddp.processes.torchrun import with_free_port
@@ -66,13 +66,7 @@ class RankError(RuntimeError):
 
 
 def report(message: Any) -> None:
-    """Sends a message from a running rank to its parent.
-
-    Does nothing outside of a rank, or if the parent passed no ``on_message``.
-
-    Example:
-        >>> report({"step": 10, "loss": 0.5})
-    """
+    """Sends a message from a running rank to its parent, if that has an ``on_message``."""
     if _send_message is not None:
         _send_message(message)
 
@@ -80,8 +74,7 @@ def report(message: Any) -> None:
 class RankPool:
     """Processes that are kept to run functions as ranks again and again; a context manager.
 
-    Rank r of every call is the same process, so module state and random number generators live on between calls.
-    A call that fails costs its ranks' processes, not the pool.
+    Rank r of every call is the same process. A call that fails costs its ranks' processes, not the pool.
     """
 
     def __init__(
@@ -115,7 +108,7 @@ class RankPool:
         timeout_s: float = 120.0,
         on_message: OnMessage | None = None,
     ) -> list[_T]:
-        """Runs ``fn(*args)`` on every rank of a fresh process group.
+        """Runs ``fn(*args)`` on every rank of a fresh process group; gives the results in rank order.
 
         Args:
             fn: A function that other processes can import by its name; its results should be on the CPU.
@@ -124,9 +117,6 @@ class RankPool:
             timeout_s: Seconds within which all ranks must finish, counted anew whenever a rank reports or finishes.
                 The start of processes is not counted.
             on_message: Called here as ``on_message(rank, message)`` when a rank calls ``report(message)``.
-
-        Returns:
-            The results in rank order.
 
         Raises:
             RankError: If a rank raises, dies or does not finish in time.
@@ -226,14 +216,7 @@ def launch(
     timeout_s: float = 600.0,
     on_message: OnMessage | None = None,
 ) -> list[_T]:
-    """Runs ``fn(*args)`` once on ranks of its own: a `RankPool` for one call.
-
-    The arguments are those of `RankPool` and ``RankPool.run``, and the results are in rank order.
-
-    Raises:
-        RankError: If a rank raises, dies or does not finish in time.
-        ValueError: As `RankPool` and its ``run``.
-    """
+    """Runs ``fn(*args)`` once on ranks of its own; arguments and errors are those of `RankPool` and its ``run``."""
     _check_ranks("num_ranks", num_ranks, backend)
     with RankPool(num_ranks, backend=backend, threads_per_rank=threads_per_rank, prepare=prepare) as pool:
         return pool.run(fn, *args, timeout_s=timeout_s, on_message=on_message)
@@ -267,8 +250,8 @@ def init_from_env(
         This rank's device: with NCCL its GPU, by its number on the host.
 
     Raises:
-        ValueError: If the job is incomplete or contradicts itself, a number is out of range, the backend is unknown, a
-            GPU is missing, or rank 0 cannot be reached.
+        ValueError: If the job is incomplete or contradicts itself, an argument is out of range, a GPU is missing, or
+            rank 0 cannot be reached.
     """
     timeout_s, stuck_s = waits(timeout_s, stuck_s)
     job = find_job_or(coordinator_address, num_processes, process_id)
@@ -288,7 +271,12 @@ def init_from_env(
         connections = meet(place, {"torch": torch.__version__}, timeout_s)
         watch(job, connections, stuck_s, count_collectives=_count_collectives)
         _use_gloo_at(address_here(place, connections))
-    store = _store_of(job, has_agent, timedelta(seconds=timeout_s))
+    listener = job.listen() if job.process_id == 0 and not has_agent else None  # torch would on every interface
+    store: dist.Store = dist.TCPStore(
+        job.host, job.port, is_master=listener is not None, timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False, master_listen_fd=None if listener is None else listener.detach(),
+    )  # fmt: skip
+    store = dist.PrefixStore(f"torchref/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     dist.init_process_group(backend, store=store, rank=job.process_id, world_size=job.num_processes, device_id=device)
     if backend == "gloo":
         # Gloo's threads may still hold tensors of the last collective, also after destroy_process_group, and dropping
@@ -304,22 +292,6 @@ def _count_collectives() -> int:
     """The number of collectives that this rank has started in the job's group, by whatever program."""
     group = dist.group.WORLD
     return group._get_sequence_number_for_group() if group is not None else 0  # type: ignore[attr-defined]
-
-
-def _store_of(job: Job, has_agent: bool, timeout: timedelta) -> dist.Store:
-    """The store through which the ranks find each other: that of torchrun's agent, else rank 0 runs one."""
-    listener = None
-    if job.process_id == 0 and not has_agent:
-        listener = job.listen()  # torch would listen on every interface
-    store = dist.TCPStore(
-        job.host,
-        job.port,
-        is_master=listener is not None,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=None if listener is None else listener.detach(),
-    )
-    return dist.PrefixStore(f"torchref/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _use_gloo_at(address: str | None) -> None:

@@ -24,25 +24,19 @@ class Weighted(NamedTuple):
     weight: torch.Tensor
 
 
-class Part(NamedTuple):
-    """The loss of one part of the batch; its weight is None if all parts weigh the same."""
-
-    total: torch.Tensor
-    weight: torch.Tensor | None
-
-
-def as_part(loss: Any) -> Part:
-    """Converts the return value of a loss function.
+def as_part(loss: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The total and the weight of what a loss function returned; no weight if all parts weigh the same.
 
     Raises:
         ValueError: If it is not a scalar, or its weight depends on parameters.
     """
-    for value in loss if isinstance(loss, Weighted) else (loss,):
+    total, weight = loss if isinstance(loss, Weighted) else (loss, None)
+    for value in (total, weight) if isinstance(loss, Weighted) else (total,):
         if not isinstance(value, torch.Tensor) or value.ndim != 0:
             found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             raise ValueError(
                 f"loss_fn returned {found}: the loss must be a scalar tensor or torchref.Weighted of scalars"
             )
-    if isinstance(loss, Weighted) and loss.weight.requires_grad:
+    if weight is not None and weight.requires_grad:
         raise ValueError("the weight of torchref.Weighted must not depend on parameters, or its gradient would be lost")
-    return Part(*loss) if isinstance(loss, Weighted) else Part(loss, None)
+    return total, weight

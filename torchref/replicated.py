@@ -1,9 +1,7 @@
 """What the four strategies in ``ddp/`` share, and FSDP for the parameters that it does not shard.
 
-Each bucket has a buffer that is kept from step to step and summed in place; the gradients become views of it.
-
-    buffer    = sum over ranks of pack(gradients of the bucket)      all-reduce
-    gradients = unpack(buffer / denominator)                         views, no copy
+buffer    = sum over ranks of pack(gradients of the bucket)      all-reduce
+gradients = unpack(buffer / denominator)                         views, no copy
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import torch
 from torch import nn
 
 from jaxddp.arguments import check_function
-from jaxddp.communication.buckets import Bucket
 
 from .communication.buffers import pack, unpack
 from .communication.collectives import record, silent
@@ -23,27 +20,15 @@ from .strategy import DataParallel
 
 
 class Replicated(DataParallel):
-    """Averages gradients on every rank.
-
-    ======== ==================== =================================
-    tensor   on each rank, before on each rank, after
-    ======== ==================== =================================
-    gradient ``[shape]``, its own ``[shape]``, sum / denominator
-    buffer   ``[bucket]``         ``[bucket]``, the same everywhere
-    ======== ==================== =================================
-
-    After the synchronisation every ``parameter.grad`` is a view of its bucket's buffer; with
-    ``zero_grad(set_to_none=False)`` the next backward accumulates straight into it.
-    """
+    """Averages gradients on every rank; afterwards each is a view of its bucket's buffer."""
 
     def __init__(self, module: nn.Module, *, hook: Hook | None = None, **options: Any) -> None:
         """Wraps a module; ``hook`` sums buckets, see ``communication/hooks.py``. Options as ``DataParallel``."""
         if hook is not None:
             check_function("hook", hook, "a function (buffer, group) -> sum")
         self._hook: Any = all_reduce if hook is None else hook
-        super().__init__(module, **options)
-        self._buffers_of_buckets = [self._new_buffer(bucket) for bucket in self.plan.buckets]
         self._started: list[tuple[torch.Tensor, Any]] = []  # the total and the handle of each bucket
+        super().__init__(module, **options)
 
     def planned_collectives(self, num_microbatches: int) -> list[tuple[str, int]]:
         """One call for each bucket, or what the hook makes of it."""
@@ -55,8 +40,8 @@ class Replicated(DataParallel):
 
     def start_reduction(self, index: int) -> None:
         """All-reduces a bucket."""
-        bucket, buffer = self.plan.buckets[index], self._buffers_of_buckets[index]
-        flat = pack(bucket, {tensor.name: self._grad(tensor.name) for tensor in bucket.tensors}, out=buffer)
+        bucket = self.plan.buckets[index]
+        flat = pack(bucket, {tensor.name: self._grad(tensor.name) for tensor in bucket.tensors})
         found = self._hook(flat.detach(), self.process_group)
         total, work = (found, None) if isinstance(found, torch.Tensor) else found
         if work is not None and self.plan.after_backward:  # naive and flat wait for each call
@@ -75,14 +60,5 @@ class Replicated(DataParallel):
         self._started = []
 
     def drop_reductions(self) -> None:
-        """Gives the buckets new buffers: collectives in flight may still write to the old ones."""
-        for index in range(len(self._started)):
-            self._buffers_of_buckets[index] = self._new_buffer(self.plan.buckets[index])
+        """Forgets the buckets in flight, whose memory the library keeps until they are done."""
         self._started = []
-
-    def _new_buffer(self, bucket: Bucket) -> torch.Tensor | None:
-        """The buffer of a bucket; None for a bucket of one tensor, whose gradient is the buffer."""
-        if len(bucket.tensors) == 1:
-            return None
-        first = self._trained[bucket.tensors[0].name]
-        return torch.empty(bucket.num_elements, dtype=first.dtype, device=first.device)

@@ -27,7 +27,7 @@ from jaxddp.processes.roll_call import disagreement
 
 from .agreement import check_alike, refuse
 from .clipping import clip_to_norm_, global_norm
-from .loss import Part, as_part
+from .loss import as_part
 from .strategy import DataParallel, check_dtype
 from .zero.stage3 import FSDP
 
@@ -154,19 +154,19 @@ class Trainer:
                 f"batch (={rows * self.num_ranks} examples) must be divisible by num_ranks x num_microbatches"
                 f" (={self.num_ranks} x {self.num_microbatches})"
             )
-        parts = []
+        totals, weights = [], []
         for index in range(self.num_microbatches):
             is_last = index == self.num_microbatches - 1
             with contextlib.nullcontext() if is_last or self._parallel is None else self._parallel.no_sync():
                 piece = local_rows(batch, index, self.num_microbatches)
                 with self._autocast(piece):
-                    part = as_part(self.loss_fn(self.net, piece))
-                if not part.total.requires_grad:
+                    total, weight = as_part(self.loss_fn(self.net, piece))
+                if not total.requires_grad:
                     raise ValueError("loss_fn must return a loss that depends on the parameters of net")
-                part.total.backward()
-            parts.append(Part(part.total.detach(), part.weight))
-        total, weight, of_ranks = self._sum_parts(parts, rows)
-        return total, None if parts[0].weight is None else weight, of_ranks
+                total.backward()
+            totals.append(total.detach())
+            weights.append(weight)
+        return self._sum_parts(totals, [one for one in weights if one is not None], rows)
 
     def _finish(self, denominator: float) -> None:
         if self._parallel is not None:
@@ -195,18 +195,19 @@ class Trainer:
             return contextlib.nullcontext()
         return torch.autocast(tree_leaves(batch)[0].device.type, self.compute_dtype)
 
-    def _sum_parts(self, parts: list[Part], rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _sum_parts(
+        self, parts: list[torch.Tensor], weights: list[torch.Tensor], rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Sums totals and weights over micro-batches and ranks, in one all-reduce; and the examples of each rank."""
-        totals = torch.stack([part.total for part in parts])
-        totals = totals.to(torch.promote_types(totals.dtype, torch.float32)).sum()
-        weights = [part.weight.to(totals) for part in parts if part.weight is not None]
-        weight = torch.stack(weights) if weights else torch.zeros_like(totals)
+        totals = torch.stack(parts)
+        total = totals.to(torch.promote_types(totals.dtype, torch.float32)).sum()
+        weight = torch.stack([one.to(total) for one in weights]) if weights else torch.zeros_like(total)
         weight = torch.where(weight < 0, math.nan, weight).sum()  # a negative one is found on all ranks
-        sums = torch.cat([torch.stack([totals, weight]), totals.new_zeros(self.num_ranks)])
+        sums = torch.cat([torch.stack([total, weight]), total.new_zeros(self.num_ranks)])
         if self._parallel is not None and self.num_ranks > 1:
             sums[2 + dist.get_rank(self._parallel.process_group)] = rows
             dist.all_reduce(sums, group=self._parallel.process_group)  # not recorded: it carries no gradients
-        return sums[0], sums[1], sums[2:]
+        return sums[0], sums[1] if weights else None, sums[2:]
 
     def _check_rows(self, of_ranks: torch.Tensor) -> None:
         """Refuses ranks of unequally many examples, whose mean of means would be another."""

@@ -15,6 +15,7 @@ import os
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -91,7 +92,7 @@ class Checkpoints(CheckpointFolder):
 
         def write() -> None:
             refuse_nonfinite(step, [name for name, one in whole.items() if not is_finite(name, one)])
-            self._write(place | held.about, set_aside, lambda folder: torch.save(whole, folder / _FILE))
+            self._write(place | held.about, set_aside, lambda folder: _save(whole, folder / _FILE))
 
         self._on_first(write)
 
@@ -151,6 +152,11 @@ class Checkpoints(CheckpointFolder):
         if rank() == 0 and num_ranks() > 1:
             begin_step(is_call=True)
             end_step()
+
+
+def _save(whole: dict[str, Any], path: Path) -> None:
+    with path.open("xb") as file:  # whose errors are the system's
+        torch.save(whole, file)
 
 
 def _patient_group() -> dist.ProcessGroup:

@@ -157,11 +157,7 @@ def take_step(trainer: Trainer, batch: Any) -> dict[str, float]:
 
 
 def mean_loss(trainer: Trainer, held_out: Sequence[Any]) -> float | None:
-    """The loss of what is held out; None if nothing is.
-
-    Raises:
-        FloatingPointError: If it is not finite.
-    """
+    """The loss of what is held out, which must be finite; None if nothing is."""
     if not held_out:
         return None
     begin_step(is_call=True)
@@ -215,11 +211,7 @@ def wrap(options: TrainOptions, module: torch.nn.Module) -> tuple[DataParallel, 
 
 
 def strategy_arguments(options: TrainOptions) -> dict[str, Any]:
-    """The cap of a strategy's buckets, if one is given.
-
-    Raises:
-        ValueError: If there is no such strategy, or it has no buckets.
-    """
+    """The cap of a strategy's buckets, if one is given; a ValueError if there is no such strategy, or no buckets."""
     if options.strategy not in STRATEGIES:
         raise ValueError(f"unknown strategy {options.strategy!r}: one of {', '.join(STRATEGIES)}")
     if options.bucket_mb is None:

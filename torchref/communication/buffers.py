@@ -13,32 +13,19 @@ import torch
 from jaxddp.communication.buckets import Bucket, TensorSpec
 
 
-def pack(bucket: Bucket, tensors: Mapping[str, torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
-    """Concatenates the tensors of a bucket, given by name, into ``[bucket.num_elements]``.
-
-    ``out`` is a buffer to write into; a tensor that is already in its place there is not copied. A bucket of one tensor
-    gives that tensor, uncopied.
-    """
+def pack(bucket: Bucket, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Concatenates the tensors of a bucket, given by name; a bucket of one gives that tensor, uncopied."""
     if len(bucket.tensors) == 1:
         return tensors[bucket.tensors[0].name]
-    if out is None:
-        first = tensors[bucket.tensors[0].name]
-        out = torch.empty(bucket.num_elements, dtype=first.dtype, device=first.device)
-    for name, part in unpack(bucket, out).items():
-        if part.data_ptr() != tensors[name].data_ptr():
-            part.copy_(tensors[name])
-    return out
+    return torch.cat([tensors[tensor.name].reshape(-1) for tensor in bucket.tensors])
 
 
 def unpack(bucket: Bucket, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
     """Splits a buffer into the tensors of its bucket: views by name, each of its tensor's shape."""
     if len(bucket.tensors) == 1:
         return {bucket.tensors[0].name: buffer}
-    tensors, offset = {}, 0
-    for tensor in bucket.tensors:
-        tensors[tensor.name] = buffer[offset : offset + tensor.num_elements].view(tensor.shape)
-        offset += tensor.num_elements
-    return tensors
+    parts = buffer.split([tensor.num_elements for tensor in bucket.tensors])
+    return {tensor.name: part.view(tensor.shape) for tensor, part in zip(bucket.tensors, parts, strict=True)}
 
 
 def tensor_spec(name: str, tensor: torch.Tensor) -> TensorSpec:

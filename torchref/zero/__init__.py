@@ -4,9 +4,6 @@ stages_1_and_2.py, stage3.py   the strategies: sharded optimizer state, gradient
 owners.py                      an older reading of stage 1: whole parameters are dealt out to ranks
 optimizers.py                  which optimizers can run on shards; parameter groups and state dicts
 units.py, shards.py            stage 3: modules that gather their parameters; parameters of which a rank holds a part
-
-clipping.py is at the top, because all wrappers clip: here it would be imported in a circle. jaxddp clips shards in
-zero/, where its layers and their order are as well; modules and hooks replace those here.
 """
 
 from .owners import ShardedOptimizer as ShardedOptimizer

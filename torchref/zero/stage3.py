@@ -49,13 +49,10 @@ class FSDP(Replicated):
     ``parameters()`` are the shards, in the parameters' own dtype and with as many dimensions, and the replicated
     parameters. The optimizer over them may be made before or after wrapping, and must be element-wise. Every backward
     reduces the shards' gradients, even under ``no_sync``; the replicated ones are accumulated. Clip with
-    ``clip_grad_norm_`` of the wrapper: ``torch.nn.utils.clip_grad_norm_`` would compute the norm of this rank's shards
-    alone, and is refused, as is a ``torch.amp.GradScaler``. ``torch.compile`` around it leaves it uncompiled.
-
-    All ranks must use the same units in the same order; the synchronisation compares. A parameter may be used only
-    within its own module's forward: elsewhere it is a shard (``zero/shards.py``), which answers as the whole would, or
-    refuses. Two units may share a parameter. A forward that changes its gathered parameters, as by
-    ``weight.data.clamp_()``, is refused: change the shards after the step.
+    ``clip_grad_norm_`` of the wrapper. All ranks must use the same units in the same order; the synchronisation
+    compares. A parameter may be used only within its own module's forward: elsewhere it is a shard
+    (``zero/shards.py``), which answers as the whole would, or refuses. Two units may share a parameter.
+    ``torch.compile`` around it leaves it uncompiled.
 
     Sharding is permanent, and ``state_dict`` is refused: ``gather_full_params`` gives the whole, to load into a new
     module.

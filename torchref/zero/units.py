@@ -1,11 +1,5 @@
 """Units: modules whose parameters are full only while they are used.
 
-Hooks put the full tensors in the place of the module's parameters before its forward, and remove them after it. What
-autograd would save of them for the backward, views included, is replaced by a note that says which part of which tensor
-it was. When the backward reads a note, the unit is gathered again. So a weight is gathered for the backward only if it
-is needed: an embedding's is not, nor that of a first layer whose input needs no gradient. Inputs and outputs of the
-forward may be of any structure, and activation checkpointing may run it again.
-
     before the forward   module.weight = Gather(shards)                 the graph saves notes only
     after                module.weight = shard again
     in the backward      gathered when the first note is read, dropped when the unit's gradients are reduced
@@ -13,12 +7,15 @@ forward may be of any structure, and activation checkpointing may run it again.
     forward   full [shape] = unpack(all-gather of [width])              in the compute dtype
     backward  shard.grad  += row r of the sum over ranks of d full      in the parameter's dtype
 
+What autograd would save of the full tensors, views included, is replaced by a note that says which part of which tensor
+it was. When the backward reads a note, the unit is gathered again. So a weight is gathered for the backward only if it
+is needed: an embedding's is not, nor that of a first layer whose input needs no gradient. Inputs and outputs of the
+forward may be of any structure, and activation checkpointing may run it again.
+
 Autograd gets no gradient for the shards: the reduce-scatter is in flight while the backward goes on, and its result is
 added to ``shard.grad`` when it arrives. Changes of the full tensors in place, which would be lost, are refused after
-the forward by their version counters. A full tensor's ``data`` shares its counter, unlike that of other tensors.
-
-Casts are not tracked: the copy of a weight that ``torch.autocast`` makes is saved as an activation. Use
-``compute_dtype`` instead.
+the forward by their version counters. Casts are not tracked: the copy of a weight that ``torch.autocast`` makes is
+saved as an activation. Use ``compute_dtype`` instead.
 """
 
 from __future__ import annotations
