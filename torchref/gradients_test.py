@@ -53,19 +53,6 @@ def clipped_too_early(name, by):
     return ""
 
 
-def two_graphs_of_one_forward(name):
-    """A second backward that no forward of the wrapper precedes adds to what the first has left."""
-    net = wrap(name, model())
-    tx, x = optimizer_of(name, net), rows(dist.get_rank())
-    first, second = loss(net, x), loss(net, x + 1)
-    for one in (first, second):
-        one.backward()
-        net.finish_gradient_synchronization()
-    tx.step()
-    tx.zero_grad(set_to_none=False)
-    return weights(name, net)
-
-
 def step_over_shards(optimizer_cls):
     net = torchref.FSDP(model())
     tx = optimizer_cls(net.parameters(), lr=0.01)
@@ -141,16 +128,6 @@ def test_clipping_before_the_synchronisation_is_refused(ranks, name, by):
 def test_torchs_clipping_of_shards_is_refused(ranks, name):
     for message in ranks.run(clipped, name, "shards", num_ranks=NUM_RANKS):
         assert message.startswith("this would be the norm of this rank's part of the gradients: call clip_grad_norm_")
-
-
-@pytest.mark.parametrize("name", ["naive", "bucketed", "zero1", "zero2 full", "zero3"])
-def test_a_backward_without_a_forward_adds_up(ranks, name):
-    module = model()
-    (sum(loss(module, rows(rank, i)) for rank in range(NUM_RANKS) for i in range(2)) / NUM_RANKS).backward()
-    torch.optim.SGD(module.parameters(), lr=0.1).step()
-    for found in ranks.run(two_graphs_of_one_forward, name, num_ranks=NUM_RANKS):
-        for key, parameter in module.named_parameters():
-            torch.testing.assert_close(torch.tensor(found[key]), parameter.detach(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, torch.optim.LBFGS, Lion, hooked])

@@ -134,24 +134,6 @@ def finish_after_the_step(name, kind):
     return "", False
 
 
-def other_changes_between_passes(name):
-    """Weights may be changed where no backward is under way, and loaded after one that was discarded."""
-    net = wrap(name, model())
-    tx, x = optimizer_of(name, net), rows(dist.get_rank())
-    before = [parameter.detach().clone() for parameter in net.parameters()]
-    for parameter in net.parameters():
-        parameter.data.mul_(2)
-    loss(net, x + 5)  # a look
-    loss(net, x + 5).backward()
-    net.zero_grad()
-    for parameter, value in zip(net.parameters(), before, strict=True):
-        parameter.data.copy_(value)
-    loss(net, x).backward()
-    net.finish_gradient_synchronization()
-    tx.step()
-    return weights(name, net)
-
-
 def recomputed_twice_in_a_backward(name):
     """A forward that checkpointing repeats in the backward is no new pass."""
     net = wrap(name, model())
@@ -196,29 +178,6 @@ def changed_before_finish(name, change):
     return weights(name, net)
 
 
-def cleared_before_finish(name, clear):
-    net = wrap(name, model())
-    tx = optimizer_of(name, net)
-    loss(net, rows(dist.get_rank())).backward()
-    (net.zero_grad if clear == "net" else tx.zero_grad)()
-    net.finish_gradient_synchronization()
-    tx.step()
-    return weights(name, net)
-
-
-def forward_between_backward_and_finish(name):
-    """A look at the loss on the way is no pass of its own."""
-    net = wrap(name, model())
-    tx, x = optimizer_of(name, net), rows(dist.get_rank())
-    loss(net, x).backward()
-    loss(net, x)
-    with torch.no_grad():
-        loss(net, x)
-    net.finish_gradient_synchronization()
-    tx.step()
-    return weights(name, net)
-
-
 # Tests
 
 
@@ -241,13 +200,6 @@ def test_a_pass_that_is_dropped_leaves_nothing(ranks, name, event, clear):
 @wrappers
 def test_gradients_that_are_finished_one_after_the_other_add_up(ranks, name):
     assert_close(ranks.run(finish_after_each_of_two_passes, name, num_ranks=NUM_RANKS), expected(0, 1))
-
-
-@wrappers
-def test_gradients_cleared_before_finish_do_not_come_back(ranks, name, clear="optimizer"):
-    module = model()
-    unchanged = {key: parameter.tolist() for key, parameter in module.named_parameters()}
-    assert_close(ranks.run(cleared_before_finish, name, clear, num_ranks=NUM_RANKS), unchanged)
 
 
 @wrappers
@@ -297,15 +249,5 @@ def test_a_gradient_changed_before_finish_is_right_or_refused(ranks, name, chang
 
 
 @wrappers
-def test_weights_may_be_changed_between_passes(ranks, name):
-    assert_close(ranks.run(other_changes_between_passes, name, num_ranks=NUM_RANKS), expected(0))
-
-
-@wrappers
 def test_a_forward_that_is_recomputed_in_the_backward_is_no_new_pass(ranks, name):
     assert_close(ranks.run(recomputed_twice_in_a_backward, name, num_ranks=NUM_RANKS), expected(0))
-
-
-@wrappers
-def test_a_forward_between_backward_and_finish_changes_nothing(ranks, name):
-    assert_close(ranks.run(forward_between_backward_and_finish, name, num_ranks=NUM_RANKS), expected(0))

@@ -62,7 +62,6 @@ class DataParallel(nn.Module, abc.ABC):
     Attributes:
         module: The wrapped module.
         plan: What a backward pass communicates.
-        num_ranks: Number of ranks.
         sync: What synchronises the gradients: a call of ``finish_gradient_synchronization``, or every backward.
         require_backward_grad_sync: As in ``DistributedDataParallel``; ``no_sync`` switches it off.
         owns_optimizer: Whether the strategy makes and steps the optimizer. Its constructor then takes
@@ -208,11 +207,7 @@ class DataParallel(nn.Module, abc.ABC):
             self.require_backward_grad_sync = before
 
     def on_train_batch_start(self) -> None:
-        """Discards a backward pass that was never finished, such as one that raised.
-
-        Raises:
-            RuntimeError: If parameters have changed since that pass.
-        """
+        """Discards a backward pass that was never finished; a RuntimeError if parameters have changed since."""
         self._check_weights()
         self.discard_pass()
 
@@ -310,17 +305,16 @@ class DataParallel(nn.Module, abc.ABC):
 
     def _check_unchanged(self) -> None:
         now = dict(self.module.named_parameters())
-        for name, parameter in self._trained.items():
-            if now.get(name) is not parameter or tensor_spec(name, parameter) != self._specs[name]:
-                change = "replaced or turned into another dtype"
-            elif not parameter.requires_grad:
-                change = "frozen"
+        for name in now | self._trained:
+            parameter, trained = now.get(name), self._trained.get(name)
+            if trained is None:
+                change = "became trainable" if parameter is not None and parameter.requires_grad else ""
+            elif parameter is not trained or tensor_spec(name, trained) != self._specs[name]:
+                change = "was replaced or turned into another dtype"
             else:
-                continue
-            raise ValueError(f"parameter {name!r} was {change} after wrapping: wrap the module anew")
-        for name, parameter in now.items():
-            if parameter.requires_grad and name not in self._trained:
-                raise ValueError(f"parameter {name!r} became trainable after wrapping: wrap the module anew")
+                change = "" if trained.requires_grad else "was frozen"
+            if change:
+                raise ValueError(f"parameter {name!r} {change} after wrapping: wrap the module anew")
 
     def _begin_pass(self) -> None:
         """Notes that there are gradients of this rank alone, and the versions of the weights that they are of."""

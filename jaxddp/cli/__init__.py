@@ -1,7 +1,7 @@
 """``python -m jaxddp``: the commands. Their modules import slow ones only when they run, so help is quick.
 
 train.py, train_program.py                                    train: the command, the program
-train_options.py                                              its options; torchref shares them
+train_options.py, train_loop.py                               its options and its loop; torchref shares them
 inspect.py, inspect_console.py                                inspect: the command, its output
 plan.py, plan_console.py                                      plan: the command, its output
 doctor.py                                                     doctor: what this machine has, what will not work

@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-import signal
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -27,19 +25,14 @@ from ..processes.job import find_job
 from ..training.agreement import check_alike
 from ..training.clock import stopwatch
 from ..training.data import Corpus
-from .interrupts import Signalled, noted_signals
+from .train_loop import Training, take_steps
 from .train_options import (
-    CHECK_REPLICAS_EVERY,
     DEFAULT_SIMULATED_DEVICES,
-    MAX_SKIPS,
     NUM_VALIDATION_BATCHES,
-    Progress,
     StepReport,
     TrainOptions,
     batches_taken,
     check_validation,
-    position_of,
-    skipped_too_often,
 )
 
 
@@ -107,67 +100,43 @@ def train(
         planned = trainer.planned(state, batch)
         program, compile_s = stopwatch(trainer.compile, state, batch)
         say(f"compiled in {compile_s:.1f} s")
-        progress = take_steps(options, corpus, trainer, checkpoints, state, num_batches, say, on_step)
+        training = training_of(options, corpus, trainer, checkpoints, state)
+        progress, error = take_steps(options, corpus, training, int(state.step), num_batches, say, on_step)
+        if checkpoints is not None:
+            checkpoints.wait()
+            say(f"checkpoints in {options.checkpoint}: steps {', '.join(map(str, checkpoints.steps()))}")
+    if error is not None:
+        raise error
     for line in progress.summary(planned, jaxddp.gradient_collectives(program), "compiled"):
         say(line)
     return progress.reports
 
 
-def take_steps(
+def training_of(
     options: TrainOptions,
     corpus: Corpus,
     trainer: jaxddp.Trainer,
     checkpoints: jaxddp.Checkpoints | None,
     state: jaxddp.TrainState,
-    num_batches: int,
-    say: Callable[[str], None],
-    on_step: Callable[[StepReport], None],
-) -> Progress:
-    """Trains from a state up to the last step; raises as ``train``. All processes of a job take the same branches."""
+) -> Training:
+    """What the loop calls; the state stays here."""
     place = {"seed": options.seed, "rank": jax.process_index(), "num_ranks": jax.process_count()}
     held_out = [*map(jaxddp.local_rows, corpus.validation_batches(options.batch_size, NUM_VALIDATION_BATCHES))]
-    step = saved_step = int(state.step)
-    max_skips = MAX_SKIPS if options.nonfinite == "skip" else 0
-    num_skips = 0  # in a row
-    error: Exception | None = None
-    progress = Progress(options, corpus.context, step + 1)
-    with noted_signals(is_in_job=jax.process_count() > 1) as signals, progress.counted_at_ctrl_c():
-        while step < options.steps and error is None:
-            batch = corpus.batch(num_batches, options.batch_size, **place)
-            (state, metrics), seconds = stopwatch(trainer.step, state, batch)
-            step, num_batches, loss = step + 1, num_batches + 1, float(metrics["loss"])
-            num_skips = num_skips + 1 if metrics.get("skipped") else 0
-            gives_up = num_skips > max_skips
-            if gives_up:
-                error = skipped_too_often(loss, step, num_skips)
-            elif step < options.steps and is_signalled(step, signals):
-                error = Signalled(signals[0] if signals else signal.SIGTERM, f"after {step} of {options.steps} steps")
-            is_last, is_due = error is not None or step == options.steps, options.is_due(step)
-            if is_last or is_due or step % CHECK_REPLICAS_EVERY == 0:
-                jaxddp.check_replicas(trainer, state)
-            validation_loss = mean_loss(trainer, state, held_out) if is_due and error is None else None
 
-            save_s = 0.0
-            if gives_up:  # the state before is kept, unless it is that of the newest checkpoint
-                is_saved = saved_step != step - num_skips
-            else:
-                is_saved = is_last or (is_due and num_skips == 0)
-            if checkpoints is not None and is_saved:
-                position = position_of(options, corpus, num_batches)
-                save = partial(checkpoints.save, data_position=position, set_aside=gives_up)
-                save_s, saved_step = stopwatch(save, trainer, state)[1], step
-                if gives_up:
-                    say(f"the state before is kept as {step}.nonfinite in {options.checkpoint}")
-            report = StepReport(step, loss, validation_loss, save_s)
-            if line := progress.add(report, seconds, num_skips > 0):
-                say(line)
-            on_step(report)
-    if checkpoints is not None:
-        checkpoints.wait()
-        say(f"checkpoints in {options.checkpoint}: steps {', '.join(map(str, checkpoints.steps()))}")
-    if error is not None:
-        raise error
-    return progress
+    def step(number: int) -> tuple[Any, float]:
+        nonlocal state
+        batch = corpus.batch(number, options.batch_size, **place)
+        (state, metrics), seconds = stopwatch(trainer.step, state, batch)
+        return metrics, seconds
+
+    def save(step: int, **about: Any) -> None:
+        assert checkpoints is not None and int(state.step) == step
+        checkpoints.save(trainer, state, **about)
+
+    return Training(
+        step, is_signalled, lambda: jaxddp.check_replicas(trainer, state), lambda: mean_loss(trainer, state, held_out),
+        None if checkpoints is None else save, is_in_job=jax.process_count() > 1,
+    )  # fmt: skip
 
 
 def mean_loss(trainer: jaxddp.Trainer, state: jaxddp.TrainState, held_out: Sequence[Any]) -> float | None:

@@ -70,9 +70,8 @@ class Checkpoints(CheckpointFolder):
             set_aside: Saves it as ``STEP.nonfinite``, which is not restored before it is renamed. The last one is kept.
 
         Raises:
-            ValueError: If another job saves into the folder, it has a checkpoint of this or a later step, ranks differ
-                in step or position, the position is not JSON, some ranks train apart from others, or the optimizer's
-                state is not that of the module's parameters.
+            ValueError: If another job saves into the folder, it has a checkpoint of this or a later step, ranks differ,
+                the position is not JSON, or the optimizer's state is not that of the module's parameters.
             FloatingPointError: If a parameter or the optimizer's state is not finite, or a buffer holds NaN.
             OSError: If it cannot be written; older checkpoints stay.
         """
@@ -97,15 +96,12 @@ class Checkpoints(CheckpointFolder):
         self._on_first(write)
 
     def restore(self, trainer: Trainer, *, step: int | None = None) -> tuple[int, Any]:
-        """Restores a state into a trainer's module and optimizer.
+        """Restores a state into a trainer's module and optimizer; gives the step and the data position.
 
         Args:
             trainer: May have other ranks and another strategy than the one that saved. Unchanged if the checkpoint is
                 refused.
             step: Of the checkpoint; the newest that is not damaged on rank 0 if None.
-
-        Returns:
-            The step, and the data position saved with it.
 
         Raises:
             ValueError: If there is no such checkpoint, it is of another model, optimizer or dtype, damaged, or written

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,18 +15,13 @@ import torch
 import torch.distributed as dist
 
 from jaxddp.checkpoint.weights import as_native, load_weights
-from jaxddp.cli.interrupts import Signalled, noted_signals
+from jaxddp.cli.train_loop import Training, take_steps
 from jaxddp.cli.train_options import (
-    CHECK_REPLICAS_EVERY,
-    MAX_SKIPS,
     NUM_VALIDATION_BATCHES,
-    Progress,
     StepReport,
     TrainOptions,
     batches_taken,
     check_validation,
-    position_of,
-    skipped_too_often,
 )
 from jaxddp.processes.job import find_job
 from jaxddp.processes.watchdog import begin_step, end_step
@@ -43,7 +37,7 @@ from ..models import build, loss_fn
 from ..registry import STRATEGIES, make_strategy
 from ..replicas import check_replicas
 from ..strategy import DataParallel, planned_collectives
-from ..train import Optimizer, Trainer
+from ..train import Optimizer, Trainer, local_rows
 
 
 def train(
@@ -53,7 +47,11 @@ def train(
 ) -> list[StepReport]:
     """Trains a language model; arguments, what it returns and raises are those of ``jaxddp``'s."""
     corpus = Corpus(options.data, context=options.config.context)
-    device = start_ranks(options)
+    job = find_job()
+    num_ranks = 1 if job is None else job.num_processes
+    if options.devices not in (None, num_ranks):
+        raise ValueError(f"devices (={options.devices}) must be the job's processes (={num_ranks}), a rank each")
+    device = init_from_env(stuck_s=options.stuck_s)
     options.check_batch_size(dist.get_world_size())
     check_alike(options.fingerprint | {"text_bytes": corpus.num_bytes, "text_crc32": corpus.crc32})
 
@@ -66,11 +64,14 @@ def train(
         loss_fn, optimizer, net, num_microbatches=options.microbatches, max_grad_norm=options.max_grad_norm,
         nonfinite="raise" if options.nonfinite == "raise" else "skip",
     )  # fmt: skip
-    say(f"{options.model} ({num_params:,} parameters) on {describe_devices(device)}, {options.strategy}")
+    say(f"{options.model} ({num_params:,} parameters) on {_describe(device)}, {options.strategy}")
     say(f"text: {corpus.source}, {corpus.num_bytes:,} bytes")
 
-    with open_checkpoints(options, say) as checkpoints:
+    folder = None if options.checkpoint is None else Checkpoints(options.checkpoint, keep=options.keep, warn=say)
+    with folder or contextlib.nullcontext() as checkpoints:
         num_batches = 0
+        if checkpoints is not None:
+            checkpoints.reserve()  # no other job saves there meanwhile
         if checkpoints is not None and (taken := checkpoints.latest_step()) is not None:
             if not options.resume:
                 raise ValueError(f"checkpoint (={options.checkpoint!r}) holds step {taken}: resume, or another folder")
@@ -82,68 +83,38 @@ def train(
             say(f"resumed at step {step}")
         elif options.resume:
             say(f"no checkpoint in {options.checkpoint} yet: starting at step 0")
-        progress, issued = take_steps(options, corpus, trainer, checkpoints, num_batches, say, on_step)
+        issued: list[Issued] = []  # by the last step
+        training = training_of(options, corpus, trainer, checkpoints, issued)
+        progress, error = take_steps(options, corpus, training, trainer.num_steps, num_batches, say, on_step)
+        if checkpoints is not None:
+            say(f"checkpoints in {options.checkpoint}: steps {', '.join(map(str, checkpoints.steps()))}")
+    if error is not None:
+        raise error
     planned = planned_collectives(net, num_microbatches=options.microbatches)
     for line in progress.summary(planned, [(one.kind, one.num_bytes) for one in issued], "issued"):
         say(line)
     return progress.reports
 
 
-def take_steps(
-    options: TrainOptions,
-    corpus: Corpus,
-    trainer: Trainer,
-    checkpoints: Checkpoints | None,
-    num_batches: int,
-    say: Callable[[str], None],
-    on_step: Callable[[StepReport], None],
-) -> tuple[Progress, Sequence[Issued]]:
-    """Trains up to the last step; gives the collectives of that step too. All ranks take the same branches."""
-    place = {"rank": dist.get_rank(), "num_ranks": dist.get_world_size()}
+def training_of(
+    options: TrainOptions, corpus: Corpus, trainer: Trainer, checkpoints: Checkpoints | None, issued: list[Issued]
+) -> Training:
+    """What the loop calls; ``issued`` gets the collectives of the last step."""
+    place = {"seed": options.seed, "rank": dist.get_rank(), "num_ranks": dist.get_world_size()}
     batches = corpus.validation_batches(options.batch_size, NUM_VALIDATION_BATCHES)
-    held_out = [_to_device(_my_rows(batch)) for batch in batches]
-    step = saved_step = trainer.num_steps
-    max_skips = MAX_SKIPS if options.nonfinite == "skip" else 0
-    num_skips = 0  # in a row
-    error: Exception | None = None
-    progress, issued = Progress(options, corpus.context, step + 1), list[Issued]()
-    with noted_signals(is_in_job=False) as signals, progress.counted_at_ctrl_c():
-        while step < options.steps and error is None:
-            batch = _to_device(corpus.batch(num_batches, options.batch_size, seed=options.seed, **place))
-            with record() as issued:
-                metrics, seconds = stopwatch(take_step, trainer, batch, wait=_wait)
-            step, num_batches, loss = step + 1, num_batches + 1, metrics["loss"]
-            num_skips = num_skips + 1 if metrics.get("skipped") else 0
-            gives_up = num_skips > max_skips
-            if gives_up:
-                error = skipped_too_often(loss, step, num_skips)
-            elif step < options.steps and is_signalled(signals):
-                error = Signalled(signals[0] if signals else signal.SIGTERM, f"after {step} of {options.steps} steps")
-            is_last, is_due = error is not None or step == options.steps, options.is_due(step)
-            if is_last or is_due or step % CHECK_REPLICAS_EVERY == 0:
-                check_replicas(trainer)
-            validation_loss = mean_loss(trainer, held_out) if is_due and error is None else None
+    held_out = [_to_device(local_rows(batch, place["rank"], place["num_ranks"])) for batch in batches]
 
-            save_s = 0.0
-            if gives_up:  # the state before is kept, unless it is that of the newest checkpoint
-                is_saved = saved_step != step - num_skips
-            else:
-                is_saved = is_last or (is_due and num_skips == 0)
-            if checkpoints is not None and is_saved:
-                position = position_of(options, corpus, num_batches)
-                save = partial(checkpoints.save, data_position=position, set_aside=gives_up)
-                save_s, saved_step = stopwatch(save, trainer, step, wait=_wait)[1], step
-                if gives_up:
-                    say(f"the state before is kept as {step}.nonfinite in {options.checkpoint}")
-            report = StepReport(step, loss, validation_loss, save_s)
-            if line := progress.add(report, seconds, num_skips > 0):
-                say(line)
-            on_step(report)
-    if checkpoints is not None:
-        say(f"checkpoints in {options.checkpoint}: steps {', '.join(map(str, checkpoints.steps()))}")
-    if error is not None:
-        raise error
-    return progress, issued
+    def step(number: int) -> tuple[Any, float]:
+        batch = _to_device(corpus.batch(number, options.batch_size, **place))
+        with record() as of_step:
+            found = stopwatch(take_step, trainer, batch, wait=_wait)
+        issued[:] = of_step
+        return found
+
+    return Training(
+        step, is_signalled, lambda: check_replicas(trainer), lambda: mean_loss(trainer, held_out),
+        None if checkpoints is None else partial(checkpoints.save, trainer),
+    )  # fmt: skip
 
 
 def take_step(trainer: Trainer, batch: Any) -> dict[str, float]:
@@ -169,7 +140,7 @@ def mean_loss(trainer: Trainer, held_out: Sequence[Any]) -> float | None:
     return check_validation(mean, trainer.num_steps)
 
 
-def is_signalled(signals: Sequence[int]) -> bool:
+def is_signalled(step: int, signals: Sequence[int]) -> bool:
     """Whether a signal ends the run after this step: all ranks agree on one."""
     told = torch.tensor([len(signals)], device=group_device())
     begin_step(is_call=True)
@@ -179,30 +150,11 @@ def is_signalled(signals: Sequence[int]) -> bool:
     return was_told
 
 
-@contextlib.contextmanager
-def open_checkpoints(options: TrainOptions, say: Callable[[str], None]) -> Iterator[Checkpoints | None]:
-    """The folder of checkpoints, in which no other job saves meanwhile."""
-    if options.checkpoint is None:
-        yield None
-        return
-    with Checkpoints(options.checkpoint, keep=options.keep, warn=say) as checkpoints:
-        checkpoints.reserve()
-        yield checkpoints
-
-
-def start_ranks(options: TrainOptions) -> torch.device:
-    """Joins the job that this process is in."""
-    job = find_job()
-    num_ranks = 1 if job is None else job.num_processes
-    if options.devices not in (None, num_ranks):
-        raise ValueError(f"devices (={options.devices}) must be the job's processes (={num_ranks}), a rank each")
-    return init_from_env(stuck_s=options.stuck_s)
-
-
 def wrap(options: TrainOptions, module: torch.nn.Module) -> tuple[DataParallel, Optimizer]:
     """The module under its strategy, and what takes its steps."""
-    arguments = strategy_arguments(options)
-    optimizer_cls, settings = _optimizer(options)
+    arguments, settings = strategy_arguments(options), {"lr": options.learning_rate}
+    optimizer_cls = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}[options.optimizer]
+    settings |= {"weight_decay": 0.01} if options.optimizer == "adamw" else {}
     if STRATEGIES[options.strategy].owns_optimizer:
         net: Any = make_strategy(options.strategy, module, optimizer_cls=optimizer_cls, **arguments, **settings)
         return net, net
@@ -226,27 +178,15 @@ def read_weights(path: str) -> dict[str, Any]:
     return {name: as_native(array) for name, array in load_weights(path).items()}
 
 
-def describe_devices(device: torch.device) -> str:
-    """Describes the ranks."""
+def _describe(device: torch.device) -> str:
     num_ranks = dist.get_world_size()
     if device.type == "cuda":
         return f"{num_ranks} x {torch.cuda.get_device_name(device)}"
     return "1 CPU device" if num_ranks == 1 else f"{num_ranks} CPU devices of {num_ranks} processes"
 
 
-def _optimizer(options: TrainOptions) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
-    if options.optimizer == "adamw":
-        return torch.optim.AdamW, {"lr": options.learning_rate, "weight_decay": 0.01}
-    return {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[options.optimizer], {"lr": options.learning_rate}
-
-
 def _to_device(batch: Batch) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(array).to(group_device()) for name, array in batch.items()}
-
-
-def _my_rows(batch: Batch) -> Batch:
-    rank, size = dist.get_rank(), len(batch["tokens"]) // dist.get_world_size()
-    return {name: array[rank * size : (rank + 1) * size] for name, array in batch.items()}
 
 
 def _wait(_: Any) -> None:

@@ -11,16 +11,14 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 import torch.distributed as dist
 
 from jaxddp.cli.train_options import TrainOptions
-from jaxddp.cli.train_test import ranks_of
 from jaxddp.sizes import SIZES, TransformerConfig
 from torchref.__main__ import main
 from torchref.cli import train_program
-from torchref.cli.train_program import read_weights, train
+from torchref.cli.train_program import train
 from torchref.registry import STRATEGIES
 
 SMALL = TransformerConfig(vocab=256, context=16, width=16, num_layers=1, num_heads=2, hidden=32)
@@ -225,26 +223,6 @@ def wait_for(path, seconds=100):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_run_that_loses_a_rank_is_started_again_and_ends_as_one_that_did_not(tmp_path, number):
-    arguments = f"{ARGUMENTS} --max-restarts 1 --stuck-s 30 --checkpoint".split()
-    assert subprocess.run([*TRAIN, *arguments, tmp_path / "whole"], timeout=250, check=False).returncode == 0
-    lost = tmp_path / "lost"
-    with subprocess.Popen([*TRAIN, *arguments, lost], stderr=subprocess.PIPE, text=True) as process:
-        wait_for(lost / "4")
-        os.kill(ranks_of(lost)[1], number)
-        _, error = process.communicate(timeout=250)
-    assert process.returncode == 0, error
-    noticed = r"(is gone|has not answered for 30 s), its last step \d+"
-    assert re.search(rf"jaxddp: process 1 {noticed}: process 0 ends", error), error
-    assert not ranks_of(lost)
-    (step, expected), (other, found) = newest(tmp_path / "whole"), newest(lost)
-    assert step == other == 16 and found.keys() == expected.keys()
-    for name in found:  # the same program on the same ranks: the same bits
-        np.testing.assert_array_equal(found[name], expected[name])
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_ends_a_run_once_it_is_saved(tmp_path, number):
     arguments = f"{ARGUMENTS} --checkpoint".replace("--steps 16", "--steps 100000").split()
@@ -266,21 +244,3 @@ def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def test_weights_come_from_either_format(tmp_path):
-    expected = {"a.weight": np.arange(6, dtype="float32").reshape(2, 3), "b": np.float32(2)}
-    np.savez(tmp_path / "weights.npz", **expected)
-    tensors = {name: torch.tensor(array) for name, array in expected.items()} | {"c": torch.ones(2).bfloat16()}
-    safetensors.torch.save_file(tensors, tmp_path / "weights.safetensors")
-    for path, more in (("weights.npz", {}), ("weights.safetensors", {"c": np.ones(2, "float32")})):
-        loaded = read_weights(str(tmp_path / path))
-        assert loaded.keys() == (expected | more).keys()
-        for name, array in (expected | more).items():
-            assert loaded[name].dtype == array.dtype
-            np.testing.assert_array_equal(loaded[name], array)
-    (tmp_path / "bad.safetensors").write_bytes(b"\0" * 20)
-    with pytest.raises(
-        ValueError, match=r"^file '.*bad.safetensors' must hold weights, it is truncated or another kind"
-    ):
-        read_weights(str(tmp_path / "bad.safetensors"))

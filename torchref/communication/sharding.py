@@ -19,12 +19,7 @@ from jaxddp.communication.buckets import Bucket, bucket_width, chunk_elements, d
 
 
 class Cut(NamedTuple):
-    """How one tensor is cut.
-
-    Attributes:
-        shape: Of the full tensor.
-        num_ranks: Number of ranks N.
-        dim: The dimension that is split; None if the tensor is flattened and padded.
+    """How one tensor of ``shape`` is cut: along ``dim``, or flattened and padded if that is None.
 
     Example:
         >>> cut((8, 5), 4).shard_shape, cut((5, 8), 4).shard_shape, cut((3, 5), 4).shard_shape

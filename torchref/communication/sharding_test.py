@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from jaxddp.communication.buckets import Bucket, TensorSpec, bucket_width
-from torchref.communication.sharding import cut, pack_row, pack_rows, unpack_row, unpack_rows
+from torchref.communication.sharding import cut
 
 SHAPES = {"matrix": (5, 7), "even": (6, 4), "second": (5, 12), "small": (2,), "scalar": (), "empty": (0, 3)}
 ranks = pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6])
@@ -37,23 +36,6 @@ def test_shards_have_the_number_of_dimensions_of_the_tensor(num_ranks):
             assert shard.is_contiguous() and torch.equal(shard.reshape(-1), row)
             if one.dim is not None:
                 assert torch.equal(shard, tensor.chunk(num_ranks, one.dim)[rank])
-
-
-@ranks
-@pytest.mark.parametrize("names", [list(SHAPES), ["even"], ["matrix"], ["second"], ["empty"]])
-def test_unpacking_undoes_packing(num_ranks, names):
-    bucket = Bucket(tuple(TensorSpec(name, SHAPES[name], "float32") for name in names))
-    cuts, expected = {name: cut(shape, num_ranks) for name, shape in SHAPES.items()}, tensors()
-    rows = pack_rows(bucket, expected, cuts)
-    assert rows.shape == (num_ranks, bucket_width(bucket, num_ranks))
-    assert pack_rows(bucket, expected, cuts, torch.float64).dtype == torch.float64
-    for rank, row in enumerate(rows):
-        shards = {name: cuts[name].local_shard(expected[name], rank) for name in names}
-        assert torch.equal(row, pack_row(bucket, shards))
-        assert all(torch.equal(part, shards[name]) for name, part in unpack_row(bucket, row, cuts).items())
-    found = unpack_rows(bucket, rows, cuts)
-    assert list(found) == names
-    assert all(torch.equal(found[name], expected[name]) for name in names)
 
 
 def test_views_instead_of_copies_where_possible():

@@ -36,13 +36,7 @@ def mean_squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tens
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Mean over tokens of ``log sum exp(logits) - logits[target]``, in nats; stable for logits of any size.
 
-    Args:
-        logits: ``[..., vocab]``.
-        targets: Token ids ``[...]``, of any integer dtype; there is no ``ignore_index``.
-
-    Example:
-        >>> print(f"{cross_entropy(torch.tensor([[1e4, 0.0], [0.0, 0.0]]), torch.tensor([0, 1])):.4f}")
-        0.3466
+    ``logits`` are ``[..., vocab]``, ``targets`` token ids ``[...]`` of any integer dtype; there is no ``ignore_index``.
     """
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten().long())
 
@@ -63,12 +57,8 @@ def loss_fn(model: Callable[[torch.Tensor], torch.Tensor], batch: Batch) -> torc
 def build(name_or_config: str | TransformerConfig, seed: int = 0) -> nn.Module:
     """Makes a model with its initial parameters.
 
-    Args:
-        name_or_config: ``toy``, ``toy_tied``, ``toy_frozen``, ``toy_unused``, a name in ``SIZES``, or sizes.
-        seed: Seed of the initial values; the global generator is left as it was.
-
-    Returns:
-        A float32 module on the CPU.
+    ``name_or_config`` is ``toy``, ``toy_tied``, ``toy_frozen``, ``toy_unused``, a name in ``SIZES``, or sizes. The
+    module is of float32 on the CPU; the global generator is left as it was.
 
     Raises:
         ValueError: If the name is not known, or the seed is negative.

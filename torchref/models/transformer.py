@@ -28,13 +28,7 @@ NORM_EPS = 1e-5
 def rotary_tables(
     length: int, head_size: int, dtype: torch.dtype, device: torch.device | str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of RoPE's angles ``position * theta^(-2 i / head_size)``.
-
-    Args:
-        length: Number of positions.
-        head_size: Width of one head, even.
-        dtype: Dtype of the result; the angles are computed in float64.
-        device: Where to compute them.
+    """Cosines and sines of RoPE's angles ``position * theta^(-2 i / head_size)``, computed in float64.
 
     Returns:
         Two tensors of shape ``[length, 1, head_size / 2]``, that broadcast over heads.
@@ -47,12 +41,7 @@ def rotary_tables(
 def rotate(x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """Rotates feature ``i`` together with feature ``i + head_size / 2`` by their position's angle (half-split RoPE).
 
-    Args:
-        x: Queries or keys, ``[batch, length, num_heads, head_size]``.
-        tables: From ``rotary_tables``.
-
-    Returns:
-        A tensor like ``x``.
+    ``x`` are queries or keys, ``[batch, length, num_heads, head_size]``; ``tables`` are from ``rotary_tables``.
     """
     cos, sin = tables
     first, second = x.chunk(2, dim=-1)
@@ -116,13 +105,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The whole language model.
-
-    Example:
-        >>> from jaxddp.sizes import SIZES
-        >>> tuple(Transformer(SIZES["tiny"])(torch.zeros(3, 8, dtype=torch.int64)).shape)
-        (3, 8, 64)
-    """
+    """The whole language model."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
@@ -135,11 +118,7 @@ class Transformer(nn.Module):
         self._tables: dict[tuple[int, torch.dtype, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Maps token ids ``[batch, length]`` to logits of the next token, ``[batch, length, vocab]``.
-
-        Raises:
-            ValueError: If the sequences are longer than the context.
-        """
+        """Maps token ids ``[batch, length]``, at most the context, to logits of the next token, ``[..., vocab]``."""
         self.config.check_length(tokens.shape[1])
         x = self.embedding(tokens)
         tables = self._tables_for(x)

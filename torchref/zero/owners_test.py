@@ -56,17 +56,6 @@ def late_group_closure_and_schedule():
     return same_weights(ours, theirs)
 
 
-def all_gradients_are_zeroed():
-    module = mlp()
-    optimizer = torchref.ShardedOptimizer(module.named_parameters(), torch.optim.SGD, lr=0.1)
-    assert optimizer.param_groups[0]["param_names"] == [name for name, _ in module.named_parameters()]
-    backward(module)
-    optimizer.zero_grad(set_to_none=False)
-    zeros = all(not parameter.grad.any() for parameter in module.parameters())
-    optimizer.zero_grad()
-    return zeros, all(parameter.grad is None for parameter in module.parameters())
-
-
 def not_element_wise():
     """An optimizer that is not element-wise works, because each rank updates whole parameters."""
     ours, theirs = mlp(), mlp()
@@ -137,10 +126,6 @@ def in_two_groups():
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_it_behaves_like_torchs_optimizer(ranks, num_ranks):
     assert ranks.run(late_group_closure_and_schedule, num_ranks=num_ranks) == [True] * num_ranks
-
-
-def test_zero_grad_clears_all_parameters(ranks):
-    assert ranks.run(all_gradients_are_zeroed, num_ranks=2) == [(True, True)] * 2
 
 
 def test_an_optimizer_that_is_not_element_wise(ranks):

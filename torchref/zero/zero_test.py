@@ -8,7 +8,6 @@ from torch import nn
 
 import torchref
 from jaxddp.communication.buckets import chunk_elements
-from torchref.communication import collectives
 from torchref.communication.collectives import record
 from torchref.strategy import planned_collectives
 from torchref.train import local_rows
@@ -161,14 +160,6 @@ def state_elements(name):
     )
 
 
-def without_communication(name):
-    net, tx = wrap(name, corners())
-    trainer = torchref.Trainer(loss_fn, tx, net)
-    with record() as issued, collectives.silent():
-        metrics = [trainer.step(rows(batch)) for batch in batches()]
-    return len(issued), metrics[-1]["loss"]
-
-
 def sparse_gradients(name):
     net, _ = wrap(name, nn.Embedding(4, 3, sparse=True))
     message = "the gradient of 'weight' has layout torch.sparse_coo: only dense gradients are supported"
@@ -245,13 +236,6 @@ def test_a_rank_keeps_the_state_of_its_shards(ranks, name, num_ranks):
 
 
 @stages
-def test_without_communication_it_trains_apart(ranks, name):
-    (issued, first), (_, second) = ranks.run(without_communication, name, num_ranks=2)
-    assert issued > 0  # noted, not sent
-    assert 0 < first < 10 and 0 < second < 10  # wrong training, but finite: log 7 is 1.9
-
-
-@stages
 def test_only_dense_gradients_are_supported(ranks, name):
     ranks.run(sparse_gradients, name, num_ranks=2)
 
@@ -259,11 +243,3 @@ def test_only_dense_gradients_are_supported(ranks, name):
 @stages
 def test_bad_input(ranks, name):
     ranks.run(bad_input, name, num_ranks=2)
-
-
-@stages
-def test_a_wrapper_needs_a_process_group(name):
-    with pytest.raises(
-        ValueError, match=r"(ZeRO.|FSDP) needs a process group: call torch.distributed.init_process_group"
-    ):
-        wrap(name, corners())
