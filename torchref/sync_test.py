@@ -224,11 +224,6 @@ def test_a_plain_loop_trains_as_one_process_does(ranks, name, fails):
         assert difference <= 1e-12  # float64: the order of sums
 
 
-@wrappers
-def test_a_plain_loop_on_one_rank(ranks, name):
-    assert max(ranks.run(trained, name, 2, "", True, num_ranks=1)) <= 1e-12  # float64: the order of sums
-
-
 @pytest.mark.parametrize("kind", ["", "checkpoint"])
 @wrappers
 def test_backward_passes_add_up(ranks, name, kind):

@@ -122,18 +122,6 @@ def check_strides():
             assert own.stride() == strides
 
 
-def check_parameters():
-    """Leaf tensors that require gradients are what DDP sends."""
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    for parameter in (torch.nn.Parameter(torch.full((2, 3), rank + 1.0)), torch.nn.Linear(3, 2).weight.t()):
-        parameter.data.fill_(rank + 1.0)
-        broadcast(parameter)
-        assert_same(parameter.detach(), torch.ones_like(parameter))
-        all_reduce(parameter)
-        assert_same(parameter.detach(), torch.full_like(parameter, num_ranks))
-        assert not all_gather(parameter).requires_grad
-
-
 def issue_everything():
     num_ranks = dist.get_world_size()
     own = torch.zeros(num_ranks * 3, 5, dtype=torch.bfloat16)
@@ -194,10 +182,6 @@ def test_async_calls_return_handles(ranks, num_ranks):
 
 def test_strides_do_not_matter(ranks):
     ranks.run(check_strides, num_ranks=2)
-
-
-def test_leaf_tensors_that_require_gradients_can_be_sent(ranks):
-    ranks.run(check_parameters, num_ranks=2)
 
 
 def test_record_lists_the_collectives_of_its_block(ranks):

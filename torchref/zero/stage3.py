@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from jaxddp.communication.buckets import BucketMb, BucketPlan, Rule, TensorSpec, plan_buckets
+from jaxddp.communication.buckets import Bucket, BucketMb, BucketPlan, Rule, TensorSpec, plan_buckets
 
 from ..agreement import gather_texts, group_device
 from ..communication.in_flight import InFlight
@@ -39,7 +39,7 @@ from ..replicated import Replicated
 from ..strategy import check_dtype, check_module, register, remove_hooks_with, weakly
 from .optimizers import check_elementwise
 from .shards import Shard, make_shard
-from .units import Sum, Unit
+from .units import Unit
 
 
 @register("zero3")
@@ -99,7 +99,7 @@ class FSDP(Replicated):
             one: dict(one.named_parameters(recurse=False, remove_duplicate=False)) for one in module.modules()
         }
         self._to_shard = _find_units(module, self._direct, shard_types)
-        self._in_flight: InFlight[Sum] = InFlight()
+        self._in_flight = InFlight(weakly(self._accumulate))
         self._finished: dict[str, torch.Tensor] = {}  # means that synchronisations have left in shards, by name
         self._uses: list[str] = []  # collectives of units since the last synchronisation, in order
         self._order: torch.Tensor | None = None  # checksums of their order, over ranks
@@ -185,8 +185,7 @@ class FSDP(Replicated):
 
     def end_microbatch(self) -> None:
         """Waits for the sums in flight."""
-        for arrival in self._in_flight.wait():
-            self._accumulate(arrival)
+        self._in_flight.wait()
         for unit in self._units.values():
             unit.drop()
 
@@ -224,15 +223,13 @@ class FSDP(Replicated):
     def _on_use(self, use: str) -> None:
         self._uses.append(use)
 
-    def _on_sum(self, work: Any, arrival: Sum, buffer: torch.Tensor) -> None:
+    def _on_sum(self, work: Any, buffer: torch.Tensor, *arrival: Any) -> None:
         """A unit's gradients are on their way."""
         self._begin_pass()
-        for one in self._in_flight.add(work, arrival, buffer):
-            self._accumulate(one)
+        self._in_flight.add(work, buffer, *arrival)
 
-    def _accumulate(self, arrival: Sum) -> None:
+    def _accumulate(self, unit: Unit, bucket: Bucket, row: torch.Tensor) -> None:
         """Adds sums to ``shard.grad``; a mean that is there already is scaled so that it is not divided again."""
-        bucket, unit, row = arrival
         for name, part in unpack_row(bucket, row, unit.cuts).items():
             shard = unit.shards[name]
             grad = part.to(shard.dtype).clone()  # with a version of its own, not the bucket's

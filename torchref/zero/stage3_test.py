@@ -97,25 +97,6 @@ def own_types():
     return shapes
 
 
-def accumulation():
-    """Two backward passes, the first under no_sync, against one over both."""
-    grads = []
-    for microbatches in ([(0, 1)], [(0,), (1,)]):
-        net = torchref.FSDP(tied().double())
-        for index, ranks in enumerate(microbatches):
-            last = index == len(microbatches) - 1
-            with record() as issued:
-                if last:
-                    sum(net(torch.tensor([rank, 2])).square().sum() for rank in ranks).backward()
-                else:
-                    with net.no_sync():
-                        net(torch.tensor([ranks[0], 2])).square().sum().backward()
-            assert ("all-reduce" in [one.kind for one in issued]) == last
-        net.finish_gradient_synchronization()
-        grads.append(torch.cat([parameter.grad.flatten() for parameter in net.parameters()]))
-    return (grads[0] - grads[1]).abs().max().item()
-
-
 def multihead_attention():
     """Its output layer is used without being called, so it must not be sharded."""
     torch.manual_seed(0)
@@ -177,10 +158,6 @@ def test_shard_types_select_what_is_sharded(ranks):
         assert with_the_model == norm_only  # the model has no parameters of its own
         assert everything == {"embedding.weight": (7, 2), "norm.weight": (2,), "head.bias": (4,)}
         assert root == {"weight": (3, 4), "bias": (3,)}
-
-
-def test_micro_batches_accumulate_in_sharded_and_replicated_gradients(ranks):
-    assert max(ranks.run(accumulation, num_ranks=2)) < 1e-12  # float64: the order of sums
 
 
 def test_a_layer_that_is_used_without_being_called_is_replicated(ranks):

@@ -101,7 +101,7 @@ class ZeRO1(DataParallel):
         self.optimizer.register_step_pre_hook(weakly(self._check_stepped_here))
         self._spent = {name: spent_gradient(parameter) for name, parameter in self._trained.items()}
         self._sums: list[torch.Tensor | None] = [None] * len(self.plan.buckets)  # over micro-batches
-        self._in_flight: InFlight[tuple[int, torch.Tensor]] = InFlight()
+        self._in_flight = InFlight(weakly(self._accumulate))
 
     def make_plan(self, tensors: Sequence[TensorSpec]) -> BucketPlan:
         """Buckets up to the cap, in which the updated parameters are gathered as well."""
@@ -162,14 +162,14 @@ class ZeRO1(DataParallel):
         grads = {tensor.name: self._grad(tensor.name) for tensor in bucket.tensors}
         buffer = pack_rows(bucket, grads, self._cuts)
         row, work = reduce_scatter(buffer, self.process_group, async_op=True)
-        self._accumulate(self._in_flight.add(work, (index, row.view(-1)), buffer))
+        self._in_flight.add(work, buffer, index, row.view(-1))
         if self.each_microbatch:
             for tensor in bucket.tensors:
                 self._trained[tensor.name].grad = self._spent[tensor.name]
 
     def finish_reductions(self, denominator: Any) -> None:
         """The shards' gradients become their part of the means, added to what earlier synchronisations have left."""
-        self._accumulate(self._in_flight.wait())
+        self._in_flight.wait()
         means: dict[str, torch.Tensor] = {}
         for bucket, row in zip(self.plan.buckets, self._sums, strict=True):
             assert row is not None
@@ -198,15 +198,14 @@ class ZeRO1(DataParallel):
         """Stage 2 adds up the shards of a backward that another one follows."""
         if self.each_microbatch and not self.require_backward_grad_sync:
             self._start_all()
-            self._accumulate(self._in_flight.wait())
+            self._in_flight.wait()
             self._expect_gradients()
             self._has_begun = True
 
-    def _accumulate(self, arrived: list[tuple[int, torch.Tensor]]) -> None:
-        """Adds reduced buckets to the sums over micro-batches."""
-        for index, row in arrived:
-            before = self._sums[index]
-            self._sums[index] = row if before is None else before.add_(row)
+    def _accumulate(self, index: int, row: torch.Tensor) -> None:
+        """Adds a reduced bucket to the sum over micro-batches."""
+        before = self._sums[index]
+        self._sums[index] = row if before is None else before.add_(row)
 
     def _check_resumed(self, name: str) -> None:
         """Drops what a shard has of earlier backwards if the module's gradient was cleared since."""
@@ -236,31 +235,22 @@ class ZeRO1(DataParallel):
                 "optimizer.step() alone updates this rank's shards and no parameter: call step() of the wrapper"
             )
 
-    def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        super()._check_step(optimizer)
-        ids = {id(parameter) for parameter in self._trained.values()}
-        if any(id(one) in ids for group in optimizer.param_groups for one in group["params"]):
-            raise RuntimeError(
-                f"{type(self).__name__} has made an optimizer of its own, of the shards: call step() of the wrapper"
-            )
-
     @torch.no_grad()
     def _gather(self) -> None:
-        in_flight: InFlight[tuple[Bucket, torch.Tensor]] = InFlight()
+        in_flight = InFlight(self._install)
         for bucket in self.plan.gathers:
             row = pack_row(bucket, self._shards)
             full, work = all_gather(row, self.process_group, async_op=True)
-            self._install(in_flight.add(work, (bucket, full), row))
-        self._install(in_flight.wait())
+            in_flight.add(work, row, bucket, full)
+        in_flight.wait()
         for name in self._trained.keys() - self._bucket_of.keys():
             if self._shards[name].data_ptr() != self._trained[name].data_ptr():  # else it was updated in place
                 rows = self._shards[name].reshape(1, -1)
                 self._trained[name].copy_(self._cuts[name].from_rows(rows) if rows.numel() else self._trained[name])
 
-    def _install(self, arrived: list[tuple[Bucket, torch.Tensor]]) -> None:
-        for bucket, full in arrived:
-            for name, tensor in unpack_rows(bucket, full.view(self.num_ranks, -1), self._cuts).items():
-                self._trained[name].copy_(tensor)
+    def _install(self, bucket: Bucket, full: torch.Tensor) -> None:
+        for name, tensor in unpack_rows(bucket, full.view(self.num_ranks, -1), self._cuts).items():
+            self._trained[name].copy_(tensor)
 
     def _local_shard(self, name: str) -> torch.Tensor:
         return self._cuts[name].local_shard(self._trained[name].detach(), self._rank)

@@ -27,15 +27,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from jaxddp.communication.buckets import Bucket, BucketPlan, plan_buckets
+from jaxddp.communication.buckets import BucketPlan, plan_buckets
 
 from ..communication.buffers import check_dense, tensor_spec
 from ..communication.collectives import all_gather, reduce_scatter
 from ..communication.sharding import Cut, pack_row, pack_rows, unpack_rows
 from ..strategy import weakly
 from .shards import Shard
-
-Sum = tuple[Bucket, "Unit", torch.Tensor]  # a bucket of a unit, and this rank's row of its sum over ranks
 
 
 class Unit:
@@ -61,7 +59,7 @@ class Unit:
     ) -> None:
         """Registers the hooks of a module.
 
-        ``on_use`` is told of every collective, ``on_sum(work, sum, buffer)`` of every reduce-scatter in flight.
+        ``on_use`` is told of every collective, ``on_sum(work, buffer, unit, bucket, row)`` of every reduce-scatter.
         """
         self.name, self.shards = name, shards
         self.cuts: dict[str, Cut] = {one: shard.cut for one, shard in shards.items()}
@@ -131,7 +129,7 @@ class Unit:
                 row, work = reduce_scatter(buffer, self._group, async_op=True)
             else:
                 row, work = buffer, None
-            self._on_sum(work, (bucket, self, row.view(-1)), buffer)
+            self._on_sum(work, buffer, self, bucket, row.view(-1))
 
     def drop(self) -> None:
         """Frees the tensors gathered for the backward."""
