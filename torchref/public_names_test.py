@@ -1,7 +1,6 @@
 """The names of the package, and what importing it starts."""
 
 import ast
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,19 +8,6 @@ from pathlib import Path
 import pytest
 
 import torchref
-
-# A finder that stands where torch is searched for: a line once it is, then time for an interrupt.
-SLOW_TORCH = """
-import runpy, sys, time
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        if name == "torch":
-            print("searches", flush=True)
-            time.sleep(60)
-sys.meta_path.insert(0, Finder())
-sys.argv = ["torchref", "train", "--devices", "2", "--steps", "1"]
-runpy.run_module("torchref", run_name="__main__")
-"""
 
 
 def test_names_for_type_checkers_are_those_that_are_loaded():
@@ -60,17 +46,3 @@ def test_no_torch_is_imported(code):
     code += "\nimport sys; assert 'torch' not in sys.modules"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
-
-
-def test_an_interrupt_while_torch_is_imported_is_one_line():
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLOW_TORCH], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout.readline() == "searches\n"
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=20)
-    finally:
-        process.kill()
-        process.wait()
-    assert (process.returncode, said) == (130, "interrupted\n")

@@ -1,6 +1,5 @@
 """The trainer: weighted losses, accumulation, clipping and invalid arguments."""
 
-import copy
 import re
 
 import pytest
@@ -66,45 +65,6 @@ def test_a_batch_of_no_weight_has_loss_zero_and_updates_nothing():
     weight, metrics = trained(masked_loss, batch() | {"mask": torch.zeros(24)})
     assert metrics == {"loss": 0, "grad_norm": 0}
     assert torch.equal(weight, linear().weight)
-
-
-def test_an_unused_parameter_decays():
-    module = linear()
-    module.unused = nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.5)
-    torchref.Trainer(mean_loss, optimizer, module).step(batch())
-    torch.testing.assert_close(module.unused.detach(), torch.full((3,), 1 - 0.1 * 0.5))
-
-
-def test_clipping_is_by_the_norm_without_an_epsilon():
-    module, plain = linear(), linear()
-    mean_loss(plain, batch()).backward()
-    norm = torch.sqrt(sum(p.grad.square().sum() for p in plain.parameters())).item()
-    trainer = torchref.Trainer(mean_loss, torch.optim.SGD(module.parameters(), lr=1.0), module, max_grad_norm=norm / 2)
-    before = copy.deepcopy(module.weight.detach())
-    assert trainer.step(batch())["grad_norm"] == pytest.approx(norm, rel=1e-6)
-    torch.testing.assert_close(module.weight.detach(), before - plain.weight.grad / 2, rtol=1e-6, atol=1e-7)
-
-
-def fail_once_then_train():
-    """A step that raises during the backward must not affect the steps after it."""
-    module = nn.Sequential(nn.Linear(10, 5), nn.Linear(5, 5))
-    trainer = torchref.Trainer(mean_loss, torch.optim.SGD(module.parameters(), lr=0.0), torchref.OverlappedDDP(module))
-
-    def fail(*_):
-        raise KeyError("in the middle")
-
-    data = batch() | {"x": batch()["x"].requires_grad_(True)}
-    first = trainer.step(data)
-    handle = module[0].register_full_backward_hook(fail)
-    with pytest.raises(KeyError):
-        trainer.step(data)
-    handle.remove()
-    return first == trainer.step(data)
-
-
-def test_a_failed_step_can_be_followed_by_another(ranks):
-    assert all(ranks.run(fail_once_then_train, num_ranks=2))
 
 
 def test_bad_input():

@@ -116,18 +116,6 @@ def save_earlier(checkpoints, trainer):
     checkpoints.save(trainer, SAVED_AT)
 
 
-def save_many(folder):
-    trainer = trainer_of("zero1")
-    with Checkpoints(folder, keep=2) as checkpoints:
-        for step in (1, 2, 30, 4000):
-            take_steps(trainer, step, step + 1)
-            checkpoints.save(trainer, step)
-        before = checkpoints.steps()
-        for step in (2, 5000, 4500):
-            checkpoints.save(trainer, step, set_aside=True)
-        return before, checkpoints.steps()
-
-
 def error_of_place(folder, kind):
     """Each rank has a folder of its own, of which one or both hold checkpoints; or positions differ."""
     trainer = trainer_of("zero1")
@@ -258,18 +246,6 @@ def test_a_full_disk_is_one_error_on_all_ranks_and_leaves_no_partial_file(ranks,
     assert os.listdir(tmp_path) == []
 
 
-def test_the_newest_are_kept_and_one_is_set_aside(ranks, tmp_path):
-    (tmp_path / "a" / "x").mkdir(parents=True)
-    (tmp_path / "a" / "notes.txt").write_bytes(b"not ours")
-    before, after = ranks.run(save_many, str(tmp_path / "a"), num_ranks=2)[0]
-    assert before == after == [30, 4000]
-    (tmp_path / "a" / "31").mkdir()
-    (tmp_path / "a" / "31" / "state").write_bytes(b"not ours")
-    with Checkpoints(tmp_path / "a", keep=1) as checkpoints:
-        checkpoints.save(one_process(), 5000)
-    assert sorted(os.listdir(tmp_path / "a")) == ["31", "4500.nonfinite", "5000", "notes.txt", "x"]
-
-
 def test_bfloat16_is_kept_bit_for_bit(ranks, tmp_path):
     assert ranks.run(in_bfloat16, str(tmp_path), num_ranks=2) == [0.0, 0.0]
 
@@ -341,18 +317,6 @@ def test_a_mask_is_no_fault_and_a_buffer_of_nan_is(tmp_path):
     trainer.net.mask[0] = torch.nan
     with checkpoints, pytest.raises(FloatingPointError, match="buffers.mask are not"):
         checkpoints.save(trainer, 2)
-
-
-def test_the_sound_checkpoint_is_kept_for_a_damaged_one(tmp_path):
-    trainer, warnings = one_process(), []
-    checkpoints = Checkpoints(tmp_path, keep=2, warn=warnings.append)
-    for step in (1, 2):
-        checkpoints.save(trainer, step)
-    (tmp_path / "2" / "about.json").unlink()
-    assert checkpoints.restore(trainer)[0] == 1 and len(warnings) == 1
-    checkpoints.save(trainer, 3)
-    checkpoints.close()
-    assert sorted(os.listdir(tmp_path)) == ["1", "2", "3"]
 
 
 def test_checkpoints_of_format_1_are_refused_by_name(tmp_path):

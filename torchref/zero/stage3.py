@@ -31,7 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from jaxddp.communication.buckets import Bucket, BucketMb, BucketPlan, Rule, TensorSpec, plan_buckets
 
-from ..agreement import gather_texts, group_device
+from ..agreement import check_alike, group_device
 from ..communication.in_flight import InFlight
 from ..communication.sharding import Cut, cut, num_bytes, unpack_row
 from ..gradients import PartialGradient
@@ -95,10 +95,7 @@ class FSDP(Replicated):
         if not isinstance(shard_types, tuple) or not all(isinstance(one, type) for one in shard_types):
             raise ValueError(f"shard_types (={shard_types!r}) must be a tuple of classes of modules")
         self._bucket_mb, self._rule, self._compute_dtype = bucket_mb, rule, compute_dtype
-        self._direct = {
-            one: dict(one.named_parameters(recurse=False, remove_duplicate=False)) for one in module.modules()
-        }
-        self._to_shard = _find_units(module, self._direct, shard_types)
+        self._to_shard = _find_units(module, shard_types)
         self._in_flight = InFlight(weakly(self._accumulate))
         self._finished: dict[str, torch.Tensor] = {}  # means that synchronisations have left in shards, by name
         self._uses: list[str] = []  # collectives of units since the last synchronisation, in order
@@ -111,23 +108,23 @@ class FSDP(Replicated):
 
     def names_to_shard(self) -> Collection[str]:
         """Those directly in units."""
-        ids = {id(parameter) for one in self._to_shard for parameter in self._direct[one].values()}
+        ids = {id(parameter) for one in self._to_shard for parameter in _direct(one).values()}
         return {name for name, parameter in self.module.named_parameters() if id(parameter) in ids}
 
     def shard(self) -> None:
         """Shards the parameters of the units, and registers their hooks."""
-        rank, modules = dist.get_rank(self.process_group), dict(self.module.named_modules())
+        rank = dist.get_rank(self.process_group)
         for name, parameter in self.module.named_parameters():
             if name in self._sharded:
                 make_shard(parameter, name, cut(parameter.shape, self.num_ranks), rank)
         self._units: dict[str, Unit] = {}
-        for name, module in modules.items():
-            params: Any = self._direct[module]
+        for name, module in self.module.named_modules():
+            params: Any = _direct(module)
             shards, replicated = (params, {}) if module in self._to_shard else ({}, params)
             if shards or (params and self._compute_dtype is not None):
                 args = shards, replicated, self.process_group, self._compute_dtype, self._on_use, self._on_sum
                 self._units[name] = Unit(name, module, *args)
-        del self._direct, self._to_shard
+        del self._to_shard
 
     def layout(self) -> dict[str, tuple[torch.Tensor, Cut]]:
         """The parameters of all units are shards, in the module as well; a shared one under each of its names."""
@@ -197,7 +194,7 @@ class FSDP(Replicated):
 
     @torch._disable_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As in ``DataParallel``; a RuntimeError if ranks had used units in another order before."""
+        """As in ``DataParallel``; a ValueError if ranks had used units in another order before."""
         self._check_order()
         return super().forward(*args, **kwargs)
 
@@ -257,12 +254,8 @@ class FSDP(Replicated):
     def _check_order(self) -> None:
         order, self._order = self._order, None
         if order is not None and int(order.sum()):
-            of_ranks = [text.split("\n") for text in gather_texts("\n".join(self._last_uses), self.process_group)]
-            place = next(i for i in range(max(map(len, of_ranks))) if len({(*one[i : i + 1],) for one in of_ranks}) > 1)
-            said = ", ".join(
-                f"{(*one[place : place + 1], 'nothing')[0]!r} on rank {r}" for r, one in enumerate(of_ranks)
-            )
-            raise RuntimeError(f"all ranks must use the same units in the same order; collective {place} was {said}")
+            uses = {f"collective {i} of units": use for i, use in enumerate(self._last_uses)}
+            check_alike(uses, self.process_group)
 
     def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         super()._check_step(optimizer)
@@ -290,10 +283,13 @@ class FSDP(Replicated):
         return [ids[id(one)] for group in optimizer.param_groups for one in group["params"] if id(one) in ids]
 
 
-def _find_units(
-    module: nn.Module, direct: dict[nn.Module, dict[str, nn.Parameter]], shard_types: tuple[type[nn.Module], ...]
-) -> set[nn.Module]:
-    """The modules to shard; ``direct`` maps each module to the parameters directly in it."""
+def _direct(module: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(module.named_parameters(recurse=False, remove_duplicate=False))
+
+
+def _find_units(module: nn.Module, shard_types: tuple[type[nn.Module], ...]) -> set[nn.Module]:
+    """The modules to shard."""
+    direct = {one: _direct(one) for one in module.modules()}
     # MultiheadAttention reads the weight of its NonDynamicallyQuantizableLinear and never calls it.
     units = {
         one

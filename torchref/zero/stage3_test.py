@@ -77,14 +77,6 @@ def shards_and_gradients(compute_dtype):
     return differences, [tuple(one) for one in issued]
 
 
-def full_params():
-    module = tied()
-    expected = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    found = torchref.FSDP(module, torch.bfloat16).gather_full_params()
-    assert found.keys() == expected.keys()  # the tied one under both of its names
-    return all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
 def own_types():
     """Only modules of the given types are sharded; a type may be the whole model's own."""
     shapes = []
@@ -146,10 +138,6 @@ def test_computing_in_bfloat16_with_float32_shards(ranks):
         assert gathers == [2 * 14 * 2, 2 * 18 * 2, 2 * 18 * 2]
         assert sums == [2 * 18 * 4, 2 * 14 * 4]
         assert ("all-reduce", 4 * 4) in issued
-
-
-def test_gather_full_params_is_bitwise(ranks):
-    assert ranks.run(full_params, num_ranks=3) == [True] * 3
 
 
 def test_shard_types_select_what_is_sharded(ranks):
