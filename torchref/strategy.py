@@ -285,7 +285,6 @@ class DataParallel(nn.Module, abc.ABC):
 
     def _expect_gradients(self) -> None:
         self._has_begun = False  # a backward that is not synchronised yet
-        self._num_missing = [len(bucket.tensors) for bucket in self.plan.buckets]
         self._ready: set[str] = set()
         self._sent: dict[str, tuple[torch.Tensor, int]] = {}  # gradients as they were reduced, and their versions
         self._num_started = 0
@@ -414,9 +413,10 @@ class DataParallel(nn.Module, abc.ABC):
                 " wrapper; of a parameter that a reentrant checkpoint uses again, checkpoint with use_reentrant=False"
             )
         self._ready.add(name)
-        self._num_missing[self._bucket_of[name]] -= 1
         # In plan order, even if a later bucket fills first: all ranks must issue the same collectives in one order.
-        while self._num_started < len(self._num_missing) and self._num_missing[self._num_started] == 0:
+        for bucket in self.plan.buckets[self._num_started :]:
+            if not all(tensor.name in self._ready for tensor in bucket.tensors):
+                return
             self._start_next()
 
     def _start_all(self) -> None:

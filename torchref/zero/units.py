@@ -79,13 +79,13 @@ class Unit:
         if shards:
             self.handles.append(module.register_state_dict_pre_hook(_refuse_state_dict))
 
-    def gather(self, dtype: torch.dtype | None = None, *, is_own_dtype: bool = False) -> dict[str, torch.Tensor]:
+    def gather(self, is_own_dtype: bool = False) -> dict[str, torch.Tensor]:
         """All-gathers the shards; gives full tensors by name, in the compute dtype, or each in its own."""
         full = {}
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for bucket in (self._plan(list(self.shards), None) if is_own_dtype else self.compute_plan).buckets:
-                dtype = getattr(torch, bucket.dtype)
-                row = pack_row(bucket, {t.name: self.shards[t.name].detach().to(dtype) for t in bucket.tensors})
+                shards = {tensor.name: self.shards[tensor.name].detach() for tensor in bucket.tensors}
+                row = pack_row(bucket, {name: one.to(getattr(torch, bucket.dtype)) for name, one in shards.items()})
                 if self.num_ranks > 1:
                     self._on_use(f"all-gather of {self.name}")
                     rows = all_gather(row, self._group).view(self.num_ranks, -1)
