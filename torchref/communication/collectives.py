@@ -47,10 +47,9 @@ def all_reduce(tensor: Tensor, group: _Group = None, async_op: bool = False) -> 
     """Sums over the ranks, in place; every rank gets the whole sum."""
     _check_call(tensor, group)
     _note("all-reduce", tensor)
-    if is_silent():
-        return Pending([]) if async_op else None
     buffer = tensor.detach().contiguous()
-    return _in_place(tensor, buffer, dist.all_reduce(buffer, group=group, async_op=async_op))
+    work = _start(dist.all_reduce, buffer, group=group)
+    return _in_place(tensor, buffer, work, async_op)
 
 
 def reduce_scatter(tensor: Tensor, group: _Group = None, async_op: bool = False) -> Any:
@@ -60,14 +59,12 @@ def reduce_scatter(tensor: Tensor, group: _Group = None, async_op: bool = False)
         ValueError: If dimension 0 of ``tensor`` is missing or not divisible by the number of ranks.
     """
     _check_call(tensor, group)
-    chunk_length = length_of_chunk(tensor.shape, dist.get_world_size(group))
+    length, rank = length_of_chunk(tensor.shape, dist.get_world_size(group)), dist.get_rank(group)
     _note("reduce-scatter", tensor)
+    chunk = tensor.new_empty(length, *tensor.shape[1:])
     if is_silent():
-        chunk = tensor.detach()[dist.get_rank(group) * chunk_length :][:chunk_length].clone()
-        return (chunk, Pending([])) if async_op else chunk
-    chunk = tensor.new_empty(chunk_length, *tensor.shape[1:])
-    work = _dist_reduce_scatter(chunk, tensor.detach().contiguous(), group=group, async_op=async_op)
-    return (chunk, work) if async_op else chunk
+        chunk.copy_(tensor.detach()[rank * length : (rank + 1) * length])
+    return _new(chunk, _start(_dist_reduce_scatter, chunk, tensor.detach().contiguous(), group=group), async_op)
 
 
 def all_gather(tensor: Tensor, group: _Group = None, async_op: bool = False) -> Any:
@@ -77,14 +74,12 @@ def all_gather(tensor: Tensor, group: _Group = None, async_op: bool = False) -> 
         ValueError: If ``tensor`` has no dimension 0.
     """
     _check_call(tensor, group)
-    chunk_length = length_of_chunk(tensor.shape, 1)
-    full = tensor.new_empty(dist.get_world_size(group) * chunk_length, *tensor.shape[1:])
+    length = length_of_chunk(tensor.shape, 1)
+    full = tensor.new_empty(dist.get_world_size(group) * length, *tensor.shape[1:])
     _note("all-gather", full)
     if is_silent():
         full.view(-1, *tensor.shape).copy_(tensor.detach())
-        return (full, Pending([])) if async_op else full
-    work = _dist_all_gather(full, tensor.detach().contiguous(), group=group, async_op=async_op)
-    return (full, work) if async_op else full
+    return _new(full, _start(_dist_all_gather, full, tensor.detach().contiguous(), group=group), async_op)
 
 
 def broadcast(tensor: Tensor, root: int = 0, group: _Group = None, async_op: bool = False) -> Work | None:
@@ -92,26 +87,19 @@ def broadcast(tensor: Tensor, root: int = 0, group: _Group = None, async_op: boo
     _check_call(tensor, group)
     check_root(root, dist.get_world_size(group))
     _note("broadcast", tensor)
-    if is_silent():
-        return Pending([]) if async_op else None
     buffer = tensor.detach().contiguous()
-    return _in_place(tensor, buffer, dist.broadcast(buffer, group_src=root, group=group, async_op=async_op))
+    return _in_place(tensor, buffer, _start(dist.broadcast, buffer, group_src=root, group=group), async_op)
 
 
 def reduce(tensor: Tensor, root: int = 0, group: _Group = None, async_op: bool = False) -> Any:
-    """Sums over the ranks; the root gets the sum, the others zeros.
-
-    Raises:
-        ValueError: If ``root`` is no rank of the group.
-    """
+    """Sums over the ranks; the root gets the sum, the others zeros; raises a ValueError as ``broadcast``."""
     _check_call(tensor, group)
     check_root(root, dist.get_world_size(group))
     _note("reduce", tensor)
     # The library leaves partial sums in the buffers of the other ranks, so they work on a copy of their own.
     buffer = tensor.detach().clone(memory_format=torch.contiguous_format)
-    work = dist.reduce(buffer, group_dst=root, group=group, async_op=async_op)
-    total = buffer if dist.get_rank(group) == root else torch.zeros_like(buffer)
-    return (total, work) if async_op else total
+    work = _start(dist.reduce, buffer, group_dst=root, group=group)
+    return _new(buffer if dist.get_rank(group) == root else torch.zeros_like(buffer), work, async_op)
 
 
 def send_recv(tensor: Tensor, pairs: Sequence[tuple[int, int]], group: _Group = None, async_op: bool = False) -> Any:
@@ -125,8 +113,7 @@ def send_recv(tensor: Tensor, pairs: Sequence[tuple[int, int]], group: _Group = 
     _check_call(tensor, group)
     check_pairs(pairs, dist.get_world_size(group))
     _note("send-recv", tensor)
-    rank = dist.get_rank(group)
-    sent = tensor.detach().contiguous()
+    rank, sent = dist.get_rank(group), tensor.detach().contiguous()
     received = torch.zeros_like(sent)
     sends, receives = [], []
     for source, target in pairs:
@@ -139,11 +126,7 @@ def send_recv(tensor: Tensor, pairs: Sequence[tuple[int, int]], group: _Group = 
     # Receives first: Gloo announces a receive on the connection that its own bytes take, so after a send the
     # announcement waits for them. An exchange of 8 MiB at 1 Gbit/s took 137 ms sends first, and takes 75.
     operations = [*receives, *sends]
-    work = Pending(dist.batch_isend_irecv(operations) if operations else [])
-    if async_op:
-        return received, work
-    work.wait()
-    return received
+    return _new(received, Pending(dist.batch_isend_irecv(operations) if operations else []), async_op)
 
 
 class Pending(Work):
@@ -220,10 +203,21 @@ def _note(kind: str, full: Tensor) -> None:
         issued.append(Issued(kind, full.nbytes))
 
 
-def _in_place(tensor: Tensor, buffer: Tensor, work: Work | None) -> Work | None:
-    if buffer.data_ptr() == tensor.data_ptr():
+def _start(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Work:
+    return Pending([]) if is_silent() else call(*args, async_op=True, **kwargs)
+
+
+def _new(result: Tensor, work: Work, async_op: bool) -> Any:
+    if async_op:
+        return result, work
+    work.wait()
+    return result
+
+
+def _in_place(tensor: Tensor, buffer: Tensor, work: Work, async_op: bool) -> Work | None:
+    if buffer.data_ptr() != tensor.data_ptr():
+        work = Pending([work], lambda: tensor.detach().copy_(buffer))
+    if async_op:
         return work
-    if work is not None:
-        return Pending([work], lambda: tensor.detach().copy_(buffer))
-    tensor.detach().copy_(buffer)
+    work.wait()
     return None

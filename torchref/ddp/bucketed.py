@@ -1,13 +1,4 @@
-"""Bucketed data parallelism: gradients are reduced in buckets, each as soon as it is full.
-
-Between flat and overlapped: a cap trades the latency of many calls against the bytes that the last bucket exposes.
-
-    calls per step: number of buckets      bytes sent per rank: 2 (N-1)/N * gradient bytes
-    exposed: what the remaining backward is too short to hide, and at least the last bucket
-
-References:
-    Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020.
-"""
+"""Bucketed data parallelism; the twin of ``jaxddp/ddp/bucketed.py``, which says what it costs."""
 
 from __future__ import annotations
 
