@@ -13,12 +13,7 @@ from torchref.communication import collectives
 from torchref.communication.collectives import record
 from torchref.strategy import planned_collectives
 
-OPTIONS = {
-    "naive": {},
-    "flat": {},
-    "overlapped": {},
-    "bucketed": {"bucket_mb": 0.001},
-}
+OPTIONS = {"naive": {}, "flat": {}, "overlapped": {}, "bucketed": {"bucket_mb": 0.001}}
 strategies = pytest.mark.parametrize("name", OPTIONS)
 
 

@@ -47,11 +47,7 @@ class Checkpoints(CheckpointFolder):
     before = "[0-9]*.npz"
 
     def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        *,
-        keep: int = 3,
-        warn: Callable[[str], None] = warnings.warn,
+        self, directory: str | os.PathLike[str], *, keep: int = 3, warn: Callable[[str], None] = warnings.warn
     ) -> None:
         """Opens a folder, and creates it if needed; on a shared file system if ranks are on several hosts.
 

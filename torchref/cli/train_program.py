@@ -16,13 +16,7 @@ import torch.distributed as dist
 
 from jaxddp.checkpoint.weights import as_native, load_weights
 from jaxddp.cli.train_loop import Training, take_steps
-from jaxddp.cli.train_options import (
-    NUM_VALIDATION_BATCHES,
-    StepReport,
-    TrainOptions,
-    batches_taken,
-    check_validation,
-)
+from jaxddp.cli.train_options import NUM_VALIDATION_BATCHES, StepReport, TrainOptions, batches_taken, check_validation
 from jaxddp.processes.job import find_job
 from jaxddp.processes.watchdog import begin_step, end_step
 from jaxddp.training.clock import stopwatch
