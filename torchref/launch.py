@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 
 from jaxddp.arguments import check_function, check_integer, is_number
-from jaxddp.processes.job import find_job_or, keep_to_loopback, waits
+from jaxddp.processes.job import Job, find_job_or, keep_to_loopback, waits
 from jaxddp.processes.roll_call import address_here, meet
 from jaxddp.processes.stderr import print_line
 from jaxddp.processes.torchrun import with_free_port
@@ -271,12 +271,7 @@ def init_from_env(
         connections = meet(place, {"torch": torch.__version__}, timeout_s)
         watch(job, connections, stuck_s, count_collectives=_count_collectives)
         _use_gloo_at(address_here(place, connections))
-    listener = job.listen() if job.process_id == 0 and not has_agent else None  # torch would on every interface
-    store: dist.Store = dist.TCPStore(
-        job.host, job.port, is_master=listener is not None, timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False, master_listen_fd=None if listener is None else listener.detach(),
-    )  # fmt: skip
-    store = dist.PrefixStore(f"torchref/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store = _store_of(job, has_agent, timedelta(seconds=timeout_s))
     dist.init_process_group(backend, store=store, rank=job.process_id, world_size=job.num_processes, device_id=device)
     if backend == "gloo":
         # Gloo's threads may still hold tensors of the last collective, also after destroy_process_group, and dropping
@@ -292,6 +287,16 @@ def _count_collectives() -> int:
     """The number of collectives that this rank has started in the job's group, by whatever program."""
     group = dist.group.WORLD
     return group._get_sequence_number_for_group() if group is not None else 0  # type: ignore[attr-defined]
+
+
+def _store_of(job: Job, has_agent: bool, timeout: timedelta) -> dist.Store:
+    """The store through which the ranks find each other: that of torchrun's agent, else rank 0 runs one."""
+    listener = job.listen() if job.process_id == 0 and not has_agent else None  # torch would on every interface
+    is_mine, number = listener is not None, None if listener is None else listener.detach()
+    store = dist.TCPStore(
+        job.host, job.port, is_master=is_mine, timeout=timeout, wait_for_workers=False, master_listen_fd=number
+    )
+    return dist.PrefixStore(f"torchref/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _use_gloo_at(address: str | None) -> None:

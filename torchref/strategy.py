@@ -24,7 +24,7 @@ import abc
 import contextlib
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -101,10 +101,7 @@ class DataParallel(nn.Module, abc.ABC):
         check_flag(broadcast_buffers=broadcast_buffers)
         if sync not in ("finish", "backward"):
             raise ValueError(f"sync (={sync!r}) must be 'finish' or 'backward'")
-        for option in ddp_options.keys() - HARMLESS:
-            has_buckets = f"{name} takes bucket_mb" if hasattr(self, "_bucket_mb") else "BucketedDDP has bucket_mb"
-            way = f": {has_buckets}" if option == "bucket_cap_mb" else ""
-            raise ValueError(f"{name} has no option {option} (={ddp_options[option]!r}){way}")
+        self._check_names_of(ddp_options)
         super().__init__()
         self.module, self.process_group, self.sync = module, process_group, sync
         self.num_ranks = dist.get_world_size(process_group)
@@ -116,9 +113,7 @@ class DataParallel(nn.Module, abc.ABC):
             chosen = {"strategy": name, "broadcast_buffers": broadcast_buffers, "sync": sync}
             check_alike(versions | chosen | _describe(module), process_group)
         if not self._trained:
-            raise ValueError(
-                f"module (={type(module).__name__}) must have at least one parameter that needs a gradient"
-            )
+            raise ValueError(f"module (={type(module).__name__}) must have a parameter that needs a gradient")
         self._sharded = frozenset(self.names_to_shard())
         specs = [tensor_spec(one, p) for one, p in reversed(self._trained.items()) if one not in self._sharded]
         self.plan = self.make_plan(specs if self.num_ranks > 1 else ())  # one rank communicates nothing
@@ -282,6 +277,13 @@ class DataParallel(nn.Module, abc.ABC):
             f"a {type(self).__name__} holds hooks and a process group, so it is not pickled or copied: save"
             " gather_full_params(), or use torchref.Checkpoints"
         )
+
+    def _check_names_of(self, ddp_options: Mapping[str, Any]) -> None:
+        name = type(self).__name__
+        for option in ddp_options.keys() - HARMLESS:
+            has_buckets = f"{name} takes bucket_mb" if hasattr(self, "_bucket_mb") else "BucketedDDP has bucket_mb"
+            way = f": {has_buckets}" if option == "bucket_cap_mb" else ""
+            raise ValueError(f"{name} has no option {option} (={ddp_options[option]!r}){way}")
 
     def _expect_gradients(self) -> None:
         self._has_begun = False  # a backward that is not synchronised yet

@@ -160,9 +160,7 @@ def channels_last(name):
 
 def bad_input(name):
     frozen = mlp().requires_grad_(False)
-    with pytest.raises(
-        ValueError, match=r"module \(=Sequential\) must have at least one parameter that needs a gradient"
-    ):
+    with pytest.raises(ValueError, match=r"module \(=Sequential\) must have a parameter that needs a gradient"):
         wrap(name, frozen)
     with pytest.raises(ValueError, match="unknown strategy 'zero9': one of naive, flat, overlapped, bucketed"):
         torchref.make_strategy("zero9", mlp())
