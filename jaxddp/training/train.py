@@ -570,8 +570,8 @@ class Trainer:
             ValueError: If it is no state of this trainer.
         """
         check_state(state)
-        key = signature(state.params)
-        if key not in self._models:
+        model = self._models.get(signature(state.params))
+        if model is None:
             is_cast = self.compute_dtype is not None and isinstance(state.opt_state, Masters)
             if is_cast or self.strategy.gathers_in_loss:
                 raise ValueError(
@@ -579,8 +579,7 @@ class Trainer:
                     f" {dict(self.mesh.shape)}, compute_dtype {self.compute_dtype}) has made: call init or"
                     " abstract_state with its parameters first"
                 )
-            self._describe(state.params)
-        model = self._models[key]
+            model = self._describe(state.params)
         check_fits(state, model.held, self)
         return model
 
