@@ -48,6 +48,11 @@ os.execv(sys.executable, [sys.executable, "-u", *sys.argv[2:]])
 """
 
 
+def child_command(command: Sequence[str]) -> list[str]:
+    """The command line of a Python process that gets SIGTERM when this one dies; on Linux."""
+    return [sys.executable, "-c", _START, str(os.getpid()), *command]
+
+
 def add_parser(commands: Any) -> None:
     """Adds the command ``launch`` to argparse's subparsers."""
     parser = commands.add_parser(
@@ -191,7 +196,7 @@ class _Processes:
         for rank in range(count):
             variables = alike | {"RANK": rank, "LOCAL_RANK": rank}
             process = subprocess.Popen(
-                [sys.executable, "-c", _START, str(os.getpid()), *command],
+                child_command(command),
                 env=os.environ | {name: str(value) for name, value in variables.items()},
                 stdin=subprocess.DEVNULL,
                 stdout=None if log_dir is None else subprocess.PIPE,

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.soak_guard import descendants
 from jaxddp.__main__ import main
 from jaxddp.cli.launch import launch
 
@@ -161,7 +160,8 @@ def test_a_signal_reaches_every_process_and_the_status_is_its_own(start, tmp_pat
 def test_the_ranks_end_with_the_launcher(start, tmp_path, number, status, line):
     with subprocess.Popen(**command(tmp_path, "signal"), stderr=subprocess.PIPE, text=True) as process:
         wait_for(lambda: len(list(tmp_path.glob("0-*"))) == 2)
-        ranks = descendants(process.pid)
+        children = Path(f"/proc/{process.pid}/task").glob("*/children")
+        ranks = [int(pid) for path in children for pid in path.read_text().split()]
         os.kill(process.pid, number)
         _, said = process.communicate(timeout=50)
     assert process.returncode == status and len(ranks) == 2 and said == line
