@@ -28,7 +28,7 @@ from ..training.agreement import check_alike
 from ..training.clock import stopwatch
 from ..training.data import Corpus
 from .interrupts import Signalled, noted_signals
-from .train_options import (
+from .train import (
     CHECK_REPLICAS_EVERY,
     DEFAULT_SIMULATED_DEVICES,
     MAX_SKIPS,
@@ -92,7 +92,7 @@ def train(
             if not options.resume:
                 raise ValueError(f"checkpoint (={options.checkpoint!r}) holds step {taken}: resume, or another folder")
             state, position = checkpoints.restore(trainer, shapes)
-            num_batches = batches_taken(position, options, corpus, say)
+            num_batches = batches_taken(position, options, corpus)
             if int(state.step) >= options.steps:
                 say(f"complete: the checkpoint in {options.checkpoint} has taken {state.step} of {options.steps} steps")
                 return []
@@ -126,12 +126,12 @@ def take_steps(
     """Trains from a state up to the last step; raises as ``train``. All processes of a job take the same branches."""
     place = {"seed": options.seed, "rank": jax.process_index(), "num_ranks": jax.process_count()}
     held_out = [*map(jaxddp.local_rows, corpus.validation_batches(options.batch_size, NUM_VALIDATION_BATCHES))]
-    step = saved_step = int(state.step)
+    step = int(state.step)
     max_skips = MAX_SKIPS if options.nonfinite == "skip" else 0
     num_skips = 0  # in a row
     error: Exception | None = None
     progress = Progress(options, corpus.context, step + 1)
-    with noted_signals(is_in_job=jax.process_count() > 1) as signals, progress.counted_at_ctrl_c():
+    with noted_signals(is_in_job=jax.process_count() > 1) as signals:
         while step < options.steps and error is None:
             batch = corpus.batch(num_batches, options.batch_size, **place)
             (state, metrics), seconds = stopwatch(trainer.step, state, batch)
@@ -148,22 +148,20 @@ def take_steps(
             validation_loss = mean_loss(trainer, state, held_out) if is_due and error is None else None
 
             save_s = 0.0
-            if gives_up:  # the state before is kept, unless it is that of the newest checkpoint
-                is_saved = saved_step != step - num_skips
-            else:
-                is_saved = is_last or (is_due and num_skips == 0)
-            if checkpoints is not None and is_saved:
-                position = position_of(options, corpus, num_batches)
-                save = partial(checkpoints.save, data_position=position, set_aside=gives_up)
-                save_s, saved_step = stopwatch(save, trainer, state)[1], step
-                if gives_up:
-                    say(f"the state before is kept as {step}.nonfinite in {options.checkpoint}")
+            position = position_of(options, corpus, num_batches)
+            if checkpoints is not None and gives_up:  # the state before, where --resume does not find it
+                aside = f"{options.checkpoint}/{step}.nonfinite"
+                with jaxddp.Checkpoints(aside) as folder:
+                    if folder.latest_step() is None:
+                        folder.save(trainer, state, data_position=position)
+                say(f"the state before is kept in {aside}")
+            elif checkpoints is not None and (is_last or (is_due and num_skips == 0)):
+                save_s = stopwatch(partial(checkpoints.save, data_position=position), trainer, state)[1]
             report = StepReport(step, loss, validation_loss, save_s)
             if line := progress.add(report, seconds, num_skips > 0):
                 say(line)
             on_step(report)
     if checkpoints is not None:
-        checkpoints.wait()
         say(f"checkpoints in {options.checkpoint}: steps {', '.join(map(str, checkpoints.steps()))}")
     if error is not None:
         raise error
@@ -193,7 +191,7 @@ def open_checkpoints(options: TrainOptions, say: Callable[[str], None]) -> Itera
     if options.checkpoint is None:
         yield None
         return
-    with jaxddp.Checkpoints(options.checkpoint, keep=options.keep, warn=say) as checkpoints:
+    with jaxddp.Checkpoints(options.checkpoint, warn=say) as checkpoints:
         checkpoints.reserve()
         yield checkpoints
 
@@ -201,9 +199,9 @@ def open_checkpoints(options: TrainOptions, say: Callable[[str], None]) -> Itera
 def load_params(path: str, like: Any) -> Any:
     """Reads parameters under PyTorch's names."""
     from ..checkpoint.interop import from_numpy  # late: Flax is slow to import
-    from ..checkpoint.weights import as_native, load_weights
+    from ..checkpoint.weights import load_weights
 
-    return from_numpy({name: as_native(array) for name, array in load_weights(path).items()}, like)
+    return from_numpy(load_weights(path), like)
 
 
 def start_ranks(options: TrainOptions) -> Mesh:

@@ -127,10 +127,7 @@ def save_many(folder):
         for step in (1, 2, 30, 4000):
             take_steps(trainer, step, step + 1)
             checkpoints.save(trainer, step)
-        before = checkpoints.steps()
-        for step in (2, 5000, 4500):
-            checkpoints.save(trainer, step, set_aside=True)
-        return before, checkpoints.steps()
+        return checkpoints.steps()
 
 
 def error_of_place(folder, kind):
@@ -263,21 +260,20 @@ def test_a_full_disk_is_one_error_on_all_ranks_and_leaves_no_partial_file(ranks,
     assert os.listdir(tmp_path) == []
 
 
-def test_the_newest_are_kept_and_one_is_set_aside(ranks, tmp_path):
+def test_the_newest_are_kept(ranks, tmp_path):
     (tmp_path / "a" / "x").mkdir(parents=True)
     (tmp_path / "a" / "notes.txt").write_bytes(b"not ours")
-    before, after = ranks.run(save_many, str(tmp_path / "a"), num_ranks=2)[0]
-    assert before == after == [30, 4000]
+    assert ranks.run(save_many, str(tmp_path / "a"), num_ranks=2)[0] == [30, 4000]
     (tmp_path / "a" / "31").mkdir()
     (tmp_path / "a" / "31" / "state").write_bytes(b"not ours")
     with Checkpoints(tmp_path / "a", keep=1) as checkpoints:
         checkpoints.save(one_process(), 5000)
-    assert sorted(os.listdir(tmp_path / "a")) == ["31", "4500.nonfinite", "5000", "notes.txt", "x"]
+    assert sorted(os.listdir(tmp_path / "a")) == ["31", "5000", "notes.txt", "x"]
 
 
 def test_a_second_job_is_refused(ranks, tmp_path):
     child = "import sys; from torchref.checkpoint import Checkpoints; "
-    child += "Checkpoints(sys.argv[1]).reserve(); print(flush=True); sys.stdin.read()"
+    child += "held = Checkpoints(sys.argv[1]); held.reserve(); print(flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", child, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
@@ -386,16 +382,17 @@ def test_a_file_that_cannot_be_read_is_not_called_damaged(tmp_path):
         assert checkpoints.restore(trainer)[0] == 2
 
 
-def test_the_lock_is_held_until_the_last_object_is_closed(tmp_path):
+def test_the_lock_is_held_until_the_object_is_closed(tmp_path):
     trainer = one_process()
     first = Checkpoints(tmp_path)
     first.save(trainer, 2)
     with pytest.raises(ValueError, match="must be above 2"):
         first.save(trainer, 1)
     with Checkpoints(tmp_path) as second:
+        with pytest.raises(ValueError, match="is being written to by process"):
+            second.save(trainer, 3)
+        first.close()
         second.save(trainer, 3)
-    assert (tmp_path / ".writer").exists()
-    first.close()
     assert not (tmp_path / ".writer").exists()
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from jaxddp.checkpoint.weights import as_native, load_weights
+from jaxddp.checkpoint.weights import load_weights
 from jaxddp.cli.interrupts import Signalled, noted_signals
-from jaxddp.cli.train_options import (
+from jaxddp.cli.train import (
     CHECK_REPLICAS_EVERY,
     MAX_SKIPS,
     NUM_VALIDATION_BATCHES,
@@ -59,7 +59,7 @@ def train(
 
     module = build(options.model, seed=options.seed)
     if options.weights is not None:
-        from_numpy(read_weights(options.weights), module)
+        from_numpy(load_weights(options.weights), module)
     num_params = sum(parameter.numel() for parameter in module.parameters())
     net, optimizer = wrap(options, module.to(device))
     trainer = Trainer(
@@ -75,7 +75,7 @@ def train(
             if not options.resume:
                 raise ValueError(f"checkpoint (={options.checkpoint!r}) holds step {taken}: resume, or another folder")
             step, position = checkpoints.restore(trainer)
-            num_batches = batches_taken(position, options, corpus, say)
+            num_batches = batches_taken(position, options, corpus)
             if step >= options.steps:
                 say(f"complete: the checkpoint in {options.checkpoint} has taken {step} of {options.steps} steps")
                 return []
@@ -102,12 +102,12 @@ def take_steps(
     place = {"rank": dist.get_rank(), "num_ranks": dist.get_world_size()}
     batches = corpus.validation_batches(options.batch_size, NUM_VALIDATION_BATCHES)
     held_out = [_to_device(_my_rows(batch)) for batch in batches]
-    step = saved_step = trainer.num_steps
+    step = trainer.num_steps
     max_skips = MAX_SKIPS if options.nonfinite == "skip" else 0
     num_skips = 0  # in a row
     error: Exception | None = None
     progress, issued = Progress(options, corpus.context, step + 1), list[Issued]()
-    with noted_signals(is_in_job=False) as signals, progress.counted_at_ctrl_c():
+    with noted_signals(is_in_job=False) as signals:
         while step < options.steps and error is None:
             batch = _to_device(corpus.batch(num_batches, options.batch_size, seed=options.seed, **place))
             with record() as issued:
@@ -125,16 +125,15 @@ def take_steps(
             validation_loss = mean_loss(trainer, held_out) if is_due and error is None else None
 
             save_s = 0.0
-            if gives_up:  # the state before is kept, unless it is that of the newest checkpoint
-                is_saved = saved_step != step - num_skips
-            else:
-                is_saved = is_last or (is_due and num_skips == 0)
-            if checkpoints is not None and is_saved:
-                position = position_of(options, corpus, num_batches)
-                save = partial(checkpoints.save, data_position=position, set_aside=gives_up)
-                save_s, saved_step = stopwatch(save, trainer, step, wait=_wait)[1], step
-                if gives_up:
-                    say(f"the state before is kept as {step}.nonfinite in {options.checkpoint}")
+            position = position_of(options, corpus, num_batches)
+            if checkpoints is not None and gives_up:  # the state before, where --resume does not find it
+                aside = f"{options.checkpoint}/{step}.nonfinite"
+                with Checkpoints(aside) as folder:
+                    if folder.latest_step() is None:
+                        folder.save(trainer, step, data_position=position)
+                say(f"the state before is kept in {aside}")
+            elif checkpoints is not None and (is_last or (is_due and num_skips == 0)):
+                save_s = stopwatch(partial(checkpoints.save, data_position=position), trainer, step, wait=_wait)[1]
             report = StepReport(step, loss, validation_loss, save_s)
             if line := progress.add(report, seconds, num_skips > 0):
                 say(line)
@@ -189,7 +188,7 @@ def open_checkpoints(options: TrainOptions, say: Callable[[str], None]) -> Itera
     if options.checkpoint is None:
         yield None
         return
-    with Checkpoints(options.checkpoint, keep=options.keep, warn=say) as checkpoints:
+    with Checkpoints(options.checkpoint, warn=say) as checkpoints:
         checkpoints.reserve()
         yield checkpoints
 
@@ -227,11 +226,6 @@ def strategy_arguments(options: TrainOptions) -> dict[str, Any]:
     if "bucket_mb" not in inspect.signature(STRATEGIES[options.strategy]).parameters:
         raise ValueError(f"strategy {options.strategy!r} has no buckets: leave out bucket_mb (={options.bucket_mb:g})")
     return {"bucket_mb": options.bucket_mb}
-
-
-def read_weights(path: str) -> dict[str, Any]:
-    """Reads parameters under PyTorch's names; numbers that NumPy lacks become float32."""
-    return {name: as_native(array) for name, array in load_weights(path).items()}
 
 
 def describe_devices(device: torch.device) -> str:
