@@ -16,12 +16,12 @@ from signal import Signals
 from typing import Any, NoReturn
 
 from .. import __version__
-from ..processes.replicas import ReplicasDifferError
+from ..processes.replicas import ReplicaError
 from ..processes.stderr import print_line
 from ..processes.watchdog import leave
 from .interrupts import Signalled
 
-_STATUSES: dict[type[Exception], int] = {FloatingPointError: 3, ReplicasDifferError: 4, ValueError: 2, OSError: 2}
+_STATUSES: dict[type[Exception], int] = {FloatingPointError: 3, ReplicaError: 4, ValueError: 2, OSError: 2}
 
 
 def run_command(package: str, description: str, modules: Iterable[Any], arguments: Sequence[str] | None) -> int:

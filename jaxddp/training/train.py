@@ -703,7 +703,7 @@ def check_replicas(trainer: Trainer, state: TrainState) -> None:
     leaf, in a program of its own.
 
     Raises:
-        ReplicaError: If they differ; it names the leaf, the ranks and by how much.
+        ReplicaError: If they differ; it names the leaf and the ranks.
     """
     trainer._check_devices("check_replicas", "compile")
     model = trainer._model(state)
