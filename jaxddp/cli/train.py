@@ -6,6 +6,7 @@ No framework is imported before the command runs.
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 import sys
 from collections import Counter
@@ -154,9 +155,7 @@ def run(arguments: argparse.Namespace) -> int | None:
     if options.max_restarts and options.processes is None:
         raise ValueError(f"max_restarts (={options.max_restarts}) must come with processes")
     import_jax()  # late, so that the help needs no JAX
-    from . import train_program
-
-    train_program.train(options, say_on_first())
+    importlib.import_module(".train_program", __package__).train(options, say_on_first())
     return None
 
 

@@ -64,7 +64,6 @@ def train(
         FloatingPointError: If training met numbers that are not finite, and ``nonfinite`` does not skip them.
         ReplicaError: If ranks differ in what each has in full.
         Signalled: After a signal of a scheduler, once the step is finished and saved.
-        KeyboardInterrupt: With the number of steps taken.
     """
     jaxddp.keep_freed_memory()
     strategy = make_strategy(options)

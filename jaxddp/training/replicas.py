@@ -31,15 +31,7 @@ from .step import TrainState
 
 
 def compare_replicas(state: TrainState, shardings: Any) -> None:
-    """Compares what all ranks hold in full.
-
-    Args:
-        state: A training state over the mesh.
-        shardings: Its ``NamedSharding`` by leaf, or a prefix of them.
-
-    Raises:
-        ReplicaError: If ranks differ.
-    """
+    """Raises a ReplicaError if ranks differ in what all hold in full; ``shardings`` are the state's, or a prefix."""
     mesh, specs = shardings.step.mesh, jax.tree.map(lambda sharding: sharding.spec, shardings)
     leaves = _replicated(state, specs, mesh)
     if not leaves:

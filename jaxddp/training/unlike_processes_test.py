@@ -18,7 +18,8 @@ import jaxddp
 
 address, process_id, kinds = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 if kinds in ("0", "1"):
-    jaxddp.training.train.BATCH_S = 3.0
+    from jaxddp.training import train
+    train.BATCH_S = 3.0
 jaxddp.start_process(address, 2, process_id)
 
 def run(kind):
