@@ -40,10 +40,10 @@ def check_alike(alike: Mapping[str, Any], timeout_s: float = 3600.0) -> None:
         try:
             everyone.append(json.loads(client.blocking_key_value_get(f"{key}/{process}", round(1000 * timeout_s))))
         except RuntimeError as error:
-            found = "; ".join(f"{name} (={value!r})" for name, value in alike.items())
+            name, value = next(iter(alike.items()))
             reason = str(error).splitlines()[0]
             raise ValueError(
-                f"{found} must be compared with process {process}, which has not come within {timeout_s:g} s: {reason}"
+                f"{name} (={value!r}) must be compared with process {process}, which has not come within {timeout_s:g} s: {reason}"
             ) from error
     if fault := disagreement(everyone):
         raise ValueError(fault)
