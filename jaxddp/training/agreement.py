@@ -43,7 +43,8 @@ def check_alike(alike: Mapping[str, Any], timeout_s: float = 3600.0) -> None:
             name, value = next(iter(alike.items()))
             reason = str(error).splitlines()[0]
             raise ValueError(
-                f"{name} (={value!r}) must be compared with process {process}, which has not come within {timeout_s:g} s: {reason}"
+                f"{name} (={value!r}) must be compared with process {process}, not here within {timeout_s:g} s:"
+                f" {reason}"
             ) from error
     if fault := disagreement(everyone):
         raise ValueError(fault)
