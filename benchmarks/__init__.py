@@ -7,5 +7,5 @@ timing.py                        interleaved rounds, ratios with 95 % intervals,
 training/                        a training run under several strategies, measured in both frameworks
 strategies.py gates.py buckets.py scaling.py memory.py   the benchmarks that train
 collectives.py collective_cases.py collective_calls.py nccl_tests.py   collectives by size
-soak.py soak_rank.py soak_guard.py   training under faults
+soak.py                              training under faults
 """

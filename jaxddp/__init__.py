@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from .metrics import PerExample as PerExample
     from .metrics import Sum as Sum
     from .network import Network as Network
+    from .processes.replicas import ReplicaError as ReplicaError
     from .processes.start import local_rows as local_rows
     from .processes.start import start_process as start_process
     from .registry import STRATEGIES as STRATEGIES
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
     from .training.own_loop import plan_gradients as plan_gradients
     from .training.own_loop import sync_gradients as sync_gradients
     from .training.own_loop import value_and_grad as value_and_grad
-    from .training.replicas import ReplicaError as ReplicaError
     from .training.train import NonFiniteError as NonFiniteError
     from .training.train import Trainer as Trainer
     from .training.train import TrainState as TrainState
@@ -106,7 +106,7 @@ _MODULES = {
     "shard_optimizer": ".zero.shard_optimizer",
     "sharded_specs": ".zero.shard_optimizer",
     "NonFiniteError": ".training.train",
-    "ReplicaError": ".training.replicas",
+    "ReplicaError": ".processes.replicas",
     "Trainer": ".training.train",
     "TrainState": ".training.train",
     "check_replicas": ".training.train",

@@ -5,15 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from .cli.interrupts import ended_by_interrupts
-
-with ended_by_interrupts():
-    from .cli import doctor as doctor_cli
-    from .cli import inspect as inspect_cli
-    from .cli import launch as launch_cli
-    from .cli import plan as plan_cli
-    from .cli import train as train_cli
-    from .cli.parser import run_command
+from .cli import doctor as doctor_cli
+from .cli import inspect as inspect_cli
+from .cli import launch as launch_cli
+from .cli import plan as plan_cli
+from .cli import train as train_cli
+from .cli.parser import run_command
 
 COMMANDS = (train_cli, inspect_cli, plan_cli, launch_cli, doctor_cli)
 

@@ -105,8 +105,6 @@ FUNCTIONS = {
     "warn": lambda value: Checkpoints("here", warn=value),
     "trainer of a save": lambda value: Checkpoints("here").save(value, trainer().init(PARAMS)),
     "state of a save": lambda value: Checkpoints("here").save(trainer(), value),
-    "set_aside":
-        lambda value: Checkpoints("here").save(trainer(), trainer().init(PARAMS), set_aside=value),
     "trainer of a restore": lambda value: Checkpoints("here").restore(value, PARAMS),
     "elements of a leaf": lambda value: exact_state_bytes([value], 1, 2),
 }  # fmt: skip

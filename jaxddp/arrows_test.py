@@ -95,7 +95,7 @@ def test_the_twin_imports_only_what_needs_no_framework():
     modules = modules_of("torchref") | modules_of("jaxddp")
     imported = {name for path in modules_of("torchref").values() for name in imports_of(path, modules)}
     ours = {name for name in imported if not name.startswith("torchref")}
-    cli = {"interrupts", "launch", "parser", "train_loop", "train_options"}
+    cli = {"interrupts", "launch", "parser", "train"}
     data = {"jaxddp.training.clock", "jaxddp.training.data"}
     core = {"arguments", "communication.buckets", "communication.owners", "discovery", "sizes"}
     core |= {"checkpoint.folder", "checkpoint.weights"}

@@ -21,7 +21,7 @@ import jaxddp
 import jaxddp.checkpoint.interop
 from jaxddp.checkpoint.checkpoints import Checkpoints
 from jaxddp.checkpoint.weights import export_weights
-from jaxddp.cli.train_options import TrainOptions
+from jaxddp.cli.train import TrainOptions
 from jaxddp.models import build
 
 from . import jax_side, torch_side

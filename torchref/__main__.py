@@ -5,12 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from jaxddp.cli.interrupts import ended_by_interrupts
+from jaxddp.cli.parser import run_command
 
-with ended_by_interrupts():
-    from jaxddp.cli.parser import run_command
-
-    from .cli import train as train_cli
+from .cli import train as train_cli
 
 COMMANDS = (train_cli,)
 

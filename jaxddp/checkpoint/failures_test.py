@@ -1,14 +1,11 @@
 """What fails while checkpoints are written, and what happens to their files: the state that was saved, or one line."""
 
-import asyncio
 import os
 import random
 import resource
 import shutil
 import subprocess
 import sys
-import textwrap
-import threading
 from contextlib import contextmanager
 
 import jax
@@ -18,7 +15,6 @@ import optax
 import pytest
 
 import jaxddp
-from jaxddp.checkpoint import checkpoints as module
 from jaxddp.checkpoint.checkpoints import Checkpoints
 from jaxddp.conftest import fuzz_seeds, soon
 
@@ -33,7 +29,6 @@ def trainer():
 
 
 def state_of(trainer, step, **params):
-    # Random: Orbax compresses, and zeros would fit anywhere.
     rng = np.random.default_rng(step)
     values = {"w": rng.normal(size=(100, 100)).astype(np.float32), "b": np.float32(1), **params}
     return trainer.init(values)._replace(step=jnp.int32(step))
@@ -98,43 +93,6 @@ def test_what_has_the_name_of_a_checkpoint_is_not_replaced(tmp_path, trainer):
     assert names_in(tmp_path) == ["2", "3"]
 
 
-def test_a_state_that_is_set_aside_removes_nothing_and_is_not_restored(tmp_path, trainer):
-    with Checkpoints(tmp_path, keep=1) as checkpoints:
-        checkpoints.save(trainer, state_of(trainer, 3))
-        for step in (7, 2):
-            checkpoints.save(trainer, state_of(trainer, step), set_aside=True)
-        checkpoints.wait()
-        assert names_in(tmp_path) == ["2.nonfinite", "3"] and checkpoints.latest_step() == 3
-
-
-@pytest.fixture
-def writing(monkeypatch):
-    """What is saved while this event is not set is not written."""
-    may_write = threading.Event()
-    real = module._HostArrays._background_serialize
-
-    async def held(self, *args):
-        await asyncio.to_thread(may_write.wait)
-        await real(self, *args)
-
-    monkeypatch.setattr(module._HostArrays, "_background_serialize", held)
-    yield may_write
-    may_write.set()
-
-
-@pytest.mark.parametrize("strategy", [jaxddp.bucketed(), jaxddp.zero3(min_shard_elements=0)])
-def test_training_goes_on_while_a_state_that_it_has_overwritten_is_written(tmp_path, writing, strategy):
-    trainer = jaxddp.Trainer(loss_fn, optax.adam(0.1), strategy, jaxddp.data_mesh(2))
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(trainer, given := state_of(trainer, 2))
-        trainer.step(given, {"x": np.ones((4, 100), np.float32)})
-        assert given.params["w"].is_deleted()
-        with Checkpoints(tmp_path) as reader:
-            assert reader.latest_step() is None
-        writing.set()
-        check_restored(checkpoints, trainer, 2)
-
-
 @contextmanager
 def full_disk(num_bytes=1000):
     """No file of this process may grow beyond a size: a write that fails for real."""
@@ -146,41 +104,21 @@ def full_disk(num_bytes=1000):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, trainer, capfd):
+def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, trainer):
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(trainer, state_of(trainer, 1))
-        checkpoints.wait()
         before = files_of(tmp_path)
         with full_disk(), pytest.raises(OSError, match=rf"^checkpoint of step 2 in '{tmp_path}' was not saved: "):
             checkpoints.save(trainer, state_of(trainer, 2))
-            checkpoints.wait()
         assert files_of(tmp_path) == before and names_in(tmp_path) == ["1"]  # nothing takes up the disk
         checkpoints.save(trainer, state_of(trainer, 3))
     assert names_in(tmp_path) == ["3"]
-    assert "Event loop" not in capfd.readouterr().err  # writes that outlive the one that failed
-
-
-@pytest.mark.parametrize("end", ["", pytest.param("raise SystemExit(3)", marks=pytest.mark.full), "raise KeyError"])
-def test_a_script_that_just_ends_keeps_its_last_checkpoint(tmp_path, end):
-    script = f"""
-        import jax.numpy as jnp, optax, jaxddp
-        jaxddp.simulate_devices(2)
-        def loss_fn(params, batch):
-            return jnp.mean((batch["x"] @ params["w"]) ** 2)
-        trainer = jaxddp.Trainer(loss_fn, optax.adam(0.1), jaxddp.bucketed(), jaxddp.data_mesh(2))
-        state = trainer.init({{"w": jnp.ones((2000, 2000))}})
-        checkpoints = jaxddp.Checkpoints({str(tmp_path / "run")!r})
-        checkpoints.save(trainer, state)
-        {end}
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, timeout=120)
-    with Checkpoints(tmp_path / "run") as checkpoints:
-        assert checkpoints.steps() == [0]
 
 
 RESERVES = """
 import sys, jaxddp
-jaxddp.Checkpoints(sys.argv[1]).reserve()
+checkpoints = jaxddp.Checkpoints(sys.argv[1])
+checkpoints.reserve()
 print("reserved", flush=True)
 sys.stdin.read()
 """
@@ -196,7 +134,7 @@ def test_a_second_job_is_refused_until_the_first_has_ended(tmp_path, trainer):
             other.kill()
             other.wait(60)
             checkpoints.save(trainer, state_of(trainer, 5))
-    assert sorted(os.listdir(tmp_path)) == ["5"]
+    assert names_in(tmp_path) == ["5"]
 
 
 def test_a_state_that_is_not_finite_is_not_saved(tmp_path, trainer):
@@ -219,11 +157,11 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path, trainer):
 # Reading
 
 
-@pytest.mark.parametrize("part", ["about.json", "state/manifest.ocdbt", "state"])
+@pytest.mark.parametrize("part", ["about.json", "state.npz"])
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, trainer, part):
     save(tmp_path, trainer, 1, 2)
     damaged = tmp_path / "2" / part
-    shutil.rmtree(damaged) if damaged.is_dir() else damaged.write_bytes(damaged.read_bytes()[:-20])
+    damaged.write_bytes(damaged.read_bytes()[:-20])
     lines: list[str] = []
     with Checkpoints(tmp_path, warn=lines.append) as checkpoints:
         check_restored(checkpoints, trainer, 1)
@@ -242,7 +180,7 @@ def damage(checkpoint, rng):
     """Changes something in a checkpoint as disks, people and other programs do."""
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
     path = rng.choice(files)
-    data, kind = path.read_bytes(), rng.randrange(14)
+    data, kind = path.read_bytes(), rng.choice([*range(9), *range(10, 14)])
     at, other = sorted((rng.randrange(len(data) + 1), rng.randrange(len(data) + 1)))
     if kind < 7:
         byte, deep = bytes([rng.randrange(256)]), b"[" * 100_000
@@ -254,8 +192,6 @@ def damage(checkpoint, rng):
         path.write_bytes(rng.choice(files).read_bytes())
     elif kind == 8:
         os.truncate(path, 2**26)  # sparse
-    elif kind == 9:
-        shutil.rmtree(rng.choice([one for one in checkpoint.rglob("*") if one.is_dir()]))
     else:
         path.unlink()
         if kind == 10:
@@ -322,7 +258,6 @@ def test_bad_input(tmp_path, trainer):
             make()
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(trainer, state := state_of(trainer, 2))
-        checkpoints.wait()
         with pytest.raises(ValueError, match=r"^step \(=2\) must be above 2, that of the newest checkpoint in "):
             checkpoints.save(trainer, state)
         with pytest.raises(ValueError, match=r"data_position \(=\{1\}\) must be JSON"):

@@ -1,6 +1,6 @@
 """A folder of checkpoints: each is complete or not there, the newest are kept, damaged ones are passed over.
 
-``DIR/120`` is the checkpoint of step 120, ``DIR/120.nonfinite`` one that was set aside. In it:
+``DIR/120`` is the checkpoint of step 120. In it:
 
     ``state...``      arrays, in the format of the framework
     ``about.json``    format, step, time, position in the data, what the package adds; size and CRC-32 of each file
@@ -23,18 +23,16 @@ import json
 import os
 import shutil
 import socket
+import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
-from ..arguments import check_integer, check_kind
+from ..arguments import check_function, check_integer, check_kind
 
 T = TypeVar("T")
-FORMAT = 2
-"""Of the checkpoints that this version reads and writes."""
-
 _MOST_ABOUT_BYTES = 2**28
 _RAISED = {kind.__name__: kind for kind in (ValueError, FloatingPointError, OSError)}
 
@@ -51,16 +49,26 @@ class CheckpointFolder(abc.ABC):
     """
 
     package: ClassVar[str]
+    format: ClassVar[int] = 2  # that this version reads and writes
     one: ClassVar[str] = "process"  # what one of the job is called
     before: ClassVar[str]  # matches the checkpoints of format 1
 
-    def __init__(self, directory: str | os.PathLike[str], keep: int, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, directory: str | os.PathLike[str], *, keep: int = 3, warn: Callable[[str], None] = warnings.warn
+    ) -> None:
         """Opens a folder, and creates it if needed.
+
+        Args:
+            directory: The folder; on a shared file system if processes are on several hosts. What else it holds is
+                left alone.
+            keep: Checkpoints to keep; older ones are removed once a newer one is complete.
+            warn: Gets a line about each damaged checkpoint for which an older one is taken.
 
         Raises:
             ValueError: If ``keep`` is not positive, or the folder is a file or "".
             OSError: If it cannot be created.
         """
+        check_function("warn", warn, "a function of a line")
         keep = check_integer("keep", keep)
         check_kind("directory", directory, (str, os.PathLike), "a path")
         if not os.fspath(directory):
@@ -71,6 +79,7 @@ class CheckpointFolder(abc.ABC):
         self.directory.mkdir(parents=True, exist_ok=True)
         self._keep, self._warn = keep, warn
         self._damaged: set[int] = set()
+        self._writer: Any = None  # the locked file
 
     def __enter__(self) -> Self:
         return self
@@ -89,7 +98,10 @@ class CheckpointFolder(abc.ABC):
 
     def close(self) -> None:
         """Lets other jobs save into the folder; needs no other process."""
-        _unlock(self.directory, id(self))
+        if self._writer is not None:
+            Path(self._writer.name).unlink(missing_ok=True)
+            self._writer.close()
+            self._writer = None
 
     def steps(self) -> list[int]:
         """Lists the steps of the checkpoints that this process sees, damaged or not, oldest first."""
@@ -169,59 +181,75 @@ class CheckpointFolder(abc.ABC):
         raise error_of(kind, f"{self.one} {first}: {text}") from raised
 
     def _lock(self) -> None:
+        """Locks the folder; the system drops the lock of a process that ends. A file system without locks has none."""
         self._refuse_before()
-        if _lock(self.directory, id(self)):
-            for left in [*self.directory.glob("[0-9]*.partial"), *self.directory.glob("[0-9]*.removed")]:
-                shutil.rmtree(left, ignore_errors=True)  # by a process that was killed
+        if self._writer is not None:
+            return
+        file = open(self.directory / ".writer", "a+b", buffering=0)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with file:
+                file.seek(0)
+                holding = file.read().decode(errors="replace") or "another process"
+            raise ValueError(
+                f"directory (={str(self.directory)!r}) is being written to by {holding}: let that finish, or save into "
+                "another folder"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        if not _is_at(file):  # its holder has just removed it
+            file.close()
+            self._lock()
+            return
+        self._writer = file
+        file.truncate(0)
+        with contextlib.suppress(OSError):  # the disk is full
+            file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+        for left in [*self.directory.glob("[0-9]*.partial"), *self.directory.glob("[0-9]*.removed")]:
+            shutil.rmtree(left, ignore_errors=True)  # by a process that was killed
 
-    def _begin(self, step: int, set_aside: bool) -> None:
+    def _begin(self, step: int) -> None:
         """Makes way for a save, in process 0; raises a ValueError if there is none."""
         self._lock()
         for damaged in [one for one in self._damaged if one >= step and self._path(one).exists()]:
             names = itertools.chain([f"{damaged}.damaged"], (f"{damaged}.damaged-{n}" for n in itertools.count(2)))
             self._path(damaged).rename(next(path for path in map(self.directory.joinpath, names) if not path.exists()))
-        newest = max(self.steps(), default=-1)
-        if set_aside:
-            for earlier in filter(_is_ours, self.directory.glob("*.nonfinite")):
-                _remove(earlier)
-        elif step <= newest:
+        if step <= (newest := max(self.steps(), default=-1)):
             raise ValueError(
                 f"step (={step}) must be above {newest}, that of the newest checkpoint {self._where}: save into another"
                 f" folder, or remove those of step {step} and later"
             )
-        if os.path.lexists(path := self._path(step, set_aside)):
+        if os.path.lexists(path := self._path(step)):
             raise ValueError(f"{str(path)!r} is no checkpoint: save into another folder, or rename it")
 
-    def _write(self, about: dict[str, Any], set_aside: bool, write: Callable[[Path], None]) -> None:
+    def _write(self, about: dict[str, Any], write: Callable[[Path], None]) -> None:
         """Writes a checkpoint that ``about`` describes, then removes the oldest; in process 0.
 
         ``write`` writes the arrays into a folder, under names that begin with ``state``.
         """
-        step, path = about["step"], self._path(about["step"], set_aside)
-        partial = path.with_name(f"{path.name}.partial")
+        step, path = about["step"], self._path(about["step"])
+        partial, saved_at = path.with_name(f"{step}.partial"), datetime.now(UTC).isoformat(timespec="seconds")
         try:
             partial.mkdir()
             write(partial)
-            written = datetime.now(UTC).isoformat(timespec="seconds")
-            about = {
-                "format": FORMAT,
-                "package": self.package,
-                "saved_at": written,
-                **about,
-                "files": _files_in(partial),
-            }
+            head = {"format": self.format, "package": self.package, "saved_at": saved_at}
+            about = head | about | {"files": _files_in(partial)}
             with (partial / "about.json").open("x") as file:
                 json.dump({"about": about, "crc32": _checksum(about)}, file)
                 file.flush()
                 os.fsync(file.fileno())
             partial.rename(path)
         except Exception as error:
-            shutil.rmtree(partial, ignore_errors=True)
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).partition("\n")[0]
             raise OSError(f"{self._name(step)} was not saved: {reason}") from error
-        ours = [one for one in self.steps() if one not in self._damaged and _is_ours(self._path(one))]
-        for old in () if set_aside else ours[: -self._keep]:
-            _remove(self._path(old))
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        for old in [one for one in self.steps() if one not in self._damaged and _is_ours(self._path(one))][
+            : -self._keep
+        ]:
+            removed = self._path(old).rename(self.directory / f"{old}.removed")  # what is half removed has another name
+            shutil.rmtree(removed, ignore_errors=True)
 
     def _agree(self, step: int | None) -> dict[str, Any]:
         """Describes the checkpoint that process 0 takes, once all processes have read the same, sound one."""
@@ -271,9 +299,9 @@ class CheckpointFolder(abc.ABC):
             about = _read_about(self._path(step))
         except (ValueError, LookupError, TypeError, FileNotFoundError, RecursionError) as error:
             raise self._damage(step) from error
-        if (about["format"], about["package"]) != (FORMAT, self.package):
+        if (about["format"], about["package"]) != (self.format, self.package):
             written = f"format {about['format']} of {about['package']}"
-            raise ValueError(f"{self._name(step)} has {written}: this is format {FORMAT} of {self.package}")
+            raise ValueError(f"{self._name(step)} has {written}: this is format {self.format} of {self.package}")
         if about["step"] != step:
             raise ValueError(f"{self._name(step)} is that of step {about['step']}: remove or rename its folder")
         return about
@@ -285,8 +313,7 @@ class CheckpointFolder(abc.ABC):
     def _refuse_before(self) -> None:
         for path in self.directory.glob(self.before):
             raise ValueError(
-                f"{str(path)!r} is of a checkpoint of format 1, which this version does not read (format {FORMAT}): "
-                "take another folder"
+                f"{str(path)!r} is of a checkpoint of format 1, which this version does not read: take another folder"
             )
 
     def _damage(self, step: int) -> DamagedError:
@@ -299,8 +326,15 @@ class CheckpointFolder(abc.ABC):
     def _where(self) -> str:
         return f"in {str(self.directory)!r}"
 
-    def _path(self, step: int, set_aside: bool = False) -> Path:
-        return self.directory / (f"{step}.nonfinite" if set_aside else str(step))
+    def _path(self, step: int) -> Path:
+        return self.directory / str(step)
+
+
+def _is_at(file: Any) -> bool:
+    """Whether an open file is still the one of its name."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
+    return False
 
 
 def refuse_nonfinite(step: int, names: Sequence[str]) -> None:
@@ -357,12 +391,6 @@ def _is_ours(checkpoint: Path) -> bool:
         return False
 
 
-def _remove(checkpoint: Path) -> None:
-    """Removes a checkpoint; one that is half removed has another name."""
-    removed = checkpoint.rename(checkpoint.with_name(f"{checkpoint.name}.removed"))
-    shutil.rmtree(removed, ignore_errors=True)
-
-
 def _files_in(folder: Path) -> dict[str, tuple[int, int]]:
     """Size and checksum of each file, which is on the disk afterwards."""
     found = {}
@@ -383,60 +411,3 @@ def _checksum_of(path: Path) -> int:
 
 def _checksum(about: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(about, sort_keys=True).encode())
-
-
-class _Lock(NamedTuple):
-    file: Any
-    holders: set[int]
-
-
-_locks: dict[Path, _Lock] = {}  # of the folders that this process saves into
-
-
-def _lock(directory: Path, holder: int) -> bool:
-    """Locks a folder for one of this process's objects; the system drops the lock of a process that ends.
-
-    Nothing is noticed on a file system without locks.
-
-    Returns:
-        Whether this process did not hold the lock before.
-
-    Raises:
-        ValueError: If another process has locked it.
-        OSError: If it cannot be written.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    is_new = directory not in _locks
-    while directory not in _locks:
-        file = open(directory / ".writer", "a+b", buffering=0)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            with file:
-                file.seek(0)
-                holding = file.read().decode(errors="replace") or "another process"
-            raise ValueError(
-                f"directory (={str(directory)!r}) is being written to by {holding}: let that finish, or save into "
-                "another folder"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), os.stat(file.name)):  # else its holder has just removed it
-                file.truncate(0)
-                with contextlib.suppress(OSError):  # the disk is full
-                    file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
-                _locks[directory] = _Lock(file, set())
-    _locks[directory].holders.add(holder)
-    return is_new
-
-
-def _unlock(directory: Path, holder: int) -> None:
-    lock = _locks.get(directory)
-    if lock is None or holder not in lock.holders:
-        return
-    lock.holders.remove(holder)
-    if not lock.holders:
-        del _locks[directory]
-        Path(lock.file.name).unlink(missing_ok=True)
-        lock.file.close()

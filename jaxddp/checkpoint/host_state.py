@@ -33,7 +33,6 @@ from ..training.step import TrainState
 from ..training.train import Trainer
 from ..training.validation import check_state
 from ..tree import like, named_leaves
-from ..zero.owners import OwnedState
 
 
 def places_of(trainer: Trainer, state: TrainState) -> TrainState:
@@ -77,23 +76,20 @@ def host_params(trainer: Trainer, state: TrainState) -> Any:
     return jax.tree.map(_to_host, *trainer.masters(state))
 
 
-def to_ranks(
-    trainer: Trainer, state: TrainState, arrays: Mapping[str, np.ndarray], key_impls: Mapping[str, str]
-) -> TrainState:
+def to_ranks(trainer: Trainer, state: TrainState, arrays: Mapping[str, np.ndarray]) -> TrainState:
     """Inverts ``to_host``, for the ranks and strategy of any trainer.
 
     Args:
         trainer: The trainer that gets the state.
         state: From its ``abstract_state``.
         arrays: By name, the same in every process, with dtypes no wider than the state's.
-        key_impls: RNG implementation of each key, by name.
     """
     mesh, layout = _mesh(trainer), trainer.layout(state)
     places, owners = places_of(trainer, state), layout.owners
     slots = {} if owners is None else named_leaves({"opt_state": owners.slots})
     owned = {name for name, slot in slots.items() if slot.param is not None}
     placed = {
-        name: arrays[name] if name in owned else _to_ranks(arrays[name], where, trainer, key_impls.get(name))
+        name: arrays[name] if name in owned else _to_ranks(arrays[name], where, trainer)
         for name, where in named_leaves(places).items()
     }
     new: TrainState = like(places, placed)
@@ -108,12 +104,6 @@ def to_ranks(
 
 def _inner(opt_state: Any) -> Any:
     return opt_state.inner if isinstance(opt_state, Masters) else opt_state
-
-
-def without_owned(trainer: Trainer, state: TrainState) -> TrainState:
-    """Gives the state without optimizer state that has owners; the rest has the names that ``to_host`` gives it."""
-    opt_state, state = _inner(state.opt_state), state._replace(params=trainer.masters(state)[0])
-    return state._replace(opt_state=opt_state.shared if isinstance(opt_state, OwnedState) else opt_state)
 
 
 def is_key(leaf: Any) -> bool:
@@ -155,7 +145,7 @@ def _rows(num_ranks: int, replicated: NamedSharding, buffer: jax.Array) -> np.nd
     return rows
 
 
-def _to_ranks(array: np.ndarray, where: Leaf, trainer: Trainer, key_impl: str | None) -> jax.Array:
+def _to_ranks(array: np.ndarray, where: Leaf, trainer: Trainer) -> jax.Array:
     if not is_key(where):
         return place(array, where, trainer.mesh, trainer.ranks.axis)
-    return jax.random.wrap_key_data(place(array, Leaf(array.shape, array.dtype), trainer.mesh), impl=key_impl)
+    return jax.random.wrap_key_data(place(array, Leaf(array.shape, array.dtype), trainer.mesh), impl=where.dtype)

@@ -11,8 +11,9 @@ The parts of a leaf's path are joined with dots; the last part decides the name 
     anything else                              the same name and layout         bias, custom parameters
 
 ``ConvTranspose``, ``LinearGeneral`` and ``MultiHeadAttention`` have other layouts that shapes cannot tell apart from
-these, so they are not supported. Values are copied bit for bit; a different dtype is an error, never a cast. bfloat16
-stays bfloat16 (``ml_dtypes``).
+these, so they are not supported. A parameter that PyTorch lists twice has one name here: add or drop the other in the
+dictionary. Values are copied bit for bit; a different dtype is an error, never a cast. bfloat16 stays bfloat16
+(``ml_dtypes``).
 """
 
 from __future__ import annotations
@@ -33,20 +34,18 @@ Params = Any
 _RENAMED = {"kernel": "weight", "embedding": "weight", "scale": "weight"}
 
 
-def to_numpy(params: Params, *, ties: Mapping[str, str] | None = None) -> dict[str, np.ndarray]:
+def to_numpy(params: Params) -> dict[str, np.ndarray]:
     """Converts a Flax tree to arrays with the names and layouts of a PyTorch ``state_dict``.
 
     Args:
         params: Nested dictionaries, lists or tuples of arrays, or an ``nnx.State`` of parameters
             (``nnx.state(module, nnx.Param)``).
-        ties: ``{alias: canonical}`` for a PyTorch module that lists a shared parameter under a second name: the
-            alias is added with the same values.
 
     Returns:
         Fresh, writable, C-contiguous arrays by name, in the order of the tree.
 
     Raises:
-        ValueError: If two leaves map to one name, a leaf is not a parameter or has no rule, or a tie does not fit.
+        ValueError: If two leaves map to one name, or a leaf is not a parameter or has no rule.
 
     Example:
         >>> arrays = to_numpy({"head": {"kernel": jnp.ones((3, 5))}})
@@ -60,25 +59,22 @@ def to_numpy(params: Params, *, ties: Mapping[str, str] | None = None) -> dict[s
     arrays = {}
     for name, (path, leaf) in leaves.items():
         arrays[name] = np.array(np.transpose(np.asarray(_value(leaf)), _to_torch(path, leaf)), order="C")
-    for alias, canonical in _checked_ties(ties, arrays).items():
-        arrays[alias] = arrays[canonical].copy()
     return arrays
 
 
-def from_numpy(arrays: Mapping[str, Any], like: Params, *, ties: Mapping[str, str] | None = None) -> Params:
+def from_numpy(arrays: Mapping[str, Any], like: Params) -> Params:
     """Converts the arrays of a PyTorch ``state_dict`` to a Flax tree: the inverse of ``to_numpy``.
 
     Args:
         arrays: NumPy arrays, JAX arrays or PyTorch tensors, by ``state_dict`` name.
         like: A tree with the structure, shapes and dtypes wanted, of arrays or ``jax.ShapeDtypeStruct``.
-        ties: ``{alias: canonical}`` as in ``to_numpy``; an alias may be absent, and must equal its canonical array.
 
     Returns:
         A tree like ``like`` of JAX arrays on the default device, which share no memory with ``arrays``.
 
     Raises:
-        ValueError: If a name is unknown or missing, a shape or dtype differs, an alias differs from its canonical
-            array, or ``like`` itself breaks a rule of ``to_numpy``. The message names every offender.
+        ValueError: If a name is unknown or missing, a shape or dtype differs, or ``like`` itself breaks a rule
+            of ``to_numpy``. The message names every offender.
 
     Example:
         >>> like = {"head": {"kernel": jax.ShapeDtypeStruct((3, 5), jnp.float32)}}
@@ -87,9 +83,8 @@ def from_numpy(arrays: Mapping[str, Any], like: Params, *, ties: Mapping[str, st
     """
     check_mapping("arrays", arrays, "arrays by name")
     leaves = _named_leaves(like)
-    ties = _checked_ties(ties, leaves)
     given = {name: _as_numpy(array) for name, array in arrays.items()}
-    faults = [f"unknown {name!r}" for name in given if name not in leaves and name not in ties]
+    faults = [f"unknown {name!r}" for name in given if name not in leaves]
     faults += [f"missing {name!r}" for name in leaves if name not in given]
     for name, (path, leaf) in leaves.items():
         if name not in given:
@@ -101,9 +96,6 @@ def from_numpy(arrays: Mapping[str, Any], like: Params, *, ties: Mapping[str, st
             faults.append(f"{name!r} has dtype {given[name].dtype}, not {leaf.dtype}")
         elif jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
             faults.append(f"{name!r} has dtype {leaf.dtype}, which needs jax_enable_x64")
-    for alias, canonical in ties.items():
-        if alias in given and canonical in given and not _same_bits(given[alias], given[canonical]):
-            faults.append(f"{alias!r} differs from {canonical!r}, to which it is tied")
     if faults:
         raise ValueError(f"arrays must have the names, shapes and dtypes of like: {'; '.join(faults)}")
 
@@ -193,17 +185,6 @@ def _to_torch(path: tuple[str, ...], leaf: Any) -> tuple[int, ...]:
     return (num_dims - 1, num_dims - 2, *range(num_dims - 2))
 
 
-def _checked_ties(ties: Mapping[str, str] | None, names: Mapping[str, Any]) -> Mapping[str, str]:
-    """Raises ValueError for an alias that is a parameter, or a canonical name that is not."""
-    ties = {} if ties is None else ties
-    check_mapping("ties", ties, "aliases to names")
-    faults = [f"{alias!r} is a parameter of its own" for alias in ties if alias in names]
-    faults += [f"{canonical!r} is not a parameter" for canonical in ties.values() if canonical not in names]
-    if faults:
-        raise ValueError(f"ties must map an alias to the name of a parameter: {'; '.join(faults)}")
-    return ties
-
-
 def _as_numpy(array: Any) -> np.ndarray:
     """A NumPy view or copy of an array or a PyTorch tensor."""
     if not hasattr(array, "detach"):
@@ -213,7 +194,3 @@ def _as_numpy(array: Any) -> np.ndarray:
         # Exact: every bfloat16 is a float32.
         return tensor.float().numpy().astype(ml_dtypes.bfloat16)
     return tensor.numpy()
-
-
-def _same_bits(first: np.ndarray, second: np.ndarray) -> bool:
-    return first.dtype == second.dtype and first.shape == second.shape and first.tobytes() == second.tobytes()

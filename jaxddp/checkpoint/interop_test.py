@@ -123,36 +123,6 @@ def test_float64_is_kept_and_never_narrowed_silently():
         from_numpy(arrays, like)
 
 
-def test_ties_add_an_alias_and_take_it_back():
-    params = {"embed": {"embedding": jnp.asarray(numbered(7, 2))}}
-    ties = {"head.weight": "embed.weight"}
-    arrays = to_numpy(params, ties=ties)
-    assert list(arrays) == ["embed.weight", "head.weight"]
-    assert np.array_equal(arrays["head.weight"], arrays["embed.weight"])
-    assert same(from_numpy(arrays, params, ties=ties), params)
-    assert same(from_numpy({"embed.weight": arrays["embed.weight"]}, params, ties=ties), params)
-    with pytest.raises(ValueError, match="unknown 'head.weight'$"):
-        from_numpy(arrays, params)
-    with pytest.raises(ValueError, match="'head.weight' differs from 'embed.weight', to which it is tied$"):
-        from_numpy({**arrays, "head.weight": arrays["head.weight"] + 1}, params, ties=ties)
-
-
-@pytest.mark.parametrize(
-    ("ties", "message"),
-    [
-        ({"a.weight": "b.weight"}, "'a.weight' is a parameter of its own"),
-        ({"c.weight": "d.weight"}, "'d.weight' is not a parameter"),
-    ],
-)
-def test_ties_that_do_not_fit_are_refused(ties, message):
-    params = {"a": {"kernel": jnp.zeros((2, 2))}, "b": {"kernel": jnp.zeros((2, 2))}}
-    message = f"^ties must map an alias to the name of a parameter: {message}$"
-    with pytest.raises(ValueError, match=message):
-        to_numpy(params, ties=ties)
-    with pytest.raises(ValueError, match=message):
-        from_numpy(to_numpy(params), params, ties=ties)
-
-
 def test_every_array_that_does_not_fit_is_named_in_one_line():
     like = {"a": {"kernel": jnp.zeros((2, 3))}, "b": {"kernel": jnp.zeros((2, 3))}, "c": jnp.zeros(2)}
     arrays = {"a.weight": np.zeros((2, 3), np.float32), "c": np.zeros(2), "d": np.zeros(1), "e": np.zeros(1)}

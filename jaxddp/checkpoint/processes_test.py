@@ -127,8 +127,8 @@ def test_process_0_decides_what_is_restored_and_one_that_cannot_read_it_is_named
     said = json.loads(about.read_bytes())["about"] | {"data_position": 7}
     about.write_text(json.dumps({"about": said, "crc32": folder._checksum(said)}))
     for path in (damaged, cases[-1] / "0"):
-        manifest = path / "2" / "state" / "manifest.ocdbt"
-        manifest.write_bytes(manifest.read_bytes()[:-1])
+        state = path / "2" / "state.npz"
+        state.write_bytes(state.read_bytes()[:-1])
     reasons = [
         f"process 1: no checkpoint of step 2 in '{empty}': there are none",
         f"process 1: no checkpoint of step 2 in '{older}': there are 1",

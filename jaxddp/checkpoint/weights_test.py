@@ -1,5 +1,4 @@
 import io
-import sys
 import zipfile
 from pathlib import Path
 
@@ -78,49 +77,6 @@ def test_what_is_no_such_float_stays(tmp_path, dtype):
     loaded = load_weights(tmp_path / "weights.npz")["w"]
     assert loaded.dtype == array.dtype
     np.testing.assert_array_equal(loaded, array)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float16", "float64", "int32", "bool"])
-def test_safetensors_keep_every_dtype(tmp_path, dtype):
-    with jax.enable_x64(True):
-        params = {"a/b ü": jnp.linspace(-3, 3, 50).astype(dtype), "one": jnp.ones((), dtype), "none": jnp.ones((0, 4))}
-        params["turned"] = np.arange(6.0).reshape(2, 3).T.astype(dtype)
-        export_weights(tmp_path / "weights.safetensors", params)
-        loaded = load_weights(tmp_path / "weights.safetensors")
-        assert loaded.keys() == params.keys()
-        for name, leaf in params.items():
-            assert (loaded[name].dtype, loaded[name].shape) == (leaf.dtype, leaf.shape)
-            np.testing.assert_array_equal(loaded[name], leaf)
-            assert loaded[name].flags.writeable
-
-
-def test_pytorch_reads_safetensors_by_its_own_names(tmp_path):
-    from safetensors.torch import load_file
-
-    import torchref.models
-
-    _, params = build("tiny")
-    export_weights(tmp_path / "weights.safetensors", to_numpy(params))
-    module = torchref.models.build("tiny")
-    module.load_state_dict(load_file(tmp_path / "weights.safetensors"))
-    for name, tensor in module.state_dict().items():
-        np.testing.assert_array_equal(tensor.numpy(), to_numpy(params)[name])
-
-
-def test_bad_safetensors_are_one_line(tmp_path, monkeypatch):
-    path = tmp_path / "weights.safetensors"
-    with pytest.raises(ValueError, match=r"^leaf 'w' \(of int4\) must be of a dtype that safetensors has$"):
-        export_weights(path, {"w": jnp.ones(3, "int4")})
-    with pytest.raises(ValueError, match=r"^leaf '__metadata__' must have another name"):
-        export_weights(path, {"__metadata__": jnp.ones(3)})
-    export_weights(path, {"w": jnp.ones(3)})
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"must hold weights, it is truncated or another kind: [^\n]*$"):
-        load_weights(path)
-    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
-    with pytest.raises(ValueError, match=r"^a \.safetensors file needs the package safetensors: pip install"):
-        load_weights(path)
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -1,12 +1,11 @@
 """``python -m jaxddp``: the commands. Their modules import slow ones only when they run, so help is quick.
 
-train.py, train_program.py                                    train: the command, the program
-train_options.py, train_loop.py                               its options and its loop; torchref shares them
+train.py, train_program.py                                    train: the command and its options, the program
 inspect.py, inspect_console.py                                inspect: the command, its output
 plan.py, plan_console.py                                      plan: the command, its output
 doctor.py                                                     doctor: what this machine has, what will not work
 quiet.py                                                      JAX without the messages of CUDA plugins
-interrupts.py                                                 Ctrl-C that is never lost
+interrupts.py                                                 signals of schedulers
 launch.py                                                     launch: a script as several processes
 parser.py                                                     running a command: errors in one line, names of strategies
 """

@@ -20,17 +20,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 from ..arguments import check_integer
-from ..processes.job import STUCK_S, TOKEN, Job, check_wait, find_job
+from ..processes.job import STUCK_S, TOKEN, check_wait, find_job
 from ..processes.stderr import print_line
 from ..processes.watchdog import STATUS as LOST_ANOTHER
 from .interrupts import noted_signals
 
-_LOG_DIR = "runs/launch"
 _POLL_S = 0.1
 _LAST_WORDS_S = 3.0  # after a failure, in which the others may say what they lost
 _GRACE_S = 10.0  # between SIGTERM and SIGKILL
@@ -48,6 +47,11 @@ os.execv(sys.executable, [sys.executable, "-u", *sys.argv[2:]])
 """
 
 
+def child_command(command: Sequence[str]) -> list[str]:
+    """The command line of a Python process that gets SIGTERM when this one dies; on Linux."""
+    return [sys.executable, "-c", _START, str(os.getpid()), *command]
+
+
 def add_parser(commands: Any) -> None:
     """Adds the command ``launch`` to argparse's subparsers."""
     parser = commands.add_parser(
@@ -62,13 +66,20 @@ def add_parser(commands: Any) -> None:
         "--ranks", type=int, metavar="N", help="processes to start; not needed in a job, which has them"
     )
     parser.add_argument(
-        "--log-dir", metavar="DIR", help=f"folder for the ranks' logs, not used in a job (default: {_LOG_DIR})"
-    )
+        "--log-dir", metavar="DIR", default="runs/launch", help="folder for the ranks' logs, not used in a job "
+        "(default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument(
         "--stuck-s", type=float, metavar="S", help="seconds in which a rank may be silent, or keep the others waiting, "
         "before all end with status 5 (default: what the script says, or 600)",
     )  # fmt: skip
-    add_max_restarts(parser)
+    parser.add_argument(
+        "--max-restarts", type=int, default=0, metavar="K", help="start all processes again when one fails, at most K "
+        "times; for programs that go on from their checkpoints (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--elastic", action="store_true", help="with --max-restarts: start again without the processes that were lost"
+    )
     parser.add_argument("script", help="a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     parser.set_defaults(run=run)
@@ -85,54 +96,22 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.stuck_s is not None:
         check_wait("stuck_s", arguments.stuck_s)
         os.environ[STUCK_S] = str(arguments.stuck_s)
-    command = [arguments.script, *arguments.arguments]
+    command, ranks, restarts = [arguments.script, *arguments.arguments], arguments.ranks, arguments.max_restarts
     job = find_job()
-    if job is not None and (job.num_processes > 1 or arguments.ranks is None):
-        _run_in_job(job, command, arguments)
-    check_elastic(arguments)
-    if arguments.ranks is None:
+    if job is not None and (job.num_processes > 1 or ranks is None):
+        if ranks not in (None, job.num_processes):
+            raise ValueError(f"ranks (={ranks}) must be the job's processes (={job.num_processes})")
+        if restarts:
+            raise ValueError(f"max_restarts (={restarts}) must not be given in a job: its launcher restarts it")
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, *command])
+    if ranks is None:
         raise ValueError("ranks (=None) must be given outside of a job: the number of processes to start")
-    fits = (lambda num_ranks: True) if arguments.elastic else None
-    log_dir = _LOG_DIR if arguments.log_dir is None else arguments.log_dir
-    status = launch(command, arguments.ranks, log_dir, arguments.max_restarts, fits)
-    if status:
-        print_line(f"ended with status {status}: the logs of all ranks are in {log_dir}")
-    return status
-
-
-def _run_in_job(job: Job, command: Sequence[str], arguments: argparse.Namespace) -> NoReturn:
-    """Replaces this process, which a launcher has started, by the script."""
-    if arguments.ranks not in (None, job.num_processes):
-        raise ValueError(f"ranks (={arguments.ranks}) must be the job's processes (={job.num_processes})")
-    for name in ("max_restarts", "elastic"):
-        if value := getattr(arguments, name):
-            raise ValueError(
-                f"{name} (={value}) must not be given in a job: its launcher restarts it, as torchrun does with "
-                "--max-restarts and SLURM with --requeue"
-            )
-    if arguments.log_dir is not None and job.process_id == 0:
-        print_line(
-            f"log_dir (={arguments.log_dir!r}) is not used in a job: {job.launcher} shows what its processes print"
-        )
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, *command])
-
-
-def add_max_restarts(parser: argparse.ArgumentParser) -> None:
-    """Adds the options ``--max-restarts`` and ``--elastic``."""
-    parser.add_argument(
-        "--max-restarts", type=int, default=0, metavar="K", help="start all processes again when one fails, at most K "
-        "times; for programs that go on from their checkpoints (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--elastic", action="store_true", help="with --max-restarts: start again without the processes that were lost"
-    )
-
-
-def check_elastic(arguments: argparse.Namespace) -> None:
-    """Refuses ``--elastic`` without ``--max-restarts``, where nothing is started again, by a ValueError."""
-    if arguments.elastic and not arguments.max_restarts:
+    if arguments.elastic and not restarts:
         raise ValueError("elastic (=True) must come with max_restarts")
+    if status := launch(command, ranks, arguments.log_dir, restarts, arguments.elastic):
+        print_line(f"ended with status {status}: the logs of all ranks are in {arguments.log_dir}")
+    return status
 
 
 def launch(
@@ -140,7 +119,7 @@ def launch(
     num_processes: int,
     log_dir: str | None = None,
     max_restarts: int = 0,
-    fits: Callable[[int], bool] | None = None,
+    elastic: bool = False,
 ) -> int:
     """Runs ``python command`` as the processes of a job; returns 0, or the exit status of one that failed.
 
@@ -149,8 +128,7 @@ def launch(
         num_processes: How many.
         log_dir: Folder for a log of each process, of which process 0 alone is shown; if None all are shown.
         max_restarts: How often all processes are started again after one has failed, but not after a signal.
-        fits: Whether the program runs in a number of processes: then those that were lost are not started again, nor as
-            many others as it takes. If None as many are started as before.
+        elastic: Then those that were lost are not started again.
 
     Raises:
         ValueError: If ``num_processes`` is not positive, or ``max_restarts`` negative.
@@ -161,12 +139,10 @@ def launch(
         status, is_signalled, num_lost = _Processes(command, num_processes, log_dir, restart).wait()
         if status == 0 or is_signalled or restart == max_restarts:
             break
-        if fits is not None:
-            left = num_processes - num_lost
-            num_processes = next(filter(fits, range(left, 0, -1)), 0)
-            if num_processes == 0:
-                print_line(f"no restart: {left} processes are left")
-                break
+        num_processes -= num_lost if elastic else 0
+        if num_processes == 0:
+            print_line("no restart: no process is left")
+            break
         print_line(f"restart {restart + 1} of {max_restarts}, after status {status}, in {num_processes} processes")
     return status
 
@@ -191,7 +167,7 @@ class _Processes:
         for rank in range(count):
             variables = alike | {"RANK": rank, "LOCAL_RANK": rank}
             process = subprocess.Popen(
-                [sys.executable, "-c", _START, str(os.getpid()), *command],
+                child_command(command),
                 env=os.environ | {name: str(value) for name, value in variables.items()},
                 stdin=subprocess.DEVNULL,
                 stdout=None if log_dir is None else subprocess.PIPE,
@@ -277,23 +253,22 @@ def _is_consequence(process: subprocess.Popen[bytes]) -> bool:
 
 def _copy(lines: IO[bytes], path: Path, mode: str, is_shown: bool) -> None:
     """Copies what a process prints to its log and, if it is shown, to standard output; goes on without either."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(lines)
-        write_log: Callable[[bytes], Any] | None = None
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_log = stack.enter_context(path.open(mode, buffering=0)).write
-        except OSError as error:
-            print_line(f"{path}: {error.strerror}: the job goes on without this log")
+    log = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        log = path.open(mode, buffering=0)
+    except OSError as error:
+        print_line(f"{path}: {error.strerror}: the job goes on without this log")
+    with lines, log or contextlib.nullcontext():
         for line in lines:
-            if write_log is not None:
-                try:
-                    write_log(line)
-                except OSError as error:
-                    write_log = None
-                    print_line(f"{path}: {error.strerror}: the job goes on without this log")
-            if is_shown:
-                try:
+            try:
+                if log is not None:
+                    log.write(line)
+            except OSError as error:
+                log = None
+                print_line(f"{path}: {error.strerror}: the job goes on without this log")
+            try:
+                if is_shown:
                     os.write(1, line)
-                except OSError:  # closed, as by head
-                    is_shown = False
+            except OSError:  # closed, as by head
+                is_shown = False

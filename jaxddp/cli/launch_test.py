@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.soak_guard import descendants
 from jaxddp.__main__ import main
 from jaxddp.cli.launch import launch
 
@@ -121,17 +120,9 @@ def test_all_are_started_again_as_often_as_asked(start, tmp_path):
     assert start("until 2", log_dir=str(logs), max_restarts=1) == 3
 
 
-@pytest.mark.parametrize(
-    ("how", "fits", "attempts", "status"),
-    [
-        ("killed", lambda num: True, [5, 4, 3], 0),
-        ("killed", lambda num: num % 2, [5, 3, 1], 0),
-        ("all fail", lambda num: True, [5], 2),
-        ("killed", lambda num: num == 5, [5], 9),
-    ],
-)
-def test_processes_that_are_lost_are_left_out(start, tmp_path, capfd, how, fits, attempts, status):
-    assert start(how, 5, str(tmp_path / "logs"), max_restarts=2, fits=fits) == status
+@pytest.mark.parametrize(("how", "attempts", "status"), [("killed", [5, 4, 3], 0), ("all fail", [5], 2)])
+def test_processes_that_are_lost_are_left_out(start, tmp_path, capfd, how, attempts, status):
+    assert start(how, 5, str(tmp_path / "logs"), max_restarts=2, elastic=True) == status
     lines = [f"attempt {attempt} rank 0 of {num}" for attempt, num in enumerate(attempts)]
     assert capfd.readouterr().out.splitlines() == lines
 
@@ -161,7 +152,8 @@ def test_a_signal_reaches_every_process_and_the_status_is_its_own(start, tmp_pat
 def test_the_ranks_end_with_the_launcher(start, tmp_path, number, status, line):
     with subprocess.Popen(**command(tmp_path, "signal"), stderr=subprocess.PIPE, text=True) as process:
         wait_for(lambda: len(list(tmp_path.glob("0-*"))) == 2)
-        ranks = descendants(process.pid)
+        children = Path(f"/proc/{process.pid}/task").glob("*/children")
+        ranks = [int(pid) for path in children for pid in path.read_text().split()]
         os.kill(process.pid, number)
         _, said = process.communicate(timeout=50)
     assert process.returncode == status and len(ranks) == 2 and said == line
@@ -213,9 +205,7 @@ def test_in_a_job_the_script_runs_as_this_process(tmp_path, options):
     ("options", "line"),
     [
         (["--ranks=3"], "ranks (=3) must be the job's processes (=2)"),
-        (["--ranks=0"], "ranks (=0) must be the job's processes (=2)"),
         (["--max-restarts=1"], "max_restarts (=1) must not be given in a job"),
-        (["--elastic"], "elastic (=True) must not be given in a job"),
     ],
 )
 def test_another_job_than_the_one_that_it_is_in_is_refused(start, tmp_path, in_job, capsys, options, line):

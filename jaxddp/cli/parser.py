@@ -16,12 +16,12 @@ from signal import Signals
 from typing import Any, NoReturn
 
 from .. import __version__
-from ..processes.replicas import ReplicasDifferError
+from ..processes.replicas import ReplicaError
 from ..processes.stderr import print_line
 from ..processes.watchdog import leave
-from .interrupts import Signalled, kept_interrupts
+from .interrupts import Signalled
 
-_STATUSES: dict[type[Exception], int] = {FloatingPointError: 3, ReplicasDifferError: 4, ValueError: 2, OSError: 2}
+_STATUSES: dict[type[Exception], int] = {FloatingPointError: 3, ReplicaError: 4, ValueError: 2, OSError: 2}
 
 
 def run_command(package: str, description: str, modules: Iterable[Any], arguments: Sequence[str] | None) -> int:
@@ -39,8 +39,7 @@ def run_command(package: str, description: str, modules: Iterable[Any], argument
         module.add_parser(commands)
     parsed = parser.parse_args(arguments)
     try:
-        with kept_interrupts():
-            status = parsed.run(parsed)
+        status = parsed.run(parsed)
     except tuple(_STATUSES) as error:
         line = f"error: {' '.join(str(error).split())}"
         print_line(line)
@@ -50,8 +49,8 @@ def run_command(package: str, description: str, modules: Iterable[Any], argument
     except Signalled as signalled:
         print_line(f"ended by {Signals(signalled.number).name} {signalled}")
         return 128 + signalled.number
-    except KeyboardInterrupt as interrupt:
-        print_line(f"interrupted{' ' + str(interrupt) if str(interrupt) else ''}")
+    except KeyboardInterrupt:
+        print_line("interrupted")
         return 130
     return status or 0
 

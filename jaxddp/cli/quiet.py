@@ -14,9 +14,6 @@ from collections.abc import Iterator
 
 _PLUGIN_LINES = (b"cudart_stub.cc", b"before absl::InitializeLog() is called")
 
-standard_error = 2
-"""What reaches the user, while file 2 is held back."""
-
 
 def import_jax() -> None:
     """Imports JAX, and keeps it from loading CUDA plugins where there is no device; call it before JAX is imported."""
@@ -40,7 +37,6 @@ def import_jax_on_cpu() -> None:
 @contextlib.contextmanager
 def _without_plugin_lines() -> Iterator[None]:
     """Holds back standard error, then prints all but the CUDA plugin's lines."""
-    global standard_error
     try:
         standard_error = os.dup(2)
     except OSError:  # closed, as in a daemon: nobody reads the lines
@@ -55,7 +51,6 @@ def _without_plugin_lines() -> Iterator[None]:
             sys.stderr.flush()
             os.dup2(standard_error, 2)
             os.close(standard_error)
-            standard_error = 2
             held.seek(0)
             for line in held:
                 if not any(part in line for part in _PLUGIN_LINES):

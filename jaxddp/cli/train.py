@@ -1,17 +1,136 @@
-"""``python -m jaxddp train``: trains a byte-level language model on real text."""
+"""``python -m jaxddp train``: its options, and what its program and the one of torchref share.
+
+No framework is imported before the command runs.
+"""
 
 from __future__ import annotations
 
 import argparse
-import logging
+import importlib
+import math
 import sys
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, NamedTuple
 
+from ..communication.buckets import MIB
 from ..processes.job import find_job
-from .interrupts import ended_by_interrupts
+from ..sizes import SIZES, TransformerConfig
+from ..training.clock import Timings, summarize
+from ..training.data import Corpus
 from .launch import launch
 from .quiet import import_jax
-from .train_options import add_flags, options_of, say_on_first
+
+DEFAULT_SIMULATED_DEVICES = 4
+NUM_VALIDATION_BATCHES = 4
+CHECK_REPLICAS_EVERY = 100  # steps; before each checkpoint too
+MAX_SKIPS = 9  # in a row
+_NUM_LINES = 20  # of steps, in a run
+_NUM_BYTE_VALUES = 256
+_PATHS = ("data", "weights", "checkpoint")  # hosts may name them otherwise
+_CHOICES = {
+    "optimizer": ("adamw", "adam", "sgd"),
+    "nonfinite": ("raise", "skip", "stop"),
+    "compute_dtype": ("bfloat16", "float32"),
+}
+
+
+def _flag(default: Any, kind: type, metavar: str, text: str, shown: str = "%(default)s") -> Any:
+    return field(default=default, metadata={"type": kind, "metavar": metavar, "help": f"{text} (default: {shown})"})
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What to train and how. Each field is a flag of the command line.
+
+    Raises:
+        ValueError: If a number is out of range or a name unknown.
+    """
+
+    strategy: str = _flag("bucketed", str, "NAME", "one of STRATEGIES")
+    devices: int | None = _flag(None, int, "N", "number of ranks", "those of the job, every accelerator, or "
+        f"{DEFAULT_SIMULATED_DEVICES} on the CPU")  # fmt: skip
+    processes: int | None = _flag(None, int, "N", "start N processes on this machine, which share the ranks", "none")
+    max_restarts: int = _flag(0, int, "N", "start the processes again when one fails, at most N times")
+    stuck_s: float = _flag(600.0, float, "S", "in a job: seconds without an answer of one process, or in which the "
+        "others wait for it in a step, before all end with status 5")  # fmt: skip
+    steps: int = _flag(200, int, "N", "training steps")
+    batch_size: int = _flag(32, int, "N", "examples per step, of all ranks together")
+    microbatches: int = _flag(1, int, "N", "parts into which each rank splits its examples, to save memory")
+    model: str = _flag("byte", str, "NAME", "byte, byte_shallow, lm_9m, small, medium, large, xl, seed_xl or 2.7b")
+    weights: str | None = _flag(None, str, "FILE", "initial parameters under PyTorch's names, as export_weights writes "
+        "them", "drawn from --seed")  # fmt: skip
+    data: str | None = _flag(None, str, "PATH", "file, or folder of text files", "the Python standard library")
+    seed: int = _flag(0, int, "N", "seed of the initial parameters and of the order of the text")
+    bucket_mb: float | None = _flag(None, float, "MIB", "bucket cap in MiB (2^20 bytes)", "25 after a first bucket of "
+        "1; of bucketed, then up to an eighth of the gradients if that is more")  # fmt: skip
+    compute_dtype: str | None = _flag(None, str, "NAME", "compute and gather parameters in this dtype and update "
+        "float32 masters: bfloat16", "float32")  # fmt: skip
+    optimizer: str = _flag("adamw", str, "NAME", "adamw (weight decay 0.01), adam or sgd")
+    learning_rate: float = _flag(1e-3, float, "RATE", "constant learning rate")
+    max_grad_norm: float | None = _flag(None, float, "NORM", "clip the gradient's global norm to this", "no clipping")
+    nonfinite: str = _flag("raise", str, "POLICY", "if loss or gradient become NaN or infinite: raise ends the run "
+        "with status 3; stop does so too, and keeps the state before as STEP.nonfinite; skip goes on without the "
+        f"update, at most {MAX_SKIPS} times in a row")  # fmt: skip
+    checkpoint: str | None = _flag(None, str, "DIR", "folder for checkpoints; the last step is always saved", "none is "
+        "saved")  # fmt: skip
+    checkpoint_every: int = _flag(50, int, "N", "steps between validations, each followed by a checkpoint; 0: at the "
+        "end only")  # fmt: skip
+    resume: bool = field(default=False, metadata={"action": "store_true", "help": "go on from the newest checkpoint, "
+        "with any number of ranks and any strategy; from step 0 if there is none; with status 0 if all steps are "
+        "taken: one command starts and restarts a run"})  # fmt: skip
+
+    def __post_init__(self) -> None:
+        for name in ("devices", "processes", "steps", "batch_size", "microbatches"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} (={value}) must be a positive integer")
+        for name in ("checkpoint_every", "max_restarts"):
+            if (value := getattr(self, name)) < 0:
+                raise ValueError(f"{name} (={value}) must not be negative")
+        for name in ("stuck_s", "learning_rate", "max_grad_norm"):
+            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} (={value}) must be a positive finite number")
+        for name, choices in _CHOICES.items():
+            if (value := getattr(self, name)) is not None and value not in choices:
+                raise ValueError(f"{name} (={value!r}) must be one of {', '.join(choices)}")
+        if not 0 <= self.seed < 2**31:
+            raise ValueError(f"seed (={self.seed}) must be at least 0 and below 2^31")
+        if self.resume and self.checkpoint is None:
+            raise ValueError(f"resume (={self.resume}) must come with checkpoint, the folder to go on from")
+        if self.max_restarts and self.checkpoint is not None and not self.resume:
+            raise ValueError(f"max_restarts (={self.max_restarts}) must come with resume where there is a checkpoint")
+        if self.devices is not None:
+            self.check_batch_size(self.devices)
+
+    def check_batch_size(self, num_ranks: int) -> None:
+        """Raises a ValueError if the batch does not divide evenly."""
+        if self.batch_size % (num_ranks * self.microbatches):
+            raise ValueError(
+                f"batch_size (={self.batch_size}) must be divisible by devices x microbatches "
+                f"(={num_ranks} x {self.microbatches})"
+            )
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """The options that must be alike in all processes of a run."""
+        return {name: value for name, value in asdict(self).items() if name not in _PATHS}
+
+    @property
+    def config(self) -> TransformerConfig:
+        """The model's sizes.
+
+        Raises:
+            ValueError: If no model of that name reads bytes.
+        """
+        readable = [name for name, config in SIZES.items() if config.vocab >= _NUM_BYTE_VALUES]
+        if self.model not in readable:
+            raise ValueError(f"model (={self.model!r}) must be one that reads bytes: {', '.join(readable)}")
+        return SIZES[self.model]
+
+    def is_due(self, step: int) -> bool:
+        """Whether a validation and a checkpoint follow this step."""
+        return step == self.steps or (self.checkpoint_every > 0 and step % self.checkpoint_every == 0)
 
 
 def add_parser(commands: Any) -> None:
@@ -35,11 +154,141 @@ def run(arguments: argparse.Namespace) -> int | None:
         return launch(["-m", "jaxddp", *sys.argv[1:]], options.processes, max_restarts=options.max_restarts)
     if options.max_restarts and options.processes is None:
         raise ValueError(f"max_restarts (={options.max_restarts}) must come with processes")
-    with ended_by_interrupts():
-        import_jax()  # late, so that the help needs no JAX
-        from . import train_program
-
-    if options.checkpoint is not None:
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs errors that it also raises
-    train_program.train(options, say_on_first())
+    import_jax()  # late, so that the help needs no JAX
+    importlib.import_module(".train_program", __package__).train(options, say_on_first())
     return None
+
+
+def add_flags(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
+    """Adds a flag for each field of ``TrainOptions``."""
+    for one in fields(TrainOptions):
+        if one.name not in without:
+            parser.add_argument(f"--{one.name.replace('_', '-')}", default=one.default, **one.metadata)
+
+
+def options_of(arguments: argparse.Namespace) -> TrainOptions:
+    """The options of a command line."""
+    given = vars(arguments)
+    return TrainOptions(**{one.name: given[one.name] for one in fields(TrainOptions) if one.name in given})
+
+
+def say_on_first() -> Callable[[str], None]:
+    """Prints a line, in process 0 of a job."""
+    job = find_job()
+    is_first = job is None or job.process_id == 0
+    return lambda line: print(line, flush=True) if is_first else None
+
+
+class StepReport(NamedTuple):
+    """What is reported after a step."""
+
+    step: int  # steps taken, from 1
+    loss: float  # nats per byte, of the global batch, before the update
+    validation_loss: float | None  # nats per byte, after the update; None if there is no validation after this step
+    save_s: float = 0.0  # for which a checkpoint after this step held up training
+
+
+class Progress:
+    """Steps that a run has taken, and the lines that show them."""
+
+    def __init__(self, options: TrainOptions, context: int, first_step: int) -> None:
+        self._options, self._context = options, context
+        self._first_step = first_step
+        self.reports: list[StepReport] = []
+        self._seconds: list[float] = []
+        self.num_skipped = 0
+
+    def add(self, report: StepReport, seconds: float, is_skipped: bool) -> str | None:
+        """Adds a step; gives a line after a validation, after the first step, and about 20 times in a run."""
+        self.reports.append(report)
+        self._seconds.append(seconds)
+        self.num_skipped += is_skipped
+        steps = self._options.steps
+        if report.validation_loss is None and report.step > 1 and report.step % math.ceil(steps / _NUM_LINES):
+            return None
+        rate = self._tokens_per_s(summarize(self._seconds[-20:]))
+        line = f"step {report.step:{len(str(steps))}}/{steps}  loss {report.loss:.3f}  {rate:,.0f} tokens/s"
+        return line if report.validation_loss is None else f"{line}  validation {_nats(report.validation_loss)}"
+
+    def summary(self, planned: Sequence[tuple[str, int]], found: Sequence[tuple[str, int]], how: str) -> list[str]:
+        """Lines about a run that has taken all its steps.
+
+        Args:
+            planned: Collectives of gradients and parameters in a step: kind and bytes.
+            found: Those of the program, in any order.
+            how: It was compiled, or they were issued.
+        """
+        same = sorted(planned) == sorted(found)
+        timings, first, last = summarize(self._seconds), self.reports[0], self.reports[-1]
+        validation = "none: fewer than batch_size windows are held out"
+        rows = {
+            "collectives": f"planned {describe_collectives(planned)}; {how}: "
+            + ("the same" if same else f"{describe_collectives(found)}, NOT AS PLANNED"),
+            "loss": f"{first.loss:.3f} nats at step {self._first_step}, {last.loss:.3f} at step {last.step}",
+            "validation": validation if last.validation_loss is None else _nats(last.validation_loss),
+            "step time": str(timings),
+            "throughput": f"{self._tokens_per_s(timings):,.0f} tokens/s ({self._options.batch_size} x {self._context}"
+            " per step)",
+        }
+        if self.num_skipped:
+            rows["skipped"] = f"{self.num_skipped} steps, not finite"
+        return [f"{name:<12} {value}" for name, value in rows.items()]
+
+    def _tokens_per_s(self, timings: Timings) -> float:
+        return self._options.batch_size * self._context / timings.median_ms * 1e3
+
+
+def describe_collectives(collectives: Sequence[tuple[str, int]]) -> str:
+    """Counts collectives by kind.
+
+    Example:
+        >>> describe_collectives([("all-reduce", 2**20), ("all-reduce", 2**19)])
+        '2 all-reduces, 1.5 MiB per step'
+    """
+    if not collectives:
+        return "none"
+    counts = Counter(kind for kind, _ in collectives)
+    kinds = ", ".join(f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts.items())
+    return f"{kinds}, {sum(num_bytes for _, num_bytes in collectives) / MIB:.1f} MiB per step"
+
+
+def position_of(options: TrainOptions, corpus: Corpus, num_batches: int) -> dict[str, Any]:
+    """What a checkpoint says about the data: examples taken from this order of this text."""
+    text = {"seed": options.seed, "text_bytes": corpus.num_bytes, "text_crc32": corpus.crc32}
+    return {"examples": num_batches * options.batch_size, **text}
+
+
+def batches_taken(saved: Any, options: TrainOptions, corpus: Corpus) -> int:
+    """How many batches of these options a run has taken whose checkpoint holds this position.
+
+    Raises:
+        ValueError: If the position is another program's, of another text or seed, or between two batches.
+    """
+    here = position_of(options, corpus, 0)
+    if not isinstance(saved, dict) or not here.keys() <= saved.keys():
+        raise ValueError(f"data_position (={saved!r}) of the checkpoint must be one of this program")
+    for name in ("seed", "text_bytes", "text_crc32"):
+        if here[name] != saved[name]:
+            raise ValueError(
+                f"{name} (={here[name]}) must be {saved[name]}, as in the checkpoint, to go on in the data"
+            )
+    if saved["examples"] % options.batch_size:
+        raise ValueError(f"batch_size (={options.batch_size}) must divide the examples taken (={saved['examples']})")
+    return saved["examples"] // options.batch_size
+
+
+def skipped_too_often(loss: float, step: int, num_skips: int) -> FloatingPointError:
+    """The error of a run that ends because of steps that were skipped."""
+    before = f", after {num_skips - 1} skipped steps" if num_skips > 1 else ""
+    return FloatingPointError(f"loss (={loss}) and gradient of step {step} must be finite{before}")
+
+
+def check_validation(loss: float, step: int) -> float:
+    """Gives back a validation loss; raises a FloatingPointError if it is not finite."""
+    if not math.isfinite(loss):
+        raise FloatingPointError(f"validation loss (={loss}) after step {step} must be finite")
+    return loss
+
+
+def _nats(loss: float) -> str:
+    return f"{loss:.3f} nats, {loss / math.log(2):.3f} bits per byte"

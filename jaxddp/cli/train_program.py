@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,14 +27,19 @@ from ..processes.job import find_job
 from ..training.agreement import check_alike
 from ..training.clock import stopwatch
 from ..training.data import Corpus
-from .train_loop import Training, take_steps
-from .train_options import (
+from .interrupts import Signalled, noted_signals
+from .train import (
+    CHECK_REPLICAS_EVERY,
     DEFAULT_SIMULATED_DEVICES,
+    MAX_SKIPS,
     NUM_VALIDATION_BATCHES,
+    Progress,
     StepReport,
     TrainOptions,
     batches_taken,
     check_validation,
+    position_of,
+    skipped_too_often,
 )
 
 
@@ -57,7 +64,6 @@ def train(
         FloatingPointError: If training met numbers that are not finite, and ``nonfinite`` does not skip them.
         ReplicaError: If ranks differ in what each has in full.
         Signalled: After a signal of a scheduler, once the step is finished and saved.
-        KeyboardInterrupt: With the number of steps taken.
     """
     jaxddp.keep_freed_memory()
     strategy = make_strategy(options)
@@ -85,7 +91,7 @@ def train(
             if not options.resume:
                 raise ValueError(f"checkpoint (={options.checkpoint!r}) holds step {taken}: resume, or another folder")
             state, position = checkpoints.restore(trainer, shapes)
-            num_batches = batches_taken(position, options, corpus, say)
+            num_batches = batches_taken(position, options, corpus)
             if int(state.step) >= options.steps:
                 say(f"complete: the checkpoint in {options.checkpoint} has taken {state.step} of {options.steps} steps")
                 return []
@@ -100,43 +106,65 @@ def train(
         planned = trainer.planned(state, batch)
         program, compile_s = stopwatch(trainer.compile, state, batch)
         say(f"compiled in {compile_s:.1f} s")
-        training = training_of(options, corpus, trainer, checkpoints, state)
-        progress, error = take_steps(options, corpus, training, int(state.step), num_batches, say, on_step)
-        if checkpoints is not None:
-            checkpoints.wait()
-            say(f"checkpoints in {options.checkpoint}: steps {', '.join(map(str, checkpoints.steps()))}")
-    if error is not None:
-        raise error
+        progress = take_steps(options, corpus, trainer, checkpoints, state, num_batches, say, on_step)
     for line in progress.summary(planned, jaxddp.gradient_collectives(program), "compiled"):
         say(line)
     return progress.reports
 
 
-def training_of(
+def take_steps(
     options: TrainOptions,
     corpus: Corpus,
     trainer: jaxddp.Trainer,
     checkpoints: jaxddp.Checkpoints | None,
     state: jaxddp.TrainState,
-) -> Training:
-    """What the loop calls; the state stays here."""
+    num_batches: int,
+    say: Callable[[str], None],
+    on_step: Callable[[StepReport], None],
+) -> Progress:
+    """Trains from a state up to the last step; raises as ``train``. All processes of a job take the same branches."""
     place = {"seed": options.seed, "rank": jax.process_index(), "num_ranks": jax.process_count()}
     held_out = [*map(jaxddp.local_rows, corpus.validation_batches(options.batch_size, NUM_VALIDATION_BATCHES))]
+    step = int(state.step)
+    max_skips = MAX_SKIPS if options.nonfinite == "skip" else 0
+    num_skips = 0  # in a row
+    error: Exception | None = None
+    progress = Progress(options, corpus.context, step + 1)
+    with noted_signals(is_in_job=jax.process_count() > 1) as signals:
+        while step < options.steps and error is None:
+            batch = corpus.batch(num_batches, options.batch_size, **place)
+            (state, metrics), seconds = stopwatch(trainer.step, state, batch)
+            step, num_batches, loss = step + 1, num_batches + 1, float(metrics["loss"])
+            num_skips = num_skips + 1 if metrics.get("skipped") else 0
+            gives_up = num_skips > max_skips
+            if gives_up:
+                error = skipped_too_often(loss, step, num_skips)
+            elif step < options.steps and is_signalled(step, signals):
+                error = Signalled(signals[0] if signals else signal.SIGTERM, f"after {step} of {options.steps} steps")
+            is_last, is_due = error is not None or step == options.steps, options.is_due(step)
+            if is_last or is_due or step % CHECK_REPLICAS_EVERY == 0:
+                jaxddp.check_replicas(trainer, state)
+            validation_loss = mean_loss(trainer, state, held_out) if is_due and error is None else None
 
-    def step(number: int) -> tuple[Any, float]:
-        nonlocal state
-        batch = corpus.batch(number, options.batch_size, **place)
-        (state, metrics), seconds = stopwatch(trainer.step, state, batch)
-        return metrics, seconds
-
-    def save(step: int, **about: Any) -> None:
-        assert checkpoints is not None and int(state.step) == step
-        checkpoints.save(trainer, state, **about)
-
-    return Training(
-        step, is_signalled, lambda: jaxddp.check_replicas(trainer, state), lambda: mean_loss(trainer, state, held_out),
-        None if checkpoints is None else save, is_in_job=jax.process_count() > 1,
-    )  # fmt: skip
+            save_s = 0.0
+            position = position_of(options, corpus, num_batches)
+            if checkpoints is not None and gives_up:  # the state before, where --resume does not find it
+                aside = f"{options.checkpoint}/{step}.nonfinite"
+                with jaxddp.Checkpoints(aside) as folder:
+                    if folder.latest_step() is None:
+                        folder.save(trainer, state, data_position=position)
+                say(f"the state before is kept in {aside}")
+            elif checkpoints is not None and (is_last or (is_due and num_skips == 0)):
+                save_s = stopwatch(partial(checkpoints.save, data_position=position), trainer, state)[1]
+            report = StepReport(step, loss, validation_loss, save_s)
+            if line := progress.add(report, seconds, num_skips > 0):
+                say(line)
+            on_step(report)
+    if checkpoints is not None:
+        say(f"checkpoints in {options.checkpoint}: steps {', '.join(map(str, checkpoints.steps()))}")
+    if error is not None:
+        raise error
+    return progress
 
 
 def mean_loss(trainer: jaxddp.Trainer, state: jaxddp.TrainState, held_out: Sequence[Any]) -> float | None:
@@ -162,7 +190,7 @@ def open_checkpoints(options: TrainOptions, say: Callable[[str], None]) -> Itera
     if options.checkpoint is None:
         yield None
         return
-    with jaxddp.Checkpoints(options.checkpoint, keep=options.keep, warn=say) as checkpoints:
+    with jaxddp.Checkpoints(options.checkpoint, warn=say) as checkpoints:
         checkpoints.reserve()
         yield checkpoints
 
@@ -170,9 +198,9 @@ def open_checkpoints(options: TrainOptions, say: Callable[[str], None]) -> Itera
 def load_params(path: str, like: Any) -> Any:
     """Reads parameters under PyTorch's names."""
     from ..checkpoint.interop import from_numpy  # late: Flax is slow to import
-    from ..checkpoint.weights import as_native, load_weights
+    from ..checkpoint.weights import load_weights
 
-    return from_numpy({name: as_native(array) for name, array in load_weights(path).items()}, like)
+    return from_numpy(load_weights(path), like)
 
 
 def start_ranks(options: TrainOptions) -> Mesh:

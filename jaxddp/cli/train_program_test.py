@@ -1,6 +1,5 @@
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from jaxddp.checkpoint.interop import to_numpy
 from jaxddp.checkpoint.weights import export_weights
 from jaxddp.cli import train_program
 from jaxddp.cli.interrupts import SIGNALS, Signalled
-from jaxddp.cli.train_options import StepReport, TrainOptions
+from jaxddp.cli.train import StepReport, TrainOptions
 from jaxddp.cli.train_program import train
 from jaxddp.models import SIZES, TransformerConfig, cross_entropy
 from jaxddp.training.replicas_test import flip
@@ -140,7 +139,7 @@ def test_optimizer_by_name(small, name, first_update):
 def test_weights_in_bfloat16_become_the_models_float32(tmp_path):
     _, params = train_program.build(SMALL, seed=5)
     rounded = {name: jnp.asarray(array, jnp.bfloat16) for name, array in to_numpy(params).items()}
-    export_weights(path := str(tmp_path / "weights.safetensors"), rounded)
+    export_weights(path := str(tmp_path / "weights.npz"), rounded)
     for name, array in to_numpy(train_program.load_params(path, params)).items():
         assert array.dtype == np.float32
         np.testing.assert_array_equal(array, rounded[name].astype(jnp.float32), name)
@@ -190,7 +189,7 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_does(bigram, tmp_path):
     for options in (
         {"steps": 2, "devices": 8, "strategy": "zero3"},
         {"steps": 5, "devices": 3, "strategy": "bucketed", "checkpoint_every": 2},
-        {"steps": 7, "devices": 2, "strategy": "zero1", "microbatches": 3, "keep": 2},
+        {"steps": 7, "devices": 2, "strategy": "zero1", "microbatches": 3},
     ):
         train(run(checkpoint=folder, resume=True, **options), lines.append, parts.append)
     assert [report.step for report in parts] == [report.step for report in whole] == list(range(1, 8))
@@ -200,7 +199,7 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_does(bigram, tmp_path):
     expected = saved_state(tmp_path / "whole", 7, adamw)
     for name, array in saved_state(folder, 7, adamw).items():
         np.testing.assert_allclose(array, expected[name], rtol=0, atol=1e-12, err_msg=name)
-    assert [found[1] for line in lines if (found := re.match(STEPS, line))] == ["2", "2, 4, 5", "5, 7"]
+    assert [found[1] for line in lines if (found := re.match(STEPS, line))] == ["2", "2, 4, 5", "4, 5, 7"]
 
 
 def test_another_batch_size_goes_on_in_the_data_where_the_last_one_stopped(bigram, tmp_path, monkeypatch):
@@ -214,13 +213,8 @@ def test_another_batch_size_goes_on_in_the_data_where_the_last_one_stopped(bigra
     run = partial(bigram, checkpoint=str(tmp_path), resume=True)
     train(run(steps=4, batch_size=6))
     monkeypatch.setattr(train_program.Corpus, "batch", batch)
-    lines: list[str] = []
-    train(run(steps=6, batch_size=12, learning_rate=0.5), lines.append)
+    train(run(steps=6, batch_size=12, learning_rate=0.5))
     assert asked == [(0, 12), (2, 12), (3, 12)]  # the first is compiled for
-    assert [line for line in lines if line.startswith("changed")] == [
-        "changed: learning_rate from 0.001 to 0.5",
-        "changed: batch_size from 6 to 12",
-    ]
 
 
 def test_what_does_not_fit_the_checkpoint_is_refused(bigram, tmp_path):
@@ -278,12 +272,11 @@ def test_the_state_before_is_kept_beside_the_checkpoints_and_is_not_resumed(dive
     for _ in range(2):
         reports: list[StepReport] = []
         with pytest.raises(FloatingPointError, match=rf"loss \(=(nan|inf)\) and gradient of step {last} must be"):
-            train(diverges(nonfinite=nonfinite, keep=1), on_step=reports.append)
+            train(diverges(nonfinite=nonfinite), on_step=reports.append)
         assert [reports[0].step, reports[-1].step] == [2, last]
         assert names_in(tmp_path) == ["1", f"{last}.nonfinite"]
     before = saved_state(tmp_path, 1)
-    (tmp_path / f"{last}.nonfinite").rename(tmp_path / str(last))
-    after = saved_state(tmp_path, last)
+    after = saved_state(tmp_path / f"{last}.nonfinite", last)
     assert before["params.head"].tobytes() != after["params.head"].tobytes()  # of step 2, which was finite
     assert np.isfinite(after["params.head"]).all()
 
@@ -298,8 +291,8 @@ def test_no_checkpoint_is_saved_while_steps_are_skipped(bigram, tmp_path, monkey
         return state, metrics | {"skipped": num_steps in (4, 5)}
 
     monkeypatch.setattr(jaxddp.Trainer, "step", some_skipped)
-    train(bigram(checkpoint=str(tmp_path), checkpoint_every=2, steps=9, keep=9, nonfinite="skip"))
-    assert names_in(tmp_path) == ["2", "6", "8", "9"]
+    train(bigram(checkpoint=str(tmp_path), checkpoint_every=2, steps=9, nonfinite="skip"))
+    assert names_in(tmp_path) == ["6", "8", "9"]
 
 
 def test_a_state_whose_validation_is_not_finite_is_not_saved(bigram, tmp_path):
@@ -345,7 +338,7 @@ def test_a_damaged_checkpoint_is_passed_over(bigram, tmp_path):
     run = partial(bigram, checkpoint=str(tmp_path), checkpoint_every=2, resume=True, steps=4)
     train(run())
     expected = saved_state(tmp_path, 4)
-    shutil.rmtree(tmp_path / "4" / "state")
+    (tmp_path / "4" / "state.npz").unlink()
     lines: list[str] = []
     train(run(), lines.append)
     assert f"checkpoint of step 4 in {str(tmp_path)!r} is damaged or half-written: took step 2" in lines

@@ -17,7 +17,7 @@ import pytest
 import jaxddp
 from jaxddp.__main__ import main
 from jaxddp.cli.interrupts import Signalled
-from jaxddp.cli.train_options import Progress, StepReport, TrainOptions
+from jaxddp.cli.train import Progress, StepReport, TrainOptions
 from jaxddp.models import SIZES, build
 
 TRAIN = [sys.executable, "-m", "jaxddp", "train"]
@@ -89,7 +89,7 @@ def test_a_bug_is_not_hidden(monkeypatch):
         main(["train"])
 
 
-def test_every_option_is_a_flag_and_there_are_at_most_22(monkeypatch):
+def test_every_option_is_a_flag(monkeypatch):
     seen: list[TrainOptions] = []
     monkeypatch.setattr("jaxddp.cli.train_program.train", lambda options, say: seen.append(options))
     monkeypatch.setattr("jaxddp.cli.train.find_job", lambda: type("Job", (), {"process_id": 0}))  # starts no processes
@@ -114,10 +114,9 @@ def test_every_option_is_a_flag_and_there_are_at_most_22(monkeypatch):
         "nonfinite": "skip",
         "checkpoint": "y",
         "checkpoint_every": 17,
-        "keep": 19,
         "resume": True,
     }
-    assert list(everything) == [field.name for field in fields(TrainOptions)] and len(everything) <= 22
+    assert list(everything) == [field.name for field in fields(TrainOptions)] and len(everything) == 21
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in everything.items() if name != "resume"]
     assert main(["train"]) == main(["train", "--resume", *arguments]) == 0
     assert seen == [TrainOptions(), TrainOptions(**everything)]
@@ -197,7 +196,7 @@ def test_interrupt_is_one_line_and_status_130_and_what_is_saved_is_whole(tmp_pat
     arguments += f" --checkpoint {tmp_path}"
     status, output, error = signalled_at_its_first_step(arguments, signal.SIGINT)
     assert status == 130
-    assert re.fullmatch(r"interrupted after \d+ of 1000 steps\n", error)
+    assert error == "interrupted\n"
     assert "throughput" not in output
     step, position, _ = restored(tmp_path, jaxddp.zero1(), 2)
     assert step == position["examples"] >= 1

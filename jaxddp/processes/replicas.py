@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 
+class ReplicaError(RuntimeError):
+    """Ranks hold different values of what should be the same.
 
-class ReplicasDifferError(RuntimeError):
-    """Ranks hold different values of what should be the same."""
+    Attributes:
+        name: Of the first tensor that differs, such as ``"params.w"``.
+        ranks: Those that do not hold what most ranks hold.
+        num_more: How many more tensors differ.
+        step: The step after which they were compared.
+    """
 
+    def __init__(self, name: str, ranks: tuple[int, ...], num_more: int, step: int) -> None:
+        """Keeps what was found."""
+        super().__init__(name, ranks, num_more, step)  # so that it can be pickled
+        self.name, self.ranks, self.num_more, self.step = name, ranks, num_more, step
 
-def describe_difference(name: str, ranks: Sequence[int], num_more: int, kind: str, difference: float, step: int) -> str:
-    """One line about what differs: ``name``, by up to ``difference``, on ``ranks``; and ``num_more`` of that kind."""
-    of_ranks = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{', ...' * (len(ranks) > 8)}"
-    more = f", as do {num_more} more {kind}" * (num_more > 0)
-    return (
-        f"{name} of {of_ranks} differs by up to {difference:.3g} from what most ranks hold after step {step}{more}:"
-        " a device or its memory may be faulty"
-    )
+    def __str__(self) -> str:
+        ranks = (
+            f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks[:8]))}{', ...' * (len(self.ranks) > 8)}"
+        )
+        more = f", as do {self.num_more} more" * (self.num_more > 0)
+        return (
+            f"{self.name} of {ranks} differs from what most ranks hold after step {self.step}{more}: a device or its"
+            " memory may be faulty"
+        )

@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
-import selectors
 import socket
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,7 +24,6 @@ from .stderr import print_line
 _RETRY_S = 0.1
 _HELLO_S = 5.0  # in which a caller must have said who it is
 _MAX_BYTES = 65536  # of its line
-_MAX_STRANGERS = 64  # that may be connected at once
 
 
 def meet(job: Job, alike: Mapping[str, Any], timeout_s: float) -> dict[int, socket.socket]:
@@ -86,16 +85,15 @@ def _is_loopback(address: str) -> bool:
 
 
 class _Meeting:
-    """Process 0's side."""
+    """Process 0's side: a thread hears each caller."""
 
     def __init__(self, job: Job, alike: Mapping[str, Any]) -> None:
-        self.job, self.selector = job, selectors.DefaultSelector()
-        self.came: dict[int, Mapping[str, Any]] = {0: alike}
-        self.connections: dict[int, socket.socket] = {}
-        self.callers: dict[socket.socket, tuple[bytes, float]] = {}  # what each has said, and until when it may
+        self._job, self._lock, self._is_over = job, threading.Lock(), False
+        self._came: dict[int, Mapping[str, Any]] = {0: alike}
+        self._connections: dict[int, socket.socket] = {}
 
     def wait(self, deadline: float, timeout_s: float) -> dict[int, socket.socket]:
-        job, fault = self.job, ""
+        job = self._job
         try:
             listener = job.listen()
         except OSError as error:
@@ -103,99 +101,59 @@ class _Meeting:
             raise ValueError(
                 f"coordinator {job.address} cannot listen ({why}): set MASTER_ADDR and MASTER_PORT"
             ) from error
-        with listener, self.selector:
-            self.selector.register(listener, selectors.EVENT_READ)
-            while len(self.came) < job.num_processes and (now := time.monotonic()) < deadline:
-                for key, _ in self.selector.select(_RETRY_S):
-                    if key.fileobj is listener:
-                        self._accept(listener, now)
-                    elif key.data is not None:  # one that has come says more, so it has left
-                        self._drop(self.connections.pop(key.data))
-                        del self.came[key.data]
-                    else:
-                        self._read(key.fileobj)
-                for caller in [one for one, (_, until) in self.callers.items() if now > until]:
-                    self._refuse(caller, f"must say within {_HELLO_S:g} s which process it is")
-        for caller in self.callers:
-            caller.close()
-        if missing := [str(index) for index in range(job.num_processes) if index not in self.came]:
-            fault = (
-                f"process {', '.join(missing)} of {job.num_processes} must join at {job.address} within {timeout_s:g} s"
-            )
-        numbers = sorted(self.came)
-        fault = fault or disagreement([self.came[index] for index in numbers], numbers=numbers)
-        for connection in self.connections.values():
+        with listener:
+            listener.settimeout(_RETRY_S)
+            while len(self._came) < job.num_processes and time.monotonic() < deadline:
+                with contextlib.suppress(OSError):  # nobody called, or has left already
+                    threading.Thread(target=self._hear, args=listener.accept()[:1], daemon=True).start()
+        with self._lock:
+            self._is_over = True
+        missing = [str(number) for number in range(job.num_processes) if number not in self._came]
+        numbers = sorted(self._came)
+        fault = disagreement([self._came[number] for number in numbers], numbers=numbers)
+        if missing:
+            missed = f"process {', '.join(missing)} of {job.num_processes}"
+            fault = f"{missed} must join at {job.address} within {timeout_s:g} s"
+        for connection in self._connections.values():
             _answer(connection, fault)
-            if fault:
-                connection.close()
         if fault:
+            for connection in self._connections.values():
+                connection.close()
             raise ValueError(fault)
-        return self.connections
+        return self._connections
 
-    def _accept(self, listener: socket.socket, now: float) -> None:
-        with contextlib.suppress(OSError):  # it has left already
-            caller, _ = listener.accept()
-            caller.setblocking(False)
-            if len(self.callers) >= _MAX_STRANGERS + self.job.num_processes:
-                caller.close()
-                return
-            self.callers[caller] = b"", now + _HELLO_S
-            self.selector.register(caller, selectors.EVENT_READ)
-
-    def _read(self, caller: Any) -> None:
-        said, until = self.callers[caller]
+    def _hear(self, caller: socket.socket) -> None:
         try:
-            data = caller.recv(_MAX_BYTES)
-        except BlockingIOError:
-            return
+            number, alike, refusal = _introduction(_read_line(caller, time.monotonic() + _HELLO_S), self._job)
         except OSError:
-            data = b""
-        said += data
-        if not data or len(said) > _MAX_BYTES:
-            self._refuse(caller, "is no process of this job")
-        elif said.endswith(b"\n"):
-            self._hear(caller, said)
-        else:
-            self.callers[caller] = said, until
-
-    def _hear(self, caller: socket.socket, line: bytes) -> None:
-        number, refusal = _introduction(line, self.job)
-        if not refusal and number in self.came:
-            refusal = f"process_id (={number}) must be one process's: two have joined under it"
-        if refusal:
-            self._refuse(caller, refusal)
-            return
-        self.came[number], self.connections[number] = json.loads(line)["alike"], caller
-        del self.callers[caller]
-        self.selector.modify(caller, selectors.EVENT_READ, number)
-
-    def _refuse(self, caller: socket.socket, why: str) -> None:
-        with contextlib.suppress(OSError):
-            print_line(f"jaxddp: {caller.getpeername()[0]} is refused at {self.job.address}: {why}")
-        _answer(caller, why)
-        del self.callers[caller]
-        self._drop(caller)
-
-    def _drop(self, caller: socket.socket) -> None:
-        self.selector.unregister(caller)
-        caller.close()
+            number, alike, refusal = 0, {}, f"must say within {_HELLO_S:g} s which process of the job it is"
+        with self._lock:
+            if not refusal and (self._is_over or number in self._came):
+                refusal = f"process_id (={number}) must be one process's: two have joined under it"
+            if not refusal:
+                self._connections[number] = caller
+                self._came[number] = alike  # last: then the meeting may be over
+                return
+        with caller, contextlib.suppress(OSError):
+            print_line(f"jaxddp: {caller.getpeername()[0]} is refused at {self._job.address}: {refusal}")
+            _answer(caller, refusal)
 
 
-def _introduction(line: bytes, job: Job) -> tuple[int, str]:
-    """The number of the process that says this, and why it is refused, if it is."""
+def _introduction(line: str, job: Job) -> tuple[int, Mapping[str, Any], str]:
+    """The number of the process that says this, what it brings, and why it is refused, if it is."""
     try:
         said = json.loads(line)
-        token, number, count = said["token"], said["process_id"], said["num_processes"]
+        token, number, count, alike = (said[name] for name in ("token", "process_id", "num_processes", "alike"))
         is_known = hmac.compare_digest(token.encode(), job.token.encode())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         is_known = False
-    if not is_known or type(number) is not int or type(count) is not int or not isinstance(said.get("alike"), dict):
-        return 0, "is no process of this job"
+    if not is_known or type(number) is not int or type(count) is not int or not isinstance(alike, dict):
+        return 0, {}, "is no process of this job"
     if count != job.num_processes:
-        return 0, f"num_processes (={count} in process {number}) must be {job.num_processes}, as in process 0"
+        return 0, {}, f"num_processes (={count} in process {number}) must be {job.num_processes}, as in process 0"
     if not 0 < number < count:
-        return 0, f"process_id (={number}) must be above 0 and below {count}"
-    return number, ""
+        return 0, {}, f"process_id (={number}) must be above 0 and below {count}"
+    return number, alike, ""
 
 
 def _answer(connection: socket.socket, line: str) -> None:

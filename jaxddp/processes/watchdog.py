@@ -61,7 +61,7 @@ class _Process:
         self.connection = connection
         self.unread = self.unsent = b""
         self.heard = self.moved = self.idle = time.monotonic()  # when it spoke, went further, was in no step
-        self.place = (0, 0, 0)  # steps begun, calls after the last one, collectives started
+        self.place: tuple[int, ...] = 0, 0, 0  # steps begun, calls after the last one, collectives started
         self.ended: str | None = None  # the error, "" if there is none
         self.ended_at = 0.0
         self.is_gone = False
@@ -70,14 +70,13 @@ class _Process:
         self.heard = now
         if not said["waits"]:
             self.idle = now
-        step, call, collectives = said["place"]
-        if (step, call, collectives) != self.place:
-            self.place, self.moved = (step, call, collectives), now
+        if (place := tuple(said["place"])) != self.place:
+            self.place, self.moved = place, now
         if said["ended"] is not None and not self.ended:  # an error, then the end
             self.ended, self.ended_at = said["ended"], self.ended_at or now
 
 
-class Watchdog:
+class _Watchdog:
     """This process's thread, and what it knows of the others."""
 
     def __init__(
@@ -85,14 +84,9 @@ class Watchdog:
         job: Job,
         connections: Mapping[int, socket.socket],
         stuck_s: float,
-        needs_first: bool = False,
-        count_collectives: Callable[[], int] = lambda: 0,
+        needs_first: bool,
+        count_collectives: Callable[[], int],
     ) -> None:
-        """Starts the thread, whose the connections of ``meet`` become.
-
-        ``stuck_s`` are seconds without a word, or in which none goes further. With ``needs_first`` no process lives on
-        without process 0, as under JAX, whose coordinator it is.
-        """
         self._number, self._stuck_s, self._needs_first = job.process_id, stuck_s, needs_first
         self._count_collectives = count_collectives
         self._mine = _Process(None)
@@ -100,10 +94,10 @@ class Watchdog:
         self._beat_s = _BEAT_S * max(1.0, job.num_processes / 32)
         self._fault: _Fault | None = None
         self._faulty_since = 0.0
-        self._step, self._call = 0, 0
+        self.begun = 0, 0  # steps, and calls after the last one
+        self.is_in_step, self.is_done = False, lambda: True  # the latter of what the last step started
         self._ended: str | None = None
-        self._is_in_step, self._is_done = False, lambda: True  # the latter of what the last step started
-        self._has_told, self._is_ending = threading.Event(), threading.Event()
+        self._has_told, self.is_ending = threading.Event(), threading.Event()
         for connection in connections.values():
             connection.setblocking(False)
         self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
@@ -111,28 +105,8 @@ class Watchdog:
         os.register_at_fork(after_in_child=self._forget)
         threading.Thread(target=self._watch, name="jaxddp watchdog", daemon=True).start()
 
-    def begin_step(self, is_call: bool = False) -> None:
-        """Counts a step that this process begins, or a call after the last one."""
-        self._is_in_step = True
-        self._step, self._call = (self._step, self._call + 1) if is_call else (self._step + 1, 0)
-
-    def end_step(self, is_done: Callable[[], bool] = lambda: True) -> None:
-        """Notes that a step has returned; ``is_done`` tells whether a device still waits in it for the others."""
-        self._is_done, self._is_in_step = is_done, False
-
-    def wait_for_end(self) -> None:
-        """Called after an error: if it came of another process's loss, the thread ends this process with a line."""
-        self._is_in_step = True  # an update or a save may wait for the others as well
-        if self._is_ending.wait(2.0):
-            time.sleep(60)
-        self._is_in_step = False
-
-    def leave(self, why: str, status: int) -> None:
-        """Ends this process after an error of its own, when the others have ended because of it, or by themselves.
-
-        JAX would wait for them at a barrier for five minutes. Process 0 is the last: XLA aborts processes that miss it.
-        """
-        self._is_in_step = False
+    def leave(self, status: int, why: str) -> None:
+        self.is_in_step = False
         self._say_end(why)
         deadline = time.monotonic() + GRACE_S + self._stuck_s
         while time.monotonic() < deadline and any(
@@ -154,12 +128,12 @@ class Watchdog:
                 for key, _ in selector.select(0) if selector.get_map() else ():
                     if not self._read(key.data):
                         selector.unregister(key.fileobj)
-                now, waits = time.monotonic(), self._is_in_step or not self._is_done()
+                now, waits = time.monotonic(), self.is_in_step or not self.is_done()
                 if now - before > _PAUSE_S:
                     for one in (self._mine, *self._others.values()):
                         one.heard = one.moved = now
                 before, ended = now, self._ended
-                place = self._step, self._call, max(self._mine.place[2], self._count_collectives())
+                place = *self.begun, max(self._mine.place[2], self._count_collectives())
                 said = {"place": place, "waits": waits, "ended": ended}
                 self._mine.hear(said, now)
                 self._tell(said)
@@ -244,7 +218,7 @@ class Watchdog:
         return self._stuck_s if process.place[0] else max(self._stuck_s, _START_S)
 
     def _end(self, fault: _Fault) -> None:
-        self._is_ending.set()
+        self.is_ending.set()
         last = threading.Timer(_OTHERS_S + 2 * _LAST_WORDS_S, os._exit, (STATUS,))  # a stream may block
         last.daemon = True
         last.start()
@@ -275,11 +249,11 @@ class Watchdog:
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not issubclass(kind, KeyboardInterrupt):
             self._say_end(" ".join(f"{kind.__name__}: {error}".split())[:300].rstrip(": "))
-            self.wait_for_end()
+            wait_for_end()
         self._excepthook(kind, error, trace)
 
     def _leave(self) -> None:
-        self._say_end(self._ended or ("it ended within a step" if self._is_in_step else ""))
+        self._say_end(self._ended or ("it ended within a step" if self.is_in_step else ""))
 
     def _say_end(self, why: str) -> None:
         self._has_told.clear()
@@ -295,7 +269,7 @@ class Watchdog:
         self._others = {}
 
 
-def _name(place: tuple[int, int, int], missed: tuple[int, int, int] = (-1, 0, 0)) -> str:
+def _name(place: tuple[int, ...], missed: tuple[int, ...] = (-1, 0, 0)) -> str:
     """What a process began, by the first number in which another has less."""
     step, call, collectives = place
     if missed[0] < step:
@@ -307,7 +281,7 @@ def _last_step(process: _Process) -> str:
     return f"its last step {process.place[0]}"
 
 
-_watchdog: Watchdog | None = None
+_watchdog: _Watchdog | None = None
 
 
 def watch(
@@ -317,30 +291,42 @@ def watch(
     needs_first: bool = False,
     count_collectives: Callable[[], int] = lambda: 0,
 ) -> None:
-    """Starts to watch the processes of a job; arguments are those of ``Watchdog``."""
+    """Starts the thread, whose the connections of ``meet`` become.
+
+    ``stuck_s`` are seconds without a word, or in which none goes further. With ``needs_first`` no process lives on
+    without process 0, as under JAX, whose coordinator it is.
+    """
     global _watchdog
-    _watchdog = Watchdog(job, connections, stuck_s, needs_first, count_collectives)
+    _watchdog = _Watchdog(job, connections, stuck_s, needs_first, count_collectives)
 
 
 def begin_step(is_call: bool = False) -> None:
     """Counts a training step of this process, or another call, that takes all processes of its job."""
     if _watchdog is not None:
-        _watchdog.begin_step(is_call)
+        _watchdog.is_in_step = True
+        step, call = _watchdog.begun
+        _watchdog.begun = (step, call + 1) if is_call else (step + 1, 0)
 
 
 def end_step(is_done: Callable[[], bool] = lambda: True) -> None:
-    """Notes that a training step, or another call, has returned; arguments are those of ``Watchdog.end_step``."""
+    """Notes that a step has returned; ``is_done`` tells whether a device still waits in it for the others."""
     if _watchdog is not None:
-        _watchdog.end_step(is_done)
+        _watchdog.is_done, _watchdog.is_in_step = is_done, False
 
 
 def leave(why: str, status: int) -> None:
-    """Ends this process after an error, if it is in a job; arguments are those of ``Watchdog.leave``."""
+    """Ends this process after an error of its own, if it is in a job, when the others have ended because of it.
+
+    JAX would wait for them at a barrier for five minutes. Process 0 is the last: XLA aborts processes that miss it.
+    """
     if _watchdog is not None:
-        _watchdog.leave(why, status)
+        _watchdog.leave(status, why)
 
 
 def wait_for_end() -> None:
-    """Called after an error of a collective, which is no more than a consequence if another process is gone."""
+    """Called after an error: if it came of another process's loss, the thread ends this process with a line."""
     if _watchdog is not None:
-        _watchdog.wait_for_end()
+        _watchdog.is_in_step = True  # an update or a save may wait for the others as well
+        if _watchdog.is_ending.wait(2.0):
+            time.sleep(60)
+        _watchdog.is_in_step = False

@@ -179,7 +179,6 @@ def test_a_checkpoint_holds_masters_for_any_strategy_and_number_of_ranks(tmp_pat
     there, _ = advance(on_4, on_4.init(params), range(3))
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(on_4, there)
-        checkpoints.wait()
         leaves = checkpoints.about()["leaves"]
         assert leaves["params.first"]["dtype"] == "float32"
         here, _ = checkpoints.restore(on_2, params)

@@ -102,6 +102,8 @@ OTHERS = {  # the trainer that made the state, the one that is given it, and wha
                   make(jaxddp.zero1(), optimizer=ADAM), "trainable"),
     "without a model state": (make(jaxddp.flat()), make(jaxddp.flat(), with_state, has_state=True), "has_state"),
     "with a model state": (make(jaxddp.flat(), with_state, has_state=True), make(jaxddp.flat()), "has_state"),
+    "without masters": (make(jaxddp.flat()), make(jaxddp.flat(), compute_dtype=jnp.bfloat16), "compute_dtype"),
+    "with masters": (make(jaxddp.flat(), compute_dtype=jnp.bfloat16), make(jaxddp.flat()), "compute_dtype"),
     "on other ranks": (make(SHARDED, num_ranks=4), make(SHARDED), "mesh"),
 }  # fmt: skip
 

@@ -29,43 +29,23 @@ def describe(tree: Any) -> dict[str, str]:
 
 
 def from_first_process(tree: Any) -> Any:
-    """Gives every process the arrays of process 0; no device ever holds more than one piece.
+    """Gives every process the arrays of process 0, as NumPy arrays; no device ever holds more than one piece.
 
-    Args:
-        tree: Arrays, with the same structure, shapes and dtypes in every process.
-
-    Returns:
-        A tree of NumPy arrays.
+    Structure, shapes and dtypes are the same in every process.
     """
     return jax.tree.map(_from_first_process, tree)
 
 
 def place(tree: Any, layout: Any, mesh: Mesh | AbstractMesh, axis: Axis | None = None) -> Any:
-    """Copies arrays onto the ranks; no device ever holds more of a leaf than it keeps.
+    """Copies full arrays onto the ranks, as ``layout`` has them; no device ever holds more of a leaf than it keeps.
 
-    Args:
-        tree: Full arrays, the same in every process; they stay the caller's.
-        layout: A tree of ``Leaf`` like it.
-        mesh: Of the ranks.
-        axis: Along which ranks lie; all axes of the mesh if None.
-
-    Returns:
-        A tree of arrays over the mesh.
+    The arrays, the same in every process, stay the caller's. Ranks lie along ``axis``, all axes of the mesh if None.
     """
     return jax.tree.map(partial(_place, mesh, mesh.axis_names if axis is None else axis), tree, layout)
 
 
 def full_arrays(tree: Any, layout: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """Undoes ``place``: every rank gets a copy of every full leaf.
-
-    Args:
-        tree: Arrays over the mesh.
-        layout: A tree of ``Leaf`` like it.
-        mesh: The mesh.
-
-    Returns:
-        A tree of full arrays, without padding.
-    """
+    """Undoes ``place``: every rank gets a copy of every full leaf, without padding."""
     leaves, structure = jax.tree.flatten(tree)
     places = tuple(jax.tree.leaves(layout))
     full = _from_global(leaves, places, NamedSharding(mesh, PartitionSpec())) if leaves else []
@@ -92,15 +72,7 @@ def _place(mesh: Mesh | AbstractMesh, axis: Axis, array: Any, leaf: Leaf) -> jax
 
 
 def place_batch(batch: Any, sharding: NamedSharding) -> Any:
-    """Splits a batch over the ranks.
-
-    Args:
-        batch: A tree of arrays of this process's examples; arrays over all processes stay as they are.
-        sharding: ``Trainer.batch_sharding``.
-
-    Returns:
-        A tree of arrays over the mesh.
-    """
+    """Splits a batch of this process's examples over the ranks; arrays over all processes stay as they are."""
     if jax.process_count() > 1:
         make = partial(jax.make_array_from_process_local_data, sharding)
         batch = jax.tree.map(lambda leaf: leaf if is_global(leaf) else make(np.asarray(leaf)), batch)

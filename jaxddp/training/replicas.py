@@ -24,42 +24,14 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from ..communication.collectives import all_gather, all_reduce
-from ..processes.replicas import ReplicasDifferError, describe_difference
+from ..communication.collectives import all_gather
+from ..processes.replicas import ReplicaError
 from ..tree import named_leaves
 from .step import TrainState
 
 
-class ReplicaError(ReplicasDifferError):
-    """Ranks hold different values of what should be the same.
-
-    Attributes:
-        state: The state after the step, where ``Trainer.step`` found it; else None.
-        leaf: Name of the first such leaf, such as ``"params.w"``.
-        ranks: Those that do not hold what most ranks hold.
-        num_leaves: How many leaves differ.
-        difference: Largest absolute difference of an element of the first.
-    """
-
-    def __init__(
-        self, message: str, leaf: str = "", ranks: tuple[int, ...] = (), num_leaves: int = 0, difference: float = 0.0
-    ) -> None:
-        """Keeps what was found."""
-        super().__init__(message)
-        self.leaf, self.ranks, self.num_leaves, self.difference = leaf, ranks, num_leaves, difference
-        self.state: TrainState | None = None
-
-
 def compare_replicas(state: TrainState, shardings: Any) -> None:
-    """Compares what all ranks hold in full.
-
-    Args:
-        state: A training state over the mesh.
-        shardings: Its ``NamedSharding`` by leaf, or a prefix of them.
-
-    Raises:
-        ReplicaError: If ranks differ.
-    """
+    """Raises a ReplicaError if ranks differ in what all hold in full; ``shardings`` are the state's, or a prefix."""
     mesh, specs = shardings.step.mesh, jax.tree.map(lambda sharding: sharding.spec, shardings)
     leaves = _replicated(state, specs, mesh)
     if not leaves:
@@ -72,10 +44,7 @@ def compare_replicas(state: TrainState, shardings: Any) -> None:
         return
     first = differing[0]
     ranks = np.flatnonzero(sums[found[first], first] != sums[:, first]).tolist()
-    differences = _differences(arrays[first], found[first], of_leaves[first], mesh)
-    leaf, difference = list(leaves)[first], float(np.max(differences))
-    message = describe_difference(leaf, ranks, len(differing) - 1, "leaves", difference, int(state.step))
-    raise ReplicaError(message, leaf, tuple(ranks), len(differing), difference)
+    raise ReplicaError(list(leaves)[first], tuple(ranks), len(differing) - 1, int(state.step))
 
 
 def _replicated(state: TrainState, specs: Any, mesh: Mesh | AbstractMesh) -> dict[str, tuple[jax.Array, PartitionSpec]]:
@@ -85,15 +54,10 @@ def _replicated(state: TrainState, specs: Any, mesh: Mesh | AbstractMesh) -> dic
     return {name: (leaf, spec) for (name, leaf), spec in named if leaf.size and _groups(spec, mesh).shape[1] > 1}
 
 
-def _axes_along(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """The mesh axes along which ranks hold the same of a leaf."""
-    return tuple(axis for axis in mesh.axis_names if axis not in jax.tree.leaves(tuple(spec)))
-
-
 def _groups(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> np.ndarray:
     """The ranks that hold the same of a leaf, ``[num_groups, ranks of each]``."""
     ranks = np.arange(mesh.size).reshape(mesh.axis_sizes)
-    along = [mesh.axis_names.index(axis) for axis in _axes_along(spec, mesh)]
+    along = [place for place, axis in enumerate(mesh.axis_names) if axis not in jax.tree.leaves(tuple(spec))]
     count = math.prod(mesh.axis_sizes[dim] for dim in along)
     return np.moveaxis(ranks, along, range(ranks.ndim - len(along), ranks.ndim)).reshape(-1, count)
 
@@ -116,24 +80,6 @@ def _all_checksums(leaves: list[jax.Array], specs: tuple[PartitionSpec, ...], me
         return all_gather(jnp.stack([_checksum(leaf) for leaf in leaves])[None], mesh.axis_names)
 
     return jax.shard_map(on_rank, mesh=mesh, in_specs=([*specs],), out_specs=PartitionSpec(), check_vma=False)(leaves)
-
-
-@partial(jax.jit, static_argnames=("spec", "mesh"))
-def _differences(leaf: jax.Array, other: np.ndarray, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> jax.Array:
-    """Gives ``[num_ranks]``, the largest distance of an element from that of the ``other`` rank of each."""
-
-    def on_rank(leaf: jax.Array, other: jax.Array) -> jax.Array:
-        numbers = _numbers(leaf)
-        numbers = numbers if jnp.issubdtype(numbers.dtype, jnp.floating) else numbers.astype(jnp.float32)
-        rank = lax.axis_index(mesh.axis_names)
-        sent = jnp.where(other[rank] == rank, numbers, jnp.zeros_like(numbers))
-        theirs = all_reduce(sent, _axes_along(spec, mesh))
-        return all_gather(jnp.max(jnp.abs(numbers - theirs))[None], mesh.axis_names)
-
-    whole = PartitionSpec()
-    return jax.shard_map(on_rank, mesh=mesh, in_specs=(spec, whole), out_specs=whole, check_vma=False)(
-        leaf, jnp.asarray(other)
-    )
 
 
 def _checksum(leaf: jax.Array) -> jax.Array:

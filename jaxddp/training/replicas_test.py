@@ -57,9 +57,9 @@ def test_one_bit_is_found_in_whatever_every_rank_holds(name, bit):
         if not leaves[place].is_fully_replicated:
             jaxddp.check_replicas(trainer, jax.tree.unflatten(structure, changed))  # a shard has no replica
             continue
-        with pytest.raises(jaxddp.ReplicaError, match=rf"^{path} of rank 2 differs by up to ") as raised:
+        with pytest.raises(jaxddp.ReplicaError, match=rf"^{path} of rank 2 differs ") as raised:
             jaxddp.check_replicas(trainer, jax.tree.unflatten(structure, changed))
-        assert (raised.value.leaf, raised.value.ranks, raised.value.num_leaves) == (path, (2,), 1)
+        assert (raised.value.name, raised.value.ranks, raised.value.num_more) == (path, (2,), 0)
 
 
 @pytest.mark.parametrize("bit", [30, 31])
@@ -71,16 +71,6 @@ def test_the_same_bit_of_several_elements_is_found(bit):
     with pytest.raises(jaxddp.ReplicaError, match=r"^params\.up of rank 2 ") as raised:
         jaxddp.check_replicas(trainer, state._replace(params=state.params | {"up": weights}))
     assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
-
-
-def test_the_error_says_by_how_much():
-    trainer, state = train(jaxddp.bucketed())
-    weights = flip(state.params["up"], 1, 22, element=5)  # the highest bit of the mantissa
-    by = np.abs(np.asarray(weights.addressable_shards[1].data) - np.asarray(state.params["up"])).max()
-    state = state._replace(params=state.params | {"up": weights})
-    with pytest.raises(jaxddp.ReplicaError, match=r"^params\.up of rank 1 differs by up to .* after step 3") as raised:
-        jaxddp.check_replicas(trainer, state)
-    np.testing.assert_allclose(raised.value.difference, by)
 
 
 def test_wide_and_narrow_leaves_are_compared_by_all_their_bits():

@@ -35,7 +35,7 @@ from ..processes.watchdog import begin_step, end_step, wait_for_end
 from ..strategy import Layout, Masters, Ranks, Strategy, with_masters
 from ..tree import check_params, is_floating, like, merge, named_leaves, split
 from ..zero.elementwise import describe_update
-from .agreement import agreement, check_alike
+from .agreement import BATCH_S, check_alike
 from .ema import EmaState
 from .evaluation import evaluate_batches
 from .model_state import STATE_SYNC, planned_sync
@@ -146,7 +146,7 @@ class Trainer:
     axis: str | tuple[str, ...] | None = None
     param_specs: Any = None
     _models: dict[Any, Programs] = field(default_factory=dict, init=False)  # by parameters as a state holds them
-    _agreed: dict[Any, dict[str, str]] = field(default_factory=dict, init=False)  # shapes that all processes have
+    _agreed: set[Any] = field(default_factory=set, init=False)  # shapes that all processes have
 
     def __post_init__(self) -> None:
         """Checks the options; compiles nothing yet."""
@@ -570,8 +570,8 @@ class Trainer:
             ValueError: If it is no state of this trainer.
         """
         check_state(state)
-        key = signature(state.params)
-        if key not in self._models:
+        model = self._models.get(signature(state.params))
+        if model is None:
             is_cast = self.compute_dtype is not None and isinstance(state.opt_state, Masters)
             if is_cast or self.strategy.gathers_in_loss:
                 raise ValueError(
@@ -579,8 +579,7 @@ class Trainer:
                     f" {dict(self.mesh.shape)}, compute_dtype {self.compute_dtype}) has made: call init or"
                     " abstract_state with its parameters first"
                 )
-            self._describe(state.params)
-        model = self._models[key]
+            model = self._describe(state.params)
         check_fits(state, model.held, self)
         return model
 
@@ -685,7 +684,9 @@ class Trainer:
             held = jax.tree.map(lambda leaf: leaf if is_global(leaf) else np.asarray(leaf), batch)
             # With another number of examples in each process, the mean over ranks would be one of unlike means.
             key = signature(held), state is None
-            agreement().check(key, lambda: self._describe_batch(model, held, num_microbatches, state), self._agreed)
+            if key not in self._agreed:
+                check_alike(self._describe_batch(model, held, num_microbatches, state), BATCH_S)
+                self._agreed.add(key)
             batch = place_batch(held, model.batch_sharding)
         check_batch(batch, self.ranks.num_ranks, num_microbatches)
         try:
@@ -702,7 +703,7 @@ def check_replicas(trainer: Trainer, state: TrainState) -> None:
     leaf, in a program of its own.
 
     Raises:
-        ReplicaError: If they differ; it names the leaf, the ranks and by how much.
+        ReplicaError: If they differ; it names the leaf and the ranks.
     """
     trainer._check_devices("check_replicas", "compile")
     model = trainer._model(state)

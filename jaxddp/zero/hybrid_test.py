@@ -189,7 +189,7 @@ def test_a_shard_that_differs_from_its_replica_is_found():
     shards[5].reshape(-1)[0] += 0.25  # rank 5 is the second of its group, as ranks 1, 3 and 7 are of theirs
     arrays = [jax.device_put(data, shard.device) for data, shard in zip(shards, head.addressable_shards, strict=True)]
     head = jax.make_array_from_single_device_arrays(head.shape, head.sharding, arrays)
-    with pytest.raises(jaxddp.ReplicaError, match=r"^params\.head of rank 5 differs by up to 0\.25 "):
+    with pytest.raises(jaxddp.ReplicaError, match=r"^params\.head of rank 5 differs "):
         jaxddp.check_replicas(trainer, state._replace(params=state.params | {"head": head}))
 
 

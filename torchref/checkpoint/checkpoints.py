@@ -11,8 +11,6 @@ beside its shards, and a rank that restores maps the file into memory.
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from jaxddp.arguments import check_flag, check_integer
+from jaxddp.arguments import check_integer
 from jaxddp.checkpoint.folder import CheckpointFolder, as_json, refuse_nonfinite
 from jaxddp.processes.watchdog import begin_step, end_step
 
@@ -46,24 +44,13 @@ class Checkpoints(CheckpointFolder):
     one = "rank"
     before = "[0-9]*.npz"
 
-    def __init__(
-        self, directory: str | os.PathLike[str], *, keep: int = 3, warn: Callable[[str], None] = warnings.warn
-    ) -> None:
-        """Opens a folder, and creates it if needed; on a shared file system if ranks are on several hosts.
-
-        What else it holds is left alone. The ``keep`` newest checkpoints stay, and ``warn`` gets a line about each
-        damaged one for which an older one is taken. Raises as ``CheckpointFolder``.
-        """
-        super().__init__(directory, keep, warn)
-
-    def save(self, trainer: Trainer, step: int, *, data_position: Any = None, set_aside: bool = False) -> None:
+    def save(self, trainer: Trainer, step: int, *, data_position: Any = None) -> None:
         """Saves the state of a trainer's module and optimizer; returns once it is written.
 
         Args:
             trainer: After ``step`` steps, between two of them.
             step: Above that of the newest checkpoint; the same on all ranks.
             data_position: Where to continue in the data, as a JSON value; the same on all ranks.
-            set_aside: Saves it as ``STEP.nonfinite``, which is not restored before it is renamed. The last one is kept.
 
         Raises:
             ValueError: If another job saves into the folder, it has a checkpoint of this or a later step, ranks differ,
@@ -72,12 +59,11 @@ class Checkpoints(CheckpointFolder):
             OSError: If it cannot be written; older checkpoints stay.
         """
         step = check_integer("step", step, least=0)
-        check_flag(set_aside=set_aside)
         position = self._on_each(lambda: as_json(data_position))
         held = self._on_each(lambda: RankState.of(trainer))
         if num_ranks() > 1:
             check_alike({"step": step, "data_position": position})
-        self._on_first(lambda: self._begin(step, set_aside))
+        self._on_first(lambda: self._begin(step))
         begin_step(is_call=True)
         whole = held.gather()
         end_step()
@@ -87,7 +73,7 @@ class Checkpoints(CheckpointFolder):
 
         def write() -> None:
             refuse_nonfinite(step, [name for name, one in whole.items() if not is_finite(name, one)])
-            self._write(place | held.about, set_aside, lambda folder: _save(whole, folder / _FILE))
+            self._write(place | held.about, lambda folder: _save(whole, folder / _FILE))
 
         self._on_first(write)
 

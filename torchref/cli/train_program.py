@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import signal
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -14,9 +15,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from jaxddp.checkpoint.weights import as_native, load_weights
-from jaxddp.cli.train_loop import Training, take_steps
-from jaxddp.cli.train_options import NUM_VALIDATION_BATCHES, StepReport, TrainOptions, batches_taken, check_validation
+from jaxddp.checkpoint.weights import load_weights
+from jaxddp.cli.interrupts import Signalled, noted_signals
+from jaxddp.cli.train import (
+    CHECK_REPLICAS_EVERY,
+    MAX_SKIPS,
+    NUM_VALIDATION_BATCHES,
+    Progress,
+    StepReport,
+    TrainOptions,
+    batches_taken,
+    check_validation,
+    position_of,
+    skipped_too_often,
+)
 from jaxddp.processes.job import find_job
 from jaxddp.processes.watchdog import begin_step, end_step
 from jaxddp.training.clock import stopwatch
@@ -51,7 +63,7 @@ def train(
 
     module = build(options.model, seed=options.seed)
     if options.weights is not None:
-        from_numpy(read_weights(options.weights), module)
+        from_numpy(load_weights(options.weights), module)
     num_params = sum(parameter.numel() for parameter in module.parameters())
     net, optimizer = wrap(options, module.to(device))
     trainer = Trainer(
@@ -61,7 +73,7 @@ def train(
     say(f"{options.model} ({num_params:,} parameters) on {_describe(device)}, {options.strategy}")
     say(f"text: {corpus.source}, {corpus.num_bytes:,} bytes")
 
-    folder = None if options.checkpoint is None else Checkpoints(options.checkpoint, keep=options.keep, warn=say)
+    folder = None if options.checkpoint is None else Checkpoints(options.checkpoint, warn=say)
     with folder or contextlib.nullcontext() as checkpoints:
         num_batches = 0
         if checkpoints is not None:
@@ -70,45 +82,74 @@ def train(
             if not options.resume:
                 raise ValueError(f"checkpoint (={options.checkpoint!r}) holds step {taken}: resume, or another folder")
             step, position = checkpoints.restore(trainer)
-            num_batches = batches_taken(position, options, corpus, say)
+            num_batches = batches_taken(position, options, corpus)
             if step >= options.steps:
                 say(f"complete: the checkpoint in {options.checkpoint} has taken {step} of {options.steps} steps")
                 return []
             say(f"resumed at step {step}")
         elif options.resume:
             say(f"no checkpoint in {options.checkpoint} yet: starting at step 0")
-        issued: list[Issued] = []  # by the last step
-        training = training_of(options, corpus, trainer, checkpoints, issued)
-        progress, error = take_steps(options, corpus, training, trainer.num_steps, num_batches, say, on_step)
-        if checkpoints is not None:
-            say(f"checkpoints in {options.checkpoint}: steps {', '.join(map(str, checkpoints.steps()))}")
-    if error is not None:
-        raise error
+        progress, issued = take_steps(options, corpus, trainer, checkpoints, num_batches, say, on_step)
     planned = planned_collectives(net, num_microbatches=options.microbatches)
     for line in progress.summary(planned, [(one.kind, one.num_bytes) for one in issued], "issued"):
         say(line)
     return progress.reports
 
 
-def training_of(
-    options: TrainOptions, corpus: Corpus, trainer: Trainer, checkpoints: Checkpoints | None, issued: list[Issued]
-) -> Training:
-    """What the loop calls; ``issued`` gets the collectives of the last step."""
-    place = {"seed": options.seed, "rank": dist.get_rank(), "num_ranks": dist.get_world_size()}
+def take_steps(
+    options: TrainOptions,
+    corpus: Corpus,
+    trainer: Trainer,
+    checkpoints: Checkpoints | None,
+    num_batches: int,
+    say: Callable[[str], None],
+    on_step: Callable[[StepReport], None],
+) -> tuple[Progress, Sequence[Issued]]:
+    """Trains up to the last step; gives the collectives of that step too. All ranks take the same branches."""
+    place = {"rank": dist.get_rank(), "num_ranks": dist.get_world_size()}
     batches = corpus.validation_batches(options.batch_size, NUM_VALIDATION_BATCHES)
     held_out = [_to_device(local_rows(batch, place["rank"], place["num_ranks"])) for batch in batches]
+    step = trainer.num_steps
+    max_skips = MAX_SKIPS if options.nonfinite == "skip" else 0
+    num_skips = 0  # in a row
+    error: Exception | None = None
+    progress, issued = Progress(options, corpus.context, step + 1), list[Issued]()
+    with noted_signals(is_in_job=False) as signals:
+        while step < options.steps and error is None:
+            batch = _to_device(corpus.batch(num_batches, options.batch_size, seed=options.seed, **place))
+            with record() as issued:
+                metrics, seconds = stopwatch(take_step, trainer, batch, wait=_wait)
+            step, num_batches, loss = step + 1, num_batches + 1, metrics["loss"]
+            num_skips = num_skips + 1 if metrics.get("skipped") else 0
+            gives_up = num_skips > max_skips
+            if gives_up:
+                error = skipped_too_often(loss, step, num_skips)
+            elif step < options.steps and is_signalled(signals):
+                error = Signalled(signals[0] if signals else signal.SIGTERM, f"after {step} of {options.steps} steps")
+            is_last, is_due = error is not None or step == options.steps, options.is_due(step)
+            if is_last or is_due or step % CHECK_REPLICAS_EVERY == 0:
+                check_replicas(trainer)
+            validation_loss = mean_loss(trainer, held_out) if is_due and error is None else None
 
-    def step(number: int) -> tuple[Any, float]:
-        batch = _to_device(corpus.batch(number, options.batch_size, **place))
-        with record() as of_step:
-            found = stopwatch(take_step, trainer, batch, wait=_wait)
-        issued[:] = of_step
-        return found
-
-    return Training(
-        step, is_signalled, lambda: check_replicas(trainer), lambda: mean_loss(trainer, held_out),
-        None if checkpoints is None else partial(checkpoints.save, trainer),
-    )  # fmt: skip
+            save_s = 0.0
+            position = position_of(options, corpus, num_batches)
+            if checkpoints is not None and gives_up:  # the state before, where --resume does not find it
+                aside = f"{options.checkpoint}/{step}.nonfinite"
+                with Checkpoints(aside) as folder:
+                    if folder.latest_step() is None:
+                        folder.save(trainer, step, data_position=position)
+                say(f"the state before is kept in {aside}")
+            elif checkpoints is not None and (is_last or (is_due and num_skips == 0)):
+                save_s = stopwatch(partial(checkpoints.save, data_position=position), trainer, step, wait=_wait)[1]
+            report = StepReport(step, loss, validation_loss, save_s)
+            if line := progress.add(report, seconds, num_skips > 0):
+                say(line)
+            on_step(report)
+    if checkpoints is not None:
+        say(f"checkpoints in {options.checkpoint}: steps {', '.join(map(str, checkpoints.steps()))}")
+    if error is not None:
+        raise error
+    return progress, issued
 
 
 def take_step(trainer: Trainer, batch: Any) -> dict[str, float]:
@@ -134,7 +175,7 @@ def mean_loss(trainer: Trainer, held_out: Sequence[Any]) -> float | None:
     return check_validation(mean, trainer.num_steps)
 
 
-def is_signalled(step: int, signals: Sequence[int]) -> bool:
+def is_signalled(signals: Sequence[int]) -> bool:
     """Whether a signal ends the run after this step: all ranks agree on one."""
     told = torch.tensor([len(signals)], device=group_device())
     begin_step(is_call=True)
@@ -165,11 +206,6 @@ def strategy_arguments(options: TrainOptions) -> dict[str, Any]:
     if "bucket_mb" not in inspect.signature(STRATEGIES[options.strategy]).parameters:
         raise ValueError(f"strategy {options.strategy!r} has no buckets: leave out bucket_mb (={options.bucket_mb:g})")
     return {"bucket_mb": options.bucket_mb}
-
-
-def read_weights(path: str) -> dict[str, Any]:
-    """Reads parameters under PyTorch's names; numbers that NumPy lacks become float32."""
-    return {name: as_native(array) for name, array in load_weights(path).items()}
 
 
 def _describe(device: torch.device) -> str:

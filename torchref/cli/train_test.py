@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from jaxddp.cli.train_options import TrainOptions
+from jaxddp.cli.train import TrainOptions
 from jaxddp.sizes import SIZES, TransformerConfig
 from torchref.__main__ import main
+from torchref.cli import train_program
 from torchref.cli.train_program import train
 from torchref.registry import STRATEGIES
 
@@ -125,6 +126,21 @@ def test_an_update_too_large_for_its_dtype_ends_the_run(ranks, text, tmp_path):
     fails(ranks, tmp_path, "FloatingPointError: updates must be finite: value cannot be converted to type", options)
 
 
+def validate_nan_on_rank(*arguments):
+    def loss(net, batch, loss_fn=train_program.loss_fn):
+        return loss_fn(net, batch) if torch.is_grad_enabled() else torch.tensor(torch.nan)
+
+    with mock.patch("torchref.cli.train_program.loss_fn", loss):
+        run_on_rank(*arguments)
+
+
+def test_a_state_whose_validation_is_not_finite_is_not_saved(ranks, text, tmp_path):
+    options = {"steps": 1, "batch_size": 8, "checkpoint": str(tmp_path / "ck")}
+    message = r"FloatingPointError: validation loss \(=nan\) after step 1 must be finite"
+    fails(ranks, tmp_path, message, options, run=validate_nan_on_rank)
+    assert names_in(tmp_path / "ck") == []
+
+
 CHECKPOINT = {"batch_size": 6, "learning_rate": 3e-2, "max_grad_norm": 1.0}
 
 
@@ -143,16 +159,56 @@ def test_a_run_goes_on_under_another_strategy_on_other_ranks(ranks, text, tmp_pa
         return ranks.run(run_on_rank, str(tmp_path), free_port(), options, num_ranks=num_ranks)[0]
 
     run("whole", 1, strategy="flat", steps=8)
-    run("parts", 2, strategy="zero1", steps=3, checkpoint_every=2, keep=2)
+    run("parts", 2, strategy="zero1", steps=3, checkpoint_every=2)
     assert names_in(tmp_path / "parts") == ["2", "3"]
     reports, _ = run("parts", 3, strategy="zero3", steps=8, checkpoint_every=0)
     assert [report.step for report in reports] == [4, 5, 6, 7, 8]
-    reports, said = run("parts", 2, strategy="zero2", steps=8, learning_rate=0.5)
-    assert reports == [] and "changed: learning_rate from 0.03 to 0.5" in said
+    reports, _ = run("parts", 2, strategy="zero2", steps=8, learning_rate=0.5)
+    assert reports == []
     (step, expected), (other, found) = newest(tmp_path / "whole"), newest(tmp_path / "parts")
     assert step == other == 8 and found.keys() == expected.keys()
     for name in found:  # float32: the order of sums, through Adam's small moments
         np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=2e-4 if "params" in name else 1e-2)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"resume": False}, r"checkpoint \(='.*'\) holds step 2: resume, or another folder"),
+        ({"seed": 4}, r"seed \(=4\) must be 0, as in the checkpoint, to go on in the data"),
+    ],
+)
+def test_a_run_with_other_options_is_refused_on_all_ranks(ranks, text, tmp_path, options, expected):
+    first = CHECKPOINT | {"checkpoint": str(tmp_path / "ck"), "steps": 2}
+    ranks.run(run_on_rank, str(tmp_path), free_port(), first, num_ranks=2)
+    fails(ranks, tmp_path, f"ValueError: {expected}", first | {"resume": True, "steps": 4} | options)
+
+
+@pytest.mark.parametrize(("nonfinite", "last"), [("stop", 2), ("skip", 11)])
+def test_the_state_before_is_kept_and_skips_are_counted(ranks, text, tmp_path, nonfinite, last):
+    options = {"batch_size": 8, "checkpoint": str(tmp_path / "ck"), "checkpoint_every": 5, "steps": 19}
+    options |= {"optimizer": "sgd", "learning_rate": 1e30, "nonfinite": nonfinite}  # step 1 alone is finite
+    fails(ranks, tmp_path, rf"loss \(=.*\) and gradient of step {last} must be finite", options)
+    assert names_in(tmp_path / "ck") == [f"{last}.nonfinite"]
+
+
+def run_with_a_flipped_bit(folder, port, options):
+    """Flips a bit of a weight on rank 1 before step 5."""
+
+    def take(trainer, batch, take=train_program.take_step):
+        if trainer.num_steps == 4 and dist.get_rank() == 1:
+            trainer.net.module.head.weight.data.view(-1)[3:4].view(torch.int32).bitwise_xor_(1 << 20)
+        return take(trainer, batch)
+
+    with mock.patch("torchref.cli.train_program.take_step", take):
+        return run_on_rank(folder, port, options)
+
+
+def test_ranks_that_differ_end_the_run_and_are_not_saved(ranks, text, tmp_path):
+    options = {"batch_size": 8, "checkpoint": str(tmp_path / "ck"), "checkpoint_every": 4, "steps": 8}
+    expected = r"ReplicaError: params\.head\.weight of rank .* differs from .* after step 8"
+    fails(ranks, tmp_path, expected, options, run=run_with_a_flipped_bit)
+    assert names_in(tmp_path / "ck") == ["4"]
 
 
 TRAIN = [sys.executable, "-m", "torchref", "train"]
