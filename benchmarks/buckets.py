@@ -20,9 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxddp.planning.cost.bandwidth import fit_sweep
-from jaxddp.planning.cost.contention import rate_at_once, shared_finish_s
-from jaxddp.planning.cost.overlap import bucket_times_s
+from jaxddp.planning.formulas import bucket_times_s, fit_sweep
 
 from .benchmark import NOT_RUN, Benchmark, Case, Options
 from .render import CHECK, MIB, STEP, Column, Row, by, new_figure, percent, whiskers
@@ -134,6 +132,40 @@ def predict(buckets: Sequence[Sequence[Sequence[Any]]], shares: Mapping[str, flo
     timed = bucket_times_s(places, sizes, ready_s, costs.bytes_per_s, costs.latency_s)
     exposed_s = shared_finish_s(costs.forward_backward_s, *timed, costs.rate) - costs.forward_backward_s
     return costs.alone_s + exposed_s
+
+
+def rate_at_once(compute_s: float, communicate_s: float, together_s: float) -> float:
+    """Gives r, at most 1: how fast compute and communication progress while both run, as a share of that alone.
+
+    A compute of a seconds and a communication of b seconds, started at once, take ``|a - b| + min(a, b) / r``.
+
+    Example:
+        >>> rate_at_once(2.0, 1.0, 3.0), rate_at_once(2.0, 1.0, 2.0)
+        (0.5, 1.0)
+    """
+    shared_s = together_s - abs(compute_s - communicate_s)
+    if shared_s <= 0:
+        raise ValueError(f"together_s (={together_s:g}) must be more than {abs(compute_s - communicate_s):g}")
+    return min(1.0, min(compute_s, communicate_s) / shared_s)
+
+
+def shared_finish_s(compute_s: float, ready_s: Iterable[float], communicate_s: Iterable[float], rate: float) -> float:
+    """Gives when compute and all buckets have ended, if they slow each other down to ``rate``.
+
+    ``ready_s`` counts seconds of the compute alone, bucket by bucket in launch order.
+
+    Example:
+        >>> [shared_finish_s(3.0, [1.0, 3.0], [1.0, 1.0], rate) for rate in (1.0, 0.5)]
+        [4.0, 5.0]
+    """
+    now = computed = 0.0
+    for ready, left in zip(ready_s, communicate_s, strict=True):
+        if computed < ready:
+            now, computed = now + ready - computed, ready
+        overlapped = min(left, compute_s - computed)  # compute and communication progress equally
+        computed += overlapped
+        now += overlapped / rate + left - overlapped
+    return now + compute_s - computed
 
 
 def plot(rows: Sequence[Row]) -> Iterable[Any]:

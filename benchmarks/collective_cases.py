@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxddp.planning.cost.bandwidth import bandwidths
+from jaxddp.network import GB, bus_factor
 
 PRIMITIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "send_recv")
 RINGS = ("ring_reduce_scatter", "ring_all_gather", "ring_all_reduce")
@@ -50,9 +50,9 @@ def options_of(name: str, num_ranks: int) -> dict[str, Any]:
 
 def rates(name: str, size_bytes: int, seconds: float, num_ranks: int) -> tuple[float, float]:
     """Algorithm and bus bandwidth in 10^9 bytes per second; a ring counts as the collective that it implements."""
-    kind = name.removeprefix("ring_").replace("send_recv", "sendrecv")
-    algbw, busbw = bandwidths(kind, size_bytes, seconds, num_ranks)
-    return float(algbw) / 1e9, float(busbw) / 1e9
+    kind = name.removeprefix("ring_").replace("send_recv", "collective-permute").replace("_", "-")
+    algbw = size_bytes / seconds / GB
+    return algbw, algbw * bus_factor(kind, num_ranks)
 
 
 def plan(name: str, kinds: dict[str, str], size_bytes: int, num_ranks: int) -> list[tuple[str, int]]:

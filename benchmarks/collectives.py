@@ -19,7 +19,7 @@ import numpy as np
 import torch.distributed as dist
 
 from jaxddp.environment import cuda_libraries
-from jaxddp.planning.cost.bandwidth import fit_sweep
+from jaxddp.planning.formulas import fit_sweep
 from jaxddp.training.clock import stopwatch, summarize
 
 from . import nccl_tests

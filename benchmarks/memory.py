@@ -2,10 +2,10 @@
 
     python -m benchmarks memory --model seed_xl --target h100:2
 
-Three moments, as in the assignment report's table: after initialisation, before the update (the peak until the backward
-ends) and after the step (the peak of the update). State that lives across steps must match its formula to the byte.
-Where there are GPUs, each strategy also takes two steps in processes of its own, so that none is charged for another's
-memory, and the table has what the allocators say.
+State that lives across steps must be that of the layout to the byte; the formula leaves padding out. Where there are
+GPUs, each strategy also takes two steps in processes of its own, so that none is charged for another's memory, and the
+table has what the allocators say at three moments, as the assignment report's: after initialisation, at the peak of the
+step, and after it.
 """
 
 from __future__ import annotations
@@ -24,25 +24,20 @@ import optax
 
 import jaxddp
 from jaxddp import STRATEGIES, targets
-from jaxddp.instruments.memory import allocated_bytes, state_formula, step_memory
+from jaxddp.instruments.memory import allocated_bytes, held_bytes, step_memory
 from jaxddp.models import SIZES, abstract
+from jaxddp.planning.formulas import state_bytes
 
 from .benchmark import WRONG, Benchmark, Case, NotRun, Options, Say
 from .ranks import FRAMEWORKS, Ranks, choose_ranks, num_gpus
-from .render import CHECK, MIB, Column, Row, by, mib, new_figure
+from .render import CHECK, MIB, Column, Row, mib, new_figure
 from .training.setup import QUICK_MODEL
 
-MOMENTS = {
-    "after_init": "after init: in use",
-    "before_update": "before the update: peak until the backward ends",
-    "after_step": "after the step: peak of the update",
-}
 COMPONENTS = {
-    "parameters": ("parameters",), "optimizer state": ("optimizer_state",), "activations": ("activations",),
-    "gradients": ("gradients",), "buckets": ("buckets",), "others": ("others", "batch", "padding", "updates"),
+    "parameters": ("parameters",), "optimizer state": ("optimizer_state",), "batch": ("batch",),
+    "others": ("others", "padding"), "within the step": ("temporaries",),
 }  # fmt: skip
 OF_EACH_STAGE = ("bucketed", "zero1", "zero2", "zero3")
-SCALAR_BYTES = 4 + 4 + 8  # optax's step count, that of the state, and its key
 ALLOCATORS = "What the allocator of the first GPU says"
 ONE_RANK = "one rank has nothing to shard with: all strategies hold the same state here, and ZeRO saves nothing"
 
@@ -86,7 +81,7 @@ def cases(options: Options) -> list[Case]:
 
 
 def measure(case: Case, say: Say) -> Iterator[dict[str, Any]]:
-    """Rows of a case: one for each moment, or one of an allocator."""
+    """The row of a case: of a compiled program, or of an allocator."""
     setup: MemorySetup = case.setup
     common = {
         "framework": setup.framework, "strategy": setup.strategy, "model": setup.model, "dtype": "float32",
@@ -95,15 +90,15 @@ def measure(case: Case, say: Say) -> Iterator[dict[str, Any]]:
     }  # fmt: skip
     if setup.ranks is None:
         say(f"compiling {setup.strategy} of {setup.model} for {setup.target}")
-        yield from (common | row for row in compiled_rows(setup))
+        yield common | compiled_row(setup)
         return
     say(f"{case.name}: two steps")
     allocate = allocate_jax if setup.framework == "jaxddp" else allocate_torch
     yield common | setup.ranks.run(allocate, setup, in_jax=setup.framework == "jaxddp", say=say)
 
 
-def compiled_rows(setup: MemorySetup) -> Iterator[dict[str, Any]]:
-    """Compiles a strategy's step and compares its state with the formula; raises NotRun without a compiler."""
+def compiled_row(setup: MemorySetup) -> dict[str, Any]:
+    """Compiles a strategy's step and compares its state with the layout; raises NotRun without a compiler."""
     trainer, state, batch = _trainer(setup, targets.mesh(setup.target))
     try:
         program = targets.start_compile(trainer, state, batch).result()
@@ -111,21 +106,15 @@ def compiled_rows(setup: MemorySetup) -> Iterator[dict[str, Any]]:
         if "install" in str(error):
             raise NotRun(str(error)) from None
         raise
-    memory = step_memory(program, state)
-    params = abstract(setup.model)[1]
-    formula = state_formula(params, jaxddp.make_strategy(setup.strategy), setup.num_ranks)
-    expected = formula.parameters + formula.optimizer_state + SCALAR_BYTES
-    for moment, words in MOMENTS.items():
-        compiled = dataclasses.asdict(getattr(memory, moment))
-        total = sum(compiled.values())
-        row = {
-            "device": setup.target, "moment": words, "compiled": compiled, "compiled_bytes": total,
-            "temporary_bytes": memory.temporaries, "check": "ok", "versions": {"jax": version("jax")},
-        }  # fmt: skip
-        if moment == "after_init":
-            apart = total - compiled["padding"] - expected
-            row |= {"formula_bytes": expected, "check": f"{WRONG}{apart:+,} bytes" if apart else "ok"}
-        yield row
+    memory, held = step_memory(program, state), held_bytes(trainer.layout(state))
+    stage = int(setup.strategy[-1]) if setup.strategy[-1].isdigit() else 0
+    formula = state_bytes(SIZES[setup.model].num_params, stage, setup.num_ranks)
+    apart = sum(memory[:2]) - sum(held[:2])
+    return {
+        "device": setup.target, "compiled": memory._asdict(), "compiled_bytes": sum(memory),
+        "state_bytes": memory.state, "formula_bytes": formula.parameters + formula.optimizer_state,
+        "check": f"{WRONG}{apart:+,} bytes" if apart else "ok", "versions": {"jax": version("jax")},
+    }  # fmt: skip
 
 
 def _trainer(setup: MemorySetup, mesh: Any) -> tuple[Any, Any, Any]:
@@ -194,20 +183,18 @@ def _held(row: Row, keys: Sequence[str]) -> int | None:
 
 
 def plot(rows: Sequence[Row]) -> Iterable[Any]:
-    """Stacked bars of the components, a panel for each moment."""
-    moments = by([row for row in rows if row.get("compiled")], "moment")
-    if not moments:
+    """Stacked bars of the components."""
+    some = [row for row in rows if row.get("compiled")][::-1]
+    if not some:
         return
-    figure, axes = new_figure("Memory of a device by moment", 1, len(moments), height=3.6)
-    for axis, ((moment,), some) in zip(axes[0], moments.items(), strict=True):
-        names, left = [row["strategy"] for row in some][::-1], np.zeros(len(some))
-        for component, keys in COMPONENTS.items():
-            held = np.array([(_held(row, keys) or 0) / MIB for row in some][::-1])
-            axis.barh(names, held, left=left, label=component)
-            left += held
-        axis.set_title(moment, fontsize="small")
-        axis.set_xlabel("MiB")
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(COMPONENTS))
+    figure, axes = new_figure("Memory of a device in a step", 1, 1, height=3.6)
+    names, left = [row["strategy"] for row in some], np.zeros(len(some))
+    for component, keys in COMPONENTS.items():
+        held = np.array([(_held(row, keys) or 0) / MIB for row in some])
+        axes[0][0].barh(names, held, left=left, label=component)
+        left += held
+    axes[0][0].set_xlabel("MiB")
+    figure.legend(loc="outside lower center", ncols=len(COMPONENTS))
     yield figure
 
 
@@ -215,10 +202,11 @@ BENCHMARK = Benchmark(
     "memory", "what a step holds on each device, by strategy", ("quick", "batch_size", "model", "strategies", "target"),
     cases, measure,
     {
-        "Bytes on each device by strategy and moment": (
-            Column("strategy", lambda row: row.get("strategy") or row.get("case")), Column("device"), Column("moment"),
+        "Bytes on each device by strategy": (
+            Column("strategy", lambda row: row.get("strategy") or row.get("case")), Column("device"),
             *(Column(name, partial(_held, keys=keys), "MiB", mib) for name, keys in COMPONENTS.items()),
-            Column("compiled", "compiled_bytes", "MiB", mib), Column("formula", "formula_bytes", "MiB", mib), CHECK,
+            Column("compiled", "compiled_bytes", "MiB", mib), Column("state", "state_bytes", "MiB", mib),
+            Column("by formula", "formula_bytes", "MiB", mib), CHECK,
         ),
         ALLOCATORS: (
             Column("strategy"), Column("framework"), Column("device"), Column("ranks", "num_ranks"),
@@ -229,9 +217,8 @@ BENCHMARK = Benchmark(
     },
     plot,
     notes=(
-        "compiled: the program's arguments, and what is alive beside them at the peak before and after the end of the"
-        " backward, read from its schedule; buckets are what collectives send and receive, gradients the results of the"
-        " backward, of activations too: the program does not tell them apart",
-        "check: what lives across steps equals its formula to the byte",
+        "within the step: temporaries as the compiler laid them out, activations, gradients and buckets together",
+        "state: what lives across steps, parameters and optimizer state to the byte as the layout has them; by formula:"
+        " without padding, counters and key",
     ),
 )  # fmt: skip

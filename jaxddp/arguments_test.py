@@ -14,7 +14,6 @@ from jaxddp.checkpoint.weights import export_weights
 from jaxddp.communication.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter, send_recv
 from jaxddp.communication.ring import ring_all_reduce
 from jaxddp.flax import from_nnx
-from jaxddp.planning.cost.memory import exact_state_bytes
 
 PARAMS, BATCH = {"w": jnp.ones((3, 1))}, {"x": np.ones((8, 3), "f")}
 
@@ -106,7 +105,6 @@ FUNCTIONS = {
     "trainer of a save": lambda value: Checkpoints("here").save(value, trainer().init(PARAMS)),
     "state of a save": lambda value: Checkpoints("here").save(trainer(), value),
     "trainer of a restore": lambda value: Checkpoints("here").restore(value, PARAMS),
-    "elements of a leaf": lambda value: exact_state_bytes([value], 1, 2),
 }  # fmt: skip
 
 

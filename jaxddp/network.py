@@ -46,11 +46,24 @@ _VOLUMES = {
     "ragged-all-to-all": (1.0, True),
     "collective-permute": (1.0, False),
     "collective-broadcast": (1.0, False),
+    "broadcast": (1.0, False),
+    "reduce": (1.0, False),
     "send": (1.0, False),
     "recv": (1.0, False),
 }
 _ALL_TO_ALL = ("all-to-all", "ragged-all-to-all")
 _DIRECT = (*_ALL_TO_ALL, "collective-permute", "send", "recv")  # from rank to rank, at both levels at once
+
+
+def bus_factor(kind: str, num_ranks: int) -> float:
+    """Gives bus over algorithm bandwidth, as nccl-tests: the least that a rank sends, as a multiple of the full buffer.
+
+    Example:
+        >>> bus_factor("all-reduce", 4), bus_factor("broadcast", 4)
+        (1.5, 1.0)
+    """
+    volume, is_scaled = _VOLUMES[kind]
+    return volume * ((num_ranks - 1) / num_ranks if is_scaled else 1.0)
 
 
 # (kind, ranks, rows of (bytes of the full buffer, seconds) by size)
@@ -246,9 +259,8 @@ def _of_rows(rows: Sequence[tuple[str, int, float, float]], source: str) -> Netw
         if len(curve) < 2 or curve[-1][1] <= curve[0][1] or min(min(row) for row in curve) <= 0 or ranks < 2:
             raise ValueError(f"{source}: {kind} of {ranks} ranks must have several sizes, with times that grow")
     kind, ranks = max(found, key=lambda key: (key[0] == "all-reduce", key[1]))
-    volume, is_scaled = _VOLUMES[kind]
     size, seconds = found[kind, ranks][-1]
-    sent = volume * size * ((ranks - 1) / ranks if is_scaled else 1.0)
+    sent = bus_factor(kind, ranks) * size
     latency_us = min(seconds for _, seconds in found[kind, ranks]) * 1e6
     return Network(
         sent / seconds / GB, latency_us, curves=tuple((*key, rows) for key, rows in found.items()), source=source

@@ -128,7 +128,7 @@ MUTANTS = {
         _STEP, "frozen = in_dtype(frozen, layout.compute_dtype)", "pass", (_RECIPE, _DTYPES.removesuffix("::test_"))
     ),
     "shards are summed in the dtype of the gather": Mutant(
-        _GATHER, "grad.astype(one.held.grad_dtype)", "grad",
+        _GATHER, "grad.astype(one.grad_dtype)", "grad",
         (f"{_DTYPES}gathers_take_the_compute_dtype_and_sums_that_of_gradients", _RECIPE),
     ),
     # keys
@@ -162,7 +162,8 @@ MUTANTS = {
         (f"{_ZERO}each_rank_keeps_its_part_and_keeps_it_there",),
     ),
     "a frozen parameter's gradient is scattered": Mutant(
-        _GATHER, "if shard.held.is_trained]", "]", (f"{_ZERO}frozen_parameters_are_gathered_and_never_scattered",)
+        _GATHER, "one.perturbed and shard.grad_dtype is not None", "one.perturbed",
+        (f"{_ZERO}frozen_parameters_are_gathered_and_never_scattered",),
     ),
     "words that changed places have one checksum": Mutant(
         "jaxddp/training/replicas.py", "(2 * lax.iota(jnp.uint32, words.size) + 1)", "1",

@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     from .. import targets
     from ..instruments.inspect import inspect_dump, inspect_steps, transformer_training
-    from ..instruments.simulate import network_of, read_network
+    from ..planning.machine import network_of, read_network
     from ..registry import make_strategy
     from .inspect_console import as_json, show
 

@@ -7,14 +7,13 @@ import json
 from dataclasses import asdict, replace
 from typing import Any
 
+from ..arguments import check_integer
 from .quiet import import_jax_on_cpu
 
-XXL = "xxl"
-CUSTOM = "custom"
-DEFAULT_TARGET, DEFAULT_FSDP, DEFAULT_TP = "v5p:64", 16, 4
+XXL, CUSTOM = "xxl", "custom"
+_DEFAULT_TARGET, _DEFAULT_FSDP, _DEFAULT_TP = "v5p:64", 16, 4
 _FEED_FORWARD = ("width", "hidden", "layers")
 _TRANSFORMER = ("vocab", "heads", "context")
-_SIZES = ("vocab", "context", "width", "layers", "heads", "hidden")  # in the order of TransformerConfig
 _TRAINER_TARGET, _STAGE = "h100:8", 3
 _TAKEN_WITH_TRAINER = ("trainer", "target", "stage", "verify", "json", "default_of")
 _PRECISIONS = ("fp32", "mixed", "mixed-fp32-sums")
@@ -44,8 +43,10 @@ def add_parser(commands: Any) -> None:
         "function gives (loss_fn, optimizer, params, batch), of which shapes are enough, and if wanted a dict of "
         "Trainer's other options, which may have a model_state; goes with --target, --stage, --verify and --json "
         "alone")  # fmt: skip
+    add("--verify", action="store_true", help="compile the steps of --trainer for the target, without having one, and "
+        "compare their bytes and collectives with the plan")  # fmt: skip
     add("--target", metavar="SPEC", help="chip and count: h100:8, h100:4x8 for 4 hosts of 8, v5p:64; chips are h100, "
-        f"h200, a100, b200 and v5p (default: {DEFAULT_TARGET}, with --trainer {_TRAINER_TARGET})")  # fmt: skip
+        f"h200, a100, b200 and v5p (default: {_DEFAULT_TARGET}, with --trainer {_TRAINER_TARGET})")  # fmt: skip
     add("--fsdp", type=int, metavar="N", help="ranks that share the training state (default: all that --tp leaves)")
     add("--tp", type=int, metavar="N", help="ranks that split each matrix (default: 1, in the example 4)")
     add("--stage", type=int, metavar="N", help="what --fsdp ranks share: 0 nothing, 1 the optimizer "
@@ -58,108 +59,101 @@ def add_parser(commands: Any) -> None:
     add("--precision", default="fp32", choices=_PRECISIONS, help="training state with Adam, in bytes a parameter: "
         "fp32 4 + 4 + 8, mixed 2 + 2 + 12 (at stage 3, which holds no copy of the master, 4 + 2 + 8), or with 4 more "
         "to accumulate gradients (default: %(default)s)")  # fmt: skip
-
-    hardware = parser.add_argument_group("the machine by hand", "instead of published numbers")
-    hardware.add_argument("--flops-per-s", type=float, metavar="X", help="FLOP/s of a device")
-    hardware.add_argument("--memory-gb", type=float, metavar="GB", help="memory of a device, 10^9 bytes")
-    hardware.add_argument("--link-gb-per-s", type=float, metavar="GB", help="10^9 bytes per second that a device can "
-                          "send within its host; on a TPU over one axis of its torus, in both directions")  # fmt: skip
-    hardware.add_argument("--host-link-gb-per-s", type=float, metavar="GB", help="the same to other hosts, on GPUs")
-    hardware.add_argument("--network-file", metavar="FILE", help="measured collectives of a host, as for inspect; "
-                          "their rate and latency replace --link-gb-per-s and --latency-us")  # fmt: skip
-    hardware.add_argument("--latency-us", type=float, metavar="US", help="microseconds per all-reduce (default: 15)")
-
-    assumed = parser.add_argument_group("assumptions of compute-bound")
-    assumed.add_argument("--overlapped-axes", action="store_true", help="collectives of FSDP and TP run at the same "
-                         "time (default: one after the other)")  # fmt: skip
-    assumed.add_argument("--with-backward", dest="passes", action="store_const", const="both", help="judge forward and "
-                         "backward together (default: the forward; the backward if nothing is gathered)")  # fmt: skip
-    assumed.add_argument("--ring-factors", action=argparse.BooleanOptionalAction, help="count (n-1)/n of the bytes of "
-                         "a ring (default: on GPUs)")  # fmt: skip
-    add("--verify", action="store_true", help="compile the step for the target, without having one, and compare its "
-        "bytes with the formulas'")  # fmt: skip
     add("--json", action="store_true", help="print one JSON object instead")
+
+    hardware = parser.add_argument_group("the machine by hand", "instead of published numbers").add_argument
+    hardware("--flops-per-s", type=float, metavar="X", help="FLOP/s of a device")
+    hardware("--memory-gb", type=float, metavar="GB", help="memory of a device, 10^9 bytes")
+    hardware("--link-gb-per-s", type=float, metavar="GB", help="10^9 bytes per second that a device can send within "
+             "its host; on a TPU over one axis of its torus, in both directions")  # fmt: skip
+    hardware("--host-link-gb-per-s", type=float, metavar="GB", help="the same to other hosts, on GPUs")
+    hardware("--network-file", metavar="FILE", help="measured collectives of a host, as for inspect; their rate and "
+             "latency replace --link-gb-per-s and --latency-us")  # fmt: skip
+    hardware("--latency-us", type=float, metavar="US", help="microseconds per all-reduce (default: 15)")
+
+    assumed = parser.add_argument_group("assumptions of compute-bound").add_argument
+    assumed("--overlapped-axes", action="store_true", help="collectives of FSDP and TP run at the same time (default: "
+            "one after the other)")  # fmt: skip
+    assumed("--with-backward", dest="passes", action="store_const", const="both", help="judge forward and backward "
+            "together (default: the forward; the backward if nothing is gathered)")  # fmt: skip
+    assumed("--ring-factors", action=argparse.BooleanOptionalAction, help="count (n-1)/n of the bytes of a ring "
+            "(default: on GPUs)")  # fmt: skip
     parser.set_defaults(run=run, default_of=parser.get_default)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plans what the options ask for, and prints it; returns 1 if the compiled step is not as planned, else 0.
+    """Plans what the options ask for, and prints it; returns 1 if a compiled step is not as planned, else 0.
 
     Raises:
         ValueError: If the options do not fit together, or a number is out of range.
     """
-    from ..planning.plan import plan  # late, so that the help needs no NumPy
-    from .plan_console import as_json, show, show_verification, verification_object
-
     if arguments.trainer is not None:
         return _run_trainer(arguments)
-    arguments.stage = _STAGE if arguments.stage is None else arguments.stage
+    if arguments.verify:
+        raise ValueError("verify must come with --trainer: python -m jaxddp inspect compiles named models")
+    from ..planning.plan import plan  # late, so that the help needs no NumPy
+    from .plan_console import as_json, show
+
     found = plan(_job(arguments))
-    verified = _verify(found, arguments) if arguments.verify else None
     if arguments.json:
-        as_one = as_json(found, arguments.model)
-        if verified is not None:
-            as_one["verify"] = verification_object(verified)
-        print(json.dumps(as_one, allow_nan=False))
+        print(json.dumps(as_json(found, arguments.model), allow_nan=False))
     else:
         show(found, arguments.model)
-        if verified is not None:
-            show_verification(verified)
-    return 0 if verified is None or verified.holds else 1
+    return 0
 
 
 def _job(arguments: argparse.Namespace) -> Any:
     from ..communication.buckets import dtype_bytes
     from ..network import from_file, measured
+    from ..planning import formulas
     from ..planning.chips import target
-    from ..planning.cost import memory
-    from ..planning.cost.checks import check_count
-    from ..planning.cost.scaling import Assumptions
     from ..planning.machine import cluster_of
     from ..planning.plan import TrainingJob
 
     workload, sequence_length = _workload(arguments)
     is_example = arguments.model == XXL and arguments.target is arguments.fsdp is arguments.tp is None
-    machine = target(DEFAULT_TARGET if arguments.target is None else arguments.target)
-    check_count(**{name: value for name in ("fsdp", "tp") if (value := getattr(arguments, name)) is not None})
-    tp = arguments.tp or (DEFAULT_TP if is_example else 1)
-    fsdp = arguments.fsdp or (DEFAULT_FSDP if is_example else max(1, machine.num_devices // tp))
+    machine = target(_DEFAULT_TARGET if arguments.target is None else arguments.target)
+    for name in ("fsdp", "tp"):
+        if (value := getattr(arguments, name)) is not None:
+            check_integer(name, value)
+    tp = arguments.tp or (_DEFAULT_TP if is_example else 1)
+    fsdp = arguments.fsdp or (_DEFAULT_FSDP if is_example else max(1, machine.num_devices // tp))
     element_bytes = dtype_bytes(arguments.dtype)
+    stage = _STAGE if arguments.stage is None else arguments.stage
+    by_hand = {name: getattr(arguments, name) for name in ("flops_per_s", "host_link_gb_per_s", "link_gb_per_s",
+                                                           "latency_us")}  # fmt: skip
     if (path := arguments.network_file) is not None:
         one_host = f"{machine.chip.name}:{machine.devices_per_host}"
         found = measured(one_host) if path == "measured" else from_file(path)
-        arguments.link_gb_per_s, arguments.latency_us = found.gb_per_s, found.latency_us
-    by_hand = ("flops_per_s", "link_gb_per_s", "host_link_gb_per_s", "latency_us")
-    cluster = cluster_of(
-        machine, arguments.dtype, memory_bytes=None if arguments.memory_gb is None else arguments.memory_gb * 1e9,
-        **{name: getattr(arguments, name) for name in by_hand},
-    )  # fmt: skip
-    sums_only = (arguments.stage < 3 or fsdp == 1) and machine.num_devices > tp
-    assumptions = Assumptions(
+        by_hand |= {"link_gb_per_s": found.gb_per_s, "latency_us": found.latency_us}
+    memory_bytes = None if arguments.memory_gb is None else arguments.memory_gb * 1e9
+    cluster = cluster_of(machine, arguments.dtype, memory_bytes=memory_bytes, **by_hand)
+    sums_only = (stage < 3 or fsdp == 1) and machine.num_devices > tp
+    assumptions = formulas.Assumptions(
         passes=arguments.passes or ("backward" if sums_only else "forward"),
         overlapped_axes=arguments.overlapped_axes,
         ring_factors=not cluster.torus if arguments.ring_factors is None else arguments.ring_factors,
         element_bytes=element_bytes,
     )
-    states = dict(zip(_PRECISIONS, (memory.FP32, memory.MIXED, memory.MIXED_ACCUMULATED), strict=True))
+    states = dict(zip(_PRECISIONS, (formulas.FP32, formulas.MIXED, formulas.MIXED_ACCUMULATED), strict=True))
     return TrainingJob(
-        workload, cluster, fsdp, tp, arguments.tokens, sequence_length, arguments.stage,
-        states[arguments.precision], assumptions, arguments.accumulation_steps,
+        workload, cluster, fsdp, tp, arguments.tokens, sequence_length, stage, states[arguments.precision], assumptions,
+        arguments.accumulation_steps,
     )  # fmt: skip
 
 
 def _run_trainer(arguments: argparse.Namespace) -> int:
     """Plans a training of the user's own; the exit status."""
     from ..planning.chips import target
-    from ..planning.cost.checks import check_choice
-    from ..planning.cost.memory import STAGES
+    from ..planning.formulas import STAGES
+    from ..planning.plan import check_stage
     from .plan_console import show_stages, stages_as_json
 
     for name, value in vars(arguments).items():
         if name not in _TAKEN_WITH_TRAINER and value != arguments.default_of(name):
             raise ValueError(f"{name} (={value}) must be left out with --trainer, which says what is trained")
     if arguments.stage is not None:
-        check_choice(STAGES, stage=arguments.stage)
+        check_stage(arguments.stage)
     machine = target(arguments.target or _TRAINER_TARGET)
     import_jax_on_cpu()
 
@@ -175,51 +169,28 @@ def _run_trainer(arguments: argparse.Namespace) -> int:
     return 0 if all(plan.holds for plan in plans) else 1
 
 
-def _verify(found: Any, arguments: argparse.Namespace) -> Any:
-    import_jax_on_cpu()
-
-    from ..instruments.verify import verify
-
-    return verify(found, arguments.dtype, _transformer(arguments))
-
-
-def _transformer(arguments: argparse.Namespace) -> Any:
-    """Sizes of the planned transformer; None for the feed-forward model."""
-    if arguments.model == XXL or (arguments.model == CUSTOM and arguments.vocab is None):
-        return None
-    from ..sizes import SIZES, TransformerConfig
-
-    if arguments.model != CUSTOM:
-        config = SIZES[arguments.model]
-        return replace(config, context=arguments.context or config.context)
-    if arguments.matrices not in (None, 3):
-        raise ValueError(f"matrices (={arguments.matrices}) must be 3 for a transformer to be compiled")
-    return TransformerConfig(*(getattr(arguments, name) for name in _SIZES))
-
-
 def _workload(arguments: argparse.Namespace) -> tuple[Any, int]:
     """The model's counts, and the tokens of a sequence."""
-    from ..planning.cost.checks import check_count
-    from ..planning.cost.workload import feed_forward, transformer
+    from ..planning.workload import feed_forward, transformer
+    from ..sizes import SIZES
 
     given = {name: getattr(arguments, name) for name in (*_FEED_FORWARD, *_TRANSFORMER, "matrices")}
     given = {name: value for name, value in given.items() if value is not None}
-    check_count(**given)
+    for name, value in given.items():
+        check_integer(name, value)
     if arguments.model == CUSTOM:
         wanted = _FEED_FORWARD if not set(given) & set(_TRANSFORMER) else (*_FEED_FORWARD, *_TRANSFORMER)
         if missing := [f"--{name}" for name in wanted if name not in given]:
             raise ValueError(f"--model custom needs {', '.join(missing)} as well")
         if wanted == _FEED_FORWARD:
             return feed_forward(given["width"], given["hidden"], given["layers"], given.get("matrices", 2)), 1
-        counts = transformer(*(given[name] for name in _SIZES), num_matrices=given.get("matrices", 3))
-        return counts, given["context"]
+        names = ("vocab", "context", "width", "layers", "heads", "hidden")
+        return transformer(*(given[name] for name in names), num_matrices=given.get("matrices", 3)), given["context"]
     for name in given:
         if name != "context" or arguments.model == XXL:
             raise ValueError(f"--{name} must come with --model custom, not with {arguments.model!r}")
     if arguments.model == XXL:
         return feed_forward(width=16384, hidden=53248, num_blocks=126), 1
-    from ..sizes import SIZES
-
     if arguments.model not in SIZES:
         raise ValueError(f"unknown model {arguments.model!r}: one of {XXL}, {CUSTOM}, {', '.join(SIZES)}")
     config = replace(SIZES[arguments.model], **given)

@@ -1,176 +1,32 @@
-"""The output of ``plan``: lines of numbers with units, or one JSON object.
-
-With ``--verify`` a table of planned and compiled bytes follows. A training of one's own has a line for each ZeRO stage.
-"""
+"""The output of ``plan``: lines of numbers, or one JSON object; of one's own training, a row for each stage."""
 
 from __future__ import annotations
 
 import math
-import sys
-import textwrap
 from collections import Counter
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from ..communication.buckets import MIB
 from ..network import GB
-from ..planning.plan import BucketChoice, Plan
+from ..planning.plan import Plan
+from .table import count_kinds, paragraph, table
 
 if TYPE_CHECKING:  # imports JAX, which a plan alone does not need
-    from collections.abc import Iterable, Sequence
-
-    from ..instruments.verify import Row, StagePlan, Verification
+    from ..instruments.verify import StagePlan
     from ..planning.chips import Target
 
-_LABEL_WIDTH = 25
-_NUMBER_WIDTH = 20
-_WIDTH = 120
-_STAGE_WIDTH, _BYTES_WIDTH = 17, 17
 
-
-def show(plan: Plan, model: str, file: TextIO | None = None) -> None:
-    """Writes a plan; ``file`` is standard output when None."""
-    file = file or sys.stdout
+def show(plan: Plan, model: str) -> None:
+    """Prints a plan."""
     job = plan.job
     replicas = f" x {job.dp} replicas" if job.dp > 1 else ""
     how = f"FSDP {job.fsdp}" if job.stage == 3 else f"ZeRO stage {job.stage} over {job.fsdp} ranks"
-    print(f"{model} on {job.cluster.name}: {how} x TP {job.tp}{replicas}, {plan.tokens:,} tokens a step", file=file)
-    print(textwrap.fill(f"Assumed: {'; '.join(_assumptions(plan))}.", _WIDTH), file=file)
-    print(file=file)
-    for label, text in lines(plan):
-        print(f"{label:<{_LABEL_WIDTH}}{text}", file=file)
+    print(f"{model} on {job.cluster.name}: {how} x TP {job.tp}{replicas}, {plan.tokens:,} tokens a step")
+    print(paragraph(f"Assumed: {'; '.join(_assumptions(plan))}."))
+    print(f"\n{table(('', ''), lines(plan), left=('',))}")
     for note in _notes(plan):
-        print(f"Note: {note}.", file=file)
-
-
-def show_verification(verification: Verification, file: TextIO | None = None) -> None:
-    """Writes planned and compiled bytes as a table; ``file`` is standard output when None."""
-    file = file or sys.stdout
-    job = verification.plan.job
-    print(f"\nCompiled for {job.cluster.name}, bytes of a device:\n", file=file)
-    _show_rows(verification.rows, file)
-    if verification.refusal is not None:
-        print(f"Refused by the compiler: {verification.refusal}.", file=file)
-    for note in verification.notes:
-        print(f"Note: {note}.", file=file)
-
-
-def _show_rows(rows: Iterable[Row], file: TextIO) -> None:
-    head = (f"{name:>{_NUMBER_WIDTH}}" for name in ("planned", "compiled", "difference"))
-    print(f"{'':<{_LABEL_WIDTH}}{''.join(head)}  check", file=file)
-    for row in rows:
-        numbers = (_digits(row.planned), _digits(row.compiled), _digits(row.difference, "+"))
-        cells = "".join(f"{number:>{_NUMBER_WIDTH}}" for number in numbers)
-        print(f"{row.label:<{_LABEL_WIDTH}}{cells}  {row.check}".rstrip(), file=file)
-
-
-def show_stages(plans: Sequence[StagePlan], trainer: str, target: Target, file: TextIO | None = None) -> None:
-    """Writes a line for each stage and, where steps were compiled, a table for each; ``file`` as above."""
-    file = file or sys.stdout
-    print(f"{trainer} on {target.spec}: bytes of a device, of {target.chip.memory_bytes:,}\n", file=file)
-    names = ("parameters", "gradients", "optimizer state", "in all", "sent a step")
-    print(f"{'stage':<{_STAGE_WIDTH}}{''.join(f'{name:>{_BYTES_WIDTH}}' for name in names)}  collectives", file=file)
-    for plan in plans:
-        label = f"{plan.stage} {plan.strategy}"
-        numbers = (plan.parameters, plan.gradients, plan.optimizer_state, plan.total, plan.sent_bytes)
-        cells = "".join(f"{round(number):>{_BYTES_WIDTH},}" for number in numbers)
-        counts = Counter(kind for kind, _ in plan.collectives)
-        calls = ", ".join(f"{count:,} {kind}" for kind, count in counts.items()) or "none"
-        print(
-            f"{label:<{_STAGE_WIDTH}}{f'  refused: {plan.refused}' if plan.refused else f'{cells}  {calls}'}", file=file
-        )
-    for plan in plans:
-        if plan.rows:
-            print(f"\nStage {plan.stage}, {plan.strategy}, compiled for {target.spec}:\n", file=file)
-            _show_rows(plan.rows, file)
-        for note in plan.notes:
-            print(f"Note: {note}.", file=file)
-
-
-def stages_as_json(plans: Sequence[StagePlan], trainer: str, target: Target) -> dict[str, Any]:
-    """The stages of a training of one's own as an object for ``json.dumps``; ``verify`` is None without compilation."""
-    found: dict[str, Any] = {"trainer": trainer, "target": target.spec, "available": target.chip.memory_bytes}
-    found["stages"] = [
-        {
-            "stage": plan.stage,
-            "strategy": plan.strategy,
-            "refused": plan.refused or None,
-            "bytes_per_device": {
-                "parameters": plan.parameters,
-                "gradients": plan.gradients,
-                "optimizer_state": plan.optimizer_state,
-                "total": plan.total,
-            },
-            "sent_bytes_per_step": round(plan.sent_bytes),
-            "collectives": [
-                {"kind": kind, "bytes": num_bytes, "count": count}
-                for (kind, num_bytes), count in sorted(Counter(plan.collectives).items())
-            ],
-            "verify": {
-                "as_planned": plan.holds, "rows": [_row_object(row) for row in plan.rows], "notes": list(plan.notes)
-            } if plan.rows else None,
-        }
-        for plan in plans
-    ]  # fmt: skip
-    return found
-
-
-def verification_object(verification: Verification) -> dict[str, Any]:
-    """A verification as an object for ``json.dumps``; missing numbers are None."""
-    refusal = verification.refusal
-    return {
-        "tokens": verification.plan.tokens,
-        "as_planned": verification.holds,
-        "rows": [_row_object(row) for row in verification.rows],
-        "collectives": [
-            {"kind": kind, "bytes": num_bytes, "ranks": ranks, "count": count}
-            for (kind, num_bytes, ranks), count in sorted(verification.collectives.items())
-        ],
-        "refused": refusal and {key: getattr(refusal, key) for key in ("needed_bytes", "available_bytes")},
-        "notes": list(verification.notes),
-    }
-
-
-def as_json(plan: Plan, model: str) -> dict[str, Any]:
-    """A plan for ``json.dumps``: bytes and tokens rounded up, missing answers None."""
-    job, buckets, best, given = plan.job, plan.buckets, plan.best_split, plan.job.assumptions
-    return {
-        "model": model,
-        "target": job.cluster.name,
-        "devices": job.cluster.num_devices,
-        "fsdp": job.fsdp,
-        "tp": job.tp,
-        "dp": job.dp,
-        "stage": job.stage,
-        "params": job.workload.num_params,
-        "tokens": plan.tokens,
-        "micro_batch": plan.micro_batch,
-        "fits": plan.fits,
-        "bytes_per_device": {
-            **{name: _whole(num_bytes) for name, num_bytes in plan.bytes_per_device.items()},
-            "total": _whole(plan.total_bytes),
-            "available": _whole(job.cluster.memory_bytes),
-        },
-        "accumulation_steps": plan.accumulation_steps,
-        "min_devices": plan.min_devices,
-        "compute_bound": plan.compute_bound,
-        "min_tokens": None if plan.min_tokens is None else math.ceil(plan.min_tokens),
-        "microbatch_times_s": {name.removesuffix("_s"): float(each) for name, each in plan.times._asdict().items()},
-        "best_split": {**best._asdict(), "tokens": math.ceil(best.tokens)},
-        "best_bucket_mb": None if buckets is None else buckets.cap_mb,
-        "buckets": None if buckets is None else _bucket_object(buckets),
-        "traffic_bytes_per_step": {name: _whole(num_bytes) for name, num_bytes in plan.traffic_bytes.items()},
-        "assumptions": {
-            "passes": given.passes,
-            "overlapped_axes": given.overlapped_axes,
-            "ring_factors": given.ring_factors,
-            "element_bytes": given.element_bytes,
-            "state_bytes_per_param": job.held._asdict(),
-            "flops_per_s": job.cluster.flops_per_s,
-            "link_gb_per_s": job.cluster.link_gb_per_s,
-            "latency_us": job.cluster.latency_us,
-        },
-        "notes": _notes(plan),
-    }
+        print(paragraph(f"Note: {note}."))
 
 
 def lines(plan: Plan) -> list[tuple[str, str]]:
@@ -201,6 +57,56 @@ def lines(plan: Plan) -> list[tuple[str, str]]:
             shown.append(("  if buckets were equal", f"{equal.bucket_bytes / MIB:.4g} MiB, {equal.regime}"))
     shown.append(("traffic", "bytes that a rank sends per step to data-parallel peers, by strategy"))
     return shown + [(f"  {name.replace('_', ' ')}", _gb(num_bytes)) for name, num_bytes in plan.traffic_bytes.items()]
+
+
+def as_json(plan: Plan, model: str) -> dict[str, Any]:
+    """A plan for ``json.dumps``: bytes and tokens rounded up, missing answers None."""
+    job, buckets, best, given = plan.job, plan.buckets, plan.best_split, plan.job.assumptions
+    names = ("passes", "overlapped_axes", "ring_factors", "element_bytes")
+    equal = buckets.equal if buckets else None
+    return {
+        "model": model,
+        "target": job.cluster.name,
+        "devices": job.cluster.num_devices,
+        "fsdp": job.fsdp,
+        "tp": job.tp,
+        "dp": job.dp,
+        "stage": job.stage,
+        "params": job.workload.num_params,
+        "tokens": plan.tokens,
+        "micro_batch": plan.micro_batch,
+        "fits": plan.fits,
+        "bytes_per_device": {
+            **{name: _whole(num_bytes) for name, num_bytes in plan.bytes_per_device.items()},
+            "total": _whole(plan.total_bytes),
+            "available": _whole(job.cluster.memory_bytes),
+        },
+        "accumulation_steps": plan.accumulation_steps,
+        "min_devices": plan.min_devices,
+        "compute_bound": plan.compute_bound,
+        "min_tokens": None if plan.min_tokens is None else math.ceil(plan.min_tokens),
+        "microbatch_times_s": {name.removesuffix("_s"): float(each) for name, each in plan.times._asdict().items()},
+        "best_split": {**best._asdict(), "tokens": math.ceil(best.tokens)},
+        "best_bucket_mb": None if buckets is None else buckets.cap_mb,
+        "buckets": None if buckets is None else {
+            "cap_mb": buckets.cap_mb,
+            "count": buckets.num_buckets,
+            "largest_mb": buckets.largest_bytes / MIB,
+            "tail_s": buckets.tail_s,
+            "backward_s": buckets.backward_s,
+            "bytes_per_s": buckets.bytes_per_s,
+            "latency_s": buckets.latency_s,
+            "equal_mb": equal and equal.bucket_bytes / MIB,
+            "regime": equal and equal.regime,
+        },
+        "traffic_bytes_per_step": {name: _whole(num_bytes) for name, num_bytes in plan.traffic_bytes.items()},
+        "assumptions": {
+            **{name: getattr(given, name) for name in names},
+            "state_bytes_per_param": job.held._asdict(),
+            **{name: getattr(job.cluster, name) for name in ("flops_per_s", "link_gb_per_s", "latency_us")},
+        },
+        "notes": _notes(plan),
+    }  # fmt: skip
 
 
 def _assumptions(plan: Plan) -> list[str]:
@@ -239,32 +145,60 @@ def _notes(plan: Plan) -> list[str]:
     return found
 
 
-def _bucket_object(buckets: BucketChoice) -> dict[str, Any]:
-    equal = buckets.equal
+def show_stages(plans: Sequence[StagePlan], trainer: str, target: Target) -> None:
+    """Prints a row for each stage and, where steps were compiled, a table for each."""
+    print(f"{trainer} on {target.spec}: bytes of a device, of {target.chip.memory_bytes:,}\n")
+    rows = [
+        (f"{plan.stage} {plan.strategy}", *(f"{round(each):,}" for each in _bytes_of(plan).values()),
+         count_kinds(plan.collectives))
+        for plan in plans if not plan.refused
+    ]  # fmt: skip
+    heads = ("stage", "parameters", "gradients", "optimizer state", "in all", "sent a step", "collectives")
+    print(table(heads, rows, left=("collectives",)))
+    for plan in plans:
+        if plan.refused:
+            print(paragraph(f"{plan.stage} {plan.strategy} refused: {plan.refused}"))
+        if plan.rows:
+            print(f"\nStage {plan.stage}, {plan.strategy}, compiled for {target.spec}:\n")
+            cells = [(row.label, _digits(row.planned), _digits(row.compiled), row.check) for row in plan.rows]
+            print(table(("", "planned", "compiled", "check"), cells, left=("check",)))
+        for note in plan.notes:
+            print(paragraph(f"Note: {note}."))
+
+
+def _bytes_of(plan: StagePlan) -> dict[str, float]:
+    held = {name: getattr(plan, name) for name in ("parameters", "gradients", "optimizer_state", "total")}
+    return {**held, "sent": plan.sent_bytes}
+
+
+def stages_as_json(plans: Sequence[StagePlan], trainer: str, target: Target) -> dict[str, Any]:
+    """The stages of a training of one's own as an object for ``json.dumps``; ``verify`` is None without compilation."""
     return {
-        "cap_mb": buckets.cap_mb,
-        "count": buckets.num_buckets,
-        "largest_mb": buckets.largest_bytes / MIB,
-        "tail_s": buckets.tail_s,
-        "backward_s": buckets.backward_s,
-        "bytes_per_s": buckets.bytes_per_s,
-        "latency_s": buckets.latency_s,
-        "equal_mb": None if equal is None else equal.bucket_bytes / MIB,
-        "regime": None if equal is None else equal.regime,
-    }
+        "trainer": trainer,
+        "target": target.spec,
+        "available": target.chip.memory_bytes,
+        "stages": [
+            {
+                "stage": plan.stage,
+                "strategy": plan.strategy,
+                "refused": plan.refused or None,
+                "bytes_per_device": {name: each for name, each in _bytes_of(plan).items() if name != "sent"},
+                "sent_bytes_per_step": round(plan.sent_bytes),
+                "collectives": [
+                    {"kind": kind, "bytes": num_bytes, "count": count}
+                    for (kind, num_bytes), count in sorted(Counter(plan.collectives).items())
+                ],
+                "verify": {
+                    "as_planned": plan.holds, "rows": [row._asdict() for row in plan.rows], "notes": list(plan.notes)
+                } if plan.rows else None,
+            }
+            for plan in plans
+        ],
+    }  # fmt: skip
 
 
-def _row_object(row: Row) -> dict[str, Any]:
-    numbers = {"planned": row.planned, "compiled": row.compiled, "difference": row.difference}
-    rounded = {name: None if number is None else round(number) for name, number in numbers.items()}
-    return {"label": row.label, **rounded, "check": row.check, "as_planned": row.holds}
-
-
-def _digits(num_bytes: float | None, sign: str = "") -> str:
-    if num_bytes is None:
-        return "-"
-    whole = round(num_bytes)
-    return format(whole, f"{sign if whole else ''},")
+def _digits(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else f"{num_bytes:,}"
 
 
 def _whole(num_bytes: float) -> int:

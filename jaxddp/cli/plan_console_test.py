@@ -1,18 +1,14 @@
-import io
 import json
 import math
-from collections import Counter
 
 import pytest
 
-from jaxddp.cli.plan_console import as_json, show, show_verification, verification_object
-from jaxddp.instruments.targets import TargetMemoryError
-from jaxddp.instruments.verify import Row, Verification
+from jaxddp.cli.plan_console import as_json, show
 from jaxddp.planning.chips import target
-from jaxddp.planning.cost.scaling import Assumptions
-from jaxddp.planning.cost.workload import feed_forward, transformer
+from jaxddp.planning.formulas import Assumptions
 from jaxddp.planning.machine import cluster_of
 from jaxddp.planning.plan import TrainingJob, plan
+from jaxddp.planning.workload import feed_forward, transformer
 
 XXL = feed_forward(width=16384, hidden=53248, num_blocks=126)
 XL = transformer(vocab=10_000, context=128, width=768, num_layers=16, num_heads=12, hidden=3200)
@@ -35,14 +31,9 @@ PLANS = {
 }
 
 
-def shown(name):
-    file = io.StringIO()
-    show(PLANS[name], "model", file)
-    return file.getvalue()
-
-
-def test_the_book_as_a_reader_sees_it():
-    text = shown("book")
+def test_the_book_as_a_reader_sees_it(capsys):
+    show(PLANS["book"], "model")
+    text = capsys.readouterr().out
     assert text.startswith("model on v5p:64: FSDP 16 x TP 4, 25,302 tokens a step\nAssumed: the forward alone; ")
     found = {" ".join(line.split()) for line in text.splitlines()}
     assert found >= {
@@ -91,42 +82,6 @@ def test_json_is_the_same_numbers_to_the_byte(name):
         ("overlapped", "forward and backward; collectives of different axes at the same time; r(n) = (n-1)/n"),
     ],
 )
-def test_what_a_reader_must_know_is_said(name, said):
-    assert said in " ".join(shown(name).split())
-
-
-VERIFICATION = Verification(
-    PLANS["book"],
-    (
-        Row("parameters", 1e9, 1e9, "ok", holds=True),
-        Row("optimizer state", 2e9, 2e9 + 4, "NOT AS PLANNED", holds=False),
-        Row("peak", 5.25, None, "not compiled"),
-    ),
-    Counter({("all-gather", 8, 16): 4, ("all-gather", 4, 16): 2}),
-    TargetMemoryError("the program needs too much", "details", needed_bytes=20, available_bytes=10),
-    ("a note",),
-)
-
-
-def test_a_verification_as_a_reader_sees_it():
-    file = io.StringIO()
-    show_verification(VERIFICATION, file)
-    rows = [line.split() for line in file.getvalue().splitlines()]
-    assert ["planned", "compiled", "difference", "check"] in rows
-    assert "parameters 1,000,000,000 1,000,000,000 0 ok".split() in rows
-    assert "optimizer state 2,000,000,000 2,000,000,004 +4 NOT AS PLANNED".split() in rows
-    assert "peak 5 - - not compiled".split() in rows
-    assert file.getvalue().endswith("Refused by the compiler: the program needs too much.\nNote: a note.\n")
-
-
-def test_a_verification_as_json():
-    found = verification_object(VERIFICATION)
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
-    assert (found["tokens"], found["as_planned"], found["notes"]) == (25_302, False, ["a note"])
-    assert found["refused"] == {"needed_bytes": 20, "available_bytes": 10}
-    assert found["collectives"] == [
-        {"kind": "all-gather", "bytes": 4, "ranks": 16, "count": 2},
-        {"kind": "all-gather", "bytes": 8, "ranks": 16, "count": 4},
-    ]
-    peak = {"planned": 5, "compiled": None, "difference": None, "check": "not compiled", "as_planned": None}
-    assert found["rows"][2] == {"label": "peak", **peak}
+def test_what_a_reader_must_know_is_said(name, said, capsys):
+    show(PLANS[name], "model")
+    assert said in " ".join(capsys.readouterr().out.split())

@@ -4,8 +4,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections import Counter
-from dataclasses import replace
 
 import pytest
 
@@ -13,8 +11,7 @@ from jaxddp import targets
 from jaxddp.__main__ import main
 from jaxddp.instruments import verify as plan_verification
 from jaxddp.instruments.targets import TargetMemoryError
-from jaxddp.instruments.verify import Row, Verification
-from jaxddp.models import SIZES, TransformerConfig
+from jaxddp.models import SIZES
 from jaxddp.planning.chips import CHIPS
 
 KEYS = (
@@ -22,7 +19,6 @@ KEYS = (
     "traffic_bytes_per_step best_split tokens devices"
 ).split()
 CUSTOM = "--model custom --width 64 --hidden 256 --layers 2"
-ON_GRID = "--model custom --layers 2 --target h100:8 --tp 2 --tokens 64 --verify"
 
 
 def planned(arguments, capsys):
@@ -95,24 +91,6 @@ def test_precision_stage_and_accumulation(capsys):
     assert (summing["assumptions"]["passes"], gathering["assumptions"]["passes"]) == ("backward", "forward")
     assert gathering["assumptions"]["ring_factors"] is True  # on GPUs
     assert gathering["accumulation_steps"] == 2 and gathering["micro_batch"] == 32
-
-
-def test_verify_compiles_what_was_planned(capsys):
-    options = f"{CUSTOM} --target h100:4 --fsdp 2 --tp 2 --tokens 63"
-    found, alone = planned(f"{options} --verify", capsys), planned(options, capsys)
-    verified = found.pop("verify")
-    assert found == alone
-    assert (verified["tokens"], verified["as_planned"], verified["refused"]) == (64, True, None)
-    rows = {row.pop("label"): row for row in verified["rows"]}
-    params = 4 * found["params"] // 4
-    assert rows["parameters"] == {
-        "planned": params, "compiled": params, "difference": 0, "check": "ok", "as_planned": True
-    }  # fmt: skip
-    assert rows["batch, step and key"]["planned"] is rows["batch, step and key"]["difference"] is None
-    assert {(each["kind"], each["ranks"]) for each in verified["collectives"]} == {
-        ("all-gather", 2), ("reduce-scatter", 2), ("all-reduce", 2)
-    }  # fmt: skip
-    assert verified["notes"] == ["compiled with 64 tokens, the same number on each data rank"]
 
 
 OWN = """
@@ -194,7 +172,7 @@ def test_a_training_of_ones_own_is_compiled_as_planned(stage, own, capsys):
     kinds = {"all-reduce"} if stage == 0 else {"reduce-scatter", "all-gather"}
     assert {f"{kind} buffers" for kind in kinds} <= rows.keys() and found["verify"]["as_planned"]
     for one in {one["kind"] for one in found["collectives"]}:
-        assert rows[f"{one} buffers"]["check"].startswith("ok: ") and rows[f"{one} buffers"]["difference"] == 0
+        assert rows[f"{one} buffers"]["check"].startswith("ok: ")
     assert rows["peak"]["check"] == "fits in 80.00 GB" and rows["peak"]["compiled"] > parameters + optimizer_state
 
 
@@ -212,18 +190,18 @@ def test_what_a_loss_calls_may_be_compiled_otherwise(own, capsys):
     (found,) = planned("--trainer own_training:branching --target h100:2 --stage 0 --verify", capsys)["stages"]
     (row,) = [row for row in found["verify"]["rows"] if row["label"] == "all-reduce, loss"]
     assert row["planned"] > row["compiled"] and row["check"].startswith("not as traced: 4 planned, ")
-    assert row["as_planned"] is None and found["verify"]["as_planned"]
+    assert row["holds"] is None and found["verify"]["as_planned"]
 
 
 def test_a_training_of_ones_own_that_is_compiled_otherwise(own, monkeypatch, capsys):
     held = plan_verification.held_bytes
-    monkeypatch.setattr(plan_verification, "held_bytes", lambda layout: replace(held(layout), parameters=8))
-    monkeypatch.setattr(plan_verification, "kind_of", lambda collective: "all-to-all")
+    monkeypatch.setattr(plan_verification, "held_bytes", lambda layout: held(layout)._replace(parameters=8))
+    monkeypatch.setattr(plan_verification, "_kind", lambda collective: "all-to-all")
     assert main("plan --trainer own_training:make --target h100:2 --stage 0 --verify".split()) == 1
     printed = " ".join(capsys.readouterr().out.split())
-    assert f"parameters 8 {PARAMS:,} +{PARAMS - 8:,} NOT AS PLANNED: +{PARAMS - 8:,} bytes unaccounted for" in printed
-    assert "-28,832 NOT AS PLANNED: 1 planned, 0 compiled" in printed
-    assert "+28,832 NOT AS PLANNED: 0 planned, 1 compiled" in printed
+    assert f"parameters 8 {PARAMS:,} NOT AS PLANNED: +{PARAMS - 8:,} bytes" in printed
+    assert "28,832 0 NOT AS PLANNED: 1 planned, 0 compiled" in printed
+    assert "0 28,832 NOT AS PLANNED: 0 planned, 1 compiled" in printed
 
 
 def test_a_training_of_ones_own_that_the_compiler_refuses(own, monkeypatch, capsys):
@@ -240,11 +218,11 @@ def test_a_training_of_ones_own_that_the_compiler_refuses(own, monkeypatch, caps
 
 def test_stages_that_refuse_a_training_of_ones_own_say_why(own, capsys):
     assert main("plan --trainer own_training:muon --target h100:2".split()) == 0
-    *_, bucketed, zero1, zero2, zero3 = capsys.readouterr().out.splitlines()
-    assert bucketed.startswith("0 bucketed") and bucketed.endswith("1 all-reduce")
+    bucketed, zero1, zero2, zero3 = [line for line in capsys.readouterr().out.splitlines() if line[:1].isdigit()]
+    assert bucketed.startswith("0 bucketed") and bucketed.endswith("1 AR")
     for line, name in ((zero1, "1 zero1 by leaves"), (zero2, "2 zero2 by leaves")):
         assert line.startswith(name) and "2 all-to-all" in line
-    assert "refused: optimizer must be element-wise to be sharded" in zero3
+    assert zero3.startswith("3 zero3 refused: optimizer must be element-wise to be sharded")
 
 
 @pytest.mark.full
@@ -264,56 +242,24 @@ def test_a_training_of_ones_own_that_no_stage_takes(own, capsys):
         assert capsys.readouterr().err.startswith(said)
 
 
-def test_a_step_that_is_not_as_planned_is_the_exit_status(monkeypatch, capsys):
-    row = Row("parameters", 4, 5, "NOT AS PLANNED: +1 bytes", holds=False)
-    monkeypatch.setattr(plan_verification, "verify", lambda found, *_: Verification(found, (row,), Counter()))
-    assert main(["plan", "--verify"]) == main(["plan", "--verify", "--json"]) == 1
-    assert '"as_planned": false' in capsys.readouterr().out
-    assert main(["plan"]) == 0
-
-
-def test_the_transformer_that_was_planned_is_compiled(monkeypatch, capsys):
-    asked = []
-
-    def verify(found, dtype, config):
-        asked.append((dtype, config))
-        return Verification(found, (), Counter())
-
-    monkeypatch.setattr(plan_verification, "verify", verify)
-    for options in (
-        "--model seed_xl --target h100:8 --dtype float32",
-        "--model seed_xl --target h100:8 --context 64",
-        f"{CUSTOM} --vocab 100 --heads 4 --context 16 --target h100:4",
-        "",
-        f"{CUSTOM} --matrices 2 --target h100:4",
-    ):
-        planned(f"{options} --verify", capsys)
-    seed_xl = SIZES["seed_xl"]
-    small = TransformerConfig(vocab=100, context=16, width=64, num_layers=2, num_heads=4, hidden=256)
-    assert asked == [
-        ("float32", seed_xl), ("bfloat16", replace(seed_xl, context=64)), ("bfloat16", small), ("bfloat16", None),
-        ("bfloat16", None),
-    ]  # fmt: skip
-
-
 BAD_INPUT = {
     "--model toy": "unknown model 'toy': one of xxl, custom, tiny, ",
     "--width 3": "--width must come with --model custom, not with 'xxl'",
     "--model xl --heads 3": "--heads must come with --model custom, not with 'xl'",
     "--model custom --width 3": "--model custom needs --hidden, --layers as well",
     f"{CUSTOM} --vocab 3": "--model custom needs --heads, --context as well",
-    f"{CUSTOM} --matrices 4": "num_matrices (=4) must be one of 2, 3",
-    "--model custom --width 0 --hidden 4 --layers 2": "width (=0) must be a whole number, 1 or more",
+    f"{CUSTOM} --matrices 4": "num_matrices (=4) must be 2 or 3",
+    "--model custom --width 0 --hidden 4 --layers 2": "width (=0) must be a positive integer",
     "--target v5p:12": "target 'v5p:12' makes no torus: ",
     "--fsdp 3": "fsdp x tp (=3 x 1) must divide the 64 devices of v5p:64",
-    "--fsdp 0": "fsdp (=0) must be a whole number, 1 or more",
+    "--fsdp 0": "fsdp (=0) must be a positive integer",
     "--tp 32": "tokens must be given: with tp (=32) no batch is compute-bound",
-    "--tokens 0": "tokens (=0) must be a whole number, 1 or more",
+    "--tokens 0": "tokens (=0) must be a positive integer",
     "--tokens 3": "tokens (=3) must be at least sequence length x data ranks x accumulation steps (=1 x 16 x 1)",
     "--model xl --tokens 8193 --target h100:8": "tokens (=8193) must be a multiple of sequence length x data ranks x ",
     "--tokens many": "argument --tokens: invalid int value: 'many'; see python -m jaxddp plan --help",
     "--stage 4": "stage (=4) must be one of 0, 1, 2, 3",
-    "--accumulation-steps 0": "accumulation_steps (=0) must be a whole number, 1 or more",
+    "--accumulation-steps 0": "accumulation_steps (=0) must be a positive integer",
     "--dtype text": "dtype (='text') must be a name with a width, like 'float32'",
     "--dtype float16": "dtype (='float16') has no published peak on v5p: give --flops-per-s",
     "--precision half": "argument --precision: invalid choice: 'half' (choose from ",
@@ -325,14 +271,8 @@ BAD_INPUT = {
     "--trainer a:b --verify --tokens 7": "tokens (=7) must be left out with --trainer, which says what is trained",
     "--trainer a:b --stage 4": "stage (=4) must be one of 0, 1, 2, 3",
     "--trainer nowhere:make": "trainer (=nowhere:make) must name a module that can be imported from here: ",
-    "--latency-us -1": "latency_us (=-1.0) must be a finite number, 0 or more",
-    "--fsdp 8 --tp 4 --verify": "fsdp x tp (=8 x 4) must be the 64 devices of 'v5p:64' to be compiled, ",
-    "--fsdp 16 --tp 4 --stage 1 --verify": "stage (=1) must be 3 for matrices cut by tp (=4) to be compiled",
-    "--model tiny --target h100:8 --tp 2 --tokens 64 --verify": "tp (=2) must be 1 for a transformer to be compiled: ",
-    f"{ON_GRID} --width 6 --hidden 8": "width (=6) must be divisible by fsdp (=4)",
-    f"{ON_GRID} --width 8 --hidden 7": "hidden (=7) must be divisible by tp (=2)",
-    f"{CUSTOM} --matrices 2 --vocab 9 --heads 4 --context 8 --tokens 512 --verify": "matrices (=2) must be 3 for a ",
-    "--dtype float8 --flops-per-s 1e15 --verify": "dtype (='float8') must be one of bfloat16, float16, float32 to be ",
+    "--latency-us -1": "latency_us (=-1.0) must be a finite number of microseconds, 0 or more",
+    "--model seed_xl --verify": "verify must come with --trainer",
 }
 
 
@@ -383,11 +323,3 @@ def test_updated_parameters_are_gathered_in_their_own_dtype(stage, capsys):
     """Gradients in 2 bytes, float32 parameters in 4: the reduce-scatter and the all-gather of 7/8 of each."""
     found = planned(f"--model small --target h100:8 --stage {stage}", capsys)
     assert found["traffic_bytes_per_step"]["zero1"] == (2 + 4) * found["params"] * 7 / 8
-
-
-@pytest.mark.full  # plan_test.py verifies a plan of feed-forward layers
-@pytest.mark.parametrize(("model", "stage"), [("tiny", 1), ("small", 1), ("small", 2)])
-def test_a_transformer_holds_on_gpus(model, stage, capsys):
-    assert main(f"plan --model {model} --target h100:8 --stage {stage} --verify --json".split()) == 0
-    rows = json.loads(capsys.readouterr().out)["verify"]["rows"]
-    assert len(rows) > 4 and not [row for row in rows if row["check"].startswith("NOT AS PLANNED")]

@@ -4,11 +4,11 @@ targets.py      machines that are not here: meshes that stand for them, and comp
 hlo.py          the text of a compiled program parsed: computations, instructions, shapes
 work.py         FLOPs and bytes of its instructions
 schedule.py     its operations and collectives in schedule order, and how far collectives overlap the backward
-memory.py       which arrays are alive when, and the memory of a state and of a step by component
+memory.py       the memory of a state and of a step by component
 simulate.py     the time of a step on a device and a network, and the bound that no schedule can beat
 timeline.py     pictures of simulated steps, one line of text for terminals, trace files for Perfetto
 tuning.py       bucket caps for a network
 inspect.py      steps of several strategies, compiled and simulated: ``python -m jaxddp inspect``
-verify.py       formulas beside compiled steps: ``python -m jaxddp plan --verify`` and ``plan --trainer``
+verify.py       a training at each ZeRO stage, planned and compiled: ``python -m jaxddp plan --trainer``
 testdata/       programs of several platforms and versions of JAX, for tests
 """

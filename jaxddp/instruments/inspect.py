@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..arguments import check_kind, check_leaves
 from ..models import TransformerConfig, abstract
 from ..network import Network
+from ..planning.machine import network_of
 from ..registry import STRATEGIES, is_bucketed, make_strategy
 from ..strategy import Strategy
 from ..training.jit_baseline import auto_step
@@ -30,7 +31,7 @@ from ..tree import named_leaves
 from . import targets
 from .memory import DeviceBytes, held_bytes
 from .schedule import Schedule, read_schedule
-from .simulate import Bound, Simulation, lower_bound, network_of, product_dtype, simulate
+from .simulate import Bound, Simulation, lower_bound, product_dtype, simulate
 from .tuning import tune_buckets
 
 AUTO = "auto"

@@ -33,11 +33,10 @@ the longer term; neither side counts on that, so that their ratio judges the sch
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from ..arguments import check_kind
-from ..network import DEFAULT_LATENCY_US, Network, from_file, measured
-from ..planning.chips import Chip, Target
+from ..network import Network
+from ..planning.chips import Chip
 from .schedule import Collective, Operation, Schedule
 from .work import MatmulKind, Work
 
@@ -100,60 +99,6 @@ def matmul_flops_per_s(kind: MatmulKind, chip: Chip) -> float:
     """FLOP/s of matrix products of one kind; unpublished dtypes count as the slowest published one."""
     dtype, count = product_dtype(kind, chip)
     return chip.flops_per_s.get(dtype, min(chip.flops_per_s.values())) / count
-
-
-def network_of(target: Target, gb_per_s: float | None = None, latency_us: float = DEFAULT_LATENCY_US) -> Network:
-    """A target's links; a given speed replaces the slowest: between hosts if there are several."""
-    check_kind("target", target, Target, "a Target, as jaxddp.targets.target gives it")
-    chip = target.chip
-    if target.num_hosts == 1 or target.platform == "tpu":
-        return Network(chip.link_gb_per_s if gb_per_s is None else gb_per_s, latency_us)
-    between_hosts = chip.host_link_gb_per_s if gb_per_s is None else gb_per_s
-    return Network(chip.link_gb_per_s, latency_us, between_hosts, target.devices_per_host)
-
-
-def read_network(path: str, target: Target, assumed: Network, gb_per_s: float | None = None) -> Network:
-    """Measured curves within a target's hosts, from a file or, as ``"measured"``, for its chip.
-
-    ``assumed`` has the speed between hosts; a speed given for a single host contradicts the curves.
-
-    Raises:
-        ValueError: If a speed is given for one host, or as ``network.measured`` and ``from_file``.
-    """
-    if gb_per_s is not None and target.num_hosts == 1:
-        raise ValueError(f"network_gb_per_s (={gb_per_s:g}) must be left out with --network-file: it has the speeds")
-    between = assumed.host_gb_per_s
-    found = measured(target.spec, host_gb_per_s=between) if path == "measured" else from_file(path)
-    return replace(found, host_gb_per_s=between, devices_per_host=assumed.devices_per_host)
-
-
-def network_in_words(target: Target, network: Network) -> str:
-    """Where the network's speeds come from, and what to give instead.
-
-    Example:
-        >>> from ..planning.chips import target
-        >>> network_in_words(target("h100:8"), Network(50))
-        'network, assumed: 50 GB/s a GPU as given, what a GPU sends to other hosts: that is one GPU a host, h100:8x1'
-    """
-    if network.curves:
-        between = f", between hosts {network.host_gb_per_s:g} GB/s a GPU assumed" if network.host_gb_per_s else ""
-        return f"network: as measured, {network.source}{between}"
-    chip, published = target.chip, network_of(target)
-    is_given = network != replace(published, latency_us=network.latency_us)
-    if target.platform == "tpu":
-        source = "as given" if is_given else "all its links as published"
-        return f"network, assumed: {network.gb_per_s:g} GB/s a chip, {source}"
-    nvlink = f"{network.gb_per_s:g} GB/s a GPU, NVLink's published peak (rings reach about 360 of an H100's 450)"
-    if target.num_hosts > 1:
-        nic = f"{network.host_gb_per_s:g} GB/s a GPU, {'as given' if is_given else 'a published NIC for each'}"
-        within = "" if target.devices_per_host == 1 else f"within a host {nvlink}, "
-        return f"network, assumed: {within}between hosts {nic}"
-    if not is_given:
-        return f"network, assumed: {nvlink}: try --network-gb-per-s {0.8 * chip.link_gb_per_s:g}"
-    given = f"network, assumed: {network.gb_per_s:g} GB/s a GPU as given"
-    if network.gb_per_s > chip.host_link_gb_per_s or target.num_devices == 1:
-        return given
-    return f"{given}, what a GPU sends to other hosts: that is one GPU a host, {chip.name}:{target.num_devices}x1"
 
 
 def simulate(schedule: Schedule, chip: Chip, network: Network) -> Simulation:

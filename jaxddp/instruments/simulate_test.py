@@ -8,13 +8,11 @@ from jaxddp.instruments.simulate import (
     device_seconds,
     lower_bound,
     matmul_flops_per_s,
-    network_in_words,
-    network_of,
     simulate,
 )
 from jaxddp.instruments.work import MatmulKind, Work
 from jaxddp.network import Network
-from jaxddp.planning.chips import CHIPS, target
+from jaxddp.planning.chips import CHIPS
 
 # One byte of memory traffic takes a second, and so does one byte of an all-reduce of two ranks.
 CHIP = dataclasses.replace(CHIPS["h100"], flops_per_s={"float32": 1.0, "tf32": 1.0}, memory_bytes_per_s=1.0)
@@ -54,23 +52,6 @@ def test_a_step_by_hand():
         ("z", "communication", "all-reduce", 6, 11, 4),
     ]
     assert (step.step_s, step.compute_s, step.communication_s, step.exposed_s) == (11, 8, 9, 3)
-
-
-@pytest.mark.parametrize(
-    ("spec", "gb_per_s", "words"),
-    [
-        ("h100:8", None, "450 GB/s a GPU, NVLink's published peak (rings reach about 360 of an H100's 450): "
-         "try --network-gb-per-s 360"),
-        ("h100:8", 360, "360 GB/s a GPU as given"),
-        ("a100:8", 25, "25 GB/s a GPU as given, what a GPU sends to other hosts: that is one GPU a host, a100:8x1"),
-        ("h100:8x1", None, "between hosts 50 GB/s a GPU, a published NIC for each"),
-        ("h100:4x8", 12, "within a host 450 GB/s a GPU, NVLink's published peak (rings reach about 360 of an H100's "
-         "450), between hosts 12 GB/s a GPU, as given"),
-        ("v5p:8", None, "600 GB/s a chip, all its links as published"),
-    ],
-)  # fmt: skip
-def test_the_network_is_named_with_where_it_comes_from(spec, gb_per_s, words):
-    assert network_in_words(target(spec), network_of(target(spec), gb_per_s, 20)) == f"network, assumed: {words}"
 
 
 def random_program(rng, depth=0):

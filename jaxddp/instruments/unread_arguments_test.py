@@ -18,7 +18,7 @@ def test_injected_hyperparameters_with_a_schedule(name):
     trainer = jaxddp.Trainer(loss_fn, optimizer, jaxddp.make_strategy(name, **options), jaxddp.data_mesh(2))
     state = trainer.init({"w": jnp.ones((6, 6))})
     batch = {"x": jnp.ones((8, 6)), "unread": jnp.ones((8, 100))}
-    found = step_memory(trainer.compile(state, batch), state).after_init
+    found = step_memory(trainer.compile(state, batch), state)
     expected = held_bytes(trainer.layout(state))
     assert (found.parameters, found.optimizer_state) == (expected.parameters, expected.optimizer_state)
     assert found.others == 4 + 8  # the step's number and the key

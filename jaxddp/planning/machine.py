@@ -15,14 +15,12 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, replace
-from numbers import Real
 from typing import NamedTuple
 
-from ..arguments import check_kind
-from ..network import DEFAULT_LATENCY_US, GB, Network
+from ..arguments import check_positive
+from ..network import DEFAULT_LATENCY_US, GB, Network, from_file, measured
 from .chips import Target
-from .cost.checks import check_count, check_not_negative, check_positive
-from .cost.scaling import DeviceRates
+from .formulas import DeviceRates
 
 # FLOP/s in bfloat16, and GB/s of one axis of the torus, both directions together.
 _BOOK = {"v5p": (4.6e14, 180.0)}
@@ -74,15 +72,9 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name in ("flops_per_s", "memory_bytes", "link_gb_per_s", "host_link_gb_per_s"):
-            check_kind(name, getattr(self, name), Real, "a number")
-            check_positive(**{name: getattr(self, name)})
-        check_kind("torus", self.torus, tuple, "a tuple of sides")
-        if self.torus:
-            check_count(torus=self.torus)
-        if self.devices_per_host is not None:
-            check_count(devices_per_host=self.devices_per_host)
-        check_count(num_devices=self.num_devices)
-        check_not_negative(latency_us=self.latency_us)
+            check_positive(name, getattr(self, name))
+        if not 0 <= self.latency_us < math.inf:
+            raise ValueError(f"latency_us (={self.latency_us}) must be a finite number of microseconds, 0 or more")
 
     def axes(self, fsdp: int, tp: int) -> Axes:
         """Assigns the axes of the torus to groups of ``fsdp`` and ``tp`` ranks.
@@ -115,6 +107,59 @@ class Cluster:
         )
 
 
+def network_of(target: Target, gb_per_s: float | None = None, latency_us: float = DEFAULT_LATENCY_US) -> Network:
+    """A target's links; a given speed replaces the slowest: between hosts if there are several."""
+    chip = target.chip
+    if target.num_hosts == 1 or target.platform == "tpu":
+        return Network(chip.link_gb_per_s if gb_per_s is None else gb_per_s, latency_us)
+    between_hosts = chip.host_link_gb_per_s if gb_per_s is None else gb_per_s
+    return Network(chip.link_gb_per_s, latency_us, between_hosts, target.devices_per_host)
+
+
+def read_network(path: str, target: Target, assumed: Network, gb_per_s: float | None = None) -> Network:
+    """Measured curves within a target's hosts, from a file or, as ``"measured"``, for its chip.
+
+    ``assumed`` has the speed between hosts; a speed given for a single host contradicts the curves.
+
+    Raises:
+        ValueError: If a speed is given for one host, or as ``network.measured`` and ``from_file``.
+    """
+    if gb_per_s is not None and target.num_hosts == 1:
+        raise ValueError(f"network_gb_per_s (={gb_per_s:g}) must be left out with --network-file: it has the speeds")
+    between = assumed.host_gb_per_s
+    found = measured(target.spec, host_gb_per_s=between) if path == "measured" else from_file(path)
+    return replace(found, host_gb_per_s=between, devices_per_host=assumed.devices_per_host)
+
+
+def network_in_words(target: Target, network: Network) -> str:
+    """Where the network's speeds come from, and what to give instead.
+
+    Example:
+        >>> from .chips import target
+        >>> network_in_words(target("h100:8"), Network(50))
+        'network, assumed: 50 GB/s a GPU as given, what a GPU sends to other hosts: that is one GPU a host, h100:8x1'
+    """
+    if network.curves:
+        between = f", between hosts {network.host_gb_per_s:g} GB/s a GPU assumed" if network.host_gb_per_s else ""
+        return f"network: as measured, {network.source}{between}"
+    chip, published = target.chip, network_of(target)
+    is_given = network != replace(published, latency_us=network.latency_us)
+    if target.platform == "tpu":
+        source = "as given" if is_given else "all its links as published"
+        return f"network, assumed: {network.gb_per_s:g} GB/s a chip, {source}"
+    nvlink = f"{network.gb_per_s:g} GB/s a GPU, NVLink's published peak (rings reach about 360 of an H100's 450)"
+    if target.num_hosts > 1:
+        nic = f"{network.host_gb_per_s:g} GB/s a GPU, {'as given' if is_given else 'a published NIC for each'}"
+        within = "" if target.devices_per_host == 1 else f"within a host {nvlink}, "
+        return f"network, assumed: {within}between hosts {nic}"
+    if not is_given:
+        return f"network, assumed: {nvlink}: try --network-gb-per-s {0.8 * chip.link_gb_per_s:g}"
+    given = f"network, assumed: {network.gb_per_s:g} GB/s a GPU as given"
+    if network.gb_per_s > chip.host_link_gb_per_s or target.num_devices == 1:
+        return given
+    return f"{given}, what a GPU sends to other hosts: that is one GPU a host, {chip.name}:{target.num_devices}x1"
+
+
 def cluster_of(
     target: Target, dtype: str, *, flops_per_s: float | None = None, **by_hand: float | int | None
 ) -> Cluster:
@@ -125,7 +170,6 @@ def cluster_of(
     Raises:
         ValueError: If a number is out of range, or the chip has no published peak for the dtype.
     """
-    check_kind("target", target, Target, "a Target, as jaxddp.targets.target gives it")
     chip = target.chip
     key = chip.matmul_float32 if dtype == "float32" else dtype
     if flops_per_s is None and key not in chip.flops_per_s:

@@ -4,7 +4,7 @@ import pytest
 
 from jaxddp.network import Network
 from jaxddp.planning.chips import target
-from jaxddp.planning.machine import Axes, cluster_of
+from jaxddp.planning.machine import Axes, cluster_of, network_in_words, network_of
 
 
 @pytest.mark.parametrize(
@@ -68,10 +68,28 @@ def test_peaks_are_those_of_the_dtype(spec, dtype, flops_per_s):
         ("v5p:8", "bfloat16", {"host_link_gb_per_s": 3.0},
          "host_link_gb_per_s (=3.0) must be left out for 'v5p:8', which is one torus"),
         ("h100:8", "bfloat16", {"memory_bytes": -1.0}, "memory_bytes (=-1.0) must be a positive finite number"),
-        ("h100:8", "bfloat16", {"latency_us": -1.0}, "latency_us (=-1.0) must be a finite number, 0 or more"),
+        ("h100:8", "bfloat16", {"latency_us": -1.0},
+         "latency_us (=-1.0) must be a finite number of microseconds, 0 or more"),
     ],
 )  # fmt: skip
 def test_bad_input(spec, dtype, by_hand, said):
     with pytest.raises(ValueError) as raised:
         cluster_of(target(spec), dtype, **by_hand)
     assert str(raised.value) == said
+
+
+@pytest.mark.parametrize(
+    ("spec", "gb_per_s", "words"),
+    [
+        ("h100:8", None, "450 GB/s a GPU, NVLink's published peak (rings reach about 360 of an H100's 450): "
+         "try --network-gb-per-s 360"),
+        ("h100:8", 360, "360 GB/s a GPU as given"),
+        ("a100:8", 25, "25 GB/s a GPU as given, what a GPU sends to other hosts: that is one GPU a host, a100:8x1"),
+        ("h100:8x1", None, "between hosts 50 GB/s a GPU, a published NIC for each"),
+        ("h100:4x8", 12, "within a host 450 GB/s a GPU, NVLink's published peak (rings reach about 360 of an H100's "
+         "450), between hosts 12 GB/s a GPU, as given"),
+        ("v5p:8", None, "600 GB/s a chip, all its links as published"),
+    ],
+)  # fmt: skip
+def test_the_network_is_named_with_where_it_comes_from(spec, gb_per_s, words):
+    assert network_in_words(target(spec), network_of(target(spec), gb_per_s, 20)) == f"network, assumed: {words}"

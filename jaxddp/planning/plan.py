@@ -1,4 +1,4 @@
-"""Whether a training step fits a cluster and keeps it busy, by the formulas of ``cost/``, before anything is compiled.
+"""Whether a training step fits a cluster and keeps it busy, by ``formulas.py``, before anything is compiled.
 
 The devices form R replicas of X x Y ranks. Y ranks split each matrix (tensor parallelism). X ranks share the training
 state by ZeRO stage and work on different tokens, as the replicas do. Stage 3 gathers parameters (FSDP); the other
@@ -14,25 +14,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..arguments import check_kind
+from ..arguments import check_integer
 from ..communication.buckets import MIB, TensorSpec, plan_buckets
-from .cost import memory, traffic
-from .cost.checks import check_choice, check_count
-from .cost.overlap import Optimum, bucket_times_s, finish_s, uniform_optimum
-from .cost.scaling import Assumptions, Split, Times, accumulated_min_tokens, best_split, min_tokens, times
-from .cost.workload import Workload
+from . import formulas
+from .formulas import FP32, Assumptions, Optimum, PerParameter, Split, Times
 from .machine import Cluster
+from .workload import Workload
 
 # MiB, two per octave, 1 to 8192.
 _CAPS_MB = tuple(2 ** (step / 2) for step in range(27))
-
-
-_KINDS: dict[str, type] = {
-    "workload": Workload,
-    "cluster": Cluster,
-    "per_parameter": memory.PerParameter,
-    "assumptions": Assumptions,
-}
 
 
 @dataclass(frozen=True)
@@ -60,26 +50,22 @@ class TrainingJob:
     tokens: int | None = None
     sequence_length: int = 1
     stage: int = 3
-    per_parameter: memory.PerParameter = memory.FP32
+    per_parameter: PerParameter = FP32
     assumptions: Assumptions = field(default_factory=Assumptions)
     accumulation_steps: int | None = None
     num_gathered_units: int = 2
 
     def __post_init__(self) -> None:
-        for name, kind in _KINDS.items():
-            check_kind(name, getattr(self, name), kind, f"a {kind.__name__}")
-        check_count(fsdp=self.fsdp, tp=self.tp, sequence_length=self.sequence_length)
-        check_count(num_gathered_units=self.num_gathered_units)
-        check_choice(memory.STAGES, stage=self.stage)
-        if self.accumulation_steps is not None:
-            check_count(accumulation_steps=self.accumulation_steps)
+        for name in ("fsdp", "tp", "sequence_length", "tokens", "accumulation_steps"):
+            if (value := getattr(self, name)) is not None:
+                check_integer(name, value)
+        check_stage(self.stage)
         if self.cluster.num_devices % (self.fsdp * self.tp):
             raise ValueError(
                 f"fsdp x tp (={self.fsdp} x {self.tp}) must divide the {self.cluster.num_devices} devices of "
                 f"{self.cluster.name}"
             )
         if self.tokens is not None:
-            check_count(tokens=self.tokens)
             pieces = self.least_tokens * (self.accumulation_steps or 1)
             if self.tokens < pieces or (self.sequence_length > 1 and self.tokens % pieces):
                 rule = "at least" if self.sequence_length == 1 else "a multiple of"
@@ -101,14 +87,14 @@ class TrainingJob:
     @property
     def has_masters(self) -> bool:
         """Whether K holds a float32 master beside AdamW's moments."""
-        return self.per_parameter.optimizer > memory.FP32.optimizer
+        return self.per_parameter.optimizer > FP32.optimizer
 
     @property
-    def held(self) -> memory.PerParameter:
+    def held(self) -> PerParameter:
         """Bytes per parameter at this stage: stage 3 casts masters when it gathers them, so it holds no copies."""
         if self.stage < 3 or not self.has_masters:
             return self.per_parameter
-        master = memory.FP32.parameter
+        master = FP32.parameter
         return self.per_parameter._replace(parameter=master, optimizer=self.per_parameter.optimizer - master)
 
     @property
@@ -125,6 +111,16 @@ class TrainingJob:
     def least_tokens(self) -> int:
         """Tokens of the smallest step: one sequence per data rank."""
         return self.num_data_ranks * self.sequence_length
+
+
+def check_stage(stage: int) -> None:
+    """Refuses what is no ZeRO stage.
+
+    Raises:
+        ValueError: If it is none of 0, 1, 2, 3.
+    """
+    if stage not in formulas.STAGES:
+        raise ValueError(f"stage (={stage}) must be one of {', '.join(map(str, formulas.STAGES))}")
 
 
 class BucketChoice(NamedTuple):
@@ -197,9 +193,7 @@ class Plan:
         """Whether compute takes at least as long as communication; per micro-batch where each one gathers."""
         if self.min_tokens is None:
             return False
-        return self.tokens >= float(
-            accumulated_min_tokens(self.min_tokens, self.num_microbatches, gathers_every=self.job.gathers)
-        )
+        return self.tokens >= self.min_tokens * (self.num_microbatches if self.job.gathers else 1)
 
 
 def plan(job: TrainingJob) -> Plan:
@@ -209,7 +203,7 @@ def plan(job: TrainingJob) -> Plan:
         ValueError: If no tokens are given and no batch is compute-bound.
     """
     rates = job.cluster.rates(*job.ranks[:2])
-    least = float(min_tokens(job.workload, rates, *job.ranks, job.assumptions))
+    least = float(formulas.min_tokens(job.workload, rates, *job.ranks, job.assumptions))
     tokens = _tokens(job, least)
     steps = job.accumulation_steps or _fewest_steps(job, tokens)
     buckets = best_buckets(job, tokens, steps or 1)
@@ -221,27 +215,27 @@ def plan(job: TrainingJob) -> Plan:
         bytes_per_device=components,
         min_devices=_min_devices(job, components),
         min_tokens=least if math.isfinite(least) else None,
-        times=times(job.workload, rates, tokens / (steps or 1), *job.ranks, job.assumptions),
-        best_split=best_split(job.workload, job.cluster.rates, job.cluster.num_devices, job.assumptions),
+        times=formulas.times(job.workload, rates, tokens / (steps or 1), *job.ranks, job.assumptions),
+        best_split=formulas.best_split(job.workload, job.cluster.rates, job.cluster.num_devices, job.assumptions),
         buckets=buckets,
-        traffic_bytes={name: sent_bytes(job, name, strategy_traffic(name, steps or 1)) for name in traffic.STRATEGIES},
+        traffic_bytes={name: sent_bytes(job, name, strategy_traffic(name, steps or 1)) for name in formulas.STRATEGIES},
     )
 
 
-def sent_bytes(job: TrainingJob, strategy: str, sent: traffic.Traffic) -> float:
+def sent_bytes(job: TrainingJob, strategy: str, sent: formulas.Traffic) -> float:
     """Bytes that each rank sends; zero1 and zero2 gather the updated parameters in their own dtype."""
     element_bytes = job.assumptions.element_bytes
     param_bytes = job.per_parameter.parameter if strategy in ("zero1", "zero2") else element_bytes
     num_params = job.workload.num_params / job.tp
-    return float(traffic.sent_bytes(sent, num_params, job.num_data_ranks, element_bytes, param_bytes))
+    return float(formulas.sent_bytes(sent, num_params, job.num_data_ranks, element_bytes, param_bytes))
 
 
-def strategy_traffic(strategy: str, num_microbatches: int) -> traffic.Traffic:
+def strategy_traffic(strategy: str, num_microbatches: int) -> formulas.Traffic:
     """Counts what a strategy of this package sends, in units of (n-1)/n of all elements.
 
     zero2 and zero3 reduce every micro-batch, the other strategies the accumulated sum.
     """
-    return traffic.traffic(strategy, num_microbatches, "every" if strategy in ("zero2", "zero3") else "once")
+    return formulas.traffic(strategy, num_microbatches, "every" if strategy in ("zero2", "zero3") else "once")
 
 
 def gradient_rate(job: TrainingJob) -> tuple[float, float]:
@@ -265,7 +259,7 @@ def gradient_rate(job: TrainingJob) -> tuple[float, float]:
 def best_buckets(job: TrainingJob, tokens: int, num_microbatches: int) -> BucketChoice | None:
     """Finds the bucket cap between 1 MiB and 8 GiB that exposes least, the smallest if several do.
 
-    Uses the pipeline of ``cost/overlap.py`` with the real buckets of each cap: they fill in reversed forward order, a
+    Uses the pipeline of ``formulas.py`` with the real buckets of each cap: they fill in reversed forward order, a
     tensor's backward takes time in proportion to its bytes, and a bucket's collective has the network to itself.
     ``jaxddp.tune_buckets`` chooses caps for a compiled step, which is more accurate.
 
@@ -284,7 +278,7 @@ def best_buckets(job: TrainingJob, tokens: int, num_microbatches: int) -> Bucket
         return [[int(tensor.name) for tensor in bucket.tensors] for bucket in plan_buckets(specs, cap_mb).buckets]
 
     def tail_s(places: list[list[int]]) -> float:
-        return float(finish_s(*bucket_times_s(places, sizes, ready_s, rate, latency_s))) - backward_s
+        return float(formulas.finish_s(*formulas.bucket_times_s(places, sizes, ready_s, rate, latency_s))) - backward_s
 
     # A cap below the smallest tensor makes the same buckets as a cap of that size.
     compositions = {cap_mb: composition(cap_mb) for cap_mb in sorted({max(cap, min(sizes) / MIB) for cap in _CAPS_MB})}
@@ -298,7 +292,7 @@ def best_buckets(job: TrainingJob, tokens: int, num_microbatches: int) -> Bucket
         backward_s=backward_s,
         latency_s=latency_s,
         bytes_per_s=rate,
-        equal=uniform_optimum(backward_s, sum(sizes), rate, latency_s) if latency_s else None,
+        equal=formulas.uniform_optimum(backward_s, sum(sizes), rate, latency_s) if latency_s else None,
     )
 
 
@@ -315,10 +309,10 @@ def _tokens(job: TrainingJob, least: float) -> int:
 
 def _bytes_per_device(job: TrainingJob, tokens: int, steps: int, buckets: BucketChoice | None) -> dict[str, float]:
     element_bytes = job.assumptions.element_bytes
-    state = memory.state_bytes(job.workload.num_params / job.tp, job.stage, job.fsdp, job.held)
-    gathered = memory.gathered_bytes(job.workload.unit_params, element_bytes, job.num_gathered_units, job.tp)
+    state = formulas.state_bytes(job.workload.num_params / job.tp, job.stage, job.fsdp, job.held)
+    gathered = formulas.gathered_bytes(job.workload.unit_params, element_bytes, job.num_gathered_units, job.tp)
     kept = job.workload.kept_per_token, job.workload.kept_cut_per_token
-    activations = memory.activation_bytes(tokens / job.num_data_ranks / steps, *kept, element_bytes, job.tp)
+    activations = formulas.activation_bytes(tokens / job.num_data_ranks / steps, *kept, element_bytes, job.tp)
     return {
         **{name: float(num_bytes) for name, num_bytes in state._asdict().items()},
         "gathered_parameters": gathered if job.gathers else 0.0,
@@ -334,7 +328,7 @@ def _fewest_steps(job: TrainingJob, tokens: int) -> int | None:
     while True:  # the bucket choice depends on the micro-batch and takes memory itself
         components = _bytes_per_device(job, tokens, steps, best_buckets(job, tokens, steps))
         activations = components.pop("activations") * steps
-        least = float(memory.least_ranks(activations, sum(components.values()), job.cluster.memory_bytes))
+        least = float(formulas.least_ranks(activations, sum(components.values()), job.cluster.memory_bytes))
         if least <= steps:
             return steps
         if least > most:
@@ -343,7 +337,7 @@ def _fewest_steps(job: TrainingJob, tokens: int) -> int | None:
 
 
 def _min_devices(job: TrainingJob, components: dict[str, float]) -> int | None:
-    cut, whole = memory.cut_and_whole_bytes(job.workload.num_params / job.tp, job.stage, job.held)
+    cut, whole = formulas.cut_and_whole_bytes(job.workload.num_params / job.tp, job.stage, job.held)
     temporary = sum(components[name] for name in ("gathered_parameters", "gradient_buckets", "activations"))
-    ranks = float(memory.least_ranks(cut, whole + temporary, job.cluster.memory_bytes))
+    ranks = float(formulas.least_ranks(cut, whole + temporary, job.cluster.memory_bytes))
     return int(ranks) * job.tp if math.isfinite(ranks) else None

@@ -124,13 +124,13 @@ def test_bytes_from_step_to_step(strategy):
         parameter, others = 1, 8 // NUM_RANKS  # of the masters, a quarter
     held = DeviceBytes(parameter * NUM_ELEMENTS, others * NUM_ELEMENTS + 4, 4 + 8)
     program = trainer.compile(state, batch)
-    assert step_memory(program, state).after_init == held
-    assert (found := held_bytes(trainer.layout(state))).total == held.total - 12 and found.parameters == held.parameters
-    assert program.memory_analysis().argument_size_in_bytes == held.total + batch["x"].nbytes // NUM_RANKS
+    assert step_memory(program, state)[:3] == held[:3]
+    assert held_bytes(trainer.layout(state))[:2] == held[:2]
+    assert program.memory_analysis().argument_size_in_bytes == held.state + batch["x"].nbytes // NUM_RANKS
     state = trainer.init(mlp_params())
     state, _ = trainer.step(state, batch)
     arrays = jax.tree.leaves(state._replace(step=(), key=()))
-    assert sum(leaf.addressable_shards[0].data.nbytes for leaf in arrays) == held.total - 12
+    assert sum(leaf.addressable_shards[0].data.nbytes for leaf in arrays) == held.state - 12
 
 
 @pytest.mark.parametrize("strategy", [jaxddp.bucketed(5e-4), jaxddp.zero1(5e-4), jaxddp.zero2(5e-4), SHARDED])

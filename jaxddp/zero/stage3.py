@@ -49,9 +49,9 @@ from ..communication.reduction import Means, divide
 from ..layout import Leaf
 from ..replicated import all_reduce_grads, update_full
 from ..strategy import Layout, Ranks, Strategy, register
-from ..tree import path_name, split
-from .gather import Held, Shard, gather
-from .layers import run_units, trace_uses
+from ..tree import named_leaves, split
+from .gather import Shard, gather, stacked_dims
+from .layers import run_units, trace_marked, used_outside
 from .shards import cut_leaf, shard_state
 
 
@@ -102,39 +102,38 @@ def layout_params(
 
 def loss_on_shards(loss: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
     """Turns a loss function of full parameters, in the compute dtype, into one of what a rank holds."""
-    ranks = layout.ranks
+    ranks, leaves = layout.ranks, layout.params
+    has_warned = ranks.num_ranks == 1
 
     def used_dtype(leaf: Leaf) -> Any:
         is_cast = layout.compute_dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating)
         return layout.compute_dtype if is_cast else leaf.dtype
 
-    def loss_of_shards(params: Any, *inputs: Any) -> Any:
-        leaves = layout.params
-        full = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, used_dtype(leaf)), leaves)
-        has_rows = [leaf.cut is not None and bool(leaf.cut.dim) for leaf in jax.tree.leaves(leaves)]
-        uses = trace_uses(loss, full, has_rows, *inputs)
-
-        def argument(path: Any, leaf: Leaf, array: jax.Array) -> Any:
-            name, dtype = path_name(path), used_dtype(leaf)
-            if leaf.cut is None:
-                return array if array.dtype == dtype else array.astype(dtype)
+    def held(name: str, leaf: Leaf, array: jax.Array) -> Any:
+        dtype = used_dtype(leaf)
+        if leaf.cut is not None:
             is_trained = layout.trainable is None or layout.trainable(name)
-            return Shard(array, Held(leaf, jnp.dtype(dtype), jnp.dtype(layout.grad_dtypes[name]), is_trained))
+            return Shard(array, leaf, dtype, layout.grad_dtypes[name] if is_trained else None)
+        return array if array.dtype == dtype else array.astype(dtype)
 
-        arguments = jax.tree_util.tree_map_with_path(argument, leaves, params)
-        flat, structure = jax.tree.flatten(arguments, is_leaf=lambda one: isinstance(one, Shard))
-        for at, one in enumerate(flat):
-            if isinstance(one, Shard) and uses.unused[at]:  # it may still be asked for, and is never read
-                flat[at] = jnp.zeros(one.shape, one.dtype)
-        early = [at for at, one in enumerate(flat) if isinstance(one, Shard) and uses.outside[at]]
-        for at, array in zip(early, gather([flat[at] for at in early], ranks), strict=True):
-            flat[at] = array
-        if early and not uses.num_units and not any(isinstance(one, Shard) for one in flat):
+    def loss_of_shards(params: Any, *inputs: Any) -> Any:
+        nonlocal has_warned
+        full = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, used_dtype(leaf)), leaves)
+        program, result = trace_marked(loss, full, *inputs)
+        by_name = named_leaves(leaves).items()
+        values = [held(*pair, array) for pair, array in zip(by_name, jax.tree.leaves(params), strict=True)]
+        values += jax.tree.leaves(inputs)
+        stacked = [stacked_dims(one.leaf) if isinstance(one, Shard) else None for one in values]
+        early = sorted(used_outside(program.jaxpr, stacked))
+        for at, array in zip(early, gather([values[at] for at in early], ranks)[0], strict=True):
+            values[at] = array
+        if early and not has_warned and not any(isinstance(one, Shard) for one in values):
+            has_warned = True
             warnings.warn(
                 "zero3 gathers all parameters before the forward: mark the layers of the model with jaxddp.layer",
                 stacklevel=2,
             )
-        return run_units(loss, ranks, uses)(jax.tree.unflatten(structure, flat), *inputs)
+        return jax.tree.unflatten(jax.tree.structure(result), run_units(program, values, ranks, is_end=True))
 
     return loss_of_shards
 

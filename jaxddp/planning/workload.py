@@ -27,9 +27,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
-
-from .checks import check_choice, check_count
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -72,18 +69,15 @@ class Workload:
 
 
 def feed_forward(width: int, hidden: int, num_blocks: int = 1, num_matrices: int = 2) -> Workload:
-    """Counts the feed-forward model: D is ``width``, F ``hidden``, L ``num_blocks``, k ``num_matrices``.
-
-    Raises:
-        ValueError: If a size is not a positive whole number, or ``num_matrices`` neither 2 nor 3.
+    """Counts the feed-forward model: D is ``width``, F ``hidden``, L ``num_blocks``, k ``num_matrices``, 2 or 3.
 
     Example:
         >>> model = feed_forward(width=16384, hidden=53248, num_blocks=126)
         >>> model.num_params, 2 * (model.kept_per_token + model.kept_cut_per_token)
         (219848638464, 17547264)
     """
-    check_count(width=width, hidden=hidden, num_blocks=num_blocks)
-    check_choice((2, 3), num_matrices=num_matrices)
+    if num_matrices not in (2, 3):
+        raise ValueError(f"num_matrices (={num_matrices}) must be 2 or 3")
     ups = (("up", (width, hidden)),) if num_matrices == 2 else (("gate", (width, hidden)), ("up", (width, hidden)))
     block = (*ups, ("down", (hidden, width)))
     return Workload(
@@ -105,26 +99,21 @@ def transformer(
     hidden: int,
     *,
     num_matrices: int = 3,
-    head: Literal["own", "tied"] = "own",
+    tied: bool = False,
 ) -> Workload:
     """Counts the decoder-only transformer of ``jaxddp.models``, or a variant of it.
 
     It has ``(1 or 2) V D + L (4 D^2 + k D F + 2 D) + D`` parameters, with V for ``vocab``, T for ``context``. In
-    ``jaxddp.models`` k is 3 and the head is its own; a ``"tied"`` head shares the embedding.
+    ``jaxddp.models`` k is 3; a ``tied`` head shares the embedding.
 
     Raises:
-        ValueError: If a size is not a positive whole number, the heads do not divide the width, or an option is
-            unknown.
+        ValueError: If the heads do not divide the width.
 
     Example:
         >>> xl = transformer(vocab=10_000, context=128, width=768, num_layers=16, num_heads=12, hidden=3200)
         >>> xl.num_params, len(xl.tensors)
         (171098880, 147)
     """
-    check_count(
-        vocab=vocab, context=context, width=width, num_layers=num_layers, num_heads=num_heads, hidden=hidden
-    )  # fmt: skip
-    check_choice(("own", "tied"), head=head)
     if width % num_heads:
         raise ValueError(f"width (={width}) must be divisible by num_heads (={num_heads})")
     mlp = feed_forward(width, hidden, num_layers, num_matrices)
@@ -135,7 +124,7 @@ def transformer(
         ("mlp_norm", (width,)),
         *((f"mlp.{name.rpartition('.')[2]}", shape) for name, shape in mlp.tensors[:num_matrices]),
     )
-    last = (("norm", (width,)), *((("head", (width, vocab)),) if head == "own" else ()))
+    last = (("norm", (width,)), *(() if tied else (("head", (width, vocab)),)))
     blocks = tuple((f"layers.{index}.{name}", shape) for index in range(num_layers) for name, shape in block)
     attention_flops = num_layers * (8 * width**2 + 4 * context * width)
     return Workload(

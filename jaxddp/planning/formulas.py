@@ -1,0 +1,448 @@
+"""Training costs as formulas: bytes a device holds and sends, exposed communication, compute-bound batches.
+
+Sizes are in bytes, times in seconds, rates per second. Arguments may be NumPy arrays and are not checked: ``plan.py``
+and the commands check what a user gives.
+
+State. Per parameter a device holds p bytes of the parameter, g of its gradient, a of an accumulated gradient in another
+dtype, and K of optimizer state: (p, g, K) is (4, 4, 8) with AdamW in float32, (2, 2, 12) in mixed precision, where K
+includes the float32 master. Each ZeRO stage shards one more component over N ranks:
+
+    stage 0   p + g + a + K             stage 2   p + (g + a + K) / N
+    stage 1   p + g + a + K / N         stage 3   (p + g + a + K) / N
+
+Traffic. In units of (N-1)/N elements per parameter over A micro-batches; a reduce-scatter or an all-gather of
+everything counts 1, an all-reduce 2:
+
+    strategy                                        reduced every micro-batch    accumulated, reduced once
+    naive, flat, overlapped, bucketed               2 A                          2
+    zero1, zero2: reduce-scatter + all-gather       A + 1                        2 (zero2 then holds full gradients)
+    zero3: gathered twice per micro-batch           3 A                          2 A + 1 (holds full gradients)
+    zero3, gathered once and kept for the step      A + 1                        2
+    sharded_optimizer: all-reduce + broadcasts      2 A + 1                      3
+
+Buckets are sent over one stream, in order. Bucket i takes c_i to compute and m_i = s_i / w + o to send: s_i bytes at an
+algorithm bandwidth w, and o per call.
+
+    R_i = R_{i-1} + c_i          its gradients are ready
+    S_i = max(R_i, E_{i-1})      it starts: gradients ready and stream free
+    E_i = S_i + m_i              it ends;  the step waits for T = E_n - R_n
+
+Unrolled, E_n = max_k (c_1 + ... + c_k + m_k + ... + m_n): some bucket k starts the moment it is ready, and the stream
+is never idle after that. For n equal buckets of s/n bytes and C/n seconds
+
+    T(n) = max( C/n + s/w + n o - C ,  s/(n w) + o )
+    communication-bound, s/w >= C:   n* = sqrt(C/o)                          T* = s/w - C + 2 sqrt(C o)
+    compute-bound, s/w < C:          n* = max(sqrt(C/o), (C - s/w)/o)        T* = s/(n* w) + o, in the latter case
+
+If computing a bucket takes as long as sending it without latency, C = s/w: n* = sqrt(s/(w o)), T* = 2 sqrt(s o / w).
+
+Compute-bound. N = X Y R devices: X ranks share parameters and gather them (FSDP), Y split each matrix (TP), R replicas
+reduce their gradients (DP). A step has B tokens, the model P parameters of e bytes, f FLOPs per token of a forward, and
+A elements per token that TP all-reduces. A device computes C FLOP/s and sends W_X, W_Y, W_R bytes per second to its
+groups. r(n) is (n-1)/n, the share of a ring's bytes that leaves a rank, or 1 where that is neglected.
+
+                     forward                          backward                         both
+    compute          f B / (N C)                      2 x                              3 x
+    FSDP             e P r(X) / (Y W_X), gather       2 x: gather, reduce-scatter      3 x
+    TP               2 e A B r(Y) / (X R W_Y)         the same                         2 x
+    DP               0                                2 e P r(R) / (X Y W_R)           the same
+
+A torus axis of a TPU sends in both directions of its ring, so W is twice the one-way rate of a link. The times of FSDP
+and TP add, or the longer one counts if they overlap. The least B follows; TP's time grows with B as compute does, so
+there may be none.
+
+References:
+    Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020.
+    Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020.
+    Austin et al., How to Scale Your Model, 2025: https://jax-ml.github.io/scaling-book/training
+    Stanford CS336, assignment 2 (2025: ddp_bucketed_benchmarking, communication_accounting; 2026: section 8).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from .workload import Workload
+
+STAGES = (0, 1, 2, 3)
+DATA_PARALLEL = ("naive", "flat", "overlapped", "bucketed")
+STRATEGIES = (*DATA_PARALLEL, "zero1", "zero2", "zero3", "sharded_optimizer")
+COMMUNICATION_BOUND = "communication-bound"
+COMPUTE_BOUND = "compute-bound"
+
+
+class PerParameter(NamedTuple):
+    """Bytes of training state per parameter: p, g, K and a (0 if micro-batches accumulate in the gradient itself)."""
+
+    parameter: int
+    gradient: int
+    optimizer: int
+    accumulator: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes without sharding."""
+        return sum(self)
+
+
+FP32 = PerParameter(4, 4, 8)
+MIXED = PerParameter(2, 2, 12)
+MIXED_ACCUMULATED = PerParameter(2, 2, 12, accumulator=4)
+
+
+class StateBytes(NamedTuple):
+    """Bytes of the training state on one device; gradients are those that outlive their bucket, with accumulators."""
+
+    parameters: Any
+    gradients: Any
+    optimizer_state: Any
+
+    @property
+    def total(self) -> Any:
+        """Sum of all three."""
+        return self.parameters + self.gradients + self.optimizer_state
+
+
+def state_bytes(
+    num_params: Any,
+    stage: int,
+    num_ranks: Any = 1,
+    per_parameter: PerParameter = FP32,
+    accumulate: Literal["shards", "full"] = "shards",
+) -> StateBytes:
+    """Computes the training state on each of N ranks, without padding.
+
+    Micro-batches accumulate in ``"shards"`` or, reduced once, in ``"full"`` gradients.
+
+    Example:
+        >>> [float(state_bytes(1, stage, 64, MIXED).total) for stage in STAGES]
+        [16.0, 4.1875, 2.21875, 0.25]
+    """
+    return _state_bytes(num_params, np.true_divide(num_params, num_ranks), stage, per_parameter, accumulate)
+
+
+def _state_bytes(full: Any, part: Any, stage: int, per_parameter: PerParameter, accumulate: str) -> StateBytes:
+    """Bytes for ``full`` elements of replicated components and ``part`` elements of sharded ones."""
+    p, g, k, a = per_parameter
+    gradient = part if stage >= 2 else full
+    summed = gradient if accumulate == "shards" else full
+    return StateBytes(
+        p * (part if stage >= 3 else full),
+        g * (gradient if a else summed) + a * summed,
+        k * (part if stage >= 1 else full),
+    )
+
+
+def cut_and_whole_bytes(num_params: Any, stage: int, per_parameter: PerParameter = FP32) -> tuple[Any, Any]:
+    """Splits the state into sharded bytes, of all ranks together, and replicated bytes, of each rank.
+
+    Example:
+        >>> cut_and_whole_bytes(10, stage=1)
+        (80, 80)
+    """
+    whole = _state_bytes(num_params, 0, stage, per_parameter, "shards").total
+    return num_params * per_parameter.total - whole, whole
+
+
+def gathered_bytes(unit_params: Sequence[int], element_bytes: float, num_units: int = 2, tp: int = 1) -> float:
+    """Computes what is gathered at once at stage 3: the ``num_units`` largest consecutive units."""
+    starts = range(max(1, len(unit_params) - num_units + 1))
+    return max(sum(unit_params[start : start + num_units]) for start in starts) * element_bytes / tp
+
+
+def activation_bytes(
+    tokens: Any, kept_per_token: float, kept_cut_per_token: float = 0, element_bytes: float = 2, tp: Any = 1
+) -> Any:
+    """Computes what the backward needs from the forward, without recomputation; TP splits ``kept_cut_per_token``.
+
+    Example:
+        >>> float(activation_bytes(1, 126 * (16384 + 53248)))
+        17547264.0
+    """
+    return np.multiply(tokens, kept_per_token + np.true_divide(kept_cut_per_token, tp)) * element_bytes
+
+
+def least_ranks(cut_bytes: Any, whole_bytes: Any, capacity_bytes: Any) -> Any:
+    """Computes the smallest N with ``cut / N + whole < capacity``; inf if the whole alone does not fit.
+
+    Example:
+        >>> float(least_ranks(cut_bytes=3_517_578_215_424, whole_bytes=0, capacity_bytes=95e9))
+        38.0
+    """
+    room = np.asarray(capacity_bytes, float) - whole_bytes
+    return np.where(room > 0, np.floor(np.divide(cut_bytes, np.where(room > 0, room, 1.0))) + 1, np.inf)
+
+
+class Traffic(NamedTuple):
+    """What a rank sends in one optimizer step, in units of (N-1)/N elements per parameter."""
+
+    gradients: Any
+    parameters: Any
+
+    @property
+    def total(self) -> Any:
+        """Gradients and parameters."""
+        return self.gradients + self.parameters
+
+
+def traffic(
+    strategy: str, num_microbatches: Any = 1, reduce: Literal["every", "once"] = "every", *, reshard: bool = True
+) -> Traffic:
+    """Counts what a strategy sends over A micro-batches; without ``reshard``, zero3 keeps gathered parameters.
+
+    Example:
+        >>> [int(traffic(name).total) for name in ("bucketed", "zero1", "zero2", "zero3", "sharded_optimizer")]
+        [2, 2, 2, 3, 3]
+    """
+    times = np.asarray(num_microbatches if reduce == "every" else 1)
+    if strategy in DATA_PARALLEL:
+        return Traffic(2 * times, 0 * times)
+    if strategy == "sharded_optimizer":
+        return Traffic(2 * times, 1 + 0 * times)
+    gathered = 2 * np.asarray(num_microbatches) if strategy == "zero3" and reshard else 1 + 0 * times
+    return Traffic(times, gathered)
+
+
+def sent_bytes(
+    traffic: Traffic, num_params: Any, num_ranks: Any, gradient_bytes: float = 4, parameter_bytes: float = 4
+) -> Any:
+    """Computes the bytes that each rank sends per optimizer step; the last two are per element on the wire."""
+    units = traffic.gradients * gradient_bytes + traffic.parameters * parameter_bytes
+    return units * np.multiply(num_params, np.subtract(num_ranks, 1) / np.asarray(num_ranks))
+
+
+class Optimum(NamedTuple):
+    """The best number of equal buckets n*, as a real number, their size and T(n*)."""
+
+    num_buckets: float
+    bucket_bytes: float
+    tail_s: float
+    regime: str
+
+
+def finish_s(ready_s: Any, communicate_s: Any) -> Any:
+    """Computes the end of the last bucket, in closed form: the maximum of R_k + m_k + ... + m_n.
+
+    Both are ``[..., buckets]`` in launch order. A bucket starts after those before it, even if it is ready earlier.
+
+    Example:
+        >>> float(finish_s([1.0, 2.0, 3.0], [2.0, 0.5, 0.5]))
+        4.0
+    """
+    ready, send = np.broadcast_arrays(np.asarray(ready_s, float), np.asarray(communicate_s, float))
+    ready = np.maximum.accumulate(ready, axis=-1)
+    return (ready + np.cumsum(send[..., ::-1], axis=-1)[..., ::-1]).max(axis=-1)
+
+
+def bucket_times_s(
+    buckets: Sequence[Sequence[int]], tensor_bytes: Any, tensor_ready_s: Any, bytes_per_s: float, latency_s: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Computes when each real bucket is ready and how long it takes to send, each ``[buckets]``, for ``finish_s``.
+
+    ``buckets`` are the indices of the tensors of each, in launch order; the last two are w and o.
+    """
+    sizes, ready = np.asarray(tensor_bytes, float), np.asarray(tensor_ready_s, float)
+    places = [list(bucket) for bucket in buckets]
+    return (
+        np.array([ready[place].max() for place in places]),
+        np.array([sizes[place].sum() for place in places]) / bytes_per_s + latency_s,
+    )
+
+
+def uniform_tail_s(compute_s: Any, num_bytes: Any, num_buckets: Any, bytes_per_s: Any, latency_s: Any) -> Any:
+    """Computes T(n) for equal buckets from C, s, n, w and o; n need not be whole."""
+    n, send_s = np.asarray(num_buckets, float), np.divide(num_bytes, bytes_per_s)
+    return np.maximum(compute_s / n + send_s + n * latency_s - compute_s, send_s / n + latency_s)
+
+
+def uniform_optimum(compute_s: float, num_bytes: float, bytes_per_s: float, latency_s: float) -> Optimum:
+    """Computes the best number of equal buckets, at least one, in either regime; the latency must not be 0.
+
+    Example:
+        >>> best = uniform_optimum(compute_s=0.1, num_bytes=2e9, bytes_per_s=1e10, latency_s=1e-3)
+        >>> round(best.num_buckets, 6), round(best.tail_s, 6), best.regime
+        (10.0, 0.12, 'communication-bound')
+    """
+    send_s = num_bytes / bytes_per_s
+    best = max(1.0, math.sqrt(compute_s / latency_s), (compute_s - send_s) / latency_s)
+    tail_s = float(uniform_tail_s(compute_s, num_bytes, best, bytes_per_s, latency_s))
+    return Optimum(best, num_bytes / best, tail_s, COMMUNICATION_BOUND if send_s >= compute_s else COMPUTE_BOUND)
+
+
+class _Multiples(NamedTuple):
+    compute: int
+    fsdp: int
+    tp: int
+    dp: int
+
+
+_MULTIPLES = {
+    "forward": _Multiples(1, 1, 1, 0),
+    "backward": _Multiples(2, 2, 1, 1),
+    "both": _Multiples(3, 3, 2, 1),
+}
+
+
+class DeviceRates(NamedTuple):
+    """C, W_X, W_Y and W_R of a device; on a torus the W are those of all axes of the group. W_R is W_X when None."""
+
+    flops_per_s: float
+    fsdp_bytes_per_s: float
+    tp_bytes_per_s: float
+    dp_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """Assumptions of the compute-bound conditions.
+
+    Attributes:
+        passes: ``"forward"``, ``"backward"`` or ``"both"``.
+        overlapped_axes: Whether collectives of FSDP, TP and DP run at the same time.
+        ring_factors: Whether r(n) is (n-1)/n instead of 1.
+        element_bytes: e.
+    """
+
+    passes: str = "forward"
+    overlapped_axes: bool = False
+    ring_factors: bool = False
+    element_bytes: float = 2
+
+    @property
+    def multiples(self) -> _Multiples:
+        """Each kind of work as a multiple of one forward's."""
+        return _MULTIPLES[self.passes]
+
+    def ring(self, num_ranks: Any) -> Any:
+        """r(n); 0 for a group of one, which sends nothing."""
+        n = np.asarray(num_ranks, float)
+        return (n - 1) / n if self.ring_factors else np.where(n > 1, 1.0, 0.0)
+
+
+DEFAULT = Assumptions()
+
+
+class Times(NamedTuple):
+    """Seconds of each kind of work: matrix products, and the collectives of FSDP, TP and DP."""
+
+    compute_s: Any
+    fsdp_s: Any
+    tp_s: Any
+    dp_s: Any
+
+    def communication_s(self, assumptions: Assumptions) -> Any:
+        """Seconds of all communication: the longest kind if they overlap, otherwise the sum."""
+        kinds = (self.fsdp_s, self.tp_s, self.dp_s)
+        return np.maximum.reduce(np.broadcast_arrays(*kinds)) if assumptions.overlapped_axes else sum(kinds)
+
+
+def times(
+    workload: Workload,
+    rates: DeviceRates,
+    tokens: Any,
+    fsdp: Any,
+    tp: Any,
+    dp: Any = 1,
+    assumptions: Assumptions = DEFAULT,
+) -> Times:
+    """Computes the times of the table above, with ``tokens`` for B over all devices, X, Y and R."""
+    x, y, r = (np.asarray(ranks, float) for ranks in (fsdp, tp, dp))
+    size_bytes = assumptions.element_bytes * workload.num_params
+    summed_bytes = assumptions.element_bytes * workload.summed_per_token * np.asarray(tokens, float)
+    dp_bytes_per_s = rates.dp_bytes_per_s or rates.fsdp_bytes_per_s
+    times = assumptions.multiples
+    return Times(
+        times.compute * workload.flops_per_token * np.asarray(tokens, float) / (x * y * r * rates.flops_per_s),
+        times.fsdp * size_bytes * assumptions.ring(x) / (y * rates.fsdp_bytes_per_s),
+        times.tp * 2 * summed_bytes * assumptions.ring(y) / (x * r * rates.tp_bytes_per_s),
+        times.dp * 2 * size_bytes * assumptions.ring(r) / (x * y * dp_bytes_per_s),
+    )
+
+
+def min_tokens(
+    workload: Workload, rates: DeviceRates, fsdp: Any, tp: Any, dp: Any = 1, assumptions: Assumptions = DEFAULT
+) -> Any:
+    """Computes the smallest compute-bound batch, over all devices and not rounded; inf if none is large enough.
+
+    Example:
+        >>> from .workload import feed_forward
+        >>> v5p = DeviceRates(flops_per_s=4.6e14, fsdp_bytes_per_s=2 * 1.8e11, tp_bytes_per_s=1.8e11)
+        >>> round(float(min_tokens(feed_forward(16384, 53248), v5p, fsdp=16, tp=4)), 1)
+        25301.7
+    """
+    one = times(workload, rates, 1, fsdp, tp, dp, assumptions)  # one token: splits what grows with B from what does not
+    fixed_s = one._replace(tp_s=0.0).communication_s(assumptions)
+    room_s = one.compute_s - (0.0 if assumptions.overlapped_axes else one.tp_s)
+    possible = one.compute_s >= one.tp_s if assumptions.overlapped_axes else room_s > 0
+    return np.where(possible, fixed_s / np.where(possible, room_s, 1.0), np.inf)
+
+
+class Split(NamedTuple):
+    """A split of devices into FSDP (X) and tensor parallelism (Y), and the smallest compute-bound batch."""
+
+    fsdp: Any
+    tp: Any
+    tokens: Any
+
+
+def best_split(
+    workload: Workload,
+    rates: Callable[[int, int], DeviceRates],
+    num_devices: int,
+    assumptions: Assumptions = DEFAULT,
+) -> Split:
+    """Finds the split X Y = N with the smallest compute-bound batch; ``rates`` maps ``(X, Y)`` to the device."""
+    found = []
+    for tp in (count for count in range(1, num_devices + 1) if num_devices % count == 0):
+        fsdp = num_devices // tp
+        found.append(Split(fsdp, tp, float(min_tokens(workload, rates(fsdp, tp), fsdp, tp, 1, assumptions))))
+    return min(found, key=lambda split: split.tokens)
+
+
+class Fit(NamedTuple):
+    """Latency o and algorithm bandwidth w of a sweep, their standard errors (nan for two points), and residuals.
+
+    Residuals are fitted over measured time, minus 1. A negative latency means that the model does not describe the
+    sweep.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+    latency_error_s: float
+    bytes_per_s_error: float
+    residuals: np.ndarray
+
+
+def fit_sweep(num_bytes: Any, seconds: Any) -> Fit:
+    """Fits ``t = o + S / w`` to a sweep of sizes, by relative error: times span three decades.
+
+    Raises:
+        ValueError: If there are fewer than two different sizes, or times do not grow with sizes.
+
+    Example:
+        >>> fit = fit_sweep([1e6, 2e6, 4e6], [0.002, 0.003, 0.005])
+        >>> round(fit.latency_s, 9), round(fit.bytes_per_s / 1e9, 9)
+        (0.001, 1.0)
+    """
+    size, time = np.asarray(num_bytes, float), np.asarray(seconds, float)
+    if len(set(size)) < 2:
+        raise ValueError(f"num_bytes (={num_bytes!r}) must be at least two different sizes")
+    columns = np.stack([1 / time, size / time], axis=1)
+    scale = np.abs(columns).max(axis=0)  # microseconds against gigabytes: normalise both columns
+    solution, *_ = np.linalg.lstsq(columns / scale, np.ones_like(time), rcond=None)
+    latency, seconds_per_byte = solution / scale
+    if seconds_per_byte <= 0:
+        raise ValueError(f"seconds (={seconds!r}) must grow with num_bytes")
+    residuals = columns @ (latency, seconds_per_byte) - 1
+    errors = [math.nan, math.nan]
+    if (spare := len(time) - 2) > 0:
+        covariance = np.linalg.inv((columns / scale).T @ (columns / scale)) * (residuals @ residuals) / spare
+        errors = np.sqrt(np.diag(covariance)) / scale
+    return Fit(
+        float(latency), float(1 / seconds_per_byte), float(errors[0]), float(errors[1] / seconds_per_byte**2), residuals
+    )

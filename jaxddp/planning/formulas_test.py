@@ -1,0 +1,174 @@
+import math
+
+import numpy as np
+import pytest
+
+from jaxddp.models import SIZES, abstract
+from jaxddp.planning.formulas import (
+    FP32,
+    MIXED,
+    MIXED_ACCUMULATED,
+    STAGES,
+    STRATEGIES,
+    Assumptions,
+    DeviceRates,
+    finish_s,
+    fit_sweep,
+    gathered_bytes,
+    least_ranks,
+    min_tokens,
+    sent_bytes,
+    state_bytes,
+    times,
+    traffic,
+    uniform_optimum,
+    uniform_tail_s,
+)
+from jaxddp.planning.workload import feed_forward, transformer
+from jaxddp.tree import named_leaves
+
+MACHINE = DeviceRates(flops_per_s=4e14, fsdp_bytes_per_s=3e11, tp_bytes_per_s=2e11, dp_bytes_per_s=1e11)
+MODELS = [
+    feed_forward(width=4096, hidden=16384, num_blocks=2, num_matrices=3),
+    transformer(vocab=1000, context=512, width=2048, num_layers=4, num_heads=16, hidden=8192),
+]
+ASSUMED = [
+    Assumptions(passes, overlapped, ring, size)
+    for passes, overlapped, ring, size in (
+        ("forward", False, False, 2), ("backward", False, True, 4), ("both", True, False, 2), ("both", False, True, 2),
+        ("forward", True, True, 4),
+    )
+]  # fmt: skip
+
+
+def test_local_sums_stay_whole():
+    """The accumulator, or the gradient itself where there is none, from stage 2 on."""
+    for stage in STAGES:
+        for per_parameter in (FP32, MIXED, MIXED_ACCUMULATED):
+            shards, full = (state_bytes(1, stage, 8, per_parameter, accumulate) for accumulate in ("shards", "full"))
+            summed = per_parameter.accumulator or per_parameter.gradient
+            assert full.gradients - shards.gradients == (summed * 7 / 8 if stage >= 2 else 0)
+
+
+def test_the_least_number_of_ranks_is_the_first_that_fits():
+    rng = np.random.default_rng(0)
+    counts = np.arange(1, 5000)
+    for _ in range(200):
+        cut, whole, capacity = rng.uniform(1, 1000), rng.uniform(0, 2), rng.uniform(1, 3)
+        fits = counts[cut / counts + whole < capacity]
+        least = least_ranks(cut, whole, capacity)
+        assert least == (fits[0] if len(fits) else least) and (whole < capacity) == math.isfinite(least)
+
+
+def test_the_largest_neighbours_are_gathered():
+    units = [10, 1, 1, 6, 6, 1]
+    assert [gathered_bytes(units, 2, count) for count in (1, 2, 6, 9)] == [20, 24, 50, 50]
+    assert gathered_bytes(units, 2, 1, tp=4) == 5
+
+
+def test_units_of_traffic_are_those_of_a_rings_messages():
+    """What ranks really pass on of N equal chunks, a reduce-scatter and an all-gather at a time."""
+    for num_ranks in (2, 3, 8):
+        one_way = sum(12.0 / num_ranks for _ in range(num_ranks - 1))  # of each rank
+        for strategy in STRATEGIES:
+            gradients, parameters = traffic(strategy)
+            ours = sent_bytes(traffic(strategy), 12, num_ranks, gradient_bytes=4, parameter_bytes=2)
+            assert ours == pytest.approx(one_way * (4 * gradients + 2 * parameters), rel=1e-12)  # rounding
+
+
+def test_the_closed_form_is_the_recurrence():
+    rng = np.random.default_rng(0)
+    for _ in range(500):
+        count = int(rng.integers(1, 12))
+        ready, send = rng.exponential(size=count) * count, rng.exponential(size=count)
+        end = 0.0
+        for when, seconds in zip(np.maximum.accumulate(ready), send, strict=True):
+            end = max(when, end) + seconds
+        assert finish_s(ready, send) == pytest.approx(end, rel=1e-12)  # in another order
+
+
+def test_the_best_number_of_buckets_by_brute_force():
+    rng = np.random.default_rng(1)
+    for _ in range(100):
+        compute, send, latency = rng.uniform(0.01, 1), rng.uniform(0.01, 1), 10 ** rng.uniform(-4.5, -2)
+        counts = np.arange(1, 20 + 4 * math.ceil(compute / latency))
+        tails = uniform_tail_s(compute, send * 4e9, counts, 4e9, latency)
+        for count in (1, 2, 17):  # the formula of the tail is the pipeline's
+            ready = np.cumsum(np.full(count, compute / count))
+            piped = finish_s(ready, np.full(count, send / count + latency)) - compute
+            assert piped == pytest.approx(tails[count - 1], rel=1e-9, abs=1e-15)  # rounding of 17 sums
+        best = uniform_optimum(compute, send * 4e9, 4e9, latency)
+        assert best.tail_s <= tails.min() * (1 + 1e-9)  # a real number of buckets is no worse than any whole one
+        assert counts[tails.argmin()] in (math.floor(best.num_buckets), math.floor(best.num_buckets) + 1)
+        assert best.regime == ("communication-bound" if send >= compute else "compute-bound")
+
+
+@pytest.mark.parametrize("workload", MODELS)
+@pytest.mark.parametrize("ranks", [(16, 4, 1), (8, 1, 4), (1, 8, 1), (4, 2, 8), (1, 1, 1)])
+def test_the_least_batch_is_where_the_times_meet(workload, ranks):
+    def is_compute_bound(tokens, assumed):
+        found = times(workload, MACHINE, tokens, *ranks, assumed)
+        return found.compute_s >= found.communication_s(assumed)
+
+    for assumed in ASSUMED:
+        least = float(min_tokens(workload, MACHINE, *ranks, assumed))
+        if math.isinf(least):
+            assert not is_compute_bound(1e15, assumed)
+            continue
+        assert is_compute_bound(least * (1 + 1e-9) + 1e-9, assumed)
+        assert least == 0 or not is_compute_bound(least * (1 - 1e-9), assumed)
+
+
+def test_times_are_those_of_the_collectives_that_they_stand_for():
+    """Bytes that the ranks of each group really pass on over their rings, pass by pass."""
+    model, tokens, (x, y, r) = MODELS[0], 4096, (4, 2, 3)
+    found = times(model, MACHINE, tokens, x, y, r, Assumptions(passes="both", ring_factors=True))
+    shard_bytes = 2 * model.num_params / (x * y)
+    gather = (x - 1) * shard_bytes  # a rank passes x - 1 shards on to gather, and as many to scatter
+    assert found.fsdp_s == pytest.approx(3 * gather / 3e11, rel=1e-12)  # rounding, as below
+    local_tokens = tokens / (x * r)
+    part = 2 * local_tokens * model.summed_per_token / y
+    assert found.tp_s == pytest.approx(2 * 2 * (y - 1) * part / 2e11, rel=1e-12)  # twice there and back
+    assert found.dp_s == pytest.approx(2 * (r - 1) * shard_bytes / r / 1e11, rel=1e-12)
+    assert found.compute_s == pytest.approx(3 * model.flops_per_token * local_tokens / y / 4e14, rel=1e-12)
+
+
+def test_a_sweep_gives_back_the_two_numbers_it_was_made_of():
+    sizes = np.array([1e3, 1e6, 1e9])
+    fit = fit_sweep(sizes, 2e-4 + sizes / 4e9)
+    assert fit.latency_s == pytest.approx(2e-4, rel=1e-9) and fit.bytes_per_s == pytest.approx(4e9, rel=1e-9)
+    assert max(abs(fit.residuals)) < 1e-9 > fit.latency_error_s / fit.latency_s
+    for sizes, seconds in (([1e6], [1e-3]), ([1e6, 1e6], [1e-3, 2e-3]), ([1e6, 2e6], [2e-3, 1e-3])):
+        with pytest.raises(ValueError, match="two different sizes|must grow"):
+            fit_sweep(sizes, seconds)
+
+
+@pytest.mark.parametrize("name", ["tiny", "seed_xl"])
+def test_the_transformer_is_the_packages_own(name):
+    config = SIZES[name]
+    sizes = (config.vocab, config.context, config.width, config.num_layers, config.num_heads, config.hidden)
+    counts = transformer(*sizes)
+    shapes = sorted(tuple(leaf.shape) for leaf in named_leaves(abstract(config)[1]).values())
+    assert sorted(shape for _, shape in counts.tensors) == shapes
+    assert sum(counts.unit_params) == counts.num_params == config.num_params
+    assert sum(counts.unit_tensors) == len(counts.tensors)
+
+
+@pytest.mark.parametrize("num_matrices", [2, 3])
+def test_counts_of_a_block_are_those_of_its_products(num_matrices):
+    tokens, width, hidden = 5, 6, 10
+    counts = feed_forward(width, hidden, num_blocks=1, num_matrices=num_matrices)
+    x = np.ones((tokens, width))
+    weights = [np.ones(shape) for _, shape in counts.tensors]
+    before = [x @ weight for weight in weights[:-1]]
+    middle = before[0] if num_matrices == 2 else np.sin(before[0]) * before[1]
+    products = [*((x, weight) for weight in weights[:-1]), (middle, weights[-1])]
+    flops = sum(2 * left.shape[0] * left.shape[1] * right.shape[1] for left, right in products)
+    assert flops == counts.flops_per_token * tokens
+    kept = [middle] if num_matrices == 2 else [*before, middle]  # a product's middle is its own input
+    assert counts.kept_per_token * tokens == x.size
+    assert counts.kept_cut_per_token * tokens == sum(each.size for each in kept)
+    # Cut by columns, each rank has a part of the sum over the hidden width: one all-reduce of the result.
+    parts = [middle[:, half] @ weights[-1][half] for half in (slice(0, 5), slice(5, 10))]
+    assert np.allclose(sum(parts), middle @ weights[-1], rtol=1e-12)  # another order
+    assert parts[0].size == counts.summed_per_token * tokens
