@@ -48,7 +48,7 @@ STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
 OWN_LOOPS = ("naive", "flat", "overlapped", "bucketed")
 REFUSALS = ("element-wise", "looks at the shapes of parameters", "update each parameter by itself")
 
-_rank: ContextVar[Any] = ContextVar("rank", default=None)  # in the reference; on a mesh the axis says it
+_rank: ContextVar[Any] = ContextVar("rank", default=None)  # in the reference; on a mesh the axes say it
 
 
 def _transpose(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -111,6 +111,9 @@ class Case:
     bad_step: int | None  # has a NaN in one example, and is to be skipped
     compute_dtype: str | None
     own_loop: str  # "" without, else "check_vma" or "no check_vma": what it has besides the trainer
+    replicas: int  # groups of ranks that ZeRO shards within
+    is_weight_bad: bool  # whether the NaN is in a weight
+    checkpoints_units: bool
 
     def __str__(self) -> str:
         """One line, from which the case can be drawn again."""
@@ -123,6 +126,9 @@ class Case:
             *([self.hook] if self.hook != "none" else []),
             *([f"state by {self.state_sync}"] if self.state_sync else []),
             *([f"NaN in step {self.bad_step}"] if self.bad_step is not None else []),
+            *(["of a weight"] if self.is_weight_bad else []),
+            *([f"{self.replicas} replicas"] if self.replicas > 1 else []),
+            *(["units under jax.checkpoint"] if self.checkpoints_units else []),
             *([f"computes in {self.compute_dtype}"] if self.compute_dtype else []),
             *([f"own loop with {self.own_loop}"] if self.own_loop else []),
         ]  # fmt: skip
@@ -157,7 +163,7 @@ def draw(seed: int) -> Case:
         frozen = ()
     dtype = one_of(("float64", "float64", "float64", "float32"))
     narrow = dtype == "float32" and strategy[0] == "bucketed" and rng.random() < 0.5
-    return Case(
+    case = Case(
         seed, form, shapes, terms,
         optimizer=one_of(list(ELEMENTWISE if rng.random() < 0.75 else OTHERS)),
         strategy=strategy,
@@ -172,7 +178,14 @@ def draw(seed: int) -> Case:
         bad_step=one_of((None, None, None, 0, 1)),
         compute_dtype=one_of((None, None, "float32")) if dtype == "float64" else None,
         own_loop=one_of(("", "", "check_vma", "no check_vma")) if strategy[0] in OWN_LOOPS else "",
+        replicas=1, is_weight_bad=False, checkpoints_units=False,
     )  # fmt: skip
+    return replace(
+        case,
+        replicas=2 if case.num_ranks in (4, 8) and rng.random() < 0.5 else 1,
+        is_weight_bad=case.weighted and case.bad_step is not None and rng.random() < 0.5,
+        checkpoints_units=rng.random() < 0.5 and any(kind in ("unit", "units") for kind, _ in terms),
+    )
 
 
 def check(case: Case) -> str | None:
@@ -187,7 +200,7 @@ def check(case: Case) -> str | None:
             return wrong
         plain = replace(
             case, num_microbatches=1, frozen=(), keyed=False, state_sync=None, bad_step=None, max_grad_norm=None,
-            compute_dtype=None,
+            compute_dtype=None, replicas=1,
         )  # fmt: skip
         wrong = _Run(plain).check_own_loop()
         return wrong and f"own loop: {wrong}"
@@ -207,7 +220,7 @@ class _Run:
         ]
         self.batches = [self._batch() for _ in range(NUM_STEPS)]
         if case.bad_step is not None:
-            examples = self.batches[case.bad_step]["x"]
+            examples = self.batches[case.bad_step]["mask" if case.is_weight_bad else "x"]
             examples[int(self.rng.integers(len(examples)))] = np.nan
         self.model_state: Any = ()
         if case.state_sync:
@@ -236,7 +249,8 @@ class _Run:
         each = jnp.zeros(batch["x"].shape[:1], batch["x"].dtype)
         alike = jnp.zeros((), each.dtype)
         for kind, places in self.case.terms:
-            of_examples, of_none = _term(kind, [leaves[i] for i in places], [self.constants[i] for i in places], batch)
+            args = [leaves[i] for i in places], [self.constants[i] for i in places], batch, self.case.checkpoints_units
+            of_examples, of_none = _term(kind, *args)
             each, alike = each + of_examples, alike + of_none
         if draw is not None:
             each = each * (1 + 0.1 * draw)
@@ -284,7 +298,7 @@ class _Run:
         }
         trainer = jaxddp.Trainer(
             forms[case.state_sync is not None, case.keyed], optimizer,
-            jaxddp.make_strategy(name, **options), jaxddp.data_mesh(case.num_ranks),
+            jaxddp.make_strategy(name, **options), jaxddp.data_mesh(case.num_ranks, replicas=case.replicas),
             num_microbatches=case.num_microbatches, trainable=self.trainable if case.frozen else None,
             has_aux=case.has_aux or case.keyed, max_grad_norm=case.max_grad_norm,
             has_state=case.state_sync is not None, state_sync=case.state_sync or "mean",
@@ -305,7 +319,10 @@ class _Run:
         synced = sorted((one.kind, one.num_bytes) for one in schedule.collectives() if one.is_model_state)
         reference = _Reference(self, optimizer)
         for step, batch in enumerate(self.batches):
+            spent = state
             state, metrics = trainer.step(state, batch)
+            if wrong := _put_back(trainer, spent, state, batch):
+                return wrong
             noise = np.asarray(metrics["aux"]["noise"]) * parts if case.keyed else None
             loss, aux, skipped = reference.step(batch, noise)
             if int(metrics.get("skipped", 0)) != skipped:
@@ -402,7 +419,7 @@ class _Run:
                 return f"a rank holds {held} bytes, not {planned}"
         if layout.owners is None and self.case.strategy[0] in ("zero1", "zero2"):
             sizes = [math.prod(s) for i, s in enumerate(self.case.shapes) if i not in self.case.frozen]
-            most = max(-(-size // self.case.num_ranks) for size in sizes)
+            most = max(-(-size * self.case.replicas // self.case.num_ranks) for size in sizes)
             for leaf in jax.tree.leaves(state.opt_state):
                 if leaf.addressable_shards[0].data.size > max(most, 1):
                     return f"a rank holds a state of {leaf.addressable_shards[0].data.size} elements, at most {most}"
@@ -484,12 +501,28 @@ class _Reference:
         return jax.tree.unflatten(self.structure, leaves), opt_state, model_state, loss, aux, is_finite
 
 
+def _put_back(trainer: Any, spent: Any, state: Any, batch: Any) -> str | None:
+    """Takes a step with a part of a donated state, which is to be refused."""
+    for field in ("params", "opt_state", "key"):
+        part = getattr(spent, field)
+        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(part)):
+            try:
+                trainer.step(state._replace(**{field: part}), batch)
+            except ValueError:
+                continue
+            return f"a donated {field} was taken"
+    return None
+
+
 def _rank_here() -> Any:
     rank = _rank.get()
-    return lax.axis_index("data") if rank is None else rank
+    if rank is not None:
+        return rank
+    is_split = "replica" in jax.sharding.get_abstract_mesh().axis_names
+    return lax.axis_index(("replica", "data") if is_split else "data")
 
 
-def _term(kind: str, leaves: list[Any], constants: list[Any], batch: Any) -> tuple[Any, Any]:
+def _term(kind: str, leaves: list[Any], constants: list[Any], batch: Any, checkpoints_units: bool) -> tuple[Any, Any]:
     """One summand of the loss: ``[examples]``, and what is the same of all examples."""
     x, zeros = batch["x"], jnp.zeros(batch["x"].shape[:1], batch["x"].dtype)
     pairs = list(zip(leaves, constants, strict=True))
@@ -524,6 +557,8 @@ def _term(kind: str, leaves: list[Any], constants: list[Any], batch: Any) -> tup
         total = lax.cond(jnp.array(True), lambda: noise(_rank_here(), 0), lambda: 0 * noise(_rank_here(), 1))
         return zeros, sum(total * jnp.sum(leaf) for leaf in leaves)
     unit = jaxddp.layer(lambda pair, x: x + features(x, *pair)[:, None])
+    if checkpoints_units:
+        unit = jax.checkpoint(unit)
     hidden = x
     for pair in pairs * (2 if kind == "units" else 1):
         hidden = unit(pair, hidden)
