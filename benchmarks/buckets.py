@@ -131,7 +131,7 @@ def predict(buckets: Sequence[Sequence[Sequence[Any]]], shares: Mapping[str, flo
     sizes = [num_bytes for _, num_bytes in tensors]
     timed = bucket_times_s(places, sizes, ready_s, costs.bytes_per_s, costs.latency_s)
     exposed_s = shared_finish_s(costs.forward_backward_s, *timed, costs.rate) - costs.forward_backward_s
-    return costs.alone_s + exposed_s
+    return float(costs.alone_s + exposed_s)
 
 
 def rate_at_once(compute_s: float, communicate_s: float, together_s: float) -> float:

@@ -41,13 +41,12 @@ def measure(setup: TrainingSetup, frameworks: tuple[str, ...], say: Say) -> Iter
 def train(ranks: Ranks, setup: TrainingSetup) -> list[dict[str, Any]]:
     """Trains under every strategy; runs on each rank, inside a process group, before JAX has started there."""
     attempt, sides, references = Attempts(agree), {}, {}
-    runs: dict[str, Any] = {}
-    probes: dict[str, Any] = {}
+    runs, probes = dict[str, Any](), dict[str, Any]()
     weights: dict[str, np.ndarray] | None = None
     for framework in setup.frameworks:
         side = sides[framework] = _side(framework, ranks, setup, weights)
-        silent = [one for one in setup.strategies[framework] if setup.with_baselines and has_baseline(one)]
-        silent = [one for one in silent if one.name != "jit"]
+        baselines = [one for one in setup.strategies[framework] if setup.with_baselines and has_baseline(one)]
+        silent = [one for one in baselines if one.name != "jit"]
         runs |= side.make(attempt, silent)
         say_on_rank(f"{framework}: single-process training")
         references[framework] = side.reference()
@@ -61,18 +60,13 @@ def train(ranks: Ranks, setup: TrainingSetup) -> list[dict[str, Any]]:
 
     steps = {label: run.step for label, run in runs.items()}
     metrics, seconds = interleave(
-        steps | probes,
-        num_rounds,
-        setup.num_warmup,
-        attempt=attempt,
-        before=lambda label: dist.barrier(),
+        steps | probes, num_rounds, setup.num_warmup, attempt=attempt, before=lambda label: dist.barrier(),
         on_round=on_round,
-    )
+    )  # fmt: skip
     slowest = {
         label: [max(times) for times in zip(*gather(of_rank), strict=True)] for label, of_rank in seconds.items()
     }
-    rows: list[dict[str, Any]] = []
-    itemsize = 2 if setup.dtype == "bf16" else 4
+    rows, itemsize = list[dict[str, Any]](), 2 if setup.dtype == "bf16" else 4
     for framework, side in sides.items():
         of_all = {
             "framework": framework, "backend": ranks.backend(framework), "device": side.device,
@@ -90,9 +84,8 @@ def train(ranks: Ranks, setup: TrainingSetup) -> list[dict[str, Any]]:
                 is_missing = spec.name in PEERS[framework] and why.startswith(_NOT_THERE)
                 rows.append(row | {"check": f"{NOT_RUN if is_missing else FAILED}{why}"})
                 continue
-            run, found = runs[label], metrics[label]
-            if hasattr(run, "over_ranks"):
-                found = run.over_ranks(found)
+            run = runs[label]
+            found = run.over_ranks(metrics[label]) if hasattr(run, "over_ranks") else metrics[label]
             row |= _fields(run, _worst(found, references[framework][0]), references[framework], slowest[label])
             row["check"] = check(row, setup)
             baseline = f"{framework} {_baseline_of(spec)}"
@@ -102,15 +95,21 @@ def train(ranks: Ranks, setup: TrainingSetup) -> list[dict[str, Any]]:
                 row["check"] = f"{FAILED}{SILENT.strip()}: {attempt.failed[baseline]}"
             rows.append(row)
         if setup.probe_bytes:
-            mine = {
-                label.removeprefix(f"{framework} "): _in_ms(slowest[label])
-                for label in probes
-                if label in slowest and label.startswith(f"{framework} ")
-            }
-            row = of_all | {"strategy": PROBES, "probes_ms": mine, "check": "ok", "table": "The step's parts"}
-            ours = [run for label, run in runs.items() if label.startswith(framework) and hasattr(run, "ready_shares")]
-            rows.append(row | ({"ready_shares": ours[0].ready_shares()} if ours else {}))
+            probed = {label: slowest[label] for label in probes if label in slowest}
+            rows.append(of_all | _probes_row(framework, probed, runs))
     return rows
+
+
+def _probes_row(framework: str, probed: Mapping[str, Sequence[float]], runs: Mapping[str, Any]) -> dict[str, Any]:
+    """The row of a step's parts, each timed alone."""
+    mine = {
+        label.removeprefix(f"{framework} "): _in_ms(times)
+        for label, times in probed.items()
+        if label.startswith(f"{framework} ")
+    }
+    row = {"strategy": PROBES, "probes_ms": mine, "check": "ok", "table": "The step's parts"}
+    ours = [run for label, run in runs.items() if label.startswith(framework) and hasattr(run, "ready_shares")]
+    return row | ({"ready_shares": ours[0].ready_shares()} if ours else {})
 
 
 def _side(framework: str, ranks: Ranks, setup: TrainingSetup, weights: Mapping[str, np.ndarray] | None) -> Any:

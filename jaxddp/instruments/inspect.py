@@ -35,7 +35,6 @@ from .simulate import Bound, Simulation, lower_bound, product_dtype, simulate
 from .tuning import tune_buckets
 
 AUTO = "auto"
-SHARDED = ("zero1", "zero2", "zero3")
 LEARNING_RATE = 1e-3
 # Excess of compute over the step without communication above which a note is added.
 COMPUTE_TOLERANCE = 0.02
@@ -169,9 +168,9 @@ def inspect(
     optimizer: optax.GradientTransformation,
     params: Any,
     batch: Any,
+    strategies: str | Strategy | Sequence[str | Strategy] = ("bucketed",),
     *,
     target: str = "h100:8",
-    strategies: str | Strategy | Sequence[str | Strategy] = ("bucketed",),
     bucket_mb: Any = None,
     network: Network | None = None,
     replicas: int = 1,
@@ -185,9 +184,9 @@ def inspect(
         optimizer: Any optax transformation.
         params: A tree of arrays or ``jax.ShapeDtypeStruct``: shapes are enough.
         batch: The global batch of all devices; the same.
-        target: Chip and count, as ``h100:8`` or ``v5p:64``; ``h100:4x8`` is 4 hosts of 8.
         strategies: One or several: names in ``STRATEGIES``; ``"auto"``, plain ``jit`` with replicated parameters; or
             strategies with options of their own.
+        target: Chip and count, as ``h100:8`` or ``v5p:64``; ``h100:4x8`` is 4 hosts of 8.
         bucket_mb: Bucket cap in MiB of the strategies that take one, or ``"auto"``.
         network: How fast ranks send; the published links of the target if None.
         replicas: As for ``data_mesh``: strategies that shard are also compiled as ``"NAME hybrid"``, sharded within so
@@ -223,31 +222,22 @@ def inspect_steps(
     training = training.shapes()
     loss_fn, optimizer, params, batch, options, model_state = training
     given = _checked(strategies, training, network, bucket_mb)
-    mesh = targets.mesh(target.spec)
-    whole = Trainer(loss_fn, optimizer, make_strategy("naive"), mesh, **options)
+    whole = Trainer(loss_fn, optimizer, make_strategy("naive"), targets.mesh(target.spec), **options)
+    state = whole.abstract_state(params, model_state)
     trainers = {
         name: whole if name == AUTO else whole.with_strategy(_make(one, bucket_mb, network))
         for name, one in given.items()
     }
     if replicas != 1:
         hybrid = targets.mesh(target.spec, replicas=replicas)
-        sharded = {name: one for name, one in trainers.items() if one.strategy.name in SHARDED}
+        sharded = {name: one for name, one in trainers.items() if _shards(one, params, model_state)}
         if not sharded:
-            raise ValueError(f"replicas (={replicas}) must come with {', '.join(SHARDED)}, not {next(iter(given))!r}")
+            raise ValueError(f"replicas (={replicas}) must come with a strategy that shards, not {next(iter(given))!r}")
         trainers |= {f"{name} hybrid": one.with_strategy(one.strategy, hybrid) for name, one in sharded.items()}
     states = {name: trainer.abstract_state(params, model_state) for name, trainer in trainers.items()}
     held = {name: held_bytes(trainer.layout(states[name])) for name, trainer in trainers.items()}
-    state = whole.abstract_state(params, model_state)
-
-    def check_fits(what: str, needed: int, available: int) -> None:
-        if needed > available:
-            raise ValueError(
-                f"{what} {needed / 1e9:.1f} GB on each device of {target.spec!r}, which has {available / 1e9:.1f} GB: "
-                f"{(needed - available) / 1e9:.1f} GB too much; python -m jaxddp plan says what fits"
-            )
-
     for one in held.values():  # before anything is compiled
-        check_fits("parameters and optimizer state alone need", one.state, target.chip.memory_bytes)
+        _check_fits("parameters and optimizer state alone need", one.state, target, target.chip.memory_bytes)
     say(f"compiling {len(trainers) + 1} programs for {target.spec}")
     pending_alone = targets.start_compile_without_communication(whole, state, batch)
     pending = {}
@@ -259,34 +249,46 @@ def inspect_steps(
             pending[name] = _start_auto(loss_fn, optimizer, target, state, batch)
         else:
             pending[name] = targets.start_compile(trainers[name], states[name], batch)
-
-    def result(name: str, of: targets.Pending) -> targets.TargetProgram:
-        try:
-            return of.result()
-        except targets.TargetMemoryError as error:
-            check_fits(f"a step of {name} needs", error.needed_bytes, error.available_bytes)
-            raise
-
-    alone = read_schedule(result("one rank alone", pending_alone))
     planned = {name: [] if name == AUTO else one.planned(states[name], batch) for name, one in trainers.items()}
     all_params = held_bytes(whole.layout(state)).parameters
     sent = [_sent_bytes(planned[name], held[name].parameters < all_params) for name in trainers if name != AUTO]
     least = min([_sent_bytes(whole.planned(state, batch), False), *sent])
+    alone = read_schedule(_result("one rank alone", pending_alone, target))
     bound = lower_bound(alone, target.chip, network, least, target.num_devices)
     found = []
     for name in trainers:
-        program = result(name, pending[name])
+        program = _result(name, pending[name], target)
         schedule = read_schedule(program)
         memory = _memory(schedule, held[name], batch, target)
-        check_fits(f"a step of {name} needs", memory["peak"], memory["available"])
-        simulation = simulate(schedule, target.chip, network)
-        text = program.as_text()
-        found.append(Inspection(name, target, network, planned[name], schedule, simulation, bound, memory, text))
+        _check_fits(f"a step of {name} needs", memory["peak"], target, memory["available"])
+        parts = planned[name], schedule, simulate(schedule, target.chip, network), bound, memory, program.as_text()
+        found.append(Inspection(name, target, network, *parts))
     # XLA can fuse the step without communication 1 % worse than a bucketed one, so the bound takes the least compute
     # found, except in steps whose sharded optimizers do less work.
-    same = [one for one in found if trainers[one.strategy].strategy.name not in SHARDED]
+    same = [each for each in found if not _shards(trainers[each.strategy], params, model_state)]
     least_s = min([bound.compute_s, *(inspection.simulation.compute_s for inspection in same)])
     return [replace(inspection, bound=replace(bound, compute_s=least_s)) for inspection in found]
+
+
+def _shards(trainer: Trainer, params: Any, model_state: Any) -> bool:
+    layout = trainer.layout(trainer.abstract_state(params, model_state))
+    return bool(layout.cuts) or layout.owners is not None
+
+
+def _check_fits(what: str, needed: int, target: targets.Target, available: int) -> None:
+    if needed > available:
+        raise ValueError(
+            f"{what} {needed / 1e9:.1f} GB on each device of {target.spec!r}, which has {available / 1e9:.1f} GB: "
+            f"{(needed - available) / 1e9:.1f} GB too much; python -m jaxddp plan says what fits"
+        )
+
+
+def _result(name: str, pending: targets.Pending, target: targets.Target) -> targets.TargetProgram:
+    try:
+        return pending.result()
+    except targets.TargetMemoryError as error:
+        _check_fits(f"a step of {name} needs", error.needed_bytes, target, error.available_bytes)
+        raise
 
 
 def _checked(

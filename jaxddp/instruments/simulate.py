@@ -162,14 +162,12 @@ class Bound:
         forward_s: Its forward.
         first_gradient_s: The least backward time before any gradient is finished.
         all_reduce_s: One all-reduce of all gradient bytes.
-        between_hosts_s: The part of it in which hosts send to each other; 0 on one host.
     """
 
     compute_s: float
     forward_s: float
     first_gradient_s: float
     all_reduce_s: float
-    between_hosts_s: float = 0.0
 
     @property
     def step_s(self) -> float:
@@ -184,11 +182,8 @@ def lower_bound(alone: Schedule, chip: Chip, network: Network, gradient_bytes: f
     """
     seconds = {op.name: device_seconds(op.total_work, chip) for op in alone.operations}
     forward = sum(seconds[op.name] for op in alone.operations if op.phase == "forward")
-    all_reduce = between = 0.0
-    if gradient_bytes:
-        all_reduce = network.seconds("all-reduce", gradient_bytes, range(num_devices))
-        between = network.seconds_between_hosts("all-reduce", gradient_bytes, range(num_devices))
-    return Bound(sum(seconds.values()), forward, _first_gradient_s(alone.operations, seconds), all_reduce, between)
+    all_reduce = network.seconds("all-reduce", gradient_bytes, range(num_devices)) if gradient_bytes else 0.0
+    return Bound(sum(seconds.values()), forward, _first_gradient_s(alone.operations, seconds), all_reduce)
 
 
 def _first_gradient_s(operations: tuple[Operation, ...], seconds: dict[str, float]) -> float:

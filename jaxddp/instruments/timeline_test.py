@@ -1,6 +1,5 @@
 import json
 import re
-import struct
 from itertools import pairwise
 
 import pytest
@@ -42,17 +41,6 @@ def draw_svg(tmp_path, simulations, **options):
     path = tmp_path / "steps.svg"
     draw(simulations, path, **options)
     return path
-
-
-def test_png_has_its_size_and_its_colours(tmp_path):
-    path = tmp_path / "steps.PNG"
-    draw({"naive": naive()}, path)
-    one_row = path.read_bytes()
-    assert one_row[:8] == b"\x89PNG\r\n\x1a\n"
-    width, height = struct.unpack(">II", one_row[16:24])
-    assert width == 2000 and 300 < height < 500
-    draw({"naive": naive(), "overlapped": overlapped()}, path)
-    assert struct.unpack(">II", path.read_bytes()[16:24])[1] == height + 224  # 1.12 inches at 200 dots
 
 
 def test_the_same_steps_give_the_same_file(tmp_path):
@@ -146,17 +134,6 @@ def test_events_carry_what_the_spans_say(tmp_path):
             "tid": 2, "args": {"kind": "all-reduce", "bytes": 2**20, "op_name": ""},
         },
     ]  # fmt: skip
-
-
-def test_processes_and_threads_have_names_in_their_order(tmp_path):
-    events = written(tmp_path, {"naive": make_layers(2, 1e-6), "zero3": make_layers(4, 1e-6)})
-    names = {(e["pid"], e["tid"], e["name"]): e["args"] for e in events if e["ph"] == "M"}
-    assert names[1, 0, "process_name"] == {"name": "naive"} and names[2, 0, "process_name"] == {"name": "zero3"}
-    assert names[1, 0, "process_sort_index"] == {"sort_index": 1}
-    for process in (1, 2):
-        assert [names[process, thread, "thread_name"]["name"] for thread in (1, 2)] == ["compute", "communication"]
-    used = {(event["pid"], event["tid"]) for event in events if event["ph"] == "X"}
-    assert used == {(1, 1), (1, 2), (2, 1), (2, 2)}
 
 
 def test_durations_are_the_simulations_and_nothing_overlaps_within_a_thread(tmp_path):

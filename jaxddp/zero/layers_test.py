@@ -207,6 +207,22 @@ def test_a_parameter_that_is_asked_for_and_never_read_is_an_array():
     np.testing.assert_array_equal(trainer.params(state)["unused"], params["unused"])
 
 
+def test_frozen_integers_are_gathered_with_their_unit():
+    unit = jaxddp.layer(lambda one, x: jnp.tanh(x @ one["kernel"][one["order"]]))
+
+    def loss_fn(params, batch):
+        return jnp.mean(chain(params, batch, unit) ** 2)
+
+    params = [{"kernel": jnp.eye(4) / 2, "order": jnp.array([3, 1, 2, 0])}] * NUM_LAYERS
+    trained = []
+    for strategy in (jaxddp.bucketed(), jaxddp.zero3(min_shard_elements=0)):
+        mesh = jaxddp.data_mesh(2)
+        trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), strategy, mesh, trainable=lambda name: "kernel" in name)
+        state, _ = trainer.step(trainer.init(params), jnp.arange(8.0).reshape(2, 4))
+        trained.append(trainer.params(state))
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-6), *trained)  # sums in float32
+
+
 def test_a_loss_without_units_is_warned_of_once_and_not_on_one_rank():
     def loss_fn(params, batch):
         return jnp.mean((batch @ params["w"]) ** 2)

@@ -41,14 +41,20 @@ def in_order(tokens: list[Any], unit: Callable[[list[jax.Array]], list[Any]], sh
     """
     token = tokens[-2]
     if token is not None:
-        shards, token = _wait(shards, token)
-    results = unit(shards)
-    places = [place for place, result in enumerate(results) if jnp.issubdtype(result.dtype, jnp.floating)]
-    arrays, after = _release([results[place] for place in places], jnp.zeros(()))
+        shards, token = _on_floats(_wait, shards, token)
+    results, after = _on_floats(_release, unit(shards), jnp.zeros(()))
     tokens.append(after)
-    for place, array in zip(places, arrays if token is None else _use(arrays, token), strict=True):
-        results[place] = array
-    return results
+    return results if token is None else _on_floats(_use, results, token)[0]
+
+
+def _on_floats(function: Callable[..., Any], arrays: list[jax.Array], token: jax.Array) -> tuple[list[jax.Array], Any]:
+    """Calls ``function(arrays, token)`` on those that have gradients."""
+    places = [place for place, array in enumerate(arrays) if jnp.issubdtype(array.dtype, jnp.floating)]
+    found, token = function([arrays[place] for place in places], token)
+    arrays = list(arrays)
+    for place, array in zip(places, found, strict=True):
+        arrays[place] = array
+    return arrays, token
 
 
 @jax.custom_vjp
@@ -67,13 +73,12 @@ def _release(arrays: list[jax.Array], token: jax.Array) -> tuple[list[jax.Array]
 
 
 def _release_backward(_: None, grads: Any) -> tuple[list[jax.Array], jax.Array]:
-    arrays, token = lax.optimization_barrier(grads)
-    return _use(arrays, token), token
+    return _use(*lax.optimization_barrier(grads))
 
 
 _release.defvjp(lambda arrays, token: (_release(arrays, token), None), _release_backward)
 
 
-def _use(arrays: list[jax.Array], token: jax.Array) -> list[jax.Array]:
+def _use(arrays: list[jax.Array], token: jax.Array) -> tuple[list[jax.Array], jax.Array]:
     # XLA drops unused barrier outputs, so the token is used; one of the arrays will do.
-    return [use_token(arrays[0], token), *arrays[1:]] if arrays else arrays
+    return [use_token(array, token) for array in arrays[:1]] + arrays[1:], token
