@@ -115,16 +115,27 @@ def find_job(environment: Mapping[str, str] | None = None) -> Job | None:
         >>> find_job({}) is None
         True
     """
-    environment = os.environ if environment is None else environment
-    if "RANK" in environment or "WORLD_SIZE" in environment:
-        job = _torchrun(environment)
-    elif "OMPI_COMM_WORLD_RANK" in environment:
-        job = _open_mpi(environment)
-    elif "SLURM_STEP_NODELIST" in environment and "SLURM_PROCID" in environment:  # a batch script has no step
-        job = _slurm(environment)
+    found = os.environ if environment is None else environment
+    if "RANK" in found or "WORLD_SIZE" in found:
+        launcher, count, number = "torchrun", "WORLD_SIZE", "RANK"
+        names = (number, count, "MASTER_ADDR", "MASTER_PORT")
+        if missing := [name for name in names if not found.get(name)]:
+            there = ", ".join(name for name in names if found.get(name))
+            raise ValueError(f"{', '.join(missing)} must be set, as {there} is: torchrun sets all of them")
+    elif "OMPI_COMM_WORLD_RANK" in found:
+        launcher, count, number = "Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"
+    elif "SLURM_STEP_NODELIST" in found and "SLURM_PROCID" in found:  # a batch script has no step
+        launcher, count, number = "SLURM", "SLURM_NTASKS", "SLURM_PROCID"
     else:
         return None
-    return _checked(job._replace(token=environment.get(TOKEN, "")))
+    num_processes = _number(found, count)
+    local, num_local, owns_visible = _place_on_host(found, launcher)
+    hosts = {"torchrun": "GROUP_WORLD_SIZE", "SLURM": "SLURM_STEP_NUM_NODES"}.get(launcher, "")
+    num_hosts = _number(found, hosts, default=-(-num_processes // max(num_local, 1)))
+    host, port = _coordinator(found, launcher, is_alone=num_hosts == 1)
+    token = found.get(TOKEN, "")
+    place = (num_processes, _number(found, number), num_local, local, num_hosts)
+    return _checked(Job(launcher, *place, host, port, owns_visible, token))
 
 
 def find_job_or(coordinator_address: str | None, num_processes: int | None, process_id: int | None) -> Job | None:
@@ -204,81 +215,21 @@ def _address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _torchrun(environment: Mapping[str, str]) -> Job:
-    """Reads torchrun's variables, or the same set by hand, where SLURM or Open MPI may know the place on the host."""
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in names if not environment.get(name)]
-    if missing:
-        found = [name for name in names if environment.get(name)]
-        raise ValueError(f"{', '.join(missing)} must be set, as {', '.join(found)} is: torchrun sets all of them")
-    num_processes = _number(environment, "WORLD_SIZE")
-    owns_visible = False
-    if "LOCAL_RANK" in environment:
+def _place_on_host(environment: Mapping[str, str], launcher: str) -> tuple[int, int, bool]:
+    """This process's number among those of its host, how many they are, and whether what it sees is its own.
+
+    Of variables of torchrun that were set by hand, SLURM or Open MPI may know the place.
+    """
+    if launcher == "torchrun" and "LOCAL_RANK" in environment:
         local = _number(environment, "LOCAL_RANK")
-        num_local = _number(environment, "LOCAL_WORLD_SIZE", default=local + 1)
-    elif "OMPI_COMM_WORLD_LOCAL_RANK" in environment:
-        local = _number(environment, "OMPI_COMM_WORLD_LOCAL_RANK")
-        num_local = _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE")
-    elif "SLURM_LOCALID" in environment:
-        local, num_local = _number(environment, "SLURM_LOCALID"), _slurm_tasks_here(environment)
+        return local, _number(environment, "LOCAL_WORLD_SIZE", default=local + 1), False
+    if "OMPI_COMM_WORLD_LOCAL_RANK" in environment:
+        of_host = "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
+        return _number(environment, of_host[0]), _number(environment, of_host[1]), False
+    if "SLURM_LOCALID" in environment:
         owns_visible = "SLURM_GPUS_PER_TASK" in environment
-    else:
-        local, num_local = 0, 1
-    return Job(
-        launcher="torchrun",
-        num_processes=num_processes,
-        process_id=_number(environment, "RANK"),
-        num_local_processes=num_local,
-        local_process_id=local,
-        num_hosts=_number(environment, "GROUP_WORLD_SIZE", default=-(-num_processes // max(num_local, 1))),
-        host=environment["MASTER_ADDR"],
-        port=_number(environment, "MASTER_PORT"),
-        owns_visible=owns_visible,
-    )
-
-
-def _open_mpi(environment: Mapping[str, str]) -> Job:
-    num_processes = _number(environment, "OMPI_COMM_WORLD_SIZE")
-    num_local = _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE")
-    # 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911; job numbers are multiples of 4096.
-    uri = re.match(r"(\d+)\.\d+;tcp6?://\[?([^],]+?)[],:]", environment.get("OMPI_MCA_orte_hnp_uri", ""))
-    host, port = _coordinator(
-        environment,
-        host=_LOOPBACK if num_local == num_processes else uri and uri[2],
-        number=int(uri[1]) // 4096 if uri else os.getppid(),  # mpirun is the parent of all on one host
-    )
-    return Job(
-        launcher="Open MPI",
-        num_processes=num_processes,
-        process_id=_number(environment, "OMPI_COMM_WORLD_RANK"),
-        num_local_processes=num_local,
-        local_process_id=_number(environment, "OMPI_COMM_WORLD_LOCAL_RANK"),
-        num_hosts=-(-num_processes // max(num_local, 1)),
-        host=host,
-        port=port,
-    )
-
-
-def _slurm(environment: Mapping[str, str]) -> Job:
-    num_processes, num_hosts = _number(environment, "SLURM_NTASKS"), _number(environment, "SLURM_STEP_NUM_NODES")
-    # node001 | node001,gpu7 | node[001-004,007],gpu7
-    first = re.match(r"([^[,]+)(?:\[([^],-]+)[^]]*\]([^[,]*))?", environment["SLURM_STEP_NODELIST"])
-    host, port = _coordinator(
-        environment,
-        host=_LOOPBACK if num_hosts == 1 else first and "".join(filter(None, first.groups())),
-        number=_number(environment, "SLURM_JOB_ID") * 16 + _number(environment, "SLURM_STEP_ID"),
-    )
-    return Job(
-        launcher="SLURM",
-        num_processes=num_processes,
-        process_id=_number(environment, "SLURM_PROCID"),
-        num_local_processes=_slurm_tasks_here(environment),
-        local_process_id=_number(environment, "SLURM_LOCALID"),
-        num_hosts=num_hosts,
-        host=host,
-        port=port,
-        owns_visible="SLURM_GPUS_PER_TASK" in environment,
-    )
+        return _number(environment, "SLURM_LOCALID"), _slurm_tasks_here(environment), owns_visible
+    return 0, 1, False
 
 
 def _slurm_tasks_here(environment: Mapping[str, str]) -> int:
@@ -293,8 +244,19 @@ def _slurm_tasks_here(environment: Mapping[str, str]) -> int:
     return counts[node]
 
 
-def _coordinator(environment: Mapping[str, str], host: str | None, number: int) -> tuple[str, int]:
-    """The coordinator's host and port: those that the user chose, else this host and a port by the job's number."""
+def _coordinator(environment: Mapping[str, str], launcher: str, is_alone: bool) -> tuple[str, int]:
+    """The coordinator's host and port: those that the user chose, else the launcher's and one by the job's number."""
+    host, number = _LOOPBACK if is_alone else "", 0
+    if launcher == "Open MPI":
+        # 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911; job numbers are multiples of 4096.
+        uri = re.match(r"(\d+)\.\d+;tcp6?://\[?([^],]+?)[],:]", environment.get("OMPI_MCA_orte_hnp_uri", ""))
+        host = host or (uri[2] if uri else "")
+        number = int(uri[1]) // 4096 if uri else os.getppid()  # mpirun is the parent of all on one host
+    elif launcher == "SLURM":
+        # node001 | node001,gpu7 | node[001-004,007],gpu7
+        first = re.match(r"([^[,]+)(?:\[([^],-]+)[^]]*\]([^[,]*))?", environment["SLURM_STEP_NODELIST"])
+        host = host or ("".join(filter(None, first.groups())) if first else "")
+        number = _number(environment, "SLURM_JOB_ID") * 16 + _number(environment, "SLURM_STEP_ID")
     host = environment.get("MASTER_ADDR") or host
     if not host:
         raise ValueError("MASTER_ADDR must name the host of process 0: the launcher's variables do not")
