@@ -34,7 +34,6 @@ from shutil import which
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import export
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding
 
@@ -109,6 +108,7 @@ def compile_for_target(
 
     Example:
         >>> from jax.sharding import PartitionSpec
+        >>> import jax.numpy as jnp
         >>> from jaxddp import targets
         >>> by_rank = NamedSharding(targets.mesh("h100:2"), PartitionSpec("data"))
         >>> x = jax.ShapeDtypeStruct((8, 4), jnp.float32)
@@ -156,36 +156,13 @@ def _export(
     donate_argnums: Sequence[int],
 ) -> tuple[bytearray, list[int]]:
     """Traces, lowers and serializes a function; also gives which of its flat arguments are donated."""
-    arg_is_key = [_is_key(leaf) for leaf in jax.tree.leaves(args)]
-    key_impls: list[Any] = []
-
-    def without_keys(tree: Any) -> Any:
-        def data(leaf: Any) -> Any:
-            if not _is_key(leaf):
-                return leaf
-            key_impls.append(jax.random.key_impl(leaf))
-            return jax.random.key_data(leaf)
-
-        return jax.tree.map(data, tree)
-
-    plain_args = jax.eval_shape(without_keys, args)
-    arg_impls = list(key_impls)
-
-    def program(*plain: Any) -> Any:
-        leaves, structure = jax.tree.flatten(plain)
-        impls = iter(arg_impls)
-        leaves = [
-            jax.random.wrap_key_data(leaf, impl=next(impls)) if is_key else leaf
-            for leaf, is_key in zip(leaves, arg_is_key, strict=True)
-        ]
-        return without_keys(function(*jax.tree.unflatten(structure, leaves)))
-
     jitted = jax.jit(
-        program, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=tuple(donate_argnums)
+        function, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=tuple(donate_argnums)
     )
+    shapes = jax.eval_shape(lambda *args: args, *args)
     # Custom calls are not stable between versions of jaxlib; the child runs the same version.
     checks = [export.DisabledSafetyCheck.custom_call("ALL")]
-    exported = export.export(jitted, platforms=[_LOWERED_FOR[target.platform]], disabled_checks=checks)(*plain_args)
+    exported = export.export(jitted, platforms=[_LOWERED_FOR[target.platform]], disabled_checks=checks)(*shapes)
     # Flat trees, because classes of the caller's trees may be unknown to the child.
     flat = replace(
         exported,
@@ -198,10 +175,6 @@ def _export(
         if index in donate_argnums
     ]  # fmt: skip
     return flat.serialize(), donated
-
-
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
 
 
 class _Gpu(NamedTuple):
