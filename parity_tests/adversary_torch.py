@@ -94,7 +94,7 @@ def check_on_rank(seed: int) -> str | None:
             if operation == "step" and (wrong := run.difference()):
                 return wrong
     except AssertionError as error:
-        return str(error)
+        return str(error) or f"{error!r} in {operation!r}"
     except (RuntimeError, ValueError) as error:
         if "\n" in str(error):
             return f"refused in more than a line: {error}"
