@@ -48,15 +48,9 @@ def train(
     say: Callable[[str], None] = lambda line: None,
     on_step: Callable[[StepReport], None] = lambda report: None,
 ) -> list[StepReport]:
-    """Trains a language model.
+    """Trains a language model: ``say`` gets lines of text, ``on_step`` a report after each step.
 
-    Args:
-        options: What to train and how.
-        say: Gets lines of text.
-        on_step: Gets a report after each step.
-
-    Returns:
-        The reports; none if a resumed run has already taken all its steps.
+    Returns the reports; none if a resumed run has already taken all its steps.
 
     Raises:
         ValueError: If the options do not fit together, the data, the machine or the checkpoint.
