@@ -102,7 +102,7 @@ def test_measures_are_those_of_one_device_with_an_uneven_last_batch(name, x64):
     one, state, params = stateful(jaxddp.make_strategy(name, **options))
     batches = [rows(12), rows(12, 12), rows(5, 24)]
     found = one.evaluate(state, iter(batches), eval_fn)
-    assert len(traces) == 1 + (name == "zero3")  # which reads off a trace what units use
+    assert len(traces) == 1
     full = jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
     expected = measure(params, {"scale": 1.5}, full)
     np.testing.assert_allclose(found["mean"], expected["mean"].values.mean(0), rtol=0, atol=1e-12)

@@ -104,7 +104,7 @@ class Programs:
         self.shardings = state(lambda leaf: leaf.sharding(mesh, axis), NamedSharding(mesh, P()))
         self._specs = state(lambda leaf: leaf.rank_spec(axis), P())
         self.batch_sharding = NamedSharding(mesh, P(axis))
-        self._traces: dict[Any, tuple[GradientTrace, BucketPlan]] = {}
+        self._traces: dict[Any, GradientTrace] = {}
         self._programs: dict[Any, Any] = {}
 
     def init_opt_state(self, updated: Any) -> Any:
@@ -114,16 +114,15 @@ class Programs:
         init = self._map(self.layout.optimizer.init, (specs,), self._specs.opt_state)
         return jax.jit(init, out_shardings=self.shardings.opt_state)(updated)
 
-    def trace(self, state: TrainState, batch: Any) -> tuple[GradientTrace, BucketPlan]:
-        """Traces one rank's backward pass, once for each shape, and plans the communication of its gradients.
+    def trace(self, state: TrainState, batch: Any) -> GradientTrace:
+        """Traces one rank's backward pass, once for each shape.
 
-        Tensors have the shapes of the blocks on a device, if other axes of the mesh split them. On one rank nothing is
-        communicated.
+        Tensors have the shapes of the blocks on a device, if other axes of the mesh split them.
         """
         state, batch = abstract((state, batch))
         key = signature(state.params, state.model_state, batch)
         if key not in self._traces:
-            leaves, found = named_leaves(self.layout.params), []
+            found = []
 
             def on_rank(state: TrainState, batch: Any) -> None:
                 found.append(steps.trace_backward(self.run, state, batch))
@@ -132,24 +131,24 @@ class Programs:
             jax.eval_shape(self._map(on_rank, (self._specs, P(self._axis)), P()), state, batch)
             (trace,) = found
             if self.layout.ranks.other_axes:
-                trace = trace.with_shapes({name: leaf.block for name, leaf in leaves.items()})
-            plan = plan_trace(self.run.strategy, trace, {name: str(leaf.dtype) for name, leaf in leaves.items()})
-            plan = plan if self.layout.ranks.num_ranks > 1 else replace(plan, buckets=(), gathers=())
-            self._traces[key] = trace, plan
+                trace = trace.with_shapes({name: leaf.block for name, leaf in named_leaves(self.layout.params).items()})
+            self._traces[key] = trace
         return self._traces[key]
 
     def plan(self, state: TrainState, batch: Any) -> BucketPlan:
         """Gives the bucket plan of the step; on one rank nothing is communicated."""
-        return self.trace(state, batch)[1]
+        dtypes = {name: str(leaf.dtype) for name, leaf in named_leaves(self.layout.params).items()}
+        plan = plan_trace(self.run.strategy, self.trace(state, batch), dtypes)
+        return plan if self.layout.ranks.num_ranks > 1 else replace(plan, buckets=(), gathers=())
 
     def describe_results(self, state: TrainState, batch: Any) -> str:
         """Describes what processes must agree on in the step beside its plan."""
-        return describe_results(self.trace(state, batch)[0])
+        return describe_results(self.trace(state, batch))
 
     def planned_along(self, state: TrainState, batch: Any) -> list[Planned]:
         """Lists the collectives that one step should have, without those of its metrics."""
         run, ranks = self.run, self.layout.ranks
-        trace, plan = self.trace(state, batch)
+        trace, plan = self.trace(state, batch), self.plan(state, batch)
         planned = planned_along(run.strategy, plan, ranks, self.platform, run.num_microbatches)
         if self.layout.owners is not None and planned:
             # Gradients, parameters where they are masters, and back.
@@ -164,8 +163,7 @@ class Programs:
 
     def planned_loss(self, state: TrainState, batch: Any) -> list[tuple[str, int]]:
         """Lists ``(kind, bytes)`` of the collectives that the loss function itself calls in a step."""
-        trace, _ = self.trace(state, batch)
-        found = traced_collectives(trace.program, self.platform, of_loss=True)
+        found = traced_collectives(self.trace(state, batch).program, self.platform, of_loss=True)
         own = self._of_several(found.each * self.run.num_microbatches + found.once)
         return [(one.kind, one.num_bytes) for one in own]
 
@@ -175,9 +173,10 @@ class Programs:
 
     def step_function(self, state: TrainState, batch: Any, plan: BucketPlan | None = None) -> StepFunction:
         """Gives the training step as a function to compile, with the given plan or its own."""
-        backward, own = self.trace(state, batch)
-        plan = own if plan is None else plan
-        if plan.buckets and (unsent := sorted({*plan.constants} - {*own.constants})):  # without any, nothing is sent
+        backward = self.trace(state, batch)
+        plan = self.plan(state, batch) if plan is None else plan
+        constants = {tensor.name for tensor in backward.constants}
+        if plan.buckets and (unsent := sorted({*plan.constants} - constants)):  # without buckets, nothing is sent
             raise ValueError(f"plan takes the gradient of {unsent[0]!r} as constant, and it is not: plan this step")
         step = steps.guarded(partial(steps.train_step, self.run, backward, plan), self._nonfinite)
         return self._over_mesh(step, state, batch, is_step=True)

@@ -503,7 +503,7 @@ class Trainer:
 
     def trace(self, state: TrainState, batch: Any) -> GradientTrace:
         """Traces one rank's backward pass: the gradients in the order in which they become ready."""
-        return self._model(state).trace(state, self._described(batch))[0]
+        return self._model(state).trace(state, self._described(batch))
 
     def step_function(self, state: TrainState, batch: Any, plan: BucketPlan | None = None) -> StepFunction:
         """Gives the step before it is compiled.
