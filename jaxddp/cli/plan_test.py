@@ -142,6 +142,7 @@ def own(tmp_path, monkeypatch):
     (tmp_path / "own_training.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")  # a narrow terminal turns tables
     yield
     sys.modules.pop("own_training", None)
 
