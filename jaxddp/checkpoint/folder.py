@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import errno
 import fcntl
 import itertools
 import json
@@ -377,7 +378,13 @@ def _read_about(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / "about.json"
     if not path.is_file() or path.stat().st_size > _MOST_ABOUT_BYTES:
         raise ValueError("no description")
-    written = json.loads(path.read_bytes())
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        if error.errno != errno.EIO:  # rights and the like are no damage
+            raise
+        raise ValueError("a description that the disk does not give") from error
+    written = json.loads(text)
     if written["crc32"] != _checksum(written["about"]):
         raise ValueError("another description")
     return written["about"]
