@@ -124,10 +124,7 @@ class _Watchdog:
                 selector.register(other.connection, selectors.EVENT_READ, other)
             before = time.monotonic()
             while True:
-                time.sleep(self._beat_s)
-                for key, _ in selector.select(0) if selector.get_map() else ():
-                    if not self._read(key.data):
-                        selector.unregister(key.fileobj)
+                self._listen(selector)
                 now, waits = time.monotonic(), self.is_in_step or not self.is_done()
                 if now - before > _PAUSE_S:
                     for one in (self._mine, *self._others.values()):
@@ -146,6 +143,15 @@ class _Watchdog:
                     is_cut_off = self._needs_first and 0 in self._others and self._others[0].is_gone
                     if self._fault.is_stuck or waits or is_cut_off or now - self._faulty_since > self._stuck_s:
                         self._end(self._fault)
+
+    def _listen(self, selector: selectors.BaseSelector) -> None:
+        """Reads what the others say until the next beat, or until one is gone: XLA aborts soon after process 0 is."""
+        ended: list[Any] = []
+        until = time.monotonic() + self._beat_s
+        while not ended and (left := until - time.monotonic()) > 0:
+            ended = [key.fileobj for key, _ in selector.select(left) if not self._read(key.data)]
+        for connection in ended:
+            selector.unregister(connection)
 
     def _note(self, fault: _Fault) -> None:
         self._fault, self._faulty_since = fault, time.monotonic()

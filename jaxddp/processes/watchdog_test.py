@@ -113,7 +113,9 @@ def run(tmp_path, program, fault, faulty=1):
         )
         for process in range(NUM_PROCESSES)
     ]  # fmt: skip
-    others = [process for process in range(NUM_PROCESSES) if fault in ("all end", "forks") or process != faulty]
+    # Who leaves waits for the others, and so ends after them.
+    ends = fault in ("all end", "forks", "leaves")
+    others = [process for process in range(NUM_PROCESSES) if ends or process != faulty]
     try:
         deadline = time.monotonic() + 150
         while any(processes[other].poll() is None for other in others):
