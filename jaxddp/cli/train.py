@@ -9,12 +9,11 @@ import argparse
 import importlib
 import math
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
-from ..communication.buckets import MIB
+from ..communication.buckets import describe_collectives
 from ..processes.job import find_job
 from ..sizes import SIZES, TransformerConfig
 from ..training.clock import Timings, summarize
@@ -236,20 +235,6 @@ class Progress:
 
     def _tokens_per_s(self, timings: Timings) -> float:
         return self._options.batch_size * self._context / timings.median_ms * 1e3
-
-
-def describe_collectives(collectives: Sequence[tuple[str, int]]) -> str:
-    """Counts collectives by kind.
-
-    Example:
-        >>> describe_collectives([("all-reduce", 2**20), ("all-reduce", 2**19)])
-        '2 all-reduces, 1.5 MiB per step'
-    """
-    if not collectives:
-        return "none"
-    counts = Counter(kind for kind, _ in collectives)
-    kinds = ", ".join(f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts.items())
-    return f"{kinds}, {sum(num_bytes for _, num_bytes in collectives) / MIB:.1f} MiB per step"
 
 
 def position_of(options: TrainOptions, corpus: Corpus, num_batches: int) -> dict[str, Any]:

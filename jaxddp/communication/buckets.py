@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import numbers
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
@@ -197,6 +198,20 @@ def plan_per_tensor(tensors: Iterable[TensorSpec], *, after_backward: bool = Fal
         ValueError: If a name occurs twice.
     """
     return BucketPlan(tuple(Bucket((tensor,)) for tensor in _checked(tensors)), after_backward)
+
+
+def describe_collectives(collectives: Sequence[tuple[str, int]]) -> str:
+    """Counts collectives by kind, given as ``(kind, bytes)``.
+
+    Example:
+        >>> describe_collectives([("all-reduce", 2**20), ("all-reduce", 2**19)])
+        '2 all-reduces, 1.5 MiB per step'
+    """
+    if not collectives:
+        return "none"
+    counts = Counter(kind for kind, _ in collectives)
+    kinds = ", ".join(f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts.items())
+    return f"{kinds}, {sum(num_bytes for _, num_bytes in collectives) / MIB:.1f} MiB per step"
 
 
 def dtype_bytes(dtype: str) -> int:

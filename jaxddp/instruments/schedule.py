@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from ..communication.buckets import MIB
 from ..network import Network
 from ..scopes import LOSS_SCOPE, METRICS_SCOPE, MODEL_STATE_SCOPE, OPTIMIZER_SCOPE, OTHER_AXES_SCOPE, SYNC_SCOPE
 from .hlo import Computation, Instruction, Module, one_line_errors, parse_module
@@ -242,20 +240,6 @@ def read_schedule(compiled: Any) -> Schedule:
 def gradient_collectives(compiled: Any) -> list[tuple[str, int]]:
     """Lists ``(kind, bytes)`` of a step's collectives, without those of loss and metrics, sorted."""
     return read_schedule(compiled).gradient_collectives()
-
-
-def describe_collectives(collectives: list[tuple[str, int]]) -> str:
-    """Counts collectives by kind.
-
-    Example:
-        >>> describe_collectives([("all-reduce", 2**20), ("all-reduce", 2**19)])
-        '2 all-reduces, 1.5 MiB per step'
-    """
-    if not collectives:
-        return "none"
-    counts = Counter(kind for kind, _ in collectives)
-    kinds = ", ".join(f"{count} {kind}{'s' if count > 1 else ''}" for kind, count in counts.items())
-    return f"{kinds}, {sum(num_bytes for _, num_bytes in collectives) / MIB:.1f} MiB per step"
 
 
 class OperationReader:

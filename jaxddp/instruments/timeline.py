@@ -15,8 +15,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..communication.buckets import describe_collectives
 from ..scopes import METRICS_SCOPE
-from .schedule import PHASES, describe_collectives
+from .schedule import PHASES
 from .simulate import Simulation, Span
 
 # Okabe and Ito's colour-blind safe palette.
