@@ -116,7 +116,8 @@ def gather(shards: Sequence[Shard], ranks: Ranks, others: Sequence[Any] = ()) ->
             None if wants is None or isinstance(grad, jax.custom_derivatives.SymbolicZero) else grad
             for wants, grad in zip(wanted, itertools.chain(*grads), strict=True)
         ]
-        found = lax.optimization_barrier(found)
+        if others:  # without any, the gradients are all that there is to compute
+            found = lax.optimization_barrier(found)
         return by_group(_reduce_scatter, found[: len(shards)]), found[len(shards) :]
 
     gathered = jax.custom_vjp(forward)
