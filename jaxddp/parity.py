@@ -21,7 +21,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from .arguments import check_function, check_integer, check_kind, check_leaves, check_optimizer, is_number
+from .arguments import check_integer, is_number
 from .checkpoint.host_state import is_key, to_host
 from .checkpoint.interop import to_numpy, torch_names
 from .loss import Weighted, with_key
@@ -91,7 +91,7 @@ def check(
     *,
     strategies: str | Sequence[str | Strategy] = "all",
     num_ranks: Sequence[int] = (1, 2, 4),
-    atol: float = 1e-12,
+    atol: float = 1e-12,  # in float64 room for the order of sums alone
     dtype: Any = jnp.float64,
     num_microbatches: int = 1,
     max_grad_norm: float | None = None,
@@ -103,95 +103,108 @@ def check(
 
     Args:
         loss_fn: ``(params, batch)`` to the mean loss, to ``Weighted``, or to one of these and aux, which must be of
-            the whole batch what it is of its parts together. It takes no key: ranks draw other numbers than one device.
+            the whole batch what it is of its parts together. It takes no key, of which ranks draw other numbers.
         optimizer: Any optax transformation.
         params: A tree of arrays.
         batches: Global batches, one for each step, at least two; trees of arrays.
-        strategies: Names or strategies. Those named get caps and sizes by which these parameters fill several
-            buckets, and some of them are sharded. ``"all"`` takes every one, and records those that refuse the
-            optimizer.
+        strategies: Strategies, or names: of these, parameters fill several buckets, and some are sharded. ``"all"``
+            takes every one, and records those that refuse the optimizer.
         num_ranks: Of which every strategy is tried; there must be as many devices (``simulate_devices``).
-        atol: Largest difference of any element, of leaves with elements above 1 relative to the largest. In float64
-            1e-12 leaves room for the order of sums alone.
+        atol: Largest difference of any element, of leaves with elements above 1 relative to the largest.
         dtype: To which parameters and batches of floats are cast, complex ones alike; theirs if None.
-        num_microbatches: As of ``Trainer``, also the next two. One device takes each batch whole.
-        max_grad_norm: As of ``Trainer``; one device clips as ``optax.clip_by_global_norm`` does.
-        trainable: As of ``Trainer``.
-        model_state: Of a ``loss_fn`` that takes and returns one, as for ``Trainer(has_state=True)``: a tree of arrays.
-            Statistics must be those of the whole batch: ``BatchNorm(axis_name="data")``.
-        torch: A module with its initial weights at will, its loss ``(module, batch)``, and a function of parameters to
-            its optimizer, such as ``partial(torch.optim.AdamW, lr=1e-3)``. It is trained on one process, from the same
-            weights, clipped and frozen alike, and its parameters compared by the names of ``checkpoint.interop``.
+        num_microbatches: As of ``Trainer``, as are the next two. One device takes each batch whole.
+        max_grad_norm: One device clips as ``optax.clip_by_global_norm`` does.
+        trainable: Predicate on a parameter's name.
+        model_state: As of ``Trainer.init``; its statistics must be those of the whole batch.
+        torch: A module, its loss ``(module, batch)``, and a function of parameters to its optimizer, such as
+            ``partial(torch.optim.AdamW, lr=1e-3)``. It is trained on one process, from the same weights, clipped and
+            frozen alike, and its parameters compared by the names of ``checkpoint.interop``.
 
     Returns:
         A result of each training.
 
     Raises:
         ParityError: If one parts; it shows the first step and leaf of each.
-        ValueError: If there are fewer than two batches, one cannot be split over the ranks, there are not as many
-            devices, no parameter moves on one device, or a named strategy, or every one, refuses such a training.
+        ValueError: If there are fewer than two batches, one cannot be split over the ranks, no parameter moves on one
+            device, or a named strategy, or every one, refuses such a training.
     """
-    check_function("loss_fn", loss_fn)
-    check_optimizer(optimizer)
-    check_kind("batches", batches, Iterable, "an iterable of batches")
-    check_kind("strategies", strategies, (str, Sequence), "names or strategies, or 'all'")
-    check_kind("num_ranks", num_ranks, Sequence, "a sequence of numbers of ranks")
-    for count in num_ranks:
-        check_integer("num_ranks", count)
     if not is_number(atol) or not atol >= 0:
         raise ValueError(f"atol (={atol!r}) must be a number, 0 or more")
-    if dtype is not None and not is_floating(dtype):
-        raise ValueError(f"dtype (={dtype!r}) must be a floating dtype or None")
-    if torch is not None and not (isinstance(torch, tuple) and len(torch) == 3 and all(map(callable, torch))):
-        raise ValueError(f"torch (={torch!r}) must be a module, its loss and a function to its optimizer")
-    check_params(params, trainable)
-    check_leaves("model_state", named_leaves(model_state))
+    options = {"num_microbatches": num_microbatches, "max_grad_norm": max_grad_norm, "trainable": trainable}
     with jax.enable_x64(jax.config.read("jax_enable_x64") or dtype == jnp.float64):
-        params, model_state = _cast(params, dtype), _cast(model_state, dtype)
-        batches = [_cast(batch, dtype) for batch in batches]
-        if len(batches) < 2:
-            raise ValueError(
-                f"batches (={len(batches)}) must be at least two: lost optimizer state shows in the second"
-            )
-        options: dict[str, Any] = {
-            "num_microbatches": num_microbatches, "max_grad_norm": max_grad_norm, "trainable": trainable,
-            "has_state": model_state is not None,
-        }  # fmt: skip
-        Trainer(loss_fn, optimizer, make_strategy("flat"), data_mesh(1), **options)  # checks the options
-        for count in num_ranks:
-            for batch in batches:
-                check_batch(batch, count, num_microbatches)
-        loss = _Loss(loss_fn, params, model_state, batches[0])
-        expected = _on_one_device(loss, optimizer, params, batches, max_grad_norm, trainable)
-        is_all = isinstance(strategies, str) and strategies == "all"
-        chosen = list(STRATEGIES) if is_all else [strategies] if isinstance(strategies, str) else list(strategies)
-        trained = split(params, trainable)[0]
-        results = []
-        for strategy in (_in_several_parts(one, trained) if isinstance(one, str) else one for one in chosen):
-            for count in num_ranks:
-                trainer = Trainer(loss_fn, optimizer, strategy, data_mesh(count), has_aux=loss.has_aux, **options)
-                try:
-                    state = trainer.init(params, model_state=model_state)
-                except ValueError as error:
-                    if not is_all or _is_elementwise(optimizer, trained):  # else it must not refuse
-                        raise
-                    results.append(Result(strategy.name, count, None, refused=str(error)))
-                    continue
-                results.append(_compare(strategy.name, count, _trained(trainer, state, batches), expected, atol))
-        if all(one.refused for one in results) and (results or torch is None):
-            raise ValueError(f"no strategy was compared: {results[0].refused if results else 'none was given'}")
+        task = _Task(loss_fn, optimizer, params, model_state, batches, dtype, options)
+        expected = _on_one_device(task)
+        results = _under_strategies(task, strategies, num_ranks, expected, atol)
         if torch is not None:
-            names = dict(zip(torch_names(params), named_leaves(params), strict=True))
-            frozen = {theirs for theirs, ours in names.items() if trainable is not None and not trainable(ours)}
-            in_torch = _in_torch(*torch, to_numpy(params), batches, frozen, max_grad_norm)
-            right = [to_numpy(like(params, {ours: one[_PARAMS + ours] for ours in names.values()})) for one in expected]
-            results.append(_compare(TORCH, 1, in_torch, right, atol))
+            results.append(_under_torch(task, torch, expected, atol))
+        elif not results:
+            raise ValueError("strategies must name at least one")
     if any(one.step is not None for one in results):
         raise ParityError(results, atol)
     return results
 
 
 _PARAMS = "params."
+
+
+class _Task:
+    """A training, however it is done."""
+
+    def __init__(
+        self, loss_fn: Any, optimizer: Any, params: Any, model_state: Any, batches: Any, dtype: Any,
+        options: dict[str, Any],
+    ) -> None:  # fmt: skip
+        check_params(params, options["trainable"])
+        if dtype is not None and not is_floating(dtype):
+            raise ValueError(f"dtype (={dtype!r}) must be a floating dtype or None")
+        params, model_state, batches = (_cast(tree, dtype) for tree in (params, model_state, list(batches)))
+        if len(batches) < 2:
+            raise ValueError(f"batches (={len(batches)}) must be two or more: lost optimizer state shows in the second")
+        self.params, self.batches, self.optimizer = params, batches, optimizer
+        self.max_grad_norm, self.trainable = options["max_grad_norm"], options["trainable"]
+        self.trained, self.frozen = split(params, self.trainable)
+        self._loss_fn, self._options = loss_fn, options | {"has_state": model_state is not None}
+        self.trainer(make_strategy("flat"), 1)  # checks the options
+        self.loss = _Loss(loss_fn, params, model_state, batches[0])
+
+    def trainer(self, strategy: Strategy, num_ranks: int, has_aux: bool = False) -> Trainer:
+        check_integer("num_ranks", num_ranks)
+        mesh = data_mesh(num_ranks)
+        trainer = Trainer(self._loss_fn, self.optimizer, strategy, mesh, has_aux=has_aux, **self._options)
+        for batch in self.batches:
+            check_batch(batch, num_ranks, trainer.num_microbatches)
+        return trainer
+
+
+def _under_strategies(
+    task: _Task, strategies: Any, num_ranks: Sequence[int], expected: Sequence[Any], atol: float
+) -> list[Result]:
+    chosen = [strategies] if isinstance(strategies, str) else strategies
+    is_all, results = chosen == ["all"], []
+    for one in STRATEGIES if is_all else chosen:
+        strategy = _in_several_parts(one, task.trained) if isinstance(one, str) else one
+        for count in num_ranks:
+            trainer = task.trainer(strategy, count, task.loss.has_aux)
+            try:
+                state = trainer.init(task.params, model_state=task.loss.model_state)
+            except ValueError as error:
+                if not is_all or _is_elementwise(task.optimizer, task.trained):  # else it must not refuse
+                    raise
+                results.append(Result(strategy.name, count, None, refused=str(error)))
+            else:
+                results.append(_compare(strategy.name, count, _trained(trainer, state, task.batches), expected, atol))
+    if results and all(one.refused for one in results):
+        raise ValueError(f"no strategy was compared: {results[0].refused}")
+    return results
+
+
+def _under_torch(task: _Task, torch: tuple[Any, Any, Any], expected: Sequence[Any], atol: float) -> Result:
+    names = dict(zip(torch_names(task.params), named_leaves(task.params), strict=True))
+    is_trained = task.trainable or (lambda name: True)
+    frozen = {theirs for theirs, ours in names.items() if not is_trained(ours)}
+    found = _in_torch(*torch, to_numpy(task.params), task.batches, frozen, task.max_grad_norm)
+    right = [to_numpy(like(task.params, {ours: one[_PARAMS + ours] for ours in names.values()})) for one in expected]
+    return _compare(TORCH, 1, found, right, atol)
 
 
 def _in_several_parts(name: str, trained: Any) -> Strategy:
@@ -264,18 +277,12 @@ def _on_one_rank(function: Callable[..., Any]) -> Callable[..., Any]:
     return jax.shard_map(function, mesh=data_mesh(1), in_specs=whole, out_specs=whole, check_vma=False)
 
 
-def _on_one_device(
-    loss: _Loss,
-    optimizer: Any,
-    params: Any,
-    batches: Sequence[Any],
-    max_grad_norm: float | None,
-    trainable: Callable[[str], bool] | None,
-) -> list[dict[str, np.ndarray]]:
+def _on_one_device(task: _Task) -> list[dict[str, np.ndarray]]:
     """What is compared after each step, by name."""
-    clip = optax.identity() if max_grad_norm is None else optax.clip_by_global_norm(max_grad_norm)
-    optimizer = optax.with_extra_args_support(optimizer)
-    trained, frozen = split(params, trainable)
+    loss, frozen, clip = task.loss, task.frozen, optax.identity()
+    if task.max_grad_norm is not None:
+        clip = optax.clip_by_global_norm(task.max_grad_norm)
+    optimizer = optax.with_extra_args_support(task.optimizer)
 
     def step(trained: Any, model_state: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, Any, Any]:
         grad = jax.value_and_grad(lambda trained: loss(merge(trained, frozen), model_state, batch), has_aux=True)
@@ -284,13 +291,14 @@ def _on_one_device(
         updates, opt_state = optimizer.update(clip.update(grads, clip.init(None))[0], opt_state, trained, value=value)
         return optax.apply_updates(trained, updates), model_state, opt_state, metrics
 
-    run, after, held = jax.jit(_on_one_rank(step)), [], (trained, loss.model_state, optimizer.init(trained))
-    for batch in batches:
+    run, after = jax.jit(_on_one_rank(step)), []
+    held = task.trained, loss.model_state, optimizer.init(task.trained)
+    for batch in task.batches:
         *held, metrics = jax.block_until_ready(run(*held, batch))
         parts = {"params": merge(held[0], frozen), "opt_state": held[2], "model_state": held[1], "metrics": metrics}
         found = {name: leaf for part, tree in parts.items() for name, leaf in named_leaves({part: tree}).items()}
         after.append({name: np.asarray(leaf) for name, leaf in found.items() if not is_key(leaf)})
-    if all(np.array_equal(leaf, after[-1][f"{_PARAMS}{name}"]) for name, leaf in named_leaves(params).items()):
+    if all(np.array_equal(leaf, after[-1][f"{_PARAMS}{name}"]) for name, leaf in named_leaves(task.params).items()):
         raise ValueError("params must move: the loss does not depend on them, or the learning rate is 0")
     return after
 

@@ -173,7 +173,7 @@ def test_refusals_are_recorded_or_raised():
     odd = [{name: leaf[:6] for name, leaf in batch.items()} for batch in BATCHES]
     with pytest.raises(ValueError, match=r"^batch \(=6 examples\) must be divisible by .* \(=4 x 1\)$"):
         jaxddp.parity.check(loss_fn, optax.sgd(0.1), PARAMS, odd)
-    for options, value in [({"strategies": []}, "none was given"), ({"num_ranks": [2], "atol": -1}, "-1")]:
+    for options, value in [({"strategies": []}, "strategies"), ({"num_ranks": [2], "atol": -1}, "-1")]:
         with pytest.raises(ValueError, match=value):
             jaxddp.parity.check(loss_fn, optax.sgd(0.1), PARAMS, BATCHES, **options)
     with pytest.raises(ValueError, match=r"^batches \(=1\)"):

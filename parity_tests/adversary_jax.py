@@ -272,8 +272,34 @@ class _Run:
         return loss, aux, state
 
     def check(self) -> str | None:
+        case, trainer = self.case, self._trainer()
+        try:
+            state = trainer.init(self.params, model_state=self.model_state or None)
+        except ValueError as error:
+            is_allowed = case.optimizer in OTHERS and case.strategy[0] in ("zero1", "zero2", "zero3")
+            if is_allowed and any(reason in str(error) for reason in REFUSALS):
+                return None
+            return f"refused: {error}"
+        if wrong := self._bytes(trainer, state):
+            return wrong
+        planned = sorted(trainer.planned(state, self.batches[0]))
+        schedule = jaxddp.read_schedule(trainer.compile(state, self.batches[0]))
+        compiled = schedule.gradient_collectives()
+        synced = sorted((one.kind, one.num_bytes) for one in schedule.collectives() if one.is_model_state)
+        reference = _Reference(self, OPTIMIZERS[case.optimizer]())
+        for step, batch in enumerate(self.batches):
+            spent = state
+            state, metrics = trainer.step(state, batch)
+            if wrong := _put_back(trainer, spent, state, batch) or self._step(reference, step, batch, metrics):
+                return wrong
+        if wrong := self._weights(trainer, state, reference):
+            return wrong
+        if case.state_sync and synced != sorted(trainer.planned_sync(state)):
+            return f"planned {trainer.planned_sync(state)} for the model state, compiled {synced}"
+        return None if planned == compiled else f"planned {planned}, compiled {compiled}"
+
+    def _trainer(self) -> jaxddp.Trainer:
         case = self.case
-        optimizer = OPTIMIZERS[case.optimizer]()
         name, options = case.strategy
         if case.hook != "none":
             options = options | {"hook": getattr(jaxddp.hooks, case.hook)}
@@ -296,62 +322,42 @@ class _Run:
             (True, False): lambda params, state, batch: on_rank(params, state, batch),
             (True, True): lambda params, state, batch, key: on_rank(params, state, batch, key),
         }
-        trainer = jaxddp.Trainer(
-            forms[case.state_sync is not None, case.keyed], optimizer,
+        return jaxddp.Trainer(
+            forms[case.state_sync is not None, case.keyed], OPTIMIZERS[case.optimizer](),
             jaxddp.make_strategy(name, **options), jaxddp.data_mesh(case.num_ranks, replicas=case.replicas),
             num_microbatches=case.num_microbatches, trainable=self.trainable if case.frozen else None,
             has_aux=case.has_aux or case.keyed, max_grad_norm=case.max_grad_norm,
             has_state=case.state_sync is not None, state_sync=case.state_sync or "mean",
             nonfinite="ignore" if case.bad_step is None else "skip", compute_dtype=case.compute_dtype,
         )  # fmt: skip
-        try:
-            state = trainer.init(self.params, model_state=self.model_state or None)
-        except ValueError as error:
-            is_allowed = case.optimizer in OTHERS and name in ("zero1", "zero2", "zero3")
-            if is_allowed and any(reason in str(error) for reason in REFUSALS):
-                return None
-            return f"refused: {error}"
-        if wrong := self._bytes(trainer, state):
-            return wrong
-        planned = sorted(trainer.planned(state, self.batches[0]))
-        schedule = jaxddp.read_schedule(trainer.compile(state, self.batches[0]))
-        compiled = schedule.gradient_collectives()
-        synced = sorted((one.kind, one.num_bytes) for one in schedule.collectives() if one.is_model_state)
-        reference = _Reference(self, optimizer)
-        for step, batch in enumerate(self.batches):
-            spent = state
-            state, metrics = trainer.step(state, batch)
-            if wrong := _put_back(trainer, spent, state, batch):
-                return wrong
-            noise = np.asarray(metrics["aux"]["noise"]) * parts if case.keyed else None
-            loss, aux, skipped = reference.step(batch, noise)
-            if int(metrics.get("skipped", 0)) != skipped:
-                return f"step {step} was {'not ' * bool(skipped)}skipped"
-            if skipped:
-                continue
-            if not _close(metrics["loss"], loss, self.atol):
-                return f"loss of step {step} is {float(metrics['loss'])!r}, not {float(loss)!r}"
-            if case.has_aux and not _close(metrics["aux"]["square"], aux, self.atol):
-                return f"aux of step {step} is {float(metrics['aux']['square'])!r}, not {float(aux)!r}"
+
+    def _step(self, reference: _Reference, step: int, batch: Any, metrics: Any) -> str | None:
+        """Takes the step in the reference."""
+        case = self.case
+        noise = np.asarray(metrics["aux"]["noise"]) * case.num_ranks * case.num_microbatches if case.keyed else None
+        loss, aux, skipped = reference.step(batch, noise)
+        if int(metrics.get("skipped", 0)) != skipped:
+            return f"step {step} was {'not ' * bool(skipped)}skipped"
+        if skipped:
+            return None
+        if not _close(metrics["loss"], loss, self.atol):
+            return f"loss of step {step} is {float(metrics['loss'])!r}, not {float(loss)!r}"
+        if case.has_aux and not _close(metrics["aux"]["square"], aux, self.atol):
+            return f"aux of step {step} is {float(metrics['aux']['square'])!r}, not {float(aux)!r}"
+        return None
+
+    def _weights(self, trainer: jaxddp.Trainer, state: Any, reference: _Reference) -> str | None:
         for leaf in jax.tree.leaves(state.params):
-            if (
-                leaf.is_fully_replicated
-                and len({np.asarray(one.data).tobytes() for one in leaf.addressable_shards}) > 1
-            ):
+            copies = leaf.addressable_shards if leaf.is_fully_replicated else []
+            if len({np.asarray(one.data).tobytes() for one in copies}) > 1:
                 return "replicas differ"
-        found, right = jax.tree.leaves(trainer.params(state)), jax.tree.leaves(reference.params)
-        furthest = max(_distance(a, b) for a, b in zip(found, right, strict=True))
-        if not furthest <= self.atol:
-            return f"weights are {furthest:.1e} off"
-        if case.state_sync:
-            found, right = (jax.tree.leaves(tree) for tree in (trainer.model_state(state), reference.model_state))
-            furthest = max(_distance(a, b) for a, b in zip(found, right, strict=True))
+        pairs = {"weights": (trainer.params(state), reference.params)}
+        if self.case.state_sync:
+            pairs["model state"] = trainer.model_state(state), reference.model_state
+        for what, trees in pairs.items():
+            furthest = max(_distance(a, b) for a, b in zip(*map(jax.tree.leaves, trees), strict=True))
             if not furthest <= self.atol:
-                return f"the model state is {furthest:.1e} off"
-            if synced != sorted(trainer.planned_sync(state)):
-                return f"planned {trainer.planned_sync(state)} for the model state, compiled {synced}"
-        if planned != compiled:
-            return f"planned {planned}, compiled {compiled}"
+                return f"{what} {furthest:.1e} off"
         return None
 
     def check_own_loop(self) -> str | None:

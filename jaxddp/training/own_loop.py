@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +20,7 @@ from ..communication.planned import plan_trace, trace_gradients
 from ..communication.reduction import check_grads, reduce_buckets
 from ..communication.reduction import divide as divide_total
 from ..communication.varying import as_varying, varying
-from ..loss import denominator, divide, partial_loss, refuse_derivative
+from ..loss import PartialLoss, denominator, divide, partial_loss, refuse_derivative
 from ..replicated import all_reduce_wire
 from ..scopes import LOSS_SCOPE, SYNC_SCOPE
 from ..strategy import Ranks, Strategy
@@ -90,51 +91,55 @@ def value_and_grad(
             " jax.grad, which are this rank's, to jaxddp.shard_optimizer(optimizer, axis)"
         )
 
-    def on_rank(params: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        num_ranks = axis_size(axis)
+    return functools.partial(_on_rank, loss_fn, strategy, axis, has_aux)
 
-        def loss(params: Any, batch: Any) -> Any:
-            return loss_fn(params, batch, *args, **kwargs)
 
-        loss.__name__ = getattr(loss_fn, "__name__", repr(loss_fn))
-        partial = partial_loss(loss, has_aux)
+def _on_rank(
+    loss_fn: Callable[..., Any], strategy: Strategy, axis: str, has_aux: bool,
+    params: Any, batch: Any, *args: Any, **kwargs: Any,
+) -> Any:  # fmt: skip
+    def loss(params: Any, batch: Any) -> Any:
+        return loss_fn(params, batch, *args, **kwargs)
 
-        def local_loss(*args: Any) -> Any:
-            total, others = partial(*args)
-            # A mean that the loss took over ranks counts on each of them, as it does where check_vma is off.
-            return as_varying(total, axis), others
+    loss.__name__ = getattr(loss_fn, "__name__", repr(loss_fn))
+    num_ranks, local_grads = axis_size(axis), _local_grads(partial_loss(loss, has_aux), axis)
+    # A constant may still be another one on each process, which no trainer has compared here: it is sent.
+    trace = trace_gradients(local_grads, params, batch, has_aux=True).with_constants_sent()
+    plan = plan_trace(strategy, trace)
+    plan = plan if num_ranks > 1 else replace(plan, buckets=())
+    local, (parts, _) = local_grads(params, batch)
+    parts = sum_over_ranks(parts, Ranks(axis, num_ranks, num_ranks))
+    value, aux = divide(parts, num_ranks)
+    ready = named_leaves(local)
+    check_grads(ready, plan, axis)
+    grads = like(local, _reduced(ready, plan, axis, denominator(parts.loss, num_ranks), strategy.hook))
+    result = (value, aux) if has_aux else value, grads
+    if not varying(lax.axis_index(axis)):
+        # Without check_vma, the derivative of a sum over ranks is that of one rank.
+        result = jax.tree.map(
+            lambda leaf: refuse_derivative(leaf, _DIFFERENTIATED) if jnp.issubdtype(leaf, jnp.inexact) else leaf,
+            result,
+        )
+    if num_ranks > 1:
+        return result
+    # Nothing was sent; check_vma takes only the result of a collective as equal on all ranks.
+    return jax.tree.map(lambda leaf: broadcast(leaf, axis) if axis in varying(leaf) else leaf, result)
 
-        def local_grads(params: Any, batch: Any) -> Any:
-            # Of parameters that vary over ranks, gradients are local. Of equal ones, autodiff would sum them.
-            def of(params: Any) -> Any:
-                return local_loss(params, (), batch, None)
 
-            with jax.named_scope(LOSS_SCOPE):
-                return jax.grad(of, has_aux=True)(as_varying(params, axis))
+def _local_grads(loss: PartialLoss, axis: str) -> Callable[..., tuple[Any, Any]]:
+    """Gives ``(params, batch) -> (this rank's gradients, (summands, model state))``."""
 
-        # A constant may still be another one on each process, which no trainer has compared here: it is sent.
-        trace = trace_gradients(local_grads, params, batch, has_aux=True).with_constants_sent()
-        plan = plan_trace(strategy, trace)
-        plan = plan if num_ranks > 1 else replace(plan, buckets=())
-        local, (parts, _) = local_grads(params, batch)
-        parts = sum_over_ranks(parts, Ranks(axis, num_ranks, num_ranks))
-        value, aux = divide(parts, num_ranks)
-        ready = named_leaves(local)
-        check_grads(ready, plan, axis)
-        grads = like(local, _reduced(ready, plan, axis, denominator(parts.loss, num_ranks), strategy.hook))
-        result = (value, aux) if has_aux else value, grads
-        if not varying(lax.axis_index(axis)):
-            # Without check_vma, the derivative of a sum over ranks is that of one rank.
-            result = jax.tree.map(
-                lambda leaf: refuse_derivative(leaf, _DIFFERENTIATED) if jnp.issubdtype(leaf, jnp.inexact) else leaf,
-                result,
-            )
-        if num_ranks > 1:
-            return result
-        # Nothing was sent; check_vma takes only the result of a collective as equal on all ranks.
-        return jax.tree.map(lambda leaf: broadcast(leaf, axis) if axis in varying(leaf) else leaf, result)
+    def local_loss(params: Any, batch: Any) -> Any:
+        total, others = loss(params, (), batch, None)
+        # A mean that the loss took over ranks counts on each of them, as it does where check_vma is off.
+        return as_varying(total, axis), others
 
-    return on_rank
+    @jax.named_scope(LOSS_SCOPE)
+    def local_grads(params: Any, batch: Any) -> Any:
+        # Of parameters that vary over ranks, gradients are local. Of equal ones, autodiff would sum them.
+        return jax.grad(local_loss, has_aux=True)(as_varying(params, axis), batch)
+
+    return local_grads
 
 
 def sync_gradients(
