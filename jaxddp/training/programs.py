@@ -178,7 +178,7 @@ class Programs:
         constants = {tensor.name for tensor in backward.constants}
         if plan.buckets and (unsent := sorted({*plan.constants} - constants)):  # without buckets, nothing is sent
             raise ValueError(f"plan takes the gradient of {unsent[0]!r} as constant, and it is not: plan this step")
-        step = steps.guarded(partial(steps.train_step, self.run, backward, plan), self._nonfinite)
+        step = partial(steps.guarded_step, partial(steps.train_step, self.run, backward, plan), self._nonfinite)
         return self._over_mesh(step, state, batch, is_step=True)
 
     def step(self, state: TrainState, batch: Any) -> Any:

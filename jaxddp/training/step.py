@@ -261,32 +261,27 @@ def sum_over_ranks(parts: Any, ranks: Ranks) -> Any:
     return jax.tree.unflatten(structure, leaves)
 
 
-def guarded(step: Callable[..., Any], nonfinite: str) -> Callable[..., Any]:
+def guarded_step(
+    step: Callable[..., Any], nonfinite: str, state: TrainState, batch: Any
+) -> tuple[TrainState, dict[str, Any]]:
     """A step whose result is the state before it, bit for bit but for its number, where it must not move anything.
 
     That is where the whole batch has no weight, since weight decay and momentum would move parameters, and with
     ``"skip"`` where a number is not finite. Loss, norm and model state are equal on all ranks, so all decide alike.
     """
-
-    @jax.named_scope(METRICS_SCOPE)
-    def finite(state: TrainState, new: TrainState, metrics: dict[str, Any]) -> jax.Array:
-        is_finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
-        return is_finite & ~became_nonfinite(new.model_state, state.model_state)
-
-    def guarded_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        new, metrics, weight = step(state, batch)
-        conditions = [] if weight is None else [weight != 0]
-        if nonfinite != "ignore":
-            is_finite = finite(state, new, metrics)
-            metrics |= {"skipped": 1 - is_finite.astype(jnp.int32)}
-            conditions += [is_finite] * (nonfinite == "skip")
-        if conditions:
-            is_taken = jnp.stack(conditions).all()
-            kept = state._replace(step=new.step)
-            new = jax.tree.map(lambda new, old: new if new is old else jnp.where(is_taken, new, old), new, kept)
-        return new, metrics
-
-    return guarded_step
+    new, metrics, weight = step(state, batch)
+    conditions = [] if weight is None else [weight != 0]
+    if nonfinite != "ignore":
+        with jax.named_scope(METRICS_SCOPE):
+            is_finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+            is_finite &= ~became_nonfinite(new.model_state, state.model_state)
+        metrics |= {"skipped": 1 - is_finite.astype(jnp.int32)}
+        conditions += [is_finite] * (nonfinite == "skip")
+    if conditions:
+        is_taken = jnp.stack(conditions).all()
+        kept = state._replace(step=new.step)
+        new = jax.tree.map(lambda new, old: new if new is old else jnp.where(is_taken, new, old), new, kept)
+    return new, metrics
 
 
 def evaluate(run: Run, state: TrainState, batch: Any) -> Any:

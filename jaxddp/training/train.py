@@ -654,8 +654,9 @@ class Trainer:
     @cached_property
     def _spans_job(self) -> bool:
         """Whether the mesh has devices of all processes; in a job, a trainer may be of the process's own devices."""
-        is_here = isinstance(self.mesh, Mesh)
-        return is_here and len({one.process_index for one in self.mesh.devices.flat}) == jax.process_count()
+        if jax.process_count() == 1 or not isinstance(self.mesh, Mesh):
+            return False
+        return len({one.process_index for one in self.mesh.devices.flat}) == jax.process_count()
 
     def _describe_batch(
         self, model: Programs, held: Any, num_microbatches: int, state: TrainState | None
