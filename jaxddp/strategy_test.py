@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jaxddp
-from jaxddp.communication.buckets import MIB
 from jaxddp.communication.planned import planned_collectives
 from jaxddp.instruments.schedule import read_schedule
 from jaxddp.models import build
@@ -263,18 +262,6 @@ def test_one_rank_communicates_nothing():
         state = trainer.init(params)
         assert trainer.plan(state, batch).buckets == ()
         assert "all-reduce" not in trainer.compile(state, batch).as_text()
-
-
-def test_the_registry_and_bad_names():
-    assert list(jaxddp.STRATEGIES) == ["naive", "flat", "overlapped", "bucketed", "zero1", "zero2", "zero3"]
-    assert (
-        jaxddp.make_strategy("bucketed", bucket_mb=1).plan([jaxddp.TensorSpec("a", (MIB,), "float32")]).num_bytes
-        == 4 * MIB
-    )
-    with pytest.raises(ValueError, match="unknown strategy 'zero9': one of .*naive"):
-        jaxddp.make_strategy("zero9")
-    with pytest.raises(ValueError, match=r"bucket_mb \(=0\) must be a positive number"):
-        jaxddp.bucketed(0)
 
 
 def test_a_plan_of_another_model_is_refused():

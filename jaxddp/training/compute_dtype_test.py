@@ -268,20 +268,3 @@ def test_masters_that_are_replaced_are_what_is_trained_on(strategy):
     jax.tree.map(np.testing.assert_array_equal, trainer.params(replaced), trainer.params(expected))
     assert trainer.evaluate(replaced, batch) == trainer.evaluate(expected, batch)
     assert trainer.step(replaced, batch)[1]["loss"] == trainer.step(expected, batch)[1]["loss"]
-
-
-@pytest.mark.parametrize("dtype", [None, jnp.float16])
-@pytest.mark.parametrize("strategy", [jaxddp.bucketed(), jaxddp.zero1()], ids=lambda one: one.name)
-def test_a_state_of_another_compute_dtype_is_refused(strategy, dtype):
-    trainer, other = make(mlp_loss, strategy, compute_dtype=dtype), make(mlp_loss, strategy)
-    trainer.init(mlp_params())
-    for use in (trainer.step, trainer.evaluate):
-        with pytest.raises(ValueError, match=r"^[^\n]*compute_dtype[^\n]*$"):
-            use(other.init(mlp_params()), mlp_batch())
-
-
-def test_refusals():
-    with pytest.raises(ValueError, match=r"compute_dtype \(=.*int8.*\) must be a floating"):
-        make(mlp_loss, jaxddp.naive(), compute_dtype=jnp.int8)
-    with pytest.raises(ValueError, match="call init or abstract_state with its parameters first"):
-        make(mlp_loss, jaxddp.zero1()).step(make(mlp_loss, jaxddp.zero1()).init(mlp_params()), mlp_batch())

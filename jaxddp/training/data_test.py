@@ -48,15 +48,6 @@ def test_tokens_are_bytes_and_targets_are_the_bytes_after_them(counting):
     np.testing.assert_array_equal(batch["tokens"], batch["tokens"][:, :1] + np.arange(CONTEXT))
 
 
-def test_sizes(counting):
-    corpus = Corpus(counting, context=CONTEXT, holdout=0.1)
-    assert (corpus.num_bytes, corpus.num_windows, corpus.num_validation_windows) == (201, 45, 5)
-    assert corpus.source == str(counting)
-    without = Corpus(counting, context=CONTEXT, holdout=0)
-    assert (without.num_windows, without.num_validation_windows) == (50, 0)
-    assert list(without.validation_batches(1)) == []
-
-
 def test_every_byte_but_the_first_is_predicted_exactly_once(counting):
     corpus = Corpus(counting, context=CONTEXT, holdout=0.1)
     train = [corpus.batch(step, 5)["targets"] for step in range(9)]
@@ -171,14 +162,6 @@ def test_a_batch_that_cannot_be_is_refused(counting, arguments, message):
         data.batch(**{"step": 0, "batch_size": 6, **arguments})
 
 
-def test_validation_batches_refuses_at_once(counting):
-    corpus = Corpus(counting, context=CONTEXT)
-    with pytest.raises(ValueError, match=r"^batch_size \(=0\) must be positive$"):
-        corpus.validation_batches(0)
-    with pytest.raises(ValueError, match=r"^max_batches \(=-1\) must not be negative$"):
-        corpus.validation_batches(1, -1)
-
-
 def test_text_that_cannot_be_is_refused(write, tmp_path):
     with pytest.raises(ValueError, match=r"^data path '.*/none' does not exist$"):
         Corpus(tmp_path / "none")
@@ -190,25 +173,3 @@ def test_text_that_cannot_be_is_refused(write, tmp_path):
         Corpus("/dev/null")
     with pytest.raises(ValueError, match=r"^text of .* \(=4 bytes\) must be longer than one context \(=4 tokens\)$"):
         Corpus(write(b"abcd"), context=4)
-
-
-@pytest.mark.parametrize("holdout", [-0.1, 1, 1.5, float("nan")])
-def test_holdout_out_of_range_is_refused(holdout):
-    with pytest.raises(ValueError, match=rf"^holdout \(={holdout}\) must be at least 0 and below 1$"):
-        Corpus(holdout=holdout)
-
-
-def test_sizes_out_of_range_are_refused():
-    with pytest.raises(ValueError, match=r"^context \(=0\) must be a positive integer$"):
-        Corpus(context=0)
-
-
-def test_an_unreadable_folder_is_an_error_and_not_left_out(tmp_path, monkeypatch, write):
-    write(b"text", "text.txt")
-
-    def refuse(folder):
-        raise PermissionError(13, "Permission denied", str(folder))
-
-    monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(PermissionError, match="Permission denied"):
-        Corpus(tmp_path)

@@ -172,25 +172,19 @@ def test_sums_over_batches_are_wider_than_those_of_one():
     ("batches", "eval_fn", "message"),
     [
         ([], mean_x, r"batches hold no examples: there must be at least one"),
-        (X[:0], mean_x, r"batches hold no examples"),
-        (iter(()), mean_x, r"batches hold no examples"),
-        (None, mean_x, r"batch \(=None\) must hold at least one array"),
         ("x", mean_x, r"batch leaf '' \(='x'\) must be an array"),
         ([X, 3], mean_x, r"batch leaf '1' \(=3\) must be an array"),
-        (iter([X, 3]), mean_x, r"batch leaf '' \(=3\) must be an array"),
         ((X, X[:3]), mean_x, r"batch leaves must agree in length, they have {'0': 7, '1': 3}"),
         (X, 3, r"eval_fn \(=3\) must be a function"),
         (X, lambda params, x: x, r"eval_fn \(=<lambda>\) must return a dict of jaxddp.Mean, Sum or PerExample"),
         (X, lambda params, x: {"a": x.mean()}, r"eval_fn \(=<lambda>\): 'a' \(=array of \[\]\) must be marked"),
         (X, lambda params, x: {"a": jaxddp.Sum(x.sum())}, r"eval_fn \(=<lambda>\): 'a' \(=Sum of array of \[\]\) must "
          "have the 4 examples at hand as dimension 0 of an array"),
-        (X, lambda params, x: {"a": jaxddp.Mean(x[1:])}, r"'a' \(=Mean of array of \[3, 3\]\) must have the 4"),
         (iter([X, X[:, :1]]), lambda params, x: {"a": jaxddp.Sum(x)}, r"values of examples \(=\[1\]\) must have one "
          r"shape, \[3\] before"),
         ([{"a": X}, {"b": X}], lambda params, x: {name: jaxddp.Sum(one) for name, one in x.items()}, r"eval_fn must "
          r"return the same names for every batch: \['b'\], and \['a'\] before"),
         (X, type("Own", (), {"__hash__": None, "__call__": mean_x})(), r"eval_fn \(=Own\) must be hashable"),
-        (X, lambda params, x: {"a": jaxddp.Mean(3)}, r"'a' \(=Mean of int\) must have the 4 examples"),
     ],
 )  # fmt: skip
 def test_what_is_refused(batches, eval_fn, message):

@@ -37,31 +37,6 @@ def on_ranks(function, **options):
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=P(), **options))
 
 
-def test_gradients_that_autodiff_has_summed_are_refused():
-    params, batch = inputs()
-    plan = jaxddp.plan_gradients(jaxddp.bucketed(), jax.grad(loss_fn), params, rank_batch(batch))
-
-    def unmarked(params, batch):
-        return jaxddp.sync_gradients(jax.grad(loss_fn)(params, batch), plan, "data")
-
-    with pytest.raises(ValueError, match=r"gradient of 'w' .*jax\.lax\.pcast\(params, 'data', to='varying'\)"):
-        on_ranks(unmarked)(params, batch)
-    found = on_ranks(unmarked, check_vma=False)(params, batch)  # there, autodiff sums nothing
-    np.testing.assert_allclose(found["w"], jax.grad(loss_fn)(params, batch)["w"], rtol=1e-5)
-
-
-def test_a_sharded_optimizer_refuses_them_too():
-    params, batch = inputs()
-    optimizer = jaxddp.shard_optimizer(optax.sgd(1.0), "data")
-
-    def unmarked(params, batch):
-        grads = jax.grad(loss_fn)(params, batch)
-        return optimizer.update(grads, optimizer.init(params), params)[0]
-
-    with pytest.raises(ValueError, match=r"gradient of 'w' .*jax\.lax\.pcast\(params, 'data', to='varying'\)"):
-        on_ranks(unmarked)(params, batch)
-
-
 @pytest.mark.parametrize("unused", [(5,), (0,)], ids=["unused", "empty"])
 @pytest.mark.parametrize("strategy", [jaxddp.naive(), jaxddp.bucketed()], ids=["naive", "bucketed"])
 def test_a_parameter_may_be_unused_or_empty(unused, strategy):
