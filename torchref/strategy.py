@@ -448,7 +448,7 @@ class DataParallel(nn.Module, abc.ABC):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         check_dense(name, parameter.grad)
-        return parameter.grad.as_subclass(torch.Tensor)
+        return parameter.grad.detach().as_subclass(torch.Tensor)
 
 
 STRATEGIES: dict[str, type[DataParallel]] = {}  # read it from registry.py, which fills it

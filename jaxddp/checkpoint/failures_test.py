@@ -1,5 +1,7 @@
 """What fails while checkpoints are written, and what happens to their files: the state that was saved, or one line."""
 
+import functools
+import json
 import os
 import random
 import resource
@@ -16,6 +18,7 @@ import pytest
 
 import jaxddp
 from jaxddp.checkpoint.checkpoints import Checkpoints
+from jaxddp.checkpoint.folder import _checksum
 from jaxddp.conftest import fuzz_seeds, soon
 
 
@@ -241,8 +244,14 @@ def test_what_others_wrote_is_refused_by_name(tmp_path, trainer):
             check_restored(checkpoints, trainer, 2)
         with pytest.raises(ValueError, match="^no checkpoint of step 5 in .*: there are 2, 9$"):
             check_restored(checkpoints, trainer, 2, asked=5)
+        about = tmp_path / "2" / "about.json"
+        said = json.loads(about.read_bytes())["about"] | {"format": 2}
+        about.write_text(json.dumps({"about": said, "crc32": _checksum(said)}))
+        with pytest.raises(ValueError, match="checkpoint of step 2 in .* has format 2 of jaxddp: this is format 3"):
+            check_restored(checkpoints, trainer, 2, asked=2)
         (tmp_path / "1" / "about" / "metadata").write_text("{}")
-        for refused in (checkpoints.latest_step, checkpoints.reserve, lambda: check_restored(checkpoints, trainer, 2)):
+        restores = [functools.partial(check_restored, checkpoints, trainer, 1, asked=step) for step in (None, 1)]
+        for refused in (checkpoints.latest_step, checkpoints.reserve, *restores):
             with pytest.raises(ValueError, match=r"1/about/metadata' is of a checkpoint of format 1"):
                 refused()
 

@@ -105,7 +105,12 @@ class CheckpointFolder(abc.ABC):
             self._writer = None
 
     def steps(self) -> list[int]:
-        """Lists the steps of the checkpoints that this process sees, damaged or not, oldest first."""
+        """Lists the steps of the checkpoints that this process sees, damaged or not, oldest first.
+
+        Raises:
+            ValueError: If one is of format 1.
+        """
+        self._refuse_before()
         named = [path for path in self.directory.iterdir() if path.name.isdecimal() and path.is_dir()]
         ours = [path for path in named if path.name == str(int(path.name)) and any(_parts(path))]
         return sorted(int(path.name) for path in ours)
@@ -308,7 +313,6 @@ class CheckpointFolder(abc.ABC):
         return about
 
     def _latest_here(self) -> int | None:
-        self._refuse_before()
         return max(self.steps(), default=None)
 
     def _refuse_before(self) -> None:

@@ -111,7 +111,11 @@ def of_gpu(name):
     [pytest.param(name, marks=pytest.mark.full if name in ("flat", "overlapped") else ()) for name in REPLICATED],
 )
 def test_compiled_is_planned_on_gpus(steps, name):
-    assert_as_planned(steps(of_gpu(name)), name)
+    step = steps(of_gpu(name))
+    assert_as_planned(step, name)
+    # From jax 0.11 on XLA leaves them to NCCL if the target's description has no NVLinks.
+    small = {one.kernel for one in step.schedule.collectives() if one.num_bytes <= 2**17}
+    assert small == {"TRITON_ONE_SHOT"}
 
 
 @on_tpus

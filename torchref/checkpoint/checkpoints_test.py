@@ -1,5 +1,6 @@
 """Checkpoints of any strategy on any number of ranks: what they restore, and what is left when something fails."""
 
+import functools
 import json
 import os
 import resource
@@ -322,6 +323,7 @@ def test_a_mask_is_no_fault_and_a_buffer_of_nan_is(tmp_path):
 def test_checkpoints_of_format_1_are_refused_by_name(tmp_path):
     (tmp_path / "120.npz").write_bytes(b"PK")
     checkpoints = Checkpoints(tmp_path)
-    for refused in (checkpoints.latest_step, checkpoints.reserve, lambda: checkpoints.restore(one_process())):
+    restores = [functools.partial(checkpoints.restore, one_process(), step=step) for step in (None, 120)]
+    for refused in (checkpoints.latest_step, checkpoints.reserve, *restores):
         with pytest.raises(ValueError, match=r"120\.npz' is of a checkpoint of format 1"):
             refused()

@@ -202,6 +202,9 @@ def compiled(way):
 
 def without_weights():
     """What meta-learning does, and a module without weights."""
+    zero1 = torchref.ZeRO1(nn.Linear(3, 2), torch.optim.SGD, lr=0.1)
+    zero1(torch.ones(1, 3)).sum().backward(create_graph=True)  # its gradients are reduced without their graph
+    zero1.finish_gradient_synchronization()
     net = torchref.FSDP(nn.Linear(3, 2))
     changed = {name: torch.zeros(2, *shape) for name, shape in (("module.weight", (3,)), ("module.bias", ()))}
     return [
