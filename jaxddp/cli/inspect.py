@@ -76,14 +76,15 @@ def run(arguments: argparse.Namespace) -> None:
 
     from .. import targets
     from ..instruments.inspect import inspect_dump, inspect_steps, transformer_training
-    from ..planning.machine import network_of, read_network
+    from ..planning.machine import network_of
     from ..registry import make_strategy
     from .inspect_console import as_json, show
 
     target = targets.target(arguments.target)
-    network = network_of(target, arguments.network_gb_per_s, arguments.latency_us)
-    if arguments.network_file is not None:
-        network = read_network(arguments.network_file, target, network, arguments.network_gb_per_s)
+    # A given speed is that of the slowest link.
+    of_link = "host_gb_per_s" if target.num_hosts > 1 and target.platform == "gpu" else "gb_per_s"
+    speed = {of_link: arguments.network_gb_per_s}
+    network = network_of(target, **speed, latency_us=arguments.latency_us, file=arguments.network_file)
     folder = _check_options(arguments)
     if arguments.hlo is not None:
         text = Path(arguments.hlo).read_text(errors="replace")

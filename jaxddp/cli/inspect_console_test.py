@@ -43,7 +43,7 @@ def shown(capsys, monkeypatch):
 def test_a_row_holds_what_the_schedule_and_the_simulation_say(both, shown):
     lines = shown(both).splitlines()
     assert lines[0] == "model on h100:8, 50 GB/s per rank, 15 us per all-reduce, in tf32, simulated"
-    assert " ".join(lines[1:3]).startswith("network, assumed: 50 GB/s a GPU as given, what a GPU sends to other hosts")
+    assert lines[1] == "network, assumed: 50 GB/s a device as given, 15 us a call"
     split = [re.split(r"\s{2,}", line.strip()) for line in lines]
     rows = {cells[0]: cells for cells in split if len(cells) > 10}
     heads = rows["strategy"]
@@ -71,18 +71,13 @@ def test_the_bound_and_the_pictures_are_below(both, shown):
     assert "runs/here" not in shown(both)
 
 
-@pytest.mark.parametrize("width", [160, 120, 100, 80])
+@pytest.mark.parametrize("width", [160, 80])
 def test_nothing_is_cut_at_any_width(both, width, shown):
     output = shown(both, width)
     lines = output.splitlines()
     assert max(map(len, lines[1:])) <= width
-    cells = output.split()
-    for each in both:
-        assert f"{each.simulation.exposed_s * 1e3:.4f}" in cells
-    is_transposed = any(line.split() == ["bucketed", "naive", "auto"] for line in lines)
-    assert is_transposed == (width < 120)
-    if is_transposed:
-        assert any(line.split()[:3] == ["exposed", "ms", f"{both[0].simulation.exposed_s * 1e3:.4f}"] for line in lines)
+    assert {f"{each.simulation.exposed_s * 1e3:.4f}" for each in both} <= set(output.split())
+    assert any(line.split() == ["bucketed", "naive", "auto"] for line in lines) == (width < 120)  # turned
 
 
 def test_what_was_not_compiled_as_planned_stands_out(both, shown):

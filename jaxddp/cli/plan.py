@@ -15,7 +15,7 @@ _DEFAULT_TARGET, _DEFAULT_FSDP, _DEFAULT_TP = "v5p:64", 16, 4
 _FEED_FORWARD = ("width", "hidden", "layers")
 _TRANSFORMER = ("vocab", "heads", "context")
 _TRAINER_TARGET, _STAGE = "h100:8", 3
-_TAKEN_WITH_TRAINER = ("trainer", "target", "stage", "verify", "json", "default_of")
+_TAKEN_WITH_TRAINER = ("trainer", "target", "stage", "json", "default_of")
 _PRECISIONS = ("fp32", "mixed", "mixed-fp32-sums")
 
 
@@ -37,14 +37,10 @@ def add_parser(commands: Any) -> None:
         which = "transformers only" if shape in _TRANSFORMER else "feed-forward blocks or transformer"
         add(f"--{shape}", type=int, metavar="N", help=f"{shape} of --model custom: {which}"
             + ("; also of a named transformer" if shape == "context" else ""))  # fmt: skip
-    add("--matrices", type=int, metavar="N", help="matrices of a feed-forward block, 2 or 3 (gated) (default: 2, in a "
-        "transformer 3)")  # fmt: skip
     add("--trainer", metavar="MODULE:FUNCTION", help="your own training in place of --model, at every ZeRO stage: the "
         "function gives (loss_fn, optimizer, params, batch), of which shapes are enough, and if wanted a dict of "
-        "Trainer's other options, which may have a model_state; goes with --target, --stage, --verify and --json "
-        "alone")  # fmt: skip
-    add("--verify", action="store_true", help="compile the steps of --trainer for the target, without having one, and "
-        "compare their bytes and collectives with the plan")  # fmt: skip
+        "Trainer's other options, which may have a model_state; goes with --target, --stage and --json alone; "
+        "inspect compiles it")  # fmt: skip
     add("--target", metavar="SPEC", help="chip and count: h100:8, h100:4x8 for 4 hosts of 8, v5p:64; chips are h100, "
         f"h200, a100, b200 and v5p (default: {_DEFAULT_TARGET}, with --trainer {_TRAINER_TARGET})")  # fmt: skip
     add("--fsdp", type=int, metavar="N", help="ranks that share the training state (default: all that --tp leaves)")
@@ -81,16 +77,15 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run, default_of=parser.get_default)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Plans what the options ask for, and prints it; returns 1 if a compiled step is not as planned, else 0.
+def run(arguments: argparse.Namespace) -> None:
+    """Plans what the options ask for, and prints it.
 
     Raises:
         ValueError: If the options do not fit together, or a number is out of range.
     """
     if arguments.trainer is not None:
-        return _run_trainer(arguments)
-    if arguments.verify:
-        raise ValueError("verify must come with --trainer: python -m jaxddp inspect compiles named models")
+        _run_trainer(arguments)
+        return
     from ..planning.plan import plan  # late, so that the help needs no NumPy
     from .plan_console import as_json, show
 
@@ -99,12 +94,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(as_json(found, arguments.model), allow_nan=False))
     else:
         show(found, arguments.model)
-    return 0
 
 
 def _job(arguments: argparse.Namespace) -> Any:
     from ..communication.buckets import dtype_bytes
-    from ..network import from_file, measured
     from ..planning import formulas
     from ..planning.chips import target
     from ..planning.machine import cluster_of
@@ -120,14 +113,15 @@ def _job(arguments: argparse.Namespace) -> Any:
     fsdp = arguments.fsdp or (_DEFAULT_FSDP if is_example else max(1, machine.num_devices // tp))
     element_bytes = dtype_bytes(arguments.dtype)
     stage = _STAGE if arguments.stage is None else arguments.stage
-    by_hand = {name: getattr(arguments, name) for name in ("flops_per_s", "host_link_gb_per_s", "link_gb_per_s",
-                                                           "latency_us")}  # fmt: skip
-    if (path := arguments.network_file) is not None:
-        one_host = f"{machine.chip.name}:{machine.devices_per_host}"
-        found = measured(one_host) if path == "measured" else from_file(path)
-        by_hand |= {"link_gb_per_s": found.gb_per_s, "latency_us": found.latency_us}
-    memory_bytes = None if arguments.memory_gb is None else arguments.memory_gb * 1e9
-    cluster = cluster_of(machine, arguments.dtype, memory_bytes=memory_bytes, **by_hand)
+    cluster = cluster_of(
+        machine, arguments.dtype,
+        flops_per_s=arguments.flops_per_s,
+        memory_bytes=None if arguments.memory_gb is None else arguments.memory_gb * 1e9,
+        gb_per_s=arguments.link_gb_per_s,
+        host_gb_per_s=arguments.host_link_gb_per_s,
+        latency_us=arguments.latency_us,
+        file=arguments.network_file,
+    )  # fmt: skip
     sums_only = (stage < 3 or fsdp == 1) and machine.num_devices > tp
     assumptions = formulas.Assumptions(
         passes=arguments.passes or ("backward" if sums_only else "forward"),
@@ -142,8 +136,8 @@ def _job(arguments: argparse.Namespace) -> Any:
     )  # fmt: skip
 
 
-def _run_trainer(arguments: argparse.Namespace) -> int:
-    """Plans a training of the user's own; the exit status."""
+def _run_trainer(arguments: argparse.Namespace) -> None:
+    """Plans a training of the user's own."""
     from ..planning.chips import target
     from ..planning.formulas import STAGES
     from ..planning.plan import check_stage
@@ -157,16 +151,15 @@ def _run_trainer(arguments: argparse.Namespace) -> int:
     machine = target(arguments.target or _TRAINER_TARGET)
     import_jax_on_cpu()
 
-    from ..instruments.verify import plan_stages
+    from ..instruments.stages import plan_stages
     from .inspect import training_of
 
     stages = STAGES if arguments.stage is None else (arguments.stage,)
-    plans = plan_stages(training_of(arguments.trainer), machine, stages, compiled=arguments.verify)
+    plans = plan_stages(training_of(arguments.trainer), machine, stages)
     if arguments.json:
         print(json.dumps(stages_as_json(plans, arguments.trainer, machine), allow_nan=False))
     else:
         show_stages(plans, arguments.trainer, machine)
-    return 0 if all(plan.holds for plan in plans) else 1
 
 
 def _workload(arguments: argparse.Namespace) -> tuple[Any, int]:
@@ -174,23 +167,22 @@ def _workload(arguments: argparse.Namespace) -> tuple[Any, int]:
     from ..planning.workload import feed_forward, transformer
     from ..sizes import SIZES
 
-    given = {name: getattr(arguments, name) for name in (*_FEED_FORWARD, *_TRANSFORMER, "matrices")}
+    given = {name: getattr(arguments, name) for name in (*_FEED_FORWARD, *_TRANSFORMER)}
     given = {name: value for name, value in given.items() if value is not None}
     for name, value in given.items():
         check_integer(name, value)
+        if arguments.model != CUSTOM and (name != "context" or arguments.model == XXL):
+            raise ValueError(f"--{name} must come with --model custom, not with {arguments.model!r}")
+    if arguments.model == XXL:
+        return feed_forward(width=16384, hidden=53248, num_blocks=126), 1
     if arguments.model == CUSTOM:
         wanted = _FEED_FORWARD if not set(given) & set(_TRANSFORMER) else (*_FEED_FORWARD, *_TRANSFORMER)
         if missing := [f"--{name}" for name in wanted if name not in given]:
             raise ValueError(f"--model custom needs {', '.join(missing)} as well")
         if wanted == _FEED_FORWARD:
-            return feed_forward(given["width"], given["hidden"], given["layers"], given.get("matrices", 2)), 1
+            return feed_forward(given["width"], given["hidden"], given["layers"]), 1
         names = ("vocab", "context", "width", "layers", "heads", "hidden")
-        return transformer(*(given[name] for name in names), num_matrices=given.get("matrices", 3)), given["context"]
-    for name in given:
-        if name != "context" or arguments.model == XXL:
-            raise ValueError(f"--{name} must come with --model custom, not with {arguments.model!r}")
-    if arguments.model == XXL:
-        return feed_forward(width=16384, hidden=53248, num_blocks=126), 1
+        return transformer(*(given[name] for name in names)), given["context"]
     if arguments.model not in SIZES:
         raise ValueError(f"unknown model {arguments.model!r}: one of {XXL}, {CUSTOM}, {', '.join(SIZES)}")
     config = replace(SIZES[arguments.model], **given)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ..communication.buckets import MIB
 from ..network import GB
-from ..planning.plan import Plan
+from ..planning.plan import BucketChoice, Plan
 from .table import count_kinds, paragraph, table
 
 if TYPE_CHECKING:  # imports JAX, which a plan alone does not need
-    from ..instruments.verify import StagePlan
+    from ..instruments.stages import StagePlan
     from ..planning.chips import Target
+
+_PASSES = {"forward": "the forward alone", "backward": "the backward alone", "both": "forward and backward"}
 
 
 def show(plan: Plan, model: str) -> None:
@@ -23,121 +25,101 @@ def show(plan: Plan, model: str) -> None:
     replicas = f" x {job.dp} replicas" if job.dp > 1 else ""
     how = f"FSDP {job.fsdp}" if job.stage == 3 else f"ZeRO stage {job.stage} over {job.fsdp} ranks"
     print(f"{model} on {job.cluster.name}: {how} x TP {job.tp}{replicas}, {plan.tokens:,} tokens a step")
-    print(paragraph(f"Assumed: {'; '.join(_assumptions(plan))}."))
-    print(f"\n{table(('', ''), lines(plan), left=('',))}")
+    print(paragraph(f"Assumed: {_assumptions(plan)}."))
+    print(f"\n{table(('', ''), _lines(plan), left=('',))}")
     for note in _notes(plan):
         print(paragraph(f"Note: {note}."))
 
 
-def lines(plan: Plan) -> list[tuple[str, str]]:
+def _lines(plan: Plan) -> list[tuple[str, str]]:
     """The numbers of a plan in the order in which they are shown; a label is indented if it is a part of another."""
-    job, found, times, best = plan.job, plan.bytes_per_device, plan.times, plan.best_split
+    job, best = plan.job, plan.best_split
     spare = job.cluster.memory_bytes - plan.total_bytes
     verdict = f"yes, {_gb(spare)} to spare" if plan.fits else f"no, {_gb(-spare)} too much"
-    shown = [
+    return [
         ("fits", f"{verdict}: {_gb(plan.total_bytes)} of {_gb(job.cluster.memory_bytes)} a device"),
-        *((f"  {name.replace('_', ' ')}", _gb(num_bytes)) for name, num_bytes in found.items()),
+        *((f"  {name.replace('_', ' ')}", _gb(num_bytes)) for name, num_bytes in plan.bytes_per_device.items()),
         ("accumulation steps", "none fit" if plan.accumulation_steps is None else str(plan.accumulation_steps)),
         ("least devices", "none" if plan.min_devices is None else f"{plan.min_devices:,}"),
         ("compute-bound", f"{'yes' if plan.compute_bound else 'no'}: {_from(plan.min_tokens)}"),
-        ("  compute", f"{_ms(times.compute_s)} a micro-batch"),
-        ("  FSDP", _ms(times.fsdp_s)),
-        ("  TP", _ms(times.tp_s)),
-        ("  DP", _ms(times.dp_s)),
-        ("  communication", _ms(times.communication_s(job.assumptions))),
+        ("  compute", f"{_ms(plan.times.compute_s)} a micro-batch"),
+        ("  FSDP", _ms(plan.times.fsdp_s)),
+        ("  TP", _ms(plan.times.tp_s)),
+        ("  DP", _ms(plan.times.dp_s)),
+        ("  communication", _ms(plan.times.communication_s(job.assumptions))),
         ("best split", f"FSDP {best.fsdp} x TP {best.tp}: {_from(best.tokens)}"),
+        *_bucket_lines(plan.buckets),
+        ("traffic", "bytes that a rank sends per step to data-parallel peers, by strategy"),
+        *((f"  {name.replace('_', ' ')}", _gb(num_bytes)) for name, num_bytes in plan.traffic_bytes.items()),
     ]
-    if (buckets := plan.buckets) is None:
-        shown.append(("best bucket", "none: no gradients are reduced"))
-    else:
-        size = f"{buckets.num_buckets} buckets of up to {buckets.largest_bytes / MIB:.4g} MiB"
-        late = f"{_ms(buckets.tail_s)} exposed after the backward"
-        shown.append(("best bucket", f"cap of {buckets.cap_mb:.4g} MiB: {size}, {late}"))
-        if (equal := buckets.equal) is not None:
-            shown.append(("  if buckets were equal", f"{equal.bucket_bytes / MIB:.4g} MiB, {equal.regime}"))
-    shown.append(("traffic", "bytes that a rank sends per step to data-parallel peers, by strategy"))
-    return shown + [(f"  {name.replace('_', ' ')}", _gb(num_bytes)) for name, num_bytes in plan.traffic_bytes.items()]
+
+
+def _bucket_lines(buckets: BucketChoice | None) -> list[tuple[str, str]]:
+    if buckets is None:
+        return [("best bucket", "none: no gradients are reduced")]
+    size = f"{buckets.count} buckets of up to {buckets.largest_mb:.4g} MiB"
+    best = f"cap of {buckets.cap_mb:.4g} MiB: {size}, {_ms(buckets.tail_s)} exposed after the backward"
+    equal = [] if buckets.equal_mb is None else [f"{buckets.equal_mb:.4g} MiB, {buckets.regime}"]
+    return [("best bucket", best), *(("  if buckets were equal", each) for each in equal)]
 
 
 def as_json(plan: Plan, model: str) -> dict[str, Any]:
     """A plan for ``json.dumps``: bytes and tokens rounded up, missing answers None."""
-    job, buckets, best, given = plan.job, plan.buckets, plan.best_split, plan.job.assumptions
-    names = ("passes", "overlapped_axes", "ring_factors", "element_bytes")
-    equal = buckets.equal if buckets else None
+    job, buckets = plan.job, plan.buckets
+    held = plan.bytes_per_device | {"total": plan.total_bytes, "available": job.cluster.memory_bytes}
     return {
         "model": model,
         "target": job.cluster.name,
         "devices": job.cluster.num_devices,
-        "fsdp": job.fsdp,
-        "tp": job.tp,
-        "dp": job.dp,
-        "stage": job.stage,
+        **{name: getattr(job, name) for name in ("fsdp", "tp", "dp", "stage")},
         "params": job.workload.num_params,
-        "tokens": plan.tokens,
-        "micro_batch": plan.micro_batch,
-        "fits": plan.fits,
-        "bytes_per_device": {
-            **{name: _whole(num_bytes) for name, num_bytes in plan.bytes_per_device.items()},
-            "total": _whole(plan.total_bytes),
-            "available": _whole(job.cluster.memory_bytes),
-        },
-        "accumulation_steps": plan.accumulation_steps,
-        "min_devices": plan.min_devices,
-        "compute_bound": plan.compute_bound,
+        **{name: getattr(plan, name) for name in ("tokens", "micro_batch", "fits", "accumulation_steps", "min_devices",
+                                                  "compute_bound")},
+        "bytes_per_device": {name: _whole(num_bytes) for name, num_bytes in held.items()},
         "min_tokens": None if plan.min_tokens is None else math.ceil(plan.min_tokens),
         "microbatch_times_s": {name.removesuffix("_s"): float(each) for name, each in plan.times._asdict().items()},
-        "best_split": {**best._asdict(), "tokens": math.ceil(best.tokens)},
-        "best_bucket_mb": None if buckets is None else buckets.cap_mb,
-        "buckets": None if buckets is None else {
-            "cap_mb": buckets.cap_mb,
-            "count": buckets.num_buckets,
-            "largest_mb": buckets.largest_bytes / MIB,
-            "tail_s": buckets.tail_s,
-            "backward_s": buckets.backward_s,
-            "bytes_per_s": buckets.bytes_per_s,
-            "latency_s": buckets.latency_s,
-            "equal_mb": equal and equal.bucket_bytes / MIB,
-            "regime": equal and equal.regime,
-        },
+        "best_split": {**plan.best_split._asdict(), "tokens": math.ceil(plan.best_split.tokens)},
+        "best_bucket_mb": buckets and buckets.cap_mb,
+        "buckets": buckets and asdict(buckets),
         "traffic_bytes_per_step": {name: _whole(num_bytes) for name, num_bytes in plan.traffic_bytes.items()},
         "assumptions": {
-            **{name: getattr(given, name) for name in names},
+            **asdict(job.assumptions),
             "state_bytes_per_param": job.held._asdict(),
-            **{name: getattr(job.cluster, name) for name in ("flops_per_s", "link_gb_per_s", "latency_us")},
+            "flops_per_s": job.cluster.flops_per_s,
+            "link_gb_per_s": job.cluster.network.gb_per_s,
+            "latency_us": job.cluster.network.latency_us,
         },
         "notes": _notes(plan),
     }  # fmt: skip
 
 
-def _assumptions(plan: Plan) -> list[str]:
-    given = plan.job.assumptions
-    passes = {"forward": "the forward alone", "backward": "the backward alone", "both": "forward and backward"}
-    return [
-        passes[given.passes],
+def _assumptions(plan: Plan) -> str:
+    given, cluster = plan.job.assumptions, plan.job.cluster
+    held = " + ".join(f"{num_bytes:g}" for num_bytes in plan.job.held)
+    return "; ".join([
+        _PASSES[given.passes],
         f"collectives of different axes {'at the same time' if given.overlapped_axes else 'one after the other'}",
         f"r(n) = {'(n-1)/n' if given.ring_factors else '1'} of a buffer sent",
         f"{given.element_bytes:g} bytes per element sent and kept",
-        f"{plan.job.cluster.link_gb_per_s:g} GB/s a device and {plan.job.cluster.latency_us:g} us a call",
-        f"products in {plan.job.cluster.products or 'any dtype'} at {plan.job.cluster.flops_per_s:g} FLOP/s",
-        "{:g} + {:g} + {:g} + {:g} bytes a parameter (value, gradient, optimizer, sum of micro-batches)".format(
-            *plan.job.held
-        ),
-    ]
+        f"{cluster.network.gb_per_s:g} GB/s a device and {cluster.network.latency_us:g} us a call",
+        f"products in {cluster.products or 'any dtype'} at {cluster.flops_per_s:g} FLOP/s",
+        f"{held} bytes a parameter (value, gradient, optimizer, sum of micro-batches)",
+    ])  # fmt: skip
 
 
 def _notes(plan: Plan) -> list[str]:
-    job, cluster, found = plan.job, plan.job.cluster, []
-    if cluster.torus and not cluster.axes(*job.ranks[:2]).is_exact:
+    job, torus = plan.job, plan.job.cluster.torus
+    found = []
+    if torus and not job.cluster.axes(*job.ranks[:2]).is_exact:
         found.append(
-            f"groups of {job.fsdp} and {job.tp} are not products of whole axes of "
-            f"{'x'.join(map(str, cluster.torus))}: the number of axes of each is assumed"
+            f"groups of {job.fsdp} and {job.tp} are not products of whole axes of {'x'.join(map(str, torus))}: the "
+            "number of axes of each is assumed"
         )
-    if any(side < 4 for side in cluster.torus):
+    if any(side < 4 for side in torus):
         found.append("axes of fewer than 4 chips have no wrap-around links: communication is slower than assumed")
-    if not cluster.torus:
-        pool = 0.75 * cluster.memory_bytes
-        needs_more = ", which this plan needs" if plan.total_bytes > pool else ""
-        found.append(f"JAX takes {_gb(pool)} of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says more{needs_more}")
+    pool = 0.75 * job.cluster.memory_bytes
+    if not torus and plan.total_bytes > pool:
+        found.append(f"JAX takes {_gb(pool)} of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says more")
     if job.gathers and plan.num_microbatches > 1:
         found.append("every micro-batch gathers, so each has to be as large as a compute-bound batch")
     if not job.gathers and job.num_data_ranks > 1 and job.assumptions.passes == "forward":
@@ -146,11 +128,11 @@ def _notes(plan: Plan) -> list[str]:
 
 
 def show_stages(plans: Sequence[StagePlan], trainer: str, target: Target) -> None:
-    """Prints a row for each stage and, where steps were compiled, a table for each."""
+    """Prints a row for each stage."""
     print(f"{trainer} on {target.spec}: bytes of a device, of {target.chip.memory_bytes:,}\n")
     rows = [
-        (f"{plan.stage} {plan.strategy}", *(f"{round(each):,}" for each in _bytes_of(plan).values()),
-         count_kinds(plan.collectives))
+        (f"{plan.stage} {plan.strategy}", *(f"{round(each):,}" for each in plan.held.values()),
+         f"{round(plan.sent_bytes):,}", count_kinds(plan.collectives))
         for plan in plans if not plan.refused
     ]  # fmt: skip
     heads = ("stage", "parameters", "gradients", "optimizer state", "in all", "sent a step", "collectives")
@@ -158,47 +140,25 @@ def show_stages(plans: Sequence[StagePlan], trainer: str, target: Target) -> Non
     for plan in plans:
         if plan.refused:
             print(paragraph(f"{plan.stage} {plan.strategy} refused: {plan.refused}"))
-        if plan.rows:
-            print(f"\nStage {plan.stage}, {plan.strategy}, compiled for {target.spec}:\n")
-            cells = [(row.label, _digits(row.planned), _digits(row.compiled), row.check) for row in plan.rows]
-            print(table(("", "planned", "compiled", "check"), cells, left=("check",)))
-        for note in plan.notes:
-            print(paragraph(f"Note: {note}."))
-
-
-def _bytes_of(plan: StagePlan) -> dict[str, float]:
-    held = {name: getattr(plan, name) for name in ("parameters", "gradients", "optimizer_state", "total")}
-    return {**held, "sent": plan.sent_bytes}
 
 
 def stages_as_json(plans: Sequence[StagePlan], trainer: str, target: Target) -> dict[str, Any]:
-    """The stages of a training of one's own as an object for ``json.dumps``; ``verify`` is None without compilation."""
-    return {
-        "trainer": trainer,
-        "target": target.spec,
-        "available": target.chip.memory_bytes,
-        "stages": [
-            {
-                "stage": plan.stage,
-                "strategy": plan.strategy,
-                "refused": plan.refused or None,
-                "bytes_per_device": {name: each for name, each in _bytes_of(plan).items() if name != "sent"},
-                "sent_bytes_per_step": round(plan.sent_bytes),
-                "collectives": [
-                    {"kind": kind, "bytes": num_bytes, "count": count}
-                    for (kind, num_bytes), count in sorted(Counter(plan.collectives).items())
-                ],
-                "verify": {
-                    "as_planned": plan.holds, "rows": [row._asdict() for row in plan.rows], "notes": list(plan.notes)
-                } if plan.rows else None,
-            }
-            for plan in plans
-        ],
-    }  # fmt: skip
-
-
-def _digits(num_bytes: int | None) -> str:
-    return "-" if num_bytes is None else f"{num_bytes:,}"
+    """The stages of a training of one's own as an object for ``json.dumps``."""
+    stages = [
+        {
+            "stage": plan.stage,
+            "strategy": plan.strategy,
+            "refused": plan.refused or None,
+            "bytes_per_device": plan.held,
+            "sent_bytes_per_step": round(plan.sent_bytes),
+            "collectives": [
+                {"kind": kind, "bytes": num_bytes, "count": count}
+                for (kind, num_bytes), count in sorted(Counter(plan.collectives).items())
+            ],
+        }
+        for plan in plans
+    ]
+    return {"trainer": trainer, "target": target.spec, "available": target.chip.memory_bytes, "stages": stages}
 
 
 def _whole(num_bytes: float) -> int:

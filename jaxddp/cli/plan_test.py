@@ -7,10 +7,7 @@ import sys
 
 import pytest
 
-from jaxddp import targets
 from jaxddp.__main__ import main
-from jaxddp.instruments import verify as plan_verification
-from jaxddp.instruments.targets import TargetMemoryError
 from jaxddp.models import SIZES
 from jaxddp.planning.chips import CHIPS
 
@@ -53,19 +50,15 @@ def test_other_assumptions_by_hand(options, min_tokens, capsys):
 
 
 def test_named_transformers_have_their_parameters_and_sequences(capsys):
-    for name, config in SIZES.items():
-        found = planned(f"--model {name} --target h100:8", capsys)
-        assert found["params"] == config.num_params and found["fsdp"] == 8
-        assert found["tokens"] % (8 * config.context) == 0 and found["compute_bound"]
-    longer = planned("--model seed_xl --target h100:8 --context 1024", capsys)
-    assert longer["params"] == SIZES["seed_xl"].num_params and longer["tokens"] % 8192 == 0
+    found = planned("--model seed_xl --target h100:8 --context 1024", capsys)
+    assert found["params"] == SIZES["seed_xl"].num_params and found["fsdp"] == 8
+    assert found["tokens"] % 8192 == 0 and found["compute_bound"]
 
 
 def test_shapes_and_machines_by_hand(capsys):
     found = planned(f"{CUSTOM} --target h100:4 --memory-gb 0.0001 --latency-us 0", capsys)
     assert found["params"] == 2 * 64 * 256 * 2 and not found["fits"]
     assert found["bytes_per_device"]["available"] == 100_000 and found["buckets"]["regime"] is None
-    assert planned(f"{CUSTOM} --target h100:4 --matrices 3", capsys)["params"] == 3 * 64 * 256 * 2
     whole = f"{CUSTOM} --vocab 100 --heads 4 --context 16 --target h100:4"
     assert planned(whole, capsys)["params"] == 2 * 100 * 64 + 2 * (4 * 64**2 + 3 * 64 * 256 + 2 * 64) + 64
     slow = planned("--model xl --target h100:2x8 --host-link-gb-per-s 1", capsys)
@@ -73,24 +66,18 @@ def test_shapes_and_machines_by_hand(capsys):
 
 
 def test_a_measured_network_gives_its_rate_and_latency(capsys):
-    found = planned("--model seed_xl --target h100:8 --network-file measured", capsys)
-    assumed = found["assumptions"]
+    assumed = planned("--model seed_xl --target h100:8 --network-file measured", capsys)["assumptions"]
     assert assumed["link_gb_per_s"] == pytest.approx(402, abs=1) and assumed["latency_us"] == pytest.approx(26.2, abs=1)
 
 
 def test_precision_stage_and_accumulation(capsys):
     options = "--model seed_xl --target h100:8 --tokens 65536 --accumulation-steps 2"
-    found = planned(f"{options} --stage 1 --precision mixed-fp32-sums", capsys)["bytes_per_device"]
-    count = SIZES["seed_xl"].num_params
-    assert [found[name] for name in ("parameters", "gradients", "optimizer_state")] == [
-        2 * count,
-        6 * count,
-        1.5 * count,
-    ]
-    summing, gathering = planned(f"{options} --stage 2", capsys), planned(options, capsys)
-    assert (summing["assumptions"]["passes"], gathering["assumptions"]["passes"]) == ("backward", "forward")
-    assert gathering["assumptions"]["ring_factors"] is True  # on GPUs
-    assert gathering["accumulation_steps"] == 2 and gathering["micro_batch"] == 32
+    found = planned(f"{options} --stage 1 --precision mixed-fp32-sums", capsys)
+    held, count = found["bytes_per_device"], SIZES["seed_xl"].num_params
+    state = [held[name] for name in ("parameters", "gradients", "optimizer_state")]
+    assert state == [2 * count, 6 * count, 1.5 * count]
+    assert (found["assumptions"]["passes"], found["assumptions"]["ring_factors"]) == ("backward", True)
+    assert found["accumulation_steps"] == 2 and found["micro_batch"] == 32
 
 
 OWN = """
@@ -106,23 +93,6 @@ def make(optimizer=None):
 
 def muon():
     return make(optax.contrib.muon(1e-3))
-
-def normalised():
-    def loss_fn(params, mean, batch):
-        hidden = batch @ params["up"]
-        mean_of_all = jax.lax.pmean(hidden.mean(0), "data")
-        loss = jnp.mean(((hidden - mean_of_all) @ params["down"]) ** 2)
-        return loss, 0.9 * mean + 0.1 * hidden.mean(0)
-    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
-    params = {"up": shape(64, 100), "down": shape(100, 8)}
-    return loss_fn, optax.adamw(1e-3), params, shape(16, 64), {"has_state": True, "model_state": shape(100)}
-
-def branching():
-    def loss_fn(params, batch):
-        either = [lambda x: jax.lax.pmean(x, "data"), lambda x: jax.lax.pmean(-x, "data")]
-        return jnp.mean(jax.lax.cond(batch.sum() > 0, *either, batch @ params["w"]) ** 2)
-    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
-    return loss_fn, optax.sgd(0.1), {"w": shape(64, 10)}, shape(16, 64)
 
 def odd():
     return *make()[:3], jax.ShapeDtypeStruct((6, 64), jnp.float32)
@@ -154,67 +124,13 @@ def test_a_training_of_ones_own_is_planned_at_every_stage(own, capsys):
         held = stage["bytes_per_device"]
         expected = OWN_BYTES[stage["stage"]]
         assert tuple(held[name] for name in ("parameters", "gradients", "optimizer_state")) == expected
-        assert held["total"] == sum(expected) and stage["verify"] is stage["refused"] is None
+        assert held["total"] == sum(expected) and stage["refused"] is None
     bucketed, zero1, *_ = found["stages"]
     with_gradient = PARAMS - 4 * 7
     assert bucketed["collectives"] == [{"kind": "all-reduce", "bytes": with_gradient, "count": 1}]
     assert {one["kind"] for one in zero1["collectives"]} == {"reduce-scatter", "all-gather"}
     # A ring of two sends half of a buffer in each direction; zero1 gathers the unused parameter too, in 2 x 4 values.
     assert (bucketed["sent_bytes_per_step"], zero1["sent_bytes_per_step"]) == (with_gradient, with_gradient + 4 * 4)
-
-
-@pytest.mark.parametrize("stage", [1, *(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 2, 3))])
-def test_a_training_of_ones_own_is_compiled_as_planned(stage, own, capsys):
-    (found,) = planned(f"--trainer own_training:make --target h100:2 --stage {stage} --verify", capsys)["stages"]
-    parameters, _, optimizer_state = OWN_BYTES[stage]
-    rows = {row["label"]: row for row in found["verify"]["rows"]}
-    for label, num_bytes in (("parameters", parameters), ("optimizer state", optimizer_state)):
-        assert (rows[label]["planned"], rows[label]["compiled"], rows[label]["check"]) == (num_bytes, num_bytes, "ok")
-    kinds = {"all-reduce"} if stage == 0 else {"reduce-scatter", "all-gather"}
-    assert {f"{kind} buffers" for kind in kinds} <= rows.keys() and found["verify"]["as_planned"]
-    for one in {one["kind"] for one in found["collectives"]}:
-        assert rows[f"{one} buffers"]["check"].startswith("ok: ")
-    assert rows["peak"]["check"] == "fits in 80.00 GB" and rows["peak"]["compiled"] > parameters + optimizer_state
-
-
-def test_a_model_with_state_is_compiled_as_planned(own, capsys):
-    (found,) = planned("--trainer own_training:normalised --target h100:2 --stage 1 --verify", capsys)["stages"]
-    assert found["verify"]["as_planned"] and {one["kind"] for one in found["collectives"]} == {
-        "reduce-scatter", "all-gather"
-    }  # fmt: skip
-    rows = {row["label"]: (row["planned"], row["compiled"]) for row in found["verify"]["rows"]}
-    assert rows["all-reduce, model state"] == (400, 400)
-    assert rows["all-reduce, loss"] == (800, 800)  # forward and backward
-
-
-def test_what_a_loss_calls_may_be_compiled_otherwise(own, capsys):
-    (found,) = planned("--trainer own_training:branching --target h100:2 --stage 0 --verify", capsys)["stages"]
-    (row,) = [row for row in found["verify"]["rows"] if row["label"] == "all-reduce, loss"]
-    assert row["planned"] > row["compiled"] and row["check"].startswith("not as traced: 4 planned, ")
-    assert row["holds"] is None and found["verify"]["as_planned"]
-
-
-def test_a_training_of_ones_own_that_is_compiled_otherwise(own, monkeypatch, capsys):
-    held = plan_verification.held_bytes
-    monkeypatch.setattr(plan_verification, "held_bytes", lambda layout: held(layout)._replace(parameters=8))
-    monkeypatch.setattr(plan_verification, "_kind", lambda collective: "all-to-all")
-    assert main("plan --trainer own_training:make --target h100:2 --stage 0 --verify".split()) == 1
-    printed = " ".join(capsys.readouterr().out.split())
-    assert f"parameters 8 {PARAMS:,} NOT AS PLANNED: +{PARAMS - 8:,} bytes" in printed
-    assert "28,832 0 NOT AS PLANNED: 1 planned, 0 compiled" in printed
-    assert "0 28,832 NOT AS PLANNED: 0 planned, 1 compiled" in printed
-
-
-def test_a_training_of_ones_own_that_the_compiler_refuses(own, monkeypatch, capsys):
-    class Pending:
-        def result(self):
-            raise TargetMemoryError("too much", "details", needed_bytes=96 * 10**9, available_bytes=95 * 10**9)
-
-    monkeypatch.setattr(targets, "start_compile", lambda *_: Pending())
-    (found,) = planned("--trainer own_training:make --target v5p:4 --stage 0 --verify", capsys)["stages"]
-    *state, peak = found["verify"]["rows"]
-    assert [row["check"] for row in state] == ["not compiled"] * 2
-    assert (peak["compiled"], peak["check"]) == (96 * 10**9, "does not fit in 95.00 GB")
 
 
 def test_stages_that_refuse_a_training_of_ones_own_say_why(own, capsys):
@@ -224,14 +140,6 @@ def test_stages_that_refuse_a_training_of_ones_own_say_why(own, capsys):
     for line, name in ((zero1, "1 zero1 by leaves"), (zero2, "2 zero2 by leaves")):
         assert line.startswith(name) and "2 all-to-all" in line
     assert zero3.startswith("3 zero3 refused: optimizer must be element-wise to be sharded")
-
-
-@pytest.mark.full
-def test_stages_by_leaves_are_compiled_as_planned(own, capsys):
-    (found,) = planned("--trainer own_training:muon --target h100:2 --stage 1 --verify", capsys)["stages"]
-    rows = {row["label"]: row for row in found["verify"]["rows"]}
-    assert found["verify"]["as_planned"] and rows["all-to-all buffers"]["check"].startswith("ok: ")
-    assert found["bytes_per_device"]["optimizer_state"] == rows["optimizer state"]["compiled"]
 
 
 def test_a_training_of_ones_own_that_no_stage_takes(own, capsys):
@@ -246,17 +154,13 @@ def test_a_training_of_ones_own_that_no_stage_takes(own, capsys):
 BAD_INPUT = {
     "--model toy": "unknown model 'toy': one of xxl, custom, tiny, ",
     "--width 3": "--width must come with --model custom, not with 'xxl'",
-    "--model xl --heads 3": "--heads must come with --model custom, not with 'xl'",
     "--model custom --width 3": "--model custom needs --hidden, --layers as well",
     f"{CUSTOM} --vocab 3": "--model custom needs --heads, --context as well",
-    f"{CUSTOM} --matrices 4": "num_matrices (=4) must be 2 or 3",
     "--model custom --width 0 --hidden 4 --layers 2": "width (=0) must be a positive integer",
     "--target v5p:12": "target 'v5p:12' makes no torus: ",
     "--fsdp 3": "fsdp x tp (=3 x 1) must divide the 64 devices of v5p:64",
-    "--fsdp 0": "fsdp (=0) must be a positive integer",
     "--tp 32": "tokens must be given: with tp (=32) no batch is compute-bound",
     "--tokens 0": "tokens (=0) must be a positive integer",
-    "--tokens 3": "tokens (=3) must be at least sequence length x data ranks x accumulation steps (=1 x 16 x 1)",
     "--model xl --tokens 8193 --target h100:8": "tokens (=8193) must be a multiple of sequence length x data ranks x ",
     "--tokens many": "argument --tokens: invalid int value: 'many'; see python -m jaxddp plan --help",
     "--stage 4": "stage (=4) must be one of 0, 1, 2, 3",
@@ -266,14 +170,13 @@ BAD_INPUT = {
     "--precision half": "argument --precision: invalid choice: 'half' (choose from ",
     "--flops-per-s 0": "flops_per_s (=0.0) must be a positive finite number",
     "--memory-gb -1": "memory_bytes (=-1000000000.0) must be a positive finite number",
-    "--link-gb-per-s inf": "link_gb_per_s (=inf) must be a positive finite number",
-    "--host-link-gb-per-s 5": "host_link_gb_per_s (=5.0) must be left out for 'v5p:64', which is one torus",
-    "--trainer a:b --model small": "model (=small) must be left out with --trainer, which says what is trained",
-    "--trainer a:b --verify --tokens 7": "tokens (=7) must be left out with --trainer, which says what is trained",
+    "--link-gb-per-s inf": "network gb_per_s (=inf) must be a positive finite number",
+    "--host-link-gb-per-s 5": "host_gb_per_s (=5.0) must be left out for 'v5p:64', which is one torus",
+    "--latency-us -1": "latency_us (=-1.0) must be a finite number of microseconds, 0 or more",
+    "--target h100:8 --network-file measured --link-gb-per-s 5": "gb_per_s (=5) must be left out with --network-file",
+    "--trainer a:b --tokens 7": "tokens (=7) must be left out with --trainer, which says what is trained",
     "--trainer a:b --stage 4": "stage (=4) must be one of 0, 1, 2, 3",
     "--trainer nowhere:make": "trainer (=nowhere:make) must name a module that can be imported from here: ",
-    "--latency-us -1": "latency_us (=-1.0) must be a finite number of microseconds, 0 or more",
-    "--model seed_xl --verify": "verify must come with --trainer",
 }
 
 

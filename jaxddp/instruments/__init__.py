@@ -9,6 +9,6 @@ simulate.py     the time of a step on a device and a network, and the bound that
 timeline.py     pictures of simulated steps, one line of text for terminals, trace files for Perfetto
 tuning.py       bucket caps for a network
 inspect.py      steps of several strategies, compiled and simulated: ``python -m jaxddp inspect``
-verify.py       a training at each ZeRO stage, planned and compiled: ``python -m jaxddp plan --trainer``
+stages.py       a training at each ZeRO stage, planned: ``python -m jaxddp plan --trainer``
 testdata/       programs of several platforms and versions of JAX, for tests
 """

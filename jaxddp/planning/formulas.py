@@ -17,7 +17,6 @@ everything counts 1, an all-reduce 2:
     naive, flat, overlapped, bucketed               2 A                          2
     zero1, zero2: reduce-scatter + all-gather       A + 1                        2 (zero2 then holds full gradients)
     zero3: gathered twice per micro-batch           3 A                          2 A + 1 (holds full gradients)
-    zero3, gathered once and kept for the step      A + 1                        2
     sharded_optimizer: all-reduce + broadcasts      2 A + 1                      3
 
 Buckets are sent over one stream, in order. Bucket i takes c_i to compute and m_i = s_i / w + o to send: s_i bytes at an
@@ -108,45 +107,17 @@ class StateBytes(NamedTuple):
         return self.parameters + self.gradients + self.optimizer_state
 
 
-def state_bytes(
-    num_params: Any,
-    stage: int,
-    num_ranks: Any = 1,
-    per_parameter: PerParameter = FP32,
-    accumulate: Literal["shards", "full"] = "shards",
-) -> StateBytes:
+def state_bytes(num_params: Any, stage: int, num_ranks: Any = 1, per_parameter: PerParameter = FP32) -> StateBytes:
     """Computes the training state on each of N ranks, without padding.
-
-    Micro-batches accumulate in ``"shards"`` or, reduced once, in ``"full"`` gradients.
 
     Example:
         >>> [float(state_bytes(1, stage, 64, MIXED).total) for stage in STAGES]
         [16.0, 4.1875, 2.21875, 0.25]
     """
-    return _state_bytes(num_params, np.true_divide(num_params, num_ranks), stage, per_parameter, accumulate)
-
-
-def _state_bytes(full: Any, part: Any, stage: int, per_parameter: PerParameter, accumulate: str) -> StateBytes:
-    """Bytes for ``full`` elements of replicated components and ``part`` elements of sharded ones."""
     p, g, k, a = per_parameter
-    gradient = part if stage >= 2 else full
-    summed = gradient if accumulate == "shards" else full
-    return StateBytes(
-        p * (part if stage >= 3 else full),
-        g * (gradient if a else summed) + a * summed,
-        k * (part if stage >= 1 else full),
-    )
-
-
-def cut_and_whole_bytes(num_params: Any, stage: int, per_parameter: PerParameter = FP32) -> tuple[Any, Any]:
-    """Splits the state into sharded bytes, of all ranks together, and replicated bytes, of each rank.
-
-    Example:
-        >>> cut_and_whole_bytes(10, stage=1)
-        (80, 80)
-    """
-    whole = _state_bytes(num_params, 0, stage, per_parameter, "shards").total
-    return num_params * per_parameter.total - whole, whole
+    part = np.true_divide(num_params, num_ranks)
+    sharded_from = ((3, p), (2, g + a), (1, k))
+    return StateBytes(*((part if stage >= first else num_params) * each for first, each in sharded_from))
 
 
 def gathered_bytes(unit_params: Sequence[int], element_bytes: float, num_units: int = 2, tp: int = 1) -> float:
@@ -190,10 +161,8 @@ class Traffic(NamedTuple):
         return self.gradients + self.parameters
 
 
-def traffic(
-    strategy: str, num_microbatches: Any = 1, reduce: Literal["every", "once"] = "every", *, reshard: bool = True
-) -> Traffic:
-    """Counts what a strategy sends over A micro-batches; without ``reshard``, zero3 keeps gathered parameters.
+def traffic(strategy: str, num_microbatches: Any = 1, reduce: Literal["every", "once"] = "every") -> Traffic:
+    """Counts what a strategy sends over A micro-batches.
 
     Example:
         >>> [int(traffic(name).total) for name in ("bucketed", "zero1", "zero2", "zero3", "sharded_optimizer")]
@@ -204,7 +173,7 @@ def traffic(
         return Traffic(2 * times, 0 * times)
     if strategy == "sharded_optimizer":
         return Traffic(2 * times, 1 + 0 * times)
-    gathered = 2 * np.asarray(num_microbatches) if strategy == "zero3" and reshard else 1 + 0 * times
+    gathered = 2 * np.asarray(num_microbatches) if strategy == "zero3" else 1 + 0 * times
     return Traffic(times, gathered)
 
 
@@ -274,18 +243,8 @@ def uniform_optimum(compute_s: float, num_bytes: float, bytes_per_s: float, late
     return Optimum(best, num_bytes / best, tail_s, COMMUNICATION_BOUND if send_s >= compute_s else COMPUTE_BOUND)
 
 
-class _Multiples(NamedTuple):
-    compute: int
-    fsdp: int
-    tp: int
-    dp: int
-
-
-_MULTIPLES = {
-    "forward": _Multiples(1, 1, 1, 0),
-    "backward": _Multiples(2, 2, 1, 1),
-    "both": _Multiples(3, 3, 2, 1),
-}
+# Each kind of work as a multiple of one forward's: compute, FSDP, TP, DP.
+_MULTIPLES = {"forward": (1, 1, 1, 0), "backward": (2, 2, 1, 1), "both": (3, 3, 2, 1)}
 
 
 class DeviceRates(NamedTuple):
@@ -312,11 +271,6 @@ class Assumptions:
     overlapped_axes: bool = False
     ring_factors: bool = False
     element_bytes: float = 2
-
-    @property
-    def multiples(self) -> _Multiples:
-        """Each kind of work as a multiple of one forward's."""
-        return _MULTIPLES[self.passes]
 
     def ring(self, num_ranks: Any) -> Any:
         """r(n); 0 for a group of one, which sends nothing."""
@@ -355,12 +309,12 @@ def times(
     size_bytes = assumptions.element_bytes * workload.num_params
     summed_bytes = assumptions.element_bytes * workload.summed_per_token * np.asarray(tokens, float)
     dp_bytes_per_s = rates.dp_bytes_per_s or rates.fsdp_bytes_per_s
-    times = assumptions.multiples
+    compute, gathers, reductions, sums = _MULTIPLES[assumptions.passes]
     return Times(
-        times.compute * workload.flops_per_token * np.asarray(tokens, float) / (x * y * r * rates.flops_per_s),
-        times.fsdp * size_bytes * assumptions.ring(x) / (y * rates.fsdp_bytes_per_s),
-        times.tp * 2 * summed_bytes * assumptions.ring(y) / (x * r * rates.tp_bytes_per_s),
-        times.dp * 2 * size_bytes * assumptions.ring(r) / (x * y * dp_bytes_per_s),
+        compute * workload.flops_per_token * np.asarray(tokens, float) / (x * y * r * rates.flops_per_s),
+        gathers * size_bytes * assumptions.ring(x) / (y * rates.fsdp_bytes_per_s),
+        reductions * 2 * summed_bytes * assumptions.ring(y) / (x * r * rates.tp_bytes_per_s),
+        sums * 2 * size_bytes * assumptions.ring(r) / (x * y * dp_bytes_per_s),
     )
 
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
 from ..arguments import check_integer
 from ..communication.buckets import MIB, TensorSpec, plan_buckets
 from . import formulas
-from .formulas import FP32, Assumptions, Optimum, PerParameter, Split, Times
+from .formulas import FP32, Assumptions, PerParameter, Split, Times
 from .machine import Cluster
 from .workload import Workload
 
@@ -65,14 +64,13 @@ class TrainingJob:
                 f"fsdp x tp (={self.fsdp} x {self.tp}) must divide the {self.cluster.num_devices} devices of "
                 f"{self.cluster.name}"
             )
-        if self.tokens is not None:
-            pieces = self.least_tokens * (self.accumulation_steps or 1)
-            if self.tokens < pieces or (self.sequence_length > 1 and self.tokens % pieces):
-                rule = "at least" if self.sequence_length == 1 else "a multiple of"
-                raise ValueError(
-                    f"tokens (={self.tokens}) must be {rule} sequence length x data ranks x accumulation steps "
-                    f"(={self.sequence_length} x {self.num_data_ranks} x {self.accumulation_steps or 1})"
-                )
+        pieces = self.least_tokens * (self.accumulation_steps or 1)
+        if self.tokens is not None and (self.tokens < pieces or (self.sequence_length > 1 and self.tokens % pieces)):
+            rule = "at least" if self.sequence_length == 1 else "a multiple of"
+            raise ValueError(
+                f"tokens (={self.tokens}) must be {rule} sequence length x data ranks x accumulation steps "
+                f"(={self.sequence_length} x {self.num_data_ranks} x {self.accumulation_steps or 1})"
+            )
 
     @property
     def dp(self) -> int:
@@ -85,14 +83,10 @@ class TrainingJob:
         return self.fsdp * self.dp
 
     @property
-    def has_masters(self) -> bool:
-        """Whether K holds a float32 master beside AdamW's moments."""
-        return self.per_parameter.optimizer > FP32.optimizer
-
-    @property
     def held(self) -> PerParameter:
         """Bytes per parameter at this stage: stage 3 casts masters when it gathers them, so it holds no copies."""
-        if self.stage < 3 or not self.has_masters:
+        has_masters = self.per_parameter.optimizer > FP32.optimizer  # beside AdamW's moments
+        if self.stage < 3 or not has_masters:
             return self.per_parameter
         master = FP32.parameter
         return self.per_parameter._replace(parameter=master, optimizer=self.per_parameter.optimizer - master)
@@ -123,24 +117,31 @@ def check_stage(stage: int) -> None:
         raise ValueError(f"stage (={stage}) must be one of {', '.join(map(str, formulas.STAGES))}")
 
 
-class BucketChoice(NamedTuple):
+@dataclass(frozen=True)
+class BucketChoice:
     """The best bucket cap for the gradients of one micro-batch.
 
     Attributes:
+        cap_mb: MiB.
+        count: Number of buckets.
+        largest_mb: MiB of the largest bucket.
         tail_s: Exposed time after the last gradient.
+        backward_s: Seconds of the backward.
         latency_s: Latency of one bucket's collective.
         bytes_per_s: Algorithm bandwidth of that collective.
-        equal: Optimum for buckets of equal size; None without latency, where smaller is always better.
+        equal_mb: MiB of the best buckets of equal size; None without latency, where smaller is always better.
+        regime: Of these: ``"communication-bound"`` or ``"compute-bound"``.
     """
 
     cap_mb: float
-    num_buckets: int
-    largest_bytes: float
+    count: int
+    largest_mb: float
     tail_s: float
     backward_s: float
     latency_s: float
     bytes_per_s: float
-    equal: Optimum | None
+    equal_mb: float | None
+    regime: str | None
 
 
 @dataclass(frozen=True)
@@ -218,24 +219,20 @@ def plan(job: TrainingJob) -> Plan:
         times=formulas.times(job.workload, rates, tokens / (steps or 1), *job.ranks, job.assumptions),
         best_split=formulas.best_split(job.workload, job.cluster.rates, job.cluster.num_devices, job.assumptions),
         buckets=buckets,
-        traffic_bytes={name: sent_bytes(job, name, strategy_traffic(name, steps or 1)) for name in formulas.STRATEGIES},
+        traffic_bytes={name: _traffic_bytes(job, name, steps or 1) for name in formulas.STRATEGIES},
     )
 
 
-def sent_bytes(job: TrainingJob, strategy: str, sent: formulas.Traffic) -> float:
-    """Bytes that each rank sends; zero1 and zero2 gather the updated parameters in their own dtype."""
+def _traffic_bytes(job: TrainingJob, strategy: str, num_microbatches: int) -> float:
+    """Bytes that each rank sends; zero1 and zero2 gather the updated parameters in their own dtype.
+
+    zero2 and zero3 reduce every micro-batch, the other strategies the accumulated sum.
+    """
+    sent = formulas.traffic(strategy, num_microbatches, "every" if strategy in ("zero2", "zero3") else "once")
     element_bytes = job.assumptions.element_bytes
     param_bytes = job.per_parameter.parameter if strategy in ("zero1", "zero2") else element_bytes
     num_params = job.workload.num_params / job.tp
     return float(formulas.sent_bytes(sent, num_params, job.num_data_ranks, element_bytes, param_bytes))
-
-
-def strategy_traffic(strategy: str, num_microbatches: int) -> formulas.Traffic:
-    """Counts what a strategy of this package sends, in units of (n-1)/n of all elements.
-
-    zero2 and zero3 reduce every micro-batch, the other strategies the accumulated sum.
-    """
-    return formulas.traffic(strategy, num_microbatches, "every" if strategy in ("zero2", "zero3") else "once")
 
 
 def gradient_rate(job: TrainingJob) -> tuple[float, float]:
@@ -253,7 +250,10 @@ def gradient_rate(job: TrainingJob) -> tuple[float, float]:
     seconds_per_byte = float(shared * ring(job.fsdp) / rates.fsdp_bytes_per_s)
     seconds_per_byte += float(2 * ring(job.dp) / part / (rates.dp_bytes_per_s or rates.fsdp_bytes_per_s))
     half_calls = shared * (job.fsdp > 1) + 2 * (job.dp > 1)
-    return 1 / seconds_per_byte if seconds_per_byte else math.inf, half_calls * job.cluster.latency_us * 1e-6 / 2
+    return (
+        1 / seconds_per_byte if seconds_per_byte else math.inf,
+        half_calls * job.cluster.network.latency_us * 1e-6 / 2,
+    )
 
 
 def best_buckets(job: TrainingJob, tokens: int, num_microbatches: int) -> BucketChoice | None:
@@ -284,15 +284,17 @@ def best_buckets(job: TrainingJob, tokens: int, num_microbatches: int) -> Bucket
     compositions = {cap_mb: composition(cap_mb) for cap_mb in sorted({max(cap, min(sizes) / MIB) for cap in _CAPS_MB})}
     best_mb = min(compositions, key=lambda cap_mb: tail_s(compositions[cap_mb]))
     best = compositions[best_mb]
+    equal = formulas.uniform_optimum(backward_s, sum(sizes), rate, latency_s) if latency_s else None
     return BucketChoice(
         cap_mb=best_mb,
-        num_buckets=len(best),
-        largest_bytes=max(sum(sizes[place] for place in places) for places in best),
+        count=len(best),
+        largest_mb=max(sum(sizes[place] for place in places) for places in best) / MIB,
         tail_s=tail_s(best),
         backward_s=backward_s,
         latency_s=latency_s,
         bytes_per_s=rate,
-        equal=formulas.uniform_optimum(backward_s, sum(sizes), rate, latency_s) if latency_s else None,
+        equal_mb=equal and equal.bucket_bytes / MIB,
+        regime=equal and equal.regime,
     )
 
 
@@ -316,7 +318,7 @@ def _bytes_per_device(job: TrainingJob, tokens: int, steps: int, buckets: Bucket
     return {
         **{name: float(num_bytes) for name, num_bytes in state._asdict().items()},
         "gathered_parameters": gathered if job.gathers else 0.0,
-        "gradient_buckets": buckets.largest_bytes if buckets else 0.0,
+        "gradient_buckets": buckets.largest_mb * MIB if buckets else 0.0,
         "activations": float(activations),
     }
 
@@ -337,7 +339,9 @@ def _fewest_steps(job: TrainingJob, tokens: int) -> int | None:
 
 
 def _min_devices(job: TrainingJob, components: dict[str, float]) -> int | None:
-    cut, whole = formulas.cut_and_whole_bytes(job.workload.num_params / job.tp, job.stage, job.held)
+    num_params = job.workload.num_params / job.tp
+    whole = formulas.state_bytes(num_params, job.stage, math.inf, job.held).total  # what no rank shares
+    cut = num_params * job.held.total - whole
     temporary = sum(components[name] for name in ("gathered_parameters", "gradient_buckets", "activations"))
     ranks = float(formulas.least_ranks(cut, whole + temporary, job.cluster.memory_bytes))
     return int(ranks) * job.tp if math.isfinite(ranks) else None

@@ -5,7 +5,7 @@ import pytest
 
 from jaxddp.network import Network
 from jaxddp.planning.chips import target
-from jaxddp.planning.formulas import MIXED, Assumptions, activation_bytes
+from jaxddp.planning.formulas import MIXED, Assumptions, activation_bytes, uniform_optimum
 from jaxddp.planning.machine import cluster_of
 from jaxddp.planning.plan import TrainingJob, best_buckets, gradient_rate, plan
 from jaxddp.planning.workload import feed_forward, transformer
@@ -85,7 +85,7 @@ def test_stages_share_what_they_say(stage):
 
 
 def job(spec="h100:8", model=XL, **options):
-    by_hand = {name: options.pop(name) for name in ("link_gb_per_s", "latency_us") if name in options}
+    by_hand = {name: options.pop(name) for name in ("gb_per_s", "latency_us") if name in options}
     cluster = cluster_of(target(spec), "bfloat16", **by_hand)
     return TrainingJob(model, cluster, **{"fsdp": cluster.num_devices, "assumptions": EXACT, **options})
 
@@ -102,15 +102,14 @@ def test_a_bucket_costs_what_its_collective_does(stage, kind):
 def test_the_best_cap_exposes_least():
     """Of caps that leave as many buckets as the optimum of equal ones has, within what whole tensors allow."""
     for gb_per_s in (1.0, 12.0, 450.0):
-        found = best_buckets(job(stage=0, link_gb_per_s=gb_per_s, latency_us=90.0), tokens=32_768, num_microbatches=1)
-        assert (
-            found.tail_s >= found.equal.tail_s * 0.5
-        )  # equal buckets of any size are the ideal, whole tensors are not
-        assert found.tail_s <= 3 * found.equal.tail_s
-        everything = best_buckets(
-            job(stage=0, link_gb_per_s=gb_per_s, latency_us=1e6), tokens=32_768, num_microbatches=1
-        )
-        assert everything.num_buckets == 1 and everything.largest_bytes == 2 * XL.num_params
+        found = best_buckets(job(stage=0, gb_per_s=gb_per_s, latency_us=90.0), tokens=32_768, num_microbatches=1)
+        rate, latency_s = gradient_rate(job(stage=0, gb_per_s=gb_per_s, latency_us=90.0))
+        equal = uniform_optimum(found.backward_s, 2 * XL.num_params, rate, latency_s)
+        # Equal buckets of any size are the ideal, whole tensors are not.
+        assert equal.tail_s * 0.5 <= found.tail_s <= 3 * equal.tail_s
+        assert found.equal_mb == equal.bucket_bytes / 2**20
+        everything = best_buckets(job(stage=0, gb_per_s=gb_per_s, latency_us=1e6), 32_768, 1)
+        assert everything.count == 1 and everything.largest_mb == 2 * XL.num_params / 2**20
 
 
 @pytest.mark.parametrize(
@@ -134,10 +133,7 @@ def test_what_does_not_gather_sums_gradients(options, ranks, data_ranks):
     [
         ({"fsdp": 0}, "fsdp (=0) must be a positive integer"),
         ({"fsdp": 3}, "fsdp x tp (=3 x 1) must divide the 64 devices of v5p:64"),
-        ({"fsdp": 16, "tp": 8}, "fsdp x tp (=16 x 8) must divide the 64 devices of v5p:64"),
         ({"fsdp": 4, "stage": 5}, "stage (=5) must be one of 0, 1, 2, 3"),
-        ({"fsdp": 4, "tokens": 0}, "tokens (=0) must be a positive integer"),
-        ({"fsdp": 4, "accumulation_steps": -1}, "accumulation_steps (=-1) must be a positive integer"),
         (
             {"fsdp": 4, "tokens": 63},
             "tokens (=63) must be at least sequence length x data ranks x accumulation steps (=1 x 64 x 1)",

@@ -90,21 +90,10 @@ def feed_forward(width: int, hidden: int, num_blocks: int = 1, num_matrices: int
     )
 
 
-def transformer(
-    vocab: int,
-    context: int,
-    width: int,
-    num_layers: int,
-    num_heads: int,
-    hidden: int,
-    *,
-    num_matrices: int = 3,
-    tied: bool = False,
-) -> Workload:
-    """Counts the decoder-only transformer of ``jaxddp.models``, or a variant of it.
+def transformer(vocab: int, context: int, width: int, num_layers: int, num_heads: int, hidden: int) -> Workload:
+    """Counts the decoder-only transformer of ``jaxddp.models``.
 
-    It has ``(1 or 2) V D + L (4 D^2 + k D F + 2 D) + D`` parameters, with V for ``vocab``, T for ``context``. In
-    ``jaxddp.models`` k is 3; a ``tied`` head shares the embedding.
+    It has ``2 V D + L (4 D^2 + 3 D F + 2 D) + D`` parameters, with V for ``vocab``, T for ``context``.
 
     Raises:
         ValueError: If the heads do not divide the width.
@@ -116,15 +105,15 @@ def transformer(
     """
     if width % num_heads:
         raise ValueError(f"width (={width}) must be divisible by num_heads (={num_heads})")
-    mlp = feed_forward(width, hidden, num_layers, num_matrices)
+    mlp = feed_forward(width, hidden, num_layers, num_matrices=3)
     square = (width, width)
     block = (
         ("attention_norm", (width,)),
         *((f"attention.{name}", square) for name in ("query", "key", "value", "output")),
         ("mlp_norm", (width,)),
-        *((f"mlp.{name.rpartition('.')[2]}", shape) for name, shape in mlp.tensors[:num_matrices]),
+        *((f"mlp.{name.rpartition('.')[2]}", shape) for name, shape in mlp.tensors[:3]),
     )
-    last = (("norm", (width,)), *(() if tied else (("head", (width, vocab)),)))
+    last = (("norm", (width,)), ("head", (width, vocab)))
     blocks = tuple((f"layers.{index}.{name}", shape) for index in range(num_layers) for name, shape in block)
     attention_flops = num_layers * (8 * width**2 + 4 * context * width)
     return Workload(
