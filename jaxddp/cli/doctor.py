@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from .. import __version__, environment
 from ..planning.chips import CHIPS, chip_of
-from ..processes.job import Job, find_job, visible_gpus
+from ..processes.job import find_job, visible_gpus
 
 OK, NOTE, FAIL = "ok", "note", "FAIL"
 _TIMEOUT_S = 180.0
@@ -139,11 +139,6 @@ def _gpu_lines(gpus: list[environment.Gpu], driver: str | None) -> Iterator[Line
         except ValueError:
             known, advice = "", f"not simulated: its numbers are none of {', '.join(CHIPS)}"
         yield Line("GPUs", f"{sum(gpu.name == name for gpu in gpus)} x {name}{known}", advice, NOTE if advice else OK)
-    for mode in dict.fromkeys(gpu.compute_mode for gpu in gpus):
-        if mode == "Prohibited":
-            yield Line("GPUs", f"compute mode {mode}", "no program may use them: nvidia-smi -c DEFAULT", FAIL)
-        elif mode == "Exclusive_Process":
-            yield Line("GPUs", f"compute mode {mode}", "a GPU takes one process at a time", NOTE)
 
 
 def _framework_lines(framework: str, answer: dict[str, Any] | str, num_gpus: int, driver: str | None) -> Iterator[Line]:
@@ -153,23 +148,19 @@ def _framework_lines(framework: str, answer: dict[str, Any] | str, num_gpus: int
         if framework == "torch" and "No module named 'torch'" in answer:
             yield Line(framework, "not installed", "torchref needs it: install .[torch]", NOTE)
         else:
-            yield Line(
-                framework, answer, f"{framework} must start here: reinstall it, or end what holds the GPUs", FAIL
-            )
+            advice = f"{framework} must start here: reinstall it, or end what holds the GPUs"
+            yield Line(framework, answer, advice, FAIL)
         return
     found, cuda = answer["devices"], max(answer["cuda"], default=None)
     libraries = "".join(f", {name} {version}" for name, version in answer.get("libraries", {}).items())
-    line = Line(framework, f"{answer['version']} on {len(found)} x {found[0]}{libraries}")
+    advice, status = "", OK
     if answer["platform"] == "cpu" and num_gpus and os.environ.get("JAX_PLATFORMS") != "cpu":
+        advice, status = f"it finds none of {num_gpus} GPUs: {fitting}", FAIL
         if cuda is not None and _major(driver) < _OLDEST_DRIVER.get(cuda, 0):
             advice = f"CUDA {cuda} needs a driver from {_OLDEST_DRIVER[cuda]} on: {fitting}"
-        else:
-            advice = f"it finds none of {num_gpus} GPUs: {fitting}"
-        yield line._replace(advice=advice, status=FAIL)
     elif answer["platform"] == "gpu" and len(found) < num_gpus:
-        yield line._replace(advice=f"there are {num_gpus} GPUs", status=NOTE)
-    else:
-        yield line
+        advice, status = f"there are {num_gpus} GPUs", NOTE
+    yield Line(framework, f"{answer['version']} on {len(found)} x {found[0]}{libraries}", advice, status)
 
 
 def _major(driver: str | None) -> int:
@@ -220,25 +211,6 @@ def _job_lines() -> Iterator[Line]:
         yield Line("job", f"none, one process; installed: {', '.join(here) or 'no launcher'}")
         return
     yield Line("job", job.describe(f"GPUs {chosen}" if chosen else "no GPU"))
-    yield from _port_lines(job)
-
-
-def _port_lines(job: Job) -> Iterator[Line]:
-    try:
-        address = job.bind_host
-    except OSError:
-        yield Line("port", f"{job.host} has no address here", "set MASTER_ADDR to one that every host knows", FAIL)
-        return
-    if job.num_hosts > 1 and address.startswith("127.") or job.process_id and address == "0.0.0.0":
-        advice = "other hosts cannot reach it: set MASTER_ADDR"
-        yield Line("port", f"{job.host} is an address of each host's own", advice, FAIL)
-    elif job.process_id == 0 and job.launcher != "torchrun":  # whose agent listens there already
-        try:
-            job.listen().close()
-        except OSError as error:
-            yield Line("port", f"{job.address}: {error.strerror}", "set MASTER_PORT to a free one", FAIL)
-        else:
-            yield Line("port", f"{job.address} can be listened on")
 
 
 def _memory_lines(gpus: list[environment.Gpu]) -> Iterator[Line]:
