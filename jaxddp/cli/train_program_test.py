@@ -60,38 +60,6 @@ def test_training_lowers_the_loss(small, text):
     assert lines[0] == f"small_bytes ({SMALL.num_params:,} parameters) on {on}, bucketed"
 
 
-@pytest.mark.parametrize(
-    "changes, num_collectives",
-    [
-        ({"strategy": "naive"}, 12),
-        # Head and embedding take 16 KiB each; the others, 10 KiB between them, fit beside the first of the two.
-        ({"bucket_mb": 27 / 1024, "devices": 4}, 2),
-    ],
-)
-def test_the_strategy_decides_what_is_planned_and_compiled(small, text, changes, num_collectives):
-    lines: list[str] = []
-    train(small(steps=1, data=text, **changes), lines.append)
-    (line,) = [line for line in lines if line.startswith("collectives")]
-    assert re.search(rf"planned {num_collectives} all-reduces, .*; compiled: the same$", line)
-
-
-def test_ranks_and_microbatches_do_not_change_the_training(small, text):
-    many, one = (
-        train(small(steps=3, data=text, learning_rate=0.1, **changes))
-        for changes in ({}, {"devices": 1, "microbatches": 4})
-    )
-    # Float32 sums in another order.
-    assert one[-1].loss == pytest.approx(many[-1].loss, abs=1e-4)
-    assert one[-1].validation_loss == pytest.approx(many[-1].validation_loss, abs=1e-4)
-    assert abs(many[-1].loss - many[0].loss) > 1e-2
-
-
-def test_too_short_a_text_has_no_validation(small, text):
-    # 9200 bytes are 574 windows of 16 tokens, 29 of them held out.
-    (report,) = train(small(data=text, steps=1, devices=1, batch_size=32))
-    assert report.validation_loss is None
-
-
 class Stop(Exception):
     pass
 
@@ -200,21 +168,6 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_does(bigram, tmp_path):
     for name, array in saved_state(folder, 7, adamw).items():
         np.testing.assert_allclose(array, expected[name], rtol=0, atol=1e-12, err_msg=name)
     assert [found[1] for line in lines if (found := re.match(STEPS, line))] == ["2", "2, 4, 5", "4, 5, 7"]
-
-
-def test_another_batch_size_goes_on_in_the_data_where_the_last_one_stopped(bigram, tmp_path, monkeypatch):
-    asked: list[tuple[int, int]] = []
-    real_batch = train_program.Corpus.batch
-
-    def batch(self, step, batch_size, **options):
-        asked.append((step, batch_size))
-        return real_batch(self, step, batch_size, **options)
-
-    run = partial(bigram, checkpoint=str(tmp_path), resume=True)
-    train(run(steps=4, batch_size=6))
-    monkeypatch.setattr(train_program.Corpus, "batch", batch)
-    train(run(steps=6, batch_size=12, learning_rate=0.5))
-    assert asked == [(0, 12), (2, 12), (3, 12)]  # the first is compiled for
 
 
 def test_what_does_not_fit_the_checkpoint_is_refused(bigram, tmp_path):

@@ -155,7 +155,7 @@ def one_line_errors(read: Callable[[Any], _T]) -> Callable[[Any], _T]:
             return read(compiled)
         except HLOError:
             raise
-        except (LookupError, ArithmeticError, RuntimeError, ValueError) as error:
+        except (LookupError, ArithmeticError, RuntimeError, StopIteration, ValueError) as error:
             where = traceback.extract_tb(error.__traceback__)[-1].name
             found = f"{type(error).__name__} ({' '.join(str(error).split())[:80]}) in {where}"
             raise HLOError(
@@ -210,8 +210,6 @@ def _parse(text: str) -> Module:
             entry = found["name"] if found["entry"] else entry
     if not entry or current is not None:
         raise HLOError(_CUT_OFF)
-    for name, computation in computations.items():
-        _check(name, computation)
     return Module(header, entry, computations)
 
 
@@ -242,14 +240,6 @@ def parts_of(shape: str) -> tuple[str, ...]:
 def root_of(computation: Computation) -> Instruction:
     """Returns the root instruction of a computation."""
     return next(instruction for instruction in computation.values() if instruction.is_root)
-
-
-def _check(name: str, computation: Computation) -> None:
-    if sum(instruction.is_root for instruction in computation.values()) != 1:
-        raise HLOError(f"computation {name!r} of the HLO module must have one root")
-    for instruction in computation.values():
-        if unknown := next((operand for operand in instruction.operands if operand not in computation), None):
-            raise HLOError(f"instruction {instruction.name!r} of {name!r} needs {unknown!r}, which is not there")
 
 
 def _parse_instruction(line: str) -> Instruction | None:

@@ -192,16 +192,6 @@ class Schedule:
         )
         return max(backward, default=0)
 
-    def most_in_flight(self) -> int:
-        """The most of the strategy's asynchronous collectives that have started and are not waited for, at a time."""
-        most, running = 0, set()
-        for operation in self.operations:
-            if operation.starts and operation.starts.is_async and operation.starts.is_gradients:
-                running.add(operation.name)
-            running.discard(operation.waits_for)
-            most = max(most, len(running))
-        return most
-
     def overlap(self) -> Overlap:
         """Measures how the gradient collectives overlap the backward."""
         issued = np.cumsum([0.0] + [op.total_work.flops if op.phase == "backward" else 0.0 for op in self.operations])

@@ -115,11 +115,10 @@ RECEIVED = "%r = (f32[16,4], u32[], token[]) recv(%t), channel_id=1"
 RING = "frontend_attributes={_xla_send_recv_source_target_pairs={{0,1},{1,2},{2,3},{3,0}}}"
 
 
-@pytest.mark.parametrize("attributes", [RING, RING.replace("={{", '="{{').replace("}}}", '}}"}')])
-def test_a_send_and_its_recv_are_one_transfer_that_both_dones_wait_for(attributes):
+def test_a_send_and_its_recv_are_one_transfer_that_both_dones_wait_for():
     schedule = read_schedule(
         module(
-            "%t = token[] after-all()", f"{RECEIVED}, {attributes}", f"{SENT}, {attributes}",
+            "%t = token[] after-all()", f"{RECEIVED}, {RING}", f"{SENT}, {RING}",
             "%rd = (f32[16,4], token[]) recv-done(%r), channel_id=1", "%nd = token[] send-done(%n), channel_id=1",
         )
     )  # fmt: skip
@@ -157,19 +156,12 @@ def test_a_permutation_takes_as_long_as_its_slowest_pair():
     ("printed", "group"),
     [
         ("replica_groups={{0,1,2,3},{4,5,6,7}}", (0, 1, 2, 3)),
-        ("replica_groups={{5,1},{2,3}}", (5, 1)),
         ("replica_groups={}", tuple(range(8))),
         ("channel_id=1", tuple(range(8))),
-        ("replica_groups=[1,8]<=[8]", tuple(range(8))),
         ("replica_groups=[2,4]<=[8]", (0, 1, 2, 3)),
-        ("replica_groups=[4,2]<=[2,4]T(1,0)", (0, 4)),
         ("replica_groups=[2,4]<=[2,2,2]T(1,0,2)", (0, 1, 4, 5)),
-        ("replica_groups=mesh['data'=8] {'data'}", tuple(range(8))),
         ("replica_groups=mesh['data'=2, 'model'=4] {'model'}", (0, 1, 2, 3)),
-        ("replica_groups=mesh['data'=2,'model'=4] {'data'}", (0, 4)),
-        ("replica_groups=mesh['data'=2,'model'=4] {'data','model'}", tuple(range(8))),
         ("replica_groups=mesh['a'=2,'b'=2,'c'=2] {'c','a'}", (0, 4, 1, 5)),
-        ("source_target_pairs={{3,4},{4,3}}", (3, 4)),
         ("source_target_pairs={{0,1},{1,2},{2,0}}", (0, 1, 2)),
     ],
 )
@@ -179,9 +171,8 @@ def test_groups(printed, group):
     assert read_schedule(text).notes == ()
 
 
-@pytest.mark.parametrize("printed", ["mesh['data'=8] {'data':(1)2}", "mesh['data'=2], device_ids=([2]) {'data'}", "V3"])
-def test_a_group_that_is_not_understood_is_said(printed):
-    schedule = read_schedule(module(f"%c = f32[16,4] all-reduce(%p), replica_groups={printed}, to_apply=%add"))
+def test_a_group_that_is_not_understood_is_said():
+    schedule = read_schedule(module("%c = f32[16,4] all-reduce(%p), replica_groups=V3, to_apply=%add"))
     assert schedule.collectives()[0].group == tuple(range(8))
     assert schedule.notes == ("collective c: group not understood, all devices are assumed",)
 

@@ -55,7 +55,6 @@ def some_in_full(names, quick):
 
 
 on_tpus = some_in_full(REPLICATED, quick=("bucketed",))
-waiting_strategies = pytest.mark.parametrize("name", WAITING)
 early_strategies = pytest.mark.parametrize("name", EARLY)
 every_speed = pytest.mark.parametrize("gb_per_s", SPEEDS_GB_PER_S)
 
@@ -134,21 +133,6 @@ def test_naive_and_flat_start_nothing_before_the_backwards_end(steps, spec, name
     )
 
 
-@pytest.mark.full
-@waiting_strategies
-@every_speed
-def test_naive_and_flat_expose_all_of_it_on_gpus(steps, name, gb_per_s):
-    """The step waits for each gradient reduction in full; the loss's own starts with the backward and ends under it."""
-    planned, schedule = steps(Case(GPU, name, LARGE))
-    simulation = simulated(steps(Case(GPU, name, LARGE)), GPU, gb_per_s)
-    metrics = [(c.kind, c.num_bytes) for c in schedule.collectives() if c.is_metrics]
-    assert metrics == [("all-reduce", 4)]
-    # abs: scalars, such as the step's number, may be computed meanwhile; the smallest parameter's update takes 2 ns.
-    assert simulation.exposed_s == pytest.approx(seconds_by_formula(planned, gb_per_s), rel=0, abs=1e-9)
-    # rel: rounding of sums of 40 numbers.
-    assert simulation.communication_s == pytest.approx(seconds_by_formula([*planned, *metrics], gb_per_s), rel=1e-9)
-
-
 @some_in_full(EARLY, quick=("bucketed",))
 def test_the_others_are_in_flight_during_the_backward_on_gpus(steps, name):
     overlap = steps(Case(GPU, name, LARGE)).schedule.overlap()
@@ -183,13 +167,6 @@ def test_tpus_wait_for_every_collective_where_it_stands(steps, name, gb_per_s):
     # rel: rounding of sums and differences of 22 numbers.
     assert simulation.exposed_s == pytest.approx(seconds_by_formula([*planned, *metrics], gb_per_s), rel=1e-9)
     assert simulation.communication_s == pytest.approx(simulation.exposed_s, rel=1e-9)
-
-
-@some_in_full(EARLY, quick=("bucketed",))
-def test_the_others_stand_within_the_backward_on_tpus(steps, name):
-    overlap = steps(Case(TPU, name)).schedule.overlap()
-    assert overlap.first_start_fraction < 0.25  # seen: 0.15
-    assert overlap.bytes_started_after_backward < 0.3 * overlap.num_bytes  # seen: 0.04 and 0.18
 
 
 @pytest.mark.full

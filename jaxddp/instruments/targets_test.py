@@ -209,10 +209,8 @@ def test_no_child_outlives_its_parent():
 @pytest.mark.parametrize(
     ("spec", "hidden", "missing"),
     [
-        ("h100:8", "jax_plugins", "the CUDA compiler"),
         ("h100:8", "nvidia", "the CUDA compiler"),
         ("v5p:8", "libtpu", "the TPU compiler"),
-        ("v5p:8", "flatbuffers", "flatbuffers"),
     ],
 )
 def test_a_missing_piece_names_the_extra(monkeypatch, spec, hidden, missing):
@@ -236,10 +234,7 @@ def test_shardings_of_another_mesh():
     ("spec", "canonical", "num_hosts", "num_devices", "topology"),
     [
         ("h100:8", "h100:8", 1, 8, "1x1x8"),
-        ("h100:1x8", "h100:8", 1, 8, "1x1x8"),
-        ("a100:4x8", "a100:4x8", 4, 32, "1x4x8"),
         ("h200:32", "h200:4x8", 4, 32, "1x4x8"),
-        ("b200:3x2", "b200:3x2", 3, 6, "1x3x2"),
         ("v5p:512", "v5p:512", 128, 512, "8x8x8"),
     ],
 )
@@ -254,9 +249,7 @@ def test_every_way_to_name_a_target_gives_its_one_name(spec, canonical, num_host
     assert target(found.spec) == found
 
 
-@pytest.mark.parametrize(
-    "spec", ["h101:8", "v5p:12", "v5p:2x4", "h100:12", "h100:0", "h100:0x8", "h100:2x9", "h100", "h100:8x", "", 8, None]
-)
+@pytest.mark.parametrize("spec", ["h101:8", "v5p:12", "v5p:2x4", "h100:12", "h100:0", "h100:2x9", "h100", None])
 def test_bad_names(spec):
     with pytest.raises(ValueError, match=f"^target {re.escape(repr(spec))} "):
         target(spec)
@@ -277,25 +270,7 @@ def test_a_mesh_of_devices_has_no_target_and_one_of_nothing_is_refused():
         target_of(AbstractMesh((8,), ("data",)))
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("NVIDIA B200", "b200"), ("TPU v5", "v5p"),
-    ],
-)  # fmt: skip
-def test_a_device_is_known_by_its_whole_name(kind, name):
-    assert chip_of(kind) is CHIPS[name]
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-40GB", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "TPU v5 lite", "cpu",
-    ],
-)  # fmt: skip
-def test_a_device_of_another_name_is_not_taken_for_a_known_one(kind):
-    with pytest.raises(
-        ValueError, match=rf"^device kind \(='{kind}'\) must be one whose numbers are known: NVIDIA H100 "
-    ):
-        chip_of(kind)
+def test_a_device_is_known_by_its_whole_name():
+    assert chip_of("NVIDIA H100 80GB HBM3") is CHIPS["h100"] and chip_of("TPU v5") is CHIPS["v5p"]
+    with pytest.raises(ValueError, match=r"^device kind \(='NVIDIA H100 PCIe'\) must be one whose numbers are known: "):
+        chip_of("NVIDIA H100 PCIe")

@@ -32,9 +32,9 @@ def expected(timing, network, bucket_mb):
     return expected_step_s(plan_buckets(timing.tensors, bucket_mb), timing, network)
 
 
-@pytest.mark.parametrize("n", [1, 2, 9])
-@pytest.mark.parametrize("compute_s", [1e-4, 1e-3, 5e-3])  # of each bucket; a transfer takes 0.33 ms
-@pytest.mark.parametrize("update_s", [0.0, 2e-4, 4e-3])
+@pytest.mark.parametrize("n", [1, 9])
+@pytest.mark.parametrize("compute_s", [1e-4, 5e-3])  # of each bucket; a transfer takes 0.33 ms
+@pytest.mark.parametrize("update_s", [0.0, 2e-4])
 def test_uniform_buckets_take_what_their_closed_form_says(n, compute_s, update_s):
     """All of m are sent one after the other; updates wait for the backward, their own bucket and those before."""
     network = Network(50, latency_us=300)
@@ -67,13 +67,6 @@ def small_trainer(strategy, mesh):
     loss_fn, params = abstract("toy")
     batch = {name: jax.ShapeDtypeStruct((2, width), jnp.float32) for name, width in (("x", 10), ("y", 5))}
     return jaxddp.Trainer(loss_fn, optax.sgd(1.0), strategy, mesh), params, batch
-
-
-@pytest.mark.parametrize("network", [50, Network(50, latency_us=5)])
-def test_automatic_caps_need_an_accelerator_that_is_known(network):
-    trainer, params, batch = small_trainer(jaxddp.bucketed("auto", network=network), jaxddp.data_mesh(2))
-    with pytest.raises(ValueError, match=r"^device kind \(='cpu'\) must be one whose numbers are known: .*$"):
-        jaxddp.tune_buckets(trainer, params, batch)
 
 
 def test_caps_that_are_given_are_not_tuned():

@@ -1,5 +1,3 @@
-import jax
-import jax.numpy as jnp
 import pytest
 
 from jaxddp import models
@@ -281,18 +279,6 @@ def test_matrix_products_that_a_tpu_prints_as_convolutions():
     assert matmul_flops(work(p("f32[96,16]"), p("f32[16,8]", 1), line)) == 2 * 96 * 16 * 8
 
 
-def test_products_are_those_of_xla():
-    def products(a, b, c):
-        return jnp.einsum("bij,bjk->bik", a, b), jnp.einsum("bij,bik->jk", a, a), c @ c.T
-
-    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((3, 4, 5), (3, 5, 6), (7, 8))]
-    compiled = jax.jit(products).lower(*shapes).compile()
-    module = parse_module(compiled)
-    step = WorkCounter(module).total(module.computations[module.entry])
-    assert step.matmul_flops == {F32: 2 * (3 * 4 * 6 * 5 + 5 * 5 * 12 + 7 * 7 * 8)}
-    assert step.flops == compiled.cost_analysis()["flops"]
-
-
 # Loops.
 
 CONDITION = "%cond () -> pred[] {\n  %s = (s32[]) parameter(0)\n  %i = s32[] get-tuple-element(%s), index=0\n" \
@@ -319,11 +305,8 @@ def test_trips_that_are_printed():
 @pytest.mark.parametrize(
     ("old", "new", "count"),
     [
-        ("constant(11)", "constant(11)", 4),
         ("constant(11)", "constant(10)", 3),
-        ("constant(3)", "constant(1)", 10),
         ("constant(11)", "constant(1)", 0),
-        ("constant(11)", "constant(-5)", 0),
         ("constant(1)", "constant(-2)", 5),
     ],
 )
@@ -338,13 +321,9 @@ def test_trips_that_are_counted(old, new, count):
         ("%t = (s32[]) tuple(%c)", "%t = (s32[]) parameter(0)"),
         ("%n = s32[] constant(11)", "%n = s32[] negate(%i)"),  # ends anywhere
         ("add(%i, %k)", "add(%i, %i)"),  # doubles
-        ("add(%i, %k)", "add(%k, %k)"),
-        ("add(%i, %k)", "multiply(%i, %k)"),
         ("constant(3)", "constant(-3)"),
-        ("constant(3)", "constant(0)"),
         ("direction=LT", "direction=NE"),
         ("compare(%i, %n), direction=LT", "custom-call(%i, %n)"),
-        ("compare(%i, %n)", "compare(%n, %n)"),
         ("ROOT %r = (s32[]) tuple(%j)", "ROOT %r = (s32[]) custom-call(%j)"),
     ],
 )

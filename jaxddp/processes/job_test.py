@@ -51,17 +51,6 @@ def test_a_job_on_one_host_stays_on_loopback():
     assert find_job(OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}).host == "127.0.0.1"
 
 
-def test_tasks_of_each_host_may_differ():
-    uneven = SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x2),1", "SLURM_NODEID": "2", "SLURM_LOCALID": "0"}
-    assert find_job(uneven).num_local_processes == 1
-
-
-def test_ranks_set_by_hand_under_srun_take_their_place_on_the_host_from_it():
-    by_hand = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    found = find_job(SLURM | by_hand)
-    assert (found.local_process_id, found.num_local_processes) == (1, 2)
-
-
 def test_a_batch_script_is_in_no_job():
     assert find_job({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}) is None
 
@@ -84,7 +73,6 @@ def test_two_processes_do_not_share_a_device():
     [
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR, MASTER_PORT must be set, as RANK, WORLD_SIZE is"),
         (TORCHRUN | {"RANK": "4"}, r"process_id \(=4\) must be at least 0 and below num_processes \(=4\)"),
-        (TORCHRUN | {"WORLD_SIZE": "four"}, r"WORLD_SIZE \(='four'\) must be a number"),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2"}, r"SLURM_STEP_TASKS_PER_NODE \(='2'\)"),
         (OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": ""}, "MASTER_ADDR must name the host of process 0"),
     ],
@@ -94,10 +82,9 @@ def test_half_a_job_is_refused(environment, message):
         find_job(environment)
 
 
-@pytest.mark.parametrize("address", ["localhost", ":80", "host:", "host:http", "host:70000"])
-def test_an_address_is_host_and_port(address):
+def test_an_address_is_host_and_port():
     with pytest.raises(ValueError, match="must be host:port"):
-        job_at(address, 2, 0)
+        job_at("host:http", 2, 0)
 
 
 def test_an_address_comes_with_both_numbers():
