@@ -49,8 +49,7 @@ def partial_loss(loss_fn: Callable[..., Any], has_aux: bool, has_state: bool = F
             to ``(loss, aux)``; with ``has_state`` see ``Trainer``.
         has_aux: Whether it returns auxiliary values. A floating scalar is averaged over ranks and micro-batches with
             the loss's weights; a leaf that is ``Weighted`` with its own; ``Mean``, ``Sum`` and ``PerExample`` mark
-            values of examples. Others, and a ``Weighted`` with an entry for each example, are refused when the loss
-            is traced.
+            values of examples. Others are refused when the loss is traced.
         has_state: Whether it takes a model state and returns the next one.
 
     Returns:
@@ -83,15 +82,14 @@ def partial_loss(loss_fn: Callable[..., Any], has_aux: bool, has_state: bool = F
         total, loss = _as_part(loss_fn, result)
         if not has_aux:
             return total, (Parts(loss, None), new_state)
-        _check_aux(lambda *args: outputs(*args)[2], aux, (params, model_state, batch, key))
-
-        num_examples = _num_examples(batch)
+        num_examples = jax.tree.leaves(batch)[0].shape[0]
 
         def aux_part(path: Any, leaf: Any) -> Any:
             if is_marker(leaf):
                 return part_of(f"aux leaf {path_name(path)!r}", leaf, num_examples)
             if isinstance(leaf, Weighted):
                 return Part(wide(leaf.total), _not_negative(wide(leaf.weight)))
+            _check_mean(path_name(path), leaf)
             if loss.weight is None:
                 return Part(wide(leaf), None)
             # With weight 0 a mean is often 0 / 0, and the NaN must not reach the sum.
@@ -187,61 +185,23 @@ def _like(new_state: Any, model_state: Any) -> Any:
     return jax.tree_util.tree_map_with_path(leaf, new_state, model_state)
 
 
-def _check_aux(aux_fn: Callable[..., Any], aux: Any, args: tuple[Any, Any, Any, Any]) -> None:
-    """Refuses aux values that must not be averaged: counts, and what has entries for single examples."""
+def _check_mean(name: str, leaf: Any) -> None:
+    """Refuses an aux value that must not be averaged over ranks: a count, and what has entries for single examples."""
     marks = "jaxddp.Mean, Sum or PerExample"
-    for path, leaf in _aux_leaves(aux).items():
-        if isinstance(leaf, Weighted):
-            continue
-        if jnp.shape(leaf):
-            raise ValueError(
-                f"aux leaf {path_name(path)!r} (={[*jnp.shape(leaf)]}) must be marked: as {marks} if it has an entry"
-                " for each example, else as jaxddp.Weighted(value, 1), which is averaged over ranks"
-            )
-        if jnp.issubdtype(jnp.result_type(leaf), jnp.integer):
-            raise ValueError(
-                f"aux leaf {path_name(path)!r} (={jnp.result_type(leaf)}) would be averaged over ranks, as a count must"
-                f" not be: return {marks} of the examples' values, jaxddp.Weighted(count, number of examples), or a"
-                " float for a mean"
-            )
-    rows, shapes = _num_examples(args[2]), _aux_shapes(aux)
-    if len(shapes) < rows and not any(map(any, shapes.values())):
-        return
-    for other in [_with_rows(aux_fn, other, args) for other in (2, 2 * rows) if other != rows]:
-        for path in shapes | other if other is not None else ():
-            if shapes.get(path) != other.get(path):
-                raise ValueError(
-                    f"aux leaf {path_name(path)!r} (={(shapes | other)[path][0]}) has an entry for each example, and"
-                    f" ranks would average those of different ones: return {marks} of an array, or jaxddp.Weighted of"
-                    " sums"
-                )
-
-
-def _num_examples(batch: Any) -> int:
-    return jax.tree.leaves(batch)[0].shape[0]
+    if jnp.shape(leaf):
+        raise ValueError(
+            f"aux leaf {name!r} (={[*jnp.shape(leaf)]}) must be marked: as {marks} if it has an entry for each example,"
+            " else as jaxddp.Weighted(value, 1), which is averaged over ranks"
+        )
+    if jnp.issubdtype(jnp.result_type(leaf), jnp.integer):
+        raise ValueError(
+            f"aux leaf {name!r} (={jnp.result_type(leaf)}) would be averaged over ranks, as a count must not be: return"
+            f" {marks} of the examples' values, jaxddp.Weighted(count, number of examples), or a float for a mean"
+        )
 
 
 def _is_aux_leaf(leaf: Any) -> bool:
     return isinstance(leaf, Weighted) or is_marker(leaf)
-
-
-def _aux_leaves(aux: Any) -> dict[Any, Any]:
-    leaves = jax.tree_util.tree_leaves_with_path(aux, is_leaf=_is_aux_leaf)
-    return {path: leaf for path, leaf in leaves if not is_marker(leaf)}
-
-
-def _aux_shapes(aux: Any) -> dict[Any, list[list[int]]]:
-    return {path: [list(jnp.shape(one)) for one in jax.tree.leaves(leaf)] for path, leaf in _aux_leaves(aux).items()}
-
-
-def _with_rows(aux_fn: Callable[..., Any], rows: int, args: tuple[Any, Any, Any, Any]) -> Any:
-    """Shapes of the aux values for another number of examples; None if the function cannot be traced for it."""
-    params, model_state, batch, key = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), args)
-    batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), batch)
-    try:
-        return _aux_shapes(jax.eval_shape(aux_fn, params, model_state, batch, key))
-    except Exception:  # it takes no such number of examples
-        return None
 
 
 def with_key(loss_fn: Callable[..., Any], has_state: bool) -> Callable[..., Any]:
