@@ -126,6 +126,13 @@ def test_other_numbers_of_connections_are_none_to_be_warned_of(machine, monkeypa
     assert wrong(machine()) == []
 
 
+def test_counting_gpus_takes_no_memory(monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
+    program = "import os; print('{\"preallocates\": \"' + os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'] + '\"}')"
+    monkeypatch.setitem(doctor._ASK, "JAX", program)
+    assert doctor.ask("JAX") == {"preallocates": "false"}
+
+
 def test_a_framework_that_ends_with_an_error_is_quoted(monkeypatch):
     monkeypatch.setitem(doctor._ASK, "JAX", "import sys; sys.exit('RuntimeError: no driver')")
     assert doctor.ask("JAX") == "RuntimeError: no driver"
