@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -162,32 +163,23 @@ class _Processes:
             TOKEN: secrets.token_hex(16),
         }
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.tees: list[subprocess.Popen[bytes]] = []
+        self.readers: list[threading.Thread] = []
         for rank in range(count):
             variables = alike | {"RANK": rank, "LOCAL_RANK": rank}
-            output = None if log_dir is None else self._log(Path(log_dir, f"rank-{rank}.log"), restart > 0, rank == 0)
-            self.processes.append(subprocess.Popen(
+            process = subprocess.Popen(
                 child_command(command),
                 env=os.environ | {name: str(value) for name, value in variables.items()},
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=None if output is None else subprocess.STDOUT,
+                stdout=None if log_dir is None else subprocess.PIPE,
+                stderr=None if log_dir is None else subprocess.STDOUT,
                 process_group=0,
-            ))  # fmt: skip
-            if output is not None:
-                output.close()
-
-    def _log(self, path: Path, is_continued: bool, is_shown: bool) -> IO[bytes]:
-        """What a rank prints into."""
-        with contextlib.suppress(OSError):  # tee says so as well
-            path.parent.mkdir(parents=True, exist_ok=True)
-        # -p: it goes on when the disk is full or nobody reads what is shown.
-        command = ["tee", "-p", *(["-a"] if is_continued else []), str(path)]
-        output = None if is_shown else subprocess.DEVNULL
-        tee = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, process_group=0)
-        self.tees.append(tee)
-        assert tee.stdin is not None
-        return tee.stdin
+            )
+            self.processes.append(process)
+            if process.stdout is not None and log_dir is not None:
+                path, mode = Path(log_dir, f"rank-{rank}.log"), "ab" if restart else "wb"
+                reader = threading.Thread(target=_copy, args=(process.stdout, path, mode, rank == 0), daemon=True)
+                self.readers.append(reader)
+                reader.start()
 
     def wait(self) -> tuple[int, bool, int]:
         """Waits for all; after the first failure, and however this ends, ends the others.
@@ -246,12 +238,8 @@ class _Processes:
         for process in self._running():
             _kill_group(process)
             process.wait()
-        for tee in self.tees:
-            try:
-                tee.wait(_GRACE_S)  # not for ever: what the rank has started may have left its group
-            except subprocess.TimeoutExpired:
-                tee.kill()
-                tee.wait()
+        for reader in self.readers:
+            reader.join(_GRACE_S)  # not for ever: what it has started may have left its group
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
@@ -261,3 +249,26 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 def _is_consequence(process: subprocess.Popen[bytes]) -> bool:
     return process.returncode == LOST_ANOTHER
+
+
+def _copy(lines: IO[bytes], path: Path, mode: str, is_shown: bool) -> None:
+    """Copies what a process prints to its log and, if it is shown, to standard output; goes on without either."""
+    log = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        log = path.open(mode, buffering=0)
+    except OSError as error:
+        print_line(f"{path}: {error.strerror}: the job goes on without this log")
+    with lines, log or contextlib.nullcontext():
+        for line in lines:
+            try:
+                if log is not None:
+                    log.write(line)
+            except OSError as error:
+                log = None
+                print_line(f"{path}: {error.strerror}: the job goes on without this log")
+            try:
+                if is_shown:
+                    os.write(1, line)
+            except OSError:  # closed, as by head
+                is_shown = False
