@@ -67,7 +67,6 @@ FUNCTIONS = {
     "a leaf of a batch": lambda value: trainer().step(trainer().init(PARAMS), {"x": value}),
     "bucketed": jaxddp.bucketed,
     "hook": lambda value: jaxddp.bucketed(hook=value),
-    "accumulate": lambda value: jaxddp.zero2(accumulate=value),
     "min_shard_elements": lambda value: jaxddp.zero3(min_shard_elements=value),
     "make_strategy": jaxddp.make_strategy,
     "layer": jaxddp.layer,

@@ -53,7 +53,7 @@ def _empty() -> Any:
 
 def called_program(equation: Any) -> core.ClosedJaxpr:
     """The program that a call, a checkpoint or a scan runs."""
-    program = equation.params["jaxpr"]
+    program = equation.params["jaxpr" if "jaxpr" in equation.params else "call_jaxpr"]
     return program if isinstance(program, core.ClosedJaxpr) else core.ClosedJaxpr(program, ())
 
 

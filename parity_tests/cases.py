@@ -73,7 +73,6 @@ STRATEGIES = {
     "zero1(1KiB)": StrategyCase("zero1", {"bucket_mb": 1 / 1024}),
     "zero1()": StrategyCase("zero1"),
     "zero2(1KiB)": StrategyCase("zero2", {"bucket_mb": 1 / 1024}),
-    "zero2(1KiB,full)": StrategyCase("zero2", {"bucket_mb": 1 / 1024, "accumulate": "full"}),
     # jaxddp shards by size: its default would keep these small parameters whole. FSDP shards by module type.
     "zero3(0)": StrategyCase("zero3", {}, {"min_shard_elements": 0}, _UNITS),
     "zero3(200)": StrategyCase("zero3", {"bucket_mb": 1 / 1024}, {"min_shard_elements": 200}, _UNITS),

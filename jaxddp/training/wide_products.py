@@ -2,7 +2,8 @@
 
 Where the loss takes bfloat16 copies of float32 parameters, the gradient of a matrix is a product that JAX rounds to
 bfloat16, and that is converted back. XLA for GPUs lets no product write more than it was asked for, so converting is a
-kernel of its own, and takes 5 % of a step that waits for no communication:
+kernel of its own, and takes 4 % of a step that waits for no communication: seed_xl in bfloat16 on h100:8, simulated,
+6.02 ms for 5.80; in float32 nothing changes.
 
                                                                               bytes an element
     product -> write bfloat16 -> read -> write float32 -> all-reduce          2 + 2 + 4

@@ -8,7 +8,7 @@ The sum is taken over ranks inside ``on_shards``, in which optimizers on shards 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -27,7 +27,6 @@ from ..tree import named_leaves
 GLOBAL_NORM = "jaxddp_global_norm"  # by which the element-wise check knows the one sum over elements that is allowed
 
 _shards: ContextVar[tuple[str, Mapping[str, Cut | None]] | None] = ContextVar("jaxddp_shards", default=None)
-_operands: ContextVar[tuple[Any, list[Any]] | None] = ContextVar("jaxddp_operands", default=None)
 _full: ContextVar[Mapping[str, tuple[int, ...]] | None] = ContextVar("jaxddp_full", default=None)
 
 
@@ -104,10 +103,6 @@ def global_norm(tree: Any) -> jax.Array:
             total = all_reduce(sum_of_squares(shards), axis)
         return jnp.sqrt(total + sum_of_squares(replicated))
 
-    if (collected := _operands.get()) is not None:
-        norms, operands = collected
-        operands.append(leaves)
-        return jaxddp_global_norm(leaves) if norms is None else norms[len(operands) - 1]
     assert jaxddp_global_norm.__name__ == GLOBAL_NORM
     return jax.jit(jaxddp_global_norm)(leaves)
 
@@ -135,18 +130,3 @@ def on_full(params: Any) -> Iterator[None]:
         yield
     finally:
         _full.reset(token)
-
-
-@contextlib.contextmanager
-def norms_as_inputs(norms: Sequence[jax.Array] | None) -> Iterator[list[dict[str, jax.Array]]]:
-    """Makes ``global_norm`` return given norms inside the block, one after another; None: it computes them.
-
-    Yields:
-        The leaves of which it was asked for norms, by name.
-    """
-    operands: list[dict[str, jax.Array]] = []
-    token = _operands.set((norms, operands))
-    try:
-        yield operands
-    finally:
-        _operands.reset(token)

@@ -23,12 +23,9 @@ however unequal they are, and the bulk of what is sent stays balanced.
     calls per step: two all-to-alls for each dtype, three with a ``compute_dtype``, whose masters are shards
     bytes sent per rank: about 1/N of the parameters' for each
 
-All ranks run one program. The optimizer is traced once, for all parameters under their own names, so masks and labels
-see what they would see on one device; branch r computes only what rank r owns. Owners balance the bytes of optimizer
-state, the largest parameter first (``communication/owners.py``).
-
-An update that depends on another parameter is refused, except for ``jaxddp.clip_by_global_norm``: its norms are
-computed before the update, a switch and an all-reduce of a scalar for each.
+The optimizer is traced once, for all parameters, so masks, labels and noise are those of one device; branch r is the
+part of the trace that rank r's parameters need. An update that depends on another parameter is refused. Owners balance
+the bytes of optimizer state, the largest parameter first (``communication/owners.py``).
 
 References:
     Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020,
@@ -38,10 +35,8 @@ References:
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -55,25 +50,19 @@ from jax.interpreters import partial_eval
 
 from ..communication import gloo
 from ..communication.backward_order import TRANSPARENT
-from ..communication.buckets import chunk_elements
-from ..communication.collectives import all_reduce, is_silent
+from ..communication.buckets import Bucket, TensorSpec
+from ..communication.collectives import is_silent
 from ..communication.owners import assign_owners
-from ..communication.reduction import sum_of_squares
-from ..communication.sharding import cut
-from ..interpreter import called_program, num_consts_and_carry
+from ..communication.sharding import cut, pack_row, pack_rows, unpack_row, unpack_rows
+from ..interpreter import called_program, interpret
 from ..layout import Leaf
-from ..scopes import METRICS_SCOPE, SYNC_SCOPE
+from ..scopes import SYNC_SCOPE
 from ..strategy import Layout, Optimizer, Ranks
 from ..tree import like, named_leaves, path_name, split
-from .clipping import norms_as_inputs, on_full
 from .shards import cut_leaves
 
-_REFUSAL = (
-    "optimizer must update each parameter by itself to be sharded by leaves: its {} depends on {}; use a strategy"
-    " that keeps the optimizer whole, or, if it clips, jaxddp.clip_by_global_norm"
-)
-
-_Label = tuple[str, Any]  # of an input or output: its kind, and its name or place
+_Label = tuple[str, Any]  # of an input or output: "grad" or "param" and a name, "state" and its place, or "value"
+_Buffers = dict[str, jax.Array]  # by dtype
 
 
 class OwnedState(NamedTuple):
@@ -88,68 +77,40 @@ class OwnedState(NamedTuple):
     owned: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Slot:
-    """Where a leaf of the optimizer's state lies.
-
-    Attributes:
-        shape: Its shape.
-        dtype: Its dtype.
-        param: The parameter whose owner has it; None if all ranks have it.
-        offset: Its first element in the owner's buffer.
-    """
-
-    shape: tuple[int, ...]
-    dtype: Any
-    param: str | None = None
-    offset: int = 0
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
-
-
 def layout_by_owners(
     params: Any, optimizer: Any, ranks: Ranks, trainable: Callable[[str], bool] | None = None
 ) -> Layout:
     """Every rank has all parameters, shards of the gradients, and the optimizer's state of the parameters it owns."""
     if ranks.other_axes:
         raise ValueError("shard (='leaves') must be 'elements' with param_specs, which split leaves over devices")
-    full = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), split(params, trainable)[0])
+    full = jax.tree.map(lambda leaf: leaf.held, split(params, trainable)[0])
     owners = LeafOwners(optimizer, full, ranks.num_shards)
-    shared = jax.tree.map(lambda slot: Leaf(slot.shape, slot.dtype) if slot.param is None else None, owners.slots)
-    owned = {dtype: _buffer(ranks.num_shards, width, dtype) for dtype, width in owners.widths.items()}
-    axis = ranks.shard_axis
+
+    def buffer(width: int, dtype: str) -> Leaf:
+        shape = (ranks.num_shards * width,)
+        return Leaf(shape, jnp.dtype(dtype), cut(shape, ranks.num_shards))
+
+    shared = owners.shared([Leaf(slot.shape, slot.dtype) for slot in jax.tree.leaves(owners.slots)])
+    state = OwnedState(shared, {dtype: buffer(width, dtype) for dtype, width in owners.widths.items()})
+    step = partial(owners.update, ranks.shard_axis)
     return Layout(
-        ranks,
-        params,
-        cut_leaves(params, ranks),
-        OwnedState(shared, owned),
-        Optimizer(
-            lambda params: owners.init(params, axis),
-            lambda grads, state, params, value, full=None: owners.update(grads, state, params, value, axis, full),
-        ),
-        trainable=trainable,
-        owners=owners,
-    )
-
-
-def _buffer(num_ranks: int, width: int, dtype: str) -> Leaf:
-    shape = (num_ranks * width,)
-    return Leaf(shape, jnp.dtype(dtype), cut(shape, num_ranks))
+        ranks, params, cut_leaves(params, ranks), state, Optimizer(partial(owners.init, ranks.shard_axis), step),
+        trainable=trainable, owners=owners,
+    )  # fmt: skip
 
 
 class LeafOwners:
     """An optimizer whose state is shared out by whole parameters.
 
     Attributes:
-        params: Full trainable parameters by name, as ``jax.ShapeDtypeStruct``.
         num_ranks: N.
         owners: The rank of each parameter, by name.
-        slots: A tree like the optimizer's state, of ``Slot``.
-        widths: Elements of the fullest rank's buffer, by dtype.
+        slots: The optimizer's state of full parameters, as ``jax.ShapeDtypeStruct``.
+        param_of: The parameter whose owner has it, of each leaf of the state; None if all ranks have it.
+        state_bytes: Bytes of optimizer state that each rank owns, without what pads them to those of the fullest.
+        widths: Elements of the fullest rank's state, by dtype.
         uses_grads: Whether anything depends on gradients; those of ``optax.set_to_zero`` are not sent to owners.
+        swapped: Elements and dtype of the buffer of each all-to-all of one kind, ``[N, w]`` for a dtype of parameters.
 
     Example:
         >>> params = {"a": jnp.ones((4, 4)), "b": jnp.ones(6), "c": jnp.ones(9)}
@@ -169,119 +130,81 @@ class LeafOwners:
         Raises:
             ValueError: If an update or a leaf of the state depends on more than one parameter.
         """
-        self._optimizer = optax.with_extra_args_support(optimizer)
-        self._tree = jax.eval_shape(lambda tree: tree, params)
-        self.params, self.num_ranks = named_leaves(self._tree), num_ranks
-        self._init = _Program.of_init(optimizer.init, self._tree)
-        state = jax.eval_shape(optimizer.init, self._tree)
-        slots = [Slot(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)]
-        self._structure = jax.tree.structure(state)
-        self._names = [path_name(path) for path, _ in jax.tree.leaves_with_path(state)]
+        self.num_ranks, self._optimizer = num_ranks, optax.with_extra_args_support(optimizer)
+        self._params = jax.eval_shape(lambda tree: tree, params)
+        self.slots = jax.eval_shape(optimizer.init, self._params)
+        leaves, (slots, self._structure) = named_leaves(self._params), jax.tree.flatten(self.slots)
+        self._init = _Program.of(lambda given: _state(optimizer.init(self._tree("param", given))), _of("param", leaves))
         update = self._update(jnp.float32)
-        of_param = self._params_of(update, slots)
-        self.uses_grads = any(update.sources([kind == "grad" for kind, _ in update.inputs]).values())
-        self._state_bytes = dict.fromkeys(self.params, 0)
-        for slot, param in zip(slots, of_param, strict=True):
+        self.param_of = self._params_of_state(update)
+        self.uses_grads = any(kind == "grad" for found in update.sources().values() for kind, _ in found)
+
+        held = dict.fromkeys(leaves, 0)
+        for slot, param in zip(slots, self.param_of, strict=True):
             if param is not None:
-                self._state_bytes[param] += slot.size * slot.dtype.itemsize
-        costs = [(self._state_bytes[name], leaf.size * leaf.dtype.itemsize) for name, leaf in self.params.items()]
-        self.owners = dict(zip(self.params, assign_owners(costs, [(0, 0)] * num_ranks), strict=True))
-        filled: dict[str, list[int]] = {}
-        for place, param in enumerate(of_param):
-            if param is not None:
-                held = filled.setdefault(str(slots[place].dtype), [0] * num_ranks)
-                slots[place] = replace(slots[place], param=param, offset=held[self.owners[param]])
-                held[self.owners[param]] += slots[place].size
-        self.slots = jax.tree.unflatten(self._structure, slots)
-        self.widths = {dtype: max(held) for dtype, held in filled.items() if max(held)}
-        self._rows: dict[str, list[dict[str, slice]]] = {}  # by dtype and owner: the columns of its parameters' chunks
-        for name, leaf in self.params.items():
-            rows = self._rows.setdefault(str(leaf.dtype), [{} for _ in range(num_ranks)])[self.owners[name]]
-            start = max((columns.stop for columns in rows.values()), default=0)
-            rows[name] = slice(start, start + chunk_elements(leaf.size, num_ranks))
+                held[param] += slot.size * slot.dtype.itemsize
+        costs = [(held[name], leaf.size * leaf.dtype.itemsize) for name, leaf in leaves.items()]
+        self.owners = dict(zip(leaves, assign_owners(costs, [(0, 0)] * num_ranks), strict=True))
+        self.state_bytes = [sum(held[name] for name in leaves if self.owners[name] == r) for r in range(num_ranks)]
 
-    @property
-    def state_bytes(self) -> list[int]:
-        """Bytes of optimizer state that each rank owns, without what pads them to those of the fullest."""
-        held = [0] * self.num_ranks
-        for name, num_bytes in self._state_bytes.items():
-            held[self.owners[name]] += num_bytes
-        return held
+        owned = {f"{place}": param for place, param in enumerate(self.param_of) if param is not None}
+        states = {place: slots[int(place)] for place in owned}
+        self._states = _buckets(states, {place: self.owners[param] for place, param in owned.items()}, num_ranks)
+        self._buckets = _buckets(leaves, self.owners, num_ranks)
+        self._cuts = {name: cut(leaf.shape, num_ranks) for name, leaf in leaves.items()}
+        self._state_cuts = {place: cut(slot.shape, 1) for place, slot in states.items()}
+        self.widths = {dtype: max(bucket.num_elements for bucket in buckets) for dtype, buckets in self._states.items()}
+        self._row_widths = {
+            dtype: max(sum(self._cuts[tensor.name].chunk for tensor in bucket.tensors) for bucket in buckets)
+            for dtype, buckets in self._buckets.items()
+        }
+        self.swapped = [(num_ranks * width, dtype) for dtype, width in self._row_widths.items()]
 
-    @property
-    def swapped(self) -> list[tuple[int, str]]:
-        """Elements and dtype of the buffer of each all-to-all of one kind, ``[N, w]`` for each dtype of parameters."""
-        return [(self.num_ranks * self._width(dtype), dtype) for dtype in self._rows]
+    def init(self, axis: str, params: Any) -> OwnedState:
+        """Makes this rank's part of the optimizer's state, of a tree of its shards."""
+        rows = self._to_owners(axis, named_leaves(params))
 
-    def init(self, params: Any, axis: str) -> OwnedState:
-        """Makes this rank's part of the optimizer's state.
+        def of_owner(owner: int) -> _Buffers:
+            return self._packed(owner, self._init.on(_of("param", self._whole(owner, rows)), self._places(owner)))
 
-        Args:
-            params: A tree of this rank's shards.
-            axis: Name of the mesh axis.
-        """
-        held = _Held(params=self._whole(params, axis, are_full=False))
-        first = self._init.on(held, self._shared_places())
-        owned = self._on_owners(self._init, axis, held, self._owned_places, self._packed)
-        return OwnedState(self._shared(first), owned)
+        first = self._init.on({}, self._places(None))
+        return OwnedState(self._shared_of(first), self._switch(axis, of_owner))
 
     def update(
-        self,
-        grads: Any,
-        state: OwnedState,
-        params: Any,
-        value: jax.Array,
-        axis: str,
-        full: Any = None,
+        self, axis: str, grads: Any, state: OwnedState, params: Any, value: jax.Array, full: Any = None
     ) -> tuple[Any, OwnedState]:
         """Updates parameters on their owners.
 
         Args:
+            axis: Name of the mesh axis.
             grads: A tree of this rank's shards of the mean gradients.
             state: This rank's.
             params: A tree of this rank's shards of the parameters.
             value: The loss.
-            axis: Name of the mesh axis.
             full: A tree of the full parameters if every rank has them, else None.
 
         Returns:
             This rank's shards of the updated parameters, and the next state.
         """
         program = self._update(value.dtype)
-        held = _Held(
-            grads=self._whole(grads, axis, False),
-            params=self._whole(params if full is None else full, axis, full is not None),
-            state=dict(zip((place for _, place in self._shared_places()), jax.tree.leaves(state.shared), strict=True)),
-            owned=state.owned,
-            value=value,
-        )
-        for place, dtype in enumerate(program.norms):
-            wanted = partial(self._owned_names, f"norm {place}")
+        shared = dict(zip(self._places(None), jax.tree.leaves(state.shared), strict=True)) | {("value", 0): value}
+        grad_rows = self._to_owners(axis, named_leaves(grads))
+        rows = self._to_owners(axis, named_leaves(params)) if full is None else {}
 
-            def squares(owner: int, found: dict[Any, jax.Array], held: Any, dtype: Any = dtype) -> jax.Array:
-                del owner, held
-                return sum_of_squares(found.values()).astype(dtype)
+        def of_owner(owner: int) -> tuple[_Buffers, _Buffers]:
+            held = self._whole(owner, rows) if full is None else named_leaves(full)
+            given = shared | _of("grad", self._whole(owner, grad_rows)) | _of("param", held)
+            new = [label for label in program.outputs if label[0] == "param" and self.owners[label[1]] == owner]
+            found = program.on(given | self._unpacked(owner, state.owned), new + self._places(owner))
+            return self._rows(owner, {name: found["param", name] for _, name in new}), self._packed(owner, found)
 
-            total = self._on_owners(program, axis, held, wanted, squares)
-            with jax.named_scope(METRICS_SCOPE):
-                total = all_reduce(total, axis) if self.num_ranks > 1 else total
-            held = held._replace(norms=(*held.norms, jnp.sqrt(total)))
-        shared = self._shared(program.on(held, self._shared_places()))
-
-        def wanted_of(owner: int) -> list[Any]:
-            return self._owned_names("update", owner) + self._owned_places(owner)
-
-        rows, owned = self._on_owners(program, axis, held, wanted_of, self._updated)
-        chunks = self._swap(rows, axis)
-        shards = {
-            name: chunks[dtype][owner, columns]
-            for dtype, rows in self._rows.items()
-            for owner, row in enumerate(rows)
-            for name, columns in row.items()
-        }
-        shards = {name: chunk.reshape(cut(self.params[name].shape, self.num_ranks).shard_shape)
-                  for name, chunk in shards.items()}  # fmt: skip
-        return like(params, shards), OwnedState(shared, owned)
+        sent, owned = self._switch(axis, of_owner)
+        received = self._swap(axis, sent)
+        shards: dict[str, jax.Array] = {}
+        for dtype, buckets in self._buckets.items():
+            for owner, bucket in enumerate(buckets):
+                shards |= unpack_row(bucket, received[dtype][owner], self._cuts)
+        return like(params, shards), OwnedState(self._shared_of(program.on(shared, self._places(None))), owned)
 
     def on_host(self, state: OwnedState, fetch: Callable[[Any], np.ndarray]) -> Any:
         """Unpacks a state over all ranks.
@@ -294,306 +217,205 @@ class LeafOwners:
             The optimizer's state as its ``init`` makes it; what has owners is NumPy arrays.
         """
         rows = {dtype: fetch(buffer).reshape(self.num_ranks, -1) for dtype, buffer in state.owned.items()}
-        shared = iter(jax.tree.leaves(state.shared))
-
-        def leaf(slot: Slot) -> Any:
-            if slot.param is None:
-                return next(shared)
-            if slot.size == 0:
-                return np.zeros(slot.shape, slot.dtype)
-            row = rows[str(slot.dtype)][self.owners[slot.param]]
-            return row[slot.offset : slot.offset + slot.size].reshape(slot.shape)
-
-        return jax.tree.map(leaf, self.slots)
+        found: dict[_Label, Any] = {}
+        for owner in range(self.num_ranks):
+            found |= self._unpacked(owner, {dtype: row[owner] for dtype, row in rows.items()})
+        found |= zip(self._places(None), jax.tree.leaves(state.shared), strict=True)
+        return jax.tree.unflatten(self._structure, [found[label] for label in sorted(found)])
 
     def from_host(self, state: Any) -> OwnedState:
         """Undoes ``on_host``: buffers ``[N * width]`` are NumPy arrays."""
-        rows = {dtype: np.zeros((self.num_ranks, width), jnp.dtype(dtype)) for dtype, width in self.widths.items()}
-        shared = []
-        for slot, leaf in zip(jax.tree.leaves(self.slots), jax.tree.leaves(state), strict=True):
-            shared.append(leaf if slot.param is None else None)
-            if slot.param is not None and slot.size:
-                row = rows[str(slot.dtype)][self.owners[slot.param]]
-                row[slot.offset : slot.offset + slot.size] = np.asarray(leaf).reshape(-1)
-        owned = {dtype: row.reshape(-1) for dtype, row in rows.items()}
-        return OwnedState(jax.tree.unflatten(self._structure, shared), owned)
+        leaves, owned = jax.tree.leaves(state), {}
+        for dtype, buckets in self._states.items():
+            rows = np.zeros((self.num_ranks, self.widths[dtype]), jnp.dtype(dtype))
+            for row, bucket in zip(rows, buckets, strict=True):
+                flat = [np.asarray(leaves[int(tensor.name)]).reshape(-1) for tensor in bucket.tensors]
+                row[: bucket.num_elements] = np.concatenate(flat) if flat else 0
+            owned[dtype] = rows.reshape(-1)
+        return OwnedState(self.shared(leaves), owned)
+
+    def shared(self, leaves: Sequence[Any]) -> Any:
+        """The optimizer's state of its leaves, without those that have owners."""
+        kept = [leaf if param is None else None for leaf, param in zip(leaves, self.param_of, strict=True)]
+        return jax.tree.unflatten(self._structure, kept)
 
     def _update(self, value_dtype: Any) -> _Program:
-        """Traces the update, with its norms over all parameters as inputs."""
-        optimizer, params = self._optimizer, self._tree
-        state = jax.eval_shape(optimizer.init, params)
-        value = jax.ShapeDtypeStruct((), value_dtype)
+        """Traces the update of all parameters."""
 
-        def update(norms: Any, grads: Any, state: Any, params: Any, value: Any) -> tuple[Any, Any, Any]:
-            with norms_as_inputs(norms) as operands, on_full(self._tree):
-                updates, new_state = optimizer.update(grads, state, params, value=value)
-            for given, found in ((grads, updates), (state, new_state)):
-                if len({jax.tree.structure(given), jax.tree.structure(found)}) > 1:
-                    raise ValueError("optimizer's state and updates must keep one structure")
-            return updates, new_state, list(operands)
+        def update(given: Mapping[_Label, jax.Array]) -> dict[_Label, jax.Array]:
+            params = self._tree("param", given)
+            state = jax.tree.unflatten(self._structure, [given["state", place] for place in range(len(slots))])
+            grads = self._tree("grad", given)
+            updates, new = self._optimizer.update(grads, state, params, value=given["value", 0])
+            if len({jax.tree.structure(tree) for tree in (grads, updates)}) > 1 or _forms(state) != _forms(new):
+                raise ValueError("optimizer's state and updates must keep one structure, and state its dtypes")
+            return _of("param", named_leaves(optax.apply_updates(params, updates))) | _state(new)
 
-        def trace(norms: Any) -> tuple[core.ClosedJaxpr, Any]:
-            return jax.make_jaxpr(update, return_shape=True)(norms, params, state, params, value)
+        params, slots = named_leaves(self._params), jax.tree.leaves(self.slots)
+        value = {("value", 0): jax.ShapeDtypeStruct((), value_dtype)}
+        return _Program.of(update, _of("grad", params) | _of("param", params) | _state(self.slots) | value)
 
-        rule = "clip_by_global_norm must not be inside of a loop, a branch or jit where leaves have owners"
-        try:
-            traced, shapes = trace(None)
-            norms = [jax.eval_shape(lambda leaves: jnp.sqrt(sum_of_squares(leaves.values())), one) for one in shapes[2]]
-            if norms:
-                traced, shapes = trace(norms)
-        except jax.errors.UnexpectedTracerError as error:
-            raise ValueError(f"optimizer's {rule}") from error
-        if any(isinstance(const, jax.core.Tracer) for const in traced.consts):  # or it escapes as a constant
-            raise ValueError(f"optimizer's {rule}")
-        inputs = [
-            *(("norm", place) for place in range(len(norms))),
-            *(("grad", name) for name in self.params),
-            *(("state", place) for place in range(len(self._names))),
-            *(("param", name) for name in self.params),
-            ("value", 0),
-        ]
-        updates, new_state, operands = shapes
-        outputs = [
-            *(("update", name) for name in named_leaves(updates)),
-            *(("state", place) for place in range(len(jax.tree.leaves(new_state)))),
-            *((f"norm {place}", name) for place, leaves in enumerate(operands) for name in leaves),
-        ]
-        return _Program(traced, inputs, outputs, [norm.dtype for norm in norms])
-
-    def _params_of(self, update: _Program, slots: Sequence[Slot]) -> list[str | None]:
-        """Finds the parameter that each leaf of the state belongs to, by what it depends on and what depends on it.
+    def _params_of_state(self, update: _Program) -> list[str | None]:
+        """Finds the parameter that each leaf of the state belongs to: the one that its first or next value depends on.
 
         Raises:
             ValueError: If something depends on more than one parameter.
         """
-        bits: dict[_Label, int] = {("grad", name): 1 << place for place, name in enumerate(self.params)}
-        bits |= {("param", name): bits["grad", name] for name in self.params}
-        bits |= {("state", place): 1 << len(self.params) + place for place in range(len(slots))}
-        found = update.sources([bits.get(label, 0) for label in update.inputs])
-        first = self._init.sources([bits[label] for label in self._init.inputs])
-        dtypes = dict(zip(update.outputs, (aval.dtype for aval in update.traced.out_avals), strict=True))
-        names = list(self.params)
-        are_params = (1 << len(names)) - 1
-        of_param: list[str | None] = [None] * len(slots)
-        for place in range(len(slots)):
-            direct = (found["state", place] | first["state", place]) & are_params
-            on = [name for at, name in enumerate(names) if direct >> at & 1]
-            if len(on) > 1:
-                raise ValueError(_REFUSAL.format(f"state {self._names[place]!r}", f"{on[0]!r} and {on[1]!r}"))
-            of_param[place] = on[0] if on else None
-        for place, slot in enumerate(slots):  # such as a copy of the first parameters, which only their updates read
-            reads = {
-                label[1] if label[0] == "update" else of_param[label[1]]
-                for label, mask in found.items()
-                if label[0] in ("update", "state") and label != ("state", place) and mask & bits["state", place]
-            } - {None}
-            is_key = jnp.issubdtype(slot.dtype, jax.dtypes.extended)
-            if of_param[place] is None and slot.size > 1 and len(reads) == 1 and not is_key:
-                of_param[place] = reads.pop()
-        for (kind, which), mask in found.items():
-            param = of_param[which] if kind == "state" else which
-            depends: set[str | None] = {name for at, name in enumerate(names) if mask >> at & 1}
-            depends |= {owner for place, owner in enumerate(of_param) if mask & bits["state", place]}
-            if others := sorted(name for name in depends - {param} if name is not None):
-                what = f"state {self._names[which]!r}" if kind == "state" else f"update of {which!r}"
-                raise ValueError(_REFUSAL.format(what, repr(others[0])))
-            if kind == "state" and param is not None and dtypes[kind, which] != slots[which].dtype:
-                both = f"{slots[which].dtype}, then {dtypes[kind, which]}"
-                raise ValueError(f"optimizer's state {self._names[which]!r} (={both}) must keep its dtype")
-        return of_param
+        names = [path_name(path) for path, _ in jax.tree.leaves_with_path(self.slots)]
+        found, first = update.sources(), self._init.sources()
+        for place in range(len(names)):
+            found["state", place] |= first["state", place]
+        param_of = [
+            min((of for kind, of in found["state", place] if kind in ("grad", "param")), default=None)
+            for place in range(len(names))
+        ]
+        for (kind, which), sources in found.items():
+            own, what = (param_of[which], names[which]) if kind == "state" else (which, which)
+            on = {param_of[source] if of == "state" else source for of, source in sources if of != "value"}
+            if others := sorted(one for one in on - {own} if one is not None):
+                raise ValueError(
+                    f"optimizer must update each parameter by itself to be sharded by leaves: its {kind} {what!r}"
+                    f" depends on {others[0]!r}; use a strategy that keeps the optimizer whole; to clip,"
+                    " Trainer(max_grad_norm=...)"
+                )
+        return param_of
 
-    def _on_owners(
-        self,
-        program: _Program,
-        axis: str,
-        held: _Held,
-        wanted: Callable[[int], list[Any]],
-        finish: Callable[[int, dict[Any, jax.Array], _Held], Any],
-    ) -> Any:
-        """Evaluates outputs of a program on the ranks that own them."""
+    def _switch(self, axis: str, of_owner: Callable[[int], Any]) -> Any:
+        """What this rank computes of what it owns."""
+        if self.num_ranks == 1:
+            return of_owner(0)
+        return lax.switch(lax.axis_index(axis), [partial(of_owner, owner) for owner in range(self.num_ranks)])
 
-        def branch(owner: int, held: _Held) -> Any:
-            mine = held._replace(
-                grads=self._of_owner(held.grads, owner),
-                params=self._of_owner(held.params, owner),
-                state={**held.state, **self._unpacked(held.owned, owner)},
-            )
-            return finish(owner, program.on(mine, wanted(owner)), mine)
+    def _tree(self, kind: str, given: Mapping[_Label, Any]) -> Any:
+        return like(self._params, {name: leaf for (of, name), leaf in given.items() if of == kind})
 
-        branches = [partial(branch, owner) for owner in range(self.num_ranks)]
-        return lax.switch(lax.axis_index(axis), branches, held) if self.num_ranks > 1 else branches[0](held)
+    def _places(self, owner: int | None) -> list[_Label]:
+        """The leaves of the state that a rank owns; of None, those that all have."""
+        ranks = [None if param is None else self.owners[param] for param in self.param_of]
+        return [("state", place) for place, rank in enumerate(ranks) if rank == owner]
 
-    def _updated(self, owner: int, found: dict[Any, jax.Array], held: _Held) -> tuple[Any, Any]:
-        """Packs the updated parameters of an owner, ``[N, w]`` by dtype, and its next state."""
+    def _shared_of(self, found: Mapping[_Label, Any]) -> Any:
+        return self.shared([found.get(("state", place)) for place in range(len(self.param_of))])
+
+    def _to_owners(self, axis: str, shards: Mapping[str, jax.Array]) -> _Buffers:
+        """Sends shards to the owners of their parameters: row r is from rank r, ``[N, w]``."""
+        rows = {
+            dtype: jnp.stack([_row(bucket, shards, self._row_widths[dtype], dtype) for bucket in buckets])
+            for dtype, buckets in self._buckets.items()
+        }
+        return self._swap(axis, rows)
+
+    def _whole(self, owner: int, rows: _Buffers) -> dict[str, jax.Array]:
+        """The full arrays of an owner by name, of what ``_to_owners`` gave it."""
+        full: dict[str, jax.Array] = {}
+        for dtype, buckets in self._buckets.items():
+            full |= unpack_rows(buckets[owner], rows[dtype], self._cuts)
+        return full
+
+    def _rows(self, owner: int, full: Mapping[str, jax.Array]) -> _Buffers:
+        """Undoes ``_whole``."""
         rows = {}
-        for dtype, of_ranks in self._rows.items():
-            chunks = [jnp.zeros((self.num_ranks, 0), dtype)]
-            for name in of_ranks[owner]:
-                one = {name: held.params[name]}
-                new = optax.apply_updates(one, {name: found["update", name]})[name]
-                chunks.append(cut(new.shape, self.num_ranks).to_rows(new))
-            row = jnp.concatenate(chunks, axis=1)
-            rows[dtype] = jnp.pad(row, ((0, 0), (0, self._width(dtype) - row.shape[1])))
-        return rows, self._packed(owner, found, held)
+        for dtype, buckets in self._buckets.items():
+            empty = jnp.zeros((self.num_ranks, 0), dtype)
+            row = pack_rows(buckets[owner], full, self._cuts) if buckets[owner].tensors else empty
+            rows[dtype] = jnp.pad(row, ((0, 0), (0, self._row_widths[dtype] - row.shape[1])))
+        return rows
 
-    def _packed(self, owner: int, found: dict[Any, jax.Array], held: _Held) -> dict[str, jax.Array]:
+    def _packed(self, owner: int, found: Mapping[_Label, jax.Array]) -> _Buffers:
         """Packs the state of an owner."""
-        del held
-        slots, buffers = jax.tree.leaves(self.slots), {}
-        for dtype, width in self.widths.items():
-            places = [place for _, place in self._owned_places(owner) if str(slots[place].dtype) == dtype]
-            row = jnp.concatenate([jnp.zeros(0, dtype), *(found["state", place].reshape(-1) for place in places)])
-            buffers[dtype] = jnp.pad(row, (0, width - row.size))
-        return buffers
-
-    def _unpacked(self, owned: Mapping[str, jax.Array], owner: int) -> dict[int, jax.Array]:
-        """Undoes ``_packed``; the state of step 0 is not there yet."""
-        slots = jax.tree.leaves(self.slots)
-        found = {}
-        for _, place in self._owned_places(owner) if owned else ():
-            slot = slots[place]
-            if slot.size:
-                row = lax.slice_in_dim(owned[str(slot.dtype)], slot.offset, slot.offset + slot.size)
-                found[place] = row.reshape(slot.shape)
-        return found
-
-    def _whole(self, tree: Any, axis: str, are_full: bool) -> Any:
-        """Collects what ranks own: full arrays by name, or ``_Rows`` of what this rank owns."""
-        leaves = named_leaves(tree)
-        if are_full:
-            return leaves
-        rows = {}
-        for dtype, of_ranks in self._rows.items():
-            row_of = [
-                jnp.concatenate([jnp.zeros(0, dtype), *(leaves[name].reshape(-1) for name in row)]) for row in of_ranks
-            ]
-            rows[dtype] = jnp.stack([jnp.pad(row, (0, self._width(dtype) - row.size)) for row in row_of])
-        return _Rows(self._swap(rows, axis))
-
-    def _of_owner(self, held: Any, owner: int) -> Mapping[str, jax.Array]:
-        """Gives the full arrays of an owner by name, from what ``_whole`` returns."""
-        if not isinstance(held, _Rows):
-            return held
+        arrays = {f"{place}": array for (kind, place), array in found.items() if kind == "state"}
         return {
-            name: cut(self.params[name].shape, self.num_ranks).from_rows(held.by_dtype[dtype][:, columns])
-            for dtype, of_ranks in self._rows.items()
-            for name, columns in of_ranks[owner].items()
+            dtype: _row(buckets[owner], arrays, self.widths[dtype], dtype) for dtype, buckets in self._states.items()
         }
 
-    def _swap(self, rows: dict[str, jax.Array], axis: str) -> dict[str, jax.Array]:
+    def _unpacked(self, owner: int, owned: Mapping[str, Any]) -> dict[_Label, Any]:
+        """Undoes ``_packed``."""
+        found: dict[_Label, Any] = {}
+        for dtype, buckets in self._states.items():
+            arrays = unpack_rows(buckets[owner], owned[dtype][None], self._state_cuts)
+            found |= {("state", int(place)): array for place, array in arrays.items()}
+        return found
+
+    def _swap(self, axis: str, rows: _Buffers) -> _Buffers:
         if self.num_ranks == 1 or is_silent():
             return rows
         with jax.named_scope(SYNC_SCOPE):
             return {dtype: _all_to_all(row, axis) for dtype, row in rows.items()}
 
-    def _width(self, dtype: str) -> int:
-        return max(columns.stop for row in self._rows[dtype] for columns in row.values())
-
-    def _owned_names(self, kind: str, owner: int) -> list[_Label]:
-        return [(kind, name) for name, rank in self.owners.items() if rank == owner]
-
-    def _owned_places(self, owner: int) -> list[_Label]:
-        slots = enumerate(jax.tree.leaves(self.slots))
-        return [
-            ("state", place) for place, slot in slots if slot.param is not None and self.owners[slot.param] == owner
-        ]
-
-    def _shared_places(self) -> list[_Label]:
-        return [("state", place) for place, slot in enumerate(jax.tree.leaves(self.slots)) if slot.param is None]
-
-    def _shared(self, found: dict[Any, jax.Array]) -> Any:
-        leaves = [found.get(("state", place)) for place in range(len(self._names))]
-        return jax.tree.unflatten(self._structure, leaves)
-
-
-class _Rows(NamedTuple):
-    """Row r of each is rank r's chunks of the parameters that this rank owns."""
-
-    by_dtype: Mapping[str, jax.Array]  # [N, w]
-
-
-class _Held(NamedTuple):
-    """What a rank computes an update from; gradients and parameters by name, or as ``_Rows``."""
-
-    grads: Any = {}
-    params: Any = {}
-    state: Mapping[int, jax.Array] = {}  # by place
-    owned: Mapping[str, jax.Array] = {}
-    value: Any = None
-    norms: tuple[jax.Array, ...] = ()
-
-    def get(self, kind: str, which: Any) -> Any:
-        if kind == "value":
-            return self.value
-        if kind == "norm":
-            return self.norms[which] if which < len(self.norms) else None
-        return {"grad": self.grads, "param": self.params, "state": self.state}[kind].get(which)
-
 
 class _Program(NamedTuple):
-    """A traced function, its inputs and outputs labelled by kind and name or place."""
+    """A traced function of labelled arrays to labelled arrays."""
 
     traced: core.ClosedJaxpr
     inputs: list[_Label]
     outputs: list[_Label]
-    norms: list[Any] = []  # dtypes of the norms over all parameters that it takes
 
     @classmethod
-    def of_init(cls, init: Callable[..., Any], params: Any) -> _Program:
-        traced = jax.make_jaxpr(init)(params)
-        places = range(len(traced.out_avals))
-        return cls(traced, [("param", name) for name in named_leaves(params)], [("state", place) for place in places])
+    def of(cls, function: Callable[..., Any], given: Mapping[_Label, Any]) -> _Program:
+        traced, found = jax.make_jaxpr(function, return_shape=True)(given)
+        return cls(traced, sorted(given), sorted(found))  # the order in which JAX flattens dictionaries
 
-    def sources(self, bits: Sequence[int]) -> dict[_Label, int]:
+    def sources(self) -> dict[_Label, frozenset[_Label]]:
         """Which inputs each output depends on."""
-        return dict(zip(self.outputs, _sources(self.traced, bits), strict=True))
+        return dict(zip(self.outputs, _sources(self.traced, [frozenset([one]) for one in self.inputs]), strict=True))
 
-    def on(self, held: _Held, wanted: Sequence[_Label]) -> dict[_Label, jax.Array]:
-        """Computes some of the outputs."""
-        is_wanted = [label in set(wanted) for label in self.outputs]
+    def on(self, given: Mapping[_Label, jax.Array], wanted: Collection[_Label]) -> dict[_Label, jax.Array]:
+        """Computes some of the outputs, by the part of the trace that they need."""
+        is_wanted = [label in wanted for label in self.outputs]
         jaxpr, is_used = partial_eval.dce_jaxpr(self.traced.jaxpr, is_wanted)
-        used = [(label, var) for label, var, use in zip(self.inputs, self.traced.in_avals, is_used, strict=True) if use]
-        # An operation of several parameters that are used apart, such as a loop, is kept whole: zeros for the others.
-        given = [held.get(*label) for label, _ in used]
-        given = [jnp.zeros(aval.shape, aval.dtype) if one is None else one
-                 for one, (_, aval) in zip(given, used, strict=True)]  # fmt: skip
-        values = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, self.traced.consts))(*given)
-        return dict(zip([label for label, is_one in zip(self.outputs, is_wanted, strict=True) if is_one], values,
-                        strict=True))  # fmt: skip
+        # An operation of several parameters that are used apart is kept whole: zeros for the others.
+        args = [
+            given[label] if label in given else jnp.zeros(aval.shape, aval.dtype)
+            for label, aval, used in zip(self.inputs, self.traced.in_avals, is_used, strict=True)
+            if used
+        ]
+        values = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, self.traced.consts))(*args)
+        return dict(zip(itertools.compress(self.outputs, is_wanted), values, strict=True))
 
 
-def _sources(program: Any, inputs: Sequence[int]) -> list[int]:
-    """Which inputs each output of a traced program depends on, as unions of the inputs' bits."""
-    jaxpr = getattr(program, "jaxpr", program)
-    masks = dict(zip(jaxpr.invars, inputs, strict=True))
+def _sources(program: core.ClosedJaxpr, inputs: Sequence[frozenset[_Label]]) -> list[frozenset[_Label]]:
+    def known(values: Sequence[Any]) -> list[frozenset[_Label]]:  # others are constants
+        return [value if isinstance(value, frozenset) else frozenset() for value in values]
 
-    def read(atom: Any) -> int:
-        return 0 if isinstance(atom, core.Literal) else masks.get(atom, 0)
+    def rule(equation: Any, values: list[Any]) -> list[frozenset[_Label]]:
+        name, given = equation.primitive.name, known(values)
+        if name == "optimization_barrier":
+            return given
+        if name in TRANSPARENT:
+            return _sources(called_program(equation), given)
+        if name == "cond":
+            branches = [_sources(branch, given[1:]) for branch in equation.params["branches"]]
+            return [given[0].union(*options) for options in zip(*branches, strict=True)]
+        return [frozenset().union(*given)] * len(equation.outvars)
 
-    for equation in jaxpr.eqns:
-        masks.update(zip(equation.outvars, _results(equation, list(map(read, equation.invars))), strict=True))
-    return list(map(read, jaxpr.outvars))
+    return known(interpret(program, inputs, rule))
 
 
-def _results(equation: Any, given: list[int]) -> list[int]:
-    name, inner = equation.primitive.name, list(core.jaxprs_in_params(equation.params))
-    if name == "optimization_barrier":
-        return given
-    if name in TRANSPARENT and len(inner) == 1 and len(inner[0].invars) == len(given):
-        return _sources(inner[0], given)
-    if name == "cond":
-        options = [_sources(branch, given[1:]) for branch in equation.params["branches"]]
-        return [functools.reduce(operator.or_, option, given[0]) for option in zip(*options, strict=True)]
-    if name == "scan":
-        num_consts, num_carry = num_consts_and_carry(equation)
-        while True:
-            results = _sources(called_program(equation), given)
-            carry = slice(num_consts, num_consts + num_carry)
-            grown = [mask | more for mask, more in zip(given[carry], results, strict=False)]
-            if grown == given[carry]:
-                return results
-            given = [*given[:num_consts], *grown, *given[num_consts + num_carry :]]
-    return [functools.reduce(operator.or_, given, 0)] * len(equation.outvars)
+def _of(kind: str, leaves: Mapping[str, Any]) -> dict[_Label, Any]:
+    return {(kind, name): leaf for name, leaf in leaves.items()}
+
+
+def _state(state: Any) -> dict[_Label, Any]:
+    return {("state", place): leaf for place, leaf in enumerate(jax.tree.leaves(state))}
+
+
+def _forms(state: Any) -> Any:
+    return jax.tree.structure(state), [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)]
+
+
+def _buckets(leaves: Mapping[str, Any], owners: Mapping[str, int], num_ranks: int) -> dict[str, list[Bucket]]:
+    """The arrays of each owner, by dtype."""
+    found: dict[str, list[list[TensorSpec]]] = {}
+    for name, leaf in leaves.items():
+        of_ranks = found.setdefault(str(leaf.dtype), [[] for _ in range(num_ranks)])
+        of_ranks[owners[name]].append(TensorSpec(name, leaf.shape, str(leaf.dtype)))
+    return {dtype: [Bucket(tuple(tensors)) for tensors in of_ranks] for dtype, of_ranks in found.items()}
+
+
+def _row(bucket: Bucket, arrays: Mapping[str, jax.Array], width: int, dtype: str) -> jax.Array:
+    """Arrays one after another, padded to ``[width]``."""
+    row = pack_row(bucket, arrays) if bucket.tensors else jnp.zeros(0, dtype)
+    return jnp.pad(row, (0, width - row.size))
 
 
 def _all_to_all(rows: jax.Array, axis: str) -> jax.Array:

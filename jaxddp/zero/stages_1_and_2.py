@@ -85,7 +85,6 @@ def zero2(
     bucket_mb: BucketMb = "default",
     *,
     rule: Rule = "before",
-    accumulate: Literal["shards", "full"] = "shards",
     shard: Literal["elements", "leaves"] = "elements",
 ) -> Strategy:
     """``zero1`` that keeps only shards of gradients between micro-batches.
@@ -96,19 +95,15 @@ def zero2(
     Args:
         bucket_mb: As for ``zero1``.
         rule: As for ``zero1``.
-        accumulate: ``"shards"`` communicates in every micro-batch and saves memory; ``"full"`` communicates once, with
-            the memory and the speed of stage 1.
         shard: As for ``zero1``.
 
     Returns:
         The strategy.
 
     Raises:
-        ValueError: If a cap, the rule, ``accumulate`` or ``shard`` is out of range.
+        ValueError: If a cap, the rule or ``shard`` is out of range.
     """
-    if accumulate not in ("shards", "full"):
-        raise ValueError(f"accumulate (={accumulate!r}) must be 'shards' or 'full'")
-    return _strategy("zero2", bucket_mb, rule, shard, each_microbatch=accumulate == "shards")
+    return _strategy("zero2", bucket_mb, rule, shard, each_microbatch=True)
 
 
 def _strategy(name: str, bucket_mb: BucketMb, rule: Rule, shard: str, *, each_microbatch: bool) -> Strategy:

@@ -16,17 +16,11 @@ SMALL_MB = 0.005
 ZERO = {
     "zero1": jaxddp.zero1(SMALL_MB),
     "zero2": jaxddp.zero2(SMALL_MB),
-    "zero2, full": jaxddp.zero2(SMALL_MB, accumulate="full"),
     "zero3": jaxddp.zero3(min_shard_elements=100),
 }
-FULL = "zero2, full"  # differs from zero2 with micro-batches alone
 
 
-def cases(*in_full):
-    return [pytest.param(one, id=name, marks=pytest.mark.full if name in in_full else []) for name, one in ZERO.items()]
-
-
-strategies = pytest.mark.parametrize("strategy", cases(FULL))
+strategies = pytest.mark.parametrize("strategy", ZERO.values(), ids=ZERO)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +116,7 @@ def test_shards_of_gradients_take_less_memory_than_whole_ones_across_micro_batch
         trainer = trainer_of(loss_fn, strategy, num_microbatches=4)
         return read_schedule(trainer.compile(trainer.abstract_state(params), batch)).memory.temporaries
 
-    shards, full = temporaries(jaxddp.zero2(0.25)), temporaries(jaxddp.zero2(0.25, accumulate="full"))
+    shards, full = temporaries(jaxddp.zero2(0.25)), temporaries(jaxddp.zero1(0.25))
     # What is summed is a quarter of what it was, but on CPUs barriers copy, which takes most of it back: here it is
     # only less. On GPUs it is a third; see strategies_target_test.
     assert shards < full
@@ -281,7 +275,7 @@ def test_frozen_parameters_are_gathered_and_never_scattered(model):
     ("make", "message"),
     [
         (lambda: jaxddp.zero1(0), r"bucket_mb \(=0\)"),
-        (lambda: jaxddp.zero2(accumulate="some"), r"accumulate \(='some'\) must be 'shards' or 'full'"),
+        (lambda: jaxddp.zero2(shard="rows"), r"shard \(='rows'\) must be 'elements' or 'leaves'"),
         (lambda: jaxddp.zero3(min_shard_elements=-1), r"min_shard_elements \(=-1\)"),
     ],
 )
