@@ -27,7 +27,6 @@ WRAPPERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "bucketed": (torchref.BucketedDDP, {"bucket_mb": 1e-4}),
     "zero1": (torchref.ZeRO1, {"bucket_mb": 1e-4}),
     "zero2": (torchref.ZeRO2, {"bucket_mb": 1e-4}),
-    "zero2 full": (torchref.ZeRO2, {"accumulate": "full"}),
     "zero3": (torchref.FSDP, {}),
 }
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {

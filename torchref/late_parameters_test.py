@@ -14,7 +14,6 @@ WRAPPERS = {
     "bucketed": (torchref.BucketedDDP, {}),
     "zero1": (torchref.ZeRO1, {"optimizer_cls": torch.optim.SGD, "lr": 0.1}),
     "zero2": (torchref.ZeRO2, {"optimizer_cls": torch.optim.SGD, "lr": 0.1}),
-    "zero2 full": (torchref.ZeRO2, {"optimizer_cls": torch.optim.SGD, "lr": 0.1, "accumulate": "full"}),
     "zero3": (torchref.FSDP, {}),
 }
 wrappers = pytest.mark.parametrize("name", WRAPPERS)

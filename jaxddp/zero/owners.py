@@ -12,7 +12,7 @@ however unequal they are, and the bulk of what is sent stays balanced.
     gradient shards ``[c]``, c = ceil(n/N)        Psi / N
     owned gradients ``[N, w]``, row r of rank r   those of the fullest rank, padded: about Psi / N
     owned state     ``[width]``, one for a dtype  those of the fullest rank: about total / N
-    other state     as the optimizer has it       counts, learning rates: equal on all ranks
+    other state     as the optimizer has it       that of no parameter: equal on all ranks
     =============== ============================= =================================================
 
     g[r]    = chunk r of every mean gradient                         as in stages 1 and 2
@@ -24,8 +24,10 @@ however unequal they are, and the bulk of what is sent stays balanced.
     bytes sent per rank: about 1/N of the parameters' for each
 
 The optimizer is traced once, for all parameters, so masks, labels and noise are those of one device; branch r is the
-part of the trace that rank r's parameters need. An update that depends on another parameter is refused. Owners balance
-the bytes of optimizer state, the largest parameter first (``communication/owners.py``).
+part of the trace that rank r's parameters need. An update that depends on another parameter is refused, and a loop over
+several parameters, which is one operation. Every rank keeps what depends on no gradient and no parameter: counts, keys,
+learning rates, and the arrays of one element that Adafactor has for state it does not need. Owners balance the bytes of
+optimizer state, the largest parameter first (``communication/owners.py``).
 
 References:
     Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020,
@@ -361,6 +363,7 @@ class _Program(NamedTuple):
 
     def on(self, given: Mapping[_Label, jax.Array], wanted: Collection[_Label]) -> dict[_Label, jax.Array]:
         """Computes some of the outputs, by the part of the trace that they need."""
+        wanted = frozenset(wanted)
         is_wanted = [label in wanted for label in self.outputs]
         jaxpr, is_used = partial_eval.dce_jaxpr(self.traced.jaxpr, is_wanted)
         # An operation of several parameters that are used apart is kept whole: zeros for the others.

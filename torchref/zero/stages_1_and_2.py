@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -272,28 +272,8 @@ class ZeRO1(DataParallel):
 class ZeRO2(ZeRO1):
     """``ZeRO1`` that frees a gradient as soon as its bucket is packed.
 
-    With ``accumulate="shards"`` every backward communicates, even under ``no_sync``, which then only announces that
-    another backward follows. All ranks must run equally many, each through at least one trainable parameter.
+    Every backward communicates, even under ``no_sync``, which then only announces that another backward follows. All
+    ranks must run equally many, each through at least one trainable parameter.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer_cls: Callable[..., torch.optim.Optimizer],
-        bucket_mb: BucketMb = "default",
-        *,
-        accumulate: Literal["shards", "full"] = "shards",
-        **kwargs: Any,
-    ) -> None:
-        """Wraps a module.
-
-        ``accumulate="shards"`` communicates in every micro-batch and saves memory; ``"full"`` communicates once and
-        saves time. The other arguments are those of ``ZeRO1``.
-
-        Raises:
-            ValueError: If ``accumulate`` is neither, or as ``ZeRO1``.
-        """
-        if accumulate not in ("shards", "full"):
-            raise ValueError(f"accumulate (={accumulate!r}) must be 'shards' or 'full'")
-        self.each_microbatch = accumulate == "shards"
-        super().__init__(module, optimizer_cls, bucket_mb, **kwargs)
+    each_microbatch = True
