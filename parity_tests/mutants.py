@@ -145,7 +145,7 @@ MUTANTS = {
         (f"{_OUTSIDERS}a_model_state_that_was_infinite_before_is_no_reason_to_stop",),
     ),
     "a model state that became infinite does not count": Mutant(
-        _STEP, "return is_finite & ~became_nonfinite(new.model_state, state.model_state)", "return is_finite",
+        _STEP, "is_finite &= ~became_nonfinite(new.model_state, state.model_state)", "pass",
         ("jaxddp/training/nonfinite_test.py::test_a_model_state_that_no_longer_is_finite_counts_too",),
     ),
     "statistics of no examples count": Mutant(
