@@ -6,17 +6,15 @@ and with a bound that no schedule can beat.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from inspect import signature
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from ..arguments import check_kind, check_leaves
 from ..models import TransformerConfig, abstract
@@ -29,7 +27,7 @@ from ..training.train import Trainer, TrainState
 from ..training.validation import abstract as shapes_of
 from ..tree import named_leaves
 from . import targets
-from .memory import DeviceBytes, held_bytes
+from .memory import DeviceBytes, held_bytes, step_memory
 from .schedule import Schedule, read_schedule
 from .simulate import Bound, Simulation, lower_bound, product_dtype, simulate
 from .tuning import tune_buckets
@@ -38,7 +36,6 @@ AUTO = "auto"
 LEARNING_RATE = 1e-3
 # Excess of compute over the step without communication above which a note is added.
 COMPUTE_TOLERANCE = 0.02
-_GPU_SIGNS = ('"operation_queue_id"', "fingerprint_before_lhs", "__cublas$", "__triton")
 
 
 @dataclass(frozen=True)
@@ -50,6 +47,7 @@ class Inspection:
         planned: ``(kind, bytes)`` in the order of the plan.
         bound: Lower bound of the step time; None for a dump, whose model is unknown.
         memory: Bytes of each device, by component; None for a dump.
+        is_held_as_planned: Whether the program's parameters and optimizer state have these bytes.
     """
 
     strategy: str
@@ -61,6 +59,7 @@ class Inspection:
     bound: Bound | None
     memory: dict[str, int] | None
     text: str
+    is_held_as_planned: bool = True
 
     @property
     def title(self) -> str:
@@ -100,15 +99,18 @@ class Inspection:
 
     @property
     def as_planned(self) -> bool | None:
-        """Whether the compiled collectives are the planned ones; None if nothing was planned."""
-        return None if self.bound is None or self.strategy == AUTO else sorted(self.planned) == self.compiled
+        """Whether compiled collectives and state are the planned ones; None if nothing was planned."""
+        if self.bound is None or self.strategy == AUTO:
+            return None
+        return sorted(self.planned) == self.compiled and self.is_held_as_planned
 
     @property
     def notes(self) -> list[str]:
         """Remarks for the reader."""
         notes = list(self.schedule.notes)
         if self.as_planned is False:
-            notes.append("compiled to other collectives than planned")
+            what = "collectives" if self.is_held_as_planned else "bytes of parameters or optimizer state"
+            notes.append(f"compiled to other {what} than planned")
         if self.num_devices_compiled_for != self.target.num_devices:
             notes.append(
                 f"compiled for {self.num_devices_compiled_for} devices, not for the {self.target.num_devices} of "
@@ -229,11 +231,7 @@ def inspect_steps(
         for name, one in given.items()
     }
     if replicas != 1:
-        hybrid = targets.mesh(target.spec, replicas=replicas)
-        sharded = {name: one for name, one in trainers.items() if _shards(one, params, model_state)}
-        if not sharded:
-            raise ValueError(f"replicas (={replicas}) must come with a strategy that shards, not {next(iter(given))!r}")
-        trainers |= {f"{name} hybrid": one.with_strategy(one.strategy, hybrid) for name, one in sharded.items()}
+        trainers |= _hybrids(trainers, training, targets.mesh(target.spec, replicas=replicas))
     states = {name: trainer.abstract_state(params, model_state) for name, trainer in trainers.items()}
     held = {name: held_bytes(trainer.layout(states[name])) for name, trainer in trainers.items()}
     for one in held.values():  # before anything is compiled
@@ -261,13 +259,22 @@ def inspect_steps(
         schedule = read_schedule(program)
         memory = _memory(schedule, held[name], batch, target)
         _check_fits(f"a step of {name} needs", memory["peak"], target, memory["available"])
+        is_held = name == AUTO or _is_held(program, states[name], held[name])
         parts = planned[name], schedule, simulate(schedule, target.chip, network), bound, memory, program.as_text()
-        found.append(Inspection(name, target, network, *parts))
+        found.append(Inspection(name, target, network, *parts, is_held))
     # XLA can fuse the step without communication 1 % worse than a bucketed one, so the bound takes the least compute
     # found, except in steps whose sharded optimizers do less work.
     same = [each for each in found if not _shards(trainers[each.strategy], params, model_state)]
     least_s = min([bound.compute_s, *(inspection.simulation.compute_s for inspection in same)])
     return [replace(inspection, bound=replace(bound, compute_s=least_s)) for inspection in found]
+
+
+def _hybrids(trainers: Mapping[str, Trainer], training: Training, mesh: AbstractMesh) -> dict[str, Trainer]:
+    """The strategies that shard, within groups of the mesh."""
+    sharded = {name: one for name, one in trainers.items() if _shards(one, training.params, training.model_state)}
+    if not sharded:
+        raise ValueError(f"replicas must come with a strategy that shards, not {next(iter(trainers))!r}")
+    return {f"{name} hybrid": one.with_strategy(one.strategy, mesh) for name, one in sharded.items()}
 
 
 def _shards(trainer: Trainer, params: Any, model_state: Any) -> bool:
@@ -310,8 +317,8 @@ def _checked(
     if bucket_mb is not None and not any(isinstance(one, str) and is_bucketed(one) for one in strategies):
         allowed = ", ".join(filter(is_bucketed, STRATEGIES))
         raise ValueError(f"bucket_mb (={bucket_mb}) must come with one of {allowed}, not {names[0]!r}")
-    if AUTO in given:
-        _check_auto(training.loss_fn, training.params, training.batch, training.options)
+    if AUTO in given and training.options:
+        raise ValueError(f"strategy {AUTO!r} must come without options of Trainer, not {next(iter(training.options))}")
     return given
 
 
@@ -319,20 +326,11 @@ def inspect_dump(name: str, text: str, target: targets.Target, network: Network)
     """Reads and simulates a scheduled program that was compiled elsewhere.
 
     Raises:
-        ValueError: If the text is no scheduled HLO module, or is for another platform than the target's.
+        ValueError: If the text is no scheduled HLO module.
     """
     schedule = read_schedule(text)
-    if (platform := platform_of_text(text)) != target.platform:
-        raise ValueError(f"the program is one for {platform}, and target {target.spec!r} is a {target.platform}")
     simulation = simulate(schedule, target.chip, network)
     return Inspection(name, target, network, [], schedule, simulation, None, None, text)
-
-
-def platform_of_text(text: str) -> str:
-    """Detects what a scheduled program was compiled for: ``"cpu"``, ``"gpu"`` or ``"tpu"``."""
-    if re.search(r"\{[\d,]*:T\(", text):  # tiled layouts
-        return "tpu"
-    return "gpu" if any(sign in text for sign in _GPU_SIGNS) else "cpu"
 
 
 def name_of(strategy: str | Strategy) -> str:
@@ -348,19 +346,6 @@ def _make(name: str | Strategy, bucket_mb: Any, network: Network) -> Strategy:
     return make_strategy(name, bucket_mb=bucket_mb, **({"network": network} if bucket_mb == AUTO else {}))
 
 
-def _check_auto(loss_fn: Callable[..., Any], params: Any, batch: Any, options: Mapping[str, Any]) -> None:
-    """Raises ValueError for what plain ``jit`` of a loss does not do."""
-    rule = f"strategy {AUTO!r} must come with a loss of (params, batch) that is one number, and no options of Trainer"
-    if options:
-        raise ValueError(f"{rule}: {next(iter(options))} is one")
-    try:
-        signature(loss_fn).bind(params, batch)
-    except TypeError as error:
-        raise ValueError(f"{rule}: {error}") from error
-    if getattr(jax.eval_shape(loss_fn, params, batch), "shape", None) != ():
-        raise ValueError(f"{rule}: it returns another")
-
-
 def _start_auto(loss_fn: Any, optimizer: Any, target: targets.Target, state: TrainState, batch: Any) -> Any:
     mesh = targets.mesh(target.spec)
     replicated, by_rank = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), mesh.axis_names))
@@ -370,11 +355,6 @@ def _start_auto(loss_fn: Any, optimizer: Any, target: targets.Target, state: Tra
     )  # fmt: skip
 
 
-def _num_bytes(tree: Any) -> int:
-    leaves = (leaf for leaf in jax.tree.leaves(tree) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-
-
 def _sent_bytes(planned: Sequence[tuple[str, int]], shards_params: bool) -> float:
     """Bytes of the all-reduce that takes as long as what a strategy must send after the first gradient."""
     # Half of a reduction is a reduce-scatter or an all-gather; of ZeRO-3's gathers, half are the forward's.
@@ -382,12 +362,19 @@ def _sent_bytes(planned: Sequence[tuple[str, int]], shards_params: bool) -> floa
     return sum(shares.get(kind, 0) * num_bytes for kind, num_bytes in planned)
 
 
+def _is_held(program: targets.TargetProgram, state: TrainState, held: DeviceBytes) -> bool:
+    try:
+        return step_memory(program, state)[:2] == held[:2]
+    except ValueError:  # without a leaf that nothing reads
+        return True
+
+
 def _memory(schedule: Schedule, held: DeviceBytes, batch: Any, target: targets.Target) -> dict[str, int]:
     assert schedule.memory is not None
     return {
         "parameters": held.parameters,
         "optimizer_state": held.optimizer_state,
-        "batch": _num_bytes(batch) // target.num_devices,
+        "batch": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(batch)) // target.num_devices,
         "temporaries": schedule.memory.temporaries,
         "peak": schedule.memory.peak,
         "available": target.chip.memory_bytes,

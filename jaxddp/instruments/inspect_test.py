@@ -7,9 +7,9 @@ import pytest
 
 import jaxddp
 from jaxddp import targets
-from jaxddp.instruments.inspect import Training, inspect_dump, inspect_steps, platform_of_text, transformer_training
+from jaxddp.instruments.inspect import Training, inspect_dump, inspect_steps, transformer_training
 from jaxddp.instruments.targets import MemoryStats, TargetMemoryError, TargetProgram
-from jaxddp.instruments.testdata import fixture_names, load_fixture
+from jaxddp.instruments.testdata import load_fixture
 from jaxddp.models import SIZES, TransformerConfig
 from jaxddp.network import Network
 
@@ -109,10 +109,6 @@ def test_slower_compute_is_noted(found):
         bucketed, bound=dataclasses.replace(bucketed.bound, compute_s=bucketed.simulation.compute_s / 1.03)
     )
     assert slower.notes == ["computes 3.0% longer than the same step without communication"]
-    at_tolerance = dataclasses.replace(
-        bucketed, bound=dataclasses.replace(bucketed.bound, compute_s=bucketed.simulation.compute_s / 1.019)
-    )
-    assert at_tolerance.notes == []
 
 
 def test_what_products_and_memory_count_is_said(found):
@@ -124,14 +120,10 @@ def test_what_products_and_memory_count_is_said(found):
 
 
 def test_a_lost_plan_is_noted(found):
-    bucketed = dataclasses.replace(found[0], planned=found[0].planned[1:])
-    assert bucketed.as_planned is False
-    assert "compiled to other collectives than planned" in bucketed.notes
-
-
-@pytest.mark.parametrize("name", fixture_names("*-naive-jax0.12"))
-def test_a_text_tells_its_platform(name):
-    assert platform_of_text(load_fixture(name)) == name[:3]
+    fewer = dataclasses.replace(found[0], planned=found[0].planned[1:])
+    other = dataclasses.replace(found[0], is_held_as_planned=False)
+    for each, what in ((fewer, "collectives"), (other, "bytes of parameters or optimizer state")):
+        assert each.as_planned is False and f"compiled to other {what} than planned" in each.notes
 
 
 class Finished:
@@ -191,18 +183,10 @@ def test_what_cannot_be_is_refused():
         inspect_steps(["fast"], transformer_training(CONFIG, 2), target, NETWORK)
     with pytest.raises(ValueError, match=r"^bucket_mb \(=3\) must come with one of .*zero2, not 'naive'$"):
         inspect_steps(["naive"], transformer_training(CONFIG, 2), target, NETWORK, bucket_mb=3)
-    with pytest.raises(ValueError, match=r"^replicas \(=2\) must come with a strategy that shards, not 'naive'$"):
+    with pytest.raises(ValueError, match=r"^replicas must come with a strategy that shards, not 'naive'$"):
         inspect_steps(["naive"], transformer_training(CONFIG, 2), target, NETWORK, replicas=2)
-    training = transformer_training(CONFIG, 2)
-    rule = (
-        r"^strategy 'auto' must come with a loss of \(params, batch\) that is one number, and no options of Trainer: "
-    )
-    for changed, said in (
-        (training._replace(options={"num_microbatches": 2}), "num_microbatches is one$"),
-        (training._replace(loss_fn=lambda params, batch, key: 0.0), "missing a required argument: 'key'$"),
-        (training._replace(loss_fn=lambda params, batch: (0.0, {})), "it returns another$"),
+    training = transformer_training(CONFIG, 2)._replace(options={"num_microbatches": 2})
+    with pytest.raises(
+        ValueError, match=r"^strategy 'auto' must come without options of Trainer, not num_microbatches$"
     ):
-        with pytest.raises(ValueError, match=rule + said):
-            inspect_steps(["auto"], changed, target, NETWORK)
-    with pytest.raises(ValueError, match="^the program is one for cpu, and target 'h100:8' is a gpu$"):
-        inspect_dump("name", load_fixture("cpu-naive-jax0.12"), target, NETWORK)
+        inspect_steps(["auto"], training, target, NETWORK)
