@@ -80,20 +80,16 @@ def train(
     say(f"text: {corpus.source}, {corpus.num_bytes:,} bytes")
 
     with open_checkpoints(options, say) as checkpoints:
-        state, num_batches = None, 0
-        if checkpoints is not None and (taken := checkpoints.latest_step()) is not None:
-            if not options.resume:
-                raise ValueError(f"checkpoint (={options.checkpoint!r}) holds step {taken}: resume, or another folder")
-            state, position = checkpoints.restore(trainer, shapes)
-            num_batches = batches_taken(position, options, corpus)
+        if checkpoints is not None and checkpoints.latest_step() is not None:
+            state, num_batches = restore(options, corpus, trainer, checkpoints, shapes)
             if int(state.step) >= options.steps:
                 say(f"complete: the checkpoint in {options.checkpoint} has taken {state.step} of {options.steps} steps")
                 return []
             say(f"resumed at step {state.step}")
-        elif options.resume:
-            say(f"no checkpoint in {options.checkpoint} yet: starting at step 0")
-        if state is None:
-            state = trainer.init(params, seed=options.seed)
+        else:
+            if options.resume:
+                say(f"no checkpoint in {options.checkpoint} yet: starting at step 0")
+            state, num_batches = trainer.init(params, seed=options.seed), 0
         del params  # the state holds copies
 
         batch = jax.eval_shape(lambda: corpus.batch(0, options.batch_size, seed=options.seed))  # of all ranks
@@ -104,6 +100,17 @@ def train(
     for line in progress.summary(planned, jaxddp.gradient_collectives(program), "compiled"):
         say(line)
     return progress.reports
+
+
+def restore(
+    options: TrainOptions, corpus: Corpus, trainer: jaxddp.Trainer, checkpoints: jaxddp.Checkpoints, shapes: Any
+) -> tuple[jaxddp.TrainState, int]:
+    """The newest state, and how many batches it has seen."""
+    if not options.resume:
+        step = checkpoints.latest_step()
+        raise ValueError(f"checkpoint (={options.checkpoint!r}) holds step {step}: resume, or another folder")
+    state, position = checkpoints.restore(trainer, shapes)
+    return state, batches_taken(position, options, corpus)
 
 
 def take_steps(
