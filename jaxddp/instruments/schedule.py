@@ -77,11 +77,6 @@ class Collective:
         return MODEL_STATE_SCOPE in self.op_name
 
     @property
-    def is_loss(self) -> bool:
-        """Whether it is one that the loss function calls, or that XLA adds in it."""
-        return LOSS_SCOPE in self.op_name and SYNC_SCOPE not in self.op_name and len(self.group) > 1
-
-    @property
     def is_gradients(self) -> bool:
         """Whether it is the strategy's: not of metrics or the model's state, nor one that the loss function calls.
 

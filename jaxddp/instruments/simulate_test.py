@@ -221,17 +221,6 @@ def test_communication_or_compute_is_the_bound_whichever_is_longer():
     assert lower_bound(make_bound_step(), CHIP, SLOW, 100, 4).step_s == 7 + 5.5 + 150.5  # 2 (N-1)/N of the bytes
 
 
-def test_two_levels():
-    """Two hosts of four: the formula by hand, and of one level where there is one host, or one rank on each."""
-    two_levels = Network(gb_per_s=1e-9, latency_us=5e5, host_gb_per_s=0.25e-9, devices_per_host=4)
-    bound = lower_bound(make_bound_step(), CHIP, two_levels, 100, 8)
-    within, between = 2 * 3 / 4 * 100 / 1, 2 * 1 / 2 * (100 / 4) / 0.25
-    assert bound.all_reduce_s == 0.5 + within + between
-    assert bound.step_s == 7 + 5.5 + bound.all_reduce_s
-    one_host = lower_bound(make_bound_step(), CHIP, two_levels, 100, 4)
-    assert one_host.all_reduce_s == 0.5 + within
-
-
 def test_the_first_gradient_is_the_one_that_depends_on_least():
     """Whatever the order, and shared work counts once for each gradient that needs it."""
     step = Schedule(

@@ -138,23 +138,3 @@ def test_the_transformer_is_the_packages_own(name):
     assert sorted(shape for _, shape in counts.tensors) == shapes
     assert sum(counts.unit_params) == counts.num_params == config.num_params
     assert sum(counts.unit_tensors) == len(counts.tensors)
-
-
-@pytest.mark.parametrize("num_matrices", [2, 3])
-def test_counts_of_a_block_are_those_of_its_products(num_matrices):
-    tokens, width, hidden = 5, 6, 10
-    counts = feed_forward(width, hidden, num_blocks=1, num_matrices=num_matrices)
-    x = np.ones((tokens, width))
-    weights = [np.ones(shape) for _, shape in counts.tensors]
-    before = [x @ weight for weight in weights[:-1]]
-    middle = before[0] if num_matrices == 2 else np.sin(before[0]) * before[1]
-    products = [*((x, weight) for weight in weights[:-1]), (middle, weights[-1])]
-    flops = sum(2 * left.shape[0] * left.shape[1] * right.shape[1] for left, right in products)
-    assert flops == counts.flops_per_token * tokens
-    kept = [middle] if num_matrices == 2 else [*before, middle]  # a product's middle is its own input
-    assert counts.kept_per_token * tokens == x.size
-    assert counts.kept_cut_per_token * tokens == sum(each.size for each in kept)
-    # Cut by columns, each rank has a part of the sum over the hidden width: one all-reduce of the result.
-    parts = [middle[:, half] @ weights[-1][half] for half in (slice(0, 5), slice(5, 10))]
-    assert np.allclose(sum(parts), middle @ weights[-1], rtol=1e-12)  # another order
-    assert parts[0].size == counts.summed_per_token * tokens
