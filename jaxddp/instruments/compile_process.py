@@ -29,7 +29,7 @@ def compile_request(request: dict[str, Any]) -> dict[str, Any]:
             ``enable_x64``.
 
     Returns:
-        ``text``, ``memory`` and ``cost`` of the compiled program.
+        ``text`` and ``memory`` of the compiled program.
     """
     import jax
     from jax import export
@@ -54,7 +54,7 @@ def compile_request(request: dict[str, Any]) -> dict[str, Any]:
     compiled = jitted.lower(*args).compile()
     memory = compiled.memory_analysis()
     sizes = {name: getattr(memory, name) for name in dir(memory) if name.endswith("_in_bytes")}
-    return {"text": compiled.as_text(), "memory": sizes, "cost": compiled.cost_analysis() or {}}
+    return {"text": compiled.as_text(), "memory": sizes}
 
 
 def _end_with(pipe: BinaryIO) -> None:

@@ -147,7 +147,7 @@ def test_a_step_too_large_says_by_how_much(needed_gb, by_the_compiler, too_much,
     target = targets.target("h100:8")
     assert LARGE.num_params == pytest.approx(SIZES["2.7b"].num_params, rel=1e-4)
     needed = int(needed_gb * 1e9)
-    program = TargetProgram(target, load_fixture("gpu-naive-jax0.10"), MemoryStats(0, 0, 0, needed, 0, 0), {})
+    program = TargetProgram(target, load_fixture("gpu-naive-jax0.10"), MemoryStats(0, 0, 0, needed, 0, 0))
     error = TargetMemoryError("too large", "", needed, 80_000_000_000)
     monkeypatch.setattr(targets, "start_compile_without_communication", lambda *args: Finished(program))
     monkeypatch.setattr(targets, "start_compile", lambda *args: Finished(error if by_the_compiler else program))
@@ -165,7 +165,7 @@ def test_frozen_parameters_have_no_optimizer_state(monkeypatch):
         lambda params, batch: jnp.mean(batch["x"] * params["w"].sum()) * params["frozen"][0, 0].astype("float32"),
         optax.adamw(1e-3), shapes, {"x": jax.ShapeDtypeStruct((8,), "float32")},
     )  # fmt: skip
-    program = TargetProgram(TARGET, load_fixture("gpu-naive-jax0.10"), MemoryStats(0, 0, 0, 0, 0, 0), {})
+    program = TargetProgram(TARGET, load_fixture("gpu-naive-jax0.10"), MemoryStats(0, 0, 0, 0, 0, 0))
     monkeypatch.setattr(targets, "start_compile_without_communication", lambda *args: Finished(program))
     monkeypatch.setattr(targets, "start_compile", lambda *args: Finished(program))
     (naive,) = jaxddp.inspect(*training[:4], strategies="naive", trainable=lambda name: name == "w")

@@ -26,6 +26,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -37,7 +38,7 @@ import jax
 from jax import export
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding
 
-from ..arguments import check_kind, check_positive
+from ..arguments import check_kind
 from ..communication.buckets import BucketPlan
 from ..ddp import naive
 from ..mesh import DATA_AXIS, axes_of_ranks
@@ -60,21 +61,16 @@ def start_compile_for_target(
     out_shardings: Any = None,
     donate_argnums: Sequence[int] = (),
     compiler_options: Mapping[str, Any] | None = None,
-    xla_flags: str = "",
-    timeout_s: float = TIMEOUT_S,
 ) -> Pending:
     """Traces a function here and starts to compile it for a target; at most one compilation runs for each CPU.
 
     ``args`` are trees of arrays or ``jax.ShapeDtypeStruct``; shardings are over ``targets.mesh``, those of the results
-    the compiler's choice when None. These, donated arguments and compiler options are as for ``jax.jit``. ``xla_flags``
-    are added to ``XLA_FLAGS`` in the process that compiles; ``timeout_s`` counts once the compilation has started.
+    the compiler's choice when None. These, donated arguments and compiler options are as for ``jax.jit``.
 
     Raises:
         TargetError: If the compiler for this target is not installed, or the shardings are of another mesh.
-        ValueError: If ``timeout_s`` is not positive and finite.
     """
     check_installed(target)
-    check_positive("timeout_s", timeout_s)
     mesh = next(leaf.mesh for leaf in jax.tree.leaves(in_shardings) if isinstance(leaf, NamedSharding))
     if mesh.size != target.num_devices:
         raise TargetError(f"in_shardings are over {mesh.size} devices and {target.spec!r} has {target.num_devices}")
@@ -90,9 +86,7 @@ def start_compile_for_target(
         "compiler_options": dict(compiler_options or {}),
         "enable_x64": jax.dtypes.canonicalize_dtype("float64") == "float64",
     }
-    flags = " ".join(filter(None, (os.environ.get("XLA_FLAGS"), xla_flags)))
-    environment = {**os.environ, **topology_environment(target), "XLA_FLAGS": flags}
-    return Pending(target, request, environment, timeout_s)
+    return Pending(target, request, os.environ | topology_environment(target))
 
 
 def compile_for_target(
@@ -126,18 +120,13 @@ def check_installed(target: Target) -> None:
         TargetError: If it is not, with the extra that installs it.
     """
     if target.platform == "gpu":
-        missing = [] if _has_cuda_plugin() and _has_ptxas() else ["the CUDA compiler"]
+        plugins = find_spec("jax_plugins") and any(find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13))
+        missing = [] if plugins and _has_ptxas() else ["the CUDA compiler"]
     else:
         missing = [] if find_spec("libtpu") else ["the TPU compiler"]
-    if find_spec("flatbuffers") is None:
-        missing.append("flatbuffers")
+    missing += [] if find_spec("flatbuffers") else ["flatbuffers"]
     if missing:
         raise TargetError(f"target {target.spec!r} needs {' and '.join(missing)}: pip install 'jaxddp[targets]'")
-
-
-def _has_cuda_plugin() -> bool:
-    plugins = find_spec("jax_plugins")
-    return plugins is not None and any(find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13))
 
 
 def _has_ptxas() -> bool:
@@ -262,19 +251,13 @@ _free_cpus = threading.BoundedSemaphore(os.cpu_count() or 1)
 
 
 class Pending:
-    """A running compilation."""
+    """A running compilation, which ends when this is garbage-collected."""
 
-    def __init__(
-        self, target: Target, request: Mapping[str, Any], environment: Mapping[str, str], timeout_s: float
-    ) -> None:
+    def __init__(self, target: Target, request: Mapping[str, Any], environment: Mapping[str, str]) -> None:
         """Starts the compilation as soon as a CPU is free."""
-        self._job = _Job(target, pickle.dumps(request), environment, timeout_s)
-        self._end = weakref.finalize(self, self._job.kill, "was cancelled")
-        self._job.thread.start()
-
-    def cancel(self) -> None:
-        """Ends it; can be called again."""
-        self._end()
+        self._child = _Child(target, pickle.dumps(request), environment)
+        self._end = weakref.finalize(self, self._child.kill, "was cancelled")
+        threading.Thread(target=self._child.run, daemon=True).start()
 
     def result(self) -> TargetProgram:
         """Waits for the program; an exception while waiting ends the compilation.
@@ -284,57 +267,50 @@ class Pending:
             TargetError: If it cannot be compiled, or not in time.
         """
         try:
-            return self._job.result()
+            return self._child.outcome.result()
         except BaseException:
-            self.cancel()
+            self._end()
             raise
 
 
-class _Job:
-    """The child process and its thread; has no reference to its ``Pending``, so that this can be garbage-collected."""
+class _Child:
+    """The child process; has no reference to its ``Pending``, so that this can be garbage-collected."""
 
-    def __init__(self, target: Target, request: bytes, environment: Mapping[str, str], timeout_s: float) -> None:
-        self._target, self._request = target, request
-        self._environment, self._timeout_s = environment, timeout_s
-        self._process: subprocess.Popen[bytes] | None = None
+    def __init__(self, target: Target, request: bytes, environment: Mapping[str, str]) -> None:
+        self._target, self._request, self._environment = target, request, environment
         self._why_killed = ""
         self._lock = threading.Lock()
-        self._outcome: TargetProgram | TargetError | None = None
-        self.thread = threading.Thread(target=self._run, daemon=True)
-
-    def result(self) -> TargetProgram:
-        self.thread.join()
-        assert self._outcome is not None
-        if isinstance(self._outcome, TargetError):
-            raise self._outcome
-        return self._outcome
+        self.process: subprocess.Popen[bytes] | None = None
+        self.outcome: Future[TargetProgram] = Future()
 
     def kill(self, why: str) -> None:
         with self._lock:
             self._why_killed = self._why_killed or why
-            if self._process is not None:
-                self._process.kill()
+            if self.process is not None:
+                self.process.kill()
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Compiles, in a thread."""
         with _free_cpus, tempfile.TemporaryFile() as printed:
             try:
-                self._outcome = self._talk(printed)
+                self.outcome.set_result(self._talk(printed))
+            except TargetError as error:
+                self.outcome.set_exception(error)
             except (OSError, EOFError, pickle.UnpicklingError) as error:
                 printed.seek(0)
-                self._outcome = self._failure(error, printed.read().decode(errors="replace"))
+                self.outcome.set_exception(self._failure(error, printed.read().decode(errors="replace")))
 
-    def _talk(self, printed: Any) -> TargetProgram | TargetError:
+    def _talk(self, printed: Any) -> TargetProgram:
         with self._lock:
             if self._why_killed:
                 raise EOFError
             # -P: the names of this folder's files must not hide other packages.
             command = [sys.executable, "-P", str(_SCRIPT)]
-            process = subprocess.Popen(
+            process = self.process = subprocess.Popen(
                 command, env=self._environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=printed
             )
-            self._process = process
         assert process.stdin is not None and process.stdout is not None
-        timer = threading.Timer(self._timeout_s, self.kill, (f"took longer than timeout_s (={self._timeout_s})",))
+        timer = threading.Timer(TIMEOUT_S, self.kill, (f"took longer than {TIMEOUT_S:g} s",))
         timer.daemon = True
         timer.start()
         try:
@@ -349,21 +325,19 @@ class _Job:
                 process.kill()
             process.wait()
         if kind == "refused":
-            return refusal(self._target, content)
+            raise refusal(self._target, content)
         memory = MemoryStats(*(content["memory"].get(name, 0) for name in MemoryStats._fields))
-        return TargetProgram(self._target, content["text"], memory, content["cost"])
+        return TargetProgram(self._target, content["text"], memory)
 
     def _failure(self, error: Exception, printed: str) -> TargetError:
         spec = repr(self._target.spec)
         if self._why_killed:
             return TargetError(f"compiling for {spec} {self._why_killed}", printed)
-        if self._process is None:
+        if self.process is None:
             return TargetError(f"no process could be started to compile for {spec}: {error}")
         lines = [line.strip() for line in printed.splitlines() if line.strip()]
-        last = f": {lines[-1]}" if lines else ""
-        return TargetError(
-            f"the process that compiles for {spec} ended with code {self._process.returncode}{last}", printed
-        )
+        ended = f"the process that compiles for {spec} ended with code {self.process.returncode}"
+        return TargetError(": ".join([ended, *lines[-1:]]), printed)
 
 
 def mesh(spec: str, *, axis: str = DATA_AXIS, replicas: int = 1) -> AbstractMesh:
@@ -443,9 +417,9 @@ class MemoryStats(NamedTuple):
 class TargetProgram:
     """A program compiled for devices that are not here: read like ``jax.stages.Compiled``, it raises when called."""
 
-    def __init__(self, target: Target, text: str, memory: MemoryStats, cost: dict[str, float]) -> None:
+    def __init__(self, target: Target, text: str, memory: MemoryStats) -> None:
         self.target = target
-        self._text, self._memory, self._cost = text, memory, cost
+        self._text, self._memory = text, memory
 
     def as_text(self) -> str:
         """The scheduled HLO module."""
@@ -455,16 +429,9 @@ class TargetProgram:
         """Memory on each device."""
         return self._memory
 
-    def cost_analysis(self) -> dict[str, float]:
-        """The compiler's estimates by name; XLA for GPUs gives none."""
-        return self._cost
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Refuses to run: a ValueError."""
         raise ValueError(f"this program is compiled for {self.target.spec!r}, which is not here: it cannot run")
-
-    def __repr__(self) -> str:
-        return f"TargetProgram(target={self.target.spec!r})"
 
 
 class TargetError(ValueError):
@@ -518,7 +485,7 @@ def _num_bytes(size: str) -> int:
     return round(float(size.rstrip("KMGT")) * _UNITS_BYTES.get(size[-1], 1))
 
 
-def start_compile(trainer: Trainer, state: TrainState, batch: Any, *, timeout_s: float = TIMEOUT_S) -> Pending:
+def start_compile(trainer: Trainer, state: TrainState, batch: Any) -> Pending:
     """Starts what ``trainer.compile`` does on the mesh of a target, so that several programs compile at a time.
 
     Raises:
@@ -528,7 +495,7 @@ def start_compile(trainer: Trainer, state: TrainState, batch: Any, *, timeout_s:
     if (target := target_of(trainer.mesh)) is None:
         raise ValueError(f"mesh (={trainer.mesh}) must be a target's to compile in the background: use compile")
     function, args, options = trainer.step_function(state, batch)
-    return start_compile_for_target(target, function, args, timeout_s=timeout_s, **options)
+    return start_compile_for_target(target, function, args, **options)
 
 
 def start_compile_without_communication(trainer: Trainer, state: TrainState, batch: Any) -> Pending:
