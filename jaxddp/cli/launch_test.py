@@ -178,13 +178,6 @@ def test_a_job_goes_on_when_nobody_reads_what_it_shows(start, tmp_path):
     assert (tmp_path / "runs" / "launch" / "rank-0.log").read_text().count("x" * 100) == 20_000
 
 
-def test_a_job_goes_on_when_nobody_reads_what_it_shows(start, tmp_path):
-    with subprocess.Popen(**command(tmp_path, "many lines"), stdout=subprocess.PIPE) as process:
-        process.stdout.close()
-        assert process.wait(50) == 0
-    assert (tmp_path / "runs" / "launch" / "rank-0.log").read_text().count("x" * 100) == 20_000
-
-
 JOB = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
