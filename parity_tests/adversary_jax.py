@@ -264,8 +264,9 @@ class _Run:
             }
         aux: dict[str, Any] = {"square": jnp.mean(each**2)}
         if self.case.weighted:
-            weight = jnp.sum(batch["mask"])
-            loss: Any = jaxddp.Weighted(jnp.sum(each * batch["mask"]) + alike * weight, weight)
+            counted = jnp.nan_to_num(batch["mask"])  # a weight that is NaN is so in a total that is not
+            total = jnp.sum(each * counted) + alike * jnp.sum(counted)
+            loss: Any = jaxddp.Weighted(total, jnp.sum(batch["mask"]))
             aux = {"square": jaxddp.Weighted(jnp.sum(each**2), jnp.asarray(each.size))}
         else:
             loss = jnp.mean(each) + alike
