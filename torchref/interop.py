@@ -14,12 +14,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from jaxddp.arguments import check_kind, check_mapping
-
 
 def to_numpy(module: nn.Module) -> dict[str, np.ndarray]:
     """Copies a module's ``state_dict`` to NumPy: fresh, writable, C-contiguous arrays by name, in its order."""
-    check_kind("module", module, nn.Module, "a torch.nn.Module")
     return {name: _as_numpy(tensor).copy(order="C") for name, tensor in module.state_dict().items()}
 
 
@@ -35,8 +32,6 @@ def from_numpy(arrays: Mapping[str, Any], module: nn.Module) -> nn.Module:
         ValueError: If a name is unknown or missing, a shape or dtype is not the one expected, or the values given
             for a shared parameter differ. The message lists every fault.
     """
-    check_kind("module", module, nn.Module, "a torch.nn.Module")
-    check_mapping("arrays", arrays, "arrays by name")
     tensors = module.state_dict(keep_vars=True)
     given = {name: _as_numpy(array) for name, array in arrays.items()}
     names_of: dict[int, list[str]] = {}
@@ -55,11 +50,8 @@ def from_numpy(arrays: Mapping[str, Any], module: nn.Module) -> nn.Module:
         if (array.shape, array.dtype.name) != wanted:
             faults.append(f"{found[0]!r} is {array.dtype} {array.shape}, not {wanted[1]} {wanted[0]}")
         for name in found[1:]:
-            if (array.dtype, array.shape, array.tobytes()) != (
-                given[name].dtype,
-                given[name].shape,
-                given[name].tobytes(),
-            ):
+            other = given[name]
+            if (array.dtype, array.shape, array.tobytes()) != (other.dtype, other.shape, other.tobytes()):
                 faults.append(f"{name!r} differs from {found[0]!r}, to which it is tied")
     if faults:
         raise ValueError(f"arrays must have the names, shapes and dtypes of module: {'; '.join(faults)}")

@@ -39,7 +39,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from jaxddp.arguments import check_function, check_integer, is_number
+from jaxddp.arguments import check_integer
 from jaxddp.processes.job import Job, find_job_or, keep_to_loopback, waits
 from jaxddp.processes.roll_call import address_here, meet
 from jaxddp.processes.stderr import print_line
@@ -120,18 +120,12 @@ class RankPool:
 
         Raises:
             RankError: If a rank raises, dies or does not finish in time.
-            ValueError: If a number is out of range, ``fn`` or ``args`` do not pickle, or the pool is closed or busy.
+            ValueError: If a number is out of range, or the pool is closed or busy.
         """
         num_ranks = check_integer("num_ranks", self.max_ranks if num_ranks is None else num_ranks)
         if num_ranks > self.max_ranks:
             raise ValueError(f"num_ranks (={num_ranks}) must be at most max_ranks (={self.max_ranks})")
-        if not is_number(timeout_s) or not timeout_s > 0:
-            raise ValueError(f"timeout_s (={timeout_s!r}) must be positive")
-        check_function("fn", fn)
-        try:
-            payload = pickle.dumps((fn, args))  # by value: shared memory would vanish with its rank
-        except Exception as error:
-            raise ValueError(f"fn (={fn!r}) and its arguments must pickle: {str(error).splitlines()[0]}") from error
+        payload = pickle.dumps((fn, args))  # by value: shared memory would vanish with its rank
         if not self._remove_folder.alive:
             raise ValueError("this RankPool is closed")
         if not self._running.acquire(blocking=False):
@@ -391,22 +385,10 @@ class _Worker:
 def _serve(
     pipe: connection.Connection, rank: int, backend: str, num_threads: int, prepare: Any, dies_with_thread: bool
 ) -> None:
-    """The main function of a rank's process."""
+    """The main function of a rank's process: answers as call 0 that it is ready, then runs what it is sent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent decides
     if dies_with_thread and sys.platform == "linux":
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
-    if prepare is not None:
-        try:
-            prepare(rank)  # before any thread starts, so that threads inherit what it sets
-        except BaseException as error:
-            pipe.send((0, "failure", _describe(error)))
-            return
-    tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    threading.Thread(target=_read_tasks, args=(pipe, tasks), daemon=True).start()
-    if sys.platform == "linux":
-        # All ranks are here; Gloo would look up the host name, which laptops and containers often cannot resolve.
-        for library in ("GLOO", "NCCL"):
-            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     one_at_a_time = threading.Lock()
 
     def send(call: int, kind: str, content: Any) -> None:
@@ -414,49 +396,57 @@ def _serve(
         with one_at_a_time:
             pipe.send_bytes(message)
 
-    send(0, "result", None)
+    def answer(call: int, run: Callable[[], Any]) -> None:
+        try:
+            kind, content = "result", run()
+        except BaseException as error:
+            kind, content = "failure", _describe(error)
+        sys.stdout.flush()  # the process may be killed
+        sys.stderr.flush()
+        try:
+            send(call, kind, content)
+        except Exception as error:  # the result does not pickle
+            send(call, "failure", _describe(error))
+
+    def read_tasks() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                tasks.put(pipe.recv())
+        os._exit(0)  # the parent is gone; the main thread may be waiting in a collective
+
+    # Before any thread starts, so that threads inherit what it sets.
+    answer(0, lambda: None if prepare is None else prepare(rank))
+    tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=read_tasks, daemon=True).start()
+    if sys.platform == "linux":
+        # All ranks are here; Gloo would look up the host name, which laptops and containers often cannot resolve.
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     while True:
         if (task := tasks.get()) is not None:
             torch.set_num_threads(num_threads)
-            _run(rank, backend, task, send)
+            call, *arguments = task
+            answer(call, functools.partial(_run, rank, backend, functools.partial(send, call, "message"), *arguments))
         elif dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _read_tasks(pipe: connection.Connection, tasks: queue.SimpleQueue[Any]) -> None:
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            tasks.put(pipe.recv())
-    os._exit(0)  # the parent is gone; the main thread may be waiting in a collective
-
-
-def _run(rank: int, backend: str, task: Any, send: Callable[[int, str, Any], None]) -> None:
+def _run(
+    rank: int, backend: str, send: Callable[[Any], None], num_ranks: int, store: str, timeout_s: float, payload: bytes
+) -> Any:
     global _send_message
-    call, num_ranks, store, timeout_s, payload = task
-    try:
-        fn, args = pickle.loads(payload)
-        timeout = timedelta(seconds=min(timeout_s + 60, 1e7))  # the parent's message is better
-        dist.init_process_group(
-            backend, store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks, timeout=timeout,
-            device_id=_use_device(backend, rank),
-        )  # fmt: skip
-        dist.barrier()  # no rank runs ahead, or leaves the group, while others are still connecting to it
-        _send_message = functools.partial(send, call, "message")
-        kind, content = "result", fn(*args)
-    except BaseException as error:
-        kind, content = "failure", _describe(error)
-    sys.stdout.flush()  # the process may be killed
-    sys.stderr.flush()
-    try:
-        send(call, kind, content)
-    except Exception as error:  # the result does not pickle
-        send(call, "failure", _describe(error))
+    fn, args = pickle.loads(payload)
+    timeout = timedelta(seconds=min(timeout_s + 60, 1e7))  # the parent's message is better
+    dist.init_process_group(
+        backend, store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks, timeout=timeout,
+        device_id=_use_device(backend, rank),
+    )  # fmt: skip
+    dist.barrier()  # no rank runs ahead, or leaves the group, while others are still connecting to it
+    _send_message = send
+    return fn(*args)
 
 
 def _describe(error: BaseException) -> _Failure:
-    frames = error.__traceback__
-    if frames is not None and frames.tb_next is not None:
-        frames = frames.tb_next  # without this file's own frame
-    details = "".join(traceback.format_exception(type(error), error, frames))
+    details = "".join(traceback.format_exception(error))
     first = f"{type(error).__name__}: {error}".splitlines()[0]
     return time.monotonic(), first.removesuffix(": "), details

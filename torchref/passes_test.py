@@ -1,13 +1,83 @@
-"""Backward passes that are dropped, fail, are finished twice or never: right, or refused in one line."""
+"""Under every wrapper, passes that are dropped, fail, are finished twice or never: right, or refused in one line.
+
+Each test starts once on two ranks, which check by themselves.
+"""
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from torchref.late_parameters_test import WRAPPERS, model, wrap, wrappers
+import torchref
+from torchref.communication.collectives import record
 
-NUM_RANKS = 2
+SGD = {"optimizer_cls": torch.optim.SGD, "lr": 0.1}
+WRAPPERS = {
+    "naive": (torchref.NaiveDDP, {}),
+    "flat": (torchref.FlatDDP, {}),
+    "overlapped": (torchref.OverlappedDDP, {}),
+    "bucketed": (torchref.BucketedDDP, {}),
+    "zero1": (torchref.ZeRO1, SGD),
+    "zero2": (torchref.ZeRO2, SGD),
+    "zero3": (torchref.FSDP, {}),
+}
+wrappers = pytest.mark.parametrize("name", WRAPPERS)
+MAX_NORM = 1.0
+
+
+def wrap(name, module, **options):
+    cls, needed = WRAPPERS[name]
+    return cls(module, **needed, **options)
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def optimizer_of(net):
+    return net if net.owns_optimizer else torch.optim.SGD(net.parameters(), lr=0.1)
+
+
+def wrapped(name):
+    net = wrap(name, model())
+    return net, optimizer_of(net), rows(dist.get_rank())
+
+
+def rows(rank, i=0):
+    return torch.linspace(-1, 1, 6).reshape(2, 3) * (rank + 1) + i
+
+
+def loss(net, x):
+    return net(x).square().sum()
+
+
+def expected(*passes, clip=False):
+    """Weights after one step on one process, of the mean over ranks of the sum of some passes."""
+    module = model()
+    sum(loss(module, rows(rank, i)) / 2 for i in passes for rank in range(2)).backward()
+    if clip:
+        nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM)
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    return dict(module.named_parameters())
+
+
+def check_weights(net, right):
+    found = net.gather_full_params()
+    assert found.keys() == right.keys()
+    for key in right:  # float32, three products deep
+        torch.testing.assert_close(found[key], right[key].detach(), rtol=1e-5, atol=1e-6)
+
+
+def refused(use, *words, kinds=(RuntimeError, ValueError)):
+    """Whether a use is refused; then in one line that has these words."""
+    try:
+        use()
+    except kinds as error:
+        assert "\n" not in str(error) and all(word in str(error) for word in words), error
+        return True
+    return False
 
 
 class Fails(torch.autograd.Function):
@@ -22,232 +92,311 @@ class Fails(torch.autograd.Function):
         raise ZeroDivisionError("in the backward")
 
 
-def rows(rank, i=0):
-    return torch.linspace(-1, 1, 6).reshape(2, 3) * (rank + 1) + i
-
-
-def loss(net, x):
-    return net(x).square().sum()
-
-
-def optimizer_of(name, net):
-    return net if name.startswith("zero") and name != "zero3" else torch.optim.SGD(net.parameters(), lr=0.1)
-
-
-def weights(name, net):
-    if name == "zero3":
-        return {key: tensor.tolist() for key, tensor in net.gather_full_params().items()}
-    return {key: parameter.tolist() for key, parameter in net.module.named_parameters()}
-
-
-def expected(*passes):
-    """One step on one process, of the mean over ranks of the sum of some passes."""
-    module = model()
-    sum(loss(module, rows(rank, i)) / NUM_RANKS for i in passes for rank in range(NUM_RANKS)).backward()
-    torch.optim.SGD(module.parameters(), lr=0.1).step()
-    return {key: parameter.tolist() for key, parameter in module.named_parameters()}
-
-
 # On the ranks
 
 
-def steps_after(name, event, clear):
-    net = wrap(name, model())
-    tx, x = optimizer_of(name, net), rows(dist.get_rank())
-    zero_grad = net.zero_grad if clear == "net" else tx.zero_grad
-    if event == "dropped":  # such as that of a generator, through its critic
-        loss(net, x + 5).backward()
-    elif event == "dropped partly":
-        with net.no_sync():
-            loss(net, x + 5).backward()
-    elif event == "failed":
-        with pytest.raises(ZeroDivisionError):
-            (net.module[2](Fails.apply(net.module[1](net.module[0](x + 5)))).sum()).backward()
-    elif event == "failed late":
-        with pytest.raises(ZeroDivisionError):
-            loss(net, Fails.apply((x + 5).requires_grad_())).backward()
-    zero_grad()
-    loss(net, x).backward()
-    net.finish_gradient_synchronization()
-    tx.step()
-    return weights(name, net)
+def drop_passes(name):
+    """A pass that is dropped, partly sent or failed leaves nothing, whoever clears the gradients."""
+    for event in ("dropped", "dropped partly", "failed", "failed late"):
+        for clears in ("net", "optimizer"):
+            net, tx, x = wrapped(name)
+            if event == "dropped":  # such as that of a generator, through its critic
+                loss(net, x + 5).backward()
+            elif event == "dropped partly":
+                with net.no_sync():
+                    loss(net, x + 5).backward()
+            elif event == "failed":
+                with pytest.raises(ZeroDivisionError):
+                    net.module[2](Fails.apply(net.module[1](net.module[0](x + 5)))).sum().backward()
+            else:
+                with pytest.raises(ZeroDivisionError):
+                    loss(net, Fails.apply((x + 5).requires_grad_())).backward()
+            (net if clears == "net" else tx).zero_grad()
+            loss(net, x).backward()
+            net.finish_gradient_synchronization()
+            tx.step()
+            check_weights(net, expected(0))
 
 
-def finish_after_each_of_two_passes(name):
-    net = wrap(name, model())
-    tx = optimizer_of(name, net)
+def finish(name):
+    """Once after each pass adds up; twice, too late or never is refused."""
+    net, tx, x = wrapped(name)
     for i in range(2):
         loss(net, rows(dist.get_rank(), i)).backward()
         net.finish_gradient_synchronization()
+    assert refused(net.finish_gradient_synchronization, "called again without a backward")
     tx.step()
-    return weights(name, net)
+    check_weights(net, expected(0, 1))
 
+    for quiet in (False, True):
+        for clears in ("net", "optimizer"):
+            net, tx, x = wrapped(name)
 
-def finish_twice(name):
-    net = wrap(name, model())
-    tx = optimizer_of(name, net)
-    loss(net, rows(dist.get_rank())).backward()
-    net.finish_gradient_synchronization()
-    try:
-        net.finish_gradient_synchronization()
-    except RuntimeError as error:
-        return str(error)
-    tx.step()
-    return weights(name, net)
-
-
-def finish_forgotten(name, no_sync, clear):
-    net = wrap(name, model())
-    tx, x = optimizer_of(name, net), rows(dist.get_rank())
-    zero_grad = net.zero_grad if clear == "net" else tx.zero_grad
-    try:
-        for _ in range(2):
-            zero_grad()
-            if no_sync:
-                with net.no_sync():
+            def forgotten(net=net, tx=tx, x=x, clears=clears, quiet=quiet):
+                for _ in range(2):
+                    (net if clears == "net" else tx).zero_grad()
+                    net.require_backward_grad_sync = not quiet  # as no_sync does
                     loss(net, x).backward()
-            else:
-                loss(net, x).backward()
-            tx.step()
-    except RuntimeError as error:
-        return str(error)
-    return ""
+                    tx.step()
 
+            assert refused(forgotten, "call finish_gradient_synchronization")
 
-def finish_after_the_step(name, kind):
-    net = wrap(name, model())
-    parameters = list(net.parameters())
-    tx = torch.optim.AdamW(parameters, lr=0.1, fused=True)
-    loss(net, rows(dist.get_rank())).backward()
-    before = [parameter.detach().clone() for parameter in parameters]
-    try:
-        if kind == "fused":
-            tx.step()
-        else:
-            with torch.no_grad():
-                for parameter in parameters:
-                    if parameter.grad is not None:
+    for by_hand in (False, True):
+        net, _, x = wrapped(name)
+        parameters = list(net.parameters())
+        tx = torch.optim.AdamW(parameters, lr=0.1, fused=True)
+        loss(net, x).backward()
+        before = [parameter.detach().clone() for parameter in parameters]
+
+        def late(net=net, tx=tx, parameters=parameters, by_hand=by_hand):
+            if by_hand:
+                with torch.no_grad():
+                    for parameter in parameters:
                         parameter.sub_(0.1 * parameter.grad)
+            else:
+                tx.step()
+            net.finish_gradient_synchronization()
+
+        if name != "zero2":  # it frees local gradients as soon as they are reduced: nothing can step on them
+            assert refused(late, "call finish_gradient_synchronization")
+            is_unchanged = all(torch.equal(old, new.detach()) for old, new in zip(before, parameters, strict=True))
+            assert by_hand or is_unchanged
+
+
+def passes_beside(name):
+    """What comes between the last backward and finish is right, or refused."""
+    net, tx, x = wrapped(name)
+    loss(net, x).backward()
+
+    def quiet_pass():
+        with net.no_sync():
+            loss(net, rows(dist.get_rank(), 1)).backward()
         net.finish_gradient_synchronization()
-    except RuntimeError as error:
-        return str(error), all(torch.equal(old, new.detach()) for old, new in zip(before, parameters, strict=True))
-    return "", False
+        tx.step()
 
+    if not refused(quiet_pass, "was computed twice"):
+        check_weights(net, expected(0, 1))
+    assert name not in ("naive", "flat") or net._is_finished
 
-def recomputed_twice_in_a_backward(name):
-    """A forward that checkpointing repeats in the backward is no new pass."""
-    net = wrap(name, model())
-    tx, x = optimizer_of(name, net), rows(dist.get_rank())
+    for change in ("in place", "replaced", "cleared"):
+        net, tx, x = wrapped(name)
+        loss(net, x).backward()
+
+        def finish_changed(net=net, tx=tx, change=change):
+            for parameter in list(net.parameters())[:2]:
+                if change == "in place":
+                    parameter.grad.mul_(0)
+                else:
+                    parameter.grad = parameter.grad * 0 if change == "replaced" else None
+            net.finish_gradient_synchronization()
+            tx.step()
+
+        if not refused(finish_changed):
+            check_weights(net, expected(0) | dict(list(model().named_parameters())[:2]))
+            assert name in ("naive", "flat")
+
+    net, tx, x = wrapped(name)  # a forward that checkpointing repeats in the backward is no new pass
     halves = [checkpoint(net, x[:1], use_reentrant=False), checkpoint(net, x[1:], use_reentrant=False)]
     sum(half.square().sum() for half in halves).backward()
     net.finish_gradient_synchronization()
     tx.step()
-    return weights(name, net)
+    check_weights(net, expected(0))
+
+    net, _, x = wrapped(name)  # in place of no_sync
+    net.require_backward_grad_sync = False
+    with record() as issued:
+        loss(net, x).backward()
+    assert bool(issued) == net.each_microbatch or name == "zero3"
 
 
-def quiet_pass_last(name):
-    net = wrap(name, model())
-    tx = optimizer_of(name, net)
-    loss(net, rows(dist.get_rank())).backward()
-    try:
-        with net.no_sync():
-            loss(net, rows(dist.get_rank(), 1)).backward()
-        net.finish_gradient_synchronization()
-    except RuntimeError as error:
-        return str(error)
+def clip(name):
+    """torch's own clipping is right or refused; before the synchronisation, and of shards, it is refused."""
+    way = "call clip_grad_norm_ or grad_norm of the wrapper"
+    net, tx, x = wrapped(name)
+    loss(net, x).backward()
+    net.finish_gradient_synchronization()
+    if name.startswith("zero"):
+        assert refused(lambda: nn.utils.clip_grad_norm_(list(net.parameters()), MAX_NORM), way)
+        net.clip_grad_norm_(MAX_NORM)
+    else:
+        nn.utils.clip_grad_norm_(net.parameters(), MAX_NORM)
+    if net.owns_optimizer:
+        shards = [one for group in net.optimizer.param_groups for one in group["params"]]
+        assert refused(lambda: nn.utils.clip_grad_norm_(shards, MAX_NORM), way)
     tx.step()
-    return weights(name, net)
+    check_weights(net, expected(0, clip=True))
+    for by_torch in (False, True):
+        net, _, x = wrapped(name)
+        loss(net, x).backward()
+        early = nn.utils.clip_grad_norm_ if by_torch else lambda _, norm, net=net: net.clip_grad_norm_(norm)
+        assert refused(lambda net=net, early=early: early(list(net.parameters()), MAX_NORM), "finish_gradient_sync")
 
 
-def changed_before_finish(name, change):
-    net = wrap(name, model())
-    tx = optimizer_of(name, net)
-    loss(net, rows(dist.get_rank())).backward()
-    try:
-        for parameter in list(net.parameters())[:2]:
-            if change == "in place":
-                parameter.grad.mul_(0)
-            elif change == "replaced":
-                parameter.grad = parameter.grad * 0
-            else:
-                parameter.grad = None
-        net.finish_gradient_synchronization()
-    except RuntimeError as error:
-        return str(error)
-    tx.step()
-    return weights(name, net)
+def change_after_wrapping(name):
+    """What becomes trainable, is frozen, replaced or cast after wrapping is in no plan."""
+    for change, parameter in (("unfreeze", "2."), ("append", "3."), ("freeze", "0."), ("cast", "")):
+        module = model()
+        if change == "unfreeze":
+            module[2].requires_grad_(False)
+        net = wrap(name, module)
+        if change == "append":
+            module.append(nn.Linear(2, 2))
+        elif change == "unfreeze":
+            module[2].requires_grad_(True)
+        elif change == "freeze":
+            module[0].requires_grad_(False)
+        else:
+            module.to(torch.float64)
+
+        def one_pass(net=net, change=change):
+            if change != "cast":
+                net(torch.ones(1, 3) * dist.get_rank()).sum().backward()
+            net.finish_gradient_synchronization()
+
+        assert refused(one_pass, f"parameter '{parameter}", "after wrapping: wrap the module anew")
 
 
 # Tests
 
 
-def assert_close(found, right):
-    for one in found:
-        assert one.keys() == right.keys()
-        for key in right:
-            torch.testing.assert_close(torch.tensor(one[key]), torch.tensor(right[key]), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("event", "clear"),
-    [("dropped", "optimizer"), ("dropped partly", "net"), ("failed", "optimizer"), ("failed late", "net")],
-)
+@pytest.mark.parametrize("check", [drop_passes, finish, passes_beside, clip, change_after_wrapping])
 @wrappers
-def test_a_pass_that_is_dropped_leaves_nothing(ranks, name, event, clear):
-    assert_close(ranks.run(steps_after, name, event, clear, num_ranks=NUM_RANKS), expected(0))
+def test_it_is_right_or_refused(ranks, name, check):
+    ranks.run(check, name, num_ranks=2)
 
 
-@wrappers
-def test_gradients_that_are_finished_one_after_the_other_add_up(ranks, name):
-    assert_close(ranks.run(finish_after_each_of_two_passes, name, num_ranks=NUM_RANKS), expected(0, 1))
+# A backward within another
 
 
-@wrappers
-def test_finish_twice_is_refused(ranks, name):
-    for message in ranks.run(finish_twice, name, num_ranks=NUM_RANKS):
-        assert "finish_gradient_synchronization was called again without a backward" in message
+class Recomputed(torch.autograd.Function):
+    """Computes a layer again in the backward, which calls backward."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.layer(x)
+        y.backward(grad)
+        return x.grad, None
 
 
-@pytest.mark.parametrize(("no_sync", "clear"), [(False, "net"), (True, "optimizer")])
-@wrappers
-def test_finish_forgotten_is_refused_at_the_next_forward_at_the_latest(ranks, name, no_sync, clear):
-    for message in ranks.run(finish_forgotten, name, no_sync, clear, num_ranks=NUM_RANKS):
-        assert "call finish_gradient_synchronization" in message
+class Blocks(nn.Module):
+    """Blocks whose backward is one within another, in two ways, or a plain one."""
+
+    def __init__(self, within):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.within = nn.Linear(3, 3), within
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+        self.double()
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        for block in self.blocks:
+            if self.within == "checkpoint":
+                x = checkpoint(block, x, use_reentrant=True)
+            elif self.within == "function":
+                x = Recomputed.apply(x, block)
+            else:
+                x = block(x)
+            x = torch.tanh(x)
+        return x
 
 
-# ZeRO-2 frees local gradients as soon as they are reduced: nothing can step on them.
-keeping_gradients = pytest.mark.parametrize("name", [name for name in WRAPPERS if not name.startswith("zero2")])
+def backward_within(name):
+    """It sends what a plain backward does, and trains alike."""
+    alone = Blocks("")
+    x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(2, 4, 3)
+    (loss(alone, x) / 2).backward()
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    counts = []
+    for within in ("", "checkpoint", "function"):
+        net = wrap(name, Blocks(within))
+        tx = optimizer_of(net)
+        with record() as issued:
+            loss(net, x[dist.get_rank()]).backward()
+            net.finish_gradient_synchronization()
+        counts.append(sorted(kind for kind, _ in issued if kind != "all-gather"))
+        tx.step()
+        found = net.gather_full_params()
+        # float64: the order of sums
+        assert all((found[key] - right).abs().max() <= 1e-12 for key, right in alone.named_parameters())
+    assert counts[0] == counts[1] == counts[2] and counts[0]
 
 
-@pytest.mark.parametrize("kind", ["fused", "by hand"])
-@keeping_gradients
-def test_finish_after_the_step_is_refused(ranks, name, kind):
-    for message, is_unchanged in ranks.run(finish_after_the_step, name, kind, num_ranks=NUM_RANKS):
-        assert "call finish_gradient_synchronization" in message
-        assert is_unchanged == (kind == "fused")
+def twice_in_reentrant_checkpoints():
+    net = torchref.BucketedDDP(model())
+    x = rows(dist.get_rank()).requires_grad_()
+    halves = [checkpoint(net, half, use_reentrant=True) for half in x.chunk(2)]
+    assert refused(sum(half.square().sum() for half in halves).backward, "computed twice", "use_reentrant=False")
 
 
-@wrappers
-def test_a_quiet_pass_after_the_last_is_right_or_refused(ranks, name):
-    for found in ranks.run(quiet_pass_last, name, num_ranks=NUM_RANKS):
-        if name in ("naive", "flat", "zero3"):
-            assert_close([found], expected(0, 1))
-        else:
-            assert "was computed twice" in found
+@pytest.mark.parametrize("name", ["flat", "bucketed", "zero1", "zero2", "zero3"])
+def test_a_backward_within_another_communicates_once(ranks, name):
+    ranks.run(backward_within, name, num_ranks=2)
 
 
-@pytest.mark.parametrize("change", ["in place", "replaced", "cleared"])
-@wrappers
-def test_a_gradient_changed_before_finish_is_right_or_refused(ranks, name, change):
-    module = model()
-    right = expected(0) | {key: tensor.tolist() for key, tensor in list(module.named_parameters())[:2]}
-    for found in ranks.run(changed_before_finish, name, change, num_ranks=NUM_RANKS):
-        if name in ("naive", "flat", "zero3"):
-            assert_close([found], right)
-        else:
-            assert "was changed while it was reduced" in found or "this gradient was reduced into" in found
+def test_what_reentrant_checkpoints_compute_twice_is_refused(ranks):
+    ranks.run(twice_in_reentrant_checkpoints, num_ranks=2)
 
 
-@wrappers
-def test_a_forward_that_is_recomputed_in_the_backward_is_no_new_pass(ranks, name):
-    assert_close(ranks.run(recomputed_twice_in_a_backward, name, num_ranks=NUM_RANKS), expected(0))
+# Optimizers over FSDP's shards
+
+
+class Lion(torch.optim.Optimizer):
+    """Element-wise, without a word of it."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(torch.sign(parameter.grad), alpha=self.param_groups[0]["lr"])
+
+
+class Declared(Lion):
+    """Says that it is."""
+
+    elementwise = True
+
+
+def hooked(params, lr):
+    """SGD with a hook of its own, which sees shards."""
+    tx = torch.optim.SGD(params, lr=lr)
+    tx.register_step_pre_hook(lambda optimizer, *_: [one.grad.div_(2) for one in params])
+    return tx
+
+
+def scheduled(params, lr):
+    """SGD under a schedule, which wraps its step."""
+    tx = torch.optim.SGD(params, lr=lr)
+    torch.optim.lr_scheduler.StepLR(tx, 1)
+    return tx
+
+
+def step_over_shards():
+    takes = (torch.optim.AdamW, torch.optim.NAdam, Declared, scheduled)
+    for make in (*takes, torch.optim.Adafactor, torch.optim.LBFGS, Lion, hooked):
+        net = torchref.FSDP(model())
+        tx = make(list(net.parameters()), lr=0.01)
+
+        def steps(net=net, tx=tx):
+            for _ in range(2):
+                tx.zero_grad()
+                loss(net, rows(dist.get_rank())).backward()
+                net.finish_gradient_synchronization()
+                tx.step()
+
+        assert refused(steps, "must be element-wise to be sharded") == (make not in takes), make
+
+
+def test_an_optimizer_over_fsdps_shards_must_be_element_wise(ranks):
+    ranks.run(step_over_shards, num_ranks=2)

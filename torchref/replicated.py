@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from jaxddp.arguments import check_function
-
 from .communication.buffers import pack, unpack
 from .communication.collectives import record, silent
 from .communication.hooks import Hook, all_reduce
@@ -24,8 +22,6 @@ class Replicated(DataParallel):
 
     def __init__(self, module: nn.Module, *, hook: Hook | None = None, **options: Any) -> None:
         """Wraps a module; ``hook`` sums buckets, see ``communication/hooks.py``. Options as ``DataParallel``."""
-        if hook is not None:
-            check_function("hook", hook, "a function (buffer, group) -> sum")
         self._hook: Any = all_reduce if hook is None else hook
         self._started: list[tuple[torch.Tensor, Any]] = []  # the total and the handle of each bucket
         super().__init__(module, **options)

@@ -24,7 +24,7 @@ import abc
 import contextlib
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -33,10 +33,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from jaxddp import __version__
-from jaxddp.arguments import check_flag, check_kind, check_positive
+from jaxddp.arguments import check_kind, check_positive
 from jaxddp.communication.buckets import BucketMb, BucketPlan, TensorSpec
 from jaxddp.processes.watchdog import begin_step, end_step
 
@@ -45,13 +44,13 @@ from .clipping import clip_to_norm_, global_norm, sharded_norm
 from .communication.buffers import check_dense, tensor_spec
 from .communication.collectives import broadcast
 from .communication.sharding import Cut
-from .gradients import PartialGradient, SpentGradient
+from .gradients import PartialGradient
 
 Sync = Literal["finish", "backward"]
 
-_BROADCAST_BYTES = 250 * 2**20  # at a time, as DistributedDataParallel does
 # Options of DistributedDataParallel that change nothing here.
-HARMLESS = ("device_ids", "output_device", "dim", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+HARMLESS = {"device_ids", "output_device", "dim", "find_unused_parameters", "gradient_as_bucket_view", "static_graph"}
+_BROADCAST_BYTES = 250 * 2**20  # at a time, as DistributedDataParallel does
 
 _live: weakref.WeakSet[DataParallel] = weakref.WeakSet()
 
@@ -66,11 +65,13 @@ class DataParallel(nn.Module, abc.ABC):
         require_backward_grad_sync: As in ``DistributedDataParallel``; ``no_sync`` switches it off.
         owns_optimizer: Whether the strategy makes and steps the optimizer. Its constructor then takes
             ``optimizer_cls`` and the optimizer's options, it has ``step()``, and a schedule drives its ``optimizer``.
+        gathers_in_forward: Whether parameters are full only inside modules, and a compute dtype is the wrapper's.
         each_microbatch: Whether gradients are reduced in every backward, also under ``no_sync``.
     """
 
     module: nn.Module
     owns_optimizer: ClassVar[bool] = False
+    gathers_in_forward: ClassVar[bool] = False
     each_microbatch: bool = False
 
     def __init__(
@@ -88,20 +89,22 @@ class DataParallel(nn.Module, abc.ABC):
             module: Of the same structure on every rank; its weights may differ.
             process_group: The ranks; all of them when None.
             broadcast_buffers: Whether buffers, such as running means, are rank 0's after each synchronisation, too.
+
             sync: ``"backward"`` ends every backward outside ``no_sync`` with ``finish_gradient_synchronization()``, so
                 that none is to be called. Each rank's backward must then reach a trainable parameter.
             **ddp_options: Those of ``DistributedDataParallel`` that change nothing here, such as ``device_ids``.
 
         Raises:
             ValueError: If there is no process group yet, nothing to train, the module is wrapped or on the meta device,
-                an option is out of range, or ranks have other versions, strategies, parameters, buffers or plans.
+                an option is unknown or out of range, or ranks have other versions, strategies, parameters, buffers or
+                plans.
         """
         name = type(self).__name__
-        check_module(name, module, process_group)
-        check_flag(broadcast_buffers=broadcast_buffers)
+        check_module(name, module)
+        if unknown := ddp_options.keys() - HARMLESS:
+            raise ValueError(f"{name} has no option {min(unknown)}; the caps of buckets are bucket_mb, if it has any")
         if sync not in ("finish", "backward"):
             raise ValueError(f"sync (={sync!r}) must be 'finish' or 'backward'")
-        self._check_names_of(ddp_options)
         super().__init__()
         self.module, self.process_group, self.sync = module, process_group, sync
         self.num_ranks = dist.get_world_size(process_group)
@@ -125,8 +128,7 @@ class DataParallel(nn.Module, abc.ABC):
             for tensor in [*module.parameters(), *module.buffers()]:
                 broadcast(tensor, root=0, group=process_group)
         self.shard()
-        self._specs = {one: tensor_spec(one, p) for one, p in self._trained.items()}
-        self._buffer_specs = {tensor_spec(one, buffer) for one, buffer in module.named_buffers()}
+        self._wrapped = self._held()
         # Whether gradients are not whole before finish_gradient_synchronization: on one rank most are.
         self._must_finish = self.num_ranks > 1 or self.owns_optimizer or bool(self._sharded)
         self._is_finished = False  # synchronised, and no forward since
@@ -177,10 +179,12 @@ class DataParallel(nn.Module, abc.ABC):
             self._discard_if_cleared()
             self._is_finished = False
             self._outermost = None  # of a backward that failed
-        if is_in_backward and self._outermost is None and self._acts_at_end:
+            if self._has_begun:
+                self.end_microbatch()
+        if is_in_backward and self._outermost is None:
             self._end_with_backward()
         output = self.module(*args, **kwargs)
-        if self._acts_at_end and not is_in_backward and torch.is_grad_enabled():
+        if self.sync == "backward" and not is_in_backward and torch.is_grad_enabled():
             hook = weakly(self._on_output)
             for tensor in tree_leaves(output):
                 if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
@@ -208,9 +212,8 @@ class DataParallel(nn.Module, abc.ABC):
 
     def discard_pass(self) -> None:
         """Discards a backward pass that was never finished, whatever has happened to the parameters since."""
-        for bucket in self.plan.buckets[: self._num_started]:
-            for tensor in bucket.tensors:
-                self._trained[tensor.name].grad = None
+        for name in self._sent:
+            self._trained[name].grad = None
         self.drop_reductions()
         self._expect_gradients()
         self._is_finished = False
@@ -232,10 +235,14 @@ class DataParallel(nn.Module, abc.ABC):
         """
         if denominator is not None and not isinstance(denominator, torch.Tensor):
             check_positive("denominator", denominator)
-        self._check_unchanged()
+        if changed := self._held() ^ self._wrapped:
+            raise ValueError(
+                f"{min(changed)[0]} was added, removed, frozen, unfrozen, replaced or cast after wrapping: wrap the"
+                " module anew, for buffers that change with broadcast_buffers=False"
+            )
         self._check_weights()
         self._discard_if_cleared()
-        self._check_sent()
+        self._check_sent(self._sent)
         if self._is_finished and not self._has_begun:
             raise RuntimeError(
                 "finish_gradient_synchronization was called again without a backward: call it once after the backward,"
@@ -278,13 +285,6 @@ class DataParallel(nn.Module, abc.ABC):
             " gather_full_params(), or use torchref.Checkpoints"
         )
 
-    def _check_names_of(self, ddp_options: Mapping[str, Any]) -> None:
-        name = type(self).__name__
-        for option in ddp_options.keys() - HARMLESS:
-            has_buckets = f"{name} takes bucket_mb" if hasattr(self, "_bucket_mb") else "BucketedDDP has bucket_mb"
-            way = f": {has_buckets}" if option == "bucket_cap_mb" else ""
-            raise ValueError(f"{name} has no option {option} (={ddp_options[option]!r}){way}")
-
     def _expect_gradients(self) -> None:
         self._has_begun = False  # a backward that is not synchronised yet
         self._ready: set[str] = set()
@@ -299,29 +299,23 @@ class DataParallel(nn.Module, abc.ABC):
                 alias: Any = self._trained[name].view_as(self._trained[name])
             node = alias.grad_fn.next_functions[0][0]
             # After the hooks that users put on the parameter, whenever they do: as DistributedDataParallel's.
-            remove_hooks_with(self, node.register_hook(partial(weakly(self._on_arrival), name)))
+            node.register_hook(partial(weakly(self._on_arrival), name))
             self._accumulators.append(node)
         if self._must_finish:
-            remove_hooks_with(self, register_optimizer_step_pre_hook(weakly(self._check_step)))
+            weakref.finalize(self, register_optimizer_step_pre_hook(weakly(self._check_step)).remove)
 
-    def _check_unchanged(self) -> None:
-        now = dict(self.module.named_parameters())
-        for name in now | self._trained:
-            parameter, trained = now.get(name), self._trained.get(name)
-            if trained is None:
-                change = "became trainable" if parameter is not None and parameter.requires_grad else ""
-            elif parameter is not trained or tensor_spec(name, trained) != self._specs[name]:
-                change = "was replaced or turned into another dtype"
-            else:
-                change = "" if trained.requires_grad else "was frozen"
-            if change:
-                raise ValueError(f"parameter {name!r} {change} after wrapping: wrap the module anew")
+    def _held(self) -> set[tuple[str, TensorSpec, int]]:
+        """What is to stay as it is: trainable parameters, and the shapes and dtypes of buffers that are broadcast."""
+        named = self.module.named_parameters()
+        held = {(f"parameter {name!r}", tensor_spec(name, p), id(p)) for name, p in named if p.requires_grad}
+        buffers = self.module.named_buffers() if self._broadcasts_buffers else ()
+        return held | {(f"buffer {name!r}", tensor_spec(name, one), 0) for name, one in buffers}
 
     def _begin_pass(self) -> None:
         """Notes that there are gradients of this rank alone, and the versions of the weights that they are of."""
         if not self._has_begun:
             self._has_begun, self._versions = True, [one._version for one in self._trained.values()]
-        if self._acts_at_end and self._outermost is None:  # the loss was computed past the wrapper's forward
+        if self._outermost is None:  # the loss was computed past the wrapper's forward
             self._end_with_backward()
 
     def _check_weights(self) -> None:
@@ -369,45 +363,35 @@ class DataParallel(nn.Module, abc.ABC):
             if self.require_backward_grad_sync or self.each_microbatch or name in self._ready:
                 self._count(name)
 
-    @property
-    def _acts_at_end(self) -> bool:
-        """Whether something is done at the end of a backward."""
-        return self.sync == "backward" or self.each_microbatch
-
     def _on_output(self, _: Any) -> None:
         """The outermost backward has begun: an output of the wrapper is of no backward within it."""
         if torch._C._current_graph_task_id() != self._outermost:
             self._end_with_backward()
 
     def _end_with_backward(self) -> None:
-        self._outermost = torch._C._current_graph_task_id()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        if self.sync == "backward":
+            self._outermost = torch._C._current_graph_task_id()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         self._outermost = None
-        if self._has_begun:
-            self.end_microbatch()
-            if self.sync == "backward" and self.require_backward_grad_sync:
-                self.finish_gradient_synchronization()
+        if self._has_begun and self.require_backward_grad_sync:
+            self.finish_gradient_synchronization()
 
     def end_microbatch(self) -> None:
-        """Called at the end of every backward by those that reduce in each, and under ``sync="backward"``."""
+        """Called before the forward that follows a backward, for those that reduce in each."""
 
     @torch.no_grad()
     def _broadcast_buffers(self) -> None:
         """Broadcasts the buffers from rank 0, changed or not: no rank knows whether another's have changed."""
-        buffers = dict(self.module.named_buffers()) if self._broadcasts_buffers else {}
-        changed = {tensor_spec(name, one) for name, one in buffers.items()} ^ self._buffer_specs
-        if self._broadcasts_buffers and changed:
-            raise ValueError(
-                f"buffer {min(changed).name!r} was added, removed, resized or cast after wrapping, and ranks could"
-                " differ in it: register it as it stays before wrapping, or wrap with broadcast_buffers=False"
-            )
+        buffers = list(self.module.buffers()) if self._broadcasts_buffers else []
         if buffers:  # not counted with the gradients
             group: Any = self.process_group or dist.group.WORLD
-            dist._broadcast_coalesced(group, list(buffers.values()), _BROADCAST_BYTES, 0)
+            dist._broadcast_coalesced(group, buffers, _BROADCAST_BYTES, 0)
 
     def _count(self, name: str) -> None:
+        if name in self._ready and self.each_microbatch:
+            self.end_microbatch()
         if name in self._ready:
             raise RuntimeError(
                 f"the gradient of {name!r} was computed twice: call finish_gradient_synchronization after each"
@@ -428,14 +412,17 @@ class DataParallel(nn.Module, abc.ABC):
     def _start_next(self) -> None:
         self.start_reduction(self._num_started)
         for tensor in self.plan.buckets[self._num_started].tensors:
-            grad = self._trained[tensor.name].grad
-            if isinstance(grad, (PartialGradient, SpentGradient)):
-                self._sent[tensor.name] = grad, grad._version
+            self._note_sent(tensor.name)
         self._num_started += 1
 
-    def _check_sent(self) -> None:
+    def _note_sent(self, name: str) -> None:
+        grad: Any = self._trained[name].grad
+        self._sent[name] = grad, grad._version
+
+    def _check_sent(self, names: Collection[str]) -> None:
         """Refuses a change of a gradient that is being reduced."""
-        for name, (sent, version) in self._sent.items():
+        for name in names:
+            sent, version = self._sent[name]
             if self._trained[name].grad is not sent or sent._version != version:
                 raise RuntimeError(
                     f"the gradient of {name!r} was changed while it was reduced: change gradients after"
@@ -464,7 +451,7 @@ def register(name: str) -> Callable[[type], type]:
     return add
 
 
-def check_module(name: str, module: Any, process_group: Any = None) -> None:
+def check_module(name: str, module: Any) -> None:
     """Refuses what the wrapper of this name cannot wrap, by a ValueError."""
     if not dist.is_initialized():
         raise ValueError(
@@ -472,8 +459,6 @@ def check_module(name: str, module: Any, process_group: Any = None) -> None:
             " before wrapping a module"
         )
     check_kind("module", module, nn.Module, "a torch.nn.Module")
-    if process_group is not None:
-        check_kind("process_group", process_group, dist.ProcessGroup, "a process group, or None for all ranks")
     owners = {id(p): type(other).__name__ for other in _live for p in other._trained.values()}
     for one, parameter in module.named_parameters():
         if parameter.is_meta:
@@ -490,12 +475,6 @@ def check_module(name: str, module: Any, process_group: Any = None) -> None:
             )
 
 
-def check_dtype(name: str, dtype: Any) -> None:
-    """Refuses what is neither a floating-point dtype of torch nor None, by a ValueError."""
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"{name} (={dtype!r}) must be a floating-point dtype or None")
-
-
 def planned_collectives(net: DataParallel, *, num_microbatches: int = 1) -> list[tuple[str, int]]:
     """Lists the collectives of one step: ``(kind, bytes of the full buffer)`` in the order in which they start."""
     return net.planned_collectives(num_microbatches)
@@ -510,12 +489,6 @@ def resolve_bucket_mb(bucket_mb: BucketMb, bucket_size_mb: BucketMb) -> BucketMb
             f"bucket_mb (={bucket_mb!r}) and bucket_size_mb (={bucket_size_mb!r}) are one option: give one of them"
         )
     return bucket_size_mb
-
-
-def remove_hooks_with(wrapper: nn.Module, *handles: RemovableHandle) -> None:
-    """Removes hooks when a wrapper is deleted."""
-    for handle in handles:
-        weakref.finalize(wrapper, handle.remove)
 
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:

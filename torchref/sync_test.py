@@ -10,8 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchref
 from torchref.communication.collectives import record
-from torchref.late_parameters_test import WRAPPERS
-from torchref.passes_test import Fails
+from torchref.passes_test import WRAPPERS, Blocks, Fails
 from torchref.strategy import planned_collectives
 
 NUM_STEPS = 4
@@ -121,76 +120,23 @@ def issued_and_planned(name):
     return sorted(tuple(one) for one in issued), sorted(planned_collectives(net))
 
 
-class Recomputed(torch.autograd.Function):
-    """Computes a layer again in the backward, which calls backward."""
-
-    @staticmethod
-    def forward(ctx, x, layer):
-        ctx.save_for_backward(x)
-        ctx.layer = layer
-        with torch.no_grad():
-            return layer(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        x = x.detach().requires_grad_()
-        with torch.enable_grad():
-            y = ctx.layer(x)
-        y.backward(grad)
-        return x.grad, None
-
-
-class Blocks(nn.Module):
-    """Blocks whose backward is one within another, in three ways."""
-
-    def __init__(self, within):
-        super().__init__()
-        self.first, self.within = nn.Linear(3, 3), within
-        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
-
-    def forward(self, x):
-        x = torch.tanh(self.first(x))
-        for block in self.blocks:
-            if self.within == "checkpoint":
-                x = checkpoint(block, x, use_reentrant=True)
-            elif self.within == "function":
-                x = Recomputed.apply(x, block)
-            else:
-                x = block(x)
-            x = torch.tanh(x)
-        return x
-
-
-def backward_within(name, within, sync):
+def backward_within(name, within):
     """How far a step is from one process, and the gradients' collectives with and without a backward within."""
     found, counts = [], []
     for one in (within, ""):
-        torch.manual_seed(0)
-        module, alone = Blocks(one).double(), Blocks("").double()
-        alone.load_state_dict(module.state_dict())
+        module, alone = Blocks(one), Blocks("")
         cls, options = WRAPPERS[name]
-        net = cls(module, **options, sync=sync)
+        net = cls(module, **options, sync="backward")
         tx = net if net.owns_optimizer else torch.optim.SGD(net.parameters(), lr=0.1)
         x = rows(0, 0)
         with record() as issued:
             net(x[dist.get_rank()]).square().sum().backward()
-            if sync == "finish":
-                net.finish_gradient_synchronization()
         counts.append([kind for kind, _ in issued if kind != "all-gather"])
         tx.step()
         (alone(x).square().sum() / net.num_ranks).backward()
         torch.optim.SGD(alone.parameters(), lr=0.1).step()
         found.append(furthest(net, alone))
     return max(found), counts
-
-
-def twice_in_reentrant_checkpoints():
-    net = torchref.BucketedDDP(model())
-    x = rows(0, 0)[dist.get_rank()].requires_grad_()
-    halves = [checkpoint(net, half, use_reentrant=True) for half in x.chunk(2)]
-    with pytest.raises(RuntimeError, match="computed twice.*use_reentrant=False"):
-        sum(half.square().sum() for half in halves).backward()
 
 
 def set_by_hand(name):
@@ -207,6 +153,8 @@ def set_by_hand(name):
 def bad_input():
     with pytest.raises(ValueError, match=r"sync \(='step'\) must be 'finish' or 'backward'"):
         torchref.NaiveDDP(model(), sync="step")
+    with pytest.raises(ValueError, match="BucketedDDP has no option bucket_cap_mb; the caps of buckets are bucket_mb"):
+        torchref.BucketedDDP(model(), bucket_cap_mb=25, device_ids=None)
     with pytest.raises(ValueError, match=r"sync \(='finish' in rank 1\) must be 'backward', as in rank 0"):
         torchref.NaiveDDP(model(), sync="finish" if dist.get_rank() else "backward")
     net, tx = wrap("naive", model())
@@ -214,47 +162,34 @@ def bad_input():
         torchref.Trainer(lambda net, batch: net(batch["x"]).mean(), tx, net)
 
 
-# Tests
-
-
-@pytest.mark.parametrize("fails", ["", "forward", "backward"])
-@wrappers
-def test_a_plain_loop_trains_as_one_process_does(ranks, name, fails):
-    for difference in ranks.run(trained, name, 1 if fails else 3, fails, fails != "backward", num_ranks=2):
-        assert difference <= 1e-12  # float64: the order of sums
-
-
-@pytest.mark.parametrize("kind", ["", "checkpoint"])
-@wrappers
-def test_backward_passes_add_up(ranks, name, kind):
-    assert max(ranks.run(two_backwards, name, kind, num_ranks=2)) <= 1e-12  # float64: the order of sums
-
-
-@pytest.mark.parametrize("name", WRAPPERS)
-def test_a_backward_communicates_once(ranks, name):
-    for issued, planned in ranks.run(issued_and_planned, name, num_ranks=2):
+def check_all(name):
+    for fails in ("", "forward", "backward"):
+        assert trained(name, 1 if fails else 3, fails, fails != "backward") <= 1e-12, (
+            fails
+        )  # float64: the order of sums
+    for kind in ("", "checkpoint"):
+        assert two_backwards(name, kind) <= 1e-12, kind  # float64: the order of sums
+    if name in WRAPPERS:
+        issued, planned = issued_and_planned(name)
         for kind in ("all-gather", "all-gather", "reduce-scatter") if name == "zero3" else ():
             planned.remove((kind, 2 * 3 * 8))  # of the unused layer, Linear(2, 2): 2 + 1 elements on each of 2 ranks
         assert issued == planned
-
-
-@pytest.mark.parametrize("sync", ["finish", "backward"])
-@pytest.mark.parametrize("within", ["checkpoint", "function"])
-@pytest.mark.parametrize("name", ["flat", "bucketed", "zero1", "zero2", "zero3"])
-def test_a_backward_within_another_ends_with_the_outermost(ranks, name, within, sync):
-    for difference, (within_one, plain) in ranks.run(backward_within, name, within, sync, num_ranks=2):
-        assert difference <= 1e-12  # float64: the order of sums
-        assert sorted(within_one) == sorted(plain)
-
-
-def test_what_reentrant_checkpoints_compute_twice_is_refused(ranks):
-    ranks.run(twice_in_reentrant_checkpoints, num_ranks=2)
-
-
-@pytest.mark.parametrize("name", ["naive", "bucketed", "zero1"])
-def test_require_backward_grad_sync_is_honoured(ranks, name):
-    for quiet, loud in ranks.run(set_by_hand, name, num_ranks=2):
+    if name in ("flat", "bucketed", "zero1", "zero2", "zero3"):
+        for within in ("checkpoint", "function"):
+            difference, (within_one, plain) = backward_within(name, within)
+            assert difference <= 1e-12, within  # float64: the order of sums
+            assert sorted(within_one) == sorted(plain), within
+    if name in ("naive", "bucketed", "zero1"):
+        quiet, loud = set_by_hand(name)
         assert quiet == 0 < loud
+
+
+# Tests
+
+
+@wrappers
+def test_a_plain_loop_is_that_of_one_process_and_ends_with_the_outermost_backward(ranks, name):
+    ranks.run(check_all, name, num_ranks=2)
 
 
 def test_bad_input(ranks):

@@ -22,14 +22,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
-from jaxddp.arguments import check_function, check_integer, check_kind, is_number
+from jaxddp.arguments import check_integer, check_positive
 from jaxddp.processes.roll_call import disagreement
 
 from .agreement import check_alike, refuse
 from .clipping import clip_to_norm_, global_norm
 from .loss import as_part
-from .strategy import DataParallel, check_dtype
-from .zero.stage3 import FSDP
+from .strategy import DataParallel
 
 NONFINITE = ("ignore", "raise", "skip")
 
@@ -78,20 +77,13 @@ class Trainer:
                 before the update. ``"raise"``: raises before the update. ``"skip"``: does not update.
 
         Raises:
-            ValueError: If a number is out of range, ``compute_dtype`` is given with ``FSDP``, or ``net`` has
-                ``sync="backward"``.
+            ValueError: If a number is out of range, or ``compute_dtype`` is given with a wrapper that has its own.
         """
-        num_microbatches = check_integer("num_microbatches", num_microbatches)
-        check_function("loss_fn", loss_fn)
-        check_kind("net", net, nn.Module, "a torch.nn.Module, or one in a strategy")
-        has_step = not isinstance(optimizer, type) and callable(getattr(optimizer, "step", None))
-        if not has_step:
-            raise ValueError(f"optimizer (={optimizer!r}) must be a torch optimizer, or a strategy that owns one")
-        if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm > 0):
-            raise ValueError(f"max_grad_norm (={max_grad_norm!r}) must be positive or None")
-        check_dtype("compute_dtype", compute_dtype)
-        if compute_dtype is not None and isinstance(net, FSDP):
-            raise ValueError(f"compute_dtype (={compute_dtype}) must be given to FSDP, which gathers in it")
+        check_integer("num_microbatches", num_microbatches)
+        if max_grad_norm is not None:
+            check_positive("max_grad_norm", max_grad_norm)
+        if compute_dtype is not None and getattr(net, "gathers_in_forward", False):
+            raise ValueError(f"compute_dtype (={compute_dtype}) must be given to the wrapper, which gathers in it")
         if nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite (={nonfinite!r}) must be one of {', '.join(NONFINITE)}")
         if isinstance(net, DataParallel) and net.sync != "finish":
@@ -125,13 +117,11 @@ class Trainer:
         loss, norm = total / (divisor or 1), self._clip()
         self.num_steps += 1
         is_finite = True
-        if self.nonfinite != "ignore":  # else nothing here waits for a GPU
+        if self.nonfinite != "ignore":  # else nothing here waits for a GPU before the update
             is_finite = math.isfinite(loss) and math.isfinite(norm)
-        if not has_weight and not of_ranks.is_cuda:
-            self._check_rows(of_ranks)
         if has_examples and is_finite:
             self.optimizer.step()
-        if not has_weight and of_ranks.is_cuda:  # after the update, which must not wait
+        if not has_weight:
             self._check_rows(of_ranks)
         metrics = {"loss": float(loss), "grad_norm": float(norm)}
         if has_examples and not is_finite and self.nonfinite == "raise":
@@ -210,7 +200,7 @@ class Trainer:
         return sums[0], sums[1] if weights else None, sums[2:]
 
     def _check_rows(self, of_ranks: torch.Tensor) -> None:
-        """Refuses ranks of unequally many examples, whose mean of means would be another."""
+        """Refuses ranks of unequally many examples, whose mean of means was another; after the update, not to wait."""
         fault = disagreement([{"batch": f"{count:.0f} examples"} for count in of_ranks.tolist()], "rank")
         if fault and self._parallel is not None:
             refuse(f"{fault}, unless loss_fn returns Weighted", self._parallel.process_group)
@@ -229,7 +219,7 @@ def local_rows(batch: Batch, index: int, num_parts: int) -> Any:
     rows = _num_rows(batch)
     if rows % check_integer("num_parts", num_parts) or rows == 0:
         raise ValueError(f"batch (={rows} examples) must be divisible by the number of parts (={num_parts})")
-    if check_integer("index", index, 0) >= num_parts:
+    if not 0 <= index < num_parts:
         raise ValueError(f"index (={index}) must be below num_parts (={num_parts})")
     size = rows // num_parts
     return tree_map(lambda tensor: tensor[index * size : (index + 1) * size], batch)

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import nn
 
 import torchref
-from torchref.communication.collectives import all_reduce
 from torchref.train import local_rows
 
 
@@ -72,7 +71,7 @@ def test_bad_input():
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"num_microbatches \(=0\) must be a positive integer"):
         torchref.Trainer(mean_loss, optimizer, module, num_microbatches=0)
-    with pytest.raises(ValueError, match=r"max_grad_norm \(=0\) must be positive or None"):
+    with pytest.raises(ValueError, match=r"max_grad_norm \(=0\) must be a positive"):
         torchref.Trainer(mean_loss, optimizer, module, max_grad_norm=0)
     trainer = torchref.Trainer(mean_loss, optimizer, module, num_microbatches=5)
     with pytest.raises(ValueError, match=r"batch \(=24 examples\) must be divisible by .* \(=1 x 5\)$"):
@@ -139,31 +138,13 @@ def wrong_arguments():
     """Each is refused in one line, on every rank."""
     net = torchref.FlatDDP(linear())
     sgd = torch.optim.SGD(net.parameters(), 0.1)
-    group = r"\(=3\) must be a process group, or None for all ranks"
     for message, call in {
         r"the weights of torchref.Weighted \(=nan in all\) must be finite numbers, 0 or more": lambda: torchref.Trainer(
             negative_on_one_rank, sgd, net
         ).step(batch()),
-        r"optimizer \(=<class .*SGD'>\) must be a torch optimizer, or a strategy that owns one": lambda: (
-            torchref.Trainer(mean_loss, torch.optim.SGD, net)
-        ),
-        r"loss_fn \(='loss'\) must be a function": lambda: torchref.Trainer("loss", sgd, net),
-        r"net \(=<class .*Linear'>\) must be a torch.*": lambda: torchref.Trainer(mean_loss, sgd, nn.Linear),
-        r"compute_dtype \(='bfloat16'\) must be .*": lambda: torchref.FSDP(linear(), compute_dtype="bfloat16"),
         r"module \(=<class .*Linear'>\) must be a torch.nn.Module": lambda: torchref.ZeRO1(nn.Linear, torch.optim.SGD),
-        r"hook \(='bf16'\) must be a function .*": lambda: torchref.BucketedDDP(linear(), hook="bf16"),
-        r"BucketedDDP has no option bucket_cap_mb \(=25\): BucketedDDP takes bucket_mb": lambda: torchref.BucketedDDP(
-            linear(), bucket_cap_mb=25, device_ids=None
-        ),
-        r"NaiveDDP has no option bucket_cap_mb \(=25\): .*": lambda: torchref.NaiveDDP(linear(), bucket_cap_mb=25),
         r"parameter 'weight' is on the meta device: .*": lambda: torchref.FlatDDP(nn.Linear(3, 2, device="meta")),
-        f"process_group {group}": lambda: torchref.BucketedDDP(linear(), process_group=3),
-        r"broadcast_buffers \(='no'\) must be .*": lambda: torchref.NaiveDDP(linear(), broadcast_buffers="no"),
-        r"optimizer_cls \(='adam'\) must be .*": lambda: torchref.ShardedOptimizer(net.parameters(), "adam"),
-        r"optimizer_cls \(=SGD\) must take .*": lambda: torchref.ZeRO1(linear(), torch.optim.SGD, lr="x"),
         r"denominator \(=0\) must be a positive finite number": lambda: net.finish_gradient_synchronization(0),
-        r"tensor \(=list\) must be a torch.Tensor": lambda: all_reduce([1.0]),
-        f"group {group}": lambda: all_reduce(torch.ones(1), 3),
     }.items():
         with pytest.raises(ValueError) as caught:
             call()

@@ -173,13 +173,15 @@ def in_bfloat16(folder):
 
 # Tests
 
-PAIRS = [("bucketed", 2, "zero1", 3), ("zero1", 2, "zero3", 1), ("zero3", 3, "zero2", 2), ("zero2", 1, "naive", 2),
-         ("flat", 3, "zero3", 2), ("zero3", 2, "overlapped", 3)]  # fmt: skip
+PAIRS = [
+    ("bucketed", 2, "zero1", 3, torch.optim.AdamW), ("zero1", 2, "zero3", 1, torch.optim.NAdam),
+    ("zero3", 3, "zero2", 2, torch.optim.SGD), ("zero2", 1, "naive", 2, torch.optim.AdamW),
+    ("flat", 3, "zero3", 2, torch.optim.NAdam), ("zero3", 2, "overlapped", 3, torch.optim.AdamW),
+]  # fmt: skip
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize("optimizer_cls", [torch.optim.AdamW, torch.optim.SGD, torch.optim.NAdam])
-@pytest.mark.parametrize(("first", "num_ranks", "second", "num_others"), PAIRS)
+@pytest.mark.parametrize(("first", "num_ranks", "second", "num_others", "optimizer_cls"), PAIRS)
 def test_a_resumed_run_ends_as_the_undisturbed_one(
     ranks, tmp_path, first, num_ranks, second, num_others, optimizer_cls
 ):
@@ -218,9 +220,8 @@ def test_other_models_and_optimizers_are_refused(ranks, saved):
         ({"optimizer_cls": torch.optim.SGD}, f"{where} is of another optimizer: AdamW there and SGD here"),
         ({"optimizer_cls": torch.optim.Adam}, ""),  # keeps the same state
     ):
-        for strategy in ("zero3", "bucketed"):
-            found = ranks.run(error_of, str(saved), strategy, options, restore_one, num_ranks=2)
-            assert found == [expected and f"ValueError: {expected}"] * 2
+        found = ranks.run(error_of, str(saved), "zero3", options, restore_one, num_ranks=2)
+        assert found == [expected and f"ValueError: {expected}"] * 2
 
 
 class OtherModel(Model):

@@ -21,13 +21,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from jaxddp.arguments import check_kind
-
 from ..communication.collectives import all_gather
 from ..communication.sharding import Cut
 from ..strategy import DataParallel
 from ..train import Trainer
-from ..zero import ShardedOptimizer, ZeRO1
+from ..zero import ShardedOptimizer
 from ..zero.optimizers import rank_marks
 
 _DECIDE_STATE = ("amsgrad", "momentum", "centered")
@@ -59,9 +57,8 @@ class RankState(NamedTuple):
             ValueError: If ranks train apart, state of whole parameters is on single ranks, the optimizer updates other
                 parameters than the module's, or keeps what is neither tensor nor number.
         """
-        check_kind("trainer", trainer, Trainer, "a torchref.Trainer")
         net: Any = trainer.net
-        optimizer: Any = net.optimizer if isinstance(net, ZeRO1) else trainer.optimizer
+        optimizer: Any = net.optimizer if getattr(net, "owns_optimizer", False) else trainer.optimizer
         is_split = isinstance(optimizer, ShardedOptimizer) or type(optimizer).__name__ == "ZeroRedundancyOptimizer"
         if not isinstance(optimizer, torch.optim.Optimizer) or is_split:
             raise ValueError(f"optimizer (={type(optimizer).__name__}) must be torch's, or that of zero1 or zero2")
@@ -168,7 +165,8 @@ class RankState(NamedTuple):
                     is_cut = name in self.cuts and key in about["elementwise"]
                     value = (self.cuts[name].local_shard(value, rank()) if is_cut else value).clone()  # noqa: PLW2901
                 state.setdefault(numbers[id(self.updated[name])], {})[key] = value
-        marks = rank_marks(self.net.process_group) if isinstance(self.net, ZeRO1) else {}
+        net: Any = self.net
+        marks = rank_marks(net.process_group) if getattr(net, "owns_optimizer", False) else {}
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state} | marks)
         for number, one in enumerate(params):
             for key, value in state.get(number, {}).items():

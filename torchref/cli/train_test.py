@@ -64,7 +64,7 @@ def test_bad_input_is_one_line_and_status_2(command, alone, text, capsys):
     assert lines[0].startswith(f"error: {BAD_INPUT[command]}")
 
 
-@pytest.mark.parametrize("command", [command for command in BAD_INPUT if command != "train --devices 2"])
+@pytest.mark.parametrize("command", ["train --strategy fast", "train --weights /no/where"])
 def test_outside_a_job_it_is_one_line_before_ranks_start(command, text, capsys, monkeypatch):
     monkeypatch.setattr("torchref.cli.train.launch", pytest.fail)
     monkeypatch.delenv("RANK", raising=False)
@@ -104,7 +104,7 @@ def fails(ranks, folder, expected, options, *more, run=run_on_rank):
         assert re.search(expected, said), said
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["bucketed", "zero2", "zero3"])
 def test_training_lowers_the_loss_and_communicates_what_was_planned(ranks, strategy, text, tmp_path):
     options = {"strategy": strategy, "steps": 12, "batch_size": 8, "learning_rate": 3e-2, "checkpoint_every": 6}
     (reports, said), other = ranks.run(run_on_rank, str(tmp_path), free_port(), options, num_ranks=2)

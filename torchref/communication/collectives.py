@@ -15,8 +15,7 @@ pairs count ranks within the group. Each is one collective operation. The twin h
 ``all_reduce`` and ``broadcast`` work in place, because gradients and parameters are already where the result
 should be; the others leave their input unchanged. With ``async_op=True`` a call returns at once: ``Work`` instead of
 None, ``(tensor, Work)`` instead of a tensor. Touch neither buffer before ``work.wait()``. The calls are not
-differentiable, and all ranks must issue the same ones in the same order. All raise a ValueError if the tensor is none,
-or the group no process group.
+differentiable, and all ranks must issue the same ones in the same order.
 
 Tensors may be empty and have any strides. A tensor that is not contiguous is sent as a contiguous copy, because Gloo
 ignores strides and silently gives wrong sums. Gloo implements reduce-scatter as an all-reduce and keeps a slice: it
@@ -45,7 +44,6 @@ _dist_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 def all_reduce(tensor: Tensor, group: _Group = None, async_op: bool = False) -> Work | None:
     """Sums over the ranks, in place; every rank gets the whole sum."""
-    _check_call(tensor, group)
     _note("all-reduce", tensor)
     buffer = tensor.detach().contiguous()
     work = _start(dist.all_reduce, buffer, group=group)
@@ -58,11 +56,10 @@ def reduce_scatter(tensor: Tensor, group: _Group = None, async_op: bool = False)
     Raises:
         ValueError: If dimension 0 of ``tensor`` is missing or not divisible by the number of ranks.
     """
-    _check_call(tensor, group)
     length, rank = length_of_chunk(tensor.shape, dist.get_world_size(group)), dist.get_rank(group)
     _note("reduce-scatter", tensor)
     chunk = tensor.new_empty(length, *tensor.shape[1:])
-    if is_silent():
+    if _num_silent:
         chunk.copy_(tensor.detach()[rank * length : (rank + 1) * length])
     return _new(chunk, _start(_dist_reduce_scatter, chunk, tensor.detach().contiguous(), group=group), async_op)
 
@@ -73,18 +70,16 @@ def all_gather(tensor: Tensor, group: _Group = None, async_op: bool = False) -> 
     Raises:
         ValueError: If ``tensor`` has no dimension 0.
     """
-    _check_call(tensor, group)
     length = length_of_chunk(tensor.shape, 1)
     full = tensor.new_empty(dist.get_world_size(group) * length, *tensor.shape[1:])
     _note("all-gather", full)
-    if is_silent():
+    if _num_silent:
         full.view(-1, *tensor.shape).copy_(tensor.detach())
     return _new(full, _start(_dist_all_gather, full, tensor.detach().contiguous(), group=group), async_op)
 
 
 def broadcast(tensor: Tensor, root: int = 0, group: _Group = None, async_op: bool = False) -> Work | None:
     """Gives every rank the root's tensor, in place; raises a ValueError if ``root`` is no rank of the group."""
-    _check_call(tensor, group)
     check_root(root, dist.get_world_size(group))
     _note("broadcast", tensor)
     buffer = tensor.detach().contiguous()
@@ -93,7 +88,6 @@ def broadcast(tensor: Tensor, root: int = 0, group: _Group = None, async_op: boo
 
 def reduce(tensor: Tensor, root: int = 0, group: _Group = None, async_op: bool = False) -> Any:
     """Sums over the ranks; the root gets the sum, the others zeros; raises a ValueError as ``broadcast``."""
-    _check_call(tensor, group)
     check_root(root, dist.get_world_size(group))
     _note("reduce", tensor)
     # The library leaves partial sums in the buffers of the other ranks, so they work on a copy of their own.
@@ -110,7 +104,6 @@ def send_recv(tensor: Tensor, pairs: Sequence[tuple[int, int]], group: _Group = 
     Raises:
         ValueError: If a rank of ``pairs`` is not in the group, or one sends or is sent to more than once.
     """
-    _check_call(tensor, group)
     check_pairs(pairs, dist.get_world_size(group))
     _note("send-recv", tensor)
     rank, sent = dist.get_rank(group), tensor.detach().contiguous()
@@ -186,25 +179,13 @@ def silent() -> Iterator[None]:
         _num_silent -= 1
 
 
-def is_silent() -> bool:
-    """Whether ``silent`` is in effect."""
-    return _num_silent > 0
-
-
-def _check_call(tensor: Tensor, group: _Group) -> None:
-    if not isinstance(tensor, Tensor):
-        raise ValueError(f"tensor (={type(tensor).__name__}) must be a torch.Tensor")
-    if group is not None and not isinstance(group, ProcessGroup):
-        raise ValueError(f"group (={group!r}) must be a process group, or None for all ranks")
-
-
 def _note(kind: str, full: Tensor) -> None:
     for issued in _recorders:
         issued.append(Issued(kind, full.nbytes))
 
 
 def _start(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Work:
-    return Pending([]) if is_silent() else call(*args, async_op=True, **kwargs)
+    return Pending([]) if _num_silent else call(*args, async_op=True, **kwargs)
 
 
 def _new(result: Tensor, work: Work, async_op: bool) -> Any:

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from jaxddp.arguments import length_of_chunk
 
-from .collectives import _check_call, send_recv
+from .collectives import send_recv
 
 
 def ring_reduce_scatter(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -32,7 +32,6 @@ def ring_reduce_scatter(tensor: Tensor, group: ProcessGroup | None = None) -> Te
     Raises:
         ValueError: If dimension 0 of ``tensor`` is missing or not divisible by the number of ranks.
     """
-    _check_call(tensor, group)
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     chunks = tensor.detach().reshape(num_ranks, length_of_chunk(tensor.shape, num_ranks), *tensor.shape[1:])
 
@@ -53,7 +52,6 @@ def ring_all_gather(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor
     Raises:
         ValueError: If ``tensor`` has no dimension 0.
     """
-    _check_call(tensor, group)
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     chunk_length = length_of_chunk(tensor.shape, 1)
     chunk = tensor.detach()
@@ -70,7 +68,6 @@ def ring_all_reduce(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor
 
     The tensor is flattened and padded with zeros until N divides its length, and both are undone at the end.
     """
-    _check_call(tensor, group)
     num_ranks = dist.get_world_size(group)
     padded = pad(tensor.detach().reshape(-1), (0, -tensor.numel() % num_ranks))
     total = ring_all_gather(ring_reduce_scatter(padded, group), group)

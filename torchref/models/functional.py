@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from jaxddp.arguments import check_integer
 from jaxddp.sizes import SIZES, TransformerConfig
 
 from .toy import FrozenToy, TiedToy, ToyMLP, UnusedToy
@@ -61,10 +60,9 @@ def build(name_or_config: str | TransformerConfig, seed: int = 0) -> nn.Module:
     module is of float32 on the CPU; the global generator is left as it was.
 
     Raises:
-        ValueError: If the name is not known, or the seed is negative.
+        ValueError: If the name is not known.
     """
     make = _constructor(name_or_config)
-    check_integer("seed", seed, 0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make()

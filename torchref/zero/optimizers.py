@@ -9,13 +9,11 @@ with ``"rank"`` and ``"num_ranks"``, and refused elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from jaxddp.arguments import check_function, check_kind, check_mapping
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
@@ -52,8 +50,6 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
     """
     given = as_list(params)
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-    if not all(isinstance(group, dict) and "params" in group for group in groups):
-        raise ValueError(f"params (={params!r}) must be parameters, or dictionaries with 'params'")
     return [{**group, "params": as_list(group["params"])} for group in groups]
 
 
@@ -68,24 +64,8 @@ def as_list(params: Any) -> list[Any]:
             f"params (={type(params).__name__}) must be a list: a set is in another order in each process, and ranks"
             " must share one"
         )
-    if not isinstance(params, Iterable) or isinstance(params, str):
-        raise ValueError(f"params (={params!r}) must be parameters, or groups of them")
     listed = [params] if isinstance(params, torch.Tensor) else list(params)
     return list({id(one[1] if isinstance(one, tuple) else one): one for one in listed}.values())
-
-
-def make_optimizer(
-    optimizer_cls: Callable[..., torch.optim.Optimizer], params: Any, options: Mapping[str, Any]
-) -> torch.optim.Optimizer:
-    """Makes an optimizer; a ValueError if it is none, or does not take the options, and torch's own."""
-    check_function("optimizer_cls", optimizer_cls, "a torch optimizer's class")
-    try:
-        optimizer = optimizer_cls(params, **options)
-    except TypeError as error:
-        name = getattr(optimizer_cls, "__name__", optimizer_cls)
-        raise ValueError(f"optimizer_cls (={name}) must take the options {dict(options)}: {error}") from error
-    check_kind("optimizer_cls(...)", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
-    return optimizer
 
 
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,7 +86,6 @@ def rank_marks(group: dist.ProcessGroup | None) -> dict[str, int]:
 
 def check_marks(state_dict: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
     """Refuses a state dict of another rank, or of another number of ranks, by a ValueError."""
-    check_mapping("state_dict", state_dict, "what state_dict() gave")
     expected = rank_marks(group)
     found = {key: state_dict.get(key) for key in expected}
     if found != expected:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from jaxddp.arguments import check_function, check_kind
 from jaxddp.communication.owners import assign_owners
 
 from ..agreement import check_alike
@@ -58,21 +57,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
             **kwargs: For ``optimizer_cls``.
 
         Raises:
-            TypeError: If parameters are in a set, which has no order, or are no tensors.
-            ValueError: If there is no process group yet, the optimizer's step needs a closure, it does not take the
-                options, or as ``optimizer_cls``.
+            TypeError: If parameters are in a set, which has no order.
+            ValueError: If there is no process group yet, or the optimizer's step needs a closure.
         """
         if not dist.is_initialized():
             raise ValueError("ShardedOptimizer needs a process group: call torch.distributed.init_process_group first")
-        if process_group is not None:
-            check_kind("process_group", process_group, dist.ProcessGroup, "a process group, or None for all ranks")
         self.process_group = process_group
         self.rank, self.num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
         self._owner: dict[torch.Tensor, int] = {}
         super().__init__(optimizers.as_groups(params), kwargs)
-        self.local = optimizers.make_optimizer(
-            optimizer_cls, [self._local_group(group) for group in self.param_groups], kwargs
-        )
+        self.local = optimizer_cls([self._local_group(group) for group in self.param_groups], **kwargs)
         try:
             inspect.signature(self.local.step).bind()
         except TypeError as error:
@@ -114,16 +108,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         copy_options(self, self.local)
         if not self._agreed:  # one parameter would be broadcast into another
-            parameters = {
-                f"parameter {i}": f"{[*p.shape]} {p.dtype} of rank {owner}"
-                for i, (p, owner) in enumerate(self._owner.items())
+            owners = enumerate(self._owner.items())
+            alike: dict[str, Any] = {
+                f"parameter {i}": f"{[*p.shape]} {p.dtype} of rank {owner}" for i, (p, owner) in owners
             }
-            names = {f"names of group {i}": group.get("param_names") for i, group in enumerate(self.param_groups)}
-            check_alike(names | parameters | optimizers.describe_optimizer(self.local), self.process_group)
+            alike |= {f"names of group {i}": one.get("param_names") for i, one in enumerate(self.param_groups)}
+            check_alike(alike | optimizers.describe_optimizer(self.local), self.process_group)
             self._agreed = True
         loss = None
         if closure is not None:
-            check_function("closure", closure)
             with torch.enable_grad():
                 loss = closure()
         self.local.step()

@@ -111,9 +111,7 @@ def in_two_groups():
     with pytest.raises(ValueError, match=r"optimizer \(=LBFGS\) must step without a closure: each rank would call it"):
         torchref.ShardedOptimizer(module.parameters(), torch.optim.LBFGS, lr=0.1)
     for params in (set(module.parameters()), [{"params": set(module.parameters())}]):
-        with pytest.raises(
-            TypeError, match=r"params \(=set\) must be a list: a set is in another order in each process"
-        ):
+        with pytest.raises(TypeError, match=r"params \(=set\) must be a list: a set is in another order"):
             torchref.ShardedOptimizer(params, torch.optim.SGD, lr=0.1)
     optimizer = torchref.ShardedOptimizer(module[0].parameters(), torch.optim.SGD, lr=0.1)
     with pytest.raises(TypeError, match=r"params \(=frozenset\) must be a list"):

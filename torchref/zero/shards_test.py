@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchref
-from torchref.late_parameters_test import WRAPPERS
+from torchref.passes_test import WRAPPERS
 
 
 class Reads(nn.Module):
@@ -58,10 +58,14 @@ READS = {
 }
 
 
-def reading(name, no_grad):
-    net = torchref.FSDP(Reads(READS[name]).double())
-    with torch.set_grad_enabled(not no_grad):
-        return refused(lambda: net(rows()))
+def reading():
+    found = {}
+    for name, read in READS.items():
+        for has_grad in (False, True):
+            net = torchref.FSDP(Reads(read).double())
+            with torch.set_grad_enabled(has_grad):
+                found[name, has_grad] = refused(lambda net=net: net(rows()))
+    return found
 
 
 def uses_of_a_shard():
@@ -117,11 +121,13 @@ def optimizer_made_first(has_stepped):
     if has_stepped:
         module(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
         optimizers[0].step()
-    net = torchref.FSDP(module, sync="backward")
+    net = torchref.FSDP(module)
     for _ in range(3):
         for one, optimizer in zip((net, alone), optimizers, strict=True):
             optimizer.zero_grad()
             one(torch.ones(1, 4, dtype=torch.float64)).square().sum().backward()
+            if one is net:
+                net.finish_gradient_synchronization()
             if said := refused(optimizer.step):
                 return said
     full = net.gather_full_params()
@@ -187,6 +193,10 @@ def wrapped_otherwise(name):
     return said
 
 
+def compiled_in_each_way():
+    return {way: compiled(way) for way in ("around", "within", "module.compile")}
+
+
 def compiled(way):
     """Under torch.compile, one step against one process; or what is refused."""
     torch.manual_seed(0)
@@ -217,11 +227,10 @@ def without_weights():
 # In the test process
 
 
-@pytest.mark.parametrize("no_grad", [False, True])
-@pytest.mark.parametrize("name", READS)
-def test_reading_a_parameter_outside_of_its_modules_forward_is_refused(ranks, name, no_grad):
-    for said in ranks.run(reading, name, no_grad, num_ranks=2):
-        assert "shard_types" in said and ("'a." in said or "'o." in said) and "\n" not in said
+def test_reading_a_parameter_outside_of_its_modules_forward_is_refused(ranks):
+    for found in ranks.run(reading, num_ranks=2):
+        for said in found.values():
+            assert "shard_types" in said and ("'a." in said or "'o." in said) and "\n" not in said, found
 
 
 def test_what_would_see_a_part_is_refused(ranks):
@@ -268,13 +277,10 @@ def test_wrappers_refuse_what_they_cannot_do_in_one_line(ranks, name):
         assert all(one and "\n" not in one for one in said), said
 
 
-@pytest.mark.parametrize("way", ["around", "within", "module.compile"])
-def test_compiled_around_it_is_right_and_within_it_is_refused(ranks, way):
-    for found in ranks.run(compiled, way, num_ranks=2):
-        if way == "around":
-            assert found <= 1e-12  # float64: the order of sums
-        else:
-            assert "is compiled" in found and "\n" not in found
+def test_compiled_around_it_is_right_and_within_it_is_refused(ranks):
+    for found in ranks.run(compiled_in_each_way, num_ranks=2):
+        assert found.pop("around") <= 1e-12  # float64: the order of sums
+        assert all("is compiled" in said and "\n" not in said for said in found.values())
 
 
 def test_meta_learning_and_the_meta_device_are_refused_in_one_line(ranks):

@@ -19,6 +19,7 @@ in flight during the backward.
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -36,7 +37,7 @@ from ..communication.in_flight import InFlight
 from ..communication.sharding import Cut, cut, num_bytes, unpack_row
 from ..gradients import PartialGradient
 from ..replicated import Replicated
-from ..strategy import check_dtype, check_module, register, remove_hooks_with, weakly
+from ..strategy import check_module, register, weakly
 from .optimizers import check_elementwise
 from .shards import Shard, make_shard
 from .units import Unit
@@ -57,6 +58,8 @@ class FSDP(Replicated):
     Sharding is permanent, and ``state_dict`` is refused: ``gather_full_params`` gives the whole, to load into a new
     module.
     """
+
+    gathers_in_forward = True
 
     def __init__(
         self,
@@ -81,19 +84,14 @@ class FSDP(Replicated):
 
         Raises:
             ValueError: If there is no parameter to shard, a unit shares one with a module that is no unit, a unit keeps
-                or changes its weights itself, a module is compiled, the dtype is not floating-point, or as
-                ``BucketedDDP``.
+                or changes its weights itself, a module is compiled, or as ``BucketedDDP``.
         """
-        check_module(type(self).__name__, module, options.get("process_group"))
-        check_dtype("compute_dtype", compute_dtype)
+        check_module(type(self).__name__, module)
         for name, one in module.named_modules():
             if one._compiled_call_impl is not None or "_orig_mod" in one._modules:
                 raise ValueError(
                     f"module {name!r} is compiled, and a compiled program takes no shards: use BucketedDDP"
                 )
-        shard_types = (shard_types,) if isinstance(shard_types, type) else shard_types
-        if not isinstance(shard_types, tuple) or not all(isinstance(one, type) for one in shard_types):
-            raise ValueError(f"shard_types (={shard_types!r}) must be a tuple of classes of modules")
         self._bucket_mb, self._rule, self._compute_dtype = bucket_mb, rule, compute_dtype
         self._to_shard = _find_units(module, shard_types)
         self._in_flight = InFlight(weakly(self._accumulate))
@@ -161,8 +159,7 @@ class FSDP(Replicated):
                 shard.grad = torch.zeros_like(shard)
             if shard.grad is self._finished.get(name):  # nothing has come
                 shard.grad.mul_(self.num_ranks)
-            mean = shard.grad.as_subclass(torch.Tensor).div_(denominator)
-            shard.grad = mean.as_subclass(PartialGradient) if self.num_ranks > 1 else mean
+            shard.grad = self._partial(shard.grad.as_subclass(torch.Tensor).div_(denominator))
             self._finished[name] = shard.grad
         super().finish_reductions(denominator)
 
@@ -172,13 +169,6 @@ class FSDP(Replicated):
         for unit in self._units.values():
             unit.drop()
         super().drop_reductions()
-
-    def discard_pass(self) -> None:
-        """As in ``DataParallel``; sums over ranks of that pass are dropped as well."""
-        if self._has_begun:
-            for _, shard in self._shards():
-                shard.grad = None
-        super().discard_pass()
 
     def end_microbatch(self) -> None:
         """Waits for the sums in flight."""
@@ -198,14 +188,11 @@ class FSDP(Replicated):
         self._check_order()
         return super().forward(*args, **kwargs)
 
-    @property
-    def _acts_at_end(self) -> bool:
-        return True
-
     def _add_hooks(self) -> None:
         super()._add_hooks()
-        remove_hooks_with(self, *(handle for unit in self._units.values() for handle in unit.handles))
-        remove_hooks_with(self, register_optimizer_step_post_hook(weakly(self._after_step)))
+        after_step = register_optimizer_step_post_hook(weakly(self._after_step))
+        for handle in (after_step, *(one for unit in self._units.values() for one in unit.handles)):
+            weakref.finalize(self, handle.remove)
 
     def _named_units(self) -> Iterator[tuple[str, Unit]]:
         """The units, under each of their names, with what comes before the parameters' names in it."""
@@ -220,21 +207,34 @@ class FSDP(Replicated):
     def _on_use(self, use: str) -> None:
         self._uses.append(use)
 
-    def _on_sum(self, work: Any, buffer: torch.Tensor, *arrival: Any) -> None:
-        """A unit's gradients are on their way."""
-        self._begin_pass()
-        self._in_flight.add(work, buffer, *arrival)
+    def _on_sum(self, work: Any, buffer: torch.Tensor, unit: Unit, bucket: Bucket, row: torch.Tensor) -> None:
+        """A unit's gradients are on their way to ``shard.grad``, zeros until then; a mean that is there is a sum again.
 
-    def _accumulate(self, unit: Unit, bucket: Bucket, row: torch.Tensor) -> None:
-        """Adds sums to ``shard.grad``; a mean that is there already is scaled so that it is not divided again."""
-        for name, part in unpack_row(bucket, row, unit.cuts).items():
+        Whoever clears that gradient meanwhile has cleared what is on its way.
+        """
+        self._begin_pass()
+        grads = []
+        for tensor in bucket.tensors:
+            shard = unit.shards[tensor.name]
+            if shard.grad is None:
+                shard.grad = self._partial(torch.zeros_like(shard))
+            elif shard.grad is self._finished.pop(shard.full_name, None):
+                shard.grad.as_subclass(torch.Tensor).mul_(self.num_ranks)
+            if self._sent.get(shard.full_name, (None,))[0] is not shard.grad:
+                self._note_sent(shard.full_name)
+            grads.append(shard.grad)
+        self._in_flight.add(work, buffer, unit, bucket, row, grads)
+
+    def _accumulate(self, unit: Unit, bucket: Bucket, row: torch.Tensor, grads: list[torch.Tensor]) -> None:
+        for (name, part), grad in zip(unpack_row(bucket, row, unit.cuts).items(), grads, strict=True):
             shard = unit.shards[name]
-            grad = part.to(shard.dtype).clone()  # with a version of its own, not the bucket's
-            if shard.grad is not None:
-                before = shard.grad.as_subclass(torch.Tensor)
-                is_mean = shard.grad is self._finished.get(shard.full_name)
-                grad = grad.add_(before, alpha=self.num_ranks if is_mean else 1)
-            shard.grad = grad.as_subclass(PartialGradient) if self.num_ranks > 1 else grad
+            if shard.grad is grad:
+                self._check_sent([shard.full_name])
+                grad.as_subclass(torch.Tensor).add_(part)
+                self._note_sent(shard.full_name)
+
+    def _partial(self, grad: torch.Tensor) -> torch.Tensor:
+        return grad.as_subclass(PartialGradient) if self.num_ranks > 1 else grad
 
     def _compare_order(self) -> None:
         """Refuses ranks that have used units in another order: equal shapes would mix one with another in silence.

@@ -29,9 +29,7 @@ from ..communication.in_flight import InFlight
 from ..communication.sharding import Cut, cut, num_bytes, pack_row, pack_rows, unpack_row, unpack_rows
 from ..gradients import PartialGradient, ResumedGradient, SpentGradient, spent_gradient
 from ..strategy import HARMLESS, DataParallel, register, resolve_bucket_mb, weakly
-from .optimizers import Params, as_groups, check_elementwise, describe_optimizer, make_optimizer, mark_state_dicts
-
-_OF_WRAPPER = {"process_group", "broadcast_buffers", "sync", "bucket_cap_mb", *HARMLESS}  # the optimizer takes others
+from .optimizers import Params, as_groups, check_elementwise, describe_optimizer, mark_state_dicts
 
 
 @register("zero1")
@@ -61,6 +59,8 @@ class ZeRO1(DataParallel):
         params: Params | None = None,
         rule: Rule = "before",
         bucket_size_mb: BucketMb = "default",
+        process_group: dist.ProcessGroup | None = None,
+        broadcast_buffers: bool = True,
         **kwargs: Any,
     ) -> None:
         """Wraps a module.
@@ -73,7 +73,9 @@ class ZeRO1(DataParallel):
                 parameters in one group when None.
             rule: When a bucket closes; see ``plan_buckets``.
             bucket_size_mb: Older name of ``bucket_mb``.
-            **kwargs: For ``optimizer_cls``; ``process_group``, ``broadcast_buffers`` and ``sync`` as ``DataParallel``.
+            process_group: As for ``DataParallel``, and so ``broadcast_buffers``.
+            broadcast_buffers: See there.
+            **kwargs: For ``optimizer_cls``; ``sync`` and the options of ``DistributedDataParallel`` as there.
 
         Raises:
             TypeError: If ``params`` or a group of it is a set.
@@ -83,15 +85,14 @@ class ZeRO1(DataParallel):
         """
         self._bucket_mb, self._rule = resolve_bucket_mb(bucket_mb, bucket_size_mb), rule
         groups = None if params is None else as_groups(params)
-        of_wrapper = {name: kwargs.pop(name) for name in _OF_WRAPPER & kwargs.keys()}
-        make_optimizer(optimizer_cls, [nn.Parameter(torch.zeros(1))], kwargs)  # refused before the module is touched
-        super().__init__(module, **of_wrapper)
+        of_wrapper = {name: kwargs.pop(name) for name in {"sync", *HARMLESS} & kwargs.keys()}
+        super().__init__(module, process_group=process_group, broadcast_buffers=broadcast_buffers, **of_wrapper)
         self._rank = dist.get_rank(self.process_group)
         self._cuts = {name: cut(parameter.shape, self.num_ranks) for name, parameter in self._trained.items()}
         self._shards = {name: nn.Parameter(self._local_shard(name)) for name in self._trained}
         groups = groups or [{"params": list(module.parameters())}]
         self.params_of_groups = [group["params"] for group in groups]
-        self.optimizer = make_optimizer(optimizer_cls, self._shard_groups(groups), kwargs)
+        self.optimizer = optimizer_cls(self._shard_groups(groups), **kwargs)
         if self.num_ranks > 1:
             names = {id(shard): name for name, shard in self._shards.items()}
             check_alike(describe_optimizer(self.optimizer, names), self.process_group)
@@ -196,7 +197,7 @@ class ZeRO1(DataParallel):
 
     def end_microbatch(self) -> None:
         """Stage 2 adds up the shards of a backward that another one follows."""
-        if self.each_microbatch and not self.require_backward_grad_sync:
+        if self.each_microbatch and self._ready:
             self._start_all()
             self._in_flight.wait()
             self._expect_gradients()
