@@ -24,15 +24,16 @@ from jax.sharding import PartitionSpec
 from .arguments import check_integer, is_number
 from .checkpoint.host_state import is_key, to_host
 from .checkpoint.interop import to_numpy, torch_names
+from .layout import whole
 from .loss import Weighted, with_key
 from .mesh import data_mesh
 from .metrics import Mean, PerExample, Sum
 from .registry import STRATEGIES, make_strategy
-from .strategy import Strategy
+from .strategy import Ranks, Strategy
 from .training.train import Trainer, TrainState
 from .training.validation import check_batch
 from .tree import check_params, is_floating, like, merge, named_leaves, split
-from .zero.elementwise import check_elementwise
+from .zero.shards import cut_leaves, shard_state
 
 TORCH = "PyTorch"
 
@@ -219,7 +220,8 @@ def _in_several_parts(name: str, trained: Any) -> Strategy:
 
 def _is_elementwise(optimizer: optax.GradientTransformation, trained: Any) -> bool:
     try:
-        check_elementwise(optax.with_extra_args_support(optimizer), trained, value=jnp.zeros(()))
+        ranks = Ranks("data", 2, 2)
+        shard_state(optax.with_extra_args_support(optimizer), cut_leaves(whole(trained), ranks), ranks)
     except ValueError:
         return False
     return True

@@ -39,15 +39,18 @@ def layout_full(params: Any, optimizer: Any, ranks: Ranks, trainable: Callable[[
     state = jax.eval_shape(optimizer.init, jax.tree.map(lambda leaf: leaf.held, trained))
     leaves = named_leaves(params)
 
-    def mirror(path: Any, struct: Any) -> Leaf:
-        """A leaf of the state lies as the parameter whose path ends its own, along the other axes."""
-        name = f".{path_name(path)}"
-        of = [one for one in leaves if leaves[one].shape == struct.shape and name.endswith(f".{one}" if one else "")]
-        found = leaves[max(of, key=len)] if of else Leaf(struct.shape, struct.dtype)
-        return replace(found, dtype=struct.dtype)
+    def place(path: Any, struct: Any) -> Leaf:
+        return replace(find_mirror(leaves, path, struct) or Leaf(struct.shape, struct.dtype), dtype=struct.dtype)
 
-    opt_state = jax.tree_util.tree_map_with_path(mirror, state)
+    opt_state = jax.tree_util.tree_map_with_path(place, state)
     return Layout(ranks, params, params, opt_state, of_optax(optimizer), trainable=trainable)
+
+
+def find_mirror(params: Mapping[str, Leaf], path: Any, struct: Any) -> Leaf | None:
+    """The parameter of which an optimizer keeps a leaf of its state: of its shape, with a path that ends its own."""
+    name = f".{path_name(path)}"
+    of = [one for one in params if params[one].shape == struct.shape and name.endswith(f".{one}" if one else "")]
+    return params[max(of, key=len)] if of else None
 
 
 def all_reduce_grads(

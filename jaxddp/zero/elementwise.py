@@ -11,8 +11,9 @@ shapes, and every value is
     mixed       anything else: sums, matrix products, sorts, a parameter scaled by another one
 
 Element-wise operations on aligned values give aligned values; all other operations give mixed ones, loops included,
-because their bodies are not analysed. Aligned combined with positional is mixed. Updates and sharded state must be
-uniform or aligned, replicated state uniform or positional. Values that reach neither are not restricted.
+because their bodies are not analysed. Aligned combined with positional is mixed. Parameters that are cut and their
+state are aligned, others equal on every rank: the former must become uniform or aligned, the latter uniform or
+positional. Values that reach neither are not restricted.
 
 An optimizer may also look at shapes, as a mask by size does. So it is traced on shards as well, and every output must
 be the same expression. A shard has as many dimensions as its parameter, and at least one, so masks by ``ndim > 1``
@@ -22,27 +23,26 @@ agree.
 from __future__ import annotations
 
 import enum
-import itertools
 import math
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend import core
 
 from ..communication.backward_order import TRANSPARENT
-from ..communication.buckets import chunk_elements
+from ..interpreter import called_program, interpret
+from ..layout import Leaf
+from ..replicated import find_mirror
 from ..tree import named_leaves, path_name
 from .clipping import GLOBAL_NORM, on_full
 
-_PROBE_ELEMENTS = 1009  # size of the first made-up shard
 _WRAPPERS = TRANSPARENT - {"shard_map"}  # whose shapes differ inside
 _RESHAPES = frozenset(("broadcast_in_dim", "reshape", "slice", "squeeze"))  # the identity if the shape stays the same
 ELEMENTWISE = frozenset(
@@ -68,83 +68,53 @@ _REFUSAL = (
 )
 
 
-@dataclass(frozen=True)
-class StateLeaf:
-    """A leaf of an optimizer's state.
-
-    Attributes:
-        param: Dotted name of the parameter that it mirrors, element by element; None if it is replicated.
-        shape: Its shape where parameters are full.
-        dtype: Its dtype.
-    """
-
-    param: str | None
-    shape: tuple[int, ...]
-    dtype: Any
-
-
-def sharded_state(optimizer: optax.GradientTransformation, params: Any) -> Any:
-    """Finds which leaves of an optimizer's state mirror a parameter, and are therefore sharded like it.
-
-    ``init`` is traced on shards of made-up sizes, all different, so that a leaf's shape identifies its parameter.
+def shard_leaves(optimizer: optax.GradientTransformation, params: Any) -> Any:
+    """Lays out an optimizer's state: what mirrors a parameter is cut like it.
 
     Args:
-        optimizer: The optimizer.
-        params: The full trainable parameters: a tree of arrays or ``jax.ShapeDtypeStruct``.
+        optimizer: The optimizer; traced, not run.
+        params: The trainable parameters: a tree of ``Leaf``, some of them cut.
 
     Returns:
-        A tree like the optimizer's state, of ``StateLeaf``.
+        A tree of ``Leaf`` like the state.
 
     Raises:
         ValueError: If a leaf's shape or existence depends on parameters that it does not mirror.
-
-    Example:
-        >>> optimizer = optax.sgd(optax.linear_schedule(0.1, 0.0, 9), momentum=0.9)
-        >>> state = sharded_state(optimizer, {"w": jnp.ones((3, 4))})
-        >>> [(leaf.param, leaf.shape) for leaf in jax.tree.leaves(state)]
-        [('w', (3, 4)), (None, ())]
     """
-    params = _abstract(params)
-    shapes = {name: leaf.shape for name, leaf in named_leaves(params).items()}
-    sizes = itertools.count(_PROBE_ELEMENTS)
-    probes = [_flat(params, lambda leaf: next(sizes)) for _ in range(2)]
-    state = jax.eval_shape(optimizer.init, params)
+    state = jax.eval_shape(optimizer.init, jax.tree.map(_full, params))
     with _blaming_shapes():
-        probed = [_same_structure(jax.eval_shape(optimizer.init, probe), state) for probe in probes]
-    param_of = dict(zip(zip(*map(_shapes, probes), strict=True), shapes, strict=True))
-    paths, structure = jax.tree.flatten_with_path(state)
-    leaves = []
-    for (path, leaf), of_probes in zip(paths, zip(*map(_shapes, probed), strict=True), strict=True):
-        param = param_of.get(of_probes)
-        if {leaf.shape} != ({*of_probes} if param is None else {shapes[param]}):
-            what = f"the shape {leaf.shape} of its state {path_name(path)!r}"
+        on_rank = _same_structure(jax.eval_shape(optimizer.init, jax.tree.map(_shard, params)), state)
+    leaves = named_leaves(params)
+
+    def place(path: Any, full: Any, shard: Any) -> Leaf:
+        mirror = find_mirror(leaves, path, full)
+        if mirror is not None and mirror.on_rank.shape == shard.shape:
+            return replace(mirror, dtype=full.dtype)
+        if full.shape != shard.shape:
+            what = f"the shape {full.shape} of its state {path_name(path)!r}"
             raise ValueError(_REFUSAL.format(f"{what} depends on the sizes of parameters and is that of none"))
-        leaves.append(StateLeaf(param, leaf.shape, leaf.dtype))
-    return jax.tree.unflatten(structure, leaves)
+        return Leaf(full.shape, full.dtype)
+
+    return jax.tree.map_with_path(place, state, on_rank)
 
 
-def check_elementwise(
-    optimizer: optax.GradientTransformation, params: Any, shard_shapes: Any = None, **extra_args: Any
-) -> None:
+def check_elementwise(optimizer: optax.GradientTransformation, params: Any, state: Any) -> None:
     """Refuses an optimizer that would update shards differently from full parameters.
 
     Args:
         optimizer: The optimizer; traced, not run.
-        params: The full trainable parameters: a tree of arrays or ``jax.ShapeDtypeStruct``.
-        shard_shapes: A rank's shards of them, as a tree of ``jax.ShapeDtypeStruct``; those of 2 ranks if None.
-        **extra_args: Other arguments of ``update``, such as ``value``; equal on every rank.
+        params: The trainable parameters: a tree of ``Leaf``, some of them cut.
+        state: Its state, from ``shard_leaves``.
 
     Raises:
         ValueError: If an update or the state depends on elements at other places, or on shapes.
     """
-    params = _abstract(params)
-    shards = _flat(params, lambda leaf: chunk_elements(leaf.size, 2)) if shard_shapes is None else shard_shapes
-    state, expressions = sharded_state(optimizer, params), _Expressions()
-    with on_full(params):
-        whole = _computations(optimizer, params, state, extra_args, expressions)
+    expressions = _Expressions()
+    with on_full(jax.tree.map(_full, params)):
+        full = _outputs(optimizer, params, state, _full, expressions)
     with _blaming_shapes():
-        cut = _computations(optimizer, shards, state, extra_args, expressions)
-        for (label, computation), (_, on_shard) in zip(whole, cut, strict=True):
+        on_shards = _outputs(optimizer, params, state, _shard, expressions)
+        for (label, *computation), (_, *on_shard) in zip(full, on_shards, strict=True):
             if computation != on_shard:
                 raise ValueError(f"{label} is another computation there; decide by path, or by ndim > 1")
 
@@ -165,7 +135,7 @@ def describe_update(optimizer: optax.GradientTransformationExtraArgs, params: An
         >>> len(texts)
         2
     """
-    params, value = _abstract(params), jax.ShapeDtypeStruct((), jnp.float32)
+    params, value = jax.eval_shape(lambda tree: tree, params), jax.ShapeDtypeStruct((), jnp.float32)
     first, state = jax.make_jaxpr(optimizer.init, axis_env=axis_env, return_shape=True)(params)
     update = jax.make_jaxpr(
         lambda grads, state, params, value: optimizer.update(grads, state, params, value=value), axis_env=axis_env
@@ -182,8 +152,7 @@ class _Kind(enum.Enum):
     UNIFORM, ALIGNED, POSITIONAL, MIXED = range(4)
 
 
-@dataclass(frozen=True)
-class _Value:
+class _Value(NamedTuple):
     """A value in a trace: its kind, the number of its expression, and what made it positional or mixed."""
 
     kind: _Kind
@@ -205,27 +174,23 @@ class _Expressions:
 
     def follow(self, program: Any, inputs: Sequence[_Value]) -> list[_Value]:
         """The outputs of a traced program for its inputs."""
-        jaxpr = getattr(program, "jaxpr", program)
-        constants = [self._constant(value) for value in getattr(program, "consts", ())]
-        values = dict(zip((*jaxpr.invars, *jaxpr.constvars), (*inputs, *constants), strict=True))
+        return self._values(program.jaxpr.outvars, interpret(program, inputs, self._results))
 
-        def read(atom: Any) -> _Value:
-            is_literal = isinstance(atom, core.Literal)
-            return self._constant(np.asarray(atom.val, atom.aval.dtype)) if is_literal else values[atom]
+    def _values(self, atoms: Sequence[Any], found: Sequence[Any]) -> list[_Value]:
+        """What is not yet a value is a constant of the trace."""
+        return [
+            value if isinstance(value, _Value) else self._constant(value, atom.aval.dtype)
+            for atom, value in zip(atoms, found, strict=True)
+        ]
 
-        for equation in jaxpr.eqns:
-            results = self._results(equation, [read(atom) for atom in equation.invars])
-            values.update(zip(equation.outvars, results, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
-
-    def _results(self, equation: Any, operands: list[_Value]) -> list[_Value]:
-        name, params = equation.primitive.name, equation.params
+    def _results(self, equation: Any, inputs: list[Any]) -> list[_Value]:
+        name, params, operands = equation.primitive.name, equation.params, self._values(equation.invars, inputs)
         shapes = tuple(atom.aval.shape for atom in equation.invars)
         out_shapes = [var.aval.shape for var in equation.outvars]
         if params.get("name") == GLOBAL_NORM:
             return [_Value(_Kind.UNIFORM, self.number(GLOBAL_NORM, *(value.number for value in operands)))]
         if name in _WRAPPERS:
-            return self.follow(params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"], operands)
+            return self.follow(called_program(equation), operands)
         if name == "optimization_barrier":
             return operands
         if name == "cond":
@@ -240,13 +205,12 @@ class _Expressions:
             cause = f"a parameter of another shape ({name})"
             met = [_mixed(value, cause, shape != out_shapes[0]) for value, shape in zip(operands, shapes, strict=True)]
             return [self._combined(met, name, str(params))]
-        cause = f"{_CAUSES.get(name, 'elements at other places')} ({name})"
-        results = []
+        cause, results = f"{_CAUSES.get(name, 'elements at other places')} ({name})", []
         for place, shape in enumerate(out_shapes):
             # Unlike those of element-wise operations, these results depend on the shapes of the inputs.
             result = self._combined([_mixed(value, cause) for value in operands], name, str(params), shapes, place)
-            whole = _replicated(shape, result.number, result.cause or cause)
-            results.append(result if result.kind is _Kind.MIXED else whole)
+            equal = _equal(shape, result.number, result.cause or cause)
+            results.append(result if result.kind is _Kind.MIXED else equal)
         return results
 
     def _combined(self, values: Sequence[_Value], *operation: Any) -> _Value:
@@ -254,59 +218,70 @@ class _Expressions:
         number = self.number(*operation, *(value.number for value in values))
         first = {value.kind: value for value in reversed(values)}
         if mixed := first.get(_Kind.MIXED):
-            return replace(mixed, number=number)
+            return mixed._replace(number=number)
         if positional := first.get(_Kind.POSITIONAL):
             return _Value(_Kind.MIXED if _Kind.ALIGNED in first else _Kind.POSITIONAL, number, positional.cause)
         return _Value(_Kind.ALIGNED if _Kind.ALIGNED in first else _Kind.UNIFORM, number)
 
-    def _constant(self, value: Any) -> _Value:
-        is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    def _constant(self, value: Any, dtype: Any) -> _Value:
+        is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+        value = value if is_key else np.asarray(value, dtype)
         data = np.asarray(jax.random.key_data(value) if is_key else value).tobytes()
         one = data[: len(data) // max(value.size, 1)]
         if data == one * value.size:
-            return _Value(_Kind.UNIFORM, self.number(str(value.dtype), one))
-        return _replicated(value.shape, self.number(str(value.dtype), value.shape, data), "an array of constants")
+            return _Value(_Kind.UNIFORM, self.number(str(dtype), one))
+        return _equal(value.shape, self.number(str(dtype), value.shape, data), "an array of constants")
 
 
 def _mixed(value: _Value, cause: str, moves: bool = True) -> _Value:
     """Describes a value after an operation that may move its elements."""
-    return replace(value, kind=_Kind.MIXED, cause=cause) if moves and value.kind is _Kind.ALIGNED else value
+    return value._replace(kind=_Kind.MIXED, cause=cause) if moves and value.kind is _Kind.ALIGNED else value
 
 
-def _replicated(shape: tuple[int, ...], number: int, cause: str) -> _Value:
+def _equal(shape: tuple[int, ...], number: int, cause: str) -> _Value:
     """Describes an array that is equal on all ranks."""
     return _Value(_Kind.UNIFORM, number) if math.prod(shape) <= 1 else _Value(_Kind.POSITIONAL, number, cause)
 
 
-def _computations(
-    optimizer: optax.GradientTransformation, params: Any, state: Any, extra_args: Any, expressions: _Expressions
-) -> list[tuple[str, Any]]:
-    """The expression of each output of an element-wise optimizer, for parameters or for shards of them."""
-    leaves = jax.tree.map_with_path(lambda path, leaf: StateLeaf(path_name(path), leaf.shape, leaf.dtype), params)
-    shapes = {leaf.param: leaf.shape for leaf in jax.tree.leaves(leaves)}
-    state = jax.tree.map(lambda leaf: replace(leaf, shape=shapes.get(leaf.param, leaf.shape)), state)
-    arguments = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (leaves, state, leaves))
+def _full(leaf: Leaf) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
+
+def _shard(leaf: Leaf) -> jax.ShapeDtypeStruct:
+    return leaf.on_rank
+
+
+def _outputs(
+    optimizer: optax.GradientTransformation,
+    params: Any,
+    state: Any,
+    part: Callable[[Leaf], jax.ShapeDtypeStruct],
+    expressions: _Expressions,
+) -> list[tuple[str, int, bool]]:
+    """What an element-wise optimizer computes of parts: label, expression, and whether it has the part's shape."""
     update = optax.with_extra_args_support(optimizer).update
+    given, arguments = (params, state, params), jax.tree.map(part, (params, state, params))
     traced, results = jax.make_jaxpr(
-        lambda grads, state, params, extra: (optimizer.init(params), *update(grads, state, params, **extra)),
+        lambda grads, state, params, value: (optimizer.init(params), *update(grads, state, params, value=value)),
         return_shape=True,
-    )(*arguments, extra_args)
-    inputs: list[_Value] = []
-    for var, leaf in itertools.zip_longest(traced.jaxpr.invars, jax.tree.leaves((leaves, state, leaves))):
-        number = expressions.number("input", len(inputs))
-        held = _replicated(var.aval.shape, number, "an array that is no parameter's")
-        inputs.append(_Value(_Kind.ALIGNED, number) if leaf and leaf.param is not None else held)
-    found, values = [], iter(expressions.follow(traced, inputs))
-    for what, like, result in zip(("first state", "update of", "state"), (state, leaves, state), results, strict=True):
-        shapes_given = _shapes(_same_structure(result, like))
-        for (path, leaf), shape in zip(jax.tree.leaves_with_path(like), shapes_given, strict=True):
+    )(*arguments, jax.ShapeDtypeStruct((), jnp.float32))
+
+    def value_of(place: int, leaf: Leaf) -> _Value:
+        number = expressions.number("input", place)
+        is_equal = leaf.cut is None
+        return _equal(leaf.shape, number, "an array that is not cut") if is_equal else _Value(_Kind.ALIGNED, number)
+
+    inputs = [value_of(place, leaf) for place, leaf in enumerate((*jax.tree.leaves(given), Leaf((), jnp.float32)))]
+    values, found = iter(expressions.follow(traced, inputs)), []
+    for what, like, result in zip(("first state", "update of", "state"), (state, params, state), results, strict=True):
+        structs = jax.tree.leaves(_same_structure(result, like))
+        for (path, leaf), struct in zip(jax.tree.leaves_with_path(like), structs, strict=True):
             label, value = f"its {what} {path_name(path)!r}", next(values)
-            if value.kind not in (_Kind.UNIFORM, _Kind.POSITIONAL if leaf.param is None else _Kind.ALIGNED):
+            if value.kind not in (_Kind.UNIFORM, _Kind.POSITIONAL if leaf.cut is None else _Kind.ALIGNED):
                 cause = value.cause or "elements of a parameter that it does not mirror"
                 clip = "; if it clips, jaxddp.clip_by_global_norm does so on shards" if "(reduce_sum)" in cause else ""
                 raise ValueError(_REFUSAL.format(f"{label} depends on {cause}") + clip)
-            found.append((label, (value.number, shape == leaf.shape)))
+            found.append((label, value.number, struct.shape == part(leaf).shape))
     return found
 
 
@@ -324,16 +299,3 @@ def _blaming_shapes() -> Iterator[None]:
     except (TypeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"optimizer looks at the shapes of parameters, and shards have others: {reason}") from error
-
-
-def _abstract(params: Any) -> Any:
-    return jax.eval_shape(lambda tree: tree, params)
-
-
-def _shapes(tree: Any) -> list[tuple[int, ...]]:
-    return [leaf.shape for leaf in jax.tree.leaves(tree)]
-
-
-def _flat(params: Any, size: Callable[[Any], int]) -> Any:
-    """Makes up shards of given sizes."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1,) * (leaf.ndim - 1) + (size(leaf),), leaf.dtype), params)

@@ -1,4 +1,4 @@
-import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,12 @@ from jax.ad_checkpoint import checkpoint_name
 from optax import contrib
 
 import jaxddp
+from jaxddp.communication.sharding import cut
+from jaxddp.layout import whole
+from jaxddp.strategy import Ranks
 from jaxddp.tree import named_leaves, path_name
-from jaxddp.zero.elementwise import StateLeaf, check_elementwise, describe_update, sharded_state
+from jaxddp.zero.elementwise import check_elementwise, describe_update, shard_leaves
+from jaxddp.zero.shards import cut_leaves
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
@@ -31,12 +35,15 @@ def params_of(make):
 PARAMS = params_of(lambda rng, shape: jax.ShapeDtypeStruct(shape, jnp.float32))
 
 
-def shards_of(params, num_ranks):
-    def shard(leaf):
-        chunk = -(-math.prod(leaf.shape) // num_ranks)
-        return jax.ShapeDtypeStruct((*(1,) * (len(leaf.shape) - 1), chunk), leaf.dtype)
+def cut_in_two(params):
+    return cut_leaves(whole(params), Ranks("data", 2, 2))
 
-    return jax.tree.map(shard, params)
+
+def check(optimizer, leaves=None):
+    leaves = cut_in_two(PARAMS) if leaves is None else leaves
+    state = shard_leaves(optimizer, leaves)
+    check_elementwise(optimizer, leaves, state)
+    return state
 
 
 def no_biases(params):
@@ -135,45 +142,35 @@ ELEMENTWISE = {
 }
 
 
-def cut(array, num_ranks, rank):
-    flat = np.asarray(array).reshape(-1)
-    chunk = -(-flat.size // num_ranks)
-    flat = np.pad(flat, (0, num_ranks * chunk - flat.size))
-    return jnp.asarray(flat[rank * chunk : (rank + 1) * chunk].reshape((*(1,) * (np.ndim(array) - 1), chunk)))
-
-
-def join(shards, shape):
-    flat = np.concatenate([np.asarray(shard).reshape(-1) for shard in shards])
-    return flat[: math.prod(shape)].reshape(shape)
+def on_ranks(leaves, tree):
+    return [jax.tree.map(lambda leaf, x, rank=rank: leaf.cut.local_shard(x, rank), leaves, tree) for rank in range(2)]
 
 
 @pytest.mark.parametrize("optimizer", ELEMENTWISE.values(), ids=ELEMENTWISE)
 def test_element_wise_optimizers_pass_and_do_on_shards_what_they_do_on_the_whole(optimizer):
-    num_ranks = 2
-    check_elementwise(optimizer, PARAMS, shards_of(PARAMS, num_ranks), value=jnp.float32(0))
-    check_elementwise(optimizer, PARAMS, value=jnp.float32(0))
+    leaves, laid_out = cut_in_two(PARAMS), check(optimizer)
     update = optax.with_extra_args_support(optimizer).update
-    whole = params_of(lambda rng, shape: jnp.asarray(rng.normal(size=shape), jnp.float32))
-    state = optimizer.init(whole)
-    own = [jax.tree.map(lambda leaf, rank=rank: cut(leaf, num_ranks, rank), whole) for rank in range(num_ranks)]
+    full = params_of(lambda rng, shape: jnp.asarray(rng.normal(size=shape), jnp.float32))
+    state, own = optimizer.init(full), on_ranks(leaves, full)
     own_states = [optimizer.init(params) for params in own]
     rng = np.random.default_rng(1)
     for step in range(2):
-        grads = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), whole)
-        updates, state = update(grads, state, whole, value=jnp.float32(step))
-        whole = optax.apply_updates(whole, updates)
-        for rank in range(num_ranks):
-            own_grads = jax.tree.map(lambda leaf, rank=rank: cut(leaf, num_ranks, rank), grads)
+        grads = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), full)
+        updates, state = update(grads, state, full, value=jnp.float32(step))
+        full = optax.apply_updates(full, updates)
+        for rank, own_grads in enumerate(on_ranks(leaves, grads)):
             updates, own_states[rank] = update(own_grads, own_states[rank], own[rank], value=jnp.float32(step))
             own[rank] = optax.apply_updates(own[rank], updates)
-    mirrors = [leaf.param for leaf in jax.tree.leaves(sharded_state(optimizer, PARAMS))] + list(named_leaves(PARAMS))
-    ours = zip(*(jax.tree.leaves(held) for held in zip(own_states, own, strict=True)), strict=True)
-    for mirror, leaf, shards in zip(mirrors, jax.tree.leaves((state, whole)), ours, strict=True):
+    held = zip(*(jax.tree.leaves(held) for held in zip(own_states, own, strict=True)), strict=True)
+    for leaf, array, shards in zip(
+        jax.tree.leaves((laid_out, leaves)), jax.tree.leaves((state, full)), held, strict=True
+    ):
         # Run operation by operation, both round alike: equal to the last bit.
-        if mirror is not None:
-            np.testing.assert_array_equal(join(shards, leaf.shape), leaf)
+        if leaf.cut is not None:
+            rows = np.stack([np.asarray(shard).reshape(-1) for shard in shards])
+            np.testing.assert_array_equal(leaf.cut.from_rows(rows), array)
         else:
-            assert all(jnp.array_equal(shard, leaf) for shard in shards)
+            assert all(jnp.array_equal(shard, array) for shard in shards)
 
 
 A_SUM = r"depends on a sum over elements \(reduce_sum\); .*; if it clips, jaxddp.clip_by_global_norm does so on shards"
@@ -189,7 +186,6 @@ MIXING = {
         optax.adafactor(0.1, min_dim_size_to_factor=2),
         r"the shape \(3,\) of its state '0.v_row.lay",
     ),
-    "sm3": (optax.sm3(0.1), "shards have others"),
     "muon": (contrib.muon(0.1), r"update of 'layers.0.kernel' depends on elements at other places \(reshape\)"),
     "centralize": (optax.centralize(), "update of 'layers.0.kernel' " + A_SUM),
     "clip_by_global_norm": (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), A_SUM),
@@ -246,7 +242,7 @@ MIXING = {
             lambda params: jnp.ones(2),
             lambda grads, state, params=None: (jax.tree.map(lambda g: g * state if g.ndim == 1 else g, grads), state),
         ),
-        "its update of 'layers.0.bias' depends on an array that is no parameter's",
+        "its update of 'layers.0.bias' depends on an array that is not cut",
     ),
 }
 
@@ -256,6 +252,7 @@ def by_size(params):
 
 
 LOOKING_AT_SHAPES = {
+    "sm3": (optax.sm3(0.1), "must keep one structure"),
     "mask by size": (optax.adamw(0.1, mask=by_size), "its update of 'layers.0.kernel' is another computation there"),
     "labels by size": (
         optax.multi_transform({True: optax.adam(0.1), False: optax.sgd(0.1)}, by_size),
@@ -283,74 +280,80 @@ LOOKING_AT_SHAPES = {
 }
 
 
-@pytest.mark.parametrize(("optimizer", "reason"), MIXING.values(), ids=MIXING)
-def test_optimizers_that_mix_elements_are_refused_with_the_reason_in_one_line(optimizer, reason):
+REFUSED = {
+    name: (optimizer, f"^optimizer must be element-wise .*{reason}") for name, (optimizer, reason) in MIXING.items()
+}
+REFUSED |= {
+    name: (optimizer, f"^optimizer looks at the shapes of parameters, .*{reason}")
+    for name, (optimizer, reason) in LOOKING_AT_SHAPES.items()
+}
+
+
+@pytest.mark.parametrize(("optimizer", "reason"), REFUSED.values(), ids=REFUSED)
+def test_optimizers_that_would_do_another_thing_on_shards_are_refused_in_one_line(optimizer, reason):
     with pytest.raises(ValueError, match=reason) as refusal:
-        check_elementwise(optimizer, PARAMS, shards_of(PARAMS, 2), value=jnp.float32(0))
+        check(optimizer)
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize(("optimizer", "reason"), LOOKING_AT_SHAPES.values(), ids=LOOKING_AT_SHAPES)
-def test_optimizers_that_do_another_thing_on_shards_are_refused(optimizer, reason):
-    for shards in (shards_of(PARAMS, 2), None):
-        with pytest.raises(ValueError, match=f"optimizer looks at the shapes of parameters, .*{reason}") as refusal:
-            check_elementwise(optimizer, PARAMS, shards)
-        assert "\n" not in str(refusal.value)
-
-
-def test_what_depends_on_the_cut():
-    """A matrix too narrow to be factored becomes one that is not, if it is cut by rows."""
-    params = {"w": jax.ShapeDtypeStruct((8, 4, 4), jnp.float32)}
-    optimizer = optax.scale_by_factored_rms(min_dim_size_to_factor=5)
-    check_elementwise(optimizer, params, shards_of(params, 2))
-    with pytest.raises(ValueError, match="optimizer looks at the shapes of parameters, and shards have others: "):
-        check_elementwise(optimizer, params, {"w": jax.ShapeDtypeStruct((8, 1, 8), jnp.float32)})
-    check_elementwise(optax.adamw(0.1), params, {"w": jax.ShapeDtypeStruct((8, 1, 8), jnp.float32)})
-
-
 def test_parameters_of_one_shape_must_be_cut_alike_if_they_meet():
-    params = {name: jax.ShapeDtypeStruct((4, 4), jnp.float32) for name in "ab"}
+    leaves = whole({name: jax.ShapeDtypeStruct((4, 4), jnp.float32) for name in "ab"})
     swap = of_gradients(lambda grads: {"a": grads["a"] + grads["b"], "b": grads["b"]})
-    check_elementwise(swap, params, shards_of(params, 2))
-    shards = {"a": jax.ShapeDtypeStruct((1, 8), jnp.float32), "b": jax.ShapeDtypeStruct((4, 1), jnp.float32)}
-    with pytest.raises(ValueError, match="'a' depends on a parameter of another shape"):
-        check_elementwise(swap, params, shards)
+    by_rows = {name: replace(leaf, cut=cut((4, 4), 2, [0])) for name, leaf in leaves.items()}
+    check(swap, by_rows)
+    with pytest.raises(ValueError, match="optimizer looks at the shapes of parameters"):
+        check(swap, by_rows | {"a": replace(leaves["a"], cut=cut((4, 4), 2, [1]))})
 
 
-def test_empty_parameters_and_arrays_of_numpy_just_work():
-    check_elementwise(optax.adagrad(0.1), {"empty": np.ones((0, 3)), "w": np.ones((2, 3))})  # of float64
-    assert jax.tree.leaves(sharded_state(optax.trace(0.9), {"empty": np.ones((0, 3))})) == [
-        StateLeaf("empty", (0, 3), jnp.float32)
-    ]
+def test_what_is_not_cut_may_be_summed_but_not_meet_shards_by_place():
+    params = {name: jax.ShapeDtypeStruct((4,), jnp.float32) for name in ("cut", "all")}
+    leaves = cut_in_two(params) | whole({"all": params["all"]})
+    check(of_gradients(lambda grads: {"cut": grads["cut"] * jnp.sum(grads["all"]), "all": grads["all"]}), leaves)
+    for meet in (
+        lambda grads: {"cut": grads["cut"] * grads["all"], "all": grads["all"]},
+        lambda grads: {"cut": grads["cut"], "all": grads["all"] * jnp.sum(grads["cut"])},
+        lambda grads: {"cut": grads["cut"], "all": grads["cut"]},
+    ):
+        with pytest.raises(ValueError, match="^optimizer must be element-wise"):
+            check(of_gradients(meet), leaves)
 
 
-def test_state_leaves_know_which_parameter_they_mirror():
+def test_state_leaves_are_cut_like_the_parameter_that_they_mirror():
     optimizer = optax.chain(
         optax.masked(optax.trace(0.9, accumulator_dtype=jnp.bfloat16), no_biases),
         optax.inject_hyperparams(optax.scale)(SCHEDULE),
         with_state(lambda params: {"key": jax.random.key(0), "history": jnp.zeros(3)}, lambda grads, state: state),
     )
-    state = sharded_state(optimizer, PARAMS)
+    state = check(optimizer)
     assert jax.tree.structure(state) == jax.tree.structure(jax.eval_shape(optimizer.init, PARAMS))
-    assert {name: (leaf.param, leaf.shape, str(leaf.dtype)) for name, leaf in named_leaves(state).items()} == {
-        "0.inner_state.trace.layers.0.kernel": ("layers.0.kernel", (3, 4), "bfloat16"),
-        "0.inner_state.trace.layers.1.kernel": ("layers.1.kernel", (3, 4), "bfloat16"),
-        "0.inner_state.trace.scale": ("scale", (), "bfloat16"),
-        "1.count": (None, (), "int32"),
-        "1.hyperparams.step_size": (None, (), "float32"),
-        "1.hyperparams_states.step_size.count": (None, (), "int32"),
-        "2.history": (None, (3,), "float32"),
-        "2.key": (None, (), "key<fry>"),
+    assert {
+        name: (leaf.cut is not None, leaf.shape, str(leaf.dtype)) for name, leaf in named_leaves(state).items()
+    } == {
+        "0.inner_state.trace.layers.0.kernel": (True, (3, 4), "bfloat16"),
+        "0.inner_state.trace.layers.1.kernel": (True, (3, 4), "bfloat16"),
+        "0.inner_state.trace.scale": (True, (), "bfloat16"),
+        "1.count": (False, (), "int32"),
+        "1.hyperparams.step_size": (False, (), "float32"),
+        "1.hyperparams_states.step_size.count": (False, (), "int32"),
+        "2.history": (False, (3,), "float32"),
+        "2.key": (False, (), "key<fry>"),
     }
 
 
-def test_a_flax_state():
+@pytest.mark.parametrize("name", [None, "count"])
+def test_a_parameter_may_have_the_name_of_a_count(name):
+    params = jax.ShapeDtypeStruct((), jnp.float32)
+    leaves = cut_in_two(params if name is None else {name: params})
+    assert [leaf.cut is not None for leaf in jax.tree.leaves(check(optax.adam(0.1), leaves))] == [False, True, True]
+
+
+def test_a_flax_state_and_an_empty_parameter():
     params = nnx.state(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.Param)
-    check_elementwise(optax.adamw(0.1), params)
-    mirrors = [leaf.param for leaf in jax.tree.leaves(sharded_state(optax.adamw(0.1), params))]
-    assert mirrors == [None, "bias", "kernel", "bias", "kernel"]
+    state = check(optax.adamw(0.1), cut_in_two(params))
+    assert [leaf.shape for leaf in jax.tree.leaves(state) if leaf.cut is not None] == [(4,), (3, 4)] * 2
     with pytest.raises(ValueError, match="its update of 'bias' depends on a sum over elements"):
-        check_elementwise(optax.lamb(0.1), params)
+        check(optax.lamb(0.1), cut_in_two(params))
+    check(optax.adagrad(0.1), cut_in_two({"empty": jnp.ones((0, 3)), "w": jnp.ones((2, 3))}))
 
 
 def noisy(scale):

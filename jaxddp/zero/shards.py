@@ -14,7 +14,7 @@ from ..layout import Leaf
 from ..strategy import Optimizer, Ranks, of_optax
 from ..tree import named_leaves
 from .clipping import on_shards
-from .elementwise import check_elementwise, sharded_state
+from .elementwise import check_elementwise, shard_leaves
 
 
 def cut_leaves(params: Any, ranks: Ranks) -> Any:
@@ -44,17 +44,10 @@ def shard_state(optimizer: Any, updated: Any, ranks: Ranks) -> tuple[Any, Optimi
     Raises:
         ValueError: If it is not element-wise.
     """
-    full = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), updated)
-    value = jax.ShapeDtypeStruct((), jnp.float32)
-    check_elementwise(optimizer, full, jax.tree.map(lambda leaf: leaf.on_rank, updated), value=value)
-    leaves = named_leaves(updated)
-
-    def place(mirror: Any) -> Leaf:
-        of = Leaf(mirror.shape, mirror.dtype) if mirror.param is None else leaves[mirror.param]
-        return replace(of, dtype=mirror.dtype)
-
+    state = shard_leaves(optimizer, updated)
+    check_elementwise(optimizer, updated, state)
     inner = of_optax(optimizer)
-    cuts = {name: leaf.cut for name, leaf in leaves.items()}
+    cuts = {name: leaf.cut for name, leaf in named_leaves(updated).items()}
 
     def init(params: Any) -> Any:
         with on_shards(ranks.shard_axis, cuts):
@@ -64,4 +57,4 @@ def shard_state(optimizer: Any, updated: Any, ranks: Ranks) -> tuple[Any, Optimi
         with on_shards(ranks.shard_axis, cuts):
             return inner.step(*args)
 
-    return jax.tree.map(place, sharded_state(optimizer, full)), Optimizer(init, step)
+    return state, Optimizer(init, step)
