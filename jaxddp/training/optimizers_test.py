@@ -38,7 +38,8 @@ CASES = {  # of each optimizer, the strategies that refuse it
     ),
     "lookahead": (
         lambda: optax.lookahead(optax.adam(0.1), 2, 0.5),
-        dict.fromkeys(STRATEGIES, NEEDS + "pytree structure error"),
+        {"zero1": ELEMENTS, "zero3": ELEMENTS}
+        | dict.fromkeys(("naive", "zero1 by leaves"), NEEDS + "pytree structure error"),
     ),
 }
 

@@ -91,8 +91,8 @@ def shard_leaves(optimizer: optax.GradientTransformation, params: Any) -> Any:
         if mirror is not None and mirror.on_rank.shape == shard.shape:
             return replace(mirror, dtype=full.dtype)
         if full.shape != shard.shape:
-            what = f"the shape {full.shape} of its state {path_name(path)!r}"
-            raise ValueError(_REFUSAL.format(f"{what} depends on the sizes of parameters and is that of none"))
+            what = f"the shape {full.shape} of its state {path_name(path)!r} depends on the sizes of parameters"
+            raise ValueError(_REFUSAL.format(f"{what}, and is not that of the one that ends its path"))
         return Leaf(full.shape, full.dtype)
 
     return jax.tree.map_with_path(place, state, on_rank)
