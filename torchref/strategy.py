@@ -89,7 +89,6 @@ class DataParallel(nn.Module, abc.ABC):
             module: Of the same structure on every rank; its weights may differ.
             process_group: The ranks; all of them when None.
             broadcast_buffers: Whether buffers, such as running means, are rank 0's after each synchronisation, too.
-
             sync: ``"backward"`` ends every backward outside ``no_sync`` with ``finish_gradient_synchronization()``, so
                 that none is to be called. Each rank's backward must then reach a trainable parameter.
             **ddp_options: Those of ``DistributedDataParallel`` that change nothing here, such as ``device_ids``.

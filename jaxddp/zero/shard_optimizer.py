@@ -6,6 +6,7 @@ shards, an all-gather. It replaces the all-reduce of the gradients, and sends th
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from ..arguments import check_axis, check_integer, check_leaves, check_optimizer
 from ..communication.buckets import BucketMb, BucketPlan, plan_buckets
 from ..communication.collectives import axis_size
 from ..communication.reduction import check_grads
+from ..communication.sharding import Cut
 from ..layout import Leaf
 from ..strategy import Layout, Ranks
 from ..tree import like, named_leaves, tensor_specs
@@ -69,32 +71,37 @@ def shard_optimizer(
     optimizer = optax.with_extra_args_support(optimizer)
     plan_buckets([], bucket_mb)  # refuses a bad cap now, not at the first update
 
-    def layout(tree: Any) -> Layout:
-        num_ranks = axis_size(axis)  # refuses one that is not bound
-        leaves = jax.tree.map(lambda leaf: Leaf(leaf.shape, leaf.dtype), tree)
-        return layout_shards(leaves, optimizer, Ranks(axis, num_ranks, num_ranks))
-
-    def shards_of(tree: Any, cuts: Any) -> Any:
-        return like(tree, local_shards(named_leaves(tree), cuts, axis))
-
     def init(params: Any) -> Any:
-        found = layout(params)
-        return found.optimizer.init(shards_of(params, found.cuts))
+        found = _layout(optimizer, axis, params)
+        return found.optimizer.init(_shards_of(params, found.cuts, axis))
 
-    def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-        found, ready = layout(grads), named_leaves(grads)
-        buckets = plan_buckets(reversed(tensor_specs(ready).values()), bucket_mb).buckets
-        empty = tuple(name for name, leaf in ready.items() if leaf.size == 0)
-        num_ranks = axis_size(axis)
-        plan = BucketPlan(buckets if num_ranks > 1 else (), constants=empty, gathers=buckets, kind="reduce-scatter")
-        check_grads(ready, plan, axis)
-        means = like(grads, reduce_scatter_grads(ready, plan, found, num_ranks).grads)
-        held = None if params is None else shards_of(params, found.cuts)
-        with on_shards(axis, found.cuts):
-            updates, state = optimizer.update(means, state, held, **extra_args)
-        return like(grads, gather_shards(named_leaves(updates), plan, found.cuts, axis)), state
+    return optax.GradientTransformationExtraArgs(init, partial(_update, optimizer, axis, bucket_mb))
 
-    return optax.GradientTransformationExtraArgs(init, update)
+
+def _update(
+    optimizer: optax.GradientTransformationExtraArgs, axis: str, bucket_mb: BucketMb,
+    grads: Any, state: Any, params: Any = None, **extra_args: Any,
+) -> tuple[Any, Any]:  # fmt: skip
+    found, ready, num_ranks = _layout(optimizer, axis, grads), named_leaves(grads), axis_size(axis)
+    buckets = plan_buckets(reversed(tensor_specs(ready).values()), bucket_mb).buckets
+    empty = tuple(name for name, leaf in ready.items() if leaf.size == 0)
+    plan = BucketPlan(buckets if num_ranks > 1 else (), constants=empty, gathers=buckets, kind="reduce-scatter")
+    check_grads(ready, plan, axis)
+    means = like(grads, reduce_scatter_grads(ready, plan, found, num_ranks).grads)
+    held = None if params is None else _shards_of(params, found.cuts, axis)
+    with on_shards(axis, found.cuts):
+        updates, state = optimizer.update(means, state, held, **extra_args)
+    return like(grads, gather_shards(named_leaves(updates), plan, found.cuts, axis)), state
+
+
+def _layout(optimizer: optax.GradientTransformationExtraArgs, axis: str, tree: Any) -> Layout:
+    num_ranks = axis_size(axis)  # refuses an axis that is not bound
+    leaves = jax.tree.map(lambda leaf: Leaf(leaf.shape, leaf.dtype), tree)
+    return layout_shards(leaves, optimizer, Ranks(axis, num_ranks, num_ranks))
+
+
+def _shards_of(tree: Any, cuts: dict[str, Cut], axis: str) -> Any:
+    return like(tree, local_shards(named_leaves(tree), cuts, axis))
 
 
 def sharded_specs(optimizer: optax.GradientTransformation, params: Any, *, num_ranks: int, axis: str) -> Any:
