@@ -17,6 +17,7 @@ _KINDS = {
     "reduce_scatter": "reduce-scatter",
     "psum_scatter": "reduce-scatter",
     "psum": "all-reduce",  # of shards, along the replicas; over Gloo also what two ranks exchange: see gloo.py
+    "psum_invariant": "all-reduce",  # its name under check_vma
     "all_to_all": "all-to-all",  # replaces a reduce-scatter over Gloo
     "pmax": "all-reduce",
     "pmin": "all-reduce",

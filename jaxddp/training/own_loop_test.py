@@ -227,6 +227,18 @@ def test_a_gradient_that_is_a_constant_is_sent_as_planned(strategy, check_vma):
     close(run(params, make_batch()), jax.value_and_grad(loss_fn)(params, make_batch()))
 
 
+def test_what_a_hook_sends_is_planned_where_the_map_checks_too():
+    strategy, planned = jaxddp.bucketed(hook=jaxddp.hooks.bf16), []
+
+    def step(params, batch):
+        planned.append(planned_collectives(strategy, strategy.plan([TensorSpec("up", (8, 12), "float64")]), 4, "cpu"))
+        return jaxddp.value_and_grad(mean_loss, strategy)(params, batch)
+
+    for check_vma in (True, False):
+        on_ranks(step, strategy, check_vma=check_vma).lower(make_params(), make_batch())
+    assert planned == 2 * [[("all-reduce", 4 * 8 * 12)]]  # bfloat16 travels as float32 between CPUs
+
+
 def test_what_xla_keeps_on_one_rank_is_no_collective_of_the_plan():
     run = on_ranks(jaxddp.value_and_grad(mean_loss, jaxddp.bucketed()), jaxddp.bucketed(), num_ranks=1)
     program = run.lower(make_params(), make_batch()).compile()
