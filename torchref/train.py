@@ -119,9 +119,11 @@ class Trainer:
         is_finite = True
         if self.nonfinite != "ignore":  # else nothing here waits for a GPU before the update
             is_finite = math.isfinite(loss) and math.isfinite(norm)
+        if not has_weight and not of_ranks.is_cuda:
+            self._check_rows(of_ranks)
         if has_examples and is_finite:
             self.optimizer.step()
-        if not has_weight:
+        if not has_weight and of_ranks.is_cuda:  # after the update, which must not wait
             self._check_rows(of_ranks)
         metrics = {"loss": float(loss), "grad_norm": float(norm)}
         if has_examples and not is_finite and self.nonfinite == "raise":
@@ -200,7 +202,7 @@ class Trainer:
         return sums[0], sums[1] if weights else None, sums[2:]
 
     def _check_rows(self, of_ranks: torch.Tensor) -> None:
-        """Refuses ranks of unequally many examples, whose mean of means was another; after the update, not to wait."""
+        """Refuses ranks of unequally many examples, whose mean of means would be another."""
         fault = disagreement([{"batch": f"{count:.0f} examples"} for count in of_ranks.tolist()], "rank")
         if fault and self._parallel is not None:
             refuse(f"{fault}, unless loss_fn returns Weighted", self._parallel.process_group)
