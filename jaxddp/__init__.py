@@ -9,6 +9,7 @@
     training models checkpoint        the trainer, models to train, checkpoints and weights
     mesh.py tree.py layout.py         ranks; names of leaves; where leaves lie over the ranks
     loss.py metrics.py                what a loss function returns, and what is measured of examples
+    clipping.py                       clipping by the global norm, of shards too
     processes                         the job of a launcher: joining it, and ending it when a process is lost
     scopes.py plugins.py              name scopes in compiled programs; which plugins JAX starts
     network.py sizes.py               how long a collective takes; sizes of the transformer: no framework
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoints as Checkpoints
+    from .clipping import clip_by_global_norm as clip_by_global_norm
     from .communication import hooks as hooks
     from .communication.buckets import BucketPlan as BucketPlan
     from .communication.buckets import TensorSpec as TensorSpec
@@ -69,7 +71,6 @@ if TYPE_CHECKING:
     from .zero import zero1 as zero1
     from .zero import zero2 as zero2
     from .zero import zero3 as zero3
-    from .zero.clipping import clip_by_global_norm as clip_by_global_norm
     from .zero.shard_optimizer import shard_optimizer as shard_optimizer
     from .zero.shard_optimizer import sharded_specs as sharded_specs
 
@@ -102,7 +103,7 @@ _MODULES = {
     "zero1": ".zero",
     "zero2": ".zero",
     "zero3": ".zero",
-    "clip_by_global_norm": ".zero.clipping",
+    "clip_by_global_norm": ".clipping",
     "shard_optimizer": ".zero.shard_optimizer",
     "sharded_specs": ".zero.shard_optimizer",
     "NonFiniteError": ".training.train",

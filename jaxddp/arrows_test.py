@@ -15,9 +15,9 @@ FLOORS = (
     ("cli", "__main__"),
     ("instruments",),
     ("planning",),
-    ("communication", "ddp", "zero", "training", "models", "checkpoint", "strategy", "registry", "discovery", "layout",
-     "replicated", "mesh", "plugins", "tree", "interpreter", "arguments", "loss", "metrics", "flax", "parity", "scopes",
-     "plain", "network", "sizes", "environment", "processes"),
+    ("communication", "ddp", "zero", "training", "models", "checkpoint", "clipping", "strategy", "registry",
+     "discovery", "layout", "replicated", "mesh", "plugins", "tree", "interpreter", "arguments", "loss", "metrics",
+     "flax", "parity", "scopes", "plain", "network", "sizes", "environment", "processes"),
 )  # fmt: skip
 FLOOR = {folder: len(FLOORS) - floor for floor, folders in enumerate(FLOORS) for folder in folders}
 

@@ -86,8 +86,10 @@ def to_ranks(trainer: Trainer, state: TrainState, arrays: Mapping[str, np.ndarra
     """
     mesh, layout = _mesh(trainer), trainer.layout(state)
     places, owners = places_of(trainer, state), layout.owners
-    slots = {} if owners is None else named_leaves({"opt_state": owners.slots})
-    owned = {name for name, param in zip(slots, owners.param_of, strict=True) if param is not None} if owners else set()
+    owned = set()
+    if owners is not None:
+        names = named_leaves({"opt_state": owners.slots})
+        owned = {name for name, param in zip(names, owners.param_of, strict=True) if param is not None}
     placed = {
         name: arrays[name] if name in owned else _to_ranks(arrays[name], where, trainer)
         for name, where in named_leaves(places).items()

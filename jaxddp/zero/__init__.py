@@ -4,7 +4,7 @@ stages_1_and_2.py, stage3.py             the strategies: sharded optimizer state
 shards.py                                which shard of a parameter is whose, and the optimizer that runs on shards
 layers.py, gather.py, ordering.py        stage 3: units, their gathers and scatters, and how many are in flight
 owners.py                                stages 1 and 2: owners of whole parameters
-elementwise.py, clipping.py              which optimizers can run on shards; clipping there
+elementwise.py                           which optimizers can run on shards
 shard_optimizer.py                       stage 1 as an optax transformation
 """
 

@@ -36,12 +36,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from ..clipping import GLOBAL_NORM, on_full
 from ..communication.backward_order import TRANSPARENT
 from ..interpreter import called_program, interpret
 from ..layout import Leaf
 from ..replicated import find_mirror
 from ..tree import named_leaves, path_name
-from .clipping import GLOBAL_NORM, on_full
 
 _WRAPPERS = TRANSPARENT - {"shard_map"}  # whose shapes differ inside
 _RESHAPES = frozenset(("broadcast_in_dim", "reshape", "slice", "squeeze"))  # the identity if the shape stays the same

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxddp
-from jaxddp.zero import clipping
+from jaxddp import clipping
 
 
 def clip_a_part(part):

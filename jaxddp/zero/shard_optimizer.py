@@ -13,6 +13,7 @@ import jax
 import optax
 
 from ..arguments import check_axis, check_integer, check_leaves, check_optimizer
+from ..clipping import on_shards
 from ..communication.buckets import BucketMb, BucketPlan, plan_buckets
 from ..communication.collectives import axis_size
 from ..communication.reduction import check_grads
@@ -20,7 +21,6 @@ from ..communication.sharding import Cut
 from ..layout import Leaf
 from ..strategy import Layout, Ranks
 from ..tree import like, named_leaves, tensor_specs
-from .clipping import on_shards
 from .stages_1_and_2 import gather_shards, layout_shards, local_shards, reduce_scatter_grads
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..clipping import on_shards
 from ..communication.sharding import cut
 from ..layout import Leaf
 from ..strategy import Optimizer, Ranks, of_optax
 from ..tree import named_leaves
-from .clipping import on_shards
 from .elementwise import check_elementwise, shard_leaves
 
 

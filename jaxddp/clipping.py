@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from ..arguments import is_number
-from ..communication.collectives import all_reduce
-from ..communication.reduction import sum_of_squares
-from ..communication.sharding import Cut
-from ..scopes import METRICS_SCOPE
-from ..tree import named_leaves
+from .arguments import is_number
+from .communication.collectives import all_reduce
+from .communication.reduction import sum_of_squares
+from .communication.sharding import Cut
+from .scopes import METRICS_SCOPE
+from .tree import named_leaves
 
 GLOBAL_NORM = "jaxddp_global_norm"  # by which the element-wise check knows the one sum over elements that is allowed
 

@@ -7,8 +7,8 @@ import optax
 import pytest
 
 import jaxddp
+from jaxddp.clipping import global_norm
 from jaxddp.models import build
-from jaxddp.zero.clipping import global_norm
 
 SMALL, LARGE = 0.05, 50.0  # below and above every norm seen here, 0.2 to 2
 
