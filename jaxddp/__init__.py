@@ -16,7 +16,8 @@
     planning                          cost formulas and chips, for a cluster that is not here; needs no framework
     instruments                       look from outside: read compiled programs, compile for absent machines, simulate
     parity.py                         your own training under every strategy, on one device and in PyTorch
-    cli                               ``python -m jaxddp``
+    cli table.py                      ``python -m jaxddp``; tables in plain text
+    pytest_plugin.py                  what a program communicates, as a test
 
 A public name is loaded when it is first used, so importing this package, its planner or ``planning`` imports no JAX.
 """
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from .ddp import naive as naive
     from .ddp import overlapped as overlapped
     from .instruments import targets as targets
+    from .instruments.collectives import collectives as collectives
     from .instruments.inspect import inspect as inspect
     from .instruments.schedule import gradient_collectives as gradient_collectives
     from .instruments.schedule import read_schedule as read_schedule
@@ -116,6 +118,7 @@ _MODULES = {
     "params_ema": ".training.ema",
     "value_and_grad": ".training.own_loop",
     "keep_freed_memory": ".training.allocator",
+    "collectives": ".instruments.collectives",
     "gradient_collectives": ".instruments.schedule",
     "read_schedule": ".instruments.schedule",
     "inspect": ".instruments.inspect",

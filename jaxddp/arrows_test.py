@@ -12,12 +12,12 @@ pytestmark = pytest.mark.smoke
 ROOT = Path(__file__).parents[1]
 # What a folder, or a file beside them, may import: its own line and those below.
 FLOORS = (
-    ("cli", "__main__"),
+    ("cli", "__main__", "pytest_plugin"),
     ("instruments",),
     ("planning",),
     ("communication", "ddp", "zero", "training", "models", "checkpoint", "clipping", "strategy", "registry",
      "discovery", "layout", "replicated", "mesh", "plugins", "tree", "interpreter", "arguments", "loss", "metrics",
-     "flax", "parity", "scopes", "plain", "network", "sizes", "environment", "processes"),
+     "flax", "parity", "scopes", "plain", "network", "sizes", "table", "environment", "processes"),
 )  # fmt: skip
 FLOOR = {folder: len(FLOORS) - floor for floor, folders in enumerate(FLOORS) for folder in folders}
 

@@ -10,7 +10,7 @@ from typing import Any
 from ..communication.buckets import MIB
 from ..instruments.inspect import Inspection
 from ..planning.machine import network_in_words
-from .table import count_kinds, paragraph, table
+from ..table import count_kinds, paragraph, table
 
 _HEADS = (
     "strategy", "planned", "compiled", "check", "volume\nMiB", "first\nstart", "in\nflight", "late", "compute\nms",

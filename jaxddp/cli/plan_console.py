@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..network import GB
 from ..planning.plan import BucketChoice, Plan
-from .table import count_kinds, paragraph, table
+from ..table import count_kinds, paragraph, table
 
 if TYPE_CHECKING:  # imports JAX, which a plan alone does not need
     from ..instruments.stages import StagePlan

@@ -14,8 +14,9 @@ import functools
 import math
 import re
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ..communication.buckets import dtype_bytes
@@ -33,6 +34,7 @@ _CALLED = re.compile(
 _COMMENT = re.compile(r"/\*.*?\*/")
 _CUT_OFF = "the HLO module is cut off: it must end with the closing brace of its entry computation"
 _OPEN, _CLOSE = "([{", ")]}"
+_OWN_FOLDER = f"{Path(__file__).parents[1]}/"  # its lines call collectives for those of users
 
 
 class Array(NamedTuple):
@@ -117,6 +119,14 @@ Computation = dict[str, Instruction]
 """Instructions by name, in the order in which they are printed."""
 
 
+class Frame(NamedTuple):
+    """A line of the code that made an instruction, and the number of the frame that called it."""
+
+    file: str
+    line: str
+    caller: int
+
+
 @dataclass(frozen=True)
 class Module:
     """A program."""
@@ -124,6 +134,18 @@ class Module:
     header: str
     entry: str
     computations: dict[str, Computation]
+    frames: dict[int, Frame]
+
+    def source(self, instruction: Instruction) -> str:
+        """``file:line`` of the code that made an instruction, outside of libraries if it can be; empty if not said."""
+        if old := re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes):
+            return f"{old[1]}:{old[2]}"
+        said = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
+        frame = innermost = self.frames.get(int(said[1])) if said else None
+        while frame is not None and _is_library(frame.file):
+            frame = self.frames.get(frame.caller)
+        frame = frame or innermost
+        return f"{frame.file}:{frame.line}" if frame else ""
 
     def called(self, instruction: Instruction) -> Iterator[Computation]:
         """Yields the computations that an instruction calls."""
@@ -210,7 +232,36 @@ def _parse(text: str) -> Module:
             entry = found["name"] if found["entry"] else entry
     if not entry or current is not None:
         raise HLOError(_CUT_OFF)
-    return Module(header, entry, computations)
+    return Module(header, entry, computations, _frames(lines))
+
+
+def _frames(lines: Sequence[str]) -> dict[int, Frame]:
+    """Reads the tables of files, places and stack frames that stand before the first computation, if there are any."""
+    tables: dict[str, dict[int, str]] = {}
+    rows: dict[int, str] = {}
+    for line in lines:
+        if _HEADER.match(line):
+            break
+        if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
+            rows = tables[line] = {}
+        elif row := re.match(r'(\d+) [{"](.*)[}"]$', line):
+            rows[int(row[1])] = row[2]
+
+    def number(line: str, key: str) -> int:
+        return int(line.partition(f"{key}=")[2].partition(" ")[0])
+
+    frames = {}
+    for name, said in tables.get("StackFrames", {}).items():
+        place = tables["FileLocations"][number(said, "file_location_id")]
+        file = tables["FileNames"][number(place, "file_name_id")]
+        frames[name] = Frame(file, str(number(place, "line")), number(said, "parent_frame_id"))
+    # Frame 1 has no caller. Where it is said to be its own, all callers are one too large.
+    shift = frames[1].caller if 1 in frames else 0
+    return {name: frame._replace(caller=frame.caller - shift) for name, frame in frames.items()}
+
+
+def _is_library(file: str) -> bool:
+    return "site-packages" in file or "dist-packages" in file or file.startswith(_OWN_FOLDER)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -43,6 +43,8 @@ class Collective:
         is_async: Whether it has a start and a done, and is not marked synchronous.
         kernel: The backend's name for its implementation; empty if not printed.
         pairs: Who sends to whom in a permutation, or a send; empty for others.
+        dtype: Of the buffer, in HLO's spelling; of several the first.
+        source: ``file:line`` of the code that asked for it; empty if not printed.
     """
 
     kind: str
@@ -52,6 +54,8 @@ class Collective:
     kernel: str = ""
     op_name: str = ""
     pairs: tuple[tuple[int, int], ...] = ()
+    dtype: str = ""
+    source: str = ""
 
     def seconds(self, network: Network) -> float:
         """Seconds of it, with the network to itself; a permutation takes as long as its slowest pair."""
@@ -101,6 +105,7 @@ class Operation:
             empty if it does not wait.
         body: Operations of a loop or call that communicates.
         trips: Number of iterations of the body.
+        is_loop: Whether the body is a loop's.
     """
 
     name: str
@@ -110,6 +115,7 @@ class Operation:
     waits_for: str = ""
     body: tuple[Operation, ...] = ()
     trips: int = 1
+    is_loop: bool = False
     op_name: str = ""
     operands: tuple[str, ...] = ()
 
@@ -258,7 +264,9 @@ class OperationReader:
             if trips is None:
                 self.counter.note(f"loop {name}: trip count unknown, its collectives are counted once")
             bodies = [self.read(called) for called in self.module.called(instruction)]
-            return Operation(**common, body=sum(bodies, ()), trips=1 if trips is None else trips)
+            return Operation(
+                **common, body=sum(bodies, ()), trips=1 if trips is None else trips, is_loop=opcode == "while"
+            )
         if collective is None and opcode.endswith("-done") and (start := self._started_by(instruction, computation)):
             return Operation(**common, waits_for=start)
         work = self.counter.of(instruction, computation)
@@ -309,7 +317,14 @@ class OperationReader:
             kind, _full_bytes(kind, inner, where), self._group(inner), is_async,
             _kernel(inner, instruction),
             inner.op_name or instruction.op_name, _pairs(inner),
+            inner.arrays[0].dtype if inner.arrays else "",
+            self._source(inner, where) or self._source(instruction, computation),
         )  # fmt: skip
+
+    def _source(self, instruction: Instruction, computation: Computation) -> str:
+        """The line that an instruction comes from; that of an operand for one that XLA has made itself."""
+        made_of = [computation[name] for name in instruction.operands if name in computation]
+        return next(filter(None, map(self.module.source, [instruction, *made_of])), "")
 
     def _group(self, instruction: Instruction) -> tuple[int, ...]:
         printed = instruction.attributes.partition("replica_groups=")[2]

@@ -68,18 +68,63 @@ def start_compile_for_target(
     the compiler's choice when None. These, donated arguments and compiler options are as for ``jax.jit``.
 
     Raises:
-        TargetError: If the compiler for this target is not installed, or the shardings are of another mesh.
+        TargetError: If the compiler for this target is not installed, or the shardings are of a mesh of other size.
     """
-    check_installed(target)
     mesh = next(leaf.mesh for leaf in jax.tree.leaves(in_shardings) if isinstance(leaf, NamedSharding))
+    jitted = jax.jit(
+        function, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=tuple(donate_argnums)
+    )
+    shapes = jax.eval_shape(lambda *args: args, *args)
+    return _start(target, jitted, shapes, {}, mesh, donate_argnums, compiler_options)
+
+
+def compile_jitted(
+    target: Target, jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh | AbstractMesh | None
+) -> TargetProgram:
+    """Compiles a function that is jitted already, over a mesh of its own, for a target of as many devices.
+
+    Raises:
+        TargetError: As ``compile_for_target``; or if the function has no mesh, or one of other size.
+    """
+    if mesh is None:
+        raise TargetError(
+            f"arguments must have shardings over a mesh to compile for {target.spec!r}: give arrays, or"
+            " jax.ShapeDtypeStruct(shape, dtype, sharding=...)"
+        )
+    traced = jitted.trace(*args, **kwargs)
+    if not isinstance(jitted, jax.stages.Wrapped) or not hasattr(traced, "_params"):
+        raise TargetError(f"program (={type(jitted).__name__}) must be a function of jax.jit to compile for a target")
+    options = dict(traced._params.get("compiler_options_kvs", ()))  # no public name has them
+    return _start(target, jitted, args, kwargs, mesh, traced.donate_argnums, options).result()
+
+
+def _start(
+    target: Target, jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh | AbstractMesh,
+    donate_argnums: Sequence[int], compiler_options: Mapping[str, Any] | None,
+) -> Pending:  # fmt: skip
+    """Lowers a jitted function, serializes it, and starts the process that compiles it."""
+    check_installed(target)
     if mesh.size != target.num_devices:
-        raise TargetError(f"in_shardings are over {mesh.size} devices and {target.spec!r} has {target.num_devices}")
+        raise TargetError(f"the mesh has {mesh.size} devices and {target.spec!r} has {target.num_devices}")
     devices()  # lowering asks for one
-    exported, donated = _export(target, function, tuple(args), in_shardings, out_shardings, donate_argnums)
+    # Custom calls are not stable between versions of jaxlib; the child runs the same version.
+    checks = [export.DisabledSafetyCheck.custom_call("ALL")]
+    exported = export.export(jitted, platforms=[_LOWERED_FOR[target.platform]], disabled_checks=checks)(*args, **kwargs)
+    # Flat trees, because classes of the caller's trees may be unknown to the child.
+    flat = replace(
+        exported,
+        in_tree=jax.tree.structure(((0,) * len(exported.in_avals), {})),
+        out_tree=jax.tree.structure([0] * len(exported.out_avals)),
+    )
+    counts = [len(jax.tree.leaves(arg)) for arg in args]
+    donated = [
+        sum(counts[:index]) + place for index, count in enumerate(counts) for place in range(count)
+        if index in donate_argnums
+    ]  # fmt: skip
     request = {
         "disabled_plugins": superseded_plugins(),
         "topology": topology_arguments(target),
-        "exported": exported,
+        "exported": flat.serialize(),
         "axis_names": mesh.axis_names,
         "shape": mesh.axis_sizes,
         "donate_argnums": donated,
@@ -134,36 +179,6 @@ def _has_ptxas() -> bool:
     packages = list(nvidia.submodule_search_locations or []) if nvidia is not None else []
     folders = [Path(package, name) for package in packages for name in ("cuda_nvcc", "cu13")]
     return any(Path(folder, "bin", "ptxas").exists() for folder in [*folders, *_TOOLKITS]) or which("ptxas") is not None
-
-
-def _export(
-    target: Target,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    in_shardings: Any,
-    out_shardings: Any,
-    donate_argnums: Sequence[int],
-) -> tuple[bytearray, list[int]]:
-    """Traces, lowers and serializes a function; also gives which of its flat arguments are donated."""
-    jitted = jax.jit(
-        function, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=tuple(donate_argnums)
-    )
-    shapes = jax.eval_shape(lambda *args: args, *args)
-    # Custom calls are not stable between versions of jaxlib; the child runs the same version.
-    checks = [export.DisabledSafetyCheck.custom_call("ALL")]
-    exported = export.export(jitted, platforms=[_LOWERED_FOR[target.platform]], disabled_checks=checks)(*shapes)
-    # Flat trees, because classes of the caller's trees may be unknown to the child.
-    flat = replace(
-        exported,
-        in_tree=jax.tree.structure(((0,) * len(exported.in_avals), {})),
-        out_tree=jax.tree.structure([0] * len(exported.out_avals)),
-    )
-    counts = [len(jax.tree.leaves(arg)) for arg in args]
-    donated = [
-        sum(counts[:index]) + place for index, count in enumerate(counts) for place in range(count)
-        if index in donate_argnums
-    ]  # fmt: skip
-    return flat.serialize(), donated
 
 
 class _Gpu(NamedTuple):

@@ -1,0 +1,281 @@
+"""The collectives of anybody's program: how large, how often, in which phase, and the line that asked for them.
+
+    found = jaxddp.collectives(train_step, state, batch)                      as it is compiled here
+    found = jaxddp.collectives(train_step, state, batch, target="h100:8")     for machines that are not here
+    print(found)                                                              a table
+    assert found.pairs == [("all-reduce", 4096)]
+
+XLA decides what a program communicates, and nothing says so when it runs: a ZeRO-1 whose reductions stay all-reduces, a
+gather in a loop over layers, gradients reduced for every micro-batch. The compiled program says it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend import core
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from ..table import table
+from . import targets
+from .hlo import HLOError
+from .schedule import REDUCTIONS, Operation, read_schedule
+
+MICROBATCHES, LAYERS, LOOP = "micro-batches", "layers", "loop"
+
+
+class Loop(NamedTuple):
+    """A loop around a collective.
+
+    Attributes:
+        kind: ``"micro-batches"`` if it holds forward and backward, ``"layers"`` if it is part of one of them, else
+            ``"loop"``.
+        trips: Its iterations; 1 where the program does not say, which is among the notes.
+    """
+
+    kind: str
+    trips: int
+
+
+class Found(NamedTuple):
+    """A collective of a compiled program, and others that are the same from the same line.
+
+    Attributes:
+        kind: Such as ``"all-reduce"``.
+        num_bytes: Of the full buffer of one: the input of a reduce-scatter, the output of an all-gather.
+        dtype: Of the buffer, in HLO's spelling.
+        num_ranks: Devices that take part in one.
+        axes: The mesh axes that they lie along; None where no mesh is known that says so.
+        times: How often in one call, with all iterations of the loops around it.
+        phase: ``"forward"``, ``"backward"`` or ``"optimizer"``.
+        loops: Around it, the innermost last.
+        is_hidden: Whether the program computes between its start and its end.
+        source: ``file:line`` of the code that asked for it; empty if the program does not say.
+    """
+
+    kind: str
+    num_bytes: int
+    dtype: str
+    num_ranks: int
+    axes: tuple[str, ...] | None
+    times: int
+    phase: str
+    loops: tuple[Loop, ...]
+    is_hidden: bool
+    source: str
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """All collectives of one call of a program; printed, it is a table.
+
+    Attributes:
+        found: In the order of the schedule; collectives of one device, which send nothing, are left out.
+        num_devices: That it was compiled for.
+        notes: What could not be read, in words.
+    """
+
+    found: tuple[Found, ...]
+    num_devices: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def pairs(self) -> list[tuple[str, int]]:
+        """Sorted ``(kind, bytes)`` of every one; those of a loop once per iteration."""
+        return sorted(pair for one in self.found for pair in [(one.kind, one.num_bytes)] * one.times)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the full buffers of all of them."""
+        return sum(one.num_bytes * one.times for one in self.found)
+
+    def in_loops(self, kind: str = "") -> list[Found]:
+        """Those in a loop; of one kind if it is given."""
+        return [one for one in self.found if one.loops and kind in ("", one.kind)]
+
+    def each_microbatch(self) -> list[Found]:
+        """Reductions in a loop over micro-batches, where one after the loop would do."""
+        loops_of = {one: [loop.kind for loop in one.loops] for one in self.found}
+        return [one for one in self.found if one.kind in REDUCTIONS and MICROBATCHES in loops_of[one]]
+
+    def __str__(self) -> str:
+        counts = Counter({one.kind: 0 for one in self.found})
+        for one in self.found:
+            counts[one.kind] += one.times
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in counts.items()) or "no collectives"
+        lines = [f"{kinds} in one call on {self.num_devices} devices, {in_bytes(self.num_bytes)}"]
+        if self.found:
+            heads = ("kind", "size", "dtype", "ranks", "axes", "times", "phase", "in loops of", "hidden", "line")
+            left = ("dtype", "axes", "phase", "in loops of", "hidden", "line")
+            lines += ["", table(heads, [_cells(one) for one in self.found], left=left), ""]
+        if again := self.each_microbatch():
+            num_bytes = sum(one.num_bytes * one.times for one in again)
+            lines.append(f"Reduced once per micro-batch: {len(again)} of these lines, {in_bytes(num_bytes)}.")
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)]).rstrip()
+
+
+def collectives(
+    program: Any, *args: Any, target: str | None = None, mesh: Mesh | AbstractMesh | None = None, **kwargs: Any
+) -> Collectives:
+    """Reads the collectives of one call of a program off what it compiles to.
+
+    Args:
+        program: A function, jitted or not (``jax.jit``, ``jax.shard_map``, ``nnx.jit``); or one that is lowered or
+            compiled already; or a file, or the text, of a scheduled HLO module.
+        *args: The function's arguments: arrays or ``jax.ShapeDtypeStruct``, with the shardings that they have in a run.
+        target: Compiles the function for machines that are not here, such as ``h100:8`` or ``v5p:128``: its mesh has as
+            many devices, simulated ones (``jaxddp.simulate_devices``) or none (``jaxddp.targets.mesh``).
+        mesh: By whose axes groups of devices are named; that of the arguments or of a ``shard_map`` inside if None.
+        **kwargs: The function's.
+
+    Returns:
+        The collectives.
+
+    Raises:
+        ValueError: If it is no program, there are arguments for one that takes none, the target is unknown, its
+            compiler not installed, or its number of devices not the mesh's, or the text cannot be read (``HLOError``).
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jax.sharding import PartitionSpec as P
+        >>> import jaxddp
+        >>> by_rank = NamedSharding(jaxddp.data_mesh(4), P("data"))
+        >>> x = jax.ShapeDtypeStruct((8, 3), jnp.float32, sharding=by_rank)
+        >>> collectives(lambda x: x.sum(0), x).pairs
+        [('all-reduce', 12)]
+    """
+    if callable(program) and not isinstance(program, jax.stages.Compiled | targets.TargetProgram):
+        jitted = program if hasattr(program, "lower") else jax.jit(program)
+        mesh = mesh or _mesh_of(jitted, args, kwargs)
+        if target is None:
+            compiled = jitted.lower(*args, **kwargs).compile()
+        else:
+            compiled = targets.compile_jitted(targets.target(target), jitted, args, kwargs, mesh)
+    else:
+        if args or kwargs or target is not None:
+            raise ValueError("args and target must be left out for a program that is lowered already")
+        compiled = _compiled(program)
+    schedule = read_schedule(compiled)
+    axes_of = functools.partial(_axes_of, mesh, schedule.num_devices)
+    times: Counter[Found] = Counter()
+    for one in _read(schedule.operations, (), 1, axes_of):
+        times[one._replace(times=0)] += one.times
+    found = tuple(one._replace(times=count) for one, count in times.items())
+    return Collectives(found, schedule.num_devices, schedule.notes)
+
+
+def _compiled(program: Any) -> Any:
+    """A program that is lowered, compiled, or written, as ``read_schedule`` takes it."""
+    if hasattr(program, "compile"):
+        return program.compile()
+    if isinstance(program, str) and program.startswith("HloModule") or hasattr(program, "as_text"):
+        return program
+    if not isinstance(program, (str, os.PathLike)):
+        raise ValueError(f"program (={type(program).__name__}) must be a function, a compiled program, or HLO text")
+    try:
+        return Path(program).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise HLOError(f"program (={str(program)[:60]!r}) must be HLO text or its file: {error}") from error
+
+
+def _read(
+    operations: Sequence[Operation], loops: tuple[Loop, ...], times: int, axes_of: Callable[..., Any]
+) -> Iterator[Found]:
+    """Gives the collectives of operations that run so many times in one call."""
+    done = {one.waits_for: place for place, one in enumerate(operations) if one.waits_for}
+    for place, one in enumerate(operations):
+        if one.body:
+            inside = (*loops, Loop(_kind_of(one), one.trips)) if one.is_loop else loops
+            yield from _read(one.body, inside, times * one.trips, axes_of)
+        if one.starts is None or len(one.starts.group) == 1:
+            continue
+        between = operations[place + 1 : done.get(one.name, place)]
+        is_hidden = any(other.total_work.flops for other in between)
+        yield Found(
+            one.starts.kind, one.starts.num_bytes, one.starts.dtype, len(one.starts.group), axes_of(one.starts.group),
+            times, one.phase, loops, is_hidden, one.starts.source,
+        )  # fmt: skip
+
+
+def _kind_of(loop: Operation) -> str:
+    if "jvp(" in loop.op_name or "transpose(" in loop.op_name:  # within what is differentiated
+        return LAYERS
+    return MICROBATCHES if any("transpose(" in one.op_name for one in loop.body) else LOOP
+
+
+def _mesh_of(jitted: Callable[..., Any], args: Any, kwargs: Any) -> Mesh | AbstractMesh | None:
+    """The mesh of the arguments, or that of a ``shard_map`` in the function."""
+    for leaf in jax.tree.leaves((args, kwargs)):
+        if isinstance(sharding := getattr(leaf, "sharding", None), NamedSharding):
+            return sharding.mesh
+    traced = jitted.trace(*args, **kwargs)  # type: ignore[attr-defined]
+    traced = getattr(traced, "traced", traced)  # of nnx.jit
+    return _mesh_within(traced.jaxpr.jaxpr)
+
+
+def _mesh_within(jaxpr: Any) -> Mesh | AbstractMesh | None:
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "shard_map":
+            return equation.params["mesh"]
+        for inner in core.jaxprs_in_params(equation.params):
+            if (found := _mesh_within(inner)) is not None:
+                return found
+    return None
+
+
+def _axes_of(mesh: Mesh | AbstractMesh | None, num_devices: int, group: tuple[int, ...]) -> tuple[str, ...] | None:
+    """The axes of a mesh along which the devices of a group lie, the first of them the first of the group."""
+    if mesh is None or mesh.size != num_devices:
+        return None
+    devices = np.arange(mesh.size).reshape(mesh.axis_sizes)
+    names = [name for name in mesh.axis_names if mesh.shape[name] > 1]
+    for count in range(1, len(names) + 1):
+        for axes in itertools.combinations(names, count):
+            place = tuple(slice(None) if name in axes else 0 for name in mesh.axis_names)
+            if {*devices[place].flat} == {*group}:
+                return axes
+    return None
+
+
+def in_bytes(num_bytes: int) -> str:
+    """A size with its unit.
+
+    Example:
+        >>> in_bytes(12), in_bytes(4096), in_bytes(25 * 2**20)
+        ('12 B', '4 KiB', '25 MiB')
+    """
+    size, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if size >= 1024:
+            size, unit = size / 1024, larger
+    return f"{size:,.0f} {unit}" if size >= 100 else f"{size:.3g} {unit}"
+
+
+def loops_of(one: Found) -> str:
+    """The loops around a collective, in words."""
+    return " x ".join(f"{loop.trips} {loop.kind}" for loop in one.loops) or "-"
+
+
+def _cells(one: Found) -> tuple[str, ...]:
+    axes = "?" if one.axes is None else ", ".join(one.axes)
+    return (
+        one.kind, in_bytes(one.num_bytes), one.dtype, str(one.num_ranks), axes, f"{one.times:,}", one.phase,
+        loops_of(one), "yes" if one.is_hidden else "no", short_source(one),
+    )  # fmt: skip
+
+
+def short_source(one: Found) -> str:
+    """The line that asked for a collective, its file relative to the current folder where that holds it."""
+    path = Path(one.source)
+    if path.is_relative_to(Path.cwd()):
+        return str(path.relative_to(Path.cwd()))
+    return "/".join(path.parts[-2:]) or "?"

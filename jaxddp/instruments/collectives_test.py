@@ -1,0 +1,181 @@
+"""Collectives of programs that know nothing of this package, with the faults that people found by reading HLO."""
+
+import inspect
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxddp
+from jaxddp.instruments import hlo
+from jaxddp.instruments.collectives import LAYERS, MICROBATCHES, Loop, collectives
+
+NUM_RANKS, WIDTH = 4, 8
+
+
+@pytest.fixture(autouse=True)
+def _lines_of_this_file_count(monkeypatch):
+    monkeypatch.setattr(hlo, "_OWN_FOLDER", "elsewhere")
+
+
+def mesh(**axes):
+    axes = axes or {"data": NUM_RANKS}
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def shape(*dims, spec=(), over=None):
+    return jax.ShapeDtypeStruct(dims, jnp.float32, sharding=NamedSharding(over or mesh(), P(*spec)))
+
+
+def loss_fn(params, x):
+    def layer(x, weight):
+        return jnp.tanh(x @ weight), None
+
+    x, _ = jax.lax.scan(layer, x, params["layers"])
+    return jnp.mean((x @ params["out"]) ** 2)
+
+
+def line_of(function, text):
+    lines, first = inspect.getsourcelines(function)
+    return f"{__file__}:{first + next(place for place, line in enumerate(lines) if text in line)}"
+
+
+def fsdp_params(over=None):
+    layers = shape(3, WIDTH, WIDTH, spec=(None, "data"), over=over)
+    return {"layers": layers, "out": shape(WIDTH, 2, over=over)}
+
+
+def test_plain_data_parallelism_reduces_each_gradient_after_the_loop_of_layers():
+    params = {"layers": shape(3, WIDTH, WIDTH), "out": shape(WIDTH, 2)}
+    found = collectives(jax.grad(loss_fn), params, shape(16, WIDTH, spec=("data",)))
+    assert sum(size for _, size in found.pairs) == found.num_bytes
+    assert {kind for kind, _ in found.pairs} == {"all-reduce"} and found.num_devices == NUM_RANKS
+    assert not found.each_microbatch()
+    assert all((one.axes, one.num_ranks, one.dtype) == (("data",), NUM_RANKS, "f32") for one in found.found)
+
+
+def test_a_gather_in_a_loop_of_layers_has_its_line_and_phase_and_is_counted_once_a_layer():
+    found = collectives(jax.grad(loss_fn), fsdp_params(), shape(16, WIDTH, spec=("data",)))
+    gathers = found.in_loops("all-gather")
+    assert {one.phase for one in gathers} == {"forward", "backward"}
+    for one in gathers:
+        assert (one.times, one.loops, one.num_bytes) == (3, (Loop(LAYERS, 3),), 4 * WIDTH**2)
+        assert one.source == line_of(loss_fn, "jnp.tanh")
+    assert "3 layers" in str(found) and "tanh" not in str(found)
+
+
+def accumulated(params, batches):
+    def add(total, batch):
+        return jax.tree.map(jnp.add, total, jax.grad(loss_fn)(params, batch)), None
+
+    return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), batches)[0]
+
+
+def test_gradients_that_are_reduced_once_per_micro_batch_are_found():
+    params, batches = fsdp_params(), shape(5, 16, WIDTH, spec=(None, "data"))
+    found = collectives(accumulated, params, batches)
+    again = found.each_microbatch()
+    assert again and {one.loops[0] for one in again} == {Loop(MICROBATCHES, 5)}
+    assert sum(one.times for one in again if Loop(LAYERS, 3) in one.loops) == 15
+    assert "Reduced once per micro-batch" in str(found)
+
+
+def zero1_step(moments):
+    """Adam whose moments are laid out by a spec, of parameters that are full before and after the step."""
+    optimizer, params = optax.adam(1e-3), {"layers": shape(3, WIDTH, WIDTH), "out": shape(WIDTH, 2)}
+
+    def step(params, state, x):
+        updates, state = optimizer.update(jax.grad(loss_fn)(params, x), state, params)
+        return optax.apply_updates(params, updates), state
+
+    def place(leaf):
+        return shape(*leaf.shape, spec=moments if len(leaf.shape) == 3 else ())
+
+    state = jax.tree.map(place, jax.eval_shape(optimizer.init, params))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, (params, state))
+    return collectives(jax.jit(step, out_shardings=shardings), params, state, shape(16, WIDTH, spec=("data",)))
+
+
+def test_a_zero1_without_effect_gathers_nothing():
+    # Parameters that are updated by shards have to be gathered.
+    assert "all-gather" in {kind for kind, _ in zero1_step((None, "data")).pairs}
+    assert "all-gather" not in {kind for kind, _ in zero1_step(()).pairs}
+
+
+def test_axes_are_those_of_the_mesh_also_of_a_shard_map_inside():
+    over = mesh(replica=2, data=2)
+
+    def sums(x):
+        return jax.lax.psum(x, "data"), jax.lax.psum(x * x, "replica"), jax.lax.psum(x + 1, ("replica", "data"))
+
+    mapped = jax.shard_map(sums, mesh=over, in_specs=P(("replica", "data")), out_specs=P(None), check_vma=False)
+    found = collectives(jaxddp.jit(mapped, jaxddp.naive()), jnp.ones((8, 3)))
+    assert sorted(one.axes for one in found.found) == [("data",), ("replica",), ("replica", "data")]
+    assert {one.source for one in found.found} == {line_of(sums, "psum")}
+
+
+def test_functions_of_nnx_programs_and_texts_are_read():
+    @nnx.jit
+    def step(model, x):
+        return nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
+
+    model = nnx.Linear(WIDTH, 2, rngs=nnx.Rngs(0))
+    nnx.update(model, jax.device_put(nnx.state(model), NamedSharding(mesh(), P())))
+    x = jax.device_put(jnp.ones((16, WIDTH)), NamedSharding(mesh(), P("data")))
+    assert {kind for kind, _ in collectives(step, model, x).pairs} == {"all-reduce"}
+
+    lowered = jax.jit(jax.grad(loss_fn)).lower(fsdp_params(), shape(16, WIDTH, spec=("data",)))
+    compiled = lowered.compile()
+    of_all = [collectives(one) for one in (lowered, compiled, compiled.as_text())]
+    assert len({str(one) for one in of_all}) == 1 and of_all[0].in_loops("all-gather")
+
+
+def test_a_file_is_read(tmp_path):
+    file = tmp_path / "step.hlo"
+    file.write_text(jax.jit(jnp.sum).lower(shape(16, spec=("data",))).compile().as_text())
+    assert collectives(file).pairs == [("all-reduce", 4)]
+
+
+@pytest.mark.parametrize(
+    ("program", "args", "options", "said"),
+    [
+        (3, (), {}, "program"),
+        ("no/such/file", (), {}, "program"),
+        ("HloModule m\n\nENTRY %main () -> f32[] {\n}\n", (), {}, "scheduled"),
+        ("HloModule m", (1,), {}, "args"),
+        (jnp.sum, (jnp.ones(4),), {"target": "h100:8"}, "shardings"),
+        (jnp.sum, (shape(16, spec=("data",)),), {"target": "h100:8"}, "devices"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_in_one_line(program, args, options, said):
+    with pytest.raises(ValueError, match=said) as refused:
+        collectives(program, *args, **options)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("chip", ["h100", "v5p"])
+def test_a_program_of_simulated_devices_is_compiled_for_a_target(chip):
+    step = jax.jit(accumulated, donate_argnums=0)
+    over = jaxddp.targets.mesh(f"{chip}:4")
+    batches = shape(5, 16, WIDTH, spec=(None, "data"), over=over)
+    found = collectives(step, fsdp_params(over), batches, target=f"{chip}:4")
+    assert found.num_devices == 4 and found.in_loops()
+    assert sum(one.times for one in found.in_loops() if Loop(LAYERS, 3) in one.loops) >= 15
+
+
+def test_options_of_a_jitted_function_reach_the_compiler_of_a_target():
+    over = jaxddp.targets.mesh("h100:4")
+
+    def sums(x):
+        return jax.lax.psum(x, "data"), jax.lax.psum(x[:, :1], "data")
+
+    mapped = jax.shard_map(sums, mesh=over, in_specs=P("data"), out_specs=P(), check_vma=False)
+    x = shape(8, 3, spec=("data",), over=over)
+    # Those of zero1 merge no all-reduces.
+    apart = collectives(jaxddp.jit(mapped, jaxddp.zero1(), platform="gpu"), x, target="h100:4")
+    merged = collectives(mapped, x, target="h100:4")
+    assert apart.pairs == [("all-reduce", 8), ("all-reduce", 24)] and merged.pairs == [("all-reduce", 32)]

@@ -1,0 +1,120 @@
+"""A pytest plugin: what a program communicates, as a test. It is there once the package is installed.
+
+    def test_the_step_sends_one_all_reduce(assert_collectives):
+        assert_collectives(train_step, (state, batch), [("all-reduce", 4096)], target="h100:8")
+
+    def test_no_layer_is_gathered_twice(assert_collectives):
+        assert_collectives(train_step, (state, batch), not_in_loops=["all-gather"], reduced_once=True, max_bytes=2**30)
+
+    def test_the_step_sends_what_it_sent(assert_collectives_match):
+        assert_collectives_match(train_step, (state, batch), "step.collectives")      # written by --update-collectives
+
+A target needs no accelerator. JAX is imported when a fixture is used.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def pytest_addoption(parser: Any) -> None:
+    """Adds the option that writes snapshots."""
+    parser.addoption(
+        "--update-collectives", action="store_true", help="write the snapshots of assert_collectives_match (jaxddp)"
+    )
+
+
+@pytest.fixture(scope="session")
+def assert_collectives() -> Callable[..., None]:
+    """``(program, args, expected)`` fails if a program communicates anything else; see ``check_collectives``."""
+    return check_collectives
+
+
+@pytest.fixture
+def assert_collectives_match(request: Any) -> Callable[..., None]:
+    """``(program, args, snapshot)`` fails if a program communicates other than the snapshot says.
+
+    The snapshot is a text file beside the test, a line for each kind of collective. ``--update-collectives`` writes it.
+    """
+
+    def check(program: Any, args: Sequence[Any], snapshot: str, *, target: str | None = None) -> None:
+        __tracebackhide__ = True
+        from .instruments.collectives import collectives
+
+        found = {_line(one): one for one in collectives(program, *args, target=target).found}
+        path = Path(request.path).parent / snapshot
+        if request.config.getoption("--update-collectives"):
+            path.write_text("".join(f"{line}\n" for line in sorted(found)))
+            return
+        if not path.exists():
+            pytest.fail(f"{path} is missing: pytest --update-collectives writes it")
+        expected = path.read_text().splitlines()
+        _fail_if_other(Counter(expected), Counter(found.keys()), str, found)
+
+    return check
+
+
+def check_collectives(
+    program: Any,
+    args: Sequence[Any] = (),
+    expected: Iterable[tuple[str, int]] | None = None,
+    *,
+    target: str | None = None,
+    not_in_loops: Sequence[str] = (),
+    reduced_once: bool = False,
+    max_bytes: float | None = None,
+) -> None:
+    """Checks what a program communicates in one call.
+
+    Args:
+        program: As ``jaxddp.collectives`` takes it.
+        args: Its arguments.
+        expected: ``(kind, bytes of the full buffer)`` of every collective, in any order; those of a loop once for each
+            iteration. None: any.
+        target: Machines that are not here, such as ``h100:8``.
+        not_in_loops: Kinds that must not stand in a loop.
+        reduced_once: Whether no reduction may stand in a loop over micro-batches.
+        max_bytes: Of the full buffers of all collectives together.
+
+    Raises:
+        AssertionError: If it communicates otherwise; the lines name the difference by kind, bytes and source.
+        ValueError: As ``jaxddp.collectives``.
+    """
+    __tracebackhide__ = True
+    from .instruments.collectives import collectives, in_bytes
+
+    found = collectives(program, *args, target=target)
+    if expected is not None:
+        sources = {(one.kind, one.num_bytes): one for one in found.found}
+        _fail_if_other(Counter(expected), Counter(found.pairs), lambda one: f"{one[0]} of {one[1]:,} bytes", sources)
+    wrong = [one for kind in not_in_loops for one in found.in_loops(kind)]
+    wrong += found.each_microbatch() if reduced_once else []
+    if wrong:
+        lines = [f"  {_line(one)}, {one.times} times: {one.source}" for one in dict.fromkeys(wrong)]
+        raise AssertionError("\n".join(["collectives in a loop:", *lines]))
+    if max_bytes is not None and found.num_bytes > max_bytes:
+        raise AssertionError(f"{in_bytes(found.num_bytes)} are sent where {max_bytes:,} bytes are allowed\n{found}")
+
+
+def _fail_if_other(expected: Counter[Any], found: Counter[Any], name: Callable[[Any], str], sources: Any) -> None:
+    __tracebackhide__ = True
+    missing, more = expected - found, found - expected
+    lines = [f"  - {count} x {name(one)}" for one, count in sorted(missing.items())]
+    lines += [f"  + {count} x {name(one)}: {sources[one].source or 'no line'}" for one, count in sorted(more.items())]
+    if lines:
+        raise AssertionError("\n".join(["other collectives than expected (- expected, + found):", *lines]))
+
+
+def _line(one: Any) -> str:
+    """A collective in words that stay the same when lines of code move."""
+    from .instruments.collectives import loops_of
+
+    axes = "?" if one.axes is None else ", ".join(one.axes)
+    loops = f", in {loops_of(one)}" if one.loops else ""
+    size = f"{one.num_bytes} bytes {one.dtype}"
+    return f"{one.times} x {one.kind} of {size} over {axes} ({one.num_ranks}), {one.phase}{loops}"

@@ -1,0 +1,87 @@
+"""The pytest plugin, as another project uses it."""
+
+import importlib
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+PROGRAM = """
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import jaxddp
+
+jaxddp.simulate_devices(4)
+mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+layers = jax.ShapeDtypeStruct((3, 8, 8), jnp.float32, sharding=NamedSharding(mesh, P(None, "data")))
+x = jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+SCALE = 1.0
+
+
+def forward(layers, x):
+    def layer(x, weight):
+        return jnp.tanh(x @ weight) * SCALE, None
+
+    return jax.lax.scan(layer, x, layers)[0]
+
+
+def test_as_listed(assert_collectives):
+    assert_collectives(forward, (layers, x), [("all-gather", 256)] * 3, max_bytes=768, reduced_once=True)
+
+
+def test_as_before(assert_collectives_match):
+    assert_collectives_match(forward, (layers, x), "forward.collectives")
+"""
+FAULTS = """
+
+def test_one_gather_less(assert_collectives):
+    assert_collectives(forward, (layers, x), [("all-gather", 256)] * 2)
+
+
+def test_in_a_loop(assert_collectives):
+    assert_collectives(forward, (layers, x), not_in_loops=["all-gather"])
+
+
+def test_too_much(assert_collectives):
+    assert_collectives(forward, (layers, x), max_bytes=767)
+"""
+
+
+def run(folder, *options):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "jaxddp.pytest_plugin", "-p", "no:cacheprovider", *options]
+    alone = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # of this tree, whichever one is installed
+    done = subprocess.run(command, cwd=folder, env=alone, capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stdout
+
+
+def test_a_step_is_held_to_a_list_and_to_a_snapshot(tmp_path):
+    file = tmp_path / "step_test.py"
+    file.write_text(PROGRAM + FAULTS)
+    status, text = run(tmp_path, "--update-collectives", "-k", "as_before")
+    assert status == 0, text
+    status, text = run(tmp_path)
+    assert status == 1 and "3 failed, 2 passed" in text
+    line = next(number for number, line in enumerate(PROGRAM.splitlines(), 1) if "tanh" in line)
+    assert f"+ 1 x all-gather of 256 bytes: {file}:{line}" in text  # the diff of the first
+    assert "3 layers" not in text and "768 B are sent where 767 bytes are allowed" in text
+    # Moved lines are no change; another collective is.
+    file.write_text(f"# a line more\n{PROGRAM}")
+    assert run(tmp_path, "-k", "as_before")[0] == 0
+    file.write_text(PROGRAM.replace("* SCALE", "+ jnp.sum(x)"))
+    status, text = run(tmp_path, "-k", "as_before")
+    assert status == 1 and "all-reduce" in text
+
+
+def test_the_plugin_imports_no_jax():
+    code = "import sys, jaxddp.pytest_plugin; print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_installed_packages_offer_the_plugin():
+    project = tomllib.loads(Path(__file__).parents[1].joinpath("pyproject.toml").read_text())["project"]
+    module = importlib.import_module(project["entry-points"]["pytest11"]["jaxddp"])
+    assert module.assert_collectives and module.assert_collectives_match
