@@ -15,7 +15,7 @@
     network.py sizes.py               how long a collective takes; sizes of the transformer: no framework
     planning                          cost formulas and chips, for a cluster that is not here; needs no framework
     instruments                       look from outside: read compiled programs, compile for absent machines, simulate
-    parity.py                         your own training under every strategy, on one device and in PyTorch
+    parity.py step_parity.py          your own training under every strategy, on one device and in PyTorch; your own step
     cli table.py                      ``python -m jaxddp``; tables in plain text
     pytest_plugin.py                  what a program communicates, as a test
 

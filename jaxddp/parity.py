@@ -29,6 +29,9 @@ from .loss import Weighted, with_key
 from .mesh import data_mesh
 from .metrics import Mean, PerExample, Sum
 from .registry import STRATEGIES, make_strategy
+from .step_parity import StepParityError as StepParityError
+from .step_parity import check_step as check_step
+from .step_parity import difference, has_unlike_copies
 from .strategy import Ranks, Strategy
 from .training.train import Trainer, TrainState
 from .training.validation import check_batch
@@ -311,19 +314,9 @@ def _trained(trainer: Trainer, state: TrainState, batches: Sequence[Any]) -> lis
         state, metrics = trainer.step(state, batch)
         found = dict(to_host(trainer, state))
         found |= {name: np.asarray(leaf) for name, leaf in named_leaves({"metrics": metrics}).items()}
-        after.append(found | {f"copies of {name.removeprefix(_PARAMS)}": np.array(0) for name in _unlike_copies(state)})
+        unlike = [name.removeprefix(_PARAMS) for name, leaf in named_leaves(state).items() if has_unlike_copies(leaf)]
+        after.append(found | {f"copies of {name}": np.array(0) for name in unlike})
     return after
-
-
-def _unlike_copies(state: TrainState) -> list[str]:
-    """Names of leaves of which ranks that should hold the same hold other bits."""
-    unlike = []
-    for name, leaf in named_leaves(state).items():
-        copies: dict[str, set[bytes]] = {}
-        for shard in (jax.random.key_data(leaf) if is_key(leaf) else leaf).addressable_shards:
-            copies.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
-        unlike += [name] if any(len(bits) > 1 for bits in copies.values()) else []
-    return unlike
 
 
 def _in_torch(
@@ -371,7 +364,7 @@ def _compare(
     parted: tuple[int | None, str | None] = (None, None)
     largest = 0.0
     for step, (found, right) in enumerate(zip(trained, expected, strict=True), 1):
-        differences = {leaf.removeprefix(_PARAMS): _difference(found[leaf], array) for leaf, array in right.items()}
+        differences = {leaf.removeprefix(_PARAMS): difference(found[leaf], array) for leaf, array in right.items()}
         differences |= {leaf: np.inf for leaf in found if leaf.startswith("copies of ")}
         largest = float(np.max([largest, *differences.values()]))  # NaN stays
         far = [leaf for leaf, difference in differences.items() if not difference <= atol]
@@ -380,11 +373,3 @@ def _compare(
     ended = {leaf.removeprefix(_PARAMS): trained[-1][leaf] for leaf in expected[-1]}
     kept = {leaf: array for leaf, array in ended.items() if not leaf.startswith(("opt_state", "metrics."))}
     return Result(name, num_ranks, largest, *parted, params=kept)
-
-
-def _difference(found: np.ndarray, right: np.ndarray) -> float:
-    if found.shape != right.shape:
-        return np.inf
-    wide = np.complex128 if np.iscomplexobj(right) else np.float64
-    apart = np.abs(found.astype(wide) - right.astype(wide))
-    return float(np.max(apart, initial=0.0) / max(1.0, float(np.max(np.abs(right.astype(wide)), initial=0.0))))

@@ -1,0 +1,249 @@
+"""Parity of a training step that is not ours: on several ranks it must give what it gives on one device.
+
+    def make_step(mesh):  # your own, with jit, shard_map or pmap inside
+        ...
+        return step       # (state, batch) -> anything, such as the next state and metrics
+
+    jaxddp.parity.check_step(make_step, state, batch)
+
+Where a result differs, the step is run on batches made for it, which tell faults apart:
+
+| batch of N ranks                            | if on N ranks it is as on one device              |
+|---------------------------------------------|---------------------------------------------------|
+| the first rank's examples on every rank     | the fault needs ranks with unlike examples        |
+| one leaf of it, such as a mask, alike on all| means over ranks were weighed wrong by that leaf  |
+| the same, with other keys                   | the step draws no noise                           |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from .arguments import check_axis, check_function, check_integer, is_number
+from .checkpoint.host_state import is_key
+from .training.validation import count_examples
+from .tree import named_leaves
+
+_REDUCED_TWICE = "it is summed where the mean is meant, or summed again after autodiff has summed it"
+
+
+class Parted(NamedTuple):
+    """A result of a step that is another one on several ranks.
+
+    Attributes:
+        name: Of the leaf, by its path in what the step returns; empty if it is of the step as a whole.
+        difference: The largest of any element, relative to the largest element where that is above 1.
+        cause: The likely one, in a line.
+    """
+
+    name: str
+    difference: float
+    cause: str
+
+
+class StepParityError(AssertionError):
+    """A step that gives another result on several ranks than on one device.
+
+    Attributes:
+        parted: What differs.
+    """
+
+    def __init__(self, parted: list[Parted], num_ranks: int) -> None:
+        """Describes what differs, each in a line."""
+        self.parted = parted
+        lines = [f"  {one.name or 'the step'}, {one.difference:.1e} apart: {one.cause}" for one in parted]
+        super().__init__("\n".join([f"on {num_ranks} ranks the step is not what it is on one device:", *lines]))
+
+
+def check_step(
+    make_step: Callable[[Mesh], Callable[..., Any]],
+    state: Any,
+    batch: Any,
+    *,
+    num_ranks: int = 4,
+    axis: str = "data",
+    state_specs: Any = None,
+    atol: float = 1e-9,
+    dtype: Any = jnp.float64,
+) -> None:
+    """Runs a training step on one device and on several, and says what differs, and why it may.
+
+    Args:
+        make_step: Mesh of one axis to a step, ``(state, batch)`` to any tree of arrays. A step that needs no mesh is
+            ``lambda mesh: step``.
+        state: A tree of arrays and PRNG keys; kept.
+        batch: Of all ranks; a tree of arrays whose dimension 0 counts examples.
+        num_ranks: Ranks to compare with one; there must be as many devices (``jaxddp.simulate_devices``).
+        axis: Name of the mesh axis.
+        state_specs: How the state lies over the ranks: a tree of ``PartitionSpec`` like it, or a prefix; all of it
+            on each if None.
+        atol: Largest difference of any element, of leaves with elements above 1 relative to the largest. Float64 has
+            room for the order of sums, and for more than 1e-9 only where gradients nearly vanish before a division.
+        dtype: To which floats of state and batch are cast; theirs if None.
+
+    Raises:
+        StepParityError: An AssertionError, if anything differs: with the likely cause of each.
+        ValueError: If the batch cannot be split, or there are too few devices.
+    """
+    check_function("make_step", make_step, "a function of a mesh that gives the step")
+    check_axis(axis)
+    if check_integer("num_ranks", num_ranks, 2) > jax.device_count():
+        raise ValueError(f"num_ranks (={num_ranks}) must be at most the devices (={jax.device_count()})")
+    if count_examples(batch) % num_ranks:
+        raise ValueError(f"batch (={count_examples(batch)} examples) must be divisible by num_ranks (={num_ranks})")
+    if not is_number(atol) or not atol >= 0:
+        raise ValueError(f"atol (={atol!r}) must be a number, 0 or more")
+    with jax.enable_x64(jax.config.read("jax_enable_x64") or dtype == jnp.float64):
+        parted = list(_Step(make_step, state, batch, num_ranks, axis, state_specs, atol, dtype).parted())
+    if parted:
+        raise StepParityError(parted, num_ranks)
+
+
+class _Step:
+    """A step, which can be run on any number of ranks with any batch of the same kind."""
+
+    def __init__(
+        self, make_step: Any, state: Any, batch: Any, num_ranks: int, axis: str, specs: Any, atol: float, dtype: Any
+    ) -> None:
+        self._make_step, self._axis, self._dtype = make_step, axis, dtype
+        self._specs = PartitionSpec() if specs is None else specs
+        self._state, self._batch = (jax.tree.map(self._cast, tree) for tree in (state, batch))
+        self._num_ranks, self._atol, self._unlike_copies = num_ranks, atol, set[str]()
+
+    def parted(self) -> Iterator[Parted]:
+        """Gives what differs."""
+        num_ranks, before = self._num_ranks, self._matching(self._state)
+        one, several = self._run(1, self._batch), self._run(num_ranks, self._batch)
+        unlike = self._unlike_copies
+        of_shard = self._rows(self._batch)
+        is_same_of_shard = self._agree(self._run(1, of_shard), self._run(num_ranks, self._tiled(of_shard)))
+        if self._is_random(one) and is_same_of_shard:
+            yield Parted("", np.inf, "ranks draw the same noise: fold jax.lax.axis_index into the key")
+            return
+        for name, right in one.items():
+            apart = difference(several[name], right)
+            if name in unlike:
+                yield Parted(name, apart, "ranks hold copies that differ: it is not reduced over them")
+            elif not apart <= self._atol:
+                cause = self._ratio(several[name], right, before.get(name)) or self._cause(one, is_same_of_shard)
+                yield Parted(name, apart, cause)
+
+    def _ratio(self, found: np.ndarray, right: np.ndarray, before: np.ndarray | None) -> str:
+        """Whether what a step adds to a leaf is N times too large or too small."""
+        old = 0 if before is None or before.shape != right.shape else before
+        moved, wanted = (np.asarray(new - old, np.float64) for new in (found, right))
+        scale = float(np.sum(wanted * wanted))
+        ratio = float(np.sum(moved * wanted)) / scale if scale else 0.0
+        if not np.max(np.abs(moved - ratio * wanted), initial=0.0) <= 1e-6 * np.max(np.abs(moved), initial=0.0):
+            return ""
+        num_ranks = self._num_ranks
+        for power, why in ((1, _REDUCED_TWICE), (2, f"as squares of something {num_ranks} times too large")):
+            if np.isclose(ratio, num_ranks**power, rtol=1e-6):
+                return f"{num_ranks**power} times as large: {why}"
+        if np.isclose(ratio, 1 / num_ranks, rtol=1e-6):
+            return f"1/{num_ranks} as large: it is a mean where the sum is meant, or divided twice"
+        return ""
+
+    def _cause(self, one: dict[str, np.ndarray], is_same_of_shard: bool) -> str:
+        """Why a result may differ in another way than by a factor."""
+        if self._is_random(one):
+            return (
+                "random numbers depend on the number of devices (rbg, or keys folded with the rank): compare the step"
+                " without noise"
+            )
+        if not is_same_of_shard:
+            return "it depends on the rank or the number of ranks, also where all have the same examples"
+        for name, leaf in named_leaves(self._batch).items():
+            if not _may_weigh(leaf):
+                continue
+            alike = self._tiled(self._rows(self._batch), only=name)
+            if self._agree(self._run(1, alike), self._run(self._num_ranks, alike)):
+                return f"a mean of the ranks' means, whose weights by batch leaf {name!r} differ: sum both, divide once"
+        return "statistics of a rank's own examples, as BatchNorm's, or a loss that is no mean over examples"
+
+    def _is_random(self, one: dict[str, np.ndarray]) -> bool:
+        """Whether other keys give another result on one device."""
+        trees = self._state, self._batch
+        if not any(map(_draws_noise, jax.tree.leaves(trees))):
+            return False
+        state, batch = jax.tree.map(lambda leaf: _other_key(leaf) if _draws_noise(leaf) else leaf, trees)
+        return not self._agree(one, self._run(1, batch, state))
+
+    def _run(self, num_ranks: int, batch: Any, state: Any = None) -> dict[str, np.ndarray]:
+        """What the step returns, by name."""
+        mesh = Mesh(np.asarray(jax.devices()[:num_ranks]), (self._axis,))
+        state = self._state if state is None else state
+        specs = jax.tree.broadcast(self._specs, state, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+        state = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), state, specs)
+        batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec(self._axis)))
+        found = named_leaves(jax.block_until_ready(self._make_step(mesh)(state, batch)))
+        self._unlike_copies = {name for name, leaf in found.items() if has_unlike_copies(leaf)}
+        return {name: np.asarray(leaf) for name, leaf in found.items() if not is_key(leaf)}
+
+    def _agree(self, one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
+        return all(difference(other[name], leaf) <= self._atol for name, leaf in one.items())
+
+    def _matching(self, state: Any) -> dict[str, np.ndarray]:
+        """Leaves of the state by the names that those of the next one have in what the step returns."""
+        leaves = {name: np.asarray(leaf) for name, leaf in named_leaves(state).items() if not is_key(leaf)}
+        return leaves | {f"0.{name}": leaf for name, leaf in leaves.items()}
+
+    def _rows(self, batch: Any) -> Any:
+        """The first rank's examples."""
+        return jax.tree.map(lambda leaf: leaf[: len(leaf) // self._num_ranks], batch)
+
+    def _tiled(self, rows: Any, only: str | None = None) -> Any:
+        """A batch of the same examples on every rank, in one leaf or in all."""
+        tiled = jax.tree.map(lambda leaf: jnp.concatenate([leaf] * self._num_ranks), rows)
+        if only is None:
+            return tiled
+        names, structure = [*named_leaves(tiled)], jax.tree.structure(tiled)
+        pairs = zip(names, jax.tree.leaves(tiled), jax.tree.leaves(self._batch), strict=True)
+        return jax.tree.unflatten(structure, [alike if name == only else own for name, alike, own in pairs])
+
+    def _cast(self, leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array) and is_key(leaf):
+            return leaf
+        array = np.asarray(leaf)
+        is_cast = self._dtype is not None and jnp.issubdtype(array.dtype, jnp.floating)
+        return array.astype(self._dtype) if is_cast else array
+
+
+def _draws_noise(leaf: Any) -> bool:
+    """Whether a leaf is a PRNG key, of either kind."""
+    return is_key(leaf) or (leaf.dtype == np.uint32 and leaf.shape == (2,))
+
+
+def _other_key(key: Any) -> Any:
+    keys = key.reshape(-1) if is_key(key) else key[None]
+    return jax.vmap(jax.random.fold_in, (0, None))(keys, 7).reshape(key.shape)
+
+
+def _may_weigh(leaf: Any) -> bool:
+    """Whether a leaf of a batch may say which examples count: labels, masks, weights of 0 and 1."""
+    if isinstance(leaf, jax.Array):  # a key
+        return False
+    return leaf.dtype.kind in "biu" or bool(np.isin(leaf, [0, 1]).all())
+
+
+def has_unlike_copies(leaf: jax.Array) -> bool:
+    """Whether devices that should hold the same hold other bits."""
+    copies: dict[str, set[bytes]] = {}
+    for shard in (jax.random.key_data(leaf) if is_key(leaf) else leaf).addressable_shards:
+        copies.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
+    return any(len(bits) > 1 for bits in copies.values())
+
+
+def difference(found: np.ndarray, right: np.ndarray) -> float:
+    """The largest of any element, relative to the largest element where that is above 1."""
+    if found.shape != right.shape:
+        return np.inf
+    wide = np.complex128 if np.iscomplexobj(right) else np.float64
+    apart = np.abs(found.astype(wide) - right.astype(wide))
+    return float(np.max(apart, initial=0.0) / max(1.0, float(np.max(np.abs(right.astype(wide)), initial=0.0))))

@@ -1,0 +1,172 @@
+"""Training steps of one's own, each with a fault that trains in silence."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxddp.parity import StepParityError, check_step
+
+OPTIMIZER = optax.adam(1e-2)
+
+
+def mapped(step, *, check_vma=False):
+    """A step on each rank: of a state that all have, and their examples."""
+    return lambda mesh: jax.jit(
+        jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma)
+    )
+
+
+def updated(state, grads):
+    updates, opt_state = OPTIMIZER.update(grads, state["opt"], state["params"])
+    return state | {"params": optax.apply_updates(state["params"], updates), "opt": opt_state}
+
+
+def loss_fn(params, batch):
+    return jnp.mean((jnp.tanh(batch["x"] @ params["w"] + params["b"]) - batch["y"]) ** 2)
+
+
+def step_with(reduce, loss_fn=loss_fn):
+    def step(state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
+        return updated(state, reduce(grads)), {"loss": jax.lax.pmean(loss, "data")}
+
+    return step
+
+
+def mean(grads):
+    return jax.lax.pmean(grads, "data")
+
+
+@pytest.fixture
+def batch():
+    rng = np.random.default_rng(0)
+    mask = np.ones(16, bool)
+    mask[9:] = False
+    return {"x": rng.normal(size=(16, 3)), "y": rng.normal(size=(16, 2)), "mask": mask}
+
+
+@pytest.fixture
+def state():
+    params = {"w": np.random.default_rng(1).normal(size=(3, 2)), "b": np.zeros(2)}
+    return {"params": params, "opt": OPTIMIZER.init(params)}
+
+
+def causes(make_step, state, batch, **options):
+    with pytest.raises(StepParityError) as found:
+        check_step(make_step, state, batch, **options)
+    return {one.name: one.cause for one in found.value.parted}
+
+
+def test_right_steps_pass(state, batch):
+    check_step(mapped(step_with(mean)), state, batch)
+
+    def without_mesh(state, batch):
+        return updated(state, jax.grad(loss_fn)(state["params"], batch))
+
+    check_step(lambda mesh: jax.jit(without_mesh, donate_argnums=0), state, batch, num_ranks=2)
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_gradients_n_times_too_large(state, batch, check_vma):
+    # Under check_vma autodiff has summed gradients of equal parameters, and the mean of equal ones is the sum.
+    reduce = mean if check_vma else lambda grads: jax.lax.psum(grads, "data")
+    found = causes(mapped(step_with(reduce), check_vma=check_vma), state, batch)
+    assert found["0.opt.0.mu.w"].startswith("4 times as large") and "squares" in found["0.opt.0.nu.w"]
+
+
+def test_a_sum_that_is_divided_twice(state, batch):
+    def twice(grads):
+        return jax.tree.map(lambda one: mean(one) / jax.lax.axis_size("data"), grads)
+
+    found = causes(mapped(step_with(twice)), state, batch)
+    assert found["0.opt.0.mu.w"].startswith("1/4 as large")
+
+
+def test_a_gradient_that_is_not_reduced(state, batch):
+    found = causes(mapped(step_with(lambda grads: grads | {"w": mean(grads["w"])})), state, batch)
+    assert "copies" in found["0.params.b"] and "0.params.w" not in found and "1.loss" not in found
+
+
+def masked_loss(params, batch):
+    error = jnp.sum((jnp.tanh(batch["x"] @ params["w"] + params["b"]) - batch["y"]) ** 2, -1)
+    return jnp.sum(error * batch["mask"]) / jnp.maximum(jnp.sum(batch["mask"]), 1)
+
+
+def test_a_mean_of_means_names_the_mask(state, batch):
+    found = causes(mapped(step_with(mean, masked_loss)), state, batch)
+    assert "'mask'" in found["0.params.w"] and "'mask'" in found["1.loss"]
+
+
+def normalized_step(is_global, is_synced):
+    """A step of a model with running statistics."""
+
+    def step(state, batch):
+        def loss(params):
+            seen = jnp.mean(batch["x"], 0)
+            seen = mean(seen) if is_global else seen
+            return loss_fn(params, batch | {"x": batch["x"] - seen}), 0.9 * state["seen"] + 0.1 * seen
+
+        grads, seen = jax.grad(loss, has_aux=True)(state["params"])
+        return updated(state, mean(grads)) | {"seen": mean(seen) if is_synced else seen}
+
+    return mapped(step)
+
+
+def test_statistics_of_a_ranks_own_examples(state, batch):
+    state = state | {"seen": np.zeros(3)}
+    check_step(normalized_step(is_global=True, is_synced=True), state, batch)
+    assert "BatchNorm" in causes(normalized_step(is_global=False, is_synced=True), state, batch)["opt.0.mu.w"]
+    assert "copies" in causes(normalized_step(is_global=False, is_synced=False), state, batch)["seen"]
+
+
+def dropout_step(fold):
+    def step(state, batch):
+        key = jax.random.fold_in(state["key"], jax.lax.axis_index("data")) if fold else state["key"]
+
+        def loss(params):
+            keep = jax.random.bernoulli(key, 0.5, batch["x"].shape)
+            return loss_fn(params, batch | {"x": batch["x"] * keep})
+
+        return updated(state, mean(jax.grad(loss)(state["params"])))
+
+    return mapped(step)
+
+
+@pytest.mark.parametrize("key", [jax.random.key, jax.random.PRNGKey])
+def test_equal_dropout_masks_on_all_ranks(state, batch, key):
+    state = state | {"key": key(0)}
+    assert "same noise" in causes(dropout_step(fold=False), state, batch)[""]
+    assert "number of devices" in causes(dropout_step(fold=True), state, batch)["params.w"]
+
+
+def test_noise_of_one_program_over_all_devices_is_the_same(state, batch):
+    def step(state, batch):
+        keep = jax.random.bernoulli(state["key"], 0.5, batch["x"].shape)
+        return updated(state, jax.grad(loss_fn)(state["params"], batch | {"x": batch["x"] * keep}))
+
+    check_step(lambda mesh: jax.jit(step), state | {"key": jax.random.key(0)}, batch)
+
+
+def test_what_depends_on_the_rank_alone(state, batch):
+    def step(state, batch):
+        scale = 1 + jax.lax.axis_index("data")
+        return updated(state, mean(jax.tree.map(lambda one: one * scale, jax.grad(loss_fn)(state["params"], batch))))
+
+    assert "depends on the rank" in causes(mapped(step), state, batch)["opt.0.mu.w"]
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"num_ranks": 1}, "num_ranks"),
+        ({"num_ranks": 3}, "batch"),
+        ({"num_ranks": 10**6}, "num_ranks"),
+        ({"atol": -1}, "atol"),
+    ],
+)
+def test_bad_arguments_are_refused(state, batch, options, name):
+    with pytest.raises(ValueError, match=name):
+        check_step(mapped(step_with(mean)), state, batch, **options)
