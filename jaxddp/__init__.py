@@ -15,7 +15,7 @@
     network.py sizes.py               how long a collective takes; sizes of the transformer: no framework
     planning                          cost formulas and chips, for a cluster that is not here; needs no framework
     instruments                       look from outside: read compiled programs, compile for absent machines, simulate
-    parity.py step_parity.py          your own training under every strategy, on one device and in PyTorch; your own step
+    parity.py step_parity.py          your own training under every strategy, on one device, in PyTorch; your own step
     cli table.py                      ``python -m jaxddp``; tables in plain text
     pytest_plugin.py                  what a program communicates, as a test
 
@@ -28,6 +28,9 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from . import flax as flax
+    from . import network as network
+    from . import parity as parity
     from .checkpoint import Checkpoints as Checkpoints
     from .clipping import clip_by_global_norm as clip_by_global_norm
     from .communication import hooks as hooks
@@ -76,54 +79,35 @@ if TYPE_CHECKING:
     from .zero.shard_optimizer import shard_optimizer as shard_optimizer
     from .zero.shard_optimizer import sharded_specs as sharded_specs
 
-_MODULES = {
-    "Checkpoints": ".checkpoint",
-    "Network": ".network",
-    "BucketPlan": ".communication.buckets",
-    "TensorSpec": ".communication.buckets",
-    "plan_buckets": ".communication.buckets",
-    "data_mesh": ".mesh",
-    "simulate_devices": ".mesh",
-    "local_rows": ".processes.start",
-    "start_process": ".processes.start",
-    "named_leaves": ".tree",
-    "Weighted": ".loss",
-    "Mean": ".metrics",
-    "Sum": ".metrics",
-    "PerExample": ".metrics",
-    "hooks": ".communication.hooks",
-    "STRATEGIES": ".registry",
-    "make_strategy": ".registry",
-    "Strategy": ".strategy",
-    "plan_gradients": ".training.own_loop",
-    "sync_gradients": ".training.own_loop",
-    "naive": ".ddp",
-    "flat": ".ddp",
-    "overlapped": ".ddp",
-    "bucketed": ".ddp",
-    "layer": ".zero",
-    "zero1": ".zero",
-    "zero2": ".zero",
-    "zero3": ".zero",
-    "clip_by_global_norm": ".clipping",
-    "shard_optimizer": ".zero.shard_optimizer",
-    "sharded_specs": ".zero.shard_optimizer",
-    "NonFiniteError": ".training.train",
-    "ReplicaError": ".processes.replicas",
-    "Trainer": ".training.train",
-    "TrainState": ".training.train",
-    "check_replicas": ".training.train",
-    "compile_options": ".training.xla",
-    "jit": ".training.own_loop",
-    "params_ema": ".training.ema",
-    "value_and_grad": ".training.own_loop",
-    "keep_freed_memory": ".training.allocator",
-    "collectives": ".instruments.collectives",
-    "gradient_collectives": ".instruments.schedule",
-    "read_schedule": ".instruments.schedule",
-    "inspect": ".instruments.inspect",
-    "tune_buckets": ".instruments.tuning",
+_NAMES = {
+    ".checkpoint": ("Checkpoints",),
+    ".network": ("Network",),
+    ".communication.buckets": ("BucketPlan", "TensorSpec", "plan_buckets"),
+    ".mesh": ("data_mesh", "simulate_devices"),
+    ".processes.start": ("local_rows", "start_process"),
+    ".tree": ("named_leaves",),
+    ".loss": ("Weighted",),
+    ".metrics": ("Mean", "Sum", "PerExample"),
+    ".registry": ("STRATEGIES", "make_strategy"),
+    ".strategy": ("Strategy",),
+    ".training.own_loop": ("plan_gradients", "sync_gradients", "jit", "value_and_grad"),
+    ".ddp": ("naive", "flat", "overlapped", "bucketed"),
+    ".zero": ("layer", "zero1", "zero2", "zero3"),
+    ".clipping": ("clip_by_global_norm",),
+    ".zero.shard_optimizer": ("shard_optimizer", "sharded_specs"),
+    ".training.train": ("NonFiniteError", "Trainer", "TrainState", "check_replicas"),
+    ".processes.replicas": ("ReplicaError",),
+    ".training.xla": ("compile_options",),
+    ".training.ema": ("params_ema",),
+    ".training.allocator": ("keep_freed_memory",),
+    ".instruments.collectives": ("collectives",),
+    ".instruments.schedule": ("gradient_collectives", "read_schedule"),
+    ".instruments.inspect": ("inspect",),
+    ".instruments.tuning": ("tune_buckets",),
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names} | {
     "flax": ".flax",
+    "hooks": ".communication.hooks",
     "network": ".network",
     "parity": ".parity",
     "targets": ".instruments.targets",
