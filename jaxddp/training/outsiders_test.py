@@ -166,8 +166,48 @@ def test_under_a_context_mesh_of_explicit_axes(strategy):
 
 
 @each_strategy
-def test_on_a_mesh_of_explicit_axes(strategy):
-    trainer = make(strategy, mesh=explicit())
+def test_on_a_mesh_of_explicit_axes_beside_a_program_of_the_users(strategy, tmp_path):
+    mesh, expected = explicit(), on_one_device(loss_fn, PARAMS, BATCH, steps=3)
+    trainer = make(strategy, mesh=mesh)
+
+    @jax.jit
+    def shifted(params, batch):  # JAX refuses arrays of another mesh here
+        return jnp.sum(batch) * 0 + jax.tree.map(lambda leaf: leaf * 1, params)["a"].sum()
+
+    with jax.set_mesh(mesh):
+        batch = jax.device_put(BATCH, jax.NamedSharding(mesh, P("data")))
+        state = trainer.init(PARAMS)
+        for _ in range(2):
+            state, metrics = trainer.step(state, batch)
+        assert np.isfinite(shifted(trainer.params(state), batch)) and np.isfinite(shifted(state.params, batch))
+        assert {leaf.sharding.mesh for leaf in jax.tree.leaves((state, metrics))} == {mesh}
+    assert np.isfinite(trainer.evaluate(state, BATCH))
+    with jaxddp.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(trainer, state)
+        restored, _ = checkpoints.restore(trainer, PARAMS)
+    state, _ = trainer.step(restored, BATCH)
+    assert_near(jax.device_get(trainer.params(state)), expected)
+
+
+@pytest.mark.parametrize("strategy", [jaxddp.naive(), jaxddp.bucketed()], ids=["naive", "bucketed"])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_loop_of_ones_own_on_a_mesh_of_explicit_axes(strategy, check_vma):
+    mesh = explicit()
+
+    def step(params, batch):
+        _, grads = jaxddp.value_and_grad(loss_fn, strategy)(params, batch)
+        return jax.tree.map(lambda param, grad: param - 0.1 * grad, params, grads)
+
+    specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+    run = jaxddp.jit(jax.shard_map(step, mesh=mesh, check_vma=check_vma, **specs), strategy)
+    params = run(PARAMS, jax.device_put(BATCH, jax.NamedSharding(mesh, P("data"))))
+    assert_near(jax.device_get(params), on_one_device(loss_fn, PARAMS, BATCH))
+
+
+def test_of_mixed_axes_those_of_parameters_are_left_to_xla():
+    mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])  # of explicit axes
+    specs = {"a": P(None, "model"), "b": P("model")}
+    trainer = make(jaxddp.zero1(), mesh=mesh, param_specs=specs)
     state, _ = trainer.step(trainer.init(PARAMS), BATCH)
     assert_near(jax.device_get(trainer.params(state)), on_one_device(loss_fn, PARAMS, BATCH))
 

@@ -47,9 +47,8 @@ def place(tree: Any, layout: Any, mesh: Mesh | AbstractMesh, axis: Axis | None =
 def full_arrays(tree: Any, layout: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Undoes ``place``: every rank gets a copy of every full leaf, without padding."""
     leaves, structure = jax.tree.flatten(tree)
-    places = tuple(jax.tree.leaves(layout))
-    full = _from_global(leaves, places, NamedSharding(mesh, PartitionSpec())) if leaves else []
-    return jax.tree.unflatten(structure, full)
+    everywhere = [jax.device_put(leaf, NamedSharding(mesh, PartitionSpec())) for leaf in leaves]
+    return jax.tree.unflatten(structure, _from_global(everywhere, tuple(jax.tree.leaves(layout))))
 
 
 def _from_first_process(array: Any) -> np.ndarray:
@@ -79,9 +78,7 @@ def place_batch(batch: Any, sharding: NamedSharding) -> Any:
     return jax.device_put(batch, sharding)
 
 
-@partial(jax.jit, static_argnums=(1, 2))
-def _from_global(leaves: list[jax.Array], places: tuple[Leaf, ...], replicated: NamedSharding) -> list[jax.Array]:
-    return [
-        jax.lax.with_sharding_constraint(place.from_global(leaf) if place.is_padded else jnp.copy(leaf), replicated)
-        for leaf, place in zip(leaves, places, strict=True)
-    ]
+@partial(jax.jit, static_argnums=1)
+def _from_global(leaves: list[jax.Array], places: tuple[Leaf, ...]) -> list[jax.Array]:
+    pairs = zip(leaves, places, strict=True)
+    return [place.from_global(leaf) if place.is_padded else jnp.copy(leaf) for leaf, place in pairs]

@@ -128,7 +128,7 @@ class Programs:
                 found.append(steps.trace_backward(self.run, state, batch))
 
             # Traced, not run: inside of shard_map, where a loss may use the ranks' axis.
-            jax.eval_shape(self._map(on_rank, (self._specs, P(self._axis)), P()), state, batch)
+            jax.eval_shape(self._map(on_rank, (self._specs, P(self._axis)), P()), *self._typed(state, batch))
             (trace,) = found
             if self.layout.ranks.other_axes:
                 trace = trace.with_shapes({name: leaf.block for name, leaf in named_leaves(self.layout.params).items()})
@@ -216,7 +216,15 @@ class Programs:
         function = self._map(
             placed if self.layout.ranks.other_axes else on_rank, specs, (self._specs, P()) if is_step else P()
         )
-        return function, abstract((state, batch)), options
+        return function, self._typed(*abstract((state, batch))), options
+
+    def _typed(self, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+        """Describes arrays with their shardings, which are in their types where axes of the mesh are explicit."""
+
+        def typed(sharding: NamedSharding, tree: Any) -> Any:
+            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
+
+        return jax.tree.map(typed, self.shardings, state), typed(self.batch_sharding, batch)
 
     def _placed(self, state: TrainState) -> TrainState:
         """Keeps a state on the devices of a rank as its layout says: XLA would place it as the loss uses it."""

@@ -166,9 +166,10 @@ class Trainer:
         for name, options in (("nonfinite", NONFINITE), ("state_sync", STATE_SYNC)):
             if getattr(self, name) not in options:
                 raise ValueError(f"{name} (={getattr(self, name)!r}) must be one of {', '.join(options)}")
-        if isinstance(self.mesh, Mesh):  # explicit axes would be in the types of the user's arrays
-            auto = (AxisType.Auto,) * self.mesh.devices.ndim
-            object.__setattr__(self, "mesh", Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=auto))
+        if isinstance(self.mesh, Mesh) and self.ranks.other_axes:  # they are XLA's
+            kinds = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+            types = tuple(AxisType.Auto if name in self.ranks.other_axes else kind for name, kind in kinds)
+            object.__setattr__(self, "mesh", Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=types))
         others = ", ".join(self.ranks.other_axes)
         if others and self.param_specs is None:
             raise ValueError(f"param_specs (=None) must be given for the other mesh axes: {others}")
